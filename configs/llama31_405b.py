@@ -1,0 +1,39 @@
+"""Llama 3.1 405B, https://arxiv.org/abs/2407.21783, as NVIDIA's NeMo recipe trains it."""
+
+from maxbench.recipes import workload
+
+LAYOUTS = """
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
+h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2   8    1    64
+h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2   8    1    64
+h100      bf16,fp8  weak      128      62  8192   4   8   2     1   1   2   8    1   128
+h100      bf16,fp8  weak      512     126  8192   8   8   4     1   1   2   8    1   256
+h100      bf16,fp8  weak     1024     126  8192   8   8   8     1   1   2   8    1   512
+h100      bf16,fp8  weak     2048     126  8192   8   8  16     1   1   2   8    1  1024
+"""
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="llama31",
+            size="405b",
+            layers=126,
+            embed=16384,
+            heads=128,
+            kv_heads=8,
+            head_dim=128,
+            mlp=53248,
+            vocab=128256,
+            rope_base=500_000.0,
+            rope_factor=8.0,
+            init_std=0.02,
+        ),
+        train=dict(
+            seq=8192,
+            remat="none",
+        ),
+        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        layouts=LAYOUTS,
+    )

@@ -1,0 +1,40 @@
+"""Llama 3.1 8B, https://arxiv.org/abs/2407.21783, as NVIDIA's NeMo recipe trains it.
+
+The recipe leaves out 3.1's rope scaling.
+"""
+
+from maxbench.recipes import workload
+
+LAYOUTS = """
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
+h100      bf16,fp8  weak        8      32  8192   1   1   4     1   1   2   1    1   128
+h100      bf16,fp8  weak       16      32  8192   1   1   8     1   1   2   1    1   256
+h100      bf16,fp8  weak       32      32  8192   1   1  16     1   1   2   1    1   512
+h100      bf16,fp8  weak       64      32  8192   1   1  32     1   1   2   1    1  1024
+h100      bf16,fp8  weak      128      32  8192   1   1  64     1   1   2   1    1  2048
+"""
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="llama31",
+            size="8b",
+            layers=32,
+            embed=4096,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp=14336,
+            vocab=128256,
+            rope_base=500_000.0,
+            init_std=0.01,
+        ),
+        train=dict(
+            seq=8192,
+            remat="none",
+        ),
+        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        layouts=LAYOUTS,
+    )

@@ -1,0 +1,63 @@
+"""Nemotron-4 340B, https://arxiv.org/abs/2406.11704, as NVIDIA's NeMo recipes train it.
+
+The preset `bf16_state` is the older recipe's optimizer: no fp32 master, moments in bf16.
+"""
+
+from maxbench.recipes import workload
+
+LAYOUTS = """
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs
+h100      bf16,fp8  weak      128      96  4096   8  12   2     1   1   1   8    1   32
+h100      bf16,fp8  weak      256      96  4096   8  12   4     1   1   1   8    1   64
+h100      bf16,fp8  weak      512      96  4096   8  12   8     1   1   1   8    1  128
+h100      bf16,fp8  weak     1024      96  4096   8  12  16     1   1   1   8    1  256
+h100      bf16,fp8  weak     2048      96  4096   8  12  32     1   1   1   8    1  512
+gb200     bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    1   32
+gb200     bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    1   64
+gb200     bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    1  128
+gb200     bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    1  512
+gb200     bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    1  512
+gb200     bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    1  512
+gb300     bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    1   32
+gb300     bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    1   64
+gb300     bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    1  128
+gb300     bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    1  512
+gb300     bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    1  512
+gb300     bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    1  512
+b200      bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    1   32
+b200      bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    1   64
+b200      bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    1  128
+b200      bf16,fp8  weak     1024      96  4096   4  12  32     1   1   1   8    1  256
+b200      bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    1  512
+b200      bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    1  512
+b200      bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    1  512
+b200      bf16,fp8  strong   1024      96  4096   4  12  32     1   1   1   8    1  512
+"""
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="nemotron4",
+            size="340b",
+            layers=96,
+            embed=18432,
+            heads=96,
+            kv_heads=8,
+            head_dim=192,
+            mlp=73728,
+            vocab=256000,
+            act="relu2",
+            norm="layernorm1p",
+            rope_fraction=0.5,
+            init_std=0.0063,
+        ),
+        train=dict(
+            seq=4096,
+            remat="selective",
+        ),
+        optim=dict(lr=1e-4, lr_min=1e-5, warmup=500, eps=1e-8),
+        layouts=LAYOUTS,
+        variants={"bf16_state": {"precision": {"weights": "bf16", "moments": "bf16"}}},
+    )

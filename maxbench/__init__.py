@@ -1,0 +1,1 @@
+"""How fast does this cluster pre-train large language models, and is that as fast as it should be?"""

@@ -1,0 +1,142 @@
+"""The command line: flags -> Run. Imports no jax, so that a wrong flag costs no time."""
+
+import contextlib
+import difflib
+import importlib
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from maxbench import recipes
+from maxbench.config import AXES, Run
+
+COMMANDS = ("train",)
+HELP = {
+    "pp": "pipeline stages",
+    "vp": "virtual stages per pipeline stage",
+    "dp": "data parallel: copies of the weights, optimizer state split (ZeRO-1)",
+    "fsdp": "data parallel: weights split too, gathered layer by layer (ZeRO-3)",
+    "ep": "expert parallel: groups of GPUs that hold different experts",
+    "cp": "context parallel: parts of the sequence",
+    "tp": "tensor parallel, with sequence parallelism",
+    "mbs": "sequences per data-parallel GPU and microbatch",
+    "gbs": "sequences per step over all GPUs",
+}
+
+
+def define(fv: flags.FlagValues) -> None:
+    """Defines the flags that describe a run, the same for every command."""
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "Workload, FILE[:preset,preset]; presets: " + ", ".join(recipes.PRESETS),
+        flag_values=fv,
+    )
+    number = lambda name, text: flags.DEFINE_integer(name, None, text, flag_values=fv)
+    string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
+    number("gpus", "take the recipe's row for this many GPUs")
+    string("gpu_type", "h100 | h200 | b200 | gb200 | gb300")
+    string("dtype", "bf16 | fp32")
+    flags.DEFINE_bool(
+        "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
+    )
+    for axis in (*AXES, "vp", "mbs", "gbs"):
+        number(axis, HELP[axis])
+    number("seq", "tokens per sequence")
+    number("layers", "layers of the model")
+    number("steps", "steps to train")
+    string("output_dir", "experiments/ goes here")
+    flags.DEFINE_bool("checkpoint", None, "save a checkpoint at the end", flag_values=fv)
+    string("resume", "checkpoint to start from: a run's folder, or one step of it")
+    number("cpu_devices", "virtual CPU devices instead of GPUs")
+    number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
+    string("coordinator", "host:port of process 0 (found by itself under Slurm)")
+    number("processes", "number of processes")
+    number("process", "number of this process, from 0")
+
+
+def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
+    """Parses argv (program name first) with the flags in fv and builds the Run.
+
+    Raises:
+      flags.Error, ValueError, OSError: input that cannot be, with what would work.
+    """
+    _config_exists(argv)
+    rest = fv(list(argv))
+    if rest[1:]:
+        raise ValueError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
+    if fv["config"].value is None:
+        raise ValueError(f"--config is missing; for example --config {_workloads()[0]}:tiny")
+    given = {name: fv[name].value for name in recipes.FLAGS if fv[name].present}
+    return recipes.resolve(
+        fv["config"].value,
+        gpus=fv["gpus"].value,
+        strong_scaling=fv["strong_scaling"].value,
+        flags=given,
+        overrides=config_flags.get_override_values(fv["config"]),
+    )
+
+
+def _config_exists(argv: Sequence[str]) -> None:
+    """The loader's own message for a missing file is a page long."""
+    for arg, after in zip(argv, (*argv[1:], ""), strict=True):
+        name, is_set, value = arg.partition("=")
+        if name in ("--config", "-config"):
+            path = (value if is_set else after).split(":")[0]
+            if not pathlib.Path(path).is_file():
+                raise FileNotFoundError(2, "no such file", path)
+
+
+def _workloads() -> list[str]:
+    return sorted(str(p) for p in pathlib.Path("configs").glob("*.py")) or ["configs/llama31_8b.py"]
+
+
+@contextlib.contextmanager
+def clear_errors(command: str) -> Iterator[None]:
+    """Turns an error of the user's input into one message on stderr and exit code 2."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        path = str(e.filename or e).split(":")[0]
+        near = difflib.get_close_matches(path, _workloads(), n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(_workloads())}"
+        _fail(command, f"no such file: {path}{hint if path.endswith('.py') else ''}")
+    except flags.Error as e:
+        _fail(command, str(e).replace("Unknown command line flag ", "unknown flag "))
+    except (KeyError, AttributeError) as e:  # how ConfigDict says that a field does not exist
+        near = re.search(r'mean "(\w+)" instead of "(\w+)"', str(e))
+        text = f"no setting {near[2]!r}; did you mean {near[1]!r}?" if near else f"no setting {e}"
+        _fail(command, text)
+    except (ValueError, OSError, TypeError) as e:
+        _fail(command, str(e))
+
+
+def _fail(command: str, message: str) -> None:
+    print(f"maxbench {command}: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def help_text(doc: str, fv: flags.FlagValues) -> str:
+    """The command's docstring and its flags, a line each."""
+    lines = []
+    for name, flag in sorted(fv.flags_by_module_dict().items()):
+        del name
+        lines += [f"  --{f.name:<15} {f.help.split(': ' + chr(10))[0]}" for f in flag]
+    lines.append("  --config.section.field=value: any other setting; --dry_run prints them all")
+    return doc + "\n\nflags:\n" + "\n".join(lines)
+
+
+def main() -> int:
+    """`maxbench train ...` is `python -m maxbench.train ...`."""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"usage: maxbench {'|'.join(COMMANDS)} --config FILE [flags]{hint}", file=sys.stderr)
+        return 0 if command in ("--help", "-h", "help") else 2
+    run: Callable[[Sequence[str]], int] = importlib.import_module(f"maxbench.{command}").main
+    return run([f"maxbench {command}", *sys.argv[2:]])

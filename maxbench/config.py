@@ -1,0 +1,371 @@
+"""What a run is: frozen dataclasses, checked once, here, before anything touches a device.
+
+The size fields of Model (embed, heads, ...) are also the names of logical axes: a weight is
+declared by its axes alone, Model gives each axis its size, mesh.RULES its place.
+Every check says what was given, why it cannot be, and what would work.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+
+from maxbench.hardware import GPUS
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+ACTS = ("swiglu", "geglu", "relu2")
+NORMS = ("rmsnorm", "layernorm1p")
+ROUTERS = ("topk_softmax", "softmax_topk")
+ATTENTIONS = ("auto", "xla", "cudnn")
+
+# Tensors of a block that a remat policy may keep, in the order they are made.
+TENSORS = ("query", "key", "value", "context", "attn_out", "mlp_up", "mlp_act", "mlp_down")
+# What the backward pass finds saved; everything else it computes again.
+REMATS = {
+    "full": (),
+    "none": TENSORS,  # and every other intermediate but gathered weights and sequences
+    "selective": ("query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
+    "save_qkv_proj": ("query", "key", "value"),
+    "save_dot_except_mlp": ("query", "key", "value", "attn_out"),
+    "save_dot_except_mlpwi": ("query", "key", "value", "attn_out", "mlp_down"),
+    "save_context": ("context",),
+}
+
+
+def choose(field: str, value: str, options: Iterable[str]) -> None:
+    """Raises ValueError, with the nearest match, unless value is one of options."""
+    options = list(options)
+    if value in options:
+        return
+    near = difflib.get_close_matches(str(value), options, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{field}={value!r} is not one of {', '.join(options)}{hint}")
+
+
+def divisors(n: int) -> str:
+    """The divisors of n as text, for messages that say what would work."""
+    return ", ".join(str(d) for d in range(1, min(n, 4096) + 1) if n % d == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The numbers of a transformer. A family is its numbers: no code branches on its name."""
+
+    name: str
+    size: str
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    act: str = "swiglu"  # swiglu | geglu | relu2
+    norm: str = "rmsnorm"  # rmsnorm | layernorm1p (weight stored minus one)
+    norm_eps: float = 1e-5
+    post_norm: bool = False  # a second norm after attention and after the MLP
+    tied: bool = False  # the output head is the embedding table
+    rope_base: float = 10_000.0
+    rope_fraction: float = 1.0  # of head_dim that is rotated
+    rope_factor: float = 1.0  # Llama 3.1 scaling of the low frequencies; 1 = off
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_context: int = 8192
+    softcap: float = 0.0  # attention logits are capped at this; 0 = off
+    embed_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    init_std: float = 0.02
+    experts: int = 0  # 0 = one dense MLP
+    top_k: int = 2
+    router: str = "topk_softmax"  # topk_softmax | softmax_topk (softmax over all, then top-k)
+    capacity_factor: float = 1.0  # 0 = no token is ever dropped
+    aux_loss: float = 0.0  # weight of the load-balancing loss
+
+    # Axes that are not fields of their own: fused projections, and the widths of small weights.
+    @property
+    def qkv(self) -> int:
+        """Heads per KV group in the fused projection: its queries, one key, one value."""
+        return self.heads // self.kv_heads + 2
+
+    @property
+    def gates(self) -> int:
+        """Up-projections of the MLP: 2 when gated."""
+        return 2 if self.act.endswith("glu") else 1
+
+    @property
+    def width(self) -> int:
+        """`embed` of a weight too small to split (norms, router)."""
+        return self.embed
+
+    @property
+    def routes(self) -> int:
+        """`experts` as outputs of the router, which every GPU holds whole."""
+        return self.experts
+
+    def __post_init__(self):
+        choose("model.act", self.act, ACTS)
+        choose("model.norm", self.norm, NORMS)
+        choose("model.router", self.router, ROUTERS)
+        for field in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
+                f"kv_heads that work: {divisors(self.heads)}"
+            )
+        if not 0 < self.rope_fraction <= 1 or int(self.head_dim * self.rope_fraction) % 2:
+            raise ValueError(
+                f"model.rope_fraction={self.rope_fraction} of model.head_dim={self.head_dim} must "
+                "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"model.top_k={self.top_k} must lie between 1 and model.experts={self.experts}"
+            )
+        if self.experts < 0 or self.capacity_factor < 0:
+            raise ValueError(
+                f"model.experts={self.experts} and model.capacity_factor={self.capacity_factor} "
+                "must not be negative; experts=0 is a dense MLP, capacity_factor=0 drops no token"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the work is spread: the degree of each mesh axis, and the batch."""
+
+    gpu_type: str = "h100"
+    pp: int = 1
+    vp: int = 1  # virtual stages (chunks of layers) per pipeline stage
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+    mbs: int = 1  # sequences per data-parallel GPU and microbatch
+    gbs: int = 0  # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
+
+    @property
+    def gpus(self) -> int:
+        """GPUs the layout needs."""
+        return self.pp * self.shards * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """GPUs (or groups of pp x cp x tp) that work on different sequences."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def microbatches(self) -> int:
+        """Gradient accumulation: microbatches per step on each data-parallel GPU."""
+        return self.gbs // (self.mbs * self.shards)
+
+    def describe(self) -> str:
+        """One line: '16 devices, fsdp 8 x tp 2, mbs 1, gbs 32 (4 microbatches)'."""
+        axes = [f"{a} {getattr(self, a)}" for a in AXES if getattr(self, a) > 1]
+        if self.vp > 1:
+            axes.insert(1, f"vp {self.vp}")
+        devices = f"{self.gpus} devices, {' x '.join(axes)}" if axes else "1 device"
+        micro = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+        return f"{devices}, mbs {self.mbs}, gbs {self.gbs} ({micro})"
+
+    def __post_init__(self):
+        choose("gpu_type", self.gpu_type, GPUS)
+        for axis in (*AXES, "vp", "mbs"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis}={getattr(self, axis)} must be at least 1")
+        step = self.mbs * self.shards
+        if self.gbs == 0:
+            object.__setattr__(self, "gbs", step)
+        if self.gbs < 0 or self.gbs % step:
+            raise ValueError(
+                f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
+                f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
+                f"{max(step, round(self.gbs / step) * step)}"
+            )
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError(
+                f"vp={self.vp} needs pp > 1: virtual stages divide a pipeline's stages"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """The step and its memory."""
+
+    seq: int  # tokens per sequence
+    steps: int = 50
+    seed: int = 0
+    remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
+    attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
+    loss_chunk: int = 2048  # tokens whose logits stand in memory at once, per GPU
+    z_loss: float = 0.0  # weight of mean(logsumexp^2)
+    window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the tensors that the backward pass finds saved."""
+        return REMATS.get(self.remat) or tuple(t for t in self.remat.split(",") if t in TENSORS)
+
+    def __post_init__(self):
+        choose("train.attention", self.attention, ATTENTIONS)
+        if self.remat not in REMATS:
+            for tensor in self.remat.split(","):
+                choose("train.remat", tensor, (*REMATS, *TENSORS))
+        for field in ("seq", "steps", "loss_chunk"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"train.{field}={getattr(self, field)} must be at least 1")
+        first, last = self.window
+        if not 0 <= first <= last:
+            raise ValueError(f"train.window={self.window} must be two steps, first <= last")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and its learning rate: linear warmup, a constant part, then cosine to lr_min."""
+
+    lr: float
+    lr_min: float
+    warmup: float  # steps; below 1, a fraction of train.steps
+    constant: int = 0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # global norm of the gradient
+
+    def __post_init__(self):
+        for field in ("lr", "lr_min", "warmup", "weight_decay", "constant"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"optim.{field}={getattr(self, field)} must not be negative")
+        if self.clip <= 0 or self.eps <= 0:
+            raise ValueError(f"optim.clip={self.clip} and optim.eps={self.eps} must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats. The published recipes: bf16 compute, fp32 master weights and moments."""
+
+    dtype: str = "bf16"  # of the forward and backward pass
+    weights: str = "fp32"  # master copy
+    moments: str = "fp32"  # Adam's two averages
+    grads: str = "bf16"  # accumulated over microbatches and reduced over GPUs
+
+    def __post_init__(self):
+        if self.dtype == "fp8":
+            raise ValueError("dtype='fp8' is not supported yet; bf16 is")
+        for field in ("dtype", "weights", "moments", "grads"):
+            name = field if field == "dtype" else f"precision.{field}"
+            choose(name, getattr(self, field), DTYPES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where results go, and checkpoints."""
+
+    dir: str = "."
+    checkpoint: bool = False  # save at the end
+    checkpoint_every: int = 0  # and every so many steps
+    resume: str = ""  # a checkpoint to start from
+
+    def __post_init__(self):
+        if self.checkpoint_every < 0:
+            raise ValueError(
+                f"output.checkpoint_every={self.checkpoint_every} must not be negative"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Processes and devices."""
+
+    cpu_devices: int = 0  # virtual CPU devices; 0 = whatever JAX finds
+    mock_gpus: int = 0  # one GPU runs its share of a step on so many
+    coordinator: str = ""  # host:port of process 0
+    processes: int = 0
+    process: int = -1
+
+    def __post_init__(self):
+        if self.cpu_devices < 0 or self.mock_gpus < 0:
+            raise ValueError(
+                f"cpu_devices={self.cpu_devices} and mock_gpus={self.mock_gpus} must not be negative"
+            )
+        if self.cpu_devices and self.mock_gpus:
+            raise ValueError("cpu_devices and mock_gpus exclude each other: mocking needs a GPU")
+        given = (bool(self.coordinator), self.processes > 0, self.process >= 0)
+        if any(given) and not all(given):
+            raise ValueError(
+                f"coordinator={self.coordinator!r}, processes={self.processes} and "
+                f"process={self.process} belong together: give all three, or none"
+            )
+        if all(given) and self.process >= self.processes:
+            raise ValueError(f"process={self.process} must be below processes={self.processes}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run, whole: built once from config and flags, then passed down."""
+
+    model: Model
+    layout: Layout
+    train: Train
+    optim: Optim
+    precision: Precision = Precision()
+    output: Output = Output()
+    runtime: Runtime = Runtime()
+
+    @property
+    def name(self) -> str:
+        """pretrain_<model>_<size>_<dtype>_gpus<N>_..., the pattern that log parsers know."""
+        m, a = self.model, self.layout
+        return (
+            f"pretrain_{m.name}_{m.size}_{self.precision.dtype}_gpus{a.gpus}_tp{a.tp}_pp{a.pp}"
+            f"_cp{a.cp}_vp{a.vp}_mbs{a.mbs}_gbs{a.gbs}"
+        )
+
+    def asdict(self) -> dict:
+        """The run as nested plain dicts, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __post_init__(self):
+        m, a, t = self.model, self.layout, self.train
+        if a.pp > 1:
+            raise ValueError(
+                f"pp={a.pp}: pipeline parallelism is not here yet; use --pp 1 --vp 1 and spread "
+                f"the layers with fsdp, for example --pp 1 --vp 1 --fsdp {a.fsdp * a.pp}"
+            )
+        for axis, field in (
+            ("tp", "heads"),
+            ("tp", "kv_heads"),
+            ("tp", "mlp"),
+            ("tp", "vocab"),
+            ("fsdp", "embed"),
+        ):
+            self._divides(axis, getattr(a, axis), f"model.{field}", getattr(m, field))
+        if a.ep > 1 and not m.experts:
+            raise ValueError(
+                f"ep={a.ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
+            )
+        if m.experts:
+            self._divides("ep", a.ep, "model.experts", m.experts)
+        parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
+        if t.seq % parts:
+            why = f"{'2 x cp' if a.cp > 1 else ''}{' x ' if a.cp > 1 and a.tp > 1 else ''}"
+            why += "tp" if a.tp > 1 else ""
+            raise ValueError(
+                f"train.seq={t.seq} does not divide into {why} = {parts} parts (cp={a.cp}, "
+                f"tp={a.tp}); nearest that works: {max(parts, round(t.seq / parts) * parts)}"
+            )
+        if t.attention == "cudnn" and m.softcap:
+            raise ValueError(
+                f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap}); "
+                "use train.attention=xla"
+            )
+
+    @staticmethod
+    def _divides(axis: str, degree: int, field: str, value: int) -> None:
+        if value % degree:
+            raise ValueError(
+                f"{axis}={degree} does not divide {field}={value}; "
+                f"{axis} that works: {divisors(value)}"
+            )

@@ -1,0 +1,54 @@
+"""Trains a workload and measures it.
+
+  python -m maxbench.train --config configs/llama2_70b.py --fsdp 128
+  python -m maxbench.train --config configs/llama31_8b.py:tiny
+  python -m maxbench.train --config configs/llama31_405b.py --gpus 512 --dry_run
+
+Read next: loop.py (the run), step.py (one step), model.py (the network).
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from maxbench import cli, flops, runtime
+from maxbench.config import Run
+
+
+def describe(run: Run) -> dict:
+    """The resolved run as plain data: every setting, parameters, FLOPs per sequence, layout."""
+    m, seq = run.model, run.train.seq
+    return {
+        "name": run.name,
+        "layout": run.layout.describe(),
+        "gpus": run.layout.gpus,
+        "microbatches": run.layout.microbatches,
+        "parameters": flops.params(m),
+        "flops_per_sequence": {c: flops.per_sequence(m, seq, c) for c in flops.CONVENTIONS},
+        "config": run.asdict(),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 2 bad input, 1 a run that failed."""
+    fv = flags.FlagValues()
+    cli.define(fv)
+    flags.DEFINE_bool("dry_run", False, "print the resolved run as JSON and stop", flag_values=fv)
+    if {"--help", "-h", "-help"} & set(argv):
+        print(cli.help_text(__doc__.strip(), fv))
+        return 0
+    with cli.clear_errors("train"):
+        run = cli.parse(fv, argv)
+        if fv["dry_run"].value:
+            print(json.dumps(describe(run), indent=2))
+            return 0
+        runtime.prepare(run)
+    from maxbench import loop  # the one late import: jax must start after runtime.prepare
+
+    return loop.train(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
