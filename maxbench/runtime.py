@@ -7,7 +7,6 @@ compiler with the program, not through XLA_FLAGS, where an unknown one would end
 import os
 import platform
 import subprocess
-import sys
 from importlib import metadata
 
 from maxbench.config import Run
@@ -44,7 +43,6 @@ def prepare(run: Run) -> None:
     Raises:
       OSError: output_dir cannot be written.
     """
-    assert "jax" not in sys.modules
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)
