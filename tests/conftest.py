@@ -8,7 +8,6 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Toy programs are compiled for seconds and run for milliseconds: spend less on compiling.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
 
-import pytest
 
 from maxbench import recipes
 from maxbench.config import Run
@@ -32,9 +31,3 @@ def resolve(name: str, presets: str = "", overrides: dict | None = None, **flags
     """The Run of a workload, as the command line would build it."""
     first = {k: flags.pop(k) for k in ("gpus", "strong_scaling") if k in flags}
     return recipes.resolve(config(name, presets), flags=flags, overrides=overrides, **first)
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
-    """A folder for compiled programs, shared by the processes that tests start."""
-    return str(tmp_path_factory.mktemp("compiled"))
