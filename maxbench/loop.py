@@ -9,10 +9,12 @@ import sys
 import time
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from maxbench import checkpoint, cli, mesh, metrics, runtime
 from maxbench.config import Run
+from maxbench.schedule import layer_order
 from maxbench.step import Step
 
 
@@ -103,7 +105,11 @@ def compile_step(step: Step, log: metrics.Log):
 def load(step: Step, resume, log: metrics.Log):
     path, about = resume
     start = time.time()
-    state = checkpoint.restore(path, about, step.abstract)
+    theirs = about["run"]["layout"]
+    order = layer_order(step.run.model.layers, theirs["pp"], theirs["vp"])
+    same = np.array_equal(order, step.order)
+    state = checkpoint.restore(path, about, step.abstract if same else step.in_order(order))
+    state = state if same else step.reorder(state, order)
     seconds, size = time.time() - start, sum(about["files"].values())
     log.line(
         f"Global Checkpoint Load : Rank : 0 : Start time : {start:.3f}s : "
