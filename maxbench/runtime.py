@@ -59,6 +59,14 @@ def prepare(run: Run) -> None:
         raise OSError(f"output_dir={run.output.dir!r} cannot be written: permission denied")
 
 
+def prepare_compiler() -> None:
+    """Sets the environment for compiling for GPUs that are not here."""
+    assert "jax" not in sys.modules
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 def connect(run: Run) -> None:
     """Joins the other processes of the run, if there are any.
 
