@@ -82,7 +82,8 @@ def compile_run(run: Run) -> artifact.Compiled:
     start = time.perf_counter()
     lowered = step.lower()
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=runtime.xla_options(step.platform))
+    options = runtime.xla_options(step.platform, run.layout)
+    compiled = lowered.compile(compiler_options=options)
     done = time.perf_counter()
     memory = compiled.memory_analysis()
     parts = {name: round(mesh.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}

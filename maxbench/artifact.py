@@ -13,7 +13,6 @@ import os
 import pathlib
 from importlib import metadata
 
-from maxbench import runtime
 from maxbench.config import Run
 
 # Modules that cannot change the compiled step: they read it, or run it.
@@ -86,7 +85,7 @@ def _sources() -> str:
 def key(run: Run) -> str:
     """Name of the run's program, the same wherever it is compiled."""
     about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
-    about |= {"sources": _sources(), "versions": versions(), "options": runtime.xla_options("gpu")}
+    about |= {"sources": _sources(), "versions": versions()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -108,7 +107,7 @@ def load(run: Run) -> Compiled | None:
 
 
 def store(run: Run, compiled: Compiled) -> None:
-    """Puts a program into the cache, whole or not at all. A cache that cannot be written is none."""
+    """Puts a program into the cache, whole or not at all; without a cache where none can be."""
     path = folder() / f"{key(run)}.json.gz"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ programs reach of it (hardware.PHYSICS).
 """
 
 import dataclasses
-import functools
 import math
 
 import numpy as np

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 
-from maxbench.config import Run
+from maxbench.config import Layout, Run
 from maxbench.hardware import GPUS
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
@@ -33,9 +33,13 @@ XLA_OPTIONS = {
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
 
 
-def xla_options(platform_name: str) -> dict:
+def xla_options(platform_name: str, layout: Layout) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cuda', 'cpu')."""
-    return dict(XLA_OPTIONS) if platform_name in ("gpu", "cuda") else {}
+    if platform_name not in ("gpu", "cuda"):
+        return {}
+    # Pipelining gathers the next layer's weights early. Without weights to gather, XLA pipelines
+    # the sequence's all-gathers over microbatches and runs the forward pass twice to do so.
+    return XLA_OPTIONS | {"xla_gpu_enable_pipelined_all_gather": layout.fsdp > 1}
 
 
 def prepare(run: Run) -> None:
