@@ -3,19 +3,35 @@
   python -m maxbench.plan --config configs/llama2_70b.py --gpus 128
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --best_remat
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
+  python -m maxbench.plan --all
 
 The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Exit code: 0 it
 fits, 3 it does not, 2 bad input.
 """
 
 import dataclasses
+import importlib.util
 import json
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench import artifact, cli, hlo, memory, metrics, published, runtime, simulate
+from maxbench import (
+    artifact,
+    cli,
+    hlo,
+    memory,
+    metrics,
+    published,
+    runtime,
+    search,
+    simulate,
+    sweep,
+    trace,
+)
 from maxbench.artifact import Compiled
 from maxbench.config import AXES, Run
 from maxbench.costs import Costs
@@ -23,7 +39,8 @@ from maxbench.hardware import CHIPS, GPUS
 from maxbench.memory import GIB, Memory
 from maxbench.simulate import Timeline
 
-FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
+TABLE = "## Every row"  # the heading of docs/plan.md that the generated table follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +58,16 @@ class Plan:
         return self.timeline.seconds
 
     @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, convention 'full'."""
+        return figures(self)["mfu"]["full"]
+
+    @property
     def fits(self) -> bool:
         return self.memory.spare >= 0
 
 
-def plan(run: Run, record: bool = False) -> Plan:
+def plan(run: Run) -> Plan:
     """Plans a run; compiles it unless the cache has its program.
 
     Raises:
@@ -61,10 +83,15 @@ def plan(run: Run, record: bool = False) -> Plan:
 
         compiled = aot.compile_run(run)
         artifact.store(run, compiled)
+    program, timeline = play(run, compiled)
+    return Plan(run, compiled, memory.split(run, compiled, program), timeline, cached)
+
+
+def play(run: Run, compiled: Compiled, record: bool = False) -> tuple[hlo.Program, Timeline]:
+    """The program and its predicted step."""
     program = hlo.parse(compiled.text)
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    timeline = simulate.play(program, Costs(run.layout.gpu_type, degrees), record=record)
-    return Plan(run, compiled, memory.split(run, compiled, program), timeline, cached)
+    return program, simulate.play(program, Costs(run.layout.gpu_type, degrees), record=record)
 
 
 def best_remat(run: Run) -> Plan:
@@ -223,11 +250,15 @@ def verdict(p: Plan) -> str:
 
 def define(fv: flags.FlagValues) -> None:
     """Flags of this command beside those that describe the run."""
-    flags.DEFINE_bool("json", False, "print the plan as JSON", flag_values=fv)
-    flags.DEFINE_bool(
-        "best_remat", False, "keep as much as fits, recompute the rest", flag_values=fv
-    )
+    yes = lambda name, text: flags.DEFINE_bool(name, False, text, flag_values=fv)
+    yes("json", "print the plan as JSON")
+    yes("best_remat", "keep as much as fits and recompute the rest (also --max_spare)")
+    yes("search", "try other layouts and remat policies of the same work on the same GPUs")
+    yes("all", "plan every row of every workload's table into docs/plan.md and docs/plan.csv")
     flags.DEFINE_alias("max_spare", "best_remat", flag_values=fv)
+    flags.DEFINE_string("timeline", None, "write the step as FILE.json and .svg", flag_values=fv)
+    flags.DEFINE_integer("compiled", 8, "layouts that --search compiles", 1, flag_values=fv)
+    flags.DEFINE_integer("jobs", 2, "processes of --all", 1, flag_values=fv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -237,12 +268,57 @@ def main(argv: Sequence[str]) -> int:
     define(fv)
     if {"--help", "-h", "-help"} & set(argv):
         print(cli.help_text(__doc__.strip(), fv))
-        return 0
+        return FITS
     with cli.clear_errors("plan"):
-        run = cli.parse(fv, argv)
+        if {"--all", "-all"} & set(argv):
+            fv(list(argv))
+            artifact.require_compiler()
+            return plan_all(fv["jobs"].value)
+        run, timeline = cli.parse(fv, argv), fv["timeline"].value
+        if timeline and not timeline.endswith(".json"):
+            raise ValueError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
+        if fv["search"].value:
+            return search_layouts(run, fv["compiled"].value, fv["json"].value)
         p = best_remat(run) if fv["best_remat"].value else plan(run)
-    print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
+        print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
+        if timeline:
+            spans = play(p.run, p.compiled, record=True)[1].spans
+            for path in trace.write(timeline, spans, p.run.name):
+                print(f"timeline: {path}", file=sys.stderr)
     return FITS if p.fits else DOES_NOT_FIT
+
+
+def plan_all(jobs: int) -> int:
+    """docs/plan.md and docs/plan.csv, from all workload files."""
+    configs = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
+    every = sweep.rows(configs, layouts_of)
+    lines = sweep.sweep(every, jobs, lambda text: print(text, file=sys.stderr, flush=True))
+    docs = pathlib.Path("docs")
+    docs.mkdir(exist_ok=True)
+    (docs / "plan.csv").write_text(sweep.as_csv(lines))
+    page = docs / "plan.md"
+    head = page.read_text().partition(TABLE)[0] if page.exists() else ""
+    page.write_text(f"{head}{TABLE}\n\n{sweep.as_markdown(lines)}")
+    return FITS
+
+
+def layouts_of(config: str) -> str:
+    """The table of layouts of a workload file, as text."""
+    spec = importlib.util.spec_from_file_location("workload", config)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LAYOUTS
+
+
+def search_layouts(run: Run, keep: int, as_json: bool) -> int:
+    """Prints the ranking of layouts for the run's work."""
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    plans = search.search(run, plan, keep, say)
+    if as_json:
+        print(json.dumps([figures(p) for p in plans], indent=1))
+    else:
+        print(search.table(plans, run))
+    return FITS if any(p.fits for p in plans) else DOES_NOT_FIT
 
 
 if __name__ == "__main__":
