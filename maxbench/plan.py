@@ -202,6 +202,7 @@ def screen(p: Plan) -> str:
         "gemm": "matrix products",
         "attention": "attention",
         "memory": "memory-bound kernels",
+        "copy": "copies, nothing computed",
         "launch": "gaps between kernels",
         "contention": "slower beside communication",
         "exposed": "exposed communication",

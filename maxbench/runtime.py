@@ -22,7 +22,6 @@ XLA_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 2 << 30,
     "xla_gpu_all_gather_combine_threshold_bytes": 2 << 30,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
-    "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -37,9 +36,14 @@ def xla_options(platform_name: str, layout: Layout) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cuda', 'cpu')."""
     if platform_name not in ("gpu", "cuda"):
         return {}
-    # Pipelining gathers the next layer's weights early. Without weights to gather, XLA pipelines
-    # the sequence's all-gathers over microbatches and runs the forward pass twice to do so.
-    return XLA_OPTIONS | {"xla_gpu_enable_pipelined_all_gather": layout.fsdp > 1}
+    # Where weights are gathered layer by layer: gather the next layer's early, while the last
+    # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
+    # over microbatches, and run the forward pass twice to do so.
+    gathers = layout.fsdp > 1
+    return XLA_OPTIONS | {
+        "xla_gpu_enable_pipelined_all_gather": gathers,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 2 if gathers else 1,
+    }
 
 
 def prepare(run: Run) -> None:

@@ -17,6 +17,8 @@ from maxbench import hlo
 from maxbench.costs import FP8, GEMM, Costs, Link, gemm_sizes, moved
 
 STREAMS = ("compute", "collectives", "permutes")
+MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
+MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
 EXPANDED = 3  # iterations of a loop that a recorded timeline shows one by one
 
 
@@ -49,7 +51,8 @@ class Timeline:
 
     Attributes:
       seconds: its length.
-      compute: seconds of the compute stream by kind: gemm, attention, memory, launch, contention.
+      compute: seconds of the compute stream by kind: gemm, attention, memory, copy, launch,
+        contention.
       traffic: communication by (kind, axes).
       idle_s: time in branches not taken, as `choose` said (pipeline bubble).
       flops: of matrix products and attention on one GPU, what the hardware executes.
@@ -251,4 +254,17 @@ def price(
                 seconds += costs.gemm(*sizes)
                 flops += 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
         return "gemm", max(seconds, bytes_s), flops
-    return "memory", bytes_s, 0.0
+    moves = op.opcode in MOVES or op.opcode == "fusion" and _only_moves(program.called(op))
+    return "copy" if moves else "memory", bytes_s, 0.0
+
+
+def _only_moves(inside: hlo.Computation) -> bool:
+    """Whether a fusion computes nothing: indices aside, data only changes place or precision."""
+    return all(
+        op.opcode in MOVES or op.opcode in hlo.FREE or max(map(_elements, hlo.leaves(op.shape))) <= 1
+        for op in inside.ops
+    )
+
+
+def _elements(shape: hlo.Shape) -> int:
+    return shape.elements
