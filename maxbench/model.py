@@ -61,19 +61,41 @@ def gather_layer(places, w, drop: int = 1):
     return jax.tree.map(one, places, w)
 
 
-def scan_layers(run: Run, kind: str, places, w_layers, x_bud, rope):
-    """x_bud through all layers; returns it and the sum of the layers' auxiliary losses."""
+@jax.custom_vjp
+def add_to(sums, w):
+    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
 
-    def layer(x_bud, w):
+    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
+    without a pass over all gradients of its own.
+    """
+    return w
+
+
+add_to.defvjp(
+    lambda sums, w: (w, sums),
+    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
+)
+
+
+def scan_layers(run: Run, kind: str, places, w_layers, x_bud, rope, sums=None):
+    """x_bud through all layers; returns it and the sum of the layers' auxiliary losses.
+
+    Args:
+      sums: tree like w_layers of gradients to add to (add_to), or None.
+    """
+
+    def layer(x_bud, w_and_sums):
+        w, sums = w_and_sums
+        w = w if sums is None else add_to(sums, w)
         return Block(run.model, kind).apply({"params": gather_layer(places, w)}, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved)
     layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x_bud, aux = jax.lax.scan(layer, x_bud, w_layers)
+    x_bud, aux = jax.lax.scan(layer, x_bud, (w_layers, sums))
     return x_bud, jnp.sum(aux)
 
 
-def objective(run: Run, kind: str, places, w, tokens_bt, targets_bt):
+def objective(run: Run, kind: str, places, w, tokens_bt, targets_bt, sums=None):
     """This GPU's share of the loss of its sequences, and the shares of what is reported.
 
     The sum of the shares over all GPUs (and microbatches) is the mean over the global batch: the
@@ -84,14 +106,20 @@ def objective(run: Run, kind: str, places, w, tokens_bt, targets_bt):
       places: tree like w of mesh.Place.
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (mesh.chunks order).
+      sums: tree like w of gradients so far. Given, the gradient with respect to it is the sum
+        with this batch's.
     """
     m, dtype = run.model, w["embed"]["w"].dtype
     seq = run.train.seq
+    w_layers, sum_layers = w["layers"], None
+    if sums is not None:
+        sum_layers = sums["layers"]
+        w = {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
     w_embed = gather_layer(places["embed"], w["embed"], drop=0)
     w_head = gather_layer(places["head"], w["head"], drop=0)
     rope = rope_angles(m, mesh.chunks(seq))
     x_bud = Embed(m).apply({"params": w_embed}, tokens_bt, dtype)
-    x_bud, aux = scan_layers(run, kind, places["layers"], w["layers"], x_bud, rope)
+    x_bud, aux = scan_layers(run, kind, places["layers"], w_layers, x_bud, rope, sum_layers)
     x_btd, w_dv = Head(m).apply({"params": w_head}, x_bud, w_embed["w"])
     token_loss = cross_entropy(
         x_btd.reshape(-1, m.embed),
