@@ -14,10 +14,22 @@ import pathlib
 from importlib import metadata
 
 from maxbench.config import Run
+from maxbench.hardware import CHIPS, GPUS
 
 # Modules that cannot change the compiled step: they read it, or run it.
 READERS = {"artifact", "checkpoint", "cli", "costs", "hlo", "loop", "metrics", "plan", "published"}
-READERS |= {"recipes", "report", "search", "simulate", "sweep", "trace", "train", "memory"}
+READERS |= {
+    "flops",
+    "hardware",
+    "recipes",
+    "report",
+    "search",
+    "simulate",
+    "sweep",
+    "trace",
+    "train",
+    "memory",
+}
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax")
 
 
@@ -85,6 +97,8 @@ def _sources() -> str:
 def key(run: Run) -> str:
     """Name of the run's program, the same wherever it is compiled."""
     about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
+    gpu = run.layout.gpu_type
+    about["target"] = dataclasses.asdict(CHIPS[gpu]), GPUS[gpu].gpus_per_node
     about |= {"sources": _sources(), "versions": versions()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 

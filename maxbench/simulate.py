@@ -261,7 +261,9 @@ def price(
 def _only_moves(inside: hlo.Computation) -> bool:
     """Whether a fusion computes nothing: indices aside, data only changes place or precision."""
     return all(
-        op.opcode in MOVES or op.opcode in hlo.FREE or max(map(_elements, hlo.leaves(op.shape))) <= 1
+        op.opcode in MOVES
+        or op.opcode in hlo.FREE
+        or max(map(_elements, hlo.leaves(op.shape))) <= 1
         for op in inside.ops
     )
 
