@@ -89,6 +89,12 @@ class Costs:
         domains, inside = np.unique(group // self.domain, return_counts=True)
         return Link("+".join(axes), len(group), len(domains), int(inside.min()))
 
+    def axis_link(self, axis: str) -> Link:
+        """Where the devices along one mesh axis sit."""
+        ids = np.arange(self.gpus).reshape(self.degrees)
+        along = tuple(slice(None) if a == axis else 0 for a in AXES)
+        return self.link(ids[along][None])
+
     def permute_link(self, pairs: np.ndarray) -> Link:
         """Of a permute: the slowest of its messages decides."""
         cross = pairs[:, 0] // self.domain != pairs[:, 1] // self.domain

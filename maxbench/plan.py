@@ -273,19 +273,24 @@ def main(argv: Sequence[str]) -> int:
     with cli.clear_errors("plan"):
         if {"--all", "-all"} & set(argv):
             fv(list(argv))
-            artifact.require_compiler()
-            return plan_all(fv["jobs"].value)
-        run, timeline = cli.parse(fv, argv), fv["timeline"].value
+            run = None
+        else:
+            run = cli.parse(fv, argv)
+        timeline = fv["timeline"].value
         if timeline and not timeline.endswith(".json"):
             raise ValueError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
-        if fv["search"].value:
-            return search_layouts(run, fv["compiled"].value, fv["json"].value)
-        p = best_remat(run) if fv["best_remat"].value else plan(run)
-        print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
-        if timeline:
-            spans = play(p.run, p.compiled, record=True)[1].spans
-            for path in trace.write(timeline, spans, p.run.name):
-                print(f"timeline: {path}", file=sys.stderr)
+        if run is None or artifact.load(run) is None:
+            artifact.require_compiler()
+    if run is None:
+        return plan_all(fv["jobs"].value)
+    if fv["search"].value:
+        return search_layouts(run, fv["compiled"].value, fv["json"].value)
+    p = best_remat(run) if fv["best_remat"].value else plan(run)
+    print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
+    if timeline:
+        spans = play(p.run, p.compiled, record=True)[1].spans
+        for path in trace.write(timeline, spans, p.run.name):
+            print(f"timeline: {path}", file=sys.stderr)
     return FITS if p.fits else DOES_NOT_FIT
 
 
