@@ -99,7 +99,8 @@ def activation_bytes(run: Run, remat: str) -> int:
         "attn_out": m.embed / a.tp,
         "mlp_up": routed * m.gates * m.mlp / a.tp,
         "mlp_act": routed * m.mlp / a.tp,
-        "mlp_down": routed * m.embed / a.tp,
+        # Only a backward pass through what follows needs it: a second norm, the experts' weights.
+        "mlp_down": routed * m.embed / a.tp if m.post_norm or m.experts else 0,
     }
     names = dataclasses.replace(run.train, remat=remat).saved
     kept = m.embed / a.tp + sum(per_token[name] for name in names)

@@ -213,9 +213,9 @@ def screen(p: Plan) -> str:
         seconds = f["parts_s"].get(part, 0.0)
         if seconds:
             lines.append(f"  {text:<28}{seconds:8.3f} s {seconds / t.seconds:6.1%}")
-    mfu, rate = f["mfu"], f["tflops_per_gpu"]
+    mfu, rate, days = f["mfu"], f["tflops_per_gpu"], f["days_to_1t_tokens"]
     lines += [
-        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens {f['days_to_1t_tokens']:,.2f}",
+        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens {days:,.2f}",
         "TFLOP/s per GPU     "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",

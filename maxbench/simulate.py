@@ -254,7 +254,7 @@ def price(
                 seconds += costs.gemm(*sizes)
                 flops += 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
         return "gemm", max(seconds, bytes_s), flops
-    moves = op.opcode in MOVES or op.opcode == "fusion" and _only_moves(program.called(op))
+    moves = op.opcode in MOVES or (op.opcode == "fusion" and _only_moves(program.called(op)))
     return "copy" if moves else "memory", bytes_s, 0.0
 
 

@@ -32,6 +32,8 @@ COLUMNS = {
     "error_pct": "error %",
     "mfu_pct": "MFU %",
     "exposed_pct": "exposed %",
+    "copies_pct": "copies %",
+    "error_without_copies_pct": "error without copies %",
     "fitting_remat": "remat that fits",
     "fitting_step_s": "predicted s with it",
     "note": "note",
@@ -99,6 +101,8 @@ def _s(seconds: float) -> str:
 def _columns(plan: dict) -> dict:
     known = plan["published"] or {}
     same = "error" in known
+    share = lambda part: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.1f}"
+    in_place = plan["step_s"] - plan["parts_s"].get("copy", 0)
     return {
         "remat": plan["remat"],
         "memory_gib": f"{plan['memory']['total'] / GIB:.1f}",
@@ -107,7 +111,11 @@ def _columns(plan: dict) -> dict:
         "published_s": known["step_s"] if same else "",
         "error_pct": f"{known['error'] * 100:+.1f}" if same else "",
         "mfu_pct": f"{plan['mfu']['full'] * 100:.1f}",
-        "exposed_pct": f"{plan['parts_s']['exposed'] / plan['step_s'] * 100:.1f}",
+        "exposed_pct": share("exposed"),
+        "copies_pct": share("copy"),
+        "error_without_copies_pct": f"{(in_place / known['step_s'] - 1) * 100:+.1f}"
+        if same
+        else "",
     }
 
 

@@ -68,6 +68,7 @@ def test_llama2_70b_on_128_gpus(cache):
     assert by["all-gather", "fsdp"]["link"] == "network"
     assert by["all-gather", "fsdp"]["exposed_s"] < 0.1 * by["all-gather", "fsdp"]["busy_s"]
     assert abs(found["published"]["error"]) < 0.05
+    assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], rel=1e-6)
     # Again, from the cache, without jax.
     again = planned("--config configs/llama2_70b.py --gpus 128", cache)
     assert again["compile"]["cached"]

@@ -138,7 +138,8 @@ def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
     ],
 )
 def test_a_conditional_takes_the_branch_that_is_chosen(choose, seconds, idle):
-    branch = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n{ops}}}\n\n"
+    head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
+    branch = head + "{ops}}}\n\n"
     others = branch.format(name="busy", ops=script("k1 k2")) + branch.format(
         name="idle", ops=script("k3")
     )
@@ -159,7 +160,7 @@ def test_bars_and_trace(tmp_path):
     assert sum(e["cat"] == "all-gather" for e in bars) == simulate.EXPANDED
     assert max(e["ts"] + e["dur"] for e in bars) == pytest.approx(t.seconds * 1e6)
     assert paths[1].read_text().startswith("<svg")
-    with pytest.raises(ValueError, match="must end in .json"):
+    with pytest.raises(ValueError, match=r"must end in \.json"):
         trace.write("step.png", t.spans, "a step")
 
 
