@@ -71,7 +71,7 @@ def start_log(run: Run, devices) -> metrics.Log:
         "versions": runtime.versions(),
         "git": runtime.git_revision(),
         "environment": runtime.environment(),
-        "xla_options": runtime.xla_options(first.platform),
+        "xla_options": runtime.xla_options(first.platform, run.layout),
         "processes": jax.process_count(),
         "flops_conventions": list(metrics.flops.CONVENTIONS),
     }
@@ -85,7 +85,8 @@ def compile_step(step: Step, log: metrics.Log):
     start = time.perf_counter()
     lowered = step.lower()
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=runtime.xla_options(step.platform))
+    options = runtime.xla_options(step.platform, step.run.layout)
+    compiled = lowered.compile(compiler_options=options)
     done = time.perf_counter()
     memory = compiled.memory_analysis()
     state_gib = mesh.size_gib(step.abstract)

@@ -73,15 +73,35 @@ def gather_layer(places, w, drop: int = 1):
     return jax.tree.map(one, places, w)
 
 
-def layer(run: Run, places, w, x_bud, rope):
-    """One layer, fsdp's gather included; saves for the backward pass what train.remat says."""
+@jax.custom_vjp
+def add_to(sums, w):
+    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
 
-    def apply(w, x_bud):
+    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
+    without a pass over all gradients of its own.
+    """
+    return w
+
+
+add_to.defvjp(
+    lambda sums, w: (w, sums),
+    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
+)
+
+
+def layer(run: Run, places, w, x_bud, rope, sums=None):
+    """One layer, fsdp's gather included; saves for the backward pass what train.remat says.
+
+    `sums` are gradients to add this layer's to (add_to), or None.
+    """
+
+    def apply(w, sums, x_bud):
+        w = w if sums is None else add_to(sums, w)
         block = Block(run.model, run.train.attention)
         return block.apply({"params": gather_layer(places, w)}, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved)
-    return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, x_bud)
+    return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
 
 
 def embed(run: Run, places, w, tokens_bt):
@@ -111,16 +131,16 @@ def head_loss(run: Run, places, w, x_bud, targets_bt):
     return token_loss / (run.layout.gbs * run.train.seq)
 
 
-def apply(run: Run, places, w, tokens_bt):
+def apply(run: Run, places, w, tokens_bt, sums=None):
     """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses."""
     rope = rope_angles(run.model, mesh.chunks(run.train.seq))
     x_bud = embed(run, places, w, tokens_bt)
-    step = lambda x_bud, w: layer(run, places["layers"], w, x_bud, rope)
-    x_bud, aux = jax.lax.scan(step, x_bud, w["layers"])
+    step = lambda x_bud, w: layer(run, places["layers"], w[0], x_bud, rope, w[1])
+    x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
     return x_bud, jnp.sum(aux)
 
 
-def objective(run: Run, places, w, tokens_bt, targets_bt):
+def objective(run: Run, places, w, tokens_bt, targets_bt, sums=None):
     """This GPU's share of the loss of its sequences, and the shares of what is reported.
 
     The sum of the shares over all GPUs (and microbatches) is the mean over the global batch: the
@@ -130,7 +150,13 @@ def objective(run: Run, places, w, tokens_bt, targets_bt):
       places: tree like w of mesh.Place.
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (mesh.chunks order).
+      sums: tree like w of gradients so far. Given, the gradient with respect to it is the sum
+        with this batch's.
     """
-    x_bud, aux = apply(run, places, w, tokens_bt)
+    sum_layers = None
+    if sums is not None:
+        sum_layers = sums["layers"]
+        w = w | {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
+    x_bud, aux = apply(run, places, w, tokens_bt, sum_layers)
     out = {"loss": head_loss(run, places, w, x_bud, targets_bt), "aux": aux / run.layout.gbs}
     return out["loss"] + out["aux"], out

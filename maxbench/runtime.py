@@ -9,7 +9,7 @@ import platform
 import subprocess
 from importlib import metadata
 
-from maxbench.config import Run
+from maxbench.config import Layout, Run
 from maxbench.hardware import GPUS
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
@@ -21,7 +21,6 @@ XLA_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 2 << 30,
     "xla_gpu_all_gather_combine_threshold_bytes": 2 << 30,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
-    "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -33,9 +32,18 @@ JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
 
 
-def xla_options(platform_name: str) -> dict:
+def xla_options(platform_name: str, layout: Layout) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cuda', 'cpu')."""
-    return dict(XLA_OPTIONS) if platform_name in ("gpu", "cuda") else {}
+    if platform_name not in ("gpu", "cuda"):
+        return {}
+    # Where weights are gathered layer by layer: gather the next layer's early, while the last
+    # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
+    # over microbatches, and run the forward pass twice to do so.
+    gathers = layout.fsdp > 1
+    return XLA_OPTIONS | {
+        "xla_gpu_enable_pipelined_all_gather": gathers,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 2 if gathers else 1,
+    }
 
 
 def prepare(run: Run) -> None:
@@ -56,6 +64,14 @@ def prepare(run: Run) -> None:
         raise OSError(f"output_dir={run.output.dir!r} cannot be written: {e.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise OSError(f"output_dir={run.output.dir!r} cannot be written: permission denied")
+
+
+def prepare_compiler() -> None:
+    """Sets the environment for compiling for GPUs that are not here."""
+    assert "jax" not in sys.modules
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def connect(run: Run) -> None:

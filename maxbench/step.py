@@ -140,13 +140,12 @@ class Step:
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
         w = jax.tree.map(mesh.gather_master, self.places, optim.cast(params, p.dtype))
 
-        def microbatch(w, micro):
+        def microbatch(w, micro, sums=None):
             batch = data.batch(run, step, micro)
-            return model.objective(run, self.places, w, *batch)
+            return model.objective(run, self.places, w, *batch, sums)
 
-        def accumulate(grads, micro):
-            more, out = jax.grad(microbatch, has_aux=True)(w, micro)
-            return jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more), out
+        def accumulate(sums, micro):
+            return jax.grad(microbatch, argnums=2, has_aux=True)(w, micro, sums)
 
         count = run.layout.microbatches
         if run.layout.pp > 1:
