@@ -14,7 +14,16 @@ from jax import lax
 from maxbench import mesh, model
 from maxbench.config import DTYPES, Run
 from maxbench.layers import rope_angles
-from maxbench.schedule import COLUMNS, layer_order, schedule
+from maxbench.schedule import (
+    BACKWARD,
+    COLUMNS,
+    EMBED,
+    EMBED_BACKWARD,
+    FORWARD,
+    LOSS,
+    layer_order,
+    schedule,
+)
 
 
 def gradients(run: Run, places, w, batch):
@@ -108,14 +117,16 @@ class _Pipeline:
         at = dict(zip(COLUMNS, row, strict=True))
         carry = dict(carry)
         arrived = mesh.rotate(carry["dx"], "pp", -1)
-        made = lax.cond(at["f_micro"] >= 0, self.forward, self.no_forward, carry, at)
+        with jax.named_scope(FORWARD):
+            made = lax.cond(at["f_micro"] >= 0, self.forward, self.no_forward, carry, at)
         y, residuals, dy, carry["ends"], carry["out"] = made
         carry["keep"] = jax.tree.map(
             lambda box, r: _put(box, at["f_keep"], r), carry["keep"], residuals
         )
         carry["grads"] = _put(_put(carry["grads"], at["g_put"], arrived), at["f_grad"], dy)
         arrived = mesh.rotate(y, "pp")
-        done = lax.cond(at["b_micro"] >= 0, self.backward, self.no_backward, carry, at)
+        with jax.named_scope(BACKWARD):
+            done = lax.cond(at["b_micro"] >= 0, self.backward, self.no_backward, carry, at)
         carry["dx"], carry["layers"], carry["ends"] = done
         carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
         return carry, None
@@ -124,11 +135,13 @@ class _Pipeline:
 
     def forward(self, carry, at):
         take = lambda: _take(carry["inbox"], at["f_from"])
-        x = lax.cond(at["f_from"] < 0, lambda: self.embed(at["f_micro"]), take)
+        with jax.named_scope(EMBED):
+            x = lax.cond(at["f_from"] < 0, lambda: self.embed(at["f_micro"]), take)
         y, aux, residuals = self.chunk_forward(at["f_chunk"], x)
         skip = lambda ends: (jnp.zeros(()), ends, jnp.zeros(self.x.shape, self.x.dtype))
         lossy = lambda ends: self.loss(at["f_micro"], y, ends)
-        loss, ends, dy = lax.cond(at["f_grad"] >= 0, lossy, skip, carry["ends"])
+        with jax.named_scope(LOSS):
+            loss, ends, dy = lax.cond(at["f_grad"] >= 0, lossy, skip, carry["ends"])
         out = carry["out"]
         out = {"loss": out["loss"] + loss, "aux": out["aux"] + aux / self.run.layout.gbs}
         return y, residuals, dy, ends, out
@@ -187,7 +200,9 @@ class _Pipeline:
         add = lambda g, d: g.at[c].add(d.astype(g.dtype))
         layers = jax.tree.map(add, carry["layers"], dw)
         first = (c == 0) & (mesh.index("pp") == 0)
-        return dx, layers, lax.cond(first, self.embed_backward, self.no_embed, carry, at, dx)
+        with jax.named_scope(EMBED_BACKWARD):
+            ends = lax.cond(first, self.embed_backward, self.no_embed, carry, at, dx)
+        return dx, layers, ends
 
     def no_backward(self, carry, at):
         return jnp.zeros(self.x.shape, self.x.dtype), carry["layers"], carry["ends"]
