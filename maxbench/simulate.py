@@ -163,9 +163,13 @@ class _Player:
         ]
         longest = names[max(range(len(names)), key=alone.__getitem__)]
         done, waited = self.choose(op)
+        before = dict(self.free)
         seconds = self.run(self.program.computations[longest], now, times * done) - now
         self.timeline.idle_s += seconds * waited * times
-        return now + seconds * (done + waited)
+        end = now + seconds * (done + waited)
+        # What ran inside is over on average by then.
+        self.free = {stream: min(t, max(end, before[stream])) for stream, t in self.free.items()}
+        return end
 
     def _wait(self, running, now, times):
         if running is None:
