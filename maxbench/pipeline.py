@@ -158,7 +158,9 @@ class _Pipeline:
 
     def weights(self, c, number):
         """Of one layer, straight from the stack: a chunk's would be copied first."""
-        take = lambda x: lax.dynamic_slice(x, (c, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+        take = lambda x: lax.dynamic_slice(
+            x, (c, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:])
+        )
         return jax.tree.map(lambda x: take(x)[0, 0], self.chunks)
 
     def embed(self, micro):

@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -77,3 +79,10 @@ def test_sizes():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} is too long"
+
+
+def test_the_readme_has_the_tables_of_the_workload_files():
+    done = subprocess.run(
+        [sys.executable, "-m", "maxbench.recipes"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in pathlib.Path("README.md").read_text()
