@@ -3,8 +3,9 @@
     python benchmarks/gpu.py [--quick] [--only TEXT]
 
 Each case is a fresh process of the real command; its result.json is kept in benchmarks/results/.
-Llama 3.1 8B trains whole. Of the others a few layers at full width do, with bf16 weights and moments
-where fp32 ones would not fit. Mocked cases run one GPU's share of a recipe with the network mocked.
+Llama 3.1 8B trains whole. Of the others a few layers at full width do, with bf16 weights and
+moments where fp32 ones would not fit. Mocked cases run one GPU's share of a recipe, the network
+mocked.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def best(f, *x):
     jax.block_until_ready(f(*x))
     times = []
     for _ in range(20):
-        start = time.perf_counter(); jax.block_until_ready(f(*x)); times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        jax.block_until_ready(f(*x))
+        times.append(time.perf_counter() - start)
     return min(times)
 n = 8192
 a, b = (jax.random.normal(k, (n, n), jnp.bfloat16) for k in jax.random.split(jax.random.key(0)))

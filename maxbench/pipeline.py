@@ -164,7 +164,7 @@ class _Pipeline:
         return jax.tree.map(lambda x: take(x)[0, 0], self.chunks)
 
     def embed(self, micro):
-        return model.embed(self.run, self.places, self.ends, self.batch(micro)[0])
+        return model.embed(self.run, self.ends, self.batch(micro)[0])
 
     def loss(self, micro, y, ends_grads):
         targets = self.batch(micro)[1]
@@ -219,7 +219,7 @@ class _Pipeline:
 
     def embed_backward(self, carry, at, dx):
         tokens = self.batch(at["b_micro"])[0]
-        call = lambda ends: model.embed(self.run, self.places, ends, tokens)
+        call = lambda ends: model.embed(self.run, ends, tokens)
         return _add(carry["ends"], jax.vjp(call, self.ends)[1](dx)[0])
 
     def no_embed(self, carry, at, dx):
