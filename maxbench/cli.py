@@ -52,6 +52,7 @@ def define(fv: flags.FlagValues) -> None:
     string("output_dir", "experiments/ goes here")
     flags.DEFINE_bool("checkpoint", None, "save a checkpoint at the end", flag_values=fv)
     string("resume", "checkpoint to start from: a run's folder, or one step of it")
+    string("profile", "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop")
     number("cpu_devices", "virtual CPU devices instead of GPUs")
     number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
     string("coordinator", "host:port of process 0 (found by itself under Slurm)")

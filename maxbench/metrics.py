@@ -130,6 +130,12 @@ class Log:
         self.write_result()
 
     def _new_folder(self) -> pathlib.Path:
+        stamp = self.run.output.stamp
+        if stamp:  # the launcher has made the folder, and put the job's own files there
+            folder = run_folder(self.run, stamp)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / "result.json").exists():
+                return folder
         stamp = int(time.time())
         while True:
             try:

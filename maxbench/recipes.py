@@ -20,6 +20,7 @@ SECTIONS = {
     "precision": c.Precision,
     "output": c.Output,
     "runtime": c.Runtime,
+    "profile": c.Profile,
 }
 TOY = {
     "model": {
@@ -53,6 +54,7 @@ FLAGS = {
     "coordinator": ("runtime", "coordinator"),
     "processes": ("runtime", "processes"),
     "process": ("runtime", "process"),
+    "profile": ("profile", "tool"),
 }
 
 
