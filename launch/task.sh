@@ -1,0 +1,36 @@
+#!/bin/bash
+# One process of a run: bound to its NUMA node, under Nsight Systems where asked for.
+set -eu -o pipefail
+
+# NUMA nodes with CPUs only: on a GB200 the GPUs' memory is listed as nodes too.
+numa_nodes() {
+  local node count=0
+  for node in /sys/devices/system/node/node[0-9]*; do
+    [[ -s "$node/cpulist" && -n "$(tr -d '[:space:]' <"$node/cpulist")" ]] && count=$((count + 1))
+  done
+  echo "$count"
+}
+
+prefix=()
+tasks=${MB_TASKS_PER_NODE:-1} local_id=${SLURM_LOCALID:-0}
+if [[ "${MB_BIND:-}" == numa ]] && ((tasks > 1)) && command -v numactl >/dev/null; then
+  count=$(numa_nodes)
+  if ((count > 1)); then
+    node=$((local_id * count / tasks))
+    prefix+=(numactl "--cpunodebind=$node" "--membind=$node")
+  fi
+fi
+
+rank=${SLURM_PROCID:-0}
+if [[ "${MB_PROFILE:-}" == nsys && ",$MB_PROFILE_RANKS," == *",$rank,"* ]]; then
+  mkdir -p "$MB_FOLDER/nsys_profile"
+  # shellcheck disable=SC2206  # options are words, made by `maxbench launch`
+  options=($MB_NSYS_OPTIONS)
+  if [[ "$MB_GPU_METRICS" == true && "$local_id" == 0 ]]; then
+    options+=(--gpu-metrics-device=all)
+  fi
+  prefix+=(nsys profile
+    "--output=$MB_FOLDER/nsys_profile/${MB_NSYS_NAME}_${SLURM_JOB_ID:-0}_node${SLURM_NODEID:-0}_rank$rank"
+    "${options[@]}")
+fi
+exec ${prefix[@]+"${prefix[@]}"} "$@"
