@@ -14,7 +14,7 @@ from ml_collections import config_flags
 from maxbench import recipes
 from maxbench.config import AXES, Run
 
-COMMANDS = ("train",)
+COMMANDS = ("train", "report", "launch")
 HELP = {
     "pp": "pipeline stages",
     "vp": "virtual stages per pipeline stage",
@@ -137,7 +137,7 @@ def main() -> int:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"usage: maxbench {'|'.join(COMMANDS)} --config FILE [flags]{hint}", file=sys.stderr)
+        print(f"usage: maxbench {chr(124).join(COMMANDS)} [flags]; --help after a command{hint}", file=sys.stderr)
         return 0 if command in ("--help", "-h", "help") else 2
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"maxbench.{command}").main
     return run([f"maxbench {command}", *sys.argv[2:]])
