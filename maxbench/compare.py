@@ -147,7 +147,7 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
         return
     made.tokens_s = flops.tokens_per_s(r.seq, r.gbs, step_s)
     made.days = flops.days_to_1t(made.tokens_s)
-    if r.gpus and s.cost:
+    if r.gpus and s.cost and not (r.device and not r.gpu_type):  # virtual CPU devices cost nothing
         made.cost = made.days * 24 * r.gpus * s.cost
     if r.gpus and r.power_w:
         made.joules = r.power_w * r.gpus / made.tokens_s
@@ -160,7 +160,7 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
         each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
         made.tflops = {"mean": statistics.fmean(each), "std": statistics.pstdev(each)}
         made.tflops_from = "full"
-    if gpu in GPUS:
+    if gpu in GPUS and r.dtype:
         peak = GPUS[gpu].peak_tflops(r.dtype)
         made.mfu = {
             c: flops.mfu(flops.tflops_per_gpu(x, r.gbs, step_s, r.gpus), peak)
@@ -179,8 +179,9 @@ def _verdict(made: Row, s: Settings) -> tuple[str, str]:
     if gpu not in GPUS:
         where = f"ran on {r.device}" if r.device else "GPU type not in the log, give --gpu_type"
         return "-", f"not comparable: {where}"
-    if not (r.model and r.gpus and r.gbs and made.tokens_s):
-        return "-", "not comparable: workload, GPUs or batch are not in the log"
+    needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
+    if lacking := [name for name, value in needed.items() if not value]:
+        return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
     found = published.nearest(r.model, r.size, r.dtype, gpu, r.gpus)
     if found is None:
         return "-", f"nothing published for {r.model} {r.size} {r.dtype} on {gpu}"

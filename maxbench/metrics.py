@@ -298,6 +298,9 @@ def closing_table(result: dict) -> str:
                 f"{result['start_to_first_step_s']:.1f} s (compile {result['compile_s']:.1f} s)",
             )
         )
+    if result.get("slow_hosts"):
+        names = ",".join(result["slow_hosts"])
+        rows.append(("slow hosts", f"{names}; leave them out: EXCLUDE_NODES={names}"))
     if "published" in result:
         row = result["published"]
         known = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""

@@ -34,6 +34,7 @@ FIELDS = {
     "gbs": re.compile(rb"(?:global_batch_size|global batch size)[:=] *" + _INT),
     "peak": re.compile(rb"peak_memory_usage: (\d{1,15})"),
     "step": re.compile(rb"global_step=" + _FLOAT),
+    "samples": re.compile(rb"consumed_samples[:=] ?" + _FLOAT),
 }
 MODEL_TFLOPS = re.compile(_FLOAT + rb" ?MODEL_TFLOP/s/GPU")
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?")
@@ -339,8 +340,6 @@ def _text(path: pathlib.Path) -> Record | None:
     _from_name(record, f"{path.parent}/{path.name}")
     record.profiled = "nccltrace" if "nccltrace" in str(path) else ""
     record.profiled = record.profiled or ("nsys" if "_nsys" in str(path) else "")
-    if record.source == "maxtext":
-        record.gbs = record.gbs or (record.gbs // record.seq if record.seq else 0)
     for pattern, kept in ((SAVED, record.saves), (LOADED, record.loads)):
         for match in pattern.finditer(data):
             if (seconds := _float(match[1])) > 0:
@@ -404,6 +403,8 @@ def _nemo_step(pattern: re.Pattern, match: re.Match, record: Record) -> None:
     _loss(record, step, found["loss"] and found["loss"][1])
     if found["gbs"]:
         record.gbs = int(found["gbs"][1])
+    elif found["samples"] and step:  # the older progress bar has no batch, but counts samples
+        record.gbs = record.gbs or round(_float(found["samples"][1]) / (step + 1))
     if found["peak"]:
         record.peak_bytes = max(record.peak_bytes, int(found["peak"][1]))
 

@@ -42,11 +42,12 @@ def cells(one: Row, s: Settings) -> tuple[str, ...]:
     number = lambda x, form: "-" if x is None else format(x, form)
     t = one.tflops or {"mean": None, "std": None}
     mfu = one.mfu["full"] * 100 if one.mfu else None
+    form = ".2f" if not t["mean"] or t["mean"] >= 0.01 else ".2g"  # toy runs on CPUs
     return (
         "Success" if one.ok else "Failed",
         *(f"{one.step[k]:.3f}" for k in ("mean", "std", "median", "p10", "p90")),
-        number(t["mean"], ".2f"),
-        number(t["std"], ".2f"),
+        number(t["mean"], form),
+        number(t["std"], form),
         number(one.tokens_s, ",.0f"),
         number(mfu, ".2f"),
         number(one.days, ",.2f"),
