@@ -137,7 +137,10 @@ def main() -> int:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"usage: maxbench {chr(124).join(COMMANDS)} [flags]; --help after a command{hint}", file=sys.stderr)
+        print(
+            f"usage: maxbench {chr(124).join(COMMANDS)} [flags]; --help after a command{hint}",
+            file=sys.stderr,
+        )
         return 0 if command in ("--help", "-h", "help") else 2
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"maxbench.{command}").main
     return run([f"maxbench {command}", *sys.argv[2:]])

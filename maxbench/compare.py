@@ -226,9 +226,7 @@ def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
 def _slope(times: Sequence[float]) -> float:
     """Median of the slopes between all pairs (Theil-Sen): one slow step does not move it."""
     pairs = range(len(times))
-    return statistics.median(
-        (times[j] - times[i]) / (j - i) for i in pairs for j in pairs if i < j
-    )
+    return statistics.median((times[j] - times[i]) / (j - i) for i in pairs for j in pairs if i < j)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +254,9 @@ def repeats(rows: Iterable[Row]) -> list[Repeat]:
         middle = statistics.median(medians)
         spread = (max(medians) - min(medians)) / middle
         notes = [f"runs differ by {spread:.1%}"] if spread > SPREAD else []
-        notes += [n.replace("step times", "runs").replace("step time", "runs") for n in alarms(medians)]
+        notes += [
+            n.replace("step times", "runs").replace("step time", "runs") for n in alarms(medians)
+        ]
         made.append(Repeat(group[0].record.name, tuple(group), spread, tuple(notes)))
     return made
 

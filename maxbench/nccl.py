@@ -29,9 +29,11 @@ def falls_back(found: dict[str, int], nodes: int) -> str:
 
     On several nodes, NET/Socket means TCP: 10 to 20 % of a run's speed is gone in silence.
     """
-    if nodes > 1 and "NET/Socket" in found and not {"NET/IB", "NET/AWS", "NET/GPUDirectTCPX"} & {
-        *found
-    }:
+    if (
+        nodes > 1
+        and "NET/Socket" in found
+        and not {"NET/IB", "NET/AWS", "NET/GPUDirectTCPX"} & {*found}
+    ):
         return (
             "NCCL talks TCP between nodes (NET/Socket): no InfiniBand or RoCE was found. Look at "
             "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, the container's RDMA libraries; ALLOW_TCP=true goes on"

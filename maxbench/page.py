@@ -30,7 +30,9 @@ def html(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
 
 
 def _badge(verdict: str) -> str:
-    return f'<span class="badge {escape(verdict)}">{escape(verdict)}</span>' if verdict != "-" else ""
+    return (
+        f'<span class="badge {escape(verdict)}">{escape(verdict)}</span>' if verdict != "-" else ""
+    )
 
 
 def label(one: Row) -> str:
@@ -80,7 +82,9 @@ def _scaling(rows: Sequence[Row]) -> str:
         if any(p.published is not None for p in curve.points):
             key += '<span><i class="key theirs"></i>published</span>'
         plot = plots.scaling(curve.points, f"{curve.kind} scaling of {curve.name}")
-        cards.append(f'<div class="card"><h3>{escape(curve.name)} ({curve.kind})</h3>{plot}{key}</p></div>')
+        cards.append(
+            f'<div class="card"><h3>{escape(curve.name)} ({curve.kind})</h3>{plot}{key}</p></div>'
+        )
     return f'<h2>Scaling</h2><div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
@@ -90,7 +94,16 @@ def _runs(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
         if one.step is None:
             continue
         c = [x if x != "-" else "" for x in tables.cells(one, s)]
-        values = [c[1], c[2], c[3], f"{c[4]} to {c[5]}", c[6], c[8], c[9] and c[9] + " %", *c[10:12]]
+        values = [
+            c[1],
+            c[2],
+            c[3],
+            f"{c[4]} to {c[5]}",
+            c[6],
+            c[8],
+            c[9] and c[9] + " %",
+            *c[10:12],
+        ]
         why = "; ".join(filter(None, [one.why, *one.notes, *_money(one, s)]))
         steps = f"steps {one.window[0]} to {one.window[1]}"
         small = "".join(f"<small>{_breakable(x)}</small>" for x in (name, f"{steps}; {why}"))
@@ -125,8 +138,14 @@ def _dead(rows: Sequence[Row], names: Sequence[str]) -> str:
             continue
         last = one.record.last
         where = f"last step {last}" if last >= 0 else "before the first step"
-        items.append(f"<li><b>{_breakable(name)}</b>, {where}: {escape(one.why or 'no reason found')}</li>")
-    return f'<h2>Runs that did not finish</h2><div class="card"><ul>{"".join(items)}</ul></div>' if items else ""
+        items.append(
+            f"<li><b>{_breakable(name)}</b>, {where}: {escape(one.why or 'no reason found')}</li>"
+        )
+    return (
+        f'<h2>Runs that did not finish</h2><div class="card"><ul>{"".join(items)}</ul></div>'
+        if items
+        else ""
+    )
 
 
 def _step_times(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -134,10 +153,14 @@ def _step_times(rows: Sequence[Row], names: Sequence[str]) -> str:
     for one, name in zip(rows, names, strict=True):
         if len(one.record.step_s) > 2 and len(cards) < PLOTTED:
             plot = plots.step_times(one.record.step_s, one.window, f"step times of {name}")
-            cards.append(f'<div class="card"><h3>{escape(label(one))}<small>{_breakable(name)}</small></h3>{plot}</div>')
+            cards.append(
+                f'<div class="card"><h3>{escape(label(one))}<small>{_breakable(name)}</small></h3>{plot}</div>'
+            )
     if not cards:
         return ""
-    more = "" if len(rows) <= PLOTTED else f'<p class="soft">the first {PLOTTED} runs are plotted</p>'
+    more = (
+        "" if len(rows) <= PLOTTED else f'<p class="soft">the first {PLOTTED} runs are plotted</p>'
+    )
     note = '<p class="soft">Shaded: the steps that count. The first step is left out.</p>'
     return f'<h2>Step times</h2>{note}<div class="cards">{"".join(cards)}</div>{more}'
 
@@ -169,12 +192,16 @@ def _whole_run(rows: Sequence[Row], names: Sequence[str]) -> str:
         if len(cards) >= PLOTTED:
             break
         breakdown = one.record.result.get("breakdown")  # seconds of a step, from plan or a profile
-        if isinstance(breakdown, dict) and all(isinstance(v, int | float) for v in breakdown.values()):
+        if isinstance(breakdown, dict) and all(
+            isinstance(v, int | float) for v in breakdown.values()
+        ):
             bar = plots.stack(breakdown, f"where a step of {name} goes")
             cards.append(f'<div class="card"><h3>One step of {escape(name)}</h3>{bar}</div>')
         if parts := time_parts(one):
             bar = plots.stack(parts, f"where the time of {name} went")
-            cards.append(f'<div class="card"><h3>{escape(label(one))}<small>{_breakable(name)}</small></h3>{bar}</div>')
+            cards.append(
+                f'<div class="card"><h3>{escape(label(one))}<small>{_breakable(name)}</small></h3>{bar}</div>'
+            )
     return f'<h2>Where the time went</h2><div class="cards">{"".join(cards)}</div>' if cards else ""
 
 

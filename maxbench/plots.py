@@ -47,17 +47,21 @@ class Axes:
     def grid(self, xs: Mapping[float, str], ys: Mapping[float, str], x_name: str, y_name: str):
         """Lines and labels: position -> label."""
         for y, label in ys.items():
-            _, py = self.at(2**self.x[0] if self.log2 else self.x[0], y)
+            _, py = self.at(2 ** self.x[0] if self.log2 else self.x[0], y)
             self.parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{py:.1f}" '
                               f'y2="{py:.1f}"/>')  # fmt: skip
-            self.parts.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{label}</text>')
+            self.parts.append(
+                f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{label}</text>'
+            )
         for x, label in xs.items():
             px, _ = self.at(x, self.y[0])
             self.parts.append(f'<text x="{px:.1f}" y="{HIGH - BOTTOM + 17}" text-anchor="middle">'
                               f"{label}</text>")  # fmt: skip
         self.parts.append(f'<text class="name" x="{WIDE - RIGHT}" y="{HIGH - 3}" '
                           f'text-anchor="end">{escape(x_name)}</text>')  # fmt: skip
-        self.parts.append(f'<text class="name" x="{LEFT + 4}" y="{TOP + 2}">{escape(y_name)}</text>')
+        self.parts.append(
+            f'<text class="name" x="{LEFT + 4}" y="{TOP + 2}">{escape(y_name)}</text>'
+        )
 
     def band(self, first: float, last: float) -> None:
         """A shaded range of x."""
@@ -71,7 +75,9 @@ class Axes:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
         self.parts.append(f'<polyline class="{kind}" points="{path}"/>')
         if dots:
-            self.parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in spots]
+            self.parts += [
+                f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in spots
+            ]
 
     def text(self, x: float, y: float, what: str, lift: float = 10) -> None:
         """A label above a point."""

@@ -66,7 +66,9 @@ def xla_words(run: Run) -> list[str]:
     del run
     options = runtime.xla_options("gpu")
     text = lambda v: str(v).lower() if isinstance(v, bool) else str(v)
-    return [f"--{k}={text(v)}" for k, v in options.items()] + os.environ.get("XLA_FLAGS", "").split()
+    return [f"--{k}={text(v)}" for k, v in options.items()] + os.environ.get(
+        "XLA_FLAGS", ""
+    ).split()
 
 
 def gpus_here() -> list[dict[str, str]]:
@@ -162,9 +164,13 @@ def table(run: Run, found: Sequence[dict]) -> str:
                    f"{host:<24} {kind:<22} {score:>13.3f}")  # fmt: skip
     one_domain = len(by_host) * gpu.gpus_per_node <= gpu.nvlink_gpus
     link = gpu.nvlink_gbps / 2 if one_domain else gpu.network_gbps * gpu.gpus_per_node
-    ceiling = f"{link * REACHED['all-reduce']:.0f} to {link:.0f} GB/s" if on_gpu else "no ceiling known"
+    ceiling = (
+        f"{link * REACHED['all-reduce']:.0f} to {link:.0f} GB/s" if on_gpu else "no ceiling known"
+    )
     best = f"{gpu.bf16_tflops * REACHED['gemm']:.0f} to {gpu.bf16_tflops:.0f}"
-    out.append(f"gemm ceiling: {best + ' TFLOP/s bf16' if on_gpu else 'none known for this device'}")
+    out.append(
+        f"gemm ceiling: {best + ' TFLOP/s bf16' if on_gpu else 'none known for this device'}"
+    )
     out.append(f"all-reduce over all devices: {found[0]['all_reduce']:.2f} GB/s bus; {ceiling}")
     ways: dict[str, int] = {}
     for one in found:

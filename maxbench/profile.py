@@ -83,7 +83,12 @@ def _cuda_profiler(name: str) -> None:
     Raises:
       OSError: there is no CUDA runtime, so nsys cannot see a range.
     """
-    packed = [str(p) for p in pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")]
+    packed = [
+        str(p)
+        for p in pathlib.Path(sys.prefix).glob(
+            "lib/python*/site-packages/nvidia/**/libcudart.so.1?"
+        )
+    ]
     for library in [*packed, "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
         try:
             getattr(ctypes.CDLL(library), name)()

@@ -37,7 +37,9 @@ FIELDS = {
     "samples": re.compile(rb"consumed_samples[:=] ?" + _FLOAT),
 }
 MODEL_TFLOPS = re.compile(_FLOAT + rb" ?MODEL_TFLOP/s/GPU")
-SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?")
+SAVED = re.compile(
+    rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?"
+)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?")
 REASON = re.compile(
     rb"DUE TO TIME LIMIT|DUE TO NODE FAILURE|NODE FAILURE|CANCELLED AT [^*\r\n]*|"
@@ -422,7 +424,9 @@ def _from_name(record: Record, text: str) -> None:
     matches = list(NAMED.finditer(text))
     if matches:
         named = max(matches, key=lambda m: len(m.group(0)))
-        record.model = {"llama3": "llama31", "llama3.1": "llama31"}.get(named["model"], named["model"])
+        record.model = {"llama3": "llama31", "llama3.1": "llama31"}.get(
+            named["model"], named["model"]
+        )
         record.size = named["size"] + (named["preset"] or "")
         record.dtype = record.dtype or named["dtype"] or ""
         gpus = int(named["gpus"] or 0)

@@ -85,7 +85,9 @@ def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
         lines = []
         for p in curve.points:
             theirs = "" if p.published is None else f"  (published {p.published:.1%})"
-            lines.append(f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}{theirs}")
+            lines.append(
+                f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}{theirs}"
+            )
         found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))
     lines = []
     for group in compare.repeats(rows):
@@ -254,7 +256,9 @@ def difference(a: Row, b: Row) -> str:
         noise = max(a.step["std"], b.step["std"])
         moved = b.step["mean"] - a.step["mean"]
         sure = "more" if abs(moved) > 2 * noise else "less"
-        out.append(f"the mean step moved by {moved:+.4f} s, {sure} than twice the steps' std {noise:.4f}")
+        out.append(
+            f"the mean step moved by {moved:+.4f} s, {sure} than twice the steps' std {noise:.4f}"
+        )
     changed = _settings_changed(a, b)
     out += ["", "settings that differ:" if changed else "no setting differs that both runs name"]
     return "\n".join(out + changed)

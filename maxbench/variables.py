@@ -74,7 +74,11 @@ VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "PROFILE_START_STEP": ("*", "first step profiled", ("RUN_CONF_PROFILE_START_STEP",)),
     "PROFILE_STOP_STEP": ("*", "where profiling ends", ("RUN_CONF_PROFILE_STOP_STEP",)),
     "RUN_CONF_PROFILE_RANKS": ("0,1,2,3,4,5,6,7", "processes to profile", ()),
-    "ENABLE_GPU_METRICS": ("false", "GPU metrics in the profile", ("RUN_CONF_PROFILE_GPU_METRICS",)),
+    "ENABLE_GPU_METRICS": (
+        "false",
+        "GPU metrics in the profile",
+        ("RUN_CONF_PROFILE_GPU_METRICS",),
+    ),
     "RUN_CONF_PROFILE_CPU": ("false", "CPU samples in the profile", ()),
     "ENABLE_NCCL_TRACE": ("false", "a further job that logs NCCL's calls", ("ENABLE_NCCLTRACE",)),
     "ENABLE_CHECKPOINT": ("false", "save a checkpoint at the end", ()),
@@ -173,7 +177,9 @@ def _typos(env: Mapping[str, str]) -> None:
     for name in env:
         if name in known or name in SECRETS:
             continue
-        near = next((n for n in ours if len(n) - 1 <= len(name) <= len(n) + 1 and _slip(name, n)), "")
+        near = next(
+            (n for n in ours if len(n) - 1 <= len(name) <= len(n) + 1 and _slip(name, n)), ""
+        )
         if near:
             raise ValueError(f"{name} is set, which nothing reads; did you mean {near}?")
 

@@ -111,10 +111,17 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """As if the machine lost power: slurmd and all that it started."""
         daemon = self.daemons.pop(name)
-        for pid in _descendants(daemon.pid):
+        daemon.kill()
+        daemon.wait()
+        self._kill_tasks(name)
+
+    def _kill_tasks(self, node: str = "") -> None:
+        """Kills tasks on a node, or on all, and the daemons above them (no children of slurmd)."""
+        tasks = _with_environment(f"SLURM_CONF={self.env['SLURM_CONF']}", f"SLURMD_NODENAME={node}")
+        steps = {p for t in tasks if (p := _parent(t)) and _command(p).startswith("slurmstepd")}
+        for pid in [*steps, *tasks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        daemon.wait()
 
     def _daemon(self, name: str, command: list[str]) -> None:
         with open(self.root / f"{name}.stdout", "ab") as out:
@@ -156,10 +163,9 @@ class Cluster:
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
             self.run("scancel", "-u", getpass.getuser(), "--signal=KILL", "--full")
+        self._kill_tasks()
         for daemon in reversed(self.daemons.values()):
-            for pid in [*_descendants(daemon.pid), daemon.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            daemon.kill()
             daemon.wait()
 
 
@@ -179,14 +185,31 @@ def _wait(done, seconds: float, what: str) -> None:
         time.sleep(0.2)
 
 
-def _descendants(pid: int) -> list[int]:
-    """Processes started by pid, and by those, deepest last."""
+def _with_environment(*starts: str) -> list[int]:
+    """Processes whose environment has a variable with each of these beginnings."""
     found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            # an empty value stands for every value
+            match = lambda s, words=words: any(
+                w == s or (s.endswith("=") and w.startswith(s)) for w in words
+            )
+            if all(match(s) for s in starts):
                 found.append(int(path.parent.name))
-    return found + [deeper for child in found for deeper in _descendants(child)]
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ LONG = {"MAX_STEPS": "100000"}  # never ends by itself
 
 pytestmark = pytest.mark.skipif(
     bool(slurm_cluster.missing()),
-    reason=f"NO SLURM: {', '.join(slurm_cluster.missing())} not installed; this leaves the launcher "
+    reason=f"NO SLURM: {', '.join(slurm_cluster.missing())} not installed; the launcher is "
     "untested. apt-get install slurm-wlm munge",
 )
 
