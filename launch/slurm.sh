@@ -57,7 +57,7 @@ echo "{\"job\": \"$SLURM_JOB_ID\", \"restart\": ${SLURM_RESTART_COUNT:-0}," \
 finish() {
   local code=$1 phase=$2 why
   why=$(grep -ahoE 'CANCELLED AT [^*]*|DUE TO [A-Z ]+|NODE FAILURE[^*]*|oom.kill[^*]*|error: .*' \
-    "$FOLDER"/srun-"$phase"-*.log 2>/dev/null | tail -n 3 | tr '\n"\\' ';  ' || true)
+    "$FOLDER"/srun-"$phase"-*.log 2>/dev/null | tail -n 3 | tr -d '"\134' | tr '\n' ';' || true)
   echo "{\"code\": $code, \"phase\": \"$phase\", \"reason\": \"$why\", \"ended\": $(date +%s)}" \
     >"$FOLDER/exit.json"
   if ((code != 0)); then

@@ -67,7 +67,8 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
       flags.Error, ValueError, OSError: input that cannot be, with what would work.
     """
     _config_exists(argv)
-    rest = fv(list(argv))
+    with _as_sys_argv(argv):
+        rest = fv(list(argv))
     if rest[1:]:
         raise ValueError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
     if fv["config"].value is None:
@@ -80,6 +81,16 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
         flags=given,
         overrides=config_flags.get_override_values(fv["config"]),
     )
+
+
+@contextlib.contextmanager
+def _as_sys_argv(argv: Sequence[str]) -> Iterator[None]:
+    """config_flags looks for --config.section.field in sys.argv, whatever it is given."""
+    kept, sys.argv = sys.argv, list(argv)
+    try:
+        yield
+    finally:
+        sys.argv = kept
 
 
 def _config_exists(argv: Sequence[str]) -> None:

@@ -112,7 +112,8 @@ def steps_of(r: Record, window: tuple[int, int]) -> list[int]:
 
 def row(r: Record, s: Settings) -> Row:
     """A run's figures."""
-    died = r.status in ("died", "failed") or not r.step_s
+    cut = r.status == "stopped" and r.last < r.planned - 1
+    died = r.status in ("died", "failed") or cut or not r.step_s
     made = Row(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
     bad = next((i for i, x in sorted(r.loss.items()) if not math.isfinite(x)), None)
     if bad is not None:

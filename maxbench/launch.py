@@ -178,9 +178,14 @@ def script(s: Settings, kind: str, stamp: int) -> str:
     options = [f"#SBATCH {option}" for option in sbatch_options(s, kind, folder)]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in header.items()]
     train = [python, "-m", "maxbench.train", *train_flags(s, kind)]
-    arrays = [f"TRAIN=({shlex.join(train)})", f"PREFLIGHT=({shlex.join(preflight)})"]
+    arrays = [f"TRAIN=({_words(train)})", f"PREFLIGHT=({_words(preflight)})"]
     body = (ROOT / "launch" / "slurm.sh").read_text()
     return "\n".join(["#!/bin/bash", *options, "", *exports, *arrays, "", body])
+
+
+def _words(command: Sequence[str]) -> str:
+    """Elements of a bash array; a comma is quoted too, so that nobody takes it for a separator."""
+    return " ".join(f"'{w}'" if shlex.quote(w) == w and "," in w else shlex.quote(w) for w in command)
 
 
 def nsys_variables(s: Settings) -> dict[str, str]:

@@ -212,6 +212,8 @@ def _ours(folder: pathlib.Path) -> Record | None:
     _power(folder, record)
     if record.status in ("", "running"):
         _died(folder, record)
+    elif record.status == "stopped" and (why := _reason(_job_text(folder))):
+        record.reason = f"{record.reason}: {why}"
     return record
 
 
@@ -243,8 +245,7 @@ def _jsonl(path: pathlib.Path, record: Record) -> None:
 def _died(folder: pathlib.Path, record: Record) -> None:
     """Why a run that never closed its result ended, from what the job left behind."""
     ended = _json(folder / "exit.json")
-    text = b"".join(_tail(p, 1 << 16) for p in sorted(folder.glob("srun-train-*.log")))
-    reason = _reason(text) or _word(ended, "reason").strip(" ;")
+    reason = _reason(_job_text(folder)) or _word(ended, "reason").strip(" ;")
     code = _count(ended, "code")
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
@@ -256,12 +257,17 @@ def _died(folder: pathlib.Path, record: Record) -> None:
     record.status, record.reason = "died", reason or "ended without a word"
 
 
+def _job_text(folder: pathlib.Path) -> bytes:
+    """The ends of what the job and its steps printed."""
+    files = [*sorted(folder.glob("srun-*.log")), *sorted(folder.glob("sbatch_*.out"))]
+    return b"".join(_tail(p, 1 << 16) for p in files)
+
+
 def _never_trained(folder: pathlib.Path) -> Record:
     """A job that ended before its run began: refused by the preflight, or cut off."""
     job, ended = _json(folder / "job.json"), _json(folder / "exit.json")
-    text = b"".join(_tail(p, 1 << 16) for p in sorted(folder.glob("srun-*.log")))
     phase = _word(ended, "phase")
-    reason = _reason(text) or _word(ended, "reason").strip(" ;") or "ended before step 0"
+    reason = _reason(_job_text(folder)) or _word(ended, "reason").strip(" ;") or "ended before step 0"
     record = Record(
         path=folder,
         name=folder.name.rpartition("_")[0] or folder.name,

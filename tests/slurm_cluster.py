@@ -41,7 +41,7 @@ SelectType=select/linear
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=1
 MinJobAge=600
 KillWait=5
-SlurmdTimeout=20
+SlurmdTimeout=10
 InactiveLimit=0
 ReturnToService=2
 JobAcctGatherType=jobacct_gather/none
