@@ -1,9 +1,18 @@
-"""NCCL's log (NCCL_DEBUG=INFO): which transport it chose, and what it was asked to move."""
+"""NCCL's log (NCCL_DEBUG=INFO): which transport it chose, and what it was asked to move.
+
+  maxbench nccl experiments/NAME_nccltrace/NAME_nccltrace_TIME
+
+sums up the trace of one process: calls, bytes and share, by collective and communicator.
+"""
 
 import collections
+import json
 import pathlib
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+
+from maxbench import cli
 
 # ncclDataType_t -> bytes per element.
 ELEMENT_BYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 1, 11: 1}
@@ -82,6 +91,31 @@ def summary(paths: Iterable[pathlib.Path], steps: int = 1) -> str:
 
 
 def _lines(paths: Iterable[pathlib.Path]) -> Iterable[str]:
+    """Lines of the first process: srun puts '0: ' before them."""
     for path in paths:
         with open(path, encoding="utf-8", errors="replace") as f:
-            yield from f
+            for line in f:
+                if not re.match(r" *[1-9]\d*: ", line):
+                    yield line
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 2 bad input."""
+    with cli.clear_errors("nccl"):
+        if len(argv) != 2 or argv[1] in ("-h", "--help"):
+            raise ValueError("give the folder of a trace run, or one log: maxbench nccl PATH")
+        path = pathlib.Path(argv[1])
+        logs = [path] if path.is_file() else sorted(path.glob("srun-train-*.log"))
+        if not logs:
+            raise ValueError(f"no srun-train-*.log in {path}; ENABLE_NCCL_TRACE=true makes one")
+        try:
+            done = int(json.loads((path / "result.json").read_text())["steps_done"])
+        except (OSError, ValueError, KeyError, TypeError):
+            done = 1
+        print(f"process 0, per step of {done}; bytes are one process's")
+        print(summary(logs, max(1, done)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -13,7 +13,9 @@ HEADS = ("Run", "Verdict", "Step times", "Mean s", "Std", "Median", "p10 to p90"
 HEADS += ("Tokens/s", "MFU", "Days/1T", "GiB")
 
 
-def html(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
+def html(
+    rows: Sequence[Row], s: Settings, names: Sequence[str], title: str = "maxbench report"
+) -> str:
     """The page."""
     css = pathlib.Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     parts = [_facts(rows), _against(rows), _scaling(rows), _runs(rows, s, names)]
@@ -23,8 +25,8 @@ def html(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>maxbench report</title><style>\n{css}</style></head><body>\n"
-        f'<h1>maxbench report</h1><p class="soft">{len(rows)} run{"s" * (len(rows) != 1)}, '
+        f"<title>{escape(title)}</title><style>\n{css}</style></head><body>\n"
+        f'<h1>{escape(title)}</h1><p class="soft">{len(rows)} run{"s" * (len(rows) != 1)}, '
         f"made {when}</p>\n" + "\n".join(filter(None, parts)) + "\n</body></html>"
     )
 

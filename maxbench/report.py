@@ -25,6 +25,7 @@ def define(fv: flags.FlagValues) -> None:
     string = lambda name, default, text: flags.DEFINE_string(name, default, text, flag_values=fv)
     number = lambda name, default, text: flags.DEFINE_float(name, default, text, flag_values=fv)
     string("format", "table", "table | csv | json | md | html")
+    string("title", "maxbench report", "heading of the HTML page")
     string("output", "", "write to this file instead of the screen")
     string("window", "35,44", "first and last step that count")
     string("gpu_type", "", "of logs that do not name it: h100 | h200 | b200 | gb200 | gb300")
@@ -104,7 +105,7 @@ def render(rows: list[compare.Row], s: compare.Settings, fv: flags.FlagValues, p
     if kind == "md":
         return tables.markdown(rows, s, names)
     if kind == "html":
-        return page.html(rows, s, names)
+        return page.html(rows, s, names, fv["title"].value)
     return tables.text(rows, s, names)
 
 

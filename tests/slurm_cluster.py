@@ -25,7 +25,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={root}/munge.socket
+AuthInfo=socket={root}/munge.socket,cred_expire=15
 CryptoType=crypto/munge
 CredType=cred/munge
 StateSaveLocation={root}/state
