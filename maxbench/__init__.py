@@ -1,1 +1,1 @@
-"""How fast does this cluster pre-train large language models, and is that as fast as it should be?"""
+"""How fast does a cluster pre-train large language models, and is that as fast as it should be?"""

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxbench import mesh
 
-BLOCK = 512  # queries whose scores stand in memory at once, XLA form
+BLOCK = 256  # queries whose scores stand in memory at once, XLA form
 
 
 def attend(q_bthk, k_bsgk, v_bsgk, *, kind: str, softcap: float = 0.0):
@@ -66,7 +66,7 @@ def _ring_forward(kind, softcap, q, k, v):
     for hop in range(1, n):
         kv = mesh.rotate(kv, "cp")
         earlier = mesh.index("cp") >= hop
-        pair = _pairs(earlier, q, *kv)
+        pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
         o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
         (o1, o2), (lse1, lse2) = jnp.split(o_pair, 2), jnp.split(lse_pair, 2)
         o[1], lse[1] = _merge(o[1], lse[1], o1, lse1)
@@ -83,23 +83,26 @@ def _ring_backward(kind, softcap, q, k, v, o, lse, do):
     dq, dk, dv = backward(q, k, v, o, lse, do, True, softcap)
     if n == 1:
         return dq, dk, dv
-    add = lambda x, y: x + y.astype(jnp.float32)
-    split = lambda x: [a.astype(jnp.float32) for a in jnp.split(x, 2, 1)]
     halves = lambda x: jnp.split(x, 2, 1)
-    kv, dq, dkv = (k, v), split(dq), (split(dk), split(dv))
+    kv, dq, dkv = (k, v), dq.astype(jnp.float32), (dk.astype(jnp.float32), dv.astype(jnp.float32))
     for hop in range(1, n):
         kv, dkv = mesh.rotate(kv, "cp"), mesh.rotate(dkv, "cp")
         earlier = mesh.index("cp") >= hop
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
-        grads = backward(*_pairs(earlier, halves(q), *kv), *ours, False, softcap)
-        (dq1, dq2), *dkv_pair = [jnp.split(x, 2) for x in grads]
-        dq[1] = add(dq[1], dq1)
-        dq = [add(dq[0], jnp.where(earlier, dq2, 0)), add(dq[1], jnp.where(earlier, 0, dq2))]
-        for d, (d1, d2) in zip(dkv, dkv_pair, strict=True):
-            d[0] = add(add(d[0], d1), jnp.where(earlier, d2, 0))
-            d[1] = add(d[1], jnp.where(earlier, 0, d2))
+        grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
+        (dq1, dq2), *dkv_pair = [jnp.split(x.astype(jnp.float32), 2) for x in grads]
+        zero = jnp.zeros_like(dq2)
+        dq += jnp.concatenate(
+            [jnp.where(earlier, dq2, zero), dq1 + jnp.where(earlier, zero, dq2)], 1
+        )
+        zero = jnp.zeros_like(dkv_pair[0][0])
+        dkv = tuple(
+            d
+            + jnp.concatenate([d1 + jnp.where(earlier, d2, zero), jnp.where(earlier, zero, d2)], 1)
+            for d, (d1, d2) in zip(dkv, dkv_pair, strict=True)
+        )
     dkv = mesh.rotate(dkv, "cp")  # home: each block made n - 1 hops
-    return tuple(jnp.concatenate(d, 1).astype(k.dtype) for d in (dq, *dkv))
+    return tuple(d.astype(k.dtype) for d in (dq, *dkv))
 
 
 def _ours(earlier, halves):
@@ -108,10 +111,9 @@ def _ours(earlier, halves):
 
 
 def _pairs(earlier, q, k, v):
-    """Queries, keys and values of the two pairs of chunks, stacked along batch."""
-    theirs = lambda x: [x[0], jnp.where(earlier, x[0], x[1])]
-    k, v = (jnp.concatenate(theirs(jnp.split(x, 2, 1))) for x in (k, v))
-    return _ours(earlier, q), k, v
+    """Queries, keys and values of the two pairs of chunks, stacked along batch; halves go in."""
+    theirs = lambda x: jnp.concatenate([x[0], jnp.where(earlier, x[0], x[1])])
+    return _ours(earlier, q), theirs(k), theirs(v)
 
 
 def _merge(o1, lse1, o2, lse2):

@@ -28,13 +28,17 @@ HELP = {
 }
 
 
-def define(fv: flags.FlagValues) -> None:
-    """Defines the flags that describe a run, the same for every command."""
+def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Defines the flags that describe a run, the same for every command.
+
+    argv is where --config.section.field flags are looked for.
+    """
     config_flags.DEFINE_config_file(
         "config",
         None,
         "Workload, FILE[:preset,preset]; presets: " + ", ".join(recipes.PRESETS),
         flag_values=fv,
+        sys_argv=list(argv),
     )
     number = lambda name, text: flags.DEFINE_integer(name, None, text, flag_values=fv)
     string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)

@@ -199,7 +199,7 @@ class Train:
     seed: int = 0
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
-    loss_chunk: int = 2048  # tokens whose logits stand in memory at once, per GPU
+    loss_chunk: int = 0  # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
     z_loss: float = 0.0  # weight of mean(logsumexp^2)
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
 
@@ -213,9 +213,9 @@ class Train:
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
-        for field in ("seq", "steps", "loss_chunk"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"train.{field}={getattr(self, field)} must be at least 1")
+        for field, least in (("seq", 1), ("steps", 1), ("loss_chunk", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"train.{field}={getattr(self, field)} must be at least {least}")
         first, last = self.window
         if not 0 <= first <= last:
             raise ValueError(f"train.window={self.window} must be two steps, first <= last")
@@ -289,7 +289,7 @@ class Runtime:
     def __post_init__(self):
         if self.cpu_devices < 0 or self.mock_gpus < 0:
             raise ValueError(
-                f"cpu_devices={self.cpu_devices} and mock_gpus={self.mock_gpus} must not be negative"
+                f"cpu_devices={self.cpu_devices}, mock_gpus={self.mock_gpus}: must not be negative"
             )
         if self.cpu_devices and self.mock_gpus:
             raise ValueError("cpu_devices and mock_gpus exclude each other: mocking needs a GPU")

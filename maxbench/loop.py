@@ -96,11 +96,14 @@ def compile_step(step: Step, log: metrics.Log):
     memory = compiled.memory_analysis()
     state_gib = mesh.size_gib(step.abstract)
     log.result |= {"lower_s": traced - start, "compile_s": done - traced, "state_gib": state_gib}
-    log.result |= {"temporary_gib": memory.temp_size_in_bytes / 2**30, "attention": step.attention}
+    log.result |= {
+        "temporary_gib": memory.temp_size_in_bytes / 2**30,
+        "attention": step.run.train.attention,
+    }
     log.line(
         f"compiled in {done - start:.1f} s (lower {traced - start:.1f}); per device: state "
         f"{state_gib:.2f} GiB, temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB; "
-        f"attention {step.attention}, remat {step.run.train.remat}"
+        f"attention {step.run.train.attention}, remat {step.run.train.remat}"
     )
     return compiled
 

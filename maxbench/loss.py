@@ -57,21 +57,24 @@ def _chunk(w_dv, z_loss, multiplier, grads, carry, chunk):
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     logits_jv = dot("jd,dv->jv", x_jd, w_dv) * multiplier
     local_j = target_j - mesh.index("tp") * w_dv.shape[1]
-    hit_jv = jax.lax.broadcasted_iota(jnp.int32, logits_jv.shape, 1) == local_j[:, None]
+    here_j = (local_j >= 0) & (local_j < w_dv.shape[1])
+    hit_j = jnp.take_along_axis(logits_jv, jnp.where(here_j, local_j, 0)[:, None], 1)[:, 0]
     top_j = jnp.max(logits_jv, -1)
     if mesh.degree("tp") > 1:
         top_j = jax.lax.pmax(top_j, "tp")
-    exp_jv = jnp.exp(logits_jv - top_j[:, None])
-    parts = jnp.stack([jnp.sum(exp_jv, -1), jnp.sum(jnp.where(hit_jv, logits_jv, 0), -1)])
-    sum_j, target_logit_j = mesh.total(parts, "tp")
+    sum_j = jnp.sum(jnp.exp(logits_jv - top_j[:, None]), -1)
+    sum_j, hit_j = mesh.total(jnp.stack([sum_j, jnp.where(here_j, hit_j, 0)]), "tp")
     lse_j = jnp.log(sum_j) + top_j
-    loss += jnp.sum(lse_j - target_logit_j + z_loss * lse_j**2) / mesh.degree("tp")
+    loss += jnp.sum(lse_j - hit_j + z_loss * lse_j**2) / mesh.degree("tp")
     if not grads:
         return (loss, dw), jnp.zeros(())
-    scale_j = (1 + 2 * z_loss * lse_j) / sum_j
-    dlogits_jv = ((exp_jv * scale_j[:, None] - hit_jv) * multiplier).astype(x_jd.dtype)
+    p_jv = jnp.exp(logits_jv - lse_j[:, None]) * (1 + 2 * z_loss * lse_j)[:, None]
+    target_jv = jax.lax.broadcasted_iota(jnp.int32, p_jv.shape, 1) == local_j[:, None]
+    dlogits_jv = ((p_jv - target_jv) * multiplier).astype(x_jd.dtype)
     dx_jd = dot("jv,dv->jd", dlogits_jv, w_dv).astype(x_jd.dtype)
-    return (loss, dw + dot("jd,jv->dv", x_jd, dlogits_jv)), dx_jd
+    # Transposed first: XLA:CPU has no bf16 product with the contracted axis in front.
+    x_dj = jax.lax.optimization_barrier(x_jd.T)
+    return (loss, dw + dot("dj,jv->dv", x_dj, dlogits_jv)), dx_jd
 
 
 def _forward_rule(x_jd, w_dv, target_j, chunk, z_loss, multiplier):

@@ -61,11 +61,12 @@ def gather_layer(places, w, drop: int = 1):
     return jax.tree.map(one, places, w)
 
 
-def scan_layers(run: Run, kind: str, places, w_layers, x_bud, rope):
+def scan_layers(run: Run, places, w_layers, x_bud, rope):
     """x_bud through all layers; returns it and the sum of the layers' auxiliary losses."""
 
     def layer(x_bud, w):
-        return Block(run.model, kind).apply({"params": gather_layer(places, w)}, x_bud, rope)
+        block = Block(run.model, run.train.attention)
+        return block.apply({"params": gather_layer(places, w)}, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved)
     layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
@@ -73,26 +74,35 @@ def scan_layers(run: Run, kind: str, places, w_layers, x_bud, rope):
     return x_bud, jnp.sum(aux)
 
 
-def objective(run: Run, kind: str, places, w, tokens_bt, targets_bt):
+def apply(run: Run, places, w, tokens_bt):
+    """The network up to its logits, of which it returns the factors.
+
+    Returns:
+      x_btd, w_dv: logits_btv = x_btd @ w_dv x model.output_multiplier.
+      aux: this GPU's share of the layers' auxiliary losses, summed over its sequences.
+    """
+    m, dtype = run.model, w["embed"]["w"].dtype
+    w_embed = gather_layer(places["embed"], w["embed"], drop=0)
+    w_head = gather_layer(places["head"], w["head"], drop=0)
+    rope = rope_angles(m, mesh.chunks(run.train.seq))
+    x_bud = Embed(m).apply({"params": w_embed}, tokens_bt, dtype)
+    x_bud, aux = scan_layers(run, places["layers"], w["layers"], x_bud, rope)
+    return *Head(m).apply({"params": w_head}, x_bud, w_embed["w"]), aux
+
+
+def objective(run: Run, places, w, tokens_bt, targets_bt):
     """This GPU's share of the loss of its sequences, and the shares of what is reported.
 
     The sum of the shares over all GPUs (and microbatches) is the mean over the global batch: the
     gradient of the sum needs no further scaling.
 
     Args:
-      kind: attention kernel, a name of attention.KERNELS.
       places: tree like w of mesh.Place.
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (mesh.chunks order).
     """
-    m, dtype = run.model, w["embed"]["w"].dtype
-    seq = run.train.seq
-    w_embed = gather_layer(places["embed"], w["embed"], drop=0)
-    w_head = gather_layer(places["head"], w["head"], drop=0)
-    rope = rope_angles(m, mesh.chunks(seq))
-    x_bud = Embed(m).apply({"params": w_embed}, tokens_bt, dtype)
-    x_bud, aux = scan_layers(run, kind, places["layers"], w["layers"], x_bud, rope)
-    x_btd, w_dv = Head(m).apply({"params": w_head}, x_bud, w_embed["w"])
+    m = run.model
+    x_btd, w_dv, aux = apply(run, places, w, tokens_bt)
     token_loss = cross_entropy(
         x_btd.reshape(-1, m.embed),
         w_dv,
@@ -101,5 +111,5 @@ def objective(run: Run, kind: str, places, w, tokens_bt, targets_bt):
         run.train.z_loss,
         m.output_multiplier,
     )
-    loss, aux = token_loss / (run.layout.gbs * seq), aux / run.layout.gbs
+    loss, aux = token_loss / (run.layout.gbs * run.train.seq), aux / run.layout.gbs
     return loss + aux, {"loss": loss, "aux": aux}

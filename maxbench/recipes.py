@@ -32,7 +32,7 @@ TOY = {
         "mlp": 256,
         "vocab": 512,
     },
-    "train": {"seq": 64, "steps": 20, "loss_chunk": 64},
+    "train": {"seq": 64, "steps": 20},
 }
 PRESETS = {
     "tiny": TOY | {"layout": {"mbs": 2}},  # the same structure, toy sizes: any laptop

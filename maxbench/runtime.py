@@ -7,7 +7,6 @@ compiler with the program, not through XLA_FLAGS, where an unknown one would end
 import os
 import platform
 import subprocess
-import sys
 from importlib import metadata
 
 from maxbench.config import Run
@@ -30,6 +29,7 @@ XLA_OPTIONS = {
     "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
     "xla_disable_hlo_passes": "rematerialization",
 }
+JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
 
 
@@ -44,7 +44,6 @@ def prepare(run: Run) -> None:
     Raises:
       OSError: output_dir cannot be written.
     """
-    assert "jax" not in sys.modules
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)
@@ -62,8 +61,7 @@ def prepare(run: Run) -> None:
 def connect(run: Run) -> None:
     """Joins the other processes of the run, if there are any.
 
-    They are found from flags, from JAX's environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES,
-    JAX_PROCESS_ID), or from Slurm's.
+    They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's.
 
     Raises:
       ValueError: mock_gpus where there is no GPU.
@@ -76,8 +74,9 @@ def connect(run: Run) -> None:
         jax.config.update("jax_mock_gpu_topology", f"1x{-(-r.mock_gpus // node)}x{node}")
     if r.coordinator:
         jax.distributed.initialize(r.coordinator, r.processes, r.process)
-    elif "JAX_COORDINATOR_ADDRESS" in env and "JAX_NUM_PROCESSES" in env:
-        jax.distributed.initialize()
+    elif set(JAX_PROCESSES) <= set(env):
+        address, processes, process = (env[name] for name in JAX_PROCESSES)
+        jax.distributed.initialize(address, int(processes), int(process))
     elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
         node = GPUS[run.layout.gpu_type].gpus_per_node

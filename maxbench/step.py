@@ -6,6 +6,7 @@
 Training and planning build the step the same way; only the devices differ.
 """
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -19,6 +20,17 @@ from maxbench import data, mesh, model, optim
 from maxbench.config import DTYPES, Run
 
 
+def for_platform(run: Run, platform: str) -> Run:
+    """The run with what it leaves open settled: attention kernel and loss chunk."""
+    t, gpu = run.train, platform in ("gpu", "cuda")
+    kind = "cudnn" if gpu and not run.model.softcap else "xla"
+    budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
+    chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
+    kind = kind if t.attention == "auto" else t.attention
+    train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk)
+    return dataclasses.replace(run, train=train)
+
+
 class Step:
     """What a run on a mesh is made of: places, shardings, init, and the step itself.
 
@@ -30,12 +42,8 @@ class Step:
     """
 
     def __init__(self, run: Run, devices: Mesh):
-        self.run, self.mesh = run, devices
         self.platform = devices.devices.flat[0].platform
-        kind = run.train.attention
-        if kind == "auto":
-            kind = "cudnn" if self.platform in ("gpu", "cuda") and not run.model.softcap else "xla"
-        self.attention = kind
+        self.run, self.mesh = for_platform(run, self.platform), devices
         self.tx = optim.transform(run)
         boxed = jax.eval_shape(functools.partial(model.init, run.model), jax.random.key(0))
         place = lambda box: mesh.place(box.names, box.value.shape, devices.shape)
@@ -64,7 +72,10 @@ class Step:
     def init(self):
         """A new state, made in place on every device; the same numbers on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.jit(self._init, out_shardings=shardings)(jax.random.key(self.run.train.seed))
+        # It runs once: XLA:CPU would take seconds to make the random numbers a little faster.
+        options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
+        init = jax.jit(self._init, out_shardings=shardings, compiler_options=options)
+        return init(jax.random.key(self.run.train.seed))
 
     def lower(self):
         """The step, traced and lowered for the mesh; .compile() it."""
@@ -74,7 +85,7 @@ class Step:
 
     def _step(self, state):
         p = self.run.precision
-        grads, out = self._grads(state["params"], state["step"])
+        grads, out = self.gradients(state["params"], state["step"])
         grads = optim.cast(grads, p.moments)
         out["grad_norm"] = optax.tree.norm(grads)
         out["lr"] = optim.learning_rate(self.run)(state["step"])
@@ -82,7 +93,7 @@ class Step:
         params = optax.apply_updates(state["params"], updates)
         return {"step": state["step"] + 1, "params": params, "opt": opt}, out
 
-    def _grads(self, params, step):
+    def gradients(self, params, step):
         """Gradients of the mean loss, placed as the master weights, and what is reported."""
         masters = jax.tree.map(lambda p: p.master_spec, self.places)
         grads = jax.shard_map(
@@ -95,7 +106,7 @@ class Step:
         return grads(params, step)
 
     def _local_grads(self, params, step):
-        """One GPU's part of _grads: the whole of the forward and backward pass."""
+        """One GPU's part of gradients(): the whole of the forward and backward pass."""
         run, p = self.run, self.run.precision
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
@@ -103,7 +114,7 @@ class Step:
 
         def microbatch(w, micro):
             batch = data.batch(run, step, micro)
-            return model.objective(run, self.attention, self.places, w, *batch)
+            return model.objective(run, self.places, w, *batch)
 
         def accumulate(grads, micro):
             more, out = jax.grad(microbatch, has_aux=True)(w, micro)

@@ -34,7 +34,7 @@ def describe(run: Run) -> dict:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad input, 1 a run that failed."""
     fv = flags.FlagValues()
-    cli.define(fv)
+    cli.define(fv, argv)
     flags.DEFINE_bool("dry_run", False, "print the resolved run as JSON and stop", flag_values=fv)
     if {"--help", "-h", "-help"} & set(argv):
         print(cli.help_text(__doc__.strip(), fv))
