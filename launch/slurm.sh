@@ -35,7 +35,7 @@ echo "$STAMP" >>"$STARTS"
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ADDRESS=$(scontrol show node "$FIRST" --oneliner | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 export JAX_COORDINATOR_ADDRESS="${ADDRESS:-$FIRST}:$((61440 + SLURM_JOB_ID % 4096))"
-export MB_FOLDER="$FOLDER" MB_TASKS_PER_NODE
+export MB_FOLDER="$FOLDER"
 
 SRUN=(srun "--nodes=$MB_NODES" "--ntasks-per-node=$MB_TASKS_PER_NODE" "--mpi=$MB_MPI"
   "--cpus-per-task=$((SLURM_CPUS_ON_NODE / MB_TASKS_PER_NODE > 0 ? SLURM_CPUS_ON_NODE / MB_TASKS_PER_NODE : 1))"
@@ -72,7 +72,7 @@ LOG="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.log"
 if ((${#PREFLIGHT[@]})); then
   say "preflight"
   code=0
-  MB_PROFILE="" "${SRUN[@]}" "--output=$FOLDER/srun-preflight-$LOG" \
+  MB_FOLDER="" "${SRUN[@]}" "--output=$FOLDER/srun-preflight-$LOG" \
     "$MB_ROOT/launch/task.sh" "${PREFLIGHT[@]}" "--json=$FOLDER/preflight.json" || code=$?
   sed -n 's/^ *0: //p' "$FOLDER/srun-preflight-$LOG" || true
   ((code == 0)) || finish "$code" preflight

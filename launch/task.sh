@@ -21,6 +21,14 @@ if [[ "${MB_BIND:-}" == numa ]] && ((tasks > 1)) && command -v numactl >/dev/nul
   fi
 fi
 
+# Power, temperature and clocks of this node's GPUs, every 5 s; ends with the step.
+if [[ "$local_id" == 0 && -n "${MB_FOLDER:-}" && "${MB_PROFILE:-}" == "" ]] &&
+  command -v nvidia-smi >/dev/null; then
+  nvidia-smi --query-gpu=timestamp,index,power.draw,temperature.gpu,clocks.sm \
+    --format=csv,noheader,nounits -l 5 \
+    >"$MB_FOLDER/gpu-${SLURMD_NODENAME:-$(uname -n)}.csv" 2>/dev/null </dev/null &
+fi
+
 rank=${SLURM_PROCID:-0}
 if [[ "${MB_PROFILE:-}" == nsys && ",$MB_PROFILE_RANKS," == *",$rank,"* ]]; then
   mkdir -p "$MB_FOLDER/nsys_profile"

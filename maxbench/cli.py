@@ -59,6 +59,7 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     string("profile", "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop")
     number("cpu_devices", "virtual CPU devices instead of GPUs")
     number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
+    flags.DEFINE_bool("tp_overlap", None, "overlap tp's communication and GEMMs", flag_values=fv)
     string("coordinator", "host:port of process 0 (found by itself under Slurm)")
     number("processes", "number of processes")
     number("process", "number of this process, from 0")
@@ -71,8 +72,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
       flags.Error, ValueError, OSError: input that cannot be, with what would work.
     """
     _config_exists(argv)
-    with _as_sys_argv(argv):
-        rest = fv(list(argv))
+    rest = fv(list(argv))
     if rest[1:]:
         raise ValueError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
     if fv["config"].value is None:
@@ -85,16 +85,6 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
         flags=given,
         overrides=config_flags.get_override_values(fv["config"]),
     )
-
-
-@contextlib.contextmanager
-def _as_sys_argv(argv: Sequence[str]) -> Iterator[None]:
-    """config_flags looks for --config.section.field in sys.argv, whatever it is given."""
-    kept, sys.argv = sys.argv, list(argv)
-    try:
-        yield
-    finally:
-        sys.argv = kept
 
 
 def _config_exists(argv: Sequence[str]) -> None:

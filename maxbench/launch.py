@@ -8,6 +8,7 @@
 Variables (other names that are understood in brackets):
 """
 
+import importlib.util
 import os
 import pathlib
 import shlex
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from maxbench import cli, runai
+from maxbench import cli, preflight, runai
 from maxbench.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.variables import ROOT, SECRETS, VARIABLES, Settings, additional, settle
 
@@ -185,7 +186,9 @@ def script(s: Settings, kind: str, stamp: int) -> str:
 
 def _words(command: Sequence[str]) -> str:
     """Elements of a bash array; a comma is quoted too, so that nobody takes it for a separator."""
-    return " ".join(f"'{w}'" if shlex.quote(w) == w and "," in w else shlex.quote(w) for w in command)
+    return " ".join(
+        f"'{w}'" if shlex.quote(w) == w and "," in w else shlex.quote(w) for w in command
+    )
 
 
 def nsys_variables(s: Settings) -> dict[str, str]:
@@ -262,7 +265,9 @@ def new_folder(experiment: pathlib.Path, job: str) -> tuple[pathlib.Path, int]:
 
 
 def needed(s: Settings) -> None:
-    """Raises ValueError for a missing tool, with what to do without it."""
+    """Raises ValueError for a missing tool, with what to do without it, or a wrong XLA flag."""
+    if importlib.util.find_spec("jaxlib") and (wrong := preflight.lint(preflight.xla_words(s.run))):
+        raise ValueError("; ".join(wrong))
     if not shutil.which("sbatch"):
         train = shlex.join(["python3", "-m", "maxbench.train", *train_flags(s, kinds(s)[0])])
         raise ValueError(

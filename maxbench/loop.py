@@ -16,7 +16,6 @@ from maxbench import checkpoint, cli, hosts, mesh, metrics, profile, runtime
 from maxbench.config import Run
 from maxbench.step import Step
 
-
 # What Slurm says about the job, for result.json.
 JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
 
@@ -76,7 +75,7 @@ def start_log(run: Run, devices) -> metrics.Log:
         "versions": runtime.versions(),
         "git": runtime.git_revision(),
         "environment": runtime.environment(),
-        "xla_options": runtime.xla_options(first.platform),
+        "xla_options": runtime.xla_options(first.platform, run),
         "processes": jax.process_count(),
         "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
         "flops_conventions": list(metrics.flops.CONVENTIONS),
@@ -91,7 +90,7 @@ def compile_step(step: Step, log: metrics.Log):
     start = time.perf_counter()
     lowered = step.lower()
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=runtime.xla_options(step.platform))
+    compiled = lowered.compile(compiler_options=runtime.xla_options(step.platform, step.run))
     done = time.perf_counter()
     memory = compiled.memory_analysis()
     state_gib = mesh.size_gib(step.abstract)

@@ -44,8 +44,8 @@ def falls_back(found: dict[str, int], nodes: int) -> str:
         and not {"NET/IB", "NET/AWS", "NET/GPUDirectTCPX"} & {*found}
     ):
         return (
-            "NCCL talks TCP between nodes (NET/Socket): no InfiniBand or RoCE was found. Look at "
-            "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, the container's RDMA libraries; ALLOW_TCP=true goes on"
+            "NCCL talks TCP between nodes (NET/Socket): no InfiniBand or RoCE was found. See "
+            "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, RDMA libraries in the container; ALLOW_TCP=true goes on"
         )
     return ""
 

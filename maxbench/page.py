@@ -47,6 +47,11 @@ def label(one: Row) -> str:
     return words + (f", GBS {r.gbs}" if r.gbs else "") + (f", {r.profiled}" if r.profiled else "")
 
 
+def _card(one: Row, name: str, inside: str) -> str:
+    head = f"{escape(label(one))}<small>{_breakable(name)}</small>"
+    return f'<div class="card"><h3>{head}</h3>{inside}</div>'
+
+
 def _breakable(text: str) -> str:
     """Long names may break after an underscore."""
     return escape(text).replace("_", "_<wbr>")
@@ -155,9 +160,7 @@ def _step_times(rows: Sequence[Row], names: Sequence[str]) -> str:
     for one, name in zip(rows, names, strict=True):
         if len(one.record.step_s) > 2 and len(cards) < PLOTTED:
             plot = plots.step_times(one.record.step_s, one.window, f"step times of {name}")
-            cards.append(
-                f'<div class="card"><h3>{escape(label(one))}<small>{_breakable(name)}</small></h3>{plot}</div>'
-            )
+            cards.append(_card(one, name, plot))
     if not cards:
         return ""
     more = (
@@ -201,9 +204,7 @@ def _whole_run(rows: Sequence[Row], names: Sequence[str]) -> str:
             cards.append(f'<div class="card"><h3>One step of {escape(name)}</h3>{bar}</div>')
         if parts := time_parts(one):
             bar = plots.stack(parts, f"where the time of {name} went")
-            cards.append(
-                f'<div class="card"><h3>{escape(label(one))}<small>{_breakable(name)}</small></h3>{bar}</div>'
-            )
+            cards.append(_card(one, name, bar))
     return f'<h2>Where the time went</h2><div class="cards">{"".join(cards)}</div>' if cards else ""
 
 

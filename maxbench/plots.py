@@ -129,7 +129,8 @@ def sparkline(times: Mapping[int, float]) -> str:
     points = " ".join(
         f"{i * across:.1f},{20 - 18 * min(1, (v - low) / span):.1f}" for i, v in enumerate(values)
     )
-    return f'<svg class="spark" viewBox="0 0 90 22" aria-hidden="true"><polyline points="{points}"/></svg>'
+    line = f'<polyline points="{points}"/>'
+    return f'<svg class="spark" viewBox="0 0 90 22" aria-hidden="true">{line}</svg>'
 
 
 def scaling(points: Sequence, title: str) -> str:

@@ -9,6 +9,7 @@ a bare product and an all-reduce are scored beside their ceilings; NCCL says how
 import glob
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -63,8 +64,7 @@ def lint(words: Sequence[str]) -> list[str]:
 
 def xla_words(run: Run) -> list[str]:
     """The flags of a run on GPUs and those of the environment, as XLA_FLAGS would hold them."""
-    del run
-    options = runtime.xla_options("gpu")
+    options = runtime.xla_options("gpu", run)
     text = lambda v: str(v).lower() if isinstance(v, bool) else str(v)
     return [f"--{k}={text(v)}" for k, v in options.items()] + os.environ.get(
         "XLA_FLAGS", ""
@@ -199,7 +199,7 @@ def look(run: Run, log: str) -> tuple[list[dict], dict[str, int]]:
         "gemm": hosts.gemm_tflops(),
         "all_reduce": all_reduce_gbps(),
     }
-    text = "".join(open(p, errors="replace").read() for p in glob.glob(f"{log}*"))
+    text = "".join(pathlib.Path(p).read_text(errors="replace") for p in glob.glob(f"{log}*"))
     mine["transports"] = nccl.transports(text)
     return hosts.gather(mine), mine["transports"]
 
@@ -207,7 +207,7 @@ def look(run: Run, log: str) -> tuple[list[dict], dict[str, int]]:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code, the same in every process: 0 go on, 1 do not, 2 bad input."""
     fv = flags.FlagValues()
-    cli.define(fv)
+    cli.define(fv, argv)
     flags.DEFINE_bool("allow_tcp", False, "go on when NCCL falls back to TCP", flag_values=fv)
     flags.DEFINE_string("json", "", "write what was found to this file", flag_values=fv)
     start = time.perf_counter()

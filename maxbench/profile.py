@@ -96,5 +96,5 @@ def _cuda_profiler(name: str) -> None:
         except OSError:
             continue
     raise OSError(
-        "profile=nsys needs the CUDA runtime (libcudart), which is not here; profile=xplane does not"
+        "profile=nsys needs CUDA's runtime (libcudart), which is not here; profile=xplane does not"
     )

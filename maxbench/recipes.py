@@ -51,6 +51,7 @@ FLAGS = {
     "resume": ("output", "resume"),
     "cpu_devices": ("runtime", "cpu_devices"),
     "mock_gpus": ("runtime", "mock_gpus"),
+    "tp_overlap": ("runtime", "tp_overlap"),
     "coordinator": ("runtime", "coordinator"),
     "processes": ("runtime", "processes"),
     "process": ("runtime", "process"),

@@ -267,7 +267,9 @@ def _never_trained(folder: pathlib.Path) -> Record:
     """A job that ended before its run began: refused by the preflight, or cut off."""
     job, ended = _json(folder / "job.json"), _json(folder / "exit.json")
     phase = _word(ended, "phase")
-    reason = _reason(_job_text(folder)) or _word(ended, "reason").strip(" ;") or "ended before step 0"
+    reason = (
+        _reason(_job_text(folder)) or _word(ended, "reason").strip(" ;") or "ended before step 0"
+    )
     record = Record(
         path=folder,
         name=folder.name.rpartition("_")[0] or folder.name,

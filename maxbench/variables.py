@@ -248,10 +248,8 @@ def _numbers(values: dict[str, str]) -> None:
     if values["GPUS_PER_NODE"] == "*":
         values["GPUS_PER_NODE"] = str(GPUS[values["GPU_TYPE"]].gpus_per_node)
     least = {"CPU_DEVICES": 0, "CHECKPOINT_EVERY": 0, "PROFILE_START_STEP": 0}
-    for name in ("CPU_DEVICES", "GPUS_PER_NODE", "MAX_STEPS", "CHECKPOINT_EVERY") + (
-        "PROFILE_START_STEP",
-        "PROFILE_STOP_STEP",
-    ):
+    counts = ("CPU_DEVICES", "GPUS_PER_NODE", "MAX_STEPS", "CHECKPOINT_EVERY")
+    for name in (*counts, "PROFILE_START_STEP", "PROFILE_STOP_STEP"):
         _integer(name, values[name], least.get(name, 1))
     total = values["JOB_TOTAL_GPUS"]
     if total.startswith("nodes:"):
@@ -332,6 +330,9 @@ def _resolve(
         given += ["--gbs", values["GBS"]]
     if values["CPU_DEVICES"] != "0":
         given += ["--cpu_devices", values["CPU_DEVICES"]]
+    if values["TP_COMM_OVERLAP"]:
+        on = BOOLS[values["TP_COMM_OVERLAP"].lower()]
+        given.append("--tp_overlap" if on else "--notp_overlap")
     given += ["--steps", values["MAX_STEPS"], "--output_dir", str(out)]
     if values["LOAD_CHECKPOINT_PATH"]:
         step = _checkpoint_step(values["LOAD_CHECKPOINT_PATH"])
@@ -342,9 +343,10 @@ def _resolve(
         given.append(f"--config.output.checkpoint_every={values['CHECKPOINT_EVERY']}")
     given += extra
     fv = flags.FlagValues()
-    cli.define(fv)
+    argv = ["launch.sh", *_absolute(given)]
+    cli.define(fv, argv)
     try:
-        return given, cli.parse(fv, ["launch.sh", *_absolute(given)])
+        return given, cli.parse(fv, argv)
     except ValueError as e:
         raise ValueError(_in_variables(str(e))) from None
 

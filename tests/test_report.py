@@ -297,7 +297,9 @@ def test_repeats_drift_and_two_modes(tmp_path):
 
 @given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=40))
 def test_noise_of_a_percent_is_no_alarm_of_two_modes(times):
-    assert not any("two modes" in n for n in compare.alarms(times)) or max(times) - min(times) > 0.02
+    assert (
+        not any("two modes" in n for n in compare.alarms(times)) or max(times) - min(times) > 0.02
+    )
 
 
 def test_cost_and_energy(tmp_path):

@@ -225,7 +225,8 @@ def test_time_limit_is_told(jobs):
 
 
 def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
-    number = jobs.submit({"MAX_STEPS": "4", "XLA_FLAGS": "--xla_gpu_graph_level=0"})
+    """Even where launch.sh could not try the flags: sbatch itself brought them."""
+    number = jobs.sbatch({"MAX_STEPS": "4", "XLA_FLAGS": "--xla_gpu_graph_level=0"})
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
     assert "xla_gpu_graph_level" in jobs.log()
 
