@@ -112,6 +112,8 @@ def steps_of(r: Record, window: tuple[int, int]) -> list[int]:
 
 def row(r: Record, s: Settings) -> Row:
     """A run's figures."""
+    if r.source != "maxbench":
+        r.gpu_type = r.gpu_type or s.gpu_type
     cut = r.status == "stopped" and r.last < r.planned - 1
     died = r.status in ("died", "failed") or cut or not r.step_s
     made = Row(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
@@ -130,7 +132,7 @@ def row(r: Record, s: Settings) -> Row:
     made.peak_gib = r.peak_bytes / 2**30 or None
     _figures(made, kept, s)
     if made.ok:
-        made.verdict, made.why = _verdict(made, s)
+        made.verdict, made.why = _verdict(made)
         made.notes += alarms([r.step_s[i] for i in kept])
         slow = r.result.get("slow_hosts")
         if isinstance(slow, list) and slow:
@@ -155,24 +157,23 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
     model = _model(r)
     if not model or not r.gpus:
         return
-    gpu = r.gpu_type or (s.gpu_type if r.source != "maxbench" else "")
     rates = {c: flops.per_sequence(model, r.seq, c) for c in flops.CONVENTIONS}
     if not logged:
         each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
         made.tflops = {"mean": statistics.fmean(each), "std": statistics.pstdev(each)}
         made.tflops_from = "full"
-    if gpu in GPUS and r.dtype:
-        peak = GPUS[gpu].peak_tflops(r.dtype)
+    if r.gpu_type in GPUS and r.dtype:
+        peak = GPUS[r.gpu_type].peak_tflops(r.dtype)
         made.mfu = {
             c: flops.mfu(flops.tflops_per_gpu(x, r.gbs, step_s, r.gpus), peak)
             for c, x in rates.items()
         }
 
 
-def _verdict(made: Row, s: Settings) -> tuple[str, str]:
+def _verdict(made: Row) -> tuple[str, str]:
     """PASS, WARN, FAIL or '-', and the reason."""
     r = made.record
-    gpu = r.gpu_type or (s.gpu_type if r.source != "maxbench" else "")
+    gpu = r.gpu_type
     if r.profiled:
         return "-", f"not comparable: under {r.profiled}"
     if r.mocked:
@@ -201,7 +202,7 @@ def alarms(times: Sequence[float]) -> list[str]:
         return []
     notes, middle = [], statistics.median(times)
     if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
-        notes.append(f"step times have two modes, {split[0]:.3f} and {split[1]:.3f} s")
+        notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
     drift = _slope(times) * (len(times) - 1)
     pairs = [(a, b) for i, a in enumerate(times) for b in times[i + 1 :]]
     order = sum((b > a) - (b < a) for a, b in pairs) / len(pairs)  # Kendall's tau
@@ -221,7 +222,7 @@ def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
     low, high = ordered[:cut], ordered[cut:]
     within = max(low[-1] - low[0], high[-1] - high[0])
     gap = high[0] - low[-1]
-    return (statistics.fmean(low), statistics.fmean(high)) if gap > max(within, 1e-9) else None
+    return (statistics.fmean(low), statistics.fmean(high)) if gap > max(2 * within, 1e-9) else None
 
 
 def _slope(times: Sequence[float]) -> float:
@@ -292,6 +293,7 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
     made = []
     for key, family in sorted(families.items()):
         name = " ".join(filter(None, map(str, key[:4])))
+        name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
         per_gpu: dict[float, list[Row]] = {}
         whole: dict[int, list[Row]] = {}
         for one in family:

@@ -45,7 +45,7 @@ def falls_back(found: dict[str, int], nodes: int) -> str:
     ):
         return (
             "NCCL talks TCP between nodes (NET/Socket): no InfiniBand or RoCE was found. See "
-            "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, RDMA libraries in the container; ALLOW_TCP=true goes on"
+            "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, the RDMA libraries; ALLOW_TCP=true goes on"
         )
     return ""
 

@@ -9,8 +9,8 @@ from maxbench.compare import Row, Settings
 from maxbench.plots import escape
 
 PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody scrolls
-HEADS = ("Run", "Verdict", "Step times", "Mean s", "Std", "Median", "p10 to p90", "TFLOPS/GPU")
-HEADS += ("Tokens/s", "MFU", "Days/1T", "GiB")
+HEADS = ("Run", "Verdict", "Step times", "Step, s", "TFLOPS/GPU", "Tokens/s", "MFU", "Days/1T")
+HEADS += ("GiB",)
 
 
 def html(
@@ -101,16 +101,8 @@ def _runs(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
         if one.step is None:
             continue
         c = [x if x != "-" else "" for x in tables.cells(one, s)]
-        values = [
-            c[1],
-            c[2],
-            c[3],
-            f"{c[4]} to {c[5]}",
-            c[6],
-            c[8],
-            c[9] and c[9] + " %",
-            *c[10:12],
-        ]
+        step = f"{c[1]} \u00b1 {c[2]}<small>median {c[3]}<br>p10 to p90 {c[4]} to {c[5]}</small>"
+        values = [step, c[6], c[8], c[9] and c[9] + " %", *c[10:12]]
         why = "; ".join(filter(None, [one.why, *one.notes, *_money(one, s)]))
         steps = f"steps {one.window[0]} to {one.window[1]}"
         small = "".join(f"<small>{_breakable(x)}</small>" for x in (name, f"{steps}; {why}"))
@@ -118,7 +110,7 @@ def _runs(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
         cells.append(f'<td data-name="Verdict">{_badge(one.verdict)}</td>')
         cells.append(f'<td data-name="Step times">{plots.sparkline(one.record.step_s)}</td>')
         named = zip(HEADS[3:], values, strict=True)
-        cells += [f'<td data-name="{escape(h)}">{escape(v)}</td>' for h, v in named]
+        cells += [f'<td data-name="{escape(h)}"><span>{v}</span></td>' for h, v in named]
         body.append(f"<tr>{''.join(cells)}</tr>")
     if not body:
         return ""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 WIDE, HIGH = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 14, 34
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 34
 
 
 def escape(text: object) -> str:
@@ -59,9 +59,7 @@ class Axes:
                               f"{label}</text>")  # fmt: skip
         self.parts.append(f'<text class="name" x="{WIDE - RIGHT}" y="{HIGH - 3}" '
                           f'text-anchor="end">{escape(x_name)}</text>')  # fmt: skip
-        self.parts.append(
-            f'<text class="name" x="{LEFT + 4}" y="{TOP + 2}">{escape(y_name)}</text>'
-        )
+        self.parts.append(f'<text class="name" x="{LEFT - 44}" y="13">{escape(y_name)}</text>')
 
     def band(self, first: float, last: float) -> None:
         """A shaded range of x."""

@@ -107,7 +107,12 @@ def read(paths: Iterable[str | pathlib.Path]) -> list[Record]:
         for folder, files in _folders(path):
             for record in _in_folder(folder, files):
                 records.setdefault(record.path.resolve(), record)
-    return sorted(records.values(), key=lambda r: (r.name, r.started, str(r.path)))
+    return sorted(records.values(), key=lambda r: (_natural(r.name), r.started, str(r.path)))
+
+
+def _natural(name: str) -> list:
+    """A key that puts gpus8 before gpus16."""
+    return [(int(x), "") if x.isdecimal() else (0, x) for x in re.split(r"([0-9]{1,18})", name)]
 
 
 def _folders(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
