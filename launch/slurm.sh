@@ -74,7 +74,7 @@ if ((${#PREFLIGHT[@]})); then
   code=0
   MB_FOLDER="" "${SRUN[@]}" "--output=$FOLDER/srun-preflight-$LOG" \
     "$MB_ROOT/launch/task.sh" "${PREFLIGHT[@]}" "--json=$FOLDER/preflight.json" || code=$?
-  sed -n 's/^ *0: //p' "$FOLDER/srun-preflight-$LOG" || true
+  sed -n '/\[Gloo\]/d; s/^ *0: //p' "$FOLDER/srun-preflight-$LOG" || true
   ((code == 0)) || finish "$code" preflight
 fi
 
