@@ -31,6 +31,11 @@ fi
 
 rank=${SLURM_PROCID:-0}
 if [[ "${MB_PROFILE:-}" == nsys && ",$MB_PROFILE_RANKS," == *",$rank,"* ]]; then
+  if ! command -v nsys >/dev/null; then
+    echo "task.sh: error: nsys is not on PATH of $(uname -n): install Nsight Systems there, use a" \
+      "container that has it (RUN_CONF_IMAGE), or PROFILER=xplane, which needs neither" >&2
+    exit 2
+  fi
   mkdir -p "$MB_FOLDER/nsys_profile"
   # shellcheck disable=SC2206  # options are words, made by `maxbench launch`
   options=($MB_NSYS_OPTIONS)

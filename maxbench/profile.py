@@ -91,10 +91,12 @@ def _cuda_profiler(name: str) -> None:
     ]
     for library in [*packed, "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
         try:
-            getattr(ctypes.CDLL(library), name)()
-            return
+            code = getattr(ctypes.CDLL(library), name)()
         except OSError:
             continue
+        if code:
+            raise OSError(f"{name} failed with CUDA error {code}; profile=xplane does not need it")
+        return
     raise OSError(
         "profile=nsys needs CUDA's runtime (libcudart), which is not here; profile=xplane does not"
     )

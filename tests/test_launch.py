@@ -369,6 +369,26 @@ def test_a_process_is_started_under_nsys_on_chosen_ranks(tmp_path):
     assert said("1") == "train\n"
 
 
+def test_missing_nsys_is_named_with_what_to_do(tmp_path):
+    s = variables.settle(BF16)
+    for name in ("bash", "uname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    env = launch.nsys_variables(s) | {"PATH": str(tmp_path), "MB_PROFILE": "nsys"}
+    task = [str(ROOT / "launch" / "task.sh"), "true"]
+    done = subprocess.run(task, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "PROFILER=xplane, which needs neither" in done.stderr
+
+
+def test_gpu_power_is_logged_beside_the_run(tmp_path):
+    tool(tmp_path, "nvidia-smi", "echo '2026, 0, 700.1, 60, 1900'")
+    env = plain_env(
+        PATH=f"{tmp_path}:{os.environ['PATH']}", MB_FOLDER=str(tmp_path), SLURMD_NODENAME="n7"
+    )
+    subprocess.run([str(ROOT / "launch" / "task.sh"), "sleep", "0.5"], env=env, check=True)
+    assert (tmp_path / "gpu-n7.csv").read_text() == "2026, 0, 700.1, 60, 1900\n"
+
+
 # --- profiles, NCCL, preflight, hosts ---
 
 
@@ -385,11 +405,27 @@ def test_xplane_profile_of_chosen_steps(tmp_path):
     assert json.loads(result.read_text())["steps_done"] == 6
 
 
-@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="CUDA is here")
-def test_nsys_without_cuda_says_so():
+def test_nsys_without_cuda_says_so(monkeypatch):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(profile.ctypes, "CDLL", absent)
     window = profile.Window(Profile(tool="nsys", start=0, stop=1), 0, None)
     with pytest.raises(OSError, match="profile=xplane does not"):
         window.before(0)
+
+
+def test_the_profiler_range_is_opened_and_closed_on_chosen_ranks(monkeypatch):
+    said = []
+    monkeypatch.setattr(profile, "_cuda_profiler", said.append)
+    for rank in (0, 1):
+        window = profile.Window(Profile(tool="nsys", start=2, stop=4, ranks="1"), rank, None)
+        for step in range(6):
+            window.before(step)
+            said.append(step)
+        window.close()
+    alone = list(range(6))
+    assert said == [*alone, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
 
 
 TRACE = """
