@@ -18,6 +18,7 @@ NORMS = ("rmsnorm", "layernorm1p")
 ROUTERS = ("topk_softmax", "softmax_topk")
 ATTENTIONS = ("auto", "xla", "cudnn")
 PROFILERS = ("", "nsys", "xplane", "nccltrace")
+SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
 TENSORS = ("query", "key", "value", "context", "attn_out", "mlp_up", "mlp_act", "mlp_down")
@@ -197,6 +198,7 @@ class Train:
     seq: int  # tokens per sequence
     steps: int = 50
     seed: int = 0
+    schedule: str = "1f1b"  # of a pipeline: 1f1b (interleaved when vp > 1) | gpipe
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
     loss_chunk: int = 0  # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
@@ -210,6 +212,7 @@ class Train:
 
     def __post_init__(self):
         choose("train.attention", self.attention, ATTENTIONS)
+        choose("train.schedule", self.schedule, SCHEDULES)
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
@@ -355,11 +358,7 @@ class Run:
 
     def __post_init__(self):
         m, a, t = self.model, self.layout, self.train
-        if a.pp > 1:
-            raise ValueError(
-                f"pp={a.pp}: pipeline parallelism is not here yet; use --pp 1 --vp 1 and spread "
-                f"the layers with fsdp, for example --pp 1 --vp 1 --fsdp {a.fsdp * a.pp}"
-            )
+        self._pipelines()
         for axis, field in (
             ("tp", "heads"),
             ("tp", "kv_heads"),
@@ -386,6 +385,24 @@ class Run:
             raise ValueError(
                 f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap}); "
                 "use train.attention=xla"
+            )
+
+    def _pipelines(self) -> None:
+        a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
+        if a.pp == 1:
+            return
+        if layers % parts and ((layers + 2) % parts or layers + 2 == parts):
+            below, above = layers // parts * parts, -(-layers // parts) * parts
+            near = sorted({n for n in (below, above - 2, above) if n > 0})
+            raise ValueError(
+                f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {parts} parts, nor "
+                f"does {layers} + 2 (one slot each for embedding and loss); nearest layers that "
+                f"work: {' or '.join(map(str, near))}"
+            )
+        if a.microbatches < a.pp:
+            raise ValueError(
+                f"gbs={a.gbs} is {a.microbatches} microbatches, too few for pp={a.pp} stages to "
+                f"work at once; nearest that works: gbs={a.mbs * a.shards * a.pp}"
             )
 
     @staticmethod

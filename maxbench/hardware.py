@@ -1,4 +1,4 @@
-"""GPUs as data: peaks, memory and links.
+"""GPUs as data: peaks, memory and links; what of it programs reach; what the compiler is told.
 
 Units: TFLOP/s are dense (no sparsity), memory is what the vendor sells (GB, 1e9 bytes), bandwidths
 are GB/s (1e9 bytes per second). NVLink counts both directions, the network one.
@@ -83,3 +83,134 @@ GPUS = {
         source="peaks: NVIDIA's DGX Cloud recipes; rest: GB300 NVL72 datasheet",
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What XLA's GPU compiler must know of a GPU to compile for it.
+
+    The figures are those a driver reports for the part; openxla/xla keeps one such description per
+    GPU under xla/backends/gpu/target_config/specs, from which they were read (2026-08).
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int  # streaming multiprocessors
+    clock_ghz: float
+    l2_bytes: int
+    memory_bytes: int
+    memory_bytes_per_s: int
+
+
+CHIPS = {
+    "h100": Chip(
+        name="NVIDIA H100 80GB HBM3",
+        capability=(9, 0),
+        cores=132,
+        clock_ghz=1.98,
+        l2_bytes=52428800,
+        memory_bytes=84942979072,
+        memory_bytes_per_s=3352320000000,
+    ),
+    "h200": Chip(
+        name="NVIDIA H200",
+        capability=(9, 0),
+        cores=132,
+        clock_ghz=1.98,
+        l2_bytes=52428800,
+        memory_bytes=151397597184,
+        memory_bytes_per_s=4800000000000,
+    ),
+    "b200": Chip(
+        name="NVIDIA B200",
+        capability=(10, 0),
+        cores=148,
+        clock_ghz=1.965,
+        l2_bytes=132644864,
+        memory_bytes=191514411008,
+        memory_bytes_per_s=7672320000000,
+    ),
+    "gb200": Chip(
+        name="NVIDIA GB200",
+        capability=(10, 0),
+        cores=152,
+        clock_ghz=2.062,
+        l2_bytes=135528448,
+        memory_bytes=197897748480,
+        memory_bytes_per_s=7928064000000,
+    ),
+    "gb300": Chip(
+        name="NVIDIA GB300",
+        capability=(10, 3),
+        cores=152,
+        clock_ghz=2.07,
+        l2_bytes=135528448,
+        memory_bytes=297021079552,
+        memory_bytes_per_s=7928064000000,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Physics:
+    """What programs reach of a GPU's datasheet. One set per GPU type, none per workload.
+
+    Fractions are of the figure in Gpu that each names.
+    """
+
+    gemm_bf16: float  # of bf16_tflops, a large matrix product inside a training step
+    gemm_fp8: float  # of fp8_tflops
+    attention_forward: float  # of bf16_tflops, causal FLOPs counted once
+    attention_backward: float
+    memory: float  # of memory_gbps, kernels that stream
+    nvlink: float  # of nvlink_gbps / 2, a ring collective's bus bandwidth
+    network: float  # of network_gbps
+    nvlink_us: float  # latency of one step of a collective
+    network_us: float
+    launch_us: float  # from one kernel's end to the next one's start
+    contention: float  # a kernel runs longer by this fraction beside a collective
+
+
+# Name -> lowest and highest plausible value, and the source.
+PHYSICS_RANGES = {
+    "gemm_bf16": (0.55, 0.85, "0.78 to 0.81 measured alone on a cool H200; less at 700 W for long"),
+    "gemm_fp8": (0.40, 0.80, "as bf16, and the casts' scaling"),
+    "attention_forward": (0.45, 0.75, "arXiv:2407.08608 figure 5: 0.5 to 0.66 at 4k to 16k"),
+    "attention_backward": (0.35, 0.60, "arXiv:2407.08608 figure 6: 0.4 to 0.56 at 4k to 16k"),
+    "memory": (0.75, 0.95, "0.90 measured for a copy on one H200"),
+    "nvlink": (0.60, 0.90, "nccl-tests busbw, 8 GPUs: 360 to 400 of 450 GB/s on H100"),
+    "network": (0.70, 0.98, "nccl-tests busbw over 400 Gb/s links, large messages"),
+    "nvlink_us": (0.5, 3.0, "NCCL's latency per NVLink hop"),
+    "network_us": (2.0, 15.0, "NCCL's latency per network hop"),
+    "launch_us": (1.0, 6.0, "gap between kernels of one stream, seen in profiles"),
+    "contention": (0.0, 0.25, "NCCL holds 8 to 24 of 132 cores and a part of the memory bandwidth"),
+}
+# gemm_bf16 is fitted to half of the Llama 2 70B rows by benchmarks/fit_physics.py; the others are
+# within their sources' ranges and were not fitted. No step on Blackwell was measured: its constants
+# are Hopper's, until one is.
+_HOPPER = Physics(
+    gemm_bf16=0.663,
+    gemm_fp8=0.60,
+    attention_forward=0.58,
+    attention_backward=0.46,
+    memory=0.88,
+    nvlink=0.80,
+    network=0.90,
+    nvlink_us=1.0,
+    network_us=5.0,
+    launch_us=2.0,
+    contention=0.08,
+)
+PHYSICS = dict.fromkeys(GPUS, _HOPPER)
+
+
+def nvlink_domain(gpu: Gpu, gpus: int) -> int:
+    """GPUs of a job that share one NVLink domain.
+
+    A job of n nodes takes as many nodes of each domain as divide n evenly, which is how a
+    scheduler is asked to place it (Slurm's --segment): 16 of the 18 nodes of an NVL72.
+    """
+    nodes = -(-gpus // gpu.gpus_per_node)
+    most = max(1, gpu.nvlink_gpus // gpu.gpus_per_node)
+    segment = max(n for n in range(1, most + 1) if nodes % n == 0)
+    return segment * gpu.gpus_per_node

@@ -10,10 +10,12 @@ import sys
 import time
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from maxbench import checkpoint, cli, hosts, mesh, metrics, profile, runtime
 from maxbench.config import Run
+from maxbench.schedule import layer_order
 from maxbench.step import Step
 
 # What Slurm says about the job, for result.json.
@@ -90,7 +92,8 @@ def compile_step(step: Step, log: metrics.Log):
     start = time.perf_counter()
     lowered = step.lower()
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=runtime.xla_options(step.platform, step.run))
+    options = runtime.xla_options(step.platform, step.run)
+    compiled = lowered.compile(compiler_options=options)
     done = time.perf_counter()
     memory = compiled.memory_analysis()
     state_gib = mesh.size_gib(step.abstract)
@@ -110,7 +113,11 @@ def compile_step(step: Step, log: metrics.Log):
 def load(step: Step, resume, log: metrics.Log):
     path, about = resume
     start = time.time()
-    state = checkpoint.restore(path, about, step.abstract)
+    theirs = about["run"]["layout"]
+    order = layer_order(step.run.model.layers, theirs["pp"], theirs["vp"])
+    same = np.array_equal(order, step.order)
+    state = checkpoint.restore(path, about, step.abstract if same else step.in_order(order))
+    state = state if same else step.reorder(state, order)
     seconds, size = time.time() - start, sum(about["files"].values())
     log.line(
         f"Global Checkpoint Load : Rank : 0 : Start time : {start:.3f}s : "

@@ -77,13 +77,13 @@ class Place:
         return P(*(((c,) if c else ()) + z or None for c, z in split))
 
 
-def place(names: tuple[str, ...], shape: tuple[int, ...], degrees: dict[str, int]) -> Place:
+def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) -> Place:
     """The place of a weight from its logical axes.
 
     Each axis that would hold a copy of the weight splits the largest dim that it divides; what
     divides none (a tiny norm on a large mesh) stays a copy.
     """
-    compute = tuple(a if (a := RULES[n]) and degrees[a] > 1 else None for n in names)
+    compute = tuple(a if (a := rules[n]) and degrees[a] > 1 else None for n in names)
     left = [
         size // (degrees[axis] if axis else 1) for size, axis in zip(shape, compute, strict=True)
     ]
@@ -167,10 +167,26 @@ def exchange(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.all_to_all(x, axis, 0, 0, tiled=True) if degree(axis) > 1 else x
 
 
-def rotate(tree, axis: str):
-    """Every array of the tree goes to the next GPU along the axis."""
+def rotate(tree, axis: str, by: int = 1):
+    """Every array of the tree goes to the GPU `by` further along the axis, round its end."""
     n = degree(axis)
-    return jax.lax.ppermute(tree, axis, [(i, (i + 1) % n) for i in range(n)])
+    permute = lambda tree: jax.lax.ppermute(tree, axis, [(i, (i + by) % n) for i in range(n)])
+    if axis == "pp" or degree("pp") == 1:
+        return permute(tree)
+    # XLA:CPU's permute waits for all GPUs of the mesh, those of idle pipeline stages included.
+    pick = lambda x: jax.lax.all_gather(x, axis)[(jax.lax.axis_index(axis) - by) % n]
+    gathered = lambda tree: jax.tree.map(pick, tree)
+    return jax.lax.platform_dependent(tree, cpu=gathered, default=permute)
+
+
+def after(x, tree):
+    """The tree, on a CPU not before x is there.
+
+    XLA:CPU may run a conditional and a collective that do not depend on each other at once, each
+    device in its own order, and then waits for ever.
+    """
+    held = lambda x, tree: jax.lax.optimization_barrier((x, tree))[1]
+    return jax.lax.platform_dependent(x, tree, cpu=held, default=lambda x, tree: tree)
 
 
 def chunks(seq: int) -> np.ndarray | jax.Array:

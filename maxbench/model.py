@@ -9,6 +9,7 @@ here maps over a block with vmap, because Transformer Engine's GEMM has no batch
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxbench import mesh
 from maxbench.config import Model, Run
@@ -34,15 +35,26 @@ class Block(nn.Module):
         return x_bud + post("mlp_post")(y_bud), aux
 
 
-def init(m: Model, key: jax.Array):
-    """Weights, fp32; every leaf is boxed with its logical axes (flax.linen.Partitioned)."""
+def init(m: Model, key: jax.Array, order: np.ndarray | None = None):
+    """Weights, fp32; every leaf is boxed with its logical axes (flax.linen.Partitioned).
+
+    `order` is the layer in each slot of the stacked weights, -1 for a slot of zeros
+    (schedule.layer_order); by default there is one slot for each layer.
+    """
+    order = np.arange(m.layers) if order is None else order
     tokens_bt, x_btd = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8, m.embed))
     rope = rope_angles(m, jnp.arange(8))
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-    layer = lambda k: Block(m, "xla").init(k, x_btd, rope)["params"]
-    layers = jax.vmap(layer)(jax.random.split(k_layers, m.layers))
+    keys = jax.random.split(k_layers, m.layers)[np.maximum(order, 0)]
+    layers = jax.vmap(lambda k: Block(m, "xla").init(k, x_btd, rope)["params"])(keys)
     is_box = lambda x: isinstance(x, nn.Partitioned)
-    stacked = lambda box: box.replace(names=("layers", *box.names))
+
+    def stacked(box):
+        w = box.value
+        if (order < 0).any():
+            w = jnp.where((order >= 0).reshape(-1, *[1] * (w.ndim - 1)), w, 0)
+        return box.replace(value=w, names=("layers", *box.names))
+
     embed = Embed(m).init(k_embed, tokens_bt, jnp.float32)["params"]
     return {
         "embed": embed,
@@ -61,36 +73,74 @@ def gather_layer(places, w, drop: int = 1):
     return jax.tree.map(one, places, w)
 
 
-def scan_layers(run: Run, places, w_layers, x_bud, rope):
-    """x_bud through all layers; returns it and the sum of the layers' auxiliary losses."""
+@jax.custom_vjp
+def add_to(sums, w):
+    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
 
-    def layer(x_bud, w):
+    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
+    without a pass over all gradients of its own.
+    """
+    return w
+
+
+add_to.defvjp(
+    lambda sums, w: (w, sums),
+    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
+)
+
+
+def layer(run: Run, places, w, x_bud, rope, sums=None):
+    """One layer, fsdp's gather included; saves for the backward pass what train.remat says.
+
+    `sums` are gradients to add this layer's to (add_to), or None.
+    """
+
+    def apply(w, sums, x_bud):
+        w = w if sums is None else add_to(sums, w)
         block = Block(run.model, run.train.attention)
         return block.apply({"params": gather_layer(places, w)}, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved)
-    layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x_bud, aux = jax.lax.scan(layer, x_bud, w_layers)
+    return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
+
+
+def embed(run: Run, places, w, tokens_bt):
+    """Embedded tokens, x_bud. `w` holds at least 'embed', like `places`."""
+    w_embed = gather_layer(places["embed"], w["embed"], drop=0)
+    return Embed(run.model).apply({"params": w_embed}, tokens_bt, w["embed"]["w"].dtype)
+
+
+def head(run: Run, places, w, x_bud):
+    """The factors of the logits: x_btd @ w_dv x model.output_multiplier."""
+    w_head = gather_layer(places["head"], w["head"], drop=0)
+    tied = gather_layer(places["embed"], w["embed"], drop=0)["w"] if run.model.tied else None
+    return Head(run.model).apply({"params": w_head}, x_bud, tied)
+
+
+def head_loss(run: Run, places, w, x_bud, targets_bt):
+    """This GPU's share of the mean loss over the global batch."""
+    x_btd, w_dv = head(run, places, w, x_bud)
+    token_loss = cross_entropy(
+        x_btd.reshape(-1, run.model.embed),
+        w_dv,
+        targets_bt.reshape(-1),
+        run.train.loss_chunk,
+        run.train.z_loss,
+        run.model.output_multiplier,
+    )
+    return token_loss / (run.layout.gbs * run.train.seq)
+
+
+def apply(run: Run, places, w, tokens_bt, sums=None):
+    """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses."""
+    rope = rope_angles(run.model, mesh.chunks(run.train.seq))
+    x_bud = embed(run, places, w, tokens_bt)
+    step = lambda x_bud, w: layer(run, places["layers"], w[0], x_bud, rope, w[1])
+    x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
     return x_bud, jnp.sum(aux)
 
 
-def apply(run: Run, places, w, tokens_bt):
-    """The network up to its logits, of which it returns the factors.
-
-    Returns:
-      x_btd, w_dv: logits_btv = x_btd @ w_dv x model.output_multiplier.
-      aux: this GPU's share of the layers' auxiliary losses, summed over its sequences.
-    """
-    m, dtype = run.model, w["embed"]["w"].dtype
-    w_embed = gather_layer(places["embed"], w["embed"], drop=0)
-    w_head = gather_layer(places["head"], w["head"], drop=0)
-    rope = rope_angles(m, mesh.chunks(run.train.seq))
-    x_bud = Embed(m).apply({"params": w_embed}, tokens_bt, dtype)
-    x_bud, aux = scan_layers(run, places["layers"], w["layers"], x_bud, rope)
-    return *Head(m).apply({"params": w_head}, x_bud, w_embed["w"]), aux
-
-
-def objective(run: Run, places, w, tokens_bt, targets_bt):
+def objective(run: Run, places, w, tokens_bt, targets_bt, sums=None):
     """This GPU's share of the loss of its sequences, and the shares of what is reported.
 
     The sum of the shares over all GPUs (and microbatches) is the mean over the global batch: the
@@ -100,16 +150,13 @@ def objective(run: Run, places, w, tokens_bt, targets_bt):
       places: tree like w of mesh.Place.
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (mesh.chunks order).
+      sums: tree like w of gradients so far. Given, the gradient with respect to it is the sum
+        with this batch's.
     """
-    m = run.model
-    x_btd, w_dv, aux = apply(run, places, w, tokens_bt)
-    token_loss = cross_entropy(
-        x_btd.reshape(-1, m.embed),
-        w_dv,
-        targets_bt.reshape(-1),
-        run.train.loss_chunk,
-        run.train.z_loss,
-        m.output_multiplier,
-    )
-    loss, aux = token_loss / (run.layout.gbs * run.train.seq), aux / run.layout.gbs
-    return loss + aux, {"loss": loss, "aux": aux}
+    sum_layers = None
+    if sums is not None:
+        sum_layers = sums["layers"]
+        w = w | {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
+    x_bud, aux = apply(run, places, w, tokens_bt, sum_layers)
+    out = {"loss": head_loss(run, places, w, x_bud, targets_bt), "aux": aux / run.layout.gbs}
+    return out["loss"] + out["aux"], out

@@ -21,7 +21,6 @@ XLA_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 2 << 30,
     "xla_gpu_all_gather_combine_threshold_bytes": 2 << 30,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
-    "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -49,6 +48,12 @@ def xla_options(platform_name: str, run: Run) -> dict:
     if platform_name not in ("gpu", "cuda"):
         return {}
     options, gpu = dict(XLA_OPTIONS), run.layout.gpu_type
+    # Where weights are gathered layer by layer: gather the next layer's early, while the last
+    # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
+    # over microbatches, and run the forward pass twice to do so.
+    gathers = run.layout.fsdp > 1
+    options["xla_gpu_enable_pipelined_all_gather"] = gathers
+    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2 if gathers else 1
     dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"
     own = COMBINE.get((run.model.name, dtype))
     reduce, gather, scatter = own or COMBINE["", dtype]
@@ -82,6 +87,13 @@ def prepare(run: Run) -> None:
         raise OSError(f"output_dir={run.output.dir!r} cannot be written: {e.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise OSError(f"output_dir={run.output.dir!r} cannot be written: permission denied")
+
+
+def prepare_compiler() -> None:
+    """Sets the environment for compiling for GPUs that are not here."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def connect(run: Run) -> None:

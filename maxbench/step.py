@@ -12,12 +12,14 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxbench import data, mesh, model, optim
+from maxbench import data, mesh, model, optim, pipeline
 from maxbench.config import DTYPES, Run
+from maxbench.schedule import layer_order
 
 
 def for_platform(run: Run, platform: str) -> Run:
@@ -45,14 +47,19 @@ class Step:
         self.platform = devices.devices.flat[0].platform
         self.run, self.mesh = for_platform(run, self.platform), devices
         self.tx = optim.transform(run)
-        boxed = jax.eval_shape(functools.partial(model.init, run.model), jax.random.key(0))
-        place = lambda box: mesh.place(box.names, box.value.shape, devices.shape)
-        self.places = jax.tree.map(place, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-        self.abstract = self._abstract()
+        self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
+        self.places = self._places(self.order, mesh.RULES)
+        self.abstract = self._abstract(self.order, self.places)
 
-    def _abstract(self):
-        shapes = jax.eval_shape(self._init, jax.random.key(0))
-        specs = jax.tree.map(lambda p: p.master_spec, self.places)
+    def _places(self, order, rules):
+        init = functools.partial(model.init, self.run.model, order=order)
+        boxed = jax.eval_shape(init, jax.random.key(0))
+        place = lambda box: mesh.place(box.names, box.value.shape, self.mesh.shape, rules)
+        return jax.tree.map(place, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+    def _abstract(self, order, places):
+        shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
+        specs = jax.tree.map(lambda p: p.master_spec, places)
         # Optimizer state holds trees like the weights: their leaves end in the weights' paths.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
@@ -63,9 +70,9 @@ class Step:
 
         return jax.tree_util.tree_map_with_path(sharded, shapes)
 
-    def _init(self, key):
+    def _init(self, key, order):
         run = self.run
-        params = optim.cast(nn.unbox(model.init(run.model, key)), run.precision.weights)
+        params = optim.cast(nn.unbox(model.init(run.model, key, order)), run.precision.weights)
         opt = self.tx.init(optim.cast(params, run.precision.moments))
         return {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
 
@@ -74,8 +81,29 @@ class Step:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         # It runs once: XLA:CPU would take seconds to make the random numbers a little faster.
         options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        init = jax.jit(self._init, out_shardings=shardings, compiler_options=options)
+        init = functools.partial(self._init, order=self.order)
+        init = jax.jit(init, out_shardings=shardings, compiler_options=options)
         return init(jax.random.key(self.run.train.seed))
+
+    def in_order(self, order):
+        """The abstract state with its layers in another order, for reorder()."""
+        # Its slots may not divide by pp: split other dims over it instead.
+        return self._abstract(order, self._places(order, mesh.RULES | {"layers": None}))
+
+    def reorder(self, state, order):
+        """A state whose layers are in `order` -> the same state in the order of this step."""
+        to, slot = self.order, {layer: i for i, layer in enumerate(order)}
+        source = np.array([slot.get(layer, 0) for layer in to])
+
+        def take(path, x):
+            if "layers" not in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
+                return x
+            real = (to >= 0).reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.where(real, x[source], 0)
+
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        reorder = lambda state: jax.tree_util.tree_map_with_path(take, state)
+        return jax.jit(reorder, out_shardings=shardings, donate_argnums=0)(state)
 
     def lower(self):
         """The step, traced and lowered for the mesh; .compile() it."""
@@ -112,16 +140,18 @@ class Step:
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
         w = jax.tree.map(mesh.gather_master, self.places, optim.cast(params, p.dtype))
 
-        def microbatch(w, micro):
+        def microbatch(w, micro, sums=None):
             batch = data.batch(run, step, micro)
-            return model.objective(run, self.places, w, *batch)
+            return model.objective(run, self.places, w, *batch, sums)
 
-        def accumulate(grads, micro):
-            more, out = jax.grad(microbatch, has_aux=True)(w, micro)
-            return jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more), out
+        def accumulate(sums, micro):
+            return jax.grad(microbatch, argnums=2, has_aux=True)(w, micro, sums)
 
         count = run.layout.microbatches
-        if count == 1:
+        if run.layout.pp > 1:
+            batch = functools.partial(data.batch, run, step)
+            grads, out = pipeline.gradients(run, self.places, w, batch)
+        elif count == 1:
             grads, out = jax.grad(microbatch, has_aux=True)(w, 0)
             grads = optim.cast(grads, p.grads)
         else:

@@ -135,7 +135,12 @@ BAD = {
     "sequence": (["--config", LLAMA, "--cp", "4", "--seq", "100"], ["train.seq=100", "96"]),
     "embed": (["--config", LLAMA, "--fsdp", "3"], ["fsdp=3", "model.embed=8192"]),
     "batch": (["--config", LLAMA, "--fsdp", "4", "--gbs", "10"], ["gbs=10", "2 x 1 x 4 x 1 = 8"]),
-    "pp": (["--config", LLAMA, "--pp", "2"], ["pp=2", "--pp 1"]),
+    "pp": (
+        ["--config", LLAMA, "--pp", "7", "--gbs", "14"],
+        ["layers=80", "pp=7", "77 or 82 or 84"],
+    ),
+    "microbatches": (["--config", LLAMA, "--pp", "4"], ["gbs=2", "pp=4", "gbs=8"]),
+    "schedule": (["--config", LLAMA, "--config.train.schedule=1f1"], ["did you mean '1f1b'"]),
     "vp": (["--config", LLAMA, "--vp", "2"], ["vp=2", "pp > 1"]),
     "remat": (["--config", LLAMA, "--config.train.remat=ful"], ["'ful'", "did you mean 'full'"]),
     "GQA": (["--config", LLAMA, "--config.model.kv_heads=5"], ["kv_heads=5", "1, 2, 4, 8"]),

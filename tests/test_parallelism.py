@@ -32,28 +32,47 @@ MESHES_OF_EXPERTS = [
     dict(ep=4),
     dict(ep=2, tp=2, cp=2, mbs=1),
     dict(ep=2, fsdp=2, dp=2),
+    dict(pp=2, ep=2, tp=2, mbs=1),
 ]
-CASES = [(f, m) for f in FAMILIES for m in MESHES] + [("grok", m) for m in MESHES_OF_EXPERTS]
+MESHES_OF_STAGES = [
+    dict(pp=2, mbs=2),
+    dict(pp=4, mbs=1),
+    dict(pp=2, vp=2, mbs=1),
+    dict(pp=2, dp=2, tp=2, mbs=1),
+    dict(pp=2, fsdp=2, cp=2, mbs=1),
+    dict(pp=2, vp=2, cp=2, tp=2, mbs=1),
+]
+CASES = [(f, m) for f in FAMILIES for m in MESHES + MESHES_OF_STAGES]
+CASES += [("grok", m) for m in MESHES_OF_EXPERTS]
 
 
 def build(family: str, preset: str = "tiny", **axes) -> Step:
     degrees = math.prod(axes.get(a, 1) for a in mesh.DATA)
     axes = {"mbs": GBS // degrees, **axes}
-    run = resolve(FAMILIES[family], preset, EXACT, dtype="fp32", gbs=GBS, seq=SEQ, layers=2, **axes)
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, loss_chunk=24))
+    axes = {"layers": 4, "gbs": GBS, **axes}
+    exact = EXACT | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
+    run = resolve(FAMILIES[family], preset, exact, dtype="fp32", seq=SEQ, **axes)
     return Step(run, mesh.make_mesh(run.layout))
 
 
 def gradients(step: Step, params):
+    """Gradients and loss from weights in the order of the layers, and in that order."""
+    order, layers = step.order, step.run.model.layers
+    real = lambda x: (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    slots = jax.tree.map(lambda x: np.where(real(x), x[order], 0), params["layers"])
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
-    grads, out = jax.jit(step.gradients)(jax.device_put(params, shardings), 3)
-    return jax.device_get((grads, out))
+    params = jax.device_put(params | {"layers": slots}, shardings)
+    grads, out = jax.device_get(jax.jit(step.gradients)(params, 3))
+    if (order < 0).any():
+        jax.tree.map(lambda g: np.testing.assert_array_equal(g[order < 0], 0), grads["layers"])
+    back = [int(np.flatnonzero(order == i)[0]) for i in range(layers)]
+    return grads | {"layers": jax.tree.map(lambda g: g[back], grads["layers"])}, out
 
 
 @functools.cache
-def reference(family: str, preset: str = "tiny"):
+def reference(family: str, preset: str = "tiny", layers: int = 4):
     """Weights, gradients and loss on one device."""
-    step = build(family, preset)
+    step = build(family, preset, layers=layers)
     params = jax.device_get(step.init()["params"])
     return params, *gradients(step, params)
 
@@ -69,11 +88,35 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
     jax.tree.map(close, ours, grads)
 
 
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("llama", dict(pp=2, mbs=2, schedule="gpipe")),
+        ("grok", dict(pp=2, vp=2, mbs=1, schedule="gpipe")),
+        ("llama", dict(pp=4, mbs=1, gbs=6)),  # microbatches that do not fill the stages evenly
+        ("llama", dict(pp=2, vp=2, mbs=1, layers=6)),  # 6 + 2 slots: embedding and loss take one
+        ("nemotron", dict(pp=2, tp=2, cp=2, mbs=1, layers=6, vp=2)),
+    ],
+    ids=str,
+)
+def test_every_schedule_and_split_of_layers_is_the_same_network(family, axes):
+    layers, gbs = axes.get("layers", 4), axes.get("gbs", GBS)
+    params, _, _ = reference(family, layers=layers)
+    grads, out = gradients(build(family, layers=layers, gbs=gbs, mbs=gbs), params)
+    ours, our_out = gradients(build(family, **axes), params)
+    for name, value in out.items():
+        np.testing.assert_allclose(our_out[name], value, rtol=1e-6, err_msg=name)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
+
+
 @pytest.mark.parametrize("remat", ["none", "selective", "save_qkv_proj", "query,mlp_act"])
-@pytest.mark.parametrize("family", ["llama", "grok"])
-def test_remat_changes_nothing_but_memory(family, remat):
+@pytest.mark.parametrize(
+    ("family", "axes"), [("llama", dict(cp=2, tp=2)), ("grok", dict(pp=2, vp=2, cp=2, mbs=1))]
+)
+def test_remat_changes_nothing_but_memory(family, axes, remat):
     params, grads, _ = reference(family)
-    step = build(family, cp=2, tp=2)
+    step = build(family, **axes)
     train = dataclasses.replace(step.run.train, remat=remat)
     step = Step(dataclasses.replace(step.run, train=train), step.mesh)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -88,10 +131,12 @@ def test_xai_grok_on_a_mesh():
     jax.tree.map(close, ours, grads)
 
 
-@pytest.mark.parametrize("axes", [dict(fsdp=8), dict(ep=2, cp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("axes", [dict(fsdp=8), dict(pp=2, vp=2, ep=2, tp=2, mbs=1)], ids=str)
 def test_initial_weights_do_not_depend_on_the_mesh(axes):
-    ours = jax.device_get(build("grok", **axes).init()["params"])
-    jax.tree.map(np.testing.assert_array_equal, ours, reference("grok")[0])
+    step = build("grok", **axes)
+    ours, theirs = jax.device_get(step.init()["params"]), reference("grok")[0]
+    theirs = theirs | {"layers": jax.tree.map(lambda x: x[step.order], theirs["layers"])}
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_training_goes_the_same_way_on_every_mesh():
@@ -111,7 +156,7 @@ def test_training_goes_the_same_way_on_every_mesh():
 
 
 def test_master_state_is_split_over_every_axis_that_would_hold_copies():
-    for axes in (dict(dp=2, cp=2, tp=2), dict(ep=4, dp=2), dict(fsdp=4, cp=2)):
+    for axes in (dict(dp=2, cp=2, tp=2), dict(ep=4, dp=2), dict(pp=2, fsdp=2, cp=2, mbs=1)):
         step = build("grok", **axes)
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
         share = mesh.size_gib(step.abstract) * 2**30
@@ -196,3 +241,19 @@ def test_ep_moves_tokens_by_all_to_all():
     assert sizes(found, "all-to-all")
     assert max(sizes(found, "all-to-all")) <= m.experts * tokens * m.embed
     assert sizes(found, "all-gather") <= weight_sizes(step)
+
+
+def test_pp_sends_sequences_between_stages_and_gathers_no_weights():
+    step = build("llama", pp=2, mbs=1)
+    found, m = collectives(step), step.run.model
+    assert sizes(found, "collective-permute") == {SEQ * m.embed}
+    assert sum(n for (op, _), n in found.items() if op == "collective-permute") == 2
+    assert sizes(found, "all-gather") <= weight_sizes(step)
+
+
+def test_memory_of_a_pipeline_does_not_grow_with_microbatches():
+    memory = []
+    for gbs in (8, 32):
+        step = build("llama", pp=2, vp=2, mbs=1, gbs=gbs)
+        memory.append(step.lower().compile().memory_analysis().temp_size_in_bytes)
+    assert memory[1] <= memory[0] * 1.02

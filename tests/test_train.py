@@ -122,7 +122,7 @@ def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
         for f in (straight, half)
     ]
     assert prints[0] == prints[1]
-    for other in (dict(cp=4, mbs=4), dict(fsdp=8, mbs=1)):
+    for other in (dict(cp=4, mbs=4), dict(fsdp=8, mbs=1), dict(pp=2, vp=2, tp=2, mbs=1)):
         code, out = run_here(half, capsys, steps=6, resume=first, gbs=8, **other)
         assert code == 0, out
         assert losses(folder_of(half)) == pytest.approx({4: expected[4], 5: expected[5]}, rel=1e-5)

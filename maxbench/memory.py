@@ -1,0 +1,112 @@
+"""What a step occupies on one GPU, by purpose, and what recomputation would save.
+
+The total is the compiler's buffer assignment. Its parts: the state's are exact; activations are
+what the loop over layers carries from the forward to the backward pass; gradients and the compute
+copy of the weights are their shapes; workspace is the rest.
+"""
+
+import dataclasses
+
+from maxbench import hlo
+from maxbench.artifact import Compiled
+from maxbench.config import DTYPES, REMATS, Run
+from maxbench.hardware import CHIPS
+
+FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    weights: int  # master weights and, where it is another array, their copy in compute precision
+    optimizer: int
+    gradients: int
+    activations: int
+    workspace: int  # everything else: gathered weights, logits, scratch of kernels
+    capacity: int  # that the step may take
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.activations + self.workspace
+
+    @property
+    def spare(self) -> int:
+        """Bytes left; negative when it does not fit."""
+        return self.capacity - self.total
+
+
+def capacity(gpu_type: str) -> int:
+    return int(CHIPS[gpu_type].memory_bytes * FRACTION)
+
+
+def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
+    """The parts of the compiler's total."""
+    activations = saved(program, compiled.layer_shapes, run.model.layers // run.layout.pp)
+    left = compiled.temporaries
+    take = lambda size: min(size, left)
+    activations = take(activations)
+    left -= activations
+    gradients = take(compiled.gradients)
+    left -= gradients
+    same = run.precision.dtype == run.precision.weights
+    copy = 0 if same and compiled.copy <= compiled.weights else take(compiled.copy)
+    return Memory(
+        weights=compiled.weights + copy,
+        optimizer=compiled.optimizer,
+        gradients=gradients,
+        activations=activations,
+        workspace=left - copy + compiled.arguments - compiled.weights - compiled.optimizer,
+        capacity=capacity(run.layout.gpu_type),
+    )
+
+
+def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], layers: int) -> int:
+    """Bytes that a loop carries with one row per layer and that are no weight or gradient."""
+    known = {tuple(sorted(dims)) for dims in weights}
+    most = 0
+    for computation in program.computations.values():
+        for op in computation.ops:
+            if op.opcode == "while":
+                rows = {
+                    operand: shape
+                    for operand, shape in _carried(computation, op)
+                    if shape.dims[:1] == (layers,) and tuple(sorted(shape.dims)) not in known
+                }
+                most = max(most, sum(shape.bytes for shape in rows.values()))
+    return most
+
+
+def _carried(computation: hlo.Computation, loop: hlo.Op):
+    """Name and shape of each array that a loop is given."""
+    source = computation.by_name[loop.operands[0]]
+    names = source.operands if source.opcode == "tuple" else range(len(loop.shape))
+    return zip(names, loop.shape, strict=True)
+
+
+def activation_bytes(run: Run, remat: str) -> int:
+    """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers."""
+    m, a = run.model, run.layout
+    width = 2 if DTYPES[run.precision.dtype] == "bfloat16" else 4
+    tokens = a.mbs * run.train.seq // a.cp
+    routed = m.capacity_factor * m.top_k or m.experts if m.experts else 1
+    per_token = {
+        "query": m.heads * m.head_dim / a.tp,
+        "key": m.kv_heads * m.head_dim / a.tp,
+        "value": m.kv_heads * m.head_dim / a.tp,
+        "context": m.heads * (m.head_dim + 4 / width) / a.tp,
+        "attn_out": m.embed / a.tp,
+        "mlp_up": routed * m.gates * m.mlp / a.tp,
+        "mlp_act": routed * m.mlp / a.tp,
+        # Only a backward pass through what follows needs it: a second norm, the experts' weights.
+        "mlp_down": routed * m.embed / a.tp if m.post_norm or m.experts else 0,
+    }
+    names = dataclasses.replace(run.train, remat=remat).saved
+    kept = m.embed / a.tp + sum(per_token[name] for name in names)
+    return int(tokens * width * kept * m.layers / a.pp)
+
+
+def policies(run: Run) -> list[str]:
+    """Remat policies, the one that keeps most first."""
+    return sorted(REMATS, key=lambda remat: -activation_bytes(run, remat))

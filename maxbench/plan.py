@@ -1,0 +1,331 @@
+"""Compiles a run for a cluster that is not there, and says whether it fits and how fast it is.
+
+  python -m maxbench.plan --config configs/llama2_70b.py --gpus 128
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --best_remat
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
+  python -m maxbench.plan --all
+
+The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Exit code: 0 it
+fits, 3 it does not, 2 bad input.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from maxbench import (
+    artifact,
+    cli,
+    hlo,
+    memory,
+    metrics,
+    published,
+    runtime,
+    search,
+    simulate,
+    sweep,
+    trace,
+)
+from maxbench.artifact import Compiled
+from maxbench.config import AXES, Run
+from maxbench.costs import Costs
+from maxbench.hardware import CHIPS, GPUS
+from maxbench.memory import GIB, Memory
+from maxbench.simulate import Timeline
+
+FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
+TABLE = "## Every row"  # the heading of docs/plan.md that the generated table follows
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run, what its program occupies, and its predicted step."""
+
+    run: Run
+    compiled: Compiled
+    memory: Memory
+    timeline: Timeline
+    cached: bool
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, convention 'full'."""
+        return figures(self)["mfu"]["full"]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.spare >= 0
+
+
+def plan(run: Run) -> Plan:
+    """Plans a run; compiles it unless the cache has its program.
+
+    Raises:
+      ValueError: the GPU compiler is not installed.
+    """
+    compiled = artifact.load(run)
+    cached = compiled is not None
+    if compiled is None:
+        artifact.require_compiler()
+        if "jax" not in sys.modules:
+            runtime.prepare_compiler()
+        from maxbench import aot  # the one late import: what is cached is planned without jax
+
+        compiled = aot.compile_run(run)
+        artifact.store(run, compiled)
+    program, timeline = play(run, compiled)
+    return Plan(run, compiled, memory.split(run, compiled, program), timeline, cached)
+
+
+def play(run: Run, compiled: Compiled, record: bool = False) -> tuple[hlo.Program, Timeline]:
+    """The program and its predicted step."""
+    program = hlo.parse(compiled.text)
+    degrees = {axis: getattr(run.layout, axis) for axis in AXES}
+    return program, simulate.play(program, Costs(run.layout.gpu_type, degrees), record=record)
+
+
+def best_remat(run: Run) -> Plan:
+    """The plan with the policy that keeps most and still fits; else the one that keeps least.
+
+    What a policy keeps is arithmetic, so two or three programs are compiled, not all.
+    """
+    policies = memory.policies(run)
+    with_policy = lambda remat: dataclasses.replace(
+        run, train=dataclasses.replace(run.train, remat=remat)
+    )
+    least = plan(with_policy(policies[-1]))
+    room = least.memory.spare + memory.activation_bytes(run, policies[-1])
+    for remat in policies[:-1]:
+        if memory.activation_bytes(run, remat) <= room * 1.05:
+            found = plan(with_policy(remat))
+            if found.fits:
+                return found
+    return least
+
+
+def figures(p: Plan) -> dict:
+    """The plan as plain data, for machines; seconds and bytes unless a name says otherwise."""
+    run, t = p.run, p.timeline
+    f = metrics.Figures(
+        run, metrics.Devices("gpu", CHIPS[run.layout.gpu_type].name, run.layout.gpus)
+    )
+    traffic = [
+        {
+            "kind": x.kind,
+            "axes": x.link.axes,
+            "link": x.link.name,
+            "members": x.link.members,
+            "count": round(x.count),
+            "bytes": round(x.bytes),
+            "busy_s": x.busy_s,
+            "exposed_s": x.exposed_s,
+        }
+        for x in t.traffic.values()
+    ]
+    parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
+    return {
+        "name": run.name,
+        "layout": run.layout.describe(),
+        "gpu_type": run.layout.gpu_type,
+        "remat": run.train.remat,
+        "attention": p.compiled.attention,
+        "fits": p.fits,
+        "memory": dataclasses.asdict(p.memory) | {"total": p.memory.total, "spare": p.memory.spare},
+        "communication": traffic,
+        "step_s": t.seconds,
+        "parts_s": parts,
+        "tokens_per_s": f.tokens_per_s(t.seconds),
+        "tflops_per_gpu": {c: f.tflops(t.seconds, c) for c in metrics.flops.CONVENTIONS},
+        "mfu": {c: f.mfu(t.seconds, c) for c in metrics.flops.CONVENTIONS},
+        "hfu": t.flops / t.seconds / 1e12 / GPUS[run.layout.gpu_type].peak_tflops("bf16"),
+        "days_to_1t_tokens": metrics.flops.days_to_1t(f.tokens_per_s(t.seconds)),
+        "published": comparison(p),
+        "compile": {
+            "lower_s": p.compiled.lower_s,
+            "compile_s": p.compiled.compile_s,
+            "peak_rss_gib": p.compiled.peak_rss_gib,
+            "cached": p.cached,
+            "versions": artifact.versions(),
+        },
+        "config": run.asdict(),
+    }
+
+
+def comparison(p: Plan) -> dict | None:
+    """The published row of the same work, or the nearest one with what differs."""
+    run, layout = p.run, p.run.layout
+    key = (run.model.name, run.model.size, run.precision.dtype, layout.gpu_type, layout.gpus)
+    row = published.nearest(*key)
+    if row is None:
+        return None
+    why = published.differences(
+        row, gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=run.model.layers
+    )
+    about = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source, "differences": why}
+    return about if why else about | {"error": p.step_s / row.step_s - 1}
+
+
+def screen(p: Plan) -> str:
+    """The plan on one screen."""
+    run, m, t = p.run, p.memory, p.timeline
+    f = figures(p)
+    gpu = run.layout.gpu_type
+    lines = [
+        f"{run.model.name} {run.model.size} {run.precision.dtype}, seq {run.train.seq}, on "
+        f"{run.layout.gpus} x {gpu.upper()}",
+        f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
+        "",
+        f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}   {verdict(p)}",
+    ]
+    parts = ("weights", "optimizer", "gradients", "activations", "workspace")
+    lines += [f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in parts]
+    lines += [
+        "",
+        "communication of one GPU    over    link        times       GiB   busy s  exposed",
+    ]
+    for x in sorted(t.traffic.values(), key=lambda x: -x.busy_s):
+        lines.append(
+            f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
+            f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
+        )
+    names = {
+        "gemm": "matrix products",
+        "attention": "attention",
+        "memory": "memory-bound kernels",
+        "copy": "copies, nothing computed",
+        "launch": "gaps between kernels",
+        "contention": "slower beside communication",
+        "exposed": "exposed communication",
+        "idle": "pipeline idle",
+    }
+    lines += ["", f"predicted step      {t.seconds:10.3f} s"]
+    for part, text in names.items():
+        seconds = f["parts_s"].get(part, 0.0)
+        if seconds:
+            lines.append(f"  {text:<28}{seconds:8.3f} s {seconds / t.seconds:6.1%}")
+    mfu, rate, days = f["mfu"], f["tflops_per_gpu"], f["days_to_1t_tokens"]
+    lines += [
+        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens {days:,.2f}",
+        "TFLOP/s per GPU     "
+        + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
+        + f"; executed {f['hfu']:.1%} of peak",
+        f"published           {published_text(f)}",
+        f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
+        + (", from the cache" if p.cached else ""),
+    ]
+    return "\n".join(lines)
+
+
+def published_text(f: dict) -> str:
+    row = f["published"]
+    if row is None:
+        return "nothing for this workload, precision and GPU"
+    text = f"{row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
+    if row["differences"]:
+        return text + "not comparable: " + "; ".join(row["differences"])
+    return text + f"predicted {row['error']:+.1%}"
+
+
+def verdict(p: Plan) -> str:
+    """'fits, 12.4 GiB spare', or by how much it does not and what would."""
+    spare = p.memory.spare / GIB
+    if p.fits:
+        return f"fits, {spare:.1f} GiB spare"
+    room = p.memory.capacity - p.memory.total + p.memory.activations
+    would = next(
+        (r for r in memory.policies(p.run) if memory.activation_bytes(p.run, r) <= room), None
+    )
+    hint = f"--config.train.remat={would}" if would else "more fsdp, tp or cp; smaller mbs"
+    return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"
+
+
+def define(fv: flags.FlagValues) -> None:
+    """Flags of this command beside those that describe the run."""
+    yes = lambda name, text: flags.DEFINE_bool(name, False, text, flag_values=fv)
+    yes("json", "print the plan as JSON")
+    yes("best_remat", "keep as much as fits and recompute the rest (also --max_spare)")
+    yes("search", "try other layouts and remat policies of the same work on the same GPUs")
+    yes("all", "plan every row of every workload's table into docs/plan.md and docs/plan.csv")
+    flags.DEFINE_alias("max_spare", "best_remat", flag_values=fv)
+    flags.DEFINE_string("timeline", None, "write the step as FILE.json and .svg", flag_values=fv)
+    flags.DEFINE_integer("compiled", 8, "layouts that --search compiles", 1, flag_values=fv)
+    flags.DEFINE_integer("jobs", 2, "processes of --all", 1, flag_values=fv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 fits, 3 does not fit, 2 bad input."""
+    fv = flags.FlagValues()
+    cli.define(fv, argv)
+    define(fv)
+    if {"--help", "-h", "-help"} & set(argv):
+        print(cli.help_text(__doc__.strip(), fv))
+        return FITS
+    with cli.clear_errors("plan"):
+        if {"--all", "-all"} & set(argv):
+            fv(list(argv))
+            run = None
+        else:
+            run = cli.parse(fv, argv)
+        timeline = fv["timeline"].value
+        if timeline and not timeline.endswith(".json"):
+            raise ValueError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
+        if run is None or artifact.load(run) is None:
+            artifact.require_compiler()
+    if run is None:
+        return plan_all(fv["jobs"].value)
+    if fv["search"].value:
+        return search_layouts(run, fv["compiled"].value, fv["json"].value)
+    p = best_remat(run) if fv["best_remat"].value else plan(run)
+    print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
+    if timeline:
+        spans = play(p.run, p.compiled, record=True)[1].spans
+        for path in trace.write(timeline, spans, p.run.name):
+            print(f"timeline: {path}", file=sys.stderr)
+    return FITS if p.fits else DOES_NOT_FIT
+
+
+def plan_all(jobs: int) -> int:
+    """docs/plan.md and docs/plan.csv, from all workload files."""
+    configs = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
+    every = sweep.rows(configs, layouts_of)
+    lines = sweep.sweep(every, jobs, lambda text: print(text, file=sys.stderr, flush=True))
+    docs = pathlib.Path("docs")
+    docs.mkdir(exist_ok=True)
+    (docs / "plan.csv").write_text(sweep.as_csv(lines))
+    page = docs / "plan.md"
+    head = page.read_text().partition(TABLE)[0] if page.exists() else ""
+    page.write_text(f"{head}{TABLE}\n\n{sweep.as_markdown(lines)}")
+    return FITS
+
+
+def layouts_of(config: str) -> str:
+    """The table of layouts of a workload file, as text."""
+    spec = importlib.util.spec_from_file_location("workload", config)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LAYOUTS
+
+
+def search_layouts(run: Run, keep: int, as_json: bool) -> int:
+    """Prints the ranking of layouts for the run's work."""
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    plans = search.search(run, plan, keep, say)
+    if as_json:
+        print(json.dumps([figures(p) for p in plans], indent=1))
+    else:
+        print(search.table(plans, run))
+    return FITS if any(p.fits for p in plans) else DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
