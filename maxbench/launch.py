@@ -45,6 +45,12 @@ def main(argv: Sequence[str]) -> int:
         for note in settings.notes:
             print(f"launch.sh: note: {note}", file=sys.stderr)
         if "--inside" in options:
+            has = int(os.environ.get("SLURM_JOB_NUM_NODES", settings.nodes))
+            if has < settings.nodes:
+                raise ValueError(
+                    f"{settings.run.layout.describe()} needs {settings.nodes} nodes, and this job "
+                    f"has {has}: sbatch -N {settings.nodes} launch.sh"
+                )
             kind = kinds(settings)[-1]  # one allocation, one job: the profile if one is asked for
             print(script(settings, kind, 0))
             return 0

@@ -93,7 +93,6 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
     """
     wrong = []
     for host, each in _by_host(found).items():
-        wrong += [f"{host}: {x}" for one in each for x in one["lint"]]
         for i, gpu in enumerate(each[0]["gpus"]):
             if gpu["ecc"].isdecimal() and int(gpu["ecc"]):
                 wrong.append(f"{host}: GPU {i} has {gpu['ecc']} uncorrected memory errors")
@@ -187,7 +186,6 @@ def look(run: Run, log: str) -> tuple[list[dict], dict[str, int]]:
 
     from maxbench import hosts, nccl
 
-    first = os.environ.get("SLURM_LOCALID", "0") == "0"
     mine = {
         "host": hosts.name(),
         "platform": jax.default_backend(),
@@ -195,7 +193,6 @@ def look(run: Run, log: str) -> tuple[list[dict], dict[str, int]]:
         "kind": jax.local_devices()[0].device_kind,
         "versions": runtime.versions(),
         "gpus": gpus_here(),
-        "lint": lint(xla_words(run)) if first else [],
         "gemm": hosts.gemm_tflops(),
         "all_reduce": all_reduce_gbps(),
     }
@@ -214,6 +211,10 @@ def main(argv: Sequence[str]) -> int:
     with cli.clear_errors("preflight"):
         run = cli.parse(fv, argv)
         runtime.prepare(run)
+    # Before jax starts: it would abort without a word about what to do.
+    if os.environ.get("SLURM_LOCALID", "0") == "0" and (wrong := lint(xla_words(run))):
+        print("\n".join(f"preflight: error: {text}" for text in wrong), flush=True)
+        return 1
     log = os.path.join(tempfile.gettempdir(), f"nccl-preflight-{os.getpid()}.")
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
     with cli.clear_errors("preflight"):

@@ -468,7 +468,7 @@ def test_flags_that_xla_does_not_know_are_named_with_their_replacement():
 
 def node(host: str, **changes) -> dict:
     gpu = {"name": "H100", "driver": "580", "ecc": "0", "celsius": "40", "slowdown": "Not Active"}
-    facts = {"host": host, "platform": "gpu", "devices": 4, "kind": "H100", "lint": []}
+    facts = {"host": host, "platform": "gpu", "devices": 4, "kind": "H100"}
     facts |= {"versions": {"jax": "0.10.2"}, "gpus": [dict(gpu) for _ in range(4)]}
     return facts | {"gemm": [750.0] * 4, "all_reduce": 360.0, "transports": {"P2P": 1}} | changes
 

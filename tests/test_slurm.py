@@ -226,9 +226,17 @@ def test_time_limit_is_told(jobs):
 
 def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
     """Even where launch.sh could not try the flags: sbatch itself brought them."""
-    number = jobs.sbatch({"MAX_STEPS": "4", "XLA_FLAGS": "--xla_gpu_graph_level=0"})
+    number = jobs.sbatch({"XLA_FLAGS": "--xla_gpu_graph_level=0"}, "-N", "2")
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
-    assert "xla_gpu_graph_level" in jobs.log()
+    assert "use --xla_gpu_enable_command_buffer=" in jobs.log()
+    (run,) = jobs.runs()
+    assert "preflight: error: XLA_FLAGS" in compare.row(run, compare.Settings()).why
+
+
+def test_too_few_nodes(jobs):
+    number = jobs.sbatch({}, "-N", "1")
+    assert jobs.slurm.wait(number)["JobState"] == "FAILED"
+    assert "needs 2 nodes, and this job has 1: sbatch -N 2 launch.sh" in jobs.log()
 
 
 if shutil.which("sbatch") is None:  # said once more at the end of the run, where it is read
