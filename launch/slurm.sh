@@ -34,7 +34,7 @@ echo "$STAMP" >>"$STARTS"
 # The coordinator: the first node, at the address by which Slurm itself reaches it.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ADDRESS=$(scontrol show node "$FIRST" --oneliner | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-export JAX_COORDINATOR_ADDRESS="${ADDRESS:-$FIRST}:$((61440 + SLURM_JOB_ID % 4096))"
+export JAX_COORDINATOR_ADDRESS="${ADDRESS:-$FIRST}:$((61440 + (SLURM_JOB_ID + STAMP) % 4096))"
 export MB_FOLDER="$FOLDER"
 
 SRUN=(srun "--nodes=$MB_NODES" "--ntasks-per-node=$MB_TASKS_PER_NODE" "--mpi=$MB_MPI"

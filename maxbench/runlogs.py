@@ -42,6 +42,7 @@ SAVED = re.compile(
 )
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?")
 REASON = re.compile(
+    rb"F\d{4} \d\d:\d\d:[^\]\r\n]{0,80}\] [^\r\n]*|"  # absl: the process ends itself
     rb"DUE TO TIME LIMIT|DUE TO NODE FAILURE|NODE FAILURE|CANCELLED AT [^*\r\n]*|"
     rb"[oO]ut of memory[^\r\n]*|RESOURCE_EXHAUSTED[^\r\n]*|oom-kill[^\r\n]*|"
     rb"Watchdog caught[^\r\n]*|Segmentation fault|Bus error|"
@@ -313,8 +314,10 @@ def _tail(path: pathlib.Path, size: int) -> bytes:
 def _reason(text: bytes) -> str:
     """The first line near the end of a log that says why a run ended, or ''."""
     found = [m.group(0).strip() for m in REASON.finditer(text)]
-    slurm = [f for f in found if b"DUE TO" in f or b"CANCELLED" in f or b"NODE FAIL" in f]
-    telling = [f for f in found if not re.search(rb"srun: error|task \d+: |^error: task", f)]
+    # A cancelled step follows from what ended one of its tasks; a cancelled job is the cause.
+    slurm = [f for f in found if re.search(rb"DUE TO|JOB \d+ ON|NODE FAIL", f)]
+    secondary = rb"srun: error|task \d+: |^error: task|STEP [\d.]+ ON|^CANCELLED AT"
+    telling = [f for f in found if not re.search(secondary, f)]
     best = next(iter(slurm[-1:] or telling[:1] or found[:1]), b"")
     return re.sub(r"\s+", " ", best.decode("utf-8", "replace"))[:160].strip()
 
