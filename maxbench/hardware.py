@@ -90,7 +90,7 @@ class Chip:
     """What XLA's GPU compiler must know of a GPU to compile for it.
 
     The figures are those a driver reports for the part; openxla/xla keeps one such description per
-    GPU under xla/backends/gpu/target_config/specs, from which they were read (2026-08).
+    GPU under xla/backends/gpu/target_config/specs, from which they were read.
     """
 
     name: str
@@ -171,23 +171,24 @@ class Physics:
     contention: float  # a kernel runs longer by this fraction beside a collective
 
 
-# Name -> lowest and highest plausible value, and the source.
+# Name -> lowest and highest plausible value, and where that comes from. "Assumed" is a rule of thumb
+# that nobody measured for this project yet.
 PHYSICS_RANGES = {
-    "gemm_bf16": (0.55, 0.85, "0.78 to 0.81 measured alone on a cool H200; less at 700 W for long"),
-    "gemm_fp8": (0.40, 0.80, "as bf16, and the casts' scaling"),
-    "attention_forward": (0.45, 0.75, "arXiv:2407.08608 figure 5: 0.5 to 0.66 at 4k to 16k"),
-    "attention_backward": (0.35, 0.60, "arXiv:2407.08608 figure 6: 0.4 to 0.56 at 4k to 16k"),
-    "memory": (0.75, 0.95, "0.90 measured for a copy on one H200"),
-    "nvlink": (0.60, 0.90, "nccl-tests busbw, 8 GPUs: 360 to 400 of 450 GB/s on H100"),
-    "network": (0.70, 0.98, "nccl-tests busbw over 400 Gb/s links, large messages"),
-    "nvlink_us": (0.5, 3.0, "NCCL's latency per NVLink hop"),
-    "network_us": (2.0, 15.0, "NCCL's latency per network hop"),
-    "launch_us": (1.0, 6.0, "gap between kernels of one stream, seen in profiles"),
-    "contention": (0.0, 0.25, "NCCL holds 8 to 24 of 132 cores and a part of the memory bandwidth"),
+    "gemm_bf16": (0.55, 0.85, "fitted; alone on one H200 0.78 to 0.81 were measured"),
+    "gemm_fp8": (0.40, 0.80, "assumed: below bf16's fraction, for the casts"),
+    "attention_forward": (0.45, 0.75, "assumed, near what arXiv:2407.08608 reports for H100"),
+    "attention_backward": (0.35, 0.60, "assumed, near what arXiv:2407.08608 reports for H100"),
+    "memory": (0.75, 0.95, "0.90 was measured for a copy on one H200"),
+    "nvlink": (0.60, 0.90, "assumed: bus bandwidth of large collectives within a node"),
+    "network": (0.70, 0.98, "assumed: large messages over InfiniBand"),
+    "nvlink_us": (0.5, 3.0, "assumed"),
+    "network_us": (2.0, 15.0, "assumed"),
+    "launch_us": (1.0, 6.0, "assumed"),
+    "contention": (0.0, 0.25, "assumed: collectives hold a part of the cores and of the memory"),
 }
-# gemm_bf16 is fitted to half of the Llama 2 70B rows by benchmarks/fit_physics.py; the others are
-# within their sources' ranges and were not fitted. No step on Blackwell was measured: its constants
-# are Hopper's, until one is.
+# gemm_bf16 is fitted to half of the Llama 2 70B rows by benchmarks/fit_physics.py; the others were
+# set once, within their ranges, and not fitted. No step on Blackwell was measured: its constants are
+# Hopper's, until one is.
 _HOPPER = Physics(
     gemm_bf16=0.663,
     gemm_fp8=0.60,

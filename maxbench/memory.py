@@ -11,6 +11,7 @@ from maxbench import hlo
 from maxbench.artifact import Compiled
 from maxbench.config import DTYPES, REMATS, Run
 from maxbench.hardware import CHIPS
+from maxbench.schedule import schedule
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
 GIB = 2**30
@@ -43,7 +44,11 @@ def capacity(gpu_type: str) -> int:
 
 def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     """The parts of the compiler's total."""
-    activations = saved(program, compiled.layer_shapes, run.model.layers // run.layout.pp)
+    a = run.layout
+    rows = run.model.layers
+    if a.pp > 1:
+        rows = schedule(run.train.schedule, a.pp, a.vp, a.microbatches).keep + 1
+    activations = saved(program, compiled.layer_shapes, rows)
     left = compiled.temporaries
     take = lambda size: min(size, left)
     activations = take(activations)
@@ -62,19 +67,20 @@ def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     )
 
 
-def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], layers: int) -> int:
-    """Bytes that a loop carries with one row per layer and that are no weight or gradient."""
+def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], rows: int) -> int:
+    """Bytes that a loop carries with one row per layer, or per slot of a pipeline's residuals, and
+    that are no weight or gradient."""
     known = {tuple(sorted(dims)) for dims in weights}
     most = 0
     for computation in program.computations.values():
         for op in computation.ops:
             if op.opcode == "while":
-                rows = {
+                found = {
                     operand: shape
                     for operand, shape in _carried(computation, op)
-                    if shape.dims[:1] == (layers,) and tuple(sorted(shape.dims)) not in known
+                    if shape.dims[:1] == (rows,) and tuple(sorted(shape.dims)) not in known
                 }
-                most = max(most, sum(shape.bytes for shape in rows.values()))
+                most = max(most, sum(shape.bytes for shape in found.values()))
     return most
 
 
@@ -86,7 +92,8 @@ def _carried(computation: hlo.Computation, loop: hlo.Op):
 
 
 def activation_bytes(run: Run, remat: str) -> int:
-    """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers."""
+    """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers, or over all that
+    its stage of a pipeline has in flight."""
     m, a = run.model, run.layout
     width = 2 if DTYPES[run.precision.dtype] == "bfloat16" else 4
     tokens = a.mbs * run.train.seq // a.cp
@@ -104,7 +111,10 @@ def activation_bytes(run: Run, remat: str) -> int:
     }
     names = dataclasses.replace(run.train, remat=remat).saved
     kept = m.embed / a.tp + sum(per_token[name] for name in names)
-    return int(tokens * width * kept * m.layers / a.pp)
+    if a.pp == 1:
+        return int(tokens * width * kept * m.layers)
+    slots = schedule(run.train.schedule, a.pp, a.vp, a.microbatches).keep + 1
+    return int(tokens * width * kept * slots * -(-m.layers // (a.pp * a.vp)))
 
 
 def policies(run: Run) -> list[str]:

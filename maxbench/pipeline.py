@@ -14,7 +14,16 @@ from jax import lax
 from maxbench import mesh, model
 from maxbench.config import DTYPES, Run
 from maxbench.layers import rope_angles
-from maxbench.schedule import COLUMNS, layer_order, schedule
+from maxbench.schedule import (
+    BACKWARD,
+    COLUMNS,
+    EMBED,
+    EMBED_BACKWARD,
+    FORWARD,
+    LOSS,
+    layer_order,
+    schedule,
+)
 
 
 def gradients(run: Run, places, w, batch):
@@ -76,6 +85,7 @@ class _Pipeline:
         order = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, -1)
         self.whole = bool((order >= 0).all())
         self.real = jnp.asarray(order >= 0)[mesh.index("pp")]  # [chunk, layer of the chunk]
+        self.numbers = jnp.arange(order.shape[-1])
         self.layer = _Layer(run, places["layers"])
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
@@ -108,15 +118,20 @@ class _Pipeline:
         at = dict(zip(COLUMNS, row, strict=True))
         carry = dict(carry)
         arrived = mesh.rotate(carry["dx"], "pp", -1)
-        made = lax.cond(at["f_micro"] >= 0, self.forward, self.no_forward, carry, at)
+        with jax.named_scope(FORWARD):
+            made = lax.cond(at["f_micro"] >= 0, self.forward, self.no_forward, carry, at)
         y, residuals, dy, carry["ends"], carry["out"] = made
         carry["keep"] = jax.tree.map(
             lambda box, r: _put(box, at["f_keep"], r), carry["keep"], residuals
         )
         carry["grads"] = _put(_put(carry["grads"], at["g_put"], arrived), at["f_grad"], dy)
         arrived = mesh.rotate(y, "pp")
-        done = lax.cond(at["b_micro"] >= 0, self.backward, self.no_backward, carry, at)
-        carry["dx"], carry["layers"], carry["ends"] = done
+        with jax.named_scope(BACKWARD):
+            done = lax.cond(at["b_micro"] >= 0, self.backward, self.no_backward, carry, at)
+        carry["dx"], dw, carry["ends"] = done
+        # Outside of the conditional, which would copy the whole sum.
+        add = lambda g, d: g.at[jnp.maximum(at["b_chunk"], 0)].add(d.astype(g.dtype))
+        carry["layers"] = jax.tree.map(add, carry["layers"], dw)
         carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
         return carry, None
 
@@ -124,11 +139,13 @@ class _Pipeline:
 
     def forward(self, carry, at):
         take = lambda: _take(carry["inbox"], at["f_from"])
-        x = lax.cond(at["f_from"] < 0, lambda: self.embed(at["f_micro"]), take)
+        with jax.named_scope(EMBED):
+            x = lax.cond(at["f_from"] < 0, lambda: self.embed(at["f_micro"]), take)
         y, aux, residuals = self.chunk_forward(at["f_chunk"], x)
         skip = lambda ends: (jnp.zeros(()), ends, jnp.zeros(self.x.shape, self.x.dtype))
         lossy = lambda ends: self.loss(at["f_micro"], y, ends)
-        loss, ends, dy = lax.cond(at["f_grad"] >= 0, lossy, skip, carry["ends"])
+        with jax.named_scope(LOSS):
+            loss, ends, dy = lax.cond(at["f_grad"] >= 0, lossy, skip, carry["ends"])
         out = carry["out"]
         out = {"loss": out["loss"] + loss, "aux": out["aux"] + aux / self.run.layout.gbs}
         return y, residuals, dy, ends, out
@@ -138,6 +155,11 @@ class _Pipeline:
         zeros = lambda s: jnp.zeros(s.shape, s.dtype)
         residuals = jax.tree.map(zeros, residuals)
         return zeros(self.x), residuals, zeros(self.x), carry["ends"], carry["out"]
+
+    def weights(self, c, number):
+        """Of one layer, straight from the stack: a chunk's would be copied first."""
+        take = lambda x: lax.dynamic_slice(x, (c, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+        return jax.tree.map(lambda x: take(x)[0, 0], self.chunks)
 
     def embed(self, micro):
         return model.embed(self.run, self.places, self.ends, self.batch(micro)[0])
@@ -152,8 +174,8 @@ class _Pipeline:
     def chunk_forward(self, c, x):
         """x through chunk c: y, its auxiliary losses, residuals [layers of the chunk, ...]."""
 
-        def step(x, w_real):
-            w, real = w_real
+        def step(x, at):
+            w, real = self.weights(c, at[0]), at[1]
             if self.whole:
                 y, *rest = self.layer.forward(w, x)
                 return y, rest
@@ -165,32 +187,33 @@ class _Pipeline:
             y, *rest = lax.cond(real, self.layer.forward, skip, w, x)
             return y, rest
 
-        w = jax.tree.map(lambda x: _take(x, c), self.chunks)
-        y, (aux, residuals) = lax.scan(step, x, (w, _take(self.real, c)))
+        y, (aux, residuals) = lax.scan(step, x, (self.numbers, _take(self.real, c)))
         return y, jnp.sum(aux), residuals
 
-    # Backward: gradient of the input, gradients of the layers and of the ends.
+    # Backward: gradient of the input, of the chunk's layers, and the sum of those of the ends.
 
     def backward(self, carry, at):
         c, dy = at["b_chunk"], _take(carry["grads"], at["b_from"])
         residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"])
 
-        def step(dy, w_residuals_real):
-            w, residuals, real = w_residuals_real
+        def step(dy, at):
+            number, residuals, real = at
+            w = self.weights(c, number)
             call = lambda dy: self.layer.backward(w, residuals, dy, self.daux)[::-1]
             if self.whole:
                 return call(dy)
             return lax.cond(real, call, lambda dy: (dy, jax.tree.map(jnp.zeros_like, w)), dy)
 
-        w = jax.tree.map(lambda x: _take(x, c), self.chunks)
-        dx, dw = lax.scan(step, dy, (w, residuals, _take(self.real, c)), reverse=True)
-        add = lambda g, d: g.at[c].add(d.astype(g.dtype))
-        layers = jax.tree.map(add, carry["layers"], dw)
+        xs = self.numbers, residuals, _take(self.real, c)
+        dx, dw = lax.scan(step, dy, xs, reverse=True)
         first = (c == 0) & (mesh.index("pp") == 0)
-        return dx, layers, lax.cond(first, self.embed_backward, self.no_embed, carry, at, dx)
+        with jax.named_scope(EMBED_BACKWARD):
+            ends = lax.cond(first, self.embed_backward, self.no_embed, carry, at, dx)
+        return dx, dw, ends
 
     def no_backward(self, carry, at):
-        return jnp.zeros(self.x.shape, self.x.dtype), carry["layers"], carry["ends"]
+        dw = jax.tree.map(lambda w: jnp.zeros(w.shape[1:], w.dtype), self.chunks)
+        return jnp.zeros(self.x.shape, self.x.dtype), dw, carry["ends"]
 
     def embed_backward(self, carry, at, dx):
         tokens = self.batch(at["b_micro"])[0]

@@ -37,6 +37,7 @@ from maxbench.config import AXES, Run
 from maxbench.costs import Costs
 from maxbench.hardware import CHIPS, GPUS
 from maxbench.memory import GIB, Memory
+from maxbench.schedule import Schedule, schedule
 from maxbench.simulate import Timeline
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
@@ -91,7 +92,15 @@ def play(run: Run, compiled: Compiled, record: bool = False) -> tuple[hlo.Progra
     """The program and its predicted step."""
     program = hlo.parse(compiled.text)
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    return program, simulate.play(program, Costs(run.layout.gpu_type, degrees), record=record)
+    choose = simulate.as_scheduled(pipeline_of(run).shares())
+    costs = Costs(run.layout.gpu_type, degrees)
+    return program, simulate.play(program, costs, choose, record)
+
+
+def pipeline_of(run: Run) -> Schedule:
+    """The schedule of the run's pipeline; without one, of a pipeline of one stage."""
+    a = run.layout
+    return schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
 
 
 def best_remat(run: Run) -> Plan:

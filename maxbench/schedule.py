@@ -30,6 +30,10 @@ COLUMNS = (
     "g_put",  # gradient slot for what arrives at the start of this tick from the stage after
 )
 
+# Names of the executor's conditionals in the compiled program.
+FORWARD, BACKWARD = "pipeline_forward", "pipeline_backward"
+EMBED, LOSS, EMBED_BACKWARD = "pipeline_embed", "pipeline_loss", "pipeline_embed_backward"
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -66,6 +70,24 @@ class Schedule:
         """Share of the step in which a stage waits, between 0 and 1."""
         useful = self.microbatches * self.vp * (forward + backward)
         return 1 - useful / self.step_cost(forward, backward)
+
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """For each conditional of the executor: how often a tick has work, and how often it waits.
+
+        Both are shares of the ticks. A tick is as long as its busiest stage, so a stage waits for
+        the forward or backward piece of another; the ends' work is one stage's, and all wait for it.
+        """
+        work = self.microbatches * self.vp
+        busy = {way: (self.column(f"{way}_micro") >= 0).any(1).sum() for way in "fb"}
+        share = lambda n: float(n / self.ticks)
+        return {
+            FORWARD: (share(work), share(busy["f"] - work)),
+            BACKWARD: (share(work), share(busy["b"] - work)),
+            # Inside the others: shares of the ticks that have work.
+            EMBED: (1 / self.vp, 0.0),
+            LOSS: (1 / self.vp, 0.0),
+            EMBED_BACKWARD: (1 / self.vp, 0.0),
+        }
 
     def picture(self, width: int = 120) -> str:
         """Stages as rows, ticks as columns: forward above, backward below, as 'chunk:microbatch'."""

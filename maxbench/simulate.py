@@ -11,6 +11,7 @@ played and counted as often as the loop runs.
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable
 
 from maxbench import hlo
@@ -54,7 +55,7 @@ class Timeline:
       compute: seconds of the compute stream by kind: gemm, attention, memory, copy, launch,
         contention.
       traffic: communication by (kind, axes).
-      idle_s: time in branches not taken, as `choose` said (pipeline bubble).
+      idle_s: time in which other stages have work (pipeline bubble).
       flops: of matrix products and attention on one GPU, what the hardware executes.
       spans: bars, when they were asked for.
     """
@@ -72,24 +73,35 @@ class Timeline:
         return sum(t.exposed_s for t in self.traffic.values())
 
 
-# A conditional's branches: (op, seconds of each branch) -> (which one is played, seconds idle).
-Choose = Callable[[hlo.Op, list[float]], tuple[int, float]]
+# A conditional -> how often its longest branch runs, and how often it is waited for; of its runs.
+Choose = Callable[[hlo.Op], tuple[float, float]]
 
 
-def busiest(op: hlo.Op, seconds: list[float]) -> tuple[int, float]:
-    """The branch that takes longest, always: a stage that has work."""
+def always(op: hlo.Op) -> tuple[float, float]:
+    """The longest branch, every time."""
     del op
-    return max(range(len(seconds)), key=seconds.__getitem__), 0.0
+    return 1.0, 0.0
+
+
+def as_scheduled(shares: dict[str, tuple[float, float]]) -> Choose:
+    """By the name that the executor of a pipeline gave the conditional."""
+
+    def choose(op: hlo.Op) -> tuple[float, float]:
+        name = re.search(r'op_name="([^"]*)"', op.attrs)
+        parts = reversed(name[1].split("/")) if name else ()
+        return next((shares[part] for part in parts if part in shares), (1.0, 0.0))
+
+    return choose
 
 
 def play(
-    program: hlo.Program, costs: Costs, choose: Choose = busiest, record: bool = False
+    program: hlo.Program, costs: Costs, choose: Choose = always, record: bool = False
 ) -> Timeline:
     """Plays the program's entry once.
 
     Args:
-      choose: which branch of a conditional runs; a pipeline's schedule knows better than the text,
-        which is the same for all stages.
+      choose: how often a conditional's work is done; a pipeline's schedule knows, the text is the
+        same for all stages.
       record: keep the bars, for drawing.
     """
     player = _Player(program, costs, choose, record)
@@ -149,9 +161,15 @@ class _Player:
             play_alone(self.program, self.program.computations[n], self.costs, self.choose)
             for n in names
         ]
-        chosen, idle = self.choose(op, alone)
-        self.timeline.idle_s += idle * times
-        return self.run(self.program.computations[names[chosen]], now, times) + idle
+        longest = names[max(range(len(names)), key=alone.__getitem__)]
+        done, waited = self.choose(op)
+        before = dict(self.free)
+        seconds = self.run(self.program.computations[longest], now, times * done) - now
+        self.timeline.idle_s += seconds * waited * times
+        end = now + seconds * (done + waited)
+        # What ran inside is over on average by then.
+        self.free = {stream: min(t, max(end, before[stream])) for stream, t in self.free.items()}
+        return end
 
     def _wait(self, running, now, times):
         if running is None:
