@@ -227,6 +227,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
     with cluster() as up:
         print(f"two idle nodes; in another shell:\n  export SLURM_CONF={up.env['SLURM_CONF']}")
         with contextlib.suppress(KeyboardInterrupt):
