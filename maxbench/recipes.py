@@ -22,6 +22,7 @@ SECTIONS = {
     "precision": c.Precision,
     "output": c.Output,
     "runtime": c.Runtime,
+    "profile": c.Profile,
 }
 TOY = {
     "model": {
@@ -52,9 +53,11 @@ FLAGS = {
     "resume": ("output", "resume"),
     "cpu_devices": ("runtime", "cpu_devices"),
     "mock_gpus": ("runtime", "mock_gpus"),
+    "tp_overlap": ("runtime", "tp_overlap"),
     "coordinator": ("runtime", "coordinator"),
     "processes": ("runtime", "processes"),
     "process": ("runtime", "process"),
+    "profile": ("profile", "tool"),
 }
 
 

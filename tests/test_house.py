@@ -15,15 +15,18 @@ ORDER = [
     {"flops", "published"},
     {"recipes"},
     {"cli", "runtime"},
-    {"mesh"},
+    {"mesh", "profile", "runlogs", "plots", "variables", "nccl", "hosts"},
     {"schedule", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
+    {"compare", "preflight", "runai"},
+    {"tables"},
+    {"page"},
     {"layers"},
     {"moe"},
     {"model"},
     {"pipeline"},
     {"step"},
     {"loop"},
-    {"train"},
+    {"train", "report", "launch"},
 ]
 JAXLESS = {
     "hardware",
@@ -35,6 +38,8 @@ JAXLESS = {
     "runtime",
     "metrics",
     "train",
+    *("profile", "runlogs", "plots", "variables", "nccl", "compare", "preflight", "runai"),
+    *("tables", "page", "report", "launch"),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 
@@ -72,7 +77,7 @@ def test_jax_is_imported_only_where_it_may_be(path):
 
 def test_sizes():
     lines = {p: len(p.read_text().splitlines()) for p in PACKAGE}
-    assert sum(lines.values()) < 6000
+    assert sum(lines.values()) < 8000
     for path, tree in PARSED.items():
         assert lines[path] < 500, path
         assert ast.get_docstring(tree), f"{path} does not say what it owns"
