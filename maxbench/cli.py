@@ -59,7 +59,9 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     string("profile", "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop")
     number("cpu_devices", "virtual CPU devices instead of GPUs")
     number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
-    flags.DEFINE_bool("tp_overlap", None, "overlap tp's communication and GEMMs", flag_values=fv)
+    flags.DEFINE_bool(
+        "tp_overlap", None, "let tp's collectives run beside kernels (default)", flag_values=fv
+    )
     string("coordinator", "host:port of process 0 (found by itself under Slurm)")
     number("processes", "number of processes")
     number("process", "number of this process, from 0")

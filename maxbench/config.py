@@ -285,7 +285,7 @@ class Runtime:
 
     cpu_devices: int = 0  # virtual CPU devices; 0 = whatever JAX finds
     mock_gpus: int = 0  # one GPU runs its share of a step on so many
-    tp_overlap: bool = False  # overlap tensor-parallel communication with its GEMMs, in XLA
+    tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
     coordinator: str = ""  # host:port of process 0
     processes: int = 0
     process: int = -1

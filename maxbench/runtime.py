@@ -63,9 +63,8 @@ def xla_options(platform_name: str, run: Run) -> dict:
         options[f"xla_gpu_{name}_combine_threshold_bytes"] = size
     if gpu in ("b200", "gb200", "gb300"):
         options["xla_gpu_enable_command_buffer"] = "FUSION,CUSTOM_CALL"
-    if run.runtime.tp_overlap and run.layout.tp > 1:  # loops over shards instead of one product
-        options["xla_gpu_threshold_for_windowed_einsum_mib"] = 0
-        options["xla_gpu_multi_streamed_windowed_einsum"] = True
+    if run.layout.tp > 1 and not run.runtime.tp_overlap:
+        options["xla_gpu_disable_async_collectives"] = "ALLGATHER,REDUCESCATTER"
     return options
 
 

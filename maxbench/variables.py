@@ -84,7 +84,7 @@ VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ENABLE_CHECKPOINT": ("false", "save a checkpoint at the end", ()),
     "CHECKPOINT_EVERY": ("0", "and every so many steps; the job is requeueable", ()),
     "LOAD_CHECKPOINT_PATH": ("", "checkpoint to load; then one step is trained", ()),
-    "TP_COMM_OVERLAP": ("", "true | false: overlap tensor-parallel communication and GEMMs", ()),
+    "TP_COMM_OVERLAP": ("", "true | false: tensor-parallel communication beside kernels", ()),
     "ALLOW_TCP": ("false", "go on when NCCL falls back to TCP", ()),
     "DISABLE_PREFLIGHT": ("false", "no look at the nodes before step 0", ()),
     "DISABLE_PINNING": ("false", "do not bind processes to NUMA nodes", ()),

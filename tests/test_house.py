@@ -10,14 +10,15 @@ import pytest
 PACKAGE = sorted(pathlib.Path("maxbench").glob("*.py"))
 # Each may import from the rooms before its own, and from nothing after.
 ORDER = [
-    {"hardware", "__init__"},
+    {"hardware", "hlo", "__init__"},
     {"config"},
     {"flops", "published"},
     {"recipes"},
     {"cli", "runtime"},
     {"mesh", "profile", "runlogs", "plots", "variables", "nccl", "hosts"},
-    {"schedule", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
-    {"compare", "preflight", "runai"},
+    {"artifact", "costs", "schedule"},
+    {"simulate", "memory", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
+    {"compare", "preflight", "runai", "search", "sweep", "trace"},
     {"tables"},
     {"page"},
     {"layers"},
@@ -25,8 +26,8 @@ ORDER = [
     {"model"},
     {"pipeline"},
     {"step"},
-    {"loop"},
-    {"train", "report", "launch"},
+    {"aot", "loop"},
+    {"train", "plan", "report", "launch"},
 ]
 JAXLESS = {
     "hardware",
@@ -39,7 +40,7 @@ JAXLESS = {
     "metrics",
     "train",
     *("profile", "runlogs", "plots", "variables", "nccl", "compare", "preflight", "runai"),
-    *("tables", "page", "report", "launch"),
+    *("tables", "page", "report", "launch", "artifact", "search", "sweep", "trace"),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 
@@ -77,7 +78,7 @@ def test_jax_is_imported_only_where_it_may_be(path):
 
 def test_sizes():
     lines = {p: len(p.read_text().splitlines()) for p in PACKAGE}
-    assert sum(lines.values()) < 8000
+    assert sum(lines.values()) < 9000
     for path, tree in PARSED.items():
         assert lines[path] < 500, path
         assert ast.get_docstring(tree), f"{path} does not say what it owns"

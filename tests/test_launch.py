@@ -310,8 +310,10 @@ def test_xla_options_by_gpu_and_scale():
     assert options(MODEL="llama2", JOB_TOTAL_GPUS="1024")[scatter] == 16 << 20
     new = options("--fsdp", "8", GPU_TYPE="b200", JOB_TOTAL_GPUS="8")
     assert new[command] == "FUSION,CUSTOM_CALL"
-    wide = options("--tp", "2", "--dp", "4", "--cp", "1", TP_COMM_OVERLAP="true")
-    assert wide["xla_gpu_multi_streamed_windowed_einsum"] is True
+    wide = ("--tp", "2", "--dp", "4", "--cp", "1")
+    alone = "xla_gpu_disable_async_collectives"
+    assert alone not in options(*wide, TP_COMM_OVERLAP="true")
+    assert options(*wide, TP_COMM_OVERLAP="false")[alone] == "ALLGATHER,REDUCESCATTER"
     assert runtime.xla_options("cpu", variables.settle(BF16).run) == {}
 
 
