@@ -156,8 +156,9 @@ def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, soft
         ds = (p * (dp - delta_bgrt[..., None]) * slope).astype(q.dtype)
         scale = 1 / math.sqrt(k)
         dqs.append((_merge_heads(_dot("bgrts,bsgk->btgrk", ds, keys)) * scale).astype(q.dtype))
-        dk = dk.at[:, :s1].add(_dot("bgrts,btgrk->bsgk", ds, _split_heads(q, g)) * scale)
-        dv = dv.at[:, :s1].add(_dot("bgrts,btgrk->bsgk", p.astype(do.dtype), do_btgrk))
+        later = ((0, 0), (0, s - s1), (0, 0), (0, 0))  # keys that this block does not see
+        dk += jnp.pad(_dot("bgrts,btgrk->bsgk", ds, _split_heads(q, g)) * scale, later)
+        dv += jnp.pad(_dot("bgrts,btgrk->bsgk", p.astype(do.dtype), do_btgrk), later)
     return jnp.concatenate(dqs, 1), dk.astype(k_bsgk.dtype), dv.astype(v_bsgk.dtype)
 
 

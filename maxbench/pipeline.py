@@ -84,7 +84,8 @@ class _Pipeline:
         self.chunks = jax.tree.map(chunked, w["layers"])
         order = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, -1)
         self.whole = bool((order >= 0).all())
-        self.real = jnp.asarray(order >= 0)[mesh.index("pp")]  # [chunk, layer of the chunk]
+        # [chunk, layer of the chunk]; nothing where every slot has a layer
+        self.real = None if self.whole else jnp.asarray(order >= 0)[mesh.index("pp")]
         self.numbers = jnp.arange(order.shape[-1])
         self.layer = _Layer(run, places["layers"])
         u = run.train.seq // (a.cp * a.tp)
@@ -156,6 +157,9 @@ class _Pipeline:
         residuals = jax.tree.map(zeros, residuals)
         return zeros(self.x), residuals, zeros(self.x), carry["ends"], carry["out"]
 
+    def real_of(self, c):
+        return None if self.whole else _take(self.real, c)
+
     def weights(self, c, number):
         """Of one layer, straight from the stack: a chunk's would be copied first."""
         take = lambda x: lax.dynamic_slice(
@@ -189,7 +193,7 @@ class _Pipeline:
             y, *rest = lax.cond(real, self.layer.forward, skip, w, x)
             return y, rest
 
-        y, (aux, residuals) = lax.scan(step, x, (self.numbers, _take(self.real, c)))
+        y, (aux, residuals) = lax.scan(step, x, (self.numbers, self.real_of(c)))
         return y, jnp.sum(aux), residuals
 
     # Backward: gradient of the input, of the chunk's layers, and the sum of those of the ends.
@@ -206,7 +210,7 @@ class _Pipeline:
                 return call(dy)
             return lax.cond(real, call, lambda dy: (dy, jax.tree.map(jnp.zeros_like, w)), dy)
 
-        xs = self.numbers, residuals, _take(self.real, c)
+        xs = self.numbers, residuals, self.real_of(c)
         dx, dw = lax.scan(step, dy, xs, reverse=True)
         first = (c == 0) & (mesh.index("pp") == 0)
         with jax.named_scope(EMBED_BACKWARD):
