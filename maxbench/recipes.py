@@ -1,7 +1,7 @@
 """From a workload file and flags to a Run: tables of layouts, presets, and the order of settings.
 
-What is set later wins: the workload's numbers, the row of its table (--gpus), presets, the
-shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
+What is set later wins: the workload's numbers, what it does otherwise in FP8, the row of its table
+(--gpus), presets, the shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
 """
 
 import dataclasses
@@ -64,12 +64,14 @@ def workload(
     optim: Mapping,
     layouts: str,
     variants: Mapping[str, Mapping] | None = None,
+    fp8: Mapping[str, Mapping] | None = None,
     **sections: Mapping,
 ) -> ConfigDict:
     """The config of a workload file.
 
-    `layouts` is its table as text; `variants` are presets of its own beside PRESETS, and other
-    keywords further sections. `presets` is what stands after the file's name, 'tiny,xai'; it is
+    `layouts` is its table as text; `variants` are presets of its own beside PRESETS, `fp8` what
+    runs with dtype=fp8 do otherwise ({section: {field: value}}), and other keywords further
+    sections. `presets` is what stands after the file's name, 'tiny,xai'; it is
     checked by resolve().
     """
     known = PRESETS | dict(variants or {})
@@ -77,7 +79,7 @@ def workload(
     given = dict(model=model, train=train, optim=optim, **sections)
     config = ConfigDict(
         {name: _fields(cls, given.get(name, {})) for name, cls in SECTIONS.items()}
-        | {"layouts": layouts, "presets": names, "known": known}
+        | {"layouts": layouts, "presets": names, "known": known, "fp8": dict(fp8 or {})}
     )
     return config.lock()
 
@@ -130,6 +132,9 @@ def resolve(
         wanted[path.rpartition(".")[2]] = value
     for name in config.presets:
         c.choose("preset", name, config.known)
+    if wanted["dtype"] == "fp8":
+        for section, fields in config.fp8.items():
+            values[section] |= dict(fields)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))

@@ -14,6 +14,7 @@ ORDER = [
     {"recipes"},
     {"cli", "runtime"},
     {"mesh"},
+    {"precision"},
     {"schedule", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
     {"layers"},
     {"moe"},
