@@ -148,7 +148,7 @@ BAD = {
     ),
     "fp8 heads": (
         ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.head_dim=36"],
-        ["model.head_dim=36", "8 heads x it = 288", "32"],
+        ["model.head_dim=36", "2 x 1 kv_heads) x it = 360", "32"],
     ),
     "fp8 sequence": (
         ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
