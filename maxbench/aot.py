@@ -82,7 +82,7 @@ def compile_run(run: Run) -> artifact.Compiled:
     start = time.perf_counter()
     lowered = step.lower()
     traced = time.perf_counter()
-    options = runtime.xla_options(step.platform, run.layout)
+    options = runtime.xla_options(step.platform, run)
     compiled = lowered.compile(compiler_options=options)
     done = time.perf_counter()
     memory = compiled.memory_analysis()

@@ -13,6 +13,7 @@ import os
 import pathlib
 from importlib import metadata
 
+from maxbench import runtime
 from maxbench.config import Run
 from maxbench.hardware import CHIPS, GPUS
 
@@ -99,6 +100,7 @@ def key(run: Run) -> str:
     about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
     gpu = run.layout.gpu_type
     about["target"] = dataclasses.asdict(CHIPS[gpu]), GPUS[gpu].gpus_per_node
+    about |= {"options": runtime.xla_options("gpu", run)}
     about |= {"sources": _sources(), "versions": versions()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -14,7 +14,7 @@ from ml_collections import config_flags
 from maxbench import recipes
 from maxbench.config import AXES, Run
 
-COMMANDS = ("train", "plan")
+COMMANDS = ("train", "plan", "report", "launch", "preflight", "nccl")
 HELP = {
     "pp": "pipeline stages",
     "vp": "virtual stages per pipeline stage",
@@ -56,8 +56,12 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     string("output_dir", "experiments/ goes here")
     flags.DEFINE_bool("checkpoint", None, "save a checkpoint at the end", flag_values=fv)
     string("resume", "checkpoint to start from: a run's folder, or one step of it")
+    string("profile", "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop")
     number("cpu_devices", "virtual CPU devices instead of GPUs")
     number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
+    flags.DEFINE_bool(
+        "tp_overlap", None, "let tp's collectives run beside kernels (default)", flag_values=fv
+    )
     string("coordinator", "host:port of process 0 (found by itself under Slurm)")
     number("processes", "number of processes")
     number("process", "number of this process, from 0")
@@ -140,7 +144,10 @@ def main() -> int:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"usage: maxbench {'|'.join(COMMANDS)} --config FILE [flags]{hint}", file=sys.stderr)
+        print(
+            f"usage: maxbench {chr(124).join(COMMANDS)} [flags]; --help after a command{hint}",
+            file=sys.stderr,
+        )
         return 0 if command in ("--help", "-h", "help") else 2
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"maxbench.{command}").main
     return run([f"maxbench {command}", *sys.argv[2:]])

@@ -18,6 +18,7 @@ ACTS = ("swiglu", "geglu", "relu2")
 NORMS = ("rmsnorm", "layernorm1p")
 ROUTERS = ("topk_softmax", "softmax_topk")
 ATTENTIONS = ("auto", "xla", "cudnn")
+PROFILERS = ("", "nsys", "xplane", "nccltrace")
 SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
@@ -274,12 +275,12 @@ class Output:
     checkpoint: bool = False  # save at the end
     checkpoint_every: int = 0  # and every so many steps
     resume: str = ""  # a checkpoint to start from
+    stamp: int = 0  # of the run's folder, <name>_<stamp>; 0 = the time at which it starts
 
     def __post_init__(self):
-        if self.checkpoint_every < 0:
-            raise ValueError(
-                f"output.checkpoint_every={self.checkpoint_every} must not be negative"
-            )
+        for field in ("checkpoint_every", "stamp"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"output.{field}={getattr(self, field)} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +289,7 @@ class Runtime:
 
     cpu_devices: int = 0  # virtual CPU devices; 0 = whatever JAX finds
     mock_gpus: int = 0  # one GPU runs its share of a step on so many
+    tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
     coordinator: str = ""  # host:port of process 0
     processes: int = 0
     process: int = -1
@@ -310,6 +312,28 @@ class Runtime:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A look inside some steps. Its overhead spoils figures, so such a run is named after it."""
+
+    tool: str = ""  # nsys (started under it by launch.sh) | xplane | nccltrace
+    start: int = 20  # first step in the profile
+    stop: int = 25  # first step not in it
+    ranks: str = "0"  # processes that are profiled, joined by commas
+
+    def __post_init__(self):
+        choose("profile", self.tool, PROFILERS)
+        if not 0 <= self.start < self.stop:
+            raise ValueError(
+                f"profile.start={self.start} and profile.stop={self.stop}: the first step in the "
+                "profile must be below the first step after it"
+            )
+        if not all(r.strip().isdecimal() for r in self.ranks.split(",")):
+            raise ValueError(
+                f"profile.ranks={self.ranks!r} must be process numbers joined by commas, as 0,1,2"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """One run, whole: built once from config and flags, then passed down."""
 
@@ -320,6 +344,7 @@ class Run:
     precision: Precision = Precision()
     output: Output = Output()
     runtime: Runtime = Runtime()
+    profile: Profile = Profile()
 
     @property
     def name(self) -> str:
@@ -328,6 +353,7 @@ class Run:
         return (
             f"pretrain_{m.name}_{m.size}_{self.precision.dtype}_gpus{a.gpus}_tp{a.tp}_pp{a.pp}"
             f"_cp{a.cp}_vp{a.vp}_mbs{a.mbs}_gbs{a.gbs}"
+            + (f"_{self.profile.tool}" if self.profile.tool else "")
         )
 
     def asdict(self) -> dict:

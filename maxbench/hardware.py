@@ -171,8 +171,8 @@ class Physics:
     contention: float  # a kernel runs longer by this fraction beside a collective
 
 
-# Name -> lowest and highest plausible value, and where that comes from. "Assumed" is a rule of thumb
-# that nobody measured for this project yet.
+# Name -> lowest and highest plausible value, and where that comes from. "Assumed" is a rule of
+# thumb that nobody measured for this project yet.
 PHYSICS_RANGES = {
     "gemm_bf16": (0.55, 0.85, "fitted; alone on one H200 0.78 to 0.81 were measured"),
     "gemm_fp8": (0.40, 0.80, "assumed: below bf16's fraction, for the casts"),
@@ -187,8 +187,8 @@ PHYSICS_RANGES = {
     "contention": (0.0, 0.25, "assumed: collectives hold a part of the cores and of the memory"),
 }
 # gemm_bf16 is fitted to half of the Llama 2 70B rows by benchmarks/fit_physics.py; the others were
-# set once, within their ranges, and not fitted. No step on Blackwell was measured: its constants are
-# Hopper's, until one is.
+# set once, within their ranges, and not fitted. No step on Blackwell was measured: its constants
+# are Hopper's, until one is.
 _HOPPER = Physics(
     gemm_bf16=0.663,
     gemm_fp8=0.60,

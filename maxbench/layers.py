@@ -28,13 +28,15 @@ ACTS: dict[str, Callable] = {
 }
 
 
-def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
+def weight(module: nn.Module, name: str, axes: str, std: float | None = None, **how):
     """Declares a weight by its axes alone: sizes come from Model, its place from mesh.RULES.
 
-    It starts as normal(0, std), or as `fill` where std is None.
+    It starts as normal(0, std), or as fill=0.0 where std is None; gathered=False is a weight that
+    stays split over fsdp in its layer.
     """
     names = tuple(axes.split())
-    shape = tuple(mesh.local(a, getattr(module.model, a)) for a in names)
+    fill, gathered = how.get("fill", 0.0), how.get("gathered", True)
+    shape = tuple(mesh.local(a, getattr(module.model, a), gathered) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
     return module.param(name, nn.with_partitioning(init, names), shape, jnp.float32)
 
@@ -163,17 +165,22 @@ class Mlp(nn.Module):
 
 
 class Embed(nn.Module):
-    """Token embedding over a vocabulary split by tp; the sum over tp leaves the sequence split."""
+    """Token embedding over a vocabulary split by tp; the sum over tp leaves the sequence split.
+
+    Over fsdp tokens travel, not the table: each GPU looks all of them up in its part of embed.
+    """
 
     model: Model
 
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
-        w_vd = weight(self, "w", "vocab embed", m.init_std).astype(dtype)
+        w_vd = weight(self, "w", "vocab embed", m.init_std, gathered=False).astype(dtype)
+        tokens_bt = mesh.gather(tokens_bt, "fsdp", 0)
         local_bt = tokens_bt - mesh.index("tp") * w_vd.shape[0]
         here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
         x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
+        x_btd = mesh.exchange(x_btd, "fsdp", 0, 2)
         return mesh.scatter(x_btd, "tp", 1) * jnp.asarray(m.embed_multiplier, dtype)
 
 

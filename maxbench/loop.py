@@ -4,6 +4,7 @@ Step time is completion to completion: step i's outputs are waited for while ste
 """
 
 import math
+import os
 import signal
 import sys
 import time
@@ -12,10 +13,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxbench import checkpoint, cli, mesh, metrics, runtime
+from maxbench import checkpoint, cli, hosts, mesh, metrics, profile, runtime
 from maxbench.config import Run
 from maxbench.schedule import layer_order
 from maxbench.step import Step
+
+# What Slurm says about the job, for result.json.
+JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
 
 
 class Failed(Exception):
@@ -37,6 +41,8 @@ def train(run: Run) -> int:
         with cli.clear_errors("train"):
             state = load(step, resume, log) if resume else step.init()
         stopped = steps(run, log, stop, compiled, state)
+        if jax.process_count() > 1 or step.platform in ("gpu", "cuda"):
+            log.result |= hosts.survey(metrics.window(run, log.times)[1])
     except Failed as e:
         log.close("failed", str(e))
         print(f"maxbench train: error: {e}", file=sys.stderr)
@@ -71,8 +77,9 @@ def start_log(run: Run, devices) -> metrics.Log:
         "versions": runtime.versions(),
         "git": runtime.git_revision(),
         "environment": runtime.environment(),
-        "xla_options": runtime.xla_options(first.platform, run.layout),
+        "xla_options": runtime.xla_options(first.platform, run),
         "processes": jax.process_count(),
+        "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
         "flops_conventions": list(metrics.flops.CONVENTIONS),
     }
     log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
@@ -85,7 +92,7 @@ def compile_step(step: Step, log: metrics.Log):
     start = time.perf_counter()
     lowered = step.lower()
     traced = time.perf_counter()
-    options = runtime.xla_options(step.platform, step.run.layout)
+    options = runtime.xla_options(step.platform, step.run)
     compiled = lowered.compile(compiler_options=options)
     done = time.perf_counter()
     memory = compiled.memory_analysis()
@@ -142,6 +149,8 @@ def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> s
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
     first, every = int(state["step"]), run.output.checkpoint_every
     device = jax.local_devices()[0]
+    shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
+    window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
     last_done, queued, reason = time.perf_counter(), None, ""
 
     def finish(i, out):
@@ -163,6 +172,10 @@ def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> s
     i = first
     while i < run.train.steps and not reason:
         reason = stop.asked(i)
+        if window.edge(i) and queued:
+            finish(*queued)
+            queued = None
+        window.before(i)
         state, out = compiled(state)
         if queued:
             finish(*queued)
@@ -173,6 +186,7 @@ def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> s
             queued, last_done = None, time.perf_counter()
     if queued:
         finish(*queued)
+    window.close()
     if run.output.checkpoint or every:
         save(run, log, state)
     return reason and f"{reason} after step {i - 1}"

@@ -127,8 +127,8 @@ def shardings(mesh: Mesh, specs):
 # Inside the step. Each is the identity on an axis of degree 1 and outside shard_map.
 
 
-def degree(axis: str) -> int:
-    """GPUs along a mesh axis of the enclosing shard_map; 1 outside of one."""
+def degree(axis: str | None) -> int:
+    """GPUs along a mesh axis (or none) of the enclosing shard_map; 1 outside of one."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.manual_axes else 1
 
@@ -138,10 +138,10 @@ def index(axis: str) -> jax.Array | int:
     return jax.lax.axis_index(axis) if degree(axis) > 1 else 0
 
 
-def local(name: str, size: int) -> int:
-    """What one GPU holds of a weight's logical axis inside a layer, where fsdp is gathered."""
+def local(name: str, size: int, gathered: bool = True) -> int:
+    """What one GPU holds of a weight's logical axis inside a layer, with fsdp gathered or not."""
     axis = RULES[name]
-    return size // (degree(axis) if axis in ("tp", "ep") else 1)
+    return size // (1 if axis == "fsdp" and gathered else degree(axis))
 
 
 def gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -162,9 +162,9 @@ def total(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def exchange(x: jax.Array, axis: str) -> jax.Array:
-    """All-to-all: row i of dim 0 goes to GPU i; row j of the result came from GPU j."""
-    return jax.lax.all_to_all(x, axis, 0, 0, tiled=True) if degree(axis) > 1 else x
+def exchange(x: jax.Array, axis: str, split: int = 0, join: int = 0) -> jax.Array:
+    """All-to-all: part i of dim `split` goes to GPU i; part j of dim `join` comes from GPU j."""
+    return jax.lax.all_to_all(x, axis, split, join, tiled=True) if degree(axis) > 1 else x
 
 
 def rotate(tree, axis: str, by: int = 1):

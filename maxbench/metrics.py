@@ -130,6 +130,12 @@ class Log:
         self.write_result()
 
     def _new_folder(self) -> pathlib.Path:
+        stamp = self.run.output.stamp
+        if stamp:  # the launcher has made the folder, and put the job's own files there
+            folder = run_folder(self.run, stamp)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / "result.json").exists():
+                return folder
         stamp = int(time.time())
         while True:
             try:
@@ -292,6 +298,9 @@ def closing_table(result: dict) -> str:
                 f"{result['start_to_first_step_s']:.1f} s (compile {result['compile_s']:.1f} s)",
             )
         )
+    if result.get("slow_hosts"):
+        names = ",".join(result["slow_hosts"])
+        rows.append(("slow hosts", f"{names}; leave them out: EXCLUDE_NODES={names}"))
     if "published" in result:
         row = result["published"]
         known = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""

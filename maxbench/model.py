@@ -106,10 +106,9 @@ def layer(run: Run, places, w, x_bud, rope, sums=None):
     return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
 
 
-def embed(run: Run, places, w, tokens_bt):
-    """Embedded tokens, x_bud. `w` holds at least 'embed', like `places`."""
-    w_embed = gather_layer(places["embed"], w["embed"], drop=0)
-    return Embed(run.model).apply({"params": w_embed}, tokens_bt, w["embed"]["w"].dtype)
+def embed(run: Run, w, tokens_bt):
+    """Embedded tokens, x_bud. `w` holds at least 'embed'."""
+    return Embed(run.model).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
 
 
 def head(run: Run, places, w, x_bud):
@@ -136,7 +135,7 @@ def head_loss(run: Run, places, w, x_bud, targets_bt):
 def apply(run: Run, places, w, tokens_bt, sums=None):
     """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses."""
     rope = rope_angles(run.model, mesh.chunks(run.train.seq))
-    x_bud = embed(run, places, w, tokens_bt)
+    x_bud = embed(run, w, tokens_bt)
     step = lambda x_bud, w: layer(run, places["layers"], w[0], x_bud, rope, w[1])
     x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
     return x_bud, jnp.sum(aux)

@@ -158,11 +158,13 @@ class _Pipeline:
 
     def weights(self, c, number):
         """Of one layer, straight from the stack: a chunk's would be copied first."""
-        take = lambda x: lax.dynamic_slice(x, (c, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+        take = lambda x: lax.dynamic_slice(
+            x, (c, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:])
+        )
         return jax.tree.map(lambda x: take(x)[0, 0], self.chunks)
 
     def embed(self, micro):
-        return model.embed(self.run, self.places, self.ends, self.batch(micro)[0])
+        return model.embed(self.run, self.ends, self.batch(micro)[0])
 
     def loss(self, micro, y, ends_grads):
         targets = self.batch(micro)[1]
@@ -217,7 +219,7 @@ class _Pipeline:
 
     def embed_backward(self, carry, at, dx):
         tokens = self.batch(at["b_micro"])[0]
-        call = lambda ends: model.embed(self.run, self.places, ends, tokens)
+        call = lambda ends: model.embed(self.run, ends, tokens)
         return _add(carry["ends"], jax.vjp(call, self.ends)[1](dx)[0])
 
     def no_embed(self, carry, at, dx):

@@ -4,6 +4,7 @@
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --best_remat
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
+  python -m maxbench.plan --config configs/llama31_405b.py --gpus 512 --schedule
   python -m maxbench.plan --all
 
 The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Exit code: 0 it
@@ -14,6 +15,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -264,6 +266,7 @@ def define(fv: flags.FlagValues) -> None:
     yes = lambda name, text: flags.DEFINE_bool(name, False, text, flag_values=fv)
     yes("json", "print the plan as JSON")
     yes("best_remat", "keep as much as fits and recompute the rest (also --max_spare)")
+    yes("schedule", "draw the pipeline's schedule and stop: ticks, bubble, slots")
     yes("search", "try other layouts and remat policies of the same work on the same GPUs")
     yes("all", "plan every row of every workload's table into docs/plan.md and docs/plan.csv")
     flags.DEFINE_alias("max_spare", "best_remat", flag_values=fv)
@@ -286,6 +289,8 @@ def main(argv: Sequence[str]) -> int:
             run = None
         else:
             run = cli.parse(fv, argv)
+        if fv["schedule"].value:
+            return draw_schedule(run)
         timeline = fv["timeline"].value
         if timeline and not timeline.endswith(".json"):
             raise ValueError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
@@ -315,6 +320,18 @@ def plan_all(jobs: int) -> int:
     page = docs / "plan.md"
     head = page.read_text().partition(TABLE)[0] if page.exists() else ""
     page.write_text(f"{head}{TABLE}\n\n{sweep.as_markdown(lines)}")
+    return FITS
+
+
+def draw_schedule(run: Run) -> int:
+    """Prints the run's pipeline schedule as a picture.
+
+    Raises:
+      ValueError: there is no pipeline.
+    """
+    if run.layout.pp == 1:
+        raise ValueError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
+    print(pipeline_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
     return FITS
 
 

@@ -5,6 +5,8 @@ What is set later wins: the workload's numbers, what it does otherwise in FP8, t
 """
 
 import dataclasses
+import importlib.util
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ SECTIONS = {
     "precision": c.Precision,
     "output": c.Output,
     "runtime": c.Runtime,
+    "profile": c.Profile,
 }
 TOY = {
     "model": {
@@ -50,9 +53,11 @@ FLAGS = {
     "resume": ("output", "resume"),
     "cpu_devices": ("runtime", "cpu_devices"),
     "mock_gpus": ("runtime", "mock_gpus"),
+    "tp_overlap": ("runtime", "tp_overlap"),
     "coordinator": ("runtime", "coordinator"),
     "processes": ("runtime", "processes"),
     "process": ("runtime", "process"),
+    "profile": ("profile", "tool"),
 }
 
 
@@ -210,16 +215,38 @@ def _shrink(values: dict, rehearse: bool) -> None:
 
 
 def markdown(configs: Mapping[str, ConfigDict]) -> str:
-    """The layouts of all workloads as one Markdown table: file name -> config."""
-    head = ["gpu_type", "dtype", "scaling", "gpus", "layers", "seq"]
-    head += ["pp", "vp", "dp", "fsdp", "ep", "cp", "tp", "mbs", "gbs"]
-    lines = ["| workload | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
+    """The layouts of all workloads as one Markdown table: file name -> config.
+
+    A line holds the rows that differ in scale alone; its GPUs, gbs, dp and fsdp go together.
+    """
+    head = ["gpu_type", "dtype", "scaling", "layers", "seq", "pp", "vp", "ep", "cp", "tp", "mbs"]
+    scale = ["gpus", "dp", "fsdp", "gbs"]
+    lines = ["| workload | " + " | ".join([*head, *scale]) + " |"]
+    lines.append("|---" * (1 + len(head) + len(scale)) + "|")
     for name, config in configs.items():
-        merged: dict[tuple, list[str]] = {}
+        lists: dict[tuple, dict[tuple, list[str]]] = {}
         for row in table(config.layouts):
-            key = tuple(row[h] for h in head if h != "dtype")
-            merged.setdefault(key, []).append(row["dtype"])
-        for key, dtypes in merged.items():
-            cells = [key[0], ", ".join(dtypes), *key[1:]]
-            lines.append(f"| {name} | " + " | ".join(str(x) for x in cells) + " |")
+            dtypes = lists.setdefault(tuple(row[h] for h in head if h != "dtype"), {})
+            dtypes.setdefault(tuple(row[s] for s in scale), []).append(row["dtype"])
+        for key, scales in lists.items():
+            dtype = ", ".join(next(iter(scales.values())))
+            columns = zip(*scales, strict=True)
+            texts = [" ".join(map(str, c if len(set(c)) > 1 else c[:1])) for c in columns]
+            cells = [key[0], dtype, *key[1:], *texts]
+            lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the layouts of the workload files in configs/, as README has them."""
+    configs = {}
+    for path in sorted(pathlib.Path("configs").glob("*.py")):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        configs[path.stem] = module.get_config()
+    print(markdown(configs))
+
+
+if __name__ == "__main__":
+    main()

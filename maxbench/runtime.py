@@ -9,7 +9,7 @@ import platform
 import subprocess
 from importlib import metadata
 
-from maxbench.config import Layout, Run
+from maxbench.config import Run
 from maxbench.hardware import GPUS
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
@@ -32,18 +32,40 @@ JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
 
 
-def xla_options(platform_name: str, layout: Layout) -> dict:
-    """Compiler options for a platform as jax names it ('gpu', 'cuda', 'cpu')."""
+# Bytes at which collectives are combined: all-reduce, all-gather, reduce-scatter; of NVIDIA's
+# MaxText recipes for Llama 2 (others take these too) and Llama 3.
+COMBINE = {
+    ("llama31", "fp8"): (2 << 30, 2 << 30, 64 << 20),
+    ("llama31", "bf16"): (2 << 30, 2 << 30, 32 << 20),
+    ("", "fp8"): (1 << 30, 512 << 20, 8 << 20),
+    ("", "bf16"): (2 << 30, 2 << 30, 32 << 20),
+}
+MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
+
+
+def xla_options(platform_name: str, run: Run) -> dict:
+    """Compiler options for a platform as jax names it ('gpu', 'cpu'), by GPU type and workload."""
     if platform_name not in ("gpu", "cuda"):
         return {}
+    options, gpu = dict(XLA_OPTIONS), run.layout.gpu_type
     # Where weights are gathered layer by layer: gather the next layer's early, while the last
     # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
     # over microbatches, and run the forward pass twice to do so.
-    gathers = layout.fsdp > 1
-    return XLA_OPTIONS | {
-        "xla_gpu_enable_pipelined_all_gather": gathers,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 2 if gathers else 1,
-    }
+    gathers = run.layout.fsdp > 1
+    options["xla_gpu_enable_pipelined_all_gather"] = gathers
+    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2 if gathers else 1
+    dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"
+    own = COMBINE.get((run.model.name, dtype))
+    reduce, gather, scatter = own or COMBINE["", dtype]
+    if run.layout.gpus // GPUS[gpu].gpus_per_node >= MANY_NODES:
+        scatter //= 2
+    for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):
+        options[f"xla_gpu_{name}_combine_threshold_bytes"] = size
+    if gpu in ("b200", "gb200", "gb300"):
+        options["xla_gpu_enable_command_buffer"] = "FUSION,CUSTOM_CALL"
+    if run.layout.tp > 1 and not run.runtime.tp_overlap:
+        options["xla_gpu_disable_async_collectives"] = "ALLGATHER,REDUCESCATTER"
+    return options
 
 
 def prepare(run: Run) -> None:

@@ -75,7 +75,7 @@ class Schedule:
         """For each conditional of the executor: how often a tick has work, and how often it waits.
 
         Both are shares of the ticks. A tick is as long as its busiest stage, so a stage waits for
-        the forward or backward piece of another; the ends' work is one stage's, and all wait for it.
+        the forward or backward piece of another; the ends' work is one stage's, and all wait.
         """
         work = self.microbatches * self.vp
         busy = {way: (self.column(f"{way}_micro") >= 0).any(1).sum() for way in "fb"}
@@ -90,7 +90,7 @@ class Schedule:
         }
 
     def picture(self, width: int = 120) -> str:
-        """Stages as rows, ticks as columns: forward above, backward below, as 'chunk:microbatch'."""
+        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'."""
         rows = []
         cell = len(f"{self.vp - 1}:{self.microbatches - 1}") + 1
         shown = max(1, (width - 12) // cell)

@@ -195,9 +195,13 @@ def weight_sizes(step: Step) -> set[int]:
 def test_fsdp_moves_weights_and_gradients_only():
     step = build("llama", fsdp=8)
     found = collectives(step)
-    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
-    assert sizes(found, "all-gather") <= weight_sizes(step)
+    tokens, embed = GBS * SEQ, step.run.model.embed
+    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+    assert sizes(found, "all-gather") <= weight_sizes(step) | {tokens}
     assert max(sizes(found, "all-reduce")) <= 8  # loss and norms: scalars, perhaps combined
+    # Tokens travel to the table's parts, not the table to the tokens.
+    assert max(sizes(found, "all-to-all")) <= tokens * embed // 8
+    assert ("all-gather", f"{step.run.model.vocab},{embed}") not in found
 
 
 def test_dp_gathers_weights_once_and_reduces_gradients_once():

@@ -60,7 +60,7 @@ def test_llama2_70b_on_128_gpus(cache):
     assert m["total"] < 50 * GIB
     layers = 80 * 2 * (8192 * 128 * (64 + 8 + 8 + 64) + 3 * 8192 * 28672)
     by = traffic(found)
-    gathered = 2 * layers + 2 * 2 * 32000 * 8192  # embedding and head once
+    gathered = 2 * layers + 2 * 32000 * 8192  # the head once; tokens travel to the embedding
     assert by["all-gather", "fsdp"]["bytes"] == pytest.approx(gathered, rel=0.01)
     # The head's gradient is reduced with the layers'; the embedding's may be in fp32.
     assert by["reduce-scatter", "fsdp"]["bytes"] == pytest.approx(layers, rel=0.02)
@@ -126,6 +126,27 @@ def test_nemotron_fits_gb300_as_it_is_and_h100_with_recomputation(cache):
 
 
 @compiler
+def test_a_pipeline_fits_whatever_the_number_of_microbatches(cache):
+    """Llama 3.1 405B as published: residuals of 72 chunks of 2 layers, one slot to spare."""
+    row = "--config configs/llama31_405b.py --gpus 512"
+    found, more = planned(row, cache), planned(f"{row} --gbs 1024", cache)
+    m = found["memory"]
+    assert found["fits"]
+    assert more["memory"]["total"] == pytest.approx(m["total"], rel=0.01)
+    tokens = 8192 // 2  # over cp; the rest is over tp
+    layer = 2 * tokens * (3 * 16384 + 2 * 1024 + 3 * 53248) // 8  # x, q, o; k, v; mlp up and act
+    assert m["activations"] == pytest.approx(72 * 2 * (layer + 2 * tokens * 16384 // 8), rel=0.06)
+    weights = 2 * (405_853_388_800 - 2 * 128256 * 16384) * 128 / 126 / 64  # bf16, pp 8 x tp 8
+    ends = 2 * 2 * 128256 * 16384 / 8  # on every stage
+    assert m["gradients"] == pytest.approx(weights + ends, rel=0.01)
+    by = traffic(found)
+    sent = 2 * tokens * 16384 // 8  # of one microbatch, each way at each of 582 ticks
+    assert by["permute", "pp"]["count"] == 2 * 582
+    assert by["permute", "pp"]["bytes"] == 2 * 582 * sent
+    assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
+
+
+@compiler
 def test_llama31_70b_screen_and_timeline(cache, tmp_path):
     row = "--config configs/llama31_70b.py --fsdp 8 --tp 4 --layers 4"
     done = command(f"{row} --timeline {tmp_path}/step.json", cache)
@@ -152,6 +173,7 @@ def test_search_finds_the_given_layout_among_others(cache):
         ("--config configs/llama2_70b.py --gpus 128 --gpu_type h300", "did you mean"),
         ("--config configs/llama2_70b.py --gpus 128 --timeline x.png", "must end in .json"),
         ("--config configs/llama2_70b.py --fsdq 128", "fsdp"),
+        ("--config configs/llama2_70b.py --gpus 128 --schedule", "pp=1 has none"),
         ("--config configs/llama2_70b.py --gpus 128 --compiled 0", "compiled"),
     ],
 )

@@ -133,17 +133,20 @@ def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
 @pytest.mark.parametrize(
     ("choose", "seconds", "idle"),
     [
-        (simulate.busiest, 2 * KERNEL_S, 0),
-        (lambda op, s: (1, s[0] - s[1]), 2 * KERNEL_S, KERNEL_S),
+        (simulate.always, 2 * KERNEL_S, 0),
+        (lambda op: (0.75, 0.25), 2 * KERNEL_S, 0.5 * KERNEL_S),
+        (simulate.as_scheduled({"pipeline_loss": (0.5, 0.0)}), KERNEL_S, 0),
+        (simulate.as_scheduled({"another": (0.5, 0.0)}), 2 * KERNEL_S, 0),
     ],
 )
-def test_a_conditional_takes_the_branch_that_is_chosen(choose, seconds, idle):
+def test_a_conditional_takes_as_long_as_its_work_is_frequent(choose, seconds, idle):
     head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
     branch = head + "{ops}}}\n\n"
     others = branch.format(name="busy", ops=script("k1 k2")) + branch.format(
         name="idle", ops=script("k3")
     )
-    op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%busy, %idle}}\n"
+    op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%busy, %idle}}, "
+    op += 'metadata={op_name="jit(_step)/while/body/pipeline_loss/cond"}\n'
     t = play(op, others=others, choose=choose)
     assert t.seconds == pytest.approx(seconds)
     assert t.idle_s == pytest.approx(idle)

@@ -1,0 +1,62 @@
+#!/bin/bash
+#SBATCH --job-name=maxbench
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=01:00:00
+#SBATCH --open-mode=append
+#
+# The one door: checks the variables, then submits, or runs where sbatch has put it.
+#
+#   JOB_TOTAL_GPUS=8 DTYPE=bf16 MODEL_SIZE=8b launch/launch.sh           submits
+#   DTYPE=bf16 MODEL_SIZE=70b sbatch -A acct -p batch -N 8 launch/launch.sh
+#   launch/launch.sh --dry-run                    the exact sbatch script and train command
+#   launch/launch.sh --wait -- --layers 8         waits for the end; further flags of the trainer
+#   launch/launch.sh --help                       every variable
+set -eu -o pipefail
+
+if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 2))); then
+  echo "launch.sh: bash $BASH_VERSION is too old; 4.2 or later is needed" >&2
+  exit 2
+fi
+
+# Under sbatch this file is a copy in Slurm's spool; Slurm knows where it came from.
+find_root() {
+  local file="${BASH_SOURCE[0]}" place
+  if [[ -n "${SLURM_JOB_ID:-}" && ! -f "$(dirname "$file")/../maxbench/launch.py" ]]; then
+    file=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* Command=\([^ ]*\).*/\1/p')
+  fi
+  for place in "${MAXBENCH_ROOT:-}" "$(dirname "$file")/.." "${SLURM_SUBMIT_DIR:-}" \
+    "${STAGE_PATH:-}/maxbench"; do
+    if [[ -f "$place/maxbench/launch.py" ]]; then
+      (cd "$place" && pwd)
+      return
+    fi
+  done
+  echo "launch.sh: cannot find maxbench; set MAXBENCH_ROOT to where it was cloned" >&2
+  return 2
+}
+
+find_python() {
+  local stage="${STAGE_PATH:-${LLMB_INSTALL:-}}" python
+  for python in "${MAXBENCH_PYTHON:-}" "${stage:+$stage/venv/bin/python}" \
+    "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" python3 python; do
+    if [[ -n "$python" ]] && "$python" -c 'import absl, ml_collections' 2>/dev/null; then
+      command -v "$python"
+      return
+    fi
+  done
+  echo "launch.sh: no Python with absl-py and ml-collections: run ./setup.sh first," \
+    "or set MAXBENCH_PYTHON" >&2
+  return 2
+}
+
+ROOT=$(find_root)
+PYTHON=$(find_python)
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" MAXBENCH_PYTHON="$PYTHON"
+unset HF_TOKEN # data is synthetic and tokenizers are not used: no token goes anywhere
+
+if [[ -n "${SLURM_JOB_ID:-}" && ! "${1:-}" =~ ^(--dry-run|--wait|--help|-h)$ ]]; then
+  body=$("$PYTHON" -m maxbench.launch --inside "$@")
+  exec bash -c "$body"
+fi
+exec "$PYTHON" -m maxbench.launch "$@"

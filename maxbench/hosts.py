@@ -1,0 +1,88 @@
+"""Hosts side by side: facts and scores gathered from every process, and which one is slow.
+
+A step ends everywhere at once, because its collectives wait for the slowest: step times alone
+cannot name it. So every device runs the same product on its own, hot from the last step, and the
+scores are compared. That costs some 50 ms after the last step, outside of every figure.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+SLOW = 0.93  # of the median score
+
+
+def name() -> str:
+    """This host, as Slurm knows it where there is one."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def gather(what: dict) -> list[dict]:
+    """One dict from every process, in their order; all processes must call it."""
+    if jax.process_count() == 1:
+        return [what]
+    data = np.frombuffer(json.dumps(what).encode(), dtype=np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(data)]))
+    padded = np.zeros(int(sizes.max()), dtype=np.uint8)
+    padded[: len(data)] = data
+    every = multihost_utils.process_allgather(padded)
+    return [
+        json.loads(bytes(row[:size]))
+        for row, size in zip(every, np.ravel(sizes).tolist(), strict=True)
+    ]
+
+
+def gemm_tflops(times: int = 3) -> list[float]:
+    """TFLOP/s of a square product on each device of this process, one after the other.
+
+    8192 wide in bf16 on a GPU, 256 wide in fp32 on a CPU; random data, because zeros draw less
+    power and clock higher.
+    """
+    gpu = jax.default_backend() == "gpu"
+    wide, dtype = (8192, jnp.bfloat16) if gpu else (256, jnp.float32)
+    scores = []
+    product = jax.jit(lambda a: (a @ a).astype(dtype))
+    for device in jax.local_devices():
+        a = jax.device_put(np.random.default_rng(0).standard_normal((wide, wide)), device)
+        a = a.astype(dtype)
+        product(a).block_until_ready()
+        best = float("inf")
+        for _ in range(times):
+            start = time.perf_counter()
+            product(a).block_until_ready()
+            best = min(best, time.perf_counter() - start)
+        scores.append(2 * wide**3 / best / 1e12)
+    return scores
+
+
+def slow(scores: Mapping[str, float]) -> list[str]:
+    """Hosts whose score is below SLOW of the median, slowest first; none below three hosts of a
+    kind unless one is far off."""
+    if len(scores) < 2:
+        return []
+    bar = statistics.median_high(scores.values()) * (SLOW if len(scores) > 2 else SLOW**2)
+    return [h for h, s in sorted(scores.items(), key=lambda x: x[1]) if s < bar]
+
+
+def survey(step_s: Sequence[float]) -> dict:
+    """Step times and scores by host, and the slow hosts; all processes must call it.
+
+    Args:
+      step_s: seconds of the steps that count, as this process saw them.
+    """
+    mine = {"host": name(), "gemm_tflops": gemm_tflops()}
+    mine["step_s"] = statistics.median(step_s) if step_s else None
+    found: dict[str, dict] = {}
+    for one in gather(mine):
+        host = found.setdefault(one["host"], {"step_s": one["step_s"], "gemm_tflops": []})
+        host["gemm_tflops"] += one["gemm_tflops"]
+    late = slow({h: min(x["gemm_tflops"]) for h, x in found.items()})
+    on_gpu = jax.default_backend() == "gpu"  # a shared CPU's scores are noise
+    return {"hosts": found, "slow_hosts": late if on_gpu else []}

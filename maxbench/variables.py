@@ -1,0 +1,404 @@
+"""The variables of launch.sh: every one of NVIDIA's recipes under its own names, checked.
+
+settle() reads them from an environment and returns Settings; nothing else reads them.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from maxbench import cli
+from maxbench.config import Run, choose
+from maxbench.hardware import GPUS
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Defaults that a workload's recipe has: they differ between workloads."""
+
+    sizes: tuple[str, ...]
+    dtype: str
+    gpus: str = ""  # '' = must be given
+    time: str = "01:00:00"
+    profile: tuple[int, int] = (20, 30)  # first step profiled, first one not profiled any more
+    stops: bool = True  # a profiled job ends where its profile does
+
+
+FAMILIES = {
+    "llama31": Family(
+        sizes=("8b", "70b", "405b"), dtype="bf16", gpus="8", time="00:30:00", profile=(20, 25)
+    ),
+    "llama2": Family(sizes=("70b",), dtype="fp8", profile=(10, 15)),
+    "nemotron4": Family(
+        sizes=("340b",), dtype="fp8", time="00:25:00", profile=(45, 50), stops=False
+    ),
+    "grok1": Family(sizes=("314b",), dtype="fp8", stops=False),
+}
+ALIASES = {"llama3.1": "llama31", "llama3": "llama31", "nemotron": "nemotron4", "grok": "grok1"}
+SIZES = tuple(dict.fromkeys(s for f in FAMILIES.values() for s in f.sizes))
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
+
+# Name -> (default, meaning, other names). A default '*' depends on the workload.
+VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "MODEL": ("*", "llama31 | llama2 | nemotron4 | grok1; default: by MODEL_SIZE", ()),
+    "MODEL_SIZE": ("*", "8b | 70b | 405b | 340b | 314b", ()),
+    "DTYPE": ("*", "fp8 | bf16 | fp32", ()),
+    "PRESET": ("", "tiny | proxy | rehearse | xai: presets of the workload file", ()),
+    "JOB_TOTAL_GPUS": ("*", "GPUs of the job; picks the recipe's row", ("SBATCH_GPUS",)),
+    "GPU_TYPE": ("h100", "h100 | h200 | b200 | gb200 | gb300", ()),
+    "GPUS_PER_NODE": ("*", "8; 4 for gb200, gb300", ("RUN_CONF_GPU_PER_NODE",)),
+    "CPU_DEVICES": ("0", "virtual CPU devices per node instead of GPUs", ()),
+    "PROCESSES": ("gpu", "gpu | node: one process per GPU, or per node", ()),
+    "STRONG_SCALING": ("false", "rows whose global batch stays constant", ()),
+    "GBS": ("", "sequences per step, instead of the recipe's", ()),
+    "MAX_STEPS": ("50", "steps to train", ("RUN_CONF_MAX_STEPS",)),
+    "TIME_LIMIT": ("*", "HH:MM:SS", ()),
+    "CLUSTER_TYPE": ("slurm", "slurm | runai", ()),
+    "STAGE_PATH": ("", "results and environment go here", ("LLMB_WORKLOAD", "LLMB_INSTALL")),
+    "RUN_CONF_RESULT_DIR": ("", "results go here, instead of STAGE_PATH", ()),
+    "SBATCH_ACCOUNT": ("", "Slurm account", ("SLURM_ACCOUNT",)),
+    "SBATCH_PARTITION": ("", "Slurm partition", ("SLURM_PARTITION",)),
+    "SBATCH_GPUS_PER_NODE": ("none", "GPUs per node by gres, or none", ("SLURM_GPUS_PER_NODE",)),
+    "ADDITIONAL_SLURM_PARAMS": ("", "'key=value;key' for sbatch", ()),
+    "EXCLUDE_NODES": ("", "nodes to leave out, as the straggler report prints them", ()),
+    "DISABLE_PERFRUN": ("false", "only the profile and trace jobs", ()),
+    "ENABLE_PROFILE": ("false", "a further job under Nsight Systems", ()),
+    "PROFILER": ("nsys", "nsys | xplane (needs no nsys)", ()),
+    "PROFILE_START_STEP": ("*", "first step profiled", ("RUN_CONF_PROFILE_START_STEP",)),
+    "PROFILE_STOP_STEP": ("*", "where profiling ends", ("RUN_CONF_PROFILE_STOP_STEP",)),
+    "RUN_CONF_PROFILE_RANKS": ("0,1,2,3,4,5,6,7", "processes to profile", ()),
+    "ENABLE_GPU_METRICS": (
+        "false",
+        "GPU metrics in the profile",
+        ("RUN_CONF_PROFILE_GPU_METRICS",),
+    ),
+    "RUN_CONF_PROFILE_CPU": ("false", "CPU samples in the profile", ()),
+    "ENABLE_NCCL_TRACE": ("false", "a further job that logs NCCL's calls", ("ENABLE_NCCLTRACE",)),
+    "ENABLE_CHECKPOINT": ("false", "save a checkpoint at the end", ()),
+    "CHECKPOINT_EVERY": ("0", "and every so many steps; the job is requeueable", ()),
+    "LOAD_CHECKPOINT_PATH": ("", "checkpoint to load; then one step is trained", ()),
+    "TP_COMM_OVERLAP": ("", "true | false: tensor-parallel communication beside kernels", ()),
+    "ALLOW_TCP": ("false", "go on when NCCL falls back to TCP", ()),
+    "DISABLE_PREFLIGHT": ("false", "no look at the nodes before step 0", ()),
+    "DISABLE_PINNING": ("false", "do not bind processes to NUMA nodes", ()),
+    "RUN_CONF_IMAGE": ("", "container image (.sqsh for Slurm, a registry's name for Run:ai)", ()),
+    "RUN_CONF_MOUNTS": ("", "mounts: src:dst,... ; Run:ai: name:path:k8s-claim,...", ()),
+    "SLURM_MPI_TYPE": ("none", "srun --mpi", ()),
+    "BASE_URL": ("", "Run:ai API, https://.../api/v1", ()),
+    "APP_ID": ("", "Run:ai application", ()),
+    "APP_SECRET": ("", "its secret; never printed or stored", ()),
+    "PROJECT_NAME": ("", "Run:ai project", ()),
+    "PVC_DIR": ("", "folder for results in the mounted claim", ()),
+    "OPTIMIZATION_NAME": ("", "a label kept with the result", ()),
+}
+SECRETS = ("HF_TOKEN", "APP_SECRET")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was asked for, checked."""
+
+    values: dict[str, str]  # of VARIABLES, defaults filled in
+    run: Run
+    flags: tuple[str, ...]  # for maxbench.train
+    nodes: int
+    tasks_per_node: int
+    out: pathlib.Path
+    notes: tuple[str, ...] = ()
+
+    def on(self, name: str) -> bool:
+        """A boolean variable."""
+        return BOOLS[self.values[name].lower()]
+
+    def number(self, name: str) -> int:
+        """An integer variable."""
+        return int(self.values[name])
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.values["MODEL"]]
+
+
+def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
+    """Checks the variables in env, and further flags for the trainer.
+
+    Raises:
+      ValueError: a variable that cannot be, by name, with what is allowed.
+    """
+    _typos(env)
+    values = {name: _read(env, name) for name in VARIABLES}
+    notes = _workload(values)
+    _numbers(values)
+    _choices(values)
+    _slurm(values)
+    stage = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
+    flags_, run = _resolve(values, stage, list(extra), env)
+    per_node = int(values["CPU_DEVICES"]) or int(values["GPUS_PER_NODE"])
+    devices = run.layout.gpus
+    if devices > per_node and devices % per_node:
+        raise ValueError(
+            f"JOB_TOTAL_GPUS={devices} is not a whole number of nodes of GPUS_PER_NODE={per_node}; "
+            f"nearest that works: {round(devices / per_node) * per_node}"
+        )
+    nodes = max(1, devices // per_node)
+    one = values["PROCESSES"] == "node" or int(values["CPU_DEVICES"])
+    return Settings(
+        values=values,
+        run=run,
+        flags=tuple(flags_),
+        nodes=nodes,
+        tasks_per_node=1 if one else min(per_node, devices),
+        out=stage,
+        notes=tuple(notes),
+    )
+
+
+def _read(env: Mapping[str, str], name: str) -> str:
+    default, _, others = VARIABLES[name]
+    given = {n: env[n].strip() for n in (name, *others) if env.get(n, "").strip()}
+    if name == "SBATCH_GPUS" or (name == "JOB_TOTAL_GPUS" and name not in given):
+        nodes = env.get("SLURM_JOB_NUM_NODES")  # sbatch -N 8 launch.sh: the allocation says it
+        if nodes and not given:
+            return f"nodes:{nodes}"
+    return next(iter(given.values()), default)
+
+
+def _typos(env: Mapping[str, str]) -> None:
+    """Refuses a variable that is one slip of the finger away from one of ours."""
+    known = [n for name, (_, _, others) in VARIABLES.items() for n in (name, *others)]
+    ours = {n for n in known if len(n) >= 5}
+    for name in env:
+        if name in known or name in SECRETS:
+            continue
+        near = next(
+            (n for n in ours if len(n) - 1 <= len(name) <= len(n) + 1 and _slip(name, n)), ""
+        )
+        if near:
+            raise ValueError(f"{name} is set, which nothing reads; did you mean {near}?")
+
+
+def _slip(a: str, b: str) -> bool:
+    """Whether a is b with one letter more, less, or other, or two neighbours swapped."""
+    if len(a) == len(b):
+        wrong = [i for i in range(len(a)) if a[i] != b[i]]
+        swapped = len(wrong) == 2 and wrong[1] == wrong[0] + 1
+        return len(wrong) == 1 or (swapped and sorted(a) == sorted(b))
+    short, long = sorted((a, b), key=len)
+    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
+def _workload(values: dict[str, str]) -> list[str]:
+    """MODEL, MODEL_SIZE and what hangs on them."""
+    notes: list[str] = []
+    for name in ("MODEL", "MODEL_SIZE", "DTYPE", "GPU_TYPE", "CLUSTER_TYPE", "PROCESSES"):
+        values[name] = values[name].lower()
+    model, size = ALIASES.get(values["MODEL"], values["MODEL"]), values["MODEL_SIZE"]
+    if size != "*":
+        choose("MODEL_SIZE", size, SIZES)
+    if model == "*":
+        having = [m for m, f in FAMILIES.items() if size in ("*", *f.sizes)]
+        model = having[0]
+        if size != "*" and len(having) > 1:
+            notes.append(f"MODEL_SIZE={size} is taken as MODEL={model}; there is {having[1]} too")
+    choose("MODEL", model, FAMILIES)
+    family = FAMILIES[model]
+    size = family.sizes[0] if size == "*" else size
+    choose(f"MODEL={model} MODEL_SIZE", size, family.sizes)
+    values |= {"MODEL": model, "MODEL_SIZE": size}
+    start, stop = family.profile
+    strong_time = "00:35:00" if model == "nemotron4" else family.time
+    strong = BOOLS.get(values["STRONG_SCALING"].lower())
+    own = {
+        "DTYPE": family.dtype,
+        "TIME_LIMIT": strong_time if strong else family.time,
+        "PROFILE_START_STEP": str(start),
+        "PROFILE_STOP_STEP": str(stop),
+    }
+    values |= {name: default for name, default in own.items() if values[name] == "*"}
+    return notes
+
+
+def _choices(values: dict[str, str]) -> None:
+    choose("DTYPE", values["DTYPE"], ("fp8", "bf16", "fp32"))
+    choose("CLUSTER_TYPE", values["CLUSTER_TYPE"], ("slurm", "runai"))
+    choose("PROCESSES", values["PROCESSES"], ("gpu", "node"))
+    choose("PROFILER", values["PROFILER"], ("nsys", "xplane"))
+    for name, (default, meaning, _) in VARIABLES.items():
+        if default in ("false",) or meaning.startswith("true | false"):
+            choose(name, values[name].lower(), BOOLS)
+    if values["CLUSTER_TYPE"] == "runai":
+        needed = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR")
+        lacking = [n for n in needed if not values[n]]
+        if lacking:
+            raise ValueError(
+                f"{lacking[0]} is not set, and CLUSTER_TYPE=runai needs {', '.join(needed)}: "
+                f"{lacking[0]} is {VARIABLES[lacking[0]][1]}"
+            )
+
+
+def _numbers(values: dict[str, str]) -> None:
+    choose("GPU_TYPE", values["GPU_TYPE"], GPUS)
+    if values["GPUS_PER_NODE"] == "*":
+        values["GPUS_PER_NODE"] = str(GPUS[values["GPU_TYPE"]].gpus_per_node)
+    least = {"CPU_DEVICES": 0, "CHECKPOINT_EVERY": 0, "PROFILE_START_STEP": 0}
+    counts = ("CPU_DEVICES", "GPUS_PER_NODE", "MAX_STEPS", "CHECKPOINT_EVERY")
+    for name in (*counts, "PROFILE_START_STEP", "PROFILE_STOP_STEP"):
+        _integer(name, values[name], least.get(name, 1))
+    total = values["JOB_TOTAL_GPUS"]
+    if total.startswith("nodes:"):
+        per_node = int(values["CPU_DEVICES"]) or int(values["GPUS_PER_NODE"])
+        values["JOB_TOTAL_GPUS"] = str(int(total.removeprefix("nodes:")) * per_node)
+    elif total == "*":
+        values["JOB_TOTAL_GPUS"] = "" if values["PRESET"] else FAMILIES[values["MODEL"]].gpus
+    if values["JOB_TOTAL_GPUS"]:
+        _integer("JOB_TOTAL_GPUS", values["JOB_TOTAL_GPUS"], 1)
+    if values["GBS"]:
+        _integer("GBS", values["GBS"], 1)
+    start, stop = int(values["PROFILE_START_STEP"]), int(values["PROFILE_STOP_STEP"])
+    if start >= stop:
+        raise ValueError(f"PROFILE_START_STEP={start} must be below PROFILE_STOP_STEP={stop}")
+    for rank in values["RUN_CONF_PROFILE_RANKS"].split(","):
+        _integer("RUN_CONF_PROFILE_RANKS", rank.strip(), 0, "; for example 0,1,2,3")
+
+
+def _integer(name: str, text: str, least: int, hint: str = "") -> None:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
+        raise ValueError(f"{name}={text!r} must be a whole number, at least {least}{hint}")
+
+
+def _slurm(values: dict[str, str]) -> None:
+    gres = values["SBATCH_GPUS_PER_NODE"].lower()
+    if gres in ("none", "null"):
+        values["SBATCH_GPUS_PER_NODE"] = "none"
+    else:
+        hint = "; none where the cluster has no gres"
+        _integer("SBATCH_GPUS_PER_NODE", gres, 1, hint)
+    if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", values["TIME_LIMIT"]):
+        raise ValueError(f"TIME_LIMIT={values['TIME_LIMIT']!r} must be HH:MM:SS, as 00:30:00")
+    additional(values["ADDITIONAL_SLURM_PARAMS"])
+    for name in ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "EXCLUDE_NODES", "OPTIMIZATION_NAME"):
+        if re.search(r"[\s;&|<>$`\"']", values[name]):
+            raise ValueError(f"{name}={values[name]!r} must be one word")
+
+
+def additional(text: str) -> list[str]:
+    """'nodelist=a,b;exclusive' -> ['--nodelist=a,b', '--exclusive'].
+
+    Raises:
+      ValueError: a part that is no sbatch option.
+    """
+    options = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        key, is_set, value = part.partition("=")
+        key = key.strip().lstrip("-")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or re.search(r"[\s]", value.strip()):
+            raise ValueError(
+                f"ADDITIONAL_SLURM_PARAMS: {part!r} is not key=value or key; "
+                "for example 'nodelist=node001,node002;constraint=gpu'"
+            )
+        options.append(f"--{key}={value.strip()}" if is_set else f"--{key}")
+    return options
+
+
+def _resolve(
+    values: Mapping[str, str], out: pathlib.Path, extra: list[str], env: Mapping[str, str]
+) -> tuple[list[str], Run]:
+    """Flags of the trainer, and the Run that they make."""
+    config = f"configs/{values['MODEL']}_{values['MODEL_SIZE']}.py"
+    presets = values["PRESET"].replace(" ", "")
+    given = ["--config", config + (f":{presets}" if presets else "")]
+    total = values["JOB_TOTAL_GPUS"]
+    sizes_only = {"tiny", "proxy"} & set(presets.split(","))  # such a preset has no table row
+    by_hand = any(re.match(r"--(pp|dp|fsdp|ep|cp|tp)\b", arg) for arg in extra)
+    if total and sizes_only and not by_hand:
+        given += ["--fsdp", total]
+    elif total and not sizes_only:
+        given += ["--gpus", total]
+    elif not total and not presets and not by_hand:
+        raise ValueError(_scales(config, values))
+    given += ["--gpu_type", values["GPU_TYPE"], "--dtype", values["DTYPE"]]
+    if BOOLS.get(values["STRONG_SCALING"].lower()):
+        given.append("--strong_scaling")
+    if values["GBS"]:
+        given += ["--gbs", values["GBS"]]
+    if values["CPU_DEVICES"] != "0":
+        given += ["--cpu_devices", values["CPU_DEVICES"]]
+    if values["TP_COMM_OVERLAP"]:
+        on = BOOLS[values["TP_COMM_OVERLAP"].lower()]
+        given.append("--tp_overlap" if on else "--notp_overlap")
+    given += ["--steps", values["MAX_STEPS"], "--output_dir", str(out)]
+    if values["LOAD_CHECKPOINT_PATH"]:
+        step = _checkpoint_step(values["LOAD_CHECKPOINT_PATH"])
+        given += ["--resume", values["LOAD_CHECKPOINT_PATH"], "--steps", str(step + 1)]
+    if BOOLS.get(values["ENABLE_CHECKPOINT"].lower()) or values["CHECKPOINT_EVERY"] != "0":
+        given.append("--checkpoint")
+    if values["CHECKPOINT_EVERY"] != "0":
+        given.append(f"--config.output.checkpoint_every={values['CHECKPOINT_EVERY']}")
+    given += extra
+    fv = flags.FlagValues()
+    argv = ["launch.sh", *_absolute(given)]
+    cli.define(fv, argv)
+    try:
+        return given, cli.parse(fv, argv)
+    except ValueError as e:
+        raise ValueError(_in_variables(str(e))) from None
+
+
+def _absolute(given: list[str]) -> list[str]:
+    """The config's path from wherever launch.sh was called."""
+    return [str(ROOT / a) if a.startswith("configs/") else a for a in given]
+
+
+def _in_variables(message: str) -> str:
+    """A message about the trainer's flags, in the words of launch.sh."""
+    message = re.sub(r"^gpus=", "JOB_TOTAL_GPUS=", message)
+    message = re.sub(r"--gpus (\d+)", r"JOB_TOTAL_GPUS=\1", message)
+    for flag, name in (("dtype", "DTYPE"), ("gpu_type", "GPU_TYPE"), ("preset", "PRESET")):
+        message = re.sub(rf"^{flag}=", f"{name}=", message)
+    message = message.replace("--dtype fp8", "DTYPE=fp8").replace("dtype='fp8'", "DTYPE=fp8")
+    return re.sub(r"^steps=", "MAX_STEPS=", message)
+
+
+def _scales(config: str, values: Mapping[str, str]) -> str:
+    """What JOB_TOTAL_GPUS may be, for a message."""
+    from maxbench import recipes
+
+    spec = importlib.util.spec_from_file_location("workload", ROOT / config)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    scaling = "strong" if BOOLS.get(values["STRONG_SCALING"].lower()) else "weak"
+    rows = recipes.table(module.get_config().layouts)
+    fits = {"gpu_type": values["GPU_TYPE"], "dtype": values["DTYPE"], "scaling": scaling}
+    scales = [r["gpus"] for r in rows if all(r[k] == v for k, v in fits.items())]
+    name = f"{values['MODEL']} {values['MODEL_SIZE']} {values['DTYPE']} on {values['GPU_TYPE']}"
+    allowed = ", ".join(map(str, sorted(set(scales)))) or "none on this GPU type"
+    return f"JOB_TOTAL_GPUS is not set; {name} has recipes for: {allowed}"
+
+
+def _checkpoint_step(path: str) -> int:
+    """The step of the newest complete checkpoint at or below path.
+
+    Raises:
+      ValueError: there is none.
+    """
+    root = pathlib.Path(path)
+    found = [*root.glob("run.json"), *root.glob("*/run.json"), *root.glob("checkpoints/*/run.json")]
+    steps = []
+    for file in found:
+        try:
+            steps.append(int(json.loads(file.read_text())["step"]))
+        except (ValueError, KeyError, TypeError, OSError):
+            continue
+    if not steps:
+        raise ValueError(
+            f"LOAD_CHECKPOINT_PATH={path!r} holds no complete checkpoint; give a run's folder, "
+            "its checkpoints/ or one step of it"
+        )
+    return max(steps)
