@@ -138,8 +138,7 @@ def resolve(
     for name in config.presets:
         c.choose("preset", name, config.known)
     if wanted["dtype"] == "fp8":
-        for section, fields in config.fp8.items():
-            values[section] |= dict(fields)
+        _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
@@ -149,8 +148,7 @@ def resolve(
     elif strong_scaling:
         raise ValueError("strong_scaling picks a row of the table, so it needs --gpus")
     for name in names:
-        for section, fields in config.known[name].items():
-            values[section] |= dict(fields)
+        _update(values, config.known[name])
         if name in ("tiny", "rehearse"):
             _shrink(values, rehearse=name == "rehearse")
     for flag, value in flags.items():
@@ -171,6 +169,11 @@ def resolve(
         runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
         run = dataclasses.replace(run, runtime=runtime)
     return run
+
+
+def _update(values: dict, given: Mapping) -> None:
+    for section, fields in given.items():
+        values[section] |= dict(fields)
 
 
 def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: set) -> dict:

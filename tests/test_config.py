@@ -81,6 +81,13 @@ def test_rehearse_keeps_the_shape_of_the_row():
     assert resolve("grok1_314b", "rehearse", gpus=64, cpu_devices=4).runtime.cpu_devices == 4
 
 
+def test_fp8_runs_of_a_workload_may_have_settings_of_their_own():
+    assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
+    assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
+    by_hand = {"precision.dtype": "fp8", "train.remat": "full"}
+    assert resolve("llama2_70b", overrides=by_hand).train.remat == "full"
+
+
 def test_order_of_settings():
     base = config("llama31_8b", "tiny")
     run = recipes.resolve(base, gpus=8, flags={"mbs": 2, "seq": 128}, overrides={"train.seq": 256})
