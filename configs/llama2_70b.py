@@ -31,6 +31,7 @@ def get_config(presets=""):
             seq=4096,
             remat="save_dot_except_mlpwi",
         ),
+        fp8=dict(train=dict(remat="save_dot_except_mlp")),
         layout=dict(mbs=2),
         optim=dict(lr=3e-5, lr_min=3e-6, warmup=0.1, eps=1e-8),
         layouts=LAYOUTS,

@@ -44,7 +44,7 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
     number("gpus", "take the recipe's row for this many GPUs")
     string("gpu_type", "h100 | h200 | b200 | gb200 | gb300")
-    string("dtype", "bf16 | fp32")
+    string("dtype", "bf16 | fp32 | fp8")
     flags.DEFINE_bool(
         "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
     )

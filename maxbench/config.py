@@ -13,6 +13,7 @@ from maxbench.hardware import GPUS
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+FP8_MULTIPLE = 16  # of every dim of an FP8 GEMM
 ACTS = ("swiglu", "geglu", "relu2")
 NORMS = ("rmsnorm", "layernorm1p")
 ROUTERS = ("topk_softmax", "softmax_topk")
@@ -250,17 +251,20 @@ class Optim:
 class Precision:
     """Number formats. The published recipes: bf16 compute, fp32 master weights and moments."""
 
-    dtype: str = "bf16"  # of the forward and backward pass
+    dtype: str = "bf16"  # of the forward and backward pass: bf16 | fp32 | fp8 (its GEMMs)
     weights: str = "fp32"  # master copy
     moments: str = "fp32"  # Adam's two averages
     grads: str = "bf16"  # accumulated over microbatches and reduced over GPUs
 
+    @property
+    def compute(self) -> str:
+        """Of activations and of the weights that layers see: FP8 stands around GEMMs only."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
     def __post_init__(self):
-        if self.dtype == "fp8":
-            raise ValueError("dtype='fp8' is not supported yet; bf16 is")
-        for field in ("dtype", "weights", "moments", "grads"):
-            name = field if field == "dtype" else f"precision.{field}"
-            choose(name, getattr(self, field), DTYPES)
+        choose("dtype", self.dtype, (*DTYPES, "fp8"))
+        for field in ("weights", "moments", "grads"):
+            choose(f"precision.{field}", getattr(self, field), DTYPES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -386,6 +390,33 @@ class Run:
                 f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap}); "
                 "use train.attention=xla"
             )
+        if self.precision.dtype == "fp8":
+            self._fills_fp8()
+
+    def _fills_fp8(self) -> None:
+        """FP8 GEMMs take dims of whole 16 bytes. (Slots of experts are padded to that by XLA.)"""
+        m, a, seq = self.model, self.layout, self.train.seq
+        heads, groups = m.heads // a.tp, m.kv_heads // a.tp
+        for field, value, split, how, dim in (
+            ("model.embed", m.embed, 1, "embed", m.embed),
+            ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
+            ("model.head_dim", m.head_dim, 1, f"{heads} heads x it", heads * m.head_dim),
+            (
+                "model.head_dim",
+                m.head_dim,
+                1,
+                f"({heads} heads + 2 x {groups} kv_heads) x it",
+                groups * m.qkv * m.head_dim,
+            ),
+            ("train.seq", seq, a.cp, f"mbs={a.mbs} x seq / cp={a.cp}", a.mbs * seq // a.cp),
+        ):
+            if dim % FP8_MULTIPLE:
+                unit = split * FP8_MULTIPLE
+                raise ValueError(
+                    f"dtype='fp8' needs dims of GEMMs that are multiples of {FP8_MULTIPLE}: "
+                    f"{field}={value} makes {how} = {dim}; nearest that works: "
+                    f"{max(unit, round(value / unit) * unit)}"
+                )
 
     def _pipelines(self) -> None:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp

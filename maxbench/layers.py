@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench import mesh
+from maxbench import mesh, precision
 from maxbench.attention import attend
 from maxbench.config import Model
 
@@ -42,19 +42,29 @@ def weight(module: nn.Module, name: str, axes: str, std: float | None = None, **
 
 
 class Linear(nn.Module):
-    """x @ w, the axes of w written 'in -> out': Linear(model, 'heads head_dim -> embed', std)."""
+    """x @ w, the axes of w written 'in -> out': Linear(model, 'heads head_dim -> embed', std).
+
+    `dtype` is the run's, `saved` the name under which a remat policy knows x (precision.dot).
+    """
 
     model: Model
     axes: str
     std: float
+    dtype: str = "bf16"
+    saved: str = ""
 
     @nn.compact
     def __call__(self, x):
         ins, outs = self.axes.split("->")
         w = weight(self, "w", f"{ins} {outs}", self.std)
-        n = len(ins.split())
-        dims = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
-        return jax.lax.dot_general(x, w.astype(x.dtype), (dims, ((), ())))
+        return precision.dot(
+            x,
+            w.astype(x.dtype),
+            len(ins.split()),
+            gemm=self.name,
+            dtype=self.dtype,
+            saved=self.saved,
+        )
 
 
 class Norm(nn.Module):
@@ -106,12 +116,14 @@ class Attention(nn.Module):
 
     model: Model
     kind: str
+    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud, rope):
         m = self.model
         x_btd = mesh.gather(x_bud, "tp", 1)
-        qkv_btgqk = Linear(m, "embed -> kv_heads qkv head_dim", m.init_std, name="qkv")(x_btd)
+        qkv = Linear(m, "embed -> kv_heads qkv head_dim", m.init_std, self.dtype, name="qkv")
+        qkv_btgqk = qkv(x_btd)
         q_btgrk, k_btgk, v_btgk = (
             qkv_btgqk[..., :-2, :],
             qkv_btgqk[..., -2, :],
@@ -121,7 +133,8 @@ class Attention(nn.Module):
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
-        y_btd = Linear(m, "heads head_dim -> embed", out_std(m), name="out")(o_bthk)
+        out = Linear(m, "heads head_dim -> embed", out_std(m), self.dtype, name="out")
+        y_btd = out(o_bthk)
         return keep(mesh.scatter(y_btd, "tp", 1), "attn_out")
 
 
@@ -139,14 +152,15 @@ def activate(m: Model, up_nf, axis: int):
 
 class Mlp(nn.Module):
     model: Model
+    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud):
         m = self.model
         x_btd = mesh.gather(x_bud, "tp", 1)
-        up_btnf = keep(Linear(m, "embed -> gates mlp", m.init_std, name="up")(x_btd), "mlp_up")
-        h_btf = keep(activate(m, up_btnf, 2), "mlp_act")
-        y_btd = Linear(m, "mlp -> embed", out_std(m), name="down")(h_btf)
+        up = Linear(m, "embed -> gates mlp", m.init_std, self.dtype, name="up")
+        down = Linear(m, "mlp -> embed", out_std(m), self.dtype, saved="mlp_act", name="down")
+        y_btd = down(activate(m, keep(up(x_btd), "mlp_up"), 2))
         return keep(mesh.scatter(y_btd, "tp", 1), "mlp_down"), jnp.zeros(())
 
 

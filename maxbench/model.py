@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbench import mesh
+from maxbench import mesh, precision
 from maxbench.config import Model, Run
 from maxbench.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
 from maxbench.loss import cross_entropy
@@ -23,14 +23,16 @@ class Block(nn.Module):
 
     model: Model
     attention: str
+    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud, rope):
         m = self.model
         post = lambda name: Norm(m, name=name) if m.post_norm else lambda x: x
-        y_bud = Attention(m, self.attention, name="attn")(Norm(m, name="attn_norm")(x_bud), rope)
+        attend = Attention(m, self.attention, self.dtype, name="attn")
+        y_bud = attend(Norm(m, name="attn_norm")(x_bud), rope)
         x_bud += post("attn_post")(y_bud)
-        mlp = Moe(m, name="mlp") if m.experts else Mlp(m, name="mlp")
+        mlp = (Moe if m.experts else Mlp)(m, self.dtype, name="mlp")
         y_bud, aux = mlp(Norm(m, name="mlp_norm")(x_bud))
         return x_bud + post("mlp_post")(y_bud), aux
 
@@ -97,10 +99,10 @@ def layer(run: Run, places, w, x_bud, rope, sums=None):
 
     def apply(w, sums, x_bud):
         w = w if sums is None else add_to(sums, w)
-        block = Block(run.model, run.train.attention)
+        block = Block(run.model, run.train.attention, run.precision.dtype)
         return block.apply({"params": gather_layer(places, w)}, x_bud, rope)
 
-    policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved)
+    policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, precision.SCALE)
     return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
 
 

@@ -9,6 +9,7 @@ Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expe
 n gates, f mlp.
 """
 
+import functools
 import math
 
 import flax.linen as nn
@@ -16,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench import mesh
+from maxbench import mesh, precision
 from maxbench.config import Model
 from maxbench.layers import Linear, activate, out_std, weight
 
 
 class Moe(nn.Module):
     model: Model
+    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud):
@@ -44,9 +46,10 @@ class Moe(nn.Module):
         up_ednf = weight(self, "up", "experts embed gates mlp", m.init_std).astype(x_ecd.dtype)
         down_efd = weight(self, "down", "experts mlp embed", out_std(m)).astype(x_ecd.dtype)
         x_ecd = mesh.gather(x_ecd, "tp", 1)
-        up_ecnf = keep(jnp.einsum("ecd,ednf->ecnf", x_ecd, up_ednf), "mlp_up")
-        h_ecf = keep(activate(m, up_ecnf, 2), "mlp_act")
-        return mesh.scatter(jnp.einsum("ecf,efd->ecd", h_ecf, down_efd), "tp", 1)
+        dot = functools.partial(precision.dot, ins=1, batch=1, dtype=self.dtype)
+        up_ecnf = keep(dot(x_ecd, up_ednf, gemm="up"), "mlp_up")
+        y_ecd = dot(activate(m, up_ecnf, 2), down_efd, gemm="down", saved="mlp_act")
+        return mesh.scatter(y_ecd, "tp", 1)
 
 
 def route(m: Model, logits_je):

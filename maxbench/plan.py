@@ -143,6 +143,7 @@ def figures(p: Plan) -> dict:
         }
         for x in t.traffic.values()
     ]
+    peak = GPUS[run.layout.gpu_type].peak_tflops(run.precision.dtype)
     parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
     return {
         "name": run.name,
@@ -158,7 +159,7 @@ def figures(p: Plan) -> dict:
         "tokens_per_s": f.tokens_per_s(t.seconds),
         "tflops_per_gpu": {c: f.tflops(t.seconds, c) for c in metrics.flops.CONVENTIONS},
         "mfu": {c: f.mfu(t.seconds, c) for c in metrics.flops.CONVENTIONS},
-        "hfu": t.flops / t.seconds / 1e12 / GPUS[run.layout.gpu_type].peak_tflops("bf16"),
+        "hfu": t.flops / t.seconds / 1e12 / peak,
         "days_to_1t_tokens": metrics.flops.days_to_1t(f.tokens_per_s(t.seconds)),
         "published": comparison(p),
         "compile": {

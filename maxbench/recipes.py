@@ -1,7 +1,7 @@
 """From a workload file and flags to a Run: tables of layouts, presets, and the order of settings.
 
-What is set later wins: the workload's numbers, the row of its table (--gpus), presets, the
-shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
+What is set later wins: the workload's numbers, what it does otherwise in FP8, the row of its table
+(--gpus), presets, the shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
 """
 
 import dataclasses
@@ -69,12 +69,14 @@ def workload(
     optim: Mapping,
     layouts: str,
     variants: Mapping[str, Mapping] | None = None,
+    fp8: Mapping[str, Mapping] | None = None,
     **sections: Mapping,
 ) -> ConfigDict:
     """The config of a workload file.
 
-    `layouts` is its table as text; `variants` are presets of its own beside PRESETS, and other
-    keywords further sections. `presets` is what stands after the file's name, 'tiny,xai'; it is
+    `layouts` is its table as text; `variants` are presets of its own beside PRESETS, `fp8` what
+    runs with dtype=fp8 do otherwise ({section: {field: value}}), and other keywords further
+    sections. `presets` is what stands after the file's name, 'tiny,xai'; it is
     checked by resolve().
     """
     known = PRESETS | dict(variants or {})
@@ -82,7 +84,7 @@ def workload(
     given = dict(model=model, train=train, optim=optim, **sections)
     config = ConfigDict(
         {name: _fields(cls, given.get(name, {})) for name, cls in SECTIONS.items()}
-        | {"layouts": layouts, "presets": names, "known": known}
+        | {"layouts": layouts, "presets": names, "known": known, "fp8": dict(fp8 or {})}
     )
     return config.lock()
 
@@ -135,6 +137,8 @@ def resolve(
         wanted[path.rpartition(".")[2]] = value
     for name in config.presets:
         c.choose("preset", name, config.known)
+    if wanted["dtype"] == "fp8":
+        _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
@@ -144,8 +148,7 @@ def resolve(
     elif strong_scaling:
         raise ValueError("strong_scaling picks a row of the table, so it needs --gpus")
     for name in names:
-        for section, fields in config.known[name].items():
-            values[section] |= dict(fields)
+        _update(values, config.known[name])
         if name in ("tiny", "rehearse"):
             _shrink(values, rehearse=name == "rehearse")
     for flag, value in flags.items():
@@ -166,6 +169,11 @@ def resolve(
         runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
         run = dataclasses.replace(run, runtime=runtime)
     return run
+
+
+def _update(values: dict, given: Mapping) -> None:
+    for section, fields in given.items():
+        values[section] |= dict(fields)
 
 
 def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: set) -> dict:

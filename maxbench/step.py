@@ -138,7 +138,7 @@ class Step:
         run, p = self.run, self.run.precision
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        w = jax.tree.map(mesh.gather_master, self.places, optim.cast(params, p.dtype))
+        w = jax.tree.map(mesh.gather_master, self.places, optim.cast(params, p.compute))
 
         def microbatch(w, micro, sums=None):
             batch = data.batch(run, step, micro)

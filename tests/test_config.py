@@ -44,13 +44,16 @@ def test_every_row_of_the_recipes_is_there():
 @pytest.mark.parametrize(("workload", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else "")
 def test_rows_resolve_to_their_layout(workload, row):
     flags = {} if row["pp"] == 1 else {"pp": 1, "vp": 1, "fsdp": row["fsdp"] * row["pp"]}
-    if row["dtype"] == "fp8":
-        pytest.skip("fp8 has its own tests")
     strong = row["scaling"] == "strong"
     if flags:  # the same GPUs without the pipeline; more sequences at once may not divide the batch
         flags["gbs"] = row["gbs"] * row["pp"]
     run = resolve(
-        workload, gpus=row["gpus"], gpu_type=row["gpu_type"], strong_scaling=strong, **flags
+        workload,
+        gpus=row["gpus"],
+        gpu_type=row["gpu_type"],
+        dtype=row["dtype"],
+        strong_scaling=strong,
+        **flags,
     )
     assert run.layout.gpus == row["gpus"]
     assert run.layout.gbs == flags.get("gbs", row["gbs"])
@@ -76,6 +79,13 @@ def test_rehearse_keeps_the_shape_of_the_row():
     assert run.layout.microbatches == 4
     assert run.runtime.cpu_devices == run.layout.gpus == 8
     assert resolve("grok1_314b", "rehearse", gpus=64, cpu_devices=4).runtime.cpu_devices == 4
+
+
+def test_fp8_runs_of_a_workload_may_have_settings_of_their_own():
+    assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
+    assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
+    by_hand = {"precision.dtype": "fp8", "train.remat": "full"}
+    assert resolve("llama2_70b", overrides=by_hand).train.remat == "full"
 
 
 def test_order_of_settings():
@@ -135,6 +145,22 @@ BAD = {
     "sequence": (["--config", LLAMA, "--cp", "4", "--seq", "100"], ["train.seq=100", "96"]),
     "embed": (["--config", LLAMA, "--fsdp", "3"], ["fsdp=3", "model.embed=8192"]),
     "batch": (["--config", LLAMA, "--fsdp", "4", "--gbs", "10"], ["gbs=10", "2 x 1 x 4 x 1 = 8"]),
+    "fp8 embed": (
+        ["--config", LLAMA, "--dtype", "fp8", "--config.model.embed=8200"],
+        ["model.embed=8200", "multiples of 16", "8192"],
+    ),
+    "fp8 mlp": (
+        ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.mlp=28736"],
+        ["model.mlp=28736", "tp=8 = 3592", "28672"],
+    ),
+    "fp8 heads": (
+        ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.head_dim=36"],
+        ["model.head_dim=36", "2 x 1 kv_heads) x it = 360", "32"],
+    ),
+    "fp8 sequence": (
+        ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
+        ["train.seq=1000", "= 500", "992"],
+    ),
     "pp": (
         ["--config", LLAMA, "--pp", "7", "--gbs", "14"],
         ["layers=80", "pp=7", "77 or 82 or 84"],

@@ -16,6 +16,7 @@ ORDER = [
     {"recipes"},
     {"cli", "runtime"},
     {"mesh", "profile", "runlogs", "plots", "variables", "nccl", "hosts"},
+    {"precision"},
     {"artifact", "costs", "schedule"},
     {"simulate", "memory", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
     {"compare", "preflight", "runai", "search", "sweep", "trace"},
