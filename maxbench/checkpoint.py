@@ -7,9 +7,11 @@ run.json holds the run, the size of every file and a fingerprint of every array,
 or damaged checkpoint is refused instead of trained on.
 """
 
+import gc
 import json
 import os
 import pathlib
+import sys
 import time
 
 import jax
@@ -104,12 +106,18 @@ def restore(path: pathlib.Path, about: dict, abstract):
     Raises:
       ValueError: what was read is not what was saved.
     """
+    damage = ""
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             state = checkpointer.restore((path / "state").absolute(), abstract)
     except Exception as e:  # orbax and tensorstore raise whatever the damage makes them trip over
-        reason = str(e).strip().splitlines()[0][:300]
-        raise ValueError(f"resume={path}: damaged, {type(e).__name__}: {reason}") from e
+        damage = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
+    if damage:
+        # Reads that were under way complain, each at length, when they are thrown away.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        gc.collect()
+        sys.unraisablehook = hook
+        raise ValueError(f"resume={path}: damaged, {damage}")
     read = fingerprints(state)
     wrong = [name for name, value in about["fingerprints"].items() if read.get(name) != value]
     if wrong:

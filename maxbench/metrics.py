@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import resource
 import statistics
 import sys
 import time
@@ -81,9 +80,13 @@ def statistics_of(values: list[float]) -> dict[str, float]:
 def peak_memory_bytes(device) -> int:
     """Peak memory of a device; of this process where the device keeps no count (CPU)."""
     stats = device.memory_stats() or {}
-    return (
-        stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+    return stats.get("peak_bytes_in_use") or process_peak_bytes()
+
+
+def process_peak_bytes() -> int:
+    """Peak resident memory of this process (getrusage would count the one it came from)."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def since_start_s() -> float:

@@ -18,8 +18,6 @@ def rehearsals() -> dict[str, list[str]]:
         for row in recipes.table(config(workload).layouts):
             flags = {k: row[k] for k in ("gpus", "gpu_type", "dtype")}
             strong = row["scaling"] == "strong"
-            if row["dtype"] == "fp8":
-                continue
             run = resolve(workload, "rehearse", strong_scaling=strong, **flags)
             key = workload, run.layout.describe(), run.precision, run.model, run.train
             words = [f"--{k}={v}" for k, v in flags.items()] + ["--strong_scaling"] * strong
@@ -33,7 +31,13 @@ CASES = rehearsals()
 @pytest.mark.parametrize("name", CASES)
 def test_row_trains(name, tmp_path):
     workload, *flags = CASES[name]
-    command = [sys.executable, "-m", "maxbench.train", "--config", f"configs/{workload}.py:rehearse"]
+    command = [
+        sys.executable,
+        "-m",
+        "maxbench.train",
+        "--config",
+        f"configs/{workload}.py:rehearse",
+    ]
     command += [*flags, "--steps", "3", "--output_dir", str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
