@@ -422,7 +422,7 @@ class Run:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
         if a.pp == 1:
             return
-        if layers % parts and ((layers + 2) % parts or layers + 2 == parts):
+        if layers % parts and (layers + 2) % parts:
             below, above = layers // parts * parts, -(-layers // parts) * parts
             near = sorted({n for n in (below, above - 2, above) if n > 0})
             raise ValueError(
