@@ -17,8 +17,9 @@ def main() -> None:
     of = lambda row: (row["workload"], row["dtype"])
     print("| rows | n | " + " | ".join(f"{t}: median, worst %" for t in COLUMNS.values()) + " |")
     print("|---" * (2 + len(COLUMNS)) + "|")
-    for name, group in itertools.groupby(sorted(rows, key=of), of):
-        group, cells = list(group), []
+    groups = {name: list(group) for name, group in itertools.groupby(sorted(rows, key=of), of)}
+    for name, group in groups.items():
+        cells = []
         for column in COLUMNS:
             errors = [float(row[column]) for row in group]
             cells.append(f"{statistics.median(errors):+.1f}, {max(errors, key=abs):+.1f}")
