@@ -49,7 +49,7 @@ def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
         raise ValueError(
             f"{layout.describe()}: {layout.gpus} are needed and {len(devices)} present "
             f"({devices[0].device_kind}); --cpu_devices {layout.gpus} makes virtual ones, and the "
-            "presets :tiny and :rehearse fit a laptop"
+            "presets :tiny and :rehearse fit a laptop; maxbench plan needs no devices at all"
         )
     degrees = [getattr(layout, axis) for axis in AXES]
     auto = (AxisType.Auto,) * len(AXES)
