@@ -12,7 +12,6 @@ fits, 3 it does not, 2 bad input.
 """
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import shutil
@@ -28,6 +27,7 @@ from maxbench import (
     memory,
     metrics,
     published,
+    recipes,
     runtime,
     search,
     simulate,
@@ -337,10 +337,7 @@ def draw_schedule(run: Run) -> int:
 
 def layouts_of(config: str) -> str:
     """The table of layouts of a workload file, as text."""
-    spec = importlib.util.spec_from_file_location("workload", config)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LAYOUTS
+    return recipes.load(config).layouts
 
 
 def search_layouts(run: Run, keep: int, as_json: bool) -> int:

@@ -240,14 +240,19 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
     return "\n".join(lines)
 
 
+def load(path: str | pathlib.Path) -> ConfigDict:
+    """The config of a workload file, without presets."""
+    spec = importlib.util.spec_from_file_location("workload", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+
+
 def main() -> None:
     """Prints the layouts of the workload files in configs/, as README has them."""
     configs = {}
     for path in sorted(pathlib.Path("configs").glob("*.py")):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        configs[path.stem] = module.get_config()
+        configs[path.stem] = load(path)
     print(markdown(configs))
 
 
