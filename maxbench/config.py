@@ -203,6 +203,7 @@ class Train:
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
     loss_chunk: int = 0  # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
+    unroll: int = -1  # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0; pp: all
     z_loss: float = 0.0  # weight of mean(logsumexp^2)
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
 
@@ -217,7 +218,7 @@ class Train:
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
-        for field, least in (("seq", 1), ("steps", 1), ("loss_chunk", 0)):
+        for field, least in (("seq", 1), ("steps", 1), ("loss_chunk", 0), ("unroll", -1)):
             if getattr(self, field) < least:
                 raise ValueError(f"train.{field}={getattr(self, field)} must be at least {least}")
         first, last = self.window

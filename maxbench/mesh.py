@@ -76,12 +76,17 @@ class Place:
         split = zip(self.compute, self.zero, strict=True)
         return P(*(((c,) if c else ()) + z or None for c, z in split))
 
+    @property
+    def layer(self) -> "Place":
+        """Of one layer of a stacked weight."""
+        return Place(self.compute[1:], self.zero[1:], self.summed)
+
 
 def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) -> Place:
     """The place of a weight from its logical axes.
 
-    Each axis that would hold a copy of the weight splits the largest dim that it divides; what
-    divides none (a tiny norm on a large mesh) stays a copy.
+    Each axis that would hold a copy of the weight splits the largest dim of a layer that it
+    divides; what divides none (a tiny norm on a large mesh) stays a copy.
     """
     compute = tuple(a if (a := rules[n]) and degrees[a] > 1 else None for n in names)
     left = [
@@ -92,7 +97,8 @@ def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) 
     for axis in AXES:
         if degrees[axis] == 1 or axis in compute:
             continue
-        fits = [i for i, size in enumerate(left) if size % degrees[axis] == 0]
+        split = lambda i: names[i] != "layers" and left[i] % degrees[axis] == 0
+        fits = list(filter(split, range(len(left))))
         if not fits:
             summed.append(axis)
             continue

@@ -65,12 +65,12 @@ def init(m: Model, key: jax.Array, order: np.ndarray | None = None):
     }
 
 
-def gather_layer(places, w, drop: int = 1):
-    """All-gathers over fsdp the weights of one layer (drop=1) or of embed and head (drop=0)."""
+def gather_fsdp(places, w):
+    """All-gathers over fsdp the weights of one layer, or of embed or head."""
 
     def one(place, w):
-        axes = place.compute[drop:]
-        return mesh.gather(w, "fsdp", axes.index("fsdp")) if "fsdp" in axes else w
+        split = "fsdp" in place.compute
+        return mesh.gather(w, "fsdp", place.compute.index("fsdp")) if split else w
 
     return jax.tree.map(one, places, w)
 
@@ -100,7 +100,7 @@ def layer(run: Run, places, w, x_bud, rope, sums=None):
     def apply(w, sums, x_bud):
         w = w if sums is None else add_to(sums, w)
         block = Block(run.model, run.train.attention, run.precision.dtype)
-        return block.apply({"params": gather_layer(places, w)}, x_bud, rope)
+        return block.apply({"params": gather_fsdp(places, w)}, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, precision.SCALE)
     return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
@@ -113,8 +113,8 @@ def embed(run: Run, w, tokens_bt):
 
 def head(run: Run, places, w, x_bud):
     """The factors of the logits: x_btd @ w_dv x model.output_multiplier."""
-    w_head = gather_layer(places["head"], w["head"], drop=0)
-    tied = gather_layer(places["embed"], w["embed"], drop=0)["w"] if run.model.tied else None
+    w_head = gather_fsdp(places["head"], w["head"])
+    tied = gather_fsdp(places["embed"], w["embed"])["w"] if run.model.tied else None
     return Head(run.model).apply({"params": w_head}, x_bud, tied)
 
 
@@ -133,12 +133,23 @@ def head_loss(run: Run, places, w, x_bud, targets_bt):
 
 
 def apply(run: Run, places, w, tokens_bt, sums=None):
-    """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses."""
+    """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses.
+
+    w['layers'] is stacked, and the program a loop over layers; or a tuple of layers, and the program
+    repeats their code: longer to compile, but no layer's weights, gradients and activations are
+    copied out of a stack and back into one.
+    """
     rope = rope_angles(run.model, mesh.chunks(run.train.seq))
     x_bud = embed(run, w, tokens_bt)
     step = lambda x_bud, w: layer(run, places["layers"], w[0], x_bud, rope, w[1])
-    x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
-    return x_bud, jnp.sum(aux)
+    if not isinstance(w["layers"], tuple):
+        x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
+        return x_bud, jnp.sum(aux)
+    total = jnp.zeros(())
+    for one in zip(w["layers"], sums or [None] * len(w["layers"]), strict=True):
+        x_bud, aux = step(x_bud, one)
+        total += aux
+    return x_bud, total
 
 
 def objective(run: Run, places, w, tokens_bt, targets_bt, sums=None):
@@ -148,7 +159,7 @@ def objective(run: Run, places, w, tokens_bt, targets_bt, sums=None):
     gradient of the sum needs no further scaling.
 
     Args:
-      places: tree like w of mesh.Place.
+      places: mesh.Place of each weight, of one layer for 'layers'.
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (mesh.chunks order).
       sums: tree like w of gradients so far. Given, the gradient with respect to it is the sum

@@ -7,6 +7,8 @@ layer by layer: a forward piece leaves its residuals in a slot, a backward piece
 memory of activations is bounded by the schedule, not by the number of microbatches.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,8 +32,8 @@ def gradients(run: Run, places, w, batch):
     """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
 
     Args:
-      places: tree like w of mesh.Place.
-      w: compute weights of this GPU; 'layers' in the order of schedule.layer_order.
+      places: mesh.Place of each weight, of one layer for 'layers'.
+      w: compute weights of this GPU; 'layers' a tuple in the order of schedule.layer_order.
       batch: microbatch -> (tokens_bt, targets_bt).
 
     Returns:
@@ -80,13 +82,10 @@ class _Pipeline:
         self.run, self.places, self.batch = run, places, batch
         self.plan = schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
         self.ends = {"embed": w["embed"], "head": w["head"]}
-        chunked = lambda x: x.reshape(a.vp, -1, *x.shape[1:])
-        self.chunks = jax.tree.map(chunked, w["layers"])
-        order = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, -1)
-        self.whole = bool((order >= 0).all())
-        # [chunk, layer of the chunk]; nothing where every slot has a layer
-        self.real = None if self.whole else jnp.asarray(order >= 0)[mesh.index("pp")]
-        self.numbers = jnp.arange(order.shape[-1])
+        # [chunk][layer of the chunk]: each chunk's code names its own weights, copied from nowhere.
+        size = len(w["layers"]) // a.vp
+        self.chunks = tuple(w["layers"][c * size : (c + 1) * size] for c in range(a.vp))
+        self.real = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, size) >= 0
         self.layer = _Layer(run, places["layers"])
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
@@ -95,17 +94,16 @@ class _Pipeline:
     def run_ticks(self):
         rows = jnp.asarray(self.plan.table)[:, mesh.index("pp")]
         carry, _ = lax.scan(self.tick, self.start(), rows)
-        unchunked = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), carry["layers"])
-        return {**carry["ends"], "layers": unchunked}, carry["out"]
+        layers = tuple(layer for chunk in carry["layers"] for layer in chunk)
+        return {**carry["ends"], "layers": layers}, carry["out"]
 
     def start(self):
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped."""
         plan, x = self.plan, self.x
-        *_, residuals = jax.eval_shape(self.chunk_forward, 0, x)
         slots = lambda n, s: jnp.zeros((n + 1, *s.shape), s.dtype)
         zeros = lambda w: jnp.zeros(w.shape, DTYPES[self.run.precision.grads])
         return {
-            "keep": jax.tree.map(lambda s: slots(plan.keep, s), residuals),
+            "keep": jax.tree.map(lambda s: slots(plan.keep, s), self.forward_shapes()[2]),
             "inbox": slots(plan.inbox, x),
             "grads": slots(plan.grads, x),
             "dx": jnp.zeros(x.shape, x.dtype),
@@ -119,56 +117,105 @@ class _Pipeline:
         at = dict(zip(COLUMNS, row, strict=True))
         carry = dict(carry)
         arrived = mesh.rotate(carry["dx"], "pp", -1)
-        with jax.named_scope(FORWARD):
-            made = lax.cond(at["f_micro"] >= 0, self.forward, self.no_forward, carry, at)
-        y, residuals, dy, carry["ends"], carry["out"] = made
+        y, residuals, dy = self.forward(carry, at)
         carry["keep"] = jax.tree.map(
             lambda box, r: _put(box, at["f_keep"], r), carry["keep"], residuals
         )
         carry["grads"] = _put(_put(carry["grads"], at["g_put"], arrived), at["f_grad"], dy)
         arrived = mesh.rotate(y, "pp")
-        with jax.named_scope(BACKWARD):
-            done = lax.cond(at["b_micro"] >= 0, self.backward, self.no_backward, carry, at)
-        carry["dx"], dw, carry["ends"] = done
-        # Outside of the conditional, which would copy the whole sum.
-        add = lambda g, d: g.at[jnp.maximum(at["b_chunk"], 0)].add(d.astype(g.dtype))
-        carry["layers"] = jax.tree.map(add, carry["layers"], dw)
+        self.backward(carry, at)
         carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
         return carry, None
 
-    # Forward: y, residuals, gradient of the loss, gradients of the ends, what is reported.
-
     def forward(self, carry, at):
-        take = lambda: _take(carry["inbox"], at["f_from"])
+        """y, residuals, gradient of the loss; what the loss leaves goes into the carry."""
+        micro, take = at["f_micro"], lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
-            x = lax.cond(at["f_from"] < 0, lambda: self.embed(at["f_micro"]), take)
-        y, aux, residuals = self.chunk_forward(at["f_chunk"], x)
-        skip = lambda ends: (jnp.zeros(()), ends, jnp.zeros(self.x.shape, self.x.dtype))
-        lossy = lambda ends: self.loss(at["f_micro"], y, ends)
+            first = (micro >= 0) & (at["f_from"] < 0)
+            x = lax.cond(first, lambda: self.embed(self.ends, micro), take)
+        chunks = [functools.partial(self.chunk_forward, c) for c in range(len(self.chunks))]
+        with jax.named_scope(FORWARD):
+            which = jnp.where(micro < 0, 0, at["f_chunk"] + 1)
+            y, aux, residuals = lax.switch(which, [self.no_forward, *chunks], x)
+        ends, out = carry["ends"], carry["out"]
+        skip = lambda ends, y: (jnp.zeros(()), ends, jnp.zeros_like(y))
+        lossy = lambda ends, y: self.loss(micro, y, ends)
         with jax.named_scope(LOSS):
-            loss, ends, dy = lax.cond(at["f_grad"] >= 0, lossy, skip, carry["ends"])
-        out = carry["out"]
-        out = {"loss": out["loss"] + loss, "aux": out["aux"] + aux / self.run.layout.gbs}
-        return y, residuals, dy, ends, out
+            loss, carry["ends"], dy = lax.cond(at["f_grad"] >= 0, lossy, skip, ends, y)
+        aux = aux / self.run.layout.gbs
+        carry["out"] = {"loss": out["loss"] + loss, "aux": out["aux"] + aux}
+        return y, residuals, dy
 
-    def no_forward(self, carry, at):
-        *_, residuals = jax.eval_shape(self.chunk_forward, 0, self.x)
-        zeros = lambda s: jnp.zeros(s.shape, s.dtype)
-        residuals = jax.tree.map(zeros, residuals)
-        return zeros(self.x), residuals, zeros(self.x), carry["ends"], carry["out"]
+    def backward(self, carry, at):
+        """Puts the gradient of the input into the carry, and adds those of the weights."""
+        micro, c = at["b_micro"], at["b_chunk"]
+        dy = _take(carry["grads"], at["b_from"])
+        dx, sums = jnp.zeros_like(dy), list(carry["layers"])
 
-    def real_of(self, c):
-        return None if self.whole else _take(self.real, c)
+        def chunk(number, carried):
+            _, _, sums = carried
+            residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"])
+            return False, *self.chunk_backward(number, residuals, dy, sums)
 
-    def weights(self, c, number):
-        """Of one layer, straight from the stack: a chunk's would be copied first."""
-        take = lambda x: lax.dynamic_slice(
-            x, (c, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:])
-        )
-        return jax.tree.map(lambda x: take(x)[0, 0], self.chunks)
+        # A loop that runs once or not at all adds to its sums in place; a conditional would copy
+        # them.
+        with jax.named_scope(BACKWARD):
+            for number in range(len(self.chunks)):
+                start = ((micro >= 0) & (c == number), dx, sums[number])
+                body = functools.partial(chunk, number)
+                _, dx, sums[number] = lax.while_loop(lambda carried: carried[0], body, start)
+        carry["layers"] = tuple(sums)
+        embedded = lambda ends, dx: self.embed_backward(micro, dx, ends)
+        with jax.named_scope(EMBED_BACKWARD):
+            first = (micro >= 0) & (c == 0) & (mesh.index("pp") == 0)
+            carry["ends"] = lax.cond(first, embedded, lambda ends, _: ends, carry["ends"], dx)
+        carry["dx"] = dx
 
-    def embed(self, micro):
-        return model.embed(self.run, self.ends, self.batch(micro)[0])
+    # One chunk. Its code is repeated for each layer: a loop would copy what goes in and out.
+
+    def is_real(self, c, i):
+        """Whether slot i of chunk c holds a layer: a bool where it is the same on all stages."""
+        real = self.real[:, c, i]
+        return bool(real[0]) if (real == real[0]).all() else jnp.asarray(real)[mesh.index("pp")]
+
+    def chunk_forward(self, c, x):
+        """x through chunk c: y, its auxiliary losses, residuals of each of its layers."""
+        total, residuals = jnp.zeros(()), []
+        for i, w in enumerate(self.chunks[c]):
+            skip = lambda w, x: (x, *_zeros(self.layer_shapes(w, x)[1:]))
+            x, aux, kept = _if(self.is_real(c, i), self.layer.forward, skip, w, x)
+            total += aux
+            residuals.append(kept)
+        return x, total, residuals
+
+    def layer_shapes(self, w, x):
+        return jax.eval_shape(self.layer.forward, w, x)
+
+    def forward_shapes(self):
+        return jax.eval_shape(functools.partial(self.chunk_forward, 0), self.x)
+
+    def no_forward(self, x):
+        return _zeros(self.forward_shapes())
+
+    def chunk_backward(self, c, residuals, dy, sums):
+        """Gradient of the input of chunk c, and the sums with the gradients of its layers."""
+        sums = list(sums)
+        for i in reversed(range(len(self.chunks[c]))):
+            w = self.chunks[c][i]
+            skip = lambda w, kept, dy: (_zeros(w), dy)
+            call = lambda w, kept, dy: self.layer.backward(w, kept, dy, self.daux)
+            dw, dy = _if(self.is_real(c, i), call, skip, w, residuals[i], dy)
+            sums[i] = _add(sums[i], dw)
+        return dy, tuple(sums)
+
+    # The ends of the network.
+
+    def embed(self, ends, micro):
+        return model.embed(self.run, ends, self.batch(micro)[0])
+
+    def embed_backward(self, micro, dx, ends_grads):
+        call = lambda ends: self.embed(ends, micro)
+        return _add(ends_grads, jax.vjp(call, self.ends)[1](dx)[0])
 
     def loss(self, micro, y, ends_grads):
         targets = self.batch(micro)[1]
@@ -177,57 +224,16 @@ class _Pipeline:
         dends, dy = vjp(jnp.ones(()))
         return loss, _add(ends_grads, dends), dy
 
-    def chunk_forward(self, c, x):
-        """x through chunk c: y, its auxiliary losses, residuals [layers of the chunk, ...]."""
 
-        def step(x, at):
-            w, real = self.weights(c, at[0]), at[1]
-            if self.whole:
-                y, *rest = self.layer.forward(w, x)
-                return y, rest
-            shapes = jax.eval_shape(self.layer.forward, w, x)
-            skip = lambda w, x: (
-                x,
-                *jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1:]),
-            )
-            y, *rest = lax.cond(real, self.layer.forward, skip, w, x)
-            return y, rest
+def _if(condition, yes, no, *args):
+    """lax.cond, or no conditional at all where the condition is known."""
+    if isinstance(condition, bool):
+        return (yes if condition else no)(*args)
+    return lax.cond(condition, yes, no, *args)
 
-        y, (aux, residuals) = lax.scan(step, x, (self.numbers, self.real_of(c)))
-        return y, jnp.sum(aux), residuals
 
-    # Backward: gradient of the input, of the chunk's layers, and the sum of those of the ends.
-
-    def backward(self, carry, at):
-        c, dy = at["b_chunk"], _take(carry["grads"], at["b_from"])
-        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"])
-
-        def step(dy, at):
-            number, residuals, real = at
-            w = self.weights(c, number)
-            call = lambda dy: self.layer.backward(w, residuals, dy, self.daux)[::-1]
-            if self.whole:
-                return call(dy)
-            return lax.cond(real, call, lambda dy: (dy, jax.tree.map(jnp.zeros_like, w)), dy)
-
-        xs = self.numbers, residuals, self.real_of(c)
-        dx, dw = lax.scan(step, dy, xs, reverse=True)
-        first = (c == 0) & (mesh.index("pp") == 0)
-        with jax.named_scope(EMBED_BACKWARD):
-            ends = lax.cond(first, self.embed_backward, self.no_embed, carry, at, dx)
-        return dx, dw, ends
-
-    def no_backward(self, carry, at):
-        dw = jax.tree.map(lambda w: jnp.zeros(w.shape[1:], w.dtype), self.chunks)
-        return jnp.zeros(self.x.shape, self.x.dtype), dw, carry["ends"]
-
-    def embed_backward(self, carry, at, dx):
-        tokens = self.batch(at["b_micro"])[0]
-        call = lambda ends: model.embed(self.run, ends, tokens)
-        return _add(carry["ends"], jax.vjp(call, self.ends)[1](dx)[0])
-
-    def no_embed(self, carry, at, dx):
-        return carry["ends"]
+def _zeros(tree):
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)
 
 
 def _put(box, slot, value):

@@ -80,13 +80,11 @@ class Schedule:
         work = self.microbatches * self.vp
         busy = {way: (self.column(f"{way}_micro") >= 0).any(1).sum() for way in "fb"}
         share = lambda n: float(n / self.ticks)
+        ends = dict.fromkeys((EMBED, LOSS, EMBED_BACKWARD), (share(self.microbatches), 0.0))
         return {
             FORWARD: (share(work), share(busy["f"] - work)),
-            BACKWARD: (share(work), share(busy["b"] - work)),
-            # Inside the others: shares of the ticks that have work.
-            EMBED: (1 / self.vp, 0.0),
-            LOSS: (1 / self.vp, 0.0),
-            EMBED_BACKWARD: (1 / self.vp, 0.0),
+            BACKWARD: (share(work) / self.vp, share(busy["b"] - work) / self.vp),  # each chunk's
+            **ends,
         }
 
     def picture(self, width: int = 120) -> str:

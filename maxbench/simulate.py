@@ -73,7 +73,8 @@ class Timeline:
         return sum(t.exposed_s for t in self.traffic.values())
 
 
-# A conditional -> how often its longest branch runs, and how often it is waited for; of its runs.
+# A conditional, or a loop that runs once or not at all -> how often its longest branch runs, and how
+# often it is waited for; of its runs.
 Choose = Callable[[hlo.Op], tuple[float, float]]
 
 
@@ -84,12 +85,11 @@ def always(op: hlo.Op) -> tuple[float, float]:
 
 
 def as_scheduled(shares: dict[str, tuple[float, float]]) -> Choose:
-    """By the name that the executor of a pipeline gave the conditional."""
+    """By the name that the executor of a pipeline gave the conditional, or the loop in its place."""
 
     def choose(op: hlo.Op) -> tuple[float, float]:
-        name = re.search(r'op_name="([^"]*)"', op.attrs)
-        parts = reversed(name[1].split("/")) if name else ()
-        return next((shares[part] for part in parts if part in shares), (1.0, 0.0))
+        name = re.search(r'op_name="[^"]*?([^/"]*)/(?:cond|while)"', op.attrs)
+        return shares.get(name[1] if name else "", (1.0, 0.0))
 
     return choose
 
@@ -126,7 +126,7 @@ class _Player:
             if op.opcode == "while":
                 now = self._loop(where, op, now, times)
             elif op.opcode == "conditional":
-                now = self._conditional(op, now, times)
+                now = self._conditional(op, op.branches, now, times)
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
@@ -138,6 +138,8 @@ class _Player:
         return now
 
     def _loop(self, where, op, now, times):
+        if self.choose(op) != always(op):
+            return self._conditional(op, [self.program.called(op, "body").name], now, times)
         body, trips = self.program.called(op, "body"), self.program.trips(where, op)
         left = trips
         # While something from outside still runs, or bars are wanted, iterations differ.
@@ -155,8 +157,7 @@ class _Player:
         self.free = {stream: min(t, now) for stream, t in self.free.items()}
         return now + seconds
 
-    def _conditional(self, op, now, times):
-        names = op.branches
+    def _conditional(self, op, names, now, times):
         alone = [
             play_alone(self.program, self.program.computations[n], self.costs, self.choose)
             for n in names

@@ -23,13 +23,14 @@ from maxbench.schedule import layer_order
 
 
 def for_platform(run: Run, platform: str) -> Run:
-    """The run with what it leaves open settled: attention kernel and loss chunk."""
+    """The run with what it leaves open settled: attention kernel, loss chunk, loop or no loop."""
     t, gpu = run.train, platform in ("gpu", "cuda")
     kind = "cudnn" if gpu and not run.model.softcap else "xla"
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
     chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
     kind = kind if t.attention == "auto" else t.attention
-    train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk)
+    unroll = t.unroll if t.unroll >= 0 else 40 * gpu
+    train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
     return dataclasses.replace(run, train=train)
 
 
@@ -47,6 +48,7 @@ class Step:
         self.platform = devices.devices.flat[0].platform
         self.run, self.mesh = for_platform(run, self.platform), devices
         self.tx = optim.transform(run)
+        self.unrolled = run.layout.pp > 1 or run.model.layers <= self.run.train.unroll
         self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, mesh.RULES)
         self.abstract = self._abstract(self.order, self.places)
@@ -136,13 +138,19 @@ class Step:
     def _local_grads(self, params, step):
         """One GPU's part of gradients(): the whole of the forward and backward pass."""
         run, p = self.run, self.run.precision
+        layer = jax.tree.map(lambda place: place.layer, self.places["layers"])
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        w = jax.tree.map(mesh.gather_master, self.places, optim.cast(params, p.compute))
+        w, gathered = optim.cast(params, p.compute), self.places
+        if self.unrolled:
+            w |= {"layers": _unstack(w["layers"])}
+            gathered = gathered | {"layers": (layer,) * len(w["layers"])}
+        w = jax.tree.map(mesh.gather_master, gathered, w)
+        places = self.places | {"layers": layer}
 
         def microbatch(w, micro, sums=None):
             batch = data.batch(run, step, micro)
-            return model.objective(run, self.places, w, *batch, sums)
+            return model.objective(run, places, w, *batch, sums)
 
         def accumulate(sums, micro):
             return jax.grad(microbatch, argnums=2, has_aux=True)(w, micro, sums)
@@ -150,7 +158,7 @@ class Step:
         count = run.layout.microbatches
         if run.layout.pp > 1:
             batch = functools.partial(data.batch, run, step)
-            grads, out = pipeline.gradients(run, self.places, w, batch)
+            grads, out = pipeline.gradients(run, places, w, batch)
         elif count == 1:
             grads, out = jax.grad(microbatch, has_aux=True)(w, 0)
             grads = optim.cast(grads, p.grads)
@@ -158,5 +166,13 @@ class Step:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, DTYPES[p.grads]), w)
             grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
             out = jax.tree.map(jnp.sum, out)
-        grads = jax.tree.map(mesh.reduce_grad, self.places, grads)
+        grads = jax.tree.map(mesh.reduce_grad, gathered, grads)
+        if self.unrolled:
+            grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
         return grads, jax.tree.map(lambda x: mesh.total(x, *self.mesh.axis_names), out)
+
+
+def _unstack(layers):
+    """A tree of stacked arrays -> a tuple of trees, one for each layer."""
+    leaves, tree = jax.tree.flatten(layers)
+    return tuple(tree.unflatten([leaf[i] for leaf in leaves]) for i in range(len(leaves[0])))
