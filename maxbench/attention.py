@@ -57,17 +57,19 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _ring_forward(kind, softcap, q, k, v):
-    n = mesh.degree("cp")
+    n, kv = mesh.degree("cp"), (k, v)
+    ahead = mesh.rotate(kv, "cp")
     o, lse = KERNELS[kind][0](q, k, v, True, softcap)
     if n == 1:
         return o, lse
-    o, kv = o.astype(jnp.float32), (k, v)
-    o, lse, q = jnp.split(o, 2, 1), jnp.split(lse, 2, 2), jnp.split(q, 2, 1)
+    kv = mesh.beside(ahead, lse)
+    o, lse, q = jnp.split(o.astype(jnp.float32), 2, 1), jnp.split(lse, 2, 2), jnp.split(q, 2, 1)
     for hop in range(1, n):
-        kv = mesh.rotate(kv, "cp")
+        ahead = mesh.rotate(kv, "cp") if hop < n - 1 else kv
         earlier = mesh.index("cp") >= hop
         pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
         o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
+        kv = mesh.beside(ahead, lse_pair)
         (o1, o2), (lse1, lse2) = jnp.split(o_pair, 2), jnp.split(lse_pair, 2)
         o[1], lse[1] = _merge(o[1], lse[1], o1, lse1)
         o_new, lse_new = _merge(
@@ -79,17 +81,21 @@ def _ring_forward(kind, softcap, q, k, v):
 
 
 def _ring_backward(kind, softcap, q, k, v, o, lse, do):
-    n, backward = mesh.degree("cp"), KERNELS[kind][1]
+    n, kv, backward = mesh.degree("cp"), (k, v), KERNELS[kind][1]
+    ahead = mesh.rotate(kv, "cp")
     dq, dk, dv = backward(q, k, v, o, lse, do, True, softcap)
     if n == 1:
         return dq, dk, dv
     halves = lambda x: jnp.split(x, 2, 1)
-    kv, dq, dkv = (k, v), dq.astype(jnp.float32), (dk.astype(jnp.float32), dv.astype(jnp.float32))
+    kv = mesh.beside(ahead, dq)
+    dq, dkv = dq.astype(jnp.float32), (dk.astype(jnp.float32), dv.astype(jnp.float32))
     for hop in range(1, n):
-        kv, dkv = mesh.rotate(kv, "cp"), mesh.rotate(dkv, "cp")
+        ahead = mesh.rotate(kv, "cp") if hop < n - 1 else kv
+        dkv = mesh.rotate(dkv, "cp")
         earlier = mesh.index("cp") >= hop
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
         grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
+        kv, dkv = mesh.beside((ahead, dkv), grads[0])
         (dq1, dq2), *dkv_pair = [jnp.split(x.astype(jnp.float32), 2) for x in grads]
         zero = jnp.zeros_like(dq2)
         dq += jnp.concatenate(

@@ -1,8 +1,8 @@
 """The parts of one block, written for one GPU's share.
 
-A part sees local arrays: the tp-th part of heads, mlp and vocabulary, whole weights along embed.
-Between parts the sequence is split over tp too (sequence parallelism): a part gathers it, and
-scatters the sum of its partial results.
+A part sees local arrays: the tp-th part of heads, mlp and vocabulary.
+Between parts the sequence is split over tp too (sequence parallelism): a part's first product
+gathers it, its last scatters the sum of the partial results.
 
 Shape letters: b batch, t position (u: this GPU's tp-th of them), d embed, h heads, g KV heads,
 k head_dim, q heads per group in the fused projection, n gates, f mlp, v vocab. A name ends in its
@@ -28,43 +28,70 @@ ACTS: dict[str, Callable] = {
 }
 
 
-def weight(module: nn.Module, name: str, axes: str, std: float | None = None, **how):
+def declare(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
     """Declares a weight by its axes alone: sizes come from Model, its place from mesh.RULES.
 
-    It starts as normal(0, std), or as fill=0.0 where std is None; gathered=False is a weight that
-    stays split over fsdp in its layer.
+    It starts as normal(0, std), or as `fill` where std is None.
+
+    Returns:
+      This GPU's part of the weight, and of the sums of its gradients or None.
     """
     names = tuple(axes.split())
-    fill, gathered = how.get("fill", 0.0), how.get("gathered", True)
-    shape = tuple(mesh.local(a, getattr(module.model, a), gathered) for a in names)
+    shape = tuple(mesh.local(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
-    return module.param(name, nn.with_partitioning(init, names), shape, jnp.float32)
+    w = module.param(name, nn.with_partitioning(init, names), shape, jnp.float32)
+    return w, module.get_variable("sums", name)
+
+
+def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
+    """A weight that is no factor of linear(); see declare."""
+    w, sums = declare(module, name, axes, std, fill)
+    return w if sums is None else add_to(sums, w)
+
+
+def product(module, x, name: str, axes: str, std: float, batch: int = 0, **how):
+    """precision.linear of x and a weight declared 'in -> out', behind `batch` axes of both."""
+    ins, outs = axes.split("->")
+    names = f"{ins} {outs}".split()
+    w, sums = declare(module, name, " ".join(names), std)
+    split = "embed" in names and mesh.degree(mesh.RULES["embed"]) > 1
+    fsdp = names.index("embed") if split else None
+    gemm = precision.Gemm(len(ins.split()) - batch, batch, fsdp=fsdp, **how)
+    w = w.astype(x.dtype) if isinstance(w, jax.Array) else w
+    return precision.linear(x, w, sums, gemm)
+
+
+@jax.custom_vjp
+def add_to(sums, w):
+    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
+
+    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
+    without a pass over all gradients of its own.
+    """
+    return w
+
+
+add_to.defvjp(
+    lambda sums, w: (w, sums),
+    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
+)
 
 
 class Linear(nn.Module):
     """x @ w, the axes of w written 'in -> out': Linear(model, 'heads head_dim -> embed', std).
 
-    `dtype` is the run's, `saved` the name under which a remat policy knows x (precision.dot).
+    `sequence` and `saved` are those of precision.Gemm.
     """
 
     model: Model
     axes: str
     std: float
-    dtype: str = "bf16"
+    sequence: str = ""
     saved: str = ""
 
     @nn.compact
     def __call__(self, x):
-        ins, outs = self.axes.split("->")
-        w = weight(self, "w", f"{ins} {outs}", self.std)
-        return precision.dot(
-            x,
-            w.astype(x.dtype),
-            len(ins.split()),
-            gemm=self.name,
-            dtype=self.dtype,
-            saved=self.saved,
-        )
+        return product(self, x, "w", self.axes, self.std, sequence=self.sequence, saved=self.saved)
 
 
 class Norm(nn.Module):
@@ -116,14 +143,12 @@ class Attention(nn.Module):
 
     model: Model
     kind: str
-    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud, rope):
         m = self.model
-        x_btd = mesh.gather(x_bud, "tp", 1)
-        qkv = Linear(m, "embed -> kv_heads qkv head_dim", m.init_std, self.dtype, name="qkv")
-        qkv_btgqk = qkv(x_btd)
+        qkv = Linear(m, "embed -> kv_heads qkv head_dim", m.init_std, "gather", name="qkv")
+        qkv_btgqk = qkv(x_bud)
         q_btgrk, k_btgk, v_btgk = (
             qkv_btgqk[..., :-2, :],
             qkv_btgqk[..., -2, :],
@@ -133,9 +158,8 @@ class Attention(nn.Module):
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
-        out = Linear(m, "heads head_dim -> embed", out_std(m), self.dtype, name="out")
-        y_btd = out(o_bthk)
-        return keep(mesh.scatter(y_btd, "tp", 1), "attn_out")
+        out = Linear(m, "heads head_dim -> embed", out_std(m), "scatter", name="out")
+        return keep(out(o_bthk), "attn_out")
 
 
 def out_std(m: Model) -> float:
@@ -152,16 +176,14 @@ def activate(m: Model, up_nf, axis: int):
 
 class Mlp(nn.Module):
     model: Model
-    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud):
         m = self.model
-        x_btd = mesh.gather(x_bud, "tp", 1)
-        up = Linear(m, "embed -> gates mlp", m.init_std, self.dtype, name="up")
-        down = Linear(m, "mlp -> embed", out_std(m), self.dtype, saved="mlp_act", name="down")
-        y_btd = down(activate(m, keep(up(x_btd), "mlp_up"), 2))
-        return keep(mesh.scatter(y_btd, "tp", 1), "mlp_down"), jnp.zeros(())
+        up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
+        down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
+        y_bud = down(activate(m, keep(up(x_bud), "mlp_up"), 2))
+        return keep(y_bud, "mlp_down"), jnp.zeros(())
 
 
 class Embed(nn.Module):
@@ -175,7 +197,7 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
-        w_vd = weight(self, "w", "vocab embed", m.init_std, gathered=False).astype(dtype)
+        w_vd = weight(self, "w", "vocab embed", m.init_std).astype(dtype)
         tokens_bt = mesh.gather(tokens_bt, "fsdp", 0)
         local_bt = tokens_bt - mesh.index("tp") * w_vd.shape[0]
         here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
@@ -193,6 +215,5 @@ class Head(nn.Module):
     def __call__(self, x_bud, embed_vd=None):
         m = self.model
         x_btd = mesh.gather(Norm(m, name="norm")(x_bud), "tp", 1)
-        if m.tied:
-            return x_btd, embed_vd.T
-        return x_btd, weight(self, "w", "embed vocab", m.init_std)
+        w_dv = embed_vd.T if m.tied else weight(self, "w", "embed vocab", m.init_std)
+        return x_btd, mesh.gather(w_dv, "fsdp", 0)

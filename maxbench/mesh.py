@@ -97,8 +97,8 @@ def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) 
     for axis in AXES:
         if degrees[axis] == 1 or axis in compute:
             continue
-        split = lambda i: names[i] != "layers" and left[i] % degrees[axis] == 0
-        fits = list(filter(split, range(len(left))))
+        within = [i for i, name in enumerate(names) if name != "layers"]
+        fits = [i for i in within if left[i] % degrees[axis] == 0]
         if not fits:
             summed.append(axis)
             continue
@@ -144,10 +144,9 @@ def index(axis: str) -> jax.Array | int:
     return jax.lax.axis_index(axis) if degree(axis) > 1 else 0
 
 
-def local(name: str, size: int, gathered: bool = True) -> int:
-    """What one GPU holds of a weight's logical axis inside a layer, with fsdp gathered or not."""
-    axis = RULES[name]
-    return size // (1 if axis == "fsdp" and gathered else degree(axis))
+def local(name: str, size: int) -> int:
+    """What one GPU holds of a weight's logical axis between two uses."""
+    return size // degree(RULES[name])
 
 
 def gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -168,6 +167,12 @@ def total(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
+def largest(x: jax.Array, *axes: str) -> jax.Array:
+    """Maximum over mesh axes."""
+    axes = tuple(a for a in axes if degree(a) > 1)
+    return jax.lax.pmax(x, axes) if axes else x
+
+
 def exchange(x: jax.Array, axis: str, split: int = 0, join: int = 0) -> jax.Array:
     """All-to-all: part i of dim `split` goes to GPU i; part j of dim `join` comes from GPU j."""
     return jax.lax.all_to_all(x, axis, split, join, tiled=True) if degree(axis) > 1 else x
@@ -176,6 +181,8 @@ def exchange(x: jax.Array, axis: str, split: int = 0, join: int = 0) -> jax.Arra
 def rotate(tree, axis: str, by: int = 1):
     """Every array of the tree goes to the GPU `by` further along the axis, round its end."""
     n = degree(axis)
+    if n == 1:
+        return tree
     permute = lambda tree: jax.lax.ppermute(tree, axis, [(i, (i + by) % n) for i in range(n)])
     if axis == "pp" or degree("pp") == 1:
         return permute(tree)
@@ -183,6 +190,17 @@ def rotate(tree, axis: str, by: int = 1):
     pick = lambda x: jax.lax.all_gather(x, axis)[(jax.lax.axis_index(axis) - by) % n]
     gathered = lambda tree: jax.tree.map(pick, tree)
     return jax.lax.platform_dependent(tree, cpu=gathered, default=permute)
+
+
+def beside(sent, made):
+    """What collectives bring, as it is, but needed only once `made` is there.
+
+    XLA's scheduler then runs the collective beside the work that makes `made`. Left alone it puts
+    off gradients of weights to the end, and waits for collectives. An optimization barrier is gone
+    before it looks; a zero that it cannot know to be one is not.
+    """
+    zero = 0 * made[(0,) * made.ndim]
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype), sent)
 
 
 def after(x, tree):

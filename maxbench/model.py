@@ -13,7 +13,7 @@ import numpy as np
 
 from maxbench import mesh, precision
 from maxbench.config import Model, Run
-from maxbench.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
+from maxbench.layers import Attention, Embed, Head, Mlp, Norm, add_to, rope_angles
 from maxbench.loss import cross_entropy
 from maxbench.moe import Moe
 
@@ -23,16 +23,15 @@ class Block(nn.Module):
 
     model: Model
     attention: str
-    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud, rope):
         m = self.model
         post = lambda name: Norm(m, name=name) if m.post_norm else lambda x: x
-        attend = Attention(m, self.attention, self.dtype, name="attn")
+        attend = Attention(m, self.attention, name="attn")
         y_bud = attend(Norm(m, name="attn_norm")(x_bud), rope)
         x_bud += post("attn_post")(y_bud)
-        mlp = (Moe if m.experts else Mlp)(m, self.dtype, name="mlp")
+        mlp = (Moe if m.experts else Mlp)(m, name="mlp")
         y_bud, aux = mlp(Norm(m, name="mlp_norm")(x_bud))
         return x_bud + post("mlp_post")(y_bud), aux
 
@@ -65,42 +64,15 @@ def init(m: Model, key: jax.Array, order: np.ndarray | None = None):
     }
 
 
-def gather_fsdp(places, w):
-    """All-gathers over fsdp the weights of one layer, or of embed or head."""
+def layer(run: Run, w, sums, x_bud, rope):
+    """One layer; saves for the backward pass what train.remat says.
 
-    def one(place, w):
-        split = "fsdp" in place.compute
-        return mesh.gather(w, "fsdp", place.compute.index("fsdp")) if split else w
-
-    return jax.tree.map(one, places, w)
-
-
-@jax.custom_vjp
-def add_to(sums, w):
-    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
-
-    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
-    without a pass over all gradients of its own.
-    """
-    return w
-
-
-add_to.defvjp(
-    lambda sums, w: (w, sums),
-    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
-)
-
-
-def layer(run: Run, places, w, x_bud, rope, sums=None):
-    """One layer, fsdp's gather included; saves for the backward pass what train.remat says.
-
-    `sums` are gradients to add this layer's to (add_to), or None.
+    `sums` are gradients, like w, to add this layer's to (layers.add_to), or None.
     """
 
     def apply(w, sums, x_bud):
-        w = w if sums is None else add_to(sums, w)
-        block = Block(run.model, run.train.attention, run.precision.dtype)
-        return block.apply({"params": gather_fsdp(places, w)}, x_bud, rope)
+        variables = {"params": w} if sums is None else {"params": w, "sums": sums}
+        return Block(run.model, run.train.attention).apply(variables, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, precision.SCALE)
     return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
@@ -111,16 +83,14 @@ def embed(run: Run, w, tokens_bt):
     return Embed(run.model).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
 
 
-def head(run: Run, places, w, x_bud):
+def head(run: Run, w, x_bud):
     """The factors of the logits: x_btd @ w_dv x model.output_multiplier."""
-    w_head = gather_fsdp(places["head"], w["head"])
-    tied = gather_fsdp(places["embed"], w["embed"])["w"] if run.model.tied else None
-    return Head(run.model).apply({"params": w_head}, x_bud, tied)
+    return Head(run.model).apply({"params": w["head"]}, x_bud, w["embed"]["w"])
 
 
-def head_loss(run: Run, places, w, x_bud, targets_bt):
+def head_loss(run: Run, w, x_bud, targets_bt):
     """This GPU's share of the mean loss over the global batch."""
-    x_btd, w_dv = head(run, places, w, x_bud)
+    x_btd, w_dv = head(run, w, x_bud)
     token_loss = cross_entropy(
         x_btd.reshape(-1, run.model.embed),
         w_dv,
@@ -132,16 +102,16 @@ def head_loss(run: Run, places, w, x_bud, targets_bt):
     return token_loss / (run.layout.gbs * run.train.seq)
 
 
-def apply(run: Run, places, w, tokens_bt, sums=None):
+def apply(run: Run, w, tokens_bt, sums=None):
     """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses.
 
-    w['layers'] is stacked, and the program a loop over layers; or a tuple of layers, and the program
-    repeats their code: longer to compile, but no layer's weights, gradients and activations are
-    copied out of a stack and back into one.
+    w['layers'] is stacked, and the program a loop over layers; or a tuple of layers, and the
+    program repeats their code: longer to compile, but no layer's weights, gradients and activations
+    are copied out of a stack and back into one.
     """
     rope = rope_angles(run.model, mesh.chunks(run.train.seq))
     x_bud = embed(run, w, tokens_bt)
-    step = lambda x_bud, w: layer(run, places["layers"], w[0], x_bud, rope, w[1])
+    step = lambda x_bud, w: layer(run, *w, x_bud, rope)
     if not isinstance(w["layers"], tuple):
         x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
         return x_bud, jnp.sum(aux)
@@ -152,23 +122,19 @@ def apply(run: Run, places, w, tokens_bt, sums=None):
     return x_bud, total
 
 
-def objective(run: Run, places, w, tokens_bt, targets_bt, sums=None):
+def objective(run: Run, w, tokens_bt, targets_bt, sums):
     """This GPU's share of the loss of its sequences, and the shares of what is reported.
 
     The sum of the shares over all GPUs (and microbatches) is the mean over the global batch: the
     gradient of the sum needs no further scaling.
 
     Args:
-      places: mesh.Place of each weight, of one layer for 'layers'.
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (mesh.chunks order).
-      sums: tree like w of gradients so far. Given, the gradient with respect to it is the sum
-        with this batch's.
+      sums: tree like w of gradients so far. The gradient with respect to it is the sum with this
+        batch's.
     """
-    sum_layers = None
-    if sums is not None:
-        sum_layers = sums["layers"]
-        w = w | {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
-    x_bud, aux = apply(run, places, w, tokens_bt, sum_layers)
-    out = {"loss": head_loss(run, places, w, x_bud, targets_bt), "aux": aux / run.layout.gbs}
+    w = w | {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
+    x_bud, aux = apply(run, w, tokens_bt, sums["layers"])
+    out = {"loss": head_loss(run, w, x_bud, targets_bt), "aux": aux / run.layout.gbs}
     return out["loss"] + out["aux"], out

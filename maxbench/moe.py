@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench import mesh, precision
+from maxbench import mesh
 from maxbench.config import Model
-from maxbench.layers import Linear, activate, out_std, weight
+from maxbench.layers import Linear, activate, out_std, product
 
 
 class Moe(nn.Module):
     model: Model
-    dtype: str = "bf16"
 
     @nn.compact
     def __call__(self, x_bud):
@@ -43,13 +42,12 @@ class Moe(nn.Module):
 
     def experts(self, x_ecd):
         m = self.model
-        up_ednf = weight(self, "up", "experts embed gates mlp", m.init_std).astype(x_ecd.dtype)
-        down_efd = weight(self, "down", "experts mlp embed", out_std(m)).astype(x_ecd.dtype)
-        x_ecd = mesh.gather(x_ecd, "tp", 1)
-        dot = functools.partial(precision.dot, ins=1, batch=1, dtype=self.dtype)
-        up_ecnf = keep(dot(x_ecd, up_ednf, gemm="up"), "mlp_up")
-        y_ecd = dot(activate(m, up_ecnf, 2), down_efd, gemm="down", saved="mlp_act")
-        return mesh.scatter(y_ecd, "tp", 1)
+        dot = functools.partial(product, self, batch=1)
+        up_ecnf = dot(x_ecd, "up", "experts embed -> gates mlp", m.init_std, sequence="gather")
+        h_ecf = activate(m, keep(up_ecnf, "mlp_up"), 2)
+        return dot(
+            h_ecf, "down", "experts mlp -> embed", out_std(m), sequence="scatter", saved="mlp_act"
+        )
 
 
 def route(m: Model, logits_je):

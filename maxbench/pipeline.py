@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxbench import mesh, model
-from maxbench.config import DTYPES, Run
+from maxbench.config import Run
 from maxbench.layers import rope_angles
 from maxbench.schedule import (
     BACKWARD,
@@ -28,87 +28,93 @@ from maxbench.schedule import (
 )
 
 
-def gradients(run: Run, places, w, batch):
+def gradients(run: Run, w, sums, batch):
     """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
 
     Args:
-      places: mesh.Place of each weight, of one layer for 'layers'.
       w: compute weights of this GPU; 'layers' a tuple in the order of schedule.layer_order.
+      sums: tree like w of zeros, in precision.grads.
       batch: microbatch -> (tokens_bt, targets_bt).
 
     Returns:
-      Gradients like w in precision.grads, and this GPU's shares of what is reported.
+      Gradients like sums, and this GPU's shares of what is reported.
     """
-    return _Pipeline(run, places, w, batch).run_ticks()
+    return _Pipeline(run, w, batch).run_ticks(sums)
 
 
 class _Layer:
     """The vjp of one layer in two halves that can stand far apart.
 
-    Residuals are the leaves of the vjp but for the weights and the rope table, which the backward
-    half is given again: they would otherwise be kept once per microbatch.
+    Residuals are the leaves of the vjp but for the weights, the sums of gradients and the rope
+    table, which the backward half is given again: they would otherwise be kept once per microbatch.
     """
 
-    def __init__(self, run: Run, places):
-        self.run, self.places = run, places
+    def __init__(self, run: Run):
+        self.run = run
         self.rope = rope_angles(run.model, mesh.chunks(run.train.seq))
         self.structure = None
 
-    def forward(self, w, x):
-        """y, the auxiliary loss, and the residuals."""
+    def forward(self, w, sums, x):
+        """y, the auxiliary loss, and the residuals. `sums` stand for those that backward gets."""
         w = mesh.after(x, w)
-        call = lambda w, x: model.layer(self.run, self.places, w, x, self.rope)
-        (y, aux), vjp = jax.vjp(call, w, x)
+        call = lambda sums, x: model.layer(self.run, w, sums, x, self.rope)
+        (y, aux), vjp = jax.vjp(call, sums, x)
         leaves, tree = jax.tree.flatten(vjp)
-        given = [*jax.tree.leaves(w), *self.rope]
+        given = self.given(w, sums)
         known = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
         self.structure = tree, known
         return y, aux, [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
 
-    def backward(self, w, residuals, dy, daux):
-        """Gradients of the weights and of x."""
+    def backward(self, w, sums, residuals, dy, daux):
+        """The sums with the gradients of the weights, and the gradient of x."""
         tree, known = self.structure
         w = mesh.after(dy, w)
-        given, rest = [*jax.tree.leaves(w), *self.rope], iter(residuals)
+        given, rest = self.given(w, sums), iter(residuals)
         leaves = [next(rest) if i is None else given[i] for i in known]
         return jax.tree.unflatten(tree, leaves)((dy, daux))
+
+    def given(self, w, sums):
+        return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]
 
 
 class _Pipeline:
     """What stays the same over the ticks; the carry of the scan is a dict of arrays."""
 
-    def __init__(self, run: Run, places, w, batch):
+    def __init__(self, run: Run, w, batch):
         a = run.layout
-        self.run, self.places, self.batch = run, places, batch
+        self.run, self.batch = run, batch
         self.plan = schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
         self.ends = {"embed": w["embed"], "head": w["head"]}
         # [chunk][layer of the chunk]: each chunk's code names its own weights, copied from nowhere.
-        size = len(w["layers"]) // a.vp
-        self.chunks = tuple(w["layers"][c * size : (c + 1) * size] for c in range(a.vp))
-        self.real = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, size) >= 0
-        self.layer = _Layer(run, places["layers"])
+        self.chunks = self.chunked(w["layers"])
+        self.real = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, -1) >= 0
+        self.layer = _Layer(run)
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
         self.daux = jnp.float32(1 / a.gbs)
 
-    def run_ticks(self):
+    def chunked(self, layers):
+        size = len(layers) // self.run.layout.vp
+        return tuple(layers[i : i + size] for i in range(0, len(layers), size))
+
+    def run_ticks(self, sums):
         rows = jnp.asarray(self.plan.table)[:, mesh.index("pp")]
-        carry, _ = lax.scan(self.tick, self.start(), rows)
+        carry, _ = lax.scan(self.tick, self.start(sums), rows)
         layers = tuple(layer for chunk in carry["layers"] for layer in chunk)
         return {**carry["ends"], "layers": layers}, carry["out"]
 
-    def start(self):
+    def start(self, sums):
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped."""
         plan, x = self.plan, self.x
         slots = lambda n, s: jnp.zeros((n + 1, *s.shape), s.dtype)
-        zeros = lambda w: jnp.zeros(w.shape, DTYPES[self.run.precision.grads])
+        self.blank = _zeros(sums["layers"][0])
         return {
             "keep": jax.tree.map(lambda s: slots(plan.keep, s), self.forward_shapes()[2]),
             "inbox": slots(plan.inbox, x),
             "grads": slots(plan.grads, x),
             "dx": jnp.zeros(x.shape, x.dtype),
-            "layers": jax.tree.map(zeros, self.chunks),
-            "ends": jax.tree.map(zeros, self.ends),
+            "layers": self.chunked(sums["layers"]),
+            "ends": {name: sums[name] for name in self.ends},
             "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
         }
 
@@ -121,9 +127,11 @@ class _Pipeline:
         carry["keep"] = jax.tree.map(
             lambda box, r: _put(box, at["f_keep"], r), carry["keep"], residuals
         )
+        arrived = mesh.beside(arrived, y)
         carry["grads"] = _put(_put(carry["grads"], at["g_put"], arrived), at["f_grad"], dy)
         arrived = mesh.rotate(y, "pp")
         self.backward(carry, at)
+        arrived = mesh.beside(arrived, carry["dx"])
         carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
         return carry, None
 
@@ -182,14 +190,14 @@ class _Pipeline:
         """x through chunk c: y, its auxiliary losses, residuals of each of its layers."""
         total, residuals = jnp.zeros(()), []
         for i, w in enumerate(self.chunks[c]):
-            skip = lambda w, x: (x, *_zeros(self.layer_shapes(w, x)[1:]))
-            x, aux, kept = _if(self.is_real(c, i), self.layer.forward, skip, w, x)
+            skip = lambda w, sums, x: (x, *_zeros(self.layer_shapes(w, sums, x)[1:]))
+            x, aux, kept = _if(self.is_real(c, i), self.layer.forward, skip, w, self.blank, x)
             total += aux
             residuals.append(kept)
         return x, total, residuals
 
-    def layer_shapes(self, w, x):
-        return jax.eval_shape(self.layer.forward, w, x)
+    def layer_shapes(self, w, sums, x):
+        return jax.eval_shape(self.layer.forward, w, sums, x)
 
     def forward_shapes(self):
         return jax.eval_shape(functools.partial(self.chunk_forward, 0), self.x)
@@ -201,11 +209,10 @@ class _Pipeline:
         """Gradient of the input of chunk c, and the sums with the gradients of its layers."""
         sums = list(sums)
         for i in reversed(range(len(self.chunks[c]))):
-            w = self.chunks[c][i]
-            skip = lambda w, kept, dy: (_zeros(w), dy)
-            call = lambda w, kept, dy: self.layer.backward(w, kept, dy, self.daux)
-            dw, dy = _if(self.is_real(c, i), call, skip, w, residuals[i], dy)
-            sums[i] = _add(sums[i], dw)
+            skip = lambda w, sums, kept, dy: (sums, dy)
+            call = lambda w, sums, kept, dy: self.layer.backward(w, sums, kept, dy, self.daux)
+            args = self.chunks[c][i], sums[i], residuals[i], dy
+            sums[i], dy = _if(self.is_real(c, i), call, skip, *args)
         return dy, tuple(sums)
 
     # The ends of the network.
@@ -219,7 +226,7 @@ class _Pipeline:
 
     def loss(self, micro, y, ends_grads):
         targets = self.batch(micro)[1]
-        call = lambda ends, y: model.head_loss(self.run, self.places, ends, y, targets)
+        call = lambda ends, y: model.head_loss(self.run, ends, y, targets)
         loss, vjp = jax.vjp(call, self.ends, y)
         dends, dy = vjp(jnp.ones(()))
         return loss, _add(ends_grads, dends), dy

@@ -27,6 +27,9 @@ XLA_OPTIONS = {
     "xla_gpu_enable_all_gather_combine_by_dim": False,
     "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
     "xla_disable_hlo_passes": "rematerialization",
+    # The scheduler hides no communication once it thinks that memory is short, and it counts a
+    # pipeline's buffers several times. Whether a step fits is for the buffer assignment to say.
+    "xla_gpu_memory_limit_slop_factor": 300,
 }
 JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
@@ -53,10 +56,15 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # over microbatches, and run the forward pass twice to do so.
     gathers = run.layout.fsdp > 1
     options["xla_gpu_enable_pipelined_all_gather"] = gathers
-    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2 if gathers else 1
+    # Two: also to reduce one layer's gradients while the next one's weights are gathered. Four: also
+    # to let what a stage sends travel beside work that has collectives of its own.
+    overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
+    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
     dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"
     own = COMBINE.get((run.model.name, dtype))
     reduce, gather, scatter = own or COMBINE["", dtype]
+    if run.layout.tp > 1:
+        gather = 1  # joined, a sequence's gathers would wait for the last of them
     if run.layout.gpus // GPUS[gpu].gpus_per_node >= MANY_NODES:
         scatter //= 2
     for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):

@@ -73,8 +73,8 @@ class Timeline:
         return sum(t.exposed_s for t in self.traffic.values())
 
 
-# A conditional, or a loop that runs once or not at all -> how often its longest branch runs, and how
-# often it is waited for; of its runs.
+# A conditional, or a loop that runs once or not at all -> how often its longest branch runs, and
+# how often it is waited for; of its runs.
 Choose = Callable[[hlo.Op], tuple[float, float]]
 
 

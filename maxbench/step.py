@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxbench import data, mesh, model, optim, pipeline
+from maxbench import data, mesh, model, optim, pipeline, precision
 from maxbench.config import DTYPES, Run
 from maxbench.schedule import layer_order
 
@@ -138,35 +138,40 @@ class Step:
     def _local_grads(self, params, step):
         """One GPU's part of gradients(): the whole of the forward and backward pass."""
         run, p = self.run, self.run.precision
-        layer = jax.tree.map(lambda place: place.layer, self.places["layers"])
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        w, gathered = optim.cast(params, p.compute), self.places
+        w, places = optim.cast(params, p.compute), self.places
         if self.unrolled:
-            w |= {"layers": _unstack(w["layers"])}
-            gathered = gathered | {"layers": (layer,) * len(w["layers"])}
-        w = jax.tree.map(mesh.gather_master, gathered, w)
-        places = self.places | {"layers": layer}
-
-        def microbatch(w, micro, sums=None):
-            batch = data.batch(run, step, micro)
-            return model.objective(run, places, w, *batch, sums)
+            w = w | {"layers": _unstack(w["layers"])}
+            layer = jax.tree.map(lambda place: place.layer, places["layers"])
+            places = places | {"layers": (layer,) * len(w["layers"])}
+        layers = w["layers"]
+        w = {
+            name: jax.tree.map(mesh.gather_master, places[name], w[name])
+            for name in ("embed", "head")
+        }
+        if p.dtype == "fp8":
+            w["layers"] = precision.fp8_weights(places["layers"], layers, not self.unrolled)
+        else:
+            w["layers"] = jax.tree.map(mesh.gather_master, places["layers"], layers)
+        zero = lambda x: jnp.zeros(precision.shape_of(x), DTYPES[p.grads])
+        is_weight = lambda x: isinstance(x, precision.Fp8Weight)
+        zeros = jax.tree.map(zero, w, is_leaf=is_weight)
 
         def accumulate(sums, micro):
-            return jax.grad(microbatch, argnums=2, has_aux=True)(w, micro, sums)
+            objective = lambda sums: model.objective(run, w, *data.batch(run, step, micro), sums)
+            return jax.grad(objective, has_aux=True)(sums)
 
         count = run.layout.microbatches
         if run.layout.pp > 1:
             batch = functools.partial(data.batch, run, step)
-            grads, out = pipeline.gradients(run, places, w, batch)
+            grads, out = pipeline.gradients(run, w, zeros, batch)
         elif count == 1:
-            grads, out = jax.grad(microbatch, has_aux=True)(w, 0)
-            grads = optim.cast(grads, p.grads)
+            grads, out = accumulate(zeros, 0)
         else:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, DTYPES[p.grads]), w)
             grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
             out = jax.tree.map(jnp.sum, out)
-        grads = jax.tree.map(mesh.reduce_grad, gathered, grads)
+        grads = jax.tree.map(mesh.reduce_grad, places, grads)
         if self.unrolled:
             grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
         return grads, jax.tree.map(lambda x: mesh.total(x, *self.mesh.axis_names), out)

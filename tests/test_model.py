@@ -26,8 +26,8 @@ CASES = {
 
 def logits(run: Run, params, tokens_bt):
     step = Step(run, mesh.make_mesh(run.layout))
-    x_bud, _ = model.apply(step.run, step.places, params, tokens_bt)
-    x_btd, w_dv = model.head(step.run, step.places, params, x_bud)
+    x_bud, _ = model.apply(step.run, params, tokens_bt)
+    x_btd, w_dv = model.head(step.run, params, x_bud)
     return np.asarray(jnp.einsum("btd,dv->btv", x_btd, w_dv) * run.model.output_multiplier)
 
 

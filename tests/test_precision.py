@@ -37,6 +37,19 @@ def integers(key: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(key).integers(-60, 61, shape).astype(np.float64)
 
 
+def quantized(w, gemm: precision.Gemm) -> precision.Fp8Weight:
+    """A weight as step makes it, alone on its GPU."""
+    name = "out" if gemm.ins == 2 else "up"
+    path = {name: w if gemm.batch else {"w": w}}
+    place = mesh.Place((None,) * w.ndim, ((),) * w.ndim, ())
+    places = jax.tree.map(lambda _: place, path)
+    (weight,) = jax.tree.leaves(
+        precision.fp8_weights(places, path, False),
+        is_leaf=lambda x: isinstance(x, precision.Fp8Weight),
+    )
+    return weight
+
+
 @pytest.mark.parametrize("experts", [(), (3,)], ids=["linear", "experts"])
 def test_a_product_and_its_gradients_are_the_oracles(experts):
     x, w, dy = (
@@ -47,9 +60,11 @@ def test_a_product_and_its_gradients_are_the_oracles(experts):
     if experts:  # rows of one dim
         x, dy = x.reshape(3, 64, 4, 16), dy.reshape(3, 64, 2, 48)
     bf16 = lambda a: jnp.asarray(a, jnp.bfloat16)
-    call = lambda x, w: precision.dot(x, w, 2, len(experts), gemm="up", dtype="fp8")
-    y, vjp = jax.vjp(call, bf16(x), bf16(w))
-    dx, dw = vjp(bf16(dy))
+    gemm = precision.Gemm(2, len(experts))
+    sums = bf16(np.full(w.shape, 512.0))
+    call = lambda x, sums: precision.linear(x, quantized(bf16(w), gemm), sums, gemm)
+    y, vjp = jax.vjp(call, bf16(x), sums)
+    dx, summed = vjp(bf16(dy))
     x8, w8, dy8 = rounded(x, E4M3), rounded(w, E4M3), rounded(dy, E5M2)
     assert not np.array_equal(x8, x)
     assert not np.array_equal(dy8, rounded(dy, E4M3))
@@ -59,9 +74,11 @@ def test_a_product_and_its_gradients_are_the_oracles(experts):
     for ours, text, a, b in (
         (y, f"{x_rows},{weight}->{rows}", x8, w8),
         (dx, f"{rows},{weight}->{x_rows}", dy8, w8),
-        (dw, f"{x_rows},{rows}->{weight}", x8, dy8),
+        (summed, f"{x_rows},{rows}->{weight}", x8, dy8),
     ):
         expected = np.einsum(text, a, b).astype(ml_dtypes.bfloat16)
+        if ours is summed:
+            expected = (expected.astype(float) + 512).astype(ml_dtypes.bfloat16)
         assert ours.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(ours), expected, err_msg=text)
 
@@ -79,20 +96,35 @@ def test_scales_are_powers_of_two_that_fit(largest, dtype):
 
 
 def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
-    dot = functools.partial(precision.dot, ins=1, gemm="up", dtype="fp8")
+    def dot(x, w):
+        gemm = precision.Gemm(1)
+        return precision.linear(x, quantized(w, gemm), jnp.zeros_like(w), gemm)
+
     w = jnp.ones((16, 16), jnp.bfloat16)
     assert not dot(jnp.zeros((16, 16), jnp.bfloat16), w).any()
     for bad in (jnp.nan, jnp.inf):
         assert jnp.isnan(dot(w.at[0, 0].set(bad), w)[0]).all()
 
 
-def test_only_the_table_is_fp8():
-    x = w = jnp.ones((16, 16), jnp.bfloat16)
-    for gemm in ("qkv", "out", "up", "down", "router"):
-        for dtype in ("bf16", "fp8"):
-            call = functools.partial(precision.dot, ins=1, gemm=gemm, dtype=dtype)
-            text = jax.jit(call).lower(x, w).as_text()
-            assert ("f8E4M3FN" in text) == (dtype == "fp8" and gemm != "router")
+def test_without_sums_the_gradient_is_that_of_the_weight():
+    x, w = integers(0, 8, 16), integers(1, 16, 4)
+    call = lambda w: precision.linear(jnp.asarray(x), w, None, precision.Gemm(1)).sum()
+    np.testing.assert_array_equal(jax.grad(call)(jnp.asarray(w))[:, 0], x.sum(0))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_only_the_table_is_fp8(family):
+    """The weights that a step quantizes: of attention, MLP and experts, never of the router."""
+    step = build(FAMILIES[family])
+    layers = jax.tree.map(lambda x: jnp.zeros(x.shape), step.abstract["params"]["layers"])
+    made = precision.fp8_weights(step.places["layers"], layers, True)
+    paths = jax.tree_util.tree_leaves_with_path(
+        made, is_leaf=lambda x: isinstance(x, precision.Fp8Weight)
+    )
+    fp8 = {jax.tree_util.keystr(p) for p, x in paths if isinstance(x, precision.Fp8Weight)}
+    w = "" if family == "grok" else "['w']"
+    mlp = {f"['mlp']['{name}']{w}" for name in ("up", "down")}
+    assert fp8 == {"['attn']['qkv']['w']", "['attn']['out']['w']"} | mlp
 
 
 # Whole steps.
