@@ -16,6 +16,7 @@ ORDER = [
     {"recipes"},
     {"cli", "runtime"},
     {"mesh", "profile", "runlogs", "plots", "variables", "nccl", "hosts"},
+    {"mxfp8"},
     {"precision"},
     {"artifact", "costs", "schedule"},
     {"simulate", "memory", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
@@ -79,7 +80,7 @@ def test_jax_is_imported_only_where_it_may_be(path):
 
 def test_sizes():
     lines = {p: len(p.read_text().splitlines()) for p in PACKAGE}
-    assert sum(lines.values()) < 9000
+    assert sum(lines.values()) < 9200
     for path, tree in PARSED.items():
         assert lines[path] < 500, path
         assert ast.get_docstring(tree), f"{path} does not say what it owns"
