@@ -106,17 +106,6 @@ once() {
   touch "$STAGE/.setup/$name"
 }
 
-build_te() {
-  local site venv=$STAGE/venv
-  install "$venv" nvidia-cudnn-frontend nvidia-nvtx nvidia-curand pybind11 ninja packaging \
-    setuptools wheel
-  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-  for include in "$site"/nvidia/*/include; do
-    export CPLUS_INCLUDE_PATH="$include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}"
-  done
-  install "$venv" --no-build-isolation "transformer-engine[jax]"
-}
-
 import_image() {
   local file=$STAGE/maxbench.sqsh
   [[ -f "$file" ]] && return
@@ -145,7 +134,7 @@ if [[ "$CPU" == true ]]; then
   once packages-cpu install "$VENV" -e "$ROOT"
 else
   once "packages-cuda$CUDA" install "$VENV" -e "$ROOT" "jax[cuda$CUDA]>=0.10.2"
-  [[ "$TE" == true ]] && once transformer-engine build_te
+  [[ "$TE" == true ]] && once transformer-engine "$ROOT/install_te.sh" "$VENV/bin/python"
 fi
 
 cd "$ROOT"

@@ -16,6 +16,8 @@ ORDER = [
     {"recipes"},
     {"cli", "runtime"},
     {"mesh", "profile", "runlogs", "plots", "variables", "nccl", "hosts"},
+    {"mxfp8"},
+    {"te"},
     {"precision"},
     {"artifact", "costs", "schedule"},
     {"simulate", "memory", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
@@ -74,12 +76,14 @@ def test_jax_is_imported_only_where_it_may_be(path):
     heavy = {"jax", "flax", "optax", "orbax", "numpy"}
     found = {i.split(".")[0] for i in imports(PARSED[path], True)} & heavy
     assert not (path.stem in JAXLESS and found)
+    # te.py loads Transformer Engine by name, when asked for.
+    assert path.stem == "te" or "transformer_engine" not in path.read_text()
     assert "transformer_engine" not in {i.split(".")[0] for i in imports(PARSED[path], False)}
 
 
 def test_sizes():
     lines = {p: len(p.read_text().splitlines()) for p in PACKAGE}
-    assert sum(lines.values()) < 9000
+    assert sum(lines.values()) < 9200
     for path, tree in PARSED.items():
         assert lines[path] < 500, path
         assert ast.get_docstring(tree), f"{path} does not say what it owns"

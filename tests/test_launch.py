@@ -223,7 +223,7 @@ def test_shellcheck_passes_on_every_script(tmp_path):
     made = tmp_path / "job.sh"
     s = variables.settle(BF16 | {"ENABLE_PROFILE": "true"})
     made.write_text(launch.script(s, "nsys", 1))
-    scripts = [*ROOT.glob("launch/*.sh"), ROOT / "setup.sh", made]
+    scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh"), made]
     done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -231,7 +231,7 @@ def test_shellcheck_passes_on_every_script(tmp_path):
 def test_nothing_newer_than_bash_4_2():
     """Features of later versions, by their spelling."""
     newer = ("@Q}", "wait -n", "declare -n", "local -n", "mapfile -d", "EPOCHSECONDS", "BASH_ARGV0")
-    for script in [*ROOT.glob("launch/*.sh"), ROOT / "setup.sh"]:
+    for script in [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh")]:
         text = script.read_text()
         assert not [word for word in newer if word in text], script
 

@@ -1,0 +1,231 @@
+"""Transformer Engine against arithmetic in numpy; tests/test_te.py runs this in its own process.
+
+Import after a driver library, real or not, can be found; NVTE_JAX_CUSTOM_CALLS=false for a CPU.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbench import aot, layers, mxfp8, te
+from maxbench.hardware import CHIPS
+from maxbench.precision import scale_of
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+BITS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """TE asks the driver which GPU this is; here nobody knows."""
+    pretend(monkeypatch, 90)
+
+
+def pretend(monkeypatch, capability: int):
+    modules = te.load()
+    import transformer_engine_jax as library
+    from transformer_engine.jax.quantize import device_utils
+
+    answer = lambda gpu=0: capability
+    monkeypatch.setattr(library, "get_device_compute_capability", answer)
+    monkeypatch.setattr(modules.gemm, "get_device_compute_capability", answer)
+    device_utils.get_device_compute_capability.cache_clear()
+    device_utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
+
+
+def integers(key: int, *shape: int) -> np.ndarray:
+    """Of up to six bits: FP8 has to round the large ones, and every sum of products is exact."""
+    return np.random.default_rng(key).integers(-60, 61, shape).astype(np.float64)
+
+
+def bf16(x):
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def bits(x) -> np.ndarray:
+    return np.atleast_1d(x).view(np.uint8)
+
+
+# Tensor scaling: the scale is given.
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.01, 0.37], ids=lambda s: f"scale-{s}")
+def test_quantized_bits_and_the_largest_magnitude(dtype, scale):
+    """Without a scale: current scaling. 0.01 saturates what is over 448 (4.48)."""
+    x = np.random.default_rng(0).normal(size=(3, 32, 48)) * 4
+    x = np.asarray(bf16(x))
+    given = scale_of(bf16(x), dtype) if scale is None else jnp.float32(scale)
+    made = jax.jit(lambda x, s: te.quantize(x, dtype, scale=s))(bf16(x), given)
+    top = float(ml_dtypes.finfo(BITS[dtype]).max)
+    scaled = x.astype(np.float32) * (np.float32(1) / np.float32(given))
+    expected = np.clip(scaled, -top, top).astype(BITS[dtype])
+    np.testing.assert_array_equal(bits(made.row.data), bits(expected))
+    np.testing.assert_array_equal(bits(made.col.data), bits(expected.swapaxes(1, 2)))
+    assert made.row.scale == made.col.scale == given
+    assert made.amax == np.abs(x).max()
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
+@pytest.mark.parametrize("act", te.ACTS)
+def test_activations_are_ours_then_quantized(act, blocks):
+    gates = len(te.ACTS[act])
+    up = bf16(np.random.default_rng(0).normal(size=(2, 32, gates, 64)))
+    scale = None if blocks else jnp.float32(0.125)
+
+    def ours(up):
+        h = layers.ACTS[act](up[:, :, 0])
+        return te.quantize(h * up[:, :, 1] if gates == 2 else h, E4M3, scale=scale)
+
+    made = jax.jit(lambda up: te.activate(up, act, E4M3, scale=scale))(up)
+    for one, other in zip(*map(jax.tree.leaves, (made, jax.jit(ours)(up))), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x, w, current):
+    return forward(x, w, current)[0]
+
+
+def forward(x, w, current):
+    quantize = functools.partial(scaled, current=current)
+    x, w = quantize(x, E4M3), quantize(w, E4M3)
+    return te.gemm(x, w, "nn"), (x, w)
+
+
+def backward(current, saved, dy):
+    (x, w), dy = saved, scaled(dy, E5M2, current)
+    return te.gemm(dy, w, "nt", exact=True), te.gemm(x, dy, "tn", exact=True)
+
+
+linear.defvjp(forward, backward)
+
+
+def scaled(x, dtype, current, forms=("row",)):
+    return te.quantize(x, dtype, forms, scale_of(x, dtype) if current else jnp.float32(0.25))
+
+
+def rounded(x, dtype, current) -> np.ndarray:
+    scale = float(scale_of(bf16(x), dtype)) if current else 0.25
+    top = float(ml_dtypes.finfo(BITS[dtype]).max)
+    return np.clip(x / scale, -top, top).astype(BITS[dtype]).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("current", [True, False], ids=["current", "delayed"])
+@pytest.mark.parametrize("experts", [(), (3,)], ids=["linear", "experts"])
+def test_a_product_and_its_gradients_are_the_oracles(experts, current):
+    x, w, dy = (
+        integers(0, *experts, 64, 48),
+        integers(1, *experts, 48, 80),
+        integers(2, *experts, 64, 80),
+    )
+
+    @jax.jit
+    def step(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: linear(x, w, current), x, w)
+        return y, *vjp(dy)
+
+    x8, w8, dy8 = rounded(x, E4M3, current), rounded(w, E4M3, current), rounded(dy, E5M2, current)
+    assert not np.array_equal(x8, x)
+    turn = lambda a: a.swapaxes(-1, -2)
+    expected = x8 @ w8, dy8 @ turn(w8), turn(x8) @ dy8
+    for ours, right in zip(step(bf16(x), bf16(w), bf16(dy)), expected, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(ours), right.astype(ml_dtypes.bfloat16))
+
+
+def test_layers_scanned_and_recomputed_in_shard_map_over_eight_devices():
+    mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = bf16(np.random.default_rng(0).normal(size=(8 * 32, 64)))
+    w = bf16(np.random.default_rng(1).normal(size=(3, 64, 64)) / 8)
+
+    def loss(x, w):
+        layer = jax.checkpoint(lambda x, w: (linear(x, w, True), None))
+        return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
+
+    def share(x, w):
+        w = jax.lax.all_gather(w, "fsdp", axis=1, tiled=True)
+        dx, dw = jax.grad(loss, (0, 1))(x, w)
+        return dx, dw[None]
+
+    rows, cut = P(("dp", "fsdp")), P(None, "fsdp")
+    specs = dict(in_specs=(rows, cut), out_specs=(rows, rows), check_vma=False)
+    dx, dw = jax.jit(jax.shard_map(share, mesh=mesh, **specs))(x, w)
+    for i, part in enumerate(jnp.split(x, 8)):
+
+        def plain(x, w):
+            for layer in w:
+                x = linear(x, layer, True)
+            return jnp.sum(x.astype(jnp.float32) ** 2)
+
+        one, two = jax.jit(jax.grad(plain, (0, 1)))(part, w)
+        np.testing.assert_array_equal(np.asarray(dx[32 * i : 32 * i + 32]), np.asarray(one))
+        np.testing.assert_array_equal(np.asarray(dw[i]), np.asarray(two))
+
+
+# MXFP8. Its GEMM has no form for a CPU.
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["linear", "experts"])
+def test_blocks_have_the_bits_of_xlas(batch, dtype):
+    x = np.random.default_rng(0).normal(size=(*batch, 64, 96)) ** 9
+    x[..., :32, :32] = 0
+    ours = jax.jit(lambda x: te.quantize(x, dtype))(bf16(x))
+    theirs = mxfp8.quantize(bf16(x), dtype)
+    for a, b in zip(ours.row, theirs.row, strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+    for a, b in zip(ours.col, theirs.col, strict=True):
+        np.testing.assert_array_equal(bits(a).swapaxes(-1, -2), bits(b))
+    assert te.quantize(bf16(x), dtype, ("row",)).col is None
+
+
+# With the GPU compiler: the kernels themselves.
+
+
+@pytest.mark.parametrize(("gpu", "blocks"), [("h100", False), ("gb200", True)])
+def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
+    from jax.experimental import topologies
+
+    pretend(monkeypatch, 100 if blocks else 90)
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=aot.target(CHIPS[gpu]), topology="1x1x4"
+    )
+    mesh = topologies.make_mesh(topology, (4,), ("fsdp",))
+
+    def share(w, dy, up):
+        both = ("row", "col")
+        scale = None if blocks else jnp.float32(1)
+        x = te.activate(up, "swiglu", E4M3, both, scale)
+        quantize = lambda x, d: te.quantize(x, d) if blocks else scaled(x, d, True, both)
+        w, dy = quantize(w, E4M3), quantize(dy, E4M3 if blocks else E5M2)
+        return te.gemm(x, w, "nn"), te.gemm(dy, w, "nt", exact=True), te.gemm(x, dy, "tn")[None]
+
+    rows = P("fsdp")
+    specs = dict(in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)
+    array = lambda shape, spec: jax.ShapeDtypeStruct(
+        shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+    )
+    shapes = array((1024, 256), P()), array((2048, 256), rows), array((2048, 2, 1024), rows)
+    call = jax.jit(jax.shard_map(share, mesh=mesh, **specs))
+    text = call.lower(*shapes).compile().as_text()
+    made = [line for line in text.splitlines() if "custom_call_target=" in line]
+    targets = [re.search(r'custom_call_target="([^"]*)"', line)[1] for line in made]
+    kernels = ["te_act_lu_ffi"] + ["te_dbias_quantize_ffi"] * 2 + ["te_gemm_v2_ffi"] * 3
+    assert sorted(targets) == kernels
+    gemms = [line for line in made if "te_gemm_v2_ffi" in line]
+    operands = [re.findall(r"(f8e\dm\d\w*)\[", line.split("constraints=")[1]) for line in gemms]
+    gradient = "f8e4m3fn" if blocks else "f8e5m2"
+    data = [[kind for kind in kinds if kind != "f8e8m0fnu"] for kinds in operands]
+    assert sorted(map(sorted, data)) == sorted(
+        map(sorted, [["f8e4m3fn"] * 2, ["f8e4m3fn", gradient], ["f8e4m3fn", gradient]])
+    )
+    assert text.count("use_split_accumulator = true") == 1
