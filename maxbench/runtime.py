@@ -56,8 +56,8 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # over microbatches, and run the forward pass twice to do so.
     gathers = run.layout.fsdp > 1
     options["xla_gpu_enable_pipelined_all_gather"] = gathers
-    # Two: also to reduce one layer's gradients while the next one's weights are gathered. Four: also
-    # to let what a stage sends travel beside work that has collectives of its own.
+    # Two: one layer's gradients are reduced while the next one's weights are gathered. Four: what
+    # a stage sends travels beside work that has collectives of its own.
     overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
     dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"

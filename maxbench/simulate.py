@@ -85,7 +85,7 @@ def always(op: hlo.Op) -> tuple[float, float]:
 
 
 def as_scheduled(shares: dict[str, tuple[float, float]]) -> Choose:
-    """By the name that the executor of a pipeline gave the conditional, or the loop in its place."""
+    """By the name that the executor of a pipeline gave the conditional, or the loop for one."""
 
     def choose(op: hlo.Op) -> tuple[float, float]:
         name = re.search(r'op_name="[^"]*?([^/"]*)/(?:cond|while)"', op.attrs)
