@@ -112,15 +112,16 @@ def _backward(gemm, residuals, dy):
     if gemm.sequence == "gather":
         dx, x = mesh.scatter(dx, "tp", 1), _gather(x, "tp", 1)
     rows = tuple(range(gemm.batch, rows))
-    grads = dtype if sums is None else sums.dtype
-    dw = _product(x, dy, (rows, rows), gemm.batch, grads, exact=True)
+    # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
+    wide = dtype if sums is None else jnp.promote_types(dtype, sums.dtype)
+    dw = _product(x, dy, (rows, rows), gemm.batch, wide, exact=True)
+    add = lambda dw: dw if sums is None else sums + dw.astype(sums.dtype)
     if gemm.fsdp is None:
-        dw = dw if sums is None else sums + dw
+        dw = add(dw)
     if gemm.sequence == "gather" and mesh.degree("tp") > 1:
         dx = mesh.beside(dx, dw)
     if gemm.fsdp is not None:
-        dw = mesh.scatter(dw, "fsdp", gemm.fsdp)
-        dw = dw if sums is None else sums + dw
+        dw = add(mesh.scatter(dw, "fsdp", gemm.fsdp))
     return (dx, dw, None) if sums is None else (dx, None, dw)
 
 
