@@ -20,6 +20,7 @@ ROUTERS = ("topk_softmax", "softmax_topk")
 ATTENTIONS = ("auto", "xla", "cudnn")
 PROFILERS = ("", "nsys", "xplane", "nccltrace")
 SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
+DATA = ("random", "markov")
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
 TENSORS = ("query", "key", "value", "context", "attn_out", "mlp_up", "mlp_act", "mlp_down")
@@ -199,6 +200,7 @@ class Train:
     seq: int  # tokens per sequence
     steps: int = 50
     seed: int = 0
+    data: str = "random"  # random tokens | markov: text of a fixed source, which can be learned
     schedule: str = "1f1b"  # of a pipeline: 1f1b (interleaved when vp > 1) | gpipe
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
@@ -215,6 +217,7 @@ class Train:
     def __post_init__(self):
         choose("train.attention", self.attention, ATTENTIONS)
         choose("train.schedule", self.schedule, SCHEDULES)
+        choose("train.data", self.data, DATA)
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))

@@ -1,0 +1,99 @@
+"""Trains a small Llama on learnable text in BF16 and in FP8, and draws both losses.
+
+  python benchmarks/fp8_loss.py            3,000 steps each; on a CPU, some minutes
+
+Writes benchmarks/results/fp8_loss.json and docs/fp8_loss.svg, and prints one table. The text is of
+a Markov source (maxbench/data.py), so the least possible loss is known.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from maxbench.data import SUCCESSORS
+from maxbench.plots import HIGH, LEFT, TOP, WIDE, Axes, ticks
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RUNS = {
+    "bf16": ["--dtype", "bf16"],
+    "fp8 current": ["--dtype", "fp8"],
+}
+COLOURS = ("#1f4e8c", "#d1495b", "#2a9d5c", "#8a5cc2")
+SMOOTH = 50  # steps that a drawn and compared loss is the mean of
+FLAGS = ["--seq", "128", "--mbs", "8", "--config.train.data=markov", "--config.optim.warmup=100"]
+FLAGS += ["--config.optim.lr=0.002", "--config.optim.lr_min=0.0002", "--cpu_devices", "1"]
+
+
+def losses(flags: list[str], steps: int) -> list[float]:
+    """Loss of every step of one training run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
+        command += [*FLAGS, *flags, "--steps", str(steps), "--output_dir", folder]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        (log,) = pathlib.Path(folder).rglob("metrics.jsonl")
+        lines = map(json.loads, log.read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Means of SMOOTH values each, one after the other."""
+    starts = range(0, len(values) - SMOOTH + 1, SMOOTH)
+    return [sum(values[i : i + SMOOTH]) / SMOOTH for i in starts]
+
+
+def picture(curves: dict[str, list[float]]) -> str:
+    """The curves as SVG."""
+    steps = SMOOTH * max(map(len, curves.values()))
+    top = math.ceil(max(map(max, curves.values())))
+    axes = Axes((0, steps), (0, top))
+    axes.grid(
+        {x: f"{x:,.0f}" for x in ticks(0, steps)}, {y: f"{y:g}" for y in ticks(0, top)}, "step", ""
+    )
+    parts = list(axes.parts)
+    least = axes.at(0, math.log(SUCCESSORS))[1]
+    parts.append(f'<line x1="{LEFT}" x2="{WIDE}" y1="{least:.1f}" y2="{least:.1f}" '
+                 'stroke="#888" stroke-dasharray="4 3"/>')  # fmt: skip
+    for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
+        points = [axes.at((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)]
+        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = f' stroke-dasharray="{6 * number} 4"' if number else ""
+        parts.append(f'<polyline points="{text}" fill="none" stroke="{colour}" '
+                     f'stroke-width="2"{dash}/>')  # fmt: skip
+        parts.append(f'<text x="{LEFT + 200}" y="{TOP + 18 * number + 12}" fill="{colour}">'
+                     f"{name}: {curve[-1]:.4f}</text>")  # fmt: skip
+    style = "text{font:12px sans-serif}.grid{stroke:#ddd}.name{fill:#555}"
+    title = f"Loss, mean of {SMOOTH} steps; dashed: the least possible, ln {SUCCESSORS}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}"><style>{style}'
+        f'</style><rect width="{WIDE}" height="{HIGH}" fill="#fff"/>'
+        f'<text x="{LEFT}" y="{TOP - 14}">{title}</text>{"".join(parts)}</svg>\n'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=3000)
+    steps = parser.parse_args().steps
+    curves = {name: smooth(losses(flags, steps)) for name, flags in RUNS.items()}
+    reference = curves["bf16"]
+    rows = {}
+    for name, curve in curves.items():
+        apart = [abs(a / b - 1) for a, b in zip(curve, reference, strict=True)]
+        rows[name] = {"final": curve[-1], "apart_final": apart[-1], "apart_most": max(apart)}
+    results = ROOT / "benchmarks" / "results"
+    results.mkdir(exist_ok=True)
+    about = {"steps": steps, "smooth": SMOOTH, "flags": FLAGS, "rows": rows, "curves": curves}
+    (results / "fp8_loss.json").write_text(json.dumps(about, indent=1) + "\n")
+    (ROOT / "docs" / "fp8_loss.svg").write_text(picture(curves))
+    print(f"{'run':<14}{'final loss':>12}{'apart':>9}{'at most':>9}")
+    for name, row in rows.items():
+        print(f"{name:<14}{row['final']:>12.4f}{row['apart_final']:>9.2%}{row['apart_most']:>9.2%}")
+    print(f"least possible: ln {SUCCESSORS} = {math.log(SUCCESSORS):.4f}; {steps} steps")
+
+
+if __name__ == "__main__":
+    main()
