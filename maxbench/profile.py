@@ -51,30 +51,23 @@ class Window:
     def before(self, step: int) -> None:
         """To be called before each step is started."""
         if self.tool and step == self.profile.start:
-            self._start()
+            self._switch(on=True)
         elif self.open and step == self.profile.stop:
             self.close()
 
-    def _start(self) -> None:
-        self.open = True
-        if self.tool == "xplane":
-            import jax
-
-            jax.profiler.start_trace(str(self.folder / "xplane"))
-        else:
-            _cuda_profiler("cudaProfilerStart")
-
     def close(self) -> None:
         """Ends the profile, if it is still open."""
-        if not self.open:
-            return
-        self.open = False
-        if self.tool == "xplane":
-            import jax
+        if self.open:
+            self._switch(on=False)
 
-            jax.profiler.stop_trace()
-        else:
-            _cuda_profiler("cudaProfilerStop")
+    def _switch(self, on: bool) -> None:
+        self.open = on
+        if self.tool == "nsys":
+            _cuda_profiler("cudaProfilerStart" if on else "cudaProfilerStop")
+            return
+        from jax import profiler  # late: importing this module needs no jax
+
+        profiler.start_trace(str(self.folder / "xplane")) if on else profiler.stop_trace()
 
 
 def _cuda_profiler(name: str) -> None:
@@ -83,13 +76,8 @@ def _cuda_profiler(name: str) -> None:
     Raises:
       OSError: there is no CUDA runtime, so nsys cannot see a range.
     """
-    packed = [
-        str(p)
-        for p in pathlib.Path(sys.prefix).glob(
-            "lib/python*/site-packages/nvidia/**/libcudart.so.1?"
-        )
-    ]
-    for library in [*packed, "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
+    packed = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")
+    for library in [*map(str, packed), "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
         try:
             code = getattr(ctypes.CDLL(library), name)()
         except OSError:
