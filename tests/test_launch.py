@@ -472,24 +472,112 @@ def test_the_profiler_range_is_opened_and_closed_on_chosen_ranks(monkeypatch):
     assert said == [*alone, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
 
 
-TRACE = """
-n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
-n1:9:9 [0] NCCL INFO AllGather: opCount 1 sendbuff 0x1 recvbuff 0x2 acc (nil) count 1024 datatype 9 op 0 root 0 comm 0x5 [nranks=8] stream 0x6 task 0 globalrank 0
-n1:9:9 [0] NCCL INFO AllReduce: opCount 2 sendbuff 0x1 recvbuff 0x2 acc (nil) count 256 datatype 7 op 0 root 0 comm 0x5 [nranks=8] stream 0x6 task 0 globalrank 0
-n1:9:9 [0] NCCL INFO AllReduce: opCount 3 sendbuff 0x1 recvbuff 0x2 acc (nil) count 256 datatype 7 op 0 root 0 comm 0x5 [nranks=8] stream 0x6 task 0 globalrank 0
-garbage \x00 NCCL INFO AllReduce: opCount
-"""  # noqa: E501
+def call(name: str, count: int, kind: int, comm: str = "0x5", op: str = "1f", gpu: int = 0,
+         ranks: int = 8, peer: int = 0) -> str:  # fmt: skip
+    """A line as NCCL 2.2x logs a call; `op`, its opCount, is hexadecimal."""
+    return (
+        f"n1:91:207 [{gpu}] NCCL INFO {name}: opCount {op} sendbuff 0x7f4a recvbuff (nil) count "
+        f"{count} datatype {kind} op 0 root {peer} comm {comm} [nranks={ranks}] stream 0x55e0\n"
+    )
 
 
-def test_nccl_trace_is_summed_by_call_and_communicator(tmp_path):
-    (tmp_path / "log").write_text(TRACE)
-    first, second = nccl.calls(TRACE.splitlines())
+TRACE = "0: ".join(
+    [
+        "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read\n",
+        call("AllGather", 1024, 9),
+        call("AllReduce", 256, 7),
+        call("AllReduce", 256, 7, op="20"),
+    ]
+)
+
+
+def test_nccl_trace_is_summed_by_call_and_communicator():
+    (first, second), damaged = nccl.calls(TRACE.splitlines())
     assert first == {
-        "call": "AllGather", "ranks": 8, "count": 1, "bytes": 1024 * 2 * 8, "share": 8 / 9
+        "kind": "all-gather", "ranks": 8, "comm": "0x5", "count": 1, "bytes": 1024 * 2 * 8,
+        "share": 8 / 9,
     }  # fmt: skip
-    assert (second["call"], second["count"], second["bytes"]) == ("AllReduce", 2, 2048)
-    assert "AllGather           8" in nccl.summary([tmp_path / "log"])
+    assert (second["kind"], second["count"], second["bytes"]) == ("all-reduce", 2, 2048)
+    assert damaged == 0
     assert nccl.transports(TRACE) == {"P2P": 1}
+
+
+def test_nccl_bytes_by_call_and_type():
+    """Bytes as plan counts them: the larger of what one GPU hands in and gets."""
+    lines = [
+        call("ReduceScatter", 100, 7, comm="0x6"),  # fp32
+        call("AllGather", 100, 10),  # fp8
+        call("AllToAll", 100, 9, comm="0x7", ranks=4),
+        "[2026-01-01 00:00:00] " + call("Broadcast", 100, 1, comm="0x8"),
+    ]
+    rows, _ = nccl.calls(lines)
+    assert {(r["kind"], r["bytes"]) for r in rows} == {
+        ("reduce-scatter", 3200), ("all-gather", 800), ("all-to-all", 800), ("broadcast", 100),
+    }  # fmt: skip
+    old = call("AllGather", 100, 9).replace("count", "acc (nil) count")  # as RCCL logs it
+    assert nccl.calls([old])[0][0]["bytes"] == 1600
+
+
+def test_sends_and_receives_are_one_permute_or_one_all_to_all():
+    both = lambda op, *peers: [
+        call(name, 50, 9, op=op, peer=p) for p in peers for name in ("Send", "Recv")
+    ]
+    rows, _ = nccl.calls([*both("a1", 3), *both("a2", 3), *both("a3", 0, 1, 2, 3)])
+    assert {(r["kind"], r["count"], r["bytes"]) for r in rows} == {
+        ("permute", 2, 200), ("all-to-all", 1, 400)
+    }  # fmt: skip
+    ring = [call("Send", 50, 9, op="b", peer=1), call("Recv", 50, 9, op="b", peer=7)]
+    last = [call("Recv", 50, 9, op="c", peer=6)]  # the last stage of a pipeline sends nothing
+    rows, _ = nccl.calls(ring + last)
+    assert [(r["kind"], r["count"], r["bytes"]) for r in rows] == [("permute", 2, 200)]
+
+
+def test_nccl_lines_that_are_cut_or_run_into_each_other(tmp_path):
+    whole = call("AllGather", 1024, 9)
+    other = call("AllReduce", 256, 7)
+    unknown = call("AllReduce", 256, 77)
+    log = tmp_path / "srun-train-7.0.log"
+    log.write_bytes(
+        b"0: " + whole.encode() + b"0: " + whole[:70].encode() + b"0: " + other.encode()
+        + b" 0: " + unknown.encode() + b"\xff\x00 NCCL INFO AllReduce: opCount\n"
+        + b" 1: " + other.encode() + b"10: " + other.encode() + b"0: " + whole[:-40].encode()
+    )  # fmt: skip
+    rows, damaged = nccl.read([log, tmp_path / "absent.log"])
+    assert [(r["kind"], r["count"]) for r in rows] == [("all-gather", 1), ("all-reduce", 1)]
+    assert damaged == 3
+    # One process with all GPUs of its node: the first of them is counted.
+    rows, _ = nccl.calls([call("AllReduce", 256, 7, gpu=g) for g in (3, 1, 2, 1)])
+    assert [(r["count"], r["bytes"]) for r in rows] == [(2, 2048)]
+
+
+@given(st.lists(st.text() | st.sampled_from(TRACE.splitlines()).map(lambda x: x[:-9]), max_size=6))
+def test_nothing_in_an_nccl_log_breaks_it(lines):
+    rows, _ = nccl.calls(lines)
+    assert sum(r["share"] for r in rows) == pytest.approx(1 if rows else 0)
+
+
+def test_nccl_trace_beside_the_plan():
+    """By kind and members; permutes run on the communicator of all GPUs, whatever their axis."""
+    rows, _ = nccl.calls(
+        [call("AllGather", 1024, 9), call("AllGather", 1024, 9), call("Send", 50, 9, op="a")]
+    )
+    plan = lambda kind, axes, members, count, size: {
+        "kind": kind, "axes": axes, "members": members, "count": count, "bytes": size
+    }  # fmt: skip
+    planned = [
+        plan("all-gather", "dp", 8, 1, 16384), plan("permute", "pp", 2, 1, 80),
+        plan("permute", "cp", 2, 1, 20), plan("all-reduce", "tp", 4, 3, 5),
+    ]  # fmt: skip
+    gather, permute, reduce = nccl.against(rows, planned, steps=2)
+    assert (gather["axes"], gather["traced"], gather["traced_bytes"]) == (["dp"], 1, 16384)
+    assert gather["planned_bytes"] == gather["traced_bytes"]
+    assert (permute["axes"], permute["planned"], permute["planned_bytes"]) == (["pp", "cp"], 2, 100)
+    assert (permute["traced"], permute["traced_bytes"]) == (0.5, 50)
+    assert (reduce["traced"], reduce["planned"]) == (0, 3)
+    _, cells = nccl.beside_plan([gather, permute, reduce])
+    assert [c[-1] for c in cells] == ["100.0%", "50.0%", "not traced"]
+    _, (alone,) = nccl.beside_plan(nccl.against(rows[:1], [], steps=2))
+    assert (alone[2], alone[-1]) == ("not in the plan", "-")
 
 
 def test_a_fall_back_to_tcp_is_seen():
