@@ -74,13 +74,18 @@ def kinds(s: Settings) -> list[str]:
     """The jobs to run: profile and trace apart, because their overhead spoils figures.
 
     Raises:
-      ValueError: none is left.
+      ValueError: none is left, or a look inside of a run that is one step long.
     """
     jobs = [] if s.on("DISABLE_PERFRUN") else [""]
     if s.on("ENABLE_PROFILE"):
         jobs.append(s.values["PROFILER"])
     if s.on("ENABLE_NCCL_TRACE"):
         jobs.append("nccltrace")
+    if s.values["LOAD_CHECKPOINT_PATH"] and any(jobs):
+        raise ValueError(
+            "LOAD_CHECKPOINT_PATH trains one step, the checkpoint's next: nothing to profile or "
+            "trace; leave ENABLE_PROFILE and ENABLE_NCCL_TRACE out"
+        )
     if not jobs:
         raise ValueError(
             "DISABLE_PERFRUN=true leaves nothing to run: set ENABLE_PROFILE=true or "
@@ -99,6 +104,8 @@ def train_flags(s: Settings, kind: str) -> list[str]:
     if not kind:
         return list(s.flags)
     steps, flags = s.run.train.steps, [*s.flags, f"--profile={kind}"]
+    if "--checkpoint" in flags:  # the run itself saves; its terabytes need no copies
+        flags += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
     if kind == "nccltrace":
         return [*flags, "--steps", str(min(5, steps))]
     start, stop = s.number("PROFILE_START_STEP"), s.number("PROFILE_STOP_STEP")
@@ -146,7 +153,7 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
     given["gres"] = "" if (n := v["SBATCH_GPUS_PER_NODE"]) == "none" else f"gpu:{n}"
     options += [f"--{option}={value}" for option, value in given.items() if value]
     # A run that saves goes on after a requeue, and gets time to save before its time limit.
-    saves = "--checkpoint" in s.flags
+    saves = "--checkpoint" in s.flags and not kind
     options += ["--requeue", "--signal=TERM@120"] if saves else ["--no-requeue"]
     if s.run.layout.gpu_type.startswith("gb") and s.nodes > 18:  # an NVL72 domain has 18 nodes
         segment = max(d for d in range(1, 19) if s.nodes % d == 0)
@@ -199,12 +206,11 @@ def _words(command: Sequence[str]) -> str:
 
 def nsys_variables(s: Settings) -> dict[str, str]:
     """What task.sh needs to start Nsight Systems."""
-    options = NSYS_CPU_OPTIONS if s.on("RUN_CONF_PROFILE_CPU") else NSYS_OPTIONS
     model, dtype = s.run.model, s.run.precision.dtype
     return {
         "MB_PROFILE_RANKS": s.values["RUN_CONF_PROFILE_RANKS"],
         "MB_GPU_METRICS": s.values["ENABLE_GPU_METRICS"],
-        "MB_NSYS_OPTIONS": " ".join(options),
+        "MB_NSYS_OPTIONS": NSYS_CPU_OPTIONS if s.on("RUN_CONF_PROFILE_CPU") else NSYS_OPTIONS,
         "MB_NSYS_NAME": f"profile_{model.name}-{model.size}-{dtype}_{s.run.layout.gpus}g",
     }
 

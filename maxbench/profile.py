@@ -6,26 +6,16 @@ import sys
 
 from maxbench.config import Profile
 
-NSYS_OPTIONS = (
-    "--force-overwrite=true",
-    "--capture-range=cudaProfilerApi",
-    "--capture-range-end=stop",
-    "--cuda-graph-trace=node",
-    "--cuda-event-trace=false",
-    "--inherit-environment=true",
-    "--stop-on-exit=true",
-    "--trace=cuda,nvtx",
-    "--sample=none",
-    "--cpuctxsw=none",
+# Options of `nsys profile`: the recipes', and what else is sampled with and without CPU metrics.
+NSYS = (
+    "--force-overwrite=true --capture-range=cudaProfilerApi --capture-range-end=stop "
+    "--cuda-graph-trace=node --cuda-event-trace=false --inherit-environment=true "
+    "--stop-on-exit=true --trace=cuda,nvtx "
 )
-NSYS_CPU_OPTIONS = (
-    *NSYS_OPTIONS[:-2],
-    "--sample=process-tree",
-    "--cpuctxsw=process-tree",
-    "--event-sample=system-wide",
-    "--backtrace=lbr",
-    "--event-sampling-interval=3",
-    "--samples-per-backtrace=1",
+NSYS_OPTIONS = NSYS + "--sample=none --cpuctxsw=none"
+NSYS_CPU_OPTIONS = NSYS + (
+    "--sample=process-tree --cpuctxsw=process-tree --event-sample=system-wide --backtrace=lbr "
+    "--event-sampling-interval=3 --samples-per-backtrace=1"
 )
 
 

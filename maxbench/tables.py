@@ -143,7 +143,9 @@ def traces(rows: Sequence[Row]) -> list[Trace]:
         notes = [f"damaged lines left out: {damaged}"] if damaged else []
         grids = [nccl.by_communicator(calls, steps)] if calls else []
         if not calls:
-            notes.append("no NCCL call in the log: NCCL_DEBUG_SUBSYS needs COLL")
+            cpu = one.record.device and not one.record.gpu_type
+            why = f"ran on {one.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
+            notes.append(f"no NCCL call in the log: {why}")
         elif one.planned:
             found = nccl.against(calls, one.planned["communication"], steps)
             grids.append(nccl.beside_plan(found))

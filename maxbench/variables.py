@@ -319,23 +319,19 @@ def _resolve(
     elif not total and not presets and not by_hand:
         raise ValueError(_scales(config, values))
     given += ["--gpu_type", values["GPU_TYPE"], "--dtype", values["DTYPE"]]
-    if values["STRONG_SCALING"] == "true":
-        given.append("--strong_scaling")
-    if values["GBS"]:
-        given += ["--gbs", values["GBS"]]
-    if values["CPU_DEVICES"] != "0":
-        given += ["--cpu_devices", values["CPU_DEVICES"]]
-    if values["TP_COMM_OVERLAP"]:
-        on = values["TP_COMM_OVERLAP"] == "true"
-        given.append("--tp_overlap" if on else "--notp_overlap")
+    switches = {"true": ["--tp_overlap"], "false": ["--notp_overlap"], "": []}
+    given += switches[values["TP_COMM_OVERLAP"]]
+    given += ["--strong_scaling"] if values["STRONG_SCALING"] == "true" else []
+    given += ["--gbs", values["GBS"]] if values["GBS"] else []
+    given += ["--cpu_devices", n] if (n := values["CPU_DEVICES"]) != "0" else []
     given += ["--steps", values["MAX_STEPS"], "--output_dir", str(out)]
     if values["LOAD_CHECKPOINT_PATH"]:
         step = _checkpoint_step(values["LOAD_CHECKPOINT_PATH"])
         given += ["--resume", values["LOAD_CHECKPOINT_PATH"], "--steps", str(step + 1)]
-    if values["ENABLE_CHECKPOINT"] == "true" or values["CHECKPOINT_EVERY"] != "0":
-        given.append("--checkpoint")
-    if values["CHECKPOINT_EVERY"] != "0":
-        given.append(f"--config.output.checkpoint_every={values['CHECKPOINT_EVERY']}")
+    every = values["CHECKPOINT_EVERY"]
+    saves = values["ENABLE_CHECKPOINT"] == "true" or every != "0"
+    given += ["--checkpoint"] if saves else []
+    given += [f"--config.output.checkpoint_every={every}"] if every != "0" else []
     given += extra
     fv = flags.FlagValues()
     argv = ["launch.sh", given[0], str(ROOT / given[1]), *given[2:]]  # from any folder

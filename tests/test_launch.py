@@ -220,6 +220,22 @@ def test_loading_a_checkpoint_trains_one_step(tmp_path):
     assert s.run.output.resume == str(tmp_path / "run")
 
 
+def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
+    s = variables.settle({"CHECKPOINT_EVERY": "20", "ENABLE_NCCL_TRACE": "true"})
+    perf, trace = (launch.train_flags(s, kind) for kind in launch.kinds(s))
+    assert "--nocheckpoint" not in perf
+    again = variables.settle({}, trace[trace.index("--profile=nccltrace") :])
+    assert (again.run.output.checkpoint, again.run.output.checkpoint_every) == (False, 0)
+    assert "--requeue" in launch.sbatch_options(s, "", tmp_path)
+    assert "--no-requeue" in launch.sbatch_options(s, "nccltrace", tmp_path)
+
+
+def test_one_step_after_a_checkpoint_is_not_profiled(tmp_path):
+    (tmp_path / "run.json").write_text('{"step": 50}')
+    said = run("--dry-run", code=2, LOAD_CHECKPOINT_PATH=str(tmp_path), ENABLE_PROFILE="true")
+    assert "LOAD_CHECKPOINT_PATH trains one step" in said
+
+
 def test_shellcheck_passes_on_every_script(tmp_path):
     assert shutil.which("shellcheck"), "shellcheck is not installed: apt-get install shellcheck"
     made = tmp_path / "job.sh"
