@@ -1,10 +1,11 @@
 """Run:ai: the same command, submitted through the Run:ai command line as a distributed workload.
 
-As of the documentation of versions 2.18 to 3.0, the command line submits PyTorch, MPI, TensorFlow
-and XGBoost workloads; JAX is a framework of the API alone. A PyTorch workload is a master and
-workers that are told of each other by MASTER_ADDR, WORLD_SIZE and RANK, which is all that JAX
-needs: launch/runai.sh translates. The command line's own login is used (`runai login`).
-APP_SECRET is taken out of the environment of everything that is started, and is on no command line.
+The command reference of version 3.0 (docs.nvidia.com/run-ai) has `runai training pytorch submit`
+and no JAX, and nothing earlier was found that has; JAX is a framework of the API alone. A PyTorch
+workload is a master and workers that are told of each other by MASTER_ADDR, WORLD_SIZE and RANK,
+which is all that JAX needs: launch/runai.sh translates. The command line's own login is used
+(`runai login`). APP_SECRET is taken out of the environment of everything that is started, and is
+on no command line.
 """
 
 import os
