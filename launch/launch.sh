@@ -1,5 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=maxbench
+#SBATCH --dependency=singleton
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=01:00:00
@@ -7,8 +8,8 @@
 #
 # The one door: checks the variables, then submits, or runs where sbatch has put it.
 #
-#   JOB_TOTAL_GPUS=8 DTYPE=bf16 MODEL_SIZE=8b launch/launch.sh           submits
-#   DTYPE=bf16 MODEL_SIZE=70b sbatch -A acct -p batch -N 8 launch/launch.sh
+#   DTYPE=fp8 MODEL_SIZE=8b JOB_TOTAL_GPUS=8 launch/launch.sh            submits
+#   MODEL=llama2 sbatch -A acct -p batch -N 8 launch/launch.sh
 #   launch/launch.sh --dry-run                    the exact sbatch script and train command
 #   launch/launch.sh --wait -- --layers 8         waits for the end; further flags of the trainer
 #   launch/launch.sh --help                       every variable

@@ -1,10 +1,10 @@
 #!/bin/bash
-# One worker of a JAX workload on Run:ai: the training operator's variables become ours.
+# One node of a PyTorch workload on Run:ai: the training operator's variables become ours.
 set -eu -o pipefail
 unset HF_TOKEN APP_SECRET
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ -n "${COORDINATOR_ADDRESS:-}" && "${NUM_PROCESSES:-1}" -gt 1 ]]; then
-  set -- "$@" --coordinator "$COORDINATOR_ADDRESS:${COORDINATOR_PORT:-6666}" \
-    --processes "$NUM_PROCESSES" --process "$PROCESS_ID"
+if [[ -n "${MASTER_ADDR:-}" && "${WORLD_SIZE:-1}" -gt 1 ]]; then
+  set -- "$@" --coordinator "$MASTER_ADDR:${MASTER_PORT:-6666}" \
+    --processes "$WORLD_SIZE" --process "$RANK"
 fi
 exec "$@"

@@ -3,6 +3,8 @@
 # header above it: MB_* variables and the commands TRAIN and PREFLIGHT.
 set -eu -o pipefail
 unset HF_TOKEN APP_SECRET
+# The original recipes ask for SLURM_GPUS_PER_NODE=null where there is no gres; srun refuses it.
+[[ "${SLURM_GPUS_PER_NODE:-}" =~ ^(null|none)?$ ]] && unset SLURM_GPUS_PER_NODE
 
 say() { echo "[$(date '+%F %T')] $*"; }
 
@@ -76,6 +78,11 @@ if ((${#PREFLIGHT[@]})); then
     "$MB_ROOT/launch/task.sh" "${PREFLIGHT[@]}" "--json=$FOLDER/preflight.json" || code=$?
   sed -n '/\[Gloo\]/d; s/^ *0: //p' "$FOLDER/srun-preflight-$LOG" || true
   ((code == 0)) || finish "$code" preflight
+fi
+
+if [[ "$MB_VBOOST" == true ]]; then
+  srun "--nodes=$MB_NODES" --ntasks-per-node=1 sudo -n nvidia-smi boost-slider --vboost 1 ||
+    say "ENABLE_VBOOST: not every node raised its slider, see above; the run goes on without"
 fi
 
 say "training"

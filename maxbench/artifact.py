@@ -17,20 +17,11 @@ from maxbench import runtime
 from maxbench.config import Run
 from maxbench.hardware import CHIPS, GPUS
 
-# Modules that cannot change the compiled step: they read it, or run it.
-READERS = {"artifact", "checkpoint", "cli", "costs", "hlo", "loop", "metrics", "plan", "published"}
-READERS |= {
-    "flops",
-    "hardware",
-    "recipes",
-    "report",
-    "search",
-    "simulate",
-    "sweep",
-    "trace",
-    "train",
-    "memory",
-}
+# Modules that cannot change the compiled step: they read it, run it, or never see it.
+READERS = {"artifact", "checkpoint", "cli", "costs", "flops", "hardware", "hlo", "loop", "memory"}
+READERS |= {"metrics", "plan", "published", "recipes", "search", "simulate", "sweep", "trace"}
+READERS |= {"compare", "hosts", "launch", "nccl", "page", "plots", "preflight", "profile", "report"}
+READERS |= {"runai", "runlogs", "tables", "train", "variables"}
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax")
 
 

@@ -14,7 +14,7 @@ from ml_collections import config_flags
 from maxbench import recipes
 from maxbench.config import AXES, Run
 
-COMMANDS = ("train", "plan", "report", "launch", "preflight", "nccl")
+COMMANDS = ("train", "plan", "report", "launch", "preflight")
 HELP = {
     "pp": "pipeline stages",
     "vp": "virtual stages per pipeline stage",

@@ -6,20 +6,21 @@ Every figure names its convention. Times are seconds, rates per second, power wa
 import dataclasses
 import functools
 import math
-import pathlib
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-from maxbench import flops, published
+from maxbench import flops, metrics, published, recipes
 from maxbench.config import Model
 from maxbench.hardware import GPUS
-from maxbench.metrics import statistics_of
 from maxbench.runlogs import Record
 from maxbench.variables import ROOT
 
 PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median that are worth an alarm
 SPREAD = 0.05  # between repeats of a run
+WEAK, STRONG = 0, 1  # in the order in which they are shown
+KINDS = ("weak", "strong")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,6 @@ class Row:
     window: tuple[int, int] | None = None
     step: dict[str, float] | None = None  # mean, std, median, p10, p90
     tflops: dict[str, float] | None = None  # mean, std; as the run logged it
-    tflops_from: str = ""  # 'full', or 'logged' where only the log knows
     tokens_s: float | None = None
     mfu: dict[str, float] | None = None  # by convention
     days: float | None = None
@@ -53,38 +53,26 @@ class Row:
     joules: float | None = None  # per token
     baseline: published.Published | None = None
     share: float | None = None  # of the published tokens/s
+    planned: dict | None = None  # plan.figures() of the same step: predicted, never measured
+    unplanned: str = ""  # why there is no such prediction
+    trace: tuple[list[dict], int] | None = None  # nccl.calls()
     notes: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def per_gpu(self) -> float | None:
-        """Tokens per second and GPU."""
-        r = self.record
-        return self.tokens_s / r.gpus if self.tokens_s and r.gpus else None
 
     @property
     def tuning(self) -> tuple:
         """What makes two runs repeats of each other."""
         r = self.record
-        return (r.name if r.source == "maxbench" else _stem(r), r.device or r.gpu_type)
-
-
-def _stem(r: Record) -> str:
-    known = f"{r.model}_{r.size}_{r.dtype}_gpus{r.gpus}_gbs{r.gbs}"
-    return known if r.model and r.gpus else r.name
+        told = (r.model, r.size, r.dtype, r.gpus, r.gbs)  # a log's name may hold a job's number
+        named = r.name if r.source == "maxbench" or not (r.model and r.gpus) else told
+        return named, r.device or r.gpu_type
 
 
 @functools.cache
 def model_of(name: str, size: str) -> Model | None:
     """The Model of a workload file, or None."""
-    import importlib.util
-
     path = ROOT / "configs" / f"{name}_{size}.py"
-    if not name.isalnum() or not size.isalnum() or not path.is_file():
-        return None
-    spec = importlib.util.spec_from_file_location(f"workload_{name}_{size}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Model(**module.get_config().model)
+    known = name.isalnum() and size.isalnum() and path.is_file()
+    return Model(**recipes.load(path).model) if known else None
 
 
 def _model(r: Record) -> Model | None:
@@ -101,15 +89,6 @@ def _model(r: Record) -> Model | None:
         return None
 
 
-def steps_of(r: Record, window: tuple[int, int]) -> list[int]:
-    """Steps that count: those of the window, or the last half of a shorter run that is over."""
-    first, last = window
-    steps = sorted(r.step_s)
-    if not steps or steps[-1] < last or steps[0] > first:
-        first, last = (steps[len(steps) // 2], steps[-1]) if steps else (0, -1)
-    return [i for i in steps if first <= i <= last]
-
-
 def row(r: Record, s: Settings) -> Row:
     """A run's figures."""
     if r.source != "maxbench":
@@ -117,35 +96,30 @@ def row(r: Record, s: Settings) -> Row:
     cut = r.status == "stopped" and r.last < r.planned - 1
     died = r.status in ("died", "failed") or cut or not r.step_s
     made = Row(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
-    bad = next((i for i, x in sorted(r.loss.items()) if not math.isfinite(x)), None)
-    if bad is not None:
-        made.ok, made.verdict, made.why = False, "DIED", f"loss is {r.loss[bad]} at step {bad}"
+    if bad := [i for i, x in r.loss.items() if not math.isfinite(x)]:
+        first = min(bad)
+        made.ok, made.verdict, made.why = False, "DIED", f"loss is {r.loss[first]} at step {first}"
     if r.status == "running":
         made.ok, made.verdict, made.why = False, "-", "still running"
-    kept = steps_of(r, s.window)
-    if not kept:
-        return made
-    if not made.ok and (kept[0], kept[-1]) != s.window:
+    kept, times = metrics.window(s.window, r.step_s)
+    if not kept or not (made.ok or (kept[0], kept[-1]) == s.window):
         return made
     made.window = (kept[0], kept[-1])
-    made.step = statistics_of([r.step_s[i] for i in kept])
+    made.step = metrics.statistics_of(times)
     made.peak_gib = r.peak_bytes / 2**30 or None
     _figures(made, kept, s)
     if made.ok:
         made.verdict, made.why = _verdict(made)
-        made.notes += alarms([r.step_s[i] for i in kept])
-        slow = r.result.get("slow_hosts")
-        if isinstance(slow, list) and slow:
+        made.notes += alarms(times)
+        if isinstance(slow := r.result.get("slow_hosts"), list) and slow:
             made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return made
 
 
 def _figures(made: Row, kept: list[int], s: Settings) -> None:
     r, step_s = made.record, made.step["mean"]
-    logged = [r.tflops[i] for i in kept if r.tflops.get(i)]
-    if logged:
-        made.tflops = {"mean": statistics.fmean(logged), "std": statistics.pstdev(logged)}
-        made.tflops_from = "logged"
+    if logged := [r.tflops[i] for i in kept if r.tflops.get(i)]:
+        made.tflops = metrics.statistics_of(logged)
     if not (r.gbs and r.seq):
         return
     made.tokens_s = flops.tokens_per_s(r.seq, r.gbs, step_s)
@@ -160,33 +134,29 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
     rates = {c: flops.per_sequence(model, r.seq, c) for c in flops.CONVENTIONS}
     if not logged:
         each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
-        made.tflops = {"mean": statistics.fmean(each), "std": statistics.pstdev(each)}
-        made.tflops_from = "full"
+        made.tflops = metrics.statistics_of(each)
     if r.gpu_type in GPUS and r.dtype:
         peak = GPUS[r.gpu_type].peak_tflops(r.dtype)
-        made.mfu = {
-            c: flops.mfu(flops.tflops_per_gpu(x, r.gbs, step_s, r.gpus), peak)
-            for c, x in rates.items()
-        }
+        reached = lambda rate: flops.tflops_per_gpu(rate, r.gbs, step_s, r.gpus)
+        made.mfu = {c: flops.mfu(reached(rate), peak) for c, rate in rates.items()}
 
 
 def _verdict(made: Row) -> tuple[str, str]:
     """PASS, WARN, FAIL or '-', and the reason."""
     r = made.record
-    gpu = r.gpu_type
     if r.profiled:
         return "-", f"not comparable: under {r.profiled}"
     if r.mocked:
         return "-", "not comparable: the network was mocked"
-    if gpu not in GPUS:
+    if r.gpu_type not in GPUS:
         where = f"ran on {r.device}" if r.device else "GPU type not in the log, give --gpu_type"
         return "-", f"not comparable: {where}"
     needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
     if lacking := [name for name, value in needed.items() if not value]:
         return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
-    found = published.nearest(r.model, r.size, r.dtype, gpu, r.gpus)
+    found = published.nearest(r.model, r.size, r.dtype, r.gpu_type, r.gpus)
     if found is None:
-        return "-", f"nothing published for {r.model} {r.size} {r.dtype} on {gpu}"
+        return "-", f"nothing published for {r.model} {r.size} {r.dtype} on {r.gpu_type}"
     made.baseline = found
     differs = published.differences(found, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers)
     if differs:
@@ -248,17 +218,13 @@ def repeats(rows: Iterable[Row]) -> list[Repeat]:
         if one.ok and one.step and not one.record.profiled:
             groups.setdefault(one.tuning, []).append(one)
     made = []
-    for group in groups.values():
-        if len(group) < 2:
-            continue
+    for group in (g for g in groups.values() if len(g) > 1):
         group.sort(key=lambda x: x.record.started)
         medians = [x.step["median"] for x in group]
         middle = statistics.median(medians)
         spread = (max(medians) - min(medians)) / middle
         notes = [f"runs differ by {spread:.1%}"] if spread > SPREAD else []
-        notes += [
-            n.replace("step times", "runs").replace("step time", "runs") for n in alarms(medians)
-        ]
+        notes += [re.sub("step times?", "runs", n) for n in alarms(medians)]
         made.append(Repeat(group[0].record.name, tuple(group), spread, tuple(notes)))
     return made
 
@@ -284,47 +250,40 @@ class Curve:
 
 def curves(rows: Iterable[Row]) -> list[Curve]:
     """Scaling curves of at least two scales."""
-    families: dict[tuple, list[Row]] = {}
+    best: dict[tuple, dict[int, Row]] = {}  # workload, kind, batch -> GPUs -> the fastest run
     for one in rows:
         r = one.record
-        if one.ok and one.tokens_s and r.gpus and not r.profiled:
-            key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
-            families.setdefault(key, []).append(one)
+        if not (one.ok and one.tokens_s and r.gpus) or r.profiled:
+            continue
+        key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
+        for kind, batch in ((WEAK, r.gbs / r.gpus), (STRONG, r.gbs)):
+            scales = best.setdefault((*key, kind, batch), {})
+            if r.gpus not in scales or scales[r.gpus].tokens_s < one.tokens_s:
+                scales[r.gpus] = one
     made = []
-    for key, family in sorted(families.items()):
-        name = " ".join(filter(None, map(str, key[:4])))
-        name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
-        per_gpu: dict[float, list[Row]] = {}
-        whole: dict[int, list[Row]] = {}
-        for one in family:
-            per_gpu.setdefault(one.record.gbs / one.record.gpus, []).append(one)
-            whole.setdefault(one.record.gbs, []).append(one)
-        for kind, groups in (("weak", per_gpu), ("strong", whole)):
-            for batch, group in sorted(groups.items()):
-                best: dict[int, float] = {}
-                for one in group:
-                    n = one.record.gpus
-                    best[n] = max(best.get(n, 0.0), one.tokens_s)
-                if len(best) > 1:
-                    text = f"{batch:g} per GPU" if kind == "weak" else f"{batch} in all"
-                    points = _points(best, group[0].record, kind)
-                    made.append(Curve(f"{name}, {text}", kind, points))
+    for (*key, kind, batch), scales in sorted(best.items(), key=lambda x: x[0]):
+        if len(scales) > 1:
+            name = " ".join(filter(None, map(str, key[:4])))
+            name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
+            name += f", {batch:g} per GPU" if kind == WEAK else f", {batch} in all"
+            made.append(Curve(name, KINDS[kind], _points(scales, KINDS[kind])))
     return made
 
 
-def _points(best: dict[int, float], r: Record, kind: str) -> tuple[Point, ...]:
+def _points(scales: dict[int, Row], kind: str) -> tuple[Point, ...]:
+    base = min(scales)
+    r = scales[base].record
     rows = {
         p.gpus: p.tokens_per_s / p.gpus
         for p in published.rows()
         if (p.model, p.size, p.dtype, p.gpu_type, p.scaling, p.layers)
         == (r.model, r.size, r.dtype, r.gpu_type, kind, r.layers)
     }
-    base = min(best)
-    known = rows.get(base)
     points = []
-    for n in sorted(best):
-        theirs = rows[n] / known if known and n in rows else None
-        points.append(Point(n, best[n], best[n] / n / (best[base] / base), theirs))
+    for n, one in sorted(scales.items()):
+        theirs = rows[n] / rows[base] if {n, base} <= rows.keys() else None
+        share = one.tokens_s / n / (scales[base].tokens_s / base)
+        points.append(Point(n, one.tokens_s, share, theirs))
     return tuple(points)
 
 
@@ -333,7 +292,6 @@ class Overhead:
     """What saving checkpoints and failing would cost: a projection from one timing."""
 
     save_s: float
-    load_s: float
     interval_s: float
     best_s: float  # sqrt(2 x save x time between failures): Young 1974
     mtbf_s: float
@@ -353,25 +311,14 @@ def overhead(r: Record, s: Settings) -> Overhead | None:
     best = math.sqrt(2 * save * s.mtbf_s)
     interval = s.interval_s or best
     share = save / interval + (interval / 2 + load) / s.mtbf_s
-    return Overhead(save, load, interval, best, s.mtbf_s, share)
+    return Overhead(save, interval, best, s.mtbf_s, share)
 
 
 def short_names(rows: Sequence[Row]) -> list[str]:
     """Names as the seeds' parser shortens them; a stamp or number keeps repeats apart."""
-    names = []
-    for one in rows:
-        r = one.record
-        stem = r.name
-        if r.source == "maxbench":
-            stem += r.path.name.removeprefix(r.name)
-        names.append(stem)
-    return names
-
-
-def full_name(one: Row, below: pathlib.Path | None = None) -> str:
-    """The path of the run's folder or log."""
-    path = one.record.path
-    try:
-        return str(path.relative_to(below)) if below else str(path)
-    except ValueError:
-        return str(path)
+    return [
+        x.record.name + x.record.path.name.removeprefix(x.record.name)
+        if x.record.source == "maxbench"
+        else x.record.name
+        for x in rows
+    ]

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from maxbench import cli, preflight, runai
+from maxbench import cli, metrics, preflight, runai
 from maxbench.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.variables import ROOT, SECRETS, VARIABLES, Settings, additional, settle
 
@@ -34,13 +34,11 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0
     with cli.clear_errors("launch"):
-        known = ("--dry-run", "--wait", "--inside")
-        for option in options:
-            if option not in known:
-                raise ValueError(
-                    f"unknown option {option!r}; there are {', '.join(known[:2])}, --help, and "
-                    "flags of the trainer after --"
-                )
+        if unknown := [o for o in options if o not in ("--dry-run", "--wait", "--inside")]:
+            raise ValueError(
+                f"unknown option {unknown[0]!r}; there are --dry-run, --wait, --help, and flags of "
+                "the trainer after --"
+            )
         settings = settle(os.environ, extra)
         for note in settings.notes:
             print(f"launch.sh: note: {note}", file=sys.stderr)
@@ -51,15 +49,15 @@ def main(argv: Sequence[str]) -> int:
                     f"{settings.run.layout.describe()} needs {settings.nodes} nodes, and this job "
                     f"has {has}: sbatch -N {settings.nodes} launch.sh"
                 )
-            kind = kinds(settings)[-1]  # one allocation, one job: the profile if one is asked for
-            print(script(settings, kind, 0))
-            return 0
-        if "--dry-run" in options:
+            # One allocation, one job: the profile or trace if one is asked for.
+            print(script(settings, kinds(settings)[-1], 0))
+        elif "--dry-run" in options:
             print(dry_run(settings))
-            return 0
-        if settings.values["CLUSTER_TYPE"] == "runai":
-            return runai.submit(settings, kinds(settings), commands(settings))
-        return submit(settings, wait="--wait" in options)
+        elif settings.values["CLUSTER_TYPE"] == "runai":
+            return runai.submit(settings, runai_jobs(settings))
+        else:
+            return submit(settings, wait="--wait" in options)
+    return 0
 
 
 def help_text() -> str:
@@ -76,13 +74,18 @@ def kinds(s: Settings) -> list[str]:
     """The jobs to run: profile and trace apart, because their overhead spoils figures.
 
     Raises:
-      ValueError: none is left.
+      ValueError: none is left, or a look inside of a run that is one step long.
     """
     jobs = [] if s.on("DISABLE_PERFRUN") else [""]
     if s.on("ENABLE_PROFILE"):
         jobs.append(s.values["PROFILER"])
     if s.on("ENABLE_NCCL_TRACE"):
         jobs.append("nccltrace")
+    if s.values["LOAD_CHECKPOINT_PATH"] and any(jobs):
+        raise ValueError(
+            "LOAD_CHECKPOINT_PATH trains one step, the checkpoint's next: nothing to profile or "
+            "trace; leave ENABLE_PROFILE and ENABLE_NCCL_TRACE out"
+        )
     if not jobs:
         raise ValueError(
             "DISABLE_PERFRUN=true leaves nothing to run: set ENABLE_PROFILE=true or "
@@ -98,22 +101,27 @@ def name(s: Settings, kind: str) -> str:
 
 def train_flags(s: Settings, kind: str) -> list[str]:
     """Flags of maxbench.train for a job of this kind."""
-    flags = list(s.flags)
-    start, stop = s.number("PROFILE_START_STEP"), s.number("PROFILE_STOP_STEP")
-    if kind in ("nsys", "xplane"):
-        ranks = s.values["RUN_CONF_PROFILE_RANKS"].replace(" ", "")
-        flags += [f"--profile={kind}", f"--config.profile.start={start}"]
-        flags += [f"--config.profile.stop={stop}", f"--config.profile.ranks={ranks}"]
-        steps = stop if s.family.stops else max(stop, s.run.train.steps)
-        flags += ["--steps", str(steps)]
+    if not kind:
+        return list(s.flags)
+    steps, flags = s.run.train.steps, [*s.flags, f"--profile={kind}"]
+    if "--checkpoint" in flags:  # the run itself saves; its terabytes need no copies
+        flags += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
     if kind == "nccltrace":
-        flags += ["--profile=nccltrace", "--steps", str(min(5, s.run.train.steps))]
-    return flags
+        return [*flags, "--steps", str(min(5, steps))]
+    start, stop = s.number("PROFILE_START_STEP"), s.number("PROFILE_STOP_STEP")
+    flags += [f"--config.profile.start={start}", f"--config.profile.stop={stop}"]
+    flags.append(f"--config.profile.ranks={s.values['RUN_CONF_PROFILE_RANKS']}")
+    return [*flags, "--steps", str(stop if s.family.stops else max(stop, steps))]
 
 
 def commands(s: Settings, python: str = "python3") -> dict[str, list[str]]:
     """For each job, the command that every process runs."""
     return {k: [python, "-m", "maxbench.train", *train_flags(s, k)] for k in kinds(s)}
+
+
+def runai_jobs(s: Settings) -> dict[str, tuple[dict[str, str], list[str]]]:
+    """For each job, the variables and the command of every process."""
+    return {kind: (environment(s, kind), command) for kind, command in commands(s).items()}
 
 
 def environment(s: Settings, kind: str) -> dict[str, str]:
@@ -139,15 +147,14 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
     options += [f"--ntasks-per-node={s.tasks_per_node}", "--open-mode=append"]
     options.append(f"--time={'00:15:00' if kind == 'nccltrace' else v['TIME_LIMIT']}")
     options.append(f"--output={folder}/sbatch_{job}.out")
-    options += [f"--account={v['SBATCH_ACCOUNT']}"] if v["SBATCH_ACCOUNT"] else []
-    options += [f"--partition={v['SBATCH_PARTITION']}"] if v["SBATCH_PARTITION"] else []
-    if v["SBATCH_GPUS_PER_NODE"] != "none":
-        options.append(f"--gres=gpu:{v['SBATCH_GPUS_PER_NODE']}")
-    options += [f"--exclude={v['EXCLUDE_NODES']}"] if v["EXCLUDE_NODES"] else []
-    saves = "--checkpoint" in s.flags
-    options.append("--requeue" if saves else "--no-requeue")
-    if saves:
-        options.append("--signal=TERM@120")  # time to save before the time limit
+    options.append("--dependency=singleton")  # one run of a name at a time, as the recipes do
+    given = {"account": v["SBATCH_ACCOUNT"], "partition": v["SBATCH_PARTITION"]}
+    given["exclude"] = v["EXCLUDE_NODES"]
+    given["gres"] = "" if (n := v["SBATCH_GPUS_PER_NODE"]) == "none" else f"gpu:{n}"
+    options += [f"--{option}={value}" for option, value in given.items() if value]
+    # A run that saves goes on after a requeue, and gets time to save before its time limit.
+    saves = "--checkpoint" in s.flags and not kind
+    options += ["--requeue", "--signal=TERM@120"] if saves else ["--no-requeue"]
     if s.run.layout.gpu_type.startswith("gb") and s.nodes > 18:  # an NVL72 domain has 18 nodes
         segment = max(d for d in range(1, 19) if s.nodes % d == 0)
         options.append(f"--segment={segment}")
@@ -156,9 +163,9 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
 
 def script(s: Settings, kind: str, stamp: int) -> str:
     """The whole job script. stamp names the folder of results; 0 lets the job choose."""
-    python = os.environ.get("MAXBENCH_PYTHON", sys.executable)
     v = s.values
-    python = "python3" if v["RUN_CONF_IMAGE"] else python
+    python = os.environ.get("MAXBENCH_PYTHON", sys.executable)
+    python = "python3" if v["RUN_CONF_IMAGE"] else python  # the container's own
     folder = s.out / "experiments" / name(s, kind) / f"{name(s, kind)}_{stamp}"
     mounts = ",".join(filter(None, (f"{s.out}:{s.out},{ROOT}:{ROOT}", v["RUN_CONF_MOUNTS"])))
     preflight = [] if s.on("DISABLE_PREFLIGHT") or kind else [python, "-m", "maxbench.preflight"]
@@ -177,6 +184,7 @@ def script(s: Settings, kind: str, stamp: int) -> str:
         "MB_IMAGE": v["RUN_CONF_IMAGE"],
         "MB_MOUNTS": mounts,
         "MB_PROFILE": kind,
+        "MB_VBOOST": v["ENABLE_VBOOST"],
         "PYTHONPATH": str(ROOT),
         **environment(s, kind),
     }
@@ -184,8 +192,7 @@ def script(s: Settings, kind: str, stamp: int) -> str:
         header |= nsys_variables(s)
     options = [f"#SBATCH {option}" for option in sbatch_options(s, kind, folder)]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in header.items()]
-    train = [python, "-m", "maxbench.train", *train_flags(s, kind)]
-    arrays = [f"TRAIN=({_words(train)})", f"PREFLIGHT=({_words(preflight)})"]
+    arrays = [f"TRAIN=({_words(commands(s, python)[kind])})", f"PREFLIGHT=({_words(preflight)})"]
     body = (ROOT / "launch" / "slurm.sh").read_text()
     return "\n".join(["#!/bin/bash", *options, "", *exports, *arrays, "", body])
 
@@ -199,28 +206,24 @@ def _words(command: Sequence[str]) -> str:
 
 def nsys_variables(s: Settings) -> dict[str, str]:
     """What task.sh needs to start Nsight Systems."""
-    cpu = s.on("RUN_CONF_PROFILE_CPU")
-    layout = s.run
+    model, dtype = s.run.model, s.run.precision.dtype
     return {
-        "MB_PROFILE_RANKS": s.values["RUN_CONF_PROFILE_RANKS"].replace(" ", ""),
-        "MB_GPU_METRICS": "true" if s.on("ENABLE_GPU_METRICS") else "false",
-        "MB_NSYS_OPTIONS": " ".join(NSYS_CPU_OPTIONS if cpu else NSYS_OPTIONS),
-        "MB_NSYS_NAME": f"profile_{layout.model.name}-{layout.model.size}-"
-        f"{layout.precision.dtype}_{layout.layout.gpus}g",
+        "MB_PROFILE_RANKS": s.values["RUN_CONF_PROFILE_RANKS"],
+        "MB_GPU_METRICS": s.values["ENABLE_GPU_METRICS"],
+        "MB_NSYS_OPTIONS": NSYS_CPU_OPTIONS if s.on("RUN_CONF_PROFILE_CPU") else NSYS_OPTIONS,
+        "MB_NSYS_NAME": f"profile_{model.name}-{model.size}-{dtype}_{s.run.layout.gpus}g",
     }
 
 
 def dry_run(s: Settings) -> str:
     """Scripts and commands as they would be submitted."""
     if s.values["CLUSTER_TYPE"] == "runai":
-        made = runai.submissions(s, kinds(s), commands(s))
-        return "\n\n".join(shlex.join(command) for command in made)
+        return "\n\n".join(map(shlex.join, runai.submissions(s, runai_jobs(s))))
     parts = []
-    for kind in kinds(s):
+    for kind, command in commands(s).items():
         made = script(s, kind, int(time.time()))
-        train = shlex.join(["python3", "-m", "maxbench.train", *train_flags(s, kind)])
         parts.append(f"# {name(s, kind)}: {s.run.layout.describe()}; {s.nodes} nodes\n{made}")
-        parts.append(f"# the command of each process:\n{train}")
+        parts.append(f"# the command of each process:\n{shlex.join(command)}")
     return "\n\n".join(parts)
 
 
@@ -231,11 +234,13 @@ def submit(s: Settings, wait: bool) -> int:
       ValueError: sbatch or what the jobs need is not there.
     """
     needed(s)
-    clean = {k: v for k, v in os.environ.items() if k not in SECRETS}
+    # sbatch and srun would read these themselves, before the script's options, and fail on 'null'.
+    ours = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
+    clean = {k: v for k, v in os.environ.items() if k not in ours}
     running = []
     for kind in kinds(s):
         job = name(s, kind)
-        folder, stamp = new_folder(s.out / "experiments" / job, job)
+        folder, stamp = metrics.new_folder(s.out, job)
         file = folder / f"sbatch_{job}.sh"
         file.write_text(script(s, kind, stamp))
         command = ["sbatch", "--parsable", *(["--wait"] if wait else []), str(file)]
@@ -258,28 +263,23 @@ def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int
     raise ValueError(f"sbatch refused {folder}/sbatch_{job}.sh (exit code {code}), see above")
 
 
-def new_folder(experiment: pathlib.Path, job: str) -> tuple[pathlib.Path, int]:
-    """Makes <experiment>/<job>_<stamp> and returns it with its stamp."""
-    stamp = int(time.time())
-    while True:
-        try:
-            folder = experiment / f"{job}_{stamp}"
-            folder.mkdir(parents=True)
-            return folder, stamp
-        except FileExistsError:
-            stamp += 1
-
-
 def needed(s: Settings) -> None:
     """Raises ValueError for a missing tool, with what to do without it, or a wrong XLA flag."""
     if importlib.util.find_spec("jaxlib") and (wrong := preflight.lint(preflight.xla_words(s.run))):
         raise ValueError("; ".join(wrong))
     if not shutil.which("sbatch"):
-        train = shlex.join(["python3", "-m", "maxbench.train", *train_flags(s, kinds(s)[0])])
+        train = shlex.join(next(iter(commands(s).values())))
         raise ValueError(
             "sbatch is not on PATH: submit from a login node of the cluster (module load slurm?), "
             f"or train on this machine without Slurm: {train}"
         )
+    try:
+        (s.out / "experiments").mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(
+            f"STAGE_PATH={str(s.out)!r} cannot hold results ({e.strerror}); give a folder that you "
+            "may write to and that all nodes share"
+        ) from None
     image = s.values["RUN_CONF_IMAGE"]
     if image.endswith(".sqsh") and not pathlib.Path(image).exists():
         raise ValueError(

@@ -42,7 +42,7 @@ def train(run: Run) -> int:
             state = load(step, resume, log) if resume else step.init()
         stopped = steps(run, log, stop, compiled, state)
         if jax.process_count() > 1 or step.platform in ("gpu", "cuda"):
-            log.result |= hosts.survey(metrics.window(run, log.times)[1])
+            log.result |= hosts.survey(metrics.window(run.train.window, log.times)[1])
     except Failed as e:
         log.close("failed", str(e))
         print(f"maxbench train: error: {e}", file=sys.stderr)

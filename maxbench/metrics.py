@@ -7,6 +7,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 
 from maxbench import flops, published
 from maxbench.config import Run
@@ -54,9 +55,9 @@ class Figures:
         return flops.mfu(self.tflops(step_s, convention), peak)
 
 
-def window(run: Run, times: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Steps that count and their times: train.window, or the last half of a shorter run."""
-    first, last = run.train.window
+def window(chosen: tuple[int, int], times: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    """Steps that count and their times: the chosen ones, or the last half of a shorter run."""
+    first, last = chosen
     steps = sorted(times)
     if not steps or steps[-1] < last or steps[0] > first:
         first, last = (steps[len(steps) // 2], steps[-1]) if steps else (0, -1)
@@ -101,6 +102,18 @@ def run_folder(run: Run, stamp: int) -> pathlib.Path:
     return pathlib.Path(run.output.dir) / "experiments" / run.name / f"{run.name}_{stamp}"
 
 
+def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
+    """Makes experiments/<name>/<name>_<timestamp> below out; returns it and its timestamp."""
+    stamp = int(time.time())
+    while True:
+        try:
+            folder = out / "experiments" / name / f"{name}_{stamp}"
+            folder.mkdir(parents=True)
+            return folder, stamp
+        except FileExistsError:
+            stamp += 1
+
+
 class Log:
     """The files of a run, written by process 0: log-<name>.out, metrics.jsonl, result.json.
 
@@ -139,14 +152,7 @@ class Log:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "result.json").exists():
                 return folder
-        stamp = int(time.time())
-        while True:
-            try:
-                folder = run_folder(self.run, stamp)
-                folder.mkdir(parents=True)
-                return folder
-            except FileExistsError:
-                stamp += 1
+        return new_folder(pathlib.Path(self.run.output.dir), self.run.name)[0]
 
     def line(self, text: str, show: bool = True) -> None:
         """A line of the log, shown on stdout too."""
@@ -206,7 +212,7 @@ class Log:
 
     def summary(self) -> dict:
         """Figures over the window, by name, each with its convention."""
-        steps, times = window(self.run, self.times)
+        steps, times = window(self.run.train.window, self.times)
         if not times:
             return {"steps_done": 0}
         f, step = self.figures, statistics_of(times)

@@ -1,28 +1,38 @@
 """NCCL's log (NCCL_DEBUG=INFO): which transport it chose, and what it was asked to move.
 
-  maxbench nccl experiments/NAME_nccltrace/NAME_nccltrace_TIME
-
-sums up the trace of one process: calls, bytes and share, by collective and communicator.
+The calls of a trace job are summed for one GPU, by collective and communicator, and set beside
+what plan.py predicts for the step.
 """
 
 import collections
-import json
 import pathlib
 import re
-import sys
 from collections.abc import Iterable, Sequence
 
-from maxbench import cli
-
-# ncclDataType_t -> bytes per element.
+# ncclDataType_t -> bytes per element; 10 and 11 are the two FP8 formats.
 ELEMENT_BYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 1, 11: 1}
+# NCCL's call -> its kind in the words of plan.py. Sends and receives are told apart later.
+KINDS = {
+    "AllGather": "all-gather",
+    "AllReduce": "all-reduce",
+    "ReduceScatter": "reduce-scatter",
+    "AlltoAll": "all-to-all",
+    "Broadcast": "broadcast",
+    "Reduce": "reduce",
+    "Send": "sent",
+    "Recv": "received",
+}
+WHOLE = ("all-gather", "reduce-scatter", "all-to-all")  # `count` is one rank's share of these
+# Every field is spelt out: of two lines that ran into each other only a whole one counts.
 CALL = re.compile(
-    r"NCCL INFO (?P<call>AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|Send|Recv|AllToAll)"
-    r": opCount \w+ .*?count (?P<count>\d{1,18}) datatype (?P<type>\d{1,2}) .*?"
+    r"\[(?P<gpu>\d{1,3})\] NCCL INFO (?P<call>\w+): opCount (?P<op>\w+) sendbuff \S+ recvbuff \S+ "
+    r"(?:acc \S+ )?count (?P<count>\d{1,18}) datatype (?P<type>\d{1,2}) op \d+ root (?P<peer>\d+) "
     r"comm (?P<comm>\w+) \[nranks=(?P<ranks>\d{1,7})\]"
 )
+OTHERS = re.compile(r" *0*[1-9]\d*: ")  # srun --label: a line of a process other than 0
 VIA = re.compile(r"NCCL INFO .* via (P2P|SHM|NET/(\w+))")
 USING = re.compile(r"NCCL INFO Using network (\w+)")
+MIB = 2**20
 
 
 def transports(text: str) -> dict[str, int]:
@@ -38,11 +48,8 @@ def falls_back(found: dict[str, int], nodes: int) -> str:
 
     On several nodes, NET/Socket means TCP: 10 to 20 % of a run's speed is gone in silence.
     """
-    if (
-        nodes > 1
-        and "NET/Socket" in found
-        and not {"NET/IB", "NET/AWS", "NET/GPUDirectTCPX"} & {*found}
-    ):
+    fast = {"NET/IB", "NET/AWS", "NET/GPUDirectTCPX"} & {*found}
+    if nodes > 1 and "NET/Socket" in found and not fast:
         return (
             "NCCL talks TCP between nodes (NET/Socket): no InfiniBand or RoCE was found. See "
             "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, the RDMA libraries; ALLOW_TCP=true goes on"
@@ -50,72 +57,108 @@ def falls_back(found: dict[str, int], nodes: int) -> str:
     return ""
 
 
-def calls(lines: Iterable[str]) -> list[dict]:
-    """Count and bytes of each collective and communicator size, most bytes first.
+def read(paths: Iterable[pathlib.Path]) -> tuple[list[dict], int]:
+    """calls() of the first process in these logs; a log that cannot be read is left out."""
+    return calls(line for path in paths for line in _lines(path))
 
-    Bytes are what one process hands in or gets, whichever is more, summed over its calls: count x
-    element size, times the number of ranks for all-gather and reduce-scatter.
+
+def _lines(path: pathlib.Path) -> Iterable[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            for line in f:  # a trace of many GPUs is gigabytes: never whole in memory
+                if ": opCount" in line and not OTHERS.match(line):
+                    yield line
+    except OSError:
+        return
+
+
+def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
+    """What the first GPU in these lines asked of NCCL, and how many damaged lines were left out.
+
+    Returns:
+      One {kind, ranks, comm, count, bytes, share} per collective and communicator, most bytes
+      first. Bytes are what the GPU hands in or gets, whichever is more, as plan.py counts them.
+      Sends and receives with the same opCount are one permute, or, with several peers, one
+      all-to-all: that is how XLA makes them.
     """
-    total: dict[tuple[str, int], list[int]] = {}
+    found: dict[int, dict[tuple, list[int]]] = {}  # GPU -> (kind, ranks, comm) -> [count, bytes]
+    pairs: dict[tuple, dict[str, dict[str, int]]] = {}  # one group of sends and receives, by peer
+    damaged = 0
     for line in lines:
         match = CALL.search(line)
-        if not match:
+        name = match and KINDS.get(match["call"].replace("AllToAll", "AlltoAll"))
+        width = match and ELEMENT_BYTES.get(int(match["type"]))
+        if not (name and width):
+            damaged += ": opCount" in line
             continue
-        call, ranks = match["call"], int(match["ranks"])
-        size = int(match["count"]) * ELEMENT_BYTES.get(int(match["type"]), 0)
-        size *= ranks if call in ("AllGather", "ReduceScatter") else 1
-        kept = total.setdefault((call, ranks), [0, 0])
-        kept[0] += 1
-        kept[1] += size
-    everything = sum(size for _, size in total.values()) or 1
+        gpu, ranks, comm = int(match["gpu"]), int(match["ranks"]), match["comm"]
+        size = int(match["count"]) * width * (ranks if name in WHOLE else 1)
+        if name in ("sent", "received"):
+            group = pairs.setdefault((gpu, ranks, comm, match["op"]), {"sent": {}, "received": {}})
+            group[name][match["peer"]] = group[name].get(match["peer"], 0) + size
+        else:
+            _add(found, gpu, (name, ranks, comm), size)
+    for (gpu, ranks, comm, _), group in pairs.items():
+        kind = "all-to-all" if max(map(len, group.values())) > 1 else "permute"
+        _add(found, gpu, (kind, ranks, comm), max(sum(x.values()) for x in group.values()))
+    first = found[min(found)] if found else {}
+    whole = sum(size for _, size in first.values()) or 1
     rows = [
-        {"call": call, "ranks": ranks, "count": n, "bytes": size, "share": size / everything}
-        for (call, ranks), (n, size) in total.items()
+        {"kind": kind, "ranks": ranks, "comm": comm, "count": n, "bytes": x, "share": x / whole}
+        for (kind, ranks, comm), (n, x) in first.items()
     ]
-    return sorted(rows, key=lambda r: -r["bytes"])
+    return sorted(rows, key=lambda r: -r["bytes"]), damaged
 
 
-def summary(paths: Iterable[pathlib.Path], steps: int = 1) -> str:
-    """A table of calls() over files; `steps` divides counts and bytes."""
-    rows = calls(_lines(paths))
-    if not rows:
-        return "no NCCL call in the log (NCCL_DEBUG_SUBSYS needs COLL)"
-    out = [f"{'call':<14} {'ranks':>6} {'count/step':>11} {'MiB/step':>12} {'share':>7}"]
+def _add(found: dict, gpu: int, key: tuple, size: int) -> None:
+    kept = found.setdefault(gpu, {}).setdefault(key, [0, 0])
+    kept[0] += 1
+    kept[1] += size
+
+
+def against(rows: Sequence[dict], planned: Sequence[dict], steps: int) -> list[dict]:
+    """Counts and bytes of one step, traced and planned, by kind and number of members.
+
+    Args:
+      rows: of calls(), over `steps` steps.
+      planned: `communication` of plan.figures(), of one step.
+    """
+    # XLA permutes on the communicator of all GPUs, whichever axis it moves along.
+    key = lambda kind, members: (kind, 0 if kind == "permute" else members)
+    empty = {"axes": [], "traced": 0.0, "traced_bytes": 0.0, "planned": 0, "planned_bytes": 0}
+    found: dict[tuple, dict] = collections.defaultdict(lambda: empty | {"axes": []})
     for r in rows:
-        each = r["bytes"] / steps / 2**20
-        out.append(
-            f"{r['call']:<14} {r['ranks']:>6} {r['count'] / steps:>11.1f} {each:>12.2f} "
-            f"{r['share']:>7.1%}"
-        )
-    return "\n".join(out)
+        one = found[key(r["kind"], r["ranks"])]
+        one["traced"] += r["count"] / steps
+        one["traced_bytes"] += r["bytes"] / steps
+    for x in planned:
+        one = found[key(x["kind"], x["members"])]
+        one["axes"].append(x["axes"])
+        one["planned"] += x["count"]
+        one["planned_bytes"] += x["bytes"]
+    made = [{"kind": kind, "members": members, **one} for (kind, members), one in found.items()]
+    return sorted(made, key=lambda r: -max(r["traced_bytes"], r["planned_bytes"]))
 
 
-def _lines(paths: Iterable[pathlib.Path]) -> Iterable[str]:
-    """Lines of the first process: srun puts '0: ' before them."""
-    for path in paths:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                if not re.match(r" *[1-9]\d*: ", line):
-                    yield line
+def by_communicator(rows: Sequence[dict], steps: int) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of calls(), per step."""
+    heads = ["collective", "GPUs", "communicator", "calls", "MiB", "share"]
+    return heads, [
+        [r["kind"], str(r["ranks"]), r["comm"], f"{r['count'] / steps:,.1f}",
+         f"{r['bytes'] / steps / MIB:,.2f}", f"{r['share']:.1%}"]
+        for r in rows
+    ]  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 2 bad input."""
-    with cli.clear_errors("nccl"):
-        if len(argv) != 2 or argv[1] in ("-h", "--help"):
-            raise ValueError("give the folder of a trace run, or one log: maxbench nccl PATH")
-        path = pathlib.Path(argv[1])
-        logs = [path] if path.is_file() else sorted(path.glob("srun-train-*.log"))
-        if not logs:
-            raise ValueError(f"no srun-train-*.log in {path}; ENABLE_NCCL_TRACE=true makes one")
-        try:
-            done = int(json.loads((path / "result.json").read_text())["steps_done"])
-        except (OSError, ValueError, KeyError, TypeError):
-            done = 1
-        print(f"process 0, per step of {done}; bytes are one process's")
-        print(summary(logs, max(1, done)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+def beside_plan(found: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of against()."""
+    heads = ["collective", "GPUs", "over", "calls", "planned calls", "MiB"]
+    heads += ["planned MiB", "traced/planned"]
+    cells = []
+    for r in found:
+        share = f"{r['traced_bytes'] / r['planned_bytes']:.1%}" if r["planned_bytes"] else "-"
+        made = [r["kind"], str(r["members"] or "all"), ", ".join(r["axes"]) or "not in the plan"]
+        made += [f"{r['traced']:,.1f}", f"{r['planned']:,}"]
+        cells.append([*made, *(f"{r[k] / MIB:,.2f}" for k in ("traced_bytes", "planned_bytes"))])
+        cells[-1].append(share if r["traced"] else "not traced")
+    return heads, cells

@@ -2,7 +2,7 @@
 
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from maxbench import compare, plots, tables
 from maxbench.compare import Row, Settings
@@ -11,6 +11,11 @@ from maxbench.plots import escape
 PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody scrolls
 HEADS = ("Run", "Verdict", "Step times", "Step, s", "TFLOPS/GPU", "Tokens/s", "MFU", "Days/1T")
 HEADS += ("GiB",)
+PREDICTED = (
+    "The coloured parts are what <b>plan predicts</b>: nobody measured them. Measured is the "
+    "length of the upper bar alone; where the two differ, a profile says why."
+)
+Named = Sequence[tuple[Row, str]]  # rows and their names
 
 
 def html(
@@ -18,9 +23,10 @@ def html(
 ) -> str:
     """The page."""
     css = pathlib.Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    parts = [_facts(rows), _against(rows), _scaling(rows), _runs(rows, s, names)]
-    parts += [_dead(rows, names), _step_times(rows, names), _whole_run(rows, names)]
-    parts += [_lines(rows, s), _foot(rows, s)]
+    named = list(zip(rows, names, strict=True))
+    parts = [_facts(rows), _against(rows), _scaling(rows), _runs(named, s), _dead(named)]
+    parts += [_step_times(named), _one_step(named), _whole_run(named), _traces(rows)]
+    parts += [_lines(rows, s), _foot(rows)]
     when = time.strftime("%Y-%m-%d %H:%M")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -28,12 +34,6 @@ def html(
         f"<title>{escape(title)}</title><style>\n{css}</style></head><body>\n"
         f'<h1>{escape(title)}</h1><p class="soft">{len(rows)} run{"s" * (len(rows) != 1)}, '
         f"made {when}</p>\n" + "\n".join(filter(None, parts)) + "\n</body></html>"
-    )
-
-
-def _badge(verdict: str) -> str:
-    return (
-        f'<span class="badge {escape(verdict)}">{escape(verdict)}</span>' if verdict != "-" else ""
     )
 
 
@@ -47,28 +47,56 @@ def label(one: Row) -> str:
     return words + (f", GBS {r.gbs}" if r.gbs else "") + (f", {r.profiled}" if r.profiled else "")
 
 
-def _card(one: Row, name: str, inside: str) -> str:
-    head = f"{escape(label(one))}<small>{_breakable(name)}</small>"
-    return f'<div class="card"><h3>{head}</h3>{inside}</div>'
-
-
 def _breakable(text: str) -> str:
     """Long names may break after an underscore."""
     return escape(text).replace("_", "_<wbr>")
 
 
+def _soft(note: str) -> str:
+    return f'<p class="soft">{note}</p>' if note else ""
+
+
+def _card(head: str, inside: str, name: str = "") -> str:
+    small = f"<small>{_breakable(name)}</small>" if name else ""
+    return f'<div class="card"><h3>{escape(head)}{small}</h3>{inside}</div>'
+
+
+def _cards(title: str, cards: Iterable[str], note: str = "") -> str:
+    """A section of cards; '' without any."""
+    shown = "".join(cards)
+    return f'<h2>{title}</h2>{_soft(note)}<div class="cards">{shown}</div>' if shown else ""
+
+
+def _list(title: str, items: Iterable[str]) -> str:
+    """A section of one card with a list of HTML items; '' without any."""
+    shown = "".join(f"<li>{item}</li>" for item in items)
+    return f'<h2>{title}</h2><div class="card"><ul>{shown}</ul></div>' if shown else ""
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table of HTML cells; a phone shows each row as a card, a cell's head beside it."""
+    row = lambda cells: "".join(
+        f'<td data-name="{escape(h)}"><span>{c}</span></td>'
+        for h, c in zip(heads, cells, strict=True)
+    )
+    head = "".join(f"<th>{h}</th>" for h in heads)
+    rows = "".join(f"<tr>{row(cells)}</tr>" for cells in body)
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
 def _facts(rows: Sequence[Row]) -> str:
-    count = lambda *verdicts: sum(x.verdict in verdicts for x in rows)
-    fastest = max((x for x in rows if x.ok and x.tokens_s), key=lambda x: x.tokens_s, default=None)
-    best = max((x.mfu["full"] for x in rows if x.ok and x.mfu), default=None)
-    facts = [("finished", f"{sum(x.ok for x in rows)} of {len(rows)}")]
-    facts += [(v, str(count(v))) for v in ("PASS", "WARN", "FAIL") if count(v)]
-    if count("DIED"):
-        facts.append(("died", str(count("DIED"))))
-    if fastest:
-        facts.append(("most tokens/s", f"{fastest.tokens_s:,.0f}"))
-    if best is not None:
-        facts.append(("best MFU (full)", f"{best:.1%}"))
+    count = lambda verdict: sum(x.verdict == verdict for x in rows)
+    good = [x for x in rows if x.ok]
+    facts = [("finished", f"{len(good)} of {len(rows)}")]
+    verdicts = {"PASS": "PASS", "WARN": "WARN", "FAIL": "FAIL", "DIED": "died"}
+    facts += [(text, str(count(v))) for v, text in verdicts.items() if count(v)]
+    if rates := [x.tokens_s for x in good if x.tokens_s]:
+        facts.append(("most tokens/s", f"{max(rates):,.0f}"))
+    if shares := [x.mfu["full"] for x in good if x.mfu]:
+        facts.append(("best MFU (full)", f"{max(shares):.1%}"))
     cells = "".join(f'<div class="fact"><b>{escape(v)}</b>{escape(k)}</div>' for k, v in facts)
     return f'<div class="facts">{cells}</div>'
 
@@ -85,81 +113,74 @@ def _against(rows: Sequence[Row]) -> str:
 def _scaling(rows: Sequence[Row]) -> str:
     cards = []
     for curve in compare.curves(rows):
-        key = '<p class="legend"><span><i class="key"></i>these runs</span>'
+        key = '<span><i class="key"></i>these runs</span>'
         if any(p.published is not None for p in curve.points):
             key += '<span><i class="key theirs"></i>published</span>'
         plot = plots.scaling(curve.points, f"{curve.kind} scaling of {curve.name}")
-        cards.append(
-            f'<div class="card"><h3>{escape(curve.name)} ({curve.kind})</h3>{plot}{key}</p></div>'
-        )
-    return f'<h2>Scaling</h2><div class="cards">{"".join(cards)}</div>' if cards else ""
+        inside = f'{plot}<p class="legend">{key}</p>'
+        cards.append(_card(f"{curve.name} ({curve.kind})", inside))
+    return _cards("Scaling", cards)
 
 
-def _runs(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
+def _runs(named: Named, s: Settings) -> str:
     body = []
-    for one, name in zip(rows, names, strict=True):
+    for one, name in named:
         if one.step is None:
             continue
         c = [x if x != "-" else "" for x in tables.cells(one, s)]
         step = f"{c[1]} \u00b1 {c[2]}<small>median {c[3]}<br>p10 to p90 {c[4]} to {c[5]}</small>"
-        values = [step, c[6], c[8], c[9] and c[9] + " %", *c[10:12]]
-        why = "; ".join(filter(None, [one.why, *one.notes, *_money(one, s)]))
-        steps = f"steps {one.window[0]} to {one.window[1]}"
-        small = "".join(f"<small>{_breakable(x)}</small>" for x in (name, f"{steps}; {why}"))
-        cells = [f'<td data-name="Run">{escape(label(one))}{small}</td>']
-        cells.append(f'<td data-name="Verdict">{_badge(one.verdict)}</td>')
-        cells.append(f'<td data-name="Step times">{plots.sparkline(one.record.step_s)}</td>')
-        named = zip(HEADS[3:], values, strict=True)
-        cells += [f'<td data-name="{escape(h)}"><span>{v}</span></td>' for h, v in named]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    if not body:
-        return ""
-    head = "".join(f"<th>{h}</th>" for h in HEADS)
-    return (
-        f'<h2>Runs</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
+        steps = f"steps {one.window[0]} to {one.window[1]}; {why}"
+        small = "".join(f"<small>{_breakable(x)}</small>" for x in (name, steps))
+        badge = f'<span class="badge {c[-1]}">{c[-1]}</span>' if c[-1] else ""
+        cells = [f"{escape(label(one))}{small}", badge, plots.sparkline(one.record.step_s)]
+        body.append([*cells, step, c[6], c[8], c[9] and c[9] + " %", *c[10:12]])
+    return f"<h2>Runs</h2>{_table(HEADS, body)}" if body else ""
+
+
+def _dead(named: Named) -> str:
+    where = lambda last: f"last step {last}" if last >= 0 else "before the first step"
+    return _list(
+        "Runs that did not finish",
+        (
+            f"<b>{_breakable(name)}</b>, {where(one.record.last)}: "
+            + escape(one.why or "no reason found")
+            for one, name in named
+            if not one.ok
+        ),
     )
 
 
-def _money(one: Row, s: Settings) -> list[str]:
-    made = []
-    if one.cost is not None:
-        made.append(f"${one.cost:,.0f} per 1T tokens at ${s.cost:g} per GPU hour")
-    if one.joules is not None:
-        made.append(f"{one.joules:.3g} J per token")
-    return made
-
-
-def _dead(rows: Sequence[Row], names: Sequence[str]) -> str:
-    items = []
-    for one, name in zip(rows, names, strict=True):
-        if one.ok:
-            continue
-        last = one.record.last
-        where = f"last step {last}" if last >= 0 else "before the first step"
-        items.append(
-            f"<li><b>{_breakable(name)}</b>, {where}: {escape(one.why or 'no reason found')}</li>"
-        )
-    return (
-        f'<h2>Runs that did not finish</h2><div class="card"><ul>{"".join(items)}</ul></div>'
-        if items
-        else ""
+def _step_times(named: Named) -> str:
+    plotted = [(one, name) for one, name in named if len(one.record.step_s) > 2]
+    note = "Shaded: the steps that count. The first step is left out."
+    note += f" The first {PLOTTED} runs are plotted." if len(plotted) > PLOTTED else ""
+    plot = lambda one, name: plots.step_times(
+        one.record.step_s, one.window, f"step times of {name}"
     )
+    cards = (_card(label(x), plot(x, name), name) for x, name in plotted[:PLOTTED])
+    return _cards("Step times", cards, note)
 
 
-def _step_times(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _one_step(named: Named) -> str:
+    """What plan predicts of each run's step, under the time that was measured, on one scale."""
+    planned = [(one, name) for one, name in named if one.planned and one.step]
+    missing = {x.unplanned: name for x, name in named if x.unplanned and x.record.gpu_type}
     cards = []
-    for one, name in zip(rows, names, strict=True):
-        if len(one.record.step_s) > 2 and len(cards) < PLOTTED:
-            plot = plots.step_times(one.record.step_s, one.window, f"step times of {name}")
-            cards.append(_card(one, name, plot))
-    if not cards:
-        return ""
-    more = (
-        "" if len(rows) <= PLOTTED else f'<p class="soft">the first {PLOTTED} runs are plotted</p>'
+    for one, name in planned[:PLOTTED]:
+        measured, predicted = one.step["mean"], one.planned["step_s"]
+        full = max(measured, predicted)
+        bars = plots.stack({"measured": measured}, f"measured step of {name}", full, "measured")
+        parts = {k: v for k, v in one.planned["parts"].items() if v > 0}
+        bars += plots.stack(parts, f"predicted step of {name}", full)
+        said = f"Predicted {predicted:.3f} s; measured {measured:.3f} s, "
+        said += f"{measured / predicted - 1:+.1%}."
+        said += f" Measured under {one.record.profiled}." if one.record.profiled else ""
+        cards.append(_card(label(one), bars + _soft(said), name))
+    return _cards("Where a step goes, as predicted", cards, PREDICTED) + _list(
+        "Runs without a prediction",
+        (f"{_breakable(name)}: {escape(why)}" for why, name in missing.items()),
     )
-    note = '<p class="soft">Shaded: the steps that count. The first step is left out.</p>'
-    return f'<h2>Step times</h2>{note}<div class="cards">{"".join(cards)}</div>{more}'
 
 
 def time_parts(one: Row) -> dict[str, float]:
@@ -171,51 +192,47 @@ def time_parts(one: Row) -> dict[str, float]:
         return {}
     if not start or not r.step_s:
         return {}
-    first = min(r.step_s)
-    steps = sum(v for i, v in r.step_s.items() if i != first)
     parts = {
-        "start-up": max(0.0, start - compiled - lower),
+        "start-up": start - compiled - lower,
         "trace and lower": lower,
         "compile": compiled,
-        "steps": steps,
+        "steps": sum(r.step_s.values()) - r.step_s[min(r.step_s)],
         "checkpoints": sum(x for x, _ in r.saves),
     }
     return {k: v for k, v in parts.items() if v > 0}
 
 
-def _whole_run(rows: Sequence[Row], names: Sequence[str]) -> str:
-    cards = []
-    for one, name in zip(rows, names, strict=True):
-        if len(cards) >= PLOTTED:
-            break
-        breakdown = one.record.result.get("breakdown")  # seconds of a step, from plan or a profile
-        if isinstance(breakdown, dict) and all(
-            isinstance(v, int | float) for v in breakdown.values()
-        ):
-            bar = plots.stack(breakdown, f"where a step of {name} goes")
-            cards.append(f'<div class="card"><h3>One step of {escape(name)}</h3>{bar}</div>')
-        if parts := time_parts(one):
-            bar = plots.stack(parts, f"where the time of {name} went")
-            cards.append(_card(one, name, bar))
-    return f'<h2>Where the time went</h2><div class="cards">{"".join(cards)}</div>' if cards else ""
+def _whole_run(named: Named) -> str:
+    timed = [(one, name, parts) for one, name in named if (parts := time_parts(one))]
+    bar = lambda parts, name: plots.stack(parts, f"where the time of {name} went")
+    cards = (_card(label(x), bar(parts, name), name) for x, name, parts in timed[:PLOTTED])
+    return _cards("Where the time went", cards)
+
+
+def _traces(rows: Sequence[Row]) -> str:
+    made = []
+    for trace in tables.traces(rows):
+        made.append(f"<h2>{_breakable(trace.title)}</h2>")
+        for heads, body in trace.grids:
+            made.append(_table(heads, [[escape(c) for c in row] for row in body]))
+        made += [_soft(escape(note)) for note in trace.notes]
+    return "".join(made)
 
 
 def _lines(rows: Sequence[Row], s: Settings) -> str:
-    out = []
-    for title, lines in tables.sections(rows, s):
-        if "scaling" in title:
-            continue  # drawn above
-        items = "".join(f"<li>{escape(x.strip())}</li>" for x in lines)
-        out.append(f'<h2>{escape(title)}</h2><div class="card"><ul>{items}</ul></div>')
-    return "".join(out)
+    return "".join(
+        _list(escape(title), (escape(x.strip()) for x in lines))
+        for title, lines in tables.sections(rows, s)
+        if "scaling" not in title  # drawn above
+    )
 
 
-def _foot(rows: Sequence[Row], s: Settings) -> str:
+def _foot(rows: Sequence[Row]) -> str:
     versions = {}
     for one in rows:
         found = one.record.result.get("versions")
         for key, value in found.items() if isinstance(found, dict) else ():
             versions.setdefault(str(key), set()).add(str(value))
     said = ", ".join(f"{k} {' / '.join(sorted(v))}" for k, v in versions.items())
-    lines = " ".join(tables.legend(rows, s))
+    lines = " ".join(tables.legend())
     return f"<footer><p>{escape(lines)}</p><p>{escape(said)}</p></footer>"

@@ -44,6 +44,16 @@ from maxbench.simulate import Timeline
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
 TABLE = "## Every row"  # the heading of docs/plan.md that the generated table follows
+PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "copy": "copies, nothing computed",
+    "launch": "gaps between kernels",
+    "contention": "slower beside communication",
+    "exposed": "exposed communication",
+    "idle": "pipeline idle",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,18 +220,8 @@ def screen(p: Plan) -> str:
             f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
             f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
         )
-    names = {
-        "gemm": "matrix products",
-        "attention": "attention",
-        "memory": "memory-bound kernels",
-        "copy": "copies, nothing computed",
-        "launch": "gaps between kernels",
-        "contention": "slower beside communication",
-        "exposed": "exposed communication",
-        "idle": "pipeline idle",
-    }
     lines += ["", f"predicted step      {t.seconds:10.3f} s"]
-    for part, text in names.items():
+    for part, text in PARTS.items():
         seconds = f["parts_s"].get(part, 0.0)
         if seconds:
             lines.append(f"  {text:<28}{seconds:8.3f} s {seconds / t.seconds:6.1%}")

@@ -6,6 +6,7 @@ XLA flags are tried in a throw-away process; GPUs, driver and versions must be t
 a bare product and an all-reduce are scored beside their ceilings; NCCL says how it connects.
 """
 
+import collections
 import glob
 import json
 import os
@@ -42,10 +43,9 @@ def lint(words: Sequence[str]) -> list[str]:
     """
     code = "from jaxlib import xla_client; xla_client.make_cpu_client()"
     env = {**os.environ, "XLA_FLAGS": " ".join(words), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return ["XLA_FLAGS: the process that tried them did not end within 60 s"]
     if done.returncode == 0:
@@ -64,11 +64,9 @@ def lint(words: Sequence[str]) -> list[str]:
 
 def xla_words(run: Run) -> list[str]:
     """The flags of a run on GPUs and those of the environment, as XLA_FLAGS would hold them."""
-    options = runtime.xla_options("gpu", run)
     text = lambda v: str(v).lower() if isinstance(v, bool) else str(v)
-    return [f"--{k}={text(v)}" for k, v in options.items()] + os.environ.get(
-        "XLA_FLAGS", ""
-    ).split()
+    ours = [f"--{k}={text(v)}" for k, v in runtime.xla_options("gpu", run).items()]
+    return ours + os.environ.get("XLA_FLAGS", "").split()
 
 
 def gpus_here() -> list[dict[str, str]]:
@@ -117,17 +115,19 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
 
 
 def _by_host(found: Sequence[dict]) -> dict[str, list[dict]]:
-    hosts: dict[str, list[dict]] = {}
+    by_host: dict[str, list[dict]] = {}
     for one in found:
-        hosts.setdefault(one["host"], []).append(one)
-    return hosts
+        by_host.setdefault(one["host"], []).append(one)
+    return by_host
 
 
-def all_reduce_gbps(times: int = 3) -> float:
+def all_reduce_gbps() -> float:
     """Bus bandwidth of an all-reduce over all devices, GB/s: 2 (n-1)/n x bytes / seconds."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, PartitionSpec
+
+    from maxbench import hosts
 
     count = jax.device_count()
     if count == 1:
@@ -135,53 +135,41 @@ def all_reduce_gbps(times: int = 3) -> float:
     elements = (1 << 26) if jax.default_backend() == "gpu" else (1 << 14)
     mesh = jax.make_mesh((count,), ("all",), axis_types=(AxisType.Auto,))
     everywhere = PartitionSpec()
-    total = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=everywhere, out_specs=everywhere
-        )
-    )
+    shard = {"mesh": mesh, "in_specs": everywhere, "out_specs": everywhere}
+    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "all"), **shard))
     x = jax.jit(lambda: jnp.ones(elements), out_shardings=jax.NamedSharding(mesh, everywhere))()
-    total(x).block_until_ready()
-    best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        total(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * (count - 1) / count * x.nbytes / best / 1e9
+    return 2 * (count - 1) / count * x.nbytes / hosts.best_s(total, x) / 1e9
 
 
 def table(run: Run, found: Sequence[dict]) -> str:
     """Scores beside their ceilings, a line per host, worst device each."""
-    gpu = GPUS[run.layout.gpu_type]
-    by_host = _by_host(found)
+    gpu, by_host = GPUS[run.layout.gpu_type], _by_host(found)
     on_gpu = found[0]["platform"] == "gpu"
     out = [f"{'host':<24} {'devices':<22} {'gemm TFLOP/s':>13}"]
     for host, each in by_host.items():
         score = min(s for one in each for s in one["gemm"])
         kind = f"{sum(o['devices'] for o in each)} x {each[0]['kind']}"
-        out.append(f"{host:<24} {kind:<22} {score:>13.1f}" if on_gpu else
-                   f"{host:<24} {kind:<22} {score:>13.3f}")  # fmt: skip
+        out.append(f"{host:<24} {kind:<22} {score:>13.{1 if on_gpu else 3}f}")
     one_domain = len(by_host) * gpu.gpus_per_node <= gpu.nvlink_gpus
     link = gpu.nvlink_gbps / 2 if one_domain else gpu.network_gbps * gpu.gpus_per_node
-    ceiling = (
-        f"{link * REACHED['all-reduce']:.0f} to {link:.0f} GB/s" if on_gpu else "no ceiling known"
+    known = lambda what, ceiling, unit: (
+        f"{ceiling * REACHED[what]:.0f} to {ceiling:.0f} {unit}" if on_gpu else "unknown here"
     )
-    best = f"{gpu.bf16_tflops * REACHED['gemm']:.0f} to {gpu.bf16_tflops:.0f}"
+    out.append(f"gemm ceiling: {known('gemm', gpu.bf16_tflops, 'TFLOP/s bf16')}")
     out.append(
-        f"gemm ceiling: {best + ' TFLOP/s bf16' if on_gpu else 'none known for this device'}"
+        f"all-reduce over all devices: {found[0]['all_reduce']:.2f} GB/s bus; ceiling "
+        + known("all-reduce", link, "GB/s")
     )
-    out.append(f"all-reduce over all devices: {found[0]['all_reduce']:.2f} GB/s bus; {ceiling}")
-    ways: dict[str, int] = {}
+    ways = collections.Counter()
     for one in found:
-        for way, n in one["transports"].items():
-            ways[way] = ways.get(way, 0) + n
+        ways.update(one["transports"])
     said = ", ".join(f"{w} x {n}" for w, n in sorted(ways.items())) or "none (not NCCL, or one GPU)"
     out.append(f"NCCL transports: {said}")
     return "\n".join(out)
 
 
-def look(run: Run, log: str) -> tuple[list[dict], dict[str, int]]:
-    """Facts and scores of every process, and this one's NCCL transports."""
+def look(log: str) -> list[dict]:
+    """Facts and scores of every process; log is where NCCL's files of this one begin."""
     import jax
 
     from maxbench import hosts, nccl
@@ -198,7 +186,7 @@ def look(run: Run, log: str) -> tuple[list[dict], dict[str, int]]:
     }
     text = "".join(pathlib.Path(p).read_text(errors="replace") for p in glob.glob(f"{log}*"))
     mine["transports"] = nccl.transports(text)
-    return hosts.gather(mine), mine["transports"]
+    return hosts.gather(mine)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -223,16 +211,16 @@ def main(argv: Sequence[str]) -> int:
 
     from maxbench import hosts, nccl
 
-    found, _ = look(run, log)
+    found = look(log)
     for path in glob.glob(f"{log}*"):
         os.unlink(path)
     wrong = complaints(run, found)
-    nodes = len(_by_host(found))
+    by_host = _by_host(found)
     ways = {way: 1 for one in found for way in one["transports"]}
-    if (why := nccl.falls_back(ways, nodes)) and not fv["allow_tcp"].value:
+    if (why := nccl.falls_back(ways, len(by_host))) and not fv["allow_tcp"].value:
         wrong.append(why)
-    late = hosts.slow({h: min(s for o in e for s in o["gemm"]) for h, e in _by_host(found).items()})
-    late = late if found[0]["platform"] == "gpu" else []
+    late = hosts.slow({h: min(s for o in each for s in o["gemm"]) for h, each in by_host.items()})
+    late = late if found[0]["platform"] == "gpu" else []  # a shared CPU's scores are noise
     if jax.process_index() == 0:
         print(table(run, found))
         if late:

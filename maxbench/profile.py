@@ -6,26 +6,16 @@ import sys
 
 from maxbench.config import Profile
 
-NSYS_OPTIONS = (
-    "--force-overwrite=true",
-    "--capture-range=cudaProfilerApi",
-    "--capture-range-end=stop",
-    "--cuda-graph-trace=node",
-    "--cuda-event-trace=false",
-    "--inherit-environment=true",
-    "--stop-on-exit=true",
-    "--trace=cuda,nvtx",
-    "--sample=none",
-    "--cpuctxsw=none",
+# Options of `nsys profile`: the recipes', and what else is sampled with and without CPU metrics.
+NSYS = (
+    "--force-overwrite=true --capture-range=cudaProfilerApi --capture-range-end=stop "
+    "--cuda-graph-trace=node --cuda-event-trace=false --inherit-environment=true "
+    "--stop-on-exit=true --trace=cuda,nvtx "
 )
-NSYS_CPU_OPTIONS = (
-    *NSYS_OPTIONS[:-2],
-    "--sample=process-tree",
-    "--cpuctxsw=process-tree",
-    "--event-sample=system-wide",
-    "--backtrace=lbr",
-    "--event-sampling-interval=3",
-    "--samples-per-backtrace=1",
+NSYS_OPTIONS = NSYS + "--sample=none --cpuctxsw=none"
+NSYS_CPU_OPTIONS = NSYS + (
+    "--sample=process-tree --cpuctxsw=process-tree --event-sample=system-wide --backtrace=lbr "
+    "--event-sampling-interval=3 --samples-per-backtrace=1"
 )
 
 
@@ -51,30 +41,23 @@ class Window:
     def before(self, step: int) -> None:
         """To be called before each step is started."""
         if self.tool and step == self.profile.start:
-            self._start()
+            self._switch(on=True)
         elif self.open and step == self.profile.stop:
             self.close()
 
-    def _start(self) -> None:
-        self.open = True
-        if self.tool == "xplane":
-            import jax
-
-            jax.profiler.start_trace(str(self.folder / "xplane"))
-        else:
-            _cuda_profiler("cudaProfilerStart")
-
     def close(self) -> None:
         """Ends the profile, if it is still open."""
-        if not self.open:
-            return
-        self.open = False
-        if self.tool == "xplane":
-            import jax
+        if self.open:
+            self._switch(on=False)
 
-            jax.profiler.stop_trace()
-        else:
-            _cuda_profiler("cudaProfilerStop")
+    def _switch(self, on: bool) -> None:
+        self.open = on
+        if self.tool == "nsys":
+            _cuda_profiler("cudaProfilerStart" if on else "cudaProfilerStop")
+            return
+        from jax import profiler  # late: importing this module needs no jax
+
+        profiler.start_trace(str(self.folder / "xplane")) if on else profiler.stop_trace()
 
 
 def _cuda_profiler(name: str) -> None:
@@ -83,13 +66,8 @@ def _cuda_profiler(name: str) -> None:
     Raises:
       OSError: there is no CUDA runtime, so nsys cannot see a range.
     """
-    packed = [
-        str(p)
-        for p in pathlib.Path(sys.prefix).glob(
-            "lib/python*/site-packages/nvidia/**/libcudart.so.1?"
-        )
-    ]
-    for library in [*packed, "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
+    packed = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")
+    for library in [*map(str, packed), "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
         try:
             code = getattr(ctypes.CDLL(library), name)()
         except OSError:

@@ -1,7 +1,11 @@
-"""Run:ai: the same command, submitted through the Run:ai command line as a JAX workload.
+"""Run:ai: the same command, submitted through the Run:ai command line as a distributed workload.
 
-The command line's own login is used (`runai login`). APP_SECRET is taken out of the environment of
-everything that is started, and is on no command line.
+The command reference of version 3.0 (docs.nvidia.com/run-ai) has `runai training pytorch submit`
+and no JAX, and nothing earlier was found that has; JAX is a framework of the API alone. A PyTorch
+workload is a master and workers that are told of each other by MASTER_ADDR, WORLD_SIZE and RANK,
+which is all that JAX needs: launch/runai.sh translates. The command line's own login is used
+(`runai login`). APP_SECRET is taken out of the environment of everything that is started, and is
+on no command line.
 """
 
 import os
@@ -14,29 +18,32 @@ from collections.abc import Mapping, Sequence
 from maxbench.variables import SECRETS, Settings
 
 
-def submissions(
-    s: Settings, kinds: Sequence[str], commands: Mapping[str, Sequence[str]]
-) -> list[list[str]]:
-    """The `runai` command of each job.
+def submissions(s: Settings, jobs: Mapping[str, tuple[dict, Sequence[str]]]) -> list[list[str]]:
+    """The `runai` command of each job, from the job's own environment and command.
 
     Raises:
-      ValueError: a mount that is not name:path:claim, or a profiler that is not there.
+      ValueError: a mount that is not name:path:claim, or a profiler that nobody would start.
     """
-    mounts = [f"claimname={claim},path={path}" for claim, path in _claims(s)]
+    pvc, mounts = s.values["PVC_DIR"], _claims(s)
+    if "nsys" in jobs:
+        raise ValueError(
+            "PROFILER='nsys' is started by Slurm's job script alone; with CLUSTER_TYPE=runai use "
+            "PROFILER=xplane"
+        )
     made = []
-    for kind in kinds:
-        job = workload_name(s, kind)
-        command = ["runai", "training", "jax", "submit", job]
+    for kind, (env, train) in jobs.items():
+        command = ["runai", "training", "pytorch", "submit", workload_name(s, kind)]
         command += ["--project", s.values["PROJECT_NAME"], "--image", s.values["RUN_CONF_IMAGE"]]
-        command += ["--workers", str(s.nodes), "--large-shm"]
-        gpus = min(int(s.values["GPUS_PER_NODE"]), s.run.layout.gpus)
-        command += ["--gpu-devices-request", str(gpus)]
-        for mount in mounts:
-            command += ["--existing-pvc", mount]
-        root = f"{s.values['PVC_DIR']}/maxbench"
-        train = [root if w == str(s.out) else w for w in commands[kind]]
-        train = [s.values["PVC_DIR"] if w == root else w for w in train]
-        made.append([*command, "--command", "--", "bash", f"{root}/launch/runai.sh", *train])
+        gpus = min(s.number("GPUS_PER_NODE"), s.run.layout.gpus)
+        command += ["--gpu-devices-request", str(gpus), "--large-shm"]
+        if s.nodes > 1:  # beside the master
+            command += ["--workers", str(s.nodes - 1)]
+        for claim, path in mounts:
+            command += ["--existing-pvc", f"claimname={claim},path={path}"]
+        # `env` in the container, because the flag for variables is not the same in all versions.
+        command += ["--command", "--", "env", *(f"{k}={v}" for k, v in env.items())]
+        words = [pvc if w == str(s.out) else w for w in train]
+        made.append([*command, "bash", f"{pvc}/maxbench/launch/runai.sh", *words])
     return made
 
 
@@ -66,13 +73,13 @@ def workload_name(s: Settings, kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(filter(None, ("maxbench", *words))).lower())[:50]
 
 
-def submit(s: Settings, kinds: Sequence[str], commands: Mapping[str, Sequence[str]]) -> int:
+def submit(s: Settings, jobs: Mapping[str, tuple[dict, Sequence[str]]]) -> int:
     """Submits the jobs; returns the first exit code that is not 0.
 
     Raises:
       ValueError: there is no runai.
     """
-    made = submissions(s, kinds, commands)
+    made = submissions(s, jobs)
     if not shutil.which("runai"):
         raise ValueError(
             "runai is not on PATH: install the Run:ai command line from your cluster's web page "
@@ -81,7 +88,7 @@ def submit(s: Settings, kinds: Sequence[str], commands: Mapping[str, Sequence[st
         )
     env = {k: v for k, v in os.environ.items() if k not in SECRETS}
     for command in made:
-        print(f"submitting {command[4]}: {s.run.layout.describe()}; {s.nodes} workers", flush=True)
+        print(f"submitting {command[4]}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         code = subprocess.run(command, env=env).returncode
         if code:
             print(f"runai ended with exit code {code}: {shlex.join(command)}")

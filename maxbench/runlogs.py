@@ -4,11 +4,15 @@ Whatever a file holds (half a line, another program's output, nothing), reading 
 what cannot be read is left out, and a Record says what is missing.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
+import statistics
+import time
 from collections.abc import Iterable, Iterator
 
 from maxbench import published
@@ -53,6 +57,7 @@ NAMED = re.compile(
     r"(?P<model>llama2|llama3\.?1|llama3|nemotron4|grok1)[_-](?P<size>\d+b)(?P<preset>(?:-[a-z]+)*)"
     r"(?:[_-](?P<dtype>bf16|fp8|fp32))?(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
 )
+WATTS = re.compile(rb"^[^,\n]*,[^,\n]*, *(\d{1,4}(?:\.\d{1,9})?) *(?=[,\r\n]|\Z)", re.MULTILINE)
 GBS_NAMED = re.compile(r"_gbs(\d{1,7})")
 
 
@@ -75,16 +80,14 @@ class Record:
     seq: int = 0
     layers: int = 0
     planned: int = 0  # steps
-    layout: str = ""
     started: float = 0.0  # seconds since 1970
     mocked: bool = False
     profiled: str = ""
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
-    ended_at: dict[int, float] = dataclasses.field(default_factory=dict)
     peak_bytes: int = 0
-    power_w: float = 0.0  # mean over GPUs and the window
+    power_w: float = 0.0  # mean over GPUs while they are busy
     saves: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # seconds, bytes
     loads: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     result: dict = dataclasses.field(default_factory=dict)
@@ -120,32 +123,21 @@ def _folders(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
     if path.is_file():
         yield path.parent, [path.name]
         return
-    for folder, below, files in path.walk() if hasattr(path, "walk") else _walk(path):
-        below[:] = sorted(d for d in below if d not in ("checkpoints", "nsys_profile", "xplane"))
-        yield folder, sorted(files)
-
-
-def _walk(path: pathlib.Path):
-    import os
-
     for folder, below, files in os.walk(path):
-        yield pathlib.Path(folder), below, files
+        below[:] = sorted(d for d in below if d not in ("checkpoints", "nsys_profile", "xplane"))
+        yield pathlib.Path(folder), sorted(files)
 
 
 def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[Record]:
     if "result.json" in files or ("metrics.jsonl" in files and "job.json" in files):
-        record = _ours(folder)
-        if record:
+        if record := _ours(folder):
             yield record
             return
     elif "job.json" in files:
         yield _never_trained(folder)
         return
-    for file in files:
-        if file.endswith(FOREIGN) and not NOT_RUNS.search(file):
-            record = _text(folder / file)
-            if record:
-                yield record
+    logs = (f for f in files if f.endswith(FOREIGN) and not NOT_RUNS.search(f))
+    yield from filter(None, (_text(folder / f) for f in logs))
 
 
 def _json(path: pathlib.Path) -> dict:
@@ -179,6 +171,17 @@ def _count(data, *keys) -> int:
 
 # --- our own folders ---
 
+# Field of Record -> where result.json has it.
+WORDS = {
+    "status": "status", "reason": "reason", "model": "config.model.name",
+    "size": "config.model.size", "dtype": "config.precision.dtype",
+    "gpu_type": "device.gpu_type", "device": "device.kind", "profiled": "config.profile.tool",
+}  # fmt: skip
+COUNTS = {
+    "gpus": "device.count", "gbs": "config.layout.gbs", "seq": "config.train.seq",
+    "layers": "config.model.layers", "planned": "config.train.steps", "peak_bytes": "peak_bytes",
+}  # fmt: skip
+
 
 def _ours(folder: pathlib.Path) -> Record | None:
     """A run's folder; None where result.json is not one of ours."""
@@ -186,29 +189,12 @@ def _ours(folder: pathlib.Path) -> Record | None:
     if "config" not in result and result:
         return None
     name = _word(result, "name") or folder.name.rpartition("_")[0] or folder.name
-    config = result.get("config")
-    record = Record(
-        path=folder,
-        name=name,
-        source="maxbench",
-        status=_word(result, "status"),
-        reason=_word(result, "reason"),
-        model=_word(config, "model", "name"),
-        size=_word(config, "model", "size"),
-        dtype=_word(config, "precision", "dtype"),
-        gpu_type=_word(result, "device", "gpu_type"),
-        device=_word(result, "device", "kind"),
-        gpus=_count(result, "device", "count"),
-        gbs=_count(config, "layout", "gbs"),
-        seq=_count(config, "train", "seq"),
-        layers=_count(config, "model", "layers"),
-        planned=_count(config, "train", "steps"),
-        started=_number(result, "started"),
-        mocked=result.get("mocked") is True,
-        profiled=_word(config, "profile", "tool"),
-        peak_bytes=_count(result, "peak_bytes"),
-        result=result,
-    )
+    record = Record(path=folder, name=name, source="maxbench", result=result)
+    for field, path in WORDS.items():
+        setattr(record, field, _word(result, *path.split(".")))
+    for field, path in COUNTS.items():
+        setattr(record, field, _count(result, *path.split(".")))
+    record.started, record.mocked = _number(result, "started"), result.get("mocked") is True
     _jsonl(folder / "metrics.jsonl", record)
     for key, kept in (("checkpoint_saves", record.saves), ("checkpoint_load", record.loads)):
         found = result.get(key)
@@ -229,7 +215,6 @@ def _jsonl(path: pathlib.Path, record: Record) -> None:
         lines = path.read_bytes().splitlines()
     except OSError:
         return
-    powers = []
     for line in lines:
         try:
             one = json.loads(line)
@@ -239,13 +224,9 @@ def _jsonl(path: pathlib.Path, record: Record) -> None:
         if not isinstance(step, int) or step < 0 or step_s <= 0:
             continue
         record.step_s[step] = step_s
-        record.ended_at[step] = _number(one, "time")
         if isinstance(_at(one, "loss"), int | float):
             record.loss[step] = float(one["loss"])
         record.peak_bytes = max(record.peak_bytes, _count(one, "peak_bytes"))
-        powers.append(_number(one, "power_w"))
-    kept = [p for p in powers if p > 0]
-    record.power_w = sum(kept) / len(kept) if kept else 0.0
 
 
 def _died(folder: pathlib.Path, record: Record) -> None:
@@ -255,12 +236,19 @@ def _died(folder: pathlib.Path, record: Record) -> None:
     code = _count(ended, "code")
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
-    if not ended and not reason:
-        newest = max((_mtime(folder / f) for f in ("metrics.jsonl", "result.json")), default=0.0)
-        record.status = "running" if _is_recent(newest, record) else "died"
-        record.reason = "" if record.status == "running" else "ended without a word"
+    if not (ended or reason) and _is_alive(folder, record):
+        record.status = "running"
         return
-    record.status, record.reason = "died", reason or "ended without a word"
+    if reason and _word(ended, "phase") == "preflight":
+        reason = f"preflight: {reason}"
+    silent = "ended without a word" if record.result else "ended before step 0"
+    record.status, record.reason = "died", reason or silent
+
+
+def _is_alive(folder: pathlib.Path, record: Record) -> bool:
+    """Whether something was written not long ago."""
+    newest = max(_mtime(folder / f) for f in ("metrics.jsonl", "result.json", "job.json"))
+    return time.time() - newest < max(900.0, 10 * max(record.step_s.values(), default=0.0))
 
 
 def _job_text(folder: pathlib.Path) -> bytes:
@@ -270,21 +258,12 @@ def _job_text(folder: pathlib.Path) -> bytes:
 
 
 def _never_trained(folder: pathlib.Path) -> Record:
-    """A job that ended before its run began: refused by the preflight, or cut off."""
-    job, ended = _json(folder / "job.json"), _json(folder / "exit.json")
-    phase = _word(ended, "phase")
-    reason = (
-        _reason(_job_text(folder)) or _word(ended, "reason").strip(" ;") or "ended before step 0"
-    )
-    record = Record(
-        path=folder,
-        name=folder.name.rpartition("_")[0] or folder.name,
-        source="maxbench",
-        status="died",
-        reason=f"{phase}: {reason}" if phase == "preflight" else reason,
-        started=_number(job, "started"),
-    )
-    _from_name(record, record.name)
+    """A job without a result: in its preflight, refused by it, or cut off."""
+    name = folder.name.rpartition("_")[0] or folder.name
+    started = _number(_json(folder / "job.json"), "started")
+    record = Record(path=folder, name=name, source="maxbench", started=started)
+    _from_name(record, name)
+    _died(folder, record)
     return record
 
 
@@ -293,13 +272,6 @@ def _mtime(path: pathlib.Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _is_recent(at: float, record: Record) -> bool:
-    import time
-
-    slowest = max(record.step_s.values(), default=0.0)
-    return time.time() - at < max(900.0, 10 * slowest)
 
 
 def _tail(path: pathlib.Path, size: int) -> bytes:
@@ -324,15 +296,11 @@ def _reason(text: bytes) -> str:
 
 def _power(folder: pathlib.Path, record: Record) -> None:
     """Mean power of the GPUs from gpu-<host>.csv, which task.sh writes beside a run."""
-    watts = []
-    for path in folder.glob("gpu-*.csv"):
-        for line in _tail(path, 4 << 20).decode("utf-8", "replace").splitlines():
-            cells = [c.strip() for c in line.split(",")]
-            if len(cells) >= 3 and re.fullmatch(r"\d{1,4}(\.\d+)?", cells[2]):
-                watts.append(float(cells[2]))
-    busy = [w for w in watts if w > 0.5 * max(watts)]  # idle before and after the steps
-    if busy and not record.power_w:
-        record.power_w = sum(busy) / len(busy)
+    logs = folder.glob("gpu-*.csv")
+    watts = [float(m[1]) for path in logs for m in WATTS.finditer(_tail(path, 4 << 20))]
+    high = max(watts, default=0.0)
+    if busy := [w for w in watts if w > high / 2]:  # idle before and after the steps
+        record.power_w = statistics.fmean(busy)
 
 
 # --- text logs ---
@@ -356,8 +324,8 @@ def _text(path: pathlib.Path) -> Record | None:
     if not record.step_s and not looks:
         return None
     _from_name(record, f"{path.parent}/{path.name}")
-    record.profiled = "nccltrace" if "nccltrace" in str(path) else ""
-    record.profiled = record.profiled or ("nsys" if "_nsys" in str(path) else "")
+    tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
+    record.profiled = next((tool for part, tool in tools.items() if part in str(path)), "")
     for pattern, kept in ((SAVED, record.saves), (LOADED, record.loads)):
         for match in pattern.finditer(data):
             if (seconds := _float(match[1])) > 0:
@@ -367,20 +335,17 @@ def _text(path: pathlib.Path) -> Record | None:
 
 
 def _run_name(path: pathlib.Path) -> str:
-    name = path.name
-    for cut in ("log-", "slurm-"):
-        name = name.removeprefix(cut)
+    name = path.name.removeprefix("log-").removeprefix("slurm-")
     name = name.rpartition(".")[0] if name.endswith(FOREIGN) else name
     name = name.removesuffix("_0")
-    return name.rpartition(".")[2] if "pretrain_" in name.rpartition(".")[2] else name
+    last = name.rpartition(".")[2]  # after the account that NeMo-Run puts before it
+    return last if "pretrain_" in last else name
 
 
 def _float(text: bytes | None) -> float:
-    try:
-        value = float(text or 0)
-    except ValueError:
-        return 0.0
-    return value if math.isfinite(value) and 0 <= value < 1e30 else 0.0
+    with contextlib.suppress(ValueError):
+        return max(0.0, _number({"": float(text or 0)}, ""))
+    return 0.0
 
 
 def _steps(data: bytes, record: Record) -> None:
@@ -402,37 +367,31 @@ def _steps(data: bytes, record: Record) -> None:
 
 def _nemo_step(pattern: re.Pattern, match: re.Match, record: Record) -> None:
     step, total, rest = int(match[1]), int(match[2]), match[3]
-    found = {k: p.search(rest) for k, p in FIELDS.items()}
-    step_s = _float(found["step_s"][1]) if found["step_s"] else 0.0
-    if found["step_ms"]:
-        step_s = _float(found["step_ms"][1]) / 1000
-    if pattern is BAR:  # counts from 1, and prints its global_step from 0
-        step, total = (int(_float(found["step"][1])) if found["step"] else step - 1), total - 1
+    found = {k: m[1] for k, p in FIELDS.items() if (m := p.search(rest))}
+    step_s = _float(found.get("step_s")) or _float(found.get("step_ms")) / 1000
+    if pattern is not NEMO:  # counts from 1; the progress bar prints its global_step from 0
+        step, total = int(_float(found["step"])) if "step" in found else step - 1, total - 1
     if pattern is MEGATRON:
-        step, total, record.source = step - 1, total - 1, "megatron"
+        record.source = "megatron"
     if step_s <= 0 or step < 0:
         return
     record.source = "nemo" if record.source == "maxtext" else record.source
     record.planned = max(record.planned, total + 1)
     record.step_s[step] = step_s
-    tflops = found["tflops"] or MODEL_TFLOPS.search(rest)
-    if tflops:
-        record.tflops[step] = _float(tflops[1])
-    _loss(record, step, found["loss"] and found["loss"][1])
-    if found["gbs"]:
-        record.gbs = int(found["gbs"][1])
-    elif found["samples"] and step:  # the older progress bar has no batch, but counts samples
-        record.gbs = record.gbs or round(_float(found["samples"][1]) / (step + 1))
-    if found["peak"]:
-        record.peak_bytes = max(record.peak_bytes, int(found["peak"][1]))
+    if tflops := found.get("tflops") or ((m := MODEL_TFLOPS.search(rest)) and m[1]):
+        record.tflops[step] = _float(tflops)
+    _loss(record, step, found.get("loss"))
+    if "gbs" in found:
+        record.gbs = int(found["gbs"])
+    elif "samples" in found and step:  # the older progress bar has no batch, but counts samples
+        record.gbs = record.gbs or round(_float(found["samples"]) / (step + 1))
+    record.peak_bytes = max(record.peak_bytes, int(found.get("peak", 0)))
 
 
 def _loss(record: Record, step: int, text: bytes | None) -> None:
-    if text is not None:
-        try:
+    with contextlib.suppress(ValueError):
+        if text is not None:
             record.loss[step] = float(text)
-        except ValueError:
-            return
 
 
 def _from_name(record: Record, text: str) -> None:
@@ -440,9 +399,7 @@ def _from_name(record: Record, text: str) -> None:
     matches = list(NAMED.finditer(text))
     if matches:
         named = max(matches, key=lambda m: len(m.group(0)))
-        record.model = {"llama3": "llama31", "llama3.1": "llama31"}.get(
-            named["model"], named["model"]
-        )
+        record.model = "llama31" if named["model"].startswith("llama3") else named["model"]
         record.size = named["size"] + (named["preset"] or "")
         record.dtype = record.dtype or named["dtype"] or ""
         gpus = int(named["gpus"] or 0)

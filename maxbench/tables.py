@@ -1,11 +1,12 @@
 """Runs as text: a table for the terminal, CSV, JSON, Markdown."""
 
 import csv
+import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from maxbench import compare
+from maxbench import compare, nccl
 from maxbench.compare import Row, Settings
 
 RULE = 80
@@ -25,15 +26,18 @@ def text(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
     for one, name in zip(rows, names, strict=True):
         if one.step is None:
             done = one.record.last + 1
-            status = "Running" if one.record.status == "running" else "Failed"
-            out.append(f"{name:<{wide}} {status:>7} ({done} iterations) {one.why}".rstrip())
+            out.append(f"{name:<{wide}} {_status(one):>7} ({done} iterations) {one.why}".rstrip())
             continue
         out.append(f"{name:<{wide}} {line(cells(one, s))}")
         out += [f"{'':<{wide}}   {note}" for note in _under(one, s)]
-    out += ["", *_summary(rows)]
+    counts = (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in _counts(rows).items())
+    out += ["", "Summary:", *counts]
+    out[-1] += "%"
     for title, lines in sections(rows, s):
         out += ["", title, *(f"  {x}" for x in lines)]
-    out += ["", *legend(rows, s)]
+    for trace in traces(rows):
+        out += ["", trace.title, *(f"  {x}" for x in trace.lines())]
+    out += ["", *legend()]
     return "\n".join(out)
 
 
@@ -60,56 +64,101 @@ def _under(one: Row, s: Settings) -> list[str]:
     notes = [one.why] if one.why else []
     if one.window != s.window:
         notes.append(f"steps {one.window[0]} to {one.window[1]} count: the run was shorter")
+    return [*notes, *money(one, s), *one.notes]
+
+
+def money(one: Row, s: Settings) -> list[str]:
+    """Dollars and joules of a row, in words."""
+    made = []
     if one.cost is not None:
-        notes.append(f"${one.cost:,.0f} per 1T tokens at ${s.cost:g} per GPU hour")
+        made.append(f"${one.cost:,.0f} per 1T tokens at ${s.cost:g} per GPU hour")
     if one.joules is not None:
-        notes.append(f"{one.joules:.3g} J per token ({one.record.power_w:.0f} W per GPU, measured)")
-    return notes + one.notes
+        made.append(f"{one.joules:.3g} J per token ({one.record.power_w:.0f} W per GPU, measured)")
+    return made
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _counts(rows: Sequence[Row]) -> dict[str, int]:
     good = sum(x.ok for x in rows)
-    rate = round(100 * good / len(rows)) if rows else 0
-    return [
-        "Summary:",
-        f"  Success experiments: {good}",
-        f"  Failed experiments: {len(rows) - good}",
-        f"  Success rate: {rate}%",
-    ]
+    counts = {"success_experiments": good, "failed_experiments": len(rows) - good}
+    return counts | {"success_rate": round(100 * good / len(rows)) if rows else 0}
 
 
 def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
     """Scaling, repeats and checkpoints: a title and lines, only where there is something."""
     found = []
     for curve in compare.curves(rows):
-        lines = []
-        for p in curve.points:
-            theirs = "" if p.published is None else f"  (published {p.published:.1%})"
-            lines.append(
-                f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}{theirs}"
-            )
+        theirs = lambda x: "" if x is None else f"  (published {x:.1%})"
+        lines = [
+            f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}"
+            + theirs(p.published)
+            for p in curve.points
+        ]
         found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))
-    lines = []
-    for group in compare.repeats(rows):
-        alarm = "".join(f"; {n}" for n in group.notes)
-        lines.append(f"{group.name}: {len(group.rows)} runs, spread {group.spread:.1%}{alarm}")
-    if lines:
-        found.append(("Repeats", lines))
-    lines = []
-    for one in rows:
-        o = compare.overhead(one.record, s)
-        if o:
-            lines.append(
-                f"{one.record.name}: save {o.save_s:.1f} s; every {o.interval_s / 60:.1f} min with "
-                f"a failure every {o.mtbf_s / 3600:g} h would cost {o.share:.2%} of the time "
-                f"(best interval {o.best_s / 60:.1f} min)"
-            )
-    if lines:
-        found.append(("Checkpoint overhead, projected (Young 1974, Daly 2006, first order)", lines))
-    return found
+    repeats = [
+        "; ".join([f"{g.name}: {len(g.rows)} runs, spread {g.spread:.1%}", *g.notes])
+        for g in compare.repeats(rows)
+    ]
+    saves = [
+        f"{one.record.name}: save {o.save_s:.1f} s; every {o.interval_s / 60:.1f} min with a "
+        f"failure every {o.mtbf_s / 3600:g} h would cost {o.share:.2%} of the time (best interval "
+        f"{o.best_s / 60:.1f} min)"
+        for one in rows
+        if (o := compare.overhead(one.record, s))
+    ]
+    found.append(("Repeats", repeats))
+    found.append(("Checkpoint overhead, projected (Young 1974, Daly 2006, first order)", saves))
+    return [(title, lines) for title, lines in found if lines]
 
 
-def legend(rows: Sequence[Row], s: Settings) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """NCCL's calls of one trace run: tables of heads and cells, and what to know about them."""
+
+    title: str
+    grids: list[tuple[list[str], list[list[str]]]]
+    notes: list[str]
+
+    def lines(self) -> list[str]:
+        """As text: the first column to the left, the others to the right."""
+        out = []
+        for heads, body in self.grids:
+            widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
+            for first, *others in (heads, ["-" * w for w in widths], *body):
+                right = (f"{c:>{w}}" for c, w in zip(others, widths[1:], strict=True))
+                out.append("  ".join([first.ljust(widths[0]), *right]))
+            out.append("")
+        return out + self.notes
+
+
+def _steps(one: Row) -> int:
+    return max(1, len(one.record.step_s))
+
+
+def traces(rows: Sequence[Row]) -> list[Trace]:
+    """The trace runs among the rows."""
+    made = []
+    for one in (x for x in rows if x.trace is not None):
+        calls, damaged = one.trace
+        steps = _steps(one)
+        notes = [f"damaged lines left out: {damaged}"] if damaged else []
+        grids = [nccl.by_communicator(calls, steps)] if calls else []
+        if not calls:
+            cpu = one.record.device and not one.record.gpu_type
+            why = f"ran on {one.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
+            notes.append(f"no NCCL call in the log: {why}")
+        elif one.planned:
+            found = nccl.against(calls, one.planned["communication"], steps)
+            grids.append(nccl.beside_plan(found))
+            notes.append("traced: start and end of the run too, and a call per array; planned: a "
+                         "step, and one call for all arrays that XLA combines")  # fmt: skip
+        else:
+            notes.append(f"no plan beside it: {one.unplanned or 'only our own runs have one'}")
+        title = f"NCCL calls of {one.record.name}: one GPU, a step ({steps} traced)"
+        made.append(Trace(title, grids, notes))
+    return made
+
+
+def legend() -> list[str]:
     """What the columns mean."""
     return [
         "Std is of the population. MFU: 'full' convention (every S x S score counted), against the",
@@ -119,55 +168,37 @@ def legend(rows: Sequence[Row], s: Settings) -> list[str]:
     ]
 
 
-COLUMNS = (
-    "filename",
-    "status",
-    "time_mean_seconds",
-    "time_std_dev_seconds",
-    "tflops_per_gpu_mean",
-    "tflops_per_gpu_std_dev",
-    "max_iteration",
-    "time_median_seconds",
-    "time_p10_seconds",
-    "time_p90_seconds",
-    "tokens_per_second",
-    "mfu_full",
-    "mfu_causal",
-    "days_to_1t_tokens",
-    "peak_memory_gib",
-    "cost_per_1t_tokens_dollars",
-    "joules_per_token",
-    "verdict",
-    "reason",
-)
+def _status(one: Row) -> str:
+    return "Success" if one.ok else "Running" if one.record.status == "running" else "Failed"
+
+
+# Column -> how a row tells it; units in the names, None where unknown. The first seven are those
+# of the seeds' parser.
+COLUMNS: dict[str, Callable[[Row], object]] = {
+    "status": _status,
+    "time_mean_seconds": lambda x: (x.step or {}).get("mean"),
+    "time_std_dev_seconds": lambda x: (x.step or {}).get("std"),
+    "tflops_per_gpu_mean": lambda x: (x.tflops or {}).get("mean"),
+    "tflops_per_gpu_std_dev": lambda x: (x.tflops or {}).get("std"),
+    "max_iteration": lambda x: x.record.last if x.record.last >= 0 else None,
+    "time_median_seconds": lambda x: (x.step or {}).get("median"),
+    "time_p10_seconds": lambda x: (x.step or {}).get("p10"),
+    "time_p90_seconds": lambda x: (x.step or {}).get("p90"),
+    "tokens_per_second": lambda x: x.tokens_s,
+    "mfu_full": lambda x: (x.mfu or {}).get("full"),
+    "mfu_causal": lambda x: (x.mfu or {}).get("causal"),
+    "days_to_1t_tokens": lambda x: x.days,
+    "peak_memory_gib": lambda x: x.peak_gib,
+    "cost_per_1t_tokens_dollars": lambda x: x.cost,
+    "joules_per_token": lambda x: x.joules,
+    "verdict": lambda x: x.verdict,
+    "reason": lambda x: "; ".join(filter(None, [x.why, *x.notes])),
+}
 
 
 def record(one: Row, name: str) -> dict:
-    """A row as plain data under the names of COLUMNS, units in the names; None where unknown."""
-    step, t, mfu = one.step or {}, one.tflops or {}, one.mfu or {}
-    status = "Success" if one.ok else "Running" if one.record.status == "running" else "Failed"
-    values = (
-        name,
-        status,
-        step.get("mean"),
-        step.get("std"),
-        t.get("mean"),
-        t.get("std"),
-        one.record.last if one.record.last >= 0 else None,
-        step.get("median"),
-        step.get("p10"),
-        step.get("p90"),
-        one.tokens_s,
-        mfu.get("full"),
-        mfu.get("causal"),
-        one.days,
-        one.peak_gib,
-        one.cost,
-        one.joules,
-        one.verdict,
-        "; ".join(filter(None, [one.why, *one.notes])),
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+    """A row as plain data: its filename, then COLUMNS."""
+    return {"filename": name} | {column: get(one) for column, get in COLUMNS.items()}
 
 
 def to_csv(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -175,16 +206,15 @@ def to_csv(rows: Sequence[Row], names: Sequence[str]) -> str:
     forms = {"time": ".3f", "tflops": ".2f", "tokens": ".1f", "days": ".2f", "peak": ".3f"}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(["filename", *COLUMNS])
     for one, name in zip(rows, names, strict=True):
         made = []
         for column, value in record(one, name).items():
             form = forms.get(column.partition("_")[0], ".6g")
             made.append(format(value, form) if isinstance(value, float) else value)
         writer.writerow(made)
-    good = sum(x.ok for x in rows)
-    out.write(f"# Summary: {good} success, {len(rows) - good} failed, {len(rows)} total\n")
-    return out.getvalue().rstrip("\n")
+    good, bad, _ = _counts(rows).values()
+    return f"{out.getvalue()}# Summary: {good} success, {bad} failed, {len(rows)} total"
 
 
 def to_json(rows: Sequence[Row], s: Settings, names: Sequence[str], paths: Sequence[str]) -> str:
@@ -197,14 +227,15 @@ def to_json(rows: Sequence[Row], s: Settings, names: Sequence[str], paths: Seque
         data |= {"window": one.window, "last_step": r.last, "gpus": r.gpus, "gbs": r.gbs}
         if one.baseline:
             data["published"] = {"step_s": one.baseline.step_s, "source": one.baseline.source}
+        if one.trace:
+            planned = (one.planned or {}).get("communication", [])
+            data["nccl"] = {"steps": _steps(one), "damaged_lines": one.trace[1]}
+            data["nccl"]["calls"] = one.trace[0]
+            data["nccl"]["step_beside_plan"] = nccl.against(one.trace[0], planned, _steps(one))
         results.append(data)
-    good = sum(x.ok for x in rows)
+    analysis = dict(zip(("min_iteration", "max_iteration"), s.window, strict=True))
     whole = {
-        "analysis": {
-            "min_iteration": s.window[0],
-            "max_iteration": s.window[1],
-            "experiments_directory": ", ".join(paths),
-        },
+        "analysis": analysis | {"experiments_directory": ", ".join(paths)},
         "results": results,
         "scaling": [
             {"name": c.name, "kind": c.kind, "points": [vars(p) for p in c.points]}
@@ -214,11 +245,7 @@ def to_json(rows: Sequence[Row], s: Settings, names: Sequence[str], paths: Seque
             {"name": g.name, "runs": len(g.rows), "spread": g.spread, "notes": g.notes}
             for g in compare.repeats(rows)
         ],
-        "summary": {
-            "success_experiments": good,
-            "failed_experiments": len(rows) - good,
-            "success_rate": round(100 * good / len(rows)) if rows else 0,
-        },
+        "summary": _counts(rows),
     }
     return json.dumps(whole, indent=1, allow_nan=False)
 
@@ -227,27 +254,31 @@ def markdown(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
     """A table for a pull request or a wiki."""
     heads = ["Run", "Status", "Step s", "Std", "TFLOPS/GPU", "Tokens/s", "MFU (full)"]
     heads += ["Days to 1T", "Verdict"]
-    out = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 2) + "|---|"]
+    out = [_bars(heads), "|---" + "|---:" * (len(heads) - 2) + "|---|"]
     for one, name in zip(rows, names, strict=True):
-        name = name.replace("|", "\\|")
-        why = one.why.replace("|", "\\|")
         if one.step is None:
-            done = f"died after {one.record.last + 1} steps: {why}"
-            out.append(f"| {name} | Failed | - | - | - | - | - | - | {done} |")
+            done = f"after {one.record.last + 1} steps: {one.why}"
+            out.append(_bars([name, _status(one), *"------", done]))
             continue
         c = cells(one, s)
-        picked = [c[0], c[1], c[2], c[6], c[8], c[9], c[10], f"{one.verdict} {why}".strip()]
-        out.append("| " + " | ".join([name, *picked]) + " |")
+        why = f"{one.verdict} {one.why}".strip()
+        out.append(_bars([name, c[0], c[1], c[2], c[6], c[8], c[9], c[10], why]))
     for title, lines in sections(rows, s):
         out += ["", f"**{title}**", "", *(f"- {' '.join(x.split())}" for x in lines)]
+    for trace in traces(rows):
+        out += ["", f"**{trace.title}**", "", *(f"    {x}" for x in trace.lines())]
     return "\n".join(out)
+
+
+def _bars(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
 
 
 def difference(a: Row, b: Row) -> str:
     """What moved from run a to run b."""
     out = [f"A: {a.record.path}", f"B: {b.record.path}", ""]
     data = (record(a, ""), record(b, ""))
-    for column in COLUMNS[2:17]:
+    for column in COLUMNS:
         x, y = data[0][column], data[1][column]
         if isinstance(x, float) and isinstance(y, float):
             change = f"{y / x - 1:+.2%}" if x else ""
@@ -264,23 +295,27 @@ def difference(a: Row, b: Row) -> str:
     return "\n".join(out + changed)
 
 
+NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")  # what logs of others tell too
+
+
 def _settings_changed(a: Row, b: Row) -> list[str]:
-    flat: list[dict[str, object]] = []
+    known = []
     for one in (a, b):
-        r, leaves = one.record, {}
+        leaves = {k: getattr(one.record, k) for k in NAMED}
         for key in ("config", "versions", "environment", "xla_options", "git", "device"):
-            _flatten(key, r.result.get(key), leaves)
-        for key in ("model", "size", "dtype", "gpus", "gbs", "seq", "layers"):
-            leaves.setdefault(key, getattr(r, key))
-        flat.append(leaves)
-    keys = [k for k in flat[0] if k in flat[1]] if not all(flat) else sorted({*flat[0], *flat[1]})
-    skipped = ("config.output.", "config.runtime.coordinator")
-    out = []
-    for key in keys:
-        x, y = flat[0].get(key, "(not set)"), flat[1].get(key, "(not set)")
-        if x != y and not key.startswith(skipped):
-            out.append(f"  {key}: {x} -> {y}")
-    return out
+            _flatten(key, one.record.result.get(key), leaves)
+        known.append(leaves)
+    x, y = known
+    # Another program's log names little: what only one of the two names says nothing.
+    both = a.record.source == b.record.source
+    keys = sorted(x.keys() | y.keys() if both else x.keys() & y.keys())
+    told = lambda leaves, key: leaves.get(key, "(not set)")
+    return [
+        f"  {key}: {told(x, key)} -> {told(y, key)}"
+        for key in keys
+        if told(x, key) != told(y, key)
+        and not key.startswith(("config.output.", "config.runtime.coordinator"))
+    ]
 
 
 def _flatten(name: str, value: object, into: dict[str, object]) -> None:

@@ -3,8 +3,8 @@
 settle() reads them from an environment and returns Settings; nothing else reads them.
 """
 
+import contextlib
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import re
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from maxbench import cli
+from maxbench import cli, recipes
 from maxbench.config import Run, choose
 from maxbench.hardware import GPUS
 
@@ -43,7 +43,7 @@ FAMILIES = {
 }
 ALIASES = {"llama3.1": "llama31", "llama3": "llama31", "nemotron": "nemotron4", "grok": "grok1"}
 SIZES = tuple(dict.fromkeys(s for f in FAMILIES.values() for s in f.sizes))
-BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 # Name -> (default, meaning, other names). A default '*' depends on the workload.
 VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -74,11 +74,7 @@ VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "PROFILE_START_STEP": ("*", "first step profiled", ("RUN_CONF_PROFILE_START_STEP",)),
     "PROFILE_STOP_STEP": ("*", "where profiling ends", ("RUN_CONF_PROFILE_STOP_STEP",)),
     "RUN_CONF_PROFILE_RANKS": ("0,1,2,3,4,5,6,7", "processes to profile", ()),
-    "ENABLE_GPU_METRICS": (
-        "false",
-        "GPU metrics in the profile",
-        ("RUN_CONF_PROFILE_GPU_METRICS",),
-    ),
+    "ENABLE_GPU_METRICS": ("false", "profile GPU metrics", ("RUN_CONF_PROFILE_GPU_METRICS",)),
     "RUN_CONF_PROFILE_CPU": ("false", "CPU samples in the profile", ()),
     "ENABLE_NCCL_TRACE": ("false", "a further job that logs NCCL's calls", ("ENABLE_NCCLTRACE",)),
     "ENABLE_CHECKPOINT": ("false", "save a checkpoint at the end", ()),
@@ -87,9 +83,14 @@ VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "TP_COMM_OVERLAP": ("", "true | false: tensor-parallel communication beside kernels", ()),
     "ALLOW_TCP": ("false", "go on when NCCL falls back to TCP", ()),
     "DISABLE_PREFLIGHT": ("false", "no look at the nodes before step 0", ()),
+    "ENABLE_VBOOST": ("false", "raise the GPUs' vboost slider before the run (needs sudo)", ()),
     "DISABLE_PINNING": ("false", "do not bind processes to NUMA nodes", ()),
     "RUN_CONF_IMAGE": ("", "container image (.sqsh for Slurm, a registry's name for Run:ai)", ()),
-    "RUN_CONF_MOUNTS": ("", "mounts: src:dst,... ; Run:ai: name:path:k8s-claim,...", ()),
+    "RUN_CONF_MOUNTS": (
+        "",
+        "src:dst,... ; Run:ai: name:path:claim,...",
+        ("RUN_CONF_EXTRA_MOUNTS",),
+    ),
     "SLURM_MPI_TYPE": ("none", "srun --mpi", ()),
     "BASE_URL": ("", "Run:ai API, https://.../api/v1", ()),
     "APP_ID": ("", "Run:ai application", ()),
@@ -99,6 +100,16 @@ VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "OPTIMIZATION_NAME": ("", "a label kept with the result", ()),
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")
+BOOLEAN = [n for n, (x, text, _) in VARIABLES.items() if x == "false" or "true | false" in text]
+# Variables of the original recipes that change nothing here, and why; a note says so.
+UNUSED = {
+    "CUDA_GRAPH": "XLA's command buffers follow GPU_TYPE",
+    "OPTIMIZATION_CODE": "no variable is run as code; flags of the trainer stand after --",
+    "CPU_PER_TASK_PINNING": "processes are bound to NUMA nodes unless DISABLE_PINNING=true",
+    "DISABLE_SMT": "processes are bound to NUMA nodes unless DISABLE_PINNING=true",
+    "SRUN_OUTPUT": "logs lie in the run's folder",
+    "SRUN_ERROR": "logs lie in the run's folder",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +126,7 @@ class Settings:
 
     def on(self, name: str) -> bool:
         """A boolean variable."""
-        return BOOLS[self.values[name].lower()]
+        return self.values[name] == "true"
 
     def number(self, name: str) -> int:
         """An integer variable."""
@@ -134,12 +145,13 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
     """
     _typos(env)
     values = {name: _read(env, name) for name in VARIABLES}
-    notes = _workload(values)
+    notes = [f"{n} is not used: {why}" for n, why in UNUSED.items() if env.get(n)]
+    notes += _workload(values)
     _numbers(values)
     _choices(values)
     _slurm(values)
     stage = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
-    flags_, run = _resolve(values, stage, list(extra), env)
+    flags_, run = _resolve(values, stage, list(extra))
     per_node = int(values["CPU_DEVICES"]) or int(values["GPUS_PER_NODE"])
     devices = run.layout.gpus
     if devices > per_node and devices % per_node:
@@ -162,36 +174,28 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
 
 def _read(env: Mapping[str, str], name: str) -> str:
     default, _, others = VARIABLES[name]
-    given = {n: env[n].strip() for n in (name, *others) if env.get(n, "").strip()}
-    if name == "SBATCH_GPUS" or (name == "JOB_TOTAL_GPUS" and name not in given):
-        nodes = env.get("SLURM_JOB_NUM_NODES")  # sbatch -N 8 launch.sh: the allocation says it
-        if nodes and not given:
-            return f"nodes:{nodes}"
-    return next(iter(given.values()), default)
+    given = [env[n].strip() for n in (name, *others) if env.get(n, "").strip()]
+    if name == "JOB_TOTAL_GPUS" and not given and (nodes := env.get("SLURM_JOB_NUM_NODES")):
+        return f"nodes:{nodes}"  # sbatch -N 8 launch.sh: the allocation says it
+    value = given[0] if given else default
+    if name in BOOLEAN and value:
+        choose(name, value.lower(), BOOLS)
+        return "true" if BOOLS[value.lower()] else "false"
+    return value
 
 
 def _typos(env: Mapping[str, str]) -> None:
     """Refuses a variable that is one slip of the finger away from one of ours."""
-    known = [n for name, (_, _, others) in VARIABLES.items() for n in (name, *others)]
-    ours = {n for n in known if len(n) >= 5}
-    for name in env:
-        if name in known or name in SECRETS:
-            continue
-        near = next(
-            (n for n in ours if len(n) - 1 <= len(name) <= len(n) + 1 and _slip(name, n)), ""
-        )
-        if near:
+    known = {n for name, (_, _, others) in VARIABLES.items() for n in (name, *others)}
+    for name in sorted(env.keys() - known - {*SECRETS, *UNUSED}):
+        close = (n for n in sorted(known) if len(n) >= 5 and abs(len(n) - len(name)) <= 1)
+        if near := next((n for n in close if _without_one(n) & _without_one(name)), ""):
             raise ValueError(f"{name} is set, which nothing reads; did you mean {near}?")
 
 
-def _slip(a: str, b: str) -> bool:
-    """Whether a is b with one letter more, less, or other, or two neighbours swapped."""
-    if len(a) == len(b):
-        wrong = [i for i in range(len(a)) if a[i] != b[i]]
-        swapped = len(wrong) == 2 and wrong[1] == wrong[0] + 1
-        return len(wrong) == 1 or (swapped and sorted(a) == sorted(b))
-    short, long = sorted((a, b), key=len)
-    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+def _without_one(word: str) -> set[str]:
+    """The word, and the word less one letter: what two share that differ by one slip."""
+    return {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
 
 
 def _workload(values: dict[str, str]) -> list[str]:
@@ -212,15 +216,9 @@ def _workload(values: dict[str, str]) -> list[str]:
     size = family.sizes[0] if size == "*" else size
     choose(f"MODEL={model} MODEL_SIZE", size, family.sizes)
     values |= {"MODEL": model, "MODEL_SIZE": size}
-    start, stop = family.profile
-    strong_time = "00:35:00" if model == "nemotron4" else family.time
-    strong = BOOLS.get(values["STRONG_SCALING"].lower())
-    own = {
-        "DTYPE": family.dtype,
-        "TIME_LIMIT": strong_time if strong else family.time,
-        "PROFILE_START_STEP": str(start),
-        "PROFILE_STOP_STEP": str(stop),
-    }
+    strong = values["STRONG_SCALING"] == "true" and model == "nemotron4"
+    own = {"DTYPE": family.dtype, "TIME_LIMIT": "00:35:00" if strong else family.time}
+    own["PROFILE_START_STEP"], own["PROFILE_STOP_STEP"] = map(str, family.profile)
     values |= {name: default for name, default in own.items() if values[name] == "*"}
     return notes
 
@@ -230,9 +228,6 @@ def _choices(values: dict[str, str]) -> None:
     choose("CLUSTER_TYPE", values["CLUSTER_TYPE"], ("slurm", "runai"))
     choose("PROCESSES", values["PROCESSES"], ("gpu", "node"))
     choose("PROFILER", values["PROFILER"], ("nsys", "xplane"))
-    for name, (default, meaning, _) in VARIABLES.items():
-        if default in ("false",) or meaning.startswith("true | false"):
-            choose(name, values[name].lower(), BOOLS)
     if values["CLUSTER_TYPE"] == "runai":
         needed = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR")
         lacking = [n for n in needed if not values[n]]
@@ -264,8 +259,10 @@ def _numbers(values: dict[str, str]) -> None:
     start, stop = int(values["PROFILE_START_STEP"]), int(values["PROFILE_STOP_STEP"])
     if start >= stop:
         raise ValueError(f"PROFILE_START_STEP={start} must be below PROFILE_STOP_STEP={stop}")
-    for rank in values["RUN_CONF_PROFILE_RANKS"].split(","):
-        _integer("RUN_CONF_PROFILE_RANKS", rank.strip(), 0, "; for example 0,1,2,3")
+    ranks = [rank.strip() for rank in values["RUN_CONF_PROFILE_RANKS"].split(",")]
+    for rank in ranks:
+        _integer("RUN_CONF_PROFILE_RANKS", rank, 0, "; for example 0,1,2,3")
+    values["RUN_CONF_PROFILE_RANKS"] = ",".join(ranks)
 
 
 def _integer(name: str, text: str, least: int, hint: str = "") -> None:
@@ -275,11 +272,9 @@ def _integer(name: str, text: str, least: int, hint: str = "") -> None:
 
 def _slurm(values: dict[str, str]) -> None:
     gres = values["SBATCH_GPUS_PER_NODE"].lower()
-    if gres in ("none", "null"):
-        values["SBATCH_GPUS_PER_NODE"] = "none"
-    else:
-        hint = "; none where the cluster has no gres"
-        _integer("SBATCH_GPUS_PER_NODE", gres, 1, hint)
+    values["SBATCH_GPUS_PER_NODE"] = gres = "none" if gres == "null" else gres
+    if gres != "none":
+        _integer("SBATCH_GPUS_PER_NODE", gres, 1, "; none where the cluster has no gres")
     if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d{2}){0,2}", values["TIME_LIMIT"]):
         raise ValueError(f"TIME_LIMIT={values['TIME_LIMIT']!r} must be HH:MM:SS, as 00:30:00")
     additional(values["ADDITIONAL_SLURM_PARAMS"])
@@ -308,7 +303,7 @@ def additional(text: str) -> list[str]:
 
 
 def _resolve(
-    values: Mapping[str, str], out: pathlib.Path, extra: list[str], env: Mapping[str, str]
+    values: Mapping[str, str], out: pathlib.Path, extra: list[str]
 ) -> tuple[list[str], Run]:
     """Flags of the trainer, and the Run that they make."""
     config = f"configs/{values['MODEL']}_{values['MODEL_SIZE']}.py"
@@ -324,26 +319,22 @@ def _resolve(
     elif not total and not presets and not by_hand:
         raise ValueError(_scales(config, values))
     given += ["--gpu_type", values["GPU_TYPE"], "--dtype", values["DTYPE"]]
-    if BOOLS.get(values["STRONG_SCALING"].lower()):
-        given.append("--strong_scaling")
-    if values["GBS"]:
-        given += ["--gbs", values["GBS"]]
-    if values["CPU_DEVICES"] != "0":
-        given += ["--cpu_devices", values["CPU_DEVICES"]]
-    if values["TP_COMM_OVERLAP"]:
-        on = BOOLS[values["TP_COMM_OVERLAP"].lower()]
-        given.append("--tp_overlap" if on else "--notp_overlap")
+    switches = {"true": ["--tp_overlap"], "false": ["--notp_overlap"], "": []}
+    given += switches[values["TP_COMM_OVERLAP"]]
+    given += ["--strong_scaling"] if values["STRONG_SCALING"] == "true" else []
+    given += ["--gbs", values["GBS"]] if values["GBS"] else []
+    given += ["--cpu_devices", n] if (n := values["CPU_DEVICES"]) != "0" else []
     given += ["--steps", values["MAX_STEPS"], "--output_dir", str(out)]
     if values["LOAD_CHECKPOINT_PATH"]:
         step = _checkpoint_step(values["LOAD_CHECKPOINT_PATH"])
         given += ["--resume", values["LOAD_CHECKPOINT_PATH"], "--steps", str(step + 1)]
-    if BOOLS.get(values["ENABLE_CHECKPOINT"].lower()) or values["CHECKPOINT_EVERY"] != "0":
-        given.append("--checkpoint")
-    if values["CHECKPOINT_EVERY"] != "0":
-        given.append(f"--config.output.checkpoint_every={values['CHECKPOINT_EVERY']}")
+    every = values["CHECKPOINT_EVERY"]
+    saves = values["ENABLE_CHECKPOINT"] == "true" or every != "0"
+    given += ["--checkpoint"] if saves else []
+    given += [f"--config.output.checkpoint_every={every}"] if every != "0" else []
     given += extra
     fv = flags.FlagValues()
-    argv = ["launch.sh", *_absolute(given)]
+    argv = ["launch.sh", given[0], str(ROOT / given[1]), *given[2:]]  # from any folder
     cli.define(fv, argv)
     try:
         return given, cli.parse(fv, argv)
@@ -351,30 +342,19 @@ def _resolve(
         raise ValueError(_in_variables(str(e))) from None
 
 
-def _absolute(given: list[str]) -> list[str]:
-    """The config's path from wherever launch.sh was called."""
-    return [str(ROOT / a) if a.startswith("configs/") else a for a in given]
-
-
 def _in_variables(message: str) -> str:
     """A message about the trainer's flags, in the words of launch.sh."""
     message = re.sub(r"^gpus=", "JOB_TOTAL_GPUS=", message)
     message = re.sub(r"--gpus (\d+)", r"JOB_TOTAL_GPUS=\1", message)
-    for flag, name in (("dtype", "DTYPE"), ("gpu_type", "GPU_TYPE"), ("preset", "PRESET")):
-        message = re.sub(rf"^{flag}=", f"{name}=", message)
-    message = message.replace("--dtype fp8", "DTYPE=fp8").replace("dtype='fp8'", "DTYPE=fp8")
+    message = re.sub(r"--fsdp (\d+)", r"launch.sh -- --fsdp \1", message)
+    message = re.sub("^(dtype|gpu_type|preset|gbs)=", lambda m: m[0].upper(), message)
     return re.sub(r"^steps=", "MAX_STEPS=", message)
 
 
 def _scales(config: str, values: Mapping[str, str]) -> str:
     """What JOB_TOTAL_GPUS may be, for a message."""
-    from maxbench import recipes
-
-    spec = importlib.util.spec_from_file_location("workload", ROOT / config)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    scaling = "strong" if BOOLS.get(values["STRONG_SCALING"].lower()) else "weak"
-    rows = recipes.table(module.get_config().layouts)
+    scaling = "strong" if values["STRONG_SCALING"] == "true" else "weak"
+    rows = recipes.table(recipes.load(ROOT / config).layouts)
     fits = {"gpu_type": values["GPU_TYPE"], "dtype": values["DTYPE"], "scaling": scaling}
     scales = [r["gpus"] for r in rows if all(r[k] == v for k, v in fits.items())]
     name = f"{values['MODEL']} {values['MODEL_SIZE']} {values['DTYPE']} on {values['GPU_TYPE']}"
@@ -388,14 +368,11 @@ def _checkpoint_step(path: str) -> int:
     Raises:
       ValueError: there is none.
     """
-    root = pathlib.Path(path)
-    found = [*root.glob("run.json"), *root.glob("*/run.json"), *root.glob("checkpoints/*/run.json")]
     steps = []
-    for file in found:
-        try:
-            steps.append(int(json.loads(file.read_text())["step"]))
-        except (ValueError, KeyError, TypeError, OSError):
-            continue
+    for place in ("run.json", "*/run.json", "checkpoints/*/run.json"):
+        for file in pathlib.Path(path).glob(place):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+                steps.append(int(json.loads(file.read_text())["step"]))
     if not steps:
         raise ValueError(
             f"LOAD_CHECKPOINT_PATH={path!r} holds no complete checkpoint; give a run's folder, "

@@ -30,7 +30,8 @@ ORDER = [
     {"pipeline"},
     {"step"},
     {"aot", "loop"},
-    {"train", "plan", "report", "launch"},
+    {"train", "plan", "launch"},
+    {"report"},
 ]
 JAXLESS = {
     "hardware",

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxbench import compare, page, published, report, runlogs, tables
+from maxbench import artifact, compare, page, published, recipes, report, runlogs, tables
 
 ROOT = pathlib.Path(__file__).parent.parent
 H100 = compare.Settings(gpu_type="h100")
@@ -311,6 +311,115 @@ def test_cost_and_energy(tmp_path):
     assert row.joules == pytest.approx(700 * 8 / row.tokens_s)
 
 
+# --- what plan predicts, and what NCCL was asked to do ---
+
+FLAGS = ["--config", "configs/llama31_8b.py", "--gpus", "8", "--dtype", "fp8"]
+
+
+def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **result) -> pathlib.Path:
+    """A run with its whole configuration and, under nccltrace, a log of one gather a step."""
+    config = recipes.load(ROOT / FLAGS[1])
+    steps = 5 if tool else 50
+    flags = {"dtype": "fp8", "profile": tool, "steps": steps, "output_dir": str(folder)}
+    made = recipes.resolve(config, gpus=8, flags=flags)
+    more = [f"--profile={tool}", "--steps", str(steps), "--output_dir", "/x"]
+    device = {"gpu_type": gpu, "kind": gpu, "count": 8}
+    result = {"config": made.asdict(), "command": ["train.py", *FLAGS, *more], "name": made.name,
+              "device": device} | result  # fmt: skip
+    path = ours(folder, stamp=len(list(folder.rglob("result.json"))), steps=steps, **result)
+    line = ("0: n1:1:2 [0] NCCL INFO AllGather: opCount 3 sendbuff 0x1 recvbuff 0x2 count 67108864 "
+            "datatype 9 op 0 root 0 comm 0xabc [nranks=8] stream 0x4\n")  # fmt: skip
+    if tool:
+        (path / "srun-train-1.0.log").write_text(line * 5 + line[:90])
+    return path
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A cache of plan's that holds the run's program: one all-gather of 1 GiB over 8 GPUs."""
+    monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "cache"))
+    made = recipes.resolve(recipes.load(ROOT / FLAGS[1]), gpus=8, flags={"dtype": "fp8"})
+    text = (
+        "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
+        "  %x = bf16[67108864]{0} parameter(0)\n  %s = (bf16[67108864]{0}, bf16[536870912]{0}) "
+        "all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}\n"
+        "  %d = bf16[536870912]{0} all-gather-done(%s)\n}\n"
+    )
+    sizes = dict.fromkeys(("weights", "optimizer", "arguments", "temporaries"), 1 << 30)
+    artifact.store(
+        made,
+        artifact.Compiled(
+            text=text, **sizes, copy=1, gradients=1, layer_shapes=(), attention="cudnn",
+            lower_s=1.0, compile_s=1.0, peak_rss_gib=1.0,
+        ),
+    )  # fmt: skip
+
+
+def test_trace_is_set_beside_the_plan(tmp_path, program):
+    planned_run(tmp_path, "nccltrace")
+    text = run(str(tmp_path / "experiments"))
+    line = next(x for x in text.splitlines() if "0xabc" in x)
+    assert line.split() == ["all-gather", "8", "0xabc", "1.0", "1,024.00", "100.0%"]
+    line = next(x for x in text.splitlines() if "dp+cp" in x)
+    assert line.split() == [
+        "all-gather",
+        "8",
+        "dp+cp",
+        "1.0",
+        "1",
+        "1,024.00",
+        "1,024.00",
+        "100.0%",
+    ]
+    assert "damaged lines left out: 1" in text
+    (one,) = json.loads(run("--format=json", str(tmp_path / "experiments")))["results"]
+    assert one["nccl"]["step_beside_plan"][0]["planned_bytes"] == 2**30
+    assert f"    {line.strip()}" in run("--format=md", str(tmp_path))
+
+
+def test_trace_without_a_plan_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "empty"))
+    path = planned_run(tmp_path, "nccltrace")
+    command = f"not planned yet: maxbench plan {' '.join(FLAGS)}\n"
+    assert command in run(str(tmp_path))
+    (path / "srun-train-1.0.log").write_text("0: nothing\n")
+    assert "no NCCL call in the log" in run(str(tmp_path))
+
+
+def test_page_predicts_where_a_step_goes_and_says_so(tmp_path, program):
+    planned_run(tmp_path)
+    text = run("--format=html", str(tmp_path / "experiments"))
+    assert "what <b>plan predicts</b>: nobody measured them" in text
+    (said,) = re.findall(r"Predicted ([0-9.]+) s; measured 9.400 s, \+([0-9,.]+)%", text)
+    assert float(said[0]) * (1 + float(said[1].replace(",", "")) / 100) == pytest.approx(9.4, 0.2)
+    assert "exposed communication" in text
+    assert "matrix products" not in text  # the program has none
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"gpu": "b200"}, "the run was on b200, a plan would be for h100"),
+        ({"mocked": True}, "with its network mocked"),
+        ({"config": {"model": {"layers": 4}}}, "is of another version of maxbench"),
+    ],
+)
+def test_no_prediction_where_it_would_mislead(tmp_path, program, change, why):
+    planned_run(tmp_path, **change)
+    text = run("--format=html", str(tmp_path / "experiments"))
+    assert why in text
+    assert "measured 9.400 s" not in text
+
+
+def test_an_hour_of_power_readings_is_read_at_once(tmp_path):
+    path = ours(tmp_path)
+    (path / "gpu-n1.csv").write_text("2026/01/01 00:00:00.000, 0, 700.00, 60, 1900\n" * 80_000)
+    before = time.process_time()
+    (row,) = rows(tmp_path)
+    assert time.process_time() - before < 2
+    assert row.record.power_w == pytest.approx(700)
+
+
 # --- formats ---
 
 
@@ -343,7 +452,7 @@ def test_csv_has_as_many_fields_as_heads_in_every_row(mixed):
         "filename,status,time_mean_seconds,time_std_dev_seconds,tflops_per_gpu_mean,"
         "tflops_per_gpu_std_dev,max_iteration"
     )
-    assert {len(line) for line in table} == {len(tables.COLUMNS)}
+    assert {len(line) for line in table} == {1 + len(tables.COLUMNS)}
     assert trailer == "# Summary: 3 success, 1 failed, 4 total"
 
 
@@ -389,6 +498,13 @@ def test_diff_says_what_moved(tmp_path):
 )
 def test_bad_input(args, message):
     assert message in run(*args, code=2)
+
+
+def test_a_reader_that_stops_reading_is_no_error(mixed):
+    command = f"{sys.executable} -m maxbench.report --format=json {mixed} | head -c 1"
+    command = ["bash", "-c", command + "; exit ${PIPESTATUS[0]}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
 
 
 def test_an_empty_folder_is_said(tmp_path):
@@ -460,7 +576,7 @@ JSON = st.recursive(
 @given(data=st.data())
 def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
     shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
-    path = ours(tmp_path)
+    path = planned_run(tmp_path / "experiments", data.draw(st.sampled_from(["", "nccltrace"])))
     result = json.loads((path / "result.json").read_text())
     place = result
     for _ in range(data.draw(st.integers(1, 3))):
@@ -470,10 +586,11 @@ def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
         place = place[key]
     place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
     result[data.draw(st.sampled_from(
-        ["checkpoint_saves", "breakdown", "slow_hosts", "compile_s", "versions", "x"]
+        ["checkpoint_saves", "command", "slow_hosts", "compile_s", "versions", "x"]
     ))] = data.draw(JSON)  # fmt: skip
     (path / "result.json").write_text(json.dumps(result))
     found = rows(tmp_path, compare.Settings(cost=1.0))
+    report.look_inside(found, every=True)
     names = compare.short_names(found)
     assert tables.text(found, H100, names)
     assert json.loads(tables.to_json(found, H100, names, ["x"]))

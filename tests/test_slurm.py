@@ -108,7 +108,8 @@ def losses(out: pathlib.Path) -> dict[int, float]:
 def test_two_nodes_train_as_one_process(jobs, tmp_path):
     """The whole journey: submit, preflight, train on two nodes, wait, report."""
     steps = {"MAX_STEPS": "8", "OPTIMIZATION_NAME": "first-try"}
-    number = jobs.submit(steps)
+    nothing = {"SLURM_GPUS_PER_NODE": "null", "SBATCH_GPUS_PER_NODE": ""}  # as the recipes say
+    number = jobs.submit(steps | nothing)
     assert jobs.slurm.wait(number)["JobState"] == "COMPLETED", jobs.log()
     (run,) = jobs.runs()
     assert (run.status, run.gpus, run.last) == ("done", 8, 7)
@@ -138,6 +139,7 @@ def test_two_nodes_train_as_one_process(jobs, tmp_path):
 def test_sbatch_launch_sh_itself(jobs):
     """The seeds' way: GPUs follow from the nodes that sbatch gives."""
     env = {"MAX_STEPS": "4", "JOB_TOTAL_GPUS": "", "DISABLE_PREFLIGHT": "true"}
+    env |= {"SLURM_GPUS_PER_NODE": "null"}  # srun would refuse it
     number = jobs.sbatch(env, "-N", "2", "-p", "batch")
     assert jobs.slurm.wait(number)["JobState"] == "COMPLETED", jobs.log()
     (run,) = jobs.runs()
@@ -146,7 +148,11 @@ def test_sbatch_launch_sh_itself(jobs):
 
 def test_cancelled_job_stops_after_its_step(jobs):
     number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
+    second = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
+    # One of a name at a time; dead before the first ends, the second leaves no run behind.
+    assert jobs.slurm.run("squeue", "-h", "-j", second, "-o", "%r").strip() == "Dependency"
+    jobs.slurm.run("scancel", second)
     jobs.slurm.run("scancel", number)
     assert jobs.slurm.wait(number, 60)["JobState"] == "CANCELLED"
     (run,) = jobs.runs()
