@@ -152,6 +152,25 @@ def test_a_conditional_takes_as_long_as_its_work_is_frequent(choose, seconds, id
     assert t.idle_s == pytest.approx(idle)
 
 
+def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
+    """Slots without a layer: the chunk's conditional counts how often there is work, once."""
+    def conditional(branch: str, inside: str = "") -> str:
+        op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%{branch}, %idle}}, "
+        name = f"jit(_step)/while/body/pipeline_forward/cond{inside}"
+        return f'{op}metadata={{op_name="{name}"}}\n'
+
+    def branch(name: str, ops: str) -> str:
+        head = f"%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = {BIG} parameter(0)\n"
+        return f"{head}{ops}}}\n\n"
+
+    inner = conditional("layer", "/branch_1_fun/while/body/closed_call/cond")
+    others = branch("layer", script("k1")) + branch("idle", script("")) + branch("chunk", inner)
+    choose = simulate.as_scheduled({"pipeline_forward": (0.5, 0.25)})
+    t = play(conditional("chunk"), others=others, choose=choose)
+    assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
+    assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
+
+
 def test_bars_and_trace(tmp_path):
     others = BODY.format(ops=script("s1 k1 d1"))
     t = play(WHILE, others=others, record=True)
