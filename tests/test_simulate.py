@@ -77,14 +77,14 @@ def test_collectives_of_one_stream_run_one_after_the_other():
     assert t.traffic["all-gather", "dp"].bytes == 2 * 2**30
 
 
-def test_permutes_run_beside_collectives():
+def test_permutes_queue_behind_collectives():
     permute = (
         f"  %p = ({BIG}, {BIG}) collective-permute-start(%x), source_target_pairs={{{{0,1}}}}\n"
     )
     done = f"  %q = {BIG} collective-permute-done(%p)\n"
     t = play(script("s1") + permute + done + script("d1"))
     alone = 2**30 / (450e9 * PHYSICS["h100"].nvlink)
-    assert t.seconds == pytest.approx(max(alone, GATHER_S))
+    assert t.seconds == pytest.approx(alone + GATHER_S)
 
 
 def test_a_collective_in_line_overlaps_with_nothing():
@@ -154,6 +154,7 @@ def test_a_conditional_takes_as_long_as_its_work_is_frequent(choose, seconds, id
 
 def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
     """Slots without a layer: the chunk's conditional counts how often there is work, once."""
+
     def conditional(branch: str, inside: str = "") -> str:
         op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%{branch}, %idle}}, "
         name = f"jit(_step)/while/body/pipeline_forward/cond{inside}"
@@ -182,8 +183,6 @@ def test_bars_and_trace(tmp_path):
     assert sum(e["cat"] == "all-gather" for e in bars) == simulate.EXPANDED
     assert max(e["ts"] + e["dur"] for e in bars) == pytest.approx(t.seconds * 1e6)
     assert paths[1].read_text().startswith("<svg")
-    with pytest.raises(ValueError, match=r"must end in \.json"):
-        trace.write("step.png", t.spans, "a step")
 
 
 # Prices.
