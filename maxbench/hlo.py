@@ -9,6 +9,7 @@ sizes are of one GPU: the text is the program that each of them runs.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -40,11 +41,11 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         return math.prod(self.dims)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)  # 'bf16', 'f8e4m3fn'
         return self.elements * (int(bits[0]) if bits else NUMBERLESS[self.dtype]) // 8
@@ -77,26 +78,26 @@ class Op:
         found = re.search(rf"(?:^|[\s,]){key}=%?([\w.\-$]+)", self.attrs)
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def op_name(self) -> str:
         """Where in the Python code it comes from, as JAX names it."""
         found = re.search(r'op_name="([^"]*)"', self.attrs)
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def target(self) -> str:
         """Library routine of a custom call, '__cublas$lt$matmul'."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attrs)
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def branches(self) -> list[str]:
         """Computations of a conditional, in order: of a predicate, true first."""
         if found := re.search(r"branch_computations=\{([^}]*)\}", self.attrs):
             return re.findall(r"%?([\w.\-$]+)", found[1])
         return [b for key in ("true_computation", "false_computation") if (b := self.attr(key))]
 
-    @property
+    @functools.cached_property
     def sync(self) -> bool:
         """A collective that the compiler runs in line: nothing overlaps with it."""
         return '"is_sync":true' in self.attrs
@@ -238,6 +239,62 @@ class Program:
                 less = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "NE": operator.ne}
                 return less[op.attr("direction")](follow(0), follow(1))
         raise ValueError(f"{op.name}: a trip count made by {op.opcode} is not followed")
+
+
+def unchanging(program: Program, where: Computation, loop: Op) -> set[Op]:
+    """Ops inside a loop, and inside what it calls, that give the same in each of its iterations.
+
+    They read only what the loop hands on as it was, weights. Neither an index into an array of
+    floats nor a scale counts as read: each layer's weights, taken in turn, are the same next time.
+    """
+    body, changes = program.called(loop, "body"), {}
+    changed: list[bool] = []
+    for i, shape in enumerate(loop.shape):
+        source = body.origin(body.by_name[body.root.operands[i]])
+        handed_on = source.opcode == "get-tuple-element" and source.attr("index") == str(i)
+        handed_on &= all(body.by_name[o].opcode == "parameter" for o in source.operands)
+        changed += [not handed_on] * len(leaves(shape))
+    _flow(program, body, [changed], changes)
+    return {op for op, changed in changes.items() if not changed}
+
+
+def _flow(
+    program: Program, where: Computation, args: list[list[bool]], changes: dict[Op, bool]
+) -> list[bool]:
+    """Which arrays of the result change, given which of each argument do; notes each op's."""
+    known: dict[str, list[bool]] = {}
+    for op in where.ops:
+        given = [known[name] for name in op.operands]
+        follow = lambda name, *into: _flow(program, program.computations[name], into, changes)
+        either = lambda *ways: [any(way) for way in zip(*ways, strict=True)]
+        match op.opcode:
+            case "parameter":
+                value = args[int(op.literal)]
+            case "tuple":
+                value = list(itertools.chain(*given))
+            case "get-tuple-element":
+                index, parts = int(op.attr("index")), where.by_name[op.operands[0]].shape
+                start = len(leaves(parts[:index]))
+                value = given[0][start : start + len(leaves(parts[index]))]
+            case "while":
+                value, before = given[0], None
+                while value != before:
+                    before, value = value, either(value, follow(op.attr("body"), value))
+            case "conditional":
+                value = either(*map(follow, op.branches, given[1:]))
+            case "fusion" | "call":
+                value = follow(op.attr("calls") or op.attr("to_apply"), *given)
+            case "dynamic-slice" if "f" in op.shape.dtype:  # f32, bf16, f8e4m3fn
+                value = given[0]
+            case "dynamic-update-slice":
+                value = either(*given[:2])
+            case _:
+                value = [any(map(any, given))] * len(leaves(op.shape))
+        if isinstance(op.shape, Shape) and "f" in op.shape.dtype and op.shape.elements == 1:
+            value = [False]
+        known[op.name] = value
+        changes[op] = changes.get(op, False) or any(value)
+    return known[where.root.name]
 
 
 def parse(text: str) -> Program:
