@@ -1,95 +1,121 @@
-"""Fits hardware.PHYSICS to published step times, and says how far off predictions are.
+"""Fits hardware.PHYSICS to published step times, and says how far off predictions are without that.
 
   python benchmarks/fit_physics.py
 
-One constant is fitted, gemm_bf16 of H100; all others come from their sources. The fit is on half of
-the Llama 2 70B rows, which are XLA with the same layout and recomputation as ours. For every other
-workload the program was another one (NeMo). There, two figures: our program as it is compiled, and
-without its kernels that only copy, which those programs do not have. Leave-one-out: the constant
-fitted on all workloads but the one predicted.
+Two constants of H100 are fitted, gemm_bf16 and gemm_fp8; all others come from their sources. The
+first lines give their fit on half of the Llama 2 70B rows, which are XLA with our layout and
+recomputation. Then leave-one-out: both constants fitted on all workloads but the one predicted,
+on the BF16 rows first, then on the FP8 rows. Twice: our program as it is compiled, and as
+published, without the terms by which the published programs differ (maxbench/terms.py).
+
+Each program is parsed once and played on a grid of the two constants; between its points the
+prediction is interpolated in their inverses, which products take time in proportion to.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
+import sys
 
-from maxbench import cli, hlo, plan, published, simulate
-from maxbench.config import AXES
-from maxbench.costs import Costs
+import numpy as np
+
+from maxbench import cli, hlo, plan, published, terms
 from maxbench.hardware import PHYSICS, PHYSICS_RANGES
 
-FITTED_ON = {("llama2", gpus) for gpus in (64, 256, 1024)}
+FITTED_ON = (64, 256, 1024)  # GPUs of the Llama 2 70B rows
+NODES = 3  # of the grid, per constant
+DTYPES = ("bf16", "fp8")
+AS = ("as compiled", "as published")
 
 
-def config_of(row: published.Published) -> str:
-    return f"configs/{row.model}_{row.size}.py"
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published row and its prediction on the grid: [2 kinds, gemm_bf16, gemm_fp8] seconds."""
+
+    published: published.Published
+    seconds: np.ndarray
+
+    @property
+    def workload(self) -> str:
+        return f"{self.published.model} {self.published.size}"
+
+    def predict(self, kind: int, bf16: float, fp8: float) -> float:
+        along = [np.interp(1 / fp8, 1 / grid("gemm_fp8"), line) for line in self.seconds[kind]]
+        return float(np.interp(1 / bf16, 1 / grid("gemm_bf16"), along))
+
+    def error(self, kind: int, bf16: float, fp8: float) -> float:
+        return self.predict(kind, bf16, fp8) / self.published.step_s - 1
 
 
-def compiled_rows() -> list[tuple]:
-    """(row, run, program) of each published BF16 row without a pipeline: a fit plays each often."""
-    found = []
-    for row in (r for r in published.rows() if r.dtype == "bf16"):
-        fv = plan.flags.FlagValues()
-        cli.define(fv, [])
-        command = f"fit --config {config_of(row)} --gpus {row.gpus} --dtype {row.dtype}"
-        run = cli.parse(fv, command.split())
-        if run.layout.pp == 1:
-            found.append((row, run, hlo.parse(plan.plan(run).compiled.text)))
-    return found
+def grid(name: str) -> np.ndarray:
+    """Values of a constant, from the highest plausible one down: evenly spaced inverses."""
+    low, high, _ = PHYSICS_RANGES[name]
+    return 1 / np.linspace(1 / high, 1 / low, NODES)
 
 
-def predict(run, program, gemm: float, copies: bool) -> float:
-    physics = dataclasses.replace(PHYSICS[run.layout.gpu_type], gemm_bf16=gemm)
-    degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    timeline = simulate.play(program, Costs(run.layout.gpu_type, degrees, physics))
-    return timeline.seconds - (0 if copies else timeline.compute["copy"])
+def play(row: published.Published) -> Row:
+    """Plays the row's program, from the cache or compiled now, on the grid."""
+    fv = plan.flags.FlagValues()
+    cli.define(fv, [])
+    config = f"configs/{row.model}_{row.size}.py"
+    run = cli.parse(fv, f"x --config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
+    run = plan.as_published(run)
+    compiled = plan.plan(run).compiled
+    program = hlo.parse(compiled.text)
+    seconds = np.zeros((2, NODES, NODES))
+    for (i, bf16), (j, fp8) in itertools.product(*(enumerate(grid(f"gemm_{d}")) for d in DTYPES)):
+        if j and row.dtype == "bf16":
+            seconds[:, i, j] = seconds[:, i, 0]  # no product of it is in FP8
+            continue
+        physics = dataclasses.replace(PHYSICS["h100"], gemm_bf16=bf16, gemm_fp8=fp8)
+        t = plan.play(run, program, physics=physics)
+        less = sum(terms.terms(run, t, row).values())
+        seconds[:, i, j] = t.seconds, t.seconds - less
+    return Row(row, seconds)
 
 
-def fit(rows: list[tuple], copies: bool) -> float:
-    """The gemm_bf16 with the least squared relative error, by golden section in its range."""
-    low, high, _ = PHYSICS_RANGES["gemm_bf16"]
-    loss = lambda g: sum(
-        math.log(predict(run, p, g, copies) / row.step_s) ** 2 for row, run, p in rows
-    )
-    ratio = (5**0.5 - 1) / 2
-    while high - low > 1e-3:
-        a, b = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, b) if loss(a) < loss(b) else (a, high)
-    return (low + high) / 2
+def fit(rows: list[Row], kind: int) -> tuple[float, float]:
+    """gemm_bf16 and gemm_fp8 with the least squared error, to 0.002 within their ranges."""
+
+    def best(dtype: str, constants) -> float:
+        low, high, _ = PHYSICS_RANGES[f"gemm_{dtype}"]
+        mine = [r for r in rows if r.published.dtype == dtype]
+        loss = lambda g: sum(math.log1p(r.error(kind, *constants(g))) ** 2 for r in mine)
+        return min(np.arange(low, high + 1e-9, 2e-3), key=loss)
+
+    bf16 = best("bf16", lambda g: (g, 0.6))
+    return bf16, best("fp8", lambda g: (bf16, g))
 
 
-def report(rows: list[tuple], gemm, copies: bool, title: str) -> None:
-    """Errors of every row; `gemm` is a constant, or the rows to fit it on for each row."""
-    print(f"\n{title}")
-    errors = []
-    cache: dict[str, float] = {}
-    for row, run, program in rows:
-        name = f"{row.model} {row.size}"
-        if name not in cache:
-            others = [r for r in rows if f"{r[0].model} {r[0].size}" != name]
-            cache[name] = gemm if gemm else fit(others, copies)
-        step_s = predict(run, program, cache[name], copies)
-        errors.append(abs(step_s / row.step_s - 1))
-        print(
-            f"  {name:<14}{row.gpus:>6}  published {row.step_s:7.3f}  predicted {step_s:7.3f}  "
-            f"{step_s / row.step_s - 1:+6.1%}   gemm_bf16 {cache[name]:.3f}"
-        )
-    at90 = sorted(errors)[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
-    print(f"  median {statistics.median(errors):.1%}, 90th percentile {at90:.1%}")
+def summary(errors: list[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    p90 = sizes[math.ceil(0.9 * len(sizes)) - 1]
+    return f"median {statistics.median(sizes):.1%}, 90th percentile {p90:.1%}"
 
 
 def main() -> None:
-    rows = compiled_rows()
-    chosen = [r for r in rows if (r[0].model, r[0].gpus) in FITTED_ON]
-    fitted = fit(chosen, copies=True)
-    print(f"gemm_bf16 fitted on {len(chosen)} of the Llama 2 70B rows: {fitted:.3f}")
-    xla = [r for r in rows if r[0].model == "llama2"]
-    nemo = [r for r in rows if r[0].model != "llama2"]
-    report(xla, fitted, True, "XLA rows, as compiled")
-    report(nemo, fitted, True, "NeMo rows, as compiled")
-    report(nemo, fitted, False, "NeMo rows, without kernels that only copy")
-    report(rows, None, True, "leave one workload out, as compiled")
-    report(rows, None, False, "leave one workload out, without kernels that only copy")
+    rows = []
+    for row in published.rows():
+        rows.append(play(row))
+        print(f"\r{len(rows)} rows played", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    chosen = [r for r in rows if r.workload == "llama2 70b" and r.published.gpus in FITTED_ON]
+    bf16, fp8 = fit(chosen, 0)
+    print(f"half of the Llama 2 70B rows: gemm_bf16 {bf16:.3f}, gemm_fp8 {fp8:.3f}")
+    for kind, name in enumerate(AS):
+        print(f"\nleave one workload out, {name}: median and worst error")
+        errors = []
+        for workload in dict.fromkeys(r.workload for r in rows):
+            constants = fit([r for r in rows if r.workload != workload], kind)
+            text = f"  {workload:<15} gemm_bf16 {constants[0]:.3f} gemm_fp8 {constants[1]:.3f}"
+            for dtype in DTYPES:
+                mine = [r for r in rows if (r.workload, r.published.dtype) == (workload, dtype)]
+                found = [r.error(kind, *constants) for r in mine]
+                errors += found
+                text += f"   {dtype} {statistics.median(found):+6.1%} {max(found, key=abs):+6.1%}"
+            print(text)
+        print(f"  {len(errors)} rows: {summary(errors)}")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from maxbench.config import Run
 from maxbench.hardware import CHIPS, GPUS
 
 # Modules that cannot change the compiled step: they read it, run it, or never see it.
-READERS = {"artifact", "checkpoint", "cli", "costs", "flops", "hardware", "hlo", "loop", "memory"}
-READERS |= {"metrics", "plan", "published", "recipes", "search", "simulate", "sweep", "trace"}
-READERS |= {"compare", "hosts", "launch", "nccl", "page", "plots", "preflight", "profile", "report"}
-READERS |= {"runai", "runlogs", "tables", "train", "variables"}
+READERS = {
+    *("artifact", "checkpoint", "cli", "compare", "costs", "flops", "hardware", "hlo", "hosts"),
+    *("launch", "loop", "memory", "metrics", "nccl", "page", "plan", "plots", "preflight"),
+    *("profile", "published", "recipes", "report", "runai", "runlogs", "search", "simulate"),
+    *("sweep", "tables", "terms", "trace", "train", "variables"),
+}
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax")
 
 

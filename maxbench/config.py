@@ -205,7 +205,7 @@ class Train:
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
     loss_chunk: int = 0  # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
-    unroll: int = -1  # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0; pp: all
+    unroll: int = -1  # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0
     z_loss: float = 0.0  # weight of mean(logsumexp^2)
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
 
@@ -359,6 +359,15 @@ class Run:
             f"_cp{a.cp}_vp{a.vp}_mbs{a.mbs}_gbs{a.gbs}"
             + (f"_{self.profile.tool}" if self.profile.tool else "")
         )
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether layers are code, one after another, and not a loop (model.apply).
+
+        Over fsdp they are a loop: XLA would gather the weights of many layers ahead of their use.
+        """
+        a = self.layout
+        return a.pp > 1 or (a.fsdp == 1 and self.model.layers <= self.train.unroll)
 
     def asdict(self) -> dict:
         """The run as nested plain dicts, for JSON."""

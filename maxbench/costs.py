@@ -16,7 +16,6 @@ from maxbench.hardware import CHIPS, GPUS, PHYSICS, Physics, nvlink_domain
 FP8 = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz")
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one core each, in cuBLAS
 GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-SCATTERS = frozenset({"scatter", "dynamic-update-slice"})
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
 
 
@@ -89,11 +88,11 @@ class Costs:
         domains, inside = np.unique(group // self.domain, return_counts=True)
         return Link("+".join(axes), len(group), len(domains), int(inside.min()))
 
-    def axis_link(self, axis: str) -> Link:
-        """Where the devices along one mesh axis sit."""
+    def axis_link(self, *axes: str) -> Link:
+        """Where the devices along mesh axes sit."""
         ids = np.arange(self.gpus).reshape(self.degrees)
-        along = tuple(slice(None) if a == axis else 0 for a in AXES)
-        return self.link(ids[along][None])
+        along = tuple(slice(None) if a in axes else 0 for a in AXES)
+        return self.link(ids[along].reshape(1, -1))
 
     def permute_link(self, pairs: np.ndarray) -> Link:
         """Of a permute: the slowest of its messages decides."""

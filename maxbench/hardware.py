@@ -7,7 +7,7 @@ are GB/s (1e9 bytes per second). NVLink counts both directions, the network one.
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Gpu:
     """One GPU type. `source` says where the figures come from."""
 
@@ -26,66 +26,17 @@ class Gpu:
         return self.fp8_tflops if dtype == "fp8" else self.bf16_tflops
 
 
-GPUS = {
-    "h100": Gpu(
-        bf16_tflops=989,
-        fp8_tflops=1979,
-        memory_gb=80,
-        memory_gbps=3350,
-        nvlink_gbps=900,
-        nvlink_gpus=8,
-        gpus_per_node=8,
-        network_gbps=50,
-        source="peaks: NVIDIA's DGX Cloud recipes; rest: H100 SXM datasheet",
-    ),
-    "h200": Gpu(
-        bf16_tflops=989,
-        fp8_tflops=1979,
-        memory_gb=141,
-        memory_gbps=4800,
-        nvlink_gbps=900,
-        nvlink_gpus=8,
-        gpus_per_node=8,
-        network_gbps=50,
-        source="H200 SXM datasheet",
-    ),
-    "b200": Gpu(
-        bf16_tflops=2250,
-        fp8_tflops=4500,
-        memory_gb=180,
-        memory_gbps=7700,
-        nvlink_gbps=1800,
-        nvlink_gpus=8,
-        gpus_per_node=8,
-        network_gbps=50,
-        source="peaks: NVIDIA's DGX Cloud recipes; rest: DGX B200 datasheet",
-    ),
-    "gb200": Gpu(
-        bf16_tflops=2450,
-        fp8_tflops=4900,
-        memory_gb=186,
-        memory_gbps=8000,
-        nvlink_gbps=1800,
-        nvlink_gpus=72,
-        gpus_per_node=4,
-        network_gbps=50,
-        source="peaks: NVIDIA's DGX Cloud recipes; rest: GB200 NVL72 datasheet",
-    ),
-    "gb300": Gpu(
-        bf16_tflops=2450,
-        fp8_tflops=4900,
-        memory_gb=279,
-        memory_gbps=8000,
-        nvlink_gbps=1800,
-        nvlink_gpus=72,
-        gpus_per_node=4,
-        network_gbps=100,
-        source="peaks: NVIDIA's DGX Cloud recipes; rest: GB300 NVL72 datasheet",
-    ),
+_PEAKS = "peaks: NVIDIA's DGX Cloud recipes; rest: "
+GPUS = {  # columns as the fields above
+    "h100": Gpu(989, 1979, 80, 3350, 900, 8, 8, 50, _PEAKS + "H100 SXM datasheet"),
+    "h200": Gpu(989, 1979, 141, 4800, 900, 8, 8, 50, "H200 SXM datasheet"),
+    "b200": Gpu(2250, 4500, 180, 7700, 1800, 8, 8, 50, _PEAKS + "DGX B200 datasheet"),
+    "gb200": Gpu(2450, 4900, 186, 8000, 1800, 72, 4, 50, _PEAKS + "GB200 NVL72 datasheet"),
+    "gb300": Gpu(2450, 4900, 279, 8000, 1800, 72, 4, 100, _PEAKS + "GB300 NVL72 datasheet"),
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """What XLA's GPU compiler must know of a GPU to compile for it.
 
@@ -102,52 +53,12 @@ class Chip:
     memory_bytes_per_s: int
 
 
-CHIPS = {
-    "h100": Chip(
-        name="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        cores=132,
-        clock_ghz=1.98,
-        l2_bytes=52428800,
-        memory_bytes=84942979072,
-        memory_bytes_per_s=3352320000000,
-    ),
-    "h200": Chip(
-        name="NVIDIA H200",
-        capability=(9, 0),
-        cores=132,
-        clock_ghz=1.98,
-        l2_bytes=52428800,
-        memory_bytes=151397597184,
-        memory_bytes_per_s=4800000000000,
-    ),
-    "b200": Chip(
-        name="NVIDIA B200",
-        capability=(10, 0),
-        cores=148,
-        clock_ghz=1.965,
-        l2_bytes=132644864,
-        memory_bytes=191514411008,
-        memory_bytes_per_s=7672320000000,
-    ),
-    "gb200": Chip(
-        name="NVIDIA GB200",
-        capability=(10, 0),
-        cores=152,
-        clock_ghz=2.062,
-        l2_bytes=135528448,
-        memory_bytes=197897748480,
-        memory_bytes_per_s=7928064000000,
-    ),
-    "gb300": Chip(
-        name="NVIDIA GB300",
-        capability=(10, 3),
-        cores=152,
-        clock_ghz=2.07,
-        l2_bytes=135528448,
-        memory_bytes=297021079552,
-        memory_bytes_per_s=7928064000000,
-    ),
+CHIPS = {  # columns as the fields above
+    "h100": Chip("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 52428800, 84942979072, 3352320000000),
+    "h200": Chip("NVIDIA H200", (9, 0), 132, 1.98, 52428800, 151397597184, 4800000000000),
+    "b200": Chip("NVIDIA B200", (10, 0), 148, 1.965, 132644864, 191514411008, 7672320000000),
+    "gb200": Chip("NVIDIA GB200", (10, 0), 152, 2.062, 135528448, 197897748480, 7928064000000),
+    "gb300": Chip("NVIDIA GB300", (10, 3), 152, 2.07, 135528448, 297021079552, 7928064000000),
 }
 
 
@@ -171,38 +82,25 @@ class Physics:
     contention: float  # a kernel runs longer by this fraction beside a collective
 
 
-# Name -> lowest and highest plausible value, and where that comes from. "Assumed" is a rule of
-# thumb that nobody measured for this project yet.
-PHYSICS_RANGES = {
-    "gemm_bf16": (0.55, 0.85, "fitted; alone on one H200 0.78 to 0.81 were measured"),
-    "gemm_fp8": (0.40, 0.80, "assumed: below bf16's fraction, for the casts"),
-    "attention_forward": (0.45, 0.75, "assumed, near what arXiv:2407.08608 reports for H100"),
-    "attention_backward": (0.35, 0.60, "assumed, near what arXiv:2407.08608 reports for H100"),
-    "memory": (0.75, 0.95, "0.90 was measured for a copy on one H200"),
-    "nvlink": (0.60, 0.90, "assumed: bus bandwidth of large collectives within a node"),
-    "network": (0.70, 0.98, "assumed: large messages over InfiniBand"),
-    "nvlink_us": (0.5, 3.0, "assumed"),
-    "network_us": (2.0, 15.0, "assumed"),
-    "launch_us": (1.0, 6.0, "assumed"),
-    "contention": (0.0, 0.25, "assumed: collectives hold a part of the cores and of the memory"),
+# Name -> value, lowest and highest plausible one, and where that comes from. "Assumed" is a rule of
+# thumb that nobody measured for this project yet, set once and not fitted. gemm_bf16 is fitted, to
+# half of the Llama 2 70B rows, by benchmarks/fit_physics.py.
+_HOPPER = {
+    "gemm_bf16": (0.663, 0.55, 0.85, "fitted; alone on one H200 0.78 to 0.81 were measured"),
+    "gemm_fp8": (0.60, 0.40, 0.80, "assumed: below bf16's fraction, for the casts"),
+    "attention_forward": (0.58, 0.45, 0.75, "assumed, near what arXiv:2407.08608 reports"),
+    "attention_backward": (0.46, 0.35, 0.60, "assumed, near what arXiv:2407.08608 reports"),
+    "memory": (0.88, 0.75, 0.95, "0.90 was measured for a copy on one H200"),
+    "nvlink": (0.80, 0.60, 0.90, "assumed: bus bandwidth of large collectives within a node"),
+    "network": (0.90, 0.70, 0.98, "assumed: large messages over InfiniBand"),
+    "nvlink_us": (1.0, 0.5, 3.0, "assumed"),
+    "network_us": (5.0, 2.0, 15.0, "assumed"),
+    "launch_us": (2.0, 1.0, 6.0, "assumed"),
+    "contention": (0.08, 0.0, 0.25, "assumed: collectives hold cores and memory"),
 }
-# gemm_bf16 is fitted to half of the Llama 2 70B rows by benchmarks/fit_physics.py; the others were
-# set once, within their ranges, and not fitted. No step on Blackwell was measured: its constants
-# are Hopper's, until one is.
-_HOPPER = Physics(
-    gemm_bf16=0.663,
-    gemm_fp8=0.60,
-    attention_forward=0.58,
-    attention_backward=0.46,
-    memory=0.88,
-    nvlink=0.80,
-    network=0.90,
-    nvlink_us=1.0,
-    network_us=5.0,
-    launch_us=2.0,
-    contention=0.08,
-)
-PHYSICS = dict.fromkeys(GPUS, _HOPPER)
+PHYSICS_RANGES = {name: row[1:] for name, row in _HOPPER.items()}
+# No step on Blackwell was measured: its constants are Hopper's, until one is.
+PHYSICS = dict.fromkeys(GPUS, Physics(**{name: row[0] for name, row in _HOPPER.items()}))
 
 
 def nvlink_domain(gpu: Gpu, gpus: int) -> int:

@@ -40,11 +40,11 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         return math.prod(self.dims)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)  # 'bf16', 'f8e4m3fn'
         return self.elements * (int(bits[0]) if bits else NUMBERLESS[self.dtype]) // 8
@@ -77,26 +77,26 @@ class Op:
         found = re.search(rf"(?:^|[\s,]){key}=%?([\w.\-$]+)", self.attrs)
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def op_name(self) -> str:
         """Where in the Python code it comes from, as JAX names it."""
         found = re.search(r'op_name="([^"]*)"', self.attrs)
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def target(self) -> str:
         """Library routine of a custom call, '__cublas$lt$matmul'."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attrs)
         return found[1] if found else ""
 
-    @property
+    @functools.cached_property
     def branches(self) -> list[str]:
         """Computations of a conditional, in order: of a predicate, true first."""
         if found := re.search(r"branch_computations=\{([^}]*)\}", self.attrs):
             return re.findall(r"%?([\w.\-$]+)", found[1])
         return [b for key in ("true_computation", "false_computation") if (b := self.attr(key))]
 
-    @property
+    @functools.cached_property
     def sync(self) -> bool:
         """A collective that the compiler runs in line: nothing overlaps with it."""
         return '"is_sync":true' in self.attrs

@@ -114,8 +114,32 @@ def activation_bytes(run: Run, remat: str) -> int:
     kept = m.embed / a.tp + sum(per_token[name] for name in names)
     if a.pp == 1:
         return int(tokens * width * kept * m.layers)
-    slots = schedule(run.train.schedule, a.pp, a.vp, a.microbatches).keep + 1
-    return int(tokens * width * kept * slots * -(-m.layers // (a.pp * a.vp)))
+    return int(tokens * width * kept * (in_flight(run) + 1) * -(-m.layers // (a.pp * a.vp)))
+
+
+def in_flight(run: Run) -> int:
+    """Pieces of work (a microbatch in a chunk of layers) whose residuals the first stage of a
+    pipeline holds at once: schedule()'s `keep`, without making the table."""
+    a = run.layout
+    work = a.microbatches * a.vp
+    most = (a.vp - 1) * a.pp + 2 * (a.pp - 1) + 1
+    return min(work, most) if run.train.schedule == "1f1b" else work
+
+
+def recomputed(run: Run, remat: str) -> float:
+    """Share of a layer's forward FLOPs that the backward pass computes again."""
+    m, saved = run.model, dataclasses.replace(run.train, remat=remat).saved
+    heads, kv, k = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.top_k if m.experts else 1
+    parts = {
+        "query": m.embed * heads,
+        "key": m.embed * kv,
+        "value": m.embed * kv,
+        "context": run.train.seq * heads,  # two products, half of the scores
+        "attn_out": m.embed * heads,
+        "mlp_up": m.embed * k * m.gates * m.mlp,
+    }
+    total = sum(parts.values()) + m.embed * k * m.mlp
+    return sum(part for name, part in parts.items() if name not in saved) / total
 
 
 def policies(run: Run) -> list[str]:

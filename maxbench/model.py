@@ -75,7 +75,10 @@ def layer(run: Run, w, sums, x_bud, rope):
         return Block(run.model, run.train.attention).apply(variables, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, precision.SCALE)
-    return jax.checkpoint(apply, policy=policy, prevent_cse=False)(w, sums, x_bud)
+    # Forward and backward pass in one computation: XLA would see the same work twice and keep its
+    # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
+    prevent_cse = run.unrolled and run.layout.pp == 1 and run.train.remat != "none"
+    return jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)(w, sums, x_bud)
 
 
 def embed(run: Run, w, tokens_bt):

@@ -2,6 +2,7 @@
 
   python -m maxbench.plan --config configs/llama2_70b.py --gpus 128
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --best_remat
+  python -m maxbench.plan --config configs/nemotron4_340b.py --gpus 128 --as_published
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
   python -m maxbench.plan --config configs/llama31_405b.py --gpus 512 --schedule
@@ -27,18 +28,19 @@ from maxbench import (
     memory,
     metrics,
     published,
-    recipes,
     runtime,
     search,
     simulate,
     sweep,
+    terms,
     trace,
 )
 from maxbench.artifact import Compiled
 from maxbench.config import AXES, Run
 from maxbench.costs import Costs
-from maxbench.hardware import CHIPS, GPUS
+from maxbench.hardware import CHIPS, GPUS, Physics
 from maxbench.memory import GIB, Memory
+from maxbench.published import Published
 from maxbench.schedule import Schedule, schedule
 from maxbench.simulate import Timeline
 
@@ -58,12 +60,16 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run, what its program occupies, and its predicted step."""
+    """A run, what its program occupies, and its predicted step.
+
+    `terms` are seconds by which the published row's program differs; none without such a row.
+    """
 
     run: Run
     compiled: Compiled
     memory: Memory
     timeline: Timeline
+    terms: dict[str, float]
     cached: bool
 
     @property
@@ -96,17 +102,22 @@ def plan(run: Run) -> Plan:
 
         compiled = aot.compile_run(run)
         artifact.store(run, compiled)
-    program, timeline = play(run, compiled)
-    return Plan(run, compiled, memory.split(run, compiled, program), timeline, cached)
-
-
-def play(run: Run, compiled: Compiled, record: bool = False) -> tuple[hlo.Program, Timeline]:
-    """The program and its predicted step."""
     program = hlo.parse(compiled.text)
+    timeline = play(run, program)
+    row, differences = published_row(run)
+    differs = {} if row is None or differences else terms.terms(run, timeline, row)
+    split = memory.split(run, compiled, program)
+    return Plan(run, compiled, split, timeline, differs, cached)
+
+
+def play(
+    run: Run, program: hlo.Program, record: bool = False, physics: Physics | None = None
+) -> Timeline:
+    """The program's predicted step; `physics` in place of the GPU type's own."""
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
     choose = simulate.as_scheduled(pipeline_of(run).shares())
-    costs = Costs(run.layout.gpu_type, degrees)
-    return program, simulate.play(program, costs, choose, record)
+    costs = Costs(run.layout.gpu_type, degrees, physics)
+    return simulate.play(program, costs, choose, record)
 
 
 def pipeline_of(run: Run) -> Schedule:
@@ -141,16 +152,9 @@ def figures(p: Plan) -> dict:
         run, metrics.Devices("gpu", CHIPS[run.layout.gpu_type].name, run.layout.gpus)
     )
     traffic = [
-        {
-            "kind": x.kind,
-            "axes": x.link.axes,
-            "link": x.link.name,
-            "members": x.link.members,
-            "count": round(x.count),
-            "bytes": round(x.bytes),
-            "busy_s": x.busy_s,
-            "exposed_s": x.exposed_s,
-        }
+        {"kind": x.kind, "axes": x.link.axes, "link": x.link.name, "members": x.link.members}
+        | {"count": round(x.count), "bytes": round(x.bytes)}
+        | {"busy_s": x.busy_s, "exposed_s": x.exposed_s}
         for x in t.traffic.values()
     ]
     peak = GPUS[run.layout.gpu_type].peak_tflops(run.precision.dtype)
@@ -172,6 +176,7 @@ def figures(p: Plan) -> dict:
         "hfu": t.flops / t.seconds / 1e12 / peak,
         "days_to_1t_tokens": metrics.flops.days_to_1t(f.tokens_per_s(t.seconds)),
         "published": comparison(p),
+        "terms_s": p.terms,
         "compile": {
             "lower_s": p.compiled.lower_s,
             "compile_s": p.compiled.compile_s,
@@ -183,18 +188,37 @@ def figures(p: Plan) -> dict:
     }
 
 
+def published_row(run: Run) -> tuple[Published | None, list[str]]:
+    """The published row of the same work, or the nearest one and what keeps it from comparison."""
+    layout, m = run.layout, run.model
+    row = published.nearest(m.name, m.size, run.precision.dtype, layout.gpu_type, layout.gpus)
+    work = dict(gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=m.layers)
+    return row, published.differences(row, **work) if row else []
+
+
 def comparison(p: Plan) -> dict | None:
-    """The published row of the same work, or the nearest one with what differs."""
-    run, layout = p.run, p.run.layout
-    key = (run.model.name, run.model.size, run.precision.dtype, layout.gpu_type, layout.gpus)
-    row = published.nearest(*key)
+    """The predicted step beside the published one, as compiled and without the terms."""
+    row, why = published_row(p.run)
     if row is None:
         return None
-    why = published.differences(
-        row, gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=run.model.layers
-    )
-    about = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source, "differences": why}
-    return about if why else about | {"error": p.step_s / row.step_s - 1}
+    found = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source, "differences": why}
+    if not why:
+        found["as_published_s"] = less = p.step_s - sum(p.terms.values())
+        found |= {"error": p.step_s / row.step_s - 1, "error_as_published": less / row.step_s - 1}
+    return found
+
+
+def as_published(run: Run) -> Run:
+    """The run with the published run's recomputation, whether or not it fits.
+
+    Raises:
+      ValueError: nothing is published for this workload, precision and GPU.
+    """
+    row, _ = published_row(run)
+    if row is None:
+        name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
+        raise ValueError(f"as_published: nothing is published for {name}; leave the flag out")
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=row.remat))
 
 
 def screen(p: Plan) -> str:
@@ -232,6 +256,7 @@ def screen(p: Plan) -> str:
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
         f"published           {published_text(f)}",
+        *terms_text(p, f["published"]),
         f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
         + (", from the cache" if p.cached else ""),
     ]
@@ -246,6 +271,16 @@ def published_text(f: dict) -> str:
     if row["differences"]:
         return text + "not comparable: " + "; ".join(row["differences"])
     return text + f"predicted {row['error']:+.1%}"
+
+
+def terms_text(p: Plan, row: dict | None) -> list[str]:
+    """What the published run did otherwise, from a thousandth of the step on."""
+    shown = {name: s for name, s in p.terms.items() if abs(s) > 1e-3 * p.step_s}
+    lines = [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
+    if lines:
+        lines.append(f"  {'as published':<28}{row['as_published_s']:8.3f} s: predicted ")
+        lines[-1] += f"{row['error_as_published']:+.1%}"
+    return lines
 
 
 def verdict(p: Plan) -> str:
@@ -266,6 +301,7 @@ def define(fv: flags.FlagValues) -> None:
     yes = lambda name, text: flags.DEFINE_bool(name, False, text, flag_values=fv)
     yes("json", "print the plan as JSON")
     yes("best_remat", "keep as much as fits and recompute the rest (also --max_spare)")
+    yes("as_published", "recompute what the published run did, whether or not that fits")
     yes("schedule", "draw the pipeline's schedule and stop: ticks, bubble, slots")
     yes("search", "try other layouts and remat policies of the same work on the same GPUs")
     yes("all", "plan every row of every workload's table into docs/plan.md and docs/plan.csv")
@@ -291,6 +327,10 @@ def main(argv: Sequence[str]) -> int:
             run = cli.parse(fv, argv)
         if fv["schedule"].value:
             return draw_schedule(run)
+        if fv["as_published"].value:
+            if run is None or fv["best_remat"].value or fv["search"].value:
+                raise ValueError("as_published excludes --all, --best_remat and --search")
+            run = as_published(run)
         timeline = fv["timeline"].value
         if timeline and not timeline.endswith(".json"):
             raise ValueError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
@@ -303,7 +343,7 @@ def main(argv: Sequence[str]) -> int:
     p = best_remat(run) if fv["best_remat"].value else plan(run)
     print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
     if timeline:
-        spans = play(p.run, p.compiled, record=True)[1].spans
+        spans = play(p.run, hlo.parse(p.compiled.text), record=True).spans
         for path in trace.write(timeline, spans, p.run.name):
             print(f"timeline: {path}", file=sys.stderr)
     return FITS if p.fits else DOES_NOT_FIT
@@ -312,7 +352,7 @@ def main(argv: Sequence[str]) -> int:
 def plan_all(jobs: int) -> int:
     """docs/plan.md and docs/plan.csv, from all workload files."""
     configs = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
-    every = sweep.rows(configs, layouts_of)
+    every = sweep.rows(configs)
     lines = sweep.sweep(every, jobs, lambda text: print(text, file=sys.stderr, flush=True))
     docs = pathlib.Path("docs")
     docs.mkdir(exist_ok=True)
@@ -333,11 +373,6 @@ def draw_schedule(run: Run) -> int:
         raise ValueError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
     print(pipeline_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
     return FITS
-
-
-def layouts_of(config: str) -> str:
-    """The table of layouts of a workload file, as text."""
-    return recipes.load(config).layouts
 
 
 def search_layouts(run: Run, keep: int, as_json: bool) -> int:

@@ -23,6 +23,7 @@ class Published:
     tokens_per_s: float
     mfu_pct: float | None
     days_to_1t: float | None
+    remat: str  # a name of config.REMATS: what the published run computed again
     convention: str
     source: str
 

@@ -1,9 +1,10 @@
 """A timeline of one training step, played from the compiled program.
 
-One stream computes, in the program's order. Collectives run on two streams beside it, one for
-collectives and one for permutes: from their start op on, as soon as the stream is free. A done op
-waits. What the compute stream waits is exposed communication. A kernel beside a running collective
-takes longer by the contention of the GPU type.
+One stream computes, in the program's order. All collectives run on one stream beside it, as in XLA
+(its ExecutionStreamAssignment has one for communication, and no option for more; the limit on
+parallel collectives is the scheduler's): from their start op on, as soon as the stream is free. A
+done op waits. What the compute stream waits is exposed communication. A kernel beside a running
+collective takes longer by the contention of the GPU type.
 
 A loop's iterations are all the same unless a collective from before the loop still runs, so one is
 played and counted as often as the loop runs.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from maxbench import hlo
 from maxbench.costs import FP8, GEMM, Costs, Link, gemm_sizes, moved
 
-STREAMS = ("compute", "collectives", "permutes")
+STREAMS = ("compute", "communication")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
 MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
 EXPANDED = 3  # iterations of a loop that a recorded timeline shows one by one
@@ -85,13 +86,14 @@ def always(op: hlo.Op) -> tuple[float, float]:
 
 
 def as_scheduled(shares: dict[str, tuple[float, float]]) -> Choose:
-    """By the name that the executor of a pipeline gave the conditional, or the loop for one."""
+    """By the name that a pipeline's executor gave the conditional, '.../pipeline_loss/cond', or the
+    loop that stands for one.
 
-    def choose(op: hlo.Op) -> tuple[float, float]:
-        name = re.search(r'op_name="[^"]*?([^/"]*)/(?:cond|while)"', op.attrs)
-        return shares.get(name[1] if name else "", (1.0, 0.0))
-
-    return choose
+    One inside another has a name of its own or none: its runs are counted by the outer one's.
+    """
+    return lambda op: shares.get(
+        re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], (1.0, 0.0)
+    )
 
 
 def play(
@@ -113,7 +115,7 @@ class _Player:
     def __init__(self, program, costs, choose, record):
         self.program, self.costs, self.choose, self.record = program, costs, choose, record
         self.timeline = Timeline()
-        self.free = dict.fromkeys(STREAMS, 0.0)  # when each communication stream is free again
+        self.free = 0.0  # when the communication stream is free again
         self.prices: dict[hlo.Op, tuple[str, float, float]] = {}
 
     def run(self, where: hlo.Computation, now: float, times: float) -> float:
@@ -143,9 +145,7 @@ class _Player:
         body, trips = self.program.called(op, "body"), self.program.trips(where, op)
         left = trips
         # While something from outside still runs, or bars are wanted, iterations differ.
-        while left and (
-            any(t > now for t in self.free.values()) or (self.record and trips - left < EXPANDED)
-        ):
+        while left and (self.free > now or (self.record and trips - left < EXPANDED)):
             now, left = self.run(body, now, times), left - 1
         if not left:
             return now
@@ -154,7 +154,7 @@ class _Player:
         self.record = recorded
         seconds = (end - now) * left
         self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
-        self.free = {stream: min(t, now) for stream, t in self.free.items()}
+        self.free = min(self.free, now)
         return now + seconds
 
     def _conditional(self, op, names, now, times):
@@ -164,12 +164,12 @@ class _Player:
         ]
         longest = names[max(range(len(names)), key=alone.__getitem__)]
         done, waited = self.choose(op)
-        before = dict(self.free)
+        before = self.free
         seconds = self.run(self.program.computations[longest], now, times * done) - now
         self.timeline.idle_s += seconds * waited * times
         end = now + seconds * (done + waited)
         # What ran inside is over on average by then.
-        self.free = {stream: min(t, max(end, before[stream])) for stream, t in self.free.items()}
+        self.free = min(self.free, max(end, before))
         return end
 
     def _wait(self, running, now, times):
@@ -198,10 +198,9 @@ class _Player:
         traffic.count += times
         traffic.bytes += max(sent, received) * times
         traffic.busy_s += seconds * times
-        stream = "permutes" if permute else "collectives"
-        begin = max(now, self.free[stream])
-        end = self.free[stream] = begin + seconds
-        self._bar(stream, f"{kind} {link.axes} {op.name}", kind, begin, seconds)
+        begin = max(now, self.free)
+        end = self.free = begin + seconds
+        self._bar("communication", f"{kind} {link.axes} {op.name}", kind, begin, seconds)
         if op.sync or not op.is_start:
             now = self._wait((end, traffic), now, times)
         else:
@@ -227,7 +226,7 @@ class _Player:
 
     def _beside(self, now: float, alone: float) -> float:
         """Seconds of a kernel that starts at now, slower while a collective runs."""
-        until = max(self.free.values())
+        until = self.free
         if until <= now or self.costs.gpus == 1:
             return alone
         slower = alone * (1 + self.costs.physics.contention)
@@ -282,10 +281,6 @@ def _only_moves(inside: hlo.Computation) -> bool:
     return all(
         op.opcode in MOVES
         or op.opcode in hlo.FREE
-        or max(map(_elements, hlo.leaves(op.shape))) <= 1
+        or max(part.elements for part in hlo.leaves(op.shape)) <= 1
         for op in inside.ops
     )
-
-
-def _elements(shape: hlo.Shape) -> int:
-    return shape.elements

@@ -48,7 +48,6 @@ class Step:
         self.platform = devices.devices.flat[0].platform
         self.run, self.mesh = for_platform(run, self.platform), devices
         self.tx = optim.transform(run)
-        self.unrolled = run.layout.pp > 1 or run.model.layers <= self.run.train.unroll
         self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, mesh.RULES)
         self.abstract = self._abstract(self.order, self.places)
@@ -141,7 +140,7 @@ class Step:
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
         w, places = optim.cast(params, p.compute), self.places
-        if self.unrolled:
+        if run.unrolled:
             w = w | {"layers": _unstack(w["layers"])}
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
             places = places | {"layers": (layer,) * len(w["layers"])}
@@ -151,7 +150,7 @@ class Step:
             for name in ("embed", "head")
         }
         if p.dtype == "fp8":
-            w["layers"] = precision.fp8_weights(places["layers"], layers, not self.unrolled)
+            w["layers"] = precision.fp8_weights(places["layers"], layers, not run.unrolled)
         else:
             w["layers"] = jax.tree.map(mesh.gather_master, places["layers"], layers)
         zero = lambda x: jnp.zeros(precision.shape_of(x), DTYPES[p.grads])
@@ -172,7 +171,7 @@ class Step:
             grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
             out = jax.tree.map(jnp.sum, out)
         grads = jax.tree.map(mesh.reduce_grad, places, grads)
-        if self.unrolled:
+        if run.unrolled:
             grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
         return grads, jax.tree.map(lambda x: mesh.total(x, *self.mesh.axis_names), out)
 

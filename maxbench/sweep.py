@@ -33,7 +33,11 @@ COLUMNS = {
     "mfu_pct": "MFU %",
     "exposed_pct": "exposed %",
     "copies_pct": "copies %",
-    "error_without_copies_pct": "error without copies %",
+    "as_published_s": "as published s",
+    "error_as_published_pct": "error as published %",
+    "fp8_ratio": "FP8/BF16",
+    "fp8_ratio_as_published": "FP8/BF16 as published",
+    "fp8_ratio_published": "FP8/BF16 published",
     "fitting_remat": "remat that fits",
     "fitting_step_s": "predicted s with it",
     "note": "note",
@@ -58,11 +62,11 @@ class Row:
         return [f"--{name}={value}" for name, value in given.items()] + strong
 
 
-def rows(configs: list[str], layouts: Callable[[str], str]) -> list[Row]:
-    """All rows of the tables of workload files; `layouts` gives a file's table as text."""
+def rows(configs: list[str]) -> list[Row]:
+    """All rows of the tables of workload files."""
     found = []
     for config in configs:
-        for row in recipes.table(layouts(config)):
+        for row in recipes.table(recipes.load(config).layouts):
             names = [f.name for f in dataclasses.fields(Row)][1:]
             found.append(Row(config, **{name: row[name] for name in names}))
     return found
@@ -102,7 +106,6 @@ def _columns(plan: dict) -> dict:
     known = plan["published"] or {}
     same = "error" in known
     share = lambda part: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.1f}"
-    in_place = plan["step_s"] - plan["parts_s"].get("copy", 0)
     return {
         "remat": plan["remat"],
         "memory_gib": f"{plan['memory']['total'] / GIB:.1f}",
@@ -113,9 +116,8 @@ def _columns(plan: dict) -> dict:
         "mfu_pct": f"{plan['mfu']['full'] * 100:.1f}",
         "exposed_pct": share("exposed"),
         "copies_pct": share("copy"),
-        "error_without_copies_pct": f"{(in_place / known['step_s'] - 1) * 100:+.1f}"
-        if same
-        else "",
+        "as_published_s": _s(known["as_published_s"]) if same else "",
+        "error_as_published_pct": f"{known['error_as_published'] * 100:+.1f}" if same else "",
     }
 
 
@@ -130,7 +132,18 @@ def sweep(every: list[Row], jobs: int, say: Callable[[str], None]) -> list[dict]
             about = f"{line['workload']} {row.gpus} x {row.gpu_type} {row.dtype} {row.scaling}"
             result = line["note"] or f"{line['step_s']} s"
             say(f"{len(lines)}/{len(every)}  {about}: {result}")
+    for row, line in lines.items():
+        if row.dtype == "fp8" and (bf16 := lines.get(dataclasses.replace(row, dtype="bf16"))):
+            line |= _ratios(line, bf16)
     return [lines[row] for row in every]
+
+
+def _ratios(fp8: dict, bf16: dict) -> dict:
+    """FP8's step time over BF16's, where both are known."""
+    steps = {"fp8_ratio": "step_s", "fp8_ratio_as_published": "as_published_s"}
+    steps |= {"fp8_ratio_published": "published_s"}
+    both = {k: (fp8[step], bf16[step]) for k, step in steps.items() if fp8[step] and bf16[step]}
+    return {k: f"{float(a) / float(b):.3f}" for k, (a, b) in both.items()}
 
 
 def as_csv(lines: list[dict]) -> str:

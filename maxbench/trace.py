@@ -6,25 +6,14 @@ import pathlib
 
 from maxbench.simulate import STREAMS, Span
 
-COLORS = {
-    "gemm": "#4878a8",
-    "attention": "#e49444",
-    "memory": "#85b6b2",
-    "wait": "#d1615d",
-    "loop": "#d8d8d8",
-}
+COLORS = {"gemm": "#4878a8", "attention": "#e49444", "memory": "#85b6b2"}
+COLORS |= {"wait": "#d1615d", "loop": "#d8d8d8"}
 COMMUNICATION = "#6a9f58"
 
 
 def write(path: str, spans: list[Span], title: str) -> list[pathlib.Path]:
-    """Writes PATH (.json) and, beside it, the same as .svg; returns both paths.
-
-    Raises:
-      ValueError: the name does not end in .json.
-    """
+    """Writes PATH (.json) and, beside it, the same as .svg; returns both paths."""
     trace = pathlib.Path(path)
-    if trace.suffix != ".json":
-        raise ValueError(f"timeline={path!r} must end in .json; an .svg is written beside it")
     trace.write_text(json.dumps(events(spans, title)))
     picture = trace.with_suffix(".svg")
     picture.write_text(svg(spans, title))
@@ -39,17 +28,9 @@ def events(spans: list[Span], title: str) -> dict:
     found = [name("process_name", 0, title)]
     found += [name("thread_name", i, stream) for i, stream in enumerate(STREAMS)]
     for span in spans:
-        found.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": STREAMS.index(span.stream),
-                "name": span.name,
-                "cat": span.kind,
-                "ts": span.start * 1e6,
-                "dur": span.seconds * 1e6,
-            }
-        )
+        where = {"ph": "X", "pid": 0, "tid": STREAMS.index(span.stream)}
+        when = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
+        found.append(where | when | {"name": span.name, "cat": span.kind})
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 

@@ -21,7 +21,7 @@ ORDER = [
     {"precision"},
     {"artifact", "costs", "schedule"},
     {"simulate", "memory", "attention", "loss", "optim", "data", "checkpoint", "metrics"},
-    {"compare", "preflight", "runai", "search", "sweep", "trace"},
+    {"compare", "preflight", "runai", "search", "sweep", "terms", "trace"},
     {"tables"},
     {"page"},
     {"layers"},

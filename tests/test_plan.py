@@ -1,6 +1,7 @@
 """plan with the real compiler: memory and communication against figures derived by hand."""
 
 import csv
+import dataclasses
 import json
 import pathlib
 import re
@@ -11,7 +12,7 @@ import xml.etree.ElementTree
 import pytest
 
 from maxbench import artifact, cli, memory, plan, published, sweep
-from maxbench.hardware import CHIPS, GPUS
+from maxbench.hardware import CHIPS, GPUS, PHYSICS
 from maxbench.memory import GIB
 
 # ml_collections loads config files this way.
@@ -68,6 +69,8 @@ def test_llama2_70b_on_128_gpus(cache):
     assert by["all-gather", "fsdp"]["exposed_s"] < 0.1 * by["all-gather", "fsdp"]["busy_s"]
     assert abs(found["published"]["error"]) < 0.05
     assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], rel=1e-6)
+    assert found["terms_s"] == {}  # the published program is XLA's too
+    assert found["published"]["error_as_published"] == found["published"]["error"]
     # Again, from the cache, without jax.
     again = planned("--config configs/llama2_70b.py --gpus 128", cache)
     assert again["compile"]["cached"]
@@ -144,6 +147,12 @@ def test_a_pipeline_fits_whatever_the_number_of_microbatches(cache):
     assert by["permute", "pp"]["count"] == 2 * 582
     assert by["permute", "pp"]["bytes"] == 2 * 582 * sent
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
+    # 126 layers in 128 slots: a stage's work is that of 16 layers, 64 microbatches, causal.
+    layers = 64 * 3 * 2 * (405_853_388_800 - 2 * 128256 * 16384) * 16 / 126 * 4096 / 8
+    assert found["parts_s"]["gemm"] > layers / 989e12 / PHYSICS["h100"].gemm_bf16
+    as_published = found["step_s"] - sum(found["terms_s"].values())
+    assert found["published"]["as_published_s"] == pytest.approx(as_published)
+    assert {"copies", "exposed tp"} <= set(found["terms_s"])
 
 
 @compiler
@@ -175,6 +184,11 @@ def test_search_finds_the_given_layout_among_others(cache):
         ("--config configs/llama2_70b.py --fsdq 128", "fsdp"),
         ("--config configs/llama2_70b.py --gpus 128 --schedule", "pp=1 has none"),
         ("--config configs/llama2_70b.py --gpus 128 --compiled 0", "compiled"),
+        ("--config configs/llama2_70b.py --gpus 64 --as_published --best_remat", "excludes"),
+        (
+            "--config configs/nemotron4_340b.py --gpus 128 --gpu_type gb200 --as_published",
+            "nothing is published for nemotron4 340b bf16 on gb200",
+        ),
     ],
 )
 def test_bad_input_is_exit_code_2(arguments, message, tmp_path):
@@ -182,6 +196,18 @@ def test_bad_input_is_exit_code_2(arguments, message, tmp_path):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_as_published_takes_the_published_recomputation():
+    """Whatever else was asked for; the workload files say the same for every row."""
+    for row in published.rows():
+        fv = plan.flags.FlagValues()
+        words = f"x --config {ROOT}/configs/{row.model}_{row.size}.py --gpus {row.gpus}".split()
+        cli.define(fv, words)
+        run = cli.parse(fv, [*words, "--dtype", row.dtype])
+        assert plan.as_published(run) == run
+        full = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="full"))
+        assert plan.as_published(full) == run
 
 
 def test_without_the_compiler(monkeypatch):
@@ -237,7 +263,7 @@ def table() -> list[dict]:
 
 def test_the_table_has_every_row():
     configs = sorted(str(p) for p in (ROOT / "configs").glob("*.py"))
-    every = sweep.rows(configs, plan.layouts_of)
+    every = sweep.rows(configs)
     keys = ("gpu_type", "gpus", "dtype", "scaling")
     ours = [(pathlib.Path(r.config).stem, *(str(getattr(r, k)) for k in keys)) for r in every]
     assert [(x["workload"], *(x[k] for k in keys)) for x in table()] == ours
