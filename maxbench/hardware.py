@@ -79,6 +79,7 @@ class Physics:
     nvlink_us: float  # latency of one step of a collective
     network_us: float
     launch_us: float  # from one kernel's end to the next one's start
+    host_us: float  # idle while the host reads a condition: a branch, a loop of unknown length
     contention: float  # a kernel runs longer by this fraction beside a collective
 
 
@@ -96,6 +97,7 @@ _HOPPER = {
     "nvlink_us": (1.0, 0.5, 3.0, "assumed"),
     "network_us": (5.0, 2.0, 15.0, "assumed"),
     "launch_us": (2.0, 1.0, 6.0, "assumed"),
+    "host_us": (20.0, 8.0, 50.0, "assumed: a small copy to the host, a wait, and a launch"),
     "contention": (0.08, 0.0, 0.25, "assumed: collectives hold cores and memory"),
 }
 PHYSICS_RANGES = {name: row[1:] for name, row in _HOPPER.items()}

@@ -1,8 +1,8 @@
 """What a step occupies on one GPU, by purpose, and what recomputation would save.
 
 The total is the compiler's buffer assignment. Its parts: the state's are exact; activations are
-what the loop over layers carries from the forward to the backward pass; gradients and the compute
-copy of the weights are their shapes; workspace is the rest.
+what the loop over layers, or over a pipeline's ticks, carries from the forward to the backward
+pass; gradients and the compute copy of the weights are their shapes; workspace is the rest.
 """
 
 import dataclasses
@@ -48,7 +48,9 @@ def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     rows = run.model.layers
     if a.pp > 1:
         rows = schedule(run.train.schedule, a.pp, a.vp, a.microbatches).keep + 1
-    activations = saved(program, compiled.layer_shapes, rows)
+    # Where layers are code no loop carries them: arithmetic.
+    kept = activation_bytes(run, run.train.remat)
+    activations = saved(program, compiled.layer_shapes, rows) or kept
     left = compiled.temporaries
     take = lambda size: min(size, left)
     activations = take(activations)

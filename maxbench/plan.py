@@ -52,6 +52,7 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
     "memory": "memory-bound kernels",
     "copy": "copies, nothing computed",
     "launch": "gaps between kernels",
+    "host": "the host decides what runs",
     "contention": "slower beside communication",
     "exposed": "exposed communication",
     "idle": "pipeline idle",

@@ -53,7 +53,7 @@ class Timeline:
 
     Attributes:
       seconds: its length.
-      compute: seconds of the compute stream by kind: gemm, attention, memory, copy, launch,
+      compute: seconds of the compute stream by kind: gemm, attention, memory, copy, launch, host,
         contention.
       traffic: communication by (kind, axes).
       idle_s: time in which other stages have work (pipeline bubble).
@@ -164,6 +164,10 @@ class _Player:
         ]
         longest = names[max(range(len(names)), key=alone.__getitem__)]
         done, waited = self.choose(op)
+        decisions = 1 + done * (op.opcode == "while")
+        decided = decisions * self.costs.physics.host_us * 1e-6
+        self.timeline.compute["host"] += decided * times
+        now += decided
         before = self.free
         seconds = self.run(self.program.computations[longest], now, times * done) - now
         self.timeline.idle_s += seconds * waited * times

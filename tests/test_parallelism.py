@@ -124,6 +124,28 @@ def test_remat_changes_nothing_but_memory(family, axes, remat):
     jax.tree.map(close, gradients(step, params)[0], grads)
 
 
+def unrolled(step: Step, remat: str = "full") -> Step:
+    """The same step with layers as code, as on a GPU."""
+    train = dataclasses.replace(step.run.train, remat=remat, unroll=step.run.model.layers)
+    return Step(dataclasses.replace(step.run, train=train), step.mesh)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "remat"),
+    [
+        ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
+        ("nemotron", dict(dp=2), "full"),
+        ("grok", dict(ep=2, tp=2), "full"),
+    ],
+)
+def test_layers_as_code_and_as_a_loop_are_the_same_network(family, axes, remat):
+    params, grads, out = reference(family)
+    ours, our_out = gradients(unrolled(build(family, **axes), remat), params)
+    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
+
+
 def test_xai_grok_on_a_mesh():
     params, grads, out = reference("grok", "xai,tiny")
     ours, our_out = gradients(build("grok", "xai,tiny", ep=2, tp=2, cp=2), params)

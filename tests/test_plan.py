@@ -91,6 +91,17 @@ def test_llama31_8b_on_gb200(cache):
 
 
 @compiler
+def test_layers_as_code_are_recomputed_all_the_same(cache):
+    """XLA would merge recomputation with the forward pass, and keep what it gives."""
+    row = "--config configs/llama31_8b.py --layers 4 --mbs 4 --config.train.remat="
+    none, full = (planned(f"{row}{remat}", cache) for remat in ("none", "full"))
+    saves = lambda found: found["memory"]["total"]
+    per_token = 4096 + 2 * 1024 + 4096 + 4096 + 3 * 14336  # q, k, v, context, attn_out, up, act
+    assert saves(none) - saves(full) > 0.75 * 4 * 4 * 8192 * 2 * per_token
+    assert none["memory"]["activations"] > 0.9 * 4 * 4 * 8192 * 2 * per_token
+
+
+@compiler
 def test_llama31_405b_on_b200_does_not_run_its_forward_pass_twice(cache):
     """The tensor-parallel layers, 4 microbatches: FLOPs are the model's, causal, 3 passes."""
     row = "--config configs/llama31_405b.py --gpu_type b200 --tp 8 --cp 2 --gbs 4 --layers 4"

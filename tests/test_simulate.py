@@ -17,7 +17,7 @@ ONE = dict.fromkeys(AXES, 1)
 def costs(contention: float = 0.0, **degrees) -> Costs:
     """H100 with no gaps between kernels and no latency."""
     physics = dataclasses.replace(
-        PHYSICS["h100"], contention=contention, launch_us=0, nvlink_us=0, network_us=0
+        PHYSICS["h100"], contention=contention, launch_us=0, host_us=0, nvlink_us=0, network_us=0
     )
     return Costs("h100", ONE | degrees, physics)
 
@@ -170,6 +170,20 @@ def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
     t = play(conditional("chunk"), others=others, choose=choose)
     assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
+
+
+def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
+    """A loop that runs once or not at all stands for a conditional: its sums stay in place."""
+    others = BODY.format(ops=script("k1"))
+    name = 'metadata={op_name="jit(_step)/while/body/pipeline_backward/while"}'
+    loop = WHILE.replace("\n", f", {name}\n", 1)
+    price = Costs("h100", ONE, dataclasses.replace(EIGHT.physics, host_us=20))
+    choose = simulate.as_scheduled({"pipeline_backward": (0.25, 0.5)})
+    t = play(loop, price, others=others, choose=choose)
+    assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
+    assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
+    assert t.idle_s == pytest.approx(0.5 * KERNEL_S)
+    assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
 
 
 def test_bars_and_trace(tmp_path):
