@@ -33,8 +33,8 @@ def train(run: Run) -> int:
         resume = checkpoint.locate(run.output.resume, run) if run.output.resume else None
         devices = mesh.make_mesh(run.layout)
         check_processes(run, devices)
+        step = Step(run, devices)
     stop = StopRequest()
-    step = Step(run, devices)
     log = start_log(run, devices)
     try:
         compiled = compile_step(step, log)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxbench import artifact, hlo, mesh, precision
+from maxbench.config import FP8_MULTIPLE, Precision
 from maxbench.costs import GEMM
 from maxbench.step import Step
 from tests.conftest import resolve
@@ -37,16 +38,19 @@ def integers(key: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(key).integers(-60, 61, shape).astype(np.float64)
 
 
-def quantized(w, gemm: precision.Gemm) -> precision.Fp8Weight:
+HOW = {scaling: Precision(backend="xla", scaling=scaling) for scaling in FP8_MULTIPLE}
+
+
+def quantized(w, gemm: precision.Gemm, scaling="current", past=None) -> precision.Fp8Weight:
     """A weight as step makes it, alone on its GPU."""
     name = "out" if gemm.ins == 2 else "up"
     path = {name: w if gemm.batch else {"w": w}}
     place = mesh.Place((None,) * w.ndim, ((),) * w.ndim, ())
     places = jax.tree.map(lambda _: place, path)
-    (weight,) = jax.tree.leaves(
-        precision.fp8_weights(places, path, False),
-        is_leaf=lambda x: isinstance(x, precision.Fp8Weight),
-    )
+    if past is not None:
+        past = jnp.asarray(past, jnp.float32)
+    made, _ = precision.fp8_weights(places, path, False, HOW[scaling], past)
+    (weight,) = jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, precision.Fp8Weight))
     return weight
 
 
@@ -117,7 +121,7 @@ def test_only_the_table_is_fp8(family):
     """The weights that a step quantizes: of attention, MLP and experts, never of the router."""
     step = build(FAMILIES[family])
     layers = jax.tree.map(lambda x: jnp.zeros(x.shape), step.abstract["params"]["layers"])
-    made = precision.fp8_weights(step.places["layers"], layers, True)
+    made, _ = precision.fp8_weights(step.places["layers"], layers, True, HOW["current"])
     paths = jax.tree_util.tree_leaves_with_path(
         made, is_leaf=lambda x: isinstance(x, precision.Fp8Weight)
     )
