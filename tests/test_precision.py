@@ -406,3 +406,44 @@ def test_the_gpu_compiler_makes_fp8_gemms_of_them(workload, gpus, tmp_path, monk
     )
     assert set(found) == {("custom-call", "__cublas$lt$matmul$f8")}
     assert found.total() >= 12
+
+
+@compiler
+@pytest.mark.parametrize(
+    ("workload", "scaling", "target", "flags"),
+    [
+        (
+            "llama31_8b",
+            "delayed",
+            "__cublas$lt$matmul$f8",
+            dict(gpu_type="h100", fsdp=8, seq=4096),
+        ),
+        (
+            "nemotron4_340b",
+            "mxfp8",
+            "__cudnn$blockScaledDot",
+            dict(gpu_type="gb200", tp=4, fsdp=2),
+        ),
+    ],
+)
+def test_other_scalings_are_fp8_kernels_with_prices(
+    workload, scaling, target, flags, tmp_path, monkeypatch
+):
+    flags |= {"dtype": "fp8"}
+    line = " ".join(f"--{name} {value}" for name, value in flags.items())
+    line += f" --config.precision.scaling={scaling}"
+    found = planned(f"--config configs/{workload}.py:proxy {line}", tmp_path)
+    monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path))
+    run = resolve(workload, "proxy", {"precision.scaling": scaling}, **flags)
+    text = artifact.load(run).text
+    ops = [op for c in hlo.parse(text).computations.values() for op in c.ops]
+    linear = r'op_name="[^"]*/(attn|mlp)/(qkv|out|up|down)/'
+    products = [op for op in ops if (op.opcode == "dot" or op.target in GEMM)]
+    targets = [op.target for op in products if re.search(linear, op.attrs)]
+    assert set(targets) == {target}
+    assert len(targets) >= 12
+    # What is executed is what the model needs, and more where it recomputes: none came for free.
+    assert found["hfu"] > 0.95 * found["mfu"]["causal"]
+    gathers = re.findall(r" = (.*) all-gather(?:-start)?\(", text)
+    sent = {kind for made in gathers for kind in re.findall(r"(f8\w+|u8)\[", made)}
+    assert sent == ({"f8e4m3fn", "u8"} if scaling == "mxfp8" else {"f8e4m3fn"})
