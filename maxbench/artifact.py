@@ -31,7 +31,7 @@ READERS |= {
     "train",
     "memory",
 }
-VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax")
+VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,9 +137,7 @@ def resolve(
     for name in config.presets:
         c.choose("preset", name, config.known)
         wanted |= dict(config.known[name].get("precision", {}))
-    wanted |= flags
-    for path, value in overrides.items():
-        wanted[path.rpartition(".")[2]] = value
+    wanted |= flags | {path.rpartition(".")[2]: value for path, value in overrides.items()}
     if wanted["dtype"] == "fp8":
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
@@ -160,9 +158,8 @@ def resolve(
     for path, value in overrides.items():
         section, _, field = path.partition(".")
         values[section][field] = value
-    values["model"]["size"] = "-".join(
-        [values["model"]["size"], *(name for name in names if name != "fp8")]
-    )
+    shown = [name for name in names if name != "fp8"]
+    values["model"]["size"] = "-".join([values["model"]["size"], *shown])
     run = c.Run(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
     if gpus is not None and "rehearse" not in names and run.layout.gpus != gpus:
         raise ValueError(
