@@ -14,10 +14,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench import aot, mxfp8, te
+from maxbench import aot, hlo, mxfp8, te
+from maxbench.config import AXES
+from maxbench.costs import GEMM, TE_GEMM, Costs
 from maxbench.hardware import CHIPS
 from maxbench.mesh import make_mesh
 from maxbench.precision import scale_of
+from maxbench.simulate import price
 from maxbench.step import Step
 from tests.conftest import resolve
 
@@ -250,3 +253,34 @@ def test_a_model_trains_as_through_xla(scaling, axes, monkeypatch):
         ours, theirs = (s["fp8"]["layers"] for s in (state, expected))
         assert (theirs[..., -3:] > 0).all()
         np.testing.assert_allclose(ours, theirs, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scaling", "axes"),
+    [
+        ("h100", "delayed", dict(fsdp=2, tp=2, mbs=2)),
+        ("gb200", "mxfp8", dict(pp=2, tp=2, mbs=2)),
+    ],
+)
+def test_the_gpu_program_of_a_step_multiplies_with_te_alone(gpu, scaling, axes, monkeypatch):
+    """In the step's shard_map, in its pipeline, forward and backward; priced as XLA's are."""
+    pretend(monkeypatch, {"h100": 90, "gb200": 100}[gpu])
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
+    how = {"precision.backend": "te", "precision.scaling": scaling, "train.attention": "xla"}
+    flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes
+    run = resolve("llama31_405b", "tiny", how, dtype="fp8", **flags)
+    program = hlo.parse(aot.compile_run(run).text)
+    prices = Costs(gpu, {axis: getattr(run.layout, axis) for axis in AXES})
+    products = [
+        (op, price(program, c, op, prices)[2])
+        for c in program.computations.values()
+        for op in c.ops
+        if op.target in GEMM and re.search(r"attn/(qkv|out)|mlp/(up|down)", op.attrs)
+    ]
+    assert {op.target for op, _ in products} == {TE_GEMM}
+    assert len(products) >= 24 // axes.get("pp", 1)
+    m = run.model
+    rows = axes["mbs"] * 256
+    # Each of a layer's four products on one GPU, in whatever direction.
+    sizes = m.heads * m.head_dim, m.kv_heads * m.qkv * m.head_dim, m.mlp, m.gates * m.mlp
+    assert {f for _, f in products} <= {2.0 * rows * m.embed * n / 2 for n in sizes}
