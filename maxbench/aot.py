@@ -3,6 +3,7 @@
 The same Step as training, on devices that can only be compiled for.
 """
 
+import dataclasses
 import math
 import resource
 import time
@@ -77,7 +78,10 @@ def devices(layout: Layout) -> list:
 
 
 def compile_run(run: Run) -> artifact.Compiled:
-    """Compiles the run's step for its GPUs."""
+    """Compiles the run's step for its GPUs, FP8 through XLA unless it says te."""
+    if run.precision.backend == "auto":
+        ours = dataclasses.replace(run.precision, backend="xla")
+        run = dataclasses.replace(run, precision=ours)
     step = Step(run, mesh.make_mesh(run.layout, devices(run.layout)))
     start = time.perf_counter()
     lowered = step.lower()

@@ -24,7 +24,7 @@ READERS = {
     *("profile", "published", "recipes", "report", "runai", "runlogs", "search", "simulate"),
     *("sweep", "tables", "terms", "trace", "train", "variables"),
 }
-VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax")
+VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
 @dataclasses.dataclass(frozen=True)

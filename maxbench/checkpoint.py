@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from maxbench.config import Run
+from maxbench.config import Precision, Run
 
 
 def save(folder: pathlib.Path, run: Run, state) -> tuple[int, float]:
@@ -74,6 +74,13 @@ def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
                 f"resume={newest}: its {field} are {precision[field]}; "
                 f"use --config.precision.{field}={precision[field]}"
             )
+    theirs, ours = Precision(**precision).remembered, run.precision.remembered
+    if theirs != ours:
+        need = f"delayed --config.precision.history={theirs} --dtype fp8" if theirs else "current"
+        raise ValueError(
+            f"resume={newest}: it holds {theirs} steps of the largest magnitudes that delayed "
+            f"scaling reads, and this run wants {ours}; use --config.precision.scaling={need}"
+        )
     if about["step"] >= run.train.steps:
         raise ValueError(
             f"resume={newest} is at step {about['step']} and steps={run.train.steps}: nothing is "

@@ -7,13 +7,15 @@ Every check says what was given, why it cannot be, and what would work.
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 
-from maxbench.hardware import GPUS
+from maxbench.hardware import CHIPS, GPUS
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-FP8_MULTIPLE = 16  # of every dim of an FP8 GEMM
+FP8_MULTIPLE = {"current": 16, "delayed": 16, "mxfp8": 32}  # of every dim of an FP8 GEMM
+BACKENDS = ("auto", "xla", "te")
 ACTS = ("swiglu", "geglu", "relu2")
 NORMS = ("rmsnorm", "layernorm1p")
 ROUTERS = ("topk_softmax", "softmax_topk")
@@ -105,6 +107,12 @@ class Model:
     def routes(self) -> int:
         """`experts` as outputs of the router, which every GPU holds whole."""
         return self.experts
+
+    def capacity(self, tokens: int) -> int:
+        """Slots of one expert for one GPU's tokens."""
+        if self.capacity_factor == 0:
+            return tokens  # top-k experts of a token differ, so no expert sees a token twice
+        return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
 
     def __post_init__(self):
         choose("model.act", self.act, ACTS)
@@ -259,16 +267,30 @@ class Precision:
     weights: str = "fp32"  # master copy
     moments: str = "fp32"  # Adam's two averages
     grads: str = "bf16"  # accumulated over microbatches and reduced over GPUs
+    # Of dtype=fp8. backend auto: te (Transformer Engine) on a GPU, xla on a CPU and in plan;
+    # scaling auto: mxfp8 on Blackwell, current before it.
+    backend: str = "auto"
+    scaling: str = "auto"  # auto | current | delayed | mxfp8
+    history: int = 1024  # steps whose largest magnitudes delayed scaling looks at
 
     @property
     def compute(self) -> str:
         """Of activations and of the weights that layers see: FP8 stands around GEMMs only."""
         return "bf16" if self.dtype == "fp8" else self.dtype
 
+    @property
+    def remembered(self) -> int:
+        """Steps of largest magnitudes in the state: 0 but for delayed scaling."""
+        return self.history if (self.dtype, self.scaling) == ("fp8", "delayed") else 0
+
     def __post_init__(self):
         choose("dtype", self.dtype, (*DTYPES, "fp8"))
         for field in ("weights", "moments", "grads"):
             choose(f"precision.{field}", getattr(self, field), DTYPES)
+        choose("precision.backend", self.backend, BACKENDS)
+        choose("precision.scaling", self.scaling, ("auto", *FP8_MULTIPLE))
+        if self.history < 1:
+            raise ValueError(f"precision.history={self.history} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -369,6 +391,13 @@ class Run:
         a = self.layout
         return a.pp > 1 or (a.fsdp == 1 and self.model.layers <= self.train.unroll)
 
+    @property
+    def scaling(self) -> str:
+        """Of FP8 tensors, settled: current, delayed or mxfp8."""
+        blackwell = CHIPS[self.layout.gpu_type].capability >= (10, 0)
+        auto = "mxfp8" if blackwell else "current"
+        return auto if self.precision.scaling == "auto" else self.precision.scaling
+
     def asdict(self) -> dict:
         """The run as nested plain dicts, for JSON."""
         return dataclasses.asdict(self)
@@ -407,29 +436,47 @@ class Run:
             self._fills_fp8()
 
     def _fills_fp8(self) -> None:
-        """FP8 GEMMs take dims of whole 16 bytes. (Slots of experts are padded to that by XLA.)"""
+        """FP8 GEMMs take dims of whole 16 bytes; MXFP8 blocks of 32, none cut by fsdp or tp."""
         m, a, seq = self.model, self.layout, self.train.seq
-        heads, groups = m.heads // a.tp, m.kv_heads // a.tp
+        heads, groups, multiple = m.heads // a.tp, m.kv_heads // a.tp, FP8_MULTIPLE[self.scaling]
+        blocks = self.scaling == "mxfp8"
+        if blocks and CHIPS[a.gpu_type].capability < (10, 0):
+            have = [name for name, chip in CHIPS.items() if chip.capability >= (10, 0)]
+            raise ValueError(
+                f"precision.scaling='mxfp8' and gpu_type={a.gpu_type!r}: only Blackwell multiplies "
+                f"blocks ({', '.join(have)}); use precision.scaling=current or delayed"
+            )
+        fsdp, tp = (a.fsdp, a.tp) if blocks else (1, 1)
+        qkv = f"({heads} heads + 2 x {groups} kv_heads) x it"
+        rows = f"mbs={a.mbs} x seq / cp={a.cp}"
         for field, value, split, how, dim in (
-            ("model.embed", m.embed, 1, "embed", m.embed),
+            ("model.embed", m.embed, fsdp, f"embed / fsdp={fsdp}", m.embed // fsdp),
             ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
             ("model.head_dim", m.head_dim, 1, f"{heads} heads x it", heads * m.head_dim),
-            (
-                "model.head_dim",
-                m.head_dim,
-                1,
-                f"({heads} heads + 2 x {groups} kv_heads) x it",
-                groups * m.qkv * m.head_dim,
-            ),
-            ("train.seq", seq, a.cp, f"mbs={a.mbs} x seq / cp={a.cp}", a.mbs * seq // a.cp),
+            ("model.head_dim", m.head_dim, 1, qkv, groups * m.qkv * m.head_dim),
+            ("train.seq", seq, a.cp * tp, f"seq / cp={a.cp} / tp={tp}", seq // a.cp // tp)
+            if blocks
+            else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
         ):
-            if dim % FP8_MULTIPLE:
-                unit = split * FP8_MULTIPLE
+            if dim % multiple:
+                unit = split * multiple
                 raise ValueError(
-                    f"dtype='fp8' needs dims of GEMMs that are multiples of {FP8_MULTIPLE}: "
+                    f"dtype='fp8' needs dims of GEMMs that are multiples of {multiple}: "
                     f"{field}={value} makes {how} = {dim}; nearest that works: "
                     f"{max(unit, round(value / unit) * unit)}"
                 )
+        tokens = a.mbs * seq // (a.cp * a.tp)
+        slots = m.capacity(tokens) if m.experts else 0
+        gpus = a.ep * (1 if blocks else a.tp)  # whose slots are rows of one GEMM
+        if slots * gpus % multiple:
+            unit = multiple // math.gcd(gpus, multiple)
+            # Of the next number of slots that works; a half stays clear of rounding up again.
+            factor = (-(-slots // unit) * unit - 0.5) * m.experts / (tokens * m.top_k)
+            raise ValueError(
+                f"dtype='fp8' needs dims of GEMMs that are multiples of {multiple}: model."
+                f"capacity_factor={m.capacity_factor} gives an expert {gpus} x {slots} slots; "
+                f"nearest that works: {factor:.6g}"
+            )
 
     def _pipelines(self) -> None:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp

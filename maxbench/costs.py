@@ -15,7 +15,8 @@ from maxbench.hardware import CHIPS, GPUS, PHYSICS, Physics, nvlink_domain
 
 FP8 = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz")
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one core each, in cuBLAS
-GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
+GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
 
 
@@ -145,6 +146,11 @@ class Costs:
 
 def gemm_sizes(op: hlo.Op, lhs: hlo.Shape, rhs: hlo.Shape) -> tuple[int, int, int, int]:
     """m, n, k and batch of a matrix product, from its operands and dimension numbers."""
+    if op.target == BLOCK_GEMM:
+        return lhs.dims[1], rhs.dims[1], lhs.dims[2], lhs.dims[0]
+    if op.target == TE_GEMM:
+        k = lhs.dims[0 if "lhs_transposed = true" in op.attrs else 1]
+        return lhs.elements // k, rhs.elements // k, k, 1
     contract, batch = op.dims("lhs_contracting_dimensions"), op.dims("lhs_batch_dimensions")
     k = math.prod(lhs.dims[d] for d in contract)
     b = math.prod(lhs.dims[d] for d in batch)
@@ -167,7 +173,9 @@ def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:
         return 2 * hlo.size(op.shape)
     if op.opcode == "dynamic-update-slice":
         return 2 * hlo.size(shapes[1])
-    return sum(map(hlo.size, shapes)) + hlo.size(op.shape)
+    # A GEMM's second result is its workspace.
+    made = hlo.leaves(op.shape)[0] if op.target in GEMM else op.shape
+    return sum(map(hlo.size, shapes)) + hlo.size(made)
 
 
 def _outputs(inside: hlo.Computation) -> list[hlo.Op]:

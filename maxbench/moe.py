@@ -10,7 +10,6 @@ n gates, f mlp.
 """
 
 import functools
-import math
 
 import flax.linen as nn
 import jax
@@ -61,20 +60,13 @@ def route(m: Model, logits_je):
     return gate_jk, expert_jk, probs_je
 
 
-def capacity(m: Model, tokens: int) -> int:
-    """Slots of one expert for one GPU's tokens."""
-    if m.capacity_factor == 0:
-        return tokens  # top-k experts of a token differ, so no expert sees a token twice
-    return min(tokens, math.ceil(m.capacity_factor * tokens * m.top_k / m.experts))
-
-
 def assign(m: Model, expert_jk):
     """A slot for each choice and the token of each slot.
 
     Returns slot_jk, numbered e x capacity + c or -1 when dropped, and token_ec, -1 when empty.
     """
     j, k = expert_jk.shape
-    c = capacity(m, j)
+    c = m.capacity(j)
     flat = expert_jk.reshape(-1)
     chosen = jax.nn.one_hot(flat, m.experts, dtype=jnp.int32)
     place = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, -1)

@@ -39,6 +39,7 @@ TOY = {
 PRESETS = {
     "tiny": TOY | {"layout": {"mbs": 2}},  # the same structure, toy sizes: any laptop
     "proxy": {"model": {"layers": 4}},  # full widths, few layers: one GPU
+    "fp8": {"precision": {"dtype": "fp8"}},
     "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
 }
 # Shorthand flags and the field that each sets.
@@ -132,11 +133,11 @@ def resolve(
     """
     flags, overrides = dict(flags or {}), dict(overrides or {})
     values = {name: dict(config[name]) for name in SECTIONS}
-    wanted = {**values["precision"], **values["layout"], **flags}
-    for path, value in overrides.items():
-        wanted[path.rpartition(".")[2]] = value
+    wanted = {**values["precision"], **values["layout"]}
     for name in config.presets:
         c.choose("preset", name, config.known)
+        wanted |= dict(config.known[name].get("precision", {}))
+    wanted |= flags | {path.rpartition(".")[2]: value for path, value in overrides.items()}
     if wanted["dtype"] == "fp8":
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
@@ -157,8 +158,8 @@ def resolve(
     for path, value in overrides.items():
         section, _, field = path.partition(".")
         values[section][field] = value
-    if names:
-        values["model"]["size"] += "-" + "-".join(names)
+    shown = [name for name in names if name != "fp8"]
+    values["model"]["size"] = "-".join([values["model"]["size"], *shown])
     run = c.Run(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
     if gpus is not None and "rehearse" not in names and run.layout.gpus != gpus:
         raise ValueError(

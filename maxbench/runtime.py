@@ -4,6 +4,7 @@ prepare() runs before jax is imported, connect() right after. XLA's options are 
 compiler with the program, not through XLA_FLAGS, where an unknown one would end the process.
 """
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -137,6 +138,8 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         found[name] = metadata.version(name)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["transformer-engine"] = metadata.version("transformer-engine")
     return found
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 
 from maxbench import hlo
-from maxbench.costs import FP8, GEMM, Costs, Link, gemm_sizes, moved
+from maxbench.costs import FP8, GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
 
 STREAMS = ("compute", "communication")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
@@ -255,7 +255,8 @@ def price(
     """Kind, seconds alone, and FLOPs of a kernel."""
     bytes_s = costs.memory(moved(program, where, op))
     if op.opcode == "dot" or op.target in GEMM:
-        lhs, rhs = (o.shape for o in where.operands(op)[:2])
+        lhs, *others = (o.shape for o in where.operands(op))
+        rhs = others[op.target == TE_GEMM]  # a scale stands between
         m, n, k, batch = gemm_sizes(op, lhs, rhs)
         seconds = costs.gemm(m, n, k, batch, fp8=lhs.dtype in FP8)
         return "gemm", max(seconds, bytes_s), 2.0 * m * n * k * batch

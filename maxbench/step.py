@@ -1,6 +1,8 @@
 """The state and one training step, compiled once, ahead of time.
 
     state = {'step': int32, 'params': master weights, 'opt': optimizer state}
+    and, where FP8 scaling is delayed, 'fp8': {'layers': [slots, gemms, 3, history]}, the largest
+    magnitudes of x, dy and w of each FP8 GEMM in the last steps, oldest first
     state, out = step(state)        the state is donated; the batch is made inside
 
 Training and planning build the step the same way; only the devices differ.
@@ -17,13 +19,17 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxbench import data, mesh, model, optim, pipeline, precision
-from maxbench.config import DTYPES, Run
+from maxbench import data, mesh, model, optim, pipeline, precision, te
+from maxbench.config import AXES, DTYPES, Run
 from maxbench.schedule import layer_order
 
 
 def for_platform(run: Run, platform: str) -> Run:
-    """The run with what it leaves open settled: attention kernel, loss chunk, loop or no loop."""
+    """The run with what it leaves open settled: attention kernel, FP8, loss chunk, loop or no loop.
+
+    Raises:
+      ValueError: Transformer Engine is wanted and absent, too old, or does not load.
+    """
     t, gpu = run.train, platform in ("gpu", "cuda")
     kind = "cudnn" if gpu and not run.model.softcap else "xla"
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
@@ -31,7 +37,12 @@ def for_platform(run: Run, platform: str) -> Run:
     kind = kind if t.attention == "auto" else t.attention
     unroll = t.unroll if t.unroll >= 0 else 40 * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
-    return dataclasses.replace(run, train=train)
+    p = run.precision
+    backend = ("te" if gpu else "xla") if p.backend == "auto" else p.backend
+    if p.dtype == "fp8" and backend == "te":
+        te.load()
+    precision = dataclasses.replace(p, backend=backend, scaling=run.scaling)
+    return dataclasses.replace(run, train=train, precision=precision)
 
 
 class Step:
@@ -61,11 +72,13 @@ class Step:
     def _abstract(self, order, places):
         shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
         specs = jax.tree.map(lambda p: p.master_spec, places)
+        slots = P(*jax.tree.leaves(specs["layers"])[0][:1])
         # Optimizer state holds trees like the weights: their leaves end in the weights' paths.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
         def sharded(path, leaf):
-            spec = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), P())
+            spec = slots if path[0].key == "fp8" else P()
+            spec = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), spec)
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -75,7 +88,11 @@ class Step:
         run = self.run
         params = optim.cast(nn.unbox(model.init(run.model, key, order)), run.precision.weights)
         opt = self.tx.init(optim.cast(params, run.precision.moments))
-        return {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
+        state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
+        if length := run.precision.remembered:
+            shape = len(order), len(precision.FP8_GEMMS), 3, length
+            state["fp8"] = {"layers": jnp.zeros(shape, jnp.float32)}
+        return state
 
     def init(self):
         """A new state, made in place on every device; the same numbers on every mesh."""
@@ -114,27 +131,37 @@ class Step:
 
     def _step(self, state):
         p = self.run.precision
-        grads, out = self.gradients(state["params"], state["step"])
+        past = state["fp8"]["layers"] if p.remembered else None
+        grads, out, amax = self.gradients(state["params"], state["step"], past)
         grads = optim.cast(grads, p.moments)
         out["grad_norm"] = optax.tree.norm(grads)
         out["lr"] = optim.learning_rate(self.run)(state["step"])
         updates, opt = self.tx.update(grads, state["opt"], optim.cast(state["params"], p.moments))
         params = optax.apply_updates(state["params"], updates)
-        return {"step": state["step"] + 1, "params": params, "opt": opt}, out
+        state = {"step": state["step"] + 1, "params": params, "opt": opt}
+        if p.remembered:
+            past = jnp.concatenate([past[..., 1:], amax[..., None]], -1)
+            state["fp8"] = {"layers": past}
+        return state, out
 
-    def gradients(self, params, step):
-        """Gradients of the mean loss, placed as the master weights, and what is reported."""
+    def gradients(self, params, step, past=None):
+        """Gradients of the mean loss, placed as the master weights, and what is reported.
+
+        With delayed scaling the past [slots, gemms, 3, history] decides the scales, and the third
+        result is this step's largest magnitudes [slots, gemms, 3]; else it is None.
+        """
         masters = jax.tree.map(lambda p: p.master_spec, self.places)
+        slots = P(*jax.tree.leaves(masters["layers"])[0][:1])
         grads = jax.shard_map(
             self._local_grads,
             mesh=self.mesh,
-            in_specs=(masters, P()),
-            out_specs=(masters, P()),
+            in_specs=(masters, P(), slots),
+            out_specs=(masters, P(), slots),
             check_vma=False,
         )
-        return grads(params, step)
+        return grads(params, step, None if past is None else jnp.max(past, -1))
 
-    def _local_grads(self, params, step):
+    def _local_grads(self, params, step, past):
         """One GPU's part of gradients(): the whole of the forward and backward pass."""
         run, p = self.run, self.run.precision
         # The compute copy is gathered once, and gradients are reduced once, however many
@@ -150,12 +177,14 @@ class Step:
             for name in ("embed", "head")
         }
         if p.dtype == "fp8":
-            w["layers"] = precision.fp8_weights(places["layers"], layers, not run.unrolled)
+            stacked = not run.unrolled
+            made = precision.fp8_weights(places["layers"], layers, stacked, p, past)
+            w["layers"], amax_w = made
         else:
             w["layers"] = jax.tree.map(mesh.gather_master, places["layers"], layers)
-        zero = lambda x: jnp.zeros(precision.shape_of(x), DTYPES[p.grads])
         is_weight = lambda x: isinstance(x, precision.Fp8Weight)
-        zeros = jax.tree.map(zero, w, is_leaf=is_weight)
+        zeros = lambda x: precision.zeros(x, DTYPES[p.grads])
+        zeros = jax.tree.map(zeros, w, is_leaf=is_weight)
 
         def accumulate(sums, micro):
             objective = lambda sums: model.objective(run, w, *data.batch(run, step, micro), sums)
@@ -170,10 +199,14 @@ class Step:
         else:
             grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
             out = jax.tree.map(jnp.sum, out)
+        grads, amax = precision.parted(grads, not run.unrolled)
+        if amax is not None:
+            amax = mesh.largest(amax, *(axis for axis in AXES if axis != "pp"))
+            amax = jnp.concatenate([amax, amax_w[..., None]], -1)
         grads = jax.tree.map(mesh.reduce_grad, places, grads)
         if run.unrolled:
             grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
-        return grads, jax.tree.map(lambda x: mesh.total(x, *self.mesh.axis_names), out)
+        return grads, jax.tree.map(lambda x: mesh.total(x, *self.mesh.axis_names), out), amax
 
 
 def _unstack(layers):

@@ -84,6 +84,11 @@ def test_rehearse_keeps_the_shape_of_the_row():
 def test_fp8_runs_of_a_workload_may_have_settings_of_their_own():
     assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
     assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
+    preset = resolve("llama2_70b", "fp8,tiny", gpus=64)
+    assert (preset.precision.dtype, preset.train.remat) == ("fp8", "save_dot_except_mlp")
+    assert preset.name.startswith("pretrain_llama2_70b-tiny_fp8_")
+    assert resolve("llama31_70b", "fp8", gpus=64).layout.pp == 8  # the row of that dtype
+    assert resolve("llama2_70b", "fp8", dtype="bf16").precision.dtype == "bf16"
     by_hand = {"precision.dtype": "fp8", "train.remat": "full"}
     assert resolve("llama2_70b", overrides=by_hand).train.remat == "full"
 
@@ -115,6 +120,7 @@ def test_dry_run_is_quick_and_imports_no_jax():
 
 
 LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
+MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
 BAD = {
     "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["fsdq", "Did you mean: fsdp"]),
     "no config": ([], ["--config is missing", "configs/grok1_314b.py:tiny"]),
@@ -161,6 +167,25 @@ BAD = {
         ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
         ["train.seq=1000", "= 500", "992"],
     ),
+    "fp8 slots": (
+        ["--config", GROK, "--dtype", "fp8", "--seq", "1040", "--config.model.capacity_factor=0.3"],
+        ["capacity_factor=0.3", "1 x 78 slots", "nearest that works: 0.305769"],
+    ),
+    "mxfp8": (
+        ["--config", LLAMA, "--dtype", "fp8", "--config.precision.scaling=mxfp8"],
+        ["gpu_type='h100'", "b200, gb200, gb300", "current or delayed"],
+    ),
+    "mxfp8 embed": (
+        [*MXFP8, "--fsdp", "64", "--config.model.embed=7168"],
+        ["multiples of 32", "model.embed=7168", "embed / fsdp=64 = 112", "8192"],
+    ),
+    "mxfp8 sequence": ([*MXFP8, "--tp", "8", "--seq", "4224"], ["= 528", "4096"]),
+    "scaling": (
+        ["--config", LLAMA, "--config.precision.scaling=delay"],
+        ["did you mean 'delayed'"],
+    ),
+    "backend": (["--config", LLAMA, "--config.precision.backend=tee"], ["did you mean 'te'"]),
+    "history": (["--config", LLAMA, "--config.precision.history=0"], ["history=0", "at least 1"]),
     "pp": (
         ["--config", LLAMA, "--pp", "7", "--gbs", "14"],
         ["layers=80", "pp=7", "77 or 82 or 84"],

@@ -14,9 +14,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench import aot, layers, mxfp8, te
+from maxbench import aot, hlo, mxfp8, te
+from maxbench.config import AXES
+from maxbench.costs import GEMM, TE_GEMM, Costs
 from maxbench.hardware import CHIPS
+from maxbench.mesh import make_mesh
 from maxbench.precision import scale_of
+from maxbench.simulate import price
+from maxbench.step import Step
+from tests.conftest import resolve
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BITS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
@@ -63,30 +69,13 @@ def test_quantized_bits_and_the_largest_magnitude(dtype, scale):
     x = np.random.default_rng(0).normal(size=(3, 32, 48)) * 4
     x = np.asarray(bf16(x))
     given = scale_of(bf16(x), dtype) if scale is None else jnp.float32(scale)
-    made = jax.jit(lambda x, s: te.quantize(x, dtype, scale=s))(bf16(x), given)
+    made, amax = jax.jit(lambda x, s: te.quantize(x, dtype, s))(bf16(x), given)
     top = float(ml_dtypes.finfo(BITS[dtype]).max)
     scaled = x.astype(np.float32) * (np.float32(1) / np.float32(given))
     expected = np.clip(scaled, -top, top).astype(BITS[dtype])
-    np.testing.assert_array_equal(bits(made.row.data), bits(expected))
-    np.testing.assert_array_equal(bits(made.col.data), bits(expected.swapaxes(1, 2)))
-    assert made.row.scale == made.col.scale == given
-    assert made.amax == np.abs(x).max()
-
-
-@pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
-@pytest.mark.parametrize("act", te.ACTS)
-def test_activations_are_ours_then_quantized(act, blocks):
-    gates = len(te.ACTS[act])
-    up = bf16(np.random.default_rng(0).normal(size=(2, 32, gates, 64)))
-    scale = None if blocks else jnp.float32(0.125)
-
-    def ours(up):
-        h = layers.ACTS[act](up[:, :, 0])
-        return te.quantize(h * up[:, :, 1] if gates == 2 else h, E4M3, scale=scale)
-
-    made = jax.jit(lambda up: te.activate(up, act, E4M3, scale=scale))(up)
-    for one, other in zip(*map(jax.tree.leaves, (made, jax.jit(ours)(up))), strict=True):
-        np.testing.assert_array_equal(bits(one), bits(other))
+    np.testing.assert_array_equal(bits(made.q), bits(expected))
+    assert made.scale == given
+    assert amax == np.abs(x).max()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -97,7 +86,8 @@ def linear(x, w, current):
 def forward(x, w, current):
     quantize = functools.partial(scaled, current=current)
     x, w = quantize(x, E4M3), quantize(w, E4M3)
-    return te.gemm(x, w, "nn"), (x, w)
+    turned = mxfp8.Scaled(jnp.swapaxes(w.q, -1, -2), w.scale)
+    return te.gemm(x, turned, "nt"), (x, w)
 
 
 def backward(current, saved, dy):
@@ -108,8 +98,8 @@ def backward(current, saved, dy):
 linear.defvjp(forward, backward)
 
 
-def scaled(x, dtype, current, forms=("row",)):
-    return te.quantize(x, dtype, forms, scale_of(x, dtype) if current else jnp.float32(0.25))
+def scaled(x, dtype, current=True):
+    return te.quantize(x, dtype, scale_of(x, dtype) if current else jnp.float32(0.25))[0]
 
 
 def rounded(x, dtype, current) -> np.ndarray:
@@ -178,13 +168,10 @@ def test_layers_scanned_and_recomputed_in_shard_map_over_eight_devices():
 def test_blocks_have_the_bits_of_xlas(batch, dtype):
     x = np.random.default_rng(0).normal(size=(*batch, 64, 96)) ** 9
     x[..., :32, :32] = 0
-    ours = jax.jit(lambda x: te.quantize(x, dtype))(bf16(x))
-    theirs = mxfp8.quantize(bf16(x), dtype)
-    for a, b in zip(ours.row, theirs.row, strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
-    for a, b in zip(ours.col, theirs.col, strict=True):
-        np.testing.assert_array_equal(bits(a).swapaxes(-1, -2), bits(b))
-    assert te.quantize(bf16(x), dtype, ("row",)).col is None
+    row, col = jax.jit(lambda x: te.blocks(x, dtype))(bf16(x))
+    for ours, dim in ((row, -1), (col, -2)):
+        for a, b in zip(ours, mxfp8.quantize(bf16(x), dtype, dim), strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
 
 
 # With the GPU compiler: the kernels themselves.
@@ -201,25 +188,25 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     )
     mesh = topologies.make_mesh(topology, (4,), ("fsdp",))
 
-    def share(w, dy, up):
-        both = ("row", "col")
-        scale = None if blocks else jnp.float32(1)
-        x = te.activate(up, "swiglu", E4M3, both, scale)
-        quantize = lambda x, d: te.quantize(x, d) if blocks else scaled(x, d, True, both)
-        w, dy = quantize(w, E4M3), quantize(dy, E4M3 if blocks else E5M2)
-        return te.gemm(x, w, "nn"), te.gemm(dy, w, "nt", exact=True), te.gemm(x, dy, "tn")[None]
+    def share(w, wt, dy, x):
+        forms = lambda x, d: te.blocks(x, d) if blocks else [scaled(x, d)] * 2
+        (x, x_col), (w, _), (wt, _) = forms(x, E4M3), forms(w, E4M3), forms(wt, E4M3)
+        dy, dy_col = forms(dy, E4M3 if blocks else E5M2)
+        y, dw = te.gemm(x, wt, "nt"), te.gemm(x_col, dy_col, "tn", exact=True)
+        return y, te.gemm(dy, w, "nt"), dw[None]
 
     rows = P("fsdp")
-    specs = dict(in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)
+    specs = dict(in_specs=(P(), P(), rows, rows), out_specs=rows, check_vma=False)
     array = lambda shape, spec: jax.ShapeDtypeStruct(
         shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
     )
-    shapes = array((1024, 256), P()), array((2048, 256), rows), array((2048, 2, 1024), rows)
+    weights = array((1024, 256), P()), array((256, 1024), P())
+    shapes = *weights, array((2048, 256), rows), array((2048, 1024), rows)
     call = jax.jit(jax.shard_map(share, mesh=mesh, **specs))
     text = call.lower(*shapes).compile().as_text()
     made = [line for line in text.splitlines() if "custom_call_target=" in line]
     targets = [re.search(r'custom_call_target="([^"]*)"', line)[1] for line in made]
-    kernels = ["te_act_lu_ffi"] + ["te_dbias_quantize_ffi"] * 2 + ["te_gemm_v2_ffi"] * 3
+    kernels = ["te_dbias_quantize_ffi"] * 4 + ["te_gemm_v2_ffi"] * 3
     assert sorted(targets) == kernels
     gemms = [line for line in made if "te_gemm_v2_ffi" in line]
     operands = [re.findall(r"(f8e\dm\d\w*)\[", line.split("constraints=")[1]) for line in gemms]
@@ -229,3 +216,71 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
         map(sorted, [["f8e4m3fn"] * 2, ["f8e4m3fn", gradient], ["f8e4m3fn", gradient]])
     )
     assert text.count("use_split_accumulator = true") == 1
+
+
+# The trainer on these kernels.
+
+
+def trained(backend: str, scaling: str, **axes) -> tuple[list[float], dict]:
+    """Losses and gradient norms of some steps, and the state."""
+    fast = {"optim.warmup": 2.0, "optim.lr": 3e-3}
+    how = {"precision.backend": backend, "precision.scaling": scaling, "precision.history": 4}
+    flags = {"gbs": 4, "seq": 32, "layers": 2} | axes
+    run = resolve("llama31_405b", "tiny", fast | how, dtype="fp8", **flags)
+    step = Step(run, make_mesh(run.layout))
+    call, state, found = step.lower().compile(), step.init(), []
+    for _ in range(3):
+        state, out = call(state)
+        found += float(out["loss"]), float(out["grad_norm"])
+    return found, state
+
+
+@pytest.mark.parametrize(
+    ("scaling", "axes"),
+    [("current", dict(fsdp=2, tp=2, mbs=1)), ("delayed", dict(pp=2, tp=2, mbs=1))],
+    ids=str,
+)
+def test_a_model_trains_as_through_xla(scaling, axes, monkeypatch):
+    """Two backends, one recipe: microbatches, recomputation and the state included."""
+    gemm, calls = te.gemm, []
+    monkeypatch.setattr(te, "gemm", lambda *a, **how: calls.append(a[2]) or gemm(*a, **how))
+    theirs, expected = trained("xla", scaling, **axes)
+    assert not calls
+    ours, state = trained("te", scaling, **axes)
+    assert {*calls} == {"nt", "tn"}
+    np.testing.assert_allclose(ours, theirs, rtol=2e-3)
+    if scaling == "delayed":
+        ours, theirs = (s["fp8"]["layers"] for s in (state, expected))
+        assert (theirs[..., -3:] > 0).all()
+        np.testing.assert_allclose(ours, theirs, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scaling", "axes"),
+    [
+        ("h100", "delayed", dict(fsdp=2, tp=2, mbs=2)),
+        ("gb200", "mxfp8", dict(pp=2, tp=2, mbs=2)),
+    ],
+)
+def test_the_gpu_program_of_a_step_multiplies_with_te_alone(gpu, scaling, axes, monkeypatch):
+    """In the step's shard_map, in its pipeline, forward and backward; priced as XLA's are."""
+    pretend(monkeypatch, {"h100": 90, "gb200": 100}[gpu])
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
+    how = {"precision.backend": "te", "precision.scaling": scaling, "train.attention": "xla"}
+    flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes
+    run = resolve("llama31_405b", "tiny", how, dtype="fp8", **flags)
+    program = hlo.parse(aot.compile_run(run).text)
+    prices = Costs(gpu, {axis: getattr(run.layout, axis) for axis in AXES})
+    products = [
+        (op, price(program, c, op, prices)[2])
+        for c in program.computations.values()
+        for op in c.ops
+        if op.target in GEMM and re.search(r"attn/(qkv|out)|mlp/(up|down)", op.attrs)
+    ]
+    assert {op.target for op, _ in products} == {TE_GEMM}
+    assert len(products) >= 24 // axes.get("pp", 1)
+    m = run.model
+    rows = axes["mbs"] * 256
+    # Each of a layer's four products on one GPU, in whatever direction.
+    sizes = m.heads * m.head_dim, m.kv_heads * m.qkv * m.head_dim, m.mlp, m.gates * m.mlp
+    assert {f for _, f in products} <= {2.0 * rows * m.embed * n / 2 for n in sizes}
