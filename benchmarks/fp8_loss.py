@@ -20,7 +20,9 @@ from maxbench.plots import HIGH, LEFT, TOP, WIDE, Axes, ticks
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RUNS = {
     "bf16": ["--dtype", "bf16"],
-    "fp8 current": ["--dtype", "fp8"],
+    "fp8 current": ["--dtype", "fp8", "--config.precision.scaling=current"],
+    "fp8 delayed": ["--dtype", "fp8", "--config.precision.scaling=delayed"],
+    "mxfp8": ["--dtype", "fp8", "--gpu_type", "gb200"],
 }
 COLOURS = ("#1f4e8c", "#d1495b", "#2a9d5c", "#8a5cc2")
 SMOOTH = 50  # steps that a drawn and compared loss is the mean of

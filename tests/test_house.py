@@ -84,7 +84,7 @@ def test_jax_is_imported_only_where_it_may_be(path):
 
 def test_sizes():
     lines = {p: len(p.read_text().splitlines()) for p in PACKAGE}
-    assert sum(lines.values()) < 9200
+    assert sum(lines.values()) < 9700
     for path, tree in PARSED.items():
         assert lines[path] < 500, path
         assert ast.get_docstring(tree), f"{path} does not say what it owns"
