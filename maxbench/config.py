@@ -394,9 +394,9 @@ class Run:
     @property
     def scaling(self) -> str:
         """Of FP8 tensors, settled: current, delayed or mxfp8."""
-        blackwell = CHIPS[self.layout.gpu_type].capability >= (10, 0)
-        auto = "mxfp8" if blackwell else "current"
-        return auto if self.precision.scaling == "auto" else self.precision.scaling
+        if self.precision.scaling != "auto":
+            return self.precision.scaling
+        return "mxfp8" if CHIPS[self.layout.gpu_type].capability >= (10, 0) else "current"
 
     def asdict(self) -> dict:
         """The run as nested plain dicts, for JSON."""
@@ -405,13 +405,8 @@ class Run:
     def __post_init__(self):
         m, a, t = self.model, self.layout, self.train
         self._pipelines()
-        for axis, field in (
-            ("tp", "heads"),
-            ("tp", "kv_heads"),
-            ("tp", "mlp"),
-            ("tp", "vocab"),
-            ("fsdp", "embed"),
-        ):
+        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp") | {"embed": "fsdp"}
+        for field, axis in split.items():
             self._divides(axis, getattr(a, axis), f"model.{field}", getattr(m, field))
         if a.ep > 1 and not m.experts:
             raise ValueError(
@@ -428,10 +423,8 @@ class Run:
                 f"tp={a.tp}); nearest that works: {max(parts, round(t.seq / parts) * parts)}"
             )
         if t.attention == "cudnn" and m.softcap:
-            raise ValueError(
-                f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap}); "
-                "use train.attention=xla"
-            )
+            have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"
+            raise ValueError(f"{have}; use train.attention=xla")
         if self.precision.dtype == "fp8":
             self._fills_fp8()
 

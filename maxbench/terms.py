@@ -12,15 +12,21 @@ Published by NeMo (Megatron-LM and Transformer Engine):
                    experts have no such overlap
   exposed pp       waiting for a pipeline's neighbours (overlap_p2p_comm)
 
-Published by MaxText: the same compiler, loop and layout as ours, so recomputation alone. Without
-seconds, because they hide in others: bf16 Adam state and master weights (Nemotron4 in BF16), FP8
-scales from the step before.
+Published by MaxText: the same compiler, loop and layout as ours, so recomputation, and in FP8
+
+  weights to FP8   theirs are quantised where they are used, in the forward and in the backward pass
+                   (flax's FP8 operations), ours once per step: two times, 2 bytes of each gathered
+                   weight are read and one is written (arithmetic)
+
+Without seconds, because they hide in others: bf16 Adam state and master weights (Nemotron4 in
+BF16), FP8 scales from the step before.
 """
 
 import collections
 
-from maxbench import memory
-from maxbench.config import Run
+from maxbench import flops, memory
+from maxbench.config import AXES, Run
+from maxbench.costs import Costs
 from maxbench.hardware import PHYSICS
 from maxbench.published import Published
 from maxbench.simulate import Timeline
@@ -40,4 +46,9 @@ def terms(run: Run, t: Timeline, row: Published) -> dict[str, float]:
                 found["exposed tp"] += x.exposed_s / beside
             elif x.link.axes == "pp":
                 found["exposed pp"] += x.exposed_s / beside
+    elif run.precision.dtype == "fp8":
+        m, a = run.model, run.layout
+        weights = (flops.params(m) - 2 * m.vocab * m.embed) / a.tp / a.pp
+        seconds = Costs(a.gpu_type, dict.fromkeys(AXES, 1)).memory(2 * 3 * weights)
+        found["weights to FP8"] = -seconds * a.microbatches
     return {name: seconds for name, seconds in found.items() if seconds}

@@ -85,6 +85,16 @@ def test_maxtext_is_the_same_compiler():
     assert terms_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
 
 
+def test_maxtext_quantises_weights_where_they_are_used():
+    """68.5 G weights of 80 layers, read and written as FP8, forward and backward."""
+    found = terms_of(
+        run_of("llama2_70b.py --gpus 128 --dtype fp8"), "MaxText", "save_dot_except_mlp"
+    )
+    moved = 2 * 80 * (2 + 1) * (8192 * 128 * (64 + 8 + 8 + 64) + 3 * 8192 * 28672)
+    rate = 3352.32e9 * PHYSICS["h100"].memory
+    assert found == {"weights to FP8": pytest.approx(-moved / rate, rel=1e-3)}
+
+
 def test_recomputation_is_what_a_policy_computes_again():
     """All of a layer's forward FLOPs but those of the last product, which nobody reads again."""
     run = run_of("llama31_8b.py --gpus 8")
