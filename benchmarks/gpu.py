@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py [--quick] [--only TEXT]
 
-Each case is a fresh process of the real command; its result.json is kept in benchmarks/results/.
-Llama 3.1 8B trains whole. Of the others a few layers at full width do, with bf16 weights and
-moments where fp32 ones would not fit. Mocked cases run one GPU's share of a recipe, the network
-mocked.
+Each case is a fresh process of the real command; benchmarks/results/ keeps its result.json with
+what plan predicts for the same work. Llama 3.1 8B trains whole. Of the others a few layers at full
+width do, with bf16 weights and moments where fp32 ones would not fit. Mocked cases run one GPU's
+share of a recipe, the network mocked. FP8 goes through XLA and through Transformer Engine
+(install_te.sh).
 """
 
 import argparse
@@ -31,6 +32,28 @@ CASES = {
     "llama31_8b, 8 mocked": "llama31_8b.py --gpus 8 --mock_gpus 8",
     "llama31_405b, 512 mocked": "llama31_405b.py --gpus 512 --mock_gpus 512",
 }
+FP8 = ("llama31_8b bf16", "llama2_70b:proxy bf16", "llama31_70b:proxy bf16")
+FP8 += ("llama31_405b:proxy bf16", "nemotron4_340b:proxy bf16", "grok1_314b:proxy bf16")
+CASES |= {
+    f"{name.removesuffix('bf16')}fp8 {backend} {scaling}": f"{CASES[name]} --dtype fp8 "
+    f"--config.precision.backend={backend} --config.precision.scaling={scaling}"
+    for name in FP8
+    for backend, scaling in (("xla", "current"), ("te", "current"), ("te", "delayed"))
+}
+
+
+def predicted(arguments: str, gpu_type: str) -> dict:
+    """What plan says of the same work: seconds per step, bytes; {} where it cannot."""
+    config, *flags = arguments.split()
+    mocked = flags.index("--mock_gpus") if "--mock_gpus" in flags else len(flags)
+    flags = [*flags[:mocked], *flags[mocked + 2 :], "--gpu_type", gpu_type]
+    flags = [flag.replace("backend=te", "backend=xla") for flag in flags]
+    command = [sys.executable, "-m", "maxbench.plan", "--json", "--config", f"configs/{config}"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    if done.returncode not in (0, 3):
+        return {}
+    found = json.loads(done.stdout)
+    return {"step_s": found["step_s"], "bytes": found["memory"]["total"]}
 
 
 def run(arguments: str, steps: int, gpu_type: str) -> dict:
@@ -47,7 +70,7 @@ def run(arguments: str, steps: int, gpu_type: str) -> dict:
 
 
 def ceilings() -> dict:
-    """What one GPU reaches: TFLOP/s of an 8192^3 bf16 product of random data, GB/s of a copy."""
+    """What one GPU reaches: TFLOP/s of a bf16 and an FP8 product of size 8192^3, GB/s of a copy."""
     program = """
 import json, time, jax, jax.numpy as jnp
 def best(f, *x):
@@ -62,9 +85,13 @@ n = 8192
 a, b = (jax.random.normal(k, (n, n), jnp.bfloat16) for k in jax.random.split(jax.random.key(0)))
 x = jnp.zeros(1 << 30, jnp.bfloat16)
 gemm = best(jax.jit(lambda a, b: a @ b), a, b)
+wide = lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1)
+a8, b8 = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
+fp8 = best(jax.jit(lambda a, b: jax.lax.dot_general(wide(a), wide(b), (((1,), (1,)), ((), ())))),
+           a8, b8)
 copy = best(jax.jit(lambda x: x + 1), x)
 print(json.dumps({"device": jax.devices()[0].device_kind, "gemm_tflops": 2 * n**3 / gemm / 1e12,
-                  "copy_gbps": 2 * x.nbytes / copy / 1e9}))
+                  "fp8_gemm_tflops": 2 * n**3 / fp8 / 1e12, "copy_gbps": 2 * x.nbytes / copy / 1e9}))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -75,12 +102,13 @@ print(json.dumps({"device": jax.devices()[0].device_kind, "gemm_tflops": 2 * n**
 def row(name: str, result: dict) -> str:
     if "error" in result:
         return f"{name:<36} failed: {result['error']}"
-    step, mfu = result["step_s"], result["mfu"]["full"]
+    step, mfu, plan = result["step_s"], result["mfu"]["full"], result["predicted"]
+    against = f"  predicted {plan['step_s'] / step['median'] - 1:+.1%}" if plan else ""
     return (
         f"{name:<36} {step['median']:8.3f} s  {result['tflops_per_gpu']['full']:7.1f} TFLOP/s  "
         f"MFU {mfu:6.1%}  peak {result['peak_bytes'] / 2**30:6.1f} GiB  "
         f"compiler {result['state_gib'] + result['temporary_gib']:6.1f} GiB  "
-        f"{result['attention']:<6}{' mocked' if result['mocked'] else ''}"
+        f"{result['attention']:<6}{' mocked' if result['mocked'] else ''}{against}"
     )
 
 
@@ -94,12 +122,14 @@ def main() -> None:
     found = ceilings()
     (RESULTS / "ceilings.json").write_text(json.dumps(found, indent=1) + "\n")
     lines = [
-        f"{found['device']}: {found['gemm_tflops']:.0f} TFLOP/s bf16, {found['copy_gbps']:.0f} GB/s"
+        f"{found['device']}: {found['gemm_tflops']:.0f} TFLOP/s bf16, "
+        f"{found['fp8_gemm_tflops']:.0f} FP8, {found['copy_gbps']:.0f} GB/s"
     ]
     for name, arguments in CASES.items():
         if options.only not in name:
             continue
         result = run(arguments, 6 if options.quick else 20, options.gpu_type)
+        result["predicted"] = predicted(arguments, options.gpu_type)
         file = RESULTS / f"{name.replace(' ', '_').replace(',', '').replace(':', '-')}.json"
         file.write_text(json.dumps(result, indent=1) + "\n")
         lines.append(row(name, result))
