@@ -16,9 +16,7 @@ MOST_PP = 16
 first = operator.itemgetter(0)
 WIDTH = 2  # bytes of a number in the forward and backward pass
 LOGITS = 3 << 30  # bytes of a chunk's logits, their gradient and what the loss makes of them
-# Bytes moved per weight and microbatch beside the products, as read off compiled programs: out of
-# the stack twice, its gradient into a stack and, in a pipeline, onto the sum at every tick.
-MOVED, MOVED_PP = 9, 14
+MOVED = 6  # bytes per weight of the ends and microbatch: its gradient onto a sum, all in bf16
 
 
 def powers(most: int) -> list[int]:
@@ -85,7 +83,7 @@ def seconds(run: Run) -> float:
     # Kernels between the products: numbers per layer, as counted in compiled programs.
     routed = rows * (m.top_k if m.experts else 1) * m.gates * m.mlp / a.tp
     moved = (14 / a.tp + 10 * fp8 + 6 * (a.cp > 1)) * numbers + (7 + 6 * fp8) * routed
-    wait = costs.memory(WIDTH * moved) + 8 * link("all-gather", WIDTH * numbers, "tp")
+    wait = costs.memory(WIDTH * moved) + 6 * link("all-gather", WIDTH * numbers, "tp")
     if m.experts:  # there and back, twice
         wait += 4 * link("all-to-all", WIDTH * numbers * m.top_k // a.tp, "ep")
     work = layers + wait * m.layers / a.pp
@@ -95,12 +93,9 @@ def seconds(run: Run) -> float:
         crowded = a.tp * a.cp * a.ep > 1  # others wait for the same stream: about half is exposed
         work = work + gathers / 2 if crowded else max(work, gathers)
     if a.pp > 1:
-        work += costs.memory(MOVED_PP * weights)
         work += 2 * a.vp * link("permute", WIDTH * numbers // a.tp, "pp")
-    elif a.fsdp == 1:
-        work += costs.memory(MOVED * weights)
     loss = head * share / (costs.gpu.bf16_tflops * 1e12 * costs.physics.gemm_bf16)
-    loss += costs.memory(MOVED * ends / 2)
+    loss += costs.memory(MOVED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
     # Gradients reduced and weights gathered, once.
     return step + 2 * link("all-gather", int(WIDTH * (weights + ends) / a.fsdp), "dp", "cp")
@@ -112,7 +107,8 @@ def held(run: Run) -> float:
     weights, ends = stage_weights(run)
     slots = 1 if m.layers % (a.pp * a.vp) == 0 else (m.layers + 2) / m.layers
     local = WIDTH * (weights * slots + ends) / a.fsdp
-    copies = 3 if a.pp == 1 and a.microbatches > 1 else 2  # to compute with; gradients; their sum
+    # To compute with; gradients; experts' gradients once more, turned round.
+    copies = 3 if m.experts and a.pp == 1 else 2
     layer = weights * a.pp / m.layers
     gathered = 4 * WIDTH * layer if a.fsdp > 1 else 0
     rows = a.mbs * run.train.seq // a.cp
