@@ -24,7 +24,6 @@ XLA_OPTIONS = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
     "xla_gpu_enable_all_gather_combine_by_dim": False,
     "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
     "xla_disable_hlo_passes": "rematerialization",
@@ -57,6 +56,8 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # over microbatches, and run the forward pass twice to do so.
     gathers = run.layout.fsdp > 1
     options["xla_gpu_enable_pipelined_all_gather"] = gathers
+    # What else would be copied from one iteration to the next: gathered weights, a pipeline's ends.
+    options["xla_gpu_enable_while_loop_double_buffering"] = gathers or run.layout.pp > 1
     # Two: one layer's gradients are reduced while the next one's weights are gathered. Four: what
     # a stage sends travels beside work that has collectives of its own.
     overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
