@@ -1,4 +1,4 @@
-"""Fits hardware.PHYSICS to published step times, and says how far off predictions are without that.
+"""Fits gpus.PHYSICS to published step times, and says how far off predictions are without that.
 
   python benchmarks/fit_physics.py
 
@@ -20,8 +20,10 @@ import sys
 
 import numpy as np
 
-from maxbench import cli, hlo, plan, published, terms
-from maxbench.hardware import PHYSICS, PHYSICS_RANGES
+from maxbench.hardware import published
+from maxbench.hardware.gpus import PHYSICS, PHYSICS_RANGES
+from maxbench.plan import hlo, planner, terms
+from maxbench.spec import cli
 
 FITTED_ON = (64, 256, 1024)  # GPUs of the Llama 2 70B rows
 NODES = 3  # of the grid, per constant
@@ -56,12 +58,10 @@ def grid(name: str) -> np.ndarray:
 
 def play(row: published.Published) -> Row:
     """Plays the row's program, from the cache or compiled now, on the grid."""
-    fv = plan.flags.FlagValues()
-    cli.define(fv, [])
     config = f"configs/{row.model}_{row.size}.py"
-    run = cli.parse(fv, f"x --config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
-    run = plan.as_published(run)
-    compiled = plan.plan(run).compiled
+    run = cli.run_of(f"--config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
+    run = planner.as_published(run)
+    compiled = planner.plan(run).compiled
     program = hlo.parse(compiled.text)
     seconds = np.zeros((2, NODES, NODES))
     for (i, bf16), (j, fp8) in itertools.product(*(enumerate(grid(f"gemm_{d}")) for d in DTYPES)):
@@ -69,7 +69,7 @@ def play(row: published.Published) -> Row:
             seconds[:, i, j] = seconds[:, i, 0]  # no product of it is in FP8
             continue
         physics = dataclasses.replace(PHYSICS["h100"], gemm_bf16=bf16, gemm_fp8=fp8)
-        t = plan.play(run, program, physics=physics)
+        t = planner.play(run, program, physics=physics)
         less = sum(terms.terms(run, t, row).values())
         seconds[:, i, j] = t.seconds, t.seconds - less
     return Row(row, seconds)

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 
-from maxbench.data import SUCCESSORS
-from maxbench.plots import HIGH, LEFT, TOP, WIDE, Axes, ticks
+from maxbench.report.plots import HIGH, LEFT, TOP, WIDE, Axes, ticks
+from maxbench.step.data import SUCCESSORS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RUNS = {

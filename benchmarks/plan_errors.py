@@ -12,7 +12,7 @@ import math
 import pathlib
 import statistics
 
-from maxbench import published
+from maxbench.hardware import published
 
 COLUMNS = {"error_pct": "as compiled", "error_as_published_pct": "as published"}
 

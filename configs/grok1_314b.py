@@ -3,7 +3,7 @@
 The preset `xai` is the model as xAI released it.
 """
 
-from maxbench.recipes import workload
+from maxbench.spec.recipes import workload
 
 XAI = {
     "model": {

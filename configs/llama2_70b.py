@@ -1,6 +1,6 @@
 """Llama 2 70B, https://arxiv.org/abs/2307.09288, as NVIDIA's MaxText recipe trains it."""
 
-from maxbench.recipes import workload
+from maxbench.spec.recipes import workload
 
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs

@@ -1,6 +1,6 @@
 """Llama 3.1 405B, https://arxiv.org/abs/2407.21783, as NVIDIA's NeMo recipe trains it."""
 
-from maxbench.recipes import workload
+from maxbench.spec.recipes import workload
 
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs

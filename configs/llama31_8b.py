@@ -3,7 +3,7 @@
 The recipe leaves out 3.1's rope scaling.
 """
 
-from maxbench.recipes import workload
+from maxbench.spec.recipes import workload
 
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs

@@ -3,7 +3,7 @@
 The preset `bf16_state` is the older recipe's optimizer: no fp32 master, moments in bf16.
 """
 
-from maxbench.recipes import workload
+from maxbench.spec.recipes import workload
 
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs

@@ -23,12 +23,12 @@ fi
 # Under sbatch this file is a copy in Slurm's spool; Slurm knows where it came from.
 find_root() {
   local file="${BASH_SOURCE[0]}" place
-  if [[ -n "${SLURM_JOB_ID:-}" && ! -f "$(dirname "$file")/../maxbench/launch.py" ]]; then
+  if [[ -n "${SLURM_JOB_ID:-}" && ! -f "$(dirname "$file")/../maxbench/launch/__main__.py" ]]; then
     file=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* Command=\([^ ]*\).*/\1/p')
   fi
   for place in "${MAXBENCH_ROOT:-}" "$(dirname "$file")/.." "${SLURM_SUBMIT_DIR:-}" \
     "${STAGE_PATH:-}/maxbench"; do
-    if [[ -f "$place/maxbench/launch.py" ]]; then
+    if [[ -f "$place/maxbench/launch/__main__.py" ]]; then
       (cd "$place" && pwd)
       return
     fi

@@ -4,7 +4,7 @@
   python -m maxbench.train --config configs/llama31_8b.py:tiny
   python -m maxbench.train --config configs/llama31_405b.py --gpus 512 --dry_run
 
-Read next: loop.py (the run), step.py (one step), model.py (the network).
+Read next: run/loop.py (the run), step/step.py (one step), model/network.py (the network).
 """
 
 import json
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench import cli, flops, runtime
-from maxbench.config import Run
+from maxbench.run import runtime
+from maxbench.spec import cli, flops
+from maxbench.spec.run import Run
 
 
 def describe(run: Run) -> dict:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(describe(run), indent=2))
             return 0
         runtime.prepare(run)
-    from maxbench import loop  # the one late import: jax must start after runtime.prepare
+    from maxbench.run import loop  # the one late import: jax must start after runtime.prepare
 
     return loop.train(run)
 

@@ -9,8 +9,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
 
 
-from maxbench import recipes
-from maxbench.config import Run
+from maxbench.spec import recipes
+from maxbench.spec.run import Run
 
 WORKLOADS = (
     "llama2_70b",

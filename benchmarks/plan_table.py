@@ -1,0 +1,188 @@
+"""Plans every row of the recipe tables, in several processes, into docs/plan.md and docs/plan.csv.
+
+  python benchmarks/plan_table.py [--jobs 2]
+
+A row is planned twice at most: with the recomputation of the published run, whether or not it
+fits, and where it does not with the policy that keeps most and fits. Compiled programs are cached,
+so a sweep that was stopped goes on where it was.
+"""
+
+import argparse
+import concurrent.futures
+import csv
+import dataclasses
+import io
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+from maxbench.plan.memory import GIB
+from maxbench.spec import recipes
+
+TABLE = "## Every row"  # the heading of docs/plan.md that the generated table follows
+COLUMNS = {
+    "workload": "workload",
+    "gpu_type": "GPU",
+    "gpus": "GPUs",
+    "dtype": "dtype",
+    "scaling": "scaling",
+    "remat": "remat",
+    "memory_gib": "memory GiB",
+    "fits": "fits",
+    "step_s": "predicted s",
+    "published_s": "published s",
+    "error_pct": "error %",
+    "mfu_pct": "MFU %",
+    "exposed_pct": "exposed %",
+    "copies_pct": "copies %",
+    "as_published_s": "as published s",
+    "error_as_published_pct": "error as published %",
+    "fp8_ratio": "FP8/BF16",
+    "fp8_ratio_as_published": "FP8/BF16 as published",
+    "fp8_ratio_published": "FP8/BF16 published",
+    "fitting_remat": "remat that fits",
+    "fitting_step_s": "predicted s with it",
+    "note": "note",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a recipe table."""
+
+    config: str
+    gpu_type: str
+    gpus: int
+    dtype: str
+    scaling: str
+
+    @property
+    def flags(self) -> list[str]:
+        strong = ["--strong_scaling"] if self.scaling == "strong" else []
+        given = {"config": self.config, "gpus": self.gpus, "gpu_type": self.gpu_type}
+        given["dtype"] = self.dtype
+        return [f"--{name}={value}" for name, value in given.items()] + strong
+
+
+def rows(configs: list[str]) -> list[Row]:
+    """All rows of the tables of workload files."""
+    found = []
+    for config in configs:
+        for row in recipes.table(recipes.load(config).layouts):
+            names = [f.name for f in dataclasses.fields(Row)][1:]
+            found.append(Row(config, **{name: row[name] for name in names}))
+    return found
+
+
+def plan_row(row: Row) -> dict:
+    """A row's line of the table. Each plan is a process of its own: a compiler's memory ends with
+    it."""
+    line = {k: "" for k in COLUMNS} | {"workload": pathlib.Path(row.config).stem}
+    line |= {k: getattr(row, k) for k in ("gpu_type", "gpus", "dtype", "scaling")}
+    published, error = _plan(row.flags)
+    if published is None:
+        return line | {"note": error}
+    line |= _columns(published)
+    if not published["fits"]:
+        fitting, error = _plan([*row.flags, "--best_remat"])
+        if fitting is None or not fitting["fits"]:
+            return line | {"note": error or "no policy fits"}
+        line |= {"fitting_remat": fitting["remat"], "fitting_step_s": _s(fitting["step_s"])}
+    return line
+
+
+def _plan(flags: list[str]) -> tuple[dict | None, str]:
+    command = [sys.executable, "-m", "maxbench.plan", "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode in (0, 3):
+        return json.loads(done.stdout), ""
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return None, last.removeprefix("maxbench plan: error: ").partition(";")[0]
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3f}"
+
+
+def _columns(plan: dict) -> dict:
+    known = plan["published"] or {}
+    same = "error" in known
+    share = lambda part: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.1f}"
+    return {
+        "remat": plan["remat"],
+        "memory_gib": f"{plan['memory']['total'] / GIB:.1f}",
+        "fits": "yes" if plan["fits"] else "no",
+        "step_s": _s(plan["step_s"]),
+        "published_s": known["step_s"] if same else "",
+        "error_pct": f"{known['error'] * 100:+.1f}" if same else "",
+        "mfu_pct": f"{plan['mfu']['full'] * 100:.1f}",
+        "exposed_pct": share("exposed"),
+        "copies_pct": share("copy"),
+        "as_published_s": _s(known["as_published_s"]) if same else "",
+        "error_as_published_pct": f"{known['error_as_published'] * 100:+.1f}" if same else "",
+    }
+
+
+def sweep(every: list[Row], jobs: int, say: Callable[[str], None]) -> list[dict]:
+    """Lines of all rows, in their order."""
+    lines: dict[Row, dict] = {}
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(plan_row, row): row for row in every}
+        for done in concurrent.futures.as_completed(running):
+            row, line = running[done], done.result()
+            lines[row] = line
+            about = f"{line['workload']} {row.gpus} x {row.gpu_type} {row.dtype} {row.scaling}"
+            result = line["note"] or f"{line['step_s']} s"
+            say(f"{len(lines)}/{len(every)}  {about}: {result}")
+    for row, line in lines.items():
+        if row.dtype == "fp8" and (bf16 := lines.get(dataclasses.replace(row, dtype="bf16"))):
+            line |= _ratios(line, bf16)
+    return [lines[row] for row in every]
+
+
+def _ratios(fp8: dict, bf16: dict) -> dict:
+    """FP8's step time over BF16's, where both are known."""
+    steps = {"fp8_ratio": "step_s", "fp8_ratio_as_published": "as_published_s"}
+    steps |= {"fp8_ratio_published": "published_s"}
+    both = {k: (fp8[step], bf16[step]) for k, step in steps.items() if fp8[step] and bf16[step]}
+    return {k: f"{float(a) / float(b):.3f}" for k, (a, b) in both.items()}
+
+
+def as_csv(lines: list[dict]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def as_markdown(lines: list[dict]) -> str:
+    """The table; rows that could not be planned are counted by reason under it."""
+    planned = [x for x in lines if x["step_s"]]
+    shown = [k for k in COLUMNS if k != "note" or any(x["note"] for x in planned)]
+    text = ["| " + " | ".join(COLUMNS[k] for k in shown) + " |", "|---" * len(shown) + "|"]
+    text += ["| " + " | ".join(str(x[k]) for k in shown) + " |" for x in planned]
+    reasons: dict[str, int] = {}
+    for x in lines:
+        if not x["step_s"]:
+            reasons[x["note"]] = reasons.get(x["note"], 0) + 1
+    text += ["", *(f"{n} rows not planned: {why}." for why, n in sorted(reasons.items()))]
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    every = rows(sorted(str(path) for path in pathlib.Path("configs").glob("*.py")))
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    lines = sweep(every, parser.parse_args().jobs, say)
+    docs = pathlib.Path("docs")
+    (docs / "plan.csv").write_text(as_csv(lines))
+    head = (docs / "plan.md").read_text().partition(TABLE)[0]
+    (docs / "plan.md").write_text(f"{head}{TABLE}\n\n{as_markdown(lines)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""GPUs and clusters as data, and the figures that others published for them."""

@@ -1,0 +1,1 @@
+"""Runs on clusters: settings, a scheduler each, a look at the nodes before step 0."""

@@ -1,0 +1,107 @@
+"""The place of each weight: one table of rules, from logical axes to mesh axes.
+
+A weight has two places:
+
+  compute   split as the layers use it (RULES), in the compute precision
+  master    split further over every axis that would only hold a copy (ZeRO-1): the fp32 weight,
+            its gradient and its optimizer state
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from maxbench.mesh.collectives import degree
+from maxbench.spec.run import AXES
+
+# Logical axis of a weight -> mesh axis. The only table of placements there is.
+RULES = {
+    "layers": "pp",
+    "embed": "fsdp",
+    "experts": "ep",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "mlp": "tp",
+    "vocab": "tp",
+    # whole on every GPU
+    "qkv": None,
+    "head_dim": None,
+    "gates": None,
+    "width": None,
+    "routes": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one weight lives. `compute[i]` and `zero[i]` are the mesh axes that split dim i."""
+
+    compute: tuple[str | None, ...]
+    zero: tuple[tuple[str, ...], ...]  # further axes of the master copy, minor to compute's
+    summed: tuple[str, ...]  # axes over which its gradient is summed without being split
+
+    @property
+    def master_spec(self) -> P:
+        split = zip(self.compute, self.zero, strict=True)
+        return P(*(((c,) if c else ()) + z or None for c, z in split))
+
+    @property
+    def layer(self) -> "Place":
+        """Of one layer of a stacked weight."""
+        return Place(self.compute[1:], self.zero[1:], self.summed)
+
+
+def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) -> Place:
+    """The place of a weight from its logical axes.
+
+    Each axis that would hold a copy of the weight splits the largest dim of a layer that it
+    divides; what divides none (a tiny norm on a large mesh) stays a copy.
+    """
+    compute = tuple(a if (a := rules[n]) and degrees[a] > 1 else None for n in names)
+    left = [
+        size // (degrees[axis] if axis else 1) for size, axis in zip(shape, compute, strict=True)
+    ]
+    zero: list[tuple[str, ...]] = [()] * len(names)
+    summed = []
+    for axis in AXES:
+        if degrees[axis] == 1 or axis in compute:
+            continue
+        within = [i for i, name in enumerate(names) if name != "layers"]
+        fits = [i for i in within if left[i] % degrees[axis] == 0]
+        if not fits:
+            summed.append(axis)
+            continue
+        # The dim already split this way keeps a weight's master in one dim: one collective.
+        dim = max(fits, key=lambda i: (bool(zero[i]), left[i]))
+        zero[dim] += (axis,)
+        left[dim] //= degrees[axis]
+    return Place(compute, tuple(zero), tuple(summed))
+
+
+def gather_master(place: Place, w: jax.Array) -> jax.Array:
+    """Master shard -> compute shard."""
+    for dim, axes in enumerate(place.zero):
+        if axes:
+            w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+    return w
+
+
+def reduce_grad(place: Place, g: jax.Array) -> jax.Array:
+    """Gradient of the compute shard on each GPU -> its sum over GPUs, split as the master."""
+    for dim, axes in enumerate(place.zero):
+        if axes:
+            g = jax.lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(g, place.summed) if place.summed else g
+
+
+def local(name: str, size: int) -> int:
+    """What one GPU holds of a weight's logical axis between two uses."""
+    return size // degree(RULES[name])
+
+
+def size_gib(tree) -> float:
+    """Bytes that one device holds of a tree of arrays or ShapeDtypeStructs with shardings, GiB."""
+    leaf = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(map(leaf, jax.tree.leaves(tree))) / 2**30

@@ -1,0 +1,1 @@
+"""What is computed: blocks, attention, experts, loss, number formats."""

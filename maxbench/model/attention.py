@@ -1,0 +1,246 @@
+"""Causal grouped-query attention: one signature, two kernels, and context parallelism.
+
+Neither kernel holds an S x S tensor: cuDNN's flash attention never does, the XLA form works on
+blocks of queries. Both give (output, logsumexp) and take them back in the backward pass, which is
+all that a ring over cp needs: partial results of different keys merge by their logsumexp, and the
+backward of a part is exact when given the merged output and logsumexp.
+
+Shape letters: b batch, t query position, s key position, h heads, g KV heads, r = h / g,
+k head_dim.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public form hides logsumexp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxbench.mesh import collectives
+
+BLOCK = 256  # queries whose scores stand in memory at once, XLA form
+
+
+def attend(q_bthk, k_bsgk, v_bsgk, *, kind: str, softcap: float = 0.0):
+    """Attention of this GPU's queries to all earlier keys, over cp; returns o_bthk.
+
+    Args:
+      q_bthk, k_bsgk, v_bsgk: this GPU's tokens (axes.chunks order when cp > 1) and heads.
+      kind: a name of KERNELS.
+      softcap: logits are capped at this value by tanh; 0 is off.
+    """
+    return _attend(kind, softcap, q_bthk, k_bsgk, v_bsgk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(kind, softcap, q, k, v):
+    return _ring_forward(kind, softcap, q, k, v)[0]
+
+
+def _attend_forward(kind, softcap, q, k, v):
+    o, lse = checkpoint_name(_ring_forward(kind, softcap, q, k, v), "context")
+    return o, (q, k, v, o, lse)
+
+
+def _attend_backward(kind, softcap, saved, do):
+    return _ring_backward(kind, softcap, *saved, do)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+# The ring over cp. Each GPU holds chunks i and 2n-1-i of the sequence (axes.chunks), "first" and
+# "second". Keys and values go round; from a GPU earlier in the sequence, both of our chunks see
+# its first chunk; from a later one, only our second chunk sees both of its chunks. Either way two
+# unmasked pairs of chunks, so every GPU has the same work at every hop.
+
+
+def _ring_forward(kind, softcap, q, k, v):
+    n, kv = collectives.degree("cp"), (k, v)
+    ahead = collectives.rotate(kv, "cp")
+    o, lse = KERNELS[kind][0](q, k, v, True, softcap)
+    if n == 1:
+        return o, lse
+    kv = collectives.beside(ahead, lse)
+    o, lse, q = jnp.split(o.astype(jnp.float32), 2, 1), jnp.split(lse, 2, 2), jnp.split(q, 2, 1)
+    for hop in range(1, n):
+        ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
+        earlier = collectives.index("cp") >= hop
+        pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
+        o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
+        kv = collectives.beside(ahead, lse_pair)
+        (o1, o2), (lse1, lse2) = jnp.split(o_pair, 2), jnp.split(lse_pair, 2)
+        o[1], lse[1] = _merge(o[1], lse[1], o1, lse1)
+        o_new, lse_new = _merge(
+            jnp.where(earlier, o[0], o[1]), jnp.where(earlier, lse[0], lse[1]), o2, lse2
+        )
+        o = [jnp.where(earlier, o_new, o[0]), jnp.where(earlier, o[1], o_new)]
+        lse = [jnp.where(earlier, lse_new, lse[0]), jnp.where(earlier, lse[1], lse_new)]
+    return jnp.concatenate(o, 1).astype(k.dtype), jnp.concatenate(lse, 2)
+
+
+def _ring_backward(kind, softcap, q, k, v, o, lse, do):
+    n, kv, backward = collectives.degree("cp"), (k, v), KERNELS[kind][1]
+    ahead = collectives.rotate(kv, "cp")
+    dq, dk, dv = backward(q, k, v, o, lse, do, True, softcap)
+    if n == 1:
+        return dq, dk, dv
+    halves = lambda x: jnp.split(x, 2, 1)
+    kv = collectives.beside(ahead, dq)
+    dq, dkv = dq.astype(jnp.float32), (dk.astype(jnp.float32), dv.astype(jnp.float32))
+    for hop in range(1, n):
+        ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
+        dkv = collectives.rotate(dkv, "cp")
+        earlier = collectives.index("cp") >= hop
+        ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
+        grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
+        kv, dkv = collectives.beside((ahead, dkv), grads[0])
+        (dq1, dq2), *dkv_pair = [jnp.split(x.astype(jnp.float32), 2) for x in grads]
+        zero = jnp.zeros_like(dq2)
+        dq += jnp.concatenate(
+            [jnp.where(earlier, dq2, zero), dq1 + jnp.where(earlier, zero, dq2)], 1
+        )
+        zero = jnp.zeros_like(dkv_pair[0][0])
+        dkv = tuple(
+            d
+            + jnp.concatenate([d1 + jnp.where(earlier, d2, zero), jnp.where(earlier, zero, d2)], 1)
+            for d, (d1, d2) in zip(dkv, dkv_pair, strict=True)
+        )
+    dkv = collectives.rotate(dkv, "cp")  # home: each block made n - 1 hops
+    return tuple(d.astype(k.dtype) for d in (dq, *dkv))
+
+
+def _ours(earlier, halves):
+    """Our side of the two pairs of chunks, stacked along batch."""
+    return jnp.concatenate([halves[1], jnp.where(earlier, halves[0], halves[1])])
+
+
+def _pairs(earlier, q, k, v):
+    """Queries, keys and values of the two pairs of chunks, stacked along batch; halves go in."""
+    theirs = lambda x: jnp.concatenate([x[0], jnp.where(earlier, x[0], x[1])])
+    return _ours(earlier, q), theirs(k), theirs(v)
+
+
+def _merge(o1, lse1, o2, lse2):
+    """Attention over the union of two sets of keys."""
+    lse = jnp.logaddexp(lse1, lse2)
+    weight = lambda x: jnp.exp(x - lse).swapaxes(1, 2)[..., None]
+    return o1 * weight(lse1) + o2 * weight(lse2), lse
+
+
+# Kernels: forward(q, k, v, causal, softcap) -> o_bthk, lse_bht
+#          backward(q, k, v, o, lse, do, causal, softcap) -> dq, dk, dv
+
+
+def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, softcap):
+    outs, lses = [], []
+    for t0, t1 in _blocks(q_bthk.shape[1]):
+        s1 = t1 if causal else k_bsgk.shape[1]
+        v = v_bsgk[:, :s1]
+        logits_bgrts, _ = _logits(q_bthk[:, t0:t1], k_bsgk[:, :s1], causal, softcap)
+        lse_bgrt = jax.nn.logsumexp(logits_bgrts, -1)
+        p_bgrts = jnp.exp(logits_bgrts - lse_bgrt[..., None]).astype(v.dtype)
+        outs.append(_merge_heads(_dot("bgrts,bsgk->btgrk", p_bgrts, v)).astype(q_bthk.dtype))
+        lses.append(lse_bgrt.reshape(lse_bgrt.shape[0], -1, t1 - t0))
+    return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
+
+
+def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, softcap):
+    b, s, g, k = k_bsgk.shape
+    dqs = []
+    dk, dv = jnp.zeros((b, s, g, k), jnp.float32), jnp.zeros((b, s, g, k), jnp.float32)
+    for t0, t1 in _blocks(q_bthk.shape[1]):
+        s1 = t1 if causal else s
+        q, keys, do = q_bthk[:, t0:t1], k_bsgk[:, :s1], do_bthk[:, t0:t1]
+        delta_bth = jnp.sum(o_bthk[:, t0:t1].astype(jnp.float32) * do, -1)
+        delta_bgrt = delta_bth.swapaxes(1, 2).reshape(b, g, -1, t1 - t0)
+        logits_bgrts, slope = _logits(q, keys, causal, softcap)
+        p = jnp.exp(logits_bgrts - lse_bht[:, :, t0:t1].reshape(delta_bgrt.shape)[..., None])
+        do_btgrk = _split_heads(do, g)
+        dp = _dot("btgrk,bsgk->bgrts", do_btgrk, v_bsgk[:, :s1])
+        ds = (p * (dp - delta_bgrt[..., None]) * slope).astype(q.dtype)
+        scale = 1 / math.sqrt(k)
+        dqs.append((_merge_heads(_dot("bgrts,bsgk->btgrk", ds, keys)) * scale).astype(q.dtype))
+        later = ((0, 0), (0, s - s1), (0, 0), (0, 0))  # keys that this block does not see
+        dk += jnp.pad(_dot("bgrts,btgrk->bsgk", ds, _split_heads(q, g)) * scale, later)
+        dv += jnp.pad(_dot("bgrts,btgrk->bsgk", p.astype(do.dtype), do_btgrk), later)
+    return jnp.concatenate(dqs, 1), dk.astype(k_bsgk.dtype), dv.astype(v_bsgk.dtype)
+
+
+def _logits(q_bthk, k_bsgk, causal, softcap):
+    """Scaled, capped and masked logits_bgrts in fp32, and the slope of the cap.
+
+    The last query is aligned with the last key.
+    """
+    t, s = q_bthk.shape[1], k_bsgk.shape[1]
+    x = _dot("btgrk,bsgk->bgrts", _split_heads(q_bthk, k_bsgk.shape[2]), k_bsgk)
+    x *= 1 / math.sqrt(q_bthk.shape[-1])
+    slope = 1.0
+    if softcap:
+        x = jnp.tanh(x / softcap)
+        slope = 1 - x * x
+        x = softcap * x
+    if causal:
+        row = jax.lax.broadcasted_iota(jnp.int32, (t, s), 0) + (s - t)
+        x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (t, s), 1) <= row, x, -1e30)
+    return x, slope
+
+
+_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _split_heads(x_bthk, g):
+    b, t, h, k = x_bthk.shape
+    return x_bthk.reshape(b, t, g, h // g, k)
+
+
+def _merge_heads(x_btgrk):
+    b, t, g, r, k = x_btgrk.shape
+    return x_btgrk.reshape(b, t, g * r, k)
+
+
+def _blocks(t: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
+
+
+def _cudnn_forward(q, k, v, causal, softcap):
+    assert not softcap  # Run refuses it: cuDNN through jax has no cap
+    return tuple(
+        cudnn._dot_product_attention_fwd_p_wrapper.bind(
+            q, k, v, *_unused(q), **_cudnn_options(q, causal), is_training=True
+        )
+    )
+
+
+def _cudnn_backward(q, k, v, o, lse, do, causal, softcap):
+    assert not softcap
+    return tuple(
+        cudnn._dot_product_attention_bwd_p_wrapper.bind(
+            q, k, v, *_unused(q), lse, o, do, **_cudnn_options(q, causal)
+        )
+    )
+
+
+def _unused(q):
+    """Bias, sequence lengths, offsets and page tables: none of them is used."""
+    return (jnp.zeros(0, q.dtype),) * 7
+
+
+def _cudnn_options(q, causal):
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    return dict(
+        scale=1 / math.sqrt(q.shape[-1]),
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=mask,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+
+
+KERNELS = {
+    "xla": (_xla_forward, _xla_backward),
+    "cudnn": (_cudnn_forward, _cudnn_backward),
+}

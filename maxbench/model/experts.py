@@ -1,0 +1,154 @@
+"""Mixture of experts: router, fixed-capacity dispatch and combine, experts over ep.
+
+Tokens move with one all-to-all there and one back. Capacity counts per expert, and per GPU and
+microbatch: with capacity_factor c each expert takes at most c x k x tokens / experts of a GPU's
+tokens, the first in their order; c = 0 leaves room for all, and no token is dropped. Shapes are
+static either way. Dispatch and combine are gathers, backward too.
+
+Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
+n gates, f mlp.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name as keep
+
+from maxbench.mesh import collectives
+from maxbench.model.layers import Linear, activate, out_std, product
+from maxbench.spec.model import Model
+
+
+class Moe(nn.Module):
+    model: Model
+
+    @nn.compact
+    def __call__(self, x_bud):
+        m = self.model
+        x_jd = x_bud.reshape(-1, m.embed)
+        logits_je = Linear(m, "width -> routes", m.init_std, name="router")(
+            x_jd.astype(jnp.float32)
+        )
+        gate_jk, expert_jk, probs_je = route(m, logits_je)
+        slot_jk, token_ec = assign(m, expert_jk)
+        sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))
+        back_ecd = exchange_experts(self.experts(keep(sent_ecd, "dispatched")), back=True)
+        y_jd = combine(keep(back_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
+        aux = balance_loss(m, probs_je, expert_jk, x_bud.shape[0]) if m.aux_loss else jnp.zeros(())
+        return y_jd.reshape(x_bud.shape), aux
+
+    def experts(self, x_ecd):
+        m = self.model
+        dot = functools.partial(product, self, batch=1)
+        up_ecnf = dot(x_ecd, "up", "experts embed -> gates mlp", m.init_std, sequence="gather")
+        h_ecf = activate(m, keep(up_ecnf, "mlp_up"), 2)
+        return dot(
+            h_ecf, "down", "experts mlp -> embed", out_std(m), sequence="scatter", saved="mlp_act"
+        )
+
+
+def route(m: Model, logits_je):
+    """Weights and numbers of each token's experts, and the router's probabilities, all fp32."""
+    probs_je = jax.nn.softmax(logits_je)
+    if m.router == "softmax_topk":
+        gate_jk, expert_jk = jax.lax.top_k(probs_je, m.top_k)
+    else:
+        top_jk, expert_jk = jax.lax.top_k(logits_je, m.top_k)
+        gate_jk = jax.nn.softmax(top_jk)
+    return gate_jk, expert_jk, probs_je
+
+
+def assign(m: Model, expert_jk):
+    """A slot for each choice and the token of each slot.
+
+    Returns slot_jk, numbered e x capacity + c or -1 when dropped, and token_ec, -1 when empty.
+    """
+    j, k = expert_jk.shape
+    c = m.capacity(j)
+    flat = expert_jk.reshape(-1)
+    chosen = jax.nn.one_hot(flat, m.experts, dtype=jnp.int32)
+    place = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, -1)
+    slot = jnp.where(place < c, flat * c + place, -1)
+    where = jnp.where(slot < 0, m.experts * c, slot)
+    token = jnp.full(m.experts * c, -1, jnp.int32)
+    token = token.at[where].set(jnp.arange(j * k, dtype=jnp.int32) // k, mode="drop")
+    return slot.reshape(j, k), token.reshape(m.experts, c)
+
+
+def _take(x, index):
+    """Rows of x; zeros where index is negative."""
+    return jnp.where((index >= 0)[..., None], x[jnp.maximum(index, 0)], 0)
+
+
+@jax.custom_vjp
+def dispatch(x_jd, slot_jk, token_ec):
+    """Tokens into the slots of their experts: x_ecd."""
+    return _take(x_jd, token_ec)
+
+
+def _dispatch_forward(x_jd, slot_jk, token_ec):
+    return dispatch(x_jd, slot_jk, token_ec), slot_jk
+
+
+def _dispatch_backward(slot_jk, dy_ecd):
+    return jnp.sum(_take(dy_ecd.reshape(-1, dy_ecd.shape[-1]), slot_jk), 1), None, None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@jax.custom_vjp
+def combine(y_ecd, gate_jk, slot_jk, token_ec):
+    """The experts' results, weighted, back at their tokens: y_jd."""
+    picked_jkd = _take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+    return jnp.einsum("jkd,jk->jd", picked_jkd, gate_jk)
+
+
+def _combine_forward(y_ecd, gate_jk, slot_jk, token_ec):
+    return combine(y_ecd, gate_jk, slot_jk, token_ec), (y_ecd, gate_jk, slot_jk, token_ec)
+
+
+def _combine_backward(saved, dy_jd):
+    y_ecd, gate_jk, slot_jk, token_ec = saved
+    picked_jkd = _take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+    dgate_jk = jnp.einsum("jkd,jd->jk", picked_jkd, dy_jd)
+    # The gate that filled each slot: of its token, the choice whose slot this is.
+    e, c = token_ec.shape
+    number_ec = jnp.arange(e * c, dtype=slot_jk.dtype).reshape(e, c)
+    own = jnp.maximum(token_ec, 0)
+    gate_ec = jnp.sum(jnp.where(slot_jk[own] == number_ec[..., None], gate_jk[own], 0), -1)
+    return _take(dy_jd, token_ec) * gate_ec[..., None], dgate_jk, None, None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def exchange_experts(x_ecd, back: bool = False):
+    """All experts' slots of this GPU <-> this GPU's experts' slots of all GPUs of ep."""
+    n = collectives.degree("ep")
+    if n == 1:
+        return x_ecd
+    e, c, d = x_ecd.shape
+    if back:
+        x = x_ecd.reshape(e, n, c // n, d).swapaxes(0, 1).reshape(n * e, c // n, d)
+        return collectives.exchange(x, "ep")
+    x = collectives.exchange(x_ecd, "ep").reshape(n, e // n, c, d)
+    return x.swapaxes(0, 1).reshape(e // n, n * c, d)
+
+
+def balance_loss(m: Model, probs_je, expert_jk, batch: int):
+    """This GPU's share of the load-balancing loss, summed over its sequences.
+
+    For each sequence: experts x sum over e of (share of choices that e got) x (its mean
+    probability), as in Switch Transformers (arXiv:2101.03961). Taken per sequence, it does not
+    depend on how a batch is split.
+    """
+    parts = collectives.degree("cp") * collectives.degree("tp")
+    probs_be = jnp.mean(probs_je.reshape(batch, -1, m.experts), 1) / parts
+    chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
+    share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
+    share_be = collectives.total(share_be, "cp", "tp")
+    probs_be = collectives.total(probs_be, "cp", "tp")
+    return m.aux_loss * m.experts * jnp.sum(share_be * probs_be) / parts

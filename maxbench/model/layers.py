@@ -1,0 +1,220 @@
+"""The parts of one block, written for one GPU's share.
+
+A part sees local arrays: the tp-th part of heads, mlp and vocabulary.
+Between parts the sequence is split over tp too (sequence parallelism): a part's first product
+gathers it, its last scatters the sum of the partial results.
+
+Shape letters: b batch, t position (u: this GPU's tp-th of them), d embed, h heads, g KV heads,
+k head_dim, q heads per group in the fused projection, n gates, f mlp, v vocab. A name ends in its
+letters: x_btd.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name as keep
+
+from maxbench.mesh import collectives, places
+from maxbench.model import precision
+from maxbench.model.attention import attend
+from maxbench.spec.model import Model
+
+ACTS: dict[str, Callable] = {
+    "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def declare(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
+    """Declares a weight by its axes alone: sizes come from Model, its place from places.RULES.
+
+    It starts as normal(0, std), or as `fill` where std is None.
+
+    Returns:
+      This GPU's part of the weight, and of the sums of its gradients or None.
+    """
+    names = tuple(axes.split())
+    shape = tuple(places.local(a, getattr(module.model, a)) for a in names)
+    init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
+    w = module.param(name, nn.with_partitioning(init, names), shape, jnp.float32)
+    return w, module.get_variable("sums", name)
+
+
+def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
+    """A weight that is no factor of linear(); see declare."""
+    w, sums = declare(module, name, axes, std, fill)
+    return w if sums is None else add_to(sums, w)
+
+
+def product(module, x, name: str, axes: str, std: float, batch: int = 0, **how):
+    """precision.linear of x and a weight declared 'in -> out', behind `batch` axes of both."""
+    ins, outs = axes.split("->")
+    names = f"{ins} {outs}".split()
+    w, sums = declare(module, name, " ".join(names), std)
+    split = "embed" in names and collectives.degree(places.RULES["embed"]) > 1
+    fsdp = names.index("embed") if split else None
+    gemm = precision.Gemm(len(ins.split()) - batch, batch, fsdp=fsdp, **how)
+    w = w.astype(x.dtype) if isinstance(w, jax.Array) else w
+    return precision.linear(x, w, sums, gemm)
+
+
+@jax.custom_vjp
+def add_to(sums, w):
+    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
+
+    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
+    without a pass over all gradients of its own.
+    """
+    return w
+
+
+add_to.defvjp(
+    lambda sums, w: (w, sums),
+    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
+)
+
+
+class Linear(nn.Module):
+    """x @ w, the axes of w written 'in -> out': Linear(model, 'heads head_dim -> embed', std).
+
+    `sequence` and `saved` are those of precision.Gemm.
+    """
+
+    model: Model
+    axes: str
+    std: float
+    sequence: str = ""
+    saved: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        return product(self, x, "w", self.axes, self.std, sequence=self.sequence, saved=self.saved)
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with its weight stored minus one (layernorm1p). Computed in fp32."""
+
+    model: Model
+
+    @nn.compact
+    def __call__(self, x_btd):
+        m, center = self.model, self.model.norm == "layernorm1p"
+        scale = weight(self, "scale", "width", fill=0.0 if center else 1.0)
+        x = x_btd.astype(jnp.float32)
+        if center:
+            x -= jnp.mean(x, -1, keepdims=True)
+        x *= jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + m.norm_eps)
+        x *= scale + 1 if center else scale
+        if center:
+            x += weight(self, "bias", "width")
+        return x.astype(x_btd.dtype)
+
+
+def rope_angles(m: Model, position_t) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the rotation at each position, [t, rotated dims / 2], fp32.
+
+    Llama 3.1's scaling: wavelengths longer than rope_context / rope_low are stretched by
+    rope_factor, those shorter than rope_context / rope_high stay, between them a linear mix.
+    """
+    dims = int(m.head_dim * m.rope_fraction)
+    freq = m.rope_base ** (-np.arange(0, dims, 2) / dims)
+    if m.rope_factor != 1:
+        turns = m.rope_context * freq / (2 * np.pi)
+        mix = np.clip((turns - m.rope_low) / (m.rope_high - m.rope_low), 0, 1)
+        freq *= mix + (1 - mix) / m.rope_factor
+    angle_tk = jnp.asarray(position_t, jnp.float32)[:, None] * jnp.asarray(freq, jnp.float32)
+    return jnp.cos(angle_tk), jnp.sin(angle_tk)
+
+
+def rotate(x_bthk, cos_tk, sin_tk):
+    """Rotates pairs (i, i + n/2) of the first n = 2 x cos_tk.shape[1] dims of head_dim."""
+    n = cos_tk.shape[1]
+    x = x_bthk.astype(jnp.float32)
+    a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+    cos, sin = cos_tk[:, None], sin_tk[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_bthk.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; its one fused projection is grouped by KV head for tp to split."""
+
+    model: Model
+    kind: str
+
+    @nn.compact
+    def __call__(self, x_bud, rope):
+        m = self.model
+        qkv = Linear(m, "embed -> kv_heads qkv head_dim", m.init_std, "gather", name="qkv")
+        qkv_btgqk = qkv(x_bud)
+        q_btgrk, k_btgk, v_btgk = (
+            qkv_btgqk[..., :-2, :],
+            qkv_btgqk[..., -2, :],
+            qkv_btgqk[..., -1, :],
+        )
+        q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
+        q_bthk = keep(rotate(q_bthk, *rope), "query")
+        k_btgk = keep(rotate(k_btgk, *rope), "key")
+        o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
+        out = Linear(m, "heads head_dim -> embed", out_std(m), "scatter", name="out")
+        return keep(out(o_bthk), "attn_out")
+
+
+def out_std(m: Model) -> float:
+    """Initial std of projections that add to the residual stream, as in Megatron."""
+    return m.init_std / (2 * m.layers) ** 0.5
+
+
+def activate(m: Model, up_nf, axis: int):
+    """The nonlinearity: gates along `axis`, the first of them activated."""
+    gate, *linear = jnp.split(up_nf, m.gates, axis)
+    h = ACTS[m.act](gate)
+    return jnp.squeeze(h * linear[0] if linear else h, axis)
+
+
+class Mlp(nn.Module):
+    model: Model
+
+    @nn.compact
+    def __call__(self, x_bud):
+        m = self.model
+        up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
+        down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
+        y_bud = down(activate(m, keep(up(x_bud), "mlp_up"), 2))
+        return keep(y_bud, "mlp_down"), jnp.zeros(())
+
+
+class Embed(nn.Module):
+    """Token embedding over a vocabulary split by tp; the sum over tp leaves the sequence split.
+
+    Over fsdp tokens travel, not the table: each GPU looks all of them up in its part of embed.
+    """
+
+    model: Model
+
+    @nn.compact
+    def __call__(self, tokens_bt, dtype):
+        m = self.model
+        w_vd = weight(self, "w", "vocab embed", m.init_std).astype(dtype)
+        tokens_bt = collectives.gather(tokens_bt, "fsdp", 0)
+        local_bt = tokens_bt - collectives.index("tp") * w_vd.shape[0]
+        here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
+        x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
+        x_btd = collectives.exchange(x_btd, "fsdp", 0, 2)
+        return collectives.scatter(x_btd, "tp", 1) * jnp.asarray(m.embed_multiplier, dtype)
+
+
+class Head(nn.Module):
+    """Final norm; returns what the loss needs: x_btd and w_dv."""
+
+    model: Model
+
+    @nn.compact
+    def __call__(self, x_bud, embed_vd=None):
+        m = self.model
+        x_btd = collectives.gather(Norm(m, name="norm")(x_bud), "tp", 1)
+        w_dv = embed_vd.T if m.tied else weight(self, "w", "embed vocab", m.init_std)
+        return x_btd, collectives.gather(w_dv, "fsdp", 0)

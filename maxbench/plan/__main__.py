@@ -1,0 +1,99 @@
+"""Compiles a run for a cluster that is not there, and says whether it fits and how fast it is.
+
+  python -m maxbench.plan --config configs/llama2_70b.py --gpus 128
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --best_remat
+  python -m maxbench.plan --config configs/nemotron4_340b.py --gpus 128 --as_published
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
+  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
+  python -m maxbench.plan --config configs/llama31_405b.py --gpus 512 --schedule
+
+The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Exit code: 0 it
+fits, 3 it does not, 2 bad input.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from maxbench.plan import artifact, hlo, search, trace
+from maxbench.plan.planner import as_published, best_remat, figures, pipeline_of, plan, play, screen
+from maxbench.spec import cli
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+
+FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
+
+
+def define(fv: flags.FlagValues) -> None:
+    """Flags of this command beside those that describe the run."""
+    yes = lambda name, text: flags.DEFINE_bool(name, False, text, flag_values=fv)
+    yes("json", "print the plan as JSON")
+    yes("best_remat", "keep as much as fits and recompute the rest (also --max_spare)")
+    yes("as_published", "recompute what the published run did, whether or not that fits")
+    yes("schedule", "draw the pipeline's schedule and stop: ticks, bubble, slots")
+    yes("search", "try other layouts and remat policies of the same work on the same GPUs")
+    flags.DEFINE_alias("max_spare", "best_remat", flag_values=fv)
+    flags.DEFINE_string("timeline", None, "write the step as FILE.json and .svg", flag_values=fv)
+    flags.DEFINE_integer("compiled", 8, "layouts that --search compiles", 1, flag_values=fv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 fits, 3 does not fit, 2 bad input."""
+    fv = flags.FlagValues()
+    cli.define(fv, argv)
+    define(fv)
+    if {"--help", "-h", "-help"} & set(argv):
+        print(cli.help_text(__doc__.strip(), fv))
+        return FITS
+    with cli.clear_errors("plan"):
+        run = cli.parse(fv, argv)
+        if fv["schedule"].value:
+            return draw_schedule(run)
+        if fv["as_published"].value:
+            if fv["best_remat"].value or fv["search"].value:
+                raise UserError("as_published excludes --best_remat and --search")
+            run = as_published(run)
+        timeline = fv["timeline"].value
+        if timeline and not timeline.endswith(".json"):
+            raise UserError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
+        if artifact.load(run) is None:
+            artifact.require_compiler()
+    if fv["search"].value:
+        return search_layouts(run, fv["compiled"].value, fv["json"].value)
+    p = best_remat(run) if fv["best_remat"].value else plan(run)
+    print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
+    if timeline:
+        spans = play(p.run, hlo.parse(p.compiled.text), record=True).spans
+        for path in trace.write(timeline, spans, p.run.name):
+            print(f"timeline: {path}", file=sys.stderr)
+    return FITS if p.fits else DOES_NOT_FIT
+
+
+def draw_schedule(run: Run) -> int:
+    """Prints the run's pipeline schedule as a picture.
+
+    Raises:
+      UserError: there is no pipeline.
+    """
+    if run.layout.pp == 1:
+        raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
+    print(pipeline_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
+    return FITS
+
+
+def search_layouts(run: Run, keep: int, as_json: bool) -> int:
+    """Prints the ranking of layouts for the run's work."""
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    plans = search.search(run, plan, keep, say)
+    if as_json:
+        print(json.dumps([figures(p) for p in plans], indent=1))
+    else:
+        print(search.table(plans, run))
+    return FITS if any(p.fits for p in plans) else DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

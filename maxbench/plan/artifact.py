@@ -1,0 +1,124 @@
+"""What compiling a run for GPUs that are not there leaves behind, and its cache on disk.
+
+Loading one needs no jax. The key is all that can change the program: the run, the sources that
+build it, compiler options and versions.
+"""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+from importlib import metadata
+
+from maxbench.hardware.gpus import CHIPS, GPUS
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+from maxbench.step import compiler
+
+# What builds the step: everything else reads it, runs it, or never sees it.
+BUILDERS = ("spec/model.py", "spec/run.py", "mesh/*.py", "model/*.py", "step/*.py", "plan/aot.py")
+VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled step, for one GPU of the layout. Sizes are bytes.
+
+    Attributes:
+      text: scheduled HLO.
+      weights, optimizer: of the state that the step is given and returns.
+      arguments, temporaries: the compiler's buffer assignment.
+      layer_shapes: dims of each stacked weight and gradient as the layers hold it.
+      copy, gradients: all compute weights of this GPU, and their gradients.
+    """
+
+    text: str
+    weights: int
+    optimizer: int
+    arguments: int
+    temporaries: int
+    copy: int
+    gradients: int
+    layer_shapes: tuple[tuple[int, ...], ...]
+    attention: str
+    lower_s: float
+    compile_s: float
+    peak_rss_gib: float
+
+    @property
+    def total(self) -> int:
+        """What the step occupies: its arguments are donated, so its results need no more."""
+        return self.arguments + self.temporaries
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what compiles; '' for what is not installed."""
+    found = {}
+    for name in VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def require_compiler() -> None:
+    """Raises UserError, naming the install command, when XLA's GPU compiler is not here."""
+    if not versions()["jax-cuda13-plugin"]:
+        raise UserError(
+            "XLA's GPU compiler is not installed; pip install 'maxbench[plan]' brings it "
+            "(it needs no GPU)"
+        )
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    package = pathlib.Path(__file__).parent.parent
+    for path in sorted(path for pattern in BUILDERS for path in package.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def key(run: Run) -> str:
+    """Name of the run's program, the same wherever it is compiled."""
+    about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
+    gpu = run.layout.gpu_type
+    about["target"] = dataclasses.asdict(CHIPS[gpu]), GPUS[gpu].gpus_per_node
+    about |= {"options": compiler.xla_options("gpu", run)}
+    about |= {"sources": _sources(), "versions": versions()}
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def folder() -> pathlib.Path:
+    """Where compiled programs are kept: $MAXBENCH_CACHE, or the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return pathlib.Path(os.environ.get("MAXBENCH_CACHE", f"{home}/maxbench")).expanduser()
+
+
+def load(run: Run) -> Compiled | None:
+    """The run's program from the cache; None when it is not there, or cannot be read."""
+    try:
+        with gzip.open(folder() / f"{key(run)}.json.gz", "rt") as f:
+            values = json.load(f)
+        values["layer_shapes"] = tuple(map(tuple, values["layer_shapes"]))
+        return Compiled(**values)
+    except (OSError, EOFError, ValueError, TypeError, KeyError):
+        return None
+
+
+def store(run: Run, compiled: Compiled) -> None:
+    """Puts a program into the cache, whole or not at all; without a cache where none can be."""
+    path = folder() / f"{key(run)}.json.gz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with gzip.open(part, "wt", compresslevel=3) as f:
+            json.dump(dataclasses.asdict(compiled), f)
+        os.replace(part, path)
+    except OSError:
+        return

@@ -1,0 +1,213 @@
+"""What one op of a compiled program costs on a GPU: seconds from shapes, bytes and links.
+
+Nothing here is measured at run time: the figures are the GPU's datasheet (gpus.GPUS) and what
+programs reach of it (gpus.PHYSICS).
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from maxbench.hardware.gpus import CHIPS, GPUS, PHYSICS, Physics, nvlink_domain
+from maxbench.plan import hlo
+from maxbench.spec.run import AXES
+
+FP8 = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz")
+TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one core each, in cuBLAS
+BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
+GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
+READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Where the devices of a collective sit."""
+
+    axes: str  # mesh axes it runs over, 'fsdp' or 'dp+cp'
+    members: int
+    domains: int  # NVLink domains that one group touches
+    inside: int  # members of one group within one domain
+
+    @property
+    def name(self) -> str:
+        return "NVLink" if self.domains == 1 else "network"
+
+
+class Costs:
+    """Prices of ops for one GPU type and layout.
+
+    Args:
+      gpu_type: a name of gpus.GPUS.
+      degrees: mesh axis -> GPUs along it, for all of config.AXES.
+      physics: in place of the GPU type's own constants.
+    """
+
+    def __init__(self, gpu_type: str, degrees: dict[str, int], physics: Physics | None = None):
+        self.gpu, self.chip = GPUS[gpu_type], CHIPS[gpu_type]
+        self.physics = physics or PHYSICS[gpu_type]
+        self.degrees = [degrees[axis] for axis in AXES]
+        self.gpus = math.prod(self.degrees)
+        self.domain = nvlink_domain(self.gpu, self.gpus)
+
+    # Compute.
+
+    def memory(self, size: float) -> float:
+        """Seconds to move `size` bytes, reads and writes together."""
+        return size / (self.gpu.memory_gbps * 1e9 * self.physics.memory)
+
+    def gemm(self, m: int, n: int, k: int, batch: int = 1, fp8: bool = False) -> float:
+        """Seconds of a matrix product on the tensor cores alone.
+
+        The output is cut in tiles, one per core at a time: the last round is rarely full. Of a few
+        usual tiles the one with the fullest rounds counts.
+        """
+        rounds = lambda tiles: math.ceil(tiles / self.chip.cores) * self.chip.cores / tiles
+        area = lambda a, b: math.ceil(m / a) * math.ceil(n / b) * batch
+        waste = min(rounds(area(a, b)) * area(a, b) * a * b / (m * n * batch) for a, b in TILES)
+        p = self.physics
+        peak = self.gpu.fp8_tflops * p.gemm_fp8 if fp8 else self.gpu.bf16_tflops * p.gemm_bf16
+        return 2 * m * n * k * batch * waste / (peak * 1e12)
+
+    def attention(self, scores: int, head_dim: int, causal: bool, backward: bool) -> float:
+        """Seconds of flash attention: 2 products forward, 5 backward, of scores x head_dim.
+
+        `scores` are all of them, batch x heads x queries x keys; a causal mask leaves half.
+        """
+        flops = 2 * (5 if backward else 2) * scores * head_dim * (0.5 if causal else 1)
+        p = self.physics
+        reach = p.attention_backward if backward else p.attention_forward
+        return flops / (self.gpu.bf16_tflops * 1e12 * reach)
+
+    # Communication.
+
+    def link(self, groups: np.ndarray) -> Link:
+        """Where groups of devices sit, from the first of them; numbers count along the mesh."""
+        group = groups[0] if groups.size else np.arange(self.gpus)
+        at = np.array(np.unravel_index(group, self.degrees))
+        axes = [axis for axis, row in zip(AXES, at, strict=True) if len(set(row.tolist())) > 1]
+        domains, inside = np.unique(group // self.domain, return_counts=True)
+        return Link("+".join(axes), len(group), len(domains), int(inside.min()))
+
+    def axis_link(self, *axes: str) -> Link:
+        """Where the devices along mesh axes sit."""
+        ids = np.arange(self.gpus).reshape(self.degrees)
+        along = tuple(slice(None) if a in axes else 0 for a in AXES)
+        return self.link(ids[along].reshape(1, -1))
+
+    def permute_link(self, pairs: np.ndarray) -> Link:
+        """Of a permute: the slowest of its messages decides."""
+        cross = pairs[:, 0] // self.domain != pairs[:, 1] // self.domain
+        pair = pairs[int(np.argmax(cross))]
+        link = self.link(pair[None])
+        return dataclasses.replace(link, members=2)
+
+    def collective(self, kind: str, link: Link, sent: int, received: int) -> float:
+        """Seconds of a collective alone on its links.
+
+        Args:
+          kind: a value of hlo.COLLECTIVES.
+          sent, received: bytes of its operands and results on one GPU.
+
+        Rings carry (n - 1) / n of the whole through every GPU; between domains each member brings
+        its own network link, so the slower of NVLink and the members' links together decides.
+        """
+        n, p = link.members, self.physics
+        if n == 1:
+            return self.memory(sent + received)
+        nvlink = self.gpu.nvlink_gbps / 2 * 1e9 * p.nvlink
+        network = self.gpu.network_gbps * 1e9 * p.network
+        if kind == "permute":
+            rate, latency = (nvlink, p.nvlink_us) if link.domains == 1 else (network, p.network_us)
+            return sent / rate + latency * 1e-6
+        latency = self._latency(link)
+        if kind == "all-to-all":
+            outside = (n - link.inside) / n * sent
+            inside = (link.inside - 1) / n * sent
+            return max(outside / network, inside / nvlink) + latency
+        rate = nvlink if link.domains == 1 else min(nvlink, network * link.inside)
+        whole = max(sent, received) * (2 if kind == "all-reduce" else 1)
+        return whole * (n - 1) / n / rate + latency * (2 if kind == "all-reduce" else 1)
+
+    def _latency(self, link: Link) -> float:
+        """Seconds of the steps of a collective: a tree within and over domains (NCCL's choice for
+        small messages; for large ones the steps of a ring hide behind the data)."""
+        steps = lambda n: math.ceil(math.log2(n)) if n > 1 else 0
+        p = self.physics
+        return (
+            steps(link.inside) * p.nvlink_us + steps(link.domains) * p.network_us
+        ) * 1e-6 + self.launch
+
+    @property
+    def launch(self) -> float:
+        """Seconds between two kernels."""
+        return self.physics.launch_us * 1e-6
+
+
+def gemm_sizes(op: hlo.Op, lhs: hlo.Shape, rhs: hlo.Shape) -> tuple[int, int, int, int]:
+    """m, n, k and batch of a matrix product, from its operands and dimension numbers."""
+    if op.target == BLOCK_GEMM:
+        return lhs.dims[1], rhs.dims[1], lhs.dims[2], lhs.dims[0]
+    if op.target == TE_GEMM:
+        k = lhs.dims[0 if "lhs_transposed = true" in op.attrs else 1]
+        return lhs.elements // k, rhs.elements // k, k, 1
+    contract, batch = op.dims("lhs_contracting_dimensions"), op.dims("lhs_batch_dimensions")
+    k = math.prod(lhs.dims[d] for d in contract)
+    b = math.prod(lhs.dims[d] for d in batch)
+    return lhs.elements // (k * b), rhs.elements // (k * b), k, b
+
+
+def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:
+    """Bytes that a kernel reads and writes.
+
+    Operands are read once. A slice reads its part only; an update in place writes its part and
+    does not touch the rest.
+    """
+    if op.opcode == "fusion":
+        inside = program.called(op)
+        reads = sum(_read(inside, p) for p in inside.ops if p.opcode == "parameter")
+        roots = _outputs(inside)
+        return reads + sum(_written(inside, root) for root in roots)
+    shapes = [operand.shape for operand in where.operands(op)]
+    if op.opcode in READS_PART:
+        return 2 * hlo.size(op.shape)
+    if op.opcode == "dynamic-update-slice":
+        return 2 * hlo.size(shapes[1])
+    # A GEMM's second result is its workspace.
+    made = hlo.leaves(op.shape)[0] if op.target in GEMM else op.shape
+    return sum(map(hlo.size, shapes)) + hlo.size(made)
+
+
+def _outputs(inside: hlo.Computation) -> list[hlo.Op]:
+    root = inside.root
+    return inside.operands(root) if root.opcode == "tuple" else [root]
+
+
+def _through(inside: hlo.Computation, op: hlo.Op):
+    """The ops that read op, seen through changes of name."""
+    for user in inside.users[op.name]:
+        if user.opcode == "bitcast":
+            yield from ((source, u) for source, u in _through(inside, user))
+        else:
+            yield op, user
+
+
+def _read(inside: hlo.Computation, parameter: hlo.Op) -> int:
+    part = 0
+    for source, user in _through(inside, parameter):
+        if user.opcode in READS_PART and user.operands[0] == source.name:
+            part += hlo.size(user.shape)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == source.name:
+            continue  # in place
+        elif user.opcode != "tuple":
+            return hlo.size(parameter.shape)
+    return min(part, hlo.size(parameter.shape))
+
+
+def _written(inside: hlo.Computation, root: hlo.Op) -> int:
+    root = inside.origin(root)
+    if root.opcode == "parameter":
+        return 0
+    if root.opcode == "dynamic-update-slice":
+        return hlo.size(inside.by_name[root.operands[1]].shape)
+    return hlo.size(root.shape)

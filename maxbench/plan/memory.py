@@ -1,0 +1,149 @@
+"""What a step occupies on one GPU, by purpose, and what recomputation would save.
+
+The total is the compiler's buffer assignment. Its parts: the state's are exact; activations are
+what the loop over layers, or over a pipeline's ticks, carries from the forward to the backward
+pass; gradients and the compute copy of the weights are their shapes; workspace is the rest.
+"""
+
+import dataclasses
+
+from maxbench.hardware.gpus import CHIPS
+from maxbench.plan import hlo
+from maxbench.plan.artifact import Compiled
+from maxbench.spec.run import DTYPES, REMATS, Run
+from maxbench.step.schedule import schedule
+
+FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    weights: int  # master weights and, where it is another array, their copy in compute precision
+    optimizer: int
+    gradients: int
+    activations: int
+    workspace: int  # everything else: gathered weights, logits, scratch of kernels
+    capacity: int  # that the step may take
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.activations + self.workspace
+
+    @property
+    def spare(self) -> int:
+        """Bytes left; negative when it does not fit."""
+        return self.capacity - self.total
+
+
+def capacity(gpu_type: str) -> int:
+    return int(CHIPS[gpu_type].memory_bytes * FRACTION)
+
+
+def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
+    """The parts of the compiler's total."""
+    a = run.layout
+    rows = run.model.layers
+    if a.pp > 1:
+        rows = schedule(run.train.schedule, a.pp, a.vp, a.microbatches).keep + 1
+    # Where layers are code no loop carries them: arithmetic.
+    kept = activation_bytes(run, run.train.remat)
+    activations = saved(program, compiled.layer_shapes, rows) or kept
+    left = compiled.temporaries
+    take = lambda size: min(size, left)
+    activations = take(activations)
+    left -= activations
+    gradients = take(compiled.gradients)
+    left -= gradients
+    same = run.precision.compute == run.precision.weights
+    copy = 0 if same and compiled.copy <= compiled.weights else take(compiled.copy)
+    return Memory(
+        weights=compiled.weights + copy,
+        optimizer=compiled.optimizer,
+        gradients=gradients,
+        activations=activations,
+        workspace=left - copy + compiled.arguments - compiled.weights - compiled.optimizer,
+        capacity=capacity(run.layout.gpu_type),
+    )
+
+
+def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], rows: int) -> int:
+    """Bytes that a loop carries with one row per layer, or per slot of a pipeline's residuals, and
+    that are no weight or gradient."""
+    known = {tuple(sorted(dims)) for dims in weights}
+    most = 0
+    for computation in program.computations.values():
+        for op in computation.ops:
+            if op.opcode == "while":
+                found = {
+                    operand: shape
+                    for operand, shape in _carried(computation, op)
+                    if shape.dims[:1] == (rows,) and tuple(sorted(shape.dims)) not in known
+                }
+                most = max(most, sum(shape.bytes for shape in found.values()))
+    return most
+
+
+def _carried(computation: hlo.Computation, loop: hlo.Op):
+    """Name and shape of each array that a loop is given."""
+    source = computation.by_name[loop.operands[0]]
+    names = source.operands if source.opcode == "tuple" else range(len(loop.shape))
+    return zip(names, loop.shape, strict=True)
+
+
+def activation_bytes(run: Run, remat: str) -> int:
+    """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers, or over all that
+    its stage of a pipeline has in flight."""
+    m, a = run.model, run.layout
+    width = 2 if DTYPES[run.precision.compute] == "bfloat16" else 4
+    tokens = a.mbs * run.train.seq // a.cp
+    half = 0.5 if run.precision.dtype == "fp8" else 1  # what only a GEMM's backward pass needs
+    routed = m.capacity_factor * m.top_k or m.experts if m.experts else 1
+    per_token = {
+        "query": m.heads * m.head_dim / a.tp,
+        "key": m.kv_heads * m.head_dim / a.tp,
+        "value": m.kv_heads * m.head_dim / a.tp,
+        "context": m.heads * (m.head_dim + 4 / width) / a.tp,
+        "attn_out": m.embed / a.tp,
+        "mlp_up": routed * m.gates * m.mlp / a.tp,
+        "mlp_act": routed * m.mlp / a.tp * half,
+        # Only a backward pass through what follows needs it: a second norm, the experts' weights.
+        "mlp_down": routed * m.embed / a.tp if m.post_norm or m.experts else 0,
+    }
+    names = dataclasses.replace(run.train, remat=remat).saved
+    kept = m.embed / a.tp + sum(per_token[name] for name in names)
+    if a.pp == 1:
+        return int(tokens * width * kept * m.layers)
+    return int(tokens * width * kept * (in_flight(run) + 1) * -(-m.layers // (a.pp * a.vp)))
+
+
+def in_flight(run: Run) -> int:
+    """Pieces of work (a microbatch in a chunk of layers) whose residuals the first stage of a
+    pipeline holds at once: schedule()'s `keep`, without making the table."""
+    a = run.layout
+    work = a.microbatches * a.vp
+    most = (a.vp - 1) * a.pp + 2 * (a.pp - 1) + 1
+    return min(work, most) if run.train.schedule == "1f1b" else work
+
+
+def recomputed(run: Run, remat: str) -> float:
+    """Share of a layer's forward FLOPs that the backward pass computes again."""
+    m, saved = run.model, dataclasses.replace(run.train, remat=remat).saved
+    heads, kv, k = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.top_k if m.experts else 1
+    parts = {
+        "query": m.embed * heads,
+        "key": m.embed * kv,
+        "value": m.embed * kv,
+        "context": run.train.seq * heads,  # two products, half of the scores
+        "attn_out": m.embed * heads,
+        "mlp_up": m.embed * k * m.gates * m.mlp,
+    }
+    total = sum(parts.values()) + m.embed * k * m.mlp
+    return sum(part for name, part in parts.items() if name not in saved) / total
+
+
+def policies(run: Run) -> list[str]:
+    """Remat policies, the one that keeps most first."""
+    return sorted(REMATS, key=lambda remat: -activation_bytes(run, remat))

@@ -1,0 +1,269 @@
+"""A run that is not here: its program, what that occupies, its predicted step, and the screen."""
+
+import dataclasses
+import sys
+
+from maxbench.hardware import published
+from maxbench.hardware.gpus import CHIPS, GPUS, Physics
+from maxbench.hardware.published import Published
+from maxbench.plan import artifact, hlo, memory, simulate, terms
+from maxbench.plan.artifact import Compiled
+from maxbench.plan.costs import Costs
+from maxbench.plan.memory import GIB, Memory
+from maxbench.plan.simulate import Timeline
+from maxbench.run import metrics, runtime
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import AXES, Run
+from maxbench.step.schedule import Schedule, schedule
+
+PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "copy": "copies, nothing computed",
+    "launch": "gaps between kernels",
+    "host": "the host decides what runs",
+    "contention": "slower beside communication",
+    "exposed": "exposed communication",
+    "idle": "pipeline idle",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run, what its program occupies, and its predicted step.
+
+    `terms` are seconds by which the published row's program differs; none without such a row.
+    """
+
+    run: Run
+    compiled: Compiled
+    memory: Memory
+    timeline: Timeline
+    terms: dict[str, float]
+    cached: bool
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, convention 'full'."""
+        return figures(self)["mfu"]["full"]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.spare >= 0
+
+
+def plan(run: Run) -> Plan:
+    """Plans a run; compiles it unless the cache has its program.
+
+    Raises:
+      UserError: the GPU compiler is not installed.
+    """
+    compiled = artifact.load(run)
+    cached = compiled is not None
+    if compiled is None:
+        artifact.require_compiler()
+        if "jax" not in sys.modules:
+            runtime.prepare_compiler()
+        from maxbench.plan.planner import (
+            aot,  # the one late import: what is cached is planned without jax
+        )
+
+        compiled = aot.compile_run(run)
+        artifact.store(run, compiled)
+    program = hlo.parse(compiled.text)
+    timeline = play(run, program)
+    row, differences = published_row(run)
+    differs = {} if row is None or differences else terms.terms(run, timeline, row)
+    split = memory.split(run, compiled, program)
+    return Plan(run, compiled, split, timeline, differs, cached)
+
+
+def play(
+    run: Run, program: hlo.Program, record: bool = False, physics: Physics | None = None
+) -> Timeline:
+    """The program's predicted step; `physics` in place of the GPU type's own."""
+    degrees = {axis: getattr(run.layout, axis) for axis in AXES}
+    choose = simulate.as_scheduled(pipeline_of(run).shares())
+    costs = Costs(run.layout.gpu_type, degrees, physics)
+    return simulate.play(program, costs, choose, record)
+
+
+def pipeline_of(run: Run) -> Schedule:
+    """The schedule of the run's pipeline; without one, of a pipeline of one stage."""
+    a = run.layout
+    return schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
+
+
+def best_remat(run: Run) -> Plan:
+    """The plan with the policy that keeps most and still fits; else the one that keeps least.
+
+    What a policy keeps is arithmetic, so two or three programs are compiled, not all.
+    """
+    policies = memory.policies(run)
+    with_policy = lambda remat: dataclasses.replace(
+        run, train=dataclasses.replace(run.train, remat=remat)
+    )
+    least = plan(with_policy(policies[-1]))
+    room = least.memory.spare + memory.activation_bytes(run, policies[-1])
+    for remat in policies[:-1]:
+        if memory.activation_bytes(run, remat) <= room * 1.05:
+            found = plan(with_policy(remat))
+            if found.fits:
+                return found
+    return least
+
+
+def figures(p: Plan) -> dict:
+    """The plan as plain data, for machines; seconds and bytes unless a name says otherwise."""
+    run, t = p.run, p.timeline
+    f = metrics.Figures(
+        run, metrics.Devices("gpu", CHIPS[run.layout.gpu_type].name, run.layout.gpus)
+    )
+    traffic = [
+        {"kind": x.kind, "axes": x.link.axes, "link": x.link.name, "members": x.link.members}
+        | {"count": round(x.count), "bytes": round(x.bytes)}
+        | {"busy_s": x.busy_s, "exposed_s": x.exposed_s}
+        for x in t.traffic.values()
+    ]
+    peak = GPUS[run.layout.gpu_type].peak_tflops(run.precision.dtype)
+    parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
+    return {
+        "name": run.name,
+        "layout": run.layout.describe(),
+        "gpu_type": run.layout.gpu_type,
+        "remat": run.train.remat,
+        "attention": p.compiled.attention,
+        "fits": p.fits,
+        "memory": dataclasses.asdict(p.memory) | {"total": p.memory.total, "spare": p.memory.spare},
+        "communication": traffic,
+        "step_s": t.seconds,
+        "parts_s": parts,
+        "tokens_per_s": f.tokens_per_s(t.seconds),
+        "tflops_per_gpu": {c: f.tflops(t.seconds, c) for c in metrics.flops.CONVENTIONS},
+        "mfu": {c: f.mfu(t.seconds, c) for c in metrics.flops.CONVENTIONS},
+        "hfu": t.flops / t.seconds / 1e12 / peak,
+        "days_to_1t_tokens": metrics.flops.days_to_1t(f.tokens_per_s(t.seconds)),
+        "published": comparison(p),
+        "terms_s": p.terms,
+        "compile": {
+            "lower_s": p.compiled.lower_s,
+            "compile_s": p.compiled.compile_s,
+            "peak_rss_gib": p.compiled.peak_rss_gib,
+            "cached": p.cached,
+            "versions": artifact.versions(),
+        },
+        "config": run.asdict(),
+    }
+
+
+def published_row(run: Run) -> tuple[Published | None, list[str]]:
+    """The published row of the same work, or the nearest one and what keeps it from comparison."""
+    layout, m = run.layout, run.model
+    row = published.nearest(m.name, m.size, run.precision.dtype, layout.gpu_type, layout.gpus)
+    work = dict(gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=m.layers)
+    return row, published.differences(row, **work) if row else []
+
+
+def comparison(p: Plan) -> dict | None:
+    """The predicted step beside the published one, as compiled and without the terms."""
+    row, why = published_row(p.run)
+    if row is None:
+        return None
+    found = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source, "differences": why}
+    if not why:
+        found["as_published_s"] = less = p.step_s - sum(p.terms.values())
+        found |= {"error": p.step_s / row.step_s - 1, "error_as_published": less / row.step_s - 1}
+    return found
+
+
+def as_published(run: Run) -> Run:
+    """The run with the published run's recomputation, whether or not it fits.
+
+    Raises:
+      UserError: nothing is published for this workload, precision and GPU.
+    """
+    row, _ = published_row(run)
+    if row is None:
+        name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
+        raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=row.remat))
+
+
+def screen(p: Plan) -> str:
+    """The plan on one screen."""
+    run, m, t = p.run, p.memory, p.timeline
+    f = figures(p)
+    gpu = run.layout.gpu_type
+    lines = [
+        f"{run.model.name} {run.model.size} {run.precision.dtype}, seq {run.train.seq}, on "
+        f"{run.layout.gpus} x {gpu.upper()}",
+        f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
+        "",
+        f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}   {verdict(p)}",
+    ]
+    parts = ("weights", "optimizer", "gradients", "activations", "workspace")
+    lines += [f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in parts]
+    lines += [
+        "",
+        "communication of one GPU    over    link        times       GiB   busy s  exposed",
+    ]
+    for x in sorted(t.traffic.values(), key=lambda x: -x.busy_s):
+        lines.append(
+            f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
+            f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
+        )
+    lines += ["", f"predicted step      {t.seconds:10.3f} s"]
+    for part, text in PARTS.items():
+        seconds = f["parts_s"].get(part, 0.0)
+        if seconds:
+            lines.append(f"  {text:<28}{seconds:8.3f} s {seconds / t.seconds:6.1%}")
+    mfu, rate, days = f["mfu"], f["tflops_per_gpu"], f["days_to_1t_tokens"]
+    lines += [
+        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens {days:,.2f}",
+        "TFLOP/s per GPU     "
+        + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
+        + f"; executed {f['hfu']:.1%} of peak",
+        f"published           {published_text(f)}",
+        *terms_text(p, f["published"]),
+        f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
+        + (", from the cache" if p.cached else ""),
+    ]
+    return "\n".join(lines)
+
+
+def published_text(f: dict) -> str:
+    row = f["published"]
+    if row is None:
+        return "nothing for this workload, precision and GPU"
+    text = f"{row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
+    if row["differences"]:
+        return text + "not comparable: " + "; ".join(row["differences"])
+    return text + f"predicted {row['error']:+.1%}"
+
+
+def terms_text(p: Plan, row: dict | None) -> list[str]:
+    """What the published run did otherwise, from a thousandth of the step on."""
+    shown = {name: s for name, s in p.terms.items() if abs(s) > 1e-3 * p.step_s}
+    lines = [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
+    if lines:
+        lines.append(f"  {'as published':<28}{row['as_published_s']:8.3f} s: predicted ")
+        lines[-1] += f"{row['error_as_published']:+.1%}"
+    return lines
+
+
+def verdict(p: Plan) -> str:
+    """'fits, 12.4 GiB spare', or by how much it does not and what would."""
+    spare = p.memory.spare / GIB
+    if p.fits:
+        return f"fits, {spare:.1f} GiB spare"
+    room = p.memory.capacity - p.memory.total + p.memory.activations
+    would = next(
+        (r for r in memory.policies(p.run) if memory.activation_bytes(p.run, r) <= room), None
+    )
+    hint = f"--config.train.remat={would}" if would else "more fsdp, tp or cp; smaller mbs"
+    return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"

@@ -1,0 +1,291 @@
+"""A timeline of one training step, played from the compiled program.
+
+One stream computes, in the program's order. All collectives run on one stream beside it, as in XLA
+(its ExecutionStreamAssignment has one for communication, and no option for more; the limit on
+parallel collectives is the scheduler's): from their start op on, as soon as the stream is free. A
+done op waits. What the compute stream waits is exposed communication. A kernel beside a running
+collective takes longer by the contention of the GPU type.
+
+A loop's iterations are all the same unless a collective from before the loop still runs, so one is
+played and counted as often as the loop runs.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable
+
+from maxbench.plan import hlo
+from maxbench.plan.costs import FP8, GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
+
+STREAMS = ("compute", "communication")
+MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
+MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
+EXPANDED = 3  # iterations of a loop that a recorded timeline shows one by one
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A bar of the timeline: on a stream, from start on, in seconds."""
+
+    stream: str
+    name: str
+    kind: str
+    start: float
+    seconds: float
+
+
+@dataclasses.dataclass
+class Traffic:
+    """All collectives of one kind over one set of axes."""
+
+    kind: str
+    link: Link
+    count: float = 0
+    bytes: float = 0  # on one GPU: the larger of operands and results
+    busy_s: float = 0
+    exposed_s: float = 0
+
+
+@dataclasses.dataclass
+class Timeline:
+    """The step that was played.
+
+    Attributes:
+      seconds: its length.
+      compute: seconds of the compute stream by kind: gemm, attention, memory, copy, launch, host,
+        contention.
+      traffic: communication by (kind, axes).
+      idle_s: time in which other stages have work (pipeline bubble).
+      flops: of matrix products and attention on one GPU, what the hardware executes.
+      spans: bars, when they were asked for.
+    """
+
+    seconds: float = 0
+    compute: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
+    traffic: dict[tuple[str, str], Traffic] = dataclasses.field(default_factory=dict)
+    idle_s: float = 0
+    flops: float = 0
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the compute stream waits for communication."""
+        return sum(t.exposed_s for t in self.traffic.values())
+
+
+# A conditional, or a loop that runs once or not at all -> how often its longest branch runs, and
+# how often it is waited for; of its runs.
+Choose = Callable[[hlo.Op], tuple[float, float]]
+
+
+def always(op: hlo.Op) -> tuple[float, float]:
+    """The longest branch, every time."""
+    del op
+    return 1.0, 0.0
+
+
+def as_scheduled(shares: dict[str, tuple[float, float]]) -> Choose:
+    """By the name that a pipeline's executor gave the conditional, '.../pipeline_loss/cond', or the
+    loop that stands for one.
+
+    One inside another has a name of its own or none: its runs are counted by the outer one's.
+    """
+    return lambda op: shares.get(
+        re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], (1.0, 0.0)
+    )
+
+
+def play(
+    program: hlo.Program, costs: Costs, choose: Choose = always, record: bool = False
+) -> Timeline:
+    """Plays the program's entry once.
+
+    Args:
+      choose: how often a conditional's work is done; a pipeline's schedule knows, the text is the
+        same for all stages.
+      record: keep the bars, for drawing.
+    """
+    player = _Player(program, costs, choose, record)
+    player.timeline.seconds = player.run(program.entry, 0.0, 1)
+    return player.timeline
+
+
+class _Player:
+    def __init__(self, program, costs, choose, record):
+        self.program, self.costs, self.choose, self.record = program, costs, choose, record
+        self.timeline = Timeline()
+        self.free = 0.0  # when the communication stream is free again
+        self.prices: dict[hlo.Op, tuple[str, float, float]] = {}
+
+    def run(self, where: hlo.Computation, now: float, times: float) -> float:
+        """Plays a computation that starts at `now` and runs `times` times; returns its end."""
+        pending: dict[str, tuple[float, Traffic]] = {}
+        for op in where.ops:
+            base = op.opcode.removesuffix("-start").removesuffix("-done")
+            if op.opcode in hlo.FREE or op.opcode == "async-update":
+                continue
+            if op.opcode == "while":
+                now = self._loop(where, op, now, times)
+            elif op.opcode == "conditional":
+                now = self._conditional(op, op.branches, now, times)
+            elif op.opcode == "call":
+                now = self.run(self.program.called(op, "to_apply"), now, times)
+            elif op.is_done:
+                now = self._wait(pending.pop(op.operands[0], None), now, times)
+            elif base in hlo.COLLECTIVES or base == "async":
+                now = self._communicate(where, op, base, now, times, pending)
+            else:
+                now = self._kernel(where, op, now, times)
+        return now
+
+    def _loop(self, where, op, now, times):
+        if self.choose(op) != always(op):
+            return self._conditional(op, [self.program.called(op, "body").name], now, times)
+        body, trips = self.program.called(op, "body"), self.program.trips(where, op)
+        left = trips
+        # While something from outside still runs, or bars are wanted, iterations differ.
+        while left and (self.free > now or (self.record and trips - left < EXPANDED)):
+            now, left = self.run(body, now, times), left - 1
+        if not left:
+            return now
+        recorded, self.record = self.record, False
+        end = self.run(body, now, times * left)
+        self.record = recorded
+        seconds = (end - now) * left
+        self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
+        self.free = min(self.free, now)
+        return now + seconds
+
+    def _conditional(self, op, names, now, times):
+        alone = [
+            play_alone(self.program, self.program.computations[n], self.costs, self.choose)
+            for n in names
+        ]
+        longest = names[max(range(len(names)), key=alone.__getitem__)]
+        done, waited = self.choose(op)
+        decisions = 1 + done * (op.opcode == "while")
+        decided = decisions * self.costs.physics.host_us * 1e-6
+        self.timeline.compute["host"] += decided * times
+        now += decided
+        before = self.free
+        seconds = self.run(self.program.computations[longest], now, times * done) - now
+        self.timeline.idle_s += seconds * waited * times
+        end = now + seconds * (done + waited)
+        # What ran inside is over on average by then.
+        self.free = min(self.free, max(end, before))
+        return end
+
+    def _wait(self, running, now, times):
+        if running is None:
+            return now
+        end, traffic = running
+        if end > now:
+            traffic.exposed_s += (end - now) * times
+            self._bar("compute", f"wait for {traffic.kind}", "wait", now, end - now)
+        return max(now, end)
+
+    def _communicate(self, where, op, base, now, times, pending):
+        inner, place = op, where
+        if base == "async":  # a wrapper: the collective is the root of what it calls
+            place = self.program.called(op)
+            inner = place.root
+        kind = hlo.COLLECTIVES.get(inner.opcode.removesuffix("-start"))
+        if kind is None:  # a kernel or a copy on another stream: short, and never a collective
+            return now
+        sent = sum(hlo.size(o.shape) for o in place.operands(inner))
+        received = self._received(where, op)
+        permute = kind == "permute"
+        link = self.costs.permute_link(inner.pairs) if permute else self.costs.link(inner.groups)
+        traffic = self.timeline.traffic.setdefault((kind, link.axes), Traffic(kind, link))
+        seconds = self.costs.collective(kind, link, sent, received)
+        traffic.count += times
+        traffic.bytes += max(sent, received) * times
+        traffic.busy_s += seconds * times
+        begin = max(now, self.free)
+        end = self.free = begin + seconds
+        self._bar("communication", f"{kind} {link.axes} {op.name}", kind, begin, seconds)
+        if op.sync or not op.is_start:
+            now = self._wait((end, traffic), now, times)
+        else:
+            pending[op.name] = (end, traffic)
+        return now
+
+    def _received(self, where, op):
+        done = next((u for u in where.users[op.name] if u.is_done), op)
+        return hlo.size(done.shape)
+
+    def _kernel(self, where, op, now, times):
+        if op not in self.prices:
+            self.prices[op] = price(self.program, where, op, self.costs)
+        kind, alone, flops = self.prices[op]
+        t, launch = self.timeline, self.costs.launch
+        seconds = self._beside(now, alone)
+        t.compute[kind] += alone * times
+        t.compute["contention"] += (seconds - alone) * times
+        t.compute["launch"] += launch * times
+        t.flops += flops * times
+        self._bar("compute", op.name, kind, now, seconds)
+        return now + seconds + launch
+
+    def _beside(self, now: float, alone: float) -> float:
+        """Seconds of a kernel that starts at now, slower while a collective runs."""
+        until = self.free
+        if until <= now or self.costs.gpus == 1:
+            return alone
+        slower = alone * (1 + self.costs.physics.contention)
+        if now + slower <= until:
+            return slower
+        done = (until - now) / (1 + self.costs.physics.contention)
+        return until - now + alone - done
+
+    def _bar(self, stream, name, kind, start, seconds):
+        if self.record:
+            self.timeline.spans.append(Span(stream, name, kind, start, seconds))
+
+
+def play_alone(program, where: hlo.Computation, costs: Costs, choose: Choose) -> float:
+    """Seconds of one computation by itself."""
+    return _Player(program, costs, choose, record=False).run(where, 0.0, 1)
+
+
+def price(
+    program: hlo.Program, where: hlo.Computation, op: hlo.Op, costs: Costs
+) -> tuple[str, float, float]:
+    """Kind, seconds alone, and FLOPs of a kernel."""
+    bytes_s = costs.memory(moved(program, where, op))
+    if op.opcode == "dot" or op.target in GEMM:
+        lhs, *others = (o.shape for o in where.operands(op))
+        rhs = others[op.target == TE_GEMM]  # a scale stands between
+        m, n, k, batch = gemm_sizes(op, lhs, rhs)
+        seconds = costs.gemm(m, n, k, batch, fp8=lhs.dtype in FP8)
+        return "gemm", max(seconds, bytes_s), 2.0 * m * n * k * batch
+    if op.target.startswith("__cudnn$fmha"):
+        backward, causal = op.target.endswith("Backward"), '"mask_type": "CAUSAL"' in op.attrs
+        scores = 1
+        for size in op.dims("dimensions"):
+            scores *= size
+        head_dim = where.operands(op)[0].shape.dims[-1]
+        seconds = costs.attention(scores, head_dim, causal, backward)
+        flops = (10.0 if backward else 4.0) * scores * head_dim * (0.5 if causal else 1)
+        return "attention", max(seconds, bytes_s), flops
+    if op.opcode == "fusion" and "dot" in (inside := program.called(op)).opcodes:
+        seconds = flops = 0.0
+        for dot in inside.ops:
+            if dot.opcode == "dot":
+                sizes = gemm_sizes(dot, *(o.shape for o in inside.operands(dot)[:2]))
+                seconds += costs.gemm(*sizes)
+                flops += 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        return "gemm", max(seconds, bytes_s), flops
+    moves = op.opcode in MOVES or (op.opcode == "fusion" and _only_moves(program.called(op)))
+    return "copy" if moves else "memory", bytes_s, 0.0
+
+
+def _only_moves(inside: hlo.Computation) -> bool:
+    """Whether a fusion computes nothing: indices aside, data only changes place or precision."""
+    return all(
+        op.opcode in MOVES
+        or op.opcode in hlo.FREE
+        or max(part.elements for part in hlo.leaves(op.shape)) <= 1
+        for op in inside.ops
+    )

@@ -1,0 +1,120 @@
+"""Reads runs back: tables, plots, verdicts against the published figures.
+
+  maxbench report experiments
+  maxbench report --format=html experiments > report.html
+  maxbench report --cost 2.5 --format=csv experiments other/log-*.out
+  maxbench report --diff RUN_A RUN_B
+
+Reads our own folders, and logs of NeMo, Megatron-Bridge and MaxText runs. NCCL's calls of trace
+jobs are set beside what plan predicts, and the page shows where plan thinks that a step goes, for
+runs whose program is in plan's cache.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from maxbench.hardware.gpus import GPUS
+from maxbench.report import compare, page, runlogs, tables
+from maxbench.report.planned import look_inside
+from maxbench.spec import cli
+from maxbench.spec.errors import UserError, choose
+
+FORMATS = ("table", "csv", "json", "md", "html")
+
+
+def define(fv: flags.FlagValues) -> None:
+    """Defines the flags of the report."""
+    string = lambda name, default, text: flags.DEFINE_string(name, default, text, flag_values=fv)
+    number = lambda name, default, text: flags.DEFINE_float(name, default, text, flag_values=fv)
+    string("format", "table", "table | csv | json | md | html")
+    string("title", "maxbench report", "heading of the HTML page")
+    string("output", "", "write to this file instead of the screen")
+    string("window", "35,44", "first and last step that count")
+    string("gpu_type", "", "of logs that do not name it: h100 | h200 | b200 | gb200 | gb300")
+    number("cost", 0.0, "dollars per GPU hour")
+    number("interval", 0.0, "minutes between checkpoints; 0 = the best (Young, Daly)")
+    number("mtbf", 24.0, "hours between failures of the whole job")
+    flags.DEFINE_bool("full-names", False, "paths instead of names", flag_values=fv)
+    flags.DEFINE_bool("diff", False, "what moved between two runs", flag_values=fv)
+
+
+def settings(fv: flags.FlagValues) -> compare.Settings:
+    """The flags, checked.
+
+    Raises:
+      UserError: a flag that cannot be, with what would work.
+    """
+    choose("format", fv["format"].value, FORMATS)
+    if fv["gpu_type"].value:
+        choose("gpu_type", fv["gpu_type"].value, GPUS)
+    first, comma, last = fv["window"].value.partition(",")
+    digits = first.strip().isdecimal() and last.strip().isdecimal()
+    if not (comma and digits and int(first) <= int(last)):
+        raise UserError(f"window={fv['window'].value!r} must be two steps, as 35,44")
+    for name in ("cost", "interval", "mtbf"):
+        value = fv[name].value
+        if not 0 <= value < 1e9 or (name == "mtbf" and value == 0):
+            raise UserError(f"{name}={value} must be a positive number")
+    return compare.Settings(
+        window=(int(first), int(last)),
+        cost=fv["cost"].value,
+        gpu_type=fv["gpu_type"].value,
+        interval_s=fv["interval"].value * 60,
+        mtbf_s=fv["mtbf"].value * 3600,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 1 no run succeeded, 2 bad input."""
+    fv = flags.FlagValues()
+    define(fv)
+    if {"--help", "-h", "-help"} & set(argv):
+        print(cli.help_text(__doc__.strip(), fv).rpartition("\n")[0])
+        return 0
+    with cli.clear_errors("report"):
+        paths = cli.flags_of(fv, argv)[1:] or ["experiments"]
+        chosen = settings(fv)
+        rows = [compare.row(r, chosen) for r in runlogs.read(paths)]
+        if not rows:
+            raise UserError(f"no run and no log at or below {', '.join(paths)}")
+        look_inside(rows, every=fv["format"].value == "html")
+        made = render(rows, chosen, fv, paths)
+        if fv["output"].value:
+            with open(fv["output"].value, "w", encoding="utf-8") as f:
+                f.write(made + "\n")
+    if not fv["output"].value:
+        try:
+            print(made, flush=True)
+        except BrokenPipeError:  # `| head` has seen enough; Python would complain at exit too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if any(one.ok for one in rows) else 1
+
+
+def render(rows: list[compare.Row], s: compare.Settings, fv: flags.FlagValues, paths) -> str:
+    """The report in the format that was asked for.
+
+    Raises:
+      UserError: --diff without exactly two runs.
+    """
+    if fv["diff"].value:
+        if len(rows) != 2:
+            raise UserError(f"--diff compares two runs, and {len(rows)} are at {', '.join(paths)}")
+        order = sorted(rows, key=lambda x: 0 if str(x.record.path).startswith(paths[0]) else 1)
+        return tables.difference(*order)
+    full = [str(x.record.path) for x in rows]
+    names = full if fv["full-names"].value else compare.short_names(rows)
+    makers = {
+        "table": lambda: tables.text(rows, s, names),
+        "csv": lambda: tables.to_csv(rows, full),
+        "json": lambda: tables.to_json(rows, s, full, paths),
+        "md": lambda: tables.markdown(rows, s, names),
+        "html": lambda: page.html(rows, s, names, fv["title"].value),
+    }
+    return makers[fv["format"].value]()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,326 @@
+"""Figures of runs that are over: windows, verdicts, scaling, repeats, cost, energy, checkpoints.
+
+Every figure names its convention. Times are seconds, rates per second, power watts, money dollars.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+
+from maxbench.hardware import published
+from maxbench.hardware.gpus import GPUS
+from maxbench.launch.variables import ROOT
+from maxbench.report.runlogs import Record
+from maxbench.run import metrics
+from maxbench.spec import flops, recipes
+from maxbench.spec.model import Model
+
+PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
+DRIFT, SPLIT = 0.02, 0.02  # shares of the median that are worth an alarm
+SPREAD = 0.05  # between repeats of a run
+WEAK, STRONG = 0, 1  # in the order in which they are shown
+KINDS = ("weak", "strong")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the reader chose."""
+
+    window: tuple[int, int] = (35, 44)  # steps that count, inclusive
+    cost: float = 0.0  # dollars per GPU hour
+    gpu_type: str = ""  # of logs that do not name it
+    interval_s: float = 0.0  # between checkpoints; 0 = the best by Young and Daly
+    mtbf_s: float = 24 * 3600.0  # mean time between failures of the whole job
+
+
+@dataclasses.dataclass(kw_only=True)
+class Row:
+    """One run with its figures. None where the run does not tell."""
+
+    record: Record
+    ok: bool
+    verdict: str  # PASS | WARN | FAIL | - | DIED
+    why: str
+    window: tuple[int, int] | None = None
+    step: dict[str, float] | None = None  # mean, std, median, p10, p90
+    tflops: dict[str, float] | None = None  # mean, std; as the run logged it
+    tokens_s: float | None = None
+    mfu: dict[str, float] | None = None  # by convention
+    days: float | None = None
+    peak_gib: float | None = None
+    cost: float | None = None  # dollars per 1e12 tokens
+    joules: float | None = None  # per token
+    baseline: published.Published | None = None
+    share: float | None = None  # of the published tokens/s
+    planned: dict | None = None  # plan.figures() of the same step: predicted, never measured
+    unplanned: str = ""  # why there is no such prediction
+    trace: tuple[list[dict], int] | None = None  # nccl.calls()
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def tuning(self) -> tuple:
+        """What makes two runs repeats of each other."""
+        r = self.record
+        told = (r.model, r.size, r.dtype, r.gpus, r.gbs)  # a log's name may hold a job's number
+        named = r.name if r.source == "maxbench" or not (r.model and r.gpus) else told
+        return named, r.device or r.gpu_type
+
+
+@functools.cache
+def model_of(name: str, size: str) -> Model | None:
+    """The Model of a workload file, or None."""
+    path = ROOT / "configs" / f"{name}_{size}.py"
+    known = name.isalnum() and size.isalnum() and path.is_file()
+    return Model(**recipes.load(path).model) if known else None
+
+
+def _model(r: Record) -> Model | None:
+    """The run's own numbers, else those of the workload it is named after."""
+    config = r.result.get("config")
+    numbers = config.get("model") if isinstance(config, dict) else None
+    try:
+        if isinstance(numbers, dict):
+            known = {f.name for f in dataclasses.fields(Model)}
+            return Model(**{k: v for k, v in numbers.items() if k in known})
+        model = model_of(r.model, r.size)
+        return dataclasses.replace(model, layers=r.layers) if model and r.layers else model
+    except (TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def row(r: Record, s: Settings) -> Row:
+    """A run's figures."""
+    if r.source != "maxbench":
+        r.gpu_type = r.gpu_type or s.gpu_type
+    cut = r.status == "stopped" and r.last < r.planned - 1
+    died = r.status in ("died", "failed") or cut or not r.step_s
+    made = Row(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
+    if bad := [i for i, x in r.loss.items() if not math.isfinite(x)]:
+        first = min(bad)
+        made.ok, made.verdict, made.why = False, "DIED", f"loss is {r.loss[first]} at step {first}"
+    if r.status == "running":
+        made.ok, made.verdict, made.why = False, "-", "still running"
+    kept, times = metrics.window(s.window, r.step_s)
+    if not kept or not (made.ok or (kept[0], kept[-1]) == s.window):
+        return made
+    made.window = (kept[0], kept[-1])
+    made.step = metrics.statistics_of(times)
+    made.peak_gib = r.peak_bytes / 2**30 or None
+    _figures(made, kept, s)
+    if made.ok:
+        made.verdict, made.why = _verdict(made)
+        made.notes += alarms(times)
+        if isinstance(slow := r.result.get("slow_hosts"), list) and slow:
+            made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
+    return made
+
+
+def _figures(made: Row, kept: list[int], s: Settings) -> None:
+    r, step_s = made.record, made.step["mean"]
+    if logged := [r.tflops[i] for i in kept if r.tflops.get(i)]:
+        made.tflops = metrics.statistics_of(logged)
+    if not (r.gbs and r.seq):
+        return
+    made.tokens_s = flops.tokens_per_s(r.seq, r.gbs, step_s)
+    made.days = flops.days_to_1t(made.tokens_s)
+    if r.gpus and s.cost and not (r.device and not r.gpu_type):  # virtual CPU devices cost nothing
+        made.cost = made.days * 24 * r.gpus * s.cost
+    if r.gpus and r.power_w:
+        made.joules = r.power_w * r.gpus / made.tokens_s
+    model = _model(r)
+    if not model or not r.gpus:
+        return
+    rates = {c: flops.per_sequence(model, r.seq, c) for c in flops.CONVENTIONS}
+    if not logged:
+        each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
+        made.tflops = metrics.statistics_of(each)
+    if r.gpu_type in GPUS and r.dtype:
+        peak = GPUS[r.gpu_type].peak_tflops(r.dtype)
+        reached = lambda rate: flops.tflops_per_gpu(rate, r.gbs, step_s, r.gpus)
+        made.mfu = {c: flops.mfu(reached(rate), peak) for c, rate in rates.items()}
+
+
+def _verdict(made: Row) -> tuple[str, str]:
+    """PASS, WARN, FAIL or '-', and the reason."""
+    r = made.record
+    if r.profiled:
+        return "-", f"not comparable: under {r.profiled}"
+    if r.mocked:
+        return "-", "not comparable: the network was mocked"
+    if r.gpu_type not in GPUS:
+        where = f"ran on {r.device}" if r.device else "GPU type not in the log, give --gpu_type"
+        return "-", f"not comparable: {where}"
+    needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
+    if lacking := [name for name, value in needed.items() if not value]:
+        return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
+    found = published.nearest(r.model, r.size, r.dtype, r.gpu_type, r.gpus)
+    if found is None:
+        return "-", f"nothing published for {r.model} {r.size} {r.dtype} on {r.gpu_type}"
+    made.baseline = found
+    differs = published.differences(found, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers)
+    if differs:
+        return "-", f"not comparable: {'; '.join(differs)}"
+    made.share = found.step_s / made.step["mean"]
+    text = f"{made.share:.1%} of published {found.step_s:g} s"
+    return ("PASS" if made.share >= PASS else "WARN" if made.share >= WARN else "FAIL"), text
+
+
+def alarms(times: Sequence[float]) -> list[str]:
+    """What is odd about the steps of one run: two modes, or a drift."""
+    if len(times) < 8:
+        return []
+    notes, middle = [], statistics.median(times)
+    if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
+        notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
+    drift = _slope(times) * (len(times) - 1)
+    pairs = [(a, b) for i, a in enumerate(times) for b in times[i + 1 :]]
+    order = sum((b > a) - (b < a) for a, b in pairs) / len(pairs)  # Kendall's tau
+    if abs(drift) > DRIFT * middle and abs(order) > 0.6:
+        notes.append(f"step time drifts by {drift / middle:+.1%} over the window")
+    return notes
+
+
+def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
+    """Means of two groups that a gap divides, each with a fifth of the values; or None."""
+    ordered = sorted(values)
+    least = max(2, round(0.2 * len(ordered)))
+    cuts = range(least, len(ordered) - least + 1)
+    cut = max(cuts, key=lambda i: ordered[i] - ordered[i - 1], default=0)
+    if not cut:
+        return None
+    low, high = ordered[:cut], ordered[cut:]
+    within = max(low[-1] - low[0], high[-1] - high[0])
+    gap = high[0] - low[-1]
+    return (statistics.fmean(low), statistics.fmean(high)) if gap > max(2 * within, 1e-9) else None
+
+
+def _slope(times: Sequence[float]) -> float:
+    """Median of the slopes between all pairs (Theil-Sen): one slow step does not move it."""
+    pairs = range(len(times))
+    return statistics.median((times[j] - times[i]) / (j - i) for i in pairs for j in pairs if i < j)
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """Runs of the same thing."""
+
+    name: str
+    rows: tuple[Row, ...]
+    spread: float  # (slowest - fastest) / median of their medians
+    notes: tuple[str, ...]
+
+
+def repeats(rows: Iterable[Row]) -> list[Repeat]:
+    """Groups of two runs or more that should be equal, with what is odd about them."""
+    groups: dict[tuple, list[Row]] = {}
+    for one in rows:
+        if one.ok and one.step and not one.record.profiled:
+            groups.setdefault(one.tuning, []).append(one)
+    made = []
+    for group in (g for g in groups.values() if len(g) > 1):
+        group.sort(key=lambda x: x.record.started)
+        medians = [x.step["median"] for x in group]
+        middle = statistics.median(medians)
+        spread = (max(medians) - min(medians)) / middle
+        notes = [f"runs differ by {spread:.1%}"] if spread > SPREAD else []
+        notes += [re.sub("step times?", "runs", n) for n in alarms(medians)]
+        made.append(Repeat(group[0].record.name, tuple(group), spread, tuple(notes)))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One scale of a curve: the best run there, against the smallest scale."""
+
+    gpus: int
+    tokens_s: float
+    efficiency: float  # tokens/s per GPU, as a share of the smallest scale's
+    published: float | None  # the same of the published rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Runs of one workload over scales: weak (batch grows along) or strong (batch stays)."""
+
+    name: str
+    kind: str
+    points: tuple[Point, ...]
+
+
+def curves(rows: Iterable[Row]) -> list[Curve]:
+    """Scaling curves of at least two scales."""
+    best: dict[tuple, dict[int, Row]] = {}  # workload, kind, batch -> GPUs -> the fastest run
+    for one in rows:
+        r = one.record
+        if not (one.ok and one.tokens_s and r.gpus) or r.profiled:
+            continue
+        key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
+        for kind, batch in ((WEAK, r.gbs / r.gpus), (STRONG, r.gbs)):
+            scales = best.setdefault((*key, kind, batch), {})
+            if r.gpus not in scales or scales[r.gpus].tokens_s < one.tokens_s:
+                scales[r.gpus] = one
+    made = []
+    for (*key, kind, batch), scales in sorted(best.items(), key=lambda x: x[0]):
+        if len(scales) > 1:
+            name = " ".join(filter(None, map(str, key[:4])))
+            name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
+            name += f", {batch:g} per GPU" if kind == WEAK else f", {batch} in all"
+            made.append(Curve(name, KINDS[kind], _points(scales, KINDS[kind])))
+    return made
+
+
+def _points(scales: dict[int, Row], kind: str) -> tuple[Point, ...]:
+    base = min(scales)
+    r = scales[base].record
+    rows = {
+        p.gpus: p.tokens_per_s / p.gpus
+        for p in published.rows()
+        if (p.model, p.size, p.dtype, p.gpu_type, p.scaling, p.layers)
+        == (r.model, r.size, r.dtype, r.gpu_type, kind, r.layers)
+    }
+    points = []
+    for n, one in sorted(scales.items()):
+        theirs = rows[n] / rows[base] if {n, base} <= rows.keys() else None
+        share = one.tokens_s / n / (scales[base].tokens_s / base)
+        points.append(Point(n, one.tokens_s, share, theirs))
+    return tuple(points)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overhead:
+    """What saving checkpoints and failing would cost: a projection from one timing."""
+
+    save_s: float
+    interval_s: float
+    best_s: float  # sqrt(2 x save x time between failures): Young 1974
+    mtbf_s: float
+    share: float  # of the time, lost
+
+
+def overhead(r: Record, s: Settings) -> Overhead | None:
+    """Projected overhead of checkpoints, to first order (Young 1974, Daly 2006), or None.
+
+    Lost are the saves, half an interval per failure, and a load per failure:
+    save / interval + (interval / 2 + load) / mtbf.
+    """
+    if not r.saves:
+        return None
+    save = statistics.fmean(x for x, _ in r.saves)
+    load = statistics.fmean(x for x, _ in r.loads) if r.loads else save
+    best = math.sqrt(2 * save * s.mtbf_s)
+    interval = s.interval_s or best
+    share = save / interval + (interval / 2 + load) / s.mtbf_s
+    return Overhead(save, interval, best, s.mtbf_s, share)
+
+
+def short_names(rows: Sequence[Row]) -> list[str]:
+    """Names as the seeds' parser shortens them; a stamp or number keeps repeats apart."""
+    return [
+        x.record.name + x.record.path.name.removeprefix(x.record.name)
+        if x.record.source == "maxbench"
+        else x.record.name
+        for x in rows
+    ]

@@ -1,0 +1,81 @@
+"""What a report needs beside the logs: plan's predictions and NCCL's calls of the runs in it."""
+
+import dataclasses
+import functools
+import itertools
+import shlex
+from collections.abc import Mapping, Sequence
+
+from maxbench.report import compare, runlogs
+from maxbench.run import nccl
+from maxbench.spec import recipes
+from maxbench.spec.run import Output, Profile, Run, Runtime, Train
+
+# Flags of the trainer that say nothing about the program that plan compiles.
+NOT_PLANNED = ("steps", "profile", "output_dir", "resume", "coordinator", "processes", "process")
+
+
+def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
+    """Adds NCCL's calls to trace runs, and plan's prediction to them, or to every run."""
+    for one in rows:
+        r = one.record
+        if r.profiled == "nccltrace":
+            logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
+            one.trace = nccl.read(logs)
+        if r.result.get("config") and (one.trace or (every and one.step)):
+            one.planned, one.unplanned = predict(r)
+
+
+def predict(r: runlogs.Record) -> tuple[dict | None, str]:
+    """plan.figures() of the very step that ran, from plan's cache; or None, and why there is none.
+
+    Nothing is compiled: that takes seconds, and a compiler which may not be here.
+    """
+    try:
+        run = _run(r.result["config"])
+        if r.gpu_type != run.layout.gpu_type or r.mocked:
+            ran = "with its network mocked" if r.mocked else f"on {r.device or r.gpu_type}"
+            return None, f"the run was {ran}, a plan would be for {run.layout.gpu_type}"
+        # The number of steps only bends the learning rate: a plan of the default is as good.
+        for steps in (run.train.steps, Train.steps):
+            train = dataclasses.replace(run.train, steps=steps)
+            if found := _planned(dataclasses.replace(run, train=train)):
+                return found, ""
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
+        return None, "its configuration is of another version of maxbench"
+    return None, f"not planned yet: {_plan_command(r.result.get('command'))}"
+
+
+def _run(config: Mapping) -> Run:
+    """The Run of a result.json, without what differs between starts of the same program."""
+    parts = {name: dict(config[name]) for name in recipes.SECTIONS}
+    parts["train"]["window"] = tuple(parts["train"]["window"])
+    made = {name: recipes.SECTIONS[name](**fields) for name, fields in parts.items()}
+    overlap = Runtime(tp_overlap=made["runtime"].tp_overlap)
+    return Run(**made | {"output": Output(), "profile": Profile(), "runtime": overlap})
+
+
+@functools.cache  # repeats of a run are many
+def _planned(run: Run) -> dict | None:
+    from maxbench.plan import artifact, planner  # late: numpy takes a tenth of a second
+
+    if artifact.load(run) is None:
+        return None
+    figures = planner.figures(planner.plan(run))
+    parts = {text: figures["parts_s"].get(name, 0.0) for name, text in planner.PARTS.items()}
+    return figures | {"parts": parts}
+
+
+def _plan_command(command: object) -> str:
+    """The `maxbench plan` command of the same program, from the command of a run."""
+    words = [w for w in command if isinstance(w, str)] if isinstance(command, list) else []
+    kept = ["maxbench", "plan"]
+    rest = itertools.dropwhile(lambda word: not word.startswith("-"), words)
+    for word in rest:
+        name, is_set, _ = word.lstrip("-").partition("=")
+        own = name.startswith(("config.profile.", "config.output.", "config.runtime."))
+        if name in NOT_PLANNED or own:
+            _ = is_set or next(rest, "")
+        elif name != "checkpoint":
+            kept.append(word)
+    return shlex.join(kept)

@@ -1,0 +1,218 @@
+"""The run: compile, start or resume, train, measure.
+
+Step time is completion to completion: step i's outputs are waited for while step i+1 is queued.
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxbench.mesh import axes, places
+from maxbench.run import checkpoint, hosts, metrics, profile, runtime
+from maxbench.spec import cli
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+from maxbench.step import compiler
+from maxbench.step.schedule import layer_order
+from maxbench.step.step import Step
+
+# What Slurm says about the job, for result.json.
+JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
+
+
+class Failed(Exception):
+    """A run that must not go on; its message is the reason."""
+
+
+def train(run: Run) -> int:
+    """Trains; returns the exit code: 0 done or stopped by SIGTERM, 1 failed."""
+    with cli.clear_errors("train"):
+        runtime.connect(run)
+        resume = checkpoint.locate(run.output.resume, run) if run.output.resume else None
+        devices = axes.make_mesh(run.layout)
+        check_processes(run, devices)
+        step = Step(run, devices)
+    stop = StopRequest()
+    log = start_log(run, devices)
+    try:
+        compiled = compile_step(step, log)
+        with cli.clear_errors("train"):
+            state = load(step, resume, log) if resume else step.init()
+        stopped = steps(run, log, stop, compiled, state)
+        if jax.process_count() > 1 or step.platform in ("gpu", "cuda"):
+            log.result |= hosts.survey(metrics.window(run.train.window, log.times)[1])
+    except Failed as e:
+        log.close("failed", str(e))
+        print(f"maxbench train: error: {e}", file=sys.stderr)
+        return 1
+    except BaseException as e:
+        log.close("failed", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+        raise
+    log.close("stopped" if stopped else "done", stopped)
+    return 0
+
+
+def check_processes(run: Run, devices) -> None:
+    """Every process must own a part of the mesh.
+
+    Raises:
+      UserError: some would have nothing to do.
+    """
+    owners = {d.process_index for d in devices.devices.flat}
+    if len(owners) < jax.process_count() and not run.runtime.mock_gpus:
+        here = jax.local_device_count()
+        raise UserError(
+            f"{run.layout.describe()} leaves {jax.process_count() - len(owners)} of "
+            f"{jax.process_count()} processes with {here} devices each without work; start "
+            f"{-(-run.layout.gpus // here)}, or use {jax.device_count()} devices"
+        )
+
+
+def start_log(run: Run, devices) -> metrics.Log:
+    first = devices.devices.flat[0]
+    found = metrics.Devices(first.platform, first.device_kind, run.layout.gpus)
+    about = {
+        "versions": runtime.versions(),
+        "git": runtime.git_revision(),
+        "environment": runtime.environment(),
+        "xla_options": compiler.xla_options(first.platform, run),
+        "processes": jax.process_count(),
+        "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
+        "flops_conventions": list(metrics.flops.CONVENTIONS),
+    }
+    log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
+    log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
+    return log
+
+
+def compile_step(step: Step, log: metrics.Log):
+    """Compiles the step and says what memory it needs, before any weight exists."""
+    start = time.perf_counter()
+    lowered = step.lower()
+    traced = time.perf_counter()
+    options = compiler.xla_options(step.platform, step.run)
+    compiled = lowered.compile(compiler_options=options)
+    done = time.perf_counter()
+    memory = compiled.memory_analysis()
+    state_gib = places.size_gib(step.abstract)
+    log.result |= {"lower_s": traced - start, "compile_s": done - traced, "state_gib": state_gib}
+    log.result |= {
+        "temporary_gib": memory.temp_size_in_bytes / 2**30,
+        "attention": step.run.train.attention,
+    }
+    how, fp8 = step.run.precision, ""
+    if how.dtype == "fp8":
+        log.result["fp8"] = {"backend": how.backend, "scaling": how.scaling}
+        fp8 = f", fp8 {how.backend} {how.scaling}"
+    log.line(
+        f"compiled in {done - start:.1f} s (lower {traced - start:.1f}); per device: state "
+        f"{state_gib:.2f} GiB, temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB; "
+        f"attention {step.run.train.attention}, remat {step.run.train.remat}{fp8}"
+    )
+    return compiled
+
+
+def load(step: Step, resume, log: metrics.Log):
+    path, about = resume
+    start = time.time()
+    theirs = about["run"]["layout"]
+    order = layer_order(step.run.model.layers, theirs["pp"], theirs["vp"])
+    same = np.array_equal(order, step.order)
+    state = checkpoint.restore(path, about, step.abstract if same else step.in_order(order))
+    state = state if same else step.reorder(state, order)
+    seconds, size = time.time() - start, sum(about["files"].values())
+    log.line(
+        f"Global Checkpoint Load : Rank : 0 : Start time : {start:.3f}s : "
+        f"Time spent in load_checkpoint: {seconds:.3f}s : {rate(size, seconds)} : from {path}"
+    )
+    log.result["checkpoint_load"] = {"path": str(path), "seconds": seconds, "bytes": size}
+    return state
+
+
+def save(run: Run, log: metrics.Log, state) -> None:
+    start, folder = time.time(), log.folder
+    if jax.process_count() > 1:  # process 0 made the folder; all write into it
+        name = folder.name if folder else ""
+        stamp = multihost_utils.broadcast_one_to_all(int(name.rpartition("_")[2] or 0))
+        folder = metrics.run_folder(run, int(stamp))
+    size, seconds = checkpoint.save(folder / "checkpoints", run, state)
+    log.line(
+        f"Global Checkpoint Save : Rank: 0 : Iteration: {int(state['step'])} : "
+        f"Start time: {start:.3f}s : Save duration: {seconds:.3f}s : {rate(size, seconds)}"
+    )
+    log.result.setdefault("checkpoint_saves", []).append({"seconds": seconds, "bytes": size})
+
+
+def rate(size: int, seconds: float) -> str:
+    return f"{size / 1e9:.3f} GB : {size / 1e9 / seconds:.3f} GB/s"
+
+
+def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> str:
+    """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
+    first, every = int(state["step"]), run.output.checkpoint_every
+    device = jax.local_devices()[0]
+    shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
+    window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
+    last_done, queued, reason = time.perf_counter(), None, ""
+
+    def finish(i, out):
+        nonlocal last_done
+        jax.block_until_ready(out)
+        now = time.perf_counter()
+        step_s, last_done = now - last_done, now
+        if i == first:
+            log.result["start_to_first_step_s"] = metrics.since_start_s()
+        out = {k: float(v) for k, v in out.items()}
+        in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
+        peak = metrics.peak_memory_bytes(device)
+        log.step(i, step_s, out, (peak, in_use or peak))
+        log.result["peak_bytes"] = peak
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(out[name]):
+                raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
+
+    i = first
+    while i < run.train.steps and not reason:
+        reason = stop.asked(i)
+        if window.edge(i) and queued:
+            finish(*queued)
+            queued = None
+        window.before(i)
+        state, out = compiled(state)
+        if queued:
+            finish(*queued)
+        queued, i = (i, out), i + 1
+        if every and i % every == 0 and i < run.train.steps:
+            finish(*queued)
+            save(run, log, state)
+            queued, last_done = None, time.perf_counter()
+    if queued:
+        finish(*queued)
+    window.close()
+    if run.output.checkpoint or every:
+        save(run, log, state)
+    return reason and f"{reason} after step {i - 1}"
+
+
+class StopRequest:
+    """SIGTERM: finish the step, save, exit. Several processes agree on the step."""
+
+    def __init__(self):
+        self.signal = ""
+        if jax.process_count() == 1:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number, frame):
+        self.signal = signal.Signals(number).name
+
+    def asked(self, step: int) -> str:
+        """Why to stop with this step as the last one, or ''."""
+        if jax.process_count() == 1:
+            return self.signal
+        return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else ""

@@ -1,0 +1,320 @@
+"""What a run says: step timing, log lines, metrics.jsonl, result.json, the closing table."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+
+from maxbench.hardware import published
+from maxbench.hardware.gpus import GPUS
+from maxbench.spec import flops
+from maxbench.spec.run import Run
+
+SCHEMA = 1  # of result.json
+
+
+@dataclasses.dataclass
+class Devices:
+    """What the run found: kind as the driver names it, and which of gpus.GPUS that is."""
+
+    platform: str
+    kind: str
+    count: int
+
+    @property
+    def gpu_type(self) -> str | None:
+        """A name of gpus.GPUS, or None for what has no peak to be held against."""
+        names = sorted(GPUS, key=len, reverse=True)  # 'gb200' before 'b200'
+        return next((n for n in names if n in self.kind.lower()), None)
+
+
+class Figures:
+    """Step times -> throughput, by the formulas of flops.py."""
+
+    def __init__(self, run: Run, devices: Devices):
+        self.run, self.devices = run, devices
+        self.flops = flops.per_sequence(run.model, run.train.seq, "full")
+
+    def tokens_per_s(self, step_s: float) -> float:
+        return flops.tokens_per_s(self.run.train.seq, self.run.layout.gbs, step_s)
+
+    def tflops(self, step_s: float, convention: str = "full") -> float:
+        """TFLOP/s per GPU."""
+        per_sequence = flops.per_sequence(self.run.model, self.run.train.seq, convention)
+        layout = self.run.layout
+        return flops.tflops_per_gpu(per_sequence, layout.gbs, step_s, layout.gpus)
+
+    def mfu(self, step_s: float, convention: str = "full") -> float | None:
+        """Share of the peak of the GPUs that ran, or None where none is known."""
+        if self.devices.gpu_type is None:
+            return None
+        peak = GPUS[self.devices.gpu_type].peak_tflops(self.run.precision.dtype)
+        return flops.mfu(self.tflops(step_s, convention), peak)
+
+
+def window(chosen: tuple[int, int], times: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    """Steps that count and their times: the chosen ones, or the last half of a shorter run."""
+    first, last = chosen
+    steps = sorted(times)
+    if not steps or steps[-1] < last or steps[0] > first:
+        first, last = (steps[len(steps) // 2], steps[-1]) if steps else (0, -1)
+    kept = [i for i in steps if first <= i <= last]
+    return kept, [times[i] for i in kept]
+
+
+def statistics_of(values: list[float]) -> dict[str, float]:
+    """Mean, standard deviation (of the population), median, p10, p90; in the unit of the values."""
+    ordered = sorted(values)
+    at = lambda q: ordered[round(q * (len(ordered) - 1))]
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.pstdev(values),
+        "median": statistics.median(values),
+        "p10": at(0.1),
+        "p90": at(0.9),
+    }
+
+
+def peak_memory_bytes(device) -> int:
+    """Peak memory of a device; of this process where the device keeps no count (CPU)."""
+    stats = device.memory_stats() or {}
+    return stats.get("peak_bytes_in_use") or process_peak_bytes()
+
+
+def process_peak_bytes() -> int:
+    """Peak resident memory of this process (getrusage would count the one it came from)."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def since_start_s() -> float:
+    """Seconds since this process started."""
+    ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+    return up - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def run_folder(run: Run, stamp: int) -> pathlib.Path:
+    """experiments/<name>/<name>_<timestamp>"""
+    return pathlib.Path(run.output.dir) / "experiments" / run.name / f"{run.name}_{stamp}"
+
+
+def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
+    """Makes experiments/<name>/<name>_<timestamp> below out; returns it and its timestamp."""
+    stamp = int(time.time())
+    while True:
+        try:
+            folder = out / "experiments" / name / f"{name}_{stamp}"
+            folder.mkdir(parents=True)
+            return folder, stamp
+        except FileExistsError:
+            stamp += 1
+
+
+class Log:
+    """The files of a run, written by process 0: log-<name>.out, metrics.jsonl, result.json.
+
+    Lines go to the log as they come, so a run that is killed can still be read.
+    """
+
+    def __init__(self, run: Run, devices: Devices, command: list[str], writes: bool, about: dict):
+        self.run, self.figures, self.writes = run, Figures(run, devices), writes
+        self.times: dict[int, float] = {}
+        self.result = {
+            "schema": SCHEMA,
+            "name": run.name,
+            "status": "running",
+            "command": command,
+            "started": time.time(),
+            "device": dataclasses.asdict(devices) | {"gpu_type": devices.gpu_type},
+            "mocked": bool(run.runtime.mock_gpus),
+            "parameters": flops.params(run.model),
+            "config": run.asdict(),
+            **about,
+        }
+        if not writes:
+            self.folder = None
+            return
+        self.folder = self._new_folder()
+        self.file = (self.folder / f"log-{run.name}.out").open("a", buffering=1)
+        self.jsonl = (self.folder / "metrics.jsonl").open("a", buffering=1)
+        self.terminal = sys.stdout.isatty()
+        self.progress = _Progress(run.train.steps) if self.terminal else None
+        self.write_result()
+
+    def _new_folder(self) -> pathlib.Path:
+        stamp = self.run.output.stamp
+        if stamp:  # the launcher has made the folder, and put the job's own files there
+            folder = run_folder(self.run, stamp)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / "result.json").exists():
+                return folder
+        return new_folder(pathlib.Path(self.run.output.dir), self.run.name)[0]
+
+    def line(self, text: str, show: bool = True) -> None:
+        """A line of the log, shown on stdout too."""
+        if self.writes:
+            self.file.write(text + "\n")
+            if show:
+                self._print(text)
+
+    def _print(self, text) -> None:
+        if self.progress:
+            self.progress.print(text)
+        else:
+            print(text, flush=True)
+
+    def step(self, i: int, step_s: float, out: dict[str, float], memory: tuple[int, int]) -> None:
+        """Records a step: both log lines that existing tools read, one line of metrics.jsonl."""
+        self.times[i] = step_s
+        if not self.writes:
+            return
+        run, f = self.run, self.figures
+        tokens = run.layout.gbs * run.train.seq
+        tflops = f.tflops(step_s)
+        peak, allocated = memory
+        maxtext = (
+            f"completed step: {i}, seconds: {step_s:.3f}, TFLOP/s/device: {tflops:.3f}, "
+            f"Tokens/s/device: {tokens / step_s / run.layout.gpus:.3f}, total_weights: {tokens}, "
+            f"loss: {out['loss']:.3f}"
+        )
+        nemo = (
+            f"Training epoch 0, iteration {i}/{run.train.steps - 1} | lr: {out['lr']:.4} | "
+            f"global_batch_size: {run.layout.gbs} | global_step: {i} | "
+            f"peak_memory_usage: {peak} | memory_allocated: {allocated} | "
+            f"reduced_train_loss: {out['loss']:.4} | train_step_timing in s: {step_s:.4} | "
+            f"TFLOPS_per_GPU: {tflops:.4} | consumed_samples: {(i + 1) * run.layout.gbs}"
+        )
+        self.line(maxtext, show=not self.terminal)
+        self.line(nemo, show=not self.terminal)
+        record = {"step": i, "step_s": step_s, **out, "peak_bytes": peak, "time": time.time()}
+        self.jsonl.write(json.dumps(record) + "\n")
+        if self.progress:
+            self.progress.step(i, f"{step_s:.3f} s  {tflops:.1f} TFLOP/s  loss {out['loss']:.3f}")
+
+    def close(self, status: str, reason: str = "") -> None:
+        """Writes result.json and the closing table."""
+        if not self.writes:
+            return
+        self.result |= {"status": status, "reason": reason, "ended": time.time()}
+        self.result |= self.summary()
+        self.write_result()
+        if self.progress:
+            self.progress.stop()
+            self.progress = None
+        self.line(closing_table(self.result))
+        self.line(f"results: {self.folder}")
+        self.file.close()
+        self.jsonl.close()
+
+    def summary(self) -> dict:
+        """Figures over the window, by name, each with its convention."""
+        steps, times = window(self.run.train.window, self.times)
+        if not times:
+            return {"steps_done": 0}
+        f, step = self.figures, statistics_of(times)
+        mean = step["mean"]
+        return {
+            "steps_done": len(self.times),
+            "window": [steps[0], steps[-1]],
+            "step_s": step,
+            "tokens_per_s": f.tokens_per_s(mean),
+            "tflops_per_gpu": {c: f.tflops(mean, c) for c in flops.CONVENTIONS},
+            "mfu": {c: f.mfu(mean, c) for c in flops.CONVENTIONS},
+            "days_to_1t_tokens": flops.days_to_1t(f.tokens_per_s(mean)),
+            "published": self.comparison(mean),
+        }
+
+    def comparison(self, step_s: float) -> dict:
+        """The nearest published figure and our share of its tokens/s per GPU, if it can be held."""
+        run, layout = self.run, self.run.layout
+        gpu = self.figures.devices.gpu_type
+        if gpu is None or run.runtime.mock_gpus:
+            why = "the network was mocked" if gpu else f"ran on {self.figures.devices.kind}"
+            return {"verdict": f"not comparable: {why}"}
+        key = (run.model.name, run.model.size, run.precision.dtype, gpu, layout.gpus)
+        row = published.nearest(*key)
+        if row is None:
+            return {"verdict": f"nothing published for {' '.join(map(str, key[:4]))}"}
+        why = published.differences(
+            row, gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=run.model.layers
+        )
+        about = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source}
+        if why:
+            return about | {"verdict": f"not comparable: {'; '.join(why)}"}
+        return about | {"verdict": f"{row.step_s / step_s:.1%} of the published tokens/s"}
+
+    def write_result(self) -> None:
+        """result.json, replaced as a whole: a reader never sees half of it."""
+        if self.writes:
+            part = self.folder / "result.json.part"
+            part.write_text(json.dumps(self.result, indent=1, default=str) + "\n")
+            os.replace(part, self.folder / "result.json")
+
+
+class _Progress:
+    """One live line on a terminal."""
+
+    def __init__(self, steps: int):
+        from rich import progress  # only a terminal needs it
+
+        columns = ("[progress.description]{task.description}", progress.BarColumn())
+        columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+        self.live = progress.Progress(*columns, "{task.fields[last]}", transient=True)
+        self.task = self.live.add_task("training", total=steps, last="compiling")
+        self.live.start()
+
+    def print(self, text: str) -> None:
+        self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, i: int, last: str) -> None:
+        self.live.update(self.task, completed=i + 1, last=last)
+
+    def stop(self) -> None:
+        self.live.stop()
+
+
+def closing_table(result: dict) -> str:
+    """The end of a run on one screen: a label and a figure per line."""
+    rows = [("run", result["name"]), ("status", f"{result['status']} {result['reason']}".strip())]
+    rows.append(("device", f"{result['device']['count']} x {result['device']['kind']}"))
+    if "step_s" in result:
+        s, (first, last) = result["step_s"], result["window"]
+        mfu, rate = result["mfu"], result["tflops_per_gpu"]
+        share = lambda c: f"{mfu[c]:.2%} ({c})" if mfu[c] is not None else None
+        dtype = result["config"]["precision"]["dtype"]
+        rows += [
+            (f"step time (steps {first} to {last})", f"{s['mean']:.3f} s, std {s['std']:.3f}"),
+            ("  median, p10, p90", f"{s['median']:.3f}, {s['p10']:.3f}, {s['p90']:.3f} s"),
+            ("tokens/s", f"{result['tokens_per_s']:,.0f}"),
+            ("TFLOP/s per GPU", ", ".join(f"{v:.2f} ({c})" for c, v in rate.items())),
+            (
+                f"MFU against the {dtype} peak",
+                ", ".join(filter(None, map(share, mfu))) or "no peak known for this device",
+            ),
+            ("days to 1T tokens", f"{result['days_to_1t_tokens']:,.2f}"),
+        ]
+    if "peak_bytes" in result:
+        kind = "peak memory per GPU" if result["device"]["gpu_type"] else "peak memory, process"
+        rows.append((kind, f"{result['peak_bytes'] / 2**30:.2f} GiB"))
+    if "start_to_first_step_s" in result:
+        rows.append(
+            (
+                "start to first step",
+                f"{result['start_to_first_step_s']:.1f} s (compile {result['compile_s']:.1f} s)",
+            )
+        )
+    if result.get("slow_hosts"):
+        names = ",".join(result["slow_hosts"])
+        rows.append(("slow hosts", f"{names}; leave them out: EXCLUDE_NODES={names}"))
+    if "published" in result:
+        row = result["published"]
+        known = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""
+        rows.append(("published", known + row["verdict"]))
+    wide = max(len(label) for label, _ in rows)
+    rule = "-" * (wide + 50)
+    return "\n".join([rule, *(f"{label:<{wide}}  {value}" for label, value in rows), rule])

@@ -1,0 +1,83 @@
+"""Profiles: windows of steps under Nsight Systems or XPlane."""
+
+import ctypes
+import pathlib
+import sys
+
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Profile
+
+# Options of `nsys profile`: the recipes', and what else is sampled with and without CPU metrics.
+NSYS = (
+    "--force-overwrite=true --capture-range=cudaProfilerApi --capture-range-end=stop "
+    "--cuda-graph-trace=node --cuda-event-trace=false --inherit-environment=true "
+    "--stop-on-exit=true --trace=cuda,nvtx "
+)
+NSYS_OPTIONS = NSYS + "--sample=none --cpuctxsw=none"
+NSYS_CPU_OPTIONS = NSYS + (
+    "--sample=process-tree --cpuctxsw=process-tree --event-sample=system-wide --backtrace=lbr "
+    "--event-sampling-interval=3 --samples-per-backtrace=1"
+)
+
+
+class Window:
+    """Opens the profiler before its first step and closes it after its last, on chosen processes.
+
+    Under nsys (started by launch/task.sh with --capture-range=cudaProfilerApi) it moves CUDA's
+    profiler range; xplane needs nothing but jax, and writes <folder>/xplane.
+    """
+
+    def __init__(self, profile: Profile, process: int, folder: pathlib.Path | None):
+        chosen = process in {int(r) for r in profile.ranks.split(",")}
+        self.profile, self.folder = profile, folder
+        self.tool = profile.tool if chosen and profile.tool in ("nsys", "xplane") else ""
+        if self.tool == "xplane" and folder is None:  # nobody told this process where
+            self.tool = ""
+        self.open = False
+
+    def edge(self, step: int) -> bool:
+        """Whether the window opens or closes before this step: the queue must be empty then."""
+        return bool(self.tool) and step in (self.profile.start, self.profile.stop)
+
+    def before(self, step: int) -> None:
+        """To be called before each step is started."""
+        if self.tool and step == self.profile.start:
+            self._switch(on=True)
+        elif self.open and step == self.profile.stop:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the profile, if it is still open."""
+        if self.open:
+            self._switch(on=False)
+
+    def _switch(self, on: bool) -> None:
+        self.open = on
+        if self.tool == "nsys":
+            _cuda_profiler("cudaProfilerStart" if on else "cudaProfilerStop")
+            return
+        from jax import profiler  # late: importing this module needs no jax
+
+        profiler.start_trace(str(self.folder / "xplane")) if on else profiler.stop_trace()
+
+
+def _cuda_profiler(name: str) -> None:
+    """Calls the CUDA runtime's profiler switch.
+
+    Raises:
+      UserError: there is no CUDA runtime, so nsys cannot see a range.
+    """
+    packed = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")
+    for library in [*map(str, packed), "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
+        try:
+            code = getattr(ctypes.CDLL(library), name)()
+        except OSError:
+            continue
+        if code:
+            raise UserError(
+                f"{name} failed with CUDA error {code}; profile=xplane does not need it"
+            )
+        return
+    raise UserError(
+        "profile=nsys needs CUDA's runtime (libcudart), which is not here; profile=xplane does not"
+    )

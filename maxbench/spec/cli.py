@@ -1,0 +1,156 @@
+"""The command line: flags -> Run. Imports no jax, so that a wrong flag costs no time."""
+
+import contextlib
+import difflib
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from maxbench.spec import recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import AXES, Run
+
+HELP = {
+    "pp": "pipeline stages",
+    "vp": "virtual stages per pipeline stage",
+    "dp": "data parallel: copies of the weights, optimizer state split (ZeRO-1)",
+    "fsdp": "data parallel: weights split too, gathered layer by layer (ZeRO-3)",
+    "ep": "expert parallel: groups of GPUs that hold different experts",
+    "cp": "context parallel: parts of the sequence",
+    "tp": "tensor parallel, with sequence parallelism",
+    "mbs": "sequences per data-parallel GPU and microbatch",
+    "gbs": "sequences per step over all GPUs",
+}
+
+
+def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Defines the flags that describe a run, the same for every command.
+
+    argv is where --config.section.field flags are looked for.
+    """
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "Workload, FILE[:preset,preset]; presets: " + ", ".join(recipes.PRESETS),
+        flag_values=fv,
+        sys_argv=list(argv),
+    )
+    number = lambda name, text: flags.DEFINE_integer(name, None, text, flag_values=fv)
+    string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
+    number("gpus", "take the recipe's row for this many GPUs")
+    string("gpu_type", "h100 | h200 | b200 | gb200 | gb300")
+    string("dtype", "bf16 | fp32 | fp8")
+    flags.DEFINE_bool(
+        "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
+    )
+    for axis in (*AXES, "vp", "mbs", "gbs"):
+        number(axis, HELP[axis])
+    number("seq", "tokens per sequence")
+    number("layers", "layers of the model")
+    number("steps", "steps to train")
+    string("output_dir", "experiments/ goes here")
+    flags.DEFINE_bool("checkpoint", None, "save a checkpoint at the end", flag_values=fv)
+    string("resume", "checkpoint to start from: a run's folder, or one step of it")
+    string("profile", "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop")
+    number("cpu_devices", "virtual CPU devices instead of GPUs")
+    number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
+    flags.DEFINE_bool(
+        "tp_overlap", None, "let tp's collectives run beside kernels (default)", flag_values=fv
+    )
+    string("coordinator", "host:port of process 0 (found by itself under Slurm)")
+    number("processes", "number of processes")
+    number("process", "number of this process, from 0")
+
+
+def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
+    """Parses argv (program name first) with the flags in fv and builds the Run.
+
+    Raises:
+      UserError: input that cannot be, with what would work.
+    """
+    _config_exists(argv)
+    rest = flags_of(fv, argv)
+    if rest[1:]:
+        raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
+    if fv["config"].value is None:
+        raise UserError(f"--config is missing; for example --config {_workloads()[0]}:tiny")
+    given = {name: fv[name].value for name in recipes.FLAGS if fv[name].present}
+    return recipes.resolve(
+        fv["config"].value,
+        gpus=fv["gpus"].value,
+        strong_scaling=fv["strong_scaling"].value,
+        flags=given,
+        overrides=config_flags.get_override_values(fv["config"]),
+    )
+
+
+def run_of(words: Sequence[str]) -> Run:
+    """The Run that flags describe: run_of(["--config", "configs/llama2_70b.py", "--gpus", "64"]).
+
+    Raises:
+      UserError: input that cannot be, with what would work.
+    """
+    fv, argv = flags.FlagValues(), ["maxbench", *words]
+    define(fv, argv)
+    return parse(fv, argv)
+
+
+def flags_of(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+    """What no flag took of argv; absl and ConfigDict raise whatever they trip over."""
+    try:
+        return fv(list(argv))
+    except flags.Error as e:
+        raise UserError(str(e).replace("Unknown command line flag ", "unknown flag ")) from None
+    except (KeyError, AttributeError) as e:  # how ConfigDict says that a field does not exist
+        near = re.search(r'mean "(\w+)" instead of "(\w+)"', str(e))
+        text = f"no setting {near[2]!r}; did you mean {near[1]!r}?" if near else f"no setting {e}"
+        raise UserError(text) from None
+    except (ValueError, TypeError) as e:  # of a setting's value
+        raise UserError(str(e)) from None
+
+
+def _config_exists(argv: Sequence[str]) -> None:
+    """The loader's own message for a missing file is a page long."""
+    for arg, after in zip(argv, (*argv[1:], ""), strict=True):
+        name, is_set, value = arg.partition("=")
+        if name in ("--config", "-config"):
+            path = (value if is_set else after).split(":")[0]
+            if not pathlib.Path(path).is_file():
+                near = difflib.get_close_matches(path, _workloads(), n=1, cutoff=0.4)
+                hint = f"did you mean {near[0]}?" if near else f"there are {_listed()}"
+                raise UserError(f"no such file: {path}; {hint}")
+
+
+def _listed() -> str:
+    return ", ".join(_workloads())
+
+
+def _workloads() -> list[str]:
+    return sorted(str(p) for p in pathlib.Path("configs").glob("*.py")) or ["configs/llama31_8b.py"]
+
+
+@contextlib.contextmanager
+def clear_errors(command: str) -> Iterator[None]:
+    """Turns an error of the user's input into one message on stderr and exit code 2.
+
+    Whatever else is raised is a defect of the program, and keeps its traceback.
+    """
+    try:
+        yield
+    except (UserError, flags.Error) as e:
+        print(f"maxbench {command}: error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+def help_text(doc: str, fv: flags.FlagValues) -> str:
+    """The command's docstring and its flags, a line each."""
+    lines = []
+    for name, flag in sorted(fv.flags_by_module_dict().items()):
+        del name
+        lines += [f"  --{f.name:<15} {f.help.split(': ' + chr(10))[0]}" for f in flag]
+    lines.append("  --config.section.field=value: any other setting; --dry_run prints them all")
+    return doc + "\n\nflags:\n" + "\n".join(lines)

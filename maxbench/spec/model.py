@@ -1,0 +1,103 @@
+"""The numbers of a transformer, checked.
+
+The size fields of Model (embed, heads, ...) are also the names of logical axes: a weight is
+declared by its axes alone, Model gives each axis its size, mesh.places.RULES its place.
+"""
+
+import dataclasses
+import math
+
+from maxbench.spec.errors import UserError, choose, divisors
+
+ACTS = ("swiglu", "geglu", "relu2")
+NORMS = ("rmsnorm", "layernorm1p")
+ROUTERS = ("topk_softmax", "softmax_topk")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The numbers of a transformer. A family is its numbers: no code branches on its name."""
+
+    name: str
+    size: str
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    act: str = "swiglu"  # swiglu | geglu | relu2
+    norm: str = "rmsnorm"  # rmsnorm | layernorm1p (weight stored minus one)
+    norm_eps: float = 1e-5
+    post_norm: bool = False  # a second norm after attention and after the MLP
+    tied: bool = False  # the output head is the embedding table
+    rope_base: float = 10_000.0
+    rope_fraction: float = 1.0  # of head_dim that is rotated
+    rope_factor: float = 1.0  # Llama 3.1 scaling of the low frequencies; 1 = off
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_context: int = 8192
+    softcap: float = 0.0  # attention logits are capped at this; 0 = off
+    embed_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    init_std: float = 0.02
+    experts: int = 0  # 0 = one dense MLP
+    top_k: int = 2
+    router: str = "topk_softmax"  # topk_softmax | softmax_topk (softmax over all, then top-k)
+    capacity_factor: float = 1.0  # 0 = no token is ever dropped
+    aux_loss: float = 0.0  # weight of the load-balancing loss
+
+    # Axes that are not fields of their own: fused projections, and the widths of small weights.
+    @property
+    def qkv(self) -> int:
+        """Heads per KV group in the fused projection: its queries, one key, one value."""
+        return self.heads // self.kv_heads + 2
+
+    @property
+    def gates(self) -> int:
+        """Up-projections of the MLP: 2 when gated."""
+        return 2 if self.act.endswith("glu") else 1
+
+    @property
+    def width(self) -> int:
+        """`embed` of a weight too small to split (norms, router)."""
+        return self.embed
+
+    @property
+    def routes(self) -> int:
+        """`experts` as outputs of the router, which every GPU holds whole."""
+        return self.experts
+
+    def capacity(self, tokens: int) -> int:
+        """Slots of one expert for one GPU's tokens."""
+        if self.capacity_factor == 0:
+            return tokens  # top-k experts of a token differ, so no expert sees a token twice
+        return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
+
+    def __post_init__(self):
+        choose("model.act", self.act, ACTS)
+        choose("model.norm", self.norm, NORMS)
+        choose("model.router", self.router, ROUTERS)
+        for field in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
+            if getattr(self, field) < 1:
+                raise UserError(f"model.{field}={getattr(self, field)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
+                f"kv_heads that work: {divisors(self.heads)}"
+            )
+        if not 0 < self.rope_fraction <= 1 or int(self.head_dim * self.rope_fraction) % 2:
+            raise UserError(
+                f"model.rope_fraction={self.rope_fraction} of model.head_dim={self.head_dim} must "
+                "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise UserError(
+                f"model.top_k={self.top_k} must lie between 1 and model.experts={self.experts}"
+            )
+        if self.experts < 0 or self.capacity_factor < 0:
+            raise UserError(
+                f"model.experts={self.experts} and model.capacity_factor={self.capacity_factor} "
+                "must not be negative; experts=0 is a dense MLP, capacity_factor=0 drops no token"
+            )

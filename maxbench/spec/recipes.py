@@ -1,0 +1,227 @@
+"""From a workload file and flags to a Run: tables of layouts, presets, and the order of settings.
+
+What is set later wins: the workload's numbers, what it does otherwise in FP8, the row of its table
+(--gpus), presets, the shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxbench.spec import run as c
+from maxbench.spec.errors import UserError
+
+SECTIONS = {
+    "model": c.Model,
+    "layout": c.Layout,
+    "train": c.Train,
+    "optim": c.Optim,
+    "precision": c.Precision,
+    "output": c.Output,
+    "runtime": c.Runtime,
+    "profile": c.Profile,
+}
+TOY = {
+    "model": {
+        "layers": 4,
+        "embed": 128,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 16,
+        "mlp": 256,
+        "vocab": 512,
+    },
+    "train": {"seq": 64, "steps": 20},
+}
+PRESETS = {
+    "tiny": TOY | {"layout": {"mbs": 2}},  # the same structure, toy sizes: any laptop
+    "proxy": {"model": {"layers": 4}},  # full widths, few layers: one GPU
+    "fp8": {"precision": {"dtype": "fp8"}},
+    "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
+}
+# Shorthand flags and the field that each sets.
+FLAGS = {
+    **{axis: ("layout", axis) for axis in (*c.AXES, "vp", "mbs", "gbs", "gpu_type")},
+    "dtype": ("precision", "dtype"),
+    "seq": ("train", "seq"),
+    "steps": ("train", "steps"),
+    "layers": ("model", "layers"),
+    "output_dir": ("output", "dir"),
+    "checkpoint": ("output", "checkpoint"),
+    "resume": ("output", "resume"),
+    "cpu_devices": ("runtime", "cpu_devices"),
+    "mock_gpus": ("runtime", "mock_gpus"),
+    "tp_overlap": ("runtime", "tp_overlap"),
+    "coordinator": ("runtime", "coordinator"),
+    "processes": ("runtime", "processes"),
+    "process": ("runtime", "process"),
+    "profile": ("profile", "tool"),
+}
+
+
+def workload(
+    presets: str | None,
+    *,
+    model: Mapping,
+    train: Mapping,
+    optim: Mapping,
+    layouts: str,
+    variants: Mapping[str, Mapping] | None = None,
+    fp8: Mapping[str, Mapping] | None = None,
+    **sections: Mapping,
+) -> ConfigDict:
+    """The config of a workload file.
+
+    `layouts` is its table as text; `variants` are presets of its own beside PRESETS, `fp8` what
+    runs with dtype=fp8 do otherwise ({section: {field: value}}), and other keywords further
+    sections. `presets` is what stands after the file's name, 'tiny,xai'; it is
+    checked by resolve().
+    """
+    known = PRESETS | dict(variants or {})
+    names = tuple(p for p in (presets or "").split(",") if p)
+    given = dict(model=model, train=train, optim=optim, **sections)
+    config = ConfigDict(
+        {name: _fields(cls, given.get(name, {})) for name, cls in SECTIONS.items()}
+        | {"layouts": layouts, "presets": names, "known": known, "fp8": dict(fp8 or {})}
+    )
+    return config.lock()
+
+
+def _fields(cls: type, given: Mapping) -> dict:
+    """All fields of a section: its defaults, then what the workload gives."""
+    fields = {f.name: f.default for f in dataclasses.fields(cls)}
+    if unknown := set(given) - set(fields):
+        raise UserError(f"{cls.__name__} has no field {sorted(unknown)}; it has {list(fields)}")
+    return fields | dict(given)
+
+
+def table(layouts: str) -> list[dict[str, Any]]:
+    """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
+    lines = [line.split() for line in layouts.strip().splitlines() if line.strip()]
+    rows = []
+    for cells in lines[1:]:
+        row = dict(zip(lines[0], cells, strict=True))
+        for dtype in row["dtype"].split(","):
+            texts = ("gpu_type", "dtype", "scaling")
+            numbers = {k: int(v) for k, v in row.items() if k not in texts}
+            rows.append({**row, **numbers, "dtype": dtype})
+    return rows
+
+
+def resolve(
+    config: ConfigDict,
+    *,
+    gpus: int | None = None,
+    strong_scaling: bool = False,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> c.Run:
+    """Builds the Run.
+
+    Args:
+      config: what workload() returned.
+      gpus: take the row of the table for so many GPUs.
+      strong_scaling: of the rows with constant global batch.
+      flags: shorthand flags that were given, by the names in FLAGS.
+      overrides: 'section.field' -> value, applied last.
+
+    Raises:
+      UserError: anything that cannot be, with what would work.
+    """
+    flags, overrides = dict(flags or {}), dict(overrides or {})
+    values = {name: dict(config[name]) for name in SECTIONS}
+    wanted = {**values["precision"], **values["layout"]}
+    for name in config.presets:
+        c.choose("preset", name, config.known)
+        wanted |= dict(config.known[name].get("precision", {}))
+    wanted |= flags | {path.rpartition(".")[2]: value for path, value in overrides.items()}
+    if wanted["dtype"] == "fp8":
+        _update(values, config.fp8)
+    names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
+    if gpus is not None:
+        row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
+        for field in ("layers", "seq"):
+            values["model" if field == "layers" else "train"][field] = row.pop(field)
+        values["layout"] |= row
+    elif strong_scaling:
+        raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
+    for name in names:
+        _update(values, config.known[name])
+        if name in ("tiny", "rehearse"):
+            _shrink(values, rehearse=name == "rehearse")
+    for flag, value in flags.items():
+        section, field = FLAGS[flag]
+        values[section][field] = value
+    for path, value in overrides.items():
+        section, _, field = path.partition(".")
+        values[section][field] = value
+    shown = [name for name in names if name != "fp8"]
+    values["model"]["size"] = "-".join([values["model"]["size"], *shown])
+    run = c.Run(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
+    if gpus is not None and "rehearse" not in names and run.layout.gpus != gpus:
+        raise UserError(
+            f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
+            "leave gpus out to take the axes as given, or the axes to take the table's row"
+        )
+    if "rehearse" in names and not {"cpu_devices", "runtime.cpu_devices"} & {*flags, *overrides}:
+        runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
+        run = dataclasses.replace(run, runtime=runtime)
+    return run
+
+
+def _update(values: dict, given: Mapping) -> None:
+    for section, fields in given.items():
+        values[section] |= dict(fields)
+
+
+def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: set) -> dict:
+    """The table's row for so many GPUs, as layout fields with 'layers' and 'seq'."""
+    gpu_type, dtype = wanted["gpu_type"], wanted["dtype"]
+    c.choose("gpu_type", gpu_type, c.GPUS)
+    scaling = "strong" if strong else "weak"
+    dtype = "bf16" if dtype == "fp32" else dtype
+    rows = table(config.layouts)
+    kind = [r for r in rows if (r["dtype"], r["scaling"]) == (dtype, scaling)]
+    # H200 has no published recipe; it is H100's compute with more memory, so H100's layouts fit.
+    there = [r for r in kind if r["gpu_type"] == ("h100" if gpu_type == "h200" else gpu_type)]
+    for row in there:
+        if row["gpus"] == gpus:
+            layout = {k: v for k, v in row.items() if k not in ("gpus", "dtype", "scaling")}
+            return layout | {"gpu_type": gpu_type}
+    if by_hand:  # a scale of the user's own: the axes say it all
+        return {"layers": config.model.layers, "seq": config.train.seq}
+    name = f"{config.model.name} {config.model.size} {dtype} ({scaling} scaling)"
+    if there:
+        near = sorted(there, key=lambda r: abs(r["gpus"] / gpus - 1))[:3]
+        near = " or ".join(str(r["gpus"]) for r in sorted(near, key=lambda r: r["gpus"]))
+        hint = f"nearest: --gpus {near}; or name the axes, for example --fsdp {gpus}"
+    else:
+        types = sorted({r["gpu_type"] for r in kind}) or ["none"]
+        hint = f"types that have one: {', '.join(types)}; or name the axes, --fsdp {gpus}"
+    raise UserError(f"gpus={gpus}: {name} has no recipe for {gpus} {gpu_type}; {hint}")
+
+
+def _shrink(values: dict, rehearse: bool) -> None:
+    """Toy sizes of what only some models have, and small degrees of every axis."""
+    model, layout = values["model"], values["layout"]
+    if model["experts"]:
+        model["experts"] = 4
+    model["rope_context"] = min(model["rope_context"], 16)  # so that a short sequence scales too
+    if rehearse:
+        shards = layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
+        micro = max(1, layout["gbs"] // shards)
+        layout.update({axis: min(2, layout[axis]) for axis in (*c.AXES, "vp", "mbs")})
+        shards = layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
+        layout["gbs"] = shards * min(4, micro)
+
+
+def load(path: str | pathlib.Path) -> ConfigDict:
+    """The config of a workload file, without presets."""
+    spec = importlib.util.spec_from_file_location("workload", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()

@@ -1,0 +1,387 @@
+"""What a run is: frozen dataclasses, checked once, here, before anything touches a device.
+
+Every check says what was given, why it cannot be, and what would work.
+"""
+
+import dataclasses
+import math
+
+from maxbench.hardware.gpus import CHIPS, GPUS
+from maxbench.spec.errors import UserError, choose, divisors
+from maxbench.spec.model import Model
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+FP8_MULTIPLE = {"current": 16, "delayed": 16, "mxfp8": 32}  # of every dim of an FP8 GEMM
+BACKENDS = ("auto", "xla", "te")
+ATTENTIONS = ("auto", "xla", "cudnn")
+PROFILERS = ("", "nsys", "xplane", "nccltrace")
+SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
+DATA = ("random", "markov")
+
+# Tensors of a block that a remat policy may keep, in the order they are made.
+TENSORS = ("query", "key", "value", "context", "attn_out", "mlp_up", "mlp_act", "mlp_down")
+# What the backward pass finds saved; everything else it computes again.
+REMATS = {
+    "full": (),
+    "none": TENSORS,  # and every other intermediate but gathered weights and sequences
+    "selective": ("query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
+    "save_qkv_proj": ("query", "key", "value"),
+    "save_dot_except_mlp": ("query", "key", "value", "attn_out"),
+    "save_dot_except_mlpwi": ("query", "key", "value", "attn_out", "mlp_down"),
+    "save_context": ("context",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the work is spread: the degree of each mesh axis, and the batch."""
+
+    gpu_type: str = "h100"
+    pp: int = 1
+    vp: int = 1  # virtual stages (chunks of layers) per pipeline stage
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+    mbs: int = 1  # sequences per data-parallel GPU and microbatch
+    gbs: int = 0  # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
+
+    @property
+    def gpus(self) -> int:
+        """GPUs the layout needs."""
+        return self.pp * self.shards * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """GPUs (or groups of pp x cp x tp) that work on different sequences."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def microbatches(self) -> int:
+        """Gradient accumulation: microbatches per step on each data-parallel GPU."""
+        return self.gbs // (self.mbs * self.shards)
+
+    def describe(self) -> str:
+        """One line: '16 devices, fsdp 8 x tp 2, mbs 1, gbs 32 (4 microbatches)'."""
+        axes = [f"{a} {getattr(self, a)}" for a in AXES if getattr(self, a) > 1]
+        if self.vp > 1:
+            axes.insert(1, f"vp {self.vp}")
+        devices = f"{self.gpus} devices, {' x '.join(axes)}" if axes else "1 device"
+        micro = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+        return f"{devices}, mbs {self.mbs}, gbs {self.gbs} ({micro})"
+
+    def __post_init__(self):
+        choose("gpu_type", self.gpu_type, GPUS)
+        for axis in (*AXES, "vp", "mbs"):
+            if getattr(self, axis) < 1:
+                raise UserError(f"{axis}={getattr(self, axis)} must be at least 1")
+        step = self.mbs * self.shards
+        if self.gbs == 0:
+            object.__setattr__(self, "gbs", step)
+        if self.gbs < 0 or self.gbs % step:
+            raise UserError(
+                f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
+                f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
+                f"{max(step, round(self.gbs / step) * step)}"
+            )
+        if self.vp > 1 and self.pp == 1:
+            raise UserError(f"vp={self.vp} needs pp > 1: virtual stages divide a pipeline's stages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """The step and its memory."""
+
+    seq: int  # tokens per sequence
+    steps: int = 50
+    seed: int = 0
+    data: str = "random"  # random tokens | markov: text of a fixed source, which can be learned
+    schedule: str = "1f1b"  # of a pipeline: 1f1b (interleaved when vp > 1) | gpipe
+    remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
+    attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
+    loss_chunk: int = 0  # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
+    unroll: int = -1  # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0
+    z_loss: float = 0.0  # weight of mean(logsumexp^2)
+    window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the tensors that the backward pass finds saved."""
+        return REMATS.get(self.remat) or tuple(t for t in self.remat.split(",") if t in TENSORS)
+
+    def __post_init__(self):
+        choose("train.attention", self.attention, ATTENTIONS)
+        choose("train.schedule", self.schedule, SCHEDULES)
+        choose("train.data", self.data, DATA)
+        if self.remat not in REMATS:
+            for tensor in self.remat.split(","):
+                choose("train.remat", tensor, (*REMATS, *TENSORS))
+        for field, least in (("seq", 1), ("steps", 1), ("loss_chunk", 0), ("unroll", -1)):
+            if getattr(self, field) < least:
+                raise UserError(f"train.{field}={getattr(self, field)} must be at least {least}")
+        first, last = self.window
+        if not 0 <= first <= last:
+            raise UserError(f"train.window={self.window} must be two steps, first <= last")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and its learning rate: linear warmup, a constant part, then cosine to lr_min."""
+
+    lr: float
+    lr_min: float
+    warmup: float  # steps; below 1, a fraction of train.steps
+    constant: int = 0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # global norm of the gradient
+
+    def __post_init__(self):
+        for field in ("lr", "lr_min", "warmup", "weight_decay", "constant"):
+            if getattr(self, field) < 0:
+                raise UserError(f"optim.{field}={getattr(self, field)} must not be negative")
+        if self.clip <= 0 or self.eps <= 0:
+            raise UserError(f"optim.clip={self.clip} and optimizer.eps={self.eps} must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats. The published recipes: bf16 compute, fp32 master weights and moments."""
+
+    dtype: str = "bf16"  # of the forward and backward pass: bf16 | fp32 | fp8 (its GEMMs)
+    weights: str = "fp32"  # master copy
+    moments: str = "fp32"  # Adam's two averages
+    grads: str = "bf16"  # accumulated over microbatches and reduced over GPUs
+    # Of dtype=fp8. backend auto: te (Transformer Engine) on a GPU, xla on a CPU and in plan;
+    # scaling auto: mxfp8 on Blackwell, current before it.
+    backend: str = "auto"
+    scaling: str = "auto"  # auto | current | delayed | mxfp8
+    history: int = 1024  # steps whose largest magnitudes delayed scaling looks at
+
+    @property
+    def compute(self) -> str:
+        """Of activations and of the weights that layers see: FP8 stands around GEMMs only."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
+    @property
+    def remembered(self) -> int:
+        """Steps of largest magnitudes in the state: 0 but for delayed scaling."""
+        return self.history if (self.dtype, self.scaling) == ("fp8", "delayed") else 0
+
+    def __post_init__(self):
+        choose("dtype", self.dtype, (*DTYPES, "fp8"))
+        for field in ("weights", "moments", "grads"):
+            choose(f"precision.{field}", getattr(self, field), DTYPES)
+        choose("precision.backend", self.backend, BACKENDS)
+        choose("precision.scaling", self.scaling, ("auto", *FP8_MULTIPLE))
+        if self.history < 1:
+            raise UserError(f"precision.history={self.history} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where results go, and checkpoints."""
+
+    dir: str = "."
+    checkpoint: bool = False  # save at the end
+    checkpoint_every: int = 0  # and every so many steps
+    resume: str = ""  # a checkpoint to start from
+    stamp: int = 0  # of the run's folder, <name>_<stamp>; 0 = the time at which it starts
+
+    def __post_init__(self):
+        for field in ("checkpoint_every", "stamp"):
+            if getattr(self, field) < 0:
+                raise UserError(f"output.{field}={getattr(self, field)} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Processes and devices."""
+
+    cpu_devices: int = 0  # virtual CPU devices; 0 = whatever JAX finds
+    mock_gpus: int = 0  # one GPU runs its share of a step on so many
+    tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
+    coordinator: str = ""  # host:port of process 0
+    processes: int = 0
+    process: int = -1
+
+    def __post_init__(self):
+        if self.cpu_devices < 0 or self.mock_gpus < 0:
+            raise UserError(
+                f"cpu_devices={self.cpu_devices}, mock_gpus={self.mock_gpus}: must not be negative"
+            )
+        if self.cpu_devices and self.mock_gpus:
+            raise UserError("cpu_devices and mock_gpus exclude each other: mocking needs a GPU")
+        given = (bool(self.coordinator), self.processes > 0, self.process >= 0)
+        if any(given) and not all(given):
+            raise UserError(
+                f"coordinator={self.coordinator!r}, processes={self.processes} and "
+                f"process={self.process} belong together: give all three, or none"
+            )
+        if all(given) and self.process >= self.processes:
+            raise UserError(f"process={self.process} must be below processes={self.processes}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A look inside some steps. Its overhead spoils figures, so such a run is named after it."""
+
+    tool: str = ""  # nsys (started under it by launch.sh) | xplane | nccltrace
+    start: int = 20  # first step in the profile
+    stop: int = 25  # first step not in it
+    ranks: str = "0"  # processes that are profiled, joined by commas
+
+    def __post_init__(self):
+        choose("profile", self.tool, PROFILERS)
+        if not 0 <= self.start < self.stop:
+            raise UserError(
+                f"profile.start={self.start} and profile.stop={self.stop}: the first step in the "
+                "profile must be below the first step after it"
+            )
+        if not all(r.strip().isdecimal() for r in self.ranks.split(",")):
+            raise UserError(
+                f"profile.ranks={self.ranks!r} must be process numbers joined by commas, as 0,1,2"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run, whole: built once from config and flags, then passed down."""
+
+    model: Model
+    layout: Layout
+    train: Train
+    optim: Optim
+    precision: Precision = Precision()
+    output: Output = Output()
+    runtime: Runtime = Runtime()
+    profile: Profile = Profile()
+
+    @property
+    def name(self) -> str:
+        """pretrain_<model>_<size>_<dtype>_gpus<N>_..., the pattern that log parsers know."""
+        m, a = self.model, self.layout
+        return (
+            f"pretrain_{m.name}_{m.size}_{self.precision.dtype}_gpus{a.gpus}_tp{a.tp}_pp{a.pp}"
+            f"_cp{a.cp}_vp{a.vp}_mbs{a.mbs}_gbs{a.gbs}"
+            + (f"_{self.profile.tool}" if self.profile.tool else "")
+        )
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether layers are code, one after another, and not a loop (model.apply).
+
+        Over fsdp they are a loop: XLA would gather the weights of many layers ahead of their use.
+        """
+        a = self.layout
+        return a.pp > 1 or (a.fsdp == 1 and self.model.layers <= self.train.unroll)
+
+    @property
+    def scaling(self) -> str:
+        """Of FP8 tensors, settled: current, delayed or mxfp8."""
+        if self.precision.scaling != "auto":
+            return self.precision.scaling
+        return "mxfp8" if CHIPS[self.layout.gpu_type].capability >= (10, 0) else "current"
+
+    def asdict(self) -> dict:
+        """The run as nested plain dicts, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __post_init__(self):
+        m, a, t = self.model, self.layout, self.train
+        self._pipelines()
+        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp") | {"embed": "fsdp"}
+        for field, axis in split.items():
+            self._divides(axis, getattr(a, axis), f"model.{field}", getattr(m, field))
+        if a.ep > 1 and not m.experts:
+            raise UserError(
+                f"ep={a.ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
+            )
+        if m.experts:
+            self._divides("ep", a.ep, "model.experts", m.experts)
+        parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
+        if t.seq % parts:
+            why = f"{'2 x cp' if a.cp > 1 else ''}{' x ' if a.cp > 1 and a.tp > 1 else ''}"
+            why += "tp" if a.tp > 1 else ""
+            raise UserError(
+                f"train.seq={t.seq} does not divide into {why} = {parts} parts (cp={a.cp}, "
+                f"tp={a.tp}); nearest that works: {max(parts, round(t.seq / parts) * parts)}"
+            )
+        if t.attention == "cudnn" and m.softcap:
+            have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"
+            raise UserError(f"{have}; use train.attention=xla")
+        if self.precision.dtype == "fp8":
+            self._fills_fp8()
+
+    def _fills_fp8(self) -> None:
+        """FP8 GEMMs take dims of whole 16 bytes; MXFP8 blocks of 32, none cut by fsdp or tp."""
+        m, a, seq = self.model, self.layout, self.train.seq
+        heads, groups, multiple = m.heads // a.tp, m.kv_heads // a.tp, FP8_MULTIPLE[self.scaling]
+        blocks = self.scaling == "mxfp8"
+        if blocks and CHIPS[a.gpu_type].capability < (10, 0):
+            have = [name for name, chip in CHIPS.items() if chip.capability >= (10, 0)]
+            raise UserError(
+                f"precision.scaling='mxfp8' and gpu_type={a.gpu_type!r}: only Blackwell multiplies "
+                f"blocks ({', '.join(have)}); use precision.scaling=current or delayed"
+            )
+        fsdp, tp = (a.fsdp, a.tp) if blocks else (1, 1)
+        qkv = f"({heads} heads + 2 x {groups} kv_heads) x it"
+        rows = f"mbs={a.mbs} x seq / cp={a.cp}"
+        for field, value, split, how, dim in (
+            ("model.embed", m.embed, fsdp, f"embed / fsdp={fsdp}", m.embed // fsdp),
+            ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
+            ("model.head_dim", m.head_dim, 1, f"{heads} heads x it", heads * m.head_dim),
+            ("model.head_dim", m.head_dim, 1, qkv, groups * m.qkv * m.head_dim),
+            ("train.seq", seq, a.cp * tp, f"seq / cp={a.cp} / tp={tp}", seq // a.cp // tp)
+            if blocks
+            else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
+        ):
+            if dim % multiple:
+                unit = split * multiple
+                raise UserError(
+                    f"dtype='fp8' needs dims of GEMMs that are multiples of {multiple}: "
+                    f"{field}={value} makes {how} = {dim}; nearest that works: "
+                    f"{max(unit, round(value / unit) * unit)}"
+                )
+        tokens = a.mbs * seq // (a.cp * a.tp)
+        slots = m.capacity(tokens) if m.experts else 0
+        gpus = a.ep * (1 if blocks else a.tp)  # whose slots are rows of one GEMM
+        if slots * gpus % multiple:
+            unit = multiple // math.gcd(gpus, multiple)
+            # Of the next number of slots that works; a half stays clear of rounding up again.
+            factor = (-(-slots // unit) * unit - 0.5) * m.experts / (tokens * m.top_k)
+            raise UserError(
+                f"dtype='fp8' needs dims of GEMMs that are multiples of {multiple}: model."
+                f"capacity_factor={m.capacity_factor} gives an expert {gpus} x {slots} slots; "
+                f"nearest that works: {factor:.6g}"
+            )
+
+    def _pipelines(self) -> None:
+        a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
+        if a.pp == 1:
+            return
+        if layers % parts and (layers + 2) % parts:
+            below, above = layers // parts * parts, -(-layers // parts) * parts
+            near = sorted({n for n in (below, above - 2, above) if n > 0})
+            raise UserError(
+                f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {parts} parts, nor "
+                f"does {layers} + 2 (one slot each for embedding and loss); nearest layers that "
+                f"work: {' or '.join(map(str, near))}"
+            )
+        if a.microbatches < a.pp:
+            raise UserError(
+                f"gbs={a.gbs} is {a.microbatches} microbatches, too few for pp={a.pp} stages to "
+                f"work at once; nearest that works: gbs={a.mbs * a.shards * a.pp}"
+            )
+
+    @staticmethod
+    def _divides(axis: str, degree: int, field: str, value: int) -> None:
+        if value % degree:
+            raise UserError(
+                f"{axis}={degree} does not divide {field}={value}; "
+                f"{axis} that works: {divisors(value)}"
+            )

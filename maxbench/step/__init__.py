@@ -1,0 +1,1 @@
+"""When it is computed: data, microbatches, pipeline schedule, optimizer; one compiled step."""

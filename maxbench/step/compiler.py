@@ -1,0 +1,71 @@
+"""What XLA is told beside the program: options by GPU type and workload.
+
+They are given to the compiler with the program, not through XLA_FLAGS, where an unknown one would
+end the process.
+"""
+
+from maxbench.hardware.gpus import GPUS
+from maxbench.spec.run import Run
+
+# Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
+XLA_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_command_buffer": "",
+    "xla_gpu_enable_highest_priority_async_stream": True,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 2 << 30,
+    "xla_gpu_all_gather_combine_threshold_bytes": 2 << 30,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_all_gather_combine_by_dim": False,
+    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+    "xla_disable_hlo_passes": "rematerialization",
+    # The scheduler hides no communication once it thinks that memory is short, and it counts a
+    # pipeline's buffers several times. Whether a step fits is for the buffer assignment to say.
+    "xla_gpu_memory_limit_slop_factor": 300,
+}
+
+# Bytes at which collectives are combined: all-reduce, all-gather, reduce-scatter; of NVIDIA's
+# MaxText recipes for Llama 2 (others take these too) and Llama 3.
+COMBINE = {
+    ("llama31", "fp8"): (2 << 30, 2 << 30, 64 << 20),
+    ("llama31", "bf16"): (2 << 30, 2 << 30, 32 << 20),
+    ("", "fp8"): (1 << 30, 512 << 20, 8 << 20),
+    ("", "bf16"): (2 << 30, 2 << 30, 32 << 20),
+}
+MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
+
+
+def xla_options(platform_name: str, run: Run) -> dict:
+    """Compiler options for a platform as jax names it ('gpu', 'cpu'), by GPU type and workload."""
+    if platform_name not in ("gpu", "cuda"):
+        return {}
+    options, gpu = dict(XLA_OPTIONS), run.layout.gpu_type
+    # Where weights are gathered layer by layer: gather the next layer's early, while the last
+    # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
+    # over microbatches, and run the forward pass twice to do so.
+    gathers = run.layout.fsdp > 1
+    options["xla_gpu_enable_pipelined_all_gather"] = gathers
+    # Saves copies from one iteration to the next, 3 to 7 % of Grok-1's and Nemotron's steps; where
+    # a microbatch's code is long it saves nothing, and is compiled twice.
+    long = run.layout.pp == 1 and not gathers and run.model.layers > 16
+    options["xla_gpu_enable_while_loop_double_buffering"] = not long
+    # Two: one layer's gradients are reduced while the next one's weights are gathered. Four: what
+    # a stage sends travels beside work that has collectives of its own.
+    overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
+    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
+    dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"
+    own = COMBINE.get((run.model.name, dtype))
+    reduce, gather, scatter = own or COMBINE["", dtype]
+    if run.layout.tp > 1:
+        gather = 1  # joined, a sequence's gathers would wait for the last of them
+    if run.layout.gpus // GPUS[gpu].gpus_per_node >= MANY_NODES:
+        scatter //= 2
+    for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):
+        options[f"xla_gpu_{name}_combine_threshold_bytes"] = size
+    if gpu in ("b200", "gb200", "gb300"):
+        options["xla_gpu_enable_command_buffer"] = "FUSION,CUSTOM_CALL"
+    if run.layout.tp > 1 and not run.runtime.tp_overlap:
+        options["xla_gpu_disable_async_collectives"] = "ALLGATHER,REDUCESCATTER"
+    return options

@@ -1,0 +1,219 @@
+"""The state and one training step, compiled once, ahead of time.
+
+    state = {'step': int32, 'params': master weights, 'opt': optimizer state}
+    and, where FP8 scaling is delayed, 'fp8': {'layers': [slots, gemms, 3, history]}, the largest
+    magnitudes of x, dy and w of each FP8 GEMM in the last steps, oldest first
+    state, out = step(state)        the state is donated; the batch is made inside
+
+Training and planning build the step the same way; only the devices differ.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxbench.mesh import collectives
+from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
+from maxbench.model import network, precision, te
+from maxbench.spec.run import AXES, DTYPES, Run
+from maxbench.step import data, optimizer, pipeline
+from maxbench.step.schedule import layer_order
+
+
+def for_platform(run: Run, platform: str) -> Run:
+    """The run with what it leaves open settled: attention kernel, FP8, loss chunk, loop or no loop.
+
+    Raises:
+      ValueError: Transformer Engine is wanted and absent, too old, or does not load.
+    """
+    t, gpu = run.train, platform in ("gpu", "cuda")
+    kind = "cudnn" if gpu and not run.model.softcap else "xla"
+    budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
+    chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
+    kind = kind if t.attention == "auto" else t.attention
+    unroll = t.unroll if t.unroll >= 0 else 40 * gpu
+    train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
+    p = run.precision
+    backend = ("te" if gpu else "xla") if p.backend == "auto" else p.backend
+    if p.dtype == "fp8" and backend == "te":
+        te.load()
+    precision = dataclasses.replace(p, backend=backend, scaling=run.scaling)
+    return dataclasses.replace(run, train=train, precision=precision)
+
+
+class Step:
+    """What a run on a mesh is made of: places, shardings, init, and the step itself.
+
+    Building it costs no memory and no compilation.
+
+    Attributes:
+      places: Place of each weight.
+      abstract: the state as ShapeDtypeStructs with their shardings.
+    """
+
+    def __init__(self, run: Run, devices: Mesh):
+        self.platform = devices.devices.flat[0].platform
+        self.run, self.mesh = for_platform(run, self.platform), devices
+        self.tx = optimizer.transform(run)
+        self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
+        self.places = self._places(self.order, RULES)
+        self.abstract = self._abstract(self.order, self.places)
+
+    def _places(self, order, rules):
+        init = functools.partial(network.init, self.run.model, order=order)
+        boxed = jax.eval_shape(init, jax.random.key(0))
+        placed = lambda box: place(box.names, box.value.shape, self.mesh.shape, rules)
+        return jax.tree.map(placed, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+    def _abstract(self, order, places):
+        shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
+        specs = jax.tree.map(lambda p: p.master_spec, places)
+        slots = P(*jax.tree.leaves(specs["layers"])[0][:1])
+        # Optimizer state holds trees like the weights: their leaves end in the weights' paths.
+        by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
+
+        def sharded(path, leaf):
+            spec = slots if path[0].key == "fp8" else P()
+            spec = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), spec)
+            sharding = jax.sharding.NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree_util.tree_map_with_path(sharded, shapes)
+
+    def _init(self, key, order):
+        run = self.run
+        params = optimizer.cast(
+            nn.unbox(network.init(run.model, key, order)), run.precision.weights
+        )
+        opt = self.tx.init(optimizer.cast(params, run.precision.moments))
+        state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
+        if length := run.precision.remembered:
+            shape = len(order), len(precision.FP8_GEMMS), 3, length
+            state["fp8"] = {"layers": jnp.zeros(shape, jnp.float32)}
+        return state
+
+    def init(self):
+        """A new state, made in place on every device; the same numbers on every mesh."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        # It runs once: XLA:CPU would take seconds to make the random numbers a little faster.
+        options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
+        init = functools.partial(self._init, order=self.order)
+        init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+        return init(jax.random.key(self.run.train.seed))
+
+    def in_order(self, order):
+        """The abstract state with its layers in another order, for reorder()."""
+        # Its slots may not divide by pp: split other dims over it instead.
+        return self._abstract(order, self._places(order, RULES | {"layers": None}))
+
+    def reorder(self, state, order):
+        """A state whose layers are in `order` -> the same state in the order of this step."""
+        to, slot = self.order, {layer: i for i, layer in enumerate(order)}
+        source = np.array([slot.get(layer, 0) for layer in to])
+
+        def take(path, x):
+            if "layers" not in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
+                return x
+            real = (to >= 0).reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.where(real, x[source], 0)
+
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        reorder = lambda state: jax.tree_util.tree_map_with_path(take, state)
+        return jax.jit(reorder, out_shardings=shardings, donate_argnums=0)(state)
+
+    def lower(self):
+        """The step, traced and lowered for the mesh; .compile() it."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+        return step.trace(self.abstract).lower()
+
+    def _step(self, state):
+        p = self.run.precision
+        past = state["fp8"]["layers"] if p.remembered else None
+        grads, out, amax = self.gradients(state["params"], state["step"], past)
+        grads = optimizer.cast(grads, p.moments)
+        out["grad_norm"] = optax.tree.norm(grads)
+        out["lr"] = optimizer.learning_rate(self.run)(state["step"])
+        updates, opt = self.tx.update(
+            grads, state["opt"], optimizer.cast(state["params"], p.moments)
+        )
+        params = optax.apply_updates(state["params"], updates)
+        state = {"step": state["step"] + 1, "params": params, "opt": opt}
+        if p.remembered:
+            past = jnp.concatenate([past[..., 1:], amax[..., None]], -1)
+            state["fp8"] = {"layers": past}
+        return state, out
+
+    def gradients(self, params, step, past=None):
+        """Gradients of the mean loss, placed as the master weights, and what is reported.
+
+        With delayed scaling the past [slots, gemms, 3, history] decides the scales, and the third
+        result is this step's largest magnitudes [slots, gemms, 3]; else it is None.
+        """
+        masters = jax.tree.map(lambda p: p.master_spec, self.places)
+        slots = P(*jax.tree.leaves(masters["layers"])[0][:1])
+        grads = jax.shard_map(
+            self._local_grads,
+            mesh=self.mesh,
+            in_specs=(masters, P(), slots),
+            out_specs=(masters, P(), slots),
+            check_vma=False,
+        )
+        return grads(params, step, None if past is None else jnp.max(past, -1))
+
+    def _local_grads(self, params, step, past):
+        """One GPU's part of gradients(): the whole of the forward and backward pass."""
+        run, p = self.run, self.run.precision
+        # The compute copy is gathered once, and gradients are reduced once, however many
+        # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
+        w, places = optimizer.cast(params, p.compute), self.places
+        if run.unrolled:
+            w = w | {"layers": _unstack(w["layers"])}
+            layer = jax.tree.map(lambda place: place.layer, places["layers"])
+            places = places | {"layers": (layer,) * len(w["layers"])}
+        layers = w["layers"]
+        w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
+        if p.dtype == "fp8":
+            stacked = not run.unrolled
+            made = precision.fp8_weights(places["layers"], layers, stacked, p, past)
+            w["layers"], amax_w = made
+        else:
+            w["layers"] = jax.tree.map(gather_master, places["layers"], layers)
+        is_weight = lambda x: isinstance(x, precision.Fp8Weight)
+        zeros = lambda x: precision.zeros(x, DTYPES[p.grads])
+        zeros = jax.tree.map(zeros, w, is_leaf=is_weight)
+
+        def accumulate(sums, micro):
+            objective = lambda sums: network.objective(run, w, *data.batch(run, step, micro), sums)
+            return jax.grad(objective, has_aux=True)(sums)
+
+        count = run.layout.microbatches
+        if run.layout.pp > 1:
+            batch = functools.partial(data.batch, run, step)
+            grads, out = pipeline.gradients(run, w, zeros, batch)
+        elif count == 1:
+            grads, out = accumulate(zeros, 0)
+        else:
+            grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
+            out = jax.tree.map(jnp.sum, out)
+        grads, amax = precision.parted(grads, not run.unrolled)
+        if amax is not None:
+            amax = collectives.largest(amax, *(axis for axis in AXES if axis != "pp"))
+            amax = jnp.concatenate([amax, amax_w[..., None]], -1)
+        grads = jax.tree.map(reduce_grad, places, grads)
+        if run.unrolled:
+            grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
+        return grads, jax.tree.map(lambda x: collectives.total(x, *self.mesh.axis_names), out), amax
+
+
+def _unstack(layers):
+    """A tree of stacked arrays -> a tuple of trees, one for each layer."""
+    leaves, tree = jax.tree.flatten(layers)
+    return tuple(tree.unflatten([leaf[i] for leaf in leaves]) for i in range(len(leaves[0])))

@@ -1,0 +1,647 @@
+"""The launcher without a cluster: variables, scripts, what is submitted and what is not."""
+
+import itertools
+import json
+import os
+import pathlib
+import resource
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxbench.launch import checks, slurm, variables
+from maxbench.run import hosts, nccl, profile
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Profile
+from maxbench.step import compiler
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = ROOT / "launch" / "launch.sh"
+RUNAI = {
+    "CLUSTER_TYPE": "runai",
+    "RUN_CONF_IMAGE": "nvcr.io/nvidia/jax:25.10-py3",
+    "RUN_CONF_MOUNTS": "workspace:/workspace:workspace-project-abcde",
+    "PROJECT_NAME": "llmb-testing",
+    "PVC_DIR": "/workspace/results",
+    "BASE_URL": "https://run.ai/api/v1",
+    "APP_ID": "llmb-qa",
+    "APP_SECRET": "secret-never-to-be-seen",
+}
+
+
+def plain_env(**more: str) -> dict[str, str]:
+    """This environment without what would be read as a variable of ours."""
+    ours = {n for name, (_, _, others) in variables.VARIABLES.items() for n in (name, *others)}
+    skipped = ("SLURM", "SBATCH", "JAX_", "XLA_")
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(skipped)}
+    return kept | {"MAXBENCH_PYTHON": sys.executable} | more
+
+
+def run(*args: str, code: int = 0, cwd: pathlib.Path = ROOT, **env: str) -> str:
+    """launch.sh; its stdout, or its stderr where it should fail."""
+    done = subprocess.run(
+        [str(LAUNCH), *args], env=plain_env(**env), capture_output=True, text=True, cwd=cwd
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def tool(folder: pathlib.Path, name: str, body: str) -> None:
+    """An executable that stands in for one that is not here."""
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+# --- the seeds' commands and defaults ---
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "nodes", "tasks", "more"),
+    [
+        # seed 002: everything has a default
+        ({}, "pretrain_llama31_8b_bf16_gpus8", 1, 8, {"TIME_LIMIT": "00:30:00"}),
+        ({"MODEL_SIZE": "8b", "JOB_TOTAL_GPUS": "16", "GPUS_PER_NODE": "8"},
+         "pretrain_llama31_8b_bf16_gpus16", 2, 8, {"MAX_STEPS": "50"}),
+        # seed 003: sbatch -N 8 says how many GPUs
+        ({"MODEL": "llama2", "SLURM_JOB_NUM_NODES": "8"},
+         "pretrain_llama2_70b_fp8_gpus64", 8, 8, {"TIME_LIMIT": "01:00:00"}),
+        # one process per node
+        ({"MODEL": "llama2", "JOB_TOTAL_GPUS": "128", "PROCESSES": "node"},
+         "pretrain_llama2_70b_fp8_gpus128", 16, 1, {}),
+        # a laptop
+        ({"CPU_DEVICES": "4", "JOB_TOTAL_GPUS": "8", "PRESET": "tiny"},
+         "pretrain_llama31_8b-tiny_bf16_gpus8", 2, 1, {}),
+        # older names of the same variables
+        ({"RUN_CONF_MAX_STEPS": "10", "SBATCH_GPUS": "16", "SLURM_GPUS_PER_NODE": "null"},
+         "pretrain_llama31_8b_bf16_gpus16", 2, 8,
+         {"MAX_STEPS": "10", "SBATCH_GPUS_PER_NODE": "none"}),
+    ],
+)  # fmt: skip
+def test_commands_of_the_seeds(env, name, nodes, tasks, more):
+    s = variables.settle(env)
+    assert s.run.name.startswith(name)
+    assert (s.nodes, s.tasks_per_node) == (nodes, tasks)
+    assert {k: s.values[k] for k in more} == more
+
+
+def test_every_default_of_the_seeds():
+    s = variables.settle({})
+    v = s.values
+    assert (v["DTYPE"], v["MODEL_SIZE"], v["JOB_TOTAL_GPUS"]) == ("bf16", "8b", "8")
+    assert (v["GPU_TYPE"], v["CLUSTER_TYPE"], v["MAX_STEPS"]) == ("h100", "slurm", "50")
+    assert (v["PROFILE_START_STEP"], v["PROFILE_STOP_STEP"]) == ("20", "25")
+    assert v["RUN_CONF_PROFILE_RANKS"] == "0,1,2,3,4,5,6,7"
+    family = variables.FAMILIES["nemotron4"]
+    assert (family.dtype, family.time, family.profile) == ("fp8", "00:25:00", (45, 50))
+
+
+def test_gb200_has_four_gpus_per_node():
+    env = {"MODEL": "nemotron4", "GPU_TYPE": "gb200", "JOB_TOTAL_GPUS": "128"}
+    s = variables.settle(env)
+    assert (s.nodes, s.tasks_per_node) == (32, 4)
+    assert "--segment=16" in slurm.sbatch_options(s, "", pathlib.Path("x"))
+    env = slurm.environment(s, "")
+    assert env["NCCL_NET_GDR_C2C"] == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
+
+
+# --- what bad input gets ---
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"DTYPE": "fp16"}, "DTYPE='fp16' is not one of fp8, bf16, fp32"),
+        ({"MODEL": "lama2"}, "did you mean 'llama2'?"),
+        ({"MODEL_SIZE": "7b"}, "MODEL_SIZE='7b' is not one of 8b, 70b, 405b, 340b, 314b"),
+        ({"MODEL": "grok1", "MODEL_SIZE": "70b"}, "MODEL_SIZE='70b' is not one of 314b"),
+        ({"GPU_TYPE": "h10"}, "is not one of h100, h200, b200, gb200, gb300; did you"),
+        ({"MODEL": "llama2", "JOB_TOTAL_GPUS": "96"},
+         "JOB_TOTAL_GPUS=96: llama2 70b fp8 (weak scaling) has no recipe for 96 h100; nearest: "
+         "JOB_TOTAL_GPUS=64 or 128"),
+        ({"MODEL": "llama2"}, "JOB_TOTAL_GPUS is not set; llama2 70b fp8 on h100 has "
+         "recipes for: 64, 128, 256, 512, 1024, 2048"),
+        ({"JOB_TOTAL_GPUS": "8x"}, "JOB_TOTAL_GPUS='8x' must be a whole number, at least 1"),
+        ({"MAX_STEPS": "0"}, "MAX_STEPS='0' must be a whole number, at least 1"),
+        ({"CLUSTER_TYPE": "slrum"}, "did you mean 'slurm'?"),
+        ({"ENABLE_PROFILE": "maybe"}, "ENABLE_PROFILE='maybe' is not one of true"),
+        ({"TIME_LIMIT": "soon"}, "TIME_LIMIT='soon' must be HH:MM:SS, as 00:30:00"),
+        ({"SBATCH_GPUS_PER_NODE": "all"}, "none where the cluster has no gres"),
+        ({"PROFILE_START_STEP": "30"}, "PROFILE_START_STEP=30 must be below PROFILE_STOP_STEP=25"),
+        ({"RUN_CONF_PROFILE_RANKS": "0-3"}, "for example 0,1,2,3"),
+        ({"ADDITIONAL_SLURM_PARAMS": "nodelist n1"}, "'nodelist n1' is not key=value or key"),
+        ({"GBS": "7"}, "GBS=7 is not a multiple of mbs x dp x fsdp x ep"),
+        ({"GPU_TYPE": "b200"}, "or name the axes, launch.sh -- --fsdp 8"),
+        ({"DYTPE": "fp8"}, "DYTPE is set, which nothing reads; did you mean DTYPE?"),
+        ({"GPU_TYP": "b200"}, "did you mean GPU_TYPE?"),
+        ({"PRESET": "tinny"}, "did you mean 'tiny'?"),
+        ({"SBATCH_ACCOUNT": "a b"}, "SBATCH_ACCOUNT='a b' must be one word"),
+        ({"LOAD_CHECKPOINT_PATH": "/nowhere"}, "holds no complete checkpoint"),
+        ({"DISABLE_PERFRUN": "true"}, "leaves nothing to run"),
+        ({"CLUSTER_TYPE": "runai"}, "RUN_CONF_IMAGE is not set, and CLUSTER_TYPE=runai needs"),
+        (RUNAI | {"RUN_CONF_MOUNTS": "a:b"}, "'a:b' is not name:path:k8s-claim"),
+        (RUNAI | {"PVC_DIR": "/elsewhere"}, "lies in none of the mounted paths"),
+    ],
+)  # fmt: skip
+def test_a_wrong_variable_is_named_with_what_would_work(env, message):
+    said = run("--dry-run", code=2, **env)
+    assert message in said
+    assert "Traceback" not in said
+    assert said.count("\n") == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(set(variables.VARIABLES) - {"STAGE_PATH"})),
+        st.text(max_size=8)
+        | st.integers(-9, 4096).map(str)
+        | st.sampled_from(["true", "b200", "*"]),
+        max_size=3,
+    )
+)
+def test_any_variable_gives_settings_or_a_message(env):
+    try:
+        s = variables.settle(env)
+        for kind in slurm.kinds(s):
+            script = slurm.script(s, kind, 7)
+            done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+            assert done.returncode == 0, done.stderr
+    except ValueError as e:
+        if not str(e):
+            raise
+
+
+def test_unknown_option():
+    assert "unknown option '--dryrun'" in run("--dryrun", code=2)
+
+
+# --- the script ---
+
+
+def test_dry_run_in_under_a_second_without_jax(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    said = run("--dry-run", MODEL_SIZE="8b", STAGE_PATH=str(tmp_path))
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
+    assert "#SBATCH --nodes=1" in said
+    assert "python3 -m maxbench.train --config configs/llama31_8b.py --gpus 8" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_slurm_parameters_reach_sbatch():
+    s = variables.settle(
+        {
+            "ADDITIONAL_SLURM_PARAMS": "nodelist=node001,node002;constraint=gpu&memory;exclusive",
+            "SBATCH_GPUS_PER_NODE": "8", "SBATCH_ACCOUNT": "acct", "SBATCH_PARTITION": "batch",
+            "EXCLUDE_NODES": "n7,n9",
+        }
+    )  # fmt: skip
+    options = slurm.sbatch_options(s, "", pathlib.Path("x"))
+    for option in (
+        "--nodelist=node001,node002", "--constraint=gpu&memory", "--gres=gpu:8",
+        "--account=acct", "--partition=batch", "--exclude=n7,n9", "--no-requeue",
+        "--dependency=singleton",
+    ):  # fmt: skip
+        assert option in options
+
+
+def test_loading_a_checkpoint_trains_one_step(tmp_path):
+    step = tmp_path / "run" / "checkpoints" / "50"
+    step.mkdir(parents=True)
+    (step / "run.json").write_text('{"step": 50}')
+    s = variables.settle({"LOAD_CHECKPOINT_PATH": str(tmp_path / "run")})
+    assert s.run.train.steps == 51
+    assert s.run.output.resume == str(tmp_path / "run")
+
+
+def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
+    s = variables.settle({"CHECKPOINT_EVERY": "20", "ENABLE_NCCL_TRACE": "true"})
+    perf, trace = (slurm.train_flags(s, kind) for kind in slurm.kinds(s))
+    assert "--nocheckpoint" not in perf
+    again = variables.settle({}, trace[trace.index("--profile=nccltrace") :])
+    assert (again.run.output.checkpoint, again.run.output.checkpoint_every) == (False, 0)
+    assert "--requeue" in slurm.sbatch_options(s, "", tmp_path)
+    assert "--no-requeue" in slurm.sbatch_options(s, "nccltrace", tmp_path)
+
+
+def test_one_step_after_a_checkpoint_is_not_profiled(tmp_path):
+    (tmp_path / "run.json").write_text('{"step": 50}')
+    said = run("--dry-run", code=2, LOAD_CHECKPOINT_PATH=str(tmp_path), ENABLE_PROFILE="true")
+    assert "LOAD_CHECKPOINT_PATH trains one step" in said
+
+
+def test_shellcheck_passes_on_every_script(tmp_path):
+    assert shutil.which("shellcheck"), "shellcheck is not installed: apt-get install shellcheck"
+    made = tmp_path / "job.sh"
+    s = variables.settle({"ENABLE_PROFILE": "true"})
+    made.write_text(slurm.script(s, "nsys", 1))
+    scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh"), made]
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_nothing_newer_than_bash_4_2():
+    """Features of later versions, by their spelling."""
+    newer = ("@Q}", "wait -n", "declare -n", "local -n", "mapfile -d", "EPOCHSECONDS", "BASH_ARGV0")
+    for script in [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh")]:
+        text = script.read_text()
+        assert not [word for word in newer if word in text], script
+
+
+# --- what is submitted ---
+
+
+@pytest.fixture
+def fake_sbatch(tmp_path):
+    """A PATH with an sbatch that records its arguments and environment."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    tool(folder, "sbatch", f'echo "$@" >> {tmp_path}/calls; env >> {tmp_path}/env; echo 4711')
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_profile_and_trace_are_jobs_of_their_own(tmp_path, fake_sbatch):
+    said = run(
+        PATH=fake_sbatch, STAGE_PATH=str(tmp_path), ENABLE_PROFILE="true",
+        ENABLE_NCCL_TRACE="true", ENABLE_GPU_METRICS="true", HF_TOKEN="hf_secret",
+    )  # fmt: skip
+    assert said.count("job 4711") == 3
+    calls = (tmp_path / "calls").read_text().splitlines()
+    kinds = ["", "_nsys", "_nccltrace"]
+    scripts = [pathlib.Path(c.split()[-1]) for c in calls]
+    assert [s.parent.parent.name.partition("gbs128")[2] for s in scripts] == kinds
+    perf, nsys, trace = (s.read_text() for s in scripts)
+    assert "maxbench.preflight" in perf
+    assert "NCCL_DEBUG" not in perf
+    assert "--profile=nsys" in nsys
+    assert "--steps 25" in nsys
+    assert "--capture-range=cudaProfilerApi" in nsys
+    assert "export MB_GPU_METRICS=true" in nsys
+    assert "export NCCL_DEBUG=INFO" in trace
+    assert "--steps 5" in trace
+    assert "--time=00:15:00" in trace
+    whole = perf + nsys + trace + said + (tmp_path / "env").read_text()
+    assert "hf_secret" not in whole
+
+
+def test_variables_that_sbatch_would_read_itself_are_kept_from_it(tmp_path, fake_sbatch):
+    """The original recipes ask for SLURM_GPUS_PER_NODE=null; SBATCH_GPUS is their GPU count."""
+    env = {"SLURM_GPUS_PER_NODE": "null", "SBATCH_GPUS": "16", "PATH": fake_sbatch}
+    run(**env, STAGE_PATH=str(tmp_path))
+    seen = (tmp_path / "env").read_text()
+    assert "GPUS_PER_NODE=null" not in seen
+    assert "SBATCH_GPUS" not in seen
+
+
+def test_variables_of_the_recipes_without_effect_are_said():
+    command = [str(LAUNCH), "--dry-run"]
+    env = plain_env(CUDA_GRAPH="false", OPTIMIZATION_CODE="x=1", MODEL_SIZE="8b")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "CUDA_GRAPH is not used: XLA's command buffers follow GPU_TYPE" in done.stderr
+    assert "OPTIMIZATION_CODE is not used" in done.stderr
+
+
+def test_sbatch_that_refuses(tmp_path, fake_sbatch):
+    tool(tmp_path / "bin", "sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    said = run(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
+    assert "invalid account" in said
+    assert "sbatch refused" in said
+
+
+def test_missing_tools_are_named_with_what_to_do(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "dirname", "sed", "python3"):
+        (folder / name).symlink_to(shutil.which(name))
+    said = run(code=2, PATH=str(folder), STAGE_PATH=str(tmp_path))
+    assert "sbatch is not on PATH" in said
+    assert "python3 -m maxbench.train --config" in said
+    said = run(code=2, **RUNAI, PATH=str(folder), STAGE_PATH=str(tmp_path))
+    assert "runai is not on PATH" in said
+
+
+def test_a_wrong_xla_flag_is_refused_before_submitting(tmp_path, fake_sbatch):
+    env = {"XLA_FLAGS": "--xla_gpu_graph_level=0", "PATH": fake_sbatch, "STAGE_PATH": str(tmp_path)}
+    assert "use --xla_gpu_enable_command_buffer=" in run(code=2, **env)
+    assert not (tmp_path / "calls").exists()
+
+
+def test_xla_options_by_gpu_and_scale():
+    options = lambda *flags, **env: compiler.xla_options(
+        "gpu", variables.settle(env, list(flags)).run
+    )
+    scatter, command = (
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_gpu_enable_command_buffer",
+    )
+    small = options(MODEL="llama2", JOB_TOTAL_GPUS="64")
+    assert (small[scatter], small[command]) == (8 << 20, "")
+    assert options(MODEL="llama2", JOB_TOTAL_GPUS="1024")[scatter] == 4 << 20
+    assert options(MODEL="llama2", JOB_TOTAL_GPUS="64", DTYPE="bf16")[scatter] == 32 << 20
+    new = options("--fsdp", "8", GPU_TYPE="b200", JOB_TOTAL_GPUS="8")
+    assert new[command] == "FUSION,CUSTOM_CALL"
+    wide = ("--tp", "2", "--dp", "4", "--cp", "1")
+    alone = "xla_gpu_disable_async_collectives"
+    assert alone not in options(*wide, TP_COMM_OVERLAP="true")
+    assert options(*wide, TP_COMM_OVERLAP="false")[alone] == "ALLGATHER,REDUCESCATTER"
+    assert compiler.xla_options("cpu", variables.settle({}).run) == {}
+
+
+def test_a_stage_that_cannot_be_written_is_named(tmp_path, fake_sbatch):
+    (tmp_path / "file").write_text("")
+    said = run(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path / "file"))
+    assert f"STAGE_PATH='{tmp_path}/file' cannot hold results" in said
+
+
+def test_missing_image(tmp_path, fake_sbatch):
+    env = {"RUN_CONF_IMAGE": "/nowhere/x.sqsh", "PATH": fake_sbatch, "STAGE_PATH": str(tmp_path)}
+    assert "setup.sh makes one where enroot is" in run(code=2, **env)
+
+
+def test_runai_gets_the_same_command_and_no_secret(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    tool(folder, "runai", f'printf "%s\\n" "$@" > {tmp_path}/args; env > {tmp_path}/env')
+    said = run(**RUNAI, PATH=f"{folder}:{os.environ['PATH']}", JOB_TOTAL_GPUS="16")
+    args = (tmp_path / "args").read_text().split("\n")
+    name = "maxbench-llama31-8b-bf16-16g"
+    assert args[:5] == ["training", "pytorch", "submit", name, "--project"]
+    pairs = dict(itertools.pairwise(args))
+    assert pairs["--workers"] == "1"  # and a master: two nodes
+    assert pairs["--"] == "env"
+    assert pairs["--gpu-devices-request"] == "8"
+    assert pairs["--existing-pvc"] == "claimname=workspace-project-abcde,path=/workspace"
+    assert pairs["--output_dir"] == "/workspace/results"
+    assert "maxbench.train" in args
+    everything = said + "".join(args) + (tmp_path / "env").read_text()
+    assert "secret-never-to-be-seen" not in everything
+    assert "secret-never-to-be-seen" not in run("--dry-run", **RUNAI)
+
+
+def test_a_runai_worker_joins_the_others():
+    def said(**env: str) -> str:
+        command = ["bash", str(ROOT / "launch" / "runai.sh"), "echo", "train"]
+        done = subprocess.run(
+            command, env=plain_env(**env), capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    env = {"MASTER_ADDR": "m0", "MASTER_PORT": "1234", "WORLD_SIZE": "2", "RANK": "1"}
+    assert said(**env) == "train --coordinator m0:1234 --processes 2 --process 1\n"
+    assert said(**env | {"WORLD_SIZE": "1"}) == "train\n"
+
+
+def test_runai_jobs_of_one_node_and_of_other_kinds():
+    one = run("--dry-run", **RUNAI, ENABLE_NCCL_TRACE="true")
+    perf, trace = one.split("\n\n")
+    assert "--workers" not in perf
+    assert "NCCL_DEBUG" not in perf
+    assert "NCCL_DEBUG=INFO" in trace
+    said = run("--dry-run", code=2, **RUNAI, ENABLE_PROFILE="true")
+    assert "use PROFILER=xplane" in said
+
+
+def test_a_process_is_started_under_nsys_on_chosen_ranks(tmp_path):
+    tool(tmp_path, "nsys", 'echo nsys "$@"')
+    s = variables.settle({"RUN_CONF_PROFILE_RANKS": "0,3", "ENABLE_GPU_METRICS": "true"})
+    task = [str(ROOT / "launch" / "task.sh"), "echo", "train"]
+
+    def said(rank: str) -> str:
+        env = plain_env(
+            **slurm.nsys_variables(s), PATH=f"{tmp_path}:{os.environ['PATH']}", MB_PROFILE="nsys",
+            MB_FOLDER=str(tmp_path), SLURM_JOB_ID="77", SLURM_NODEID="1", SLURM_PROCID=rank,
+            SLURM_LOCALID=rank,
+        )  # fmt: skip
+        return subprocess.run(task, env=env, capture_output=True, text=True, check=True).stdout
+
+    words = shlex.split(said("0"))
+    name = "profile_llama31-8b-bf16_8g_77_node1_rank0"
+    assert f"--output={tmp_path}/nsys_profile/{name}" in words
+    assert {"--capture-range-end=stop", "--trace=cuda,nvtx", "--gpu-metrics-device=all"} <= {*words}
+    assert words[-2:] == ["echo", "train"]
+    assert "--gpu-metrics-device=all" not in said("3")
+    assert said("1") == "train\n"
+
+
+def test_missing_nsys_is_named_with_what_to_do(tmp_path):
+    s = variables.settle({})
+    for name in ("bash", "uname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    env = slurm.nsys_variables(s) | {"PATH": str(tmp_path), "MB_PROFILE": "nsys"}
+    task = [str(ROOT / "launch" / "task.sh"), "true"]
+    done = subprocess.run(task, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "PROFILER=xplane, which needs neither" in done.stderr
+
+
+def test_gpu_power_is_logged_beside_the_run(tmp_path):
+    tool(tmp_path, "nvidia-smi", "echo '2026, 0, 700.1, 60, 1900'")
+    env = plain_env(
+        PATH=f"{tmp_path}:{os.environ['PATH']}", MB_FOLDER=str(tmp_path), SLURMD_NODENAME="n7"
+    )
+    subprocess.run([str(ROOT / "launch" / "task.sh"), "sleep", "0.5"], env=env, check=True)
+    assert (tmp_path / "gpu-n7.csv").read_text() == "2026, 0, 700.1, 60, 1900\n"
+
+
+# --- profiles, NCCL, preflight, hosts ---
+
+
+def test_xplane_profile_of_chosen_steps(tmp_path):
+    command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
+    command += ["--cpu_devices", "1", "--steps", "6", "--layers", "1", "--seq", "16"]
+    command += ["--profile", "xplane", "--config.profile.start=2", "--config.profile.stop=4"]
+    command += ["--output_dir", str(tmp_path)]
+    subprocess.run(command, env=plain_env(), cwd=ROOT, check=True, capture_output=True)
+    (found,) = tmp_path.rglob("*.xplane.pb")
+    folder = found.relative_to(tmp_path / "experiments").parts[1]
+    assert "_xplane_" in folder
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["steps_done"] == 6
+
+
+def test_nsys_without_cuda_says_so(monkeypatch):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(profile.ctypes, "CDLL", absent)
+    window = profile.Window(Profile(tool="nsys", start=0, stop=1), 0, None)
+    with pytest.raises(UserError, match="profile=xplane does not"):
+        window.before(0)
+
+
+def test_the_profiler_range_is_opened_and_closed_on_chosen_ranks(monkeypatch):
+    said = []
+    monkeypatch.setattr(profile, "_cuda_profiler", said.append)
+    for rank in (0, 1):
+        window = profile.Window(Profile(tool="nsys", start=2, stop=4, ranks="1"), rank, None)
+        for step in range(6):
+            window.before(step)
+            said.append(step)
+        window.close()
+    alone = list(range(6))
+    assert said == [*alone, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
+
+
+def call(name: str, count: int, kind: int, comm: str = "0x5", op: str = "1f", gpu: int = 0,
+         ranks: int = 8, peer: int = 0) -> str:  # fmt: skip
+    """A line as NCCL 2.2x logs a call; `op`, its opCount, is hexadecimal."""
+    return (
+        f"n1:91:207 [{gpu}] NCCL INFO {name}: opCount {op} sendbuff 0x7f4a recvbuff (nil) count "
+        f"{count} datatype {kind} op 0 root {peer} comm {comm} [nranks={ranks}] stream 0x55e0\n"
+    )
+
+
+TRACE = "0: ".join(
+    [
+        "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read\n",
+        call("AllGather", 1024, 9),
+        call("AllReduce", 256, 7),
+        call("AllReduce", 256, 7, op="20"),
+    ]
+)
+
+
+def test_nccl_trace_is_summed_by_call_and_communicator():
+    (first, second), damaged = nccl.calls(TRACE.splitlines())
+    assert first == {
+        "kind": "all-gather", "ranks": 8, "comm": "0x5", "count": 1, "bytes": 1024 * 2 * 8,
+        "share": 8 / 9,
+    }  # fmt: skip
+    assert (second["kind"], second["count"], second["bytes"]) == ("all-reduce", 2, 2048)
+    assert damaged == 0
+    assert nccl.transports(TRACE) == {"P2P": 1}
+
+
+def test_nccl_bytes_by_call_and_type():
+    """Bytes as plan counts them: the larger of what one GPU hands in and gets."""
+    lines = [
+        call("ReduceScatter", 100, 7, comm="0x6"),  # fp32
+        call("AllGather", 100, 10),  # fp8
+        call("AllToAll", 100, 9, comm="0x7", ranks=4),
+        "[2026-01-01 00:00:00] " + call("Broadcast", 100, 1, comm="0x8"),
+    ]
+    rows, _ = nccl.calls(lines)
+    assert {(r["kind"], r["bytes"]) for r in rows} == {
+        ("reduce-scatter", 3200), ("all-gather", 800), ("all-to-all", 800), ("broadcast", 100),
+    }  # fmt: skip
+    old = call("AllGather", 100, 9).replace("count", "acc (nil) count")  # as RCCL logs it
+    assert nccl.calls([old])[0][0]["bytes"] == 1600
+
+
+def test_sends_and_receives_are_one_permute_or_one_all_to_all():
+    both = lambda op, *peers: [
+        call(name, 50, 9, op=op, peer=p) for p in peers for name in ("Send", "Recv")
+    ]
+    rows, _ = nccl.calls([*both("a1", 3), *both("a2", 3), *both("a3", 0, 1, 2, 3)])
+    assert {(r["kind"], r["count"], r["bytes"]) for r in rows} == {
+        ("permute", 2, 200), ("all-to-all", 1, 400)
+    }  # fmt: skip
+    ring = [call("Send", 50, 9, op="b", peer=1), call("Recv", 50, 9, op="b", peer=7)]
+    last = [call("Recv", 50, 9, op="c", peer=6)]  # the last stage of a pipeline sends nothing
+    rows, _ = nccl.calls(ring + last)
+    assert [(r["kind"], r["count"], r["bytes"]) for r in rows] == [("permute", 2, 200)]
+
+
+def test_nccl_lines_that_are_cut_or_run_into_each_other(tmp_path):
+    whole = call("AllGather", 1024, 9)
+    other = call("AllReduce", 256, 7)
+    unknown = call("AllReduce", 256, 77)
+    log = tmp_path / "srun-train-7.0.log"
+    log.write_bytes(
+        b"0: " + whole.encode() + b"0: " + whole[:70].encode() + b"0: " + other.encode()
+        + b" 0: " + unknown.encode() + b"\xff\x00 NCCL INFO AllReduce: opCount\n"
+        + b" 1: " + other.encode() + b"10: " + other.encode() + b"0: " + whole[:-40].encode()
+    )  # fmt: skip
+    rows, damaged = nccl.read([log, tmp_path / "absent.log"])
+    assert [(r["kind"], r["count"]) for r in rows] == [("all-gather", 1), ("all-reduce", 1)]
+    assert damaged == 3
+    # One process with all GPUs of its node: the first of them is counted.
+    rows, _ = nccl.calls([call("AllReduce", 256, 7, gpu=g) for g in (3, 1, 2, 1)])
+    assert [(r["count"], r["bytes"]) for r in rows] == [(2, 2048)]
+
+
+@given(st.lists(st.text() | st.sampled_from(TRACE.splitlines()).map(lambda x: x[:-9]), max_size=6))
+def test_nothing_in_an_nccl_log_breaks_it(lines):
+    rows, _ = nccl.calls(lines)
+    assert sum(r["share"] for r in rows) == pytest.approx(1 if rows else 0)
+
+
+def test_nccl_trace_beside_the_plan():
+    """By kind and members; permutes run on the communicator of all GPUs, whatever their axis."""
+    rows, _ = nccl.calls(
+        [call("AllGather", 1024, 9), call("AllGather", 1024, 9), call("Send", 50, 9, op="a")]
+    )
+    plan = lambda kind, axes, members, count, size: {
+        "kind": kind, "axes": axes, "members": members, "count": count, "bytes": size
+    }  # fmt: skip
+    planned = [
+        plan("all-gather", "dp", 8, 1, 16384), plan("permute", "pp", 2, 1, 80),
+        plan("permute", "cp", 2, 1, 20), plan("all-reduce", "tp", 4, 3, 5),
+    ]  # fmt: skip
+    gather, permute, reduce = nccl.against(rows, planned, steps=2)
+    assert (gather["axes"], gather["traced"], gather["traced_bytes"]) == (["dp"], 1, 16384)
+    assert gather["planned_bytes"] == gather["traced_bytes"]
+    assert (permute["axes"], permute["planned"], permute["planned_bytes"]) == (["pp", "cp"], 2, 100)
+    assert (permute["traced"], permute["traced_bytes"]) == (0.5, 50)
+    assert (reduce["traced"], reduce["planned"]) == (0, 3)
+    _, cells = nccl.beside_plan([gather, permute, reduce])
+    assert [c[-1] for c in cells] == ["100.0%", "50.0%", "not traced"]
+    _, (alone,) = nccl.beside_plan(nccl.against(rows[:1], [], steps=2))
+    assert (alone[2], alone[-1]) == ("not in the plan", "-")
+
+
+def test_a_fall_back_to_tcp_is_seen():
+    ways = nccl.transports(
+        "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0"
+    )
+    assert "NCCL talks TCP" in nccl.falls_back(ways, nodes=2)
+    assert not nccl.falls_back(ways, nodes=1)
+    ways = nccl.transports("x NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA")
+    assert ways == {"NET/IB": 1}
+    assert not nccl.falls_back(ways, nodes=2)
+
+
+def test_flags_that_xla_does_not_know_are_named_with_their_replacement():
+    (said,) = checks.lint(["--xla_gpu_graph_level=0"])
+    assert "use --xla_gpu_enable_command_buffer=" in said
+    s = variables.settle({})
+    assert checks.lint(checks.xla_words(s.run)) == []
+
+
+def node(host: str, **changes) -> dict:
+    gpu = {"name": "H100", "driver": "580", "ecc": "0", "celsius": "40", "slowdown": "Not Active"}
+    facts = {"host": host, "platform": "gpu", "devices": 4, "kind": "H100"}
+    facts |= {"versions": {"jax": "0.10.2"}, "gpus": [dict(gpu) for _ in range(4)]}
+    return facts | {"gemm": [750.0] * 4, "all_reduce": 360.0, "transports": {"P2P": 1}} | changes
+
+
+def test_what_the_preflight_complains_about():
+    run_ = variables.settle({}).run
+    assert checks.complaints(run_, [node("a"), node("b")]) == []
+    old = node("b", versions={"jax": "0.9"})
+    assert checks.complaints(run_, [node("a"), old]) == [
+        "jax differ: 0.10.2 on a; 0.9 on b"
+    ]  # fmt: skip
+    sick = node("b")
+    sick["gpus"][2]["ecc"] = "3"
+    sick["gpus"][3]["slowdown"] = "Active"
+    said = checks.complaints(run_, [node("a"), sick])
+    assert said[0] == "b: GPU 2 has 3 uncorrected memory errors"
+    assert "slowed down by its hardware" in said[1]
+    assert "needs 8 devices, 4 are there" in checks.complaints(run_, [node("a")])[0]
+    assert "P2P x 2" in checks.table(run_, [node("a"), node("b")])
+
+
+def test_the_slow_host_is_named():
+    scores = {f"n{i}": 750.0 + i for i in range(8)}
+    assert hosts.slow(scores) == []
+    assert hosts.slow(scores | {"n3": 600.0, "n5": 500.0}) == ["n5", "n3"]
+    assert hosts.slow({"n0": 750.0}) == []
+    assert hosts.slow({"n0": 750.0, "n1": 600.0}) == ["n1"]

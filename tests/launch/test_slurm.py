@@ -1,0 +1,249 @@
+"""launch.sh on a real Slurm: two nodes on this machine, submitted, killed, resumed, reported."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxbench.report import compare, runlogs
+from tests.launch import slurm_cluster
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = str(ROOT / "launch" / "launch.sh")
+TINY = {"CPU_DEVICES": "4", "JOB_TOTAL_GPUS": "8", "PRESET": "tiny", "DTYPE": "fp32"}
+SMALL = ["--layers", "1", "--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
+LONG = {"MAX_STEPS": "100000"}  # never ends by itself
+
+pytestmark = pytest.mark.skipif(
+    bool(slurm_cluster.missing()),
+    reason=f"NO SLURM: {', '.join(slurm_cluster.missing())} not installed; the launcher is "
+    "untested. apt-get install slurm-wlm munge",
+)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with slurm_cluster.cluster() as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+class Jobs:
+    """Submits with launch.sh into a folder of its own."""
+
+    def __init__(self, slurm, out: pathlib.Path, compiled: str):
+        self.slurm, self.out = slurm, out
+        self.env = {k: v for k, v in slurm.env.items() if k != "JAX_NUM_CPU_DEVICES"} | {
+            "MAXBENCH_PYTHON": sys.executable,
+            "STAGE_PATH": str(out),
+            "JAX_COMPILATION_CACHE_DIR": compiled,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "HF_TOKEN": "hf_never_to_be_seen",
+        }
+
+    def submit(self, env: dict[str, str], *options: str) -> str:
+        """Runs launch.sh; returns the job's number."""
+        command = [LAUNCH, *options, "--", *SMALL]
+        done = subprocess.run(
+            command, env=self.env | TINY | env, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout.partition("job ")[2].partition(":")[0]
+
+    def sbatch(self, env: dict[str, str], *options: str) -> str:
+        """Submits launch.sh itself, as the seeds do."""
+        command = ["sbatch", "--parsable", *options, LAUNCH, "--", *SMALL]
+        done = subprocess.run(
+            command, env=self.env | TINY | env, capture_output=True, text=True, cwd=self.out
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def log(self) -> str:
+        """All that the jobs of this folder printed."""
+        files = [*self.out.rglob("*.out"), *self.out.rglob("srun-*.log")]
+        return "\n".join(f"{f}:\n{f.read_text(errors='replace')}" for f in files)
+
+    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while not any(f'"step": {step},' in f.read_text() for f in self.out.rglob("metrics.jsonl")):
+            assert time.monotonic() < end, f"no step {step} in {seconds} s\n{self.log()}"
+            time.sleep(0.3)
+
+    def runs(self) -> list[runlogs.Record]:
+        return runlogs.read([self.out])
+
+
+@pytest.fixture
+def jobs(slurm, tmp_path, compiled):
+    made = Jobs(slurm, tmp_path, compiled)
+    yield made
+    with open(os.devnull, "w") as null:
+        for job in slurm.run("squeue", "-h", "-o", "%A").split():
+            subprocess.run(["scancel", "--signal=KILL", job], env=slurm.env, stderr=null)
+    for name in ("node1", "node2"):
+        if name not in slurm.daemons:
+            slurm.start_node(name)
+    slurm_cluster._wait(
+        lambda: set(slurm.states().values()) == {"idle"}, 60, f"nodes idle: {slurm.states()}"
+    )
+
+
+def losses(out: pathlib.Path) -> dict[int, float]:
+    files = sorted(out.rglob("metrics.jsonl"))
+    lines = [json.loads(x) for f in files for x in f.read_text().splitlines()]
+    return {x["step"]: x["loss"] for x in lines}
+
+
+def test_two_nodes_train_as_one_process(jobs, tmp_path):
+    """The whole journey: submit, preflight, train on two nodes, wait, report."""
+    steps = {"MAX_STEPS": "8", "OPTIMIZATION_NAME": "first-try"}
+    nothing = {"SLURM_GPUS_PER_NODE": "null", "SBATCH_GPUS_PER_NODE": ""}  # as the recipes say
+    number = jobs.submit(steps | nothing)
+    assert jobs.slurm.wait(number)["JobState"] == "COMPLETED", jobs.log()
+    (run,) = jobs.runs()
+    assert (run.status, run.gpus, run.last) == ("done", 8, 7)
+    assert run.result["processes"] == 2
+    assert run.result["job"]["id"] == number
+    assert set(run.result["hosts"]) == {"node1", "node2"}
+    preflight = json.loads((run.path / "preflight.json").read_text())
+    assert not preflight["wrong"]
+    assert len(preflight["processes"]) == 2
+    single = tmp_path / "single"
+    command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
+    command += ["--fsdp", "8", "--cpu_devices", "8", "--dtype", "fp32", "--steps", "8"]
+    command += [*SMALL, "--output_dir", str(single)]
+    subprocess.run(command, env=jobs.env, cwd=ROOT, check=True, capture_output=True)
+    ours, theirs = losses(run.path), losses(single)
+    assert ours.keys() == theirs.keys() == set(range(8))
+    assert [ours[i] for i in range(8)] == pytest.approx([theirs[i] for i in range(8)], rel=1e-5)
+    assert "hf_never_to_be_seen" not in jobs.log()
+    report = subprocess.run(
+        [sys.executable, "-m", "maxbench.report", str(tmp_path)],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert report.returncode == 0
+    assert "Success experiments: 2" in report.stdout
+
+
+def test_sbatch_launch_sh_itself(jobs):
+    """The seeds' way: GPUs follow from the nodes that sbatch gives."""
+    env = {"MAX_STEPS": "4", "JOB_TOTAL_GPUS": "", "DISABLE_PREFLIGHT": "true"}
+    env |= {"SLURM_GPUS_PER_NODE": "null"}  # srun would refuse it
+    number = jobs.sbatch(env, "-N", "2", "-p", "batch")
+    assert jobs.slurm.wait(number)["JobState"] == "COMPLETED", jobs.log()
+    (run,) = jobs.runs()
+    assert (run.status, run.gpus, run.last) == ("done", 8, 3)
+
+
+def test_cancelled_job_stops_after_its_step(jobs):
+    number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
+    second = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
+    jobs.wait_for_step(2)
+    # One of a name at a time; dead before the first ends, the second leaves no run behind.
+    assert jobs.slurm.run("squeue", "-h", "-j", second, "-o", "%r").strip() == "Dependency"
+    jobs.slurm.run("scancel", second)
+    jobs.slurm.run("scancel", number)
+    assert jobs.slurm.wait(number, 60)["JobState"] == "CANCELLED"
+    (run,) = jobs.runs()
+    row = compare.row(run, compare.Settings())
+    assert run.last >= 2
+    assert row.verdict == "DIED"
+    assert "SIGTERM" in row.why or "CANCELLED" in row.why, f"{row.why}\n{jobs.log()}"
+
+
+def test_killed_process_ends_the_job(jobs):
+    number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
+    jobs.wait_for_step(2)
+    victim = _trainers()[-1]
+    os.kill(victim, signal.SIGKILL)
+    assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
+    (run,) = jobs.runs()
+    row = compare.row(run, compare.Settings())
+    assert row.verdict == "DIED"
+    assert run.last >= 2
+    assert row.why, jobs.log()
+
+
+def _trainers() -> list[int]:
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"maxbench.train" in words and b"100000" in words and b"srun" not in words[0]:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def test_killed_node_is_named(jobs):
+    number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
+    jobs.wait_for_step(2)
+    jobs.slurm.kill_node("node2")
+    state = jobs.slurm.wait(number, 90)["JobState"]
+    assert state in ("NODE_FAIL", "FAILED"), jobs.log()
+    (run,) = jobs.runs()
+    assert compare.row(run, compare.Settings()).verdict == "DIED"
+    assert run.reason, jobs.log()
+
+
+def test_requeued_job_resumes_from_its_checkpoint(jobs):
+    env = LONG | {"CHECKPOINT_EVERY": "5", "DISABLE_PREFLIGHT": "true"}
+    number = jobs.submit(env)
+    jobs.wait_for_step(7)
+    jobs.slurm.run("scontrol", "requeue", number)
+    end = time.monotonic() + 120
+    while len(list(jobs.out.rglob("metrics.jsonl"))) < 2:
+        assert time.monotonic() < end, jobs.log()
+        time.sleep(0.5)
+    first, second = sorted(jobs.out.rglob("metrics.jsonl"), key=lambda p: p.stat().st_ctime)
+    while not second.read_text():
+        assert time.monotonic() < end, jobs.log()
+        time.sleep(0.5)
+    begun = json.loads(second.read_text().splitlines()[0])["step"]
+    assert begun >= 5, jobs.log()
+    assert begun % 5 == 0 or begun == json.loads(first.read_text().splitlines()[-1])["step"] + 1
+    result = json.loads((second.parent / "result.json").read_text())
+    assert result["job"]["restart"] == "1"
+    assert result["config"]["output"]["resume"]
+
+
+def test_time_limit_is_told(jobs):
+    number = jobs.submit(LONG | {"TIME_LIMIT": "00:05:00", "DISABLE_PREFLIGHT": "true"})
+    jobs.wait_for_step(2)
+    jobs.slurm.run("scontrol", "update", f"JobId={number}", "EndTime=now+2")
+    assert jobs.slurm.wait(number, 90)["JobState"] == "TIMEOUT", jobs.log()
+    (run,) = jobs.runs()
+    row = compare.row(run, compare.Settings())
+    assert row.verdict == "DIED"
+    assert "TIME LIMIT" in row.why, f"{row.why}\n{jobs.log()}"
+
+
+def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
+    """Even where launch.sh could not try the flags: sbatch itself brought them."""
+    number = jobs.sbatch({"XLA_FLAGS": "--xla_gpu_graph_level=0"}, "-N", "2")
+    assert jobs.slurm.wait(number)["JobState"] == "FAILED"
+    assert "use --xla_gpu_enable_command_buffer=" in jobs.log()
+    (run,) = jobs.runs()
+    assert "preflight: error: XLA_FLAGS" in compare.row(run, compare.Settings()).why
+
+
+def test_too_few_nodes(jobs):
+    number = jobs.sbatch({}, "-N", "1")
+    assert jobs.slurm.wait(number)["JobState"] == "FAILED"
+    assert "needs 2 nodes, and this job has 1: sbatch -N 2 launch.sh" in jobs.log()
+
+
+if shutil.which("sbatch") is None:  # said once more at the end of the run, where it is read
+    print("NO SLURM on this machine: tests/test_slurm.py is skipped", file=sys.stderr)

@@ -1,0 +1,205 @@
+"""Attention, the loss and the experts, each against a form that is too simple to be wrong."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxbench.mesh import places
+from maxbench.model import attention, experts, layers, loss
+from maxbench.spec.run import AXES, Layout
+from maxbench.step import data, optimizer
+from tests.conftest import resolve
+
+
+def plain_attention(q_bthk, k_bsgk, v_bsgk, softcap):
+    r = q_bthk.shape[2] // k_bsgk.shape[2]
+    k, v = (jnp.repeat(x, r, 2) for x in (k_bsgk, v_bsgk))
+    x = jnp.einsum("bthk,bshk->bhts", q_bthk, k) / np.sqrt(q_bthk.shape[-1])
+    x = softcap * jnp.tanh(x / softcap) if softcap else x
+    x = jnp.where(np.tri(x.shape[-1], dtype=bool), x, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(x), v)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("seq", [8, attention.BLOCK + 40])
+def test_attention_and_its_gradient(seq, softcap):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, seq, h, 8)) for key, h in zip(keys, (4, 2, 2), strict=True)
+    )
+    weigh = jax.random.normal(jax.random.key(1), q.shape)
+    ours = lambda *x: jnp.sum(weigh * attention.attend(*x, kind="xla", softcap=softcap))
+    plain = lambda *x: jnp.sum(weigh * plain_attention(*x, softcap))
+    for a, b in zip(
+        jax.value_and_grad(ours, (0, 1, 2))(q, k, v),
+        jax.value_and_grad(plain, (0, 1, 2))(q, k, v),
+        strict=True,
+    ):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-4), a, b)
+
+
+def test_attention_holds_no_square_of_the_sequence():
+    seq = 16 * attention.BLOCK
+    x = jax.ShapeDtypeStruct((1, seq, 1, 8), jnp.bfloat16)
+    grad = jax.grad(lambda *a: jnp.sum(attention.attend(*a, kind="xla")), (0, 1, 2))
+    sizes = [
+        np.prod(v.aval.shape)
+        for eqn in jax.make_jaxpr(grad)(x, x, x).eqns
+        for v in eqn.outvars
+        if v.aval.shape
+    ]
+    assert max(sizes) <= seq * attention.BLOCK
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    chunk=st.integers(1, 50),
+    z_loss=st.sampled_from([0.0, 0.1]),
+    multiplier=st.sampled_from([1.0, 0.5]),
+)
+def test_cross_entropy(tokens, chunk, z_loss, multiplier):
+    random = np.random.default_rng(tokens)
+    x = jnp.float32(random.standard_normal((tokens, 8)))
+    w = jnp.float32(random.standard_normal((8, 24)))
+    target = random.integers(0, 24, tokens)
+
+    def plain(x, w):
+        logits = x @ w * multiplier
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+        return jnp.sum(each + z_loss * jax.nn.logsumexp(logits, -1) ** 2)
+
+    ours = lambda x, w: loss.cross_entropy(x, w, target, chunk, z_loss, multiplier)
+    np.testing.assert_allclose(ours(x, w), plain(x, w), rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, jax.grad(ours, (0, 1))(x, w), jax.grad(plain, (0, 1))(x, w))
+
+
+def test_logits_of_a_large_vocabulary_never_stand_whole():
+    tokens, d, vocab, chunk = 512, 8, 4096, 32
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, d), (d, vocab))]
+    target = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    grad = jax.grad(lambda x, w, t: loss.cross_entropy(x, w, t, chunk, 0.0, 1.0), (0, 1))
+    memory = jax.jit(grad).lower(*shapes, target).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < tokens * vocab * 4 / 4
+
+
+def plain_moe(m, x_jd, w, capacity):
+    """Tokens one by one, experts as they come; returns what the layer should."""
+    taken, out = np.zeros(m.experts, int), np.zeros_like(x_jd)
+    gates, chosen, _ = jax.device_get(experts.route(m, x_jd @ w["router"]["w"]))
+    act = lambda x: np.asarray(layers.ACTS[m.act](x))
+    for j, x in enumerate(x_jd):
+        for gate, e in zip(gates[j], chosen[j], strict=True):
+            taken[e] += 1
+            if taken[e] <= capacity:
+                up = np.einsum("d,dnf->nf", x, w["up"][e])
+                out[j] += gate * ((act(up[0]) * up[1]) @ w["down"][e])
+    return out, taken
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("router", ["topk_softmax", "softmax_topk"])
+def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router):
+    m = resolve("grok1_314b", "tiny").model
+    m = dataclasses.replace(m, capacity_factor=factor, router=router, init_std=0.3)
+    x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
+    w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x)["params"])
+    w = jax.tree.map(
+        lambda leaf: getattr(leaf, "value", leaf), w, is_leaf=lambda b: hasattr(b, "names")
+    )
+    expected, taken = plain_moe(m, x.reshape(-1, m.embed), w, m.capacity(48))
+    ours, _ = experts.Moe(m).apply({"params": w}, x)
+    np.testing.assert_allclose(ours.reshape(-1, m.embed), expected, rtol=2e-3, atol=2e-3)
+    if factor == 0.5:
+        assert taken.max() > m.capacity(48)  # some were dropped, or this tests nothing
+    if factor == 0:
+        assert m.capacity(48) == 48
+
+
+def test_dispatch_and_combine_have_the_gradients_of_plain_indexing():
+    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, capacity_factor=0.75)
+    key = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(key[0], (12, 8))
+    _, expert, _ = experts.route(m, jax.random.normal(key[1], (12, m.experts)))
+    gate = jax.random.uniform(key[2], expert.shape)
+    slot, token = experts.assign(m, expert)
+
+    def ours(x, gate):
+        y = jnp.sin(experts.dispatch(x, slot, token))
+        return jnp.sum(jnp.cos(experts.combine(y, gate, slot, token)))
+
+    def plain(x, gate):
+        y = jnp.sin(jnp.where((token >= 0)[..., None], x[token], 0)).reshape(-1, 8)
+        picked = jnp.where((slot >= 0)[..., None], y[slot], 0)
+        return jnp.sum(jnp.cos(jnp.einsum("jkd,jk->jd", picked, gate)))
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, jax.grad(ours, (0, 1))(x, gate), jax.grad(plain, (0, 1))(x, gate))
+
+
+def test_balance_loss_is_lowest_when_balanced():
+    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, aux_loss=1.0)
+    even = jnp.full((8, m.experts), 1 / m.experts)
+    choices = jnp.stack([jnp.arange(8) % m.experts, (jnp.arange(8) + 1) % m.experts], 1)
+    assert experts.balance_loss(m, even, choices, 1) == pytest.approx(1.0)
+    skewed = jax.nn.softmax(jnp.tile(jnp.array([4.0, 4.0] + [0.0] * (m.experts - 2)), (8, 1)))
+    assert experts.balance_loss(m, skewed, jnp.tile(jnp.array([[0, 1]]), (8, 1)), 1) > 1.5
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(places.RULES)), min_size=1, max_size=4, unique=True),
+    sizes=st.lists(st.sampled_from([1, 3, 8, 64, 96]), min_size=4, max_size=4),
+    degrees=st.fixed_dictionaries({a: st.sampled_from([1, 2, 4]) for a in AXES}),
+)
+def test_places_split_evenly_and_use_each_axis_once(names, sizes, degrees):
+    shape = [
+        size * (degrees[places.RULES[n]] if places.RULES[n] else 1)
+        for n, size in zip(names, sizes, strict=False)
+    ]
+    axes = [places.RULES[n] for n in names if places.RULES[n]]
+    if len(set(axes)) < len(axes):
+        return  # no weight has two dims on one mesh axis
+    place = places.place(tuple(names), tuple(shape), degrees)
+    used = [a for a in place.compute if a] + [a for z in place.zero for a in z] + [*place.summed]
+    assert sorted(used) == sorted(a for a in AXES if degrees[a] > 1)
+    for size, compute, zero in zip(shape, place.compute, place.zero, strict=True):
+        split = np.prod([degrees[a] for a in (*zero, *([compute] if compute else []))])
+        assert size % split == 0
+
+
+def test_learning_rate_is_the_recipes():
+    rate = optimizer.learning_rate(resolve("llama31_8b"))
+    assert f"{rate(49):.4}" == "7.496e-06"  # as the published log says of step 49
+    run = resolve("llama2_70b", steps=100)
+    rate = optimizer.learning_rate(run)
+    assert float(rate(10)) == pytest.approx(3e-5)
+    assert float(rate(100)) == pytest.approx(3e-6)
+    assert all(rate(i) < rate(i + 1) for i in range(9))
+    assert all(rate(i) > rate(i + 1) for i in range(10, 99))
+
+
+def test_tokens_differ_every_step_and_row():
+    run = resolve("llama31_8b", "tiny", mbs=4)
+    batches = [np.asarray(data.batch(run, step, 0)[0]) for step in (0, 1)]
+    rows = np.concatenate(batches)
+    assert len(np.unique(rows, axis=0)) == 8
+    assert rows.min() >= 0
+    assert rows.max() < run.model.vocab
+    tokens, targets = data.batch(run, 0, 0)
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+    assert not np.array_equal(
+        batches[0],
+        data.batch(resolve("llama31_8b", "tiny", mbs=4, overrides={"train.seed": 1}), 0, 0)[0],
+    )
+
+
+def test_layout_counts():
+    layout = Layout(dp=2, fsdp=4, ep=1, cp=2, tp=2, mbs=2, gbs=64)
+    assert (layout.gpus, layout.shards, layout.microbatches) == (32, 8, 4)

@@ -1,0 +1,244 @@
+"""The timeline on cases computed by hand, and the prices of ops."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from maxbench.hardware.gpus import GPUS, PHYSICS, PHYSICS_RANGES, nvlink_domain
+from maxbench.plan import hlo, simulate, trace
+from maxbench.plan.costs import Costs
+from maxbench.spec.run import AXES
+
+ONE = dict.fromkeys(AXES, 1)
+
+
+def costs(contention: float = 0.0, **degrees) -> Costs:
+    """H100 with no gaps between kernels and no latency."""
+    physics = dataclasses.replace(
+        PHYSICS["h100"], contention=contention, launch_us=0, host_us=0, nvlink_us=0, network_us=0
+    )
+    return Costs("h100", ONE | degrees, physics)
+
+
+EIGHT = costs(dp=8)
+# 1 GiB of bf16, read and written by a kernel, and gathered from 8 GPUs.
+BIG = "bf16[536870912]{0}"
+KERNEL_S = EIGHT.memory(2 * 2**30)
+GATHER_S = 2**30 * 7 / 8 / (450e9 * PHYSICS["h100"].nvlink)
+START = (
+    "  %start{n} = (bf16[67108864]{{0}}, bf16[536870912]{{0}}) all-gather-start(%shard), "
+    "replica_groups=[1,8]<=[8], dimensions={{0}}\n"
+)
+DONE = "  %done{n} = bf16[536870912]{{0}} all-gather-done(%start{n})\n"
+KERNEL = "  %k{n} = bf16[536870912]{{0}} copy(%x)\n"
+
+
+def play(lines: str, price: Costs = EIGHT, others: str = "", **kwargs) -> simulate.Timeline:
+    text = (
+        "HloModule m, is_scheduled=true\n\n" + others + "ENTRY %main (x: f32[]) -> f32[] {\n"
+        f"  %x = {BIG} parameter(0)\n  %shard = bf16[67108864]{{0}} parameter(1)\n{lines}}}\n"
+    )
+    return simulate.play(hlo.parse(text), price, **kwargs)
+
+
+def script(text: str) -> str:
+    """'s1 k1 d1' -> start, kernel, done."""
+    parts = {"s": START, "d": DONE, "k": KERNEL}
+    return "".join(parts[word[0]].format(n=word[1:]) for word in text.split())
+
+
+def test_no_overlap():
+    t = play(script("s1 d1 k1"))
+    assert t.seconds == pytest.approx(GATHER_S + KERNEL_S)
+    assert t.exposed_s == pytest.approx(GATHER_S)
+
+
+def test_partial_overlap():
+    assert KERNEL_S < GATHER_S
+    t = play(script("s1 k1 d1"))
+    assert t.seconds == pytest.approx(GATHER_S)
+    assert t.exposed_s == pytest.approx(GATHER_S - KERNEL_S)
+
+
+def test_perfect_overlap():
+    kernels = int(GATHER_S / KERNEL_S) + 1
+    t = play(script("s1 " + " ".join(f"k{i}" for i in range(kernels)) + " d1"))
+    assert t.seconds == pytest.approx(kernels * KERNEL_S)
+    assert t.exposed_s == 0
+    assert t.traffic["all-gather", "dp"].busy_s == pytest.approx(GATHER_S)
+
+
+def test_collectives_of_one_stream_run_one_after_the_other():
+    t = play(script("s1 s2 d1 d2"))
+    assert t.seconds == pytest.approx(2 * GATHER_S)
+    assert t.traffic["all-gather", "dp"].count == 2
+    assert t.traffic["all-gather", "dp"].bytes == 2 * 2**30
+
+
+def test_permutes_queue_behind_collectives():
+    permute = (
+        f"  %p = ({BIG}, {BIG}) collective-permute-start(%x), source_target_pairs={{{{0,1}}}}\n"
+    )
+    done = f"  %q = {BIG} collective-permute-done(%p)\n"
+    t = play(script("s1") + permute + done + script("d1"))
+    alone = 2**30 / (450e9 * PHYSICS["h100"].nvlink)
+    assert t.seconds == pytest.approx(alone + GATHER_S)
+
+
+def test_a_collective_in_line_overlaps_with_nothing():
+    sync = START.format(n=1).rstrip("\n") + ', backend_config={"is_sync":true}\n'
+    t = play(sync + script("k1 d1"))
+    assert t.seconds == pytest.approx(GATHER_S + KERNEL_S)
+
+
+def test_contention_slows_a_kernel_only_while_a_collective_runs():
+    """With 10 %: work done beside the gather is GATHER / 1.1, the rest runs at full speed."""
+    kernels = int(GATHER_S / KERNEL_S) + 2
+    t = play(
+        script("s1 " + " ".join(f"k{i}" for i in range(kernels)) + " d1"),
+        costs(contention=0.1, dp=8),
+    )
+    assert t.seconds == pytest.approx(kernels * KERNEL_S + GATHER_S - GATHER_S / 1.1)
+
+
+BODY = """%body (s: (s32[], f32[])) -> (s32[], f32[]) {{
+  %s = (s32[], bf16[536870912]{{0}}, bf16[67108864]{{0}}) parameter(0)
+  %x = bf16[536870912]{{0}} get-tuple-element(%s), index=1
+  %shard = bf16[67108864]{{0}} get-tuple-element(%s), index=2
+{ops}  ROOT %t = (s32[], bf16[536870912]{{0}}, bf16[67108864]{{0}}) tuple(%s, %x, %shard)
+}}
+
+"""
+WHILE = (
+    "  %w = (s32[], f32[]) while(%x), condition=%c, body=%body, "
+    'backend_config={"known_trip_count":{"n":"7"}}\n'
+)
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    t = play(WHILE, others=BODY.format(ops=script("s1 k1 d1")))
+    assert t.seconds == pytest.approx(7 * GATHER_S)
+    assert t.exposed_s == pytest.approx(7 * (GATHER_S - KERNEL_S))
+    assert t.traffic["all-gather", "dp"].count == 7
+
+
+def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
+    others = BODY.format(ops=script("s1 d1"))
+    t = play(script("s9") + WHILE + script("d9"), others=others)
+    assert t.seconds == pytest.approx(8 * GATHER_S)
+
+
+@pytest.mark.parametrize(
+    ("choose", "seconds", "idle"),
+    [
+        (simulate.always, 2 * KERNEL_S, 0),
+        (lambda op: (0.75, 0.25), 2 * KERNEL_S, 0.5 * KERNEL_S),
+        (simulate.as_scheduled({"pipeline_loss": (0.5, 0.0)}), KERNEL_S, 0),
+        (simulate.as_scheduled({"another": (0.5, 0.0)}), 2 * KERNEL_S, 0),
+    ],
+)
+def test_a_conditional_takes_as_long_as_its_work_is_frequent(choose, seconds, idle):
+    head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
+    branch = head + "{ops}}}\n\n"
+    others = branch.format(name="busy", ops=script("k1 k2")) + branch.format(
+        name="idle", ops=script("k3")
+    )
+    op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%busy, %idle}}, "
+    op += 'metadata={op_name="jit(_step)/while/body/pipeline_loss/cond"}\n'
+    t = play(op, others=others, choose=choose)
+    assert t.seconds == pytest.approx(seconds)
+    assert t.idle_s == pytest.approx(idle)
+
+
+def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
+    """Slots without a layer: the chunk's conditional counts how often there is work, once."""
+
+    def conditional(branch: str, inside: str = "") -> str:
+        op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%{branch}, %idle}}, "
+        name = f"jit(_step)/while/body/pipeline_forward/cond{inside}"
+        return f'{op}metadata={{op_name="{name}"}}\n'
+
+    def branch(name: str, ops: str) -> str:
+        head = f"%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = {BIG} parameter(0)\n"
+        return f"{head}{ops}}}\n\n"
+
+    inner = conditional("layer", "/branch_1_fun/while/body/closed_call/cond")
+    others = branch("layer", script("k1")) + branch("idle", script("")) + branch("chunk", inner)
+    choose = simulate.as_scheduled({"pipeline_forward": (0.5, 0.25)})
+    t = play(conditional("chunk"), others=others, choose=choose)
+    assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
+    assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
+
+
+def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
+    """A loop that runs once or not at all stands for a conditional: its sums stay in place."""
+    others = BODY.format(ops=script("k1"))
+    name = 'metadata={op_name="jit(_step)/while/body/pipeline_backward/while"}'
+    loop = WHILE.replace("\n", f", {name}\n", 1)
+    price = Costs("h100", ONE, dataclasses.replace(EIGHT.physics, host_us=20))
+    choose = simulate.as_scheduled({"pipeline_backward": (0.25, 0.5)})
+    t = play(loop, price, others=others, choose=choose)
+    assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
+    assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
+    assert t.idle_s == pytest.approx(0.5 * KERNEL_S)
+    assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
+
+
+def test_bars_and_trace(tmp_path):
+    others = BODY.format(ops=script("s1 k1 d1"))
+    t = play(WHILE, others=others, record=True)
+    last = max(s.start + s.seconds for s in t.spans)
+    assert last == pytest.approx(t.seconds)
+    paths = trace.write(str(tmp_path / "step.json"), t.spans, "a step")
+    events = json.loads(paths[0].read_text())["traceEvents"]
+    bars = [e for e in events if e["ph"] == "X"]
+    assert sum(e["cat"] == "all-gather" for e in bars) == simulate.EXPANDED
+    assert max(e["ts"] + e["dur"] for e in bars) == pytest.approx(t.seconds * 1e6)
+    assert paths[1].read_text().startswith("<svg")
+
+
+# Prices.
+
+
+def test_a_collective_over_nodes_is_as_fast_as_its_members_links_together():
+    one = costs(fsdp=128)
+    link = one.link(np.arange(128)[None])
+    assert (link.axes, link.members, link.domains, link.inside) == ("fsdp", 128, 16, 8)
+    network, nvlink = 8 * 50e9 * PHYSICS["h100"].network, 450e9 * PHYSICS["h100"].nvlink
+    expect = 2**30 * 127 / 128 / min(network, nvlink)
+    assert one.collective("all-gather", link, 2**23, 2**30) == pytest.approx(expect)
+    across = costs(dp=16, tp=8)
+    link = across.link(np.arange(0, 128, 8)[None])  # one GPU of each node
+    assert (link.axes, link.domains, link.inside) == ("dp", 16, 1)
+    expect = 2**30 * 15 / 16 / (50e9 * PHYSICS["h100"].network)
+    assert across.collective("reduce-scatter", link, 2**30, 2**26) == pytest.approx(expect)
+    assert across.collective("all-reduce", link, 2**30, 2**30) == pytest.approx(2 * expect)
+
+
+def test_nvlink_domains():
+    assert nvlink_domain(GPUS["h100"], 1024) == 8
+    assert nvlink_domain(GPUS["gb200"], 128) == 64  # 16 of 18 nodes divide 32
+    assert nvlink_domain(GPUS["gb200"], 72) == 72
+    assert nvlink_domain(GPUS["h100"], 4) == 8
+
+
+def test_gemm_fills_rounds_of_cores():
+    """132 tiles of 128 x 256 fill H100 exactly once; a fuller grid starts another round."""
+    rate = 989e12 * PHYSICS["h100"].gemm_bf16
+    ideal = 2 * (128 * 11) * (256 * 12) * 8192 / rate
+    assert EIGHT.gemm(128 * 11, 256 * 12, 8192) == pytest.approx(ideal)
+    assert EIGHT.gemm(128 * 11 + 1, 256 * 12, 8192) > 1.3 * ideal
+    assert EIGHT.gemm(8192, 8192, 8192) == pytest.approx(2 * 8192**3 / rate, rel=0.04)
+    assert EIGHT.gemm(8192, 8192, 8192, fp8=True) < EIGHT.gemm(8192, 8192, 8192)
+
+
+def test_physics_is_plausible_and_small():
+    names = [f.name for f in dataclasses.fields(PHYSICS["h100"])]
+    assert len(names) <= 12
+    assert set(names) == set(PHYSICS_RANGES)
+    for physics in PHYSICS.values():
+        for name, (low, high, source) in PHYSICS_RANGES.items():
+            assert low <= getattr(physics, name) <= high, name
+            assert source

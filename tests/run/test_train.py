@@ -1,0 +1,252 @@
+"""Whole runs: what they write, and how they end, resume and fail."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxbench.run import loop
+from tests.conftest import resolve
+
+TINY = "configs/llama31_8b.py:tiny"
+EXACT = {"precision.grads": "fp32"}
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Processes that tests start share one cache of compiled programs."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def start(environment, *args: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "maxbench.train", *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def run_here(folder, capsys, workload="llama31_8b", overrides=None, **flags) -> tuple[int, str]:
+    """A run in this process; returns its exit code and what it printed."""
+    run = resolve(
+        workload, "tiny", EXACT | (overrides or {}), dtype="fp32", output_dir=str(folder), **flags
+    )
+    try:
+        code = loop.train(run)
+    except SystemExit as e:
+        code = e.code
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def folder_of(root) -> pathlib.Path:
+    return max(pathlib.Path(root).rglob("result.json"), key=lambda p: p.stat().st_mtime_ns).parent
+
+
+def losses(folder) -> dict[int, float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["loss"] for r in map(json.loads, lines)}
+
+
+def test_a_run_writes_what_the_seeds_read(environment, tmp_path):
+    done = start(environment, "--config", TINY, "--steps", "8", "--output_dir", str(tmp_path))
+    out, err = done.communicate()
+    assert done.returncode == 0, err
+    folder = folder_of(tmp_path)
+    name = "pretrain_llama31_8b-tiny_bf16_gpus1_tp1_pp1_cp1_vp1_mbs2_gbs2"
+    assert re.fullmatch(rf"experiments/{name}/{name}_\d+", str(folder.relative_to(tmp_path)))
+    log = folder / f"log-{name}.out"
+
+    last = subprocess.run(
+        f"grep 'completed step:' {log} | tail -1", shell=True, capture_output=True, text=True
+    ).stdout
+    number = r"(\d+\.\d{3})"
+    pattern = rf"completed step: 7, seconds: {number}, TFLOP/s/device: {number}, Tokens/s/device: "
+    pattern += rf"{number}, total_weights: 128, loss: {number}\n"
+    assert re.fullmatch(pattern, last), last
+    found = subprocess.run(
+        ["grep", "-rh", "--include", "*.out", "train_step_timing", "experiments"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    assert len(found) == 8
+    pattern = r"iteration ([0-9]+)/7 \| lr: .*train_step_timing in s: ([0-9.e-]+) \| "
+    pattern += r"TFLOPS_per_GPU: ([0-9.e-]+) \| consumed_samples: (\d+)$"
+    parsed = [re.search(pattern, line).groups() for line in found]
+    assert [int(p[0]) for p in parsed] == list(range(8))
+    assert [int(p[3]) for p in parsed] == [2 * (i + 1) for i in range(8)]
+
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["schema"], result["status"], result["steps_done"]) == (1, "done", 8)
+    assert result["window"] == [4, 7]
+    assert result["versions"]["jax"]
+    assert result["config"]["model"]["embed"] == 128
+    assert result["tokens_per_s"] == pytest.approx(128 / result["step_s"]["mean"])
+    records = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record, line in zip(records, parsed, strict=True):
+        assert float(line[1]) == pytest.approx(record["step_s"], rel=1e-3)
+    assert len({r["loss"] for r in records}) == 8  # different tokens every step
+    for text in ("step time (steps 4 to 7)", "tokens/s", "days to 1T tokens", "not comparable"):
+        assert text in out
+
+
+def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
+    straight, half = tmp_path / "straight", tmp_path / "half"
+    axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
+    assert run_here(straight, capsys, steps=6, checkpoint=True, **axes)[0] == 0
+    code, out = run_here(half, capsys, steps=4, checkpoint=True, **axes)
+    assert code == 0
+    saved = re.search(
+        r"Global Checkpoint Save : Rank: 0 : Iteration: 4 : Start time: \d+\.\d{3}s : "
+        r"Save duration: \d+\.\d{3}s : \d+\.\d{3} GB : \d+\.\d{3} GB/s",
+        out,
+    )
+    assert saved, out
+    expected, first = losses(folder_of(straight)), str(folder_of(half))
+    code, out = run_here(half, capsys, steps=6, checkpoint=True, resume=first, **axes)
+    assert code == 0
+    assert re.search(r"Time spent in load_checkpoint: \d+\.\d{3}s", out)
+    assert losses(folder_of(half)) == {4: expected[4], 5: expected[5]}
+    prints = [
+        json.loads((folder_of(f) / "checkpoints/6/run.json").read_text())["fingerprints"]
+        for f in (straight, half)
+    ]
+    assert prints[0] == prints[1]
+    for other in (dict(cp=4, mbs=4), dict(fsdp=8, mbs=1), dict(pp=2, vp=2, tp=2, mbs=1)):
+        code, out = run_here(half, capsys, steps=6, resume=first, gbs=8, **other)
+        assert code == 0, out
+        assert losses(folder_of(half)) == pytest.approx({4: expected[4], 5: expected[5]}, rel=1e-5)
+
+
+def test_a_bad_checkpoint_is_refused_with_its_reason(tmp_path, capsys):
+    assert run_here(tmp_path, capsys, steps=2, checkpoint=True)[0] == 0
+    path = folder_of(tmp_path) / "checkpoints/2"
+
+    def refused(*texts, **flags):
+        code, out = run_here(
+            tmp_path / "again", capsys, **{"resume": str(path), "steps": 4, **flags}
+        )
+        assert code == 2
+        assert "error: resume=" in out
+        for text in (str(path), *texts):
+            assert text in out
+
+    refused("nothing is left to train", "--steps 3", steps=2)
+    refused("of another model: name=llama31 (this run: grok1)", workload="grok1_314b")
+    refused("its weights are fp32", overrides={"precision.weights": "bf16"})
+    about = (path / "run.json").read_text()
+    (path / "run.json").write_text(about.replace('"loss', '"')[: len(about) // 2])
+    refused("run.json is damaged or foreign")
+    (path / "run.json").unlink()
+    refused("only unfinished ones")
+    (path / "run.json").write_text(about)
+    largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    whole = largest.read_bytes()
+    largest.write_bytes(whole[:-7])
+    refused("damaged", largest.name, f"saved were {len(whole)}")
+    middle = len(whole) // 2
+    largest.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    refused("damaged")
+    largest.unlink()
+    refused("is missing")
+    largest.write_bytes(whole)
+    assert run_here(tmp_path / "again", capsys, resume=str(path), steps=3)[0] == 0
+    path = tmp_path / "nowhere"
+    refused("does not exist")
+
+
+def test_a_killed_run_leaves_its_last_checkpoint_and_its_log(environment, tmp_path, capsys):
+    args = ("--steps", "100000", "--config.output.checkpoint_every=1", "--dtype", "fp32")
+    args += ("--config.precision.grads=fp32",)
+    process = start(environment, "--config", TINY, "--output_dir", str(tmp_path), *args)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.rglob("run.json"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    folder = folder_of(tmp_path)
+    assert json.loads((folder / "result.json").read_text())["status"] == "running"
+    before = losses(folder)
+    assert len(before) >= 3
+    assert "completed step: 2" in next(folder.glob("log-*.out")).read_text()
+    last = max(int(p.parent.name) for p in folder.rglob("run.json"))
+    code, out = run_here(tmp_path / "again", capsys, steps=last + 1, resume=str(folder))
+    assert code == 0, out
+    assert [*losses(folder_of(tmp_path / "again"))] == [last]
+
+
+def test_sigterm_finishes_the_step_saves_and_exits(environment, tmp_path):
+    args = ("--steps", "100000", "--checkpoint", "--output_dir", str(tmp_path))
+    process = start(environment, "--config", TINY, *args)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while not losses(folder_of(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    folder = folder_of(tmp_path)
+    result = json.loads((folder / "result.json").read_text())
+    last = max(losses(folder))
+    assert (result["status"], result["reason"]) == ("stopped", f"SIGTERM after step {last}")
+    assert (folder / "checkpoints" / str(last + 1) / "run.json").exists()
+    assert "SIGTERM after step" in out
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
+    code, out = run_here(
+        tmp_path, capsys, steps=20, overrides={"optim.lr": 1e38, "optim.warmup": 0.0}
+    )
+    assert code == 1
+    assert re.search(r"error: (loss|grad_norm) is (nan|inf) at step [1-9]", out)
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert "at step" in result["reason"]
+
+
+def test_devices_that_are_not_there(tmp_path, capsys):
+    code, out = run_here(tmp_path, capsys, fsdp=16)
+    assert code == 2
+    for text in ("16 are needed and 8 present", "--cpu_devices 16", ":tiny", ":rehearse"):
+        assert text in out
+
+
+@pytest.mark.parametrize("by", ["flags", "environment"])
+def test_two_processes_train_as_one(environment, tmp_path, capsys, by):
+    axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
+    assert run_here(tmp_path / "one", capsys, steps=4, **axes)[0] == 0
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    flags = ["--config", TINY, "--steps", "4", "--dtype", "fp32", "--config.precision.grads=fp32"]
+    flags += [f"--{k}={v}" for k, v in axes.items()] + ["--cpu_devices", "4", "--checkpoint"]
+    flags += ["--output_dir", str(tmp_path / "two")]
+    processes = []
+    for i in range(2):
+        extra, env = [], dict(environment)
+        if by == "flags":
+            extra = ["--coordinator", address, "--processes", "2", "--process", str(i)]
+        else:
+            env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+            env["JAX_PROCESS_ID"] = str(i)
+        processes.append(start(env, *flags, *extra))
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    one, two = losses(folder_of(tmp_path / "one")), losses(folder_of(tmp_path / "two"))
+    assert two == pytest.approx(one, rel=1e-5)
+    assert len(list((tmp_path / "two").rglob("result.json"))) == 1
+    resume = str(folder_of(tmp_path / "two"))
+    code, out = run_here(tmp_path / "on", capsys, steps=5, resume=resume, cp=2, gbs=8)
+    assert code == 0, out

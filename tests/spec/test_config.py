@@ -1,0 +1,247 @@
+"""Settings: what the command line resolves to, and what wrong input is answered with."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxbench import train
+from maxbench.spec import recipes
+from maxbench.spec.run import AXES, GPUS, Run
+from tests.conftest import WORKLOADS, config, resolve
+
+
+def command(*args: str) -> tuple[int, str, str]:
+    """train.main in this process; for what must stop before jax is needed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = train.main(["maxbench train", *args])
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue()
+
+
+ROWS = [(w, row) for w in WORKLOADS for row in recipes.table(config(w).layouts)]
+
+
+def test_every_row_of_the_recipes_is_there():
+    assert len(ROWS) == 114
+    keys = [(w, *(r[k] for k in ("gpu_type", "dtype", "scaling", "gpus"))) for w, r in ROWS]
+    assert len(set(keys)) == 114
+    for _, row in ROWS:
+        assert (
+            row["pp"] * row["dp"] * row["fsdp"] * row["ep"] * row["cp"] * row["tp"] == row["gpus"]
+        )
+        assert row["gbs"] % (row["mbs"] * row["dp"] * row["fsdp"] * row["ep"]) == 0
+
+
+@pytest.mark.parametrize(("workload", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else "")
+def test_rows_resolve_to_their_layout(workload, row):
+    flags = {} if row["pp"] == 1 else {"pp": 1, "vp": 1, "fsdp": row["fsdp"] * row["pp"]}
+    strong = row["scaling"] == "strong"
+    if flags:  # the same GPUs without the pipeline; more sequences at once may not divide the batch
+        flags["gbs"] = row["gbs"] * row["pp"]
+    run = resolve(
+        workload,
+        gpus=row["gpus"],
+        gpu_type=row["gpu_type"],
+        dtype=row["dtype"],
+        strong_scaling=strong,
+        **flags,
+    )
+    assert run.layout.gpus == row["gpus"]
+    assert run.layout.gbs == flags.get("gbs", row["gbs"])
+    assert (run.model.layers, run.train.seq) == (row["layers"], row["seq"])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("preset", ["tiny", "proxy", "rehearse"])
+def test_presets(workload, preset):
+    full, run = resolve(workload), resolve(workload, preset)
+    same = ("act", "norm", "router", "tied", "top_k", "rope_fraction", "rope_base")
+    assert all(getattr(full.model, f) == getattr(run.model, f) for f in same)
+    assert run.model.layers == 4
+    if preset == "proxy":
+        assert (run.model.embed, run.model.mlp) == (full.model.embed, full.model.mlp)
+    else:
+        assert run.model.embed == 128
+
+
+def test_rehearse_keeps_the_shape_of_the_row():
+    run = resolve("grok1_314b", "rehearse", gpus=64)
+    assert (run.layout.ep, run.layout.cp, run.layout.tp, run.layout.dp) == (2, 2, 2, 1)
+    assert run.layout.microbatches == 4
+    assert run.runtime.cpu_devices == run.layout.gpus == 8
+    assert resolve("grok1_314b", "rehearse", gpus=64, cpu_devices=4).runtime.cpu_devices == 4
+
+
+def test_fp8_runs_of_a_workload_may_have_settings_of_their_own():
+    assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
+    assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
+    preset = resolve("llama2_70b", "fp8,tiny", gpus=64)
+    assert (preset.precision.dtype, preset.train.remat) == ("fp8", "save_dot_except_mlp")
+    assert preset.name.startswith("pretrain_llama2_70b-tiny_fp8_")
+    assert resolve("llama31_70b", "fp8", gpus=64).layout.pp == 8  # the row of that dtype
+    assert resolve("llama2_70b", "fp8", dtype="bf16").precision.dtype == "bf16"
+    by_hand = {"precision.dtype": "fp8", "train.remat": "full"}
+    assert resolve("llama2_70b", overrides=by_hand).train.remat == "full"
+
+
+def test_order_of_settings():
+    base = config("llama31_8b", "tiny")
+    run = recipes.resolve(base, gpus=8, flags={"mbs": 2, "seq": 128}, overrides={"train.seq": 256})
+    assert (run.layout.dp, run.layout.cp, run.layout.mbs) == (4, 2, 2)  # row, then flag
+    assert (run.model.embed, run.train.seq) == (128, 256)  # preset; flag, then --config.train.seq
+    assert run.name == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
+
+
+def test_dry_run_is_quick_and_imports_no_jax():
+    flags = ["--config", "configs/llama2_70b.py", "--gpus", "1024", "--dry_run"]
+    program = (
+        "import sys; from maxbench import train\n"
+        f"train.main(['train', *{flags}])\n"
+        "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 5  # 0.1 s alone; this machine may be busy
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 68_976_648_192
+    assert found["flops_per_sequence"]["full"] == pytest.approx(1.82064e15, rel=1e-5)
+    assert found["config"]["layout"]["fsdp"] == 128
+    assert found["config"]["layout"]["dp"] == 8
+
+
+LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
+MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
+BAD = {
+    "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["fsdq", "Did you mean: fsdp"]),
+    "no config": ([], ["--config is missing", "configs/grok1_314b.py:tiny"]),
+    "config": (
+        ["--config", "configs/llama2_7b.py"],
+        ["configs/llama2_7b.py", "mean configs/llama"],
+    ),
+    "argument": (["--config", LLAMA, "fast"], ["'fast'", "--name value"]),
+    "preset": (["--config", LLAMA + ":tny"], ["preset='tny'", "did you mean 'tiny'"]),
+    "setting": (["--config", LLAMA, "--config.model.hads=1"], ["'hads'", "did you mean 'heads'"]),
+    "type": (["--config", LLAMA, "--gpus", "many"], ["--gpus=many"]),
+    "gpu type": (["--config", LLAMA, "--gpu_type", "h10"], ["gpu_type='h10'", "mean 'h100'"]),
+    "dtype": (["--config", LLAMA, "--dtype", "bf61"], ["dtype='bf61'", "did you mean 'bf16'"]),
+    "scale": (["--config", LLAMA, "--gpus", "96"], ["gpus=96", "64 or 128", "--fsdp 96"]),
+    "no recipe": (["--config", LLAMA, "--gpus", "64", "--gpu_type", "b200"], ["h100", "--fsdp 64"]),
+    "strong": (["--config", LLAMA, "--strong_scaling"], ["strong_scaling", "--gpus"]),
+    "strong row": (["--config", LLAMA, "--gpus", "64", "--strong_scaling"], ["strong scaling"]),
+    "product": (["--config", LLAMA, "--gpus", "64", "--fsdp", "32"], ["gpus=64", "needs 32"]),
+    "axis": (["--config", LLAMA, "--tp", "0"], ["tp=0", "at least 1"]),
+    "heads": (["--config", LLAMA, "--tp", "3"], ["tp=3", "model.heads=64", "1, 2, 4, 8"]),
+    "kv heads": (["--config", LLAMA, "--tp", "16"], ["tp=16", "model.kv_heads=8"]),
+    "experts": (["--config", GROK, "--ep", "3"], ["ep=3", "model.experts=8", "1, 2, 4, 8"]),
+    "no experts": (["--config", LLAMA, "--ep", "2"], ["ep=2", "llama2 70b has none"]),
+    "vocabulary": (
+        ["--config", LLAMA, "--tp", "8", "--config.model.vocab=100"],
+        ["model.vocab=100"],
+    ),
+    "sequence": (["--config", LLAMA, "--cp", "4", "--seq", "100"], ["train.seq=100", "96"]),
+    "embed": (["--config", LLAMA, "--fsdp", "3"], ["fsdp=3", "model.embed=8192"]),
+    "batch": (["--config", LLAMA, "--fsdp", "4", "--gbs", "10"], ["gbs=10", "2 x 1 x 4 x 1 = 8"]),
+    "fp8 embed": (
+        ["--config", LLAMA, "--dtype", "fp8", "--config.model.embed=8200"],
+        ["model.embed=8200", "multiples of 16", "8192"],
+    ),
+    "fp8 mlp": (
+        ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.mlp=28736"],
+        ["model.mlp=28736", "tp=8 = 3592", "28672"],
+    ),
+    "fp8 heads": (
+        ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.head_dim=36"],
+        ["model.head_dim=36", "2 x 1 kv_heads) x it = 360", "32"],
+    ),
+    "fp8 sequence": (
+        ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
+        ["train.seq=1000", "= 500", "992"],
+    ),
+    "fp8 slots": (
+        ["--config", GROK, "--dtype", "fp8", "--seq", "1040", "--config.model.capacity_factor=0.3"],
+        ["capacity_factor=0.3", "1 x 78 slots", "nearest that works: 0.305769"],
+    ),
+    "mxfp8": (
+        ["--config", LLAMA, "--dtype", "fp8", "--config.precision.scaling=mxfp8"],
+        ["gpu_type='h100'", "b200, gb200, gb300", "current or delayed"],
+    ),
+    "mxfp8 embed": (
+        [*MXFP8, "--fsdp", "64", "--config.model.embed=7168"],
+        ["multiples of 32", "model.embed=7168", "embed / fsdp=64 = 112", "8192"],
+    ),
+    "mxfp8 sequence": ([*MXFP8, "--tp", "8", "--seq", "4224"], ["= 528", "4096"]),
+    "scaling": (
+        ["--config", LLAMA, "--config.precision.scaling=delay"],
+        ["did you mean 'delayed'"],
+    ),
+    "backend": (["--config", LLAMA, "--config.precision.backend=tee"], ["did you mean 'te'"]),
+    "history": (["--config", LLAMA, "--config.precision.history=0"], ["history=0", "at least 1"]),
+    "pp": (
+        ["--config", LLAMA, "--pp", "7", "--gbs", "14"],
+        ["layers=80", "pp=7", "77 or 82 or 84"],
+    ),
+    "microbatches": (["--config", LLAMA, "--pp", "4"], ["gbs=2", "pp=4", "gbs=8"]),
+    "schedule": (["--config", LLAMA, "--config.train.schedule=1f1"], ["did you mean '1f1b'"]),
+    "vp": (["--config", LLAMA, "--vp", "2"], ["vp=2", "pp > 1"]),
+    "remat": (["--config", LLAMA, "--config.train.remat=ful"], ["'ful'", "did you mean 'full'"]),
+    "GQA": (["--config", LLAMA, "--config.model.kv_heads=5"], ["kv_heads=5", "1, 2, 4, 8"]),
+    "act": (["--config", LLAMA, "--config.model.act=swigl"], ["did you mean 'swiglu'"]),
+    "rope": (["--config", LLAMA, "--config.model.rope_fraction=0.0"], ["rope_fraction=0.0"]),
+    "steps": (["--config", LLAMA, "--steps", "0"], ["train.steps=0", "at least 1"]),
+    "process": (["--config", LLAMA, "--process", "1"], ["belong together"]),
+    "mock": (["--config", LLAMA, "--mock_gpus", "8", "--cpu_devices", "8"], ["exclude each other"]),
+    "output": (["--config", LLAMA, "--output_dir", "/proc/none"], ["output_dir='/proc/none'"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_answered_in_one_line(name):
+    args, expected = BAD[name]
+    code, out, err = command(*args)
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert len(err) < 400
+    for text in expected:
+        assert text in err
+
+
+@given(
+    axes=st.dictionaries(st.sampled_from([*AXES, "vp", "mbs", "gbs", "seq"]), st.integers(-3, 40)),
+    gpu=st.sampled_from([*GPUS, "h1000"]),
+    workload=st.sampled_from(WORKLOADS),
+)
+def test_any_layout_is_either_whole_or_refused_with_its_value(axes, gpu, workload):
+    try:
+        run = resolve(workload, gpu_type=gpu, **axes)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        named = [f"{k}={v}" for k, v in axes.items()] + [f"gpu_type={gpu!r}"]
+        assert any(text in refusal for text in named), refusal
+        return
+    layout = run.layout
+    assert layout.microbatches * layout.mbs * layout.shards == layout.gbs
+    assert run.train.seq % (layout.cp * layout.tp) == 0
+    assert run.model.kv_heads % layout.tp == 0
+
+
+def test_a_run_is_frozen_and_hashable():
+    run = resolve("llama31_8b", "tiny")
+    assert hash(run) == hash(resolve("llama31_8b", "tiny"))
+    with pytest.raises(AttributeError):
+        run.layout.tp = 2
+    assert Run(**{f: getattr(run, f) for f in recipes.SECTIONS}) == run

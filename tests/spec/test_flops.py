@@ -1,0 +1,87 @@
+"""Parameter counts, FLOPs, and every cell that was published, computed again."""
+
+import jax
+import pytest
+
+from maxbench.hardware import published
+from maxbench.hardware.gpus import GPUS
+from maxbench.model import network
+from maxbench.spec import flops
+from tests.conftest import WORKLOADS, resolve
+
+PARAMETERS = {
+    "llama2_70b": 68_976_648_192,
+    "llama31_8b": 8_030_261_248,
+    "llama31_70b": 70_553_706_496,
+    "llama31_405b": 405_853_388_800,
+}
+ABOUT = {"nemotron4_340b": 341.0e9, "grok1_314b": 316.5e9}
+FLOPS = {  # of one sequence, at the sequence length and convention of the source
+    ("llama2_70b", 4096, "full"): 1.82064e15,
+    ("llama31_8b", 8192, "full"): 4.74422e14,
+    ("llama31_70b", 8192, "full"): 3.9437e15,
+    ("llama31_405b", 8192, "full"): 2.1507e16,
+    ("nemotron4_340b", 4096, "full"): 8.62124e15,
+    ("grok1_314b", 8192, "causal"): 4.27405e15,
+}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("preset", ["", "xai", "tiny"])
+def test_parameter_counts(workload, preset):
+    """The formula counts what the model really has, and what was published."""
+    if preset == "xai" and workload != "grok1_314b":
+        pytest.skip("a preset of Grok")
+    m = resolve(workload, preset).model
+    shapes = jax.eval_shape(lambda key: network.init(m, key), jax.random.key(0))
+    counted = sum(x.size for x in jax.tree.leaves(shapes))
+    assert flops.params(m) == counted
+    if preset == "":
+        assert counted == PARAMETERS.get(workload, counted)
+        assert counted == pytest.approx(ABOUT.get(workload, counted), rel=2e-3)
+
+
+@pytest.mark.parametrize(("workload", "seq", "convention"), FLOPS)
+def test_flops(workload, seq, convention):
+    found = flops.per_sequence(resolve(workload).model, seq, convention)
+    assert found == pytest.approx(FLOPS[workload, seq, convention], rel=1e-4)
+
+
+def test_grok_proxies():
+    for layers, seq, expected in ((2, 4096, 8.4306e13), (4, 4096, 1.49246e14)):
+        m = resolve("grok1_314b", layers=layers).model
+        assert flops.per_sequence(m, seq, "causal") == pytest.approx(expected, rel=2e-5)
+    for layers, expected in ((8, 5.68147e14), (16, 1.09756e15), (32, 2.15639e15)):
+        m = resolve("grok1_314b", layers=layers).model
+        assert flops.per_sequence(m, 8192, "causal") == pytest.approx(expected, rel=2e-5)
+
+
+NAMES = {("llama2", "70b"): "llama2_70b", ("nemotron4", "340b"): "nemotron4_340b"}
+NAMES |= {("llama31", s): f"llama31_{s}" for s in ("8b", "70b", "405b")}
+NAMES |= {("grok1", "314b"): "grok1_314b"}
+
+
+@pytest.mark.parametrize("row", published.rows(), ids=lambda r: f"{r.model}-{r.dtype}-{r.gpus}")
+def test_published_cells_follow_from_their_step_time(row):
+    m = resolve(NAMES[row.model, row.size], layers=row.layers).model
+    tokens = flops.tokens_per_s(row.seq, row.gbs, row.step_s)
+    assert tokens == pytest.approx(row.tokens_per_s, rel=1.5e-3)
+    if row.days_to_1t is not None:
+        whole = row.days_to_1t == int(row.days_to_1t)  # a few cells are rounded to days
+        digits = 0.5 if whole else 0.006
+        assert flops.days_to_1t(tokens) == pytest.approx(row.days_to_1t, abs=digits, rel=1.5e-3)
+    if row.mfu_pct is not None:
+        rate = flops.tflops_per_gpu(flops.as_published(m, row.seq), row.gbs, row.step_s, row.gpus)
+        peak = GPUS[row.gpu_type].peak_tflops(row.dtype)
+        assert 100 * flops.mfu(rate, peak) == pytest.approx(row.mfu_pct, rel=1.6e-3)
+
+
+def test_nearest_and_what_differs():
+    row = published.nearest("llama31", "8b", "bf16", "h100", 24)
+    assert row.gpus in (16, 32)
+    assert published.nearest("llama31", "8b", "bf16", "b200", 8) is None
+    row = published.nearest("llama31", "8b", "bf16", "h100", 8)
+    assert published.differences(row, gpus=8, gbs=128, seq=8192, layers=32) == []
+    assert published.differences(row, gpus=8, gbs=64, seq=8192, layers=32) == [
+        "GBS 64, published 128"
+    ]

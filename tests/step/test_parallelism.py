@@ -1,0 +1,286 @@
+"""The proof: the same loss and gradients on every mesh, and only the collectives it implies."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from maxbench.mesh import places
+from maxbench.step.step import Step
+from tests.conftest import resolve
+
+EXACT = {"precision.grads": "fp32", "model.capacity_factor": 0.0}
+FAMILIES = {"llama": "llama31_405b", "nemotron": "nemotron4_340b", "grok": "grok1_314b"}
+GBS, SEQ = 8, 32
+MESHES = [
+    dict(dp=8),
+    dict(fsdp=8),
+    dict(tp=4),
+    dict(cp=4),
+    dict(dp=2, fsdp=2, mbs=1),  # two microbatches
+    dict(dp=2, fsdp=2, tp=2),
+    dict(fsdp=2, cp=2, tp=2),
+    dict(dp=2, cp=2, tp=2, mbs=2),
+    dict(dp=2, cp=4, mbs=1),
+]
+MESHES_OF_EXPERTS = [
+    dict(ep=4),
+    dict(ep=2, tp=2, cp=2, mbs=1),
+    dict(ep=2, fsdp=2, dp=2),
+    dict(pp=2, ep=2, tp=2, mbs=1),
+]
+MESHES_OF_STAGES = [
+    dict(pp=2, mbs=2),
+    dict(pp=4, mbs=1),
+    dict(pp=2, vp=2, mbs=1),
+    dict(pp=2, dp=2, tp=2, mbs=1),
+    dict(pp=2, fsdp=2, cp=2, mbs=1),
+    dict(pp=2, vp=2, cp=2, tp=2, mbs=1),
+]
+CASES = [(f, m) for f in FAMILIES for m in MESHES + MESHES_OF_STAGES]
+CASES += [("grok", m) for m in MESHES_OF_EXPERTS]
+
+
+def build(family: str, preset: str = "tiny", **axes) -> Step:
+    degrees = math.prod(axes.get(a, 1) for a in axes.DATA)
+    axes = {"mbs": GBS // degrees, **axes}
+    axes = {"layers": 4, "gbs": GBS, **axes}
+    exact = EXACT | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
+    run = resolve(FAMILIES[family], preset, exact, dtype="fp32", seq=SEQ, **axes)
+    return Step(run, axes.make_mesh(run.layout))
+
+
+def gradients(step: Step, params):
+    """Gradients and loss from weights in the order of the layers, and in that order."""
+    order, layers = step.order, step.run.model.layers
+    real = lambda x: (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    slots = jax.tree.map(lambda x: np.where(real(x), x[order], 0), params["layers"])
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
+    params = jax.device_put(params | {"layers": slots}, shardings)
+    grads, out, _ = jax.device_get(jax.jit(step.gradients)(params, 3))
+    if (order < 0).any():
+        jax.tree.map(lambda g: np.testing.assert_array_equal(g[order < 0], 0), grads["layers"])
+    back = [int(np.flatnonzero(order == i)[0]) for i in range(layers)]
+    return grads | {"layers": jax.tree.map(lambda g: g[back], grads["layers"])}, out
+
+
+@functools.cache
+def reference(family: str, preset: str = "tiny", layers: int = 4):
+    """Weights, gradients and loss on one device."""
+    step = build(family, preset, layers=layers)
+    params = jax.device_get(step.init()["params"])
+    return params, *gradients(step, params)
+
+
+@pytest.mark.parametrize(("family", "axes"), CASES, ids=str)
+def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
+    params, grads, out = reference(family)
+    ours, our_out = gradients(build(family, **axes), params)
+    for name, value in out.items():
+        np.testing.assert_allclose(our_out[name], value, rtol=1e-5, err_msg=name)
+    # Relative to the largest gradient of each weight: sums of different order leave noise in zeros.
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("llama", dict(pp=2, mbs=2, schedule="gpipe")),
+        ("grok", dict(pp=2, vp=2, mbs=1, schedule="gpipe")),
+        ("llama", dict(pp=4, mbs=1, gbs=6)),  # microbatches that do not fill the stages evenly
+        ("llama", dict(pp=2, vp=2, mbs=1, layers=6)),  # 6 + 2 slots: embedding and loss take one
+        ("nemotron", dict(pp=2, tp=2, cp=2, mbs=1, layers=6, vp=2)),
+        ("grok", dict(pp=2, vp=4, ep=2, mbs=1, layers=6)),  # chunks of the ends alone
+    ],
+    ids=str,
+)
+def test_every_schedule_and_split_of_layers_is_the_same_network(family, axes):
+    layers, gbs = axes.get("layers", 4), axes.get("gbs", GBS)
+    params, _, _ = reference(family, layers=layers)
+    grads, out = gradients(build(family, layers=layers, gbs=gbs, mbs=gbs), params)
+    ours, our_out = gradients(build(family, **axes), params)
+    for name, value in out.items():
+        np.testing.assert_allclose(our_out[name], value, rtol=1e-6, err_msg=name)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "save_qkv_proj", "query,mlp_act"])
+@pytest.mark.parametrize(
+    ("family", "axes"), [("llama", dict(cp=2, tp=2)), ("grok", dict(pp=2, vp=2, cp=2, mbs=1))]
+)
+def test_remat_changes_nothing_but_memory(family, axes, remat):
+    params, grads, _ = reference(family)
+    step = build(family, **axes)
+    train = dataclasses.replace(step.run.train, remat=remat)
+    step = Step(dataclasses.replace(step.run, train=train), step.mesh)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, gradients(step, params)[0], grads)
+
+
+def unrolled(step: Step, remat: str = "full") -> Step:
+    """The same step with layers as code, as on a GPU."""
+    train = dataclasses.replace(step.run.train, remat=remat, unroll=step.run.model.layers)
+    return Step(dataclasses.replace(step.run, train=train), step.mesh)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "remat"),
+    [
+        ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
+        ("nemotron", dict(dp=2), "full"),
+        ("grok", dict(ep=2, tp=2), "full"),
+    ],
+)
+def test_layers_as_code_and_as_a_loop_are_the_same_network(family, axes, remat):
+    params, grads, out = reference(family)
+    ours, our_out = gradients(unrolled(build(family, **axes), remat), params)
+    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
+
+
+def test_xai_grok_on_a_mesh():
+    params, grads, out = reference("grok", "xai,tiny")
+    ours, our_out = gradients(build("grok", "xai,tiny", ep=2, tp=2, cp=2), params)
+    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
+
+
+@pytest.mark.parametrize("axes", [dict(fsdp=8), dict(pp=2, vp=2, ep=2, tp=2, mbs=1)], ids=str)
+def test_initial_weights_do_not_depend_on_the_mesh(axes):
+    step = build("grok", **axes)
+    ours, theirs = jax.device_get(step.init()["params"]), reference("grok")[0]
+    theirs = theirs | {"layers": jax.tree.map(lambda x: x[step.order], theirs["layers"])}
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_training_goes_the_same_way_on_every_mesh():
+    """Three whole steps: optimizer, clipping and state placement included."""
+
+    def losses(**axes):
+        step = build("llama", **axes)
+        compiled, state, found = step.lower().compile(), step.init(), []
+        for _ in range(3):
+            state, out = compiled(state)
+            found.append([float(out["loss"]), float(out["grad_norm"])])
+        return found
+
+    one = losses()
+    for axes in (dict(dp=2, fsdp=2, tp=2), dict(dp=4, cp=2, mbs=1)):
+        np.testing.assert_allclose(losses(**axes), one, rtol=1e-5)
+
+
+def test_master_state_is_split_over_every_axis_that_would_hold_copies():
+    for axes in (dict(dp=2, cp=2, tp=2), dict(ep=4, dp=2), dict(pp=2, fsdp=2, cp=2, mbs=1)):
+        step = build("grok", **axes)
+        whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
+        share = places.size_gib(step.abstract) * 2**30
+        assert share == pytest.approx(whole / 8, rel=1e-3), axes
+
+
+# Collectives of the compiled program: (operation, shape of its result) -> how often it stands.
+
+
+def collectives(step: Step) -> Counter:
+    text = step.lower().compile().as_text()
+    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)
+    shapes = lambda s: re.findall(r"\w+\[([\d,]*)\]", s)
+    return Counter((op, shape) for result, op in found for shape in shapes(result))
+
+
+def sizes(found: Counter, op: str) -> set[int]:
+    return {math.prod(map(int, s.split(","))) if s else 1 for o, s in found if o == op}
+
+
+def weight_sizes(step: Step) -> set[int]:
+    """Sizes of what one GPU may hold of a weight: of all layers, and of one."""
+    found = set()
+    for x, p in zip(
+        jax.tree.leaves(step.abstract["params"]),
+        jax.tree.leaves(step.places, is_leaf=lambda p: isinstance(p, places.Place)),
+        strict=True,
+    ):
+        split = math.prod(step.mesh.shape[a] for a in p.compute if a)
+        fsdp = step.mesh.shape["fsdp"] if "fsdp" in p.compute else 1
+        found |= {x.size // split, x.size // split * fsdp, x.size // split * fsdp // x.shape[0]}
+    return found
+
+
+def test_fsdp_moves_weights_and_gradients_only():
+    step = build("llama", fsdp=8)
+    found = collectives(step)
+    tokens, embed = GBS * SEQ, step.run.model.embed
+    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+    assert sizes(found, "all-gather") <= weight_sizes(step) | {tokens}
+    assert max(sizes(found, "all-reduce")) <= 8  # loss and norms: scalars, perhaps combined
+    # Tokens travel to the table's parts, not the table to the tokens.
+    assert max(sizes(found, "all-to-all")) <= tokens * embed // 8
+    assert ("all-gather", f"{step.run.model.vocab},{embed}") not in found
+
+
+def test_dp_gathers_weights_once_and_reduces_gradients_once():
+    """However many microbatches there are."""
+    one, four = (collectives(build("llama", dp=2, mbs=m)) for m in (4, 1))
+    assert one == four
+    assert sizes(one, "all-gather") <= weight_sizes(build("llama", dp=2))
+    weights = len(jax.tree.leaves(build("llama", dp=2).places))
+    assert sum(n for (op, _), n in one.items() if op == "all-gather") <= weights
+
+
+def test_tp_moves_sequences_only():
+    step = build("llama", tp=4)
+    found, m = collectives(step), step.run.model
+    assert sizes(found, "all-gather") <= {GBS * SEQ * m.embed, *norm_sizes(step)}
+    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    # Chunked loss statistics are the largest thing that is summed over tp.
+    assert max(sizes(found, "all-reduce")) <= 2 * 24
+
+
+def norm_sizes(step: Step) -> set[int]:
+    m = step.run.model
+    return {m.layers * m.embed, m.embed}
+
+
+def test_cp_sends_keys_and_values_round_and_nothing_else():
+    step = build("llama", cp=4)
+    found, m = collectives(step), step.run.model
+    assert sizes(found, "collective-permute") == {GBS * SEQ // 4 * m.kv_heads * m.head_dim}
+    # Forward, recomputed, and backward: 3 hops of k and v each; 4 hops of dk and dv.
+    sent = sum(n for (op, _), n in found.items() if op == "collective-permute")
+    assert sent <= 3 * 3 * 2 + 4 * 2
+    assert sizes(found, "all-gather") <= weight_sizes(step)
+    assert "all-to-all" not in {op for op, _ in found}
+
+
+def test_ep_moves_tokens_by_all_to_all():
+    step = build("grok", ep=4)
+    found, m = collectives(step), step.run.model
+    tokens = GBS // 4 * SEQ
+    assert sizes(found, "all-to-all")
+    assert max(sizes(found, "all-to-all")) <= m.experts * tokens * m.embed
+    assert sizes(found, "all-gather") <= weight_sizes(step)
+
+
+def test_pp_sends_sequences_between_stages_and_gathers_no_weights():
+    step = build("llama", pp=2, mbs=1)
+    found, m = collectives(step), step.run.model
+    assert sizes(found, "collective-permute") == {SEQ * m.embed}
+    assert sum(n for (op, _), n in found.items() if op == "collective-permute") == 2
+    assert sizes(found, "all-gather") <= weight_sizes(step)
+
+
+def test_memory_of_a_pipeline_does_not_grow_with_microbatches():
+    memory = []
+    for gbs in (8, 32):
+        step = build("llama", pp=2, vp=2, mbs=1, gbs=gbs)
+        memory.append(step.lower().compile().memory_analysis().temp_size_in_bytes)
+    assert memory[1] <= memory[0] * 1.02

@@ -1,0 +1,112 @@
+"""Pipeline schedules by property: order, slots, and the bubble that theory gives."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxbench.spec.run import SCHEDULES
+from maxbench.step.schedule import COLUMNS, layer_order, schedule
+
+SIZES = dict(pp=st.integers(2, 8), vp=st.integers(1, 5), extra=st.integers(0, 20))
+
+
+def work(s, way):
+    """(part of the network, microbatch) -> tick."""
+    micro, chunk = s.column(f"{way}_micro"), s.column(f"{way}_chunk")
+    found = {}
+    for tick, p in zip(*np.nonzero(micro >= 0), strict=True):
+        key = (int(chunk[tick, p]) * s.pp + int(p), int(micro[tick, p]))
+        assert key not in found
+        found[key] = int(tick)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(SCHEDULES), **SIZES)
+def test_all_work_is_done_once_and_in_order(name, pp, vp, extra):
+    micro = pp + extra
+    s = schedule(name, pp, vp, micro)
+    f, b = work(s, "f"), work(s, "b")
+    everything = {(part, m) for part in range(pp * vp) for m in range(micro)}
+    assert set(f) == set(b) == everything
+    for part, m in everything:
+        assert f[part, m] <= b[part, m]
+        if part > 0:
+            assert f[part - 1, m] < f[part, m]
+            assert b[part, m] < b[part - 1, m]
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(SCHEDULES), **SIZES)
+def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra):
+    """Plays the executor with names instead of arrays."""
+    s = schedule(name, pp, vp, pp + extra)
+    keep, inbox, grads = ([[None] * n for _ in range(pp)] for n in (s.keep, s.inbox, s.grads))
+    dx = [None] * pp
+    for tick in range(s.ticks):
+        at = [dict(zip(COLUMNS, s.table[tick, p].tolist(), strict=True)) for p in range(pp)]
+        y = [None] * pp
+        for p, row in enumerate(at):
+            if row["g_put"] >= 0:
+                grads[p][row["g_put"]] = dx[(p + 1) % pp]
+        for p, row in enumerate(at):
+            if row["f_micro"] < 0:
+                continue
+            part, m = row["f_chunk"] * pp + p, row["f_micro"]
+            if part > 0:
+                assert inbox[p][row["f_from"]] == ("y", part - 1, m)
+            assert (row["f_from"] < 0) == (part == 0)
+            keep[p][row["f_keep"]] = (part, m)
+            y[p] = ("y", part, m)
+            assert (row["f_grad"] >= 0) == (part == pp * vp - 1)
+            if row["f_grad"] >= 0:
+                grads[p][row["f_grad"]] = ("dx", part + 1, m)
+        dx = [None] * pp
+        for p, row in enumerate(at):
+            if row["b_micro"] >= 0:
+                part, m = row["b_chunk"] * pp + p, row["b_micro"]
+                assert keep[p][row["b_keep"]] == (part, m)
+                assert grads[p][row["b_from"]] == ("dx", part + 1, m)
+                dx[p] = ("dx", part, m)
+            if row["x_put"] >= 0:
+                inbox[p][row["x_put"]] = y[(p - 1) % pp]
+
+
+@settings(max_examples=40, deadline=None)
+@given(pp=st.integers(2, 8), vp=st.integers(1, 6), groups=st.integers(1, 6))
+def test_bubble_and_slots_are_those_of_theory(pp, vp, groups):
+    micro = pp * groups
+    s = schedule("1f1b", pp, vp, micro)
+    assert s.bubble() == pytest.approx((pp - 1) / (pp - 1 + vp * micro))
+    assert s.keep <= (vp - 1) * pp + 2 * (pp - 1) + 1
+    gpipe = schedule("gpipe", pp, vp, micro)
+    assert gpipe.bubble() == pytest.approx(s.bubble())
+    assert gpipe.keep == vp * micro
+
+
+def test_slots_do_not_grow_with_microbatches():
+    found = [schedule("1f1b", 8, 8, m) for m in (16, 64, 512)]
+    assert len({(s.keep, s.inbox, s.grads) for s in found}) == 1
+    assert found[1].keep == 71
+    assert found[1].bubble() == pytest.approx(7 / (7 + 512))
+
+
+def test_layer_order():
+    assert layer_order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    order = layer_order(126, 8, 8)
+    assert len(order) == 128
+    assert order[0] == order[-1] == -1
+    assert order[1] == 0
+    assert order[-2] == 125
+    assert sorted(order[order >= 0]) == list(range(126))
+
+
+def test_picture():
+    assert schedule("1f1b", 2, 1, 2).picture().splitlines() == [
+        "1f1b: 4 ticks, bubble 33.3%, slots 2",
+        "stage 0  F 0:0 0:1 .   .",
+        "         B .   .   0:0 0:1",
+        "stage 1  F .   0:0 0:1 .",
+        "         B .   0:0 0:1 .",
+    ]
