@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from maxbench.mesh.mesh import make_mesh
 
 from maxbench.hardware.gpus import CHIPS
+from maxbench.mesh.axes import make_mesh
 from maxbench.model import mxfp8, te
 from maxbench.model.precision import scale_of
 from maxbench.plan import aot, hlo
