@@ -1,18 +1,20 @@
-"""Every row of the recipe tables trains, every mesh axis shrunk to at most 2 and sizes to toys."""
+"""Every row of the recipe tables, every mesh axis shrunk to at most 2 and sizes to toys: its step
+is made, and of each kind of row one trains."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
+from maxbench.mesh.axes import make_mesh
 from maxbench.spec import recipes
-from tests.conftest import WORKLOADS, config, resolve
+from maxbench.step.step import Step
+from tests.conftest import WORKLOADS, config, processes, resolve
 
 
-def rehearsals() -> dict[str, list[str]]:
-    """Flags of a rehearsal for each program that the rows come down to, and its row's name."""
+def rehearsals() -> dict[str, tuple]:
+    """For each program that the rows come down to, its row's name: the Run, and its flags."""
     found = {}
     for workload in WORKLOADS:
         for row in recipes.table(config(workload).layouts):
@@ -21,28 +23,32 @@ def rehearsals() -> dict[str, list[str]]:
             run = resolve(workload, "rehearse", strong_scaling=strong, **flags)
             key = workload, run.layout.describe(), run.precision, run.model, run.train
             words = [f"--{k}={v}" for k, v in flags.items()] + ["--strong_scaling"] * strong
-            found.setdefault(key, (f"{workload}-{row['dtype']}-{row['gpus']}", workload, words))
-    return {name: [workload, *words] for name, workload, words in found.values()}
+            found.setdefault(key, (f"{workload}-{row['dtype']}-{row['gpus']}", run, words))
+    return {name: (run, words) for name, run, words in found.values()}
 
 
 CASES = rehearsals()
+# A pipeline with experts, all axes at once; one without; weights over fsdp.
+TRAINED = ("grok1_314b-fp8-1024", "llama31_405b-bf16-64", "llama2_70b-fp8-512")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_row_trains(name, tmp_path):
-    workload, *flags = CASES[name]
-    command = [
-        sys.executable,
-        "-m",
-        "maxbench.train",
-        "--config",
-        f"configs/{workload}.py:rehearse",
-    ]
-    command += [*flags, "--steps", "3", "--output_dir", str(tmp_path)]
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+def test_the_step_of_a_row_is_made(name):
+    run, _ = CASES[name]
+    degrees = {getattr(run.layout, axis) for axis in ("pp", "vp", "ep", "cp", "tp", "dp", "fsdp")}
+    assert degrees <= {1, 2}
+    step = Step(run, make_mesh(run.layout))
+    assert "all_reduce" in step.lower().as_text()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_row_trains(name, tmp_path):
+    _, flags = CASES[name]
+    workload = name.partition("-")[0]
+    command = [sys.executable, "-m", "maxbench.train"]
+    command += ["--config", f"configs/{workload}.py:rehearse", *flags]
+    command += ["--steps", "3", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, env=processes(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(next(tmp_path.rglob("result.json")).read_text())
     assert (result["status"], result["steps_done"]) == ("done", 3)
-    degrees = {a: result["config"]["layout"][a] for a in ("pp", "vp", "ep", "cp", "tp")}
-    assert set(degrees.values()) <= {1, 2}
