@@ -5,6 +5,7 @@ Every figure names its convention. Times are seconds, rates per second, power wa
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -156,15 +157,13 @@ def _verdict(made: Row) -> tuple[str, str]:
     needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
     if lacking := [name for name, value in needed.items() if not value]:
         return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
-    found = published.nearest(r.model, r.size, r.dtype, r.gpu_type, r.gpus)
-    if found is None:
-        return "-", f"nothing published for {r.model} {r.size} {r.dtype} on {r.gpu_type}"
-    made.baseline = found
-    differs = published.differences(found, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers)
-    if differs:
-        return "-", f"not comparable: {'; '.join(differs)}"
-    made.share = found.step_s / made.step["mean"]
-    text = f"{made.share:.1%} of published {found.step_s:g} s"
+    beside = published.compare(
+        r.model, r.size, r.dtype, r.gpu_type, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers
+    )
+    made.baseline, made.share = beside.row, beside.share(made.step["mean"])
+    if beside.refusal:
+        return "-", beside.refusal
+    text = f"{made.share:.1%} of published {beside.row.step_s:g} s"
     return ("PASS" if made.share >= PASS else "WARN" if made.share >= WARN else "FAIL"), text
 
 
@@ -175,9 +174,11 @@ def alarms(times: Sequence[float]) -> list[str]:
     notes, middle = [], statistics.median(times)
     if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
         notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
-    drift = _slope(times) * (len(times) - 1)
-    pairs = [(a, b) for i, a in enumerate(times) for b in times[i + 1 :]]
-    order = sum((b > a) - (b < a) for a, b in pairs) / len(pairs)  # Kendall's tau
+    # Median of the slopes between all pairs (Theil-Sen): one slow step does not move it.
+    pairs = itertools.combinations(enumerate(times), 2)
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in pairs]
+    drift = statistics.median(slopes) * (len(times) - 1)
+    order = sum((s > 0) - (s < 0) for s in slopes) / len(slopes)  # Kendall's tau
     if abs(drift) > DRIFT * middle and abs(order) > 0.6:
         notes.append(f"step time drifts by {drift / middle:+.1%} over the window")
     return notes
@@ -195,12 +196,6 @@ def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
     within = max(low[-1] - low[0], high[-1] - high[0])
     gap = high[0] - low[-1]
     return (statistics.fmean(low), statistics.fmean(high)) if gap > max(2 * within, 1e-9) else None
-
-
-def _slope(times: Sequence[float]) -> float:
-    """Median of the slopes between all pairs (Theil-Sen): one slow step does not move it."""
-    pairs = range(len(times))
-    return statistics.median((times[j] - times[i]) / (j - i) for i in pairs for j in pairs if i < j)
 
 
 @dataclasses.dataclass(frozen=True)
