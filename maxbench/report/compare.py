@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.launch.variables import ROOT
-from maxbench.report.runlogs import Record
+from maxbench.report.record import Record
 from maxbench.run import metrics
 from maxbench.spec import flops, recipes
 from maxbench.spec.model import Model
