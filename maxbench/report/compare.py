@@ -35,6 +35,9 @@ class Settings:
     gpu_type: str = ""  # of logs that do not name it
     interval_s: float = 0.0  # between checkpoints; 0 = the best by Young and Daly
     mtbf_s: float = 24 * 3600.0  # mean time between failures of the whole job
+    paths: tuple[str, ...] = ()  # where the runs were looked for
+    full_names: bool = False  # paths instead of names
+    title: str = "maxbench report"  # of the page
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -60,6 +63,10 @@ class Row:
     unplanned: str = ""  # why there is no such prediction
     trace: tuple[list[dict], int] | None = None  # nccl.calls()
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        return self.record.status == "running"
 
     @property
     def tuning(self) -> tuple:
@@ -311,11 +318,10 @@ def overhead(r: Record, s: Settings) -> Overhead | None:
     return Overhead(save, interval, best, s.mtbf_s, share)
 
 
-def short_names(rows: Sequence[Row]) -> list[str]:
+def names(rows: Sequence[Row], s: Settings) -> list[str]:
     """Names as the seeds' parser shortens them; a stamp or number keeps repeats apart."""
-    return [
-        x.record.name + x.record.path.name.removeprefix(x.record.name)
-        if x.record.source == "maxbench"
-        else x.record.name
-        for x in rows
-    ]
+    found = []
+    for r in (x.record for x in rows):
+        stamp = r.path.name.removeprefix(r.name) if r.source == "maxbench" else ""
+        found.append(str(r.path) if s.full_names else r.name + stamp)
+    return found

@@ -62,8 +62,8 @@ def _planned(run: Run) -> dict | None:
     if artifact.load(run) is None:
         return None
     figures = planner.figures(planner.plan(run))
-    parts = {text: figures["parts_s"].get(name, 0.0) for name, text in planner.PARTS.items()}
-    return figures | {"parts": parts}
+    seconds = ((text, figures["parts_s"].get(name, 0.0)) for name, text in planner.PARTS.items())
+    return figures | {"parts": {text: s for text, s in seconds if s > 0}}
 
 
 def _plan_command(command: object) -> str:
