@@ -61,7 +61,7 @@ class Row:
     share: float | None = None  # of the published tokens/s
     planned: dict | None = None  # plan.figures() of the same step: predicted, never measured
     unplanned: str = ""  # why there is no such prediction
-    trace: tuple[list[dict], int] | None = None  # nccl.calls()
+    trace: dict | None = None  # NCCL's calls: steps, damaged_lines, calls, step_beside_plan
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -210,9 +210,9 @@ class Repeat:
     """Runs of the same thing."""
 
     name: str
-    rows: tuple[Row, ...]
+    runs: int
     spread: float  # (slowest - fastest) / median of their medians
-    notes: tuple[str, ...]
+    notes: list[str]
 
 
 def repeats(rows: Iterable[Row]) -> list[Repeat]:
@@ -229,7 +229,7 @@ def repeats(rows: Iterable[Row]) -> list[Repeat]:
         spread = (max(medians) - min(medians)) / middle
         notes = [f"runs differ by {spread:.1%}"] if spread > SPREAD else []
         notes += [re.sub("step times?", "runs", n) for n in alarms(medians)]
-        made.append(Repeat(group[0].record.name, tuple(group), spread, tuple(notes)))
+        made.append(Repeat(group[0].record.name, len(group), spread, notes))
     return made
 
 

@@ -1,10 +1,10 @@
 """What the HTML page shows; the templates page.html and parts.html say how."""
 
-import dataclasses
 import functools
 import pathlib
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from maxbench.report import compare, plots, tables
 from maxbench.report.compare import Row, Settings
@@ -13,19 +13,14 @@ PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody s
 VERDICTS = {"PASS": "PASS", "WARN": "WARN", "FAIL": "FAIL", "DIED": "died"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """A run on the page."""
+class Shown(NamedTuple):
+    """A run on the page; where a table's cell says '-', it says nothing."""
 
     row: Row
     name: str
     label: str
     cells: dict[str, str]
     why: str
-
-    @property
-    def spark(self) -> list[tuple[float, float]]:
-        return plots.sparkline(self.row.record.step_s)
 
 
 @functools.cache
@@ -45,41 +40,27 @@ def template():
 
 def html(rows: Sequence[Row], s: Settings) -> str:
     """The report as one HTML file."""
-    runs = [shown(one, name, s) for one, name in zip(rows, compare.names(rows, s), strict=True)]
-    held = [(x.label, x.row.share, x.row.verdict) for x in runs if x.row.share and x.row.ok]
-    sections = tables.sections(rows, s)
-    unplanned = {x.row.unplanned: x.name for x in runs if x.row.record.gpu_type}
+    runs = []
+    for one, name in zip(rows, compare.names(rows, s), strict=True):
+        cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
+        why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
+        runs.append(Shown(one, name, label(one), cells, why))
     return template().render(
         title=s.title,
         made=time.strftime("%Y-%m-%d %H:%M"),
         most=PLOTTED,
-        facts=facts(rows),
         runs=runs,
-        held=sorted(held, key=lambda x: -x[1]),
+        facts=facts(rows),
         marks=(compare.PASS, 1.0),
-        curves=[
-            (c, plots.scaling(c.points, f"{c.kind} scaling of {c.name}"))
-            for c in compare.curves(rows)
-        ],
-        measured=[x for x in runs if x.row.step],
-        dead=[x for x in runs if not x.row.ok],
+        curves=compare.curves(rows),
+        plots=plots,
         plotted=[x for x in runs if len(x.row.record.step_s) > 2],
-        step_times=plots.step_times,
-        planned=[x for x in runs if x.row.planned and x.row.step],
-        unplanned=[f"{name}: {why}" for why, name in unplanned.items() if why],
         timed=[(x, parts) for x in runs if (parts := time_parts(x.row))],
         traces=tables.traces(rows),
-        sections=[x for x in sections if "scaling" not in x[0]],  # drawn above
+        sections=tables.sections(rows, s),
         legend=" ".join(tables.LEGEND),
         versions=versions(rows),
     )
-
-
-def shown(one: Row, name: str, s: Settings) -> Shown:
-    """A row as the page shows it; where a table says '-', a page says nothing."""
-    cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
-    why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
-    return Shown(one, name, label(one), cells, why)
 
 
 def label(one: Row) -> str:

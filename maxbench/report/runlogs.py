@@ -6,7 +6,6 @@ what cannot be read is left out, and a Record says what is missing.
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -94,26 +93,21 @@ def _json(text: bytes) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _at(data, path: str):
-    """What nested dicts hold at 'config.model.name', or None."""
+def _at(data, path: str, default):
+    """What nested dicts hold at 'config.model.name', if it is of the default's type.
+
+    Numbers are finite and not negative; whatever else is there, the default is returned.
+    """
     for key in path.split("."):
         data = data.get(key) if isinstance(data, dict) else None
-    return data
-
-
-def _word(data, path: str) -> str:
-    found = _at(data, path)
-    return found if isinstance(found, str) else ""
-
-
-def _number(data, path: str) -> float:
-    found = _at(data, path)
-    good = isinstance(found, int | float) and not isinstance(found, bool)
-    return found if good and abs(found) < 1e30 and math.isfinite(found) else 0
+    if isinstance(default, str):
+        return data if isinstance(data, str) else default
+    number = isinstance(data, int | float) and not isinstance(data, bool)
+    return type(default)(data) if number and 0 <= data < 1e30 else default
 
 
 def _count(data, path: str) -> int:
-    return int(max(0, _number(data, path)))
+    return _at(data, path, 0)
 
 
 def _mtime(path: pathlib.Path) -> float:
@@ -126,14 +120,13 @@ def _mtime(path: pathlib.Path) -> float:
 # --- our own folders ---
 
 # Field of Record -> where result.json has it.
-WORDS = {
+PATHS = {
     "status": "status", "reason": "reason", "model": "config.model.name",
     "size": "config.model.size", "dtype": "config.precision.dtype",
     "gpu_type": "device.gpu_type", "device": "device.kind", "profiled": "config.profile.tool",
-}  # fmt: skip
-COUNTS = {
     "gpus": "device.count", "gbs": "config.layout.gbs", "seq": "config.train.seq",
     "layers": "config.model.layers", "planned": "config.train.steps", "peak_bytes": "peak_bytes",
+    "started": "started",
 }  # fmt: skip
 
 
@@ -142,18 +135,16 @@ def _ours(folder: pathlib.Path) -> Record | None:
     result = _json(_bytes(folder / "result.json"))
     if "config" not in result and result:
         return None
-    name = _word(result, "name") or _name_of(folder)
+    name = _at(result, "name", "") or _name_of(folder)
     record = Record(path=folder, name=name, source="maxbench", result=result)
-    for field, path in WORDS.items():
-        setattr(record, field, _word(result, path))
-    for field, path in COUNTS.items():
-        setattr(record, field, _count(result, path))
-    record.started, record.mocked = _number(result, "started"), result.get("mocked") is True
+    for field, path in PATHS.items():
+        setattr(record, field, _at(result, path, getattr(record, field)))
+    record.mocked = result.get("mocked") is True
     _steps(_bytes(folder / "metrics.jsonl"), record)
     for key, kept in (("checkpoint_saves", record.saves), ("checkpoint_load", record.loads)):
         found = result.get(key)
         timed = found if isinstance(found, list) else [found]
-        pairs = [(_number(one, "seconds"), _number(one, "bytes")) for one in timed]
+        pairs = [(_at(one, "seconds", 0.0), _at(one, "bytes", 0.0)) for one in timed]
         kept += [(seconds, size) for seconds, size in pairs if seconds > 0]
     _power(folder, record)
     if record.status in ("", "running"):
@@ -171,8 +162,8 @@ def _name_of(folder: pathlib.Path) -> str:
 def _steps(text: bytes, record: Record) -> None:
     """Steps of metrics.jsonl; a damaged line is left out."""
     for one in map(_json, text.splitlines()):
-        step, step_s = one.get("step"), _number(one, "step_s")
-        if not isinstance(step, int) or step < 0 or step_s <= 0:
+        step, step_s = _at(one, "step", -1), _at(one, "step_s", 0.0)
+        if step < 0 or step_s == 0:
             continue
         record.step_s[step] = step_s
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
@@ -183,14 +174,14 @@ def _steps(text: bytes, record: Record) -> None:
 def _died(folder: pathlib.Path, record: Record) -> None:
     """Why a run that never closed its result ended, from what the job left behind."""
     ended = _json(_bytes(folder / "exit.json"))
-    reason = textlogs.reason(_job_text(folder)) or _word(ended, "reason").strip(" ;")
+    reason = textlogs.reason(_job_text(folder)) or _at(ended, "reason", "").strip(" ;")
     code = _count(ended, "code")
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
     if not (ended or reason) and _is_alive(folder, record):
         record.status = "running"
         return
-    if reason and _word(ended, "phase") == "preflight":
+    if reason and _at(ended, "phase", "") == "preflight":
         reason = f"preflight: {reason}"
     silent = "ended without a word" if record.result else "ended before step 0"
     record.status, record.reason = "died", reason or silent
@@ -210,7 +201,7 @@ def _job_text(folder: pathlib.Path) -> bytes:
 
 def _never_trained(folder: pathlib.Path) -> Record:
     """A job without a result: in its preflight, refused by it, or cut off."""
-    started = _number(_json(_bytes(folder / "job.json")), "started")
+    started = _at(_json(_bytes(folder / "job.json")), "started", 0.0)
     record = Record(path=folder, name=_name_of(folder), source="maxbench", started=started)
     _from_name(record, record.name)
     _died(folder, record)

@@ -141,7 +141,7 @@ def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
         ]
         found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))
     repeats = [
-        "; ".join([f"{g.name}: {len(g.rows)} runs, spread {g.spread:.1%}", *g.notes])
+        "; ".join([f"{g.name}: {g.runs} runs, spread {g.spread:.1%}", *g.notes])
         for g in compare.repeats(rows)
     ]
     saves = [
@@ -169,16 +169,11 @@ class Trace:
         return [x for grid in self.grids for x in (*layout(*grid), "")] + self.notes
 
 
-def _steps(one: Row) -> int:
-    return max(1, len(one.record.step_s))
-
-
 def traces(rows: Sequence[Row]) -> list[Trace]:
     """The trace runs among the rows."""
     made = []
-    for one in (x for x in rows if x.trace is not None):
-        calls, damaged = one.trace
-        steps = _steps(one)
+    for one in (x for x in rows if x.trace):
+        calls, steps, damaged = (one.trace[k] for k in ("calls", "steps", "damaged_lines"))
         notes = [f"damaged lines left out: {damaged}"] if damaged else []
         grids = [nccl.by_communicator(calls, steps)] if calls else []
         if not calls:
@@ -186,8 +181,7 @@ def traces(rows: Sequence[Row]) -> list[Trace]:
             why = f"ran on {one.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
             notes.append(f"no NCCL call in the log: {why}")
         elif one.planned:
-            found = nccl.against(calls, one.planned["communication"], steps)
-            grids.append(nccl.beside_plan(found))
+            grids.append(nccl.beside_plan(one.trace["step_beside_plan"]))
             notes.append("traced: start and end of the run too, and a call per array; planned: a "
                          "step, and one call for all arrays that XLA combines")  # fmt: skip
         else:
@@ -222,23 +216,14 @@ def to_json(rows: Sequence[Row], s: Settings) -> str:
         if one.baseline:
             data["published"] = {"step_s": one.baseline.step_s, "source": one.baseline.source}
         if one.trace:
-            planned = (one.planned or {}).get("communication", [])
-            data["nccl"] = {"steps": _steps(one), "damaged_lines": one.trace[1]}
-            data["nccl"]["calls"] = one.trace[0]
-            data["nccl"]["step_beside_plan"] = nccl.against(one.trace[0], planned, _steps(one))
+            data["nccl"] = one.trace
         results.append(data)
     analysis = dict(zip(("min_iteration", "max_iteration"), s.window, strict=True))
     whole = {
         "analysis": analysis | {"experiments_directory": ", ".join(s.paths)},
         "results": results,
-        "scaling": [
-            {"name": c.name, "kind": c.kind, "points": [vars(p) for p in c.points]}
-            for c in compare.curves(rows)
-        ],
-        "repeats": [
-            {"name": g.name, "runs": len(g.rows), "spread": g.spread, "notes": g.notes}
-            for g in compare.repeats(rows)
-        ],
+        "scaling": [dataclasses.asdict(x) for x in compare.curves(rows)],
+        "repeats": [dataclasses.asdict(x) for x in compare.repeats(rows)],
         "summary": _counts(rows),
     }
     return json.dumps(whole, indent=1, allow_nan=False)

@@ -294,7 +294,7 @@ def test_repeats_drift_and_two_modes(tmp_path):
     assert "two modes, 9 and 10 s" in split.notes[0]
     assert any("drifts by" in n for n in drift.notes)
     (group,) = compare.repeats([calm, split, drift])
-    assert len(group.rows) == 3
+    assert group.runs == 3
     assert group.spread > 0.05
     assert "runs differ by" in group.notes[0]
 
