@@ -65,10 +65,6 @@ class Row:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def running(self) -> bool:
-        return self.record.status == "running"
-
-    @property
     def tuning(self) -> tuple:
         """What makes two runs repeats of each other."""
         r = self.record
@@ -262,8 +258,7 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
         for kind, batch in ((WEAK, r.gbs / r.gpus), (STRONG, r.gbs)):
             scales = best.setdefault((*key, kind, batch), {})
-            if r.gpus not in scales or scales[r.gpus].tokens_s < one.tokens_s:
-                scales[r.gpus] = one
+            scales[r.gpus] = max(scales.get(r.gpus, one), one, key=lambda x: x.tokens_s)
     made = []
     for (*key, kind, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from maxbench.report import compare
 from maxbench.report.compare import Row, Settings
@@ -21,7 +21,9 @@ LEGEND = (
 # Column -> how a row tells it; units in the names, None where unknown. The first seven are those
 # of the seeds' parser.
 COLUMNS: dict[str, Callable[[Row], object]] = {
-    "status": lambda x: "Success" if x.ok else "Running" if x.running else "Failed",
+    "status": lambda x: (
+        "Success" if x.ok else "Running" if x.record.status == "running" else "Failed"
+    ),
     "time_mean_seconds": lambda x: (x.step or {}).get("mean"),
     "time_std_dev_seconds": lambda x: (x.step or {}).get("std"),
     "tflops_per_gpu_mean": lambda x: (x.tflops or {}).get("mean"),
@@ -273,37 +275,31 @@ def difference(rows: Sequence[Row], s: Settings) -> str:
         out.append(
             f"the mean step moved by {moved:+.4f} s, {sure} than twice the steps' std {noise:.4f}"
         )
-    changed = _settings_changed(a, b)
+    x, y = _settings(a), _settings(b)
+    # Another program's log names little: what only one of the two names says nothing.
+    both = a.record.source == b.record.source
+    changed = [
+        f"  {key}: {x.get(key, '(not set)')} -> {y.get(key, '(not set)')}"
+        for key in sorted(x.keys() | y.keys() if both else x.keys() & y.keys())
+        if x.get(key) != y.get(key)
+        and not key.startswith(("config.output.", "config.runtime.coordinator"))
+    ]
     out += ["", "settings that differ:" if changed else "no setting differs that both runs name"]
     return "\n".join(out + changed)
 
 
 NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")  # what logs of others tell too
+TOLD = ("config", "versions", "environment", "xla_options", "git", "device")  # by result.json
 
 
-def _settings_changed(a: Row, b: Row) -> list[str]:
-    known = []
-    for one in (a, b):
-        leaves = {k: getattr(one.record, k) for k in NAMED}
-        for key in ("config", "versions", "environment", "xla_options", "git", "device"):
-            _flatten(key, one.record.result.get(key), leaves)
-        known.append(leaves)
-    x, y = known
-    # Another program's log names little: what only one of the two names says nothing.
-    both = a.record.source == b.record.source
-    keys = sorted(x.keys() | y.keys() if both else x.keys() & y.keys())
-    told = lambda leaves, key: leaves.get(key, "(not set)")
-    return [
-        f"  {key}: {told(x, key)} -> {told(y, key)}"
-        for key in keys
-        if told(x, key) != told(y, key)
-        and not key.startswith(("config.output.", "config.runtime.coordinator"))
-    ]
+def _settings(one: Row) -> dict[str, str]:
+    named = {k: getattr(one.record, k) for k in NAMED}
+    return dict(_leaves(named | {k: one.record.result.get(k) for k in TOLD}))
 
 
-def _flatten(name: str, value: object, into: dict[str, object]) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _flatten(f"{name}.{key}", inner, into)
-    elif value is not None:
-        into[name] = str(value)
+def _leaves(data: object, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(data, dict):
+        for key, inner in data.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
+    elif data is not None:
+        yield name, str(data)

@@ -242,9 +242,8 @@ class Log:
         if self.run.runtime.mock_gpus:
             return {"verdict": "not comparable: the network was mocked"}
         beside = beside_published(self.run, devices.gpu_type)
-        share = beside.share(step_s)
-        verdict = beside.refusal or f"{share:.1%} of the published tokens/s"
-        return beside.about | {"verdict": verdict}
+        text = beside.refusal or f"{beside.share(step_s):.1%} of the published tokens/s"
+        return beside.about | {"verdict": text}
 
     def write_result(self) -> None:
         """result.json, replaced as a whole: a reader never sees half of it."""

@@ -5,6 +5,7 @@ what plan.py predicts for the step.
 """
 
 import collections
+import contextlib
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -63,13 +64,9 @@ def read(paths: Iterable[pathlib.Path]) -> tuple[list[dict], int]:
 
 
 def _lines(path: pathlib.Path) -> Iterable[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:  # a trace of many GPUs is gigabytes: never whole in memory
-                if ": opCount" in line and not OTHERS.match(line):
-                    yield line
-    except OSError:
-        return
+    # A trace of many GPUs is gigabytes: never whole in memory.
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as f:
+        yield from (line for line in f if ": opCount" in line and not OTHERS.match(line))
 
 
 def calls(lines: Iterable[str]) -> tuple[list[dict], int]:

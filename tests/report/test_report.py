@@ -691,6 +691,16 @@ def test_the_page_in_a_browser(mixed, tmp_path, wide, high):
     assert dom.count("<svg") >= 6
 
 
+def test_nothing_of_a_log_is_markup_on_the_page(tmp_path):
+    ours(tmp_path, slow_hosts=["<script>"], versions={"<i>": "&"})
+    nemo(tmp_path / "log-pretrain_a<b>.out", 3, 9.4, end="ValueError: <script>'\"&\n")
+    text = page.html(rows(tmp_path), H100)
+    assert "<script" not in text
+    assert "<i>" not in text
+    assert "pretrain_<wbr>a&lt;b&gt;" in text
+    assert "ValueError: &lt;script&gt;&#39;&#34;&amp;" in text
+
+
 def test_report_is_one_of_the_commands(capsys):
     assert report.main(["report", "--help"]) == 0
     said = capsys.readouterr().out
