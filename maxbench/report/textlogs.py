@@ -53,13 +53,14 @@ REASON = re.compile(
 def fill(record: Record, data: bytes) -> None:
     """Fills in the steps and the checkpoints that a log's text tells of."""
     for source, step, total, fields in lines(data):
+        record.source = source
         step_s = number(fields.get("step_s")) or number(fields.get("step_ms")) / 1000
         if step_s <= 0 or step < 0:
             continue
         # Every process of MaxText prints the line; a step takes as long as its slowest process.
         slowest = record.step_s.get(step, 0.0) if source == "maxtext" else 0.0
         record.step_s[step] = max(step_s, slowest)
-        record.source, record.planned = source, max(record.planned, total)
+        record.planned = max(record.planned, total)
         if tflops := fields.get("tflops") or fields.get("model_tflops"):
             record.tflops[step] = number(tflops)
         with contextlib.suppress(KeyError, ValueError):
