@@ -124,7 +124,7 @@ import_image() {
 make_venv "$STAGE/venv"
 VENV=$STAGE/venv
 if [[ "$SETUP" == enroot ]]; then
-  once launcher install "$VENV" "absl-py>=2.1" "ml-collections>=1.1"
+  once launcher install "$VENV" "absl-py>=2.1" "ml-collections>=1.1" "jinja2>=3.1,<4"
   once image import_image
   say "done. For launch.sh: export STAGE_PATH=$STAGE RUN_CONF_IMAGE=$STAGE/maxbench.sqsh"
   exit 0

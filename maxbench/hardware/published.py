@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import pathlib
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +45,41 @@ def rows() -> tuple[Published, ...]:
         )
 
 
-def nearest(model: str, size: str, dtype: str, gpu_type: str, gpus: int) -> Published | None:
-    """The published row of this workload and precision whose GPU count is nearest, or None."""
-    same = [
-        r
-        for r in rows()
-        if (r.model, r.size, r.dtype, r.gpu_type) == (model, size, dtype, gpu_type)
-    ]
-    return min(same, key=lambda r: abs(r.gpus / gpus - 1), default=None)
+class Comparison(NamedTuple):
+    """Some work beside the published row of the same workload, precision and GPU type."""
+
+    row: Published | None  # the one whose GPU count is nearest
+    differences: list[str]  # what keeps the two from being compared
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no verdict, or ''."""
+        if self.row is None:
+            return "; ".join(self.differences)
+        return f"not comparable: {'; '.join(self.differences)}" if self.differences else ""
+
+    @property
+    def about(self) -> dict:
+        """The row as a result names it; {} without one."""
+        row = self.row
+        return {"step_s": row.step_s, "gpus": row.gpus, "source": row.source} if row else {}
+
+    def share(self, step_s: float) -> float | None:
+        """Of the published tokens/s, with steps of so many seconds; None where it is refused."""
+        return None if self.refusal else self.row.step_s / step_s
 
 
-def differences(row: Published, *, gpus: int, gbs: int, seq: int, layers: int) -> list[str]:
-    """What keeps a run from being compared with a published row, as 'GBS 64, published 128'."""
+def compare(
+    model: str, size: str, dtype: str, gpu_type: str, *, gpus: int, gbs: int, seq: int, layers: int
+) -> Comparison:
+    """Sets work beside its published row; says what differs, as 'GBS 64, published 128'."""
+    key = (model, size, dtype, gpu_type)
+    same = [r for r in rows() if (r.model, r.size, r.dtype, r.gpu_type) == key]
+    if not same:
+        return Comparison(None, [f"nothing published for {model} {size} {dtype} on {gpu_type}"])
+    row = min(same, key=lambda r: abs(r.gpus / gpus - 1))
     ours = {"GPUs": (gpus, row.gpus), "GBS": (gbs, row.gbs)}
     ours |= {"sequence": (seq, row.seq), "layers": (layers, row.layers)}
-    return [f"{what} {a}, published {b}" for what, (a, b) in ours.items() if a != b]
+    return Comparison(
+        row, [f"{what} {a}, published {b}" for what, (a, b) in ours.items() if a != b]
+    )

@@ -3,9 +3,8 @@
 import dataclasses
 import sys
 
-from maxbench.hardware import published
 from maxbench.hardware.gpus import CHIPS, GPUS, Physics
-from maxbench.hardware.published import Published
+from maxbench.hardware.published import Comparison
 from maxbench.plan import artifact, hlo, memory, simulate, terms
 from maxbench.plan.artifact import Compiled
 from maxbench.plan.costs import Costs
@@ -161,23 +160,21 @@ def figures(p: Plan) -> dict:
     }
 
 
-def published_row(run: Run) -> tuple[Published | None, list[str]]:
-    """The published row of the same work, or the nearest one and what keeps it from comparison."""
-    layout, m = run.layout, run.model
-    row = published.nearest(m.name, m.size, run.precision.dtype, layout.gpu_type, layout.gpus)
-    work = dict(gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=m.layers)
-    return row, published.differences(row, **work) if row else []
+def published_row(run: Run) -> Comparison:
+    """The run beside the published row of the same work, or the nearest one."""
+    return metrics.beside_published(run, run.layout.gpu_type)
 
 
 def comparison(p: Plan) -> dict | None:
     """The predicted step beside the published one, as compiled and without the terms."""
-    row, why = published_row(p.run)
-    if row is None:
+    beside = published_row(p.run)
+    if beside.row is None:
         return None
-    found = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source, "differences": why}
-    if not why:
-        found["as_published_s"] = less = p.step_s - sum(p.terms.values())
-        found |= {"error": p.step_s / row.step_s - 1, "error_as_published": less / row.step_s - 1}
+    found = beside.about | {"differences": beside.differences}
+    if not beside.refusal:
+        step_s, less = beside.row.step_s, p.step_s - sum(p.terms.values())
+        found["as_published_s"] = less
+        found |= {"error": p.step_s / step_s - 1, "error_as_published": less / step_s - 1}
     return found
 
 

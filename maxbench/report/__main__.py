@@ -22,14 +22,21 @@ from maxbench.report.planned import look_inside
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError, choose
 
-FORMATS = ("table", "csv", "json", "md", "html")
+# Name -> what makes the text of it, from rows and settings.
+FORMATS = {
+    "table": tables.text,
+    "csv": tables.to_csv,
+    "json": tables.to_json,
+    "md": tables.markdown,
+    "html": page.html,
+}
 
 
 def define(fv: flags.FlagValues) -> None:
     """Defines the flags of the report."""
     string = lambda name, default, text: flags.DEFINE_string(name, default, text, flag_values=fv)
     number = lambda name, default, text: flags.DEFINE_float(name, default, text, flag_values=fv)
-    string("format", "table", "table | csv | json | md | html")
+    string("format", "table", " | ".join(FORMATS))
     string("title", "maxbench report", "heading of the HTML page")
     string("output", "", "write to this file instead of the screen")
     string("window", "35,44", "first and last step that count")
@@ -41,7 +48,7 @@ def define(fv: flags.FlagValues) -> None:
     flags.DEFINE_bool("diff", False, "what moved between two runs", flag_values=fv)
 
 
-def settings(fv: flags.FlagValues) -> compare.Settings:
+def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
     """The flags, checked.
 
     Raises:
@@ -64,6 +71,9 @@ def settings(fv: flags.FlagValues) -> compare.Settings:
         gpu_type=fv["gpu_type"].value,
         interval_s=fv["interval"].value * 60,
         mtbf_s=fv["mtbf"].value * 3600,
+        paths=tuple(paths),
+        full_names=fv["full-names"].value,
+        title=fv["title"].value,
     )
 
 
@@ -76,12 +86,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with cli.clear_errors("report"):
         paths = cli.flags_of(fv, argv)[1:] or ["experiments"]
-        chosen = settings(fv)
+        chosen = settings(fv, paths)
         rows = [compare.row(r, chosen) for r in runlogs.read(paths)]
         if not rows:
             raise UserError(f"no run and no log at or below {', '.join(paths)}")
         look_inside(rows, every=fv["format"].value == "html")
-        made = render(rows, chosen, fv, paths)
+        make = tables.difference if fv["diff"].value else FORMATS[fv["format"].value]
+        made = make(rows, chosen)
         if fv["output"].value:
             with open(fv["output"].value, "w", encoding="utf-8") as f:
                 f.write(made + "\n")
@@ -91,29 +102,6 @@ def main(argv: Sequence[str]) -> int:
         except BrokenPipeError:  # `| head` has seen enough; Python would complain at exit too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if any(one.ok for one in rows) else 1
-
-
-def render(rows: list[compare.Row], s: compare.Settings, fv: flags.FlagValues, paths) -> str:
-    """The report in the format that was asked for.
-
-    Raises:
-      UserError: --diff without exactly two runs.
-    """
-    if fv["diff"].value:
-        if len(rows) != 2:
-            raise UserError(f"--diff compares two runs, and {len(rows)} are at {', '.join(paths)}")
-        order = sorted(rows, key=lambda x: 0 if str(x.record.path).startswith(paths[0]) else 1)
-        return tables.difference(*order)
-    full = [str(x.record.path) for x in rows]
-    names = full if fv["full-names"].value else compare.short_names(rows)
-    makers = {
-        "table": lambda: tables.text(rows, s, names),
-        "csv": lambda: tables.to_csv(rows, full),
-        "json": lambda: tables.to_json(rows, s, full, paths),
-        "md": lambda: tables.markdown(rows, s, names),
-        "html": lambda: page.html(rows, s, names, fv["title"].value),
-    }
-    return makers[fv["format"].value]()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Every figure names its convention. Times are seconds, rates per second, power wa
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.launch.variables import ROOT
-from maxbench.report.runlogs import Record
+from maxbench.report.record import Record
 from maxbench.run import metrics
 from maxbench.spec import flops, recipes
 from maxbench.spec.model import Model
@@ -34,6 +35,9 @@ class Settings:
     gpu_type: str = ""  # of logs that do not name it
     interval_s: float = 0.0  # between checkpoints; 0 = the best by Young and Daly
     mtbf_s: float = 24 * 3600.0  # mean time between failures of the whole job
+    paths: tuple[str, ...] = ()  # where the runs were looked for
+    full_names: bool = False  # paths instead of names
+    title: str = "maxbench report"  # of the page
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,7 +61,7 @@ class Row:
     share: float | None = None  # of the published tokens/s
     planned: dict | None = None  # plan.figures() of the same step: predicted, never measured
     unplanned: str = ""  # why there is no such prediction
-    trace: tuple[list[dict], int] | None = None  # nccl.calls()
+    trace: dict | None = None  # NCCL's calls: steps, damaged_lines, calls, step_beside_plan
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -156,15 +160,13 @@ def _verdict(made: Row) -> tuple[str, str]:
     needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
     if lacking := [name for name, value in needed.items() if not value]:
         return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
-    found = published.nearest(r.model, r.size, r.dtype, r.gpu_type, r.gpus)
-    if found is None:
-        return "-", f"nothing published for {r.model} {r.size} {r.dtype} on {r.gpu_type}"
-    made.baseline = found
-    differs = published.differences(found, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers)
-    if differs:
-        return "-", f"not comparable: {'; '.join(differs)}"
-    made.share = found.step_s / made.step["mean"]
-    text = f"{made.share:.1%} of published {found.step_s:g} s"
+    beside = published.compare(
+        r.model, r.size, r.dtype, r.gpu_type, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers
+    )
+    made.baseline, made.share = beside.row, beside.share(made.step["mean"])
+    if beside.refusal:
+        return "-", beside.refusal
+    text = f"{made.share:.1%} of published {beside.row.step_s:g} s"
     return ("PASS" if made.share >= PASS else "WARN" if made.share >= WARN else "FAIL"), text
 
 
@@ -175,9 +177,11 @@ def alarms(times: Sequence[float]) -> list[str]:
     notes, middle = [], statistics.median(times)
     if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
         notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
-    drift = _slope(times) * (len(times) - 1)
-    pairs = [(a, b) for i, a in enumerate(times) for b in times[i + 1 :]]
-    order = sum((b > a) - (b < a) for a, b in pairs) / len(pairs)  # Kendall's tau
+    # Median of the slopes between all pairs (Theil-Sen): one slow step does not move it.
+    pairs = itertools.combinations(enumerate(times), 2)
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in pairs]
+    drift = statistics.median(slopes) * (len(times) - 1)
+    order = sum((s > 0) - (s < 0) for s in slopes) / len(slopes)  # Kendall's tau
     if abs(drift) > DRIFT * middle and abs(order) > 0.6:
         notes.append(f"step time drifts by {drift / middle:+.1%} over the window")
     return notes
@@ -197,20 +201,14 @@ def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
     return (statistics.fmean(low), statistics.fmean(high)) if gap > max(2 * within, 1e-9) else None
 
 
-def _slope(times: Sequence[float]) -> float:
-    """Median of the slopes between all pairs (Theil-Sen): one slow step does not move it."""
-    pairs = range(len(times))
-    return statistics.median((times[j] - times[i]) / (j - i) for i in pairs for j in pairs if i < j)
-
-
 @dataclasses.dataclass(frozen=True)
 class Repeat:
     """Runs of the same thing."""
 
     name: str
-    rows: tuple[Row, ...]
+    runs: int
     spread: float  # (slowest - fastest) / median of their medians
-    notes: tuple[str, ...]
+    notes: list[str]
 
 
 def repeats(rows: Iterable[Row]) -> list[Repeat]:
@@ -227,7 +225,7 @@ def repeats(rows: Iterable[Row]) -> list[Repeat]:
         spread = (max(medians) - min(medians)) / middle
         notes = [f"runs differ by {spread:.1%}"] if spread > SPREAD else []
         notes += [re.sub("step times?", "runs", n) for n in alarms(medians)]
-        made.append(Repeat(group[0].record.name, tuple(group), spread, tuple(notes)))
+        made.append(Repeat(group[0].record.name, len(group), spread, notes))
     return made
 
 
@@ -260,8 +258,7 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
         for kind, batch in ((WEAK, r.gbs / r.gpus), (STRONG, r.gbs)):
             scales = best.setdefault((*key, kind, batch), {})
-            if r.gpus not in scales or scales[r.gpus].tokens_s < one.tokens_s:
-                scales[r.gpus] = one
+            scales[r.gpus] = max(scales.get(r.gpus, one), one, key=lambda x: x.tokens_s)
     made = []
     for (*key, kind, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:
@@ -316,11 +313,10 @@ def overhead(r: Record, s: Settings) -> Overhead | None:
     return Overhead(save, interval, best, s.mtbf_s, share)
 
 
-def short_names(rows: Sequence[Row]) -> list[str]:
+def names(rows: Sequence[Row], s: Settings) -> list[str]:
     """Names as the seeds' parser shortens them; a stamp or number keeps repeats apart."""
-    return [
-        x.record.name + x.record.path.name.removeprefix(x.record.name)
-        if x.record.source == "maxbench"
-        else x.record.name
-        for x in rows
-    ]
+    found = []
+    for r in (x.record for x in rows):
+        stamp = r.path.name.removeprefix(r.name) if r.source == "maxbench" else ""
+        found.append(str(r.path) if s.full_names else r.name + stamp)
+    return found

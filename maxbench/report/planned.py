@@ -18,12 +18,15 @@ NOT_PLANNED = ("steps", "profile", "output_dir", "resume", "coordinator", "proce
 def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
     """Adds NCCL's calls to trace runs, and plan's prediction to them, or to every run."""
     for one in rows:
-        r = one.record
-        if r.profiled == "nccltrace":
-            logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
-            one.trace = nccl.read(logs)
-        if r.result.get("config") and (one.trace or (every and one.step)):
+        r, traced = one.record, one.record.profiled == "nccltrace"
+        if r.result.get("config") and (traced or (every and one.step)):
             one.planned, one.unplanned = predict(r)
+        if traced:
+            logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
+            calls, damaged = nccl.read(logs)
+            planned, steps = (one.planned or {}).get("communication", []), max(1, len(r.step_s))
+            one.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
+            one.trace["step_beside_plan"] = nccl.against(calls, planned, steps)
 
 
 def predict(r: runlogs.Record) -> tuple[dict | None, str]:
@@ -62,8 +65,8 @@ def _planned(run: Run) -> dict | None:
     if artifact.load(run) is None:
         return None
     figures = planner.figures(planner.plan(run))
-    parts = {text: figures["parts_s"].get(name, 0.0) for name, text in planner.PARTS.items()}
-    return figures | {"parts": parts}
+    seconds = ((text, figures["parts_s"].get(name, 0.0)) for name, text in planner.PARTS.items())
+    return figures | {"parts": {text: s for text, s in seconds if s > 0}}
 
 
 def _plan_command(command: object) -> str:

@@ -1,71 +1,118 @@
-"""Runs as text: a table for the terminal, CSV, JSON, Markdown."""
+"""Runs as text: a table for the terminal, CSV, JSON, Markdown, and what moved between two."""
 
 import csv
 import dataclasses
 import io
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from maxbench.report import compare
 from maxbench.report.compare import Row, Settings
 from maxbench.run import nccl
+from maxbench.spec.errors import UserError
 
-RULE = 80
+LEGEND = (
+    "Std is of the population. MFU: 'full' convention (every S x S score counted), against the",
+    "dense peak of the precision; FP8 runs are held against the FP8 peak although attention",
+    "and logits run in BF16. Verdict: tokens/s against the published row of the same GPUs,",
+    f"batch, sequence and layers; PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
+)
+# Column -> how a row tells it; units in the names, None where unknown. The first seven are those
+# of the seeds' parser.
+COLUMNS: dict[str, Callable[[Row], object]] = {
+    "status": lambda x: (
+        "Success" if x.ok else "Running" if x.record.status == "running" else "Failed"
+    ),
+    "time_mean_seconds": lambda x: (x.step or {}).get("mean"),
+    "time_std_dev_seconds": lambda x: (x.step or {}).get("std"),
+    "tflops_per_gpu_mean": lambda x: (x.tflops or {}).get("mean"),
+    "tflops_per_gpu_std_dev": lambda x: (x.tflops or {}).get("std"),
+    "max_iteration": lambda x: x.record.last if x.record.last >= 0 else None,
+    "time_median_seconds": lambda x: (x.step or {}).get("median"),
+    "time_p10_seconds": lambda x: (x.step or {}).get("p10"),
+    "time_p90_seconds": lambda x: (x.step or {}).get("p90"),
+    "tokens_per_second": lambda x: x.tokens_s,
+    "mfu_full": lambda x: (x.mfu or {}).get("full"),
+    "mfu_causal": lambda x: (x.mfu or {}).get("causal"),
+    "days_to_1t_tokens": lambda x: x.days,
+    "peak_memory_gib": lambda x: x.peak_gib,
+    "cost_per_1t_tokens_dollars": lambda x: x.cost,
+    "joules_per_token": lambda x: x.joules,
+    "verdict": lambda x: x.verdict,
+    "reason": lambda x: "; ".join(filter(None, [x.why, *x.notes])),
+}
 
 
-def text(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
+# Head of a cell in tables for people -> its column, and how it is written.
+CELLS = {
+    "Status": ("status", ""),
+    "Mean s": ("time_mean_seconds", ".3f"),
+    "Std s": ("time_std_dev_seconds", ".3f"),
+    "Median": ("time_median_seconds", ".3f"),
+    "p10": ("time_p10_seconds", ".3f"),
+    "p90": ("time_p90_seconds", ".3f"),
+    "TFLOPS/GPU": ("tflops_per_gpu_mean", ".2f"),
+    "Std": ("tflops_per_gpu_std_dev", ".2f"),
+    "Tokens/s": ("tokens_per_second", ",.0f"),
+    "MFU %": ("mfu_full", ".2%"),
+    "Days/1T": ("days_to_1t_tokens", ",.2f"),
+    "GiB": ("peak_memory_gib", ".2f"),
+    "Verdict": ("verdict", ""),
+}
+
+
+def cells(one: Row) -> dict[str, str]:
+    """A row's CELLS as text, '-' where there is none; of a row without steps only its status."""
+    data = record(one)
+    if one.step is None:
+        return {"Status": data["status"]}
+    toy = one.tflops is not None and one.tflops["mean"] < 0.01  # on a CPU
+    made = {}
+    for head, (column, form) in CELLS.items():
+        form = ".2g" if toy and column.startswith("tflops") else form
+        made[head] = "-" if data[column] is None else format(data[column], form).rstrip("%")
+    return made
+
+
+def record(one: Row) -> dict:
+    """A row as plain data: its whole path, then COLUMNS."""
+    data = {column: get(one) for column, get in COLUMNS.items()}
+    return {"filename": str(one.record.path)} | data
+
+
+def layout(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: first column to the left, others to the right; rows may be short."""
+    widths = [max(map(len, c)) for c in itertools.zip_longest(heads, *body, fillvalue="")]
+    lines = []
+    for first, *others in (heads, ["-" * w for w in widths], *body):
+        right = (f"{c:>{w}}" for c, w in zip(others, widths[1:], strict=False))
+        lines.append("  ".join([first.ljust(widths[0]), *right]))
+    return lines
+
+
+def text(rows: Sequence[Row], s: Settings) -> str:
     """The table of the seeds' parser, with what it left out beside and below."""
     first, last = s.window
-    wide = max([30, *map(len, names)])
-    heads = ("Status", "Mean s", "Std s", "Median", "p10", "p90", "TFLOPS/GPU", "Std")
-    heads += ("Tokens/s", "MFU %", "Days/1T", "GiB", "Verdict")
-    widths = (7, 8, 7, 8, 8, 8, 10, 6, 12, 6, 9, 7, 7)
-    line = lambda cells: " ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
-    out = [f"Train Step Timing and TFLOPS Analysis (iterations {first}-{last})", "=" * RULE]
-    out.append(f"{'Experiment':<{wide}} {line(heads)}")
-    out.append(f"{'-' * wide} {' '.join('-' * w for w in widths)}")
-    for one, name in zip(rows, names, strict=True):
+    out = [f"Train Step Timing and TFLOPS Analysis (iterations {first}-{last})", "=" * 80]
+    body = [[n, *cells(one).values()] for one, n in zip(rows, compare.names(rows, s), strict=True)]
+    heads, rule, *lines = layout(["Experiment", *CELLS], body)
+    out += [heads, rule]
+    pad = " " * (rule.index(" ") + 3)
+    for one, line in zip(rows, lines, strict=True):
         if one.step is None:
-            done = one.record.last + 1
-            out.append(f"{name:<{wide}} {_status(one):>7} ({done} iterations) {one.why}".rstrip())
+            out.append(f"{line} ({one.record.last + 1} iterations) {one.why}".rstrip())
             continue
-        out.append(f"{name:<{wide}} {line(cells(one, s))}")
-        out += [f"{'':<{wide}}   {note}" for note in _under(one, s)]
+        notes = [one.why] if one.why else []
+        if one.window != s.window:
+            notes.append(f"steps {one.window[0]} to {one.window[1]} count: the run was shorter")
+        out += [line, *(pad + note for note in (*notes, *money(one, s), *one.notes))]
     counts = (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in _counts(rows).items())
     out += ["", "Summary:", *counts]
     out[-1] += "%"
-    for title, lines in sections(rows, s):
+    for title, lines in (*sections(rows, s), *((t.title, t.lines()) for t in traces(rows))):
         out += ["", title, *(f"  {x}" for x in lines)]
-    for trace in traces(rows):
-        out += ["", trace.title, *(f"  {x}" for x in trace.lines())]
-    out += ["", *legend()]
-    return "\n".join(out)
-
-
-def cells(one: Row, s: Settings) -> tuple[str, ...]:
-    """A row's figures as text, '-' where there is none."""
-    number = lambda x, form: "-" if x is None else format(x, form)
-    t = one.tflops or {"mean": None, "std": None}
-    mfu = one.mfu["full"] * 100 if one.mfu else None
-    form = ".2f" if not t["mean"] or t["mean"] >= 0.01 else ".2g"  # toy runs on CPUs
-    return (
-        "Success" if one.ok else "Failed",
-        *(f"{one.step[k]:.3f}" for k in ("mean", "std", "median", "p10", "p90")),
-        number(t["mean"], form),
-        number(t["std"], form),
-        number(one.tokens_s, ",.0f"),
-        number(mfu, ".2f"),
-        number(one.days, ",.2f"),
-        number(one.peak_gib, ".2f"),
-        one.verdict,
-    )
-
-
-def _under(one: Row, s: Settings) -> list[str]:
-    notes = [one.why] if one.why else []
-    if one.window != s.window:
-        notes.append(f"steps {one.window[0]} to {one.window[1]} count: the run was shorter")
-    return [*notes, *money(one, s), *one.notes]
+    return "\n".join([*out, "", *LEGEND])
 
 
 def money(one: Row, s: Settings) -> list[str]:
@@ -96,7 +143,7 @@ def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
         ]
         found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))
     repeats = [
-        "; ".join([f"{g.name}: {len(g.rows)} runs, spread {g.spread:.1%}", *g.notes])
+        "; ".join([f"{g.name}: {g.runs} runs, spread {g.spread:.1%}", *g.notes])
         for g in compare.repeats(rows)
     ]
     saves = [
@@ -120,27 +167,15 @@ class Trace:
     notes: list[str]
 
     def lines(self) -> list[str]:
-        """As text: the first column to the left, the others to the right."""
-        out = []
-        for heads, body in self.grids:
-            widths = [max(map(len, column)) for column in zip(heads, *body, strict=True)]
-            for first, *others in (heads, ["-" * w for w in widths], *body):
-                right = (f"{c:>{w}}" for c, w in zip(others, widths[1:], strict=True))
-                out.append("  ".join([first.ljust(widths[0]), *right]))
-            out.append("")
-        return out + self.notes
-
-
-def _steps(one: Row) -> int:
-    return max(1, len(one.record.step_s))
+        """As text."""
+        return [x for grid in self.grids for x in (*layout(*grid), "")] + self.notes
 
 
 def traces(rows: Sequence[Row]) -> list[Trace]:
     """The trace runs among the rows."""
     made = []
-    for one in (x for x in rows if x.trace is not None):
-        calls, damaged = one.trace
-        steps = _steps(one)
+    for one in (x for x in rows if x.trace):
+        calls, steps, damaged = (one.trace[k] for k in ("calls", "steps", "damaged_lines"))
         notes = [f"damaged lines left out: {damaged}"] if damaged else []
         grids = [nccl.by_communicator(calls, steps)] if calls else []
         if not calls:
@@ -148,8 +183,7 @@ def traces(rows: Sequence[Row]) -> list[Trace]:
             why = f"ran on {one.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
             notes.append(f"no NCCL call in the log: {why}")
         elif one.planned:
-            found = nccl.against(calls, one.planned["communication"], steps)
-            grids.append(nccl.beside_plan(found))
+            grids.append(nccl.beside_plan(one.trace["step_beside_plan"]))
             notes.append("traced: start and end of the run too, and a call per array; planned: a "
                          "step, and one call for all arrays that XLA combines")  # fmt: skip
         else:
@@ -159,111 +193,54 @@ def traces(rows: Sequence[Row]) -> list[Trace]:
     return made
 
 
-def legend() -> list[str]:
-    """What the columns mean."""
-    return [
-        "Std is of the population. MFU: 'full' convention (every S x S score counted), against the",
-        "dense peak of the precision; FP8 runs are held against the FP8 peak although attention",
-        "and logits run in BF16. Verdict: tokens/s against the published row of the same GPUs,",
-        f"batch, sequence and layers; PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
-    ]
-
-
-def _status(one: Row) -> str:
-    return "Success" if one.ok else "Running" if one.record.status == "running" else "Failed"
-
-
-# Column -> how a row tells it; units in the names, None where unknown. The first seven are those
-# of the seeds' parser.
-COLUMNS: dict[str, Callable[[Row], object]] = {
-    "status": _status,
-    "time_mean_seconds": lambda x: (x.step or {}).get("mean"),
-    "time_std_dev_seconds": lambda x: (x.step or {}).get("std"),
-    "tflops_per_gpu_mean": lambda x: (x.tflops or {}).get("mean"),
-    "tflops_per_gpu_std_dev": lambda x: (x.tflops or {}).get("std"),
-    "max_iteration": lambda x: x.record.last if x.record.last >= 0 else None,
-    "time_median_seconds": lambda x: (x.step or {}).get("median"),
-    "time_p10_seconds": lambda x: (x.step or {}).get("p10"),
-    "time_p90_seconds": lambda x: (x.step or {}).get("p90"),
-    "tokens_per_second": lambda x: x.tokens_s,
-    "mfu_full": lambda x: (x.mfu or {}).get("full"),
-    "mfu_causal": lambda x: (x.mfu or {}).get("causal"),
-    "days_to_1t_tokens": lambda x: x.days,
-    "peak_memory_gib": lambda x: x.peak_gib,
-    "cost_per_1t_tokens_dollars": lambda x: x.cost,
-    "joules_per_token": lambda x: x.joules,
-    "verdict": lambda x: x.verdict,
-    "reason": lambda x: "; ".join(filter(None, [x.why, *x.notes])),
-}
-
-
-def record(one: Row, name: str) -> dict:
-    """A row as plain data: its filename, then COLUMNS."""
-    return {"filename": name} | {column: get(one) for column, get in COLUMNS.items()}
-
-
-def to_csv(rows: Sequence[Row], names: Sequence[str]) -> str:
+def to_csv(rows: Sequence[Row], s: Settings) -> str:
     """One line per run; the first seven columns are those of the seeds' parser."""
     forms = {"time": ".3f", "tflops": ".2f", "tokens": ".1f", "days": ".2f", "peak": ".3f"}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["filename", *COLUMNS])
-    for one, name in zip(rows, names, strict=True):
-        made = []
-        for column, value in record(one, name).items():
-            form = forms.get(column.partition("_")[0], ".6g")
-            made.append(format(value, form) if isinstance(value, float) else value)
-        writer.writerow(made)
+    for one in map(record, rows):
+        form = lambda column: forms.get(column.partition("_")[0], ".6g")
+        told = (format(v, form(k)) if isinstance(v, float) else v for k, v in one.items())
+        writer.writerow(told)
     good, bad, _ = _counts(rows).values()
     return f"{out.getvalue()}# Summary: {good} success, {bad} failed, {len(rows)} total"
 
 
-def to_json(rows: Sequence[Row], s: Settings, names: Sequence[str], paths: Sequence[str]) -> str:
+def to_json(rows: Sequence[Row], s: Settings) -> str:
     """Everything, for programs: the seeds' fields and ours, per run; scaling; repeats."""
     results = []
-    for one, name in zip(rows, names, strict=True):
-        r, data = one.record, record(one, name)
+    for one in rows:
+        r, data = one.record, record(one)
         data |= {"time_mean": data["time_mean_seconds"], "path": str(r.path)}
         data |= {"time_std_dev": data["time_std_dev_seconds"], "source": r.source}
         data |= {"window": one.window, "last_step": r.last, "gpus": r.gpus, "gbs": r.gbs}
         if one.baseline:
             data["published"] = {"step_s": one.baseline.step_s, "source": one.baseline.source}
         if one.trace:
-            planned = (one.planned or {}).get("communication", [])
-            data["nccl"] = {"steps": _steps(one), "damaged_lines": one.trace[1]}
-            data["nccl"]["calls"] = one.trace[0]
-            data["nccl"]["step_beside_plan"] = nccl.against(one.trace[0], planned, _steps(one))
+            data["nccl"] = one.trace
         results.append(data)
     analysis = dict(zip(("min_iteration", "max_iteration"), s.window, strict=True))
     whole = {
-        "analysis": analysis | {"experiments_directory": ", ".join(paths)},
+        "analysis": analysis | {"experiments_directory": ", ".join(s.paths)},
         "results": results,
-        "scaling": [
-            {"name": c.name, "kind": c.kind, "points": [vars(p) for p in c.points]}
-            for c in compare.curves(rows)
-        ],
-        "repeats": [
-            {"name": g.name, "runs": len(g.rows), "spread": g.spread, "notes": g.notes}
-            for g in compare.repeats(rows)
-        ],
+        "scaling": [dataclasses.asdict(x) for x in compare.curves(rows)],
+        "repeats": [dataclasses.asdict(x) for x in compare.repeats(rows)],
         "summary": _counts(rows),
     }
     return json.dumps(whole, indent=1, allow_nan=False)
 
 
-def markdown(rows: Sequence[Row], s: Settings, names: Sequence[str]) -> str:
+def markdown(rows: Sequence[Row], s: Settings) -> str:
     """A table for a pull request or a wiki."""
+    shown = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Days/1T")
     heads = ["Run", "Status", "Step s", "Std", "TFLOPS/GPU", "Tokens/s", "MFU (full)"]
     heads += ["Days to 1T", "Verdict"]
     out = [_bars(heads), "|---" + "|---:" * (len(heads) - 2) + "|---|"]
-    for one, name in zip(rows, names, strict=True):
-        if one.step is None:
-            done = f"after {one.record.last + 1} steps: {one.why}"
-            out.append(_bars([name, _status(one), *"------", done]))
-            continue
-        c = cells(one, s)
-        why = f"{one.verdict} {one.why}".strip()
-        out.append(_bars([name, c[0], c[1], c[2], c[6], c[8], c[9], c[10], why]))
+    for one, name in zip(rows, compare.names(rows, s), strict=True):
+        c = cells(one)
+        said = one.verdict if one.step else f"after {one.record.last + 1} steps:"
+        out.append(_bars([name, *(c.get(k, "-") for k in shown), f"{said} {one.why}".strip()]))
     for title, lines in sections(rows, s):
         out += ["", f"**{title}**", "", *(f"- {' '.join(x.split())}" for x in lines)]
     for trace in traces(rows):
@@ -275,10 +252,17 @@ def _bars(cells: Sequence[str]) -> str:
     return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
 
 
-def difference(a: Row, b: Row) -> str:
-    """What moved from run a to run b."""
+def difference(rows: Sequence[Row], s: Settings) -> str:
+    """What moved between two runs, from the one at the first of the paths.
+
+    Raises:
+      UserError: there are not exactly two runs.
+    """
+    if len(rows) != 2:
+        raise UserError(f"--diff compares two runs, and {len(rows)} are at {', '.join(s.paths)}")
+    a, b = sorted(rows, key=lambda x: not str(x.record.path).startswith(s.paths[0]))
     out = [f"A: {a.record.path}", f"B: {b.record.path}", ""]
-    data = (record(a, ""), record(b, ""))
+    data = (record(a), record(b))
     for column in COLUMNS:
         x, y = data[0][column], data[1][column]
         if isinstance(x, float) and isinstance(y, float):
@@ -291,37 +275,31 @@ def difference(a: Row, b: Row) -> str:
         out.append(
             f"the mean step moved by {moved:+.4f} s, {sure} than twice the steps' std {noise:.4f}"
         )
-    changed = _settings_changed(a, b)
+    x, y = _settings(a), _settings(b)
+    # Another program's log names little: what only one of the two names says nothing.
+    both = a.record.source == b.record.source
+    changed = [
+        f"  {key}: {x.get(key, '(not set)')} -> {y.get(key, '(not set)')}"
+        for key in sorted(x.keys() | y.keys() if both else x.keys() & y.keys())
+        if x.get(key) != y.get(key)
+        and not key.startswith(("config.output.", "config.runtime.coordinator"))
+    ]
     out += ["", "settings that differ:" if changed else "no setting differs that both runs name"]
     return "\n".join(out + changed)
 
 
 NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")  # what logs of others tell too
+TOLD = ("config", "versions", "environment", "xla_options", "git", "device")  # by result.json
 
 
-def _settings_changed(a: Row, b: Row) -> list[str]:
-    known = []
-    for one in (a, b):
-        leaves = {k: getattr(one.record, k) for k in NAMED}
-        for key in ("config", "versions", "environment", "xla_options", "git", "device"):
-            _flatten(key, one.record.result.get(key), leaves)
-        known.append(leaves)
-    x, y = known
-    # Another program's log names little: what only one of the two names says nothing.
-    both = a.record.source == b.record.source
-    keys = sorted(x.keys() | y.keys() if both else x.keys() & y.keys())
-    told = lambda leaves, key: leaves.get(key, "(not set)")
-    return [
-        f"  {key}: {told(x, key)} -> {told(y, key)}"
-        for key in keys
-        if told(x, key) != told(y, key)
-        and not key.startswith(("config.output.", "config.runtime.coordinator"))
-    ]
+def _settings(one: Row) -> dict[str, str]:
+    named = {k: getattr(one.record, k) for k in NAMED}
+    return dict(_leaves(named | {k: one.record.result.get(k) for k in TOLD}))
 
 
-def _flatten(name: str, value: object, into: dict[str, object]) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _flatten(f"{name}.{key}", inner, into)
-    elif value is not None:
-        into[name] = str(value)
+def _leaves(data: object, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(data, dict):
+        for key, inner in data.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
+    elif data is not None:
+        yield name, str(data)

@@ -1,6 +1,8 @@
 """What a run says: step timing, log lines, metrics.jsonl, result.json, the closing table."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -32,12 +34,12 @@ class Devices:
         return next((n for n in names if n in self.kind.lower()), None)
 
 
+@dataclasses.dataclass
 class Figures:
     """Step times -> throughput, by the formulas of flops.py."""
 
-    def __init__(self, run: Run, devices: Devices):
-        self.run, self.devices = run, devices
-        self.flops = flops.per_sequence(run.model, run.train.seq, "full")
+    run: Run
+    devices: Devices
 
     def tokens_per_s(self, step_s: float) -> float:
         return flops.tokens_per_s(self.run.train.seq, self.run.layout.gbs, step_s)
@@ -105,14 +107,20 @@ def run_folder(run: Run, stamp: int) -> pathlib.Path:
 
 def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
     """Makes experiments/<name>/<name>_<timestamp> below out; returns it and its timestamp."""
-    stamp = int(time.time())
-    while True:
-        try:
-            folder = out / "experiments" / name / f"{name}_{stamp}"
+    for stamp in itertools.count(int(time.time())):
+        folder = out / "experiments" / name / f"{name}_{stamp}"
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder, stamp
-        except FileExistsError:
-            stamp += 1
+
+
+def beside_published(run: Run, gpu_type: str) -> published.Comparison:
+    """The run on GPUs of a type of gpus.GPUS, beside the published row of the same work."""
+    model, layout = run.model, run.layout
+    return published.compare(
+        model.name, model.size, run.precision.dtype, gpu_type,
+        gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=model.layers,
+    )  # fmt: skip
 
 
 class Log:
@@ -123,7 +131,7 @@ class Log:
 
     def __init__(self, run: Run, devices: Devices, command: list[str], writes: bool, about: dict):
         self.run, self.figures, self.writes = run, Figures(run, devices), writes
-        self.times: dict[int, float] = {}
+        self.folder, self.live, self.times = None, None, {}
         self.result = {
             "schema": SCHEMA,
             "name": run.name,
@@ -137,18 +145,17 @@ class Log:
             **about,
         }
         if not writes:
-            self.folder = None
             return
         self.folder = self._new_folder()
         self.file = (self.folder / f"log-{run.name}.out").open("a", buffering=1)
         self.jsonl = (self.folder / "metrics.jsonl").open("a", buffering=1)
-        self.terminal = sys.stdout.isatty()
-        self.progress = _Progress(run.train.steps) if self.terminal else None
+        if sys.stdout.isatty():
+            self.live = live_line(run.train.steps)
         self.write_result()
 
     def _new_folder(self) -> pathlib.Path:
-        stamp = self.run.output.stamp
-        if stamp:  # the launcher has made the folder, and put the job's own files there
+        if stamp := self.run.output.stamp:
+            # The launcher has made the folder, and put the job's own files there.
             folder = run_folder(self.run, stamp)
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "result.json").exists():
@@ -157,15 +164,12 @@ class Log:
 
     def line(self, text: str, show: bool = True) -> None:
         """A line of the log, shown on stdout too."""
-        if self.writes:
-            self.file.write(text + "\n")
-            if show:
-                self._print(text)
-
-    def _print(self, text) -> None:
-        if self.progress:
-            self.progress.print(text)
-        else:
+        if not self.writes:
+            return
+        self.file.write(text + "\n")
+        if show and self.live:
+            self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif show:
             print(text, flush=True)
 
     def step(self, i: int, step_s: float, out: dict[str, float], memory: tuple[int, int]) -> None:
@@ -189,12 +193,13 @@ class Log:
             f"reduced_train_loss: {out['loss']:.4} | train_step_timing in s: {step_s:.4} | "
             f"TFLOPS_per_GPU: {tflops:.4} | consumed_samples: {(i + 1) * run.layout.gbs}"
         )
-        self.line(maxtext, show=not self.terminal)
-        self.line(nemo, show=not self.terminal)
+        self.line(maxtext, show=not self.live)
+        self.line(nemo, show=not self.live)
         record = {"step": i, "step_s": step_s, **out, "peak_bytes": peak, "time": time.time()}
         self.jsonl.write(json.dumps(record) + "\n")
-        if self.progress:
-            self.progress.step(i, f"{step_s:.3f} s  {tflops:.1f} TFLOP/s  loss {out['loss']:.3f}")
+        if self.live:
+            last = f"{step_s:.3f} s  {tflops:.1f} TFLOP/s  loss {out['loss']:.3f}"
+            self.live.update(self.live.task_ids[0], completed=i + 1, last=last)
 
     def close(self, status: str, reason: str = "") -> None:
         """Writes result.json and the closing table."""
@@ -203,9 +208,9 @@ class Log:
         self.result |= {"status": status, "reason": reason, "ended": time.time()}
         self.result |= self.summary()
         self.write_result()
-        if self.progress:
-            self.progress.stop()
-            self.progress = None
+        if self.live:
+            self.live.stop()
+            self.live = None
         self.line(closing_table(self.result))
         self.line(f"results: {self.folder}")
         self.file.close()
@@ -231,22 +236,14 @@ class Log:
 
     def comparison(self, step_s: float) -> dict:
         """The nearest published figure and our share of its tokens/s per GPU, if it can be held."""
-        run, layout = self.run, self.run.layout
-        gpu = self.figures.devices.gpu_type
-        if gpu is None or run.runtime.mock_gpus:
-            why = "the network was mocked" if gpu else f"ran on {self.figures.devices.kind}"
-            return {"verdict": f"not comparable: {why}"}
-        key = (run.model.name, run.model.size, run.precision.dtype, gpu, layout.gpus)
-        row = published.nearest(*key)
-        if row is None:
-            return {"verdict": f"nothing published for {' '.join(map(str, key[:4]))}"}
-        why = published.differences(
-            row, gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=run.model.layers
-        )
-        about = {"step_s": row.step_s, "gpus": row.gpus, "source": row.source}
-        if why:
-            return about | {"verdict": f"not comparable: {'; '.join(why)}"}
-        return about | {"verdict": f"{row.step_s / step_s:.1%} of the published tokens/s"}
+        devices = self.figures.devices
+        if devices.gpu_type is None:
+            return {"verdict": f"not comparable: ran on {devices.kind}"}
+        if self.run.runtime.mock_gpus:
+            return {"verdict": "not comparable: the network was mocked"}
+        beside = beside_published(self.run, devices.gpu_type)
+        text = beside.refusal or f"{beside.share(step_s):.1%} of the published tokens/s"
+        return beside.about | {"verdict": text}
 
     def write_result(self) -> None:
         """result.json, replaced as a whole: a reader never sees half of it."""
@@ -256,65 +253,50 @@ class Log:
             os.replace(part, self.folder / "result.json")
 
 
-class _Progress:
-    """One live line on a terminal."""
+def live_line(steps: int):
+    """One live line on a terminal, started: a rich.progress.Progress with one task."""
+    from rich import progress  # only a terminal needs it
 
-    def __init__(self, steps: int):
-        from rich import progress  # only a terminal needs it
-
-        columns = ("[progress.description]{task.description}", progress.BarColumn())
-        columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
-        self.live = progress.Progress(*columns, "{task.fields[last]}", transient=True)
-        self.task = self.live.add_task("training", total=steps, last="compiling")
-        self.live.start()
-
-    def print(self, text: str) -> None:
-        self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def step(self, i: int, last: str) -> None:
-        self.live.update(self.task, completed=i + 1, last=last)
-
-    def stop(self) -> None:
-        self.live.stop()
+    columns = ("[progress.description]{task.description}", progress.BarColumn())
+    columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+    live = progress.Progress(*columns, "{task.fields[last]}", transient=True)
+    live.add_task("training", total=steps, last="compiling")
+    live.start()
+    return live
 
 
 def closing_table(result: dict) -> str:
     """The end of a run on one screen: a label and a figure per line."""
-    rows = [("run", result["name"]), ("status", f"{result['status']} {result['reason']}".strip())]
-    rows.append(("device", f"{result['device']['count']} x {result['device']['kind']}"))
+    device = result["device"]
+    rows = {
+        "run": result["name"],
+        "status": f"{result['status']} {result['reason']}".strip(),
+        "device": f"{device['count']} x {device['kind']}",
+    }
     if "step_s" in result:
-        s, (first, last) = result["step_s"], result["window"]
-        mfu, rate = result["mfu"], result["tflops_per_gpu"]
-        share = lambda c: f"{mfu[c]:.2%} ({c})" if mfu[c] is not None else None
+        s, (first, last), mfu = result["step_s"], result["window"], result["mfu"]
+        shares = ", ".join(f"{v:.2%} ({c})" for c, v in mfu.items() if v is not None)
+        rates = ", ".join(f"{v:.2f} ({c})" for c, v in result["tflops_per_gpu"].items())
         dtype = result["config"]["precision"]["dtype"]
-        rows += [
-            (f"step time (steps {first} to {last})", f"{s['mean']:.3f} s, std {s['std']:.3f}"),
-            ("  median, p10, p90", f"{s['median']:.3f}, {s['p10']:.3f}, {s['p90']:.3f} s"),
-            ("tokens/s", f"{result['tokens_per_s']:,.0f}"),
-            ("TFLOP/s per GPU", ", ".join(f"{v:.2f} ({c})" for c, v in rate.items())),
-            (
-                f"MFU against the {dtype} peak",
-                ", ".join(filter(None, map(share, mfu))) or "no peak known for this device",
-            ),
-            ("days to 1T tokens", f"{result['days_to_1t_tokens']:,.2f}"),
-        ]
+        rows |= {
+            f"step time (steps {first} to {last})": f"{s['mean']:.3f} s, std {s['std']:.3f}",
+            "  median, p10, p90": f"{s['median']:.3f}, {s['p10']:.3f}, {s['p90']:.3f} s",
+            "tokens/s": f"{result['tokens_per_s']:,.0f}",
+            "TFLOP/s per GPU": rates,
+            f"MFU against the {dtype} peak": shares or "no peak known for this device",
+            "days to 1T tokens": f"{result['days_to_1t_tokens']:,.2f}",
+        }
     if "peak_bytes" in result:
-        kind = "peak memory per GPU" if result["device"]["gpu_type"] else "peak memory, process"
-        rows.append((kind, f"{result['peak_bytes'] / 2**30:.2f} GiB"))
+        label = "peak memory per GPU" if device["gpu_type"] else "peak memory, process"
+        rows[label] = f"{result['peak_bytes'] / 2**30:.2f} GiB"
     if "start_to_first_step_s" in result:
-        rows.append(
-            (
-                "start to first step",
-                f"{result['start_to_first_step_s']:.1f} s (compile {result['compile_s']:.1f} s)",
-            )
-        )
-    if result.get("slow_hosts"):
-        names = ",".join(result["slow_hosts"])
-        rows.append(("slow hosts", f"{names}; leave them out: EXCLUDE_NODES={names}"))
-    if "published" in result:
-        row = result["published"]
+        start, compiled = result["start_to_first_step_s"], result["compile_s"]
+        rows["start to first step"] = f"{start:.1f} s (compile {compiled:.1f} s)"
+    if names := ",".join(result.get("slow_hosts", ())):
+        rows["slow hosts"] = f"{names}; leave them out: EXCLUDE_NODES={names}"
+    if row := result.get("published"):
         known = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""
-        rows.append(("published", known + row["verdict"]))
-    wide = max(len(label) for label, _ in rows)
+        rows["published"] = known + row["verdict"]
+    wide = max(map(len, rows))
     rule = "-" * (wide + 50)
-    return "\n".join([rule, *(f"{label:<{wide}}  {value}" for label, value in rows), rule])
+    return "\n".join([rule, *(f"{label:<{wide}}  {text}" for label, text in rows.items()), rule])

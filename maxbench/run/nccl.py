@@ -5,6 +5,7 @@ what plan.py predicts for the step.
 """
 
 import collections
+import contextlib
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -63,13 +64,9 @@ def read(paths: Iterable[pathlib.Path]) -> tuple[list[dict], int]:
 
 
 def _lines(path: pathlib.Path) -> Iterable[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:  # a trace of many GPUs is gigabytes: never whole in memory
-                if ": opCount" in line and not OTHERS.match(line):
-                    yield line
-    except OSError:
-        return
+    # A trace of many GPUs is gigabytes: never whole in memory.
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as f:
+        yield from (line for line in f if ": opCount" in line and not OTHERS.match(line))
 
 
 def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
@@ -81,39 +78,36 @@ def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
       Sends and receives with the same opCount are one permute, or, with several peers, one
       all-to-all: that is how XLA makes them.
     """
-    found: dict[int, dict[tuple, list[int]]] = {}  # GPU -> (kind, ranks, comm) -> [count, bytes]
-    pairs: dict[tuple, dict[str, dict[str, int]]] = {}  # one group of sends and receives, by peer
+    counts, sizes = collections.Counter(), collections.Counter()  # (GPU, kind, ranks, comm)
+    pairs = collections.defaultdict(collections.Counter)  # a group's sends and receives, by peer
     damaged = 0
     for line in lines:
         match = CALL.search(line)
-        name = match and KINDS.get(match["call"].replace("AllToAll", "AlltoAll"))
+        kind = match and KINDS.get(match["call"].replace("AllToAll", "AlltoAll"))
         width = match and ELEMENT_BYTES.get(int(match["type"]))
-        if not (name and width):
+        if not (kind and width):
             damaged += ": opCount" in line
             continue
         gpu, ranks, comm = int(match["gpu"]), int(match["ranks"]), match["comm"]
-        size = int(match["count"]) * width * (ranks if name in WHOLE else 1)
-        if name in ("sent", "received"):
-            group = pairs.setdefault((gpu, ranks, comm, match["op"]), {"sent": {}, "received": {}})
-            group[name][match["peer"]] = group[name].get(match["peer"], 0) + size
+        size = int(match["count"]) * width * (ranks if kind in WHOLE else 1)
+        if kind in ("sent", "received"):
+            pairs[gpu, ranks, comm, match["op"]][kind, match["peer"]] += size
         else:
-            _add(found, gpu, (name, ranks, comm), size)
+            counts[gpu, kind, ranks, comm] += 1
+            sizes[gpu, kind, ranks, comm] += size
     for (gpu, ranks, comm, _), group in pairs.items():
-        kind = "all-to-all" if max(map(len, group.values())) > 1 else "permute"
-        _add(found, gpu, (kind, ranks, comm), max(sum(x.values()) for x in group.values()))
-    first = found[min(found)] if found else {}
-    whole = sum(size for _, size in first.values()) or 1
+        ways = [[x for (way, _), x in group.items() if way == w] for w in ("sent", "received")]
+        kind = "all-to-all" if max(map(len, ways)) > 1 else "permute"
+        counts[gpu, kind, ranks, comm] += 1
+        sizes[gpu, kind, ranks, comm] += max(map(sum, ways))
+    first = min((gpu for gpu, *_ in counts), default=0)
+    whole = sum(x for (gpu, *_), x in sizes.items() if gpu == first) or 1
     rows = [
         {"kind": kind, "ranks": ranks, "comm": comm, "count": n, "bytes": x, "share": x / whole}
-        for (kind, ranks, comm), (n, x) in first.items()
+        for ((gpu, kind, ranks, comm), n), x in zip(counts.items(), sizes.values(), strict=True)
+        if gpu == first
     ]
     return sorted(rows, key=lambda r: -r["bytes"]), damaged
-
-
-def _add(found: dict, gpu: int, key: tuple, size: int) -> None:
-    kept = found.setdefault(gpu, {}).setdefault(key, [0, 0])
-    kept[0] += 1
-    kept[1] += size
 
 
 def against(rows: Sequence[dict], planned: Sequence[dict], steps: int) -> list[dict]:
@@ -152,13 +146,15 @@ def by_communicator(rows: Sequence[dict], steps: int) -> tuple[list[str], list[l
 
 def beside_plan(found: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of against()."""
-    heads = ["collective", "GPUs", "over", "calls", "planned calls", "MiB"]
-    heads += ["planned MiB", "traced/planned"]
+    heads = ["collective", "GPUs", "over", "calls", "planned calls", "MiB", "planned MiB"]
+    heads.append("traced/planned")
     cells = []
     for r in found:
-        share = f"{r['traced_bytes'] / r['planned_bytes']:.1%}" if r["planned_bytes"] else "-"
-        made = [r["kind"], str(r["members"] or "all"), ", ".join(r["axes"]) or "not in the plan"]
-        made += [f"{r['traced']:,.1f}", f"{r['planned']:,}"]
-        cells.append([*made, *(f"{r[k] / MIB:,.2f}" for k in ("traced_bytes", "planned_bytes"))])
-        cells[-1].append(share if r["traced"] else "not traced")
+        traced, planned = r["traced_bytes"], r["planned_bytes"]
+        share = f"{traced / planned:.1%}" if planned else "-"
+        cells.append(
+            [r["kind"], str(r["members"] or "all"), ", ".join(r["axes"]) or "not in the plan",
+             f"{r['traced']:,.1f}", f"{r['planned']:,}", f"{traced / MIB:,.2f}",
+             f"{planned / MIB:,.2f}", share if r["traced"] else "not traced"]
+        )  # fmt: skip
     return heads, cells

@@ -176,10 +176,10 @@ def test_dead_runs_are_listed_with_last_step_and_reason(tmp_path, end, reason):
     assert (row.verdict, row.record.last) == ("DIED", 19)
     assert reason in row.why
     assert row.step is None
-    text = tables.text([row], H100, ["x"])
+    text = tables.text([row], H100)
     assert "(20 iterations)" in text
     assert "Failed experiments: 1" in text
-    assert reason in page.html([row], H100, ["x"])
+    assert reason in page.html([row], H100)
 
 
 def test_a_run_that_was_killed_without_a_word(tmp_path):
@@ -294,7 +294,7 @@ def test_repeats_drift_and_two_modes(tmp_path):
     assert "two modes, 9 and 10 s" in split.notes[0]
     assert any("drifts by" in n for n in drift.notes)
     (group,) = compare.repeats([calm, split, drift])
-    assert len(group.rows) == 3
+    assert group.runs == 3
     assert group.spread > 0.05
     assert "runs differ by" in group.notes[0]
 
@@ -559,12 +559,9 @@ def test_no_log_breaks_the_report(tmp_path, pieces, name, cut):
     whole = (path / name).read_bytes() if (path / name).exists() else b""
     (path / name).write_bytes(whole[:cut] + b"".join(pieces))
     found = rows(tmp_path, compare.Settings(cost=1.0, gpu_type="h100"))
-    names = compare.short_names(found)
-    assert tables.text(found, H100, names)
-    assert json.loads(tables.to_json(found, H100, names, ["x"]))
-    assert tables.to_csv(found, names)
-    assert tables.markdown(found, H100, names)
-    assert "</html>" in page.html(found, H100, names)
+    assert all(make(found, H100) for make in report.FORMATS.values())
+    assert json.loads(tables.to_json(found, H100))
+    assert "</html>" in page.html(found, H100)
 
 
 JSON = st.recursive(
@@ -595,10 +592,9 @@ def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
     (path / "result.json").write_text(json.dumps(result))
     found = rows(tmp_path, compare.Settings(cost=1.0))
     planned.look_inside(found, every=True)
-    names = compare.short_names(found)
-    assert tables.text(found, H100, names)
-    assert json.loads(tables.to_json(found, H100, names, ["x"]))
-    assert "</html>" in page.html(found, H100, names)
+    assert tables.text(found, H100)
+    assert json.loads(tables.to_json(found, H100))
+    assert "</html>" in page.html(found, H100)
 
 
 # --- others read ours ---
@@ -693,6 +689,16 @@ def test_the_page_in_a_browser(mixed, tmp_path, wide, high):
     needed, there = map(int, re.search(r"<title>(\d+) (\d+)</title>", dom).groups())
     assert needed <= there
     assert dom.count("<svg") >= 6
+
+
+def test_nothing_of_a_log_is_markup_on_the_page(tmp_path):
+    ours(tmp_path, slow_hosts=["<script>"], versions={"<i>": "&"})
+    nemo(tmp_path / "log-pretrain_a<b>.out", 3, 9.4, end="ValueError: <script>'\"&\n")
+    text = page.html(rows(tmp_path), H100)
+    assert "<script" not in text
+    assert "<i>" not in text
+    assert "pretrain_<wbr>a&lt;b&gt;" in text
+    assert "ValueError: &lt;script&gt;&#39;&#34;&amp;" in text
 
 
 def test_report_is_one_of_the_commands(capsys):

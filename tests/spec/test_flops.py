@@ -77,11 +77,17 @@ def test_published_cells_follow_from_their_step_time(row):
 
 
 def test_nearest_and_what_differs():
-    row = published.nearest("llama31", "8b", "bf16", "h100", 24)
-    assert row.gpus in (16, 32)
-    assert published.nearest("llama31", "8b", "bf16", "b200", 8) is None
-    row = published.nearest("llama31", "8b", "bf16", "h100", 8)
-    assert published.differences(row, gpus=8, gbs=128, seq=8192, layers=32) == []
-    assert published.differences(row, gpus=8, gbs=64, seq=8192, layers=32) == [
-        "GBS 64, published 128"
-    ]
+    work = {"seq": 8192, "layers": 32}
+    compare = lambda gpu, gpus, gbs: published.compare(
+        "llama31", "8b", "bf16", gpu, gpus=gpus, gbs=gbs, **work
+    )
+    assert compare("h100", 24, 128).row.gpus in (16, 32)
+    none = compare("b200", 8, 128)
+    assert (none.row, none.about, none.share(1.0)) == (None, {}, None)
+    assert none.refusal == "nothing published for llama31 8b bf16 on b200"
+    same = compare("h100", 8, 128)
+    assert (same.differences, same.refusal) == ([], "")
+    assert same.share(2 * same.row.step_s) == 0.5
+    other = compare("h100", 8, 64)
+    assert other.differences == ["GBS 64, published 128"]
+    assert (other.refusal, other.share(1.0)) == ("not comparable: GBS 64, published 128", None)
