@@ -88,9 +88,8 @@ def play(
 ) -> Timeline:
     """The program's predicted step; `physics` in place of the GPU type's own."""
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    choose = simulate.as_scheduled(pipeline_of(run).shares())
     costs = Costs(run.layout.gpu_type, degrees, physics)
-    return simulate.play(program, costs, choose, record)
+    return simulate.play(program, costs, pipeline_of(run).shares(), record)
 
 
 def pipeline_of(run: Run) -> Schedule:
