@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from absl import flags
 
 from maxbench.plan import artifact, hlo, search, trace
-from maxbench.plan.planner import as_published, best_remat, figures, pipeline_of, plan, play, screen
+from maxbench.plan.planner import as_published, best_remat, figures, plan, play, screen
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
+from maxbench.step.schedule import schedule_of
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
 
@@ -80,7 +81,7 @@ def draw_schedule(run: Run) -> int:
     """
     if run.layout.pp == 1:
         raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
-    print(pipeline_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
+    print(schedule_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
     return FITS
 
 

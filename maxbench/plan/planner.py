@@ -14,7 +14,7 @@ from maxbench.plan.simulate import Timeline
 from maxbench.run import metrics, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
-from maxbench.step.schedule import Schedule, schedule
+from maxbench.step.schedule import schedule_of
 
 PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
     "gemm": "matrix products",
@@ -87,13 +87,7 @@ def play(
     """The program's predicted step; `physics` in place of the GPU type's own."""
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
     costs = Costs(run.layout.gpu_type, degrees, physics)
-    return simulate.play(program, costs, pipeline_of(run).shares(), record)
-
-
-def pipeline_of(run: Run) -> Schedule:
-    """The schedule of the run's pipeline; without one, of a pipeline of one stage."""
-    a = run.layout
-    return schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
+    return simulate.play(program, costs, schedule_of(run).shares(), record)
 
 
 def best_remat(run: Run) -> Plan:
@@ -101,18 +95,12 @@ def best_remat(run: Run) -> Plan:
 
     What a policy keeps is arithmetic, so two or three programs are compiled, not all.
     """
-    policies = memory.policies(run)
-    with_policy = lambda remat: dataclasses.replace(
-        run, train=dataclasses.replace(run.train, remat=remat)
-    )
-    least = plan(with_policy(policies[-1]))
-    room = least.memory.spare + memory.activation_bytes(run, policies[-1])
-    for remat in policies[:-1]:
-        if memory.activation_bytes(run, remat) <= room * 1.05:
-            found = plan(with_policy(remat))
-            if found.fits:
-                return found
-    return least
+    least = memory.policies(run)[-1]
+    last = plan(memory.with_remat(run, least))
+    room = last.memory.spare + memory.activation_bytes(run, least)
+    others = (r for r in memory.within(run, room * 1.05) if r != least)
+    plans = (plan(memory.with_remat(run, remat)) for remat in others)
+    return next((p for p in plans if p.fits), last)
 
 
 def figures(p: Plan) -> dict:
@@ -188,7 +176,7 @@ def as_published(run: Run) -> Run:
     if row is None:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=row.remat))
+    return memory.with_remat(run, row.remat)
 
 
 def screen(p: Plan) -> str:
@@ -259,8 +247,6 @@ def verdict(p: Plan) -> str:
     if p.fits:
         return f"fits, {spare:.1f} GiB spare"
     room = p.memory.capacity - p.memory.total + p.memory.activations
-    would = next(
-        (r for r in memory.policies(p.run) if memory.activation_bytes(p.run, r) <= room), None
-    )
-    hint = f"--config.train.remat={would}" if would else "more fsdp, tp or cp; smaller mbs"
+    would = memory.within(p.run, room)
+    hint = f"--config.train.remat={would[0]}" if would else "more fsdp, tp or cp; smaller mbs"
     return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"
