@@ -181,35 +181,30 @@ def as_published(run: Run) -> Run:
 
 def screen(p: Plan) -> str:
     """The plan on one screen."""
-    run, m, t = p.run, p.memory, p.timeline
-    f = figures(p)
-    gpu = run.layout.gpu_type
+    run, m, t, f = p.run, p.memory, p.timeline, figures(p)
+    purposes = ("weights", "optimizer", "gradients", "activations", "workspace")
+    traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
+    parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
+    mfu, rate = f["mfu"], f["tflops_per_gpu"]
     lines = [
         f"{run.model.name} {run.model.size} {run.precision.dtype}, seq {run.train.seq}, on "
-        f"{run.layout.gpus} x {gpu.upper()}",
+        f"{run.layout.gpus} x {run.layout.gpu_type.upper()}",
         f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
         "",
         f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}   {verdict(p)}",
-    ]
-    parts = ("weights", "optimizer", "gradients", "activations", "workspace")
-    lines += [f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in parts]
-    lines += [
+        *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in purposes),
         "",
         "communication of one GPU    over    link        times       GiB   busy s  exposed",
-    ]
-    for x in sorted(t.traffic.values(), key=lambda x: -x.busy_s):
-        lines.append(
+        *(
             f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
             f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
-        )
-    lines += ["", f"predicted step      {t.seconds:10.3f} s"]
-    for part, text in PARTS.items():
-        seconds = f["parts_s"].get(part, 0.0)
-        if seconds:
-            lines.append(f"  {text:<28}{seconds:8.3f} s {seconds / t.seconds:6.1%}")
-    mfu, rate, days = f["mfu"], f["tflops_per_gpu"], f["days_to_1t_tokens"]
-    lines += [
-        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens {days:,.2f}",
+            for x in traffic
+        ),
+        "",
+        f"predicted step      {t.seconds:10.3f} s",
+        *(f"  {text:<28}{s:8.3f} s {s / t.seconds:6.1%}" for text, s in parts.items() if s),
+        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens "
+        f"{f['days_to_1t_tokens']:,.2f}",
         "TFLOP/s per GPU     "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
