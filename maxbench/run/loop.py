@@ -147,49 +147,64 @@ def rate(size: int, seconds: float) -> str:
 
 def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
-    first, every = int(state["step"]), run.output.checkpoint_every
-    device = jax.local_devices()[0]
+    i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
     window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
-    last_done, queued, reason = time.perf_counter(), None, ""
-
-    def finish(i, out):
-        nonlocal last_done
-        jax.block_until_ready(out)
-        now = time.perf_counter()
-        step_s, last_done = now - last_done, now
-        if i == first:
-            log.result["start_to_first_step_s"] = metrics.since_start_s()
-        out = {k: float(v) for k, v in out.items()}
-        in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
-        peak = metrics.peak_memory_bytes(device)
-        log.step(i, step_s, out, (peak, in_use or peak))
-        log.result["peak_bytes"] = peak
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(out[name]):
-                raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
-
-    i = first
+    queue = Queue(log)
     while i < run.train.steps and not reason:
         reason = stop.asked(i)
-        if window.edge(i) and queued:
-            finish(*queued)
-            queued = None
+        if window.edge(i):
+            queue.drain()
         window.before(i)
         state, out = compiled(state)
-        if queued:
-            finish(*queued)
-        queued, i = (i, out), i + 1
+        queue.add(i, out)
+        i += 1
         if every and i % every == 0 and i < run.train.steps:
-            finish(*queued)
+            queue.drain()
             save(run, log, state)
-            queued, last_done = None, time.perf_counter()
-    if queued:
-        finish(*queued)
+            queue.last_done = time.perf_counter()
+    queue.drain()
     window.close()
     if run.output.checkpoint or every:
         save(run, log, state)
     return reason and f"{reason} after step {i - 1}"
+
+
+class Queue:
+    """The step that was started last; it is waited for when the next one is queued behind it."""
+
+    def __init__(self, log: metrics.Log):
+        self.log, self.device = log, jax.local_devices()[0]
+        self.started: tuple | None = None
+        self.last_done = time.perf_counter()
+
+    def add(self, i: int, out: dict) -> None:
+        """Takes what step i will have reported, and waits for the step before it."""
+        self.drain()
+        self.started = i, out
+
+    def drain(self) -> None:
+        """Waits for the step, and records it.
+
+        Raises:
+          Failed: its loss or gradient is not finite.
+        """
+        if self.started is None:
+            return
+        (i, out), self.started = self.started, None
+        jax.block_until_ready(out)
+        now = time.perf_counter()
+        step_s, self.last_done = now - self.last_done, now
+        if not self.log.times:
+            self.log.result["start_to_first_step_s"] = metrics.since_start_s()
+        out = {k: float(v) for k, v in out.items()}
+        in_use = (self.device.memory_stats() or {}).get("bytes_in_use", 0)
+        peak = metrics.peak_memory_bytes(self.device)
+        self.log.step(i, step_s, out, (peak, in_use or peak))
+        self.log.result["peak_bytes"] = peak
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(out[name]):
+                raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
 
 
 class StopRequest:
