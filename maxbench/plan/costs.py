@@ -98,9 +98,7 @@ class Costs:
     def permute_link(self, pairs: np.ndarray) -> Link:
         """Of a permute: the slowest of its messages decides."""
         cross = pairs[:, 0] // self.domain != pairs[:, 1] // self.domain
-        pair = pairs[int(np.argmax(cross))]
-        link = self.link(pair[None])
-        return dataclasses.replace(link, members=2)
+        return self.link(pairs[[np.argmax(cross)]])
 
     def collective(self, kind: str, link: Link, sent: int, received: int) -> float:
         """Seconds of a collective alone on its links.

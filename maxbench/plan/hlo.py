@@ -29,7 +29,7 @@ COLLECTIVES = {
 # Ops that are only a name for memory, or that the host does: no kernel runs.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "add-dependency", "domain",
+    "replica-id", "opt-barrier", "add-dependency", "domain", "async-update",
 }  # fmt: skip
 
 
@@ -262,37 +262,18 @@ def parse(text: str) -> Program:
 
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.\-$]+)")
+# ROOT, name, shape, opcode, what stands between its parentheses, attributes.
+_OP = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?")
 
 
 def _op(line: str) -> Op:
-    left, _, rest = _COMMENT.sub("", line).partition(" = ")
-    left = left.strip()
-    end = _matching(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opening = rest.index("(")
-    end = _matching(rest, opening)
-    inside = rest[opening + 1 : end - 1]
-    opcode = rest[:opening]
-    reads = opcode not in ("parameter", "constant")
-    return Op(
-        name=left.removeprefix("ROOT ").lstrip("%"),
-        opcode=opcode,
-        shape=parse_shape(shape),
-        operands=tuple(_NAME.findall(inside)) if reads else (),
-        attrs=rest[end:].lstrip(", "),
-        root=left.startswith("ROOT "),
-        literal="" if reads else inside,
-    )
-
-
-def _matching(text: str, start: int) -> int:
-    """The position after the parenthesis that closes the one at start."""
-    depth = 0
-    for found in re.finditer(r"[()]", text[start:]):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return start + found.end()
-    raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+    found = _OP.fullmatch(_COMMENT.sub("", line))
+    if not found:
+        raise ValueError(f"this is no instruction: {line[:80]!r}")
+    root, name, shape, opcode, inside, attrs = found.groups("")
+    literal = inside if opcode in ("parameter", "constant") else ""
+    operands = () if literal else tuple(_NAME.findall(inside))
+    return Op(name, opcode, parse_shape(shape), operands, attrs, bool(root), literal)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -108,12 +108,13 @@ class _Player:
         pending: dict[str, tuple[float, Traffic]] = {}
         for op in where.ops:
             base = op.opcode.removesuffix("-start").removesuffix("-done")
-            if op.opcode in hlo.FREE or op.opcode == "async-update":
+            if op.opcode in hlo.FREE:
                 continue
             if op.opcode == "while":
                 now = self._loop(where, op, now, times)
             elif op.opcode == "conditional":
-                now = self._conditional(op, op.branches, now, times)
+                branches = [self.program.computations[name] for name in op.branches]
+                now = self._conditional(op, branches, now, times)
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
@@ -130,10 +131,10 @@ class _Player:
         return self.shares.get(re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], ALWAYS)
 
     def _loop(self, where, op, now, times):
+        body = self.program.called(op, "body")
         if self._share(op) != ALWAYS:
-            return self._conditional(op, [self.program.called(op, "body").name], now, times)
-        body, trips = self.program.called(op, "body"), self.program.trips(where, op)
-        left = trips
+            return self._conditional(op, [body], now, times)
+        left = trips = self.program.trips(where, op)
         # While something from outside still runs, or bars are wanted, iterations differ.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
             now, left = self.run(body, now, times), left - 1
@@ -147,8 +148,7 @@ class _Player:
         self.free = min(self.free, now)
         return now + seconds
 
-    def _conditional(self, op, names, now, times):
-        branches = [self.program.computations[name] for name in names]
+    def _conditional(self, op, branches, now, times):
         alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)
         longest = max(branches, key=alone)
         done, waited = self._share(op)
