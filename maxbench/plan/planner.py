@@ -48,11 +48,6 @@ class Plan:
         return self.timeline.seconds
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation, convention 'full'."""
-        return figures(self)["mfu"]["full"]
-
-    @property
     def fits(self) -> bool:
         return self.memory.spare >= 0
 
@@ -213,6 +208,18 @@ def screen(p: Plan) -> str:
         f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
         + (", from the cache" if p.cached else ""),
     ]
+    return "\n".join(lines)
+
+
+def ranking(plans: list[Plan], given: Run) -> str:
+    """Plans that fit, fastest first, then those that do not."""
+    lines = [f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
+    for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
+        mark = "  (as given)" if p.run == given else ""
+        lines.append(
+            f"{p.step_s:9.3f} {figures(p)['mfu']['full']:6.1%} {p.memory.spare / GIB:10.1f}  "
+            f"{p.run.layout.describe()}; {p.run.train.remat}{mark}"
+        )
     return "\n".join(lines)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from maxbench.plan import memory
 from maxbench.plan.costs import Costs
-from maxbench.plan.memory import GIB
 from maxbench.spec import flops
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
@@ -141,15 +140,3 @@ def search(run: Run, plan: Callable, keep: int, say: Callable[[str], None]) -> l
             say(f"     does not fit; {less[0]}")
             plans.append(plan(memory.with_remat(one, less[0])))
     return plans
-
-
-def table(plans: list, given: Run) -> str:
-    """Plans that fit, fastest first, then those that do not."""
-    lines = [f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
-    for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
-        mark = "  (as given)" if p.run == given else ""
-        lines.append(
-            f"{p.step_s:9.3f} {p.mfu:6.1%} {p.memory.spare / GIB:10.1f}  "
-            f"{p.run.layout.describe()}; {p.run.train.remat}{mark}"
-        )
-    return "\n".join(lines)

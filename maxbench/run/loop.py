@@ -96,9 +96,10 @@ def compile_step(step: Step, log: metrics.Log):
     compiled, lower_s, compile_s = step.compile()
     state_gib = places.size_gib(step.abstract)
     temporary_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
-    train, how, fp8 = step.run.train, step.run.precision, ""
+    train = step.run.train
     log.result |= {"lower_s": lower_s, "compile_s": compile_s, "state_gib": state_gib}
     log.result |= {"temporary_gib": temporary_gib, "attention": train.attention}
+    how, fp8 = step.run.precision, ""
     if how.dtype == "fp8":
         log.result["fp8"] = {"backend": how.backend, "scaling": how.scaling}
         fp8 = f", fp8 {how.backend} {how.scaling}"
