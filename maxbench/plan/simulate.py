@@ -12,6 +12,7 @@ played and counted as often as the loop runs.
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 
@@ -242,9 +243,7 @@ def price(
         return "gemm", max(seconds, bytes_s), 2.0 * m * n * k * batch
     if op.target.startswith("__cudnn$fmha"):
         backward, causal = op.target.endswith("Backward"), '"mask_type": "CAUSAL"' in op.attrs
-        scores = 1
-        for size in op.dims("dimensions"):
-            scores *= size
+        scores = math.prod(op.dims("dimensions"))
         head_dim = where.operands(op)[0].shape.dims[-1]
         seconds = costs.attention(scores, head_dim, causal, backward)
         flops = (10.0 if backward else 4.0) * scores * head_dim * (0.5 if causal else 1)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -38,8 +39,7 @@ def train(run: Run) -> int:
         devices = axes.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
-    stop = StopRequest()
-    log = start_log(run, devices)
+    stop, log = stop_requests(), start_log(run, devices)
     try:
         compiled = compile_step(step, log)
         with cli.clear_errors("train"):
@@ -146,14 +146,14 @@ def rate(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3f} GB : {size / 1e9 / seconds:.3f} GB/s"
 
 
-def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> str:
+def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
     window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
     queue = Queue(log)
     while i < run.train.steps and not reason:
-        reason = stop.asked(i)
+        reason = stop(i)
         if window.edge(i):
             queue.drain()
         window.before(i)
@@ -208,19 +208,14 @@ class Queue:
                 raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
 
 
-class StopRequest:
-    """SIGTERM: finish the step, save, exit. Several processes agree on the step."""
+def stop_requests() -> Callable[[int], str]:
+    """SIGTERM: finish the step, save, exit. Several processes agree on the step.
 
-    def __init__(self):
-        self.signal = ""
-        if jax.process_count() == 1:
-            signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, number, frame):
-        self.signal = signal.Signals(number).name
-
-    def asked(self, step: int) -> str:
-        """Why to stop with this step as the last one, or ''."""
-        if jax.process_count() == 1:
-            return self.signal
-        return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else ""
+    Returns what says why to stop with a given step as the last one, or ''.
+    """
+    if jax.process_count() > 1:
+        reached = multihost_utils.reached_preemption_sync_point
+        return lambda step: "SIGTERM" if reached(step) else ""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(signal.Signals(number).name))
+    return lambda _: asked[0] if asked else ""
