@@ -18,11 +18,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.plan import artifact, hlo, search, trace
-from maxbench.plan.planner import as_published, best_remat, figures, pipeline_of, plan, play, screen
+from maxbench.plan import hlo, search, trace
+from maxbench.plan.planner import as_published, best_remat, figures, plan, play, ranking, screen
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
+from maxbench.step.schedule import schedule_of
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
 
@@ -48,23 +49,21 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h", "-help"} & set(argv):
         print(cli.help_text(__doc__.strip(), fv))
         return FITS
+    asked = lambda name: fv[name].value
     with cli.clear_errors("plan"):
-        run = cli.parse(fv, argv)
-        if fv["schedule"].value:
+        run, timeline = cli.parse(fv, argv), asked("timeline")
+        if asked("schedule"):
             return draw_schedule(run)
-        if fv["as_published"].value:
-            if fv["best_remat"].value or fv["search"].value:
+        if asked("as_published"):
+            if asked("best_remat") or asked("search"):
                 raise UserError("as_published excludes --best_remat and --search")
             run = as_published(run)
-        timeline = fv["timeline"].value
         if timeline and not timeline.endswith(".json"):
             raise UserError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
-        if artifact.load(run) is None:
-            artifact.require_compiler()
-    if fv["search"].value:
-        return search_layouts(run, fv["compiled"].value, fv["json"].value)
-    p = best_remat(run) if fv["best_remat"].value else plan(run)
-    print(json.dumps(figures(p), indent=1) if fv["json"].value else screen(p))
+        if asked("search"):
+            return search_layouts(run, asked("compiled"), asked("json"))
+        p = best_remat(run) if asked("best_remat") else plan(run)
+    print(json.dumps(figures(p), indent=1) if asked("json") else screen(p))
     if timeline:
         spans = play(p.run, hlo.parse(p.compiled.text), record=True).spans
         for path in trace.write(timeline, spans, p.run.name):
@@ -80,7 +79,7 @@ def draw_schedule(run: Run) -> int:
     """
     if run.layout.pp == 1:
         raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
-    print(pipeline_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
+    print(schedule_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
     return FITS
 
 
@@ -91,7 +90,7 @@ def search_layouts(run: Run, keep: int, as_json: bool) -> int:
     if as_json:
         print(json.dumps([figures(p) for p in plans], indent=1))
     else:
-        print(search.table(plans, run))
+        print(ranking(plans, run))
     return FITS if any(p.fits for p in plans) else DOES_NOT_FIT
 
 

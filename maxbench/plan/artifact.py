@@ -4,6 +4,7 @@ Loading one needs no jax. The key is all that can change the program: the run, t
 build it, compiler options and versions.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -11,15 +12,16 @@ import hashlib
 import json
 import os
 import pathlib
-from importlib import metadata
 
 from maxbench.hardware.gpus import CHIPS, GPUS
+from maxbench.run import runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler
 
 # What builds the step: everything else reads it, runs it, or never sees it.
-BUILDERS = ("spec/model.py", "spec/run.py", "mesh/*.py", "model/*.py", "step/*.py", "plan/aot.py")
+BUILDERS = ("spec/model.py", "spec/run.py", "mesh/*.py", "model/*.py", "step/*.py")
+BUILDERS += ("plan/aot.py", "plan/target.pbtxt")
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
@@ -30,7 +32,8 @@ class Compiled:
     Attributes:
       text: scheduled HLO.
       weights, optimizer: of the state that the step is given and returns.
-      arguments, temporaries: the compiler's buffer assignment.
+      arguments, temporaries: the compiler's buffer assignment. Arguments are donated, so that
+        results need no more.
       layer_shapes: dims of each stacked weight and gradient as the layers hold it.
       copy, gradients: all compute weights of this GPU, and their gradients.
     """
@@ -48,22 +51,11 @@ class Compiled:
     compile_s: float
     peak_rss_gib: float
 
-    @property
-    def total(self) -> int:
-        """What the step occupies: its arguments are donated, so its results need no more."""
-        return self.arguments + self.temporaries
-
 
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of what compiles; '' for what is not installed."""
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+    return {name: runtime.version(name) for name in VERSIONS}
 
 
 def require_compiler() -> None:
@@ -114,11 +106,9 @@ def load(run: Run) -> Compiled | None:
 def store(run: Run, compiled: Compiled) -> None:
     """Puts a program into the cache, whole or not at all; without a cache where none can be."""
     path = folder() / f"{key(run)}.json.gz"
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
         with gzip.open(part, "wt", compresslevel=3) as f:
             json.dump(dataclasses.asdict(compiled), f)
         os.replace(part, path)
-    except OSError:
-        return

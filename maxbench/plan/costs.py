@@ -98,9 +98,7 @@ class Costs:
     def permute_link(self, pairs: np.ndarray) -> Link:
         """Of a permute: the slowest of its messages decides."""
         cross = pairs[:, 0] // self.domain != pairs[:, 1] // self.domain
-        pair = pairs[int(np.argmax(cross))]
-        link = self.link(pair[None])
-        return dataclasses.replace(link, members=2)
+        return self.link(pairs[[np.argmax(cross)]])
 
     def collective(self, kind: str, link: Link, sent: int, received: int) -> float:
         """Seconds of a collective alone on its links.
@@ -126,17 +124,15 @@ class Costs:
             inside = (link.inside - 1) / n * sent
             return max(outside / network, inside / nvlink) + latency
         rate = nvlink if link.domains == 1 else min(nvlink, network * link.inside)
-        whole = max(sent, received) * (2 if kind == "all-reduce" else 1)
-        return whole * (n - 1) / n / rate + latency * (2 if kind == "all-reduce" else 1)
+        once = max(sent, received) * (n - 1) / n / rate + latency
+        return once * (2 if kind == "all-reduce" else 1)
 
     def _latency(self, link: Link) -> float:
         """Seconds of the steps of a collective: a tree within and over domains (NCCL's choice for
         small messages; for large ones the steps of a ring hide behind the data)."""
         steps = lambda n: math.ceil(math.log2(n)) if n > 1 else 0
-        p = self.physics
-        return (
-            steps(link.inside) * p.nvlink_us + steps(link.domains) * p.network_us
-        ) * 1e-6 + self.launch
+        p, inside, over = self.physics, steps(link.inside), steps(link.domains)
+        return (inside * p.nvlink_us + over * p.network_us) * 1e-6 + self.launch
 
     @property
     def launch(self) -> float:

@@ -29,7 +29,7 @@ COLLECTIVES = {
 # Ops that are only a name for memory, or that the host does: no kernel runs.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "add-dependency", "domain",
+    "replica-id", "opt-barrier", "add-dependency", "domain", "async-update",
 }  # fmt: skip
 
 
@@ -73,21 +73,19 @@ class Op:
     literal: str = ""  # text between the parentheses of a parameter or constant
 
     def attr(self, key: str) -> str:
-        """A computation's name, a number or a word: 'body=%b' -> 'b'; '' when absent."""
-        found = re.search(rf"(?:^|[\s,]){key}=%?([\w.\-$]+)", self.attrs)
-        return found[1] if found else ""
+        """A computation's name, a number, a word or a text: 'body=%b' -> 'b'; '' when absent."""
+        found = re.search(rf'(?:^|[\s,{{]){key}=(?:"([^"]*)"|%?([\w.\-$]+))', self.attrs)
+        return (found[1] or found[2] or "") if found else ""
 
     @functools.cached_property
     def op_name(self) -> str:
         """Where in the Python code it comes from, as JAX names it."""
-        found = re.search(r'op_name="([^"]*)"', self.attrs)
-        return found[1] if found else ""
+        return self.attr("op_name")
 
     @functools.cached_property
     def target(self) -> str:
         """Library routine of a custom call, '__cublas$lt$matmul'."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attrs)
-        return found[1] if found else ""
+        return self.attr("custom_call_target")
 
     @functools.cached_property
     def branches(self) -> list[str]:
@@ -118,15 +116,18 @@ class Op:
     def pairs(self) -> np.ndarray:
         """Source and target of each message of a permute, [messages, 2]."""
         found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", self.attrs)
-        numbers = re.findall(r"\d+", found[1]) if found else []
-        return np.array(numbers, int).reshape(-1, 2)
+        return np.array(_numbers(found[1] if found else ""), int).reshape(-1, 2)
 
     def dims(self, key: str) -> tuple[int, ...]:
         """A list of dims in a library call's settings: dims('lhs_contracting_dimensions')."""
         found = re.search(rf'"{key}":\s*\[([^\]]*)\]', self.attrs)
         if not found:  # a plain dot writes it as an attribute
             found = re.search(rf"{key.replace('dimensions', 'dims')}=\{{([^}}]*)\}}", self.attrs)
-        return tuple(int(d) for d in re.findall(r"\d+", found[1])) if found else ()
+        return _numbers(found[1] if found else "")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))
 
 
 def replica_groups(attrs: str) -> np.ndarray:
@@ -135,14 +136,12 @@ def replica_groups(attrs: str) -> np.ndarray:
     The second form counts up over the shape on its right, transposes it, and reads it by rows.
     """
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attrs):
-        to, over, perm = (
-            [int(n) for n in part.split(",")] if part else None for part in found.groups()
-        )
+        to, over, order = (_numbers(part or "") for part in found.groups())
         ids = np.arange(math.prod(over)).reshape(over)
-        return (ids.transpose(perm) if perm else ids).reshape(to)
+        return ids.transpose(order or range(ids.ndim)).reshape(to)
     found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
     rows = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
-    return np.array([[int(n) for n in row.split(",")] for row in rows] or np.zeros((0, 0)), int)
+    return np.array([*map(_numbers, rows)] or np.zeros((0, 0)), int)
 
 
 class Computation:
@@ -263,50 +262,28 @@ def parse(text: str) -> Program:
 
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.\-$]+)")
+# ROOT, name, shape, opcode, what stands between its parentheses, attributes.
+_OP = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?")
 
 
 def _op(line: str) -> Op:
-    left, _, rest = _COMMENT.sub("", line).partition(" = ")
-    left = left.strip()
-    end = _matching(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opening = rest.index("(")
-    end = _matching(rest, opening)
-    inside = rest[opening + 1 : end - 1]
-    opcode = rest[:opening]
-    reads = opcode not in ("parameter", "constant")
-    return Op(
-        name=left.removeprefix("ROOT ").lstrip("%"),
-        opcode=opcode,
-        shape=parse_shape(shape),
-        operands=tuple(_NAME.findall(inside)) if reads else (),
-        attrs=rest[end:].lstrip(", "),
-        root=left.startswith("ROOT "),
-        literal="" if reads else inside,
-    )
-
-
-def _matching(text: str, start: int) -> int:
-    """The position after the parenthesis that closes the one at start."""
-    depth = 0
-    for found in re.finditer(r"[()]", text[start:]):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return start + found.end()
-    raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+    found = _OP.fullmatch(_COMMENT.sub("", line))
+    if not found:
+        raise ValueError(f"this is no instruction: {line[:80]!r}")
+    root, name, shape, opcode, inside, attrs = found.groups("")
+    literal = inside if opcode in ("parameter", "constant") else ""
+    operands = () if literal else tuple(_NAME.findall(inside))
+    return Op(name, opcode, parse_shape(shape), operands, attrs, bool(root), literal)
 
 
 @functools.lru_cache(maxsize=4096)
 def parse_shape(text: str) -> Shape | tuple:
     """'bf16[2,8]{1,0}' -> Shape; '(f32[], (s32[2]))' -> nested tuples of them."""
-    text = text.strip()
-    if text.startswith("("):
-        parts, depth, start = [], 0, 1
-        for i, c in enumerate(text):
-            depth += (c in "([{") - (c in ")]}")
-            if (c == "," and depth == 1) or (c == ")" and depth == 0):
-                parts.append(text[start:i])
-                start = i + 1
-        return tuple(parse_shape(p) for p in parts if p.strip())
-    dtype, _, dims = text.partition("[")
-    return Shape(dtype, tuple(int(d) for d in re.findall(r"\d+", dims.partition("]")[0])))
+    open_tuples: list[list] = [[]]
+    for part in re.finditer(r"[()]|(\w+)\[([\d,]*)\](?:\{[^}]*\})?", text):
+        if part[0] == "(":
+            open_tuples.append([])
+        else:
+            done = tuple(open_tuples.pop()) if part[0] == ")" else Shape(part[1], _numbers(part[2]))
+            open_tuples[-1].append(done)
+    return open_tuples[0][0]

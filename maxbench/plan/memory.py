@@ -10,8 +10,9 @@ import dataclasses
 from maxbench.hardware.gpus import CHIPS
 from maxbench.plan import hlo
 from maxbench.plan.artifact import Compiled
+from maxbench.spec import flops
 from maxbench.spec.run import DTYPES, REMATS, Run
-from maxbench.step.schedule import schedule
+from maxbench.step.schedule import schedule_of
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
 GIB = 2**30
@@ -44,27 +45,25 @@ def capacity(gpu_type: str) -> int:
 
 def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     """The parts of the compiler's total."""
-    a = run.layout
-    rows = run.model.layers
-    if a.pp > 1:
-        rows = schedule(run.train.schedule, a.pp, a.vp, a.microbatches).keep + 1
+    rows = schedule_of(run).keep + 1 if run.layout.pp > 1 else run.model.layers
     # Where layers are code no loop carries them: arithmetic.
     kept = activation_bytes(run, run.train.remat)
-    activations = saved(program, compiled.layer_shapes, rows) or kept
-    left = compiled.temporaries
-    take = lambda size: min(size, left)
-    activations = take(activations)
-    left -= activations
-    gradients = take(compiled.gradients)
-    left -= gradients
     same = run.precision.compute == run.precision.weights
-    copy = 0 if same and compiled.copy <= compiled.weights else take(compiled.copy)
+    left, parts = compiled.temporaries, []
+    for size in (
+        saved(program, compiled.layer_shapes, rows) or kept,
+        compiled.gradients,
+        0 if same and compiled.copy <= compiled.weights else compiled.copy,
+    ):
+        parts.append(min(size, left))
+        left -= parts[-1]
+    activations, gradients, copy = parts
     return Memory(
         weights=compiled.weights + copy,
         optimizer=compiled.optimizer,
         gradients=gradients,
         activations=activations,
-        workspace=left - copy + compiled.arguments - compiled.weights - compiled.optimizer,
+        workspace=left + compiled.arguments - compiled.weights - compiled.optimizer,
         capacity=capacity(run.layout.gpu_type),
     )
 
@@ -73,24 +72,21 @@ def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], rows: int)
     """Bytes that a loop carries with one row per layer, or per slot of a pipeline's residuals, and
     that are no weight or gradient."""
     known = {tuple(sorted(dims)) for dims in weights}
-    most = 0
-    for computation in program.computations.values():
-        for op in computation.ops:
-            if op.opcode == "while":
-                found = {
-                    operand: shape
-                    for operand, shape in _carried(computation, op)
-                    if shape.dims[:1] == (rows,) and tuple(sorted(shape.dims)) not in known
-                }
-                most = max(most, sum(shape.bytes for shape in found.values()))
-    return most
+    kept = lambda shape: shape.dims[:1] == (rows,) and tuple(sorted(shape.dims)) not in known
+    carried = (
+        _carried(computation, op)
+        for computation in program.computations.values()
+        for op in computation.ops
+        if op.opcode == "while"
+    )
+    return max((sum(s.bytes for s in shapes if kept(s)) for shapes in carried), default=0)
 
 
-def _carried(computation: hlo.Computation, loop: hlo.Op):
-    """Name and shape of each array that a loop is given."""
+def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
+    """The arrays that a loop is given, each once."""
     source = computation.by_name[loop.operands[0]]
     names = source.operands if source.opcode == "tuple" else range(len(loop.shape))
-    return zip(names, loop.shape, strict=True)
+    return [*dict(zip(names, loop.shape, strict=True)).values()]
 
 
 def activation_bytes(run: Run, remat: str) -> int:
@@ -128,6 +124,15 @@ def in_flight(run: Run) -> int:
     return min(work, most) if run.train.schedule == "1f1b" else work
 
 
+def stage_weights(run: Run) -> tuple[float, float]:
+    """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
+    a, m = run.layout, run.model
+    ends = m.vocab * m.embed * (1 if m.tied else 2)
+    experts = m.layers * m.experts * m.embed * m.mlp * (m.gates + 1)
+    layers = flops.params(m) - ends - experts + experts / a.ep
+    return layers / (a.pp * a.tp), ends / a.tp
+
+
 def recomputed(run: Run, remat: str) -> float:
     """Share of a layer's forward FLOPs that the backward pass computes again."""
     m, saved = run.model, dataclasses.replace(run.train, remat=remat).saved
@@ -147,3 +152,13 @@ def recomputed(run: Run, remat: str) -> float:
 def policies(run: Run) -> list[str]:
     """Remat policies, the one that keeps most first."""
     return sorted(REMATS, key=lambda remat: -activation_bytes(run, remat))
+
+
+def within(run: Run, room: float) -> list[str]:
+    """Remat policies that keep at most so many bytes, the one that keeps most first."""
+    return [remat for remat in policies(run) if activation_bytes(run, remat) <= room]
+
+
+def with_remat(run: Run, remat: str) -> Run:
+    """The run with another remat policy."""
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=remat))

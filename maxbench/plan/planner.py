@@ -13,7 +13,7 @@ from maxbench.plan.simulate import Timeline
 from maxbench.run import metrics, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
-from maxbench.step.schedule import Schedule, schedule
+from maxbench.step.schedule import schedule_of
 
 PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
     "gemm": "matrix products",
@@ -47,11 +47,6 @@ class Plan:
         return self.timeline.seconds
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation, convention 'full'."""
-        return figures(self)["mfu"]["full"]
-
-    @property
     def fits(self) -> bool:
         return self.memory.spare >= 0
 
@@ -68,9 +63,7 @@ def plan(run: Run) -> Plan:
         artifact.require_compiler()
         if "jax" not in sys.modules:
             runtime.prepare_compiler()
-        from maxbench.plan.planner import (
-            aot,  # the one late import: what is cached is planned without jax
-        )
+        from maxbench.plan import aot  # the one late import: what is cached is planned without jax
 
         compiled = aot.compile_run(run)
         artifact.store(run, compiled)
@@ -87,15 +80,8 @@ def play(
 ) -> Timeline:
     """The program's predicted step; `physics` in place of the GPU type's own."""
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    choose = simulate.as_scheduled(pipeline_of(run).shares())
     costs = Costs(run.layout.gpu_type, degrees, physics)
-    return simulate.play(program, costs, choose, record)
-
-
-def pipeline_of(run: Run) -> Schedule:
-    """The schedule of the run's pipeline; without one, of a pipeline of one stage."""
-    a = run.layout
-    return schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
+    return simulate.play(program, costs, schedule_of(run).shares(), record)
 
 
 def best_remat(run: Run) -> Plan:
@@ -103,18 +89,12 @@ def best_remat(run: Run) -> Plan:
 
     What a policy keeps is arithmetic, so two or three programs are compiled, not all.
     """
-    policies = memory.policies(run)
-    with_policy = lambda remat: dataclasses.replace(
-        run, train=dataclasses.replace(run.train, remat=remat)
-    )
-    least = plan(with_policy(policies[-1]))
-    room = least.memory.spare + memory.activation_bytes(run, policies[-1])
-    for remat in policies[:-1]:
-        if memory.activation_bytes(run, remat) <= room * 1.05:
-            found = plan(with_policy(remat))
-            if found.fits:
-                return found
-    return least
+    least = memory.policies(run)[-1]
+    last = plan(memory.with_remat(run, least))
+    room = last.memory.spare + memory.activation_bytes(run, least)
+    others = (r for r in memory.within(run, room * 1.05) if r != least)
+    plans = (plan(memory.with_remat(run, remat)) for remat in others)
+    return next((p for p in plans if p.fits), last)
 
 
 def figures(p: Plan) -> dict:
@@ -188,40 +168,35 @@ def as_published(run: Run) -> Run:
     if row is None:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=row.remat))
+    return memory.with_remat(run, row.remat)
 
 
 def screen(p: Plan) -> str:
     """The plan on one screen."""
-    run, m, t = p.run, p.memory, p.timeline
-    f = figures(p)
-    gpu = run.layout.gpu_type
+    run, m, t, f = p.run, p.memory, p.timeline, figures(p)
+    purposes = ("weights", "optimizer", "gradients", "activations", "workspace")
+    traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
+    parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
+    mfu, rate = f["mfu"], f["tflops_per_gpu"]
     lines = [
         f"{run.model.name} {run.model.size} {run.precision.dtype}, seq {run.train.seq}, on "
-        f"{run.layout.gpus} x {gpu.upper()}",
+        f"{run.layout.gpus} x {run.layout.gpu_type.upper()}",
         f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
         "",
         f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}   {verdict(p)}",
-    ]
-    parts = ("weights", "optimizer", "gradients", "activations", "workspace")
-    lines += [f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in parts]
-    lines += [
+        *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in purposes),
         "",
         "communication of one GPU    over    link        times       GiB   busy s  exposed",
-    ]
-    for x in sorted(t.traffic.values(), key=lambda x: -x.busy_s):
-        lines.append(
+        *(
             f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
             f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
-        )
-    lines += ["", f"predicted step      {t.seconds:10.3f} s"]
-    for part, text in PARTS.items():
-        seconds = f["parts_s"].get(part, 0.0)
-        if seconds:
-            lines.append(f"  {text:<28}{seconds:8.3f} s {seconds / t.seconds:6.1%}")
-    mfu, rate, days = f["mfu"], f["tflops_per_gpu"], f["days_to_1t_tokens"]
-    lines += [
-        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens {days:,.2f}",
+            for x in traffic
+        ),
+        "",
+        f"predicted step      {t.seconds:10.3f} s",
+        *(f"  {text:<28}{s:8.3f} s {s / t.seconds:6.1%}" for text, s in parts.items() if s),
+        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens "
+        f"{f['days_to_1t_tokens']:,.2f}",
         "TFLOP/s per GPU     "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
@@ -230,6 +205,18 @@ def screen(p: Plan) -> str:
         f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
         + (", from the cache" if p.cached else ""),
     ]
+    return "\n".join(lines)
+
+
+def ranking(plans: list[Plan], given: Run) -> str:
+    """Plans that fit, fastest first, then those that do not."""
+    lines = [f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
+    for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
+        mark = "  (as given)" if p.run == given else ""
+        lines.append(
+            f"{p.step_s:9.3f} {figures(p)['mfu']['full']:6.1%} {p.memory.spare / GIB:10.1f}  "
+            f"{p.run.layout.describe()}; {p.run.train.remat}{mark}"
+        )
     return "\n".join(lines)
 
 
@@ -259,8 +246,6 @@ def verdict(p: Plan) -> str:
     if p.fits:
         return f"fits, {spare:.1f} GiB spare"
     room = p.memory.capacity - p.memory.total + p.memory.activations
-    would = next(
-        (r for r in memory.policies(p.run) if memory.activation_bytes(p.run, r) <= room), None
-    )
-    hint = f"--config.train.remat={would}" if would else "more fsdp, tp or cp; smaller mbs"
+    would = memory.within(p.run, room)
+    hint = f"--config.train.remat={would[0]}" if would else "more fsdp, tp or cp; smaller mbs"
     return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"

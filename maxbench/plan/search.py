@@ -1,5 +1,6 @@
 """Which layout and remat policy is fastest: all legal ones by arithmetic, the best by compiling."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -8,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from maxbench.plan import memory
 from maxbench.plan.costs import Costs
-from maxbench.plan.memory import GIB
 from maxbench.spec import flops
+from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
 
 MOST_TP = 16  # GPUs that split one matrix product, at most
@@ -43,29 +44,15 @@ def layouts(run: Run) -> Iterator[Run]:
     gpus, m = run.layout.gpus, run.model
     inside = powers(min(gpus, MOST_TP))
     stages = pipelines(m.layers, min(gpus, MOST_PP))
-    for (pp, vp), tp, cp, ep in itertools.product(
-        stages, inside, powers(8), powers(m.experts or 1)
+    for (pp, vp), tp, cp, ep, fsdp, mbs in itertools.product(
+        stages, inside, powers(8), powers(m.experts or 1), powers(gpus), powers(4)
     ):
-        shards = gpus // (pp * tp * cp * ep)
-        if shards * pp * tp * cp * ep != gpus:
+        dp, left = divmod(gpus, pp * tp * cp * ep * fsdp)
+        if left:
             continue
-        for fsdp, mbs in itertools.product(powers(shards), powers(4)):
-            axes = dict(pp=pp, vp=vp, dp=shards // fsdp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs)
-            try:
-                layout = dataclasses.replace(run.layout, **axes)
-                if layout.gpus == gpus:
-                    yield dataclasses.replace(run, layout=layout)
-            except ValueError:
-                continue  # Run says why; here it only means: not legal
-
-
-def stage_weights(run: Run) -> tuple[float, float]:
-    """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
-    a, m = run.layout, run.model
-    ends = m.vocab * m.embed * (1 if m.tied else 2)
-    experts = m.layers * m.experts * m.embed * m.mlp * (m.gates + 1)
-    layers = flops.params(m) - ends - experts + experts / a.ep
-    return layers / (a.pp * a.tp), ends / a.tp
+        axes = dict(pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs)
+        with contextlib.suppress(UserError):  # it says why; here it only means: not legal
+            yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))
 
 
 def seconds(run: Run) -> float:
@@ -88,7 +75,7 @@ def seconds(run: Run) -> float:
     if m.experts:  # there and back, twice
         wait += 4 * link("all-to-all", WIDTH * numbers * m.top_k // a.tp, "ep")
     work = layers + wait * m.layers / a.pp
-    weights, ends = stage_weights(run)
+    weights, ends = memory.stage_weights(run)
     if a.fsdp > 1:  # gathered forward and backward, reduced once, beside the products
         gathers = 3 * link("all-gather", int(WIDTH * weights), "fsdp")
         crowded = a.tp * a.cp * a.ep > 1  # others wait for the same stream: about half is exposed
@@ -105,7 +92,7 @@ def seconds(run: Run) -> float:
 def held(run: Run) -> float:
     """Arithmetic: about how many bytes a GPU holds."""
     a, m = run.layout, run.model
-    weights, ends = stage_weights(run)
+    weights, ends = memory.stage_weights(run)
     slots = 1 if m.layers % (a.pp * a.vp) == 0 else (m.layers + 2) / m.layers
     local = WIDTH * (weights * slots + ends) / a.fsdp
     # To compute with; gradients; experts' gradients once more, turned round.
@@ -130,7 +117,7 @@ def candidates(run: Run, keep: int) -> list[Run]:
         a = other.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
         for remat in memory.policies(other):
-            one = dataclasses.replace(other, train=dataclasses.replace(other.train, remat=remat))
+            one = memory.with_remat(other, remat)
             if held(one) < room:
                 best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
     ranked = [one for _, one in sorted(best.values(), key=first)]
@@ -149,21 +136,7 @@ def search(run: Run, plan: Callable, keep: int, say: Callable[[str], None]) -> l
         say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.remat}")
         plans.append(plan(one))
         room = memory.activation_bytes(one, one.train.remat) + plans[-1].memory.spare
-        less = (r for r in memory.policies(one) if memory.activation_bytes(one, r) <= room)
-        if one != run and not plans[-1].fits and (remat := next(less, None)):
-            say(f"     does not fit; {remat}")
-            train = dataclasses.replace(one.train, remat=remat)
-            plans.append(plan(dataclasses.replace(one, train=train)))
+        if one != run and not plans[-1].fits and (less := memory.within(one, room)):
+            say(f"     does not fit; {less[0]}")
+            plans.append(plan(memory.with_remat(one, less[0])))
     return plans
-
-
-def table(plans: list, given: Run) -> str:
-    """Plans that fit, fastest first, then those that do not."""
-    lines = [f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
-    for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
-        mark = "  (as given)" if p.run == given else ""
-        lines.append(
-            f"{p.step_s:9.3f} {p.mfu:6.1%} {p.memory.spare / GIB:10.1f}  "
-            f"{p.run.layout.describe()}; {p.run.train.remat}{mark}"
-        )
-    return "\n".join(lines)

@@ -12,8 +12,9 @@ played and counted as often as the loop runs.
 
 import collections
 import dataclasses
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from maxbench.plan import hlo
 from maxbench.plan.costs import FP8, GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
@@ -74,46 +75,31 @@ class Timeline:
         return sum(t.exposed_s for t in self.traffic.values())
 
 
-# A conditional, or a loop that runs once or not at all -> how often its longest branch runs, and
-# how often it is waited for; of its runs.
-Choose = Callable[[hlo.Op], tuple[float, float]]
-
-
-def always(op: hlo.Op) -> tuple[float, float]:
-    """The longest branch, every time."""
-    del op
-    return 1.0, 0.0
-
-
-def as_scheduled(shares: dict[str, tuple[float, float]]) -> Choose:
-    """By the name that a pipeline's executor gave the conditional, '.../pipeline_loss/cond', or the
-    loop that stands for one.
-
-    One inside another has a name of its own or none: its runs are counted by the outer one's.
-    """
-    return lambda op: shares.get(
-        re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], (1.0, 0.0)
-    )
+ALWAYS = (1.0, 0.0)  # the longest branch, every time
 
 
 def play(
-    program: hlo.Program, costs: Costs, choose: Choose = always, record: bool = False
+    program: hlo.Program,
+    costs: Costs,
+    shares: Mapping[str, tuple[float, float]] = {},
+    record: bool = False,
 ) -> Timeline:
     """Plays the program's entry once.
 
     Args:
-      choose: how often a conditional's work is done; a pipeline's schedule knows, the text is the
-        same for all stages.
+      shares: the name that a pipeline's executor gave a conditional, or a loop that stands for one
+        -> how often its longest branch runs, and how often it is waited for, of its runs. A
+        schedule knows, the text is the same for all stages; others run ALWAYS.
       record: keep the bars, for drawing.
     """
-    player = _Player(program, costs, choose, record)
+    player = _Player(program, costs, shares, record)
     player.timeline.seconds = player.run(program.entry, 0.0, 1)
     return player.timeline
 
 
 class _Player:
-    def __init__(self, program, costs, choose, record):
-        self.program, self.costs, self.choose, self.record = program, costs, choose, record
+    def __init__(self, program, costs, shares, record=False):
+        self.program, self.costs, self.shares, self.record = program, costs, shares, record
         self.timeline = Timeline()
         self.free = 0.0  # when the communication stream is free again
         self.prices: dict[hlo.Op, tuple[str, float, float]] = {}
@@ -123,12 +109,13 @@ class _Player:
         pending: dict[str, tuple[float, Traffic]] = {}
         for op in where.ops:
             base = op.opcode.removesuffix("-start").removesuffix("-done")
-            if op.opcode in hlo.FREE or op.opcode == "async-update":
+            if op.opcode in hlo.FREE:
                 continue
             if op.opcode == "while":
                 now = self._loop(where, op, now, times)
             elif op.opcode == "conditional":
-                now = self._conditional(op, op.branches, now, times)
+                branches = [self.program.computations[name] for name in op.branches]
+                now = self._conditional(op, branches, now, times)
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
@@ -139,11 +126,16 @@ class _Player:
                 now = self._kernel(where, op, now, times)
         return now
 
+    def _share(self, op):
+        """By its name, '.../pipeline_loss/cond'. One inside another has a name of its own or none:
+        its runs are counted by the outer one's."""
+        return self.shares.get(re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], ALWAYS)
+
     def _loop(self, where, op, now, times):
-        if self.choose(op) != always(op):
-            return self._conditional(op, [self.program.called(op, "body").name], now, times)
-        body, trips = self.program.called(op, "body"), self.program.trips(where, op)
-        left = trips
+        body = self.program.called(op, "body")
+        if self._share(op) != ALWAYS:
+            return self._conditional(op, [body], now, times)
+        left = trips = self.program.trips(where, op)
         # While something from outside still runs, or bars are wanted, iterations differ.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
             now, left = self.run(body, now, times), left - 1
@@ -157,19 +149,16 @@ class _Player:
         self.free = min(self.free, now)
         return now + seconds
 
-    def _conditional(self, op, names, now, times):
-        alone = [
-            play_alone(self.program, self.program.computations[n], self.costs, self.choose)
-            for n in names
-        ]
-        longest = names[max(range(len(names)), key=alone.__getitem__)]
-        done, waited = self.choose(op)
+    def _conditional(self, op, branches, now, times):
+        alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)
+        longest = max(branches, key=alone)
+        done, waited = self._share(op)
         decisions = 1 + done * (op.opcode == "while")
         decided = decisions * self.costs.physics.host_us * 1e-6
         self.timeline.compute["host"] += decided * times
         now += decided
         before = self.free
-        seconds = self.run(self.program.computations[longest], now, times * done) - now
+        seconds = self.run(longest, now, times * done) - now
         self.timeline.idle_s += seconds * waited * times
         end = now + seconds * (done + waited)
         # What ran inside is over on average by then.
@@ -194,7 +183,8 @@ class _Player:
         if kind is None:  # a kernel or a copy on another stream: short, and never a collective
             return now
         sent = sum(hlo.size(o.shape) for o in place.operands(inner))
-        received = self._received(where, op)
+        done = next((user for user in where.users[op.name] if user.is_done), op)
+        received = hlo.size(done.shape)
         permute = kind == "permute"
         link = self.costs.permute_link(inner.pairs) if permute else self.costs.link(inner.groups)
         traffic = self.timeline.traffic.setdefault((kind, link.axes), Traffic(kind, link))
@@ -210,10 +200,6 @@ class _Player:
         else:
             pending[op.name] = (end, traffic)
         return now
-
-    def _received(self, where, op):
-        done = next((u for u in where.users[op.name] if u.is_done), op)
-        return hlo.size(done.shape)
 
     def _kernel(self, where, op, now, times):
         if op not in self.prices:
@@ -244,11 +230,6 @@ class _Player:
             self.timeline.spans.append(Span(stream, name, kind, start, seconds))
 
 
-def play_alone(program, where: hlo.Computation, costs: Costs, choose: Choose) -> float:
-    """Seconds of one computation by itself."""
-    return _Player(program, costs, choose, record=False).run(where, 0.0, 1)
-
-
 def price(
     program: hlo.Program, where: hlo.Computation, op: hlo.Op, costs: Costs
 ) -> tuple[str, float, float]:
@@ -262,9 +243,7 @@ def price(
         return "gemm", max(seconds, bytes_s), 2.0 * m * n * k * batch
     if op.target.startswith("__cudnn$fmha"):
         backward, causal = op.target.endswith("Backward"), '"mask_type": "CAUSAL"' in op.attrs
-        scores = 1
-        for size in op.dims("dimensions"):
-            scores *= size
+        scores = math.prod(op.dims("dimensions"))
         head_dim = where.operands(op)[0].shape.dims[-1]
         seconds = costs.attention(scores, head_dim, causal, backward)
         flops = (10.0 if backward else 4.0) * scores * head_dim * (0.5 if causal else 1)

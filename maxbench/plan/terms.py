@@ -29,7 +29,6 @@ from maxbench.hardware.published import Published
 from maxbench.plan import memory
 from maxbench.plan.costs import Costs
 from maxbench.plan.simulate import Timeline
-from maxbench.spec import flops
 from maxbench.spec.run import AXES, Run
 
 
@@ -48,8 +47,7 @@ def terms(run: Run, t: Timeline, row: Published) -> dict[str, float]:
             elif x.link.axes == "pp":
                 found["exposed pp"] += x.exposed_s / beside
     elif run.precision.dtype == "fp8":
-        m, a = run.model, run.layout
-        weights = (flops.params(m) - 2 * m.vocab * m.embed) / a.tp / a.pp
-        seconds = Costs(a.gpu_type, dict.fromkeys(AXES, 1)).memory(2 * 3 * weights)
-        found["weights to FP8"] = -seconds * a.microbatches
+        weights, _ = memory.stage_weights(run)
+        seconds = Costs(run.layout.gpu_type, dict.fromkeys(AXES, 1)).memory(2 * 3 * weights)
+        found["weights to FP8"] = -seconds * run.layout.microbatches
     return {name: seconds for name, seconds in found.items() if seconds}

@@ -37,29 +37,27 @@ def events(spans: list[Span], title: str) -> dict:
 def svg(spans: list[Span], title: str, wide: int = 1600, row: int = 40) -> str:
     """Bars over time, one row per stream. Bars thinner than a tenth of a pixel are left out."""
     end = max((s.start + s.seconds for s in spans), default=1.0)
-    scale, left = (wide - 140) / end, 120
+    scale, left, height = (wide - 140) / end, 120, 60 + row * len(STREAMS)
     text = lambda x, y, t: (
         f'<text x="{x:.0f}" y="{y:.0f}" font-size="13" font-family="sans-serif">'
         f"{html.escape(t)}</text>"
     )
-    height = 60 + row * len(STREAMS)
+    bar = lambda x, y, width, height, kind: (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" '
+        f'fill="{COLORS.get(kind, COMMUNICATION)}"/>'
+    )
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{height + 30}">',
         text(8, 20, f"{title}: {end:.3f} s"),
+        *(text(8, 60 + row * i, stream) for i, stream in enumerate(STREAMS)),
     ]
-    for i, stream in enumerate(STREAMS):
-        lines.append(text(8, 60 + row * i, stream))
     for s in spans:
-        if s.seconds * scale >= 0.1:
+        x, width = f"{left + s.start * scale:.2f}", s.seconds * scale
+        if width >= 0.1:
             y = 40 + row * STREAMS.index(s.stream)
-            lines.append(
-                f'<rect x="{left + s.start * scale:.2f}" y="{y}" '
-                f'width="{s.seconds * scale:.2f}" height="{row - 12}" '
-                f'fill="{COLORS.get(s.kind, COMMUNICATION)}"/>'
-            )
-    kinds = [*COLORS.items(), ("communication", COMMUNICATION)]
-    for i, (kind, color) in enumerate(kinds):
-        x = left + 150 * i
-        lines.append(f'<rect x="{x}" y="{height}" width="14" height="14" fill="{color}"/>')
-        lines.append(text(x + 20, height + 12, {"loop": "more iterations"}.get(kind, kind)))
+            lines.append(bar(x, y, f"{width:.2f}", row - 12, s.kind))
+    for i, kind in enumerate([*COLORS, "communication"]):
+        lines.append(bar(left + 150 * i, height, 14, 14, kind))
+        name = "more iterations" if kind == "loop" else kind
+        lines.append(text(left + 150 * i + 20, height + 12, name))
     return "\n".join([*lines, "</svg>"])

@@ -8,7 +8,7 @@ scores are compared. That costs some 50 ms after the last step, outside of every
 import json
 import os
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -28,26 +28,17 @@ def gather(what: dict) -> list[dict]:
     """One dict from every process, in their order; all processes must call it."""
     if jax.process_count() == 1:
         return [what]
-    data = np.frombuffer(json.dumps(what).encode(), dtype=np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(data)]))
-    padded = np.zeros(int(sizes.max()), dtype=np.uint8)
-    padded[: len(data)] = data
-    every = multihost_utils.process_allgather(padded)
-    return [
-        json.loads(bytes(row[:size]))
-        for row, size in zip(every, np.ravel(sizes).tolist(), strict=True)
-    ]
+    text = json.dumps(what).encode()
+    longest = int(multihost_utils.process_allgather(np.array(len(text))).max())
+    padded = np.frombuffer(text.ljust(longest), np.uint8)  # with spaces, which JSON leaves out
+    return [json.loads(bytes(row)) for row in multihost_utils.process_allgather(padded)]
 
 
 def best_s(f: Callable, x: jax.Array, times: int = 3) -> float:
     """Seconds of f(x) at its best of so many times, compiled before."""
-    f(x).block_until_ready()
-    took = []
-    for _ in range(times):
-        start = time.perf_counter()
-        f(x).block_until_ready()
-        took.append(time.perf_counter() - start)
-    return min(took)
+    once = lambda: f(x).block_until_ready()
+    once()
+    return min(timeit.repeat(once, number=1, repeat=times))
 
 
 def gemm_tflops() -> list[float]:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -38,8 +39,7 @@ def train(run: Run) -> int:
         devices = axes.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
-    stop = StopRequest()
-    log = start_log(run, devices)
+    stop, log = stop_requests(), start_log(run, devices)
     try:
         compiled = compile_step(step, log)
         with cli.clear_errors("train"):
@@ -93,27 +93,20 @@ def start_log(run: Run, devices) -> metrics.Log:
 
 def compile_step(step: Step, log: metrics.Log):
     """Compiles the step and says what memory it needs, before any weight exists."""
-    start = time.perf_counter()
-    lowered = step.lower()
-    traced = time.perf_counter()
-    options = compiler.xla_options(step.platform, step.run)
-    compiled = lowered.compile(compiler_options=options)
-    done = time.perf_counter()
-    memory = compiled.memory_analysis()
+    compiled, lower_s, compile_s = step.compile()
     state_gib = places.size_gib(step.abstract)
-    log.result |= {"lower_s": traced - start, "compile_s": done - traced, "state_gib": state_gib}
-    log.result |= {
-        "temporary_gib": memory.temp_size_in_bytes / 2**30,
-        "attention": step.run.train.attention,
-    }
+    temporary_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    train = step.run.train
+    log.result |= {"lower_s": lower_s, "compile_s": compile_s, "state_gib": state_gib}
+    log.result |= {"temporary_gib": temporary_gib, "attention": train.attention}
     how, fp8 = step.run.precision, ""
     if how.dtype == "fp8":
         log.result["fp8"] = {"backend": how.backend, "scaling": how.scaling}
         fp8 = f", fp8 {how.backend} {how.scaling}"
     log.line(
-        f"compiled in {done - start:.1f} s (lower {traced - start:.1f}); per device: state "
-        f"{state_gib:.2f} GiB, temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB; "
-        f"attention {step.run.train.attention}, remat {step.run.train.remat}{fp8}"
+        f"compiled in {lower_s + compile_s:.1f} s (lower {lower_s:.1f}); per device: state "
+        f"{state_gib:.2f} GiB, temporaries {temporary_gib:.2f} GiB; "
+        f"attention {train.attention}, remat {train.remat}{fp8}"
     )
     return compiled
 
@@ -153,66 +146,76 @@ def rate(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3f} GB : {size / 1e9 / seconds:.3f} GB/s"
 
 
-def steps(run: Run, log: metrics.Log, stop: "StopRequest", compiled, state) -> str:
+def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
-    first, every = int(state["step"]), run.output.checkpoint_every
-    device = jax.local_devices()[0]
+    i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
     window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
-    last_done, queued, reason = time.perf_counter(), None, ""
-
-    def finish(i, out):
-        nonlocal last_done
-        jax.block_until_ready(out)
-        now = time.perf_counter()
-        step_s, last_done = now - last_done, now
-        if i == first:
-            log.result["start_to_first_step_s"] = metrics.since_start_s()
-        out = {k: float(v) for k, v in out.items()}
-        in_use = (device.memory_stats() or {}).get("bytes_in_use", 0)
-        peak = metrics.peak_memory_bytes(device)
-        log.step(i, step_s, out, (peak, in_use or peak))
-        log.result["peak_bytes"] = peak
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(out[name]):
-                raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
-
-    i = first
+    queue = Queue(log)
     while i < run.train.steps and not reason:
-        reason = stop.asked(i)
-        if window.edge(i) and queued:
-            finish(*queued)
-            queued = None
+        reason = stop(i)
+        if window.edge(i):
+            queue.drain()
         window.before(i)
         state, out = compiled(state)
-        if queued:
-            finish(*queued)
-        queued, i = (i, out), i + 1
+        queue.add(i, out)
+        i += 1
         if every and i % every == 0 and i < run.train.steps:
-            finish(*queued)
+            queue.drain()
             save(run, log, state)
-            queued, last_done = None, time.perf_counter()
-    if queued:
-        finish(*queued)
+            queue.last_done = time.perf_counter()
+    queue.drain()
     window.close()
     if run.output.checkpoint or every:
         save(run, log, state)
     return reason and f"{reason} after step {i - 1}"
 
 
-class StopRequest:
-    """SIGTERM: finish the step, save, exit. Several processes agree on the step."""
+class Queue:
+    """The step that was started last; it is waited for when the next one is queued behind it."""
 
-    def __init__(self):
-        self.signal = ""
-        if jax.process_count() == 1:
-            signal.signal(signal.SIGTERM, self._note)
+    def __init__(self, log: metrics.Log):
+        self.log, self.device = log, jax.local_devices()[0]
+        self.started: tuple | None = None
+        self.last_done = time.perf_counter()
 
-    def _note(self, number, frame):
-        self.signal = signal.Signals(number).name
+    def add(self, i: int, out: dict) -> None:
+        """Takes what step i will have reported, and waits for the step before it."""
+        self.drain()
+        self.started = i, out
 
-    def asked(self, step: int) -> str:
-        """Why to stop with this step as the last one, or ''."""
-        if jax.process_count() == 1:
-            return self.signal
-        return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else ""
+    def drain(self) -> None:
+        """Waits for the step, and records it.
+
+        Raises:
+          Failed: its loss or gradient is not finite.
+        """
+        if self.started is None:
+            return
+        (i, out), self.started = self.started, None
+        jax.block_until_ready(out)
+        now = time.perf_counter()
+        step_s, self.last_done = now - self.last_done, now
+        if not self.log.times:
+            self.log.result["start_to_first_step_s"] = metrics.since_start_s()
+        out = {k: float(v) for k, v in out.items()}
+        in_use = (self.device.memory_stats() or {}).get("bytes_in_use", 0)
+        peak = metrics.peak_memory_bytes(self.device)
+        self.log.step(i, step_s, out, (peak, in_use or peak))
+        self.log.result["peak_bytes"] = peak
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(out[name]):
+                raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
+
+
+def stop_requests() -> Callable[[int], str]:
+    """SIGTERM: finish the step, save, exit. Several processes agree on the step.
+
+    Returns what says why to stop with a given step as the last one, or ''.
+    """
+    if jax.process_count() > 1:
+        reached = multihost_utils.reached_preemption_sync_point
+        return lambda step: "SIGTERM" if reached(step) else ""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(signal.Signals(number).name))
+    return lambda _: asked[0] if asked else ""

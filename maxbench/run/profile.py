@@ -1,5 +1,6 @@
 """Profiles: windows of steps under Nsight Systems or XPlane."""
 
+import contextlib
 import ctypes
 import pathlib
 import sys
@@ -69,15 +70,11 @@ def _cuda_profiler(name: str) -> None:
     """
     packed = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")
     for library in [*map(str, packed), "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
-        try:
-            code = getattr(ctypes.CDLL(library), name)()
-        except OSError:
-            continue
-        if code:
-            raise UserError(
-                f"{name} failed with CUDA error {code}; profile=xplane does not need it"
-            )
-        return
+        with contextlib.suppress(OSError):  # another one, then
+            if code := getattr(ctypes.CDLL(library), name)():
+                why = f"{name} failed with CUDA error {code}"
+                raise UserError(f"{why}; profile=xplane does not need it")
+            return
     raise UserError(
         "profile=nsys needs CUDA's runtime (libcudart), which is not here; profile=xplane does not"
     )

@@ -15,6 +15,7 @@ from maxbench.spec.run import Run
 
 JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
+PACKAGES += ("transformer-engine",)
 
 
 def prepare(run: Run) -> None:
@@ -75,12 +76,15 @@ def connect(run: Run) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        found[name] = metadata.version(name)
+    found = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    return {name: text for name, text in found.items() if text}
+
+
+def version(package: str) -> str:
+    """Of an installed package; '' for one that is not."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        found["transformer-engine"] = metadata.version("transformer-engine")
-    return found
+        return metadata.version(package)
+    return ""
 
 
 def git_revision() -> str:

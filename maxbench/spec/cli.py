@@ -148,9 +148,7 @@ def clear_errors(command: str) -> Iterator[None]:
 
 def help_text(doc: str, fv: flags.FlagValues) -> str:
     """The command's docstring and its flags, a line each."""
-    lines = []
-    for name, flag in sorted(fv.flags_by_module_dict().items()):
-        del name
-        lines += [f"  --{f.name:<15} {f.help.split(': ' + chr(10))[0]}" for f in flag]
+    found = (f for _, each in sorted(fv.flags_by_module_dict().items()) for f in each)
+    lines = [f"  --{f.name:<15} {f.help.split(': ' + chr(10))[0]}" for f in found]
     lines.append("  --config.section.field=value: any other setting; --dry_run prints them all")
     return doc + "\n\nflags:\n" + "\n".join(lines)

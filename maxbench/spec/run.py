@@ -7,17 +7,15 @@ import dataclasses
 import math
 
 from maxbench.hardware.gpus import CHIPS, GPUS
-from maxbench.spec.errors import UserError, choose, divisors
+from maxbench.spec.errors import UserError, choose, divisors, judge, nearest, setting
 from maxbench.spec.model import Model
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 FP8_MULTIPLE = {"current": 16, "delayed": 16, "mxfp8": 32}  # of every dim of an FP8 GEMM
 BACKENDS = ("auto", "xla", "te")
-ATTENTIONS = ("auto", "xla", "cudnn")
 PROFILERS = ("", "nsys", "xplane", "nccltrace")
 SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
-DATA = ("random", "markov")
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
 TENSORS = ("query", "key", "value", "context", "attn_out", "mlp_up", "mlp_act", "mlp_down")
@@ -37,15 +35,15 @@ REMATS = {
 class Layout:
     """How the work is spread: the degree of each mesh axis, and the batch."""
 
-    gpu_type: str = "h100"
-    pp: int = 1
-    vp: int = 1  # virtual stages (chunks of layers) per pipeline stage
-    dp: int = 1
-    fsdp: int = 1
-    ep: int = 1
-    cp: int = 1
-    tp: int = 1
-    mbs: int = 1  # sequences per data-parallel GPU and microbatch
+    gpu_type: str = setting("h100", options=GPUS)
+    pp: int = setting(1, at_least=1)
+    vp: int = setting(1, at_least=1)  # virtual stages (chunks of layers) per pipeline stage
+    dp: int = setting(1, at_least=1)
+    fsdp: int = setting(1, at_least=1)
+    ep: int = setting(1, at_least=1)
+    cp: int = setting(1, at_least=1)
+    tp: int = setting(1, at_least=1)
+    mbs: int = setting(1, at_least=1)  # sequences per data-parallel GPU and microbatch
     gbs: int = 0  # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
 
     @property
@@ -73,10 +71,7 @@ class Layout:
         return f"{devices}, mbs {self.mbs}, gbs {self.gbs} ({micro})"
 
     def __post_init__(self):
-        choose("gpu_type", self.gpu_type, GPUS)
-        for axis in (*AXES, "vp", "mbs"):
-            if getattr(self, axis) < 1:
-                raise UserError(f"{axis}={getattr(self, axis)} must be at least 1")
+        judge(self)
         step = self.mbs * self.shards
         if self.gbs == 0:
             object.__setattr__(self, "gbs", step)
@@ -84,7 +79,7 @@ class Layout:
             raise UserError(
                 f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
                 f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
-                f"{max(step, round(self.gbs / step) * step)}"
+                f"{nearest(self.gbs, step)}"
             )
         if self.vp > 1 and self.pp == 1:
             raise UserError(f"vp={self.vp} needs pp > 1: virtual stages divide a pipeline's stages")
@@ -94,15 +89,19 @@ class Layout:
 class Train:
     """The step and its memory."""
 
-    seq: int  # tokens per sequence
-    steps: int = 50
+    seq: int = setting(at_least=1)  # tokens per sequence
+    steps: int = setting(50, at_least=1)
     seed: int = 0
-    data: str = "random"  # random tokens | markov: text of a fixed source, which can be learned
-    schedule: str = "1f1b"  # of a pipeline: 1f1b (interleaved when vp > 1) | gpipe
+    # random tokens | markov: text of a fixed source, which can be learned
+    data: str = setting("random", options=("random", "markov"))
+    schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
-    attention: str = "auto"  # auto (cudnn on a GPU, unless softcap) | xla | cudnn
-    loss_chunk: int = 0  # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
-    unroll: int = -1  # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0
+    # auto: cudnn on a GPU, unless softcap
+    attention: str = setting("auto", options=("auto", "xla", "cudnn"))
+    # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
+    loss_chunk: int = setting(0, at_least=0)
+    # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0
+    unroll: int = setting(-1, at_least=-1)
     z_loss: float = 0.0  # weight of mean(logsumexp^2)
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
 
@@ -112,15 +111,10 @@ class Train:
         return REMATS.get(self.remat) or tuple(t for t in self.remat.split(",") if t in TENSORS)
 
     def __post_init__(self):
-        choose("train.attention", self.attention, ATTENTIONS)
-        choose("train.schedule", self.schedule, SCHEDULES)
-        choose("train.data", self.data, DATA)
+        judge(self, "train.")
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
-        for field, least in (("seq", 1), ("steps", 1), ("loss_chunk", 0), ("unroll", -1)):
-            if getattr(self, field) < least:
-                raise UserError(f"train.{field}={getattr(self, field)} must be at least {least}")
         first, last = self.window
         if not 0 <= first <= last:
             raise UserError(f"train.window={self.window} must be two steps, first <= last")
@@ -130,22 +124,18 @@ class Train:
 class Optim:
     """AdamW and its learning rate: linear warmup, a constant part, then cosine to lr_min."""
 
-    lr: float
-    lr_min: float
-    warmup: float  # steps; below 1, a fraction of train.steps
-    constant: int = 0
+    lr: float = setting(at_least=0)
+    lr_min: float = setting(at_least=0)
+    warmup: float = setting(at_least=0)  # steps; below 1, a fraction of train.steps
+    constant: int = setting(0, at_least=0)
     b1: float = 0.9
     b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0  # global norm of the gradient
+    eps: float = setting(1e-8, above=0)
+    weight_decay: float = setting(0.1, at_least=0)
+    clip: float = setting(1.0, above=0)  # global norm of the gradient
 
     def __post_init__(self):
-        for field in ("lr", "lr_min", "warmup", "weight_decay", "constant"):
-            if getattr(self, field) < 0:
-                raise UserError(f"optim.{field}={getattr(self, field)} must not be negative")
-        if self.clip <= 0 or self.eps <= 0:
-            raise UserError(f"optim.clip={self.clip} and optimizer.eps={self.eps} must be positive")
+        judge(self, "optim.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,32 +178,28 @@ class Output:
 
     dir: str = "."
     checkpoint: bool = False  # save at the end
-    checkpoint_every: int = 0  # and every so many steps
+    checkpoint_every: int = setting(0, at_least=0)  # and every so many steps
     resume: str = ""  # a checkpoint to start from
-    stamp: int = 0  # of the run's folder, <name>_<stamp>; 0 = the time at which it starts
+    # of the run's folder, <name>_<stamp>; 0 = the time at which it starts
+    stamp: int = setting(0, at_least=0)
 
     def __post_init__(self):
-        for field in ("checkpoint_every", "stamp"):
-            if getattr(self, field) < 0:
-                raise UserError(f"output.{field}={getattr(self, field)} must not be negative")
+        judge(self, "output.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
     """Processes and devices."""
 
-    cpu_devices: int = 0  # virtual CPU devices; 0 = whatever JAX finds
-    mock_gpus: int = 0  # one GPU runs its share of a step on so many
+    cpu_devices: int = setting(0, at_least=0)  # virtual CPU devices; 0 = whatever JAX finds
+    mock_gpus: int = setting(0, at_least=0)  # one GPU runs its share of a step on so many
     tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
     coordinator: str = ""  # host:port of process 0
     processes: int = 0
     process: int = -1
 
     def __post_init__(self):
-        if self.cpu_devices < 0 or self.mock_gpus < 0:
-            raise UserError(
-                f"cpu_devices={self.cpu_devices}, mock_gpus={self.mock_gpus}: must not be negative"
-            )
+        judge(self)
         if self.cpu_devices and self.mock_gpus:
             raise UserError("cpu_devices and mock_gpus exclude each other: mocking needs a GPU")
         given = (bool(self.coordinator), self.processes > 0, self.process >= 0)
@@ -305,11 +291,10 @@ class Run:
             self._divides("ep", a.ep, "model.experts", m.experts)
         parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
         if t.seq % parts:
-            why = f"{'2 x cp' if a.cp > 1 else ''}{' x ' if a.cp > 1 and a.tp > 1 else ''}"
-            why += "tp" if a.tp > 1 else ""
+            why = " x ".join(["2 x cp"] * (a.cp > 1) + ["tp"] * (a.tp > 1))
             raise UserError(
                 f"train.seq={t.seq} does not divide into {why} = {parts} parts (cp={a.cp}, "
-                f"tp={a.tp}); nearest that works: {max(parts, round(t.seq / parts) * parts)}"
+                f"tp={a.tp}); nearest that works: {nearest(t.seq, parts)}"
             )
         if t.attention == "cudnn" and m.softcap:
             have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"

@@ -13,7 +13,7 @@ import functools
 
 import numpy as np
 
-from maxbench.spec.run import SCHEDULES
+from maxbench.spec.run import SCHEDULES, Run
 
 # Columns of Schedule.table; -1 is nothing. Slots are of this stage's own buffers.
 COLUMNS = (
@@ -104,6 +104,12 @@ class Schedule:
         more = f" (first {shown} of {self.ticks} ticks)" if self.ticks > shown else ""
         head = f"{self.name}: {self.ticks} ticks, bubble {self.bubble():.1%}, slots {self.keep}"
         return "\n".join([head + more, *rows])
+
+
+def schedule_of(run: Run) -> Schedule:
+    """The schedule of a run's pipeline; without one, of a pipeline of one stage."""
+    a = run.layout
+    return schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
 
 
 def _order(pp: int, vp: int, microbatches: int, backward: bool) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ Training and planning build the step the same way; only the devices differ.
 
 import dataclasses
 import functools
+import time
 
 import flax.linen as nn
 import jax
@@ -23,7 +24,7 @@ from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
 from maxbench.model import network, precision, te
 from maxbench.spec.run import AXES, DTYPES, Run
-from maxbench.step import data, optimizer, pipeline
+from maxbench.step import compiler, data, optimizer, pipeline
 from maxbench.step.schedule import layer_order
 
 
@@ -129,10 +130,19 @@ class Step:
         return jax.jit(reorder, out_shardings=shardings, donate_argnums=0)(state)
 
     def lower(self):
-        """The step, traced and lowered for the mesh; .compile() it."""
+        """The step, traced and lowered for the mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
         return step.trace(self.abstract).lower()
+
+    def compile(self) -> tuple[jax.stages.Compiled, float, float]:
+        """The step, compiled ahead of time, and the seconds that lowering and compiling took."""
+        start = time.perf_counter()
+        lowered = self.lower()
+        traced = time.perf_counter()
+        options = compiler.xla_options(self.platform, self.run)
+        compiled = lowered.compile(compiler_options=options)
+        return compiled, traced - start, time.perf_counter() - traced
 
     def _step(self, state):
         p = self.run.precision

@@ -131,15 +131,15 @@ def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
 
 
 @pytest.mark.parametrize(
-    ("choose", "seconds", "idle"),
+    ("shares", "seconds", "idle"),
     [
-        (simulate.always, 2 * KERNEL_S, 0),
-        (lambda op: (0.75, 0.25), 2 * KERNEL_S, 0.5 * KERNEL_S),
-        (simulate.as_scheduled({"pipeline_loss": (0.5, 0.0)}), KERNEL_S, 0),
-        (simulate.as_scheduled({"another": (0.5, 0.0)}), 2 * KERNEL_S, 0),
+        ({}, 2 * KERNEL_S, 0),
+        ({"pipeline_loss": (0.75, 0.25)}, 2 * KERNEL_S, 0.5 * KERNEL_S),
+        ({"pipeline_loss": (0.5, 0.0)}, KERNEL_S, 0),
+        ({"another": (0.5, 0.0)}, 2 * KERNEL_S, 0),
     ],
 )
-def test_a_conditional_takes_as_long_as_its_work_is_frequent(choose, seconds, idle):
+def test_a_conditional_takes_as_long_as_its_work_is_frequent(shares, seconds, idle):
     head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
     branch = head + "{ops}}}\n\n"
     others = branch.format(name="busy", ops=script("k1 k2")) + branch.format(
@@ -147,7 +147,7 @@ def test_a_conditional_takes_as_long_as_its_work_is_frequent(choose, seconds, id
     )
     op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%busy, %idle}}, "
     op += 'metadata={op_name="jit(_step)/while/body/pipeline_loss/cond"}\n'
-    t = play(op, others=others, choose=choose)
+    t = play(op, others=others, shares=shares)
     assert t.seconds == pytest.approx(seconds)
     assert t.idle_s == pytest.approx(idle)
 
@@ -166,8 +166,8 @@ def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
 
     inner = conditional("layer", "/branch_1_fun/while/body/closed_call/cond")
     others = branch("layer", script("k1")) + branch("idle", script("")) + branch("chunk", inner)
-    choose = simulate.as_scheduled({"pipeline_forward": (0.5, 0.25)})
-    t = play(conditional("chunk"), others=others, choose=choose)
+    shares = {"pipeline_forward": (0.5, 0.25)}
+    t = play(conditional("chunk"), others=others, shares=shares)
     assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
 
@@ -178,8 +178,8 @@ def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     name = 'metadata={op_name="jit(_step)/while/body/pipeline_backward/while"}'
     loop = WHILE.replace("\n", f", {name}\n", 1)
     price = Costs("h100", ONE, dataclasses.replace(EIGHT.physics, host_us=20))
-    choose = simulate.as_scheduled({"pipeline_backward": (0.25, 0.5)})
-    t = play(loop, price, others=others, choose=choose)
+    shares = {"pipeline_backward": (0.25, 0.5)}
+    t = play(loop, price, others=others, shares=shares)
     assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
     assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
     assert t.idle_s == pytest.approx(0.5 * KERNEL_S)

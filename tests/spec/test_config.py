@@ -199,6 +199,8 @@ BAD = {
     "act": (["--config", LLAMA, "--config.model.act=swigl"], ["did you mean 'swiglu'"]),
     "rope": (["--config", LLAMA, "--config.model.rope_fraction=0.0"], ["rope_fraction=0.0"]),
     "steps": (["--config", LLAMA, "--steps", "0"], ["train.steps=0", "at least 1"]),
+    "clip": (["--config", LLAMA, "--config.optim.clip=0.0"], ["optim.clip=0.0", "above 0"]),
+    "stamp": (["--config", LLAMA, "--config.output.stamp=-1"], ["output.stamp=-1", "at least 0"]),
     "process": (["--config", LLAMA, "--process", "1"], ["belong together"]),
     "mock": (["--config", LLAMA, "--mock_gpus", "8", "--cpu_devices", "8"], ["exclude each other"]),
     "output": (["--config", LLAMA, "--output_dir", "/proc/none"], ["output_dir='/proc/none'"]),
