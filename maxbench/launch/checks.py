@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from maxbench.hardware.gpus import GPUS
 from maxbench.run import runtime
 from maxbench.spec.run import Run
 from maxbench.step import compiler
@@ -133,7 +132,7 @@ def all_reduce_gbps() -> float:
 
 def table(run: Run, found: Sequence[dict]) -> str:
     """Scores beside their ceilings, a line per host, worst device each."""
-    gpu, by_host = GPUS[run.layout.gpu_type], _by_host(found)
+    gpu, by_host = run.layout.gpu, _by_host(found)
     on_gpu = found[0]["platform"] == "gpu"
     out = [f"{'host':<24} {'devices':<22} {'gemm TFLOP/s':>13}"]
     for host, each in by_host.items():
