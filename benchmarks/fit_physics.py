@@ -74,7 +74,7 @@ def grid(name: str) -> np.ndarray:
 
 def play(row: published.Published) -> Row:
     """Plays the row's program, from the cache or compiled now, on the grid."""
-    config = recipes.find(row.model, row.size)
+    (config,) = recipes.find(row.model, row.size)
     run = cli.run_of(f"--config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
     run = planner.as_published(run)
     compiled = planner.plan(run).compiled

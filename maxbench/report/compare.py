@@ -71,8 +71,8 @@ class Row:
 @functools.cache
 def model_of(name: str, size: str) -> Model | None:
     """The Model of a workload file, or None."""
-    path = recipes.find(name, size)
-    return Model(**recipes.workloads()[path].model) if path else None
+    models = [Model(**recipes.workloads()[path].model) for path in recipes.find(name, size)]
+    return models[0] if models else None
 
 
 def _model(r: Record) -> Model | None:

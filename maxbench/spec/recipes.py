@@ -262,10 +262,15 @@ def workloads() -> dict[pathlib.Path, ConfigDict]:
     return dict(sorted(found.items(), key=lambda item: item[1].launch.rank))
 
 
-def find(model: str, size: str) -> pathlib.Path | None:
-    """The workload file of a model and a size, by their names in it."""
-    same = (p for p, w in workloads().items() if (w.model.name, w.model.size) == (model, size))
-    return next(same, None)
+def find(model: str, size: str) -> list[pathlib.Path]:
+    """The workload files of a model and a size, by their names in them: one, if all is well."""
+    files = workloads().items()
+    return [path for path, w in files if (w.model.name, w.model.size) == (model, size)]
+
+
+def models() -> list[str]:
+    """The models' names."""
+    return list(dict.fromkeys(w.model.name for w in workloads().values()))
 
 
 def sizes(model: str = "") -> list[str]:
@@ -276,5 +281,5 @@ def sizes(model: str = "") -> list[str]:
 
 def model_names() -> dict[str, str]:
     """Every name of every model, the aliases too -> its own."""
-    every = {w.model.name: w.model.name for w in workloads().values()}
-    return {a: w.model.name for w in workloads().values() for a in w.launch.aliases} | every
+    aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
+    return aliases | {m: m for m in models()}
