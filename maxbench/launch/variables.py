@@ -42,10 +42,7 @@ KINDS = {  # what the whole text must match, and how a message says so
     "time": (r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "HH:MM:SS, as 00:30:00"),
     "count": (r"[0-9]+", "a whole number, at least {least}"),
     "ranks": (r"[0-9]+( *, *[0-9]+)*", "whole numbers, for example 0,1,2,3"),
-    "gres": (
-        r"0*[1-9][0-9]*|none",
-        "a whole number, at least 1; none where the cluster has no gres",
-    ),
+    "gres": (r"0*[1-9][0-9]*", "a whole number, at least 1; none where the cluster has no gres"),
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")
 

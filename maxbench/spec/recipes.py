@@ -157,11 +157,7 @@ def resolve(
     """
     flags, overrides = dict(flags or {}), dict(overrides or {})
     values = {name: dict(config[name]) for name in SECTIONS}
-    wanted = {**values["precision"], **values["layout"]}
-    for name in config.presets:
-        c.choose("preset", name, config.known)
-        wanted |= dict(config.known[name].get("precision", {}))
-    wanted |= flags | {path.rpartition(".")[2]: value for path, value in overrides.items()}
+    wanted = _wanted(config, flags, overrides)
     if wanted["dtype"] == "fp8":
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
@@ -195,6 +191,15 @@ def resolve(
         runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
         run = dataclasses.replace(run, runtime=runtime)
     return run
+
+
+def _wanted(config: ConfigDict, flags: Mapping, overrides: Mapping) -> dict[str, Any]:
+    """The GPU type and the dtype that all settings together say, among other fields."""
+    wanted = {**config.precision, **config.layout}
+    for name in config.presets:
+        c.choose("preset", name, config.known)
+        wanted |= dict(config.known[name].get("precision", {}))
+    return wanted | flags | {path.rpartition(".")[2]: v for path, v in overrides.items()}
 
 
 def _update(values: dict, given: Mapping) -> None:
@@ -279,6 +284,7 @@ def sizes(model: str = "") -> list[str]:
     return list(dict.fromkeys(m.size for m in every if model in ("", m.name)))
 
 
+@functools.cache
 def model_names() -> dict[str, str]:
     """Every name of every model, the aliases too -> its own."""
     aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
