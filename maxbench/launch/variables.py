@@ -6,6 +6,7 @@ settle() reads them from an environment; nothing else reads them.
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import tomllib
@@ -78,7 +79,7 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
     _typos(env)
     values = {name: _given(env, name) for name in VARIABLES}
     if values["HARDWARE"]:
-        values["HARDWARE"] = str(pathlib.Path(values["HARDWARE"]).absolute())
+        values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
         cli.add_hardware(values["HARDWARE"])
     for name, v in VARIABLES.items():
         if values[name] not in ("", v.default):
@@ -149,17 +150,16 @@ def _workload(values: dict[str, str]) -> tuple[pathlib.Path, list[str]]:
     """
     model, size, notes = values["MODEL"], values["MODEL_SIZE"].lower(), []
     if model.endswith(".py"):
-        if not (path := pathlib.Path(model).absolute()).is_file():
+        if not (path := pathlib.Path(os.path.abspath(model))).is_file():
             raise UserError(f"MODEL={model!r}: there is no such workload file")
         chosen = recipes.load(path).model
-        values |= {"MODEL": chosen.name, "MODEL_SIZE": chosen.size}
         if size != "*":
             choose(f"MODEL={model} MODEL_SIZE", size, [chosen.size])
+        values |= {"MODEL": chosen.name, "MODEL_SIZE": chosen.size}
         return path, notes
     if size != "*":
         choose("MODEL_SIZE", size, recipes.sizes())
-    known = recipes.model_names()
-    model = known.get(model.lower(), model.lower())
+    model = recipes.model_names().get(model.lower(), model.lower())
     if model == "*":
         having = [m for m in recipes.models() if size in ("*", *recipes.sizes(m))]
         model = having[0]

@@ -73,7 +73,7 @@ class Launch:
     """What launch.sh takes for a workload where its variables say nothing."""
 
     rank: int = 99  # of those that MODEL and MODEL_SIZE leave, the lowest is taken
-    aliases: tuple[str, ...] = ()  # other names of the model, in MODEL and in logs
+    aliases: tuple[str, ...] = ()  # other names of the model in MODEL and in logs, small letters
     dtype: str = "bf16"
     gpus: int = 0  # 0 = must be given
     time: str = "01:00:00"
@@ -284,7 +284,6 @@ def sizes(model: str = "") -> list[str]:
     return list(dict.fromkeys(m.size for m in every if model in ("", m.name)))
 
 
-@functools.cache
 def model_names() -> dict[str, str]:
     """Every name of every model, the aliases too -> its own."""
     aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
