@@ -394,28 +394,22 @@ def _loss(record: Record, step: int, text: bytes | None) -> None:
 
 
 @functools.cache
-def _models() -> dict[str, str]:
-    """Names of models in logs -> those of workload files and published figures."""
-    return {row.model: row.model for row in published.rows()} | recipes.model_names()
-
-
-@functools.cache
 def _named() -> re.Pattern:
     """A workload in a name: model and size, then as much of precision and GPUs as there is."""
-    longest = lambda names: [re.escape(x) for x in sorted(names, key=len, reverse=True)]
-    models, sizes = "|".join(longest(_models())), "|".join([*longest(recipes.sizes()), r"\d+b"])
+    longest = lambda names: "|".join(sorted(names, key=len, reverse=True))
+    models = longest(map(re.escape, recipes.model_names()))
     return re.compile(
-        rf"(?P<model>{models})[_-](?P<size>{sizes})(?P<preset>(?:-[a-z]+)*)"
-        r"(?:[_-](?P<dtype>bf16|fp8|fp32))?(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
+        rf"(?P<model>{models})[_-](?P<size>{longest([*recipes.sizes(), r'[0-9]+b'])})"
+        r"(?P<preset>(?:-[a-z]+)*)(?:[_-](?P<dtype>bf16|fp8|fp32))?"
+        r"(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
     )
 
 
 def _from_name(record: Record, text: str) -> None:
     """Model, size, precision, GPUs and batch from a name; the rest from the published row."""
-    matches = list(_named().finditer(text))
-    if matches:
+    if matches := list(_named().finditer(text)):
         named = max(matches, key=lambda m: len(m.group(0)))
-        record.model = _models()[named["model"]]
+        record.model = recipes.model_names()[named["model"]]
         record.size = named["size"] + (named["preset"] or "")
         record.dtype = record.dtype or named["dtype"] or ""
         count = int(named["gpus"] or 0)

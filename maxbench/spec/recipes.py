@@ -16,6 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from maxbench.hardware.published import rows as published_rows
 from maxbench.spec import run as c
 from maxbench.spec.errors import UserError
 
@@ -284,7 +285,8 @@ def sizes(model: str = "") -> list[str]:
     return list(dict.fromkeys(m.size for m in every if model in ("", m.name)))
 
 
+@functools.cache
 def model_names() -> dict[str, str]:
-    """Every name of every model, the aliases too -> its own."""
+    """Names of models in workload files and published figures, aliases too -> the model's own."""
     aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
-    return aliases | {m: m for m in models()}
+    return aliases | {name: name for name in [*models(), *(r.model for r in published_rows())]}
