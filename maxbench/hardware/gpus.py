@@ -90,7 +90,7 @@ class Gpu:
 
 
 GPUS: dict[str, Gpu] = {}  # gpus.toml's, and those of users' files
-MAY_BE_ZERO = ("nvlink_us", "network_us", "launch_us", "host_us", "contention", "capability")
+MAY_BE_ZERO = ("nvlink_us", "network_us", "launch_us", "host_us", "contention")
 PARTS = {"chip": Chip, "physics": Physics}
 
 

@@ -396,10 +396,10 @@ def _loss(record: Record, step: int, text: bytes | None) -> None:
 @functools.cache
 def _named() -> re.Pattern:
     """A workload in a name: model and size, then as much of precision and GPUs as there is."""
-    longest = lambda names: "|".join(sorted(names, key=len, reverse=True))
-    models = longest(map(re.escape, recipes.model_names()))
+    longest = lambda names: [re.escape(x) for x in sorted(names, key=len, reverse=True)]
+    models, sizes = longest(recipes.model_names()), [*longest(recipes.sizes()), "[0-9]+b"]
     return re.compile(
-        rf"(?P<model>{models})[_-](?P<size>{longest([*recipes.sizes(), r'[0-9]+b'])})"
+        rf"(?P<model>{'|'.join(models)})[_-](?P<size>{'|'.join(sizes)})"
         r"(?P<preset>(?:-[a-z]+)*)(?:[_-](?P<dtype>bf16|fp8|fp32))?"
         r"(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
     )

@@ -107,6 +107,8 @@ def workload(
     known = PRESETS | dict(variants or {})
     names = tuple(p for p in (presets or "").split(",") if p)
     given = dict(model=model, train=train, optim=optim, **sections)
+    for name in given:
+        c.choose("section", name, SECTIONS)
     config = ConfigDict(
         {name: _fields(cls, given.get(name, {})) for name, cls in SECTIONS.items()}
         | {"layouts": layouts, "presets": names, "known": known, "fp8": dict(fp8 or {})}

@@ -104,6 +104,8 @@ def test_two_files_of_one_name_are_told_apart_by_path(clone):
 def test_sections_of_a_file_are_checked():
     with pytest.raises(UserError, match="Launch has no field \\['dtpye'\\]; it has \\['rank'"):
         recipes.workload("", model={}, train={}, optim={}, layouts="", launch={"dtpye": "fp8"})
+    with pytest.raises(UserError, match="section='lauch' is not one of model, layout"):
+        recipes.workload("", model={}, train={}, optim={}, layouts="", lauch={})
 
 
 def test_a_file_of_further_gpu_types_reaches_the_job(tmp_path):
