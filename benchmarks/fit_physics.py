@@ -1,4 +1,5 @@
-"""Fits gpus.PHYSICS to published step times, and says how far off predictions are without that.
+"""Fits constants of hardware/gpus.toml to published step times, and says how far off predictions
+are without that.
 
   python benchmarks/fit_physics.py
 
@@ -21,10 +22,25 @@ import sys
 import numpy as np
 
 from maxbench.hardware import published
-from maxbench.hardware.gpus import PHYSICS, PHYSICS_RANGES
+from maxbench.hardware.gpus import GPUS
 from maxbench.plan import hlo, planner, terms
-from maxbench.spec import cli
+from maxbench.spec import cli, recipes
 
+# The lowest and the highest plausible value of every constant in [h100.physics].
+RANGES = {
+    "gemm_bf16": (0.55, 0.85),
+    "gemm_fp8": (0.40, 0.80),
+    "attention_forward": (0.45, 0.75),
+    "attention_backward": (0.35, 0.60),
+    "memory": (0.75, 0.95),
+    "nvlink": (0.60, 0.90),
+    "network": (0.70, 0.98),
+    "nvlink_us": (0.5, 3.0),
+    "network_us": (2.0, 15.0),
+    "launch_us": (1.0, 6.0),
+    "host_us": (8.0, 50.0),
+    "contention": (0.0, 0.25),
+}
 FITTED_ON = (64, 256, 1024)  # GPUs of the Llama 2 70B rows
 NODES = 3  # of the grid, per constant
 DTYPES = ("bf16", "fp8")
@@ -52,13 +68,13 @@ class Row:
 
 def grid(name: str) -> np.ndarray:
     """Values of a constant, from the highest plausible one down: evenly spaced inverses."""
-    low, high, _ = PHYSICS_RANGES[name]
+    low, high = RANGES[name]
     return 1 / np.linspace(1 / high, 1 / low, NODES)
 
 
 def play(row: published.Published) -> Row:
     """Plays the row's program, from the cache or compiled now, on the grid."""
-    config = f"configs/{row.model}_{row.size}.py"
+    (config,) = recipes.find(row.model, row.size)
     run = cli.run_of(f"--config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
     run = planner.as_published(run)
     compiled = planner.plan(run).compiled
@@ -68,7 +84,7 @@ def play(row: published.Published) -> Row:
         if j and row.dtype == "bf16":
             seconds[:, i, j] = seconds[:, i, 0]  # no product of it is in FP8
             continue
-        physics = dataclasses.replace(PHYSICS["h100"], gemm_bf16=bf16, gemm_fp8=fp8)
+        physics = dataclasses.replace(GPUS["h100"].physics, gemm_bf16=bf16, gemm_fp8=fp8)
         t = planner.play(run, program, physics=physics)
         less = sum(terms.terms(run, t, row).values())
         seconds[:, i, j] = t.seconds, t.seconds - less
@@ -79,7 +95,7 @@ def fit(rows: list[Row], kind: int) -> tuple[float, float]:
     """gemm_bf16 and gemm_fp8 with the least squared error, to 0.002 within their ranges."""
 
     def best(dtype: str, constants) -> float:
-        low, high, _ = PHYSICS_RANGES[f"gemm_{dtype}"]
+        low, high = RANGES[f"gemm_{dtype}"]
         mine = [r for r in rows if r.published.dtype == dtype]
         loss = lambda g: sum(math.log1p(r.error(kind, *constants(g))) ** 2 for r in mine)
         return min(np.arange(low, high + 1e-9, 2e-3), key=loss)

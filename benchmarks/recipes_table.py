@@ -1,11 +1,10 @@
 """Prints the layouts of the workload files as README has them."""
 
-import pathlib
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from maxbench.spec.recipes import load, table
+from maxbench.spec.recipes import table, workloads
 
 
 def markdown(configs: Mapping[str, ConfigDict]) -> str:
@@ -32,5 +31,4 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
 
 
 if __name__ == "__main__":
-    files = sorted(pathlib.Path("configs").glob("*.py"))
-    print(markdown({path.stem: load(path) for path in files}))
+    print(markdown({path.stem: config for path, config in sorted(workloads().items())}))

@@ -35,4 +35,5 @@ def get_config(presets=""):
         layout=dict(mbs=2),
         optim=dict(lr=3e-5, lr_min=3e-6, warmup=0.1, eps=1e-8),
         layouts=LAYOUTS,
+        launch=dict(rank=4, dtype="fp8", profile=(10, 15)),
     )

@@ -59,5 +59,15 @@ def get_config(presets=""):
         ),
         optim=dict(lr=1e-4, lr_min=1e-5, warmup=500, eps=1e-8),
         layouts=LAYOUTS,
+        launch=dict(
+            rank=5,
+            aliases=("nemotron",),
+            dtype="fp8",
+            time="00:25:00",
+            strong_time="00:35:00",
+            profile=(45, 50),
+            stops=False,
+        ),
+        published=dict(kv_heads=96),  # of published MFUs: every head its own group; the model has 8
         variants={"bf16_state": {"precision": {"weights": "bf16", "moments": "bf16"}}},
     )

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.launch.checks import _by_host, complaints, lint, look, table, xla_words
+from maxbench.launch import checks
 from maxbench.run import runtime
 from maxbench.spec import cli
+from maxbench.spec.run import Run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,39 +33,65 @@ def main(argv: Sequence[str]) -> int:
         run = cli.parse(fv, argv)
         runtime.prepare(run)
     # Before jax starts: it would abort without a word about what to do.
-    if os.environ.get("SLURM_LOCALID", "0") == "0" and (wrong := lint(xla_words(run))):
+    if os.environ.get("SLURM_LOCALID", "0") == "0" and (
+        wrong := checks.lint(checks.xla_words(run))
+    ):
         print("\n".join(f"preflight: error: {text}" for text in wrong), flush=True)
         return 1
-    log = os.path.join(tempfile.gettempdir(), f"nccl-preflight-{os.getpid()}.")
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
     with cli.clear_errors("preflight"):
-        runtime.connect(run)
+        found = look(run)
     import jax
 
-    from maxbench.run import hosts, nccl
-
-    found = look(log)
-    for path in glob.glob(f"{log}*"):
-        os.unlink(path)
-    wrong = complaints(run, found)
-    by_host = _by_host(found)
-    ways = {way: 1 for one in found for way in one["transports"]}
-    if (why := nccl.falls_back(ways, len(by_host))) and not fv["allow_tcp"].value:
-        wrong.append(why)
-    late = hosts.slow({h: min(s for o in each for s in o["gemm"]) for h, each in by_host.items()})
-    late = late if found[0]["platform"] == "gpu" else []  # a shared CPU's scores are noise
+    late, wrong = judge(run, found, fv["allow_tcp"].value)
     if jax.process_index() == 0:
-        print(table(run, found))
-        if late:
-            print(f"slow hosts (gemm below {hosts.SLOW:.0%} of the median): {', '.join(late)}")
-            print(f"leave them out: EXCLUDE_NODES={','.join(late)}")
-        for text in wrong:
-            print(f"preflight: error: {text}")
+        say(run, found, late, wrong)
         print(f"preflight {'failed' if wrong else 'passed'} in {time.perf_counter() - start:.1f} s")
         if fv["json"].value:
             with open(fv["json"].value, "w") as f:
                 json.dump({"processes": found, "slow_hosts": late, "wrong": wrong}, f, indent=1)
     return 1 if wrong else 0
+
+
+def look(run: Run) -> list[dict]:
+    """Joins the other processes; facts and scores of each, and how NCCL connects it.
+
+    Raises:
+      UserError: the processes cannot be joined as the run says.
+    """
+    log = os.path.join(tempfile.gettempdir(), f"nccl-preflight-{os.getpid()}.")
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
+    runtime.connect(run)
+    found = checks.look(log)
+    for path in glob.glob(f"{log}*"):
+        os.unlink(path)
+    return found
+
+
+def judge(run: Run, found: Sequence[dict], allow_tcp: bool) -> tuple[list[str], list[str]]:
+    """Names of hosts that are slow, and what must be put right."""
+    from maxbench.run import hosts, nccl
+
+    each_host = checks.by_host(found)
+    wrong = checks.complaints(run, found)
+    ways = {way: 1 for one in found for way in one["transports"]}
+    if (why := nccl.falls_back(ways, len(each_host))) and not allow_tcp:
+        wrong.append(why)
+    if found[0]["platform"] != "gpu":  # a shared CPU's scores are noise
+        return [], wrong
+    worst = {h: min(s for one in each for s in one["gemm"]) for h, each in each_host.items()}
+    return hosts.slow(worst), wrong
+
+
+def say(run: Run, found: Sequence[dict], late: Sequence[str], wrong: Sequence[str]) -> None:
+    """Prints scores, slow hosts and what is wrong."""
+    from maxbench.run import hosts
+
+    print(checks.table(run, found))
+    if late:
+        print(f"slow hosts (gemm below {hosts.SLOW:.0%} of the median): {', '.join(late)}")
+        print(f"leave them out: EXCLUDE_NODES={','.join(late)}")
+    for text in wrong:
+        print(f"preflight: error: {text}")
 
 
 if __name__ == "__main__":

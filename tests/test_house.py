@@ -18,7 +18,7 @@ ROOMS = {
     "step": (1100, True),
     "run": (1400, True),
     "plan": (2000, True),
-    "launch": (1000, False),
+    "launch": (900, False),
     "report": (1800, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}

@@ -1,65 +1,30 @@
-"""GPUs as data: peaks, memory and links; what of it programs reach; what the compiler is told.
+"""GPU types: peaks, memory and links; what programs reach of them; what compiler and job are told.
 
+The figures stand in gpus.toml, each with its source, and add() takes more from a user's file.
 Units: TFLOP/s are dense (no sparsity), memory is what the vendor sells (GB, 1e9 bytes), bandwidths
 are GB/s (1e9 bytes per second). NVLink counts both directions, the network one.
 """
 
 import dataclasses
+import difflib
+import pathlib
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """One GPU type. `source` says where the figures come from."""
-
-    bf16_tflops: float
-    fp8_tflops: float
-    memory_gb: float
-    memory_gbps: float
-    nvlink_gbps: float
-    nvlink_gpus: int  # GPUs that reach each other over NVLink
-    gpus_per_node: int
-    network_gbps: float  # per GPU, one direction
-    source: str
-
-    def peak_tflops(self, dtype: str) -> float:
-        """Dense peak in TFLOP/s for 'fp8' or 'bf16'; fp32 runs are held against bf16."""
-        return self.fp8_tflops if dtype == "fp8" else self.bf16_tflops
-
-
-_PEAKS = "peaks: NVIDIA's DGX Cloud recipes; rest: "
-GPUS = {  # columns as the fields above
-    "h100": Gpu(989, 1979, 80, 3350, 900, 8, 8, 50, _PEAKS + "H100 SXM datasheet"),
-    "h200": Gpu(989, 1979, 141, 4800, 900, 8, 8, 50, "H200 SXM datasheet"),
-    "b200": Gpu(2250, 4500, 180, 7700, 1800, 8, 8, 50, _PEAKS + "DGX B200 datasheet"),
-    "gb200": Gpu(2450, 4900, 186, 8000, 1800, 72, 4, 50, _PEAKS + "GB200 NVL72 datasheet"),
-    "gb300": Gpu(2450, 4900, 279, 8000, 1800, 72, 4, 100, _PEAKS + "GB300 NVL72 datasheet"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What XLA's GPU compiler must know of a GPU to compile for it.
+    """What XLA's GPU compiler must know of a GPU to compile for it."""
 
-    The figures are those a driver reports for the part; openxla/xla keeps one such description per
-    GPU under xla/backends/gpu/target_config/specs, from which they were read.
-    """
-
-    name: str
+    name: str  # as the driver says it
     capability: tuple[int, int]
     cores: int  # streaming multiprocessors
     clock_ghz: float
     l2_bytes: int
     memory_bytes: int
     memory_bytes_per_s: int
-
-
-CHIPS = {  # columns as the fields above
-    "h100": Chip("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 52428800, 84942979072, 3352320000000),
-    "h200": Chip("NVIDIA H200", (9, 0), 132, 1.98, 52428800, 151397597184, 4800000000000),
-    "b200": Chip("NVIDIA B200", (10, 0), 148, 1.965, 132644864, 191514411008, 7672320000000),
-    "gb200": Chip("NVIDIA GB200", (10, 0), 152, 2.062, 135528448, 197897748480, 7928064000000),
-    "gb300": Chip("NVIDIA GB300", (10, 3), 152, 2.07, 135528448, 297021079552, 7928064000000),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,35 +48,140 @@ class Physics:
     contention: float  # a kernel runs longer by this fraction beside a collective
 
 
-# Name -> value, lowest and highest plausible one, and where that comes from. "Assumed" is a rule of
-# thumb that nobody measured for this project yet, set once and not fitted. gemm_bf16 is fitted, to
-# half of the Llama 2 70B rows, by benchmarks/fit_physics.py.
-_HOPPER = {
-    "gemm_bf16": (0.663, 0.55, 0.85, "fitted; alone on one H200 0.78 to 0.81 were measured"),
-    "gemm_fp8": (0.60, 0.40, 0.80, "assumed: below bf16's fraction, for the casts"),
-    "attention_forward": (0.58, 0.45, 0.75, "assumed, near what arXiv:2407.08608 reports"),
-    "attention_backward": (0.46, 0.35, 0.60, "assumed, near what arXiv:2407.08608 reports"),
-    "memory": (0.88, 0.75, 0.95, "0.90 was measured for a copy on one H200"),
-    "nvlink": (0.80, 0.60, 0.90, "assumed: bus bandwidth of large collectives within a node"),
-    "network": (0.90, 0.70, 0.98, "assumed: large messages over InfiniBand"),
-    "nvlink_us": (1.0, 0.5, 3.0, "assumed"),
-    "network_us": (5.0, 2.0, 15.0, "assumed"),
-    "launch_us": (2.0, 1.0, 6.0, "assumed"),
-    "host_us": (20.0, 8.0, 50.0, "assumed: a small copy to the host, a wait, and a launch"),
-    "contention": (0.08, 0.0, 0.25, "assumed: collectives hold cores and memory"),
-}
-PHYSICS_RANGES = {name: row[1:] for name, row in _HOPPER.items()}
-# No step on Blackwell was measured: its constants are Hopper's, until one is.
-PHYSICS = dict.fromkeys(GPUS, Physics(**{name: row[0] for name, row in _HOPPER.items()}))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU type, whole."""
+
+    bf16_tflops: float
+    fp8_tflops: float
+    memory_gb: float
+    memory_gbps: float
+    nvlink_gbps: float
+    nvlink_gpus: int  # GPUs that reach each other over NVLink: a node, or several
+    gpus_per_node: int
+    network_gbps: float  # per GPU, one direction
+    recipes: str  # the GPU type whose rows it takes of the workloads' tables, its own as a rule
+    xla_options: dict[str, str]  # options of XLA's that differ from step/compiler.py's
+    environment: dict[str, str]  # variables of a job
+    chip: Chip
+    physics: Physics
+
+    def peak_tflops(self, dtype: str) -> float:
+        """Dense peak in TFLOP/s for 'fp8' or 'bf16'; fp32 runs are held against bf16."""
+        return self.fp8_tflops if dtype == "fp8" else self.bf16_tflops
+
+    @property
+    def multiplies_blocks(self) -> bool:
+        """Whether its tensor cores take MXFP8 blocks with their scales: Blackwell and later."""
+        return self.chip.capability >= (10, 0)
+
+    def segment(self, nodes: int) -> int:
+        """Nodes of a job that share one NVLink domain.
+
+        A job of n nodes takes as many nodes of each domain as divide n evenly, which is how a
+        scheduler is asked to place it (Slurm's --segment): 16 of the 18 nodes of an NVL72.
+        """
+        most = self.nvlink_gpus // self.gpus_per_node
+        return max(n for n in range(1, most + 1) if nodes % n == 0)
+
+    def nvlink_domain(self, gpus: int) -> int:
+        """GPUs of a job of so many that share one NVLink domain."""
+        return self.segment(-(-gpus // self.gpus_per_node)) * self.gpus_per_node
 
 
-def nvlink_domain(gpu: Gpu, gpus: int) -> int:
-    """GPUs of a job that share one NVLink domain.
+GPUS: dict[str, Gpu] = {}  # gpus.toml's, and those of users' files
+MAY_BE_ZERO = ("nvlink_us", "network_us", "launch_us", "host_us", "contention")
+PARTS = {"chip": Chip, "physics": Physics}
 
-    A job of n nodes takes as many nodes of each domain as divide n evenly, which is how a
-    scheduler is asked to place it (Slurm's --segment): 16 of the 18 nodes of an NVL72.
+
+def add(path: str | pathlib.Path) -> None:
+    """Puts the GPU types of a file into GPUS; one that is there already is replaced.
+
+    Raises:
+      OSError, ValueError: no such file, or what of it cannot be, with what would work.
     """
-    nodes = -(-gpus // gpu.gpus_per_node)
-    most = max(1, gpu.nvlink_gpus // gpu.gpus_per_node)
-    segment = max(n for n in range(1, most + 1) if nodes % n == 0)
-    return segment * gpu.gpus_per_node
+    with open(path, "rb") as f:
+        tables = tomllib.load(f)
+    for name, values in tables.items():
+        if not re.fullmatch(r"[a-z][a-z0-9]*", name) or not isinstance(values, dict):
+            raise ValueError(f"{name!r} must be a table named in small letters and digits, [h100]")
+        try:
+            GPUS[name] = _gpu(values)
+        except ValueError as e:
+            raise ValueError(f"[{name}] {e}") from None
+
+
+def named(text: str) -> str:
+    """The GPU type that a driver's name of a device, a path or a line of a log names, or ''."""
+    for name in reversed(GPUS):
+        if GPUS[name].chip.name == text:
+            return name
+    longest = "|".join(sorted(GPUS, key=len, reverse=True))  # 'gb200' before 'b200'
+    found = re.search(rf"(?<![a-z0-9])({longest})(?![0-9])", text.lower())
+    return found[1] if found else ""
+
+
+def _gpu(values: Mapping[str, Any]) -> Gpu:
+    """The Gpu of a table, checked."""
+    values, base = dict(values), {}
+    if (like := values.pop("like", None)) is not None:
+        if like not in GPUS:
+            raise ValueError(f"like={like!r} is not one of {', '.join(GPUS)}")
+        base = vars(GPUS[like])
+    for part, cls in PARTS.items():
+        given = values.get(part, {})
+        if not isinstance(given, dict):
+            raise ValueError(f"{part}={given!r} must be a table")
+        values[part] = cls(**_fields(cls, given, vars(base[part]) if base else {}, f"{part}."))
+    gpu = Gpu(**_fields(Gpu, values, base))
+    if gpu.nvlink_gpus % gpu.gpus_per_node:
+        raise ValueError(
+            f"nvlink_gpus={gpu.nvlink_gpus} is not a whole number of nodes of gpus_per_node="
+            f"{gpu.gpus_per_node}"
+        )
+    for field, twin in (("memory_gb", "memory_bytes"), ("memory_gbps", "memory_bytes_per_s")):
+        sold, there = getattr(gpu, field), getattr(gpu.chip, twin)
+        if not 0.9 < there / (sold * 1e9) < 1.1:
+            raise ValueError(
+                f"{field}={sold} and chip.{twin}={there} are to be the same figure, within a tenth"
+            )
+    return gpu
+
+
+def _fields(cls: type, given: Mapping, base: Mapping, prefix: str = "") -> dict[str, Any]:
+    """All fields of cls: those of base, then the given ones, checked."""
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    for key, value in given.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(kinds)}"
+            raise ValueError(f"no key {prefix}{key}; {hint}")
+        if why := _wrong(key, kinds[key], value, fraction=cls is Physics):
+            raise ValueError(f"{prefix}{key}={value!r} must be {why}")
+    if lacking := [k for k in kinds if k not in base and k not in given]:
+        raise ValueError(f'{prefix}{lacking[0]} is missing; give it, or like = "h100"')
+    return {**base, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
+
+
+def _wrong(key: str, kind: Any, value: Any, fraction: bool) -> str:
+    """What a value must be to be of its kind and possible; '' where it is."""
+    number = lambda v, types: isinstance(v, types) and not isinstance(v, bool)
+    if kind is str:
+        return "" if isinstance(value, str) and value else "text"
+    if kind == dict[str, str]:
+        words = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+        return "" if words else 'a table of texts, { NAME = "value" }'
+    if kind == tuple[int, int]:
+        two = isinstance(value, list) and len(value) == 2
+        return "" if two and all(number(v, int) and v >= 0 for v in value) else "as [9, 0]"
+    if kind in (int, float):
+        most = 1 if fraction and not key.endswith("_us") else 1e30
+        least = 0 if key in MAY_BE_ZERO else 1 if kind is int else 1e-9
+        fits = number(value, kind if kind is int else (int, float)) and least <= value <= most
+        what = "a whole number, at least 1" if kind is int else "a number above 0"
+        what = what.replace("above", "from") if least == 0 else what
+        return "" if fits else what + " and up to 1" * (most == 1)
+    return ""  # a part, made by now
+
+
+add(pathlib.Path(__file__).with_name("gpus.toml"))

@@ -12,11 +12,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from maxbench.launch import runai
-from maxbench.launch.slurm import dry_run, kinds, runai_jobs, script, submit
+from maxbench.hardware.gpus import GPUS
+from maxbench.launch import jobs, runai, slurm
 from maxbench.launch.variables import VARIABLES, settle
-from maxbench.spec import cli
-from maxbench.spec.errors import UserError
+from maxbench.spec import cli, recipes
+from maxbench.spec.errors import UserError, choose
+
+# CLUSTER_TYPE -> what submits. It has dry_run(settings), the text of what would be submitted, and
+# submit(settings, wait), which returns an exit code.
+SCHEDULERS = {"slurm": slurm, "runai": runai}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
                 "the trainer after --"
             )
         settings = settle(os.environ, extra)
+        choose("CLUSTER_TYPE", cluster := settings.values["CLUSTER_TYPE"].lower(), SCHEDULERS)
+        scheduler = SCHEDULERS[cluster]
         for note in settings.notes:
             print(f"launch.sh: note: {note}", file=sys.stderr)
         if "--inside" in options:
@@ -44,23 +50,26 @@ def main(argv: Sequence[str]) -> int:
                     f"has {has}: sbatch -N {settings.nodes} launch.sh"
                 )
             # One allocation, one job: the profile or trace if one is asked for.
-            print(script(settings, kinds(settings)[-1], 0))
+            print(slurm.script(settings, jobs.kinds(settings)[-1], 0))
         elif "--dry-run" in options:
-            print(dry_run(settings))
-        elif settings.values["CLUSTER_TYPE"] == "runai":
-            return runai.submit(settings, runai_jobs(settings))
+            print(scheduler.dry_run(settings))
         else:
-            return submit(settings, wait="--wait" in options)
+            return scheduler.submit(settings, wait="--wait" in options)
     return 0
 
 
 def help_text() -> str:
     """The docstring and every variable."""
     lines = [__doc__.strip(), ""]
-    for name, (default, meaning, others) in VARIABLES.items():
-        known = f" [{', '.join(others)}]" if others else ""
-        default = {"*": "(by workload)", "": ""}.get(default, f"({default})")
-        lines.append(f"  {name:<24} {meaning} {default}{known}")
+    known = {"models": recipes.models(), "sizes": recipes.sizes(), "presets": recipes.PRESETS}
+    known["schedulers"] = SCHEDULERS
+    listed = {name: " | ".join(words) for name, words in known.items()}
+    for name, v in VARIABLES.items():
+        choices = " | ".join(GPUS if v.kind == "gpu type" else v.choices)
+        meaning = ": ".join(filter(None, (choices, v.meaning.format(**listed))))
+        default = {"*": "(by workload)", "": ""}.get(v.default, f"({v.default})")
+        also = f" [{', '.join(v.also)}]" if v.also else ""
+        lines.append(f"  {name:<24} {meaning} {default}{also}")
     return "\n".join(lines)
 
 

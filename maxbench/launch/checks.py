@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from maxbench.hardware.gpus import GPUS
 from maxbench.run import runtime
 from maxbench.spec.run import Run
 from maxbench.step import compiler
@@ -80,7 +79,7 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
       found: one dict per process: host, devices, kind, versions, gpus.
     """
     wrong = []
-    for host, each in _by_host(found).items():
+    for host, each in by_host(found).items():
         for i, gpu in enumerate(each[0]["gpus"]):
             if gpu["ecc"].isdecimal() and int(gpu["ecc"]):
                 wrong.append(f"{host}: GPU {i} has {gpu['ecc']} uncorrected memory errors")
@@ -104,11 +103,12 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
     return wrong
 
 
-def _by_host(found: Sequence[dict]) -> dict[str, list[dict]]:
-    by_host: dict[str, list[dict]] = {}
+def by_host(found: Sequence[dict]) -> dict[str, list[dict]]:
+    """What each host's processes have found."""
+    hosts: dict[str, list[dict]] = {}
     for one in found:
-        by_host.setdefault(one["host"], []).append(one)
-    return by_host
+        hosts.setdefault(one["host"], []).append(one)
+    return hosts
 
 
 def all_reduce_gbps() -> float:
@@ -133,14 +133,14 @@ def all_reduce_gbps() -> float:
 
 def table(run: Run, found: Sequence[dict]) -> str:
     """Scores beside their ceilings, a line per host, worst device each."""
-    gpu, by_host = GPUS[run.layout.gpu_type], _by_host(found)
+    gpu, each_host = run.layout.gpu, by_host(found)
     on_gpu = found[0]["platform"] == "gpu"
     out = [f"{'host':<24} {'devices':<22} {'gemm TFLOP/s':>13}"]
-    for host, each in by_host.items():
+    for host, each in each_host.items():
         score = min(s for one in each for s in one["gemm"])
         kind = f"{sum(o['devices'] for o in each)} x {each[0]['kind']}"
         out.append(f"{host:<24} {kind:<22} {score:>13.{1 if on_gpu else 3}f}")
-    one_domain = len(by_host) * gpu.gpus_per_node <= gpu.nvlink_gpus
+    one_domain = len(each_host) * gpu.gpus_per_node <= gpu.nvlink_gpus
     link = gpu.nvlink_gbps / 2 if one_domain else gpu.network_gbps * gpu.gpus_per_node
     known = lambda what, ceiling, unit: (
         f"{ceiling * REACHED[what]:.0f} to {ceiling:.0f} {unit}" if on_gpu else "unknown here"

@@ -13,38 +13,46 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
 
-from maxbench.launch.variables import SECRETS, Settings
+from maxbench.launch.jobs import command, environment, kinds
+from maxbench.launch.variables import SECRETS, VARIABLES, Settings
 from maxbench.spec.errors import UserError
 
+NEEDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR")
 
-def submissions(s: Settings, jobs: Mapping[str, tuple[dict, Sequence[str]]]) -> list[list[str]]:
+
+def submissions(s: Settings) -> list[list[str]]:
     """The `runai` command of each job, from the job's own environment and command.
 
     Raises:
-      UserError: a mount that is not name:path:claim, or a profiler that nobody would start.
+      UserError: a variable that is needed is not set, a mount is not name:path:claim, or a
+        profiler is asked for that nobody would start.
     """
+    if lacking := next((n for n in NEEDED if not s.values[n]), ""):
+        raise UserError(
+            f"{lacking} is not set, and CLUSTER_TYPE=runai needs {', '.join(NEEDED)}: "
+            f"{lacking} is {VARIABLES[lacking].meaning}"
+        )
     pvc, mounts = s.values["PVC_DIR"], _claims(s)
-    if "nsys" in jobs:
+    if "nsys" in kinds(s):
         raise UserError(
             "PROFILER='nsys' is started by Slurm's job script alone; with CLUSTER_TYPE=runai use "
             "PROFILER=xplane"
         )
     made = []
-    for kind, (env, train) in jobs.items():
-        command = ["runai", "training", "pytorch", "submit", workload_name(s, kind)]
-        command += ["--project", s.values["PROJECT_NAME"], "--image", s.values["RUN_CONF_IMAGE"]]
+    for kind in kinds(s):
+        words = ["runai", "training", "pytorch", "submit", workload_name(s, kind)]
+        words += ["--project", s.values["PROJECT_NAME"], "--image", s.values["RUN_CONF_IMAGE"]]
         gpus = min(s.number("GPUS_PER_NODE"), s.run.layout.gpus)
-        command += ["--gpu-devices-request", str(gpus), "--large-shm"]
+        words += ["--gpu-devices-request", str(gpus), "--large-shm"]
         if s.nodes > 1:  # beside the master
-            command += ["--workers", str(s.nodes - 1)]
+            words += ["--workers", str(s.nodes - 1)]
         for claim, path in mounts:
-            command += ["--existing-pvc", f"claimname={claim},path={path}"]
+            words += ["--existing-pvc", f"claimname={claim},path={path}"]
         # `env` in the container, because the flag for variables is not the same in all versions.
-        command += ["--command", "--", "env", *(f"{k}={v}" for k, v in env.items())]
-        words = [pvc if w == str(s.out) else w for w in train]
-        made.append([*command, "bash", f"{pvc}/maxbench/launch/runai.sh", *words])
+        words += ["--command", "--", "env", *(f"{k}={v}" for k, v in environment(s, kind).items())]
+        train = [pvc if w == str(s.out) else w for w in command(s, kind)]
+        made.append([*words, "bash", f"{pvc}/maxbench/launch/runai.sh", *train])
     return made
 
 
@@ -74,13 +82,18 @@ def workload_name(s: Settings, kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(filter(None, ("maxbench", *words))).lower())[:50]
 
 
-def submit(s: Settings, jobs: Mapping[str, tuple[dict, Sequence[str]]]) -> int:
-    """Submits the jobs; returns the first exit code that is not 0.
+def dry_run(s: Settings) -> str:
+    """Commands as they would be given."""
+    return "\n\n".join(map(shlex.join, submissions(s)))
+
+
+def submit(s: Settings, wait: bool) -> int:
+    """Submits the jobs; returns the first exit code that is not 0. Nothing waits for their end.
 
     Raises:
       UserError: there is no runai.
     """
-    made = submissions(s, jobs)
+    made = submissions(s)
     if not shutil.which("runai"):
         raise UserError(
             "runai is not on PATH: install the Run:ai command line from your cluster's web page "
@@ -88,11 +101,11 @@ def submit(s: Settings, jobs: Mapping[str, tuple[dict, Sequence[str]]]) -> int:
             "CLUSTER_TYPE=slurm"
         )
     env = {k: v for k, v in os.environ.items() if k not in SECRETS}
-    for command in made:
-        print(f"submitting {command[4]}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
-        code = subprocess.run(command, env=env).returncode
+    for words in made:
+        print(f"submitting {words[4]}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
+        code = subprocess.run(words, env=env).returncode
         if code:
-            print(f"runai ended with exit code {code}: {shlex.join(command)}")
+            print(f"runai ended with exit code {code}: {shlex.join(words)}")
             return code
     print(f"results: {s.values['PVC_DIR']}/experiments; then: maxbench report")
     return 0

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,83 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from maxbench.launch import checks, runai
-from maxbench.launch.variables import ROOT, SECRETS, Settings, additional
+from maxbench.launch import checks
+from maxbench.launch.jobs import command, environment, kinds, name
+from maxbench.launch.variables import SECRETS, Settings
 from maxbench.run import metrics
 from maxbench.run.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.spec.errors import UserError
-
-HOPPER = ("h100", "h200")
-
-
-def kinds(s: Settings) -> list[str]:
-    """The jobs to run: profile and trace apart, because their overhead spoils figures.
-
-    Raises:
-      UserError: none is left, or a look inside of a run that is one step long.
-    """
-    jobs = [] if s.on("DISABLE_PERFRUN") else [""]
-    if s.on("ENABLE_PROFILE"):
-        jobs.append(s.values["PROFILER"])
-    if s.on("ENABLE_NCCL_TRACE"):
-        jobs.append("nccltrace")
-    if s.values["LOAD_CHECKPOINT_PATH"] and any(jobs):
-        raise UserError(
-            "LOAD_CHECKPOINT_PATH trains one step, the checkpoint's next: nothing to profile or "
-            "trace; leave ENABLE_PROFILE and ENABLE_NCCL_TRACE out"
-        )
-    if not jobs:
-        raise UserError(
-            "DISABLE_PERFRUN=true leaves nothing to run: set ENABLE_PROFILE=true or "
-            "ENABLE_NCCL_TRACE=true too"
-        )
-    return jobs
-
-
-def name(s: Settings, kind: str) -> str:
-    """The job's name, which is its folder's: the run's, and what else it does."""
-    return s.run.name + (f"_{kind}" if kind else "")
-
-
-def train_flags(s: Settings, kind: str) -> list[str]:
-    """Flags of maxbench.train for a job of this kind."""
-    if not kind:
-        return list(s.flags)
-    steps, flags = s.run.train.steps, [*s.flags, f"--profile={kind}"]
-    if "--checkpoint" in flags:  # the run itself saves; its terabytes need no copies
-        flags += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
-    if kind == "nccltrace":
-        return [*flags, "--steps", str(min(5, steps))]
-    start, stop = s.number("PROFILE_START_STEP"), s.number("PROFILE_STOP_STEP")
-    flags += [f"--config.profile.start={start}", f"--config.profile.stop={stop}"]
-    flags.append(f"--config.profile.ranks={s.values['RUN_CONF_PROFILE_RANKS']}")
-    return [*flags, "--steps", str(stop if s.family.stops else max(stop, steps))]
-
-
-def commands(s: Settings, python: str = "python3") -> dict[str, list[str]]:
-    """For each job, the command that every process runs."""
-    return {k: [python, "-m", "maxbench.train", *train_flags(s, k)] for k in kinds(s)}
-
-
-def runai_jobs(s: Settings) -> dict[str, tuple[dict[str, str], list[str]]]:
-    """For each job, the variables and the command of every process."""
-    return {kind: (environment(s, kind), command) for kind, command in commands(s).items()}
-
-
-def environment(s: Settings, kind: str) -> dict[str, str]:
-    """Variables of the job by GPU type and layout; what the user has set already wins."""
-    layout, gpu = s.run.layout, s.run.layout.gpu_type
-    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", "NVTE_FUSED_ATTN": "1"}
-    if gpu in HOPPER:  # slows Blackwell down
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if gpu.startswith("gb"):
-        env |= {"NCCL_NET_GDR_LEVEL": "PHB", "NCCL_NET_GDR_C2C": "1"}
-    if layout.pp > 1:
-        env["NCCL_P2P_NET_CHUNKSIZE"] = str(2 << 20)
-    env = {k: os.environ.get(k, v) for k, v in env.items()}
-    if kind == "nccltrace":
-        env |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET,INIT"}
-    return env
+from maxbench.spec.recipes import ROOT
 
 
 def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
@@ -104,9 +35,9 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
     # A run that saves goes on after a requeue, and gets time to save before its time limit.
     saves = "--checkpoint" in s.flags and not kind
     options += ["--requeue", "--signal=TERM@120"] if saves else ["--no-requeue"]
-    if s.run.layout.gpu_type.startswith("gb") and s.nodes > 18:  # an NVL72 domain has 18 nodes
-        segment = max(d for d in range(1, 19) if s.nodes % d == 0)
-        options.append(f"--segment={segment}")
+    gpu = s.run.layout.gpu
+    if 1 < gpu.nvlink_gpus // gpu.gpus_per_node < s.nodes:  # nodes of one NVLink domain together
+        options.append(f"--segment={gpu.segment(s.nodes)}")
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
@@ -116,7 +47,10 @@ def script(s: Settings, kind: str, stamp: int) -> str:
     python = os.environ.get("MAXBENCH_PYTHON", sys.executable)
     python = "python3" if v["RUN_CONF_IMAGE"] else python  # the container's own
     folder = s.out / "experiments" / name(s, kind) / f"{name(s, kind)}_{stamp}"
-    mounts = ",".join(filter(None, (f"{s.out}:{s.out},{ROOT}:{ROOT}", v["RUN_CONF_MOUNTS"])))
+    config = pathlib.Path(s.flags[1].partition(":")[0])  # the files of one's own, too
+    own = {p.parent for p in (ROOT / config, pathlib.Path(v["HARDWARE"])) if p.is_file()}
+    places = [s.out, ROOT, *sorted(p for p in own if not p.is_relative_to(ROOT))]
+    mounts = ",".join([*(f"{p}:{p}" for p in places), *filter(None, [v["RUN_CONF_MOUNTS"]])])
     preflight = [] if s.on("DISABLE_PREFLIGHT") or kind else [python, "-m", "maxbench.preflight"]
     preflight += s.flags if preflight else []
     preflight += ["--allow_tcp"] if preflight and s.on("ALLOW_TCP") else []
@@ -141,7 +75,7 @@ def script(s: Settings, kind: str, stamp: int) -> str:
         header |= nsys_variables(s)
     options = [f"#SBATCH {option}" for option in sbatch_options(s, kind, folder)]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in header.items()]
-    arrays = [f"TRAIN=({_words(commands(s, python)[kind])})", f"PREFLIGHT=({_words(preflight)})"]
+    arrays = [f"TRAIN=({_words(command(s, kind, python))})", f"PREFLIGHT=({_words(preflight)})"]
     body = (ROOT / "launch" / "slurm.sh").read_text()
     return "\n".join(["#!/bin/bash", *options, "", *exports, *arrays, "", body])
 
@@ -164,15 +98,32 @@ def nsys_variables(s: Settings) -> dict[str, str]:
     }
 
 
+def additional(text: str) -> list[str]:
+    """'nodelist=a,b;exclusive' -> ['--nodelist=a,b', '--exclusive'].
+
+    Raises:
+      UserError: a part that is no sbatch option.
+    """
+    options = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        key, is_set, value = part.partition("=")
+        key = key.strip().lstrip("-")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or re.search(r"[\s]", value.strip()):
+            raise UserError(
+                f"ADDITIONAL_SLURM_PARAMS: {part!r} is not key=value or key; "
+                "for example 'nodelist=node001,node002;constraint=gpu'"
+            )
+        options.append(f"--{key}={value.strip()}" if is_set else f"--{key}")
+    return options
+
+
 def dry_run(s: Settings) -> str:
     """Scripts and commands as they would be submitted."""
-    if s.values["CLUSTER_TYPE"] == "runai":
-        return "\n\n".join(map(shlex.join, runai.submissions(s, runai_jobs(s))))
     parts = []
-    for kind, command in commands(s).items():
+    for kind in kinds(s):
         made = script(s, kind, int(time.time()))
         parts.append(f"# {name(s, kind)}: {s.run.layout.describe()}; {s.nodes} nodes\n{made}")
-        parts.append(f"# the command of each process:\n{shlex.join(command)}")
+        parts.append(f"# the command of each process:\n{shlex.join(command(s, kind))}")
     return "\n\n".join(parts)
 
 
@@ -192,8 +143,8 @@ def submit(s: Settings, wait: bool) -> int:
         folder, stamp = metrics.new_folder(s.out, job)
         file = folder / f"sbatch_{job}.sh"
         file.write_text(script(s, kind, stamp))
-        command = ["sbatch", "--parsable", *(["--wait"] if wait else []), str(file)]
-        running.append((subprocess.Popen(command, env=clean, stdout=subprocess.PIPE), job, folder))
+        sbatch = ["sbatch", "--parsable", *(["--wait"] if wait else []), str(file)]
+        running.append((subprocess.Popen(sbatch, env=clean, stdout=subprocess.PIPE), job, folder))
         print(f"submitting {job}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         if not wait:
             _submitted(*running.pop())
@@ -214,10 +165,11 @@ def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int
 
 def needed(s: Settings) -> None:
     """Raises UserError for a missing tool, with what to do without it, or a wrong XLA flag."""
+    additional(s.values["ADDITIONAL_SLURM_PARAMS"])
     if importlib.util.find_spec("jaxlib") and (wrong := checks.lint(checks.xla_words(s.run))):
         raise UserError("; ".join(wrong))
     if not shutil.which("sbatch"):
-        train = shlex.join(next(iter(commands(s).values())))
+        train = shlex.join(command(s, kinds(s)[0]))
         raise UserError(
             "sbatch is not on PATH: submit from a login node of the cluster (module load slurm?), "
             f"or train on this machine without Slurm: {train}"

@@ -11,7 +11,7 @@ import string
 import jax
 from jax.experimental import topologies
 
-from maxbench.hardware.gpus import CHIPS, GPUS, Chip
+from maxbench.hardware.gpus import Chip
 from maxbench.mesh import axes, places
 from maxbench.plan import artifact
 from maxbench.spec.run import DTYPES, Layout, Run
@@ -27,11 +27,11 @@ def target(chip: Chip) -> str:
 
 def devices(layout: Layout) -> list:
     """Compile-only devices for a layout, in the order of nodes."""
-    node = min(layout.gpus, GPUS[layout.gpu_type].gpus_per_node)
+    node = min(layout.gpus, layout.gpu.gpus_per_node)
     hosts = -(-layout.gpus // node)
     topology = topologies.get_topology_desc(
         platform="cuda",
-        target_config=target(CHIPS[layout.gpu_type]),
+        target_config=target(layout.gpu.chip),
         topology=f"1x{hosts}x{node}",
     )
     return topology.devices

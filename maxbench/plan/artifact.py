@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 
-from maxbench.hardware.gpus import CHIPS, GPUS
 from maxbench.run import runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
@@ -79,8 +78,8 @@ def _sources() -> str:
 def key(run: Run) -> str:
     """Name of the run's program, the same wherever it is compiled."""
     about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
-    gpu = run.layout.gpu_type
-    about["target"] = dataclasses.asdict(CHIPS[gpu]), GPUS[gpu].gpus_per_node
+    gpu = run.layout.gpu  # of it, what the compiler sees; its options are among the options
+    about["target"] = dataclasses.asdict(gpu.chip), gpu.gpus_per_node
     about |= {"options": compiler.xla_options("gpu", run)}
     about |= {"sources": _sources(), "versions": versions()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,7 +1,7 @@
 """What one op of a compiled program costs on a GPU: seconds from shapes, bytes and links.
 
-Nothing here is measured at run time: the figures are the GPU's datasheet (gpus.GPUS) and what
-programs reach of it (gpus.PHYSICS).
+Nothing here is measured at run time: the figures are the GPU's datasheet and what programs
+reach of it (hardware/gpus.toml).
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from maxbench.hardware.gpus import CHIPS, GPUS, PHYSICS, Physics, nvlink_domain
+from maxbench.hardware.gpus import GPUS, Physics
 from maxbench.plan import hlo
 from maxbench.spec.run import AXES
 
@@ -44,11 +44,11 @@ class Costs:
     """
 
     def __init__(self, gpu_type: str, degrees: dict[str, int], physics: Physics | None = None):
-        self.gpu, self.chip = GPUS[gpu_type], CHIPS[gpu_type]
-        self.physics = physics or PHYSICS[gpu_type]
+        self.gpu = GPUS[gpu_type]
+        self.chip, self.physics = self.gpu.chip, physics or self.gpu.physics
         self.degrees = [degrees[axis] for axis in AXES]
         self.gpus = math.prod(self.degrees)
-        self.domain = nvlink_domain(self.gpu, self.gpus)
+        self.domain = self.gpu.nvlink_domain(self.gpus)
 
     # Compute.
 

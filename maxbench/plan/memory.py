@@ -7,7 +7,7 @@ pass; gradients and the compute copy of the weights are their shapes; workspace 
 
 import dataclasses
 
-from maxbench.hardware.gpus import CHIPS
+from maxbench.hardware.gpus import GPUS
 from maxbench.plan import hlo
 from maxbench.plan.artifact import Compiled
 from maxbench.spec import flops
@@ -40,7 +40,7 @@ class Memory:
 
 
 def capacity(gpu_type: str) -> int:
-    return int(CHIPS[gpu_type].memory_bytes * FRACTION)
+    return int(GPUS[gpu_type].chip.memory_bytes * FRACTION)
 
 
 def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from maxbench.hardware.gpus import CHIPS, GPUS, Physics
+from maxbench.hardware.gpus import Physics
 from maxbench.hardware.published import Comparison
 from maxbench.plan import artifact, hlo, memory, simulate, terms
 from maxbench.plan.artifact import Compiled
@@ -100,16 +100,14 @@ def best_remat(run: Run) -> Plan:
 def figures(p: Plan) -> dict:
     """The plan as plain data, for machines; seconds and bytes unless a name says otherwise."""
     run, t = p.run, p.timeline
-    f = metrics.Figures(
-        run, metrics.Devices("gpu", CHIPS[run.layout.gpu_type].name, run.layout.gpus)
-    )
+    f = metrics.Figures(run, metrics.Devices("gpu", run.layout.gpu_type, run.layout.gpus))
     traffic = [
         {"kind": x.kind, "axes": x.link.axes, "link": x.link.name, "members": x.link.members}
         | {"count": round(x.count), "bytes": round(x.bytes)}
         | {"busy_s": x.busy_s, "exposed_s": x.exposed_s}
         for x in t.traffic.values()
     ]
-    peak = GPUS[run.layout.gpu_type].peak_tflops(run.precision.dtype)
+    peak = run.layout.gpu.peak_tflops(run.precision.dtype)
     parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
     return {
         "name": run.name,

@@ -24,7 +24,6 @@ BF16), FP8 scales from the step before.
 
 import collections
 
-from maxbench.hardware.gpus import PHYSICS
 from maxbench.hardware.published import Published
 from maxbench.plan import memory
 from maxbench.plan.costs import Costs
@@ -37,7 +36,7 @@ def terms(run: Run, t: Timeline, row: Published) -> dict[str, float]:
     share, theirs = (memory.recomputed(run, remat) for remat in (run.train.remat, row.remat))
     passes = 3 + share  # forward, twice as much backward, and forward again in part
     products = t.compute["gemm"] + t.compute["attention"]
-    beside = 1 + PHYSICS[run.layout.gpu_type].contention
+    beside = 1 + run.layout.gpu.physics.contention
     found = collections.Counter(recomputation=products * (share - theirs) / passes)
     if "nemo" in row.source:
         found["copies"] = t.compute["copy"]

@@ -40,7 +40,8 @@ def define(fv: flags.FlagValues) -> None:
     string("title", "maxbench report", "heading of the HTML page")
     string("output", "", "write to this file instead of the screen")
     string("window", "35,44", "first and last step that count")
-    string("gpu_type", "", "of logs that do not name it: h100 | h200 | b200 | gb200 | gb300")
+    string("gpu_type", "", f"of logs that do not name it: {' | '.join(GPUS)}")
+    string("hardware", "", "file of further GPU types, as of the runs")
     number("cost", 0.0, "dollars per GPU hour")
     number("interval", 0.0, "minutes between checkpoints; 0 = the best (Young, Daly)")
     number("mtbf", 24.0, "hours between failures of the whole job")
@@ -55,6 +56,8 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
       UserError: a flag that cannot be, with what would work.
     """
     choose("format", fv["format"].value, FORMATS)
+    if fv["hardware"].value:
+        cli.add_hardware(fv["hardware"].value)
     if fv["gpu_type"].value:
         choose("gpu_type", fv["gpu_type"].value, GPUS)
     first, comma, last = fv["window"].value.partition(",")

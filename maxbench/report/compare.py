@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
-from maxbench.launch.variables import ROOT
 from maxbench.report.record import Record
 from maxbench.run import metrics
 from maxbench.spec import flops, recipes
@@ -76,9 +75,8 @@ class Row:
 @functools.cache
 def model_of(name: str, size: str) -> Model | None:
     """The Model of a workload file, or None."""
-    path = ROOT / "configs" / f"{name}_{size}.py"
-    known = name.isalnum() and size.isalnum() and path.is_file()
-    return Model(**recipes.load(path).model) if known else None
+    models = [Model(**recipes.workloads()[path].model) for path in recipes.find(name, size)]
+    return models[0] if models else None
 
 
 def _model(r: Record) -> Model | None:

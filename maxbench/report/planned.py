@@ -52,7 +52,8 @@ def predict(r: runlogs.Record) -> tuple[dict | None, str]:
 def _run(config: Mapping) -> Run:
     """The Run of a result.json, without what differs between starts of the same program."""
     parts = {name: dict(config[name]) for name in recipes.SECTIONS}
-    parts["train"]["window"] = tuple(parts["train"]["window"])
+    for pair in ("window", "combine"):
+        parts["train"][pair] = tuple(parts["train"][pair])
     made = {name: recipes.SECTIONS[name](**fields) for name, fields in parts.items()}
     overlap = Runtime(tp_overlap=made["runtime"].tp_overlap)
     return Run(**made | {"output": Output(), "profile": Profile(), "runtime": overlap})

@@ -5,6 +5,7 @@ what cannot be read is left out, and a Record says what is missing.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -13,19 +14,16 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 
-from maxbench.hardware import published
+from maxbench.hardware import gpus, published
 from maxbench.report import textlogs
 from maxbench.report.record import Record
+from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 
 LARGEST = 64 << 20  # bytes of a text log that are read, half from its start, half from its end
 FOREIGN = (".out", ".log", ".txt", ".err")
 NOT_RUNS = re.compile(r"^(sbatch_|srun-|gpu-|nccl)|prepare_squad_dataset_exp|import_ckpt_exp")
 
-NAMED = re.compile(
-    r"(?P<model>llama2|llama3\.?1|llama3|nemotron4|grok1)[_-](?P<size>\d+b)(?P<preset>(?:-[a-z]+)*)"
-    r"(?:[_-](?P<dtype>bf16|fp8|fp32))?(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
-)
 WATTS = re.compile(rb"^[^,\n]*,[^,\n]*, *(\d{1,4}(?:\.\d{1,9})?) *(?=[,\r\n]|\Z)", re.MULTILINE)
 GBS_NAMED = re.compile(r"_gbs(\d{1,7})")
 
@@ -250,16 +248,27 @@ def _run_name(path: pathlib.Path) -> str:
     return last if "pretrain_" in last else name
 
 
+@functools.cache
+def _named() -> re.Pattern:
+    """A workload in a name: model and size, then as much of precision and GPUs as there is."""
+    longest = lambda names: [re.escape(x) for x in sorted(names, key=len, reverse=True)]
+    models, sizes = longest(recipes.model_names()), [*longest(recipes.sizes()), "[0-9]+b"]
+    return re.compile(
+        rf"(?P<model>{'|'.join(models)})[_-](?P<size>{'|'.join(sizes)})"
+        r"(?P<preset>(?:-[a-z]+)*)(?:[_-](?P<dtype>bf16|fp8|fp32))?"
+        r"(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
+    )
+
+
 def _from_name(record: Record, text: str) -> None:
     """Model, size, precision, GPUs and batch from a name; the rest from the published row."""
-    matches = list(NAMED.finditer(text))
-    if matches:
+    if matches := list(_named().finditer(text)):
         named = max(matches, key=lambda m: len(m.group(0)))
-        record.model = "llama31" if named["model"].startswith("llama3") else named["model"]
+        record.model = recipes.model_names()[named["model"]]
         record.size = named["size"] + (named["preset"] or "")
         record.dtype = record.dtype or named["dtype"] or ""
-        gpus = int(named["gpus"] or 0)
-        record.gpus = record.gpus or (gpus * 8 if named["nodes"] else gpus)
+        count = int(named["gpus"] or 0)
+        record.gpus = record.gpus or (count * 8 if named["nodes"] else count)
     # results/<version>/<dtype>/<size>/<gpus>/
     parts = pathlib.PurePath(text).parts
     for i, part in enumerate(parts[:-2]):
@@ -268,8 +277,7 @@ def _from_name(record: Record, text: str) -> None:
             record.size = record.size or parts[i + 1]
             if parts[i + 2].isdecimal() and len(parts[i + 2]) < 7:
                 record.gpus = record.gpus or int(parts[i + 2])
-    gpu = re.search(r"(?<![a-z0-9])(h100|h200|gb200|gb300|b200)(?![0-9])", text.lower())
-    record.gpu_type = record.gpu_type or (gpu[1] if gpu else "")
+    record.gpu_type = record.gpu_type or gpus.named(text)
     if not record.gbs and (gbs := GBS_NAMED.search(text)):
         record.gbs = int(gbs[1])
     if not record.seq and record.gpus:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPUS, named
 from maxbench.spec import flops
 from maxbench.spec.run import Run
 
@@ -30,8 +30,7 @@ class Devices:
     @property
     def gpu_type(self) -> str | None:
         """A name of gpus.GPUS, or None for what has no peak to be held against."""
-        names = sorted(GPUS, key=len, reverse=True)  # 'gb200' before 'b200'
-        return next((n for n in names if n in self.kind.lower()), None)
+        return named(self.kind) or None
 
 
 @dataclasses.dataclass

@@ -9,7 +9,6 @@ import platform
 import subprocess
 from importlib import metadata
 
-from maxbench.hardware.gpus import GPUS
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 
@@ -57,7 +56,7 @@ def connect(run: Run) -> None:
 
     r, env = run.runtime, os.environ
     if r.mock_gpus:
-        node = GPUS[run.layout.gpu_type].gpus_per_node
+        node = run.layout.gpu.gpus_per_node
         jax.config.update("jax_mock_gpu_topology", f"1x{-(-r.mock_gpus // node)}x{node}")
     if r.coordinator:
         jax.distributed.initialize(r.coordinator, r.processes, r.process)
@@ -66,7 +65,7 @@ def connect(run: Run) -> None:
         jax.distributed.initialize(address, int(processes), int(process))
     elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
-        node = GPUS[run.layout.gpu_type].gpus_per_node
+        node = run.layout.gpu.gpus_per_node
         # Left alone, jax gives a process one GPU, which is right for one process per GPU only.
         whole_node = list(range(node)) if per_node == "1" and not r.cpu_devices else None
         jax.distributed.initialize(local_device_ids=whole_node)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 from ml_collections import config_flags
 
+from maxbench.hardware import gpus
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
@@ -42,7 +43,8 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     number = lambda name, text: flags.DEFINE_integer(name, None, text, flag_values=fv)
     string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
     number("gpus", "take the recipe's row for this many GPUs")
-    string("gpu_type", "h100 | h200 | b200 | gb200 | gb300")
+    string("gpu_type", " | ".join(gpus.GPUS))
+    string("hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
     string("dtype", "bf16 | fp32 | fp8")
     flags.DEFINE_bool(
         "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
@@ -78,6 +80,8 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
         raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
     if fv["config"].value is None:
         raise UserError(f"--config is missing; for example --config {_workloads()[0]}:tiny")
+    if fv["hardware"].value:
+        add_hardware(fv["hardware"].value)
     given = {name: fv[name].value for name in recipes.FLAGS if fv[name].present}
     return recipes.resolve(
         fv["config"].value,
@@ -86,6 +90,20 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
         flags=given,
         overrides=config_flags.get_override_values(fv["config"]),
     )
+
+
+def add_hardware(path: str) -> None:
+    """Adds the GPU types of a user's file to those that gpu_type may name.
+
+    Raises:
+      UserError: there is no such file, or a key of it cannot be.
+    """
+    try:
+        gpus.add(path)
+    except OSError as e:
+        raise UserError(f"hardware={path!r} cannot be read: {e.strerror}") from None
+    except ValueError as e:
+        raise UserError(f"hardware={path!r}: {e}") from None
 
 
 def run_of(words: Sequence[str]) -> Run:
@@ -130,7 +148,8 @@ def _listed() -> str:
 
 
 def _workloads() -> list[str]:
-    return sorted(str(p) for p in pathlib.Path("configs").glob("*.py")) or ["configs/llama31_8b.py"]
+    here = pathlib.Path("configs").glob("*.py")
+    return sorted(map(str, here)) or sorted(map(str, recipes.ROOT.glob("configs/*.py")))
 
 
 @contextlib.contextmanager

@@ -15,12 +15,6 @@ CONVENTIONS = {
     "full": 1.0,  # every S x S score counted, as most published figures do
     "causal": 0.5,  # only the half that a causal mask leaves
 }
-# Published figures that used other numbers than the model has, or another convention.
-SEED = {
-    ("nemotron4", "340b"): {"kv_heads": 96},  # every head its own KV group; the model has 8
-    ("llama31", "405b"): {"kv_heads": 16},  # the model has 8
-    ("grok1", "314b"): {"convention": "causal"},
-}
 
 
 def params(m: Model) -> int:
@@ -43,11 +37,6 @@ def per_sequence(
     attention = 12 * m.layers * m.embed**2 * (1 + g / m.heads + scores)
     mlp = 6 * m.layers * m.mlp * m.embed * (m.gates + 1) * (m.top_k if m.experts else 1)
     return seq * (attention + mlp + 6 * m.vocab * m.embed)
-
-
-def as_published(m: Model, seq: int) -> float:
-    """FLOPs of one sequence as the published MFU of this workload counted them."""
-    return per_sequence(m, seq, **SEED.get((m.name, m.size), {}))
 
 
 def tokens_per_s(seq: int, gbs: int, step_s: float) -> float:

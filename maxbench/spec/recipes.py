@@ -1,10 +1,14 @@
 """From a workload file and flags to a Run: tables of layouts, presets, and the order of settings.
 
+workloads() are the files in configs/: what launcher, report and benchmarks know of a family, they
+know from there.
+
 What is set later wins: the workload's numbers, what it does otherwise in FP8, the row of its table
 (--gpus), presets, the shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 from collections.abc import Mapping
@@ -12,9 +16,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from maxbench.hardware.published import rows as published_rows
 from maxbench.spec import run as c
 from maxbench.spec.errors import UserError
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: configs/, launch/
 SECTIONS = {
     "model": c.Model,
     "layout": c.Layout,
@@ -63,6 +69,20 @@ FLAGS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What launch.sh takes for a workload where its variables say nothing."""
+
+    rank: int = 99  # of those that MODEL and MODEL_SIZE leave, the lowest is taken
+    aliases: tuple[str, ...] = ()  # other names of the model in MODEL and in logs, small letters
+    dtype: str = "bf16"
+    gpus: int = 0  # 0 = must be given
+    time: str = "01:00:00"
+    strong_time: str = ""  # of rows with constant global batch; '' = time
+    profile: tuple[int, int] = (20, 30)  # first step profiled, first one not profiled any more
+    stops: bool = True  # a profiled job ends where its profile does
+
+
 def workload(
     presets: str | None,
     *,
@@ -72,21 +92,27 @@ def workload(
     layouts: str,
     variants: Mapping[str, Mapping] | None = None,
     fp8: Mapping[str, Mapping] | None = None,
+    launch: Mapping | None = None,
+    published: Mapping | None = None,
     **sections: Mapping,
 ) -> ConfigDict:
     """The config of a workload file.
 
     `layouts` is its table as text; `variants` are presets of its own beside PRESETS, `fp8` what
-    runs with dtype=fp8 do otherwise ({section: {field: value}}), and other keywords further
-    sections. `presets` is what stands after the file's name, 'tiny,xai'; it is
-    checked by resolve().
+    runs with dtype=fp8 do otherwise ({section: {field: value}}), `launch` fields of Launch,
+    `published` the numbers and the convention (flops.per_sequence) of published MFUs where they are
+    not the model's, and other keywords further sections. `presets` is what stands after the
+    file's name, 'tiny,xai'; it is checked by resolve().
     """
     known = PRESETS | dict(variants or {})
     names = tuple(p for p in (presets or "").split(",") if p)
     given = dict(model=model, train=train, optim=optim, **sections)
+    for name in given:
+        c.choose("section", name, SECTIONS)
     config = ConfigDict(
         {name: _fields(cls, given.get(name, {})) for name, cls in SECTIONS.items()}
         | {"layouts": layouts, "presets": names, "known": known, "fp8": dict(fp8 or {})}
+        | {"launch": _fields(Launch, launch or {}), "published": dict(published or {})}
     )
     return config.lock()
 
@@ -134,11 +160,7 @@ def resolve(
     """
     flags, overrides = dict(flags or {}), dict(overrides or {})
     values = {name: dict(config[name]) for name in SECTIONS}
-    wanted = {**values["precision"], **values["layout"]}
-    for name in config.presets:
-        c.choose("preset", name, config.known)
-        wanted |= dict(config.known[name].get("precision", {}))
-    wanted |= flags | {path.rpartition(".")[2]: value for path, value in overrides.items()}
+    wanted = _wanted(config, flags, overrides)
     if wanted["dtype"] == "fp8":
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
@@ -158,6 +180,7 @@ def resolve(
         values[section][field] = value
     for path, value in overrides.items():
         section, _, field = path.partition(".")
+        c.choose("--config", section, values)
         values[section][field] = value
     shown = [name for name in names if name != "fp8"]
     values["model"]["size"] = "-".join([values["model"]["size"], *shown])
@@ -173,6 +196,15 @@ def resolve(
     return run
 
 
+def _wanted(config: ConfigDict, flags: Mapping, overrides: Mapping) -> dict[str, Any]:
+    """The GPU type and the dtype that all settings together say, among other fields."""
+    wanted = {**config.precision, **config.layout}
+    for name in config.presets:
+        c.choose("preset", name, config.known)
+        wanted |= dict(config.known[name].get("precision", {}))
+    return wanted | flags | {path.rpartition(".")[2]: v for path, v in overrides.items()}
+
+
 def _update(values: dict, given: Mapping) -> None:
     for section, fields in given.items():
         values[section] |= dict(fields)
@@ -186,8 +218,7 @@ def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: 
     dtype = "bf16" if dtype == "fp32" else dtype
     rows = table(config.layouts)
     kind = [r for r in rows if (r["dtype"], r["scaling"]) == (dtype, scaling)]
-    # H200 has no published recipe; it is H100's compute with more memory, so H100's layouts fit.
-    there = [r for r in kind if r["gpu_type"] == ("h100" if gpu_type == "h200" else gpu_type)]
+    there = [r for r in kind if r["gpu_type"] == c.GPUS[gpu_type].recipes]
     for row in there:
         if row["gpus"] == gpus:
             layout = {k: v for k, v in row.items() if k not in ("gpus", "dtype", "scaling")}
@@ -225,3 +256,39 @@ def load(path: str | pathlib.Path) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config()
+
+
+@functools.cache
+def workloads() -> dict[pathlib.Path, ConfigDict]:
+    """All files of configs/ and their configs, in the order of their launch.rank."""
+    found = {}
+    for path in sorted(ROOT.glob("configs/*.py")):
+        try:
+            found[path] = load(path)
+        except UserError as e:
+            raise UserError(f"configs/{path.name}: {e}") from None
+    return dict(sorted(found.items(), key=lambda item: item[1].launch.rank))
+
+
+def find(model: str, size: str) -> list[pathlib.Path]:
+    """The workload files of a model and a size, by their names in them: one, if all is well."""
+    files = workloads().items()
+    return [path for path, w in files if (w.model.name, w.model.size) == (model, size)]
+
+
+def models() -> list[str]:
+    """The models' names."""
+    return list(dict.fromkeys(w.model.name for w in workloads().values()))
+
+
+def sizes(model: str = "") -> list[str]:
+    """The sizes of a model, by its name in its files, or of all."""
+    every = (w.model for w in workloads().values())
+    return list(dict.fromkeys(m.size for m in every if model in ("", m.name)))
+
+
+@functools.cache
+def model_names() -> dict[str, str]:
+    """Names of models in workload files and published figures, aliases too -> the model's own."""
+    aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
+    return aliases | {name: name for name in [*models(), *(r.model for r in published_rows())]}

@@ -6,7 +6,7 @@ Every check says what was given, why it cannot be, and what would work.
 import dataclasses
 import math
 
-from maxbench.hardware.gpus import CHIPS, GPUS
+from maxbench.hardware.gpus import GPUS, Gpu
 from maxbench.spec.errors import UserError, choose, divisors, judge, nearest, setting
 from maxbench.spec.model import Model
 
@@ -45,6 +45,11 @@ class Layout:
     tp: int = setting(1, at_least=1)
     mbs: int = setting(1, at_least=1)  # sequences per data-parallel GPU and microbatch
     gbs: int = 0  # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
+
+    @property
+    def gpu(self) -> Gpu:
+        """The record of the GPU type."""
+        return GPUS[self.gpu_type]
 
     @property
     def gpus(self) -> int:
@@ -100,6 +105,7 @@ class Train:
     attention: str = setting("auto", options=("auto", "xla", "cudnn"))
     # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
     loss_chunk: int = setting(0, at_least=0)
+    combine: tuple[int, ...] = ()  # bytes at which collectives are joined: step/compiler.COMBINE
     # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0
     unroll: int = setting(-1, at_least=-1)
     z_loss: float = 0.0  # weight of mean(logsumexp^2)
@@ -115,6 +121,11 @@ class Train:
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
+        if len(self.combine) not in (0, 3) or any(size < 0 for size in self.combine):
+            raise UserError(
+                f"train.combine={self.combine} must be bytes for all-reduce, all-gather and "
+                "reduce-scatter, or ()"
+            )
         first, last = self.window
         if not 0 <= first <= last:
             raise UserError(f"train.window={self.window} must be two steps, first <= last")
@@ -271,7 +282,7 @@ class Run:
         """Of FP8 tensors, settled: current, delayed or mxfp8."""
         if self.precision.scaling != "auto":
             return self.precision.scaling
-        return "mxfp8" if CHIPS[self.layout.gpu_type].capability >= (10, 0) else "current"
+        return "mxfp8" if self.layout.gpu.multiplies_blocks else "current"
 
     def asdict(self) -> dict:
         """The run as nested plain dicts, for JSON."""
@@ -307,8 +318,8 @@ class Run:
         m, a, seq = self.model, self.layout, self.train.seq
         heads, groups, multiple = m.heads // a.tp, m.kv_heads // a.tp, FP8_MULTIPLE[self.scaling]
         blocks = self.scaling == "mxfp8"
-        if blocks and CHIPS[a.gpu_type].capability < (10, 0):
-            have = [name for name, chip in CHIPS.items() if chip.capability >= (10, 0)]
+        if blocks and not a.gpu.multiplies_blocks:
+            have = [name for name, gpu in GPUS.items() if gpu.multiplies_blocks]
             raise UserError(
                 f"precision.scaling='mxfp8' and gpu_type={a.gpu_type!r}: only Blackwell multiplies "
                 f"blocks ({', '.join(have)}); use precision.scaling=current or delayed"

@@ -4,7 +4,6 @@ They are given to the compiler with the program, not through XLA_FLAGS, where an
 end the process.
 """
 
-from maxbench.hardware.gpus import GPUS
 from maxbench.spec.run import Run
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
@@ -26,13 +25,11 @@ XLA_OPTIONS = {
     "xla_gpu_memory_limit_slop_factor": 300,
 }
 
-# Bytes at which collectives are combined: all-reduce, all-gather, reduce-scatter; of NVIDIA's
-# MaxText recipes for Llama 2 (others take these too) and Llama 3.
+# Bytes at which collectives are combined (all-reduce, all-gather, reduce-scatter) where the
+# workload's file says nothing, train.combine: NVIDIA's MaxText recipe for Llama 2.
 COMBINE = {
-    ("llama31", "fp8"): (2 << 30, 2 << 30, 64 << 20),
-    ("llama31", "bf16"): (2 << 30, 2 << 30, 32 << 20),
-    ("", "fp8"): (1 << 30, 512 << 20, 8 << 20),
-    ("", "bf16"): (2 << 30, 2 << 30, 32 << 20),
+    "fp8": (1 << 30, 512 << 20, 8 << 20),
+    "bf16": (2 << 30, 2 << 30, 32 << 20),
 }
 MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
 
@@ -41,7 +38,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cpu'), by GPU type and workload."""
     if platform_name not in ("gpu", "cuda"):
         return {}
-    options, gpu = dict(XLA_OPTIONS), run.layout.gpu_type
+    options, gpu = dict(XLA_OPTIONS), run.layout.gpu
     # Where weights are gathered layer by layer: gather the next layer's early, while the last
     # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
     # over microbatches, and run the forward pass twice to do so.
@@ -56,16 +53,14 @@ def xla_options(platform_name: str, run: Run) -> dict:
     overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
     dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"
-    own = COMBINE.get((run.model.name, dtype))
-    reduce, gather, scatter = own or COMBINE["", dtype]
+    reduce, gather, scatter = run.train.combine or COMBINE[dtype]
     if run.layout.tp > 1:
         gather = 1  # joined, a sequence's gathers would wait for the last of them
-    if run.layout.gpus // GPUS[gpu].gpus_per_node >= MANY_NODES:
+    if run.layout.gpus // gpu.gpus_per_node >= MANY_NODES:
         scatter //= 2
     for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):
         options[f"xla_gpu_{name}_combine_threshold_bytes"] = size
-    if gpu in ("b200", "gb200", "gb300"):
-        options["xla_gpu_enable_command_buffer"] = "FUSION,CUSTOM_CALL"
+    options |= gpu.xla_options
     if run.layout.tp > 1 and not run.runtime.tp_overlap:
         options["xla_gpu_disable_async_collectives"] = "ALLGATHER,REDUCESCATTER"
     return options

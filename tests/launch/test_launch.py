@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbench.launch import checks, slurm, variables
+from maxbench.launch import checks, jobs, slurm, variables
 from maxbench.run import hosts, nccl, profile
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Profile
@@ -37,7 +37,7 @@ RUNAI = {
 
 def plain_env(**more: str) -> dict[str, str]:
     """This environment without what would be read as a variable of ours."""
-    ours = {n for name, (_, _, others) in variables.VARIABLES.items() for n in (name, *others)}
+    ours = {n for name, v in variables.VARIABLES.items() for n in (name, *v.also)}
     skipped = ("SLURM", "SBATCH", "JAX_", "XLA_")
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(skipped)}
     return kept | {"MAXBENCH_PYTHON": sys.executable} | more
@@ -98,8 +98,12 @@ def test_every_default_of_the_seeds():
     assert (v["GPU_TYPE"], v["CLUSTER_TYPE"], v["MAX_STEPS"]) == ("h100", "slurm", "50")
     assert (v["PROFILE_START_STEP"], v["PROFILE_STOP_STEP"]) == ("20", "25")
     assert v["RUN_CONF_PROFILE_RANKS"] == "0,1,2,3,4,5,6,7"
-    family = variables.FAMILIES["nemotron4"]
-    assert (family.dtype, family.time, family.profile) == ("fp8", "00:25:00", (45, 50))
+    s = variables.settle({"MODEL": "nemotron4", "JOB_TOTAL_GPUS": "128"})
+    steps = [s.values[f"PROFILE_{which}_STEP"] for which in ("START", "STOP")]
+    assert (s.values["DTYPE"], s.values["TIME_LIMIT"], steps) == ("fp8", "00:25:00", ["45", "50"])
+    strong = {"GPU_TYPE": "gb200", "STRONG_SCALING": "true"}
+    s = variables.settle({"MODEL": "nemotron", "JOB_TOTAL_GPUS": "128"} | strong)
+    assert (s.run.layout.gbs, s.values["TIME_LIMIT"]) == (512, "00:35:00")
 
 
 def test_gb200_has_four_gpus_per_node():
@@ -107,7 +111,7 @@ def test_gb200_has_four_gpus_per_node():
     s = variables.settle(env)
     assert (s.nodes, s.tasks_per_node) == (32, 4)
     assert "--segment=16" in slurm.sbatch_options(s, "", pathlib.Path("x"))
-    env = slurm.environment(s, "")
+    env = jobs.environment(s, "")
     assert env["NCCL_NET_GDR_C2C"] == "1"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
 
@@ -170,7 +174,7 @@ def test_a_wrong_variable_is_named_with_what_would_work(env, message):
 def test_any_variable_gives_settings_or_a_message(env):
     try:
         s = variables.settle(env)
-        for kind in slurm.kinds(s):
+        for kind in jobs.kinds(s):
             script = slurm.script(s, kind, 7)
             done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
             assert done.returncode == 0, done.stderr
@@ -223,7 +227,7 @@ def test_loading_a_checkpoint_trains_one_step(tmp_path):
 
 def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
     s = variables.settle({"CHECKPOINT_EVERY": "20", "ENABLE_NCCL_TRACE": "true"})
-    perf, trace = (slurm.train_flags(s, kind) for kind in slurm.kinds(s))
+    perf, trace = (jobs.train_flags(s, kind) for kind in jobs.kinds(s))
     assert "--nocheckpoint" not in perf
     again = variables.settle({}, trace[trace.index("--profile=nccltrace") :])
     assert (again.run.output.checkpoint, again.run.output.checkpoint_every) == (False, 0)

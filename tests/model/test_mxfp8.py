@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench.hardware.gpus import CHIPS
+from maxbench.hardware.gpus import GPUS
 from maxbench.model import mxfp8
 from maxbench.plan import aot
 from tests.plan.test_plan import compiler
@@ -99,7 +99,7 @@ def test_what_is_no_number_stays_none():
 def test_blackwell_multiplies_blocks_as_they_are(gpu, target):
     """Inside shard_map, all three products; Hopper, which has no such unit, gets bf16 ones."""
     topology = jax.experimental.topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(CHIPS[gpu]), topology="1x1x4"
+        platform="cuda", target_config=aot.target(GPUS[gpu].chip), topology="1x1x4"
     )
     mesh = jax.experimental.topologies.make_mesh(topology, (4,), ("fsdp",))
 

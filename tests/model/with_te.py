@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench.hardware.gpus import CHIPS
+from maxbench.hardware.gpus import GPUS
 from maxbench.mesh.axes import make_mesh
 from maxbench.model import mxfp8, te
 from maxbench.model.precision import scale_of
@@ -185,7 +185,7 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     pretend(monkeypatch, 100 if blocks else 90)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(CHIPS[gpu]), topology="1x1x4"
+        platform="cuda", target_config=aot.target(GPUS[gpu].chip), topology="1x1x4"
     )
     mesh = topologies.make_mesh(topology, (4,), ("fsdp",))
 

@@ -2,22 +2,26 @@
 
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
-from maxbench.hardware.gpus import GPUS, PHYSICS, PHYSICS_RANGES, nvlink_domain
+from benchmarks.fit_physics import RANGES
+from maxbench import hardware
+from maxbench.hardware.gpus import GPUS
 from maxbench.plan import hlo, simulate, trace
 from maxbench.plan.costs import Costs
 from maxbench.spec.run import AXES
 
 ONE = dict.fromkeys(AXES, 1)
+PHYSICS = GPUS["h100"].physics
 
 
 def costs(contention: float = 0.0, **degrees) -> Costs:
     """H100 with no gaps between kernels and no latency."""
     physics = dataclasses.replace(
-        PHYSICS["h100"], contention=contention, launch_us=0, host_us=0, nvlink_us=0, network_us=0
+        PHYSICS, contention=contention, launch_us=0, host_us=0, nvlink_us=0, network_us=0
     )
     return Costs("h100", ONE | degrees, physics)
 
@@ -26,7 +30,7 @@ EIGHT = costs(dp=8)
 # 1 GiB of bf16, read and written by a kernel, and gathered from 8 GPUs.
 BIG = "bf16[536870912]{0}"
 KERNEL_S = EIGHT.memory(2 * 2**30)
-GATHER_S = 2**30 * 7 / 8 / (450e9 * PHYSICS["h100"].nvlink)
+GATHER_S = 2**30 * 7 / 8 / (450e9 * PHYSICS.nvlink)
 START = (
     "  %start{n} = (bf16[67108864]{{0}}, bf16[536870912]{{0}}) all-gather-start(%shard), "
     "replica_groups=[1,8]<=[8], dimensions={{0}}\n"
@@ -83,7 +87,7 @@ def test_permutes_queue_behind_collectives():
     )
     done = f"  %q = {BIG} collective-permute-done(%p)\n"
     t = play(script("s1") + permute + done + script("d1"))
-    alone = 2**30 / (450e9 * PHYSICS["h100"].nvlink)
+    alone = 2**30 / (450e9 * PHYSICS.nvlink)
     assert t.seconds == pytest.approx(alone + GATHER_S)
 
 
@@ -206,27 +210,27 @@ def test_a_collective_over_nodes_is_as_fast_as_its_members_links_together():
     one = costs(fsdp=128)
     link = one.link(np.arange(128)[None])
     assert (link.axes, link.members, link.domains, link.inside) == ("fsdp", 128, 16, 8)
-    network, nvlink = 8 * 50e9 * PHYSICS["h100"].network, 450e9 * PHYSICS["h100"].nvlink
+    network, nvlink = 8 * 50e9 * PHYSICS.network, 450e9 * PHYSICS.nvlink
     expect = 2**30 * 127 / 128 / min(network, nvlink)
     assert one.collective("all-gather", link, 2**23, 2**30) == pytest.approx(expect)
     across = costs(dp=16, tp=8)
     link = across.link(np.arange(0, 128, 8)[None])  # one GPU of each node
     assert (link.axes, link.domains, link.inside) == ("dp", 16, 1)
-    expect = 2**30 * 15 / 16 / (50e9 * PHYSICS["h100"].network)
+    expect = 2**30 * 15 / 16 / (50e9 * PHYSICS.network)
     assert across.collective("reduce-scatter", link, 2**30, 2**26) == pytest.approx(expect)
     assert across.collective("all-reduce", link, 2**30, 2**30) == pytest.approx(2 * expect)
 
 
 def test_nvlink_domains():
-    assert nvlink_domain(GPUS["h100"], 1024) == 8
-    assert nvlink_domain(GPUS["gb200"], 128) == 64  # 16 of 18 nodes divide 32
-    assert nvlink_domain(GPUS["gb200"], 72) == 72
-    assert nvlink_domain(GPUS["h100"], 4) == 8
+    assert GPUS["h100"].nvlink_domain(1024) == 8
+    assert GPUS["gb200"].nvlink_domain(128) == 64  # 16 of 18 nodes divide 32
+    assert GPUS["gb200"].nvlink_domain(72) == 72
+    assert GPUS["h100"].nvlink_domain(4) == 8
 
 
 def test_gemm_fills_rounds_of_cores():
     """132 tiles of 128 x 256 fill H100 exactly once; a fuller grid starts another round."""
-    rate = 989e12 * PHYSICS["h100"].gemm_bf16
+    rate = 989e12 * PHYSICS.gemm_bf16
     ideal = 2 * (128 * 11) * (256 * 12) * 8192 / rate
     assert EIGHT.gemm(128 * 11, 256 * 12, 8192) == pytest.approx(ideal)
     assert EIGHT.gemm(128 * 11 + 1, 256 * 12, 8192) > 1.3 * ideal
@@ -235,10 +239,12 @@ def test_gemm_fills_rounds_of_cores():
 
 
 def test_physics_is_plausible_and_small():
-    names = [f.name for f in dataclasses.fields(PHYSICS["h100"])]
+    names = [f.name for f in dataclasses.fields(PHYSICS)]
     assert len(names) <= 12
-    assert set(names) == set(PHYSICS_RANGES)
-    for physics in PHYSICS.values():
-        for name, (low, high, source) in PHYSICS_RANGES.items():
-            assert low <= getattr(physics, name) <= high, name
-            assert source
+    assert set(names) == set(RANGES)
+    for gpu in GPUS.values():
+        for name, (low, high) in RANGES.items():
+            assert low <= getattr(gpu.physics, name) <= high, name
+    lines = (pathlib.Path(hardware.__path__[0]) / "gpus.toml").read_text().splitlines()
+    for name in names:  # each says where it comes from
+        assert [line for line in lines if line.startswith(f"{name} = ") and " # " in line], name

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from maxbench.hardware import published
-from maxbench.hardware.gpus import PHYSICS
+from maxbench.hardware.gpus import GPUS
 from maxbench.plan import hlo, memory, simulate, terms
 from maxbench.plan.costs import Costs
 from maxbench.spec import cli
@@ -74,7 +74,7 @@ def test_terms_of_nemo():
     one = Costs("h100", dict.fromkeys(AXES, 1) | {"tp": 8})
     assert found["copies"] == pytest.approx(32 * 2 * one.memory(2 * 2 * WEIGHT), rel=1e-3)
     gather = one.collective("all-gather", one.axis_link("tp"), 0, 2 * 8 * 4096)
-    beside = 1 + PHYSICS["h100"].contention
+    beside = 1 + GPUS["h100"].physics.contention
     assert found["exposed tp"] == pytest.approx(32 * gather / beside)
     assert set(found) == {"copies", "exposed tp"}
     experts = terms_of(run_of("grok1_314b.py --gpus 32"), "nemo")
@@ -91,7 +91,7 @@ def test_maxtext_quantises_weights_where_they_are_used():
         run_of("llama2_70b.py --gpus 128 --dtype fp8"), "MaxText", "save_dot_except_mlp"
     )
     moved = 2 * 80 * (2 + 1) * (8192 * 128 * (64 + 8 + 8 + 64) + 3 * 8192 * 28672)
-    rate = 3352.32e9 * PHYSICS["h100"].memory
+    rate = 3352.32e9 * GPUS["h100"].physics.memory
     assert found == {"weights to FP8": pytest.approx(-moved / rate, rel=1e-3)}
 
 

@@ -1,0 +1,67 @@
+"""The jobs of a launch, whoever schedules them: the run, and a profile and a trace of it."""
+
+import os
+
+from maxbench.launch.variables import Settings
+from maxbench.spec.errors import UserError
+
+
+def kinds(s: Settings) -> list[str]:
+    """The jobs to run: profile and trace apart, because their overhead spoils figures.
+
+    Raises:
+      UserError: none is left, or a look inside of a run that is one step long.
+    """
+    jobs = [] if s.on("DISABLE_PERFRUN") else [""]
+    if s.on("ENABLE_PROFILE"):
+        jobs.append(s.values["PROFILER"])
+    if s.on("ENABLE_NCCL_TRACE"):
+        jobs.append("nccltrace")
+    if s.values["LOAD_CHECKPOINT_PATH"] and any(jobs):
+        raise UserError(
+            "LOAD_CHECKPOINT_PATH trains one step, the checkpoint's next: nothing to profile or "
+            "trace; leave ENABLE_PROFILE and ENABLE_NCCL_TRACE out"
+        )
+    if not jobs:
+        raise UserError(
+            "DISABLE_PERFRUN=true leaves nothing to run: set ENABLE_PROFILE=true or "
+            "ENABLE_NCCL_TRACE=true too"
+        )
+    return jobs
+
+
+def name(s: Settings, kind: str) -> str:
+    """The job's name, which is its folder's: the run's, and what else it does."""
+    return s.run.name + (f"_{kind}" if kind else "")
+
+
+def train_flags(s: Settings, kind: str) -> list[str]:
+    """Flags of maxbench.train for a job of this kind."""
+    if not kind:
+        return list(s.flags)
+    steps, flags = s.run.train.steps, [*s.flags, f"--profile={kind}"]
+    if "--checkpoint" in flags:  # the run itself saves; its terabytes need no copies
+        flags += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
+    if kind == "nccltrace":
+        return [*flags, "--steps", str(min(5, steps))]
+    start, stop = s.number("PROFILE_START_STEP"), s.number("PROFILE_STOP_STEP")
+    flags += [f"--config.profile.start={start}", f"--config.profile.stop={stop}"]
+    flags.append(f"--config.profile.ranks={s.values['RUN_CONF_PROFILE_RANKS']}")
+    return [*flags, "--steps", str(stop if s.launch.stops else max(stop, steps))]
+
+
+def command(s: Settings, kind: str, python: str = "python3") -> list[str]:
+    """The command that every process of a job runs."""
+    return [python, "-m", "maxbench.train", *train_flags(s, kind)]
+
+
+def environment(s: Settings, kind: str) -> dict[str, str]:
+    """Variables of the job by GPU type and layout; what the user has set already wins."""
+    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", "NVTE_FUSED_ATTN": "1"}
+    env |= s.run.layout.gpu.environment
+    if s.run.layout.pp > 1:
+        env["NCCL_P2P_NET_CHUNKSIZE"] = str(2 << 20)
+    env = {k: os.environ.get(k, v) for k, v in env.items()}
+    if kind == "nccltrace":
+        env |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET,INIT"}
+    return env

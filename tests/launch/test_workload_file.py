@@ -1,0 +1,118 @@
+"""A workload is one file: a copy with new numbers and a new name is known everywhere."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from maxbench.plan import artifact
+from maxbench.spec import recipes
+from maxbench.spec.errors import UserError
+from tests.launch.test_launch import LAUNCH, plain_env
+from tests.report.test_report import nemo_line
+
+ROOT = pathlib.Path(__file__).parents[2]
+NEW = {'name="llama31"': 'name="madeup"', 'size="8b"': 'size="3b-a1b"', '"llama3.1"': '"made-up"'}
+NEW |= {'"llama3"': '"made"', " 32  8192": " 28  8192", "layers=32": "layers=28", "rank=1, ": ""}
+FOREIGN = "log-team.pretrain_made-up_3b-a1b_bf16_gpus16_tp1_pp1_cp2_vp1_mbs1_gbs256_7_0.out"
+
+
+def copied() -> str:
+    """The text of such a file."""
+    text = (ROOT / "configs" / "llama31_8b.py").read_text()
+    for old, new in NEW.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A checkout with the copy beside the other workload files, and nothing else changed."""
+    folder = tmp_path_factory.mktemp("clone")
+    for part in ("maxbench", "configs", "launch"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "configs" / "copy.py").write_text(copied())
+    return folder
+
+
+def said(clone: pathlib.Path, *words: str, **env: str) -> str:
+    """What a command of the clone prints."""
+    env = plain_env(**env) | {"PYTHONPATH": str(clone)}
+    done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
+    assert done.returncode in (0, 3), done.stderr
+    return done.stdout
+
+
+def test_a_copied_file_trains_and_is_reported(clone):
+    train = (sys.executable, "-m", "maxbench.train", "--config", "configs/copy.py:tiny")
+    said(clone, *train, "--cpu_devices", "1", "--steps", "2", "--seq", "16", "--layers", "1")
+    (clone / "experiments" / FOREIGN).write_text("".join(nemo_line(i, 9, 2.0) for i in range(9)))
+    report = (sys.executable, "-m", "maxbench.report", "--gpu_type", "h100", "--format=csv")
+    told = said(clone, *report, "experiments")
+    assert "/pretrain_madeup_3b-a1b-tiny_bf16_gpus1_" in told
+    assert "nothing published for madeup 3b-a1b bf16 on h100" in told  # all of the log's name
+
+
+@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="no GPU compiler")
+def test_a_copied_file_is_planned(clone, tmp_path):
+    plan = (sys.executable, "-m", "maxbench.plan", "--config", "configs/copy.py:tiny", "--json")
+    found = json.loads(said(clone, *plan, "--layers", "1", MAXBENCH_CACHE=str(tmp_path)))
+    assert found["name"].startswith("pretrain_madeup_3b-a1b-tiny_bf16_gpus1")
+
+
+@pytest.mark.parametrize(
+    "env", [{"MODEL": "madeup"}, {"MODEL_SIZE": "3b-a1b"}, {"MODEL": "MADE-UP"}]
+)
+def test_a_copied_file_is_launched_by_name_or_size(clone, env):
+    script = said(clone, "launch/launch.sh", "--dry-run", **env)
+    assert "maxbench.train --config configs/copy.py --gpus 8" in script
+    assert "#SBATCH --time=00:30:00" in script
+    assert "pretrain_madeup_3b-a1b_bf16_gpus8_" in script
+
+
+def test_the_workload_that_is_taken_by_itself_stays(clone):
+    assert "configs/llama31_8b.py --gpus 8" in said(clone, "launch/launch.sh", "--dry-run")
+    assert re.search(r"MODEL +llama31 .*madeup", said(clone, "launch/launch.sh", "--help"))
+
+
+def test_a_file_from_elsewhere_is_launched_by_its_path(tmp_path):
+    path = tmp_path / "elsewhere.py"
+    path.write_text(copied())
+    env = {"MODEL": os.path.relpath(path, ROOT), "RUN_CONF_IMAGE": "image", "JOB_TOTAL_GPUS": "16"}
+    script = said(ROOT, "launch/launch.sh", "--dry-run", **env)
+    assert f"maxbench.train --config {path} --gpus 16" in script
+    assert f",{tmp_path}:{tmp_path}" in script  # what the container sees
+
+
+def test_two_files_of_one_name_are_told_apart_by_path(clone):
+    twin = clone / "configs" / "twin.py"
+    shutil.copy(clone / "configs" / "copy.py", twin)
+    env = plain_env(MODEL="madeup", PYTHONPATH=str(clone))
+    command = ["launch/launch.sh", "--dry-run"]
+    done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is configs/copy.py and configs/twin.py: give MODEL the path of one" in done.stderr
+    assert "--config configs/twin.py" in said(clone, *command, MODEL="configs/twin.py")
+
+
+def test_sections_of_a_file_are_checked():
+    with pytest.raises(UserError, match="Launch has no field \\['dtpye'\\]; it has \\['rank'"):
+        recipes.workload("", model={}, train={}, optim={}, layouts="", launch={"dtpye": "fp8"})
+    with pytest.raises(UserError, match="section='lauch' is not one of model, layout"):
+        recipes.workload("", model={}, train={}, optim={}, layouts="", lauch={})
+
+
+def test_a_file_of_further_gpu_types_reaches_the_job(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[h300]\nlike = "gb200"\nnvlink_gpus = 36\nenvironment = { A_B = "1" }\n')
+    env = {"HARDWARE": "mine.toml", "GPU_TYPE": "h300", "MODEL": "nemotron"}
+    script = said(tmp_path, str(LAUNCH), "--dry-run", **env, JOB_TOTAL_GPUS="128")
+    assert f"--hardware {path} --gpu_type h300" in script
+    assert "#SBATCH --segment=8" in script
+    assert "export A_B=1" in script
