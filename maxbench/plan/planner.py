@@ -130,7 +130,7 @@ def figures(p: Plan) -> dict:
         | {"busy_s": x.busy_s, "exposed_s": x.exposed_s}
         for x in t.traffic.values()
     ]
-    peak = GPUS[run.layout.gpu_type].peak_tflops(run.precision.dtype)
+    peak = GPUS[run.layout.gpu_type].peak_tflops(run.format.peak)
     parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
     return {
         "name": run.name,

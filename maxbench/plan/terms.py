@@ -47,9 +47,11 @@ def terms(run: Run, t: Timeline, row: Published) -> dict[str, float]:
                 found["exposed tp"] += x.exposed_s / beside
             elif x.link.axes == "pp":
                 found["exposed pp"] += x.exposed_s / beside
-    elif run.precision.dtype == "fp8":
+    elif run.format.quantized:
         m, a = run.model, run.layout
         weights = (flops.params(m) - 2 * m.vocab * m.embed) / a.tp / a.pp
-        seconds = Costs(a.gpu_type, dict.fromkeys(AXES, 1)).memory(2 * 3 * weights)
+        seconds = Costs(a.gpu_type, dict.fromkeys(AXES, 1)).memory(
+            2 * (2 + run.format.bytes) * weights
+        )
         found["weights to FP8"] = -seconds * a.microbatches
     return {name: seconds for name, seconds in found.items() if seconds}

@@ -106,14 +106,14 @@ def compile_step(step: Step, log: metrics.Log):
         "temporary_gib": memory.temp_size_in_bytes / 2**30,
         "attention": step.run.train.attention,
     }
-    how, fp8 = step.run.precision, ""
-    if how.dtype == "fp8":
-        log.result["fp8"] = {"backend": how.backend, "scaling": how.scaling}
-        fp8 = f", fp8 {how.backend} {how.scaling}"
+    how, quantized = step.run.precision, ""
+    if step.run.format.quantized:
+        log.result[how.dtype] = {"backend": how.backend, "scaling": how.scaling}
+        quantized = f", {how.dtype} {how.backend} {how.scaling}"
     log.line(
         f"compiled in {done - start:.1f} s (lower {traced - start:.1f}); per device: state "
         f"{state_gib:.2f} GiB, temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB; "
-        f"attention {step.run.train.attention}, remat {step.run.train.remat}{fp8}"
+        f"attention {step.run.train.attention}, remat {step.run.train.remat}{quantized}"
     )
     return compiled
 
