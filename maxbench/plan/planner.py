@@ -69,9 +69,7 @@ def plan(run: Run) -> Plan:
         artifact.require_compiler()
         if "jax" not in sys.modules:
             runtime.prepare_compiler()
-        from maxbench.plan.planner import (
-            aot,  # the one late import: what is cached is planned without jax
-        )
+        from maxbench.plan import aot  # the one late import: what is cached is planned without jax
 
         compiled = aot.compile_run(run)
         artifact.store(run, compiled)
