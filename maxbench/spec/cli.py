@@ -12,6 +12,7 @@ from ml_collections import config_flags
 
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
+from maxbench.spec.formats import DTYPES
 from maxbench.spec.run import AXES, Run
 
 HELP = {
@@ -43,7 +44,7 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
     number("gpus", "take the recipe's row for this many GPUs")
     string("gpu_type", "h100 | h200 | b200 | gb200 | gb300")
-    string("dtype", "bf16 | fp32 | fp8")
+    string("dtype", " | ".join(DTYPES))
     flags.DEFINE_bool(
         "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
     )

@@ -9,7 +9,7 @@ import math
 from maxbench.hardware.gpus import GPUS
 from maxbench.spec import formats
 from maxbench.spec.errors import UserError, choose, divisors
-from maxbench.spec.formats import FORMATS, SCALINGS, Format
+from maxbench.spec.formats import FORMATS, Format
 from maxbench.spec.model import Model
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
@@ -174,7 +174,7 @@ class Precision:
         for field in ("weights", "moments", "grads"):
             choose(f"precision.{field}", getattr(self, field), DTYPES)
         choose("precision.backend", self.backend, BACKENDS)
-        choose("precision.scaling", self.scaling, ("auto", *SCALINGS))
+        choose("precision.scaling", self.scaling, ("auto", *formats.SCALINGS))
         if self.history < 1:
             raise UserError(f"precision.history={self.history} must be at least 1")
 

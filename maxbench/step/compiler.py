@@ -55,8 +55,9 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # a stage sends travels beside work that has collectives of its own.
     overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
-    own = COMBINE.get((run.model.name, run.format.peak))
-    reduce, gather, scatter = own or COMBINE["", run.format.peak]
+    dtype = "fp8" if run.format.quantized else "bf16"
+    own = COMBINE.get((run.model.name, dtype))
+    reduce, gather, scatter = own or COMBINE["", dtype]
     if run.layout.tp > 1:
         gather = 1  # joined, a sequence's gathers would wait for the last of them
     if run.layout.gpus // GPUS[gpu].gpus_per_node >= MANY_NODES:

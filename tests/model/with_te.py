@@ -1,4 +1,4 @@
-"""Transformer Engine against arithmetic in numpy; tests/test_te.py runs this in its own process.
+"""Transformer Engine against arithmetic in numpy; test_te.py runs this in its own process.
 
 Import after a driver library, real or not, can be found; NVTE_JAX_CUSTOM_CALLS=false for a CPU.
 """
