@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from maxbench.mesh import places
+from maxbench.mesh.axes import DATA, make_mesh
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
@@ -47,12 +48,12 @@ CASES += [("grok", m) for m in MESHES_OF_EXPERTS]
 
 
 def build(family: str, preset: str = "tiny", **axes) -> Step:
-    degrees = math.prod(axes.get(a, 1) for a in axes.DATA)
+    degrees = math.prod(axes.get(a, 1) for a in DATA)
     axes = {"mbs": GBS // degrees, **axes}
     axes = {"layers": 4, "gbs": GBS, **axes}
     exact = EXACT | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
     run = resolve(FAMILIES[family], preset, exact, dtype="fp32", seq=SEQ, **axes)
-    return Step(run, axes.make_mesh(run.layout))
+    return Step(run, make_mesh(run.layout))
 
 
 def gradients(step: Step, params):
