@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxbench.mesh import axes, places
+from maxbench.mesh import places
+from maxbench.mesh.axes import DATA, make_mesh
 from maxbench.model import formats, linear, sums
 from maxbench.model.formats import mxfp8, tensor
 from maxbench.plan import artifact, hlo
@@ -194,11 +195,11 @@ def test_what_layers_declare_as_factors_is_fp8(family):
 
 
 def build(workload: str, dtype: str = "fp8", overrides: dict | None = None, **flags) -> Step:
-    data = math.prod(flags.get(a, 1) for a in axes.DATA)
+    data = math.prod(flags.get(a, 1) for a in DATA)
     flags = {"gbs": 8, "seq": 64, "layers": 4, "mbs": 8 // data} | flags
     overrides = {"model.capacity_factor": 0.0} | (overrides or {})
     run = resolve(workload, "tiny", overrides, dtype=dtype, **flags)
-    return Step(run, axes.make_mesh(run.layout))
+    return Step(run, make_mesh(run.layout))
 
 
 def losses(step: Step, steps: int) -> np.ndarray:
