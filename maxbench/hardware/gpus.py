@@ -70,11 +70,6 @@ class Gpu:
         """Dense peak in TFLOP/s for 'fp8' or 'bf16'; fp32 runs are held against bf16."""
         return self.fp8_tflops if dtype == "fp8" else self.bf16_tflops
 
-    @property
-    def multiplies_blocks(self) -> bool:
-        """Whether its tensor cores take MXFP8 blocks with their scales: Blackwell and later."""
-        return self.chip.capability >= (10, 0)
-
     def segment(self, nodes: int) -> int:
         """Nodes of a job that share one NVLink domain.
 

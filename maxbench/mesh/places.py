@@ -9,6 +9,7 @@ A weight has two places:
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -34,6 +35,13 @@ RULES = {
 }
 
 
+class Factor(NamedTuple):
+    """A weight [batch..., ins..., outs...] of a layer that is multiplied in the run's format."""
+
+    batch: int  # dims
+    ins: int  # dims that the product sums over
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where one weight lives. `compute[i]` and `zero[i]` are the mesh axes that split dim i."""
@@ -41,6 +49,7 @@ class Place:
     compute: tuple[str | None, ...]
     zero: tuple[tuple[str, ...], ...]  # further axes of the master copy, minor to compute's
     summed: tuple[str, ...]  # axes over which its gradient is summed without being split
+    gemm: Factor | None = None
 
     @property
     def master_spec(self) -> P:
@@ -50,10 +59,10 @@ class Place:
     @property
     def layer(self) -> "Place":
         """Of one layer of a stacked weight."""
-        return Place(self.compute[1:], self.zero[1:], self.summed)
+        return dataclasses.replace(self, compute=self.compute[1:], zero=self.zero[1:])
 
 
-def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) -> Place:
+def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES, gemm=None) -> Place:
     """The place of a weight from its logical axes.
 
     Each axis that would hold a copy of the weight splits the largest dim of a layer that it
@@ -77,7 +86,7 @@ def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES) 
         dim = max(fits, key=lambda i: (bool(zero[i]), left[i]))
         zero[dim] += (axis,)
         left[dim] //= degrees[axis]
-    return Place(compute, tuple(zero), tuple(summed))
+    return Place(compute, tuple(zero), tuple(summed), gemm)
 
 
 def gather_master(place: Place, w: jax.Array) -> jax.Array:

@@ -28,9 +28,8 @@ class Moe(nn.Module):
     def __call__(self, x_bud):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
-        logits_je = Linear(m, "width -> routes", m.init_std, name="router")(
-            x_jd.astype(jnp.float32)
-        )
+        router = Linear(m, "width -> routes", m.init_std, plain=True, name="router")
+        logits_je = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
         slot_jk, token_ec = assign(m, expert_jk)
         sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))

@@ -12,14 +12,16 @@ letters: x_btd.
 from collections.abc import Callable
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name as keep
 
 from maxbench.mesh import collectives, places
-from maxbench.model import precision
+from maxbench.model import linear
 from maxbench.model.attention import attend
+from maxbench.model.sums import add_to
 from maxbench.spec.model import Model
 
 ACTS: dict[str, Callable] = {
@@ -29,19 +31,25 @@ ACTS: dict[str, Callable] = {
 }
 
 
-def declare(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
+class Declared(nn.Partitioned):
+    """A weight, its logical axes, and whether it is a factor of a GEMM in the run's format."""
+
+    gemm: places.Factor | None = flax.struct.field(default=None, pytree_node=False)
+
+
+def declare(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=None):
     """Declares a weight by its axes alone: sizes come from Model, its place from places.RULES.
 
-    It starts as normal(0, std), or as `fill` where std is None.
+    It starts as normal(0, std), or as `fill` where std is None; `gemm` is that of Declared.
 
     Returns:
-      This GPU's part of the weight, and of the sums of its gradients or None.
+      This GPU's part of the weight, and its sums (sums.py) or None.
     """
     names = tuple(axes.split())
     shape = tuple(places.local(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
-    w = module.param(name, nn.with_partitioning(init, names), shape, jnp.float32)
-    return w, module.get_variable("sums", name)
+    declared = lambda *args: Declared(init(*args), names, gemm=gemm)
+    return module.param(name, declared, shape, jnp.float32), module.get_variable("sums", name)
 
 
 def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
@@ -50,38 +58,24 @@ def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fi
     return w if sums is None else add_to(sums, w)
 
 
-def product(module, x, name: str, axes: str, std: float, batch: int = 0, **how):
-    """precision.linear of x and a weight declared 'in -> out', behind `batch` axes of both."""
+def product(module, x, name, axes: str, std: float, batch: int = 0, plain=False, **how):
+    """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
+
+    In the run's number format; `plain`: in the dtype of x whatever that is.
+    """
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
-    w, sums = declare(module, name, " ".join(names), std)
+    factor = places.Factor(batch, len(ins.split()) - batch)
+    w, sums = declare(module, name, " ".join(names), std, gemm=None if plain else factor)
     split = "embed" in names and collectives.degree(places.RULES["embed"]) > 1
     fsdp = names.index("embed") if split else None
-    gemm = precision.Gemm(len(ins.split()) - batch, batch, fsdp=fsdp, **how)
-    w = w.astype(x.dtype) if isinstance(w, jax.Array) else w
-    return precision.linear(x, w, sums, gemm)
-
-
-@jax.custom_vjp
-def add_to(sums, w):
-    """The weights w. The gradient with respect to `sums` is sums + the gradient of w.
-
-    So a layer's part of a sum over microbatches is added where the layer's gradient is made,
-    without a pass over all gradients of its own.
-    """
-    return w
-
-
-add_to.defvjp(
-    lambda sums, w: (w, sums),
-    lambda sums, dw: (jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, dw), None),
-)
+    return linear.linear(x, w, sums, linear.Gemm(factor.ins, batch, fsdp=fsdp, **how))
 
 
 class Linear(nn.Module):
     """x @ w, the axes of w written 'in -> out': Linear(model, 'heads head_dim -> embed', std).
 
-    `sequence` and `saved` are those of precision.Gemm.
+    `sequence` and `saved` are those of linear.Gemm, `plain` that of product().
     """
 
     model: Model
@@ -89,10 +83,12 @@ class Linear(nn.Module):
     std: float
     sequence: str = ""
     saved: str = ""
+    plain: bool = False
 
     @nn.compact
     def __call__(self, x):
-        return product(self, x, "w", self.axes, self.std, sequence=self.sequence, saved=self.saved)
+        how = {"sequence": self.sequence, "saved": self.saved, "plain": self.plain}
+        return product(self, x, "w", self.axes, self.std, **how)
 
 
 class Norm(nn.Module):

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbench.mesh import axes
-from maxbench.model import precision
+from maxbench.model import formats, stack
 from maxbench.model.experts import Moe
-from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, add_to, rope_angles
+from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
 from maxbench.model.loss import cross_entropy
+from maxbench.model.sums import add_to
 from maxbench.spec.model import Model
 from maxbench.spec.run import Run
 
@@ -69,17 +70,17 @@ def init(m: Model, key: jax.Array, order: np.ndarray | None = None):
 def layer(run: Run, w, sums, x_bud, rope):
     """One layer; saves for the backward pass what train.remat says.
 
-    `sums` are gradients, like w, to add this layer's to (layers.add_to), or None.
+    `sums` are those of w (sums.py), or None.
     """
 
     def apply(w, sums, x_bud):
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         return Block(run.model, run.train.attention).apply(variables, x_bud, rope)
 
-    policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, precision.SCALE)
+    policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, formats.SCALE)
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
     # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
-    prevent_cse = run.unrolled and run.layout.pp == 1 and run.train.remat != "none"
+    prevent_cse = stack.as_code(run) and run.layout.pp == 1 and run.train.remat != "none"
     return jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)(w, sums, x_bud)
 
 
@@ -110,21 +111,12 @@ def head_loss(run: Run, w, x_bud, targets_bt):
 def apply(run: Run, w, tokens_bt, sums=None):
     """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses.
 
-    w['layers'] is stacked, and the program a loop over layers; or a tuple of layers, and the
-    program repeats their code: longer to compile, but no layer's weights, gradients and activations
-    are copied out of a stack and back into one.
+    w['layers'] is stacked or a tuple of layers (stack.py).
     """
     rope = rope_angles(run.model, axes.chunks(run.train.seq))
     x_bud = embed(run, w, tokens_bt)
     step = lambda x_bud, w: layer(run, *w, x_bud, rope)
-    if not isinstance(w["layers"], tuple):
-        x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
-        return x_bud, jnp.sum(aux)
-    total = jnp.zeros(())
-    for one in zip(w["layers"], sums or [None] * len(w["layers"]), strict=True):
-        x_bud, aux = step(x_bud, one)
-        total += aux
-    return x_bud, total
+    return stack.run_layers(step, x_bud, w["layers"], sums)
 
 
 def objective(run: Run, w, tokens_bt, targets_bt, sums):
@@ -136,8 +128,7 @@ def objective(run: Run, w, tokens_bt, targets_bt, sums):
     Args:
       w: compute weights of this GPU.
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (axes.chunks order).
-      sums: tree like w of gradients so far. The gradient with respect to it is the sum with this
-        batch's.
+      sums: tree like w of gradients so far; to differentiate with respect to (sums.py).
     """
     w = w | {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
     x_bud, aux = apply(run, w, tokens_bt, sums["layers"])

@@ -11,9 +11,10 @@ import numpy as np
 
 from maxbench.hardware.gpus import GPUS, Physics
 from maxbench.plan import hlo
+from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import AXES
 
-FP8 = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz")
+PEAKS = {dtype: f.peak for f in FORMATS.values() for dtype in f.reads}  # by a GEMM's operands
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one core each, in cuBLAS
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
 GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
@@ -56,8 +57,12 @@ class Costs:
         """Seconds to move `size` bytes, reads and writes together."""
         return size / (self.gpu.memory_gbps * 1e9 * self.physics.memory)
 
-    def gemm(self, m: int, n: int, k: int, batch: int = 1, fp8: bool = False) -> float:
-        """Seconds of a matrix product on the tensor cores alone.
+    def rate(self, peak: str) -> float:
+        """FLOP/s that a large matrix product reaches of a peak: 'bf16' or 'fp8'."""
+        return self.gpu.peak_tflops(peak) * getattr(self.physics, f"gemm_{peak}") * 1e12
+
+    def gemm(self, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
+        """Seconds of a matrix product on the tensor cores alone; dtype: of its operands.
 
         The output is cut in tiles, one per core at a time: the last round is rarely full. Of a few
         usual tiles the one with the fullest rounds counts.
@@ -65,9 +70,7 @@ class Costs:
         rounds = lambda tiles: math.ceil(tiles / self.chip.cores) * self.chip.cores / tiles
         area = lambda a, b: math.ceil(m / a) * math.ceil(n / b) * batch
         waste = min(rounds(area(a, b)) * area(a, b) * a * b / (m * n * batch) for a, b in TILES)
-        p = self.physics
-        peak = self.gpu.fp8_tflops * p.gemm_fp8 if fp8 else self.gpu.bf16_tflops * p.gemm_bf16
-        return 2 * m * n * k * batch * waste / (peak * 1e12)
+        return 2 * m * n * k * batch * waste / self.rate(PEAKS.get(dtype, "bf16"))
 
     def attention(self, scores: int, head_dim: int, causal: bool, backward: bool) -> float:
         """Seconds of flash attention: 2 products forward, 5 backward, of scores x head_dim.

@@ -11,7 +11,8 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.plan import hlo
 from maxbench.plan.artifact import Compiled
 from maxbench.spec import flops
-from maxbench.spec.run import DTYPES, REMATS, Run
+from maxbench.spec.formats import FORMATS
+from maxbench.spec.run import REMATS, Run
 from maxbench.step.schedule import schedule_of
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
@@ -48,7 +49,7 @@ def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     rows = schedule_of(run).keep + 1 if run.layout.pp > 1 else run.model.layers
     # Where layers are code no loop carries them: arithmetic.
     kept = activation_bytes(run, run.train.remat)
-    same = run.precision.compute == run.precision.weights
+    same = run.format.compute == run.precision.weights
     left, parts = compiled.temporaries, []
     for size in (
         saved(program, compiled.layer_shapes, rows) or kept,
@@ -93,9 +94,9 @@ def activation_bytes(run: Run, remat: str) -> int:
     """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers, or over all that
     its stage of a pipeline has in flight."""
     m, a = run.model, run.layout
-    width = 2 if DTYPES[run.precision.compute] == "bfloat16" else 4
+    width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
-    half = 0.5 if run.precision.dtype == "fp8" else 1  # what only a GEMM's backward pass needs
+    narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
     routed = m.capacity_factor * m.top_k or m.experts if m.experts else 1
     per_token = {
         "query": m.heads * m.head_dim / a.tp,
@@ -104,7 +105,7 @@ def activation_bytes(run: Run, remat: str) -> int:
         "context": m.heads * (m.head_dim + 4 / width) / a.tp,
         "attn_out": m.embed / a.tp,
         "mlp_up": routed * m.gates * m.mlp / a.tp,
-        "mlp_act": routed * m.mlp / a.tp * half,
+        "mlp_act": routed * m.mlp / a.tp * narrow,
         # Only a backward pass through what follows needs it: a second norm, the experts' weights.
         "mlp_down": routed * m.embed / a.tp if m.post_norm or m.experts else 0,
     }

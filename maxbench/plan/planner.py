@@ -107,7 +107,7 @@ def figures(p: Plan) -> dict:
         | {"busy_s": x.busy_s, "exposed_s": x.exposed_s}
         for x in t.traffic.values()
     ]
-    peak = run.layout.gpu.peak_tflops(run.precision.dtype)
+    peak = run.layout.gpu.peak_tflops(run.format.peak)
     parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
     return {
         "name": run.name,

@@ -61,16 +61,14 @@ def seconds(run: Run) -> float:
     costs = Costs(a.gpu_type, {axis: getattr(a, axis) for axis in AXES})
     link = lambda kind, size, *axes: costs.collective(kind, costs.axis_link(*axes), size, size)
     rows, numbers = a.mbs * seq // a.cp, a.mbs * seq // a.cp * m.embed
-    fp8 = run.precision.dtype == "fp8"
-    peak = costs.gpu.peak_tflops(run.precision.dtype) * 1e12
-    rate = peak * (costs.physics.gemm_fp8 if fp8 else costs.physics.gemm_bf16)
+    rate, (wide, narrow) = costs.rate(run.format.peak), run.format.conversions
     head = 6 * m.vocab * m.embed * seq  # one stage's work, and the others wait
     share = a.mbs / (a.cp * a.tp)  # of the work on a sequence, this GPU's per microbatch
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
     layers *= 1 + memory.recomputed(run, run.train.remat) / 3
     # Kernels between the products: numbers per layer, as counted in compiled programs.
     routed = rows * (m.top_k if m.experts else 1) * m.gates * m.mlp / a.tp
-    moved = (14 / a.tp + 10 * fp8 + 6 * (a.cp > 1)) * numbers + (7 + 6 * fp8) * routed
+    moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * numbers + (7 + narrow) * routed
     wait = costs.memory(WIDTH * moved) + 6 * link("all-gather", WIDTH * numbers, "tp")
     if m.experts:  # there and back, twice
         wait += 4 * link("all-to-all", WIDTH * numbers * m.top_k // a.tp, "ep")
@@ -82,7 +80,7 @@ def seconds(run: Run) -> float:
         work = work + gathers / 2 if crowded else max(work, gathers)
     if a.pp > 1:
         work += 2 * a.vp * link("permute", WIDTH * numbers // a.tp, "pp")
-    loss = head * share / (costs.gpu.bf16_tflops * 1e12 * costs.physics.gemm_bf16)
+    loss = head * share / costs.rate("bf16")
     loss += costs.memory(MOVED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
     # Gradients reduced and weights gathered, once.

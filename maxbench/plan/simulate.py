@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 
 from maxbench.plan import hlo
-from maxbench.plan.costs import FP8, GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
+from maxbench.plan.costs import GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
 
 STREAMS = ("compute", "communication")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
@@ -239,7 +239,7 @@ def price(
         lhs, *others = (o.shape for o in where.operands(op))
         rhs = others[op.target == TE_GEMM]  # a scale stands between
         m, n, k, batch = gemm_sizes(op, lhs, rhs)
-        seconds = costs.gemm(m, n, k, batch, fp8=lhs.dtype in FP8)
+        seconds = costs.gemm(m, n, k, batch, lhs.dtype)
         return "gemm", max(seconds, bytes_s), 2.0 * m * n * k * batch
     if op.target.startswith("__cudnn$fmha"):
         backward, causal = op.target.endswith("Backward"), '"mask_type": "CAUSAL"' in op.attrs

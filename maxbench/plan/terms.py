@@ -45,8 +45,9 @@ def terms(run: Run, t: Timeline, row: Published) -> dict[str, float]:
                 found["exposed tp"] += x.exposed_s / beside
             elif x.link.axes == "pp":
                 found["exposed pp"] += x.exposed_s / beside
-    elif run.precision.dtype == "fp8":
+    elif run.format.quantized:
         weights, _ = memory.stage_weights(run)
-        seconds = Costs(run.layout.gpu_type, dict.fromkeys(AXES, 1)).memory(2 * 3 * weights)
+        moved = 2 * (2 + run.format.bytes) * weights
+        seconds = Costs(run.layout.gpu_type, dict.fromkeys(AXES, 1)).memory(moved)
         found["weights to FP8"] = -seconds * run.layout.microbatches
     return {name: seconds for name, seconds in found.items() if seconds}

@@ -99,14 +99,14 @@ def compile_step(step: Step, log: metrics.Log):
     train = step.run.train
     log.result |= {"lower_s": lower_s, "compile_s": compile_s, "state_gib": state_gib}
     log.result |= {"temporary_gib": temporary_gib, "attention": train.attention}
-    how, fp8 = step.run.precision, ""
-    if how.dtype == "fp8":
-        log.result["fp8"] = {"backend": how.backend, "scaling": how.scaling}
-        fp8 = f", fp8 {how.backend} {how.scaling}"
+    how, quantized = step.run.precision, ""
+    if step.run.format.quantized:
+        log.result[how.dtype] = {"backend": how.backend, "scaling": how.scaling}
+        quantized = f", {how.dtype} {how.backend} {how.scaling}"
     log.line(
         f"compiled in {lower_s + compile_s:.1f} s (lower {lower_s:.1f}); per device: state "
         f"{state_gib:.2f} GiB, temporaries {temporary_gib:.2f} GiB; "
-        f"attention {train.attention}, remat {train.remat}{fp8}"
+        f"attention {train.attention}, remat {train.remat}{quantized}"
     )
     return compiled
 

@@ -53,7 +53,7 @@ class Figures:
         """Share of the peak of the GPUs that ran, or None where none is known."""
         if self.devices.gpu_type is None:
             return None
-        peak = GPUS[self.devices.gpu_type].peak_tflops(self.run.precision.dtype)
+        peak = GPUS[self.devices.gpu_type].peak_tflops(self.run.format.peak)
         return flops.mfu(self.tflops(step_s, convention), peak)
 
 

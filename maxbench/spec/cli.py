@@ -13,6 +13,7 @@ from ml_collections import config_flags
 from maxbench.hardware import gpus
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
+from maxbench.spec.formats import DTYPES
 from maxbench.spec.run import AXES, Run
 
 HELP = {
@@ -45,7 +46,7 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
     number("gpus", "take the recipe's row for this many GPUs")
     string("gpu_type", " | ".join(gpus.GPUS))
     string("hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
-    string("dtype", "bf16 | fp32 | fp8")
+    string("dtype", " | ".join(DTYPES))
     flags.DEFINE_bool(
         "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
     )

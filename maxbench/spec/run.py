@@ -7,12 +7,13 @@ import dataclasses
 import math
 
 from maxbench.hardware.gpus import GPUS, Gpu
+from maxbench.spec import formats
 from maxbench.spec.errors import UserError, choose, divisors, judge, nearest, setting
+from maxbench.spec.formats import FORMATS, Format
 from maxbench.spec.model import Model
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-FP8_MULTIPLE = {"current": 16, "delayed": 16, "mxfp8": 32}  # of every dim of an FP8 GEMM
 BACKENDS = ("auto", "xla", "te")
 PROFILERS = ("", "nsys", "xplane", "nccltrace")
 SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
@@ -106,7 +107,7 @@ class Train:
     # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
     loss_chunk: int = setting(0, at_least=0)
     combine: tuple[int, ...] = ()  # bytes at which collectives are joined: step/compiler.COMBINE
-    # up to so many layers are code, not a loop; -1 = a GPU 40, a CPU 0
+    # up to so many layers are code (model/stack.py); -1 = a GPU 40, a CPU 0
     unroll: int = setting(-1, at_least=-1)
     z_loss: float = 0.0  # weight of mean(logsumexp^2)
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
@@ -153,7 +154,7 @@ class Optim:
 class Precision:
     """Number formats. The published recipes: bf16 compute, fp32 master weights and moments."""
 
-    dtype: str = "bf16"  # of the forward and backward pass: bf16 | fp32 | fp8 (its GEMMs)
+    dtype: str = "bf16"  # of the forward and backward pass: bf16 | fp32 | fp8 (layers' GEMMs)
     weights: str = "fp32"  # master copy
     moments: str = "fp32"  # Adam's two averages
     grads: str = "bf16"  # accumulated over microbatches and reduced over GPUs
@@ -164,21 +165,17 @@ class Precision:
     history: int = 1024  # steps whose largest magnitudes delayed scaling looks at
 
     @property
-    def compute(self) -> str:
-        """Of activations and of the weights that layers see: FP8 stands around GEMMs only."""
-        return "bf16" if self.dtype == "fp8" else self.dtype
-
-    @property
     def remembered(self) -> int:
         """Steps of largest magnitudes in the state: 0 but for delayed scaling."""
-        return self.history if (self.dtype, self.scaling) == ("fp8", "delayed") else 0
+        f = FORMATS.get(self.scaling)
+        return self.history if f and f.remembers and f.dtype == self.dtype else 0
 
     def __post_init__(self):
-        choose("dtype", self.dtype, (*DTYPES, "fp8"))
+        choose("dtype", self.dtype, formats.DTYPES)
         for field in ("weights", "moments", "grads"):
             choose(f"precision.{field}", getattr(self, field), DTYPES)
         choose("precision.backend", self.backend, BACKENDS)
-        choose("precision.scaling", self.scaling, ("auto", *FP8_MULTIPLE))
+        choose("precision.scaling", self.scaling, ("auto", *formats.SCALINGS))
         if self.history < 1:
             raise UserError(f"precision.history={self.history} must be at least 1")
 
@@ -269,20 +266,9 @@ class Run:
         )
 
     @property
-    def unrolled(self) -> bool:
-        """Whether layers are code, one after another, and not a loop (model.apply).
-
-        Over fsdp they are a loop: XLA would gather the weights of many layers ahead of their use.
-        """
-        a = self.layout
-        return a.pp > 1 or (a.fsdp == 1 and self.model.layers <= self.train.unroll)
-
-    @property
-    def scaling(self) -> str:
-        """Of FP8 tensors, settled: current, delayed or mxfp8."""
-        if self.precision.scaling != "auto":
-            return self.precision.scaling
-        return "mxfp8" if self.layout.gpu.multiplies_blocks else "current"
+    def format(self) -> Format:
+        """The number format of layers' GEMMs, settled."""
+        return formats.settle(self.precision.dtype, self.precision.scaling, self.layout.gpu_type)
 
     def asdict(self) -> dict:
         """The run as nested plain dicts, for JSON."""
@@ -310,20 +296,13 @@ class Run:
         if t.attention == "cudnn" and m.softcap:
             have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"
             raise UserError(f"{have}; use train.attention=xla")
-        if self.precision.dtype == "fp8":
-            self._fills_fp8()
+        self._fills_gemms()
 
-    def _fills_fp8(self) -> None:
-        """FP8 GEMMs take dims of whole 16 bytes; MXFP8 blocks of 32, none cut by fsdp or tp."""
+    def _fills_gemms(self) -> None:
+        """Every dim is a multiple of what GEMMs of the format take, and no block is cut."""
         m, a, seq = self.model, self.layout, self.train.seq
-        heads, groups, multiple = m.heads // a.tp, m.kv_heads // a.tp, FP8_MULTIPLE[self.scaling]
-        blocks = self.scaling == "mxfp8"
-        if blocks and not a.gpu.multiplies_blocks:
-            have = [name for name, gpu in GPUS.items() if gpu.multiplies_blocks]
-            raise UserError(
-                f"precision.scaling='mxfp8' and gpu_type={a.gpu_type!r}: only Blackwell multiplies "
-                f"blocks ({', '.join(have)}); use precision.scaling=current or delayed"
-            )
+        heads, groups = m.heads // a.tp, m.kv_heads // a.tp
+        multiple, blocks, dtype = self.format.multiple, self.format.blocks, self.precision.dtype
         fsdp, tp = (a.fsdp, a.tp) if blocks else (1, 1)
         qkv = f"({heads} heads + 2 x {groups} kv_heads) x it"
         rows = f"mbs={a.mbs} x seq / cp={a.cp}"
@@ -339,7 +318,7 @@ class Run:
             if dim % multiple:
                 unit = split * multiple
                 raise UserError(
-                    f"dtype='fp8' needs dims of GEMMs that are multiples of {multiple}: "
+                    f"dtype={dtype!r} needs dims of GEMMs that are multiples of {multiple}: "
                     f"{field}={value} makes {how} = {dim}; nearest that works: "
                     f"{max(unit, round(value / unit) * unit)}"
                 )
@@ -351,7 +330,7 @@ class Run:
             # Of the next number of slots that works; a half stays clear of rounding up again.
             factor = (-(-slots // unit) * unit - 0.5) * m.experts / (tokens * m.top_k)
             raise UserError(
-                f"dtype='fp8' needs dims of GEMMs that are multiples of {multiple}: model."
+                f"dtype={dtype!r} needs dims of GEMMs that are multiples of {multiple}: model."
                 f"capacity_factor={m.capacity_factor} gives an expert {gpus} x {slots} slots; "
                 f"nearest that works: {factor:.6g}"
             )

@@ -52,7 +52,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # a stage sends travels beside work that has collectives of its own.
     overlap = 4 if run.layout.pp > 1 else 2 if gathers else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
-    dtype = "fp8" if run.precision.dtype == "fp8" else "bf16"
+    dtype = "fp8" if run.format.quantized else "bf16"
     reduce, gather, scatter = run.train.combine or COMBINE[dtype]
     if run.layout.tp > 1:
         gather = 1  # joined, a sequence's gathers would wait for the last of them

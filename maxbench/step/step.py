@@ -1,8 +1,7 @@
 """The state and one training step, compiled once, ahead of time.
 
     state = {'step': int32, 'params': master weights, 'opt': optimizer state}
-    and, where FP8 scaling is delayed, 'fp8': {'layers': [slots, gemms, 3, history]}, the largest
-    magnitudes of x, dy and w of each FP8 GEMM in the last steps, oldest first
+    and, where FP8 scaling is delayed, 'fp8': {'layers': [slots, gemms, 3, history]} (tensor.py)
     state, out = step(state)        the state is donated; the batch is made inside
 
 Training and planning build the step the same way; only the devices differ.
@@ -22,14 +21,15 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
-from maxbench.model import network, precision, te
+from maxbench.model import formats, network, stack, sums
+from maxbench.model.formats import te, tensor
 from maxbench.spec.run import AXES, DTYPES, Run
 from maxbench.step import compiler, data, optimizer, pipeline
 from maxbench.step.schedule import layer_order
 
 
 def for_platform(run: Run, platform: str) -> Run:
-    """The run with what it leaves open settled: attention kernel, FP8, loss chunk, loop or no loop.
+    """The run with what it leaves open settled: attention, format, loss chunk, loop or no loop.
 
     Raises:
       ValueError: Transformer Engine is wanted and absent, too old, or does not load.
@@ -39,13 +39,14 @@ def for_platform(run: Run, platform: str) -> Run:
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
     chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
     kind = kind if t.attention == "auto" else t.attention
-    unroll = t.unroll if t.unroll >= 0 else 40 * gpu
+    unroll = t.unroll if t.unroll >= 0 else stack.MOST * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
     p = run.precision
     backend = ("te" if gpu else "xla") if p.backend == "auto" else p.backend
-    if p.dtype == "fp8" and backend == "te":
+    if run.format.quantized and backend == "te":
         te.load()
-    precision = dataclasses.replace(p, backend=backend, scaling=run.scaling)
+    scaling = run.format.name if run.format.quantized else p.scaling
+    precision = dataclasses.replace(p, backend=backend, scaling=scaling)
     return dataclasses.replace(run, train=train, precision=precision)
 
 
@@ -62,7 +63,7 @@ class Step:
     def __init__(self, run: Run, devices: Mesh):
         self.platform = devices.devices.flat[0].platform
         self.run, self.mesh = for_platform(run, self.platform), devices
-        self.tx = optimizer.transform(run)
+        self.arithmetic, self.tx = formats.arithmetic(self.run), optimizer.transform(run)
         self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, RULES)
         self.abstract = self._abstract(self.order, self.places)
@@ -70,7 +71,7 @@ class Step:
     def _places(self, order, rules):
         init = functools.partial(network.init, self.run.model, order=order)
         boxed = jax.eval_shape(init, jax.random.key(0))
-        placed = lambda box: place(box.names, box.value.shape, self.mesh.shape, rules)
+        placed = lambda box: place(box.names, box.value.shape, self.mesh.shape, rules, box.gemm)
         return jax.tree.map(placed, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
     def _abstract(self, order, places):
@@ -96,8 +97,8 @@ class Step:
         opt = self.tx.init(optimizer.cast(params, run.precision.moments))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
         if length := run.precision.remembered:
-            shape = len(order), len(precision.FP8_GEMMS), 3, length
-            state["fp8"] = {"layers": jnp.zeros(shape, jnp.float32)}
+            gemms = sum(bool(place.gemm) for place in jax.tree.leaves(self.places["layers"]))
+            state["fp8"] = {"layers": tensor.start(len(order), gemms, length)}
         return state
 
     def init(self):
@@ -157,8 +158,7 @@ class Step:
         params = optax.apply_updates(state["params"], updates)
         state = {"step": state["step"] + 1, "params": params, "opt": opt}
         if p.remembered:
-            past = jnp.concatenate([past[..., 1:], amax[..., None]], -1)
-            state["fp8"] = {"layers": past}
+            state["fp8"] = {"layers": tensor.remember(past, amax)}
         return state, out
 
     def gradients(self, params, step, past=None):
@@ -180,25 +180,21 @@ class Step:
 
     def _local_grads(self, params, step, past):
         """One GPU's part of gradients(): the whole of the forward and backward pass."""
-        run, p = self.run, self.run.precision
+        run = self.run
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        w, places = optimizer.cast(params, p.compute), self.places
-        if run.unrolled:
-            w = w | {"layers": _unstack(w["layers"])}
+        w, places = optimizer.cast(params, run.format.compute), self.places
+        stacked = not stack.as_code(run)
+        if not stacked:
+            w = w | {"layers": stack.unstack(w["layers"])}
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
             places = places | {"layers": (layer,) * len(w["layers"])}
         layers = w["layers"]
         w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
-        if p.dtype == "fp8":
-            stacked = not run.unrolled
-            made = precision.fp8_weights(places["layers"], layers, stacked, p, past)
-            w["layers"], amax_w = made
-        else:
-            w["layers"] = jax.tree.map(gather_master, places["layers"], layers)
-        is_weight = lambda x: isinstance(x, precision.Fp8Weight)
-        zeros = lambda x: precision.zeros(x, DTYPES[p.grads])
-        zeros = jax.tree.map(zeros, w, is_leaf=is_weight)
+        w["layers"], amax_w = formats.weights(
+            self.arithmetic, places["layers"], layers, stacked, past
+        )
+        zeros = sums.zeros(w, DTYPES[run.precision.grads])
 
         def accumulate(sums, micro):
             objective = lambda sums: network.objective(run, w, *data.batch(run, step, micro), sums)
@@ -213,17 +209,11 @@ class Step:
         else:
             grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
             out = jax.tree.map(jnp.sum, out)
-        grads, amax = precision.parted(grads, not run.unrolled)
+        grads, amax = sums.parted(grads, stacked)
         if amax is not None:
             amax = collectives.largest(amax, *(axis for axis in AXES if axis != "pp"))
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
         grads = jax.tree.map(reduce_grad, places, grads)
-        if run.unrolled:
-            grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
+        if not stacked:
+            grads["layers"] = stack.stack(grads["layers"])
         return grads, jax.tree.map(lambda x: collectives.total(x, *self.mesh.axis_names), out), amax
-
-
-def _unstack(layers):
-    """A tree of stacked arrays -> a tuple of trees, one for each layer."""
-    leaves, tree = jax.tree.flatten(layers)
-    return tuple(tree.unflatten([leaf[i] for leaf in leaves]) for i in range(len(leaves[0])))

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbench.hardware.gpus import GPUS
-from maxbench.model import mxfp8
+from maxbench.model.formats import mxfp8
 from maxbench.plan import aot
 from tests.plan.test_plan import compiler
 

@@ -14,11 +14,12 @@ import pytest
 
 from maxbench.mesh import places
 from maxbench.mesh.axes import DATA, make_mesh
-from maxbench.model import precision
+from maxbench.model import formats, linear, sums
+from maxbench.model.formats import mxfp8, tensor
 from maxbench.plan import artifact, hlo
 from maxbench.plan.costs import GEMM
 from maxbench.run import checkpoint
-from maxbench.spec.run import FP8_MULTIPLE, Precision
+from maxbench.spec.formats import SCALINGS
 from maxbench.step.step import Step
 from tests.conftest import resolve
 from tests.plan.test_plan import compiler, planned
@@ -53,19 +54,16 @@ def integers(key: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(key).integers(-60, 61, shape).astype(np.float64)
 
 
-HOW = {scaling: Precision(backend="xla", scaling=scaling) for scaling in FP8_MULTIPLE}
+HOW = {"current": tensor.Tensor(False), "delayed": tensor.Tensor(True), "mxfp8": mxfp8.Blocks()}
 
 
-def quantized(w, gemm: precision.Gemm, scaling="current", past=None) -> precision.Fp8Weight:
+def quantized(w, gemm: linear.Gemm, scaling="current", past=None) -> formats.Weight:
     """A weight as step makes it, alone on its GPU."""
-    name = "out" if gemm.ins == 2 else "up"
-    path = {name: w if gemm.batch else {"w": w}}
-    place = places.Place((None,) * w.ndim, ((),) * w.ndim, ())
-    where = jax.tree.map(lambda _: place, path)
+    factor = places.Factor(gemm.batch, gemm.ins)
+    place = places.Place((None,) * w.ndim, ((),) * w.ndim, (), factor)
     if past is not None:
         past = jnp.asarray(past, jnp.float32)
-    made, _ = precision.fp8_weights(where, path, False, HOW[scaling], past)
-    (weight,) = jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, precision.Fp8Weight))
+    (weight,), _ = formats.weights(HOW[scaling], (place,), (w,), False, past)
     return weight
 
 
@@ -89,7 +87,7 @@ def with_loud_lines(x, w, dy):
 PAST = [31.0, 40.0, 20.0]  # largest of x, dy and w so far; of now, 60: e4m3 saturates, e5m2 rounds
 
 
-@pytest.mark.parametrize("scaling", FP8_MULTIPLE)
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("experts", [(), (3,)], ids=["linear", "experts"])
 def test_a_product_and_its_gradients_are_the_oracles(experts, scaling):
     x, w, dy = (
@@ -98,13 +96,13 @@ def test_a_product_and_its_gradients_are_the_oracles(experts, scaling):
     if scaling == "mxfp8":
         with_loud_lines(x, w, dy)
     bf16 = lambda a: jnp.asarray(a, jnp.bfloat16)
-    gemm = precision.Gemm(2, len(experts))
+    gemm = linear.Gemm(2, len(experts))
     past = [[PAST]] if scaling == "delayed" else None
     weight = quantized(bf16(w.reshape(*experts, 4, 16, 2, 48)), gemm, scaling, past)
-    sums = jax.tree.map(lambda x: x + 512, precision.zeros(weight, jnp.bfloat16))
+    so_far = jax.tree.map(lambda x: x + 512, sums.zeros(weight, jnp.bfloat16))
     rows = (3, 64) if experts else (2, 32)
-    call = lambda x, sums: precision.linear(x, weight, sums, gemm)
-    y, vjp = jax.vjp(call, bf16(x.reshape(*rows, 4, 16)), sums)
+    call = lambda x, sums: linear.linear(x, weight, sums, gemm)
+    y, vjp = jax.vjp(call, bf16(x.reshape(*rows, 4, 16)), so_far)
     dx, summed = vjp(bf16(dy.reshape(*rows, 2, 48)))
     turn = lambda a: a.swapaxes(-1, -2)
     if scaling == "mxfp8":
@@ -137,35 +135,35 @@ def test_a_product_and_its_gradients_are_the_oracles(experts, scaling):
 
 def test_the_largest_magnitude_of_microbatches_is_their_maximum():
     """Of x and of dy, in any order; neither their sum nor the last one's."""
-    gemm = precision.Gemm(1)
+    gemm = linear.Gemm(1)
     w = quantized(jnp.ones((16, 16), jnp.bfloat16), gemm, "delayed", [[[1.0, 1.0, 1.0]]])
     sizes = jnp.array([[2.0, 0.5], [8.0, 0.25], [4.0, 3.0], [1.0, 0.125]], jnp.bfloat16)
 
     def micro(sums, size):
         x, dy = (jnp.zeros((16, 16), jnp.bfloat16).at[3, 5].set(-one) for one in size)
-        call = jax.checkpoint(lambda sums: precision.linear(x, w, sums, gemm))
+        call = jax.checkpoint(lambda sums: linear.linear(x, w, sums, gemm))
         return jax.vjp(call, sums)[1](dy)[0], None
 
-    sums, _ = jax.lax.scan(micro, precision.zeros(w, jnp.bfloat16), sizes)
-    np.testing.assert_array_equal(sums.amax, [8, 3])
+    summed, _ = jax.lax.scan(micro, sums.zeros(w, jnp.bfloat16), sizes)
+    np.testing.assert_array_equal(summed.amax, [8, 3])
 
 
 @pytest.mark.parametrize("largest", [1.0, 448.0, 449.0, 3e-30, 2e38, 57344.0])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_scales_are_powers_of_two_that_fit(largest, dtype):
     x = jnp.asarray([0.1 * largest, -largest], jnp.bfloat16)
-    scale = precision.scale_of(x, dtype)
+    scale = tensor.scale_of(x, dtype)
     assert math.frexp(float(scale))[0] == 0.5
     within = float(abs(x[1])) / float(scale) / float(ml_dtypes.finfo(dtype).max)
     assert 0.5 < within <= 1
-    back = precision.dequantize(precision.quantize(x, scale, dtype), scale, x.dtype)
+    back = tensor.dequantize(tensor.quantize(x, scale, dtype), scale, x.dtype)
     assert np.abs(np.asarray(back, float) / np.asarray(x, float) - 1).max() <= 1 / 8
 
 
 def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
     def dot(x, w):
-        gemm = precision.Gemm(1)
-        return precision.linear(x, quantized(w, gemm), jnp.zeros_like(w), gemm)
+        gemm = linear.Gemm(1)
+        return linear.linear(x, quantized(w, gemm), jnp.zeros_like(w), gemm)
 
     w = jnp.ones((16, 16), jnp.bfloat16)
     assert not dot(jnp.zeros((16, 16), jnp.bfloat16), w).any()
@@ -175,20 +173,19 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
 
 def test_without_sums_the_gradient_is_that_of_the_weight():
     x, w = integers(0, 8, 16), integers(1, 16, 4)
-    call = lambda w: precision.linear(jnp.asarray(x), w, None, precision.Gemm(1)).sum()
+    call = lambda w: linear.linear(jnp.asarray(x), w, None, linear.Gemm(1)).sum()
     np.testing.assert_array_equal(jax.grad(call)(jnp.asarray(w))[:, 0], x.sum(0))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_only_the_table_is_fp8(family):
+def test_what_layers_declare_as_factors_is_fp8(family):
     """The weights that a step quantizes: of attention, MLP and experts, never of the router."""
     step = build(FAMILIES[family])
     layers = jax.tree.map(lambda x: jnp.zeros(x.shape), step.abstract["params"]["layers"])
-    made, _ = precision.fp8_weights(step.places["layers"], layers, True, HOW["current"])
-    paths = jax.tree_util.tree_leaves_with_path(
-        made, is_leaf=lambda x: isinstance(x, precision.Fp8Weight)
-    )
-    fp8 = {jax.tree_util.keystr(p) for p, x in paths if isinstance(x, precision.Fp8Weight)}
+    made, _ = formats.weights(step.arithmetic, step.places["layers"], layers, True)
+    is_fp8 = lambda x: isinstance(x, formats.Weight)
+    paths = jax.tree_util.tree_leaves_with_path(made, is_leaf=is_fp8)
+    fp8 = {jax.tree_util.keystr(p) for p, x in paths if is_fp8(x)}
     w = "" if family == "grok" else "['w']"
     mlp = {f"['mlp']['{name}']{w}" for name in ("up", "down")}
     assert fp8 == {"['attn']['qkv']['w']", "['attn']['out']['w']"} | mlp
@@ -201,6 +198,10 @@ def build(workload: str, dtype: str = "fp8", overrides: dict | None = None, **fl
     data = math.prod(flags.get(a, 1) for a in DATA)
     flags = {"gbs": 8, "seq": 64, "layers": 4, "mbs": 8 // data} | flags
     overrides = {"model.capacity_factor": 0.0} | (overrides or {})
+    if workload == "grok1_314b" and "optim.lr" in overrides:
+        # Which experts a token takes is discrete, and a rounding may change it: in training take
+        # all of them, so that what is compared is smooth.
+        overrides["model.top_k"] = 4
     run = resolve(workload, "tiny", overrides, dtype=dtype, **flags)
     return Step(run, make_mesh(run.layout))
 
@@ -227,8 +228,7 @@ def test_every_family_trains_as_in_bf16(workload):
     fp8, bf16 = trained(workload, "fp8"), trained(workload, "bf16")
     assert (fp8 != bf16).any()
     assert np.isfinite(fp8).all()
-    # Grok's choice of experts is discrete: a rounding may send a token elsewhere.
-    np.testing.assert_allclose(fp8, bf16, rtol=5e-3 if workload == "grok1_314b" else 2e-3)
+    np.testing.assert_allclose(fp8, bf16, rtol=2e-3)
 
 
 @functools.cache
@@ -312,7 +312,7 @@ def test_delayed_and_blocks_train_as_bf16_and_the_same_on_every_mesh(family, sca
         np.testing.assert_allclose(ours, one, rtol=5e-4)
     bf16 = trained(FAMILIES[family], "bf16")[:3]
     assert (ours != bf16).any()
-    np.testing.assert_allclose(ours, bf16, rtol=5e-3 if family == "grok" else 2e-3)
+    np.testing.assert_allclose(ours, bf16, rtol=2e-3)
     if scaling == "delayed":
         ours = np.asarray(state["fp8"]["layers"])
         assert (ours[..., 0] == 0).all()  # three steps of a history of four
@@ -367,7 +367,7 @@ def test_every_linear_product_of_the_program_has_fp8_operands(family):
     assert kinds["f8e4m3", "f8e5m2"] == 8
 
 
-@pytest.mark.parametrize("scaling", FP8_MULTIPLE)
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_weights_and_sequences_travel_as_fp8(scaling):
     gpu = "gb200" if scaling == "mxfp8" else "h100"
     how = {"precision.scaling": scaling, "model.head_dim": 32}
@@ -388,20 +388,22 @@ def test_weights_and_sequences_travel_as_fp8(scaling):
 
 @compiler
 @pytest.mark.parametrize(
-    ("workload", "gpus"),
-    [
-        ("llama2_70b", 64),
-        ("llama31_8b", 8),
-        ("llama31_70b", 64),
-        ("llama31_405b", 32),
-        ("nemotron4_340b", 128),
-        ("grok1_314b", 8),
+    ("workload", "flags"),
+    [  # as the rows, with as few layers as there may be
+        ("llama2_70b", dict(gpus=64)),
+        ("llama31_8b", dict(gpus=8, layers=2)),
+        ("llama31_70b", dict(gpus=64, vp=1, layers=8)),
+        ("llama31_405b", dict(gpus=32, layers=2)),
+        ("nemotron4_340b", dict(gpus=128, vp=1, layers=8)),
+        ("grok1_314b", dict(gpus=8)),
     ],
+    ids=str,
 )
-def test_the_gpu_compiler_makes_fp8_gemms_of_them(workload, gpus, tmp_path, monkeypatch):
-    planned(f"--config configs/{workload}.py --gpus {gpus} --dtype fp8", tmp_path)
-    monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path))
-    program = hlo.parse(artifact.load(resolve(workload, gpus=gpus, dtype="fp8")).text)
+def test_the_gpu_compiler_makes_fp8_gemms_of_them(workload, flags):
+    flags = flags | {"dtype": "fp8"}
+    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+    planned(f"--config configs/{workload}.py {words}")
+    program = hlo.parse(artifact.load(resolve(workload, **flags)).text)
     ops = [op for c in program.computations.values() for op in c.ops]
     found = collections.Counter(
         (op.opcode, op.target)
@@ -430,14 +432,11 @@ def test_the_gpu_compiler_makes_fp8_gemms_of_them(workload, gpus, tmp_path, monk
         ),
     ],
 )
-def test_other_scalings_are_fp8_kernels_with_prices(
-    workload, scaling, target, flags, tmp_path, monkeypatch
-):
+def test_other_scalings_are_fp8_kernels_with_prices(workload, scaling, target, flags):
     flags |= {"dtype": "fp8"}
     line = " ".join(f"--{name} {value}" for name, value in flags.items())
     line += f" --config.precision.scaling={scaling}"
-    found = planned(f"--config configs/{workload}.py:proxy {line}", tmp_path)
-    monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path))
+    found = planned(f"--config configs/{workload}.py:proxy {line}")
     run = resolve(workload, "proxy", {"precision.scaling": scaling}, **flags)
     text = artifact.load(run).text
     ops = [op for c in hlo.parse(text).computations.values() for op in c.ops]

@@ -10,7 +10,7 @@ from importlib import metadata
 import jax
 import pytest
 
-from maxbench.model import te
+from maxbench.model.formats import te
 
 # What TE's library wants of libcuda.so.1, which only a driver brings; each fails when called.
 DRIVER = """

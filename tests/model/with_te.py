@@ -1,4 +1,4 @@
-"""Transformer Engine against arithmetic in numpy; tests/test_te.py runs this in its own process.
+"""Transformer Engine against arithmetic in numpy; test_te.py runs this in its own process.
 
 Import after a driver library, real or not, can be found; NVTE_JAX_CUSTOM_CALLS=false for a CPU.
 """
@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.hardware.gpus import GPUS
 from maxbench.mesh.axes import make_mesh
-from maxbench.model import mxfp8, te
-from maxbench.model.precision import scale_of
+from maxbench.model.formats import Scaled, mxfp8, te
+from maxbench.model.formats.tensor import scale_of
 from maxbench.plan import aot, hlo
 from maxbench.plan.costs import GEMM, TE_GEMM, Costs
 from maxbench.plan.simulate import price
@@ -74,8 +74,7 @@ def test_quantized_bits_and_the_largest_magnitude(dtype, scale):
     top = float(ml_dtypes.finfo(BITS[dtype]).max)
     scaled = x.astype(np.float32) * (np.float32(1) / np.float32(given))
     expected = np.clip(scaled, -top, top).astype(BITS[dtype])
-    np.testing.assert_array_equal(bits(made.q), bits(expected))
-    assert made.scale == given
+    np.testing.assert_array_equal(bits(made), bits(expected))
     assert amax == np.abs(x).max()
 
 
@@ -87,7 +86,7 @@ def linear(x, w, current):
 def forward(x, w, current):
     quantize = functools.partial(scaled, current=current)
     x, w = quantize(x, E4M3), quantize(w, E4M3)
-    turned = mxfp8.Scaled(jnp.swapaxes(w.q, -1, -2), w.scale)
+    turned = Scaled(jnp.swapaxes(w.q, -1, -2), w.scale)
     return te.gemm(x, turned, "nt"), (x, w)
 
 
@@ -100,7 +99,8 @@ linear.defvjp(forward, backward)
 
 
 def scaled(x, dtype, current=True):
-    return te.quantize(x, dtype, scale_of(x, dtype) if current else jnp.float32(0.25))[0]
+    scale = scale_of(x, dtype) if current else jnp.float32(0.25)
+    return Scaled(te.quantize(x, dtype, scale)[0], scale)
 
 
 def rounded(x, dtype, current) -> np.ndarray:
@@ -193,8 +193,9 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
         forms = lambda x, d: te.blocks(x, d) if blocks else [scaled(x, d)] * 2
         (x, x_col), (w, _), (wt, _) = forms(x, E4M3), forms(w, E4M3), forms(wt, E4M3)
         dy, dy_col = forms(dy, E4M3 if blocks else E5M2)
-        y, dw = te.gemm(x, wt, "nt"), te.gemm(x_col, dy_col, "tn", exact=True)
-        return y, te.gemm(dy, w, "nt"), dw[None]
+        gemm = functools.partial(te.gemm, blocks=blocks)
+        y, dw = gemm(x, wt, "nt"), gemm(x_col, dy_col, "tn", exact=True)
+        return y, gemm(dy, w, "nt"), dw[None]
 
     rows = P("fsdp")
     specs = dict(in_specs=(P(), P(), rows, rows), out_specs=rows, check_vma=False)

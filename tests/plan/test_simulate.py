@@ -235,7 +235,7 @@ def test_gemm_fills_rounds_of_cores():
     assert EIGHT.gemm(128 * 11, 256 * 12, 8192) == pytest.approx(ideal)
     assert EIGHT.gemm(128 * 11 + 1, 256 * 12, 8192) > 1.3 * ideal
     assert EIGHT.gemm(8192, 8192, 8192) == pytest.approx(2 * 8192**3 / rate, rel=0.04)
-    assert EIGHT.gemm(8192, 8192, 8192, fp8=True) < EIGHT.gemm(8192, 8192, 8192)
+    assert EIGHT.gemm(8192, 8192, 8192, dtype="f8e4m3fn") < EIGHT.gemm(8192, 8192, 8192)
 
 
 def test_physics_is_plausible_and_small():

@@ -1,4 +1,4 @@
-"""Transformer Engine's FP8: quantize and gemm, as mxfp8 has them, on TE's own kernels.
+"""Transformer Engine's FP8 kernels, for the formats of tensor.py and mxfp8.py.
 
 TE is imported when first asked for. Its state, recipes and layers stay out: a scale is given from
 outside (tensor scaling, current or delayed: whoever calls knows which) or is of blocks (MXFP8).
@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from maxbench.model.mxfp8 import BLOCK, Scaled
+from maxbench.model.formats import Scaled
 from maxbench.spec.errors import UserError
 
+BLOCK = 32  # of MXFP8
 OLDEST = (2, 17)  # the first whose attention runs inside shard_map; 2.14 knows JAX after 0.9.1
 INSTALL = "./install_te.sh builds it; --config.precision.backend=xla needs none"
 
@@ -45,7 +46,7 @@ def load() -> SimpleNamespace:
         ) from error
 
 
-def quantize(x, dtype, scale) -> tuple[Scaled, jax.Array]:
+def quantize(x, dtype, scale) -> tuple[jax.Array, jax.Array]:
     """x [..., right], bf16, as x / scale, saturated to dtype; and the largest magnitude of x.
 
     `scale` is of the tensor: fp32, no dims.
@@ -55,7 +56,7 @@ def quantize(x, dtype, scale) -> tuple[Scaled, jax.Array]:
     quantizer = q.QuantizerFactory.create(q_dtype=dtype, q_layout=q.QuantizeLayout.ROWWISE, **how)
     made = te.quantize(x.reshape(-1, x.shape[-1]), quantizer, flatten_axis=1)
     # TE's kernel and its plain form both leave the largest magnitude at the history's end.
-    return Scaled(made.data.reshape(x.shape), scale), quantizer.amax_history[-1]
+    return made.data.reshape(x.shape), quantizer.amax_history[-1]
 
 
 def blocks(x, dtype) -> tuple[Scaled, Scaled]:
@@ -76,8 +77,8 @@ def blocks(x, dtype) -> tuple[Scaled, Scaled]:
     return row, part(made.colwise_tensor, left // BLOCK, right)
 
 
-def gemm(a: Scaled, b: Scaled, product: str, dtype=jnp.bfloat16, exact: bool = False):
-    """'nt' or 'tn' of [..., left, right] matrices, as mxfp8.gemm.
+def gemm(a: Scaled, b: Scaled, over: str, dtype=jnp.bfloat16, exact=False, blocks=False):
+    """'nt' or 'tn' of [..., left, right] matrices, as mxfp8.gemm; `blocks`: scales are of those.
 
     What a product sums over divides by 16, in MXFP8 by 32, which has no form for a CPU.
 
@@ -85,27 +86,27 @@ def gemm(a: Scaled, b: Scaled, product: str, dtype=jnp.bfloat16, exact: bool = F
     sizes are static, and TE's grouped product for tensor scaling reads sizes back to the host.
     """
     if a.q.ndim > 2:
-        part = lambda x, i: Scaled(x.q[i], x.scale[i] if x.scale.ndim else x.scale)
-        experts = range(len(a.q))
-        return jnp.stack([gemm(part(a, i), part(b, i), product, dtype, exact) for i in experts])
-    te, in_blocks = load(), a.scale.ndim > 0
-    if product == "tn" and not in_blocks:  # Hopper sums over the last dim of both alone
-        a, b, product = Scaled(a.q.T, a.scale), Scaled(b.q.T, b.scale), "nt"
+        part = lambda x, i: Scaled(x.q[i], x.scale[i] if blocks else x.scale)
+        each = [(part(a, i), part(b, i)) for i in range(len(a.q))]
+        return jnp.stack([gemm(a, b, over, dtype, exact, blocks) for a, b in each])
+    te = load()
+    if over == "tn" and not blocks:  # Hopper sums over the last dim of both alone
+        a, b, over = Scaled(a.q.T, a.scale), Scaled(b.q.T, b.scale), "nt"
     mode = te.q.ScalingMode
-    mode = mode.MXFP8_1D_SCALING if in_blocks else mode.DELAYED_TENSOR_SCALING
+    mode = mode.MXFP8_1D_SCALING if blocks else mode.DELAYED_TENSOR_SCALING
     scale = lambda x: jax.lax.bitcast_convert_type(x, jnp.float8_e8m0fnu)
     parts = [
         te.q.ScaledTensorFactory.create_1x(
             data=x.q,
-            scale_inv=scale(x.scale) if in_blocks else x.scale.reshape(1),
+            scale_inv=scale(x.scale) if blocks else x.scale.reshape(1),
             scaling_mode=mode,
             dq_dtype=dtype,
-            is_colwise=product == "tn",
+            is_colwise=over == "tn",
             flatten_axis=1,
         )
         for x in (a, b)
     ]
-    dims = ((0,), (0,)) if product == "tn" else ((1,), (1,))
+    dims = ((0,), (0,)) if over == "tn" else ((1,), (1,))
     # Not tex.gemm: how to add up would be one environment variable for all products.
     call = te.gemm._te_gemm if te.gemm.GemmPrimitive.enabled() else te.gemm._jax_gemm
     return call(*parts, contracting_dims=dims, use_split_accumulator=exact)

@@ -1,0 +1,131 @@
+"""FP8 with one scale for a tensor.
+
+  current   from its own largest magnitude at the moment of use
+  delayed   from the largest of past steps, a state that the step keeps (start, remember)
+
+Operands of the forward pass are e4m3, gradients e5m2, as in NVIDIA's recipes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name as keep
+
+from maxbench.mesh import collectives
+from maxbench.mesh.places import Place, gather_master
+from maxbench.model.formats import SCALE, Scaled, Weight, keep_bits, te
+from maxbench.spec.run import AXES
+
+FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Through XLA, which makes an FP8 GEMM of a product of dequantized operands."""
+
+    delayed: bool
+    turned, matrices = True, False  # Hopper sums over the last dim of both operands only
+
+    def quantize(self, x, dtype, scale):
+        """x in an FP8 dtype, and where scaling is delayed its largest magnitude."""
+        q = quantize(x, scale, dtype, saturate=self.delayed)
+        return q, largest(x) if self.delayed else None
+
+    def product(self, a, b, over, dtype, exact=False):
+        a, b = (dequantize(x.q, x.scale, jnp.bfloat16) for x in (a, b))
+        precision = jax.lax.Precision.HIGHEST if exact else None
+        return jax.lax.dot_general(a, b, over, precision, dtype)
+
+    def scales(self, ws, lead, past):
+        amax = [largest(w, tuple(range(lead, w.ndim))) for w in ws]
+        amax = collectives.largest(jnp.stack(amax), *AXES[1:])  # one all-reduce
+        if past is None:
+            return iter(amax), amax
+        return iter(past.swapaxes(0, 1) if lead else past.reshape(-1, 3)), amax
+
+    def weight(self, w, place: Place, lead: int, top) -> Weight:
+        old = None
+        if self.delayed:
+            old = jnp.stack([_scale(top[..., 0], FORWARD), _scale(top[..., 1], GRADIENT)], -1)
+            top = top[..., 2]
+        scale = _scale(top, FORWARD)
+        shaped = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
+        q = gather_master(place, quantize(w, shaped, FORWARD, saturate=self.delayed))
+        first = lead + place.gemm.batch
+        outs, dims = first + place.gemm.ins, tuple(range(w.ndim))
+        qt = q.transpose(dims[:first] + dims[outs:] + dims[first:outs])
+        return Weight(Scaled(q, scale), Scaled(qt, scale), self, old)
+
+    def operand(self, x, scales, gradient, split, saved):
+        dtype = GRADIENT if gradient else FORWARD
+        if self.delayed:
+            scale = scales[int(gradient)]
+        else:
+            scale = keep(scale_of(x, dtype, ("tp",) if split else ()), SCALE)
+        q, amax = self.quantize(x, dtype, scale)
+        amax = keep(amax, SCALE) if self.delayed else None
+        q = Scaled(keep_bits(q, saved), scale)
+        return q, q, amax
+
+    def move(self, x, move):
+        return Scaled(move(x.q), x.scale)
+
+
+class OnTe(Tensor):
+    """On Transformer Engine's kernels."""
+
+    matrices = True
+
+    def quantize(self, x, dtype, scale):
+        return te.quantize(x, dtype, scale)
+
+    def product(self, a, b, over, dtype, exact=False):
+        return te.gemm(a, b, over, dtype, exact)
+
+
+def arithmetic(form, backend: str) -> Tensor:
+    return (OnTe if backend == "te" else Tensor)(form.remembers)
+
+
+def scale_of(x, dtype, axes=()):
+    """The smallest power of two that brings x, on all GPUs of mesh axes, into the range of an FP8
+    dtype: fp32; 1 for zeros."""
+    return _scale(collectives.largest(largest(x), *axes), dtype)
+
+
+def largest(x, dims=None):
+    return jnp.max(jnp.abs(x), dims).astype(jnp.float32)
+
+
+def _scale(amax, dtype):
+    bits = jax.lax.bitcast_convert_type(amax / float(jnp.finfo(dtype).max), jnp.int32)
+    # Up to the next power of two: carry any mantissa into the exponent, then drop it.
+    scale = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    return jnp.where(scale > 0, scale, 1)
+
+
+def quantize(x, scale, dtype, saturate: bool = False):
+    """x / scale, rounded to an FP8 dtype. `saturate`: the scale is not of x itself, which may be
+    out of range."""
+    x = x * (1 / scale).astype(x.dtype)
+    top = float(jnp.finfo(dtype).max)
+    return (jnp.clip(x, -top, top) if saturate else x).astype(dtype)
+
+
+def dequantize(q, scale, dtype):
+    """q x scale. XLA looks for this before a product: convert, multiply with a scalar."""
+    return q.astype(dtype) * scale.astype(dtype)
+
+
+def start(slots: int, gemms: int, steps: int):
+    """Delayed scaling's state: the largest magnitudes of x, dy and w of each GEMM, oldest first.
+
+    fp32 [slots, gemms, 3, steps]; gemms in the order of the weights in a layer's tree.
+    """
+    return jnp.zeros((slots, gemms, 3, steps), jnp.float32)
+
+
+def remember(past, amax):
+    """The state with this step's magnitudes [slots, gemms, 3] in the place of the oldest."""
+    return jnp.concatenate([past[..., 1:], amax[..., None]], -1)

@@ -1,0 +1,138 @@
+"""The one product of the model: linear(), x @ w with its collectives, forward and backward.
+
+How its three GEMMs compute is asked of the arithmetic that the weight carries (formats).
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxbench.mesh import collectives
+from maxbench.model.formats import Weight, plain
+from maxbench.model.sums import Sums
+
+
+class Gemm(NamedTuple):
+    """What is known of a product before its numbers.
+
+    w is [batch..., ins..., outs...], x is [batch..., rows..., ins...]; the product [batch...,
+    rows..., outs...].
+    """
+
+    ins: int
+    batch: int = 0
+    # Dim 1 of x is split over tp, and 'gather'ed first; or the sum over tp is 'scatter'ed along it.
+    sequence: str = ""
+    fsdp: int | None = None  # dim of w that is split over fsdp, and gathered first
+    saved: str = ""  # name under which a remat policy may save what the backward pass needs of x
+
+
+def linear(x, w, sums, gemm: Gemm):
+    """x @ w with the collectives that belong to it.
+
+    Args:
+      x: this GPU's part, the sequence split over tp where gemm.sequence is 'gather'.
+      w: this GPU's part, split over fsdp where gemm.fsdp says so: an array, taken in the dtype of
+        x, or a Weight, and x is then quantized too.
+      sums: of w so far (sums.py): its gradient is the sum with this product's. None: the gradient
+        is that of w, which must be an array.
+
+    Returns:
+      The product in the dtype of x, split over tp where gemm.sequence is 'scatter'.
+    """
+    grad, amax = sums if isinstance(sums, Sums) else (sums, None)
+    if not isinstance(w, Weight):
+        return _linear(x, w.astype(x.dtype), grad, amax, gemm)
+    assert sums is not None
+    if not w.arithmetic.matrices:
+        return _linear(x, w, grad, amax, gemm)
+    shape, first = w.shape, gemm.batch + gemm.ins
+    k, n = math.prod(shape[gemm.batch : first]), math.prod(shape[first:])
+    flat = lambda a, *dims: a.reshape(*shape[: gemm.batch], *dims)
+    row, col = w.row._replace(q=flat(w.row.q, k, n)), w.col._replace(q=flat(w.col.q, n, k))
+    w, grad = w.replace(row=row, col=col), flat(grad, k, n)
+    # What is split over fsdp, embed, is a dim by itself.
+    fsdp = None if gemm.fsdp is None else gemm.batch + (gemm.fsdp >= first)
+    x = x.reshape(*x.shape[: x.ndim - gemm.ins], -1)
+    y = _linear(x, w, grad, amax, gemm._replace(ins=1, fsdp=fsdp))
+    return y if len(shape) - first == 1 else y.reshape(*y.shape[:-1], *shape[first:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x, w, grad, amax, gemm):
+    return _forward(x, w, grad, amax, gemm)[0]
+
+
+def _forward(x, w, grad, amax, gemm):
+    weight, dtype, rows = _read(w), x.dtype, x.ndim - gemm.ins
+    how, first = weight.arithmetic, gemm.batch + gemm.ins
+    joined = gemm.sequence == "gather"
+    row, saved, amax_x = how.operand(x, weight.scales, False, joined, gemm.saved)
+    dims = list(range(len(weight.shape)))
+    if how.turned:
+        dims = dims[: gemm.batch] + dims[first:] + dims[gemm.batch : first]
+    dim = None if gemm.fsdp is None else dims.index(gemm.fsdp)
+    col = _gather(how, weight.col, "fsdp", dim)
+    row = _gather(how, row, "tp", 1) if joined else row
+    ins = tuple(dims.index(d) for d in range(gemm.batch, first))
+    y = _product(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
+    if gemm.sequence == "scatter":
+        y = collectives.scatter(y, "tp", 1)
+    return y, (saved, amax_x, w, grad, amax)
+
+
+def _backward(gemm, residuals, dy):
+    x, amax_x, w, sums, amax = residuals
+    weight, dtype, first = _read(w), dy.dtype, gemm.batch + gemm.ins
+    how, outs = weight.arithmetic, tuple(range(first, len(weight.shape)))
+    rows, joined = dy.ndim - len(outs), gemm.sequence == "scatter"
+    columns = tuple(range(rows, dy.ndim))
+    dy_row, dy_col, amax_dy = how.operand(dy, weight.scales, True, joined, "")
+    amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
+    joint = lambda dy: _gather(how, dy, "tp", 1) if joined else dy
+    row = joint(dy_row)
+    col = row if dy_col is dy_row else joint(dy_col)
+    whole = _gather(how, weight.row, "fsdp", gemm.fsdp)
+    dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
+    if gemm.sequence == "gather":
+        dx, x = collectives.scatter(dx, "tp", 1), _gather(how, x, "tp", 1)
+    over = tuple(range(gemm.batch, rows))
+    # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
+    wide = dtype if sums is None else jnp.promote_types(dtype, sums.dtype)
+    dw = _product(how, x, col, (over, over), gemm, wide, exact=True)
+    add = lambda dw: dw if sums is None else sums + dw.astype(sums.dtype)
+    if gemm.fsdp is None:
+        dw = add(dw)
+    if gemm.sequence == "gather" and collectives.degree("tp") > 1:
+        dx = collectives.beside(dx, dw)
+    if gemm.fsdp is not None:
+        dw = add(collectives.scatter(dw, "fsdp", gemm.fsdp))
+    return (dx, dw, None, None) if sums is None else (dx, None, dw, amax)
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def _read(w) -> Weight:
+    """w, or an array as a weight that is multiplied as it is."""
+    return w if isinstance(w, Weight) else Weight(w, w, plain.PLAIN)
+
+
+def _gather(how, x, axis: str, dim: int | None):
+    return x if dim is None else how.move(x, lambda a: collectives.gather(a, axis, dim))
+
+
+def _product(how, a, b, contract, gemm: Gemm, dtype, exact=False):
+    """A product of operands over dims of a and of b; of matrices if a kernel knows only those."""
+    if not how.matrices:
+        lead = tuple(range(gemm.batch))
+        return how.product(a, b, (contract, (lead, lead)), dtype, exact)
+    rows, flat = a.q.shape[:-1], lambda x: x.reshape(*x.shape[: gemm.batch], -1, x.shape[-1])
+    a, b = how.move(a, flat), how.move(b, flat)
+    if contract[0][0] == gemm.batch:
+        return how.product(a, b, "tn", dtype, exact)
+    y = how.product(a, b, "nt", dtype, exact)
+    return y.reshape(*rows, y.shape[-1])

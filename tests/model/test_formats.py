@@ -1,0 +1,83 @@
+"""A number format is an entry in spec/formats.py and a module in model/formats, and no more."""
+
+import sys
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from maxbench.mesh import axes
+from maxbench.mesh.places import gather_master
+from maxbench.model.formats import Weight, plain
+from maxbench.plan.costs import Costs
+from maxbench.spec import formats
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import AXES
+from maxbench.step.step import Step
+from tests.conftest import resolve
+
+TOY = formats.Format(
+    name="toy",
+    dtype="toy",
+    compute="bf16",
+    peak="fp8",
+    reads=("f8e3m4",),
+    bytes=1,
+    arithmetic="toy",
+    multiple=8,
+)
+
+
+class Toy(plain.Plain):
+    """Numbers near 1 in few bits, without a scale."""
+
+    def weight(self, w, place, lead, scale):
+        q = gather_master(place, w.astype(jnp.float8_e3m4))
+        return Weight(q, q, self)
+
+    def operand(self, x, scales, gradient, split, saved):
+        q = x.astype(jnp.float8_e3m4)
+        return q, q, None
+
+    def product(self, a, b, over, dtype, exact=False):
+        return super().product(a.astype(dtype), b.astype(dtype), over, dtype)
+
+
+def test_a_new_format_trains(monkeypatch):
+    toy = Toy()
+    module = types.SimpleNamespace(arithmetic=lambda form, backend: toy)
+    monkeypatch.setitem(sys.modules, "maxbench.model.formats.toy", module)
+    monkeypatch.setitem(formats.FORMATS, "toy", TOY)
+    for names in ("DTYPES", "SCALINGS"):  # made of the table
+        monkeypatch.setattr(formats, names, (*getattr(formats, names), "toy"))
+    run = resolve("llama31_8b", "tiny", dtype="toy", layers=2, seq=32, fsdp=2, tp=2, mbs=1, gbs=4)
+    assert run.format == TOY
+    step = Step(run, axes.make_mesh(run.layout))
+    lowered = step.lower()
+    text = lowered.as_text()
+    assert text.count("f8E3M4>") > 12  # four products, forward and backward
+    state, call = step.init(), lowered.compile()
+    found = []
+    for _ in range(2):
+        state, out = call(state)
+        found.append(float(out["loss"]))
+    assert all(0 < loss < 20 for loss in found)
+    with pytest.raises(UserError, match="multiples of 8"):
+        resolve("llama31_8b", "tiny", dtype="toy", seq=36, mbs=1)
+
+
+def test_what_a_gpu_lacks_is_refused_with_what_it_has():
+    assert formats.settle("fp8", "auto", "h100").name == "current"
+    assert formats.settle("fp8", "auto", "gb200").name == "mxfp8"
+    assert formats.settle("bf16", "delayed", "h100").name == "bf16"  # a scaling of FP8
+    with pytest.raises(UserError, match=r"only b200, gb200, gb300 .*=current or delayed"):
+        formats.settle("fp8", "mxfp8", "h100")
+
+
+def test_operands_are_priced_by_their_format():
+    costs = Costs("h100", dict.fromkeys(AXES, 1))
+    price = lambda dtype: costs.gemm(8192, 8192, 8192, dtype=dtype)
+    assert price("bf16") == price("f32")  # held against one peak
+    for f in formats.FORMATS.values():
+        assert {price(dtype) for dtype in f.reads} == {price("f8e5m2" if f.quantized else "bf16")}
+    assert price("f8e4m3fn") < price("bf16")

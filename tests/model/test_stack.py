@@ -1,0 +1,41 @@
+"""Layers as a loop and as code: who decides, and that it is one network."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxbench.model import stack
+from tests.conftest import resolve
+
+
+@pytest.mark.parametrize(
+    ("axes", "unroll", "code"),
+    [
+        (dict(tp=2), 4, True),
+        (dict(tp=2), 3, False),  # too many layers
+        (dict(tp=2, fsdp=2), 4, False),
+        (dict(pp=2, gbs=4), 0, True),
+        (dict(pp=2, fsdp=2, gbs=4), 0, True),
+    ],
+    ids=str,
+)
+def test_as_code_where_nothing_speaks_for_a_loop(axes, unroll, code):
+    run = resolve("llama31_8b", "tiny", {"train.unroll": unroll}, layers=4, mbs=1, **axes)
+    assert stack.as_code(run) == code
+
+
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_both_run_the_same_layers(with_sums):
+    w = {"a": jnp.arange(1.0, 4), "b": jnp.arange(6.0).reshape(3, 2)}
+    sums = jax.tree.map(lambda x: x * 2, w) if with_sums else None
+
+    def layer(x, one):
+        w, sums = one
+        x = x * w["a"] + w["b"].sum() + (sums["a"] if with_sums else 0)
+        return x, x / 3
+
+    run = lambda w, sums: stack.run_layers(layer, jnp.float32(2), w, sums)
+    code = run(stack.unstack(w), stack.unstack(sums) if with_sums else None)
+    np.testing.assert_allclose(run(w, sums), code, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, stack.stack(stack.unstack(w)), w)

@@ -1,0 +1,39 @@
+"""The gradient with respect to sums is the sums with the gradient of the weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxbench.model import linear
+from maxbench.model.sums import add_to
+
+USES = {
+    "add_to": lambda sums, w, x: x @ add_to(sums, w),
+    "linear": lambda sums, w, x: linear.linear(x, w, sums, linear.Gemm(1)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_microbatches_add_up_without_a_gradient_of_the_weight(use):
+    random = np.random.default_rng(0)
+    w = jnp.asarray(random.integers(-4, 5, (3, 2)), jnp.float32)
+    micro = jnp.asarray(random.integers(-4, 5, (5, 4, 3)), jnp.float32)
+    loss = lambda y: jnp.sum(y**2)
+    start = jnp.full(w.shape, 1000, jnp.bfloat16)  # each addition rounds to this
+
+    def accumulate(sums, x):
+        value, (grad, of_w) = jax.value_and_grad(
+            lambda sums, w: loss(USES[use](sums, w, x)), (0, 1)
+        )(sums, w)
+        return grad, (value, of_w)
+
+    summed, (values, of_w) = jax.jit(lambda: jax.lax.scan(accumulate, start, micro))()
+    expected = start
+    for x, value in zip(micro, values, strict=True):
+        plain, grad = jax.value_and_grad(lambda w, x=x: loss(x @ w))(w)
+        assert value == plain  # whatever the sums are
+        expected = expected + grad.astype(jnp.bfloat16)
+    assert summed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(summed, expected)
+    assert not of_w.any()
