@@ -2,9 +2,14 @@
 
     {'embed': ..., 'layers': ..., 'head': ...}      every leaf of 'layers' is stacked [layers, ...]
 
+Where layers differ by kind (Model.kinds), 'layers' is a dict of such stacks, '000', '001', ..., one
+for each run of equal neighbours.
+
 One layout for every mesh, so initial weights, loss and checkpoints do not depend on it. Nothing
 here maps over a block with vmap, because Transformer Engine's GEMM has no batching rule.
 """
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -38,43 +43,54 @@ class Block(nn.Module):
         return x_bud + post("mlp_post")(y_bud), aux
 
 
-def init(m: Model, key: jax.Array, order: np.ndarray | None = None):
+def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
     """Weights, fp32; every leaf is boxed with its logical axes (flax.linen.Partitioned).
 
-    `order` is the layer in each slot of the stacked weights, -1 for a slot of zeros
-    (schedule.layer_order); by default there is one slot for each layer.
+    `layers` are those to make, by number, in the order in which they are stacked; default: all,
+    which a model of several kinds needs.
     """
-    order = np.arange(m.layers) if order is None else order
+    numbers = np.arange(m.layers) if layers is None else layers
     tokens_bt, x_btd = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8, m.embed))
     rope = rope_angles(m, jnp.arange(8))
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-    keys = jax.random.split(k_layers, m.layers)[np.maximum(order, 0)]
-    layers = jax.vmap(lambda k: Block(m, "xla").init(k, x_btd, rope)["params"])(keys)
+    keys = jax.random.split(k_layers, m.layers)[numbers]
     is_box = lambda x: isinstance(x, nn.Partitioned)
+    named = lambda box: box.replace(names=("layers", *box.names))
 
-    def stacked(box):
-        w = box.value
-        if (order < 0).any():
-            w = jnp.where((order >= 0).reshape(-1, *[1] * (w.ndim - 1)), w, 0)
-        return box.replace(value=w, names=("layers", *box.names))
+    def stack(kind, keys):
+        made = jax.vmap(lambda k: Block(kind, "xla").init(k, x_btd, rope)["params"])(keys)
+        return jax.tree.map(named, made, is_leaf=is_box)
 
+    first = np.cumsum([0, *(n for n, _ in m.stacks[:-1])])
+    parts = [keys[a:b] for a, b in zip(first, [*first[1:], None], strict=True)]
+    made = [stack(kind, part) for (_, kind), part in zip(m.stacks, parts, strict=True)]
     embed = Embed(m).init(k_embed, tokens_bt, jnp.float32)["params"]
     return {
         "embed": embed,
-        "layers": jax.tree.map(stacked, layers, is_leaf=is_box),
+        "layers": join(m, made),
         "head": Head(m).init(k_head, x_btd, nn.unbox(embed)["w"])["params"],
     }
 
 
-def layer(run: Run, w, sums, x_bud, rope):
-    """One layer; saves for the backward pass what train.remat says.
+def split(m: Model, layers) -> list:
+    """The stacks of weights, or of trees like them, in the order of Model.stacks."""
+    return [layers] if len(m.stacks) == 1 else [layers[name] for name in sorted(layers)]
+
+
+def join(m: Model, stacks):
+    """What split() takes apart."""
+    return stacks[0] if len(m.stacks) == 1 else {f"{i:03}": s for i, s in enumerate(stacks)}
+
+
+def layer(run: Run, kind: Model, w, sums, x_bud, rope):
+    """One layer of a kind; saves for the backward pass what train.remat says.
 
     `sums` are gradients, like w, to add this layer's to (layers.add_to), or None.
     """
 
     def apply(w, sums, x_bud):
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
-        return Block(run.model, run.train.attention).apply(variables, x_bud, rope)
+        return Block(kind, run.train.attention).apply(variables, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, precision.SCALE)
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
@@ -110,21 +126,26 @@ def head_loss(run: Run, w, x_bud, targets_bt):
 def apply(run: Run, w, tokens_bt, sums=None):
     """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses.
 
-    w['layers'] is stacked, and the program a loop over layers; or a tuple of layers, and the
+    w['layers'] is stacked, and the program a loop over each stack; or a tuple of layers, and the
     program repeats their code: longer to compile, but no layer's weights, gradients and activations
     are copied out of a stack and back into one.
     """
-    rope = rope_angles(run.model, axes.chunks(run.train.seq))
+    m = run.model
+    rope = rope_angles(m, axes.chunks(run.train.seq))
     x_bud = embed(run, w, tokens_bt)
-    step = lambda x_bud, w: layer(run, *w, x_bud, rope)
-    if not isinstance(w["layers"], tuple):
-        x_bud, aux = jax.lax.scan(step, x_bud, (w["layers"], sums))
-        return x_bud, jnp.sum(aux)
-    total = jnp.zeros(())
-    for one in zip(w["layers"], sums or [None] * len(w["layers"]), strict=True):
-        x_bud, aux = step(x_bud, one)
-        total += aux
-    return x_bud, total
+    step = lambda kind: lambda x_bud, w: layer(run, kind, *w, x_bud, rope)
+    if isinstance(w["layers"], tuple):
+        kinds, total = [kind for n, kind in m.stacks for _ in range(n)], jnp.zeros(())
+        for kind, *one in zip(kinds, w["layers"], sums or [None] * m.layers, strict=True):
+            x_bud, aux = step(kind)(x_bud, one)
+            total += aux
+        return x_bud, total
+    sums = [None] * len(m.stacks) if sums is None else split(m, sums)
+    losses = []
+    for (_, kind), *stack in zip(m.stacks, split(m, w["layers"]), sums, strict=True):
+        x_bud, aux = jax.lax.scan(step(kind), x_bud, tuple(stack))
+        losses.append(jnp.sum(aux))
+    return x_bud, functools.reduce(jnp.add, losses)
 
 
 def objective(run: Run, w, tokens_bt, targets_bt, sums):

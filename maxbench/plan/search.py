@@ -63,7 +63,7 @@ def stage_weights(run: Run) -> tuple[float, float]:
     """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
     a, m = run.layout, run.model
     ends = m.vocab * m.embed * (1 if m.tied else 2)
-    experts = m.layers * m.experts * m.embed * m.mlp * (m.gates + 1)
+    experts = sum(n * k.experts * k.embed * k.mlp * (k.gates + 1) for n, k in m.stacks)
     layers = flops.params(m) - ends - experts + experts / a.ep
     return layers / (a.pp * a.tp), ends / a.tp
 

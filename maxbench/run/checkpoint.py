@@ -3,8 +3,8 @@
     <folder>/<step>/state/     orbax
     <folder>/<step>/run.json   written last: a checkpoint without it was never finished
 
-run.json holds the run, the size of every file and a fingerprint of every array, so that a foreign
-or damaged checkpoint is refused instead of trained on.
+run.json holds the run, the order in which its layers are stacked, the size of every file and a
+fingerprint of every array, so that a foreign or damaged checkpoint is refused, not trained on.
 """
 
 import gc
@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Precision, Run
+from maxbench.step import slots
 
 
 def save(folder: pathlib.Path, run: Run, state) -> tuple[int, float]:
@@ -35,7 +36,14 @@ def save(folder: pathlib.Path, run: Run, state) -> tuple[int, float]:
     _barrier("saved")
     sizes = _sizes(path / "state")
     if jax.process_index() == 0:
-        about = {"run": run.asdict(), "step": step, "files": sizes, "fingerprints": prints}
+        a = run.layout
+        about = {
+            "run": run.asdict(),
+            "step": step,
+            "layer_order": slots.order(run.model.layers, a.pp, a.vp).tolist(),
+            "files": sizes,
+            "fingerprints": prints,
+        }
         part = path / "run.json.part"
         part.write_text(json.dumps(about))
         os.replace(part, path / "run.json")
@@ -62,7 +70,7 @@ def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
         raise UserError(f"resume={path!r}: no complete checkpoint there ({why})")
     newest = max(complete, key=lambda p: int(p.name) if p.name.isdecimal() else -1)
     about = _read(newest)
-    theirs, ours = about["run"]["model"], run.asdict()["model"]
+    theirs, ours = about["run"]["model"], json.loads(json.dumps(run.asdict()["model"]))
     other = [
         f"{k}={theirs.get(k)} (this run: {v})" for k, v in ours.items() if theirs.get(k, v) != v
     ]
@@ -94,10 +102,11 @@ def _read(path: pathlib.Path) -> dict:
     """run.json, after a look at the files that it lists."""
     try:
         about = json.loads((path / "run.json").read_text())
-        listed = about["files"], about["run"]["model"], about["step"], about["fingerprints"]
+        files = about["files"]
+        _ = about["run"]["model"], about["step"], about["layer_order"], about["fingerprints"]
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"resume={path}: run.json is damaged or foreign ({e!r})") from None
-    for name, size in listed[0].items():
+    for name, size in files.items():
         file = path / "state" / name
         if not file.exists():
             raise UserError(f"resume={path}: damaged, {file} is missing")

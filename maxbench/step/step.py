@@ -14,7 +14,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,8 +22,7 @@ from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
 from maxbench.model import network, precision, te
 from maxbench.spec.run import AXES, DTYPES, Run
-from maxbench.step import data, optimizer, pipeline
-from maxbench.step.schedule import layer_order
+from maxbench.step import data, optimizer, pipeline, slots
 
 
 def for_platform(run: Run, platform: str) -> Run:
@@ -34,7 +32,8 @@ def for_platform(run: Run, platform: str) -> Run:
       ValueError: Transformer Engine is wanted and absent, too old, or does not load.
     """
     t, gpu = run.train, platform in ("gpu", "cuda")
-    kind = "cudnn" if gpu and not run.model.softcap else "xla"
+    m = run.model
+    kind = "cudnn" if gpu and not m.softcap and m.value_width == m.head_dim else "xla"
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
     chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
     kind = kind if t.attention == "auto" else t.attention
@@ -62,12 +61,12 @@ class Step:
         self.platform = devices.devices.flat[0].platform
         self.run, self.mesh = for_platform(run, self.platform), devices
         self.tx = optimizer.transform(run)
-        self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
+        self.order = slots.order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, RULES)
         self.abstract = self._abstract(self.order, self.places)
 
     def _places(self, order, rules):
-        init = functools.partial(network.init, self.run.model, order=order)
+        init = functools.partial(slots.init, self.run.model, order=order)
         boxed = jax.eval_shape(init, jax.random.key(0))
         placed = lambda box: place(box.names, box.value.shape, self.mesh.shape, rules)
         return jax.tree.map(placed, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
@@ -75,12 +74,12 @@ class Step:
     def _abstract(self, order, places):
         shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
         specs = jax.tree.map(lambda p: p.master_spec, places)
-        slots = P(*jax.tree.leaves(specs["layers"])[0][:1])
+        by_slot = P(*jax.tree.leaves(specs["layers"])[0][:1])
         # Optimizer state holds trees like the weights: their leaves end in the weights' paths.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
         def sharded(path, leaf):
-            spec = slots if path[0].key == "fp8" else P()
+            spec = by_slot if path[0].key == "fp8" else P()
             spec = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), spec)
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -89,9 +88,7 @@ class Step:
 
     def _init(self, key, order):
         run = self.run
-        params = optimizer.cast(
-            nn.unbox(network.init(run.model, key, order)), run.precision.weights
-        )
+        params = optimizer.cast(nn.unbox(slots.init(run.model, key, order)), run.precision.weights)
         opt = self.tx.init(optimizer.cast(params, run.precision.moments))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
         if length := run.precision.remembered:
@@ -115,14 +112,10 @@ class Step:
 
     def reorder(self, state, order):
         """A state whose layers are in `order` -> the same state in the order of this step."""
-        to, slot = self.order, {layer: i for i, layer in enumerate(order)}
-        source = np.array([slot.get(layer, 0) for layer in to])
 
         def take(path, x):
-            if "layers" not in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
-                return x
-            real = (to >= 0).reshape(-1, *[1] * (x.ndim - 1))
-            return jnp.where(real, x[source], 0)
+            keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            return slots.move(x, self.order, order) if "layers" in keys else x
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         reorder = lambda state: jax.tree_util.tree_map_with_path(take, state)
@@ -158,12 +151,12 @@ class Step:
         result is this step's largest magnitudes [slots, gemms, 3]; else it is None.
         """
         masters = jax.tree.map(lambda p: p.master_spec, self.places)
-        slots = P(*jax.tree.leaves(masters["layers"])[0][:1])
+        by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
         grads = jax.shard_map(
             self._local_grads,
             mesh=self.mesh,
-            in_specs=(masters, P(), slots),
-            out_specs=(masters, P(), slots),
+            in_specs=(masters, P(), by_slot),
+            out_specs=(masters, P(), by_slot),
             check_vma=False,
         )
         return grads(params, step, None if past is None else jnp.max(past, -1))
@@ -175,9 +168,11 @@ class Step:
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
         w, places = optimizer.cast(params, p.compute), self.places
         if run.unrolled:
-            w = w | {"layers": _unstack(w["layers"])}
+            stacks = [_unstack(stack) for stack in network.split(run.model, w["layers"])]
+            w = w | {"layers": sum(stacks, ())}
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
-            places = places | {"layers": (layer,) * len(w["layers"])}
+            layers = zip(network.split(run.model, layer), stacks, strict=True)
+            places = places | {"layers": sum(((one,) * len(s) for one, s in layers), ())}
         layers = w["layers"]
         w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
         if p.dtype == "fp8":
@@ -209,7 +204,10 @@ class Step:
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
         grads = jax.tree.map(reduce_grad, places, grads)
         if run.unrolled:
-            grads["layers"] = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
+            layers = iter(grads["layers"])
+            stacks = [[next(layers) for _ in stack] for stack in stacks]
+            stacks = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *stack) for stack in stacks]
+            grads["layers"] = network.join(run.model, stacks)
         return grads, jax.tree.map(lambda x: collectives.total(x, *self.mesh.axis_names), out), amax
 
 

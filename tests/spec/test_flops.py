@@ -1,5 +1,7 @@
 """Parameter counts, FLOPs, and every cell that was published, computed again."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -7,6 +9,8 @@ from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.model import network
 from maxbench.spec import flops
+from maxbench.spec.errors import UserError
+from maxbench.spec.model import Kind
 from tests.conftest import WORKLOADS, resolve
 
 PARAMETERS = {
@@ -39,6 +43,35 @@ def test_parameter_counts(workload, preset):
     if preset == "":
         assert counted == PARAMETERS.get(workload, counted)
         assert counted == pytest.approx(ABOUT.get(workload, counted), rel=2e-3)
+
+
+ODD = [
+    dict(head_dim=24),  # heads together wider than embed
+    dict(head_dim=24, value_dim=8),
+    dict(kinds=(Kind(1, 192), Kind(2, 64, 4), Kind(1, 96, 2))),
+    dict(kinds=(Kind(1, 64, 4), Kind(2, 192), Kind(1, 192)), post_norm=True, tied=True),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_parameter_counts_of_layers_that_differ(odd):
+    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, **odd)
+    shapes = jax.eval_shape(lambda key: network.init(m, key), jax.random.key(0))
+    assert flops.params(m) == sum(x.size for x in jax.tree.leaves(shapes))
+    if m.kinds:
+        stacks = network.split(m, shapes["layers"])
+        counts = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks]
+        assert counts == [k.layers for k in m.kinds]
+        assert sum(counts) == m.layers
+
+
+def test_equal_neighbours_are_one_stack_and_one_kind_is_no_kind():
+    m = resolve("grok1_314b", "tiny").model
+    kinds = (Kind(1, m.mlp, 4), Kind(2, m.mlp, 4), Kind(1, m.mlp, 4))
+    assert dataclasses.replace(m, kinds=kinds) == m
+    for wrong, text in ((kinds[:2], "layers=3"), ((Kind(4, 64, 2),), "experts=2")):
+        with pytest.raises(UserError, match=text):
+            dataclasses.replace(m, kinds=wrong)
 
 
 @pytest.mark.parametrize(("workload", "seq", "convention"), FLOPS)

@@ -10,12 +10,22 @@ import jax
 import numpy as np
 import pytest
 
+from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
+from maxbench.spec.model import Kind
+from maxbench.step import slots
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
 EXACT = {"precision.grads": "fp32", "model.capacity_factor": 0.0}
 FAMILIES = {"llama": "llama31_405b", "nemotron": "nemotron4_340b", "grok": "grok1_314b"}
+# Layers of three kinds, heads that are together wider than embed, and values narrower than keys.
+FAMILIES["mixed"] = "grok1_314b"
+MIXED = {
+    "model.kinds": (Kind(1, 192), Kind(2, 64, 4), Kind(1, 96, 2)),
+    "model.head_dim": 24,
+    "model.value_dim": 16,
+}
 GBS, SEQ = 8, 32
 MESHES = [
     dict(dp=8),
@@ -42,31 +52,34 @@ MESHES_OF_STAGES = [
     dict(pp=2, fsdp=2, cp=2, mbs=1),
     dict(pp=2, vp=2, cp=2, tp=2, mbs=1),
 ]
-CASES = [(f, m) for f in FAMILIES for m in MESHES + MESHES_OF_STAGES]
+CASES = [(f, m) for f in ("llama", "nemotron", "grok") for m in MESHES + MESHES_OF_STAGES]
 CASES += [("grok", m) for m in MESHES_OF_EXPERTS]
+CASES += [("mixed", m) for m in (dict(fsdp=2, ep=2, tp=2), dict(dp=2, cp=2, ep=2, mbs=1))]
 
 
 def build(family: str, preset: str = "tiny", **axes) -> Step:
-    degrees = math.prod(axes.get(a, 1) for a in axes.DATA)
+    degrees = math.prod(axes.get(a, 1) for a in mesh.DATA)
     axes = {"mbs": GBS // degrees, **axes}
     axes = {"layers": 4, "gbs": GBS, **axes}
-    exact = EXACT | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
+    exact = (
+        EXACT
+        | (MIXED if family == "mixed" else {})
+        | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
+    )
     run = resolve(FAMILIES[family], preset, exact, dtype="fp32", seq=SEQ, **axes)
-    return Step(run, axes.make_mesh(run.layout))
+    return Step(run, mesh.make_mesh(run.layout))
 
 
 def gradients(step: Step, params):
     """Gradients and loss from weights in the order of the layers, and in that order."""
     order, layers = step.order, step.run.model.layers
-    real = lambda x: (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
-    slots = jax.tree.map(lambda x: np.where(real(x), x[order], 0), params["layers"])
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
-    params = jax.device_put(params | {"layers": slots}, shardings)
-    grads, out, _ = jax.device_get(jax.jit(step.gradients)(params, 3))
+    params = params | {"layers": slots.move(params["layers"], order)}
+    grads, out, _ = jax.device_get(jax.jit(step.gradients)(jax.device_put(params, shardings), 3))
     if (order < 0).any():
         jax.tree.map(lambda g: np.testing.assert_array_equal(g[order < 0], 0), grads["layers"])
-    back = [int(np.flatnonzero(order == i)[0]) for i in range(layers)]
-    return grads | {"layers": jax.tree.map(lambda g: g[back], grads["layers"])}, out
+    back = jax.device_get(slots.move(grads["layers"], range(layers), order))
+    return grads | {"layers": back}, out
 
 
 @functools.cache
@@ -136,6 +149,7 @@ def unrolled(step: Step, remat: str = "full") -> Step:
         ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
         ("nemotron", dict(dp=2), "full"),
         ("grok", dict(ep=2, tp=2), "full"),
+        ("mixed", dict(ep=2, tp=2), "none"),
     ],
 )
 def test_layers_as_code_and_as_a_loop_are_the_same_network(family, axes, remat):
