@@ -103,7 +103,7 @@ def activation_bytes(run: Run, remat: str) -> int:
     names = dataclasses.replace(run.train, remat=remat).saved
 
     def kept(m):
-        routed = m.capacity_factor * m.top_k or m.experts if m.experts else 1
+        routed = m.rows(a.ep)
         per_token = {
             "query": m.heads * m.head_dim / a.tp,
             "key": m.kv_heads * m.head_dim / a.tp,

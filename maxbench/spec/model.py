@@ -97,10 +97,14 @@ class Model:
         return tuple((k.layers, one(k)) for k in self.kinds) or ((self.layers, self),)
 
     def capacity(self, tokens: int) -> int:
-        """Slots of one expert for one GPU's tokens."""
-        if self.capacity_factor == 0:
-            return tokens  # top-k experts of a token differ, so no expert sees a token twice
+        """Slots of one expert for one GPU's tokens, where capacity_factor is not 0."""
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
+
+    def rows(self, ep: int) -> float:
+        """Rows of the MLP's products that there is room for, for each token of a GPU."""
+        if not self.experts:
+            return 1
+        return self.capacity_factor * self.top_k or min(self.top_k * ep, self.experts)
 
     def __post_init__(self):
         choose("model.act", self.act, ACTS)

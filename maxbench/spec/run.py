@@ -359,6 +359,12 @@ class Run:
                     f"{field}={value} makes {how} = {dim}; nearest that works: "
                     f"{max(unit, round(value / unit) * unit)}"
                 )
+        if m.experts and not m.capacity_factor:
+            raise UserError(
+                "dtype='fp8' needs a fixed number of slots for each expert, and model."
+                "capacity_factor=0 has none; capacity_factor=experts / top_k="
+                f"{m.experts / m.top_k:g} drops no token either, or use dtype=bf16"
+            )
         tokens = a.mbs * seq // (a.cp * a.tp)
         slots = m.capacity(tokens) if m.experts else 0
         gpus = a.ep * (1 if blocks else a.tp)  # whose slots are rows of one GEMM

@@ -168,6 +168,10 @@ BAD = {
         ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
         ["train.seq=1000", "= 500", "992"],
     ),
+    "fp8 dropless": (
+        ["--config", GROK, "--dtype", "fp8", "--config.model.capacity_factor=0"],
+        ["capacity_factor=0", "experts / top_k=4", "dtype=bf16"],
+    ),
     "fp8 slots": (
         ["--config", GROK, "--dtype", "fp8", "--seq", "1040", "--config.model.capacity_factor=0.3"],
         ["capacity_factor=0.3", "1 x 78 slots", "nearest that works: 0.305769"],

@@ -7,13 +7,15 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
+from maxbench.model import network
 from maxbench.spec.model import Kind
-from maxbench.step import slots
+from maxbench.step import data, slots
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
@@ -57,15 +59,12 @@ CASES += [("grok", m) for m in MESHES_OF_EXPERTS]
 CASES += [("mixed", m) for m in (dict(fsdp=2, ep=2, tp=2), dict(dp=2, cp=2, ep=2, mbs=1))]
 
 
-def build(family: str, preset: str = "tiny", **axes) -> Step:
+def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
     degrees = math.prod(axes.get(a, 1) for a in mesh.DATA)
     axes = {"mbs": GBS // degrees, **axes}
     axes = {"layers": 4, "gbs": GBS, **axes}
-    exact = (
-        EXACT
-        | (MIXED if family == "mixed" else {})
-        | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
-    )
+    exact = EXACT | (MIXED if family == "mixed" else {}) | (overrides or {})
+    exact |= {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
     run = resolve(FAMILIES[family], preset, exact, dtype="fp32", seq=SEQ, **axes)
     return Step(run, mesh.make_mesh(run.layout))
 
@@ -275,13 +274,68 @@ def test_cp_sends_keys_and_values_round_and_nothing_else():
     assert "all-to-all" not in {op for op, _ in found}
 
 
-def test_ep_moves_tokens_by_all_to_all():
-    step = build("grok", ep=4)
+def test_ep_moves_slots_by_all_to_all():
+    step = build("grok", ep=4, overrides={"model.capacity_factor": 1.0})
     found, m = collectives(step), step.run.model
     tokens = GBS // 4 * SEQ
     assert sizes(found, "all-to-all")
-    assert max(sizes(found, "all-to-all")) <= m.experts * tokens * m.embed
+    assert max(sizes(found, "all-to-all")) <= m.top_k * tokens * m.embed
     assert sizes(found, "all-gather") <= weight_sizes(step)
+
+
+def test_ep_brings_each_token_once_where_none_is_dropped():
+    step = build("grok", ep=4)
+    found, m = collectives(step), step.run.model
+    tokens = GBS * SEQ
+    assert "all-to-all" not in {op for op, _ in found}
+    moved = {tokens * m.embed, tokens * m.top_k}
+    assert moved < sizes(found, "all-gather") <= weight_sizes(step) | moved
+    assert tokens * m.embed // 4 in sizes(found, "reduce-scatter")
+
+
+def per_gpu_oracle(step, params):
+    """Gradients and loss where each GPU drops tokens of its own: the mean over GPUs of what one
+    device makes of each GPU's sequences, one microbatch each."""
+    run, gpus = step.run, step.run.layout.shards
+    alone = dataclasses.replace(run.layout, dp=1, fsdp=1, ep=1, gbs=run.layout.mbs)
+    one = dataclasses.replace(run, layout=alone)
+
+    @jax.jit
+    def gradients(tokens_bt, targets_bt):
+        total = lambda sums: network.objective(one, params, tokens_bt, targets_bt, sums)
+        return jax.grad(total, has_aux=True)(jax.tree.map(jnp.zeros_like, params))
+
+    whole = dataclasses.replace(run, layout=dataclasses.replace(alone, mbs=GBS, gbs=GBS))
+    batch = [x.reshape(gpus, -1, SEQ) for x in data.batch(whole, 3, 0)]
+    parts = [gradients(*part) for part in zip(*batch, strict=True)]
+    return jax.tree.map(lambda *x: sum(x) / gpus, *parts)
+
+
+@pytest.mark.parametrize("axes", [dict(ep=4), dict(ep=2, fsdp=2)], ids=str)
+def test_experts_that_drop_tokens_drop_each_gpus_own(axes):
+    step = build("grok", overrides={"model.capacity_factor": 0.5}, **axes)
+    params, dropless, _ = reference("grok")
+    expected, out = per_gpu_oracle(step, params)
+    down, whole = (g["layers"]["mlp"]["down"] for g in (expected, dropless))
+    # Some were dropped, or this tests nothing.
+    assert np.abs(down - whole).max() > 0.1 * np.abs(whole).max()
+    ours, our_out = gradients(step, params)
+    for name, value in out.items():
+        np.testing.assert_allclose(our_out[name], value, rtol=1e-5, err_msg=name)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, expected)
+
+
+def test_a_tied_head_is_one_weight_on_every_mesh():
+    """Its gradient has two parts, made by the first and by the last stage of a pipeline."""
+    tied = {"model.tied": True}
+    one, two = build("llama", overrides=tied), build("llama", overrides=tied, pp=2, fsdp=2, mbs=1)
+    params = jax.device_get(one.init()["params"])
+    assert "w" not in params["head"]
+    (grads, out), (ours, our_out) = gradients(one, params), gradients(two, params)
+    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
 
 
 def test_pp_sends_sequences_between_stages_and_gathers_no_weights():
