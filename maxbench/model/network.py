@@ -1,4 +1,4 @@
-"""The network as plain functions over a dict of weights; Linen ends at the block.
+"""The network as plain functions over a dict of weights, and as one Linen module, Transformer.
 
     {'embed': ..., 'layers': ..., 'head': ...}      every leaf of 'layers' is stacked [layers, ...]
 
@@ -99,19 +99,51 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope):
     return jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)(w, sums, x_bud)
 
 
-def embed(run: Run, w, tokens_bt):
+class Transformer(nn.Module):
+    """The network for any use of JAX: no mesh, no Run. The tree of init() and of checkpoints:
+
+        logits_btv = Transformer(model).apply({"params": params}, tokens_bt)
+
+    Its numbers are computed in the dtype of the weights; logits are fp32. It is the whole sequence
+    that goes in, of any length. Whole GPUs of a cluster, and training, are maxbench.step's.
+    """
+
+    model: Model
+    attention: str = "xla"  # a name of attention.KERNELS
+
+    @nn.compact
+    def __call__(self, tokens_bt):
+        m = self.model
+        if self.is_initializing():
+            made = jax.jit(lambda key: nn.unbox(init(m, key)))(self.make_rng("params"))
+            for name, w in made.items():
+                self.put_variable("params", name, w)
+        w = self.variables["params"]
+        rope = rope_angles(m, jnp.arange(tokens_bt.shape[1]))
+        x_btd = embed(m, w, tokens_bt)
+        step = lambda kind: (
+            lambda x_btd, w: Block(kind, self.attention).apply({"params": w}, x_btd, rope)
+        )
+        for (_, kind), stack in zip(m.stacks, split(m, w["layers"]), strict=True):
+            x_btd, _ = jax.lax.scan(step(kind), x_btd, stack)
+        x_btd, w_dv = head(m, w, x_btd)
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        return dot("btd,dv->btv", x_btd, w_dv) * m.output_multiplier
+
+
+def embed(m: Model, w, tokens_bt):
     """Embedded tokens, x_bud. `w` holds at least 'embed'."""
-    return Embed(run.model).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
+    return Embed(m).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
 
 
-def head(run: Run, w, x_bud):
+def head(m: Model, w, x_bud):
     """The factors of the logits: x_btd @ w_dv x model.output_multiplier."""
-    return Head(run.model).apply({"params": w["head"]}, x_bud, w["embed"]["w"])
+    return Head(m).apply({"params": w["head"]}, x_bud, w["embed"]["w"])
 
 
 def head_loss(run: Run, w, x_bud, targets_bt):
     """This GPU's share of the mean loss over the global batch."""
-    x_btd, w_dv = head(run, w, x_bud)
+    x_btd, w_dv = head(run.model, w, x_bud)
     token_loss = cross_entropy(
         x_btd.reshape(-1, run.model.embed),
         w_dv,
@@ -132,7 +164,7 @@ def apply(run: Run, w, tokens_bt, sums=None):
     """
     m = run.model
     rope = rope_angles(m, axes.chunks(run.train.seq))
-    x_bud = embed(run, w, tokens_bt)
+    x_bud = embed(m, w, tokens_bt)
     step = lambda kind: lambda x_bud, w: layer(run, kind, *w, x_bud, rope)
     if isinstance(w["layers"], tuple):
         kinds, total = [kind for n, kind in m.stacks for _ in range(n)], jnp.zeros(())

@@ -221,7 +221,7 @@ class _Pipeline:
     # The ends of the network.
 
     def embed(self, ends, micro):
-        return network.embed(self.run, ends, self.batch(micro)[0])
+        return network.embed(self.run.model, ends, self.batch(micro)[0])
 
     def embed_backward(self, micro, dx, ends_grads):
         call = lambda ends: self.embed(ends, micro)
