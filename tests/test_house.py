@@ -14,7 +14,7 @@ ROOMS = {
     "hardware": (300, False),
     "spec": (1200, False),
     "mesh": (300, True),
-    "model": (1600, True),
+    "model": (1750, True),
     "step": (1100, True),
     "run": (1400, True),
     "plan": (2000, True),

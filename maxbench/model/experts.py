@@ -40,7 +40,7 @@ class Moe(nn.Module):
         )
         gate_jk, expert_jk, probs_je = route(m, logits_je)
         through = self.in_slots if m.capacity_factor else self.dropless
-        y_jd = through(x_jd, gate_jk.astype(x_jd.dtype), expert_jk)
+        y_jd = through(x_jd, gate_jk, expert_jk)
         aux = balance_loss(m, probs_je, expert_jk, x_bud.shape[0]) if m.aux_loss else jnp.zeros(())
         return y_jd.reshape(x_bud.shape), aux
 
@@ -48,7 +48,7 @@ class Moe(nn.Module):
         slot_jk, token_ec = assign(self.model, expert_jk)
         sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))
         back_ecd = exchange_experts(self.experts(keep(sent_ecd, "dispatched")), back=True)
-        return combine(keep(back_ecd, "mlp_down"), gate_jk, slot_jk, token_ec)
+        return combine(keep(back_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
 
     def experts(self, x_ecd):
         m = self.model
@@ -62,7 +62,8 @@ class Moe(nn.Module):
     def dropless(self, x_jd, gate_jk, expert_jk):
         m = self.model
         gather = lambda x: collectives.gather(collectives.gather(x, "tp", 0), "ep", 0)
-        x_jd, gate_jk, expert_jk = gather(x_jd), gather(gate_jk), gather(expert_jk)
+        x_jd, expert_jk = gather(x_jd), gather(expert_jk)
+        gate_jk = gather(gate_jk.astype(x_jd.dtype))
         held = places.local("experts", m.experts)
         plan = blocks.plan(expert_jk - collectives.index("ep") * held, held)
         w_edx = self.whole("up", "experts embed gates mlp", m.init_std, x_jd.dtype)
