@@ -50,7 +50,7 @@ def plan(expert_jk, experts: int) -> Plan:
     choice = jnp.full(count * size, -1, jnp.int32)
     choice = choice.at[jnp.where(slot < 0, count * size, slot)].set(order, mode="drop")
     ends_e = jnp.cumsum(blocks_e[:experts])
-    expert_n = jnp.searchsorted(ends_e, jnp.arange(count, dtype=jnp.int32), side="right")
+    expert_n = jnp.sum(jnp.arange(count)[:, None] >= ends_e, 1)
     slot_jk = jnp.zeros(j * k, jnp.int32).at[order].set(slot).reshape(j, k)
     expert_n = jnp.minimum(expert_n, experts - 1)
     used = ends_e[-1] if collectives.degree("ep") > 1 else None
