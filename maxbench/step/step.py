@@ -169,9 +169,9 @@ class Step:
         w, places = optimizer.cast(params, p.compute), self.places
         if run.unrolled:
             stacks = [_unstack(stack) for stack in network.split(run.model, w["layers"])]
-            w = w | {"layers": sum(stacks, ())}
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
             layers = zip(network.split(run.model, layer), stacks, strict=True)
+            w = w | {"layers": sum(stacks, ())}
             places = places | {"layers": sum(((one,) * len(s) for one, s in layers), ())}
         layers = w["layers"]
         w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
