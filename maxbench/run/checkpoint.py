@@ -16,10 +16,12 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from maxbench.spec.errors import UserError
+from maxbench.spec.model import Model
 from maxbench.spec.run import Precision, Run
 from maxbench.step import slots
 
@@ -59,17 +61,7 @@ def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
     Raises:
       UserError: missing, incomplete, damaged, of another model, or already at the last step.
     """
-    root = pathlib.Path(path)
-    if not root.exists():
-        raise UserError(f"resume={path!r} does not exist; give a run's folder or a checkpoint")
-    found = [root] if (root / "state").exists() else []
-    found += [p.parent for p in (*root.glob("*/state"), *root.glob("checkpoints/*/state"))]
-    complete = [p for p in found if (p / "run.json").exists()]
-    if not complete:
-        why = "only unfinished ones" if found else "none"
-        raise UserError(f"resume={path!r}: no complete checkpoint there ({why})")
-    newest = max(complete, key=lambda p: int(p.name) if p.name.isdecimal() else -1)
-    about = _read(newest)
+    newest, about = _newest(path)
     theirs, ours = about["run"]["model"], json.loads(json.dumps(run.asdict()["model"]))
     other = [
         f"{k}={theirs.get(k)} (this run: {v})" for k, v in ours.items() if theirs.get(k, v) != v
@@ -96,6 +88,40 @@ def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
             f"left to train; use --steps {about['step'] + 1} or more"
         )
     return newest, about
+
+
+def weights(path: str) -> tuple[Model, dict]:
+    """The model of the newest checkpoint at or below path, and its weights as numpy arrays on this
+    host, layers in their order: what network.Transformer takes, whatever mesh saved them.
+
+    Raises:
+      UserError: missing, incomplete or damaged.
+    """
+    newest, about = _newest(path)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.metadata((newest / "state").absolute()).item_metadata.tree["params"]
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
+        how = ocp.args.PyTreeRestore(
+            {"params": found}, restore_args={"params": kinds}, partial_restore=True
+        )
+        params = checkpointer.restore((newest / "state").absolute(), args=how)["params"]
+    m = Model(**about["run"]["model"])
+    layers = slots.move(params["layers"], range(m.layers), about["layer_order"])
+    return m, params | {"layers": layers}
+
+
+def _newest(path: str) -> tuple[pathlib.Path, dict]:
+    root = pathlib.Path(path)
+    if not root.exists():
+        raise UserError(f"resume={path!r} does not exist; give a run's folder or a checkpoint")
+    found = [root] if (root / "state").exists() else []
+    found += [p.parent for p in (*root.glob("*/state"), *root.glob("checkpoints/*/state"))]
+    complete = [p for p in found if (p / "run.json").exists()]
+    if not complete:
+        why = "only unfinished ones" if found else "none"
+        raise UserError(f"resume={path!r}: no complete checkpoint there ({why})")
+    newest = max(complete, key=lambda p: int(p.name) if p.name.isdecimal() else -1)
+    return newest, _read(newest)
 
 
 def _read(path: pathlib.Path) -> dict:

@@ -145,6 +145,7 @@ class Model:
             if merged and merged[-1][1:] == kind[1:]:
                 kind = kind._replace(layers=merged.pop().layers + kind.layers)
             merged.append(kind)
+        object.__setattr__(self, "kinds", tuple(merged) if len(merged) > 1 else ())
         if not merged:
             return
         layers, experts = sum(k.layers for k in merged), max(k.experts for k in merged)
@@ -155,5 +156,4 @@ class Model:
                     f"the kinds make {field}={found}"
                 )
         if len(merged) == 1:
-            object.__setattr__(self, "mlp", merged.pop().mlp)
-        object.__setattr__(self, "kinds", tuple(merged))
+            object.__setattr__(self, "mlp", merged[0].mlp)

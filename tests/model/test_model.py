@@ -1,6 +1,7 @@
 """The network against Hugging Face's Llama and Nemotron, and a plain reading of xAI's Grok-1."""
 
 import dataclasses
+import json
 import pathlib
 import re
 
@@ -13,6 +14,7 @@ import pytest
 from maxbench import convert
 from maxbench.mesh import axes
 from maxbench.model import network
+from maxbench.run import checkpoint
 from maxbench.spec.errors import UserError
 from maxbench.spec.model import Kind, Model
 from maxbench.step import data
@@ -131,6 +133,21 @@ def test_the_module_has_the_weights_and_the_loss_of_training():
     assert float(each.mean()) == pytest.approx(float(out["loss"]), rel=1e-5)
     made = network.Transformer(run.model).init(jax.random.key(0), tokens_bt[:1, :3])["params"]
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+
+
+def test_a_checkpoint_of_any_mesh_gives_the_weights(tmp_path):
+    """Of a pipeline too, whose stack has another order and two empty slots."""
+    one, two = (
+        resolve("llama31_8b", "tiny", dtype="fp32", layers=6, gbs=8, **axes)
+        for axes in (dict(mbs=8), dict(pp=2, vp=2, mbs=1))
+    )
+    one, two = (Step(run, axes.make_mesh(run.layout)) for run in (one, two))
+    checkpoint.save(tmp_path, two.run, two.init())
+    about = json.loads((tmp_path / "0/run.json").read_text())
+    assert about["layer_order"] == [-1, 0, 3, 4, 1, 2, 5, -1]
+    m, params = checkpoint.weights(str(tmp_path))
+    assert m == one.run.model
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(one.init()["params"]))
 
 
 def test_tensors_that_do_not_fit_are_named():
