@@ -104,6 +104,7 @@ def activation_bytes(run: Run, remat: str) -> int:
 
     def kept(m):
         routed = m.rows(a.ep)
+        down = routed if m.capacity_factor else 1  # dropless experts' results come back summed
         per_token = {
             "query": m.heads * m.head_dim / a.tp,
             "key": m.kv_heads * m.head_dim / a.tp,
@@ -114,7 +115,7 @@ def activation_bytes(run: Run, remat: str) -> int:
             "mlp_act": routed * m.mlp / a.tp * half,
             # Only a backward pass through what follows needs it: a second norm, the experts'
             # weights.
-            "mlp_down": routed * m.embed / a.tp if m.post_norm or m.experts else 0,
+            "mlp_down": down * m.embed / a.tp if m.post_norm or m.experts else 0,
         }
         return m.embed / a.tp + sum(per_token[name] for name in names)
 
