@@ -41,7 +41,7 @@ def move(layers, to, source=None):
     to = np.asarray(to)
     source = range(max(to) + 1) if source is None else source
     if np.array_equal(source, to):
-        return layers
+        return clear(layers, to)
     slot = {layer: i for i, layer in enumerate(source)}
     take = np.array([slot.get(layer, 0) for layer in to])
     return clear(jax.tree.map(lambda x: x[take], layers), to)
