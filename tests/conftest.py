@@ -4,6 +4,7 @@ import importlib
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -39,10 +40,10 @@ def pytest_unconfigure(config):
         shutil.rmtree(SHARED, ignore_errors=True)
 
 
-def processes() -> dict[str, str]:
+def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of processes that a test starts: they share compiled programs, and choose
     their devices themselves."""
-    ours = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    ours = {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"}
     folder = {"JAX_COMPILATION_CACHE_DIR": f"{SHARED}/jax"}
     return ours | folder | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 

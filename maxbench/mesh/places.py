@@ -29,6 +29,8 @@ RULES = {
     # whole on every GPU
     "qkv": None,
     "head_dim": None,
+    "value_width": None,
+    "group_width": None,
     "gates": None,
     "width": None,
     "routes": None,

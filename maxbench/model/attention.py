@@ -6,7 +6,7 @@ all that a ring over cp needs: partial results of different keys merge by their 
 backward of a part is exact when given the merged output and logsumexp.
 
 Shape letters: b batch, t query position, s key position, h heads, g KV heads, r = h / g,
-k head_dim.
+k head_dim (a value's may be another).
 """
 
 import functools
@@ -101,11 +101,12 @@ def _ring_backward(kind, softcap, q, k, v, o, lse, do):
         dq += jnp.concatenate(
             [jnp.where(earlier, dq2, zero), dq1 + jnp.where(earlier, zero, dq2)], 1
         )
-        zero = jnp.zeros_like(dkv_pair[0][0])
+        zeros = functools.cache(jnp.zeros)  # of keys and of values, often of one shape
         dkv = tuple(
             d
             + jnp.concatenate([d1 + jnp.where(earlier, d2, zero), jnp.where(earlier, zero, d2)], 1)
             for d, (d1, d2) in zip(dkv, dkv_pair, strict=True)
+            for zero in (zeros(d2.shape),)
         )
     dkv = collectives.rotate(dkv, "cp")  # home: each block made n - 1 hops
     return tuple(d.astype(k.dtype) for d in (dq, *dkv))
@@ -149,7 +150,7 @@ def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, softcap):
 def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, softcap):
     b, s, g, k = k_bsgk.shape
     dqs = []
-    dk, dv = jnp.zeros((b, s, g, k), jnp.float32), jnp.zeros((b, s, g, k), jnp.float32)
+    dk, dv = jnp.zeros(k_bsgk.shape, jnp.float32), jnp.zeros(v_bsgk.shape, jnp.float32)
     for t0, t1 in _blocks(q_bthk.shape[1]):
         s1 = t1 if causal else s
         q, keys, do = q_bthk[:, t0:t1], k_bsgk[:, :s1], do_bthk[:, t0:t1]

@@ -1,9 +1,15 @@
-"""Mixture of experts: router, fixed-capacity dispatch and combine, experts over ep.
+"""Mixture of experts: router, dispatch and combine, experts over ep.
 
-Tokens move with one all-to-all there and one back. Capacity counts per expert, and per GPU and
-microbatch: with capacity_factor c each expert takes at most c x k x tokens / experts of a GPU's
-tokens, the first in their order; c = 0 leaves room for all, and no token is dropped. Shapes are
-static either way. Dispatch and combine are gathers, backward too.
+With capacity_factor c > 0 each expert has slots for c x k x tokens / experts of a GPU's tokens in a
+microbatch, the first in their order; others are dropped. Slots move with one all-to-all there and
+one back.
+
+With c = 0 no token is dropped, and none is padded to what an expert might get: each GPU of ep and
+tp sees the tokens of all, sorts the choices of its own experts into blocks of one expert each, and
+multiplies as many blocks as are filled (blocks.py). A token travels once, however many experts
+it chose, and the sum over ep and tp takes it back.
+
+Shapes are static either way. Dispatch and combine are gathers, backward too.
 
 Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
 n gates, f mlp.
@@ -16,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench.mesh import collectives
-from maxbench.model.layers import Linear, activate, out_std, product
+from maxbench.mesh import collectives, places
+from maxbench.model import blocks
+from maxbench.model.layers import Linear, activate, out_std, product, weight
 from maxbench.spec.model import Model
 
 
@@ -31,12 +38,16 @@ class Moe(nn.Module):
         router = Linear(m, "width -> routes", m.init_std, plain=True, name="router")
         logits_je = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
-        slot_jk, token_ec = assign(m, expert_jk)
-        sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))
-        back_ecd = exchange_experts(self.experts(keep(sent_ecd, "dispatched")), back=True)
-        y_jd = combine(keep(back_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
+        through = self.in_slots if m.capacity_factor else self.dropless
+        y_jd = through(x_jd, gate_jk, expert_jk)
         aux = balance_loss(m, probs_je, expert_jk, x_bud.shape[0]) if m.aux_loss else jnp.zeros(())
         return y_jd.reshape(x_bud.shape), aux
+
+    def in_slots(self, x_jd, gate_jk, expert_jk):
+        slot_jk, token_ec = assign(self.model, expert_jk)
+        sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))
+        back_ecd = exchange_experts(self.experts(keep(sent_ecd, "dispatched")), back=True)
+        return combine(keep(back_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
 
     def experts(self, x_ecd):
         m = self.model
@@ -46,6 +57,28 @@ class Moe(nn.Module):
         return dot(
             h_ecf, "down", "experts mlp -> embed", out_std(m), sequence="scatter", saved="mlp_act"
         )
+
+    def dropless(self, x_jd, gate_jk, expert_jk):
+        m = self.model
+        gather = lambda x: collectives.gather(collectives.gather(x, "tp", 0), "ep", 0)
+        x_jd, expert_jk = gather(x_jd), gather(expert_jk)
+        gate_jk = gather(gate_jk.astype(x_jd.dtype))
+        held = places.local("experts", m.experts)
+        plan = blocks.plan(expert_jk - collectives.index("ep") * held, held)
+        w_edx = self.whole("up", "experts embed gates mlp", m.init_std, x_jd.dtype)
+        x_ncd = blocks.dispatch(x_jd, plan)
+        up_ncx = blocks.product(x_ncd, w_edx.reshape(*w_edx.shape[:2], -1), plan)
+        up_ncgf = keep(up_ncx, "mlp_up").reshape(*up_ncx.shape[:2], *w_edx.shape[2:])
+        # Weighted here, where rows are narrow, so that what comes back is a plain sum.
+        h_ncf = activate(m, up_ncgf, 2) * blocks.gates(gate_jk, plan)[..., None]
+        w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
+        y_jd = blocks.combine(blocks.product(keep(h_ncf, "mlp_act"), w_efd, plan), plan)
+        return keep(collectives.scatter(collectives.scatter(y_jd, "ep", 0), "tp", 0), "mlp_down")
+
+    def whole(self, name, axes, std, dtype):
+        """A weight of this GPU's experts, gathered over fsdp."""
+        w = jnp.asarray(weight(self, name, axes, std), dtype)
+        return collectives.gather(w, places.RULES["embed"], axes.split().index("embed"))
 
 
 def route(m: Model, logits_je):

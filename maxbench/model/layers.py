@@ -5,7 +5,8 @@ Between parts the sequence is split over tp too (sequence parallelism): a part's
 gathers it, its last scatters the sum of the partial results.
 
 Shape letters: b batch, t position (u: this GPU's tp-th of them), d embed, h heads, g KV heads,
-k head_dim, q heads per group in the fused projection, n gates, f mlp, v vocab. A name ends in its
+k head_dim, q heads per group in the fused projection, w their width together, n gates, f mlp,
+v vocab. A name ends in its
 letters: x_btd.
 """
 
@@ -136,7 +137,10 @@ def rotate(x_bthk, cos_tk, sin_tk):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; its one fused projection is grouped by KV head for tp to split."""
+    """Grouped-query attention; its one fused projection is grouped by KV head for tp to split.
+
+    A group is its queries, then a key, then a value.
+    """
 
     model: Model
     kind: str
@@ -144,19 +148,28 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_bud, rope):
         m = self.model
-        qkv = Linear(m, "embed -> kv_heads qkv head_dim", m.init_std, "gather", name="qkv")
-        qkv_btgqk = qkv(x_bud)
-        q_btgrk, k_btgk, v_btgk = (
-            qkv_btgqk[..., :-2, :],
-            qkv_btgqk[..., -2, :],
-            qkv_btgqk[..., -1, :],
-        )
+        equal = m.value_width == m.head_dim
+        axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
+        qkv = Linear(m, axes, m.init_std, "gather", name="qkv")(x_bud)
+        q_btgrk, k_btgk, v_btgk = split_heads(qkv) if equal else split_widths(m, qkv)
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
-        out = Linear(m, "heads head_dim -> embed", out_std(m), "scatter", name="out")
+        out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
         return keep(out(o_bthk), "attn_out")
+
+
+def split_heads(qkv_btgqk):
+    """Queries, key and value of each group, all of one width."""
+    return qkv_btgqk[..., :-2, :], qkv_btgqk[..., -2, :], qkv_btgqk[..., -1, :]
+
+
+def split_widths(m: Model, qkv_btgw):
+    """Queries, key and value of each group, the value of its own width."""
+    key, value = m.group_width - m.value_width - m.head_dim, m.group_width - m.value_width
+    q, k, v = jnp.split(qkv_btgw, (key, value), -1)
+    return q.reshape(*q.shape[:-1], -1, m.head_dim), k, v
 
 
 def out_std(m: Model) -> float:

@@ -1,10 +1,15 @@
-"""The network as plain functions over a dict of weights; Linen ends at the block.
+"""The network as plain functions over a dict of weights, and as one Linen module, Transformer.
 
     {'embed': ..., 'layers': ..., 'head': ...}      every leaf of 'layers' is stacked [layers, ...]
+
+Where layers differ by kind (Model.kinds), 'layers' is a dict of such stacks, '000', '001', ..., one
+for each run of equal neighbours.
 
 One layout for every mesh, so initial weights, loss and checkpoints do not depend on it. Nothing
 here maps over a block with vmap, because Transformer Engine's GEMM has no batching rule.
 """
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -39,43 +44,44 @@ class Block(nn.Module):
         return x_bud + post("mlp_post")(y_bud), aux
 
 
-def init(m: Model, key: jax.Array, order: np.ndarray | None = None):
+def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
     """Weights, fp32; every leaf is boxed with its logical axes (flax.linen.Partitioned).
 
-    `order` is the layer in each slot of the stacked weights, -1 for a slot of zeros
-    (schedule.layer_order); by default there is one slot for each layer.
+    `layers` are those to make, by number, in the order in which they are stacked; default: all,
+    which a model of several kinds needs.
     """
-    order = np.arange(m.layers) if order is None else order
+    numbers = np.arange(m.layers) if layers is None else layers
     tokens_bt, x_btd = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8, m.embed))
     rope = rope_angles(m, jnp.arange(8))
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-    keys = jax.random.split(k_layers, m.layers)[np.maximum(order, 0)]
-    layers = jax.vmap(lambda k: Block(m, "xla").init(k, x_btd, rope)["params"])(keys)
+    keys = jax.random.split(k_layers, m.layers)[numbers]
     is_box = lambda x: isinstance(x, nn.Partitioned)
+    named = lambda box: box.replace(names=("layers", *box.names))
 
-    def stacked(box):
-        w = box.value
-        if (order < 0).any():
-            w = jnp.where((order >= 0).reshape(-1, *[1] * (w.ndim - 1)), w, 0)
-        return box.replace(value=w, names=("layers", *box.names))
+    def stacked(kind, keys):
+        made = jax.vmap(lambda k: Block(kind, "xla").init(k, x_btd, rope)["params"])(keys)
+        return jax.tree.map(named, made, is_leaf=is_box)
 
+    first = np.cumsum([0, *(n for n, _ in m.stacks[:-1])])
+    parts = [keys[a:b] for a, b in zip(first, [*first[1:], None], strict=True)]
+    made = [stacked(kind, part) for (_, kind), part in zip(m.stacks, parts, strict=True)]
     embed = Embed(m).init(k_embed, tokens_bt, jnp.float32)["params"]
     return {
         "embed": embed,
-        "layers": jax.tree.map(stacked, layers, is_leaf=is_box),
+        "layers": stack.join(m, made),
         "head": Head(m).init(k_head, x_btd, nn.unbox(embed)["w"])["params"],
     }
 
 
-def layer(run: Run, w, sums, x_bud, rope):
-    """One layer; saves for the backward pass what train.remat says.
+def layer(run: Run, kind: Model, w, sums, x_bud, rope):
+    """One layer of a kind; saves for the backward pass what train.remat says.
 
     `sums` are those of w (sums.py), or None.
     """
 
     def apply(w, sums, x_bud):
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
-        return Block(run.model, run.train.attention).apply(variables, x_bud, rope)
+        return Block(kind, run.train.attention).apply(variables, x_bud, rope)
 
     policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, formats.SCALE)
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
@@ -84,19 +90,50 @@ def layer(run: Run, w, sums, x_bud, rope):
     return jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)(w, sums, x_bud)
 
 
-def embed(run: Run, w, tokens_bt):
+class Transformer(nn.Module):
+    """The network for any use of JAX: no mesh, no Run. The tree of init() and of checkpoints:
+
+        logits_btv = Transformer(model).apply({"params": params}, tokens_bt)
+
+    Its numbers are computed in the dtype of the weights; logits are fp32. It is the whole sequence
+    that goes in, of any length. Whole GPUs of a cluster, and training, are maxbench.step's.
+    """
+
+    model: Model
+    attention: str = "xla"  # a name of attention.KERNELS
+
+    @nn.compact
+    def __call__(self, tokens_bt):
+        m = self.model
+        if self.is_initializing():
+            made = jax.jit(lambda key: nn.unbox(init(m, key)))(self.make_rng("params"))
+            for name, w in made.items():
+                self.put_variable("params", name, w)
+        w = self.variables["params"]
+        rope = rope_angles(m, jnp.arange(tokens_bt.shape[1]))
+        x_btd = embed(m, w, tokens_bt)
+        block = lambda kind, x_btd, w: Block(kind, self.attention).apply(
+            {"params": w[0]}, x_btd, rope
+        )
+        x_btd, _ = stack.run_layers(m, block, x_btd, w["layers"], None)
+        x_btd, w_dv = head(m, w, x_btd)
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        return dot("btd,dv->btv", x_btd, w_dv) * m.output_multiplier
+
+
+def embed(m: Model, w, tokens_bt):
     """Embedded tokens, x_bud. `w` holds at least 'embed'."""
-    return Embed(run.model).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
+    return Embed(m).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
 
 
-def head(run: Run, w, x_bud):
+def head(m: Model, w, x_bud):
     """The factors of the logits: x_btd @ w_dv x model.output_multiplier."""
-    return Head(run.model).apply({"params": w["head"]}, x_bud, w["embed"]["w"])
+    return Head(m).apply({"params": w["head"]}, x_bud, w["embed"]["w"])
 
 
 def head_loss(run: Run, w, x_bud, targets_bt):
     """This GPU's share of the mean loss over the global batch."""
-    x_btd, w_dv = head(run, w, x_bud)
+    x_btd, w_dv = head(run.model, w, x_bud)
     token_loss = cross_entropy(
         x_btd.reshape(-1, run.model.embed),
         w_dv,
@@ -113,10 +150,11 @@ def apply(run: Run, w, tokens_bt, sums=None):
 
     w['layers'] is stacked or a tuple of layers (stack.py).
     """
-    rope = rope_angles(run.model, axes.chunks(run.train.seq))
-    x_bud = embed(run, w, tokens_bt)
-    step = lambda x_bud, w: layer(run, *w, x_bud, rope)
-    return stack.run_layers(step, x_bud, w["layers"], sums)
+    m = run.model
+    rope = rope_angles(m, axes.chunks(run.train.seq))
+    x_bud = embed(m, w, tokens_bt)
+    step = lambda kind, x_bud, w: layer(run, kind, *w, x_bud, rope)
+    return stack.run_layers(m, step, x_bud, w["layers"], sums)
 
 
 def objective(run: Run, w, tokens_bt, targets_bt, sums):

@@ -5,9 +5,13 @@ layer, weights, gradients and activations, is copied out of a stack and back int
 layers are a tuple of trees and the program repeats itself: longer to compile, nothing is copied.
 """
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 
+from maxbench.spec.model import Model
 from maxbench.spec.run import Run
 
 MOST = 40  # layers that a GPU's program has as code, unless train.unroll says; a CPU's has none
@@ -23,24 +27,60 @@ def as_code(run: Run) -> bool:
     return a.pp > 1 or (a.fsdp == 1 and run.model.layers <= run.train.unroll)
 
 
-def unstack(layers):
-    """A tree of stacked arrays -> a tuple of trees, one for each layer."""
-    leaves, tree = jax.tree.flatten(layers)
-    return tuple(tree.unflatten([leaf[i] for leaf in leaves]) for i in range(len(leaves[0])))
+# A model of one kind of layers has one stack; of several (Model.kinds) a dict of them, one for each
+# run of equal neighbours: '000', '001', ...
 
 
-def stack(layers):
-    """A tuple of trees, one for each layer -> a tree of stacked arrays."""
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
+def split(m: Model, layers) -> list:
+    """The stacks of weights, or of trees like them, in the order of Model.stacks."""
+    return [layers] if len(m.stacks) == 1 else [layers[name] for name in sorted(layers)]
 
 
-def run_layers(step, x, layers, sums):
-    """x through all layers, and the sum of what else step(x, (w, sums)) -> (x, aux) gives."""
-    if not isinstance(layers, tuple):
-        x, aux = jax.lax.scan(step, x, (layers, sums))
-        return x, jnp.sum(aux)
-    total = jnp.zeros(())
-    for one in zip(layers, sums or [None] * len(layers), strict=True):
-        x, aux = step(x, one)
-        total += aux
-    return x, total
+def join(m: Model, stacks):
+    """What split() takes apart."""
+    return stacks[0] if len(m.stacks) == 1 else {f"{i:03}": s for i, s in enumerate(stacks)}
+
+
+def unstack(m: Model, layers):
+    """Stacked arrays -> a tuple of trees, one for each layer."""
+    rows = lambda x: len(jax.tree.leaves(x)[0])
+    return tuple(
+        jax.tree.map(lambda x, i=i: x[i], one) for one in split(m, layers) for i in range(rows(one))
+    )
+
+
+def stack(m: Model, layers):
+    """A tuple of trees, one for each layer -> stacked arrays."""
+    # A pipeline has empty slots too, and one kind of layers.
+    counts, rest = [n for n, _ in m.stacks] if m.kinds else [len(layers)], iter(layers)
+    stacked = lambda n: jax.tree.map(lambda *x: jnp.stack(x), *itertools.islice(rest, n))
+    return join(m, [stacked(n) for n in counts])
+
+
+def repeat(m: Model, trees, layers: int) -> tuple:
+    """What is told of each stack, told of each layer: a tuple like that of unstack()."""
+    counts = [n for n, _ in m.stacks] if m.kinds else [layers]
+    return sum(((one,) * n for n, one in zip(counts, split(m, trees), strict=True)), ())
+
+
+def run_layers(m: Model, step, x, layers, sums):
+    """x through all layers, and the sum of what else step gives.
+
+    Args:
+      step: (kind, x, (w, sums)) -> (x, aux), for the Model that a layer is of.
+      layers, sums: stacked or unstacked; sums may be None.
+    """
+    if isinstance(layers, tuple):
+        kinds, total = (
+            repeat(m, join(m, [kind for _, kind in m.stacks]), len(layers)),
+            jnp.zeros(()),
+        )
+        for kind, *one in zip(kinds, layers, sums or [None] * len(layers), strict=True):
+            x, aux = step(kind, x, one)
+            total += aux
+        return x, total
+    sums, losses = [None] * len(m.stacks) if sums is None else split(m, sums), []
+    for (_, kind), *one in zip(m.stacks, split(m, layers), sums, strict=True):
+        x, aux = jax.lax.scan(functools.partial(step, kind), x, tuple(one))
+        losses.append(jnp.sum(aux))
+    return x, functools.reduce(jnp.add, losses)

@@ -195,6 +195,8 @@ class Program:
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attrs):
             return int(found[1])
+        if found := re.search(r"/about_(\d+)_trips/", loop.op_name):  # model/blocks.py
+            return int(found[1])
         counter = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"', loop.attrs)
         if not counter:
             raise ValueError(f"loop {loop.name} has no known trip count: it depends on data")

@@ -93,27 +93,33 @@ def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
 def activation_bytes(run: Run, remat: str) -> int:
     """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers, or over all that
     its stage of a pipeline has in flight."""
-    m, a = run.model, run.layout
+    a = run.layout
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
-    routed = m.capacity_factor * m.top_k or m.experts if m.experts else 1
-    per_token = {
-        "query": m.heads * m.head_dim / a.tp,
-        "key": m.kv_heads * m.head_dim / a.tp,
-        "value": m.kv_heads * m.head_dim / a.tp,
-        "context": m.heads * (m.head_dim + 4 / width) / a.tp,
-        "attn_out": m.embed / a.tp,
-        "mlp_up": routed * m.gates * m.mlp / a.tp,
-        "mlp_act": routed * m.mlp / a.tp * narrow,
-        # Only a backward pass through what follows needs it: a second norm, the experts' weights.
-        "mlp_down": routed * m.embed / a.tp if m.post_norm or m.experts else 0,
-    }
     names = dataclasses.replace(run.train, remat=remat).saved
-    kept = m.embed / a.tp + sum(per_token[name] for name in names)
+
+    def kept(m):
+        routed = m.rows(a.ep)
+        down = routed if m.capacity_factor else 1  # dropless experts' results come back summed
+        per_token = {
+            "query": m.heads * m.head_dim / a.tp,
+            "key": m.kv_heads * m.head_dim / a.tp,
+            "value": m.kv_heads * m.value_width / a.tp,
+            "context": m.heads * (m.value_width + 4 / width) / a.tp,
+            "attn_out": m.embed / a.tp,
+            "mlp_up": routed * m.gates * m.mlp / a.tp,
+            "mlp_act": routed * m.mlp / a.tp * narrow,
+            # Only a backward pass through what follows needs it: a second norm, the experts'
+            # weights.
+            "mlp_down": down * m.embed / a.tp if m.post_norm or m.experts else 0,
+        }
+        return m.embed / a.tp + sum(per_token[name] for name in names)
+
     if a.pp == 1:
-        return int(tokens * width * kept * m.layers)
-    return int(tokens * width * kept * (in_flight(run) + 1) * -(-m.layers // (a.pp * a.vp)))
+        return int(tokens * width * sum(kept(kind) * n for n, kind in run.model.stacks))
+    layers = -(-run.model.layers // (a.pp * a.vp))
+    return int(tokens * width * kept(run.model) * (in_flight(run) + 1) * layers)
 
 
 def in_flight(run: Run) -> int:
@@ -129,7 +135,7 @@ def stage_weights(run: Run) -> tuple[float, float]:
     """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
     a, m = run.layout, run.model
     ends = m.vocab * m.embed * (1 if m.tied else 2)
-    experts = m.layers * m.experts * m.embed * m.mlp * (m.gates + 1)
+    experts = sum(n * k.experts * k.embed * k.mlp * (k.gates + 1) for n, k in m.stacks)
     layers = flops.params(m) - ends - experts + experts / a.ep
     return layers / (a.pp * a.tp), ends / a.tp
 
@@ -137,16 +143,18 @@ def stage_weights(run: Run) -> tuple[float, float]:
 def recomputed(run: Run, remat: str) -> float:
     """Share of a layer's forward FLOPs that the backward pass computes again."""
     m, saved = run.model, dataclasses.replace(run.train, remat=remat).saved
-    heads, kv, k = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.top_k if m.experts else 1
+    active = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
+    active /= m.layers
     parts = {
-        "query": m.embed * heads,
-        "key": m.embed * kv,
-        "value": m.embed * kv,
-        "context": run.train.seq * heads,  # two products, half of the scores
-        "attn_out": m.embed * heads,
-        "mlp_up": m.embed * k * m.gates * m.mlp,
+        "query": m.embed * m.heads * m.head_dim,
+        "key": m.embed * m.kv_heads * m.head_dim,
+        "value": m.embed * m.kv_heads * m.value_width,
+        # Two products, half of the scores.
+        "context": run.train.seq * m.heads * (m.head_dim + m.value_width) / 2,
+        "attn_out": m.embed * m.heads * m.value_width,
+        "mlp_up": m.embed * m.gates * active,
     }
-    total = sum(parts.values()) + m.embed * k * m.mlp
+    total = sum(parts.values()) + m.embed * active
     return sum(part for name, part in parts.items() if name not in saved) / total
 
 

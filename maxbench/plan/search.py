@@ -98,7 +98,7 @@ def held(run: Run) -> float:
     layer = weights * a.pp / m.layers
     gathered = 4 * WIDTH * layer if a.fsdp > 1 else 0
     rows = a.mbs * run.train.seq // a.cp
-    widest = m.mlp * m.gates * (m.top_k * m.capacity_factor or m.experts if m.experts else 1)
+    widest = m.gates * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
     kept = memory.activation_bytes(run, run.train.remat)
     return 12 * flops.params(m) / a.gpus + copies * local + gathered + LOGITS / 2 + scratch + kept

@@ -3,8 +3,8 @@
     <folder>/<step>/state/     orbax
     <folder>/<step>/run.json   written last: a checkpoint without it was never finished
 
-run.json holds the run, the size of every file and a fingerprint of every array, so that a foreign
-or damaged checkpoint is refused instead of trained on.
+run.json holds the run, the order in which its layers are stacked, the size of every file and a
+fingerprint of every array, so that a foreign or damaged checkpoint is refused, not trained on.
 """
 
 import gc
@@ -16,11 +16,14 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from maxbench.spec.errors import UserError
+from maxbench.spec.model import Model
 from maxbench.spec.run import Precision, Run
+from maxbench.step import slots
 
 
 def save(folder: pathlib.Path, run: Run, state) -> tuple[int, float]:
@@ -35,7 +38,14 @@ def save(folder: pathlib.Path, run: Run, state) -> tuple[int, float]:
     _barrier("saved")
     sizes = _sizes(path / "state")
     if jax.process_index() == 0:
-        about = {"run": run.asdict(), "step": step, "files": sizes, "fingerprints": prints}
+        a = run.layout
+        about = {
+            "run": run.asdict(),
+            "step": step,
+            "layer_order": slots.order(run.model.layers, a.pp, a.vp).tolist(),
+            "files": sizes,
+            "fingerprints": prints,
+        }
         part = path / "run.json.part"
         part.write_text(json.dumps(about))
         os.replace(part, path / "run.json")
@@ -51,18 +61,8 @@ def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
     Raises:
       UserError: missing, incomplete, damaged, of another model, or already at the last step.
     """
-    root = pathlib.Path(path)
-    if not root.exists():
-        raise UserError(f"resume={path!r} does not exist; give a run's folder or a checkpoint")
-    found = [root] if (root / "state").exists() else []
-    found += [p.parent for p in (*root.glob("*/state"), *root.glob("checkpoints/*/state"))]
-    complete = [p for p in found if (p / "run.json").exists()]
-    if not complete:
-        why = "only unfinished ones" if found else "none"
-        raise UserError(f"resume={path!r}: no complete checkpoint there ({why})")
-    newest = max(complete, key=lambda p: int(p.name) if p.name.isdecimal() else -1)
-    about = _read(newest)
-    theirs, ours = about["run"]["model"], run.asdict()["model"]
+    newest, about = _newest(path)
+    theirs, ours = about["run"]["model"], json.loads(json.dumps(run.asdict()["model"]))
     other = [
         f"{k}={theirs.get(k)} (this run: {v})" for k, v in ours.items() if theirs.get(k, v) != v
     ]
@@ -90,14 +90,49 @@ def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
     return newest, about
 
 
+def weights(path: str) -> tuple[Model, dict]:
+    """The model of the newest checkpoint at or below path, and its weights as numpy arrays on this
+    host, layers in their order: what network.Transformer takes, whatever mesh saved them.
+
+    Raises:
+      UserError: missing, incomplete or damaged.
+    """
+    newest, about = _newest(path)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.metadata((newest / "state").absolute()).item_metadata.tree["params"]
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
+        how = ocp.args.PyTreeRestore(
+            {"params": found}, restore_args={"params": kinds}, partial_restore=True
+        )
+        params = checkpointer.restore((newest / "state").absolute(), args=how)["params"]
+    m = Model(**about["run"]["model"])
+    layers = slots.move(params["layers"], range(m.layers), about["layer_order"])
+    return m, params | {"layers": layers}
+
+
+def _newest(path: str) -> tuple[pathlib.Path, dict]:
+    root = pathlib.Path(path)
+    if not root.exists():
+        raise UserError(f"resume={path!r} does not exist; give a run's folder or a checkpoint")
+    found = [root] if (root / "state").exists() else []
+    found += [p.parent for p in (*root.glob("*/state"), *root.glob("checkpoints/*/state"))]
+    complete = [p for p in found if (p / "run.json").exists()]
+    if not complete:
+        why = "only unfinished ones" if found else "none"
+        raise UserError(f"resume={path!r}: no complete checkpoint there ({why})")
+    newest = max(complete, key=lambda p: int(p.name) if p.name.isdecimal() else -1)
+    return newest, _read(newest)
+
+
 def _read(path: pathlib.Path) -> dict:
     """run.json, after a look at the files that it lists."""
     try:
         about = json.loads((path / "run.json").read_text())
-        listed = about["files"], about["run"]["model"], about["step"], about["fingerprints"]
+        files = about["files"]
+        _ = about["run"]["model"], about["step"], about["layer_order"], about["fingerprints"]
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"resume={path}: run.json is damaged or foreign ({e!r})") from None
-    for name, size in listed[0].items():
+    for name, size in files.items():
         file = path / "state" / name
         if not file.exists():
             raise UserError(f"resume={path}: damaged, {file} is missing")

@@ -20,7 +20,6 @@ from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler
-from maxbench.step.schedule import layer_order
 from maxbench.step.step import Step
 
 # What Slurm says about the job, for result.json.
@@ -114,8 +113,7 @@ def compile_step(step: Step, log: metrics.Log):
 def load(step: Step, resume, log: metrics.Log):
     path, about = resume
     start = time.time()
-    theirs = about["run"]["layout"]
-    order = layer_order(step.run.model.layers, theirs["pp"], theirs["vp"])
+    order = about["layer_order"]
     same = np.array_equal(order, step.order)
     state = checkpoint.restore(path, about, step.abstract if same else step.in_order(order))
     state = state if same else step.reorder(state, order)

@@ -6,12 +6,21 @@ declared by its axes alone, Model gives each axis its size, mesh.places.RULES it
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from maxbench.spec.errors import UserError, choose, divisors
 
 ACTS = ("swiglu", "geglu", "relu2")
 NORMS = ("rmsnorm", "layernorm1p")
 ROUTERS = ("topk_softmax", "softmax_topk")
+
+
+class Kind(NamedTuple):
+    """Neighbouring layers with one kind of MLP, in a model whose layers differ."""
+
+    layers: int
+    mlp: int
+    experts: int = 0  # 0 = one dense MLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +33,11 @@ class Model:
     embed: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # heads x head_dim need not be embed
     mlp: int
     vocab: int
+    value_dim: int = 0  # width of a value head; 0 = head_dim
+    kinds: tuple[Kind, ...] = ()  # of layers, first to last, where mlp or experts differ
     act: str = "swiglu"  # swiglu | geglu | relu2
     norm: str = "rmsnorm"  # rmsnorm | layernorm1p (weight stored minus one)
     norm_eps: float = 1e-5
@@ -42,7 +53,7 @@ class Model:
     embed_multiplier: float = 1.0
     output_multiplier: float = 1.0
     init_std: float = 0.02
-    experts: int = 0  # 0 = one dense MLP
+    experts: int = 0  # 0 = one dense MLP; the most that a kind has
     top_k: int = 2
     router: str = "topk_softmax"  # topk_softmax | softmax_topk (softmax over all, then top-k)
     capacity_factor: float = 1.0  # 0 = no token is ever dropped
@@ -53,6 +64,16 @@ class Model:
     def qkv(self) -> int:
         """Heads per KV group in the fused projection: its queries, one key, one value."""
         return self.heads // self.kv_heads + 2
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        """A KV group in the fused projection, where values have a width of their own."""
+        return (self.heads // self.kv_heads + 1) * self.head_dim + self.value_width
 
     @property
     def gates(self) -> int:
@@ -69,11 +90,21 @@ class Model:
         """`experts` as outputs of the router, which every GPU holds whole."""
         return self.experts
 
+    @property
+    def stacks(self) -> tuple[tuple[int, "Model"], ...]:
+        """Runs of equal neighbours: how many layers, and the Model that each is a layer of."""
+        one = lambda k: dataclasses.replace(self, kinds=(), mlp=k.mlp, experts=k.experts)
+        return tuple((k.layers, one(k)) for k in self.kinds) or ((self.layers, self),)
+
     def capacity(self, tokens: int) -> int:
-        """Slots of one expert for one GPU's tokens."""
-        if self.capacity_factor == 0:
-            return tokens  # top-k experts of a token differ, so no expert sees a token twice
+        """Slots of one expert for one GPU's tokens, where capacity_factor is not 0."""
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
+
+    def rows(self, ep: int) -> float:
+        """Rows of the MLP's products that there is room for, for each token of a GPU."""
+        if not self.experts:
+            return 1
+        return self.capacity_factor * self.top_k or min(self.top_k * ep, self.experts)
 
     def __post_init__(self):
         choose("model.act", self.act, ACTS)
@@ -82,6 +113,9 @@ class Model:
         for field in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
             if getattr(self, field) < 1:
                 raise UserError(f"model.{field}={getattr(self, field)} must be at least 1")
+        if self.value_dim < 0:
+            raise UserError(f"model.value_dim={self.value_dim} must not be negative; 0 = head_dim")
+        self._merge_kinds()
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
@@ -101,3 +135,25 @@ class Model:
                 f"model.experts={self.experts} and model.capacity_factor={self.capacity_factor} "
                 "must not be negative; experts=0 is a dense MLP, capacity_factor=0 drops no token"
             )
+
+    def _merge_kinds(self) -> None:
+        """Makes one of equal neighbours; a model of one kind has none."""
+        merged: list[Kind] = []
+        for kind in (Kind(*k) for k in self.kinds):
+            if kind.layers < 1 or kind.mlp < 1 or kind.experts < 0:
+                raise UserError(f"model.kinds: {kind} has fewer layers, or a smaller MLP, than one")
+            if merged and merged[-1][1:] == kind[1:]:
+                kind = kind._replace(layers=merged.pop().layers + kind.layers)
+            merged.append(kind)
+        object.__setattr__(self, "kinds", tuple(merged) if len(merged) > 1 else ())
+        if not merged:
+            return
+        layers, experts = sum(k.layers for k in merged), max(k.experts for k in merged)
+        for field, found in (("layers", layers), ("experts", experts)):
+            if getattr(self, field) != found:
+                raise UserError(
+                    f"model.{field}={getattr(self, field)} and model.kinds={tuple(merged)} differ: "
+                    f"the kinds make {field}={found}"
+                )
+        if len(merged) == 1:
+            object.__setattr__(self, "mlp", merged[0].mlp)

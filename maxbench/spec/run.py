@@ -279,13 +279,14 @@ class Run:
         self._pipelines()
         split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp") | {"embed": "fsdp"}
         for field, axis in split.items():
-            self._divides(axis, getattr(a, axis), f"model.{field}", getattr(m, field))
+            for _, kind in m.stacks:
+                self._divides(axis, getattr(a, axis), f"model.{field}", getattr(kind, field))
         if a.ep > 1 and not m.experts:
             raise UserError(
                 f"ep={a.ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
             )
-        if m.experts:
-            self._divides("ep", a.ep, "model.experts", m.experts)
+        for _, kind in m.stacks:
+            self._divides("ep", a.ep, "model.experts", kind.experts)
         parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
         if t.seq % parts:
             why = " x ".join(["2 x cp"] * (a.cp > 1) + ["tp"] * (a.tp > 1))
@@ -296,21 +297,35 @@ class Run:
         if t.attention == "cudnn" and m.softcap:
             have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"
             raise UserError(f"{have}; use train.attention=xla")
-        self._fills_gemms()
+        if t.attention == "cudnn" and m.value_width != m.head_dim:
+            raise UserError(
+                f"train.attention='cudnn' takes heads of one width, and model.value_dim="
+                f"{m.value_dim} is not model.head_dim={m.head_dim}; use train.attention=xla"
+            )
+        if self.format.quantized:
+            self._fills_gemms()
 
     def _fills_gemms(self) -> None:
         """Every dim is a multiple of what GEMMs of the format take, and no block is cut."""
         m, a, seq = self.model, self.layout, self.train.seq
         heads, groups = m.heads // a.tp, m.kv_heads // a.tp
         multiple, blocks, dtype = self.format.multiple, self.format.blocks, self.precision.dtype
+        if m.kinds:
+            raise UserError(
+                f"dtype={dtype!r} is for layers of one kind (model.kinds); use dtype=bf16"
+            )
         fsdp, tp = (a.fsdp, a.tp) if blocks else (1, 1)
         qkv = f"({heads} heads + 2 x {groups} kv_heads) x it"
+        out = ("model.head_dim", m.head_dim)
+        if m.value_width != m.head_dim:
+            qkv = f"({heads} heads + {groups} kv_heads) x it + {groups} x value_dim={m.value_dim}"
+            out = ("model.value_dim", m.value_dim)
         rows = f"mbs={a.mbs} x seq / cp={a.cp}"
         for field, value, split, how, dim in (
             ("model.embed", m.embed, fsdp, f"embed / fsdp={fsdp}", m.embed // fsdp),
             ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
-            ("model.head_dim", m.head_dim, 1, f"{heads} heads x it", heads * m.head_dim),
-            ("model.head_dim", m.head_dim, 1, qkv, groups * m.qkv * m.head_dim),
+            (*out, 1, f"{heads} heads x it", heads * m.value_width),
+            ("model.head_dim", m.head_dim, 1, qkv, groups * m.group_width),
             ("train.seq", seq, a.cp * tp, f"seq / cp={a.cp} / tp={tp}", seq // a.cp // tp)
             if blocks
             else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
@@ -322,6 +337,12 @@ class Run:
                     f"{field}={value} makes {how} = {dim}; nearest that works: "
                     f"{max(unit, round(value / unit) * unit)}"
                 )
+        if m.experts and not m.capacity_factor:
+            raise UserError(
+                f"dtype={dtype!r} needs a fixed number of slots for each expert, and model."
+                "capacity_factor=0 has none; capacity_factor=experts / top_k="
+                f"{m.experts / m.top_k:g} drops no token either, or use dtype=bf16"
+            )
         tokens = a.mbs * seq // (a.cp * a.tp)
         slots = m.capacity(tokens) if m.experts else 0
         gpus = a.ep * (1 if blocks else a.tp)  # whose slots are rows of one GEMM
@@ -339,6 +360,11 @@ class Run:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
         if a.pp == 1:
             return
+        if self.model.kinds:
+            raise UserError(
+                f"pp={a.pp} needs layers of one kind, and model.kinds are {len(self.model.kinds)}; "
+                "use pp=1 with fsdp, ep or tp"
+            )
         if layers % parts and (layers + 2) % parts:
             below, above = layers // parts * parts, -(-layers // parts) * parts
             near = sorted({n for n in (below, above - 2, above) if n > 0})

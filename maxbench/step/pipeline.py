@@ -17,6 +17,7 @@ from maxbench.mesh import axes, collectives
 from maxbench.model import network
 from maxbench.model.layers import rope_angles
 from maxbench.spec.run import Run
+from maxbench.step import slots
 from maxbench.step.schedule import (
     BACKWARD,
     COLUMNS,
@@ -24,7 +25,6 @@ from maxbench.step.schedule import (
     EMBED_BACKWARD,
     FORWARD,
     LOSS,
-    layer_order,
     schedule,
 )
 
@@ -33,7 +33,7 @@ def gradients(run: Run, w, sums, batch):
     """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
 
     Args:
-      w: compute weights of this GPU; 'layers' a tuple in the order of schedule.layer_order.
+      w: compute weights of this GPU; 'layers' a tuple in the order of slots.order.
       sums: tree like w of zeros, in precision.grads.
       batch: microbatch -> (tokens_bt, targets_bt).
 
@@ -58,7 +58,7 @@ class _Layer:
     def forward(self, w, sums, x):
         """y, the auxiliary loss, and the residuals. `sums` stand for those that backward gets."""
         w = collectives.after(x, w)
-        call = lambda sums, x: network.layer(self.run, w, sums, x, self.rope)
+        call = lambda sums, x: network.layer(self.run, self.run.model, w, sums, x, self.rope)
         (y, aux), vjp = jax.vjp(call, sums, x)
         leaves, tree = jax.tree.flatten(vjp)
         given = self.given(w, sums)
@@ -88,7 +88,7 @@ class _Pipeline:
         self.ends = {"embed": w["embed"], "head": w["head"]}
         # [chunk][layer of the chunk]: each chunk's code names its own weights, copied from nowhere.
         self.chunks = self.chunked(w["layers"])
-        self.real = layer_order(run.model.layers, a.pp, a.vp).reshape(a.pp, a.vp, -1) >= 0
+        self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.layer = _Layer(run)
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
@@ -107,12 +107,12 @@ class _Pipeline:
     def start(self, sums):
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped."""
         plan, x = self.plan, self.x
-        slots = lambda n, s: jnp.zeros((n + 1, *s.shape), s.dtype)
+        box = lambda n, s: jnp.zeros((n + 1, *s.shape), s.dtype)
         self.blank = _zeros(sums["layers"][0])
         return {
-            "keep": jax.tree.map(lambda s: slots(plan.keep, s), self.forward_shapes()[2]),
-            "inbox": slots(plan.inbox, x),
-            "grads": slots(plan.grads, x),
+            "keep": jax.tree.map(lambda s: box(plan.keep, s), self.forward_shapes()[2]),
+            "inbox": box(plan.inbox, x),
+            "grads": box(plan.grads, x),
             "dx": jnp.zeros(x.shape, x.dtype),
             "layers": self.chunked(sums["layers"]),
             "ends": {name: sums[name] for name in self.ends},
@@ -221,7 +221,7 @@ class _Pipeline:
     # The ends of the network.
 
     def embed(self, ends, micro):
-        return network.embed(self.run, ends, self.batch(micro)[0])
+        return network.embed(self.run.model, ends, self.batch(micro)[0])
 
     def embed_backward(self, micro, dx, ends_grads):
         call = lambda ends: self.embed(ends, micro)

@@ -5,7 +5,8 @@ and in which buffer slots its data lives. In one tick a stage does at most one f
 backward, of one microbatch through one of its chunks of layers. What a stage sends in a tick is
 there for its neighbour's next one, so transfers run behind the other half of the tick.
 
-Stage p holds chunks 0 .. vp-1; chunk c of stage p is the (c x pp + p)-th part of the network.
+Stage p holds chunks 0 .. vp-1; chunk c of stage p is the (c x pp + p)-th part of the network
+(slots.py).
 """
 
 import dataclasses
@@ -202,15 +203,3 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
         counts.append(most)
     table.setflags(write=False)
     return Schedule(name, pp, vp, microbatches, table, *counts)
-
-
-def layer_order(layers: int, pp: int, vp: int) -> np.ndarray:
-    """The layer in each slot of the stacked weights, [slots]; -1 where there is none.
-
-    Slots are ordered (stage, chunk, layer of the chunk), so that splitting them over pp gives each
-    stage its chunks. Layers divide evenly, or with one slot fewer in the first chunk, which also
-    embeds, and in the last, which also has the loss (Llama 3.1 405B: 126 + 2 = 8 x 8 x 2).
-    """
-    even = layers % (pp * vp) == 0
-    ids = np.arange(layers) if even else np.concatenate([[-1], np.arange(layers), [-1]])
-    return ids.reshape(vp, pp, -1).swapaxes(0, 1).reshape(-1)

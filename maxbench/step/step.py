@@ -14,7 +14,6 @@ import time
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -24,8 +23,7 @@ from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
 from maxbench.model import formats, network, stack, sums
 from maxbench.model.formats import te, tensor
 from maxbench.spec.run import AXES, DTYPES, Run
-from maxbench.step import compiler, data, optimizer, pipeline
-from maxbench.step.schedule import layer_order
+from maxbench.step import compiler, data, optimizer, pipeline, slots
 
 
 def for_platform(run: Run, platform: str) -> Run:
@@ -35,7 +33,8 @@ def for_platform(run: Run, platform: str) -> Run:
       ValueError: Transformer Engine is wanted and absent, too old, or does not load.
     """
     t, gpu = run.train, platform in ("gpu", "cuda")
-    kind = "cudnn" if gpu and not run.model.softcap else "xla"
+    m = run.model
+    kind = "cudnn" if gpu and not m.softcap and m.value_width == m.head_dim else "xla"
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
     chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
     kind = kind if t.attention == "auto" else t.attention
@@ -64,12 +63,12 @@ class Step:
         self.platform = devices.devices.flat[0].platform
         self.run, self.mesh = for_platform(run, self.platform), devices
         self.arithmetic, self.tx = formats.arithmetic(self.run), optimizer.transform(run)
-        self.order = layer_order(run.model.layers, run.layout.pp, run.layout.vp)
+        self.order = slots.order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, RULES)
         self.abstract = self._abstract(self.order, self.places)
 
     def _places(self, order, rules):
-        init = functools.partial(network.init, self.run.model, order=order)
+        init = functools.partial(slots.init, self.run.model, order=order)
         boxed = jax.eval_shape(init, jax.random.key(0))
         placed = lambda box: place(box.names, box.value.shape, self.mesh.shape, rules, box.gemm)
         return jax.tree.map(placed, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
@@ -77,12 +76,12 @@ class Step:
     def _abstract(self, order, places):
         shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
         specs = jax.tree.map(lambda p: p.master_spec, places)
-        slots = P(*jax.tree.leaves(specs["layers"])[0][:1])
+        by_slot = P(*jax.tree.leaves(specs["layers"])[0][:1])
         # Optimizer state holds trees like the weights: their leaves end in the weights' paths.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
         def sharded(path, leaf):
-            spec = slots if path[0].key == "fp8" else P()
+            spec = by_slot if path[0].key == "fp8" else P()
             spec = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), spec)
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -91,9 +90,7 @@ class Step:
 
     def _init(self, key, order):
         run = self.run
-        params = optimizer.cast(
-            nn.unbox(network.init(run.model, key, order)), run.precision.weights
-        )
+        params = optimizer.cast(nn.unbox(slots.init(run.model, key, order)), run.precision.weights)
         opt = self.tx.init(optimizer.cast(params, run.precision.moments))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
         if length := run.precision.remembered:
@@ -117,14 +114,10 @@ class Step:
 
     def reorder(self, state, order):
         """A state whose layers are in `order` -> the same state in the order of this step."""
-        to, slot = self.order, {layer: i for i, layer in enumerate(order)}
-        source = np.array([slot.get(layer, 0) for layer in to])
 
         def take(path, x):
-            if "layers" not in jax.tree_util.keystr(path, simple=True, separator="/").split("/"):
-                return x
-            real = (to >= 0).reshape(-1, *[1] * (x.ndim - 1))
-            return jnp.where(real, x[source], 0)
+            keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            return slots.move(x, self.order, order) if "layers" in keys else x
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         reorder = lambda state: jax.tree_util.tree_map_with_path(take, state)
@@ -168,12 +161,12 @@ class Step:
         result is this step's largest magnitudes [slots, gemms, 3]; else it is None.
         """
         masters = jax.tree.map(lambda p: p.master_spec, self.places)
-        slots = P(*jax.tree.leaves(masters["layers"])[0][:1])
+        by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
         grads = jax.shard_map(
             self._local_grads,
             mesh=self.mesh,
-            in_specs=(masters, P(), slots),
-            out_specs=(masters, P(), slots),
+            in_specs=(masters, P(), by_slot),
+            out_specs=(masters, P(), by_slot),
             check_vma=False,
         )
         return grads(params, step, None if past is None else jnp.max(past, -1))
@@ -186,9 +179,10 @@ class Step:
         w, places = optimizer.cast(params, run.format.compute), self.places
         stacked = not stack.as_code(run)
         if not stacked:
-            w = w | {"layers": stack.unstack(w["layers"])}
+            w = w | {"layers": stack.unstack(run.model, w["layers"])}
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
-            places = places | {"layers": (layer,) * len(w["layers"])}
+            layers = stack.repeat(run.model, layer, len(w["layers"]))
+            places = places | {"layers": layers}
         layers = w["layers"]
         w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
         w["layers"], amax_w = formats.weights(
@@ -215,5 +209,5 @@ class Step:
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
         grads = jax.tree.map(reduce_grad, places, grads)
         if not stacked:
-            grads["layers"] = stack.stack(grads["layers"])
+            grads["layers"] = stack.stack(run.model, grads["layers"])
         return grads, jax.tree.map(lambda x: collectives.total(x, *self.mesh.axis_names), out), amax

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from maxbench.report import compare, runlogs
+from tests.conftest import processes
 from tests.launch import slurm_cluster
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -20,11 +21,14 @@ TINY = {"CPU_DEVICES": "4", "JOB_TOTAL_GPUS": "8", "PRESET": "tiny", "DTYPE": "f
 SMALL = ["--layers", "1", "--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
 LONG = {"MAX_STEPS": "100000"}  # never ends by itself
 
-pytestmark = pytest.mark.skipif(
-    bool(slurm_cluster.missing()),
-    reason=f"NO SLURM: {', '.join(slurm_cluster.missing())} not installed; the launcher is "
-    "untested. apt-get install slurm-wlm munge",
-)
+pytestmark = [
+    pytest.mark.xdist_group("slurm"),  # one cluster, one after the other
+    pytest.mark.skipif(
+        bool(slurm_cluster.missing()),
+        reason=f"NO SLURM: {', '.join(slurm_cluster.missing())} not installed; the launcher is "
+        "untested. apt-get install slurm-wlm munge",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +37,20 @@ def slurm():
         yield up
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("compiled"))
-
-
 class Jobs:
     """Submits with launch.sh into a folder of its own."""
 
-    def __init__(self, slurm, out: pathlib.Path, compiled: str):
+    def __init__(self, slurm, out: pathlib.Path):
         self.slurm, self.out = slurm, out
-        self.env = {k: v for k, v in slurm.env.items() if k != "JAX_NUM_CPU_DEVICES"} | {
-            "MAXBENCH_PYTHON": sys.executable,
-            "STAGE_PATH": str(out),
-            "JAX_COMPILATION_CACHE_DIR": compiled,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "HF_TOKEN": "hf_never_to_be_seen",
-        }
+        self.env = (
+            processes()
+            | slurm.env
+            | {
+                "MAXBENCH_PYTHON": sys.executable,
+                "STAGE_PATH": str(out),
+                "HF_TOKEN": "hf_never_to_be_seen",
+            }
+        )
 
     def submit(self, env: dict[str, str], *options: str) -> str:
         """Runs launch.sh; returns the job's number."""
@@ -85,8 +86,8 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(slurm, tmp_path, compiled):
-    made = Jobs(slurm, tmp_path, compiled)
+def jobs(slurm, tmp_path):
+    made = Jobs(slurm, tmp_path)
     yield made
     with open(os.devnull, "w") as null:
         for job in slurm.run("squeue", "-h", "-o", "%A").split():

@@ -1,17 +1,23 @@
 """The network against Hugging Face's Llama and Nemotron, and a plain reading of xAI's Grok-1."""
 
 import dataclasses
+import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from maxbench import convert
 from maxbench.mesh import axes
 from maxbench.model import network
-from maxbench.spec.model import Model
-from maxbench.spec.run import Layout, Optim, Run, Train
+from maxbench.run import checkpoint
+from maxbench.spec.errors import UserError
+from maxbench.spec.model import Kind, Model
+from maxbench.step import data
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
@@ -26,56 +32,22 @@ CASES = {
 }
 
 
-def logits(run: Run, params, tokens_bt):
-    step = Step(run, axes.make_mesh(run.layout))
-    x_bud, _ = network.apply(step.run, params, tokens_bt)
-    x_btd, w_dv = network.head(step.run, params, x_bud)
-    return np.asarray(jnp.einsum("btd,dv->btv", x_btd, w_dv) * run.model.output_multiplier)
-
-
-def from_hugging_face(m: Model, hf) -> dict:
-    """Hugging Face's weights in our layout."""
-
-    def layer(i):
-        w = lambda name: hf[f"model.layers.{i}.{name}.weight"]
-        heads = lambda name: w(f"self_attn.{name}_proj").reshape(-1, m.head_dim, m.embed)
-        grouped = lambda x: x.reshape(m.kv_heads, -1, m.head_dim, m.embed)
-        qkv = [grouped(heads(name)) for name in "qkv"]
-        up = [w(f"mlp.{name}_proj").T for name in ("gate", "up")[-m.gates :]]
-        return {
-            "attn_norm": norm(f"model.layers.{i}.input_layernorm"),
-            "attn": {
-                "qkv": {"w": np.concatenate(qkv, 1).transpose(3, 0, 1, 2)},
-                "out": {"w": w("self_attn.o_proj").T.reshape(m.heads, m.head_dim, m.embed)},
-            },
-            "mlp_norm": norm(f"model.layers.{i}.post_attention_layernorm"),
-            "mlp": {"up": {"w": np.stack(up, 1)}, "down": {"w": w("mlp.down_proj").T}},
-        }
-
-    def norm(name):
-        found = {"scale": hf[f"{name}.weight"]}
-        return found | {"bias": hf[f"{name}.bias"]} if f"{name}.bias" in hf else found
-
-    head = {"norm": norm("model.norm")}
-    if not m.tied:
-        head["w"] = hf["lm_head.weight"].T
-    layers = jax.tree.map(lambda *x: np.stack(x), *[layer(i) for i in range(m.layers)])
-    return {"embed": {"w": hf["model.embed_tokens.weight"]}, "layers": layers, "head": head}
+def logits(m: Model, params, tokens_bt):
+    return np.asarray(jax.jit(network.Transformer(m).apply)({"params": params}, tokens_bt))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_hugging_face(name):
     hf = dict(np.load(GOLDEN / f"{name}.npz"))
     m = Model(name="golden", size=name, **CASES[name])
-    tokens_bt = hf["tokens"]
-    run = Run(
-        model=m,
-        layout=Layout(mbs=2),
-        train=Train(seq=tokens_bt.shape[1]),
-        optim=Optim(lr=0, lr_min=0, warmup=0),
-    )
-    ours = logits(run, from_hugging_face(m, hf), tokens_bt)
-    np.testing.assert_allclose(ours, hf["logits"], atol=1e-4)
+    tokens_bt, expected, _ = (hf.pop(x) for x in ("tokens", "logits", "versions"))
+    params = convert.from_hugging_face(m, hf)
+    np.testing.assert_allclose(logits(m, params, tokens_bt), expected, atol=1e-4)
+    short = logits(m, params, tokens_bt[:1, :7])  # any length; what follows changes nothing
+    np.testing.assert_allclose(short, expected[:1, :7], atol=1e-4)
+    back = convert.to_hugging_face(m, params)
+    assert back.keys() == hf.keys()
+    jax.tree.map(np.testing.assert_array_equal, back, hf)
 
 
 def numpy_grok(m: Model, w, tokens_bt):
@@ -127,14 +99,80 @@ def numpy_grok(m: Model, w, tokens_bt):
     return np.stack([sequence(t) for t in tokens_bt])
 
 
+GROK = "model.layers.1.moe_block.experts.3"
+
+
 def test_xai_preset_is_the_released_grok():
-    run = resolve("grok1_314b", "xai,tiny", dtype="fp32", layers=2, seq=16)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, init_std=0.2))
-    step = Step(run, axes.make_mesh(run.layout))
-    params = step.init()["params"]
+    """Through Hugging Face's names, so that each tensor is the one which xAI's reading means."""
+    m = resolve("grok1_314b", "xai,tiny", layers=2).model
+    m = dataclasses.replace(m, init_std=0.2)
     random = np.random.default_rng(0)
+    tokens_bt = random.integers(0, m.vocab, (2, 16))
+    params = network.Transformer(m).init(jax.random.key(0), tokens_bt)["params"]
     noisy = lambda x: np.float64(x) * (1 + 0.2 * random.standard_normal(x.shape))
     params = jax.tree.map(noisy, params)
-    tokens_bt = random.integers(0, run.model.vocab, (2, 16))
-    ours = logits(run, jax.tree.map(jnp.float32, params), tokens_bt)
-    np.testing.assert_allclose(ours, numpy_grok(run.model, params, tokens_bt), rtol=2e-4, atol=2e-4)
+    ours = logits(m, jax.tree.map(jnp.float32, params), tokens_bt)
+    np.testing.assert_allclose(ours, numpy_grok(m, params, tokens_bt), rtol=2e-4, atol=2e-4)
+    tensors = convert.to_hugging_face(m, params)
+    up = params["layers"]["mlp"]["up"][1, 3]
+    np.testing.assert_array_equal(tensors[f"{GROK}.linear.weight"], up[:, 0].T)  # gelu's
+    np.testing.assert_array_equal(tensors[f"{GROK}.linear_v.weight"], up[:, 1].T)
+    back = convert.from_hugging_face(m, tensors, np.float64)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_the_module_has_the_weights_and_the_loss_of_training():
+    """Layers of several kinds included; a checkpoint's weights are its weights."""
+    kinds = {"model.kinds": (Kind(1, 192), Kind(1, 64, 4)), "model.value_dim": 8}
+    run = resolve("grok1_314b", "tiny", kinds, dtype="fp32", layers=2, seq=16, mbs=2)
+    step = Step(run, axes.make_mesh(run.layout))
+    params, (tokens_bt, targets_bt) = step.init()["params"], data.batch(run, 3, 0)
+    _, out, _ = jax.jit(step.gradients)(params, 3)
+    found = logits(run.model, params, tokens_bt)
+    each = optax.softmax_cross_entropy_with_integer_labels(found, targets_bt)
+    assert float(each.mean()) == pytest.approx(float(out["loss"]), rel=1e-5)
+    made = network.Transformer(run.model).init(jax.random.key(0), tokens_bt[:1, :3])["params"]
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+
+
+def test_a_checkpoint_of_any_mesh_gives_the_weights(tmp_path):
+    """Of a pipeline too, whose stack has another order and two empty slots."""
+    one, two = (
+        resolve("llama31_8b", "tiny", dtype="fp32", layers=6, gbs=8, **axes)
+        for axes in (dict(mbs=8), dict(pp=2, vp=2, mbs=1))
+    )
+    one, two = (Step(run, axes.make_mesh(run.layout)) for run in (one, two))
+    checkpoint.save(tmp_path, two.run, two.init())
+    about = json.loads((tmp_path / "0/run.json").read_text())
+    assert about["layer_order"] == [-1, 0, 3, 4, 1, 2, 5, -1]
+    m, params = checkpoint.weights(str(tmp_path))
+    assert m == one.run.model
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(one.init()["params"]))
+
+
+def test_tensors_that_do_not_fit_are_named():
+    m = Model(name="golden", size="llama", **LLAMA)
+    hf = dict(np.load(GOLDEN / "llama.npz"))
+    hf = {name: x for name, x in hf.items() if name not in ("tokens", "logits", "versions")}
+    key = "model.layers.1.self_attn.k_proj.weight"
+    tied = dataclasses.replace(m, tied=True)
+    for model, tensors, text in (
+        (m, {k: v for k, v in hf.items() if k != key}, f"{key} is missing"),
+        (m, hf | {key: hf[key].T}, rf"{key} has shape \(32, 16\).*needs \(16, 32\)"),
+        (m, hf | {"rotary.inv_freq": hf[key]}, "rotary.inv_freq: golden llama has no such"),
+        (tied, hf, "lm_head.weight is not model.embed_tokens.weight"),
+        (dataclasses.replace(m, value_dim=4), hf, "no Hugging Face form"),
+    ):
+        with pytest.raises(UserError, match=text):
+            convert.from_hugging_face(model, tensors)
+
+
+def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
+    """docs/model.md: its code blocks, one after another, as a reader would paste them."""
+    page = pathlib.Path("docs/model.md").read_text()
+    monkeypatch.syspath_prepend(pathlib.Path.cwd())
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    assert names["logits"].shape == (1, 7, names["model"].vocab)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +105,7 @@ def plain_moe(m, x_jd, w, capacity):
     return out, taken
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("router", ["topk_softmax", "softmax_topk"])
 def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router):
     m = resolve("grok1_314b", "tiny").model
@@ -114,13 +115,53 @@ def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router):
     w = jax.tree.map(
         lambda leaf: getattr(leaf, "value", leaf), w, is_leaf=lambda b: hasattr(b, "names")
     )
-    expected, taken = plain_moe(m, x.reshape(-1, m.embed), w, m.capacity(48))
+    room = m.capacity(48) if factor else 48
+    expected, taken = plain_moe(m, x.reshape(-1, m.embed), w, room)
     ours, _ = experts.Moe(m).apply({"params": w}, x)
     np.testing.assert_allclose(ours.reshape(-1, m.embed), expected, rtol=2e-3, atol=2e-3)
     if factor == 0.5:
-        assert taken.max() > m.capacity(48)  # some were dropped, or this tests nothing
-    if factor == 0:
-        assert m.capacity(48) == 48
+        assert taken.max() > room  # some were dropped, or this tests nothing
+    if factor == m.experts / m.top_k:
+        assert room == 48
+
+
+@pytest.mark.parametrize(("experts_of", "tokens"), [((4, 2), 48), ((16, 4), 64), ((8, 8), 40)])
+def test_dropless_experts_are_those_with_room_for_all(experts_of, tokens):
+    """Values and gradients of the grouped products, where blocks are many, few or uneven."""
+    count, top = experts_of
+    m = dataclasses.replace(
+        resolve("grok1_314b", "tiny").model, experts=count, top_k=top, mlp=64, init_std=0.3
+    )
+    x = jax.random.normal(jax.random.key(1), (2, tokens // 2, m.embed))
+    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x)["params"])
+    w["router"]["w"] = w["router"]["w"].at[:, 0].add(0.2)  # one is chosen more than others
+
+    def found(factor):
+        moe = experts.Moe(dataclasses.replace(m, capacity_factor=factor))
+        loss = lambda w, x: jnp.sum(jnp.sin(moe.apply({"params": w}, x)[0]))
+        return jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))(w, x)
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, found(0.0), found(count / top))
+
+
+def test_dropless_experts_hold_no_room_that_none_may_fill():
+    """128 experts, 8 of them for each token: rows are tokens x 8 and a part of a block for each."""
+    m = dataclasses.replace(
+        resolve("grok1_314b", "tiny").model,
+        **dict(experts=128, top_k=8, mlp=24, embed=16, capacity_factor=0.0),
+    )
+    tokens = 2048
+    x = jax.ShapeDtypeStruct((1, tokens, m.embed), jnp.float32)
+    w = nn.unbox(jax.eval_shape(lambda: experts.Moe(m).init(jax.random.key(0), jnp.zeros(x.shape))))
+    loss = lambda w, x: jnp.sum(experts.Moe(m).apply(w, x)[0])
+    sizes = [
+        v.aval.size
+        for eqn in jax.make_jaxpr(jax.grad(loss, (0, 1)))(w, x).eqns
+        for v in eqn.outvars
+        if v.aval.shape[-1:] == (m.embed,)
+    ]
+    assert max(sizes) <= 1.25 * tokens * m.top_k * m.embed
 
 
 def test_dispatch_and_combine_have_the_gradients_of_plain_indexing():

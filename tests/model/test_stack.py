@@ -30,12 +30,15 @@ def test_both_run_the_same_layers(with_sums):
     w = {"a": jnp.arange(1.0, 4), "b": jnp.arange(6.0).reshape(3, 2)}
     sums = jax.tree.map(lambda x: x * 2, w) if with_sums else None
 
-    def layer(x, one):
+    m = resolve("llama31_8b", "tiny", layers=3).model
+
+    def layer(kind, x, one):
+        assert kind == m
         w, sums = one
         x = x * w["a"] + w["b"].sum() + (sums["a"] if with_sums else 0)
         return x, x / 3
 
-    run = lambda w, sums: stack.run_layers(layer, jnp.float32(2), w, sums)
-    code = run(stack.unstack(w), stack.unstack(sums) if with_sums else None)
+    run = lambda w, sums: stack.run_layers(m, layer, jnp.float32(2), w, sums)
+    code = run(stack.unstack(m, w), stack.unstack(m, sums) if with_sums else None)
     np.testing.assert_allclose(run(w, sums), code, rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, stack.stack(stack.unstack(w)), w)
+    jax.tree.map(np.testing.assert_array_equal, stack.stack(m, stack.unstack(m, w)), w)

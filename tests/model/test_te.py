@@ -65,7 +65,7 @@ def test_transformer_engine_on_the_cpu(tmp_path):
     # TE 2.20 reads a name that JAX has deprecated, when it is imported.
     ours = ["-p", "no:cacheprovider", "-W", "ignore:jax.interpreters.pxla:DeprecationWarning"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *ours, "tests/model/with_te.py"],
+        [sys.executable, "-m", "pytest", "-q", "-n0", *ours, "tests/model/with_te.py"],
         env=environment,
         capture_output=True,
         text=True,

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from maxbench import train
 from maxbench.spec import recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.model import Kind
 from maxbench.spec.run import AXES, GPUS, Run
 from tests.conftest import WORKLOADS, config, resolve
 
@@ -168,6 +170,10 @@ BAD = {
         ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
         ["train.seq=1000", "= 500", "992"],
     ),
+    "fp8 dropless": (
+        ["--config", GROK, "--dtype", "fp8", "--config.model.capacity_factor=0"],
+        ["capacity_factor=0", "experts / top_k=4", "dtype=bf16"],
+    ),
     "fp8 slots": (
         ["--config", GROK, "--dtype", "fp8", "--seq", "1040", "--config.model.capacity_factor=0.3"],
         ["capacity_factor=0.3", "1 x 78 slots", "nearest that works: 0.305769"],
@@ -217,6 +223,30 @@ def test_bad_input_is_answered_in_one_line(name):
     assert len(err) < 400
     for text in expected:
         assert text in err
+
+
+KINDS = (Kind(1, 256), Kind(3, 256, 4))
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags", "text"),
+    [
+        ({"model.kinds": KINDS}, dict(pp=2, mbs=1, gbs=4), "pp=2 needs layers of one kind"),
+        ({"model.kinds": KINDS}, dict(dtype="fp8"), "layers of one kind .* use dtype=bf16"),
+        ({"model.kinds": (*KINDS[:1], Kind(3, 64, 4))}, dict(tp=128), "tp=128 does not divide"),
+        ({"model.kinds": KINDS}, dict(layers=5), "layers=5 .* the kinds make layers=4"),
+        ({"model.kinds": (Kind(0, 256), *KINDS)}, {}, "fewer layers"),
+        (
+            {"model.value_dim": 8, "train.attention": "cudnn"},
+            {},
+            "model.value_dim=8 is not model.head_dim=16; use train.attention=xla",
+        ),
+    ],
+    ids=str,
+)
+def test_layers_that_differ_are_refused_where_they_cannot_be(setting, flags, text):
+    with pytest.raises(UserError, match=text):
+        resolve("grok1_314b", "tiny", setting, **flags)
 
 
 @given(

@@ -1,12 +1,18 @@
 """Parameter counts, FLOPs, and every cell that was published, computed again."""
 
+import dataclasses
+import math
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
-from maxbench.model import network
+from maxbench.model import network, stack
 from maxbench.spec import flops
+from maxbench.spec.errors import UserError
+from maxbench.spec.model import Kind
 from tests.conftest import WORKLOADS, config, resolve
 
 PARAMETERS = {
@@ -39,6 +45,82 @@ def test_parameter_counts(workload, preset):
     if preset == "":
         assert counted == PARAMETERS.get(workload, counted)
         assert counted == pytest.approx(ABOUT.get(workload, counted), rel=2e-3)
+
+
+ODD = [
+    dict(head_dim=24),  # heads together wider than embed
+    dict(head_dim=24, value_dim=8),
+    dict(kinds=(Kind(1, 192), Kind(2, 64, 4), Kind(1, 96, 2))),
+    dict(kinds=(Kind(1, 64, 4), Kind(2, 192), Kind(1, 192)), post_norm=True, tied=True),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_parameter_counts_of_layers_that_differ(odd):
+    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, **odd)
+    shapes = jax.eval_shape(lambda key: network.init(m, key), jax.random.key(0))
+    assert flops.params(m) == sum(x.size for x in jax.tree.leaves(shapes))
+    if m.kinds:
+        stacks = stack.split(m, shapes["layers"])
+        counts = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks]
+        assert counts == [k.layers for k in m.kinds]
+        assert sum(counts) == m.layers
+
+
+DENSE = dict(experts=0, softcap=0.0)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        DENSE,
+        DENSE | dict(head_dim=24, value_dim=8),
+        DENSE | dict(kinds=(Kind(1, 192), Kind(3, 96)), act="relu2", tied=True),
+        # Every expert takes every token: no slot stays empty.
+        dict(experts=4, top_k=4, capacity_factor=1.0),
+        dict(kinds=(Kind(2, 192), Kind(2, 64, 4)), top_k=4, capacity_factor=1.0),
+    ],
+    ids=str,
+)
+def test_flops_are_those_of_the_dots(odd):
+    """Of the forward pass as traced, with all scores; with the backward pass three times that."""
+    m, seq = dataclasses.replace(resolve("grok1_314b", "tiny").model, **odd), 64
+    net, tokens = network.Transformer(m), jnp.zeros((1, seq), jnp.int32)
+    params = jax.eval_shape(net.init, jax.random.key(0), tokens)
+    found = dots(jax.make_jaxpr(net.apply)(params, tokens).jaxpr)
+    # Routers, and the weighted sums of each token's experts: no convention counts them.
+    rest = sum(n * (kind.experts + kind.top_k) for n, kind in m.stacks if kind.experts)
+    found -= 2 * seq * m.embed * rest
+    assert 3 * found == flops.per_sequence(m, seq, "full")
+
+
+def dots(jaxpr) -> int:
+    """FLOPs of the matrix products of a jaxpr, those of its loops as often as they run."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (over, _), (_, batch) = eqn.params["dimension_numbers"]
+            a, b = (v.aval.shape for v in eqn.invars)
+            summed = math.prod(a[i] for i in over)
+            outs = math.prod(b) // summed // math.prod(b[i] for i in batch)
+            found += 2 * math.prod(a) * outs
+        inner = [x for p in eqn.params.values() for x in (p if isinstance(p, tuple) else (p,))]
+        times = eqn.params.get("length", 1)
+        found += times * sum(dots(getattr(x, "jaxpr", x)) for x in inner if is_jaxpr(x))
+    return found
+
+
+def is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+
+def test_equal_neighbours_are_one_stack_and_one_kind_is_no_kind():
+    m = resolve("grok1_314b", "tiny").model
+    kinds = (Kind(1, m.mlp, 4), Kind(2, m.mlp, 4), Kind(1, m.mlp, 4))
+    assert dataclasses.replace(m, kinds=kinds) == m
+    for wrong, text in ((kinds[:2], "layers=3"), ((Kind(4, 64, 2),), "experts=2")):
+        with pytest.raises(UserError, match=text):
+            dataclasses.replace(m, kinds=wrong)
 
 
 @pytest.mark.parametrize(("workload", "seq", "convention"), FLOPS)

@@ -7,16 +7,36 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
-from maxbench.mesh.axes import DATA, make_mesh
+from maxbench.model import network
+from maxbench.spec.model import Kind
+from maxbench.step import data, slots
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
-EXACT = {"precision.grads": "fp32", "model.capacity_factor": 0.0}
-FAMILIES = {"llama": "llama31_405b", "nemotron": "nemotron4_340b", "grok": "grok1_314b"}
+# Room for all tokens on each of tiny's 4 experts, 2 of them for a token: none is dropped.
+EXACT = {"precision.grads": "fp32", "model.capacity_factor": 2.0}
+FAMILIES = {
+    "llama": ("llama31_405b", {}),
+    "nemotron": ("nemotron4_340b", {}),
+    "grok": ("grok1_314b", {}),
+    "dropless": ("grok1_314b", {"model.capacity_factor": 0.0}),
+    # Layers of three kinds, heads together wider than embed, and values narrower than keys.
+    "mixed": (
+        "grok1_314b",
+        {
+            "model.capacity_factor": 0.0,
+            "model.kinds": (Kind(1, 192), Kind(2, 64, 4), Kind(1, 96, 2)),
+            "model.head_dim": 24,
+            "model.value_dim": 16,
+        },
+    ),
+}
 GBS, SEQ = 8, 32
 MESHES = [
     dict(dp=8),
@@ -43,31 +63,35 @@ MESHES_OF_STAGES = [
     dict(pp=2, fsdp=2, cp=2, mbs=1),
     dict(pp=2, vp=2, cp=2, tp=2, mbs=1),
 ]
-CASES = [(f, m) for f in FAMILIES for m in MESHES + MESHES_OF_STAGES]
-CASES += [("grok", m) for m in MESHES_OF_EXPERTS]
+# Llama on all; of the others the meshes on which their own parts are split.
+CASES = [("llama", m) for m in MESHES + MESHES_OF_STAGES]
+CASES += [("nemotron", m) for m in (MESHES[2], MESHES[6], MESHES_OF_STAGES[5])]
+CASES += [("grok", m) for m in (MESHES[1], MESHES[7], MESHES_OF_STAGES[4], *MESHES_OF_EXPERTS)]
+CASES += [("dropless", m) for m in (*MESHES_OF_EXPERTS[:2], MESHES_OF_EXPERTS[3])]
+CASES += [("mixed", m) for m in (dict(fsdp=2, ep=2, tp=2), dict(dp=2, cp=2, ep=2, mbs=1))]
 
 
-def build(family: str, preset: str = "tiny", **axes) -> Step:
-    degrees = math.prod(axes.get(a, 1) for a in DATA)
+def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
+    degrees = math.prod(axes.get(a, 1) for a in mesh.DATA)
     axes = {"mbs": GBS // degrees, **axes}
     axes = {"layers": 4, "gbs": GBS, **axes}
-    exact = EXACT | {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
-    run = resolve(FAMILIES[family], preset, exact, dtype="fp32", seq=SEQ, **axes)
-    return Step(run, make_mesh(run.layout))
+    workload, own = FAMILIES[family]
+    exact = EXACT | own | (overrides or {})
+    exact |= {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
+    run = resolve(workload, preset, exact, dtype="fp32", seq=SEQ, **axes)
+    return Step(run, mesh.make_mesh(run.layout))
 
 
 def gradients(step: Step, params):
     """Gradients and loss from weights in the order of the layers, and in that order."""
     order, layers = step.order, step.run.model.layers
-    real = lambda x: (order >= 0).reshape(-1, *[1] * (x.ndim - 1))
-    slots = jax.tree.map(lambda x: np.where(real(x), x[order], 0), params["layers"])
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
-    params = jax.device_put(params | {"layers": slots}, shardings)
-    grads, out, _ = jax.device_get(jax.jit(step.gradients)(params, 3))
+    params = params | {"layers": slots.move(params["layers"], order)}
+    grads, out, _ = jax.device_get(jax.jit(step.gradients)(jax.device_put(params, shardings), 3))
     if (order < 0).any():
         jax.tree.map(lambda g: np.testing.assert_array_equal(g[order < 0], 0), grads["layers"])
-    back = [int(np.flatnonzero(order == i)[0]) for i in range(layers)]
-    return grads | {"layers": jax.tree.map(lambda g: g[back], grads["layers"])}, out
+    back = jax.device_get(slots.move(grads["layers"], range(layers), order))
+    return grads | {"layers": back}, out
 
 
 @functools.cache
@@ -112,9 +136,14 @@ def test_every_schedule_and_split_of_layers_is_the_same_network(family, axes):
     jax.tree.map(close, ours, grads)
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "save_qkv_proj", "query,mlp_act"])
 @pytest.mark.parametrize(
-    ("family", "axes"), [("llama", dict(cp=2, tp=2)), ("grok", dict(pp=2, vp=2, cp=2, mbs=1))]
+    ("family", "axes", "remat"),
+    [
+        ("llama", dict(cp=2, tp=2), "none"),
+        ("llama", dict(cp=2, tp=2), "query,mlp_act"),
+        ("grok", dict(pp=2, vp=2, cp=2, mbs=1), "selective"),
+        ("grok", dict(pp=2, vp=2, cp=2, mbs=1), "save_qkv_proj"),
+    ],
 )
 def test_remat_changes_nothing_but_memory(family, axes, remat):
     params, grads, _ = reference(family)
@@ -137,6 +166,7 @@ def unrolled(step: Step, remat: str = "full") -> Step:
         ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
         ("nemotron", dict(dp=2), "full"),
         ("grok", dict(ep=2, tp=2), "full"),
+        ("mixed", dict(ep=2, tp=2), "none"),
     ],
 )
 def test_layers_as_code_and_as_a_loop_are_the_same_network(family, axes, remat):
@@ -262,13 +292,68 @@ def test_cp_sends_keys_and_values_round_and_nothing_else():
     assert "all-to-all" not in {op for op, _ in found}
 
 
-def test_ep_moves_tokens_by_all_to_all():
-    step = build("grok", ep=4)
+def test_ep_moves_slots_by_all_to_all():
+    step = build("grok", overrides={"model.capacity_factor": 1.0}, ep=4)
     found, m = collectives(step), step.run.model
     tokens = GBS // 4 * SEQ
     assert sizes(found, "all-to-all")
-    assert max(sizes(found, "all-to-all")) <= m.experts * tokens * m.embed
+    assert max(sizes(found, "all-to-all")) <= m.top_k * tokens * m.embed
     assert sizes(found, "all-gather") <= weight_sizes(step)
+
+
+def test_ep_brings_each_token_once_where_none_is_dropped():
+    step = build("dropless", ep=4)
+    found, m = collectives(step), step.run.model
+    tokens = GBS * SEQ
+    assert "all-to-all" not in {op for op, _ in found}
+    moved = {tokens * m.embed, tokens * m.top_k}
+    assert moved < sizes(found, "all-gather") <= weight_sizes(step) | moved
+    assert tokens * m.embed // 4 in sizes(found, "reduce-scatter")
+
+
+def per_gpu_oracle(step, params):
+    """Gradients and loss where each GPU drops tokens of its own: the mean over GPUs of what one
+    device makes of each GPU's sequences, one microbatch each."""
+    run, gpus = step.run, step.run.layout.shards
+    alone = dataclasses.replace(run.layout, dp=1, fsdp=1, ep=1, gbs=run.layout.mbs)
+    one = dataclasses.replace(run, layout=alone)
+
+    @jax.jit
+    def gradients(tokens_bt, targets_bt):
+        total = lambda sums: network.objective(one, params, tokens_bt, targets_bt, sums)
+        return jax.grad(total, has_aux=True)(jax.tree.map(jnp.zeros_like, params))
+
+    whole = dataclasses.replace(run, layout=dataclasses.replace(alone, mbs=GBS, gbs=GBS))
+    batch = [x.reshape(gpus, -1, SEQ) for x in data.batch(whole, 3, 0)]
+    parts = [gradients(*part) for part in zip(*batch, strict=True)]
+    return jax.tree.map(lambda *x: sum(x) / gpus, *parts)
+
+
+@pytest.mark.parametrize("axes", [dict(ep=4), dict(ep=2, fsdp=2)], ids=str)
+def test_experts_that_drop_tokens_drop_each_gpus_own(axes):
+    step = build("grok", overrides={"model.capacity_factor": 0.5}, **axes)
+    params, dropless, _ = reference("grok")
+    expected, out = per_gpu_oracle(step, params)
+    down, whole = (g["layers"]["mlp"]["down"] for g in (expected, dropless))
+    # Some were dropped, or this tests nothing.
+    assert np.abs(down - whole).max() > 0.1 * np.abs(whole).max()
+    ours, our_out = gradients(step, params)
+    for name, value in out.items():
+        np.testing.assert_allclose(our_out[name], value, rtol=1e-5, err_msg=name)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, expected)
+
+
+def test_a_tied_head_is_one_weight_on_every_mesh():
+    """Its gradient has two parts, made by the first and by the last stage of a pipeline."""
+    tied = {"model.tied": True}
+    one, two = build("llama", overrides=tied), build("llama", overrides=tied, pp=2, fsdp=2, mbs=1)
+    params = jax.device_get(one.init()["params"])
+    assert "w" not in params["head"]
+    (grads, out), (ours, our_out) = gradients(one, params), gradients(two, params)
+    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, ours, grads)
 
 
 def test_pp_sends_sequences_between_stages_and_gathers_no_weights():

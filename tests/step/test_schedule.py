@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbench.spec.run import SCHEDULES
-from maxbench.step.schedule import COLUMNS, layer_order, schedule
+from maxbench.step import slots
+from maxbench.step.schedule import COLUMNS, schedule
 
 SIZES = dict(pp=st.integers(2, 8), vp=st.integers(1, 5), extra=st.integers(0, 20))
 
@@ -92,14 +93,30 @@ def test_slots_do_not_grow_with_microbatches():
     assert found[1].bubble() == pytest.approx(7 / (7 + 512))
 
 
-def test_layer_order():
-    assert layer_order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    order = layer_order(126, 8, 8)
+def test_layers_in_slots():
+    assert slots.order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    order = slots.order(126, 8, 8)
     assert len(order) == 128
     assert order[0] == order[-1] == -1
     assert order[1] == 0
     assert order[-2] == 125
     assert sorted(order[order >= 0]) == list(range(126))
+    assert slots.filled(order, 8, 8).sum() == 126
+    assert not slots.filled(order, 8, 8)[0, 0, 0]
+
+
+@given(
+    SIZES["pp"], SIZES["vp"], SIZES["pp"], SIZES["vp"], st.integers(1, 3), st.sampled_from([0, 2])
+)
+@settings(max_examples=20, deadline=None)
+def test_layers_move_from_any_order_to_any_other(pp, vp, to_pp, to_vp, each, empty):
+    """As a checkpoint does; empty slots hold zeros, whatever stood there."""
+    layers = pp * vp * to_pp * to_vp * each - empty
+    source, to = slots.order(layers, pp, vp), slots.order(layers, to_pp, to_vp)
+    stack = {"w": np.where(source < 0, 7.0, 10.0 * source)[:, None]}
+    np.testing.assert_array_equal(
+        slots.move(stack, to, source)["w"][:, 0], np.where(to < 0, 0, 10 * to)
+    )
 
 
 def test_picture():
