@@ -7,7 +7,7 @@ Two constants of H100 are fitted, gemm_bf16 and gemm_fp8; all others come from t
 first lines give their fit on half of the Llama 2 70B rows, which are XLA with our layout and
 recomputation. Then leave-one-out: both constants fitted on all workloads but the one predicted,
 on the BF16 rows first, then on the FP8 rows. Twice: our program as it is compiled, and as
-published, without the terms by which the published programs differ (maxbench/terms.py).
+published, without the terms by which the published programs differ (maxbench/plan/terms.py).
 
 Each program is parsed once and played on a grid of the two constants; between its points the
 prediction is interpolated in their inverses, which products take time in proportion to.

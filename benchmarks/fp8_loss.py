@@ -3,7 +3,7 @@
   python benchmarks/fp8_loss.py            2,000 steps each; on a CPU, some minutes
 
 Writes benchmarks/results/fp8_loss.json and docs/fp8_loss.svg, and prints one table. The text is of
-a Markov source (maxbench/data.py), so the least possible loss is known.
+a Markov source (maxbench/step/data.py), so the least possible loss is known.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 python benchmarks/plan_errors.py
 
 Twice: of our program as it is compiled, and as published, without the terms by which the published
-programs differ (maxbench/terms.py). A trend is a ratio of two rows, its error that of the
+programs differ (maxbench/plan/terms.py). A trend is a ratio of two rows, its error that of the
 predicted ratio: the same model on more GPUs (weak scaling, against its fewest), FP8 over BF16.
 """
 

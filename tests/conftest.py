@@ -20,6 +20,8 @@ OURS = not SHARED
 if OURS:
     SHARED = os.environ["MAXBENCH_TESTS_SHARED"] = tempfile.mkdtemp(prefix="maxbench-tests-")
 os.environ["MAXBENCH_CACHE"] = f"{SHARED}/plan"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{SHARED}/jax"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
 from maxbench.spec import recipes  # noqa: E402
@@ -41,11 +43,8 @@ def pytest_unconfigure(config):
 
 
 def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of processes that a test starts: they share compiled programs, and choose
-    their devices themselves."""
-    ours = {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"}
-    folder = {"JAX_COMPILATION_CACHE_DIR": f"{SHARED}/jax"}
-    return ours | folder | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    """The environment of processes that a test starts: they choose their devices themselves."""
+    return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"}
 
 
 def config(name: str, presets: str = ""):

@@ -47,7 +47,6 @@ MESHES = [
     dict(dp=2, fsdp=2, tp=2),
     dict(fsdp=2, cp=2, tp=2),
     dict(dp=2, cp=2, tp=2, mbs=2),
-    dict(dp=2, cp=4, mbs=1),
 ]
 MESHES_OF_EXPERTS = [
     dict(ep=4),
@@ -66,7 +65,7 @@ MESHES_OF_STAGES = [
 # Llama on all; of the others the meshes on which their own parts are split.
 CASES = [("llama", m) for m in MESHES + MESHES_OF_STAGES]
 CASES += [("nemotron", m) for m in (MESHES[2], MESHES[6], MESHES_OF_STAGES[5])]
-CASES += [("grok", m) for m in (MESHES[1], MESHES[7], MESHES_OF_STAGES[4], *MESHES_OF_EXPERTS)]
+CASES += [("grok", m) for m in (MESHES[1], MESHES[7], *MESHES_OF_EXPERTS)]
 CASES += [("dropless", m) for m in (*MESHES_OF_EXPERTS[:2], MESHES_OF_EXPERTS[3])]
 CASES += [("mixed", m) for m in (dict(fsdp=2, ep=2, tp=2), dict(dp=2, cp=2, ep=2, mbs=1))]
 
