@@ -33,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
         run = cli.parse(fv, argv)
         runtime.prepare(run)
     # Before jax starts: it would abort without a word about what to do.
-    if os.environ.get("SLURM_LOCALID", "0") == "0" and (
-        wrong := checks.lint(checks.xla_words(run))
-    ):
+    if os.environ.get("SLURM_LOCALID", "0") == "0" and (wrong := checks.lint_run(run)):
         print("\n".join(f"preflight: error: {text}" for text in wrong), flush=True)
         return 1
     with cli.clear_errors("preflight"):

@@ -66,9 +66,9 @@ class Gpu:
     chip: Chip
     physics: Physics
 
-    def peak_tflops(self, dtype: str) -> float:
-        """Dense peak in TFLOP/s for 'fp8' or 'bf16'; fp32 runs are held against bf16."""
-        return self.fp8_tflops if dtype == "fp8" else self.bf16_tflops
+    def peak_tflops(self, peak: str) -> float:
+        """Dense peak in TFLOP/s for 'fp8' or 'bf16', Format.peak."""
+        return getattr(self, f"{peak}_tflops")
 
     def segment(self, nodes: int) -> int:
         """Nodes of a job that share one NVLink domain.

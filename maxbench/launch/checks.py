@@ -2,12 +2,13 @@
 
 import collections
 import glob
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from maxbench.run import runtime
 from maxbench.spec.run import Run
@@ -24,21 +25,33 @@ REPLACED = {
 REACHED = {"gemm": 0.8, "all-reduce": 0.8}  # of the datasheet, what good hardware reaches
 
 
-def lint(words: Sequence[str]) -> list[str]:
-    """What is wrong with these XLA flags ('--name=value'), tried in a throw-away process.
+# Tries compiler options one by one, and prints those that are wrong.
+TRY = """
+import json, sys, jax
+program = jax.jit(lambda: 0).lower()
+for name, value in json.loads(sys.argv[1]).items():
+    try:
+        program.compile(compiler_options={name: value})
+    except Exception as error:
+        print(name, str(error).splitlines()[0])
+"""
 
-    An unknown flag in XLA_FLAGS aborts whoever parses it, so nothing else can try them. All
-    builds of jaxlib share the parser: a CPU finds the mistakes of a GPU.
+
+def lint(options: Mapping[str, object], words: Sequence[str]) -> list[str]:
+    """What this XLA does not know of compiler options, and of XLA_FLAGS ('--name=value').
+
+    An unknown flag in XLA_FLAGS aborts whoever parses it, so a throw-away process tries them.
+    Options are known by other names than flags; all builds of a jaxlib know the same, so a CPU
+    finds the mistakes of a GPU.
     """
-    code = "from jaxlib import xla_client; xla_client.make_cpu_client()"
     env = {**os.environ, "XLA_FLAGS": " ".join(words), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", TRY, json.dumps(dict(options))]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return ["XLA_FLAGS: the process that tried them did not end within 60 s"]
     if done.returncode == 0:
-        return []
+        return [f"compiler option {line}" for line in done.stdout.splitlines()]
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: ([^\n]*)", done.stderr)
     if not unknown:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -51,11 +64,10 @@ def lint(words: Sequence[str]) -> list[str]:
     return found
 
 
-def xla_words(run: Run) -> list[str]:
-    """The flags of a run on GPUs and those of the environment, as XLA_FLAGS would hold them."""
-    text = lambda v: str(v).lower() if isinstance(v, bool) else str(v)
-    ours = [f"--{k}={text(v)}" for k, v in compiler.xla_options("gpu", run).items()]
-    return ours + os.environ.get("XLA_FLAGS", "").split()
+def lint_run(run: Run) -> list[str]:
+    """lint() of a run on GPUs and of the environment."""
+    options = compiler.xla_options("gpu", run)
+    return lint(options, os.environ.get("XLA_FLAGS", "").split())
 
 
 def gpus_here() -> list[dict[str, str]]:

@@ -166,7 +166,7 @@ def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int
 def needed(s: Settings) -> None:
     """Raises UserError for a missing tool, with what to do without it, or a wrong XLA flag."""
     additional(s.values["ADDITIONAL_SLURM_PARAMS"])
-    if importlib.util.find_spec("jaxlib") and (wrong := checks.lint(checks.xla_words(s.run))):
+    if importlib.util.find_spec("jaxlib") and (wrong := checks.lint_run(s.run)):
         raise UserError("; ".join(wrong))
     if not shutil.which("sbatch"):
         train = shlex.join(command(s, kinds(s)[0]))

@@ -10,6 +10,7 @@ k head_dim (a value's may be another).
 """
 
 import functools
+import inspect
 import math
 
 import jax
@@ -19,6 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.mesh import collectives
 
+# jax 0.12 has a further keyword, which must be given.
+_KEYWORDS = inspect.signature(cudnn._dot_product_attention).parameters
+NO_SCORE_MOD = {"score_mod": None} if "score_mod" in _KEYWORDS else {}
 BLOCK = 256  # queries whose scores stand in memory at once, XLA form
 
 
@@ -238,6 +242,7 @@ def _cudnn_options(q, causal):
         mask_type=mask,
         layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=None,
+        **NO_SCORE_MOD,
     )
 
 

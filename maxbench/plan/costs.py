@@ -162,7 +162,7 @@ def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:
     Operands are read once. A slice reads its part only; an update in place writes its part and
     does not touch the rest.
     """
-    if op.opcode == "fusion":
+    if op.base == "fusion":
         inside = program.called(op)
         reads = sum(_read(inside, p) for p in inside.ops if p.opcode == "parameter")
         roots = _outputs(inside)

@@ -99,6 +99,11 @@ class Op:
         """A collective that the compiler runs in line: nothing overlaps with it."""
         return '"is_sync":true' in self.attrs
 
+    @functools.cached_property
+    def base(self) -> str:
+        """The opcode, of either half of an asynchronous op that of the whole."""
+        return self.opcode.removesuffix("-start").removesuffix("-done")
+
     @property
     def is_start(self) -> bool:
         return self.opcode.endswith("-start")

@@ -108,7 +108,7 @@ class _Player:
         """Plays a computation that starts at `now` and runs `times` times; returns its end."""
         pending: dict[str, tuple[float, Traffic]] = {}
         for op in where.ops:
-            base = op.opcode.removesuffix("-start").removesuffix("-done")
+            base = op.base
             if op.opcode in hlo.FREE:
                 continue
             if op.opcode == "while":
@@ -179,7 +179,7 @@ class _Player:
         if base == "async":  # a wrapper: the collective is the root of what it calls
             place = self.program.called(op)
             inner = place.root
-        kind = hlo.COLLECTIVES.get(inner.opcode.removesuffix("-start"))
+        kind = hlo.COLLECTIVES.get(inner.base)
         if kind is None:  # a kernel or a copy on another stream: short, and never a collective
             return now
         sent = sum(hlo.size(o.shape) for o in place.operands(inner))
@@ -248,7 +248,7 @@ def price(
         seconds = costs.attention(scores, head_dim, causal, backward)
         flops = (10.0 if backward else 4.0) * scores * head_dim * (0.5 if causal else 1)
         return "attention", max(seconds, bytes_s), flops
-    if op.opcode == "fusion" and "dot" in (inside := program.called(op)).opcodes:
+    if op.base == "fusion" and "dot" in (inside := program.called(op)).opcodes:
         seconds = flops = 0.0
         for dot in inside.ops:
             if dot.opcode == "dot":
@@ -256,7 +256,7 @@ def price(
                 seconds += costs.gemm(*sizes)
                 flops += 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
         return "gemm", max(seconds, bytes_s), flops
-    moves = op.opcode in MOVES or (op.opcode == "fusion" and _only_moves(program.called(op)))
+    moves = op.opcode in MOVES or (op.base == "fusion" and _only_moves(program.called(op)))
     return "copy" if moves else "memory", bytes_s, 0.0
 
 

@@ -15,7 +15,7 @@ from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.report.record import Record
 from maxbench.run import metrics
-from maxbench.spec import flops, recipes
+from maxbench.spec import flops, formats, recipes
 from maxbench.spec.model import Model
 
 PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
@@ -139,8 +139,8 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
     if not logged:
         each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
         made.tflops = metrics.statistics_of(each)
-    if r.gpu_type in GPUS and r.dtype:
-        peak = GPUS[r.gpu_type].peak_tflops(r.dtype)
+    if r.gpu_type in GPUS and r.dtype in formats.PEAKS:
+        peak = GPUS[r.gpu_type].peak_tflops(formats.PEAKS[r.dtype])
         reached = lambda rate: flops.tflops_per_gpu(rate, r.gbs, step_s, r.gpus)
         made.mfu = {c: flops.mfu(reached(rate), peak) for c, rate in rates.items()}
 

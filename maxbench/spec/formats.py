@@ -49,6 +49,7 @@ FORMATS = {
     )
 }
 DTYPES = tuple(dict.fromkeys(f.dtype for f in FORMATS.values()))
+PEAKS = {f.dtype: f.peak for f in FORMATS.values()}  # of a run's dtype
 SCALINGS = tuple(f.name for f in FORMATS.values() if f.quantized)
 
 

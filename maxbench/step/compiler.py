@@ -4,6 +4,9 @@ They are given to the compiler with the program, not through XLA_FLAGS, where an
 end the process.
 """
 
+import functools
+from importlib import metadata
+
 from maxbench.spec.run import Run
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
@@ -15,8 +18,6 @@ XLA_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 2 << 30,
     "xla_gpu_all_gather_combine_threshold_bytes": 2 << 30,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_all_gather_combine_by_dim": False,
     "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
     "xla_disable_hlo_passes": "rematerialization",
@@ -34,6 +35,24 @@ COMBINE = {
 MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
 
 
+@functools.cache
+def _version() -> tuple[int, ...]:
+    """Of the compiler; (0, 0) where there is none."""
+    try:
+        return tuple(int(n) for n in metadata.version("jaxlib").split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return 0, 0
+
+
+def pipelined(**kinds: bool) -> dict:
+    """Whether collectives of each kind are moved over the iterations of a loop, as this version of
+    XLA calls it."""
+    if _version() < (0, 11):
+        return {f"xla_gpu_enable_pipelined_{kind}": on for kind, on in kinds.items()}
+    mode = lambda on: f"COLLECTIVE_PIPELINING_MODE_{'ON' if on else 'OFF'}"
+    return {f"xla_gpu_pipeline_{kind}": mode(on) for kind, on in kinds.items()}
+
+
 def xla_options(platform_name: str, run: Run) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cpu'), by GPU type and workload."""
     if platform_name not in ("gpu", "cuda"):
@@ -43,7 +62,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
     # over microbatches, and run the forward pass twice to do so.
     gathers = run.layout.fsdp > 1
-    options["xla_gpu_enable_pipelined_all_gather"] = gathers
+    options |= pipelined(reduce_scatter=True, all_reduce=True, all_gather=gathers)
     # Saves copies from one iteration to the next, 3 to 7 % of Grok-1's and Nemotron's steps; where
     # a microbatch's code is long it saves nothing, and is compiled twice.
     long = run.layout.pp == 1 and not gathers and run.model.layers > 16

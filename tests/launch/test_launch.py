@@ -613,10 +613,12 @@ def test_a_fall_back_to_tcp_is_seen():
 
 
 def test_flags_that_xla_does_not_know_are_named_with_their_replacement():
-    (said,) = checks.lint(["--xla_gpu_graph_level=0"])
+    (said,) = checks.lint({}, ["--xla_gpu_graph_level=0"])
     assert "use --xla_gpu_enable_command_buffer=" in said
     s = variables.settle({})
-    assert checks.lint(checks.xla_words(s.run)) == []
+    assert checks.lint_run(s.run) == []
+    (said,) = checks.lint({"xla_gpu_no_such_option": True}, [])
+    assert "No such compile option: 'xla_gpu_no_such_option'" in said
 
 
 def node(host: str, **changes) -> dict:

@@ -389,8 +389,7 @@ def test_weights_and_sequences_travel_as_fp8(scaling):
 @compiler
 @pytest.mark.parametrize(
     ("workload", "flags"),
-    [  # as the rows, with as few layers as there may be: over fsdp, in a pipeline with tp, over ep
-        ("llama2_70b", dict(gpus=64)),
+    [  # as the rows, with as few layers as there may be: in a pipeline with tp, over ep
         ("nemotron4_340b", dict(gpus=128, vp=1, layers=8)),
         ("grok1_314b", dict(gpus=8, layers=1)),
     ],
