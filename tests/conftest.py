@@ -2,10 +2,11 @@
 
 import importlib
 import os
-import shutil
-import tempfile
+import pathlib
 from collections.abc import Mapping
 from importlib import metadata
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "32"
@@ -14,13 +15,12 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = FLAGS
-# Set by the process that collects, before it starts workers: they and what they start share it.
-SHARED = os.environ.get("MAXBENCH_TESTS_SHARED", "")
-OURS = not SHARED
-if OURS:
-    SHARED = os.environ["MAXBENCH_TESTS_SHARED"] = tempfile.mkdtemp(prefix="maxbench-tests-")
-os.environ["MAXBENCH_CACHE"] = f"{SHARED}/plan"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{SHARED}/jax"
+# Programs that are compiled are kept, for all workers, for the processes that tests start, and for
+# the next run: under keys that know the sources, the options and the versions.
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"
+os.environ["MAXBENCH_CACHE"] = str(CACHE / "plan")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)  # with a limit it is locked too
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
@@ -37,9 +37,11 @@ WORKLOADS = (
 )
 
 
-def pytest_unconfigure(config):
-    if OURS:
-        shutil.rmtree(SHARED, ignore_errors=True)
+def pytest_collection_modifyitems(items):
+    """Tests of a family share references, so one worker takes them all."""
+    for item in items:
+        if family := getattr(item, "callspec", None) and item.callspec.params.get("family"):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {family}"))
 
 
 def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -62,6 +62,14 @@ def test_a_wrong_flag_costs_no_time(name):
     assert done.stdout == "set()\n", done.stderr
 
 
+@pytest.mark.parametrize("words", ["check", "format --check"])
+def test_lint(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *words.split(), "."], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_sizes():
     lines = dict.fromkeys(ROOMS, 0)
     for path, tree in PARSED.items():

@@ -119,7 +119,6 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
         ("grok", dict(pp=2, vp=2, mbs=1, schedule="gpipe")),
         ("llama", dict(pp=4, mbs=1, gbs=6)),  # microbatches that do not fill the stages evenly
         ("llama", dict(pp=2, vp=2, mbs=1, layers=6)),  # 6 + 2 slots: embedding and loss take one
-        ("nemotron", dict(pp=2, tp=2, cp=2, mbs=1, layers=6, vp=2)),
         ("grok", dict(pp=2, vp=4, ep=2, mbs=1, layers=6)),  # chunks of the ends alone
     ],
     ids=str,
