@@ -12,9 +12,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "32"
 # Toy programs are compiled for seconds and run for milliseconds: spend less on compiling.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
-if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = FLAGS
+if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Programs that are compiled are kept, for all workers, for the processes that tests start, and for
 # the next run: under keys that know the sources, the options and the versions.
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"

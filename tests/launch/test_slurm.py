@@ -166,7 +166,7 @@ def test_cancelled_job_stops_after_its_step(jobs):
 def test_killed_process_ends_the_job(jobs):
     number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
-    victim = _trainers()[-1]
+    victim = _trainers(jobs.out)[-1]
     os.kill(victim, signal.SIGKILL)
     assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
     (run,) = jobs.runs()
@@ -176,14 +176,15 @@ def test_killed_process_ends_the_job(jobs):
     assert row.why, jobs.log()
 
 
-def _trainers() -> list[int]:
+def _trainers(out: pathlib.Path) -> list[int]:
+    """Processes that train into a folder."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"maxbench.train" in words and b"100000" in words and b"srun" not in words[0]:
+        if b"maxbench.train" in words and str(out).encode() in words and b"srun" not in words[0]:
             found.append(int(path.parent.name))
     return sorted(found)
 
