@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 
-from maxbench.report.plots import HIGH, LEFT, TOP, WIDE, Axes, ticks
+from maxbench.report.plots import Frame, ticks
 from maxbench.step.data import SUCCESSORS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -59,28 +59,32 @@ def picture(curves: dict[str, list[float]]) -> str:
     """The curves as SVG."""
     steps = SMOOTH * max(map(len, curves.values()))
     top = math.ceil(max(map(max, curves.values())))
-    axes = Axes((0, steps), (0, top))
-    axes.grid(
-        {x: f"{x:,.0f}" for x in ticks(0, steps)}, {y: f"{y:g}" for y in ticks(0, top)}, "step", ""
-    )
-    parts = list(axes.parts)
-    least = axes.at(0, math.log(SUCCESSORS))[1]
-    parts.append(f'<line x1="{LEFT}" x2="{WIDE}" y1="{least:.1f}" y2="{least:.1f}" '
-                 'stroke="#888" stroke-dasharray="4 3"/>')  # fmt: skip
-    for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
-        points = [axes.at((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)]
-        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dash = f' stroke-dasharray="{6 * number} 4"' if number else ""
-        parts.append(f'<polyline points="{text}" fill="none" stroke="{colour}" '
-                     f'stroke-width="2"{dash}/>')  # fmt: skip
-        parts.append(f'<text x="{LEFT + 200}" y="{TOP + 18 * number + 12}" fill="{colour}">'
-                     f"{name}: {curve[-1]:.4f}</text>")  # fmt: skip
-    style = "text{font:12px sans-serif}.grid{stroke:#ddd}.name{fill:#555}"
+    xs = {x: f"{x:,.0f}" for x in ticks(0, steps)}
+    ys = {y: f"{y:g}" for y in ticks(0, top)}
     title = f"Loss, mean of {SMOOTH} steps; dashed: the least possible, ln {SUCCESSORS}"
+    f = Frame(title=title, x=(0, steps), y=(0, top), xs=xs, ys=ys, names=("step", ""), lines={})
+    text = lambda x, y, anchor, said: f'<text x="{x}" y="{y}" text-anchor="{anchor}">{said}</text>'
+    line = lambda y, how: (
+        f'<line x1="{f.LEFT}" x2="{f.RIGHT}" y1="{f.down(y)}" y2="{f.down(y)}" {how}/>'
+    )
+    parts = [line(y, 'stroke="#ddd"') for y in ys]
+    parts += [text(f.LEFT - 7, f.down(y) + 4, "end", label) for y, label in ys.items()]
+    parts += [text(f.left(x), f.BOTTOM + 17, "middle", label) for x, label in xs.items()]
+    parts.append(text(f.RIGHT, f.HIGH - 3, "end", "step"))
+    parts.append(line(math.log(SUCCESSORS), 'stroke="#888" stroke-dasharray="4 3"'))
+    for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
+        spots = f.spots([((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)])
+        points = " ".join(f"{x},{y}" for x, y in spots)
+        dash = f' stroke-dasharray="{6 * number} 4"' if number else ""
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" '
+                     f'stroke-width="2"{dash}/>')  # fmt: skip
+        parts.append(f'<text x="{f.LEFT + 200}" y="{f.TOP + 18 * number + 12}" fill="{colour}">'
+                     f"{name}: {curve[-1]:.4f}</text>")  # fmt: skip
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}"><style>{style}'
-        f'</style><rect width="{WIDE}" height="{HIGH}" fill="#fff"/>'
-        f'<text x="{LEFT}" y="{TOP - 14}">{title}</text>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {f.WIDE} {f.HIGH}">'
+        "<style>text{font:12px sans-serif}</style>"
+        f'<rect width="{f.WIDE}" height="{f.HIGH}" fill="#fff"/>'
+        f'<text x="{f.LEFT}" y="{f.TOP - 14}">{title}</text>{"".join(parts)}</svg>\n'
     )
 
 
