@@ -21,7 +21,10 @@ from maxbench.spec import cli
 from tests.conftest import CACHE
 
 # ml_collections loads config files this way.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),
+    pytest.mark.xdist_group("plan"),  # several plan the same row, which one worker compiles once
+]
 ROOT = pathlib.Path(__file__).parents[2]
 compiler = pytest.mark.skipif(
     not artifact.versions()["jax-cuda13-plugin"], reason="needs pip install 'maxbench[plan]'"
