@@ -221,7 +221,7 @@ FAST = {"optim.warmup": 2.0, "optim.lr": 3e-3}
 
 @functools.cache
 def trained(workload: str, dtype: str) -> np.ndarray:
-    return losses(build(workload, dtype, FAST), 8)
+    return losses(build(workload, dtype, FAST), 4)
 
 
 @pytest.mark.parametrize("workload", FAMILIES.values())
