@@ -15,13 +15,10 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 os.environ["XLA_FLAGS"] = FLAGS
 if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# Programs that are compiled are kept, for all workers, for the processes that tests start, and for
-# the next run: under keys that know the sources, the options and the versions.
+# Plans, and what started processes compile, are kept for all workers and for the next run, under
+# keys that know the sources, the options and the versions.
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"
 os.environ["MAXBENCH_CACHE"] = str(CACHE / "plan")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / "jax")
-os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)  # with a limit it is locked too
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
 from maxbench.spec import recipes  # noqa: E402
@@ -45,8 +42,14 @@ def pytest_collection_modifyitems(items):
 
 
 def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of processes that a test starts: they choose their devices themselves."""
-    return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"}
+    """The environment of processes that a test starts: they choose their devices themselves, and
+    keep what they compile. Tests keep none: a program for a GPU that is not here cannot be read."""
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 30),  # with a limit it is locked too
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"} | kept
 
 
 def config(name: str, presets: str = ""):

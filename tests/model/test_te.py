@@ -11,7 +11,6 @@ import jax
 import pytest
 
 from maxbench.model.formats import te
-from tests.conftest import FLAGS
 
 # What TE's library wants of libcuda.so.1, which only a driver brings; each fails when called.
 DRIVER = """
@@ -62,7 +61,6 @@ def test_transformer_engine_on_the_cpu(tmp_path):
         "LD_LIBRARY_PATH": str(tmp_path),  # read when a process starts, so TE gets one of its own
         "NVTE_JAX_CUSTOM_CALLS": "false",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "XLA_FLAGS": FLAGS,  # TE's plain form of an empty block is no number without XLA's emitters
     }
     # TE 2.20 reads a name that JAX has deprecated, when it is imported.
     ours = ["-p", "no:cacheprovider", "-W", "ignore:jax.interpreters.pxla:DeprecationWarning"]

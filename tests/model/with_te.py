@@ -4,6 +4,7 @@ Import after a driver library, real or not, can be found; NVTE_JAX_CUSTOM_CALLS=
 """
 
 import functools
+import os
 import re
 
 import jax
@@ -23,7 +24,10 @@ from maxbench.plan.costs import GEMM, TE_GEMM, Costs
 from maxbench.plan.simulate import price
 from maxbench.spec.run import AXES
 from maxbench.step.step import Step
-from tests.conftest import resolve
+from tests.conftest import FLAGS, resolve
+
+# TE's plain form of an empty block is no number without XLA's fusion emitters.
+os.environ["XLA_FLAGS"] = FLAGS
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BITS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
