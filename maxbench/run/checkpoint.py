@@ -8,6 +8,7 @@ fingerprint of every array, so that a foreign or damaged checkpoint is refused, 
 """
 
 import gc
+import inspect
 import json
 import os
 import pathlib
@@ -156,10 +157,11 @@ def restore(path: pathlib.Path, about: dict, abstract):
     except Exception as e:  # orbax and tensorstore raise whatever the damage makes them trip over
         damage = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
     if damage:
-        # Reads that were under way complain, each at length, when they are thrown away.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        # Orbax closes its loop under reads that are still under way. Each complains at length when
+        # it is thrown away, now or at the end of the process: nobody waits for it, so it may not.
+        hook = sys.unraisablehook
+        sys.unraisablehook = lambda u: None if inspect.iscoroutine(u.object) else hook(u)
         gc.collect()
-        sys.unraisablehook = hook
         raise UserError(f"resume={path}: damaged, {damage}")
     read = fingerprints(state)
     wrong = [name for name, value in about["fingerprints"].items() if read.get(name) != value]
