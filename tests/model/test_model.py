@@ -36,6 +36,7 @@ def logits(m: Model, params, tokens_bt):
     return np.asarray(jax.jit(network.Transformer(m).apply)({"params": params}, tokens_bt))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_hugging_face(name):
     hf = dict(np.load(GOLDEN / f"{name}.npz"))
@@ -167,6 +168,7 @@ def test_tensors_that_do_not_fit_are_named():
             convert.from_hugging_face(model, tensors)
 
 
+@pytest.mark.core
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
     """docs/model.md: its code blocks, one after another, as a reader would paste them."""
     page = pathlib.Path("docs/model.md").read_text()

@@ -274,6 +274,7 @@ def test_the_table_has_every_row():
 
 
 @compiler
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("workload", "gpus"),
     [("llama2_70b", 128), ("llama31_405b", 64), ("grok1_314b", 16)],
@@ -286,9 +287,10 @@ def test_the_table_is_current(workload, gpus):
     )
     found = planned(f"--config configs/{workload}.py --gpus {gpus}")
     # The table is of jax 0.10.2; later compilers make a little of it otherwise.
-    within = 0.01 if artifact.versions()["jax"] == "0.10.2" else 0.02
-    assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=within)
-    assert found["memory"]["total"] / GIB == pytest.approx(float(line["memory_gib"]), rel=0.02)
+    own = artifact.versions()["jax"] == "0.10.2"
+    time, memory = (0.01, 0.02) if own else (0.02, 0.03)
+    assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=time)
+    assert found["memory"]["total"] / GIB == pytest.approx(float(line["memory_gib"]), rel=memory)
 
 
 def test_predictions_of_the_rows_that_are_xla():

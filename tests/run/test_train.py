@@ -46,6 +46,7 @@ def losses(folder) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in map(json.loads, lines)}
 
 
+@pytest.mark.core
 def test_a_run_writes_what_the_seeds_read(tmp_path):
     done = start("--config", TINY, "--steps", "8", "--output_dir", str(tmp_path))
     out, err = done.communicate()
@@ -89,6 +90,7 @@ def test_a_run_writes_what_the_seeds_read(tmp_path):
         assert text in out
 
 
+@pytest.mark.core
 def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
     straight, half = tmp_path / "straight", tmp_path / "half"
     axes = dict(dp=2, fsdp=2, tp=2, gbs=8)

@@ -119,7 +119,9 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
         ("grok", dict(pp=2, vp=2, mbs=1, schedule="gpipe")),
         ("llama", dict(pp=4, mbs=1, gbs=6)),  # microbatches that do not fill the stages evenly
         ("llama", dict(pp=2, vp=2, mbs=1, layers=6)),  # 6 + 2 slots: embedding and loss take one
-        ("grok", dict(pp=2, vp=4, ep=2, mbs=1, layers=6)),  # chunks of the ends alone
+        pytest.param(  # chunks of the ends alone
+            "grok", dict(pp=2, vp=4, ep=2, mbs=1, layers=6), marks=pytest.mark.core
+        ),
     ],
     ids=str,
 )
@@ -191,6 +193,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(axes):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.core
 def test_training_goes_the_same_way_on_every_mesh():
     """Three whole steps: optimizer, clipping and state placement included."""
 
