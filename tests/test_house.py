@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -82,6 +83,16 @@ def test_sizes():
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} is too long"
     assert {r: n for r, n in lines.items() if n > ROOMS[r][0]} == {}
+
+
+def test_files_that_are_named_are_there():
+    """In README, docs and what the code says of itself; capitals and copies are examples."""
+    named = r"(?<!/)\b(?:tests|maxbench|benchmarks|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
+    said = [pathlib.Path("README.md"), *pathlib.Path("docs").glob("*.md"), *PACKAGE]
+    said += [p for room in ("benchmarks", "tests") for p in pathlib.Path(room).rglob("*.py")]
+    examples = {"configs/copy.py", "configs/twin.py", "configs/llama2_7b.py"}
+    found = {name for p in said for name in re.findall(named, p.read_text())} - examples
+    assert {name for name in found if not pathlib.Path(name).exists()} == set()
 
 
 def test_the_readme_has_the_tables_of_the_workload_files():

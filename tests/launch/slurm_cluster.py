@@ -2,13 +2,14 @@
 
 Run by hand it leaves a cluster up until Ctrl-C, to try launch.sh on a laptop:
 
-    sudo python tests/slurm_cluster.py        # prints the SLURM_CONF to export
+    sudo python tests/launch/slurm_cluster.py        # prints the SLURM_CONF to export
 """
 
 import contextlib
 import getpass
 import os
 import pathlib
+import random
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ CONF = """
 ClusterName=laptop
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={first}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -87,7 +89,9 @@ class Cluster:
         key.chmod(0o600)
         ports = _free_ports(3)
         host = socket.gethostname().partition(".")[0]
-        self._conf(CONF.format(host=host, ports=ports, root=root, user=getpass.getuser(), cpus=2))
+        about = dict(host=host, ports=ports, root=root, user=getpass.getuser(), cpus=2)
+        # jax makes a coordinator's port of the job's number: two clusters here must not share any.
+        self._conf(CONF.format(**about, first=random.randrange(1000, 60000)))
         munge = ["munged", "-F", "--force", f"--key-file={key}", f"--socket={root}/munge.socket"]
         munge += [f"--{n}={root}/munge.{n.partition('-')[0]}" for n in ("pid-file", "log-file")]
         self._daemon("munged", [*munge, f"--seed-file={root}/munge.seed"])

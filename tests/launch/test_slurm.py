@@ -248,4 +248,4 @@ def test_too_few_nodes(jobs):
 
 
 if shutil.which("sbatch") is None:  # said once more at the end of the run, where it is read
-    print("NO SLURM on this machine: tests/test_slurm.py is skipped", file=sys.stderr)
+    print("NO SLURM on this machine: tests/launch/test_slurm.py is skipped", file=sys.stderr)

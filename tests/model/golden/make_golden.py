@@ -7,7 +7,7 @@ Hugging Face name (no `lm_head.weight` when it is tied to the embedding), `token
 
 The stored files are what the tests read, so this is only run to make them again:
 
-    pip install torch transformers && python tests/golden/make_golden.py
+    pip install torch transformers && python tests/model/golden/make_golden.py
 """
 
 from pathlib import Path
