@@ -15,7 +15,10 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from maxbench.mesh.collectives import degree
+from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import AXES
+
+BLOCK = max(f.multiple for f in FORMATS.values())  # what a split dim is best a multiple of
 
 # Logical axis of a weight -> mesh axis. The only table of placements there is.
 RULES = {
@@ -67,8 +70,11 @@ class Place:
 def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES, gemm=None) -> Place:
     """The place of a weight from its logical axes.
 
-    Each axis that would hold a copy of the weight splits the largest dim of a layer that it
-    divides; what divides none (a tiny norm on a large mesh) stays a copy.
+    Each axis that would hold a copy of the weight splits the first dim of a layer that it divides
+    into whole blocks of a number format: what is gathered and scattered then lies in one piece.
+    Another dim costs a transpose, and where the compiler moves that into the loop over
+    microbatches, one for each. Without such a dim it splits the largest that it divides; what it
+    divides nowhere (a tiny norm on a large mesh) stays a copy.
     """
     compute = tuple(a if (a := rules[n]) and degrees[a] > 1 else None for n in names)
     left = [
@@ -84,8 +90,10 @@ def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES, 
         if not fits:
             summed.append(axis)
             continue
+        whole = [i for i in fits if left[i] // degrees[axis] % BLOCK == 0]
         # The dim already split this way keeps a weight's master in one dim: one collective.
-        dim = max(fits, key=lambda i: (bool(zero[i]), left[i]))
+        first = min(whole) if whole else max(fits, key=lambda i: left[i])
+        dim = next((i for i in fits if zero[i]), first)
         zero[dim] += (axis,)
         left[dim] //= degrees[axis]
     return Place(compute, tuple(zero), tuple(summed), gemm)

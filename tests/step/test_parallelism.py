@@ -67,7 +67,7 @@ CASES = [("llama", m) for m in MESHES + MESHES_OF_STAGES]
 CASES += [("nemotron", m) for m in (MESHES[2], MESHES[6], MESHES_OF_STAGES[5])]
 CASES += [("grok", m) for m in (MESHES[1], MESHES[7], *MESHES_OF_EXPERTS)]
 CASES += [("dropless", m) for m in (*MESHES_OF_EXPERTS[:2], MESHES_OF_EXPERTS[3])]
-CASES += [("mixed", dict(fsdp=2, cp=2, ep=2, tp=2, mbs=1))]
+CASES += [("mixed", dict(cp=2, ep=2, tp=2, mbs=1))]
 
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
@@ -216,6 +216,24 @@ def test_master_state_is_split_over_every_axis_that_would_hold_copies():
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
         share = places.size_gib(step.abstract) * 2**30
         assert share == pytest.approx(whole / 8, rel=1e-3), axes
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "dp", "zero"),
+    [
+        (("layers", "embed", "gates", "mlp"), (32, 4096, 2, 14336), 8, 1),  # not mlp, the largest
+        # Neither 64 / 8 heads nor their dim divides by 64 into whole blocks.
+        (("layers", "heads", "head_dim", "embed"), (80, 64, 128, 8192), 64, 3),
+        (("layers", "embed"), (4, 64), 8, 1),  # no whole blocks anywhere: as it divides
+        (("layers", "embed"), (4, 60), 8, None),
+    ],
+)
+def test_what_travels_lies_in_one_piece(names, shape, dp, zero):
+    made = places.place(names, shape, dict.fromkeys(places.AXES, 1) | {"dp": dp, "tp": 8})
+    assert [i for i, axes in enumerate(made.zero) if "dp" in axes] == (
+        [] if zero is None else [zero]
+    )
+    assert ("dp" in made.summed) == (zero is None)
 
 
 # Collectives of the compiled program: (operation, shape of its result) -> how often it stands.
