@@ -102,8 +102,8 @@ class Train:
     data: str = setting("random", options=("random", "markov"))
     schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
-    # auto: cudnn on a GPU, unless softcap
-    attention: str = setting("auto", options=("auto", "xla", "cudnn"))
+    # auto: the fastest of model/attention.KERNELS that the GPU has
+    attention: str = setting("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
     # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
     loss_chunk: int = setting(0, at_least=0)
     combine: tuple[int, ...] = ()  # bytes at which collectives are joined: step/compiler.COMBINE
@@ -293,14 +293,6 @@ class Run:
             raise UserError(
                 f"train.seq={t.seq} does not divide into {why} = {parts} parts (cp={a.cp}, "
                 f"tp={a.tp}); nearest that works: {nearest(t.seq, parts)}"
-            )
-        if t.attention == "cudnn" and m.softcap:
-            have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"
-            raise UserError(f"{have}; use train.attention=xla")
-        if t.attention == "cudnn" and m.value_width != m.head_dim:
-            raise UserError(
-                f"train.attention='cudnn' takes heads of one width, and model.value_dim="
-                f"{m.value_dim} is not model.head_dim={m.head_dim}; use train.attention=xla"
             )
         if self.format.quantized:
             self._fills_gemms()

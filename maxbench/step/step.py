@@ -20,24 +20,23 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
-from maxbench.model import formats, network, stack, sums
+from maxbench.model import attention, formats, network, stack, sums
 from maxbench.model.formats import te, tensor
 from maxbench.spec.run import AXES, DTYPES, Run
 from maxbench.step import compiler, data, optimizer, pipeline, slots
 
 
-def for_platform(run: Run, platform: str) -> Run:
+def for_device(run: Run, device) -> Run:
     """The run with what it leaves open settled: attention, format, loss chunk, loop or no loop.
 
     Raises:
       ValueError: Transformer Engine is wanted and absent, too old, or does not load.
+      UserError: attention has no such kernel on the device.
     """
-    t, gpu = run.train, platform in ("gpu", "cuda")
-    m = run.model
-    kind = "cudnn" if gpu and not m.softcap and m.value_width == m.head_dim else "xla"
+    t, gpu = run.train, device.platform in ("gpu", "cuda")
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
     chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
-    kind = kind if t.attention == "auto" else t.attention
+    kind = attention.choose(run, device)
     unroll = t.unroll if t.unroll >= 0 else stack.MOST * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
     p = run.precision
@@ -60,8 +59,9 @@ class Step:
     """
 
     def __init__(self, run: Run, devices: Mesh):
-        self.platform = devices.devices.flat[0].platform
-        self.run, self.mesh = for_platform(run, self.platform), devices
+        device = devices.devices.flat[0]
+        self.platform = device.platform
+        self.run, self.mesh = for_device(run, device), devices
         self.arithmetic, self.tx = formats.arithmetic(self.run), optimizer.transform(run)
         self.order = slots.order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, RULES)

@@ -1,6 +1,7 @@
 """Attention, the loss and the experts, each against a form that is too simple to be wrong."""
 
 import dataclasses
+import types
 
 import flax.linen as nn
 import jax
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from maxbench.mesh import places
 from maxbench.model import attention, experts, layers, loss
+from maxbench.plan import aot, artifact, hlo
+from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Layout
 from maxbench.step import data, optimizer
 from tests.conftest import resolve
@@ -43,6 +46,95 @@ def test_attention_and_its_gradient(seq, softcap):
         strict=True,
     ):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-4), a, b)
+
+
+WIDTHS = [
+    (64, 64),
+    (128, 128),
+    (128, 64),
+    (192, 128),
+    (136, 136),
+    (192, 96),
+    (256, 256),
+    (192, 192),
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"),  # as cuDNN 9.28 answered; Blackwell's (256, 256) is of 9.23 only
+    [((8, 0), 3), ((9, 0), 8), ((10, 0), 4), ((10, 3), 4), ((12, 0), 3)],
+)
+def test_attention_is_a_kernel_that_the_gpu_has(capability, taken):
+    def kind(keys, values, dtype="bf16", **others):
+        m = dataclasses.replace(model, head_dim=keys, value_dim=values, **others)
+        return attention.suited(m, dtype, capability)
+
+    model = resolve("llama2_70b").model
+    assert {kind(*each) for each in WIDTHS[:taken]} == {"cudnn"}
+    assert {kind(*each) for each in WIDTHS[taken:-1]} <= {"xla"}
+    assert kind(192, 192) == {9: "cudnn", 10: "cudnn_split"}.get(capability[0], "xla")
+    none = kind(64, 64, "fp32"), kind(64, 64, softcap=30.0), kind(100, 100), kind(264, 264)
+    assert none == ("xla",) * 4
+
+
+def test_a_gpu_that_refuses_the_kernel_gets_xlas(monkeypatch, caplog):
+    """The device is no GPU: cuDNN's kernel does not compile for it."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H999")
+    run = resolve("llama2_70b", "tiny")
+    assert attention.choose(run, gpu) == "cudnn"
+    assert attention.choose(run, jax.devices()[0]) == "xla"
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert attention.choose(run, gpu) == "xla"
+    assert "cuDNN has no attention for H999, bf16, heads of" in caplog.text
+    with pytest.raises(UserError, match=r"use train\.attention=xla"):
+        attention.choose(resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}), gpu)
+
+
+def test_the_backward_pass_of_split_values_is_that_of_the_whole(monkeypatch):
+    shapes = [(2, 16, h, width) for h, width in ((4, 192), (2, 192), (2, 200), (4, 200))]
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(*x) for x in zip(keys, shapes, strict=True))
+    forward, backward = attention.KERNELS["xla"]
+    widths = []
+
+    def half(q, k, v, *rest):
+        widths.append((q.shape[-1], v.shape[-1]))
+        return backward(q, k, v, *rest)
+
+    @jax.jit
+    def both(*qkv):
+        rest = *forward(*qkv, True, 0.0), do, True, 0.0
+        return attention.KERNELS["cudnn_split"][1](*qkv, *rest), backward(*qkv, *rest)
+
+    monkeypatch.setattr(attention, "_cudnn_backward", half)
+    for a, b in zip(*both(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert widths == [(192, 128)] * 2
+
+
+@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="needs maxbench[plan]")
+def test_the_program_of_heads_of_192_on_blackwell():
+    """cuDNN's backward pass takes 128 dims of their values there, so there are two."""
+    run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
+    device = aot.devices(run.layout)[0]
+    kind = attention.choose(run, device)
+    grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
+    temporaries = []
+    for seq in (1024, 2048):
+        shapes = (1, seq, 12, 192), (1, seq, 1, 192), (1, seq, 1, 192)
+        place = jax.sharding.SingleDeviceSharding(device)
+        qkv = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=place) for x in shapes]
+        program = jax.jit(grad).lower(*qkv).compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    calls = sorted(
+        (op.target, *(x.shape.dims[-1] for x in c.operands(op)[:3]))
+        for c in hlo.parse(program.as_text()).computations.values()
+        for op in c.ops
+        if "fmha" in op.target
+    )
+    back = ("__cudnn$fmhaSoftmaxBackward", 192, 192, 128)
+    assert calls == [("__cudnn$fmhaSoftmax", 192, 192, 192), back, back]
+    assert temporaries[1] < 2.1 * temporaries[0]
 
 
 def test_attention_holds_no_square_of_the_sequence():
