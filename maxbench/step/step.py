@@ -176,7 +176,9 @@ class Step:
         run = self.run
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        w, places = optimizer.cast(params, run.format.compute), self.places
+        cast = lambda place, w: w if place.exact else w.astype(DTYPES[run.format.compute])
+        places = self.places
+        w = jax.tree.map(cast, places, params)
         stacked = not stack.as_code(run)
         if not stacked:
             w = w | {"layers": stack.unstack(run.model, w["layers"])}
