@@ -184,24 +184,30 @@ def test_logits_of_a_large_vocabulary_never_stand_whole():
 
 
 def plain_moe(m, x_jd, w, capacity):
-    """Tokens one by one, experts as they come; returns what the layer should."""
+    """Choices one by one, in the order in which they find a slot; returns what the layer should."""
     taken, out = np.zeros(m.experts, int), np.zeros_like(x_jd)
     gates, chosen, _ = jax.device_get(experts.route(m, x_jd @ w["router"]["w"]))
     act = lambda x: np.asarray(layers.ACTS[m.act](x))
-    for j, x in enumerate(x_jd):
-        for gate, e in zip(gates[j], chosen[j], strict=True):
-            taken[e] += 1
-            if taken[e] <= capacity:
-                up = np.einsum("d,dnf->nf", x, w["up"][e])
-                out[j] += gate * ((act(up[0]) * up[1]) @ w["down"][e])
+    choices = list(
+        zip(gates.ravel(), np.arange(gates.size) // m.top_k, chosen.ravel(), strict=True)
+    )
+    if m.drop == "probs":
+        choices.sort(key=lambda choice: -choice[0])
+    for gate, j, e in choices:
+        taken[e] += 1
+        if taken[e] <= capacity:
+            up = np.einsum("d,dnf->nf", x_jd[j], w["up"][e])
+            out[j] += gate * ((act(up[0]) * up[1]) @ w["down"][e])
     return out, taken
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("router", ["topk_softmax", "softmax_topk"])
-def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router):
+@pytest.mark.parametrize(
+    ("router", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
+)
+def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router, drop):
     m = resolve("grok1_314b", "tiny").model
-    m = dataclasses.replace(m, capacity_factor=factor, router=router, init_std=0.3)
+    m = dataclasses.replace(m, capacity_factor=factor, router=router, drop=drop, init_std=0.3)
     x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
     w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x)["params"])
     w = jax.tree.map(
@@ -262,7 +268,7 @@ def test_dispatch_and_combine_have_the_gradients_of_plain_indexing():
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = experts.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
-    slot, token = experts.assign(m, expert)
+    slot, token = experts.assign(m, gate, expert)
 
     def ours(x, gate):
         y = jnp.sin(experts.dispatch(x, slot, token))
