@@ -134,16 +134,19 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW and its learning rate: linear warmup, a constant part, then cosine to lr_min."""
+    """AdamW and its learning rate: linear warmup, cosine to lr_min, a constant part at the end."""
 
     lr: float = setting(at_least=0)
     lr_min: float = setting(at_least=0)
     warmup: float = setting(at_least=0)  # steps; below 1, a fraction of train.steps
-    constant: int = setting(0, at_least=0)
+    # step i of a warmup of n has rate lr (i + offset) / (n + offset)
+    warmup_offset: int = setting(1, at_least=0)
+    constant: int = setting(0, at_least=0)  # last steps, at lr_min
     b1: float = 0.9
     b2: float = 0.95
     eps: float = setting(1e-8, above=0)
     weight_decay: float = setting(0.1, at_least=0)
+    decay_norms: bool = False  # weights of norms too
     clip: float = setting(1.0, above=0)  # global norm of the gradient
 
     def __post_init__(self):

@@ -316,12 +316,25 @@ def test_places_split_evenly_and_use_each_axis_once(names, sizes, degrees):
 def test_learning_rate_is_the_recipes():
     rate = optimizer.learning_rate(resolve("llama31_8b"))
     assert f"{rate(49):.4}" == "7.496e-06"  # as the published log says of step 49
-    run = resolve("llama2_70b", steps=100)
-    rate = optimizer.learning_rate(run)
-    assert float(rate(10)) == pytest.approx(3e-5)
-    assert float(rate(100)) == pytest.approx(3e-6)
-    assert all(rate(i) < rate(i + 1) for i in range(9))
-    assert all(rate(i) > rate(i + 1) for i in range(10, 99))
+    maxtext = optimizer.learning_rate(resolve("llama2_70b", steps=100))
+    rates = [float(maxtext(i)) for i in (0, 5, 10, 55, 100)]
+    assert rates == pytest.approx([0, 1.5e-5, 3e-5, 1.65e-5, 3e-6])
+    nemo = optimizer.learning_rate(resolve("grok1_314b", steps=20_000))
+    ends = 636, (636 + 8127) / 2, 8127, 8128, 19_999
+    rates = [float(nemo(i)) for i in (0, 318, *ends)]
+    middle, low = 6.6e-5, 1.2e-5
+    assert rates == pytest.approx([0, 6e-5, 1.2e-4, middle, low, low, low])
+
+
+@pytest.mark.parametrize(("family", "decays"), [("llama2_70b", True), ("llama31_8b", False)])
+def test_which_weights_decay(family, decays):
+    run = resolve(family, overrides={"optim.warmup": 0.0})
+    weights = {"w": jnp.ones(2), "norm": {"scale": jnp.ones(2)}}
+    tx = optimizer.transform(run)
+    change, _ = tx.update(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
+    rate = run.optim.lr * run.optim.weight_decay
+    np.testing.assert_allclose(change["w"], -rate, rtol=1e-6)
+    np.testing.assert_allclose(change["norm"]["scale"], -rate * decays, rtol=1e-6)
 
 
 def test_tokens_differ_every_step_and_row():
