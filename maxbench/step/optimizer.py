@@ -29,7 +29,7 @@ def learning_rate(run: Run):
 def transform(run: Run) -> optax.GradientTransformation:
     """Clip by global norm, Adam, weight decay, learning rate.
 
-    Moments have the precision of the tree that init and update are given: precision.moments.
+    Moments have the precision of the tree that init and update are given.
     """
     o = run.optim
     is_norm = lambda path: jax.tree_util.keystr(path[-1:], simple=True) in ("scale", "bias")
@@ -44,5 +44,6 @@ def transform(run: Run) -> optax.GradientTransformation:
 
 
 def cast(tree, precision: str):
-    """All arrays of a tree as 'bf16' or 'fp32'."""
-    return jax.tree.map(lambda x: x.astype(DTYPES[precision]), tree)
+    """All floats of a tree as 'bf16' or 'fp32'."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(DTYPES[precision]) if is_float(x) else x, tree)

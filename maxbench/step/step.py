@@ -142,13 +142,15 @@ class Step:
         p = self.run.precision
         past = state["fp8"]["layers"] if p.remembered else None
         grads, out, amax = self.gradients(state["params"], state["step"], past)
-        grads = optimizer.cast(grads, p.moments)
+        # Computed in fp32, whatever it is kept in.
+        grads, opt, params = (
+            optimizer.cast(x, "fp32") for x in (grads, state["opt"], state["params"])
+        )
         out["grad_norm"] = optax.tree.norm(grads)
         out["lr"] = optimizer.learning_rate(self.run)(state["step"])
-        updates, opt = self.tx.update(
-            grads, state["opt"], optimizer.cast(state["params"], p.moments)
-        )
-        params = optax.apply_updates(state["params"], updates)
+        updates, opt = self.tx.update(grads, opt, params)
+        params = optimizer.cast(optax.apply_updates(params, updates), p.weights)
+        opt = optimizer.cast(opt, p.moments)
         state = {"step": state["step"] + 1, "params": params, "opt": opt}
         if p.remembered:
             state["fp8"] = {"layers": tensor.remember(past, amax)}

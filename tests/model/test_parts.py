@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
 from maxbench.model import attention, experts, layers, loss
 from maxbench.plan import aot, artifact, hlo
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Layout
 from maxbench.step import data, optimizer
+from maxbench.step.step import Step
 from tests.conftest import resolve
 
 
@@ -335,6 +337,22 @@ def test_which_weights_decay(family, decays):
     rate = run.optim.lr * run.optim.weight_decay
     np.testing.assert_allclose(change["w"], -rate, rtol=1e-6)
     np.testing.assert_allclose(change["norm"]["scale"], -rate * decays, rtol=1e-6)
+
+
+def test_a_state_in_bf16_is_computed_in_fp32(monkeypatch):
+    """It is the fp32 state from the same numbers, rounded."""
+    step, exact = (
+        Step(run, mesh.make_mesh(run.layout))
+        for run in (resolve("nemotron4_340b", presets) for presets in ("tiny,bf16_state", "tiny"))
+    )
+    grads = lambda self, w, i, past: (jax.tree.map(lambda x: x / 2, w), {}, None)
+    monkeypatch.setattr(Step, "gradients", grads)
+    rounded = jax.jit(lambda s: optimizer.cast(exact._step(optimizer.cast(s, "fp32"))[0], "bf16"))
+    state = step.init()
+    for _ in range(2):
+        expected, state = rounded(state), jax.jit(step._step)(state)[0]
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert {x.dtype.name for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}
 
 
 def test_tokens_differ_every_step_and_row():
