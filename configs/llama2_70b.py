@@ -33,7 +33,7 @@ def get_config(presets=""):
         ),
         fp8=dict(train=dict(remat="save_dot_except_mlp")),
         layout=dict(mbs=2),
-        optim=dict(lr=3e-5, lr_min=3e-6, warmup=0.1, eps=1e-8),
+        optim=dict(lr=3e-5, lr_min=3e-6, warmup=0.1, warmup_offset=0, eps=1e-8, decay_norms=True),
         layouts=LAYOUTS,
         launch=dict(rank=4, dtype="fp8", profile=(10, 15)),
     )

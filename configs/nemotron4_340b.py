@@ -1,6 +1,7 @@
 """Nemotron-4 340B, https://arxiv.org/abs/2406.11704, as NVIDIA's NeMo recipes train it.
 
-The preset `bf16_state` is the older recipe's optimizer: no fp32 master, moments in bf16.
+The preset `bf16_state` is the older recipe's optimizer: no fp32 master, moments in bf16;
+computed in fp32.
 """
 
 from maxbench.spec.recipes import workload

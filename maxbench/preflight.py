@@ -36,13 +36,17 @@ def main(argv: Sequence[str]) -> int:
     if os.environ.get("SLURM_LOCALID", "0") == "0" and (wrong := checks.lint_run(run)):
         print("\n".join(f"preflight: error: {text}" for text in wrong), flush=True)
         return 1
-    with cli.clear_errors("preflight"):
-        found = look(run)
     import jax
 
+    from maxbench.model import attention
+
+    with cli.clear_errors("preflight"):
+        found = look(run)
+        kernel = attention.choose(run, jax.local_devices()[0])
     late, wrong = judge(run, found, fv["allow_tcp"].value)
     if jax.process_index() == 0:
         say(run, found, late, wrong)
+        print(f"attention {kernel}")
         print(f"preflight {'failed' if wrong else 'passed'} in {time.perf_counter() - start:.1f} s")
         if fv["json"].value:
             with open(fv["json"].value, "w") as f:

@@ -2,7 +2,7 @@
 
 A weight has two places:
 
-  compute   split as the layers use it (RULES), in the compute precision
+  compute   split as the layers use it (RULES), in the compute precision unless exact
   master    split further over every axis that would only hold a copy (ZeRO-1): the fp32 weight,
             its gradient and its optimizer state
 """
@@ -55,6 +55,7 @@ class Place:
     zero: tuple[tuple[str, ...], ...]  # further axes of the master copy, minor to compute's
     summed: tuple[str, ...]  # axes over which its gradient is summed without being split
     gemm: Factor | None = None
+    exact: bool = False  # layers see the master weight, not a copy in the compute precision
 
     @property
     def master_spec(self) -> P:
@@ -96,7 +97,8 @@ def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES, 
         dim = next((i for i in fits if zero[i]), first)
         zero[dim] += (axis,)
         left[dim] //= degrees[axis]
-    return Place(compute, tuple(zero), tuple(summed), gemm)
+    # Which expert a token takes is discrete: a router keeps all the bits of its weight.
+    return Place(compute, tuple(zero), tuple(summed), gemm, exact="routes" in names)
 
 
 def gather_master(place: Place, w: jax.Array) -> jax.Array:

@@ -1,9 +1,11 @@
-"""Causal grouped-query attention: one signature, two kernels, and context parallelism.
+"""Causal grouped-query attention: one signature, a few kernels, and context parallelism.
 
-Neither kernel holds an S x S tensor: cuDNN's flash attention never does, the XLA form works on
-blocks of queries. Both give (output, logsumexp) and take them back in the backward pass, which is
-all that a ring over cp needs: partial results of different keys merge by their logsumexp, and the
-backward of a part is exact when given the merged output and logsumexp.
+No kernel holds an S x S tensor: cuDNN's flash attention never does, the XLA form works on blocks
+of queries. All give (output, logsumexp) and take them back in the backward pass, which is all that
+a ring over cp needs: partial results of different keys merge by their logsumexp, and the backward
+of a part is exact when given the merged output and logsumexp. jax.nn.dot_product_attention would
+be cuDNN's kernel by a public name, but its backward pass takes neither: it is that of a whole, and
+drops the gradient of the logsumexp.
 
 Shape letters: b batch, t query position, s key position, h heads, g KV heads, r = h / g,
 k head_dim (a value's may be another).
@@ -15,15 +17,78 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public form hides logsumexp
+from absl import logging
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.mesh import collectives
+from maxbench.spec.errors import UserError
+from maxbench.spec.model import Model
+from maxbench.spec.run import DTYPES, Run
 
 # jax 0.12 has a further keyword, which must be given.
 _KEYWORDS = inspect.signature(cudnn._dot_product_attention).parameters
 NO_SCORE_MOD = {"score_mod": None} if "score_mod" in _KEYWORDS else {}
 BLOCK = 256  # queries whose scores stand in memory at once, XLA form
+HALF = 128  # dims of values that cuDNN's backward pass takes at once with keys of 192 on Blackwell
+
+
+def choose(run: Run, device) -> str:
+    """The name in KERNELS of what run.train.attention asks for, on a device, here or not.
+
+    cuDNN's rule is asked as numbers, and of a GPU that is here by compiling too: XLA has cuDNN plan
+    this very shape.
+
+    Raises:
+      UserError: cuDNN is asked for by name, and takes no such attention.
+    """
+    m, wanted, dtype = run.model, run.train.attention, run.format.compute
+    gpu = device.platform in ("gpu", "cuda")
+    if wanted == "xla" or (wanted == "auto" and not gpu):
+        return "xla"
+    version = getattr(device, "compute_capability", "0.0")
+    kind = suited(m, dtype, tuple(int(n) for n in version.split(".")))
+    here = kind != "xla" and device in jax.devices()
+    why = _refused(kind, run) if here else ""
+    if kind != "xla" and not why:
+        return kind
+    none = (
+        f"cuDNN has no attention for {device.device_kind}, {dtype}, heads of {m.head_dim} with "
+        f"values of {m.value_width}" + f", capped at {m.softcap}" * bool(m.softcap) + why
+    )
+    if wanted != "auto":
+        raise UserError(f"train.attention={wanted!r}: {none}; use train.attention=xla")
+    logging.warning("attention takes XLA's own form, which is slower: %s", none)
+    return "xla"
+
+
+def suited(m: Model, dtype: str, capability: tuple[int, int]) -> str:
+    """The fastest of KERNELS for m computed in dtype, on GPUs of a compute capability.
+
+    The rule is that of cuDNN's backward pass, from 9.12 on: its forward pass takes more.
+    """
+    keys, values = m.head_dim, m.value_width
+    if dtype != "bf16" or m.softcap or capability < (8, 0) or keys % 8 or values % 8:
+        return "xla"
+    if max(keys, values) <= (256 if capability[0] == 9 else 128):
+        return "cudnn"
+    if capability[0] == 10 and keys == 192:
+        return "cudnn" if values == HALF else "cudnn_split" if values > HALF else "xla"
+    return "xla"
+
+
+def _refused(kind: str, run: Run) -> str:
+    """What the device that is here has against a kernel for the run's shapes, or ''."""
+    m, a, tokens = run.model, run.layout, run.train.seq // run.layout.cp
+    widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
+    shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
+    qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
+    grad = jax.grad(lambda *qkv: jnp.sum(attend(*qkv, kind=kind)), (0, 1, 2))
+    try:
+        jax.jit(grad).lower(*qkv).compile()
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        return f": {error}"
+    return ""
 
 
 def attend(q_bthk, k_bsgk, v_bsgk, *, kind: str, softcap: float = 0.0):
@@ -227,6 +292,18 @@ def _cudnn_backward(q, k, v, o, lse, do, causal, softcap):
     )
 
 
+def _split_backward(q, k, v, o, lse, do, causal, softcap):
+    """For some dims of the values at a time: do @ v, and so the gradients of q and k, are sums."""
+    fill = ((0, 0), (0, 0), (0, 0), (0, -v.shape[-1] % HALF))
+    parts = lambda x: jnp.split(jnp.pad(x, fill), -(-v.shape[-1] // HALF), -1)
+    grads = [
+        _cudnn_backward(q, k, v, o, lse, do, causal, softcap)
+        for v, o, do in zip(parts(v), parts(o), parts(do), strict=True)
+    ]
+    dq, dk, dv = zip(*grads, strict=True)
+    return sum(dq), sum(dk), jnp.concatenate(dv, -1)[..., : v.shape[-1]]
+
+
 def _unused(q):
     """Bias, sequence lengths, offsets and page tables: none of them is used."""
     return (jnp.zeros(0, q.dtype),) * 7
@@ -249,4 +326,5 @@ def _cudnn_options(q, causal):
 KERNELS = {
     "xla": (_xla_forward, _xla_backward),
     "cudnn": (_cudnn_forward, _cudnn_backward),
+    "cudnn_split": (_cudnn_forward, _split_backward),
 }

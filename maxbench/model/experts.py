@@ -1,8 +1,9 @@
 """Mixture of experts: router, dispatch and combine, experts over ep.
 
 With capacity_factor c > 0 each expert has slots for c x k x tokens / experts of a GPU's tokens in a
-microbatch, the first in their order; others are dropped. Slots move with one all-to-all there and
-one back.
+microbatch, those to which the router gave it the largest weight (drop 'probs', as Megatron does by
+default) or the first in their order ('position'); others are dropped. Slots move with one
+all-to-all there and one back.
 
 With c = 0 no token is dropped, and none is padded to what an expert might get: each GPU of ep and
 tp sees the tokens of all, sorts the choices of its own experts into blocks of one expert each, and
@@ -44,7 +45,7 @@ class Moe(nn.Module):
         return y_jd.reshape(x_bud.shape), aux
 
     def in_slots(self, x_jd, gate_jk, expert_jk):
-        slot_jk, token_ec = assign(self.model, expert_jk)
+        slot_jk, token_ec = assign(self.model, gate_jk, expert_jk)
         sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))
         back_ecd = exchange_experts(self.experts(keep(sent_ecd, "dispatched")), back=True)
         return combine(keep(back_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
@@ -92,21 +93,23 @@ def route(m: Model, logits_je):
     return gate_jk, expert_jk, probs_je
 
 
-def assign(m: Model, expert_jk):
+def assign(m: Model, gate_jk, expert_jk):
     """A slot for each choice and the token of each slot.
 
     Returns slot_jk, numbered e x capacity + c or -1 when dropped, and token_ec, -1 when empty.
     """
-    j, k = expert_jk.shape
-    c = m.capacity(j)
-    flat = expert_jk.reshape(-1)
-    chosen = jax.nn.one_hot(flat, m.experts, dtype=jnp.int32)
-    place = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, -1)
-    slot = jnp.where(place < c, flat * c + place, -1)
-    where = jnp.where(slot < 0, m.experts * c, slot)
-    token = jnp.full(m.experts * c, -1, jnp.int32)
-    token = token.at[where].set(jnp.arange(j * k, dtype=jnp.int32) // k, mode="drop")
-    return slot.reshape(j, k), token.reshape(m.experts, c)
+    j, e, c = len(expert_jk), m.experts, m.capacity(len(expert_jk))
+    token_j1 = jnp.arange(j, dtype=jnp.int32)[:, None]
+    # Of equals, top_k takes the first: by position all choices are equal.
+    rank_jk = jax.lax.stop_gradient(gate_jk) if m.drop == "probs" else jnp.zeros_like(gate_jk)
+    rank_ej = jnp.full((e, j), -1.0).at[expert_jk, token_j1].set(rank_jk)
+    rank_ec, token_ec = jax.lax.top_k(rank_ej, c)
+    token_ec = jnp.where(rank_ec < 0, -1, token_ec)
+    slot_ec = jnp.arange(e * c, dtype=jnp.int32).reshape(e, c)
+    where_ec = jnp.where(rank_ec < 0, j, token_ec)
+    expert_e1 = jnp.arange(e)[:, None]
+    slot_ej = jnp.full((e, j), -1, jnp.int32).at[expert_e1, where_ec].set(slot_ec, mode="drop")
+    return slot_ej[expert_jk, token_j1], token_ec
 
 
 def _take(x, index):

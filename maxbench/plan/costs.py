@@ -72,12 +72,8 @@ class Costs:
         waste = min(rounds(area(a, b)) * area(a, b) * a * b / (m * n * batch) for a, b in TILES)
         return 2 * m * n * k * batch * waste / self.rate(PEAKS.get(dtype, "bf16"))
 
-    def attention(self, scores: int, head_dim: int, causal: bool, backward: bool) -> float:
-        """Seconds of flash attention: 2 products forward, 5 backward, of scores x head_dim.
-
-        `scores` are all of them, batch x heads x queries x keys; a causal mask leaves half.
-        """
-        flops = 2 * (5 if backward else 2) * scores * head_dim * (0.5 if causal else 1)
+    def attention(self, flops: float, backward: bool) -> float:
+        """Seconds of flash attention, of the FLOPs that its mask leaves."""
         p = self.physics
         reach = p.attention_backward if backward else p.attention_forward
         return flops / (self.gpu.bf16_tflops * 1e12 * reach)

@@ -244,10 +244,10 @@ def price(
     if op.target.startswith("__cudnn$fmha"):
         backward, causal = op.target.endswith("Backward"), '"mask_type": "CAUSAL"' in op.attrs
         scores = math.prod(op.dims("dimensions"))
-        head_dim = where.operands(op)[0].shape.dims[-1]
-        seconds = costs.attention(scores, head_dim, causal, backward)
-        flops = (10.0 if backward else 4.0) * scores * head_dim * (0.5 if causal else 1)
-        return "attention", max(seconds, bytes_s), flops
+        keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
+        width = 3 * keys + 2 * values if backward else keys + values
+        flops = 2.0 * scores * width * (0.5 if causal else 1)
+        return "attention", max(costs.attention(flops, backward), bytes_s), flops
     if op.base == "fusion" and "dot" in (inside := program.called(op)).opcodes:
         seconds = flops = 0.0
         for dot in inside.ops:

@@ -13,6 +13,7 @@ from maxbench.spec.errors import UserError, choose, divisors
 ACTS = ("swiglu", "geglu", "relu2")
 NORMS = ("rmsnorm", "layernorm1p")
 ROUTERS = ("topk_softmax", "softmax_topk")
+DROPS = ("probs", "position")
 
 
 class Kind(NamedTuple):
@@ -57,6 +58,7 @@ class Model:
     top_k: int = 2
     router: str = "topk_softmax"  # topk_softmax | softmax_topk (softmax over all, then top-k)
     capacity_factor: float = 1.0  # 0 = no token is ever dropped
+    drop: str = "probs"  # what an expert has no slot for: its least probable tokens | the last
     aux_loss: float = 0.0  # weight of the load-balancing loss
 
     # Axes that are not fields of their own: fused projections, and the widths of small weights.
@@ -110,6 +112,7 @@ class Model:
         choose("model.act", self.act, ACTS)
         choose("model.norm", self.norm, NORMS)
         choose("model.router", self.router, ROUTERS)
+        choose("model.drop", self.drop, DROPS)
         for field in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
             if getattr(self, field) < 1:
                 raise UserError(f"model.{field}={getattr(self, field)} must be at least 1")

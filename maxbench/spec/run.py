@@ -102,8 +102,8 @@ class Train:
     data: str = setting("random", options=("random", "markov"))
     schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
-    # auto: cudnn on a GPU, unless softcap
-    attention: str = setting("auto", options=("auto", "xla", "cudnn"))
+    # auto: the fastest of model/attention.KERNELS that the GPU has
+    attention: str = setting("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
     # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
     loss_chunk: int = setting(0, at_least=0)
     combine: tuple[int, ...] = ()  # bytes at which collectives are joined: step/compiler.COMBINE
@@ -134,16 +134,19 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW and its learning rate: linear warmup, a constant part, then cosine to lr_min."""
+    """AdamW and its learning rate: linear warmup, cosine to lr_min, a constant part at the end."""
 
     lr: float = setting(at_least=0)
     lr_min: float = setting(at_least=0)
     warmup: float = setting(at_least=0)  # steps; below 1, a fraction of train.steps
-    constant: int = setting(0, at_least=0)
+    # step i of a warmup of n has rate lr (i + offset) / (n + offset)
+    warmup_offset: int = setting(1, at_least=0)
+    constant: int = setting(0, at_least=0)  # last steps, at lr_min
     b1: float = 0.9
     b2: float = 0.95
     eps: float = setting(1e-8, above=0)
     weight_decay: float = setting(0.1, at_least=0)
+    decay_norms: bool = False  # weights of norms too
     clip: float = setting(1.0, above=0)  # global norm of the gradient
 
     def __post_init__(self):
@@ -293,14 +296,6 @@ class Run:
             raise UserError(
                 f"train.seq={t.seq} does not divide into {why} = {parts} parts (cp={a.cp}, "
                 f"tp={a.tp}); nearest that works: {nearest(t.seq, parts)}"
-            )
-        if t.attention == "cudnn" and m.softcap:
-            have = f"train.attention='cudnn' has no cap on logits (model.softcap={m.softcap})"
-            raise UserError(f"{have}; use train.attention=xla")
-        if t.attention == "cudnn" and m.value_width != m.head_dim:
-            raise UserError(
-                f"train.attention='cudnn' takes heads of one width, and model.value_dim="
-                f"{m.value_dim} is not model.head_dim={m.head_dim}; use train.attention=xla"
             )
         if self.format.quantized:
             self._fills_gemms()

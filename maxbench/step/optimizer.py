@@ -8,17 +8,18 @@ from maxbench.spec.run import DTYPES, Run
 
 
 def learning_rate(run: Run):
-    """step -> learning rate: linear warmup, a constant part, then cosine down to lr_min.
+    """step -> learning rate: linear warmup, cosine down to lr_min, then constant.
 
-    Step i of a warmup of n has rate lr (i + 1) / (n + 1), as NeMo counts.
+    Rates are NeMo's where warmup_offset is 1, or there is a constant part and it is 0; MaxText's
+    where it is 0.
     """
     o, steps = run.optim, run.train.steps
-    warmup = o.warmup * steps if 0 < o.warmup < 1 else o.warmup
+    warmup = int(o.warmup * steps) if 0 < o.warmup < 1 else o.warmup
     decay = max(1, steps - warmup - o.constant)
 
     def rate(step):
-        rising = o.lr * (step + 1) / (warmup + 1)
-        done = jnp.clip((step - warmup - o.constant) / decay, 0, 1)
+        rising = o.lr * (step + o.warmup_offset) / max(1, warmup + o.warmup_offset)
+        done = jnp.clip((step - warmup) / decay, 0, 1)
         falling = o.lr_min + (o.lr - o.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * done))
         return jnp.where(step < warmup, rising, falling)
 
@@ -26,13 +27,14 @@ def learning_rate(run: Run):
 
 
 def transform(run: Run) -> optax.GradientTransformation:
-    """Clip by global norm, Adam, weight decay on all but norms, learning rate.
+    """Clip by global norm, Adam, weight decay, learning rate.
 
-    Moments have the precision of the tree that init and update are given: precision.moments.
+    Moments have the precision of the tree that init and update are given.
     """
     o = run.optim
     is_norm = lambda path: jax.tree_util.keystr(path[-1:], simple=True) in ("scale", "bias")
-    decayed = lambda w: jax.tree_util.tree_map_with_path(lambda path, _: not is_norm(path), w)
+    decays = lambda path, _: o.decay_norms or not is_norm(path)
+    decayed = lambda w: jax.tree_util.tree_map_with_path(decays, w)
     return optax.chain(
         optax.clip_by_global_norm(o.clip),
         optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
@@ -42,5 +44,6 @@ def transform(run: Run) -> optax.GradientTransformation:
 
 
 def cast(tree, precision: str):
-    """All arrays of a tree as 'bf16' or 'fp32'."""
-    return jax.tree.map(lambda x: x.astype(DTYPES[precision]), tree)
+    """All floats of a tree as 'bf16' or 'fp32'."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(DTYPES[precision]) if is_float(x) else x, tree)

@@ -20,24 +20,23 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
-from maxbench.model import formats, network, stack, sums
+from maxbench.model import attention, formats, network, stack, sums
 from maxbench.model.formats import te, tensor
 from maxbench.spec.run import AXES, DTYPES, Run
 from maxbench.step import compiler, data, optimizer, pipeline, slots
 
 
-def for_platform(run: Run, platform: str) -> Run:
+def for_device(run: Run, device) -> Run:
     """The run with what it leaves open settled: attention, format, loss chunk, loop or no loop.
 
     Raises:
       ValueError: Transformer Engine is wanted and absent, too old, or does not load.
+      UserError: attention has no such kernel on the device.
     """
-    t, gpu = run.train, platform in ("gpu", "cuda")
-    m = run.model
-    kind = "cudnn" if gpu and not m.softcap and m.value_width == m.head_dim else "xla"
+    t, gpu = run.train, device.platform in ("gpu", "cuda")
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
     chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
-    kind = kind if t.attention == "auto" else t.attention
+    kind = attention.choose(run, device)
     unroll = t.unroll if t.unroll >= 0 else stack.MOST * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
     p = run.precision
@@ -60,8 +59,9 @@ class Step:
     """
 
     def __init__(self, run: Run, devices: Mesh):
-        self.platform = devices.devices.flat[0].platform
-        self.run, self.mesh = for_platform(run, self.platform), devices
+        device = devices.devices.flat[0]
+        self.platform = device.platform
+        self.run, self.mesh = for_device(run, device), devices
         self.arithmetic, self.tx = formats.arithmetic(self.run), optimizer.transform(run)
         self.order = slots.order(run.model.layers, run.layout.pp, run.layout.vp)
         self.places = self._places(self.order, RULES)
@@ -142,13 +142,15 @@ class Step:
         p = self.run.precision
         past = state["fp8"]["layers"] if p.remembered else None
         grads, out, amax = self.gradients(state["params"], state["step"], past)
-        grads = optimizer.cast(grads, p.moments)
+        # Computed in fp32, whatever it is kept in.
+        grads, opt, params = (
+            optimizer.cast(x, "fp32") for x in (grads, state["opt"], state["params"])
+        )
         out["grad_norm"] = optax.tree.norm(grads)
         out["lr"] = optimizer.learning_rate(self.run)(state["step"])
-        updates, opt = self.tx.update(
-            grads, state["opt"], optimizer.cast(state["params"], p.moments)
-        )
-        params = optax.apply_updates(state["params"], updates)
+        updates, opt = self.tx.update(grads, opt, params)
+        params = optimizer.cast(optax.apply_updates(params, updates), p.weights)
+        opt = optimizer.cast(opt, p.moments)
         state = {"step": state["step"] + 1, "params": params, "opt": opt}
         if p.remembered:
             state["fp8"] = {"layers": tensor.remember(past, amax)}
@@ -176,7 +178,9 @@ class Step:
         run = self.run
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        w, places = optimizer.cast(params, run.format.compute), self.places
+        cast = lambda place, w: w if place.exact else w.astype(DTYPES[run.format.compute])
+        places = self.places
+        w = jax.tree.map(cast, places, params)
         stacked = not stack.as_code(run)
         if not stacked:
             w = w | {"layers": stack.unstack(run.model, w["layers"])}

@@ -1,6 +1,7 @@
 """Attention, the loss and the experts, each against a form that is too simple to be wrong."""
 
 import dataclasses
+import types
 
 import flax.linen as nn
 import jax
@@ -11,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
 from maxbench.model import attention, experts, layers, loss
+from maxbench.plan import aot, artifact, hlo
+from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Layout
 from maxbench.step import data, optimizer
+from maxbench.step.step import Step
 from tests.conftest import resolve
 
 
@@ -43,6 +48,95 @@ def test_attention_and_its_gradient(seq, softcap):
         strict=True,
     ):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-4), a, b)
+
+
+WIDTHS = [
+    (64, 64),
+    (128, 128),
+    (128, 64),
+    (192, 128),
+    (136, 136),
+    (192, 96),
+    (256, 256),
+    (192, 192),
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"),  # as cuDNN 9.28 answered; Blackwell's (256, 256) is of 9.23 only
+    [((8, 0), 3), ((9, 0), 8), ((10, 0), 4), ((10, 3), 4), ((12, 0), 3)],
+)
+def test_attention_is_a_kernel_that_the_gpu_has(capability, taken):
+    def kind(keys, values, dtype="bf16", **others):
+        m = dataclasses.replace(model, head_dim=keys, value_dim=values, **others)
+        return attention.suited(m, dtype, capability)
+
+    model = resolve("llama2_70b").model
+    assert {kind(*each) for each in WIDTHS[:taken]} == {"cudnn"}
+    assert {kind(*each) for each in WIDTHS[taken:-1]} <= {"xla"}
+    assert kind(192, 192) == {9: "cudnn", 10: "cudnn_split"}.get(capability[0], "xla")
+    none = kind(64, 64, "fp32"), kind(64, 64, softcap=30.0), kind(100, 100), kind(264, 264)
+    assert none == ("xla",) * 4
+
+
+def test_a_gpu_that_refuses_the_kernel_gets_xlas(monkeypatch, caplog):
+    """The device is no GPU: cuDNN's kernel does not compile for it."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H999")
+    run = resolve("llama2_70b", "tiny")
+    assert attention.choose(run, gpu) == "cudnn"
+    assert attention.choose(run, jax.devices()[0]) == "xla"
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert attention.choose(run, gpu) == "xla"
+    assert "cuDNN has no attention for H999, bf16, heads of" in caplog.text
+    with pytest.raises(UserError, match=r"use train\.attention=xla"):
+        attention.choose(resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}), gpu)
+
+
+def test_the_backward_pass_of_split_values_is_that_of_the_whole(monkeypatch):
+    shapes = [(2, 16, h, width) for h, width in ((4, 192), (2, 192), (2, 200), (4, 200))]
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(*x) for x in zip(keys, shapes, strict=True))
+    forward, backward = attention.KERNELS["xla"]
+    widths = []
+
+    def half(q, k, v, *rest):
+        widths.append((q.shape[-1], v.shape[-1]))
+        return backward(q, k, v, *rest)
+
+    @jax.jit
+    def both(*qkv):
+        rest = *forward(*qkv, True, 0.0), do, True, 0.0
+        return attention.KERNELS["cudnn_split"][1](*qkv, *rest), backward(*qkv, *rest)
+
+    monkeypatch.setattr(attention, "_cudnn_backward", half)
+    for a, b in zip(*both(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert widths == [(192, 128)] * 2
+
+
+@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="needs maxbench[plan]")
+def test_the_program_of_heads_of_192_on_blackwell():
+    """cuDNN's backward pass takes 128 dims of their values there, so there are two."""
+    run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
+    device = aot.devices(run.layout)[0]
+    kind = attention.choose(run, device)
+    grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
+    temporaries = []
+    for seq in (1024, 2048):
+        shapes = (1, seq, 12, 192), (1, seq, 1, 192), (1, seq, 1, 192)
+        place = jax.sharding.SingleDeviceSharding(device)
+        qkv = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=place) for x in shapes]
+        program = jax.jit(grad).lower(*qkv).compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    calls = sorted(
+        (op.target, *(x.shape.dims[-1] for x in c.operands(op)[:3]))
+        for c in hlo.parse(program.as_text()).computations.values()
+        for op in c.ops
+        if "fmha" in op.target
+    )
+    back = ("__cudnn$fmhaSoftmaxBackward", 192, 192, 128)
+    assert calls == [("__cudnn$fmhaSoftmax", 192, 192, 192), back, back]
+    assert temporaries[1] < 2.1 * temporaries[0]
 
 
 def test_attention_holds_no_square_of_the_sequence():
@@ -92,24 +186,30 @@ def test_logits_of_a_large_vocabulary_never_stand_whole():
 
 
 def plain_moe(m, x_jd, w, capacity):
-    """Tokens one by one, experts as they come; returns what the layer should."""
+    """Choices one by one, in the order in which they find a slot; returns what the layer should."""
     taken, out = np.zeros(m.experts, int), np.zeros_like(x_jd)
     gates, chosen, _ = jax.device_get(experts.route(m, x_jd @ w["router"]["w"]))
     act = lambda x: np.asarray(layers.ACTS[m.act](x))
-    for j, x in enumerate(x_jd):
-        for gate, e in zip(gates[j], chosen[j], strict=True):
-            taken[e] += 1
-            if taken[e] <= capacity:
-                up = np.einsum("d,dnf->nf", x, w["up"][e])
-                out[j] += gate * ((act(up[0]) * up[1]) @ w["down"][e])
+    choices = list(
+        zip(gates.ravel(), np.arange(gates.size) // m.top_k, chosen.ravel(), strict=True)
+    )
+    if m.drop == "probs":
+        choices.sort(key=lambda choice: -choice[0])
+    for gate, j, e in choices:
+        taken[e] += 1
+        if taken[e] <= capacity:
+            up = np.einsum("d,dnf->nf", x_jd[j], w["up"][e])
+            out[j] += gate * ((act(up[0]) * up[1]) @ w["down"][e])
     return out, taken
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("router", ["topk_softmax", "softmax_topk"])
-def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router):
+@pytest.mark.parametrize(
+    ("router", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
+)
+def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router, drop):
     m = resolve("grok1_314b", "tiny").model
-    m = dataclasses.replace(m, capacity_factor=factor, router=router, init_std=0.3)
+    m = dataclasses.replace(m, capacity_factor=factor, router=router, drop=drop, init_std=0.3)
     x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
     w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x)["params"])
     w = jax.tree.map(
@@ -170,7 +270,7 @@ def test_dispatch_and_combine_have_the_gradients_of_plain_indexing():
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = experts.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
-    slot, token = experts.assign(m, expert)
+    slot, token = experts.assign(m, gate, expert)
 
     def ours(x, gate):
         y = jnp.sin(experts.dispatch(x, slot, token))
@@ -218,12 +318,41 @@ def test_places_split_evenly_and_use_each_axis_once(names, sizes, degrees):
 def test_learning_rate_is_the_recipes():
     rate = optimizer.learning_rate(resolve("llama31_8b"))
     assert f"{rate(49):.4}" == "7.496e-06"  # as the published log says of step 49
-    run = resolve("llama2_70b", steps=100)
-    rate = optimizer.learning_rate(run)
-    assert float(rate(10)) == pytest.approx(3e-5)
-    assert float(rate(100)) == pytest.approx(3e-6)
-    assert all(rate(i) < rate(i + 1) for i in range(9))
-    assert all(rate(i) > rate(i + 1) for i in range(10, 99))
+    maxtext = optimizer.learning_rate(resolve("llama2_70b", steps=100))
+    rates = [float(maxtext(i)) for i in (0, 5, 10, 55, 100)]
+    assert rates == pytest.approx([0, 1.5e-5, 3e-5, 1.65e-5, 3e-6])
+    nemo = optimizer.learning_rate(resolve("grok1_314b", steps=20_000))
+    ends = 636, (636 + 8127) / 2, 8127, 8128, 19_999
+    rates = [float(nemo(i)) for i in (0, 318, *ends)]
+    middle, low = 6.6e-5, 1.2e-5
+    assert rates == pytest.approx([0, 6e-5, 1.2e-4, middle, low, low, low])
+
+
+@pytest.mark.parametrize(("family", "decays"), [("llama2_70b", True), ("llama31_8b", False)])
+def test_which_weights_decay(family, decays):
+    run = resolve(family, overrides={"optim.warmup": 0.0})
+    weights = {"w": jnp.ones(2), "norm": {"scale": jnp.ones(2)}}
+    tx = optimizer.transform(run)
+    change, _ = tx.update(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
+    rate = run.optim.lr * run.optim.weight_decay
+    np.testing.assert_allclose(change["w"], -rate, rtol=1e-6)
+    np.testing.assert_allclose(change["norm"]["scale"], -rate * decays, rtol=1e-6)
+
+
+def test_a_state_in_bf16_is_computed_in_fp32(monkeypatch):
+    """It is the fp32 state from the same numbers, rounded."""
+    step, exact = (
+        Step(run, mesh.make_mesh(run.layout))
+        for run in (resolve("nemotron4_340b", presets) for presets in ("tiny,bf16_state", "tiny"))
+    )
+    grads = lambda self, w, i, past: (jax.tree.map(lambda x: x / 2, w), {}, None)
+    monkeypatch.setattr(Step, "gradients", grads)
+    rounded = jax.jit(lambda s: optimizer.cast(exact._step(optimizer.cast(s, "fp32"))[0], "bf16"))
+    state = step.init()
+    for _ in range(2):
+        expected, state = rounded(state), jax.jit(step._step)(state)[0]
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert {x.dtype.name for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}
 
 
 def test_tokens_differ_every_step_and_row():

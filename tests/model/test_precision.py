@@ -192,6 +192,14 @@ def test_what_layers_declare_as_factors_is_fp8(family):
     assert fp8 == {"['attn']['qkv']['w']", "['attn']['out']['w']"} | mlp
 
 
+def test_a_router_keeps_the_bits_of_its_weight():
+    step = build("grok1_314b", "bf16", {"precision.grads": "fp32"}, layers=1)
+    m, text = step.run.model, step.lower().as_text()
+    router, qkv = f"{m.embed}x{m.experts}x", f"{m.embed}x{m.kv_heads}x{m.qkv}x{m.head_dim}x"
+    assert [f"{w}bf16" in text for w in (router, qkv)] == [False, True]
+    assert f"{router}f32" in text
+
+
 # Whole steps.
 
 

@@ -236,11 +236,6 @@ KINDS = (Kind(1, 256), Kind(3, 256, 4))
         ({"model.kinds": (*KINDS[:1], Kind(3, 64, 4))}, dict(tp=128), "tp=128 does not divide"),
         ({"model.kinds": KINDS}, dict(layers=5), "layers=5 .* the kinds make layers=4"),
         ({"model.kinds": (Kind(0, 256), *KINDS)}, {}, "fewer layers"),
-        (
-            {"model.value_dim": 8, "train.attention": "cudnn"},
-            {},
-            "model.value_dim=8 is not model.head_dim=16; use train.attention=xla",
-        ),
     ],
     ids=str,
 )
