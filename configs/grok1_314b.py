@@ -59,6 +59,7 @@ def get_config(presets=""):
             seq=8192,
             remat="none",
         ),
+        fp8=dict(precision=dict(scaling="delayed")),
         optim=dict(lr=1.2e-4, lr_min=1.2e-5, warmup=636, warmup_offset=0, constant=11873, eps=1e-8),
         layouts=LAYOUTS,
         launch=dict(rank=6, aliases=("grok",), dtype="fp8", stops=False),

@@ -31,7 +31,7 @@ def get_config(presets=""):
             seq=4096,
             remat="save_dot_except_mlpwi",
         ),
-        fp8=dict(train=dict(remat="save_dot_except_mlp")),
+        fp8=dict(train=dict(remat="save_dot_except_mlp"), precision=dict(scaling="delayed")),
         layout=dict(mbs=2),
         optim=dict(lr=3e-5, lr_min=3e-6, warmup=0.1, warmup_offset=0, eps=1e-8, decay_norms=True),
         layouts=LAYOUTS,

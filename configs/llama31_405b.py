@@ -34,7 +34,10 @@ def get_config(presets=""):
             seq=8192,
             remat="none",
         ),
-        fp8=dict(train=dict(combine=(2 << 30, 2 << 30, 64 << 20))),
+        fp8=dict(
+            train=dict(combine=(2 << 30, 2 << 30, 64 << 20)),
+            precision=dict(scaling="delayed"),
+        ),
         optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
         layouts=LAYOUTS,
         launch=dict(rank=3, aliases=("llama3.1", "llama3"), time="00:30:00", profile=(20, 25)),

@@ -58,6 +58,7 @@ def get_config(presets=""):
             seq=4096,
             remat="selective",
         ),
+        fp8=dict(precision=dict(scaling="current")),
         optim=dict(lr=1e-4, lr_min=1e-5, warmup=500, eps=1e-8),
         layouts=LAYOUTS,
         launch=dict(

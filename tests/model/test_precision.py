@@ -207,7 +207,7 @@ def build(workload: str, dtype: str = "fp8", overrides: dict | None = None, **fl
     data = math.prod(flags.get(a, 1) for a in DATA)
     flags = {"gbs": 8, "seq": 64, "layers": 4, "mbs": 8 // data} | flags
     # Room for all tokens on each of tiny's 4 experts, 2 of them for a token.
-    overrides = {"model.capacity_factor": 2.0} | (overrides or {})
+    overrides = {"model.capacity_factor": 2.0, "precision.scaling": "auto"} | (overrides or {})
     if workload == "grok1_314b" and "optim.lr" in overrides:
         # Which experts a token takes is discrete, and a rounding may change it: in training take
         # all of them, so that what is compared is smooth.

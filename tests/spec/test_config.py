@@ -87,6 +87,9 @@ def test_rehearse_keeps_the_shape_of_the_row():
 def test_fp8_runs_of_a_workload_may_have_settings_of_their_own():
     assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
     assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
+    for family, scaling in (("llama2_70b", "delayed"), ("nemotron4_340b", "current")):
+        run = resolve(family, dtype="fp8", gpu_type="gb200")
+        assert (run.precision.scaling, run.format.name) == (scaling, scaling)
     preset = resolve("llama2_70b", "fp8,tiny", gpus=64)
     assert (preset.precision.dtype, preset.train.remat) == ("fp8", "save_dot_except_mlp")
     assert preset.name.startswith("pretrain_llama2_70b-tiny_fp8_")
@@ -124,6 +127,7 @@ def test_dry_run_is_quick_and_imports_no_jax():
 
 LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
 MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
+MXFP8 += ["--config.precision.scaling=mxfp8"]
 BAD = {
     "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["fsdq", "Did you mean: fsdp"]),
     "no config": ([], ["--config is missing", "configs/grok1_314b.py:tiny"]),
