@@ -6,7 +6,6 @@ scores are compared. That costs some 50 ms after the last step, outside of every
 """
 
 import json
-import os
 import statistics
 import timeit
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxbench.run import runtime
+
 SLOW = 0.93  # of the median score
-
-
-def name() -> str:
-    """This host, as Slurm knows it where there is one."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def gather(what: dict) -> list[dict]:
@@ -72,7 +68,7 @@ def survey(step_s: Sequence[float]) -> dict:
     Args:
       step_s: seconds of the steps that count, as this process saw them.
     """
-    mine = {"host": name(), "gemm_tflops": gemm_tflops()}
+    mine = {"host": runtime.host(), "gemm_tflops": gemm_tflops()}
     mine["step_s"] = statistics.median(step_s) if step_s else None
     found: dict[str, dict] = {}
     for one in gather(mine):

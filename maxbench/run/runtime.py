@@ -4,10 +4,13 @@ prepare() runs before jax is imported, connect() right after.
 """
 
 import contextlib
+import ctypes
+import glob
 import os
 import platform
 import subprocess
 from importlib import metadata
+from importlib.util import find_spec
 
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
@@ -15,13 +18,14 @@ from maxbench.spec.run import Run
 JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
 PACKAGES += ("transformer-engine",)
+DRIVERS = {12: 525, 13: 580}  # CUDA of jax's wheels -> the first driver that runs it
 
 
 def prepare(run: Run) -> None:
     """Sets the environment that jax reads at import, and makes sure that results can be written.
 
     Raises:
-      UserError: output_dir cannot be written.
+      UserError: output_dir cannot be written; the run is for GPUs, and there is none.
     """
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,6 +39,11 @@ def prepare(run: Run) -> None:
         raise UserError(f"output_dir={run.output.dir!r} cannot be written: {e.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise UserError(f"output_dir={run.output.dir!r} cannot be written: permission denied")
+    if not run.runtime.cpu_devices and (why := no_gpu()):
+        if run.runtime.needs_gpu:
+            raise UserError(_refusal(run, why))
+        # Without a driver jax's CUDA plugin complains for a page, or crashes.
+        os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
 
 
 def prepare_compiler() -> None:
@@ -44,13 +53,52 @@ def prepare_compiler() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
+def no_gpu() -> str:
+    """Why jax can find no GPU on this host, and what to do; '' where it may find one.
+
+    Touches neither jax nor a GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1", "NoDevFiles"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides them: unset it, or ask Slurm (--gres=gpu:8)"
+    if not glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"):  # dxg: Windows' GPUs in Linux
+        return "there is no device file /dev/nvidia*: ask Slurm (--gres=gpu:8), docker (--gpus all)"
+    try:
+        driver, known = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return "there is no driver (libcuda.so.1): install it, or start the container with GPUs"
+    driver.cuDriverGetVersion(ctypes.byref(known))  # of CUDA, as 13020
+    if find_spec("jax_plugins") is None:
+        return "jax's CUDA plugin is not installed: pip install 'maxbench[gpu]'"
+    for cuda, first in DRIVERS.items():
+        if version(f"jax-cuda{cuda}-plugin") and known.value // 1000 < cuda:
+            return (
+                f"the driver knows CUDA up to {known.value // 1000}, and jax's wheels are for CUDA "
+                f"{cuda}: install driver {first} or later, or wheels for an older one (jax[cuda12])"
+            )
+    platforms = os.environ.get("JAX_PLATFORMS") or "cuda"
+    return "" if {"cuda", "gpu"} & {*platforms.split(",")} else f"JAX_PLATFORMS={platforms}"
+
+
+def _refusal(run: Run, why: str) -> str:
+    return (
+        f"{run.layout.describe()}: this run is for GPUs, and there is none on {host()}: {why}; "
+        "--cpu_devices N says that a CPU is wanted, :tiny runs on whatever is there"
+    )
+
+
+def host() -> str:
+    """This host, as Slurm knows it where there is one."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
 def connect(run: Run) -> None:
     """Joins the other processes of the run, if there are any.
 
     They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's.
 
     Raises:
-      UserError: mock_gpus where there is no GPU.
+      UserError: the run is for GPUs, and jax found none.
     """
     import jax
 
@@ -69,8 +117,9 @@ def connect(run: Run) -> None:
         # Left alone, jax gives a process one GPU, which is right for one process per GPU only.
         whole_node = list(range(node)) if per_node == "1" and not r.cpu_devices else None
         jax.distributed.initialize(local_device_ids=whole_node)
-    if r.mock_gpus and jax.default_backend() != "gpu":
-        raise UserError(f"mock_gpus={r.mock_gpus} needs one real GPU, and jax found none here")
+    if r.needs_gpu and jax.default_backend() != "gpu":
+        why = no_gpu() or "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
+        raise UserError(_refusal(run, why))
 
 
 def versions() -> dict[str, str]:

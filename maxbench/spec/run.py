@@ -201,10 +201,16 @@ class Runtime:
 
     cpu_devices: int = setting(0, at_least=0)  # virtual CPU devices; 0 = whatever JAX finds
     mock_gpus: int = setting(0, at_least=0)  # one GPU runs its share of a step on so many
+    any_device: bool = False  # a CPU will do where there is no GPU
     tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
     coordinator: str = ""  # host:port of process 0
     processes: int = 0
     process: int = -1
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the run is refused on a CPU."""
+        return bool(self.mock_gpus) or not (self.cpu_devices or self.any_device)
 
     def __post_init__(self):
         judge(self)

@@ -645,6 +645,30 @@ def test_what_the_preflight_complains_about():
     assert "P2P x 2" in checks.table(run_, [node("a"), node("b")])
 
 
+def test_jax_must_run_on_the_gpus_that_nvidia_smi_counts(tmp_path, monkeypatch):
+    line = "NVIDIA H100 80GB HBM3, 580.65.06, 0, 31, Not Active"
+    tool(tmp_path, "nvidia-smi", f"for i in 0 1 2 3; do echo '{line}'; done")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_, there = variables.settle({}).run, checks.gpus_here()
+    assert [gpu["driver"] for gpu in there] == ["580.65.06"] * 4
+    a, b = (node(host, gpus=there) for host in "ab")
+    assert checks.complaints(run_, [a, b]) == []
+    fewer = checks.complaints(run_, [a, node("b", gpus=there, devices=3)])
+    assert "b: nvidia-smi counts 4 GPUs and jax 3: unset CUDA_VISIBLE_DEVICES" in fewer[0]
+    # Four processes with a GPU each; and a run that needs no more than jax sees.
+    each = [node("b", gpus=there, devices=1) for _ in range(4)]
+    assert checks.complaints(run_, [a, *each]) == ["devices differ: 1 x H100 on b; 4 x H100 on a"]
+    part = variables.settle({"JOB_TOTAL_GPUS": "2", "PRESET": "tiny"}).run
+    assert checks.complaints(part, [node("a", gpus=there, devices=2)]) == []
+    cpu = [node(host, platform="cpu", gpus=[]) for host in "ab"]
+    for toy in (run_, variables.settle({"PRESET": "tiny"}).run):
+        (said,) = checks.complaints(toy, cpu)
+        assert "jax runs on cpu, not on GPUs: " in said
+        assert "--cpu_devices N (CPU_DEVICES)" in said
+    asked = variables.settle({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
+    assert checks.complaints(asked, cpu) == []
+
+
 def test_the_slow_host_is_named():
     scores = {f"n{i}": 750.0 + i for i in range(8)}
     assert hosts.slow(scores) == []
