@@ -1,6 +1,6 @@
 """The run: compile, start or resume, train, measure.
 
-Step time is completion to completion: step i's outputs are waited for while step i+1 is queued.
+Step time is completion to completion, each stamped as it comes while the next step is queued.
 """
 
 import math
@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -170,27 +171,32 @@ def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, stat
 
 
 class Queue:
-    """The step that was started last; it is waited for when the next one is queued behind it."""
+    """Steps that were started. A thread of its own waits for each in turn and stamps it when it is
+    done: on a GPU, whose launch queue is short, the call that starts a step may return near that
+    step's end."""
 
     def __init__(self, log: metrics.Log):
         self.log, self.device = log, jax.local_devices()[0]
-        self.started: tuple | None = None
+        self.thread = futures.ThreadPoolExecutor(1)
+        self.newest = self.thread.submit(lambda: None)
         self.last_done = time.perf_counter()
 
     def add(self, i: int, out: dict) -> None:
-        """Takes what step i will have reported, and waits for the step before it."""
-        self.drain()
-        self.started = i, out
+        """Takes what step i will have reported; returns when the step before it is recorded."""
+        before = self.newest
+        self.newest = self.thread.submit(self._record, before, i, out)
+        before.result()
 
     def drain(self) -> None:
-        """Waits for the step, and records it.
+        """Waits until every step is recorded.
 
         Raises:
-          Failed: its loss or gradient is not finite.
+          Failed: a loss or gradient is not finite.
         """
-        if self.started is None:
-            return
-        (i, out), self.started = self.started, None
+        self.newest.result()
+
+    def _record(self, before: futures.Future, i: int, out: dict) -> None:
+        before.result()  # after a step that failed, none is recorded
         jax.block_until_ready(out)
         now = time.perf_counter()
         step_s, self.last_done = now - self.last_done, now
