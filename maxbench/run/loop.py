@@ -13,6 +13,7 @@ from concurrent import futures
 
 import jax
 import numpy as np
+from jax import monitoring
 from jax.experimental import multihost_utils
 
 from maxbench.mesh import axes, places
@@ -93,7 +94,11 @@ def start_log(run: Run, devices) -> metrics.Log:
 
 def compile_step(step: Step, log: metrics.Log):
     """Compiles the step and says what memory it needs, before any weight exists."""
+    events = []
+    listen = lambda event, **_: events.append(event)
+    monitoring.register_event_listener(listen)
     compiled, lower_s, compile_s = step.compile()
+    monitoring.unregister_event_listener(listen)
     state_gib = places.size_gib(step.abstract)
     temporary_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
     train = step.run.train
@@ -108,6 +113,10 @@ def compile_step(step: Step, log: metrics.Log):
         f"{state_gib:.2f} GiB, temporaries {temporary_gib:.2f} GiB; "
         f"attention {train.attention}, remat {train.remat}{quantized}"
     )
+    if "/jax/compilation_cache/compile_requests_use_cache" in events:
+        found = "hit" if events[-1].endswith("cache_hits") else "miss"
+        log.result["compilation_cache"] = found
+        log.line(f"compilation cache {found}: {jax.config.jax_compilation_cache_dir}")
     return compiled
 
 

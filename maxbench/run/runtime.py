@@ -7,8 +7,11 @@ import contextlib
 import ctypes
 import glob
 import os
+import pathlib
 import platform
 import subprocess
+import sys
+import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -44,11 +47,36 @@ def prepare(run: Run) -> None:
             raise UserError(_refusal(run, why))
         # Without a driver jax's CUDA plugin complains for a page, or crashes.
         os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+    _keep_programs(run)
+
+
+def cache() -> pathlib.Path:
+    """Where programs are kept: $MAXBENCH_CACHE, $STAGE_PATH/cache, or in the user's cache."""
+    stage, home = os.environ.get("STAGE_PATH"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    usual = f"{stage}/cache" if stage else f"{home}/maxbench"
+    return pathlib.Path(os.environ.get("MAXBENCH_CACHE", usual)).expanduser()
+
+
+def _keep_programs(run: Run) -> None:
+    """Has jax keep what it compiles, and XLA what it tunes, where that can be written."""
+    env, own = os.environ, os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    counts = (env.get(name, "1") for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"))
+    if not own and max(run.runtime.processes, *map(int, counts)) > 1:
+        return  # they tune together, so all must find a program, or none: not in any folder
+    folder = env["JAX_COMPILATION_CACHE_DIR"] = own or str(cache() / "jax")
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        print(f"maxbench: no program is kept, {folder}: {e.strerror}", file=sys.stderr)
 
 
 def prepare_compiler() -> None:
     """Sets the environment for compiling for GPUs that are not here."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is not here cannot be read back
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 

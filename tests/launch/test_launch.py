@@ -196,6 +196,7 @@ def test_dry_run_in_under_a_second_without_jax(tmp_path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
     assert "#SBATCH --nodes=1" in said
     assert "python3 -m maxbench.train --config configs/llama31_8b.py --gpus 8" in said
+    assert f"export JAX_COMPILATION_CACHE_DIR={tmp_path}/cache/pretrain_llama31_8b_" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -383,6 +384,7 @@ def test_runai_gets_the_same_command_and_no_secret(tmp_path):
     assert pairs["--gpu-devices-request"] == "8"
     assert pairs["--existing-pvc"] == "claimname=workspace-project-abcde,path=/workspace"
     assert pairs["--output_dir"] == "/workspace/results"
+    assert any(w.startswith("JAX_COMPILATION_CACHE_DIR=/workspace/results/cache/") for w in args)
     assert "maxbench.train" in args
     everything = said + "".join(args) + (tmp_path / "env").read_text()
     assert "secret-never-to-be-seen" not in everything

@@ -7,15 +7,17 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from maxbench.run import runtime
+from maxbench.run import loop, runtime
 from maxbench.spec.errors import UserError
 from tests.conftest import processes, resolve
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch, tmp_path):
     """Makes a machine: a device file or none, what its driver knows of CUDA (0 = no driver), the
     CUDA of jax's wheels, variables."""
 
@@ -31,7 +33,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(ctypes, "CDLL", load)
         monkeypatch.setattr(runtime, "find_spec", lambda name: wheels or None)
         monkeypatch.setattr(runtime, "version", lambda name: "0.10.2" * (name == plugin))
-        monkeypatch.setattr(os, "environ", env)
+        monkeypatch.setattr(os, "environ", {"MAXBENCH_CACHE": str(tmp_path / "kept")} | env)
 
     return make
 
@@ -97,3 +99,62 @@ def test_a_recipe_without_a_gpu_is_answered_before_jax_starts(tmp_path, door):
     assert f"maxbench {door}: error: 8 devices, dp 4 x cp 2" in done.stderr
     assert "there is none on" in done.stderr
     assert "| jax\n" not in done.stderr
+
+
+def test_programs_are_kept_where_one_may_write(machine, tmp_path, capsys):
+    folder = lambda: os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    toy = resolve("llama2_70b", "tiny", output_dir=str(tmp_path))
+    machine()
+    runtime.prepare(toy)
+    assert folder() == f"{tmp_path}/kept/jax"
+    machine(STAGE_PATH=str(tmp_path / "stage"))
+    del os.environ["MAXBENCH_CACHE"]
+    runtime.prepare(toy)
+    assert folder() == f"{tmp_path}/stage/cache/jax"
+    assert os.path.isdir(folder())
+    # Several processes find all the same, in a folder that is their job's own; or keep nothing.
+    machine(JAX_NUM_PROCESSES="2")
+    runtime.prepare(toy)
+    assert folder() is None
+    machine(JAX_NUM_PROCESSES="2", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "job"))
+    runtime.prepare(toy)
+    assert folder() == f"{tmp_path}/job"
+    assert "JAX_ENABLE_COMPILATION_CACHE" not in os.environ
+    assert not capsys.readouterr().err
+    (tmp_path / "file").touch()
+    machine(MAXBENCH_CACHE=str(tmp_path / "file"))
+    runtime.prepare(toy)
+    assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false"
+    assert f"no program is kept, {tmp_path}/file/jax: Not a directory" in capsys.readouterr().err
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A folder where this process keeps its programs, for a test."""
+    values = {"jax_compilation_cache_dir": str(tmp_path)}
+    values["jax_persistent_cache_min_compile_time_secs"] = 0
+    before = {name: jax.config.values[name] for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_the_log_says_whether_the_step_was_found(kept):
+    said, result = [], {}
+    log = types.SimpleNamespace(line=said.append, result=result)
+    step = types.SimpleNamespace(run=resolve("llama2_70b", "tiny"), abstract={})
+    step.compile = lambda: (jax.jit(lambda x: x * 3).lower(1.0).compile(), 0.0, 0.0)
+    loop.compile_step(step, log)
+    assert said[1:] == [f"compilation cache miss: {kept}"]
+    loop.compile_step(step, log)
+    assert said[3:] == [f"compilation cache hit: {kept}"]
+    assert result["compilation_cache"] == "hit"
+    for file in kept.glob("jit*-cache"):
+        file.write_bytes(b"cut short")
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        loop.compile_step(step, log)
+    assert result["compilation_cache"] == "miss"
