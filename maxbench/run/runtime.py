@@ -35,6 +35,9 @@ def prepare(run: Run) -> None:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    if run.runtime.mock_gpus:  # else the compiler waits for what mocked processes have tuned
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     folder = os.path.join(run.output.dir, "experiments")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -132,8 +135,7 @@ def connect(run: Run) -> None:
 
     r, env = run.runtime, os.environ
     if r.mock_gpus:
-        node = run.layout.gpu.gpus_per_node
-        jax.config.update("jax_mock_gpu_topology", f"1x{-(-r.mock_gpus // node)}x{node}")
+        jax.config.update("jax_mock_gpu_topology", f"1x{r.mock_gpus}x1")  # a host has what is here
     if r.coordinator:
         jax.distributed.initialize(r.coordinator, r.processes, r.process)
     elif set(JAX_PROCESSES) <= set(env):
@@ -148,6 +150,13 @@ def connect(run: Run) -> None:
     if r.needs_gpu and jax.default_backend() != "gpu":
         why = no_gpu() or "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
         raise UserError(_refusal(run, why))
+
+
+def processes() -> int:
+    """How many processes the run has. Of a mocked network jax counts those that are not there."""
+    import jax
+
+    return 1 if jax.config.read("jax_mock_gpu_topology") else jax.process_count()
 
 
 def versions() -> dict[str, str]:

@@ -281,7 +281,9 @@ class Run:
         return dataclasses.asdict(self)
 
     def __post_init__(self):
-        m, a, t = self.model, self.layout, self.train
+        m, a, t, o = self.model, self.layout, self.train, self.output
+        if self.runtime.mock_gpus and (o.checkpoint or o.checkpoint_every or o.resume):
+            raise UserError("mock_gpus holds a part of the state alone; leave checkpoints out")
         self._pipelines()
         split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp") | {"embed": "fsdp"}
         for field, axis in split.items():

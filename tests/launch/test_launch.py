@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -669,6 +670,16 @@ def test_jax_must_run_on_the_gpus_that_nvidia_smi_counts(tmp_path, monkeypatch):
         assert "--cpu_devices N (CPU_DEVICES)" in said
     asked = variables.settle({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
     assert checks.complaints(asked, cpu) == []
+
+
+def test_a_product_is_scored_on_matrices_that_its_device_made(monkeypatch):
+    devices, put = jax.local_devices()[:2], jax.device_put
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    moved = []
+    monkeypatch.setattr(jax, "device_put", lambda x, to: put(moved.append((x, to)) or x, to))
+    assert min(hosts.gemm_tflops()) > 0
+    assert [to for _, to in moved] == devices
+    assert {type(x).__name__ for x, _ in moved} == {"ArrayImpl"}
 
 
 def test_the_slow_host_is_named():

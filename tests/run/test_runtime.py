@@ -80,6 +80,9 @@ def test_a_machine_with_gpus_is_left_to_jax(machine, tmp_path, has, env):
     assert runtime.no_gpu() == ""
     runtime.prepare(resolve("llama2_70b", gpus=64, output_dir=str(tmp_path)))
     assert os.environ.get("JAX_PLATFORMS") == env.get("JAX_PLATFORMS")
+    assert "XLA_FLAGS" not in os.environ
+    runtime.prepare(resolve("llama2_70b", gpus=64, mock_gpus=64, output_dir=str(tmp_path)))
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=false"
 
 
 def test_a_cpu_where_jax_should_have_found_gpus_is_refused(machine):

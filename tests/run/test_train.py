@@ -1,6 +1,7 @@
 """Whole runs: what they write, and how they end, resume and fail."""
 
 import json
+import math
 import pathlib
 import re
 import signal
@@ -10,9 +11,10 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
 
-from maxbench.run import loop
+from maxbench.run import hosts, loop
 from tests.conftest import processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"
@@ -261,6 +263,25 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
     assert result["status"] == "failed"
     assert "at step" in result["reason"]
+
+
+def test_a_mocked_network_has_no_other_processes(tmp_path, capsys, monkeypatch):
+    """What jax says with one GPU and a mocked network: a process per GPU, and numbers that mean
+    nothing, here by a learning rate that ends in NaN."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    nan = {"optim.lr": 1e38, "optim.warmup": 0.0}
+    small = dict(mock_gpus=2, dp=2, layers=1, seq=16)
+    try:
+        code, out = run_here(tmp_path, capsys, steps=4, overrides=nan, **small)
+        assert jax.config.read("jax_mock_gpu_topology") == "1x2x1"  # a host has what is here
+        assert hosts.gather({"host": "a"}) == [{"host": "a"}]
+    finally:
+        jax.config.update("jax_mock_gpu_topology", "")
+    assert code == 0, out
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    assert (result["status"], result["steps_done"], result["processes"]) == ("done", 4, 1)
+    assert math.isnan(losses(folder_of(tmp_path))[3])
 
 
 def test_devices_that_are_not_there(tmp_path, capsys):
