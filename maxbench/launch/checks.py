@@ -92,9 +92,8 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
     """
     wrong, total = [], sum(one["devices"] for one in found)
     if (platform := found[0]["platform"]) != "gpu" and not run.runtime.cpu_devices:
-        why = runtime.no_gpu() or "jax says above what keeps it from the GPUs"
-        wanted = "--cpu_devices N (CPU_DEVICES) says that a CPU is wanted"
-        wrong.append(f"jax runs on {platform}, not on GPUs: {why}; {wanted}")
+        why = runtime.no_gpu() or "it says above what keeps it from the GPUs"
+        wrong.append(f"jax runs on {platform}: {why}; --cpu_devices N says that a CPU is wanted")
     for host, each in by_host(found).items():
         there, ours = len(each[0]["gpus"]), sum(one["devices"] for one in each)
         fits = total == run.layout.gpus or run.runtime.mock_gpus

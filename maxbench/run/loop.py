@@ -89,6 +89,10 @@ def start_log(run: Run, devices) -> metrics.Log:
     }
     log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
     log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
+    if runtime.processes() > 1:  # process 0 made the folder; all write into it
+        name = log.folder.name if log.folder else ""
+        stamp = multihost_utils.broadcast_one_to_all(int(name.rpartition("_")[2] or 0))
+        log.folder = metrics.run_folder(run, int(stamp))
     return log
 
 
@@ -137,12 +141,8 @@ def load(step: Step, resume, log: metrics.Log):
 
 
 def save(run: Run, log: metrics.Log, state) -> None:
-    start, folder = time.time(), log.folder
-    if runtime.processes() > 1:  # process 0 made the folder; all write into it
-        name = folder.name if folder else ""
-        stamp = multihost_utils.broadcast_one_to_all(int(name.rpartition("_")[2] or 0))
-        folder = metrics.run_folder(run, int(stamp))
-    size, seconds = checkpoint.save(folder / "checkpoints", run, state)
+    start = time.time()
+    size, seconds = checkpoint.save(log.folder / "checkpoints", run, state)
     log.line(
         f"Global Checkpoint Save : Rank: 0 : Iteration: {int(state['step'])} : "
         f"Start time: {start:.3f}s : Save duration: {seconds:.3f}s : {rate(size, seconds)}"
@@ -157,8 +157,7 @@ def rate(size: int, seconds: float) -> str:
 def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
-    shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
-    window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
+    window = profile.Window(run.profile, jax.process_index(), log.folder)
     queue = Queue(log)
     while i < run.train.steps and not reason:
         reason = stop(i)
@@ -173,7 +172,7 @@ def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, stat
             save(run, log, state)
             queue.last_done = time.perf_counter()
     queue.drain()
-    window.close()
+    window.switch(on=False)
     if run.output.checkpoint or every:
         save(run, log, state)
     return reason and f"{reason} after step {i - 1}"
@@ -212,10 +211,7 @@ class Queue:
         if not self.log.times:
             self.log.result["start_to_first_step_s"] = metrics.since_start_s()
         out = {k: float(v) for k, v in out.items()}
-        in_use = (self.device.memory_stats() or {}).get("bytes_in_use", 0)
-        peak = metrics.peak_memory_bytes(self.device)
-        self.log.step(i, step_s, out, (peak, in_use or peak))
-        self.log.result["peak_bytes"] = peak
+        self.log.step(i, step_s, out, metrics.memory_bytes(self.device))
         for name in ("loss", "grad_norm"):
             # A mocked network leaves what it should have brought unwritten.
             if not math.isfinite(out[name]) and not self.log.result.get("mocked"):

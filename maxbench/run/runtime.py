@@ -38,19 +38,21 @@ def prepare(run: Run) -> None:
     if run.runtime.mock_gpus:  # else the compiler waits for what mocked processes have tuned
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
-    folder = os.path.join(run.output.dir, "experiments")
     try:
-        os.makedirs(folder, exist_ok=True)
+        _make(os.path.join(run.output.dir, "experiments"))
     except OSError as e:
         raise UserError(f"output_dir={run.output.dir!r} cannot be written: {e.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"output_dir={run.output.dir!r} cannot be written: permission denied")
     if not run.runtime.cpu_devices and (why := no_gpu()):
-        if run.runtime.needs_gpu:
-            raise UserError(_refusal(run, why))
+        _refuse(run, why)
         # Without a driver jax's CUDA plugin complains for a page, or crashes.
         os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     _keep_programs(run)
+
+
+def _make(folder: str) -> None:
+    """Makes a folder; raises OSError where it cannot be written."""
+    os.makedirs(folder, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def cache() -> pathlib.Path:
@@ -69,8 +71,7 @@ def _keep_programs(run: Run) -> None:
     folder = env["JAX_COMPILATION_CACHE_DIR"] = own or str(cache() / "jax")
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        _make(folder)
     except OSError as e:
         env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
         print(f"maxbench: no program is kept, {folder}: {e.strerror}", file=sys.stderr)
@@ -111,11 +112,13 @@ def no_gpu() -> str:
     return "" if {"cuda", "gpu"} & {*platforms.split(",")} else f"JAX_PLATFORMS={platforms}"
 
 
-def _refusal(run: Run, why: str) -> str:
-    return (
-        f"{run.layout.describe()}: this run is for GPUs, and there is none on {host()}: {why}; "
-        "--cpu_devices N says that a CPU is wanted, :tiny runs on whatever is there"
-    )
+def _refuse(run: Run, why: str) -> None:
+    """Raises UserError unless the run may do without a GPU."""
+    if run.runtime.mock_gpus or not (run.runtime.cpu_devices or run.runtime.any_device):
+        raise UserError(
+            f"{run.layout.describe()}: this run is for GPUs, and there is none on {host()}: {why}; "
+            "--cpu_devices N says that a CPU is wanted, :tiny runs on whatever is there"
+        )
 
 
 def host() -> str:
@@ -147,9 +150,9 @@ def connect(run: Run) -> None:
         # Left alone, jax gives a process one GPU, which is right for one process per GPU only.
         whole_node = list(range(node)) if per_node == "1" and not r.cpu_devices else None
         jax.distributed.initialize(local_device_ids=whole_node)
-    if r.needs_gpu and jax.default_backend() != "gpu":
-        why = no_gpu() or "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
-        raise UserError(_refusal(run, why))
+    if jax.default_backend() != "gpu":
+        seen = "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
+        _refuse(run, no_gpu() or seen)
 
 
 def processes() -> int:

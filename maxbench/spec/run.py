@@ -207,11 +207,6 @@ class Runtime:
     processes: int = 0
     process: int = -1
 
-    @property
-    def needs_gpu(self) -> bool:
-        """Whether the run is refused on a CPU."""
-        return bool(self.mock_gpus) or not (self.cpu_devices or self.any_device)
-
     def __post_init__(self):
         judge(self)
         if self.cpu_devices and self.mock_gpus:

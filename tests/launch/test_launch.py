@@ -491,7 +491,7 @@ def test_the_profiler_range_is_opened_and_closed_on_chosen_ranks(monkeypatch):
         for step in range(6):
             window.before(step)
             said.append(step)
-        window.close()
+        window.switch(on=False)
     alone = list(range(6))
     assert said == [*alone, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
 
@@ -666,8 +666,8 @@ def test_jax_must_run_on_the_gpus_that_nvidia_smi_counts(tmp_path, monkeypatch):
     cpu = [node(host, platform="cpu", gpus=[]) for host in "ab"]
     for toy in (run_, variables.settle({"PRESET": "tiny"}).run):
         (said,) = checks.complaints(toy, cpu)
-        assert "jax runs on cpu, not on GPUs: " in said
-        assert "--cpu_devices N (CPU_DEVICES)" in said
+        assert "jax runs on cpu: " in said
+        assert "--cpu_devices N says that a CPU is wanted" in said
     asked = variables.settle({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
     assert checks.complaints(asked, cpu) == []
 

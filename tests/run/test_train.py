@@ -14,7 +14,8 @@ import time
 import jax
 import pytest
 
-from maxbench.run import hosts, loop
+from maxbench.mesh import axes
+from maxbench.run import hosts, loop, runtime
 from tests.conftest import processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"
@@ -265,23 +266,35 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
     assert "at step" in result["reason"]
 
 
-def test_a_mocked_network_has_no_other_processes(tmp_path, capsys, monkeypatch):
-    """What jax says with one GPU and a mocked network: a process per GPU, and numbers that mean
-    nothing, here by a learning rate that ends in NaN."""
+def test_a_mocked_network_has_no_other_processes(tmp_path, monkeypatch):
+    """What jax says with one GPU and a mocked network: a process for each GPU, and numbers that
+    mean nothing."""
+    run = resolve("llama31_8b", "tiny", mock_gpus=8, fsdp=8, output_dir=str(tmp_path))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    nan = {"optim.lr": 1e38, "optim.warmup": 0.0}
-    small = dict(mock_gpus=2, dp=2, layers=1, seq=16)
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        code, out = run_here(tmp_path, capsys, steps=4, overrides=nan, **small)
-        assert jax.config.read("jax_mock_gpu_topology") == "1x2x1"  # a host has what is here
+        runtime.connect(run)
+        assert jax.config.read("jax_mock_gpu_topology") == "1x8x1"  # a host has what is here
+        mesh = axes.make_mesh(run.layout)
+        loop.check_processes(run, mesh)
+        log = loop.start_log(run, mesh)
         assert hosts.gather({"host": "a"}) == [{"host": "a"}]
+        assert loop.stop_requests()(0) == ""
     finally:
         jax.config.update("jax_mock_gpu_topology", "")
-    assert code == 0, out
-    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
-    assert (result["status"], result["steps_done"], result["processes"]) == ("done", 4, 1)
-    assert math.isnan(losses(folder_of(tmp_path))[3])
+        signal.signal(signal.SIGTERM, handler)
+    assert (log.result["processes"], log.result["mocked"]) == (1, True)
+    numbers = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.0}
+    queue = loop.Queue(log)
+    queue.add(0, numbers)
+    queue.drain()
+    assert [*log.times] == [0]
+    log.result |= {"mocked": False, "compile_s": 0.0}
+    queue.add(1, numbers)
+    with pytest.raises(loop.Failed, match="loss is nan at step 1"):
+        queue.drain()
+    log.close("failed")
 
 
 def test_devices_that_are_not_there(tmp_path, capsys):
