@@ -116,8 +116,8 @@ def _refuse(run: Run, why: str) -> None:
     """Raises UserError unless the run may do without a GPU."""
     if run.runtime.mock_gpus or not (run.runtime.cpu_devices or run.runtime.any_device):
         raise UserError(
-            f"{run.layout.describe()}: this run is for GPUs, and there is none on {host()}: {why}; "
-            "--cpu_devices N says that a CPU is wanted, :tiny runs on whatever is there"
+            f"no GPU on {host()}: {why}; a run on {run.layout.describe()} is for GPUs: "
+            "--cpu_devices N says that a CPU is wanted, :tiny takes whatever is there"
         )
 
 
