@@ -93,58 +93,6 @@ def test_a_run_writes_what_the_seeds_read(tmp_path):
         assert text in out
 
 
-class SlowDevice:
-    """Steps of 10 s each by a clock of its own. As on a GPU, the call that starts a step returns
-    0.1 s before that step's end; so nobody who waits for the call sees the end of the step before.
-    """
-
-    def __init__(self, monkeypatch, steps: int):
-        self.now, self.times, self.result, self.folder = 0.0, {}, {}, None
-        self.ends = [threading.Event() for _ in range(steps)]
-        self.seen = [threading.Event() for _ in range(steps)]
-        monkeypatch.setattr(loop.time, "perf_counter", lambda: self.now)
-
-    def __call__(self, state):
-        i = state["step"]
-        if i:
-            self._end(i - 1)
-            self.seen[i - 1].wait(5)
-        self.now = 10 * (i + 1) - 0.1
-        return {"step": i + 1}, {k: Scalar(self, i) for k in ("loss", "grad_norm")}
-
-    def _end(self, i: int) -> None:
-        self.now = max(self.now, 10.0 * (i + 1))
-        self.ends[i].set()
-
-    def step(self, i, step_s, out, memory):
-        """As metrics.Log's."""
-        self.times[i] = step_s
-        self.seen[i].set()
-
-
-class Scalar:
-    """An array that is ready when its step ends."""
-
-    def __init__(self, device: SlowDevice, i: int):
-        self.device, self.i = device, i
-
-    def block_until_ready(self):
-        if self.i == len(self.device.ends) - 1:  # no later step stands before its end
-            self.device._end(self.i)
-        self.device.ends[self.i].wait()
-        return self
-
-    def __float__(self):
-        return 1.0
-
-
-def test_first_and_last_step_are_as_long_as_the_others(monkeypatch):
-    device = SlowDevice(monkeypatch, 6)
-    run = resolve("llama31_8b", "tiny", steps=6)
-    assert loop.steps(run, device, lambda i: "", device, {"step": 0}) == ""
-    assert device.times == {i: pytest.approx(10) for i in range(6)}
-
-
 def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
     straight, half = tmp_path / "straight", tmp_path / "half"
     axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
@@ -253,6 +201,58 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path):
     assert (result["status"], result["reason"]) == ("stopped", f"SIGTERM after step {last}")
     assert (folder / "checkpoints" / str(last + 1) / "run.json").exists()
     assert "SIGTERM after step" in out
+
+
+class SlowDevice:
+    """Steps of 10 s each by a clock of its own. As on a GPU, the call that starts a step returns
+    0.1 s before that step's end; so nobody who waits for the call sees the end of the step before.
+    """
+
+    def __init__(self, monkeypatch, steps: int):
+        self.now, self.times, self.result, self.folder = 0.0, {}, {}, None
+        self.ends = [threading.Event() for _ in range(steps)]
+        self.seen = [threading.Event() for _ in range(steps)]
+        monkeypatch.setattr(loop.time, "perf_counter", lambda: self.now)
+
+    def __call__(self, state):
+        i = state["step"]
+        if i:
+            self._end(i - 1)
+            self.seen[i - 1].wait(5)
+        self.now = 10 * (i + 1) - 0.1
+        return {"step": i + 1}, {k: Scalar(self, i) for k in ("loss", "grad_norm")}
+
+    def _end(self, i: int) -> None:
+        self.now = max(self.now, 10.0 * (i + 1))
+        self.ends[i].set()
+
+    def step(self, i, step_s, out, memory):
+        """As metrics.Log's."""
+        self.times[i] = step_s
+        self.seen[i].set()
+
+
+class Scalar:
+    """An array that is ready when its step ends."""
+
+    def __init__(self, device: SlowDevice, i: int):
+        self.device, self.i = device, i
+
+    def block_until_ready(self):
+        if self.i == len(self.device.ends) - 1:  # no later step stands before its end
+            self.device._end(self.i)
+        self.device.ends[self.i].wait()
+        return self
+
+    def __float__(self):
+        return 1.0
+
+
+def test_first_and_last_step_are_as_long_as_the_others(monkeypatch):
+    device = SlowDevice(monkeypatch, 6)
+    run = resolve("llama31_8b", "tiny", steps=6)
+    assert loop.steps(run, device, lambda i: "", device, {"step": 0}) == ""
+    assert device.times == {i: pytest.approx(10) for i in range(6)}
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
