@@ -138,12 +138,8 @@ else
 fi
 
 cd "$ROOT"
-if [[ "$CPU" == true ]]; then
-  devices=(--cpu_devices 1)
-else
-  say "devices: $("$VENV/bin/python" -c 'import jax; print(jax.devices())')"
-  devices=()
-fi
+devices=()
+[[ "$CPU" == true ]] && devices=(--cpu_devices 1)
 say "a tiny run ..."
 "$VENV/bin/python" -m maxbench.train --config configs/llama31_8b.py:tiny \
   ${devices[@]+"${devices[@]}"} --output_dir "$STAGE"

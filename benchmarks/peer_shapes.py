@@ -14,8 +14,8 @@ import tempfile
 SMALL = "embed=256 heads=8 kv_heads=8 head_dim=32 mlp=768 vocab=32000 layers=4"
 LARGE = "embed=512 heads=8 kv_heads=4 head_dim=64 mlp=1536 vocab=32000 layers=4"
 CASES = {
-    "A": (SMALL, "--seq 256 --mbs 4"),
-    "B": (LARGE, "--seq 512 --mbs 8"),
+    "A": (SMALL, "--seq 256 --mbs 4 --cpu_devices 1"),
+    "B": (LARGE, "--seq 512 --mbs 8 --cpu_devices 1"),
     "C": (SMALL, "--seq 256 --mbs 1 --fsdp 8 --cpu_devices 8"),
 }
 PEER = {"A": (0.512, 1.60), "B": (3.818, 3.03), "C": (1.153, None)}  # s, GB; quiet machine

@@ -47,7 +47,6 @@ def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 30),  # with a limit it is locked too
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"} | kept
 

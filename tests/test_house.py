@@ -17,7 +17,7 @@ ROOMS = {
     "mesh": (260, True),
     "model": (1890, True),
     "step": (910, True),
-    "run": (1150, True),
+    "run": (1235, True),
     "plan": (1750, True),
     "launch": (920, False),
     "report": (1510, False),

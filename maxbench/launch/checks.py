@@ -90,8 +90,18 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
     Args:
       found: one dict per process: host, devices, kind, versions, gpus.
     """
-    wrong = []
+    wrong, total = [], sum(one["devices"] for one in found)
+    if (platform := found[0]["platform"]) != "gpu" and not run.runtime.cpu_devices:
+        why = runtime.no_gpu() or "it says above what keeps it from the GPUs"
+        wrong.append(f"jax runs on {platform}: {why}; --cpu_devices N says that a CPU is wanted")
     for host, each in by_host(found).items():
+        there, ours = len(each[0]["gpus"]), sum(one["devices"] for one in each)
+        fits = total == run.layout.gpus or run.runtime.mock_gpus
+        if platform == "gpu" and there not in (0, ours) and not fits:
+            wrong.append(
+                f"{host}: nvidia-smi counts {there} GPUs and jax {ours}: unset "
+                "CUDA_VISIBLE_DEVICES, ask for all (--gres=gpu:8), or start a process for each"
+            )
         for i, gpu in enumerate(each[0]["gpus"]):
             if gpu["ecc"].isdecimal() and int(gpu["ecc"]):
                 wrong.append(f"{host}: GPU {i} has {gpu['ecc']} uncorrected memory errors")
@@ -109,7 +119,6 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
         if len(kinds) > 1:
             parts = [f"{k} on {', '.join(sorted(v))}" for k, v in sorted(kinds.items())]
             wrong.append(f"{what} differ: {'; '.join(parts)}")
-    total = sum(one["devices"] for one in found)
     if total < run.layout.gpus and not run.runtime.mock_gpus:
         wrong.append(f"{run.layout.describe()} needs {run.layout.gpus} devices, {total} are there")
     return wrong
@@ -177,7 +186,7 @@ def look(log: str) -> list[dict]:
     from maxbench.run import hosts, nccl
 
     mine = {
-        "host": hosts.name(),
+        "host": runtime.host(),
         "platform": jax.default_backend(),
         "devices": jax.local_device_count(),
         "kind": jax.local_devices()[0].device_kind,

@@ -59,6 +59,8 @@ def environment(s: Settings, kind: str) -> dict[str, str]:
     """Variables of the job by GPU type and layout; what the user has set already wins."""
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", "NVTE_FUSED_ATTN": "1"}
     env |= s.run.layout.gpu.environment
+    # Of jobs of a name, one runs at a time: no process finds what another job has just put there.
+    env["JAX_COMPILATION_CACHE_DIR"] = f"{s.out}/cache/{name(s, kind)}"
     if s.run.layout.pp > 1:
         env["NCCL_P2P_NET_CHUNKSIZE"] = str(2 << 20)
     env = {k: os.environ.get(k, v) for k, v in env.items()}

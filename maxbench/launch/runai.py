@@ -50,7 +50,8 @@ def submissions(s: Settings) -> list[list[str]]:
         for claim, path in mounts:
             words += ["--existing-pvc", f"claimname={claim},path={path}"]
         # `env` in the container, because the flag for variables is not the same in all versions.
-        words += ["--command", "--", "env", *(f"{k}={v}" for k, v in environment(s, kind).items())]
+        env = {k: v.replace(str(s.out), pvc) for k, v in environment(s, kind).items()}
+        words += ["--command", "--", "env", *(f"{k}={v}" for k, v in env.items())]
         train = [pvc if w == str(s.out) else w for w in command(s, kind)]
         made.append([*words, "bash", f"{pvc}/maxbench/launch/runai.sh", *train])
     return made

@@ -85,16 +85,10 @@ def key(run: Run) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def folder() -> pathlib.Path:
-    """Where compiled programs are kept: $MAXBENCH_CACHE, or the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return pathlib.Path(os.environ.get("MAXBENCH_CACHE", f"{home}/maxbench")).expanduser()
-
-
 def load(run: Run) -> Compiled | None:
     """The run's program from the cache; None when it is not there, or cannot be read."""
     try:
-        with gzip.open(folder() / f"{key(run)}.json.gz", "rt") as f:
+        with gzip.open(runtime.cache() / f"{key(run)}.json.gz", "rt") as f:
             values = json.load(f)
         values["layer_shapes"] = tuple(map(tuple, values["layer_shapes"]))
         return Compiled(**values)
@@ -104,7 +98,7 @@ def load(run: Run) -> Compiled | None:
 
 def store(run: Run, compiled: Compiled) -> None:
     """Puts a program into the cache, whole or not at all; without a cache where none can be."""
-    path = folder() / f"{key(run)}.json.gz"
+    path = runtime.cache() / f"{key(run)}.json.gz"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")

@@ -6,7 +6,6 @@ scores are compared. That costs some 50 ms after the last step, outside of every
 """
 
 import json
-import os
 import statistics
 import timeit
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxbench.run import runtime
+
 SLOW = 0.93  # of the median score
-
-
-def name() -> str:
-    """This host, as Slurm knows it where there is one."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def gather(what: dict) -> list[dict]:
     """One dict from every process, in their order; all processes must call it."""
-    if jax.process_count() == 1:
+    if runtime.processes() == 1:
         return [what]
     text = json.dumps(what).encode()
     longest = int(multihost_utils.process_allgather(np.array(len(text))).max())
@@ -49,12 +45,10 @@ def gemm_tflops() -> list[float]:
     """
     gpu = jax.default_backend() == "gpu"
     wide, dtype = (8192, jnp.bfloat16) if gpu else (256, jnp.float32)
-    scores = []
     product = jax.jit(lambda a: (a @ a).astype(dtype))
-    for device in jax.local_devices():
-        a = jax.device_put(np.random.default_rng(0).standard_normal((wide, wide)), device)
-        scores.append(2 * wide**3 / best_s(product, a.astype(dtype)) / 1e12)
-    return scores
+    a = jax.random.normal(jax.random.key(0), (wide, wide), dtype)
+    each = (jax.device_put(a, device) for device in jax.local_devices())
+    return [2 * wide**3 / best_s(product, x) / 1e12 for x in each]
 
 
 def slow(scores: Mapping[str, float]) -> list[str]:
@@ -72,7 +66,7 @@ def survey(step_s: Sequence[float]) -> dict:
     Args:
       step_s: seconds of the steps that count, as this process saw them.
     """
-    mine = {"host": name(), "gemm_tflops": gemm_tflops()}
+    mine = {"host": runtime.host(), "gemm_tflops": gemm_tflops()}
     mine["step_s"] = statistics.median(step_s) if step_s else None
     found: dict[str, dict] = {}
     for one in gather(mine):

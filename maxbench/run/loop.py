@@ -1,6 +1,6 @@
 """The run: compile, start or resume, train, measure.
 
-Step time is completion to completion: step i's outputs are waited for while step i+1 is queued.
+Step time is completion to completion, each stamped as it comes while the next step is queued.
 """
 
 import math
@@ -9,9 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 
 import jax
 import numpy as np
+from jax import monitoring
 from jax.experimental import multihost_utils
 
 from maxbench.mesh import axes, places
@@ -44,7 +46,7 @@ def train(run: Run) -> int:
         with cli.clear_errors("train"):
             state = load(step, resume, log) if resume else step.init()
         stopped = steps(run, log, stop, compiled, state)
-        if jax.process_count() > 1 or step.platform in ("gpu", "cuda"):
+        if runtime.processes() > 1 or step.platform in ("gpu", "cuda"):
             log.result |= hosts.survey(metrics.window(run.train.window, log.times)[1])
     except Failed as e:
         log.close("failed", str(e))
@@ -64,12 +66,12 @@ def check_processes(run: Run, devices) -> None:
       UserError: some would have nothing to do.
     """
     owners = {d.process_index for d in devices.devices.flat}
-    if len(owners) < jax.process_count() and not run.runtime.mock_gpus:
+    if len(owners) < (there := runtime.processes()):
         here = jax.local_device_count()
         raise UserError(
-            f"{run.layout.describe()} leaves {jax.process_count() - len(owners)} of "
-            f"{jax.process_count()} processes with {here} devices each without work; start "
-            f"{-(-run.layout.gpus // here)}, or use {jax.device_count()} devices"
+            f"{run.layout.describe()} leaves {there - len(owners)} of {there} processes with "
+            f"{here} devices each without work; start {-(-run.layout.gpus // here)}, or use "
+            f"{jax.device_count()} devices"
         )
 
 
@@ -81,18 +83,26 @@ def start_log(run: Run, devices) -> metrics.Log:
         "git": runtime.git_revision(),
         "environment": runtime.environment(),
         "xla_options": compiler.xla_options(first.platform, run),
-        "processes": jax.process_count(),
+        "processes": runtime.processes(),
         "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
         "flops_conventions": list(metrics.flops.CONVENTIONS),
     }
     log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
     log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
+    if runtime.processes() > 1:  # process 0 made the folder; all write into it
+        name = log.folder.name if log.folder else ""
+        stamp = multihost_utils.broadcast_one_to_all(int(name.rpartition("_")[2] or 0))
+        log.folder = metrics.run_folder(run, int(stamp))
     return log
 
 
 def compile_step(step: Step, log: metrics.Log):
     """Compiles the step and says what memory it needs, before any weight exists."""
+    events = []
+    listen = lambda event, **_: events.append(event)
+    monitoring.register_event_listener(listen)
     compiled, lower_s, compile_s = step.compile()
+    monitoring.unregister_event_listener(listen)
     state_gib = places.size_gib(step.abstract)
     temporary_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
     train = step.run.train
@@ -107,6 +117,10 @@ def compile_step(step: Step, log: metrics.Log):
         f"{state_gib:.2f} GiB, temporaries {temporary_gib:.2f} GiB; "
         f"attention {train.attention}, remat {train.remat}{quantized}"
     )
+    if "/jax/compilation_cache/compile_requests_use_cache" in events:
+        found = "hit" if events[-1].endswith("cache_hits") else "miss"
+        log.result["compilation_cache"] = found
+        log.line(f"compilation cache {found}: {jax.config.jax_compilation_cache_dir}")
     return compiled
 
 
@@ -127,12 +141,8 @@ def load(step: Step, resume, log: metrics.Log):
 
 
 def save(run: Run, log: metrics.Log, state) -> None:
-    start, folder = time.time(), log.folder
-    if jax.process_count() > 1:  # process 0 made the folder; all write into it
-        name = folder.name if folder else ""
-        stamp = multihost_utils.broadcast_one_to_all(int(name.rpartition("_")[2] or 0))
-        folder = metrics.run_folder(run, int(stamp))
-    size, seconds = checkpoint.save(folder / "checkpoints", run, state)
+    start = time.time()
+    size, seconds = checkpoint.save(log.folder / "checkpoints", run, state)
     log.line(
         f"Global Checkpoint Save : Rank: 0 : Iteration: {int(state['step'])} : "
         f"Start time: {start:.3f}s : Save duration: {seconds:.3f}s : {rate(size, seconds)}"
@@ -147,8 +157,7 @@ def rate(size: int, seconds: float) -> str:
 def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
-    shared = metrics.run_folder(run, run.output.stamp) if run.output.stamp else None
-    window = profile.Window(run.profile, jax.process_index(), log.folder or shared)
+    window = profile.Window(run.profile, jax.process_index(), log.folder)
     queue = Queue(log)
     while i < run.train.steps and not reason:
         reason = stop(i)
@@ -163,46 +172,49 @@ def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, stat
             save(run, log, state)
             queue.last_done = time.perf_counter()
     queue.drain()
-    window.close()
+    window.switch(on=False)
     if run.output.checkpoint or every:
         save(run, log, state)
     return reason and f"{reason} after step {i - 1}"
 
 
 class Queue:
-    """The step that was started last; it is waited for when the next one is queued behind it."""
+    """Steps that were started. A thread of its own waits for each in turn and stamps it when it is
+    done: on a GPU, whose launch queue is short, the call that starts a step may return near that
+    step's end."""
 
     def __init__(self, log: metrics.Log):
         self.log, self.device = log, jax.local_devices()[0]
-        self.started: tuple | None = None
+        self.thread = futures.ThreadPoolExecutor(1)
+        self.newest = self.thread.submit(lambda: None)
         self.last_done = time.perf_counter()
 
     def add(self, i: int, out: dict) -> None:
-        """Takes what step i will have reported, and waits for the step before it."""
-        self.drain()
-        self.started = i, out
+        """Takes what step i will have reported; returns when the step before it is recorded."""
+        before = self.newest
+        self.newest = self.thread.submit(self._record, before, i, out)
+        before.result()
 
     def drain(self) -> None:
-        """Waits for the step, and records it.
+        """Waits until every step is recorded.
 
         Raises:
-          Failed: its loss or gradient is not finite.
+          Failed: a loss or gradient is not finite.
         """
-        if self.started is None:
-            return
-        (i, out), self.started = self.started, None
+        self.newest.result()
+
+    def _record(self, before: futures.Future, i: int, out: dict) -> None:
+        before.result()  # after a step that failed, none is recorded
         jax.block_until_ready(out)
         now = time.perf_counter()
         step_s, self.last_done = now - self.last_done, now
         if not self.log.times:
             self.log.result["start_to_first_step_s"] = metrics.since_start_s()
         out = {k: float(v) for k, v in out.items()}
-        in_use = (self.device.memory_stats() or {}).get("bytes_in_use", 0)
-        peak = metrics.peak_memory_bytes(self.device)
-        self.log.step(i, step_s, out, (peak, in_use or peak))
-        self.log.result["peak_bytes"] = peak
+        self.log.step(i, step_s, out, metrics.memory_bytes(self.device))
         for name in ("loss", "grad_norm"):
-            if not math.isfinite(out[name]):
+            # A mocked network leaves what it should have brought unwritten.
+            if not math.isfinite(out[name]) and not self.log.result.get("mocked"):
                 raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
 
 
@@ -211,7 +223,7 @@ def stop_requests() -> Callable[[int], str]:
 
     Returns what says why to stop with a given step as the last one, or ''.
     """
-    if jax.process_count() > 1:
+    if runtime.processes() > 1:
         reached = multihost_utils.reached_preemption_sync_point
         return lambda step: "SIGTERM" if reached(step) else ""
     asked = []

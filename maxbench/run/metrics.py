@@ -17,6 +17,7 @@ from maxbench.spec import flops
 from maxbench.spec.run import Run
 
 SCHEMA = 1  # of result.json
+USED = ("peak_bytes_in_use", "bytes_in_use")
 
 
 @dataclasses.dataclass
@@ -80,10 +81,11 @@ def statistics_of(values: list[float]) -> dict[str, float]:
     }
 
 
-def peak_memory_bytes(device) -> int:
-    """Peak memory of a device; of this process where the device keeps no count (CPU)."""
-    stats = device.memory_stats() or {}
-    return stats.get("peak_bytes_in_use") or process_peak_bytes()
+def memory_bytes(device) -> tuple[int, int]:
+    """Peak memory of a device, and what is in use; where it keeps no count (CPU), this process's
+    peak for both."""
+    stats = device.memory_stats() or dict.fromkeys(USED, process_peak_bytes())
+    return tuple(stats[name] for name in USED)
 
 
 def process_peak_bytes() -> int:
@@ -173,7 +175,7 @@ class Log:
 
     def step(self, i: int, step_s: float, out: dict[str, float], memory: tuple[int, int]) -> None:
         """Records a step: both log lines that existing tools read, one line of metrics.jsonl."""
-        self.times[i] = step_s
+        self.times[i], self.result["peak_bytes"] = step_s, memory[0]
         if not self.writes:
             return
         run, f = self.run, self.figures

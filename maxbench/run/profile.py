@@ -28,13 +28,10 @@ class Window:
     profiler range; xplane needs nothing but jax, and writes <folder>/xplane.
     """
 
-    def __init__(self, profile: Profile, process: int, folder: pathlib.Path | None):
+    def __init__(self, profile: Profile, process: int, folder: pathlib.Path):
         chosen = process in {int(r) for r in profile.ranks.split(",")}
-        self.profile, self.folder = profile, folder
         self.tool = profile.tool if chosen and profile.tool in ("nsys", "xplane") else ""
-        if self.tool == "xplane" and folder is None:  # nobody told this process where
-            self.tool = ""
-        self.open = False
+        self.profile, self.folder, self.open = profile, folder, False
 
     def edge(self, step: int) -> bool:
         """Whether the window opens or closes before this step: the queue must be empty then."""
@@ -42,17 +39,13 @@ class Window:
 
     def before(self, step: int) -> None:
         """To be called before each step is started."""
-        if self.tool and step == self.profile.start:
-            self._switch(on=True)
-        elif self.open and step == self.profile.stop:
-            self.close()
+        if self.edge(step):
+            self.switch(on=step == self.profile.start)
 
-    def close(self) -> None:
-        """Ends the profile, if it is still open."""
-        if self.open:
-            self._switch(on=False)
-
-    def _switch(self, on: bool) -> None:
+    def switch(self, on: bool) -> None:
+        """Opens the window or closes it, if it is not so already."""
+        if self.open == on:
+            return
         self.open = on
         if self.tool == "nsys":
             _cuda_profiler("cudaProfilerStart" if on else "cudaProfilerStop")

@@ -4,10 +4,16 @@ prepare() runs before jax is imported, connect() right after.
 """
 
 import contextlib
+import ctypes
+import glob
 import os
+import pathlib
 import platform
 import subprocess
+import sys
+import tempfile
 from importlib import metadata
+from importlib.util import find_spec
 
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
@@ -15,33 +21,109 @@ from maxbench.spec.run import Run
 JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
 PACKAGES += ("transformer-engine",)
+DRIVERS = {12: 525, 13: 580}  # CUDA of jax's wheels -> the first driver that runs it
 
 
 def prepare(run: Run) -> None:
     """Sets the environment that jax reads at import, and makes sure that results can be written.
 
     Raises:
-      UserError: output_dir cannot be written.
+      UserError: output_dir cannot be written; the run is for GPUs, and there is none.
     """
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    folder = os.path.join(run.output.dir, "experiments")
+    if run.runtime.mock_gpus:  # else the compiler waits for what mocked processes have tuned
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     try:
-        os.makedirs(folder, exist_ok=True)
+        _make(os.path.join(run.output.dir, "experiments"))
     except OSError as e:
         raise UserError(f"output_dir={run.output.dir!r} cannot be written: {e.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"output_dir={run.output.dir!r} cannot be written: permission denied")
+    if not run.runtime.cpu_devices and (why := no_gpu()):
+        _refuse(run, why)
+        # Without a driver jax's CUDA plugin complains for a page, or crashes.
+        os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+    _keep_programs(run)
+
+
+def _make(folder: str) -> None:
+    """Makes a folder; raises OSError where it cannot be written."""
+    os.makedirs(folder, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def cache() -> pathlib.Path:
+    """Where programs are kept: $MAXBENCH_CACHE, $STAGE_PATH/cache, or in the user's cache."""
+    stage, home = os.environ.get("STAGE_PATH"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    usual = f"{stage}/cache" if stage else f"{home}/maxbench"
+    return pathlib.Path(os.environ.get("MAXBENCH_CACHE", usual)).expanduser()
+
+
+def _keep_programs(run: Run) -> None:
+    """Has jax keep what it compiles, and XLA what it tunes, where that can be written."""
+    env, own = os.environ, os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    counts = (env.get(name, "1") for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"))
+    if not own and max(run.runtime.processes, *map(int, counts)) > 1:
+        return  # they tune together, so all must find a program, or none: not in any folder
+    folder = env["JAX_COMPILATION_CACHE_DIR"] = own or str(cache() / "jax")
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    try:
+        _make(folder)
+    except OSError as e:
+        env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        print(f"maxbench: no program is kept, {folder}: {e.strerror}", file=sys.stderr)
 
 
 def prepare_compiler() -> None:
     """Sets the environment for compiling for GPUs that are not here."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is not here cannot be read back
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def no_gpu() -> str:
+    """Why jax can find no GPU on this host, and what to do; '' where it may find one.
+
+    Touches neither jax nor a GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1", "NoDevFiles"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides them: unset it, or ask Slurm (--gres=gpu:8)"
+    if not glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"):  # dxg: Windows' GPUs in Linux
+        return "there is no device file /dev/nvidia*: ask Slurm (--gres=gpu:8), docker (--gpus all)"
+    try:
+        driver, known = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return "there is no driver (libcuda.so.1): install it, or start the container with GPUs"
+    driver.cuDriverGetVersion(ctypes.byref(known))  # of CUDA, as 13020
+    if find_spec("jax_plugins") is None:
+        return "jax's CUDA plugin is not installed: pip install 'maxbench[gpu]'"
+    for cuda, first in DRIVERS.items():
+        if version(f"jax-cuda{cuda}-plugin") and known.value // 1000 < cuda:
+            return (
+                f"the driver knows CUDA up to {known.value // 1000}, and jax's wheels are for CUDA "
+                f"{cuda}: install driver {first} or later, or wheels for an older one (jax[cuda12])"
+            )
+    platforms = os.environ.get("JAX_PLATFORMS") or "cuda"
+    return "" if {"cuda", "gpu"} & {*platforms.split(",")} else f"JAX_PLATFORMS={platforms}"
+
+
+def _refuse(run: Run, why: str) -> None:
+    """Raises UserError unless the run may do without a GPU."""
+    if run.runtime.mock_gpus or not (run.runtime.cpu_devices or run.runtime.any_device):
+        raise UserError(
+            f"no GPU on {host()}: {why}; a run on {run.layout.describe()} is for GPUs: "
+            "--cpu_devices N says that a CPU is wanted, :tiny takes whatever is there"
+        )
+
+
+def host() -> str:
+    """This host, as Slurm knows it where there is one."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def connect(run: Run) -> None:
@@ -50,14 +132,13 @@ def connect(run: Run) -> None:
     They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's.
 
     Raises:
-      UserError: mock_gpus where there is no GPU.
+      UserError: the run is for GPUs, and jax found none.
     """
     import jax
 
     r, env = run.runtime, os.environ
     if r.mock_gpus:
-        node = run.layout.gpu.gpus_per_node
-        jax.config.update("jax_mock_gpu_topology", f"1x{-(-r.mock_gpus // node)}x{node}")
+        jax.config.update("jax_mock_gpu_topology", f"1x{r.mock_gpus}x1")  # a host has what is here
     if r.coordinator:
         jax.distributed.initialize(r.coordinator, r.processes, r.process)
     elif set(JAX_PROCESSES) <= set(env):
@@ -69,8 +150,16 @@ def connect(run: Run) -> None:
         # Left alone, jax gives a process one GPU, which is right for one process per GPU only.
         whole_node = list(range(node)) if per_node == "1" and not r.cpu_devices else None
         jax.distributed.initialize(local_device_ids=whole_node)
-    if r.mock_gpus and jax.default_backend() != "gpu":
-        raise UserError(f"mock_gpus={r.mock_gpus} needs one real GPU, and jax found none here")
+    if jax.default_backend() != "gpu":
+        seen = "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
+        _refuse(run, no_gpu() or seen)
+
+
+def processes() -> int:
+    """How many processes the run has. Of a mocked network jax counts those that are not there."""
+    import jax
+
+    return 1 if jax.config.read("jax_mock_gpu_topology") else jax.process_count()
 
 
 def versions() -> dict[str, str]:

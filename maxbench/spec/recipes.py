@@ -44,8 +44,10 @@ TOY = {
     "train": {"seq": 64, "steps": 20},
 }
 PRESETS = {
-    "tiny": TOY | {"layout": {"mbs": 2}},  # the same structure, toy sizes: any laptop
-    "proxy": {"model": {"layers": 4}},  # full widths, few layers: one GPU
+    # the same structure, toy sizes: any laptop
+    "tiny": TOY | {"layout": {"mbs": 2}, "runtime": {"any_device": True}},
+    # full widths, few layers: one GPU
+    "proxy": {"model": {"layers": 4}, "runtime": {"any_device": True}},
     "fp8": {"precision": {"dtype": "fp8"}},
     "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
 }

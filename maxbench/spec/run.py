@@ -204,6 +204,7 @@ class Runtime:
 
     cpu_devices: int = setting(0, at_least=0)  # virtual CPU devices; 0 = whatever JAX finds
     mock_gpus: int = setting(0, at_least=0)  # one GPU runs its share of a step on so many
+    any_device: bool = False  # a CPU will do where there is no GPU
     tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
     coordinator: str = ""  # host:port of process 0
     processes: int = 0
@@ -278,7 +279,9 @@ class Run:
         return dataclasses.asdict(self)
 
     def __post_init__(self):
-        m, a, t = self.model, self.layout, self.train
+        m, a, t, o = self.model, self.layout, self.train, self.output
+        if self.runtime.mock_gpus and (o.checkpoint or o.checkpoint_every or o.resume):
+            raise UserError("mock_gpus holds a part of the state alone; leave checkpoints out")
         self._pipelines()
         split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp") | {"embed": "fsdp"}
         for field, axis in split.items():

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,6 +197,7 @@ def test_dry_run_in_under_a_second_without_jax(tmp_path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
     assert "#SBATCH --nodes=1" in said
     assert "python3 -m maxbench.train --config configs/llama31_8b.py --gpus 8" in said
+    assert f"export JAX_COMPILATION_CACHE_DIR={tmp_path}/cache/pretrain_llama31_8b_" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -383,6 +385,7 @@ def test_runai_gets_the_same_command_and_no_secret(tmp_path):
     assert pairs["--gpu-devices-request"] == "8"
     assert pairs["--existing-pvc"] == "claimname=workspace-project-abcde,path=/workspace"
     assert pairs["--output_dir"] == "/workspace/results"
+    assert any(w.startswith("JAX_COMPILATION_CACHE_DIR=/workspace/results/cache/") for w in args)
     assert "maxbench.train" in args
     everything = said + "".join(args) + (tmp_path / "env").read_text()
     assert "secret-never-to-be-seen" not in everything
@@ -488,7 +491,7 @@ def test_the_profiler_range_is_opened_and_closed_on_chosen_ranks(monkeypatch):
         for step in range(6):
             window.before(step)
             said.append(step)
-        window.close()
+        window.switch(on=False)
     alone = list(range(6))
     assert said == [*alone, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
 
@@ -643,6 +646,40 @@ def test_what_the_preflight_complains_about():
     assert "slowed down by its hardware" in said[1]
     assert "needs 8 devices, 4 are there" in checks.complaints(run_, [node("a")])[0]
     assert "P2P x 2" in checks.table(run_, [node("a"), node("b")])
+
+
+def test_jax_must_run_on_the_gpus_that_nvidia_smi_counts(tmp_path, monkeypatch):
+    line = "NVIDIA H100 80GB HBM3, 580.65.06, 0, 31, Not Active"
+    tool(tmp_path, "nvidia-smi", f"for i in 0 1 2 3; do echo '{line}'; done")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run_, there = variables.settle({}).run, checks.gpus_here()
+    assert [gpu["driver"] for gpu in there] == ["580.65.06"] * 4
+    a, b = (node(host, gpus=there) for host in "ab")
+    assert checks.complaints(run_, [a, b]) == []
+    fewer = checks.complaints(run_, [a, node("b", gpus=there, devices=3)])
+    assert "b: nvidia-smi counts 4 GPUs and jax 3: unset CUDA_VISIBLE_DEVICES" in fewer[0]
+    # Four processes with a GPU each; and a run that needs no more than jax sees.
+    each = [node("b", gpus=there, devices=1) for _ in range(4)]
+    assert checks.complaints(run_, [a, *each]) == ["devices differ: 1 x H100 on b; 4 x H100 on a"]
+    part = variables.settle({"JOB_TOTAL_GPUS": "2", "PRESET": "tiny"}).run
+    assert checks.complaints(part, [node("a", gpus=there, devices=2)]) == []
+    cpu = [node(host, platform="cpu", gpus=[]) for host in "ab"]
+    for toy in (run_, variables.settle({"PRESET": "tiny"}).run):
+        (said,) = checks.complaints(toy, cpu)
+        assert "jax runs on cpu: " in said
+        assert "--cpu_devices N says that a CPU is wanted" in said
+    asked = variables.settle({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
+    assert checks.complaints(asked, cpu) == []
+
+
+def test_a_product_is_scored_on_matrices_that_its_device_made(monkeypatch):
+    devices, put = jax.local_devices()[:2], jax.device_put
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    moved = []
+    monkeypatch.setattr(jax, "device_put", lambda x, to: put(moved.append((x, to)) or x, to))
+    assert min(hosts.gemm_tflops()) > 0
+    assert [to for _, to in moved] == devices
+    assert {type(x).__name__ for x, _ in moved} == {"ArrayImpl"}
 
 
 def test_the_slow_host_is_named():

@@ -1,17 +1,21 @@
 """Whole runs: what they write, and how they end, resume and fail."""
 
 import json
+import math
 import pathlib
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
+import jax
 import pytest
 
-from maxbench.run import loop
+from maxbench.mesh import axes
+from maxbench.run import hosts, loop, runtime
 from tests.conftest import processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"
@@ -201,6 +205,58 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path):
     assert "SIGTERM after step" in out
 
 
+class SlowDevice:
+    """Steps of 10 s each by a clock of its own. As on a GPU, the call that starts a step returns
+    0.1 s before that step's end; so nobody who waits for the call sees the end of the step before.
+    """
+
+    def __init__(self, monkeypatch, steps: int):
+        self.now, self.times, self.result, self.folder = 0.0, {}, {}, None
+        self.ends = [threading.Event() for _ in range(steps)]
+        self.seen = [threading.Event() for _ in range(steps)]
+        monkeypatch.setattr(loop.time, "perf_counter", lambda: self.now)
+
+    def __call__(self, state):
+        i = state["step"]
+        if i:
+            self._end(i - 1)
+            self.seen[i - 1].wait(5)
+        self.now = 10 * (i + 1) - 0.1
+        return {"step": i + 1}, {k: Scalar(self, i) for k in ("loss", "grad_norm")}
+
+    def _end(self, i: int) -> None:
+        self.now = max(self.now, 10.0 * (i + 1))
+        self.ends[i].set()
+
+    def step(self, i, step_s, out, memory):
+        """As metrics.Log's."""
+        self.times[i] = step_s
+        self.seen[i].set()
+
+
+class Scalar:
+    """An array that is ready when its step ends."""
+
+    def __init__(self, device: SlowDevice, i: int):
+        self.device, self.i = device, i
+
+    def block_until_ready(self):
+        if self.i == len(self.device.ends) - 1:  # no later step stands before its end
+            self.device._end(self.i)
+        self.device.ends[self.i].wait()
+        return self
+
+    def __float__(self):
+        return 1.0
+
+
+def test_first_and_last_step_are_as_long_as_the_others(monkeypatch):
+    device = SlowDevice(monkeypatch, 6)
+    run = resolve("llama31_8b", "tiny", steps=6)
+    assert loop.steps(run, device, lambda i: "", device, {"step": 0}) == ""
+    assert device.times == {i: pytest.approx(10) for i in range(6)}
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
     code, out = run_here(
         tmp_path, capsys, steps=20, overrides={"optim.lr": 1e38, "optim.warmup": 0.0}
@@ -210,6 +266,37 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
     assert result["status"] == "failed"
     assert "at step" in result["reason"]
+
+
+def test_a_mocked_network_has_no_other_processes(tmp_path, monkeypatch):
+    """What jax says with one GPU and a mocked network: a process for each GPU, and numbers that
+    mean nothing."""
+    run = resolve("llama31_8b", "tiny", mock_gpus=8, fsdp=8, output_dir=str(tmp_path))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        runtime.connect(run)
+        assert jax.config.read("jax_mock_gpu_topology") == "1x8x1"  # a host has what is here
+        mesh = axes.make_mesh(run.layout)
+        loop.check_processes(run, mesh)
+        log = loop.start_log(run, mesh)
+        assert hosts.gather({"host": "a"}) == [{"host": "a"}]
+        assert loop.stop_requests()(0) == ""
+    finally:
+        jax.config.update("jax_mock_gpu_topology", "")
+        signal.signal(signal.SIGTERM, handler)
+    assert (log.result["processes"], log.result["mocked"]) == (1, True)
+    numbers = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.0}
+    queue = loop.Queue(log)
+    queue.add(0, numbers)
+    queue.drain()
+    assert [*log.times] == [0]
+    log.result |= {"mocked": False, "compile_s": 0.0}
+    queue.add(1, numbers)
+    with pytest.raises(loop.Failed, match="loss is nan at step 1"):
+        queue.drain()
+    log.close("failed")
 
 
 def test_devices_that_are_not_there(tmp_path, capsys):

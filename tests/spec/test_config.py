@@ -213,6 +213,10 @@ BAD = {
     "stamp": (["--config", LLAMA, "--config.output.stamp=-1"], ["output.stamp=-1", "at least 0"]),
     "process": (["--config", LLAMA, "--process", "1"], ["belong together"]),
     "mock": (["--config", LLAMA, "--mock_gpus", "8", "--cpu_devices", "8"], ["exclude each other"]),
+    "mocked state": (
+        ["--config", LLAMA, "--mock_gpus", "8", "--checkpoint"],
+        ["leave checkpoints"],
+    ),
     "output": (["--config", LLAMA, "--output_dir", "/proc/none"], ["output_dir='/proc/none'"]),
 }
 
