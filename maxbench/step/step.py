@@ -35,7 +35,9 @@ def for_device(run: Run, device) -> Run:
     """
     t, gpu = run.train, device.platform in ("gpu", "cuda")
     budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
-    chunk = max(1, budget // (4 * run.model.vocab // run.layout.tp))
+    # A power of two, as tokens mostly are: no chunk is padded, and none is left over.
+    most = max(1, budget // (4 * run.model.vocab // run.layout.tp))
+    chunk = 1 << (most.bit_length() - 1)
     kind = attention.choose(run, device)
     unroll = t.unroll if t.unroll >= 0 else stack.MOST * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
