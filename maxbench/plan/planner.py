@@ -100,7 +100,6 @@ def best_remat(run: Run) -> Plan:
 def figures(p: Plan) -> dict:
     """The plan as plain data, for machines; seconds and bytes unless a name says otherwise."""
     run, t = p.run, p.timeline
-    f = metrics.Figures(run, metrics.Devices("gpu", run.layout.gpu_type, run.layout.gpus))
     traffic = [
         {"kind": x.kind, "axes": x.link.axes, "link": x.link.name, "members": x.link.members}
         | {"count": round(x.count), "bytes": round(x.bytes)}
@@ -120,11 +119,8 @@ def figures(p: Plan) -> dict:
         "communication": traffic,
         "step_s": t.seconds,
         "parts_s": parts,
-        "tokens_per_s": f.tokens_per_s(t.seconds),
-        "tflops_per_gpu": {c: f.tflops(t.seconds, c) for c in metrics.flops.CONVENTIONS},
-        "mfu": {c: f.mfu(t.seconds, c) for c in metrics.flops.CONVENTIONS},
+        **metrics.figures(run, run.layout.gpu_type, t.seconds),
         "hfu": t.flops / t.seconds / 1e12 / peak,
-        "days_to_1t_tokens": metrics.flops.days_to_1t(f.tokens_per_s(t.seconds)),
         "published": comparison(p),
         "terms_s": p.terms,
         "compile": {

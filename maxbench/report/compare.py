@@ -126,23 +126,20 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
         made.tflops = metrics.statistics_of(logged)
     if not (r.gbs and r.seq):
         return
-    made.tokens_s = flops.tokens_per_s(r.seq, r.gbs, step_s)
-    made.days = flops.days_to_1t(made.tokens_s)
+    model = _model(r) if r.gpus else None
+    known = model and r.gpu_type in GPUS and r.dtype in formats.PEAKS
+    peak = GPUS[r.gpu_type].peak_tflops(formats.PEAKS[r.dtype]) if known else 0
+    figures = functools.partial(flops.figures, model, r.seq, r.gbs, r.gpus, peak_tflops=peak)
+    found = figures(step_s)
+    made.tokens_s, made.days = found["tokens_per_s"], found["days_to_1t_tokens"]
+    made.mfu = found["mfu"] if peak else None
+    if model and not logged:
+        each = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in kept]
+        made.tflops = metrics.statistics_of(each)
     if r.gpus and s.cost and not (r.device and not r.gpu_type):  # virtual CPU devices cost nothing
         made.cost = made.days * 24 * r.gpus * s.cost
     if r.gpus and r.power_w:
         made.joules = r.power_w * r.gpus / made.tokens_s
-    model = _model(r)
-    if not model or not r.gpus:
-        return
-    rates = {c: flops.per_sequence(model, r.seq, c) for c in flops.CONVENTIONS}
-    if not logged:
-        each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
-        made.tflops = metrics.statistics_of(each)
-    if r.gpu_type in GPUS and r.dtype in formats.PEAKS:
-        peak = GPUS[r.gpu_type].peak_tflops(formats.PEAKS[r.dtype])
-        reached = lambda rate: flops.tflops_per_gpu(rate, r.gbs, step_s, r.gpus)
-        made.mfu = {c: flops.mfu(reached(rate), peak) for c, rate in rates.items()}
 
 
 def _verdict(made: Row) -> tuple[str, str]:

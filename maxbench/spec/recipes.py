@@ -19,29 +19,13 @@ from ml_collections import ConfigDict
 from maxbench.hardware.published import rows as published_rows
 from maxbench.spec import run as c
 from maxbench.spec.errors import UserError
+from maxbench.spec.formats import DTYPES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: configs/, launch/
-SECTIONS = {
-    "model": c.Model,
-    "layout": c.Layout,
-    "train": c.Train,
-    "optim": c.Optim,
-    "precision": c.Precision,
-    "output": c.Output,
-    "runtime": c.Runtime,
-    "profile": c.Profile,
-}
+SECTIONS = {f.name: f.type for f in dataclasses.fields(c.Run)}
 TOY = {
-    "model": {
-        "layers": 4,
-        "embed": 128,
-        "heads": 8,
-        "kv_heads": 4,
-        "head_dim": 16,
-        "mlp": 256,
-        "vocab": 512,
-    },
-    "train": {"seq": 64, "steps": 20},
+    "model": dict(layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=256, vocab=512),
+    "train": dict(seq=64, steps=20),
 }
 PRESETS = {
     "tiny": TOY | {"layout": {"mbs": 2}},  # the same structure, toy sizes: any laptop
@@ -49,23 +33,38 @@ PRESETS = {
     "fp8": {"precision": {"dtype": "fp8"}},
     "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
 }
-# Shorthand flags and the field that each sets.
+# Shorthand flags: the field that each sets, and what --help says.
 FLAGS = {
-    **{axis: ("layout", axis) for axis in (*c.AXES, "vp", "mbs", "gbs", "gpu_type")},
-    "dtype": ("precision", "dtype"),
-    "seq": ("train", "seq"),
-    "steps": ("train", "steps"),
-    "layers": ("model", "layers"),
-    "output_dir": ("output", "dir"),
-    "checkpoint": ("output", "checkpoint"),
-    "resume": ("output", "resume"),
-    "cpu_devices": ("runtime", "cpu_devices"),
-    "mock_gpus": ("runtime", "mock_gpus"),
-    "tp_overlap": ("runtime", "tp_overlap"),
-    "coordinator": ("runtime", "coordinator"),
-    "processes": ("runtime", "processes"),
-    "process": ("runtime", "process"),
-    "profile": ("profile", "tool"),
+    "gpu_type": ("layout.gpu_type", " | ".join(c.GPUS)),
+    "dtype": ("precision.dtype", " | ".join(DTYPES)),
+    "pp": ("layout.pp", "pipeline stages"),
+    "dp": ("layout.dp", "data parallel: copies of the weights, optimizer state split (ZeRO-1)"),
+    "fsdp": ("layout.fsdp", "data parallel: weights split too, gathered layer by layer (ZeRO-3)"),
+    "ep": ("layout.ep", "expert parallel: groups of GPUs that hold different experts"),
+    "cp": ("layout.cp", "context parallel: parts of the sequence"),
+    "tp": ("layout.tp", "tensor parallel, with sequence parallelism"),
+    "vp": ("layout.vp", "virtual stages per pipeline stage"),
+    "mbs": ("layout.mbs", "sequences per data-parallel GPU and microbatch"),
+    "gbs": ("layout.gbs", "sequences per step over all GPUs"),
+    "seq": ("train.seq", "tokens per sequence"),
+    "layers": ("model.layers", "layers of the model"),
+    "steps": ("train.steps", "steps to train"),
+    "output_dir": ("output.dir", "experiments/ goes here"),
+    "checkpoint": ("output.checkpoint", "save a checkpoint at the end"),
+    "resume": ("output.resume", "checkpoint to start from: a run's folder, or one step of it"),
+    "profile": (
+        "profile.tool",
+        "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop",
+    ),
+    "cpu_devices": ("runtime.cpu_devices", "virtual CPU devices instead of GPUs"),
+    "mock_gpus": (
+        "runtime.mock_gpus",
+        "one GPU runs its share of a step on so many, the network mocked",
+    ),
+    "tp_overlap": ("runtime.tp_overlap", "let tp's collectives run beside kernels (default)"),
+    "coordinator": ("runtime.coordinator", "host:port of process 0 (found by itself under Slurm)"),
+    "processes": ("runtime.processes", "number of processes"),
+    "process": ("runtime.process", "number of this process, from 0"),
 }
 
 
@@ -152,15 +151,16 @@ def resolve(
       config: what workload() returned.
       gpus: take the row of the table for so many GPUs.
       strong_scaling: of the rows with constant global batch.
-      flags: shorthand flags that were given, by the names in FLAGS.
+      flags: shorthand flags that were given, by their names in FLAGS.
       overrides: 'section.field' -> value, applied last.
 
     Raises:
       UserError: anything that cannot be, with what would work.
     """
-    flags, overrides = dict(flags or {}), dict(overrides or {})
+    flags = dict(flags or {})
+    given = {FLAGS[flag][0]: value for flag, value in flags.items()} | dict(overrides or {})
     values = {name: dict(config[name]) for name in SECTIONS}
-    wanted = _wanted(config, flags, overrides)
+    wanted = _wanted(config, given)
     if wanted["dtype"] == "fp8":
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
@@ -175,10 +175,7 @@ def resolve(
         _update(values, config.known[name])
         if name in ("tiny", "rehearse"):
             _shrink(values, rehearse=name == "rehearse")
-    for flag, value in flags.items():
-        section, field = FLAGS[flag]
-        values[section][field] = value
-    for path, value in overrides.items():
+    for path, value in given.items():
         section, _, field = path.partition(".")
         c.choose("--config", section, values)
         values[section][field] = value
@@ -190,19 +187,19 @@ def resolve(
             f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
             "leave gpus out to take the axes as given, or the axes to take the table's row"
         )
-    if "rehearse" in names and not {"cpu_devices", "runtime.cpu_devices"} & {*flags, *overrides}:
+    if "rehearse" in names and "runtime.cpu_devices" not in given:
         runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
         run = dataclasses.replace(run, runtime=runtime)
     return run
 
 
-def _wanted(config: ConfigDict, flags: Mapping, overrides: Mapping) -> dict[str, Any]:
+def _wanted(config: ConfigDict, given: Mapping) -> dict[str, Any]:
     """The GPU type and the dtype that all settings together say, among other fields."""
     wanted = {**config.precision, **config.layout}
     for name in config.presets:
         c.choose("preset", name, config.known)
         wanted |= dict(config.known[name].get("precision", {}))
-    return wanted | flags | {path.rpartition(".")[2]: v for path, v in overrides.items()}
+    return wanted | {path.rpartition(".")[2]: v for path, v in given.items()}
 
 
 def _update(values: dict, given: Mapping) -> None:
