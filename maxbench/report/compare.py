@@ -21,8 +21,6 @@ from maxbench.spec.model import Model
 PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median that are worth an alarm
 SPREAD = 0.05  # between repeats of a run
-WEAK, STRONG = 0, 1  # in the order in which they are shown
-KINDS = ("weak", "strong")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,16 +249,17 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
         if not (one.ok and one.tokens_s and r.gpus) or r.profiled:
             continue
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
-        for kind, batch in ((WEAK, r.gbs / r.gpus), (STRONG, r.gbs)):
-            scales = best.setdefault((*key, kind, batch), {})
+        for kind, batch in (("weak", r.gbs / r.gpus), ("strong", r.gbs)):
+            scales = best.setdefault((*key, kind == "strong", batch), {})
             scales[r.gpus] = max(scales.get(r.gpus, one), one, key=lambda x: x.tokens_s)
     made = []
-    for (*key, kind, batch), scales in sorted(best.items(), key=lambda x: x[0]):
+    for (*key, strong, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:
             name = " ".join(filter(None, map(str, key[:4])))
             name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
-            name += f", {batch:g} per GPU" if kind == WEAK else f", {batch} in all"
-            made.append(Curve(name, KINDS[kind], _points(scales, KINDS[kind])))
+            name += f", {batch} in all" if strong else f", {batch:g} per GPU"
+            kind = "strong" if strong else "weak"
+            made.append(Curve(name, kind, _points(scales, kind)))
     return made
 
 

@@ -59,12 +59,8 @@ def _folders(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
 
 
 def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[Record]:
-    if "result.json" in files or ("metrics.jsonl" in files and "job.json" in files):
-        if record := _ours(folder):
-            yield record
-            return
-    elif "job.json" in files:
-        yield _never_trained(folder)
+    if {"result.json", "job.json"} & {*files} and (record := _ours(folder)):
+        yield record
         return
     logs = (f for f in files if f.endswith(FOREIGN) and not NOT_RUNS.search(f))
     yield from filter(None, (_text(folder / f) for f in logs))
@@ -104,10 +100,6 @@ def _at(data, path: str, default):
     return type(default)(data) if number and 0 <= data < 1e30 else default
 
 
-def _count(data, path: str) -> int:
-    return _at(data, path, 0)
-
-
 def _mtime(path: pathlib.Path) -> float:
     try:
         return path.stat().st_mtime
@@ -133,10 +125,14 @@ def _ours(folder: pathlib.Path) -> Record | None:
     result = _json(_bytes(folder / "result.json"))
     if "config" not in result and result:
         return None
-    name = _at(result, "name", "") or _name_of(folder)
+    name = folder.name.rpartition("_")[0] or folder.name  # without its timestamp
+    name = _at(result, "name", "") or name
     record = Record(path=folder, name=name, source="maxbench", result=result)
     for field, path in PATHS.items():
         setattr(record, field, _at(result, path, getattr(record, field)))
+    if not result:  # in its preflight, refused by it, or cut off
+        record.started = _at(_json(_bytes(folder / "job.json")), "started", 0.0)
+        _from_name(record, name)
     record.mocked = result.get("mocked") is True
     _steps(_bytes(folder / "metrics.jsonl"), record)
     for key, kept in (("checkpoint_saves", record.saves), ("checkpoint_load", record.loads)):
@@ -152,11 +148,6 @@ def _ours(folder: pathlib.Path) -> Record | None:
     return record
 
 
-def _name_of(folder: pathlib.Path) -> str:
-    """Without its timestamp."""
-    return folder.name.rpartition("_")[0] or folder.name
-
-
 def _steps(text: bytes, record: Record) -> None:
     """Steps of metrics.jsonl; a damaged line is left out."""
     for one in map(_json, text.splitlines()):
@@ -166,14 +157,14 @@ def _steps(text: bytes, record: Record) -> None:
         record.step_s[step] = step_s
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             record.loss[step] = float(one["loss"])
-        record.peak_bytes = max(record.peak_bytes, _count(one, "peak_bytes"))
+        record.peak_bytes = max(record.peak_bytes, _at(one, "peak_bytes", 0))
 
 
 def _died(folder: pathlib.Path, record: Record) -> None:
     """Why a run that never closed its result ended, from what the job left behind."""
     ended = _json(_bytes(folder / "exit.json"))
     reason = textlogs.reason(_job_text(folder)) or _at(ended, "reason", "").strip(" ;")
-    code = _count(ended, "code")
+    code = _at(ended, "code", 0)
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
     if not (ended or reason) and _is_alive(folder, record):
@@ -195,15 +186,6 @@ def _job_text(folder: pathlib.Path) -> bytes:
     """The ends of what the job and its steps printed."""
     files = [*sorted(folder.glob("srun-*.log")), *sorted(folder.glob("sbatch_*.out"))]
     return b"".join(_bytes(p, 1 << 16) for p in files)
-
-
-def _never_trained(folder: pathlib.Path) -> Record:
-    """A job without a result: in its preflight, refused by it, or cut off."""
-    started = _at(_json(_bytes(folder / "job.json")), "started", 0.0)
-    record = Record(path=folder, name=_name_of(folder), source="maxbench", started=started)
-    _from_name(record, record.name)
-    _died(folder, record)
-    return record
 
 
 def _power(folder: pathlib.Path, record: Record) -> None:
@@ -270,35 +252,26 @@ def _from_name(record: Record, text: str) -> None:
         count = int(named["gpus"] or 0)
         record.gpus = record.gpus or (count * 8 if named["nodes"] else count)
     # results/<version>/<dtype>/<size>/<gpus>/
-    parts = pathlib.PurePath(text).parts
-    for i, part in enumerate(parts[:-2]):
-        if part in ("bf16", "fp8") and re.fullmatch(r"\d{1,4}b", parts[i + 1]):
-            record.dtype = record.dtype or part
-            record.size = record.size or parts[i + 1]
-            if parts[i + 2].isdecimal() and len(parts[i + 2]) < 7:
-                record.gpus = record.gpus or int(parts[i + 2])
+    for dtype, size, count in re.findall(r"(?:^|/)(bf16|fp8)/(\d{1,4}b)/(\d{1,6}(?=/))?", text):
+        record.dtype, record.size = record.dtype or dtype, record.size or size
+        record.gpus = record.gpus or int(count or 0)
     record.gpu_type = record.gpu_type or gpus.named(text)
     if not record.gbs and (gbs := GBS_NAMED.search(text)):
         record.gbs = int(gbs[1])
-    if not record.seq and record.gpus:
-        near = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]
-        row = min(near, key=lambda r: abs(r.gpus / record.gpus - 1), default=None)
-        if row:
-            record.seq, record.layers = row.seq, row.layers
-    tokens = _count(record.result, "tokens")
-    if not record.gbs and tokens and record.seq:
-        record.gbs = tokens // record.seq
+    near = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]
+    if not record.seq and record.gpus and near:
+        row = min(near, key=lambda r: abs(r.gpus / record.gpus - 1))
+        record.seq, record.layers = row.seq, row.layers
+    if not record.gbs and record.seq:
+        record.gbs = record.result.get("tokens", 0) // record.seq
 
 
 def _ending(data: bytes, record: Record) -> None:
     """Whether the run reached its end."""
-    last = record.last
+    record.status, last = "done", record.last
     if record.planned and last >= record.planned - 1:
-        record.status = "done"
         return
     reason = textlogs.reason(data[-(1 << 18) :])
-    if not record.planned and last >= 0 and not reason:
-        record.status = "done"  # MaxText does not say how many steps there are to be
-        return
-    record.status = "died"
-    record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")
+    if record.planned or last < 0 or reason:  # MaxText does not say how many steps are to be
+        record.status = "died"
+        record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")
