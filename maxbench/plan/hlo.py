@@ -172,16 +172,6 @@ class Computation:
                 users[name].append(op)
         return users
 
-    @functools.cached_property
-    def opcodes(self) -> frozenset[str]:
-        return frozenset(op.opcode for op in self.ops)
-
-    def origin(self, op: Op) -> Op:
-        """The op whose memory this one only renames."""
-        while op.opcode == "bitcast":
-            op = self.by_name[op.operands[0]]
-        return op
-
 
 class Program:
     """A module: its computations by name, and the one that runs first."""

@@ -32,13 +32,15 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
 class Plan:
     """A run, what its program occupies, and its predicted step.
 
-    `terms` are seconds by which the published row's program differs; none without such a row.
+    `beside` is the published row of the same work, or the nearest one; `terms` are seconds by which
+    the row's program differs, none without a row of the same work.
     """
 
     run: Run
     compiled: Compiled
     memory: Memory
     timeline: Timeline
+    beside: Comparison
     terms: dict[str, float]
     cached: bool
 
@@ -69,10 +71,10 @@ def plan(run: Run) -> Plan:
         artifact.store(run, compiled)
     program = hlo.parse(compiled.text)
     timeline = play(run, program)
-    row, differences = published_row(run)
-    differs = {} if row is None or differences else terms.terms(run, timeline, row)
+    beside = metrics.beside_published(run, run.layout.gpu_type)
+    differs = {} if beside.refusal else terms.terms(run, timeline, beside.row)
     split = memory.split(run, compiled, program)
-    return Plan(run, compiled, split, timeline, differs, cached)
+    return Plan(run, compiled, split, timeline, beside, differs, cached)
 
 
 def play(
@@ -90,10 +92,9 @@ def best_remat(run: Run) -> Plan:
     What a policy keeps is arithmetic, so two or three programs are compiled, not all.
     """
     least = memory.policies(run)[-1]
-    last = plan(memory.with_remat(run, least))
-    room = last.memory.spare + memory.activation_bytes(run, least)
-    others = (r for r in memory.within(run, room * 1.05) if r != least)
-    plans = (plan(memory.with_remat(run, remat)) for remat in others)
+    last = plan(least)
+    room = last.memory.spare + memory.activation_bytes(least)
+    plans = (plan(one) for one in memory.policies(run, room * 1.05) if one != least)
     return next((p for p in plans if p.fits), last)
 
 
@@ -134,14 +135,9 @@ def figures(p: Plan) -> dict:
     }
 
 
-def published_row(run: Run) -> Comparison:
-    """The run beside the published row of the same work, or the nearest one."""
-    return metrics.beside_published(run, run.layout.gpu_type)
-
-
 def comparison(p: Plan) -> dict | None:
     """The predicted step beside the published one, as compiled and without the terms."""
-    beside = published_row(p.run)
+    beside = p.beside
     if beside.row is None:
         return None
     found = beside.about | {"differences": beside.differences}
@@ -158,7 +154,7 @@ def as_published(run: Run) -> Run:
     Raises:
       UserError: nothing is published for this workload, precision and GPU.
     """
-    row, _ = published_row(run)
+    row, _ = metrics.beside_published(run, run.layout.gpu_type)
     if row is None:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
@@ -240,6 +236,10 @@ def verdict(p: Plan) -> str:
     if p.fits:
         return f"fits, {spare:.1f} GiB spare"
     room = p.memory.capacity - p.memory.total + p.memory.activations
-    would = memory.within(p.run, room)
-    hint = f"--config.train.remat={would[0]}" if would else "more fsdp, tp or cp; smaller mbs"
+    would = memory.policies(p.run, room)
+    hint = (
+        f"--config.train.remat={would[0].train.remat}"
+        if would
+        else "more fsdp, tp or cp; smaller mbs"
+    )
     return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"
