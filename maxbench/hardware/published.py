@@ -1,13 +1,13 @@
 """Published step times: published.csv, each row with its source and FLOPs convention."""
 
 import csv
-import dataclasses
 import functools
 import pathlib
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Published:
     """One published figure. Fields that the source left out are None."""
 
@@ -32,17 +32,11 @@ class Published:
 @functools.cache
 def rows() -> tuple[Published, ...]:
     """All published figures, in the order of the file."""
-    kinds = {f.name: f.type for f in dataclasses.fields(Published)}
-
-    def read(name: str, text: str):
-        if kinds[name] is str:
-            return text
-        return None if text == "" else (int if kinds[name] is int else float)(text)
-
+    kinds = {f.name: f.type if f.type in (str, int) else float for f in fields(Published)}
+    read = lambda name, text: kinds[name](text) if text else None
     with open(pathlib.Path(__file__).with_name("published.csv"), newline="") as f:
-        return tuple(
-            Published(**{k: read(k, v) for k, v in row.items()}) for row in csv.DictReader(f)
-        )
+        lines = csv.DictReader(f)
+        return tuple(Published(**{k: read(k, v) for k, v in line.items()}) for line in lines)
 
 
 class Comparison(NamedTuple):
