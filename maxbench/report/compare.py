@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
-from maxbench.report.record import Record
+from maxbench.report.record import Record, at
 from maxbench.run import metrics
 from maxbench.spec import flops, formats, recipes
 from maxbench.spec.model import Model
@@ -73,18 +73,16 @@ class Row:
 @functools.cache
 def model_of(name: str, size: str) -> Model | None:
     """The Model of a workload file, or None."""
-    models = [Model(**recipes.workloads()[path].model) for path in recipes.find(name, size)]
-    return models[0] if models else None
+    path = next(iter(recipes.find(name, size)), None)
+    return Model(**recipes.workloads()[path].model) if path else None
 
 
 def _model(r: Record) -> Model | None:
     """The run's own numbers, else those of the workload it is named after."""
-    config = r.result.get("config")
-    numbers = config.get("model") if isinstance(config, dict) else None
     try:
-        if isinstance(numbers, dict):
-            known = {f.name for f in dataclasses.fields(Model)}
-            return Model(**{k: v for k, v in numbers.items() if k in known})
+        if numbers := at(r.result, "config.model", {}):
+            known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
+            return Model(**{name: numbers[name] for name in known})
         model = model_of(r.model, r.size)
         return dataclasses.replace(model, layers=r.layers) if model and r.layers else model
     except (TypeError, ValueError, ZeroDivisionError):
@@ -113,7 +111,7 @@ def row(r: Record, s: Settings) -> Row:
     if made.ok:
         made.verdict, made.why = _verdict(made)
         made.notes += alarms(times)
-        if isinstance(slow := r.result.get("slow_hosts"), list) and slow:
+        if slow := at(r.result, "slow_hosts", []):
             made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return made
 
@@ -299,8 +297,8 @@ def overhead(r: Record, s: Settings) -> Overhead | None:
     """
     if not r.saves:
         return None
-    save = statistics.fmean(x for x, _ in r.saves)
-    load = statistics.fmean(x for x, _ in r.loads) if r.loads else save
+    save = statistics.fmean(r.saves)
+    load = statistics.fmean(r.loads) if r.loads else save
     best = math.sqrt(2 * save * s.mtbf_s)
     interval = s.interval_s or best
     share = save / interval + (interval / 2 + load) / s.mtbf_s

@@ -6,7 +6,8 @@ import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 
-from maxbench.report import compare, runlogs
+from maxbench.report import compare
+from maxbench.report.record import Record, at
 from maxbench.run import nccl
 from maxbench.spec import recipes
 from maxbench.spec.run import Output, Profile, Run, Runtime, Train
@@ -29,7 +30,7 @@ def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
             one.trace["step_beside_plan"] = nccl.against(calls, planned, steps)
 
 
-def predict(r: runlogs.Record) -> tuple[dict | None, str]:
+def predict(r: Record) -> tuple[dict | None, str]:
     """plan.figures() of the very step that ran, from plan's cache; or None, and why there is none.
 
     Nothing is compiled: that takes seconds, and a compiler which may not be here.
@@ -46,7 +47,7 @@ def predict(r: runlogs.Record) -> tuple[dict | None, str]:
                 return found, ""
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
         return None, "its configuration is of another version of maxbench"
-    return None, f"not planned yet: {_plan_command(r.result.get('command'))}"
+    return None, f"not planned yet: {_plan_command(at(r.result, 'command', []))}"
 
 
 def _run(config: Mapping) -> Run:
@@ -70,9 +71,9 @@ def _planned(run: Run) -> dict | None:
     return figures | {"parts": {text: s for text, s in seconds if s > 0}}
 
 
-def _plan_command(command: object) -> str:
+def _plan_command(command: list) -> str:
     """The `maxbench plan` command of the same program, from the command of a run."""
-    words = [w for w in command if isinstance(w, str)] if isinstance(command, list) else []
+    words = (word for word in command if isinstance(word, str))
     kept = ["maxbench", "plan"]
     rest = itertools.dropwhile(lambda word: not word.startswith("-"), words)
     for word in rest:

@@ -34,10 +34,8 @@ FIELDS = {
     "step": re.compile(rb"global_step=" + _FLOAT),
     "samples": re.compile(rb"consumed_samples[:=] ?" + _FLOAT),
 }
-SAVED = re.compile(
-    rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?"
-)
-LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?")
+SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT)
+LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
 REASON = re.compile(
     rb"F\d{4} \d\d:\d\d:[^\]\r\n]{0,80}\] [^\r\n]*|"  # absl: the process ends itself
     rb"DUE TO TIME LIMIT|DUE TO NODE FAILURE|NODE FAILURE|CANCELLED AT [^*\r\n]*|"
@@ -71,8 +69,7 @@ def fill(record: Record, data: bytes) -> None:
             record.result["tokens"] = int(fields["tokens"])
         record.peak_bytes = max(record.peak_bytes, int(fields.get("peak", 0)))
     for pattern, kept in ((SAVED, record.saves), (LOADED, record.loads)):
-        found = ((number(m[1]), number(m[2]) * 1e9) for m in pattern.finditer(data))
-        kept += [(seconds, size) for seconds, size in found if seconds > 0]
+        kept += filter(None, map(number, pattern.findall(data)))
 
 
 def lines(data: bytes) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
