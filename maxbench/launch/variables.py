@@ -77,7 +77,10 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
       UserError: a variable that cannot be, by name, with what is allowed.
     """
     _typos(env)
-    values = {name: _given(env, name) for name in VARIABLES}
+    values = {}
+    for name, v in VARIABLES.items():
+        given = (env.get(n, "").strip() for n in (name, *v.also))
+        values[name] = next(filter(None, given), v.default)
     if values["HARDWARE"]:
         values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
         cli.add_hardware(values["HARDWARE"])
@@ -107,12 +110,6 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
         out=out,
         notes=(*(f"{n} is not used: {why}" for n, why in UNUSED.items() if env.get(n)), *notes),
     )
-
-
-def _given(env: Mapping[str, str], name: str) -> str:
-    """What env says by any name of a variable, or its default."""
-    every = (env.get(n, "").strip() for n in (name, *VARIABLES[name].also))
-    return next(filter(None, every), VARIABLES[name].default)
 
 
 def _checked(name: str, text: str, v: Variable) -> str:

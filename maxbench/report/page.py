@@ -4,7 +4,7 @@ import functools
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from maxbench.report import compare, plots, tables
 from maxbench.report.compare import Row, Settings
@@ -12,16 +12,6 @@ from maxbench.report.record import at
 
 PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody scrolls
 VERDICTS = {"PASS": "PASS", "WARN": "WARN", "FAIL": "FAIL", "DIED": "died"}
-
-
-class Shown(NamedTuple):
-    """A run on the page; where a table's cell says '-', it says nothing."""
-
-    row: Row
-    name: str
-    label: str
-    cells: dict[str, str]
-    why: str
 
 
 @functools.cache
@@ -43,9 +33,11 @@ def html(rows: Sequence[Row], s: Settings) -> str:
     """The report as one HTML file."""
     runs = []
     for one, name in zip(rows, compare.names(rows, s), strict=True):
-        cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
-        why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
-        runs.append(Shown(one, name, label(one), cells, why))
+        run = SimpleNamespace(row=one, name=name, label=label(one))
+        # Where a table says '-', the page says nothing.
+        run.cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
+        run.why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
+        runs.append(run)
     return template().render(
         title=s.title,
         made=time.strftime("%Y-%m-%d %H:%M"),

@@ -10,7 +10,7 @@ from maxbench.report import compare
 from maxbench.report.record import Record, at
 from maxbench.run import nccl
 from maxbench.spec import recipes
-from maxbench.spec.run import Output, Profile, Run, Runtime, Train
+from maxbench.spec.run import Run, Train
 
 # Flags of the trainer that say nothing about the program that plan compiles.
 NOT_PLANNED = ("steps", "profile", "output_dir", "resume", "coordinator", "processes", "process")
@@ -52,12 +52,13 @@ def predict(r: Record) -> tuple[dict | None, str]:
 
 def _run(config: Mapping) -> Run:
     """The Run of a result.json, without what differs between starts of the same program."""
-    parts = {name: dict(config[name]) for name in recipes.SECTIONS}
-    for pair in ("window", "combine"):
-        parts["train"][pair] = tuple(parts["train"][pair])
-    made = {name: recipes.SECTIONS[name](**fields) for name, fields in parts.items()}
-    overlap = Runtime(tp_overlap=made["runtime"].tp_overlap)
-    return Run(**made | {"output": Output(), "profile": Profile(), "runtime": overlap})
+    same = {"output": {}, "profile": {}}
+    same["runtime"] = {"tp_overlap": config["runtime"]["tp_overlap"]}
+    made = {}
+    for name, cls in recipes.SECTIONS.items():
+        fields = same.get(name, config[name]).items()
+        made[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields})
+    return Run(**made)
 
 
 @functools.cache  # repeats of a run are many

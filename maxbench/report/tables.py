@@ -128,17 +128,16 @@ def money(one: Row, s: Settings) -> list[str]:
 def _counts(rows: Sequence[Row]) -> dict[str, int]:
     good = sum(x.ok for x in rows)
     counts = {"success_experiments": good, "failed_experiments": len(rows) - good}
-    return counts | {"success_rate": round(100 * good / len(rows)) if rows else 0}
+    return counts | {"success_rate": round(100 * good / len(rows))}
 
 
 def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
     """Scaling, repeats and checkpoints: a title and lines, only where there is something."""
     found = []
     for curve in compare.curves(rows):
-        theirs = lambda x: "" if x is None else f"  (published {x:.1%})"
         lines = [
             f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}"
-            + theirs(p.published)
+            + (f"  (published {p.published:.1%})" if p.published else "")
             for p in curve.points
         ]
         found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))

@@ -126,15 +126,10 @@ def _fields(cls: type, given: Mapping) -> dict:
 
 def table(layouts: str) -> list[dict[str, Any]]:
     """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
-    lines = [line.split() for line in layouts.strip().splitlines() if line.strip()]
-    rows = []
-    for cells in lines[1:]:
-        row = dict(zip(lines[0], cells, strict=True))
-        for dtype in row["dtype"].split(","):
-            texts = ("gpu_type", "dtype", "scaling")
-            numbers = {k: int(v) for k, v in row.items() if k not in texts}
-            rows.append({**row, **numbers, "dtype": dtype})
-    return rows
+    heads, *lines = (line.split() for line in layouts.strip().splitlines())
+    number = lambda text: int(text) if text.isdecimal() else text
+    rows = [dict(zip(heads, map(number, cells), strict=True)) for cells in lines]
+    return [row | {"dtype": dtype} for row in rows for dtype in row["dtype"].split(",")]
 
 
 def resolve(
