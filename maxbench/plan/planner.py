@@ -190,8 +190,7 @@ def screen(p: Plan) -> str:
         "TFLOP/s per GPU     "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
-        f"published           {published_text(f)}",
-        *terms_text(p, f["published"]),
+        *published_lines(p, f["published"]),
         f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
         + (", from the cache" if p.cached else ""),
     ]
@@ -210,24 +209,18 @@ def ranking(plans: list[Plan], given: Run) -> str:
     return "\n".join(lines)
 
 
-def published_text(f: dict) -> str:
-    row = f["published"]
+def published_lines(p: Plan, row: dict | None) -> list[str]:
+    """The published step, and what that run did otherwise, from a thousandth of the step on."""
     if row is None:
-        return "nothing for this workload, precision and GPU"
-    text = f"{row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
-    if row["differences"]:
-        return text + "not comparable: " + "; ".join(row["differences"])
-    return text + f"predicted {row['error']:+.1%}"
-
-
-def terms_text(p: Plan, row: dict | None) -> list[str]:
-    """What the published run did otherwise, from a thousandth of the step on."""
+        return ["published           nothing for this workload, precision and GPU"]
+    head = f"published           {row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
+    if p.beside.refusal:
+        return [head + p.beside.refusal]
     shown = {name: s for name, s in p.terms.items() if abs(s) > 1e-3 * p.step_s}
-    lines = [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
-    if lines:
-        lines.append(f"  {'as published':<28}{row['as_published_s']:8.3f} s: predicted ")
-        lines[-1] += f"{row['error_as_published']:+.1%}"
-    return lines
+    lines = [f"{head}predicted {row['error']:+.1%}"]
+    lines += [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
+    less = f"  {'as published':<28}{row['as_published_s']:8.3f} s: predicted "
+    return lines + ([f"{less}{row['error_as_published']:+.1%}"] if shown else [])
 
 
 def verdict(p: Plan) -> str:
