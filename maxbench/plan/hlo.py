@@ -105,10 +105,6 @@ class Op:
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
-    def is_start(self) -> bool:
-        return self.opcode.endswith("-start")
-
-    @property
     def is_done(self) -> bool:
         return self.opcode.endswith("-done")
 

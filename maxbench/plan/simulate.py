@@ -199,7 +199,7 @@ class _Player:
         begin = max(now, self.free)
         end = self.free = begin + seconds
         self._bar("communication", f"{kind} {link.axes} {op.name}", kind, begin, seconds)
-        if op.sync or not op.is_start:
+        if op.sync or not op.opcode.endswith("-start"):
             now = self._wait((end, traffic), now, times)
         else:
             pending[op.name] = (end, traffic)
