@@ -129,15 +129,11 @@ def _checked(name: str, text: str, v: Variable) -> str:
 def _typos(env: Mapping[str, str]) -> None:
     """Refuses a variable that is one slip of the finger away from one of ours."""
     known = {n for name, v in VARIABLES.items() for n in (name, *v.also)}
+    shorter = lambda word: {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
     for name in sorted(env.keys() - known - {*SECRETS, *UNUSED}):
         close = (n for n in sorted(known) if len(n) >= 5 and abs(len(n) - len(name)) <= 1)
-        if near := next((n for n in close if _without_one(n) & _without_one(name)), ""):
+        if near := next((n for n in close if shorter(n) & shorter(name)), ""):
             raise UserError(f"{name} is set, which nothing reads; did you mean {near}?")
-
-
-def _without_one(word: str) -> set[str]:
-    """The word, and the word less one letter: what two share that differ by one slip."""
-    return {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
 
 
 def _workload(values: dict[str, str]) -> tuple[pathlib.Path, list[str]]:

@@ -135,20 +135,16 @@ def _died(folder: pathlib.Path, record: Record) -> None:
     code = at(ended, "code", 0)
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
-    if not (ended or reason) and _is_alive(folder, record):
+    files = [folder / name for name in ("metrics.jsonl", "result.json", "job.json")]
+    silent_s = time.time() - max(file.stat().st_mtime for file in files if file.exists())
+    usual_s = max(900.0, 10 * max(record.step_s.values(), default=0.0))
+    if not (ended or reason) and silent_s < usual_s:
         record.status = "running"
         return
     if reason and at(ended, "phase", "") == "preflight":
         reason = f"preflight: {reason}"
     silent = "ended without a word" if record.result else "ended before step 0"
     record.status, record.reason = "died", reason or silent
-
-
-def _is_alive(folder: pathlib.Path, record: Record) -> bool:
-    """Whether something was written not long ago."""
-    files = [folder / name for name in ("metrics.jsonl", "result.json", "job.json")]
-    newest = max(file.stat().st_mtime for file in files if file.exists())
-    return time.time() - newest < max(900.0, 10 * max(record.step_s.values(), default=0.0))
 
 
 def _job_text(folder: pathlib.Path) -> bytes:

@@ -176,15 +176,14 @@ def resolve(
         values[section][field] = value
     shown = [name for name in names if name != "fp8"]
     values["model"]["size"] = "-".join([values["model"]["size"], *shown])
+    if "rehearse" in names and "runtime.cpu_devices" not in given:
+        values["runtime"]["cpu_devices"] = c.Layout(**values["layout"]).gpus
     run = c.Run(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
     if gpus is not None and "rehearse" not in names and run.layout.gpus != gpus:
         raise UserError(
             f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
             "leave gpus out to take the axes as given, or the axes to take the table's row"
         )
-    if "rehearse" in names and "runtime.cpu_devices" not in given:
-        runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
-        run = dataclasses.replace(run, runtime=runtime)
     return run
 
 
