@@ -5,12 +5,12 @@ Units: TFLOP/s are dense (no sparsity), memory is what the vendor sells (GB, 1e9
 are GB/s (1e9 bytes per second). NVLink counts both directions, the network one.
 """
 
+import dataclasses
 import difflib
 import pathlib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NewType
 
 Reach = NewType("Reach", float)  # above 0 and up to 1
@@ -18,7 +18,7 @@ Share = NewType("Share", float)  # from 0 to 1
 Latency = NewType("Latency", float)  # microseconds, from 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """What XLA's GPU compiler must know of a GPU to compile for it."""
 
@@ -31,7 +31,7 @@ class Chip:
     memory_bytes_per_s: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Physics:
     """What programs reach of a GPU's datasheet. One set per GPU type, none per workload.
 
@@ -52,7 +52,7 @@ class Physics:
     contention: Share  # a kernel runs longer by this fraction beside a collective
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU type, whole."""
 
@@ -106,8 +106,7 @@ KINDS = {
         lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
         'a table of texts, { NAME = "value" }',
     ),
-    Chip: (lambda v: isinstance(v, dict), "a table"),
-    Physics: (lambda v: isinstance(v, dict), "a table"),
+    **dict.fromkeys((Chip, Physics), (lambda v: isinstance(v, dict), "a table")),
 }
 
 
@@ -160,7 +159,8 @@ def _gpu(values: Mapping[str, Any]) -> Gpu:
 
 def _record(cls: type, given: Mapping, base: Any, prefix: str = "") -> Any:
     """A cls with all fields of base, then the given ones, checked."""
-    values, kinds = dict(vars(base)) if base else {}, {f.name: f.type for f in fields(cls)}
+    values = dict(vars(base)) if base else {}
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
     for key, value in given.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1)
@@ -169,7 +169,7 @@ def _record(cls: type, given: Mapping, base: Any, prefix: str = "") -> Any:
         fits, must = KINDS[kinds[key]]
         if not fits(value):
             raise ValueError(f"{prefix}{key}={value!r} must be {must}")
-        if is_dataclass(kinds[key]):
+        if dataclasses.is_dataclass(kinds[key]):
             value = _record(kinds[key], value, values.get(key), f"{key}.")
         values[key] = tuple(value) if isinstance(value, list) else value
     if lacking := [k for k in kinds if k not in values]:

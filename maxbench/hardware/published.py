@@ -1,13 +1,13 @@
 """Published step times: published.csv, each row with its source and FLOPs convention."""
 
 import csv
+import dataclasses
 import functools
 import pathlib
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Published:
     """One published figure. Fields that the source left out are None."""
 
@@ -31,12 +31,12 @@ class Published:
 
 @functools.cache
 def rows() -> tuple[Published, ...]:
-    """All published figures, in the order of the file."""
-    kinds = {f.name: f.type if f.type in (str, int) else float for f in fields(Published)}
-    read = lambda name, text: kinds[name](text) if text else None
+    """All published figures, in the order of the file, whose columns are the fields."""
+    kinds = [f.type if f.type in (str, int) else float for f in dataclasses.fields(Published)]
     with open(pathlib.Path(__file__).with_name("published.csv"), newline="") as f:
-        lines = csv.DictReader(f)
-        return tuple(Published(**{k: read(k, v) for k, v in line.items()}) for line in lines)
+        _, *lines = csv.reader(f)
+    read = lambda kind, text: kind(text) if text else None
+    return tuple(Published(*map(read, kinds, line)) for line in lines)
 
 
 class Comparison(NamedTuple):
