@@ -9,8 +9,8 @@ What is set later wins: the workload's numbers, what it does otherwise in FP8, t
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
+import runpy
 from collections.abc import Mapping
 from typing import Any
 
@@ -243,10 +243,7 @@ def _shrink(values: dict, rehearse: bool) -> None:
 
 def load(path: str | pathlib.Path) -> ConfigDict:
     """The config of a workload file, without presets."""
-    spec = importlib.util.spec_from_file_location("workload", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
+    return runpy.run_path(str(path))["get_config"]()
 
 
 @functools.cache
