@@ -69,15 +69,12 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
         value = fv[name].value
         if not 0 <= value < 1e9 or (name == "mtbf" and value == 0):
             raise UserError(f"{name}={value} must be a positive number")
+    as_given = ("cost", "gpu_type", "interval", "mtbf", "title")
     return compare.Settings(
         window=window,
-        cost=fv["cost"].value,
-        gpu_type=fv["gpu_type"].value,
-        interval_s=fv["interval"].value * 60,
-        mtbf_s=fv["mtbf"].value * 3600,
         paths=tuple(paths),
         full_names=fv["full-names"].value,
-        title=fv["title"].value,
+        **{name: fv[name].value for name in as_given},
     )
 
 

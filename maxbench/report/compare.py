@@ -30,8 +30,8 @@ class Settings:
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive
     cost: float = 0.0  # dollars per GPU hour
     gpu_type: str = ""  # of logs that do not name it
-    interval_s: float = 0.0  # between checkpoints; 0 = the best by Young and Daly
-    mtbf_s: float = 24 * 3600.0  # mean time between failures of the whole job
+    interval: float = 0.0  # minutes between checkpoints; 0 = the best by Young and Daly
+    mtbf: float = 24.0  # mean hours between failures of the whole job
     paths: tuple[str, ...] = ()  # where the runs were looked for
     full_names: bool = False  # paths instead of names
     title: str = "maxbench report"  # of the page
@@ -285,7 +285,6 @@ class Overhead:
     save_s: float
     interval_s: float
     best_s: float  # sqrt(2 x save x time between failures): Young 1974
-    mtbf_s: float
     share: float  # of the time, lost
 
 
@@ -299,10 +298,11 @@ def overhead(r: Record, s: Settings) -> Overhead | None:
         return None
     save = statistics.fmean(r.saves)
     load = statistics.fmean(r.loads) if r.loads else save
-    best = math.sqrt(2 * save * s.mtbf_s)
-    interval = s.interval_s or best
-    share = save / interval + (interval / 2 + load) / s.mtbf_s
-    return Overhead(save, interval, best, s.mtbf_s, share)
+    mtbf_s = s.mtbf * 3600
+    best = math.sqrt(2 * save * mtbf_s)
+    interval = s.interval * 60 or best
+    share = save / interval + (interval / 2 + load) / mtbf_s
+    return Overhead(save, interval, best, share)
 
 
 def names(rows: Sequence[Row], s: Settings) -> list[str]:

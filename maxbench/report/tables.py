@@ -145,7 +145,7 @@ def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
     ]
     saves = [
         f"{one.record.name}: save {o.save_s:.1f} s; every {o.interval_s / 60:.1f} min with a "
-        f"failure every {o.mtbf_s / 3600:g} h would cost {o.share:.2%} of the time (best interval "
+        f"failure every {s.mtbf:g} h would cost {o.share:.2%} of the time (best interval "
         f"{o.best_s / 60:.1f} min)"
         for one in rows
         if (o := compare.overhead(one.record, s))
