@@ -50,22 +50,17 @@ def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     rows = schedule_of(run).keep + 1 if run.layout.pp > 1 else run.model.layers
     # Where layers are code no loop carries them: arithmetic.
     kept = saved(program, compiled.layer_shapes, rows) or activation_bytes(run)
-    same = run.format.compute == run.precision.weights
-    left, parts = compiled.temporaries, []
-    for size in (
-        kept,
-        compiled.gradients,
-        0 if same and compiled.copy <= compiled.weights else compiled.copy,
-    ):
-        parts.append(min(size, left))
-        left -= parts[-1]
-    activations, gradients, copy = parts
+    same = run.format.compute == run.precision.weights and compiled.copy <= compiled.weights
+    activations = min(kept, compiled.temporaries)
+    gradients = min(compiled.gradients, compiled.temporaries - activations)
+    left = compiled.temporaries - activations - gradients
+    copy = 0 if same else min(compiled.copy, left)
     return Memory(
         weights=compiled.weights + copy,
         optimizer=compiled.optimizer,
         gradients=gradients,
         activations=activations,
-        workspace=left + compiled.arguments - compiled.weights - compiled.optimizer,
+        workspace=left - copy + compiled.arguments - compiled.weights - compiled.optimizer,
         capacity=capacity(run.layout.gpu_type),
     )
 

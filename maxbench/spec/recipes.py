@@ -126,7 +126,7 @@ def _fields(cls: type, given: Mapping) -> dict:
 
 def table(layouts: str) -> list[dict[str, Any]]:
     """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
-    heads, *lines = (line.split() for line in layouts.strip().splitlines())
+    heads, *lines = (line.split() for line in layouts.splitlines() if line.strip())
     number = lambda text: int(text) if text.isdecimal() else text
     rows = [dict(zip(heads, map(number, cells), strict=True)) for cells in lines]
     return [row | {"dtype": dtype} for row in rows for dtype in row["dtype"].split(",")]
@@ -161,8 +161,7 @@ def resolve(
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
-        for field in ("layers", "seq"):
-            values["model" if field == "layers" else "train"][field] = row.pop(field)
+        values["model"]["layers"], values["train"]["seq"] = row.pop("layers"), row.pop("seq")
         values["layout"] |= row
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
