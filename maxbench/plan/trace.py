@@ -3,8 +3,6 @@
 import json
 import pathlib
 
-import jinja2
-
 from maxbench.plan.simulate import STREAMS, Span
 
 COLORS = {"gemm": "#4878a8", "attention": "#e49444", "memory": "#85b6b2"}
@@ -13,6 +11,8 @@ COLORS |= {"wait": "#d1615d", "loop": "#d8d8d8", "communication": "#6a9f58"}
 
 def write(path: str, spans: list[Span], title: str) -> list[pathlib.Path]:
     """Writes PATH (.json) and, beside it, the same as .svg; returns both paths."""
+    import jinja2  # late: nothing else of a plan needs it, and it takes 50 ms
+
     trace = pathlib.Path(path)
     trace.write_text(json.dumps(events(spans, title)))
     text = pathlib.Path(__file__).with_name("timeline.svg").read_text()
