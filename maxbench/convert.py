@@ -106,16 +106,9 @@ def _norm(m: Model, at: str, w):
 
 LLAMA = {
     "attn": "self_attn",
-    "norms": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "norms": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
 }
-GROK = {
-    "attn": "attn",
-    "norms": {
-        "attn_norm": "pre_attn_norm",
-        "attn_post": "post_attn_norm",
-        "mlp_norm": "pre_moe_norm",
-        "mlp_post": "post_moe_norm",
-    },
-    "mlp": ("linear", "linear_v", "linear_1"),
-}
+_GROK_NORMS = {"attn_norm": "pre_attn_norm", "attn_post": "post_attn_norm"}
+_GROK_NORMS |= {"mlp_norm": "pre_moe_norm", "mlp_post": "post_moe_norm"}
+GROK = {"attn": "attn", "mlp": ("linear", "linear_v", "linear_1"), "norms": _GROK_NORMS}

@@ -11,7 +11,11 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NewType
+
+Reach = NewType("Reach", float)  # above 0 and up to 1
+Share = NewType("Share", float)  # from 0 to 1
+Latency = NewType("Latency", float)  # microseconds, from 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,18 +38,18 @@ class Physics:
     Fractions are of the figure in Gpu that each names.
     """
 
-    gemm_bf16: float  # of bf16_tflops, a large matrix product inside a training step
-    gemm_fp8: float  # of fp8_tflops
-    attention_forward: float  # of bf16_tflops, causal FLOPs counted once
-    attention_backward: float
-    memory: float  # of memory_gbps, kernels that stream
-    nvlink: float  # of nvlink_gbps / 2, a ring collective's bus bandwidth
-    network: float  # of network_gbps
-    nvlink_us: float  # latency of one step of a collective
-    network_us: float
-    launch_us: float  # from one kernel's end to the next one's start
-    host_us: float  # idle while the host reads a condition: a branch, a loop of unknown length
-    contention: float  # a kernel runs longer by this fraction beside a collective
+    gemm_bf16: Reach  # of bf16_tflops, a large matrix product inside a training step
+    gemm_fp8: Reach  # of fp8_tflops
+    attention_forward: Reach  # of bf16_tflops, causal FLOPs counted once
+    attention_backward: Reach
+    memory: Reach  # of memory_gbps, kernels that stream
+    nvlink: Reach  # of nvlink_gbps / 2, a ring collective's bus bandwidth
+    network: Reach  # of network_gbps
+    nvlink_us: Latency  # of one step of a collective
+    network_us: Latency
+    launch_us: Latency  # from one kernel's end to the next one's start
+    host_us: Latency  # idle while the host reads a condition: a branch, a loop of unknown length
+    contention: Share  # a kernel runs longer by this fraction beside a collective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +89,25 @@ class Gpu:
 
 
 GPUS: dict[str, Gpu] = {}  # gpus.toml's, and those of users' files
-MAY_BE_ZERO = ("nvlink_us", "network_us", "launch_us", "host_us", "contention")
-PARTS = {"chip": Chip, "physics": Physics}
+_number = lambda v, low, high: type(v) in (int, float) and low <= v <= high
+# Type of a field -> whether a value fits it, and what it must be.
+KINDS = {
+    str: (lambda v: isinstance(v, str) and v, "text"),
+    int: (lambda v: type(v) is int and v >= 1, "a whole number, at least 1"),
+    float: (lambda v: _number(v, 1e-9, 1e30), "a number above 0"),
+    Reach: (lambda v: _number(v, 1e-9, 1), "a number above 0 and up to 1"),
+    Share: (lambda v: _number(v, 0, 1), "a number from 0 and up to 1"),
+    Latency: (lambda v: _number(v, 0, 1e30), "a number from 0"),
+    tuple[int, int]: (
+        lambda v: isinstance(v, list) and len(v) == 2 and all(type(x) is int and x >= 0 for x in v),
+        "as [9, 0]",
+    ),
+    dict[str, str]: (
+        lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
+        'a table of texts, { NAME = "value" }',
+    ),
+    **dict.fromkeys((Chip, Physics), (lambda v: isinstance(v, dict), "a table")),
+}
 
 
 def add(path: str | pathlib.Path) -> None:
@@ -118,17 +139,10 @@ def named(text: str) -> str:
 
 def _gpu(values: Mapping[str, Any]) -> Gpu:
     """The Gpu of a table, checked."""
-    values, base = dict(values), {}
-    if (like := values.pop("like", None)) is not None:
-        if like not in GPUS:
-            raise ValueError(f"like={like!r} is not one of {', '.join(GPUS)}")
-        base = vars(GPUS[like])
-    for part, cls in PARTS.items():
-        given = values.get(part, {})
-        if not isinstance(given, dict):
-            raise ValueError(f"{part}={given!r} must be a table")
-        values[part] = cls(**_fields(cls, given, vars(base[part]) if base else {}, f"{part}."))
-    gpu = Gpu(**_fields(Gpu, values, base))
+    values = {"chip": {}, "physics": {}} | values
+    if (like := values.pop("like", "")) and like not in GPUS:
+        raise ValueError(f"like={like!r} is not one of {', '.join(GPUS)}")
+    gpu = _record(Gpu, values, GPUS.get(like))
     if gpu.nvlink_gpus % gpu.gpus_per_node:
         raise ValueError(
             f"nvlink_gpus={gpu.nvlink_gpus} is not a whole number of nodes of gpus_per_node="
@@ -143,40 +157,24 @@ def _gpu(values: Mapping[str, Any]) -> Gpu:
     return gpu
 
 
-def _fields(cls: type, given: Mapping, base: Mapping, prefix: str = "") -> dict[str, Any]:
-    """All fields of cls: those of base, then the given ones, checked."""
+def _record(cls: type, given: Mapping, base: Any, prefix: str = "") -> Any:
+    """A cls with all fields of base, then the given ones, checked."""
+    values = dict(vars(base)) if base else {}
     kinds = {f.name: f.type for f in dataclasses.fields(cls)}
     for key, value in given.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(kinds)}"
             raise ValueError(f"no key {prefix}{key}; {hint}")
-        if why := _wrong(key, kinds[key], value, fraction=cls is Physics):
-            raise ValueError(f"{prefix}{key}={value!r} must be {why}")
-    if lacking := [k for k in kinds if k not in base and k not in given]:
+        fits, must = KINDS[kinds[key]]
+        if not fits(value):
+            raise ValueError(f"{prefix}{key}={value!r} must be {must}")
+        if dataclasses.is_dataclass(kinds[key]):
+            value = _record(kinds[key], value, values.get(key), f"{key}.")
+        values[key] = tuple(value) if isinstance(value, list) else value
+    if lacking := [k for k in kinds if k not in values]:
         raise ValueError(f'{prefix}{lacking[0]} is missing; give it, or like = "h100"')
-    return {**base, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
-
-
-def _wrong(key: str, kind: Any, value: Any, fraction: bool) -> str:
-    """What a value must be to be of its kind and possible; '' where it is."""
-    number = lambda v, types: isinstance(v, types) and not isinstance(v, bool)
-    if kind is str:
-        return "" if isinstance(value, str) and value else "text"
-    if kind == dict[str, str]:
-        words = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-        return "" if words else 'a table of texts, { NAME = "value" }'
-    if kind == tuple[int, int]:
-        two = isinstance(value, list) and len(value) == 2
-        return "" if two and all(number(v, int) and v >= 0 for v in value) else "as [9, 0]"
-    if kind in (int, float):
-        most = 1 if fraction and not key.endswith("_us") else 1e30
-        least = 0 if key in MAY_BE_ZERO else 1 if kind is int else 1e-9
-        fits = number(value, kind if kind is int else (int, float)) and least <= value <= most
-        what = "a whole number, at least 1" if kind is int else "a number above 0"
-        what = what.replace("above", "from") if least == 0 else what
-        return "" if fits else what + " and up to 1" * (most == 1)
-    return ""  # a part, made by now
+    return cls(**values)
 
 
 add(pathlib.Path(__file__).with_name("gpus.toml"))

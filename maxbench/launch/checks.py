@@ -107,15 +107,16 @@ def complaints(run: Run, found: Sequence[dict]) -> list[str]:
                 wrong.append(f"{host}: GPU {i} has {gpu['ecc']} uncorrected memory errors")
             if gpu["slowdown"].lower() == "active":
                 wrong.append(f"{host}: GPU {i} is slowed down by its hardware ({gpu['celsius']} C)")
-    for what, of in (
-        ("devices", lambda o: f"{o['devices']} x {o['kind']}"),
-        ("driver", lambda o: ", ".join(sorted({g["driver"] for g in o["gpus"]})) or "none"),
-        ("GPUs on the node", lambda o: str(len(o["gpus"]))),
-        *((p, lambda o, p=p: o["versions"].get(p, "none")) for p in sorted(found[0]["versions"])),
-    ):
+    facts = lambda one: {
+        "devices": f"{one['devices']} x {one['kind']}",
+        "driver": ", ".join(sorted({g["driver"] for g in one["gpus"]})) or "none",
+        "GPUs on the node": str(len(one["gpus"])),
+        **dict(sorted(one["versions"].items())),
+    }
+    for what in facts(found[0]):
         kinds: dict[str, set[str]] = {}
         for one in found:
-            kinds.setdefault(of(one), set()).add(one["host"])
+            kinds.setdefault(facts(one).get(what, "none"), set()).add(one["host"])
         if len(kinds) > 1:
             parts = [f"{k} on {', '.join(sorted(v))}" for k, v in sorted(kinds.items())]
             wrong.append(f"{what} differ: {'; '.join(parts)}")

@@ -77,7 +77,10 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
       UserError: a variable that cannot be, by name, with what is allowed.
     """
     _typos(env)
-    values = {name: _given(env, name) for name in VARIABLES}
+    values = {}
+    for name, v in VARIABLES.items():
+        given = (env.get(n, "").strip() for n in (name, *v.also))
+        values[name] = next(filter(None, given), v.default)
     if values["HARDWARE"]:
         values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
         cli.add_hardware(values["HARDWARE"])
@@ -109,12 +112,6 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
     )
 
 
-def _given(env: Mapping[str, str], name: str) -> str:
-    """What env says by any name of a variable, or its default."""
-    every = (env.get(n, "").strip() for n in (name, *VARIABLES[name].also))
-    return next(filter(None, every), VARIABLES[name].default)
-
-
 def _checked(name: str, text: str, v: Variable) -> str:
     """The text of a variable in the form that is used."""
     choices = {"bool": BOOLS, "gpu type": GPUS}.get(v.kind, v.choices)
@@ -132,15 +129,11 @@ def _checked(name: str, text: str, v: Variable) -> str:
 def _typos(env: Mapping[str, str]) -> None:
     """Refuses a variable that is one slip of the finger away from one of ours."""
     known = {n for name, v in VARIABLES.items() for n in (name, *v.also)}
+    shorter = lambda word: {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
     for name in sorted(env.keys() - known - {*SECRETS, *UNUSED}):
         close = (n for n in sorted(known) if len(n) >= 5 and abs(len(n) - len(name)) <= 1)
-        if near := next((n for n in close if _without_one(n) & _without_one(name)), ""):
+        if near := next((n for n in close if shorter(n) & shorter(name)), ""):
             raise UserError(f"{name} is set, which nothing reads; did you mean {near}?")
-
-
-def _without_one(word: str) -> set[str]:
-    """The word, and the word less one letter: what two share that differ by one slip."""
-    return {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
 
 
 def _workload(values: dict[str, str]) -> tuple[pathlib.Path, list[str]]:

@@ -22,7 +22,6 @@ from maxbench.plan import hlo, search, trace
 from maxbench.plan.planner import as_published, best_remat, figures, plan, play, ranking, screen
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
-from maxbench.spec.run import Run
 from maxbench.step.schedule import schedule_of
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
@@ -53,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
     with cli.clear_errors("plan"):
         run, timeline = cli.parse(fv, argv), asked("timeline")
         if asked("schedule"):
-            return draw_schedule(run)
+            if run.layout.pp == 1:
+                raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
+            print(schedule_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
+            return FITS
         if asked("as_published"):
             if asked("best_remat") or asked("search"):
                 raise UserError("as_published excludes --best_remat and --search")
@@ -61,36 +63,19 @@ def main(argv: Sequence[str]) -> int:
         if timeline and not timeline.endswith(".json"):
             raise UserError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
         if asked("search"):
-            return search_layouts(run, asked("compiled"), asked("json"))
-        p = best_remat(run) if asked("best_remat") else plan(run)
-    print(json.dumps(figures(p), indent=1) if asked("json") else screen(p))
+            plans = search.search(run, asked("compiled"))
+        else:
+            plans = [best_remat(run) if asked("best_remat") else plan(run)]
+    p = plans[0]
+    if asked("json"):
+        found = [figures(each) for each in plans]
+        print(json.dumps(found if asked("search") else found[0], indent=1))
+    else:
+        print(ranking(plans, run) if asked("search") else screen(p))
     if timeline:
         spans = play(p.run, hlo.parse(p.compiled.text), record=True).spans
         for path in trace.write(timeline, spans, p.run.name):
             print(f"timeline: {path}", file=sys.stderr)
-    return FITS if p.fits else DOES_NOT_FIT
-
-
-def draw_schedule(run: Run) -> int:
-    """Prints the run's pipeline schedule as a picture.
-
-    Raises:
-      UserError: there is no pipeline.
-    """
-    if run.layout.pp == 1:
-        raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
-    print(schedule_of(run).picture(shutil.get_terminal_size((120, 24)).columns))
-    return FITS
-
-
-def search_layouts(run: Run, keep: int, as_json: bool) -> int:
-    """Prints the ranking of layouts for the run's work."""
-    say = lambda text: print(text, file=sys.stderr, flush=True)
-    plans = search.search(run, plan, keep, say)
-    if as_json:
-        print(json.dumps([figures(p) for p in plans], indent=1))
-    else:
-        print(ranking(plans, run))
     return FITS if any(p.fits for p in plans) else DOES_NOT_FIT
 
 

@@ -46,7 +46,12 @@ def compile_run(run: Run) -> artifact.Compiled:
     compiled, lower_s, compile_s = step.compile()
     memory = compiled.memory_analysis()
     parts = {name: round(places.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}
-    weights = compute_weights(step)
+
+    def held(place, leaf):  # a compute weight as one GPU holds it, its shape alone
+        sharding = jax.sharding.NamedSharding(step.mesh, jax.sharding.PartitionSpec(*place.compute))
+        return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    weights = jax.tree.map(held, step.places, step.abstract["params"])
     elements = sum(w.size for w in jax.tree.leaves(weights))
     width = lambda dtype: jax.numpy.dtype(DTYPES[dtype]).itemsize
     return artifact.Compiled(
@@ -63,13 +68,3 @@ def compile_run(run: Run) -> artifact.Compiled:
         compile_s=compile_s,
         peak_rss_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     )
-
-
-def compute_weights(step: Step) -> dict:
-    """The compute weights as one GPU holds them, their shapes alone."""
-
-    def held(place, leaf):
-        sharding = jax.sharding.NamedSharding(step.mesh, jax.sharding.PartitionSpec(*place.compute))
-        return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
-
-    return jax.tree.map(held, step.places, step.abstract["params"])

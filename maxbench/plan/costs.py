@@ -117,7 +117,11 @@ class Costs:
         if kind == "permute":
             rate, latency = (nvlink, p.nvlink_us) if link.domains == 1 else (network, p.network_us)
             return sent / rate + latency * 1e-6
-        latency = self._latency(link)
+        # A tree within and over domains: NCCL's choice for small messages. For large ones the steps
+        # of a ring hide behind the data.
+        steps = lambda n: math.ceil(math.log2(n)) if n > 1 else 0
+        latency = steps(link.inside) * p.nvlink_us + steps(link.domains) * p.network_us
+        latency = latency * 1e-6 + self.launch
         if kind == "all-to-all":
             outside = (n - link.inside) / n * sent
             inside = (link.inside - 1) / n * sent
@@ -125,13 +129,6 @@ class Costs:
         rate = nvlink if link.domains == 1 else min(nvlink, network * link.inside)
         once = max(sent, received) * (n - 1) / n / rate + latency
         return once * (2 if kind == "all-reduce" else 1)
-
-    def _latency(self, link: Link) -> float:
-        """Seconds of the steps of a collective: a tree within and over domains (NCCL's choice for
-        small messages; for large ones the steps of a ring hide behind the data)."""
-        steps = lambda n: math.ceil(math.log2(n)) if n > 1 else 0
-        p, inside, over = self.physics, steps(link.inside), steps(link.domains)
-        return (inside * p.nvlink_us + over * p.network_us) * 1e-6 + self.launch
 
     @property
     def launch(self) -> float:
@@ -161,7 +158,8 @@ def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:
     if op.base == "fusion":
         inside = program.called(op)
         reads = sum(_read(inside, p) for p in inside.ops if p.opcode == "parameter")
-        roots = _outputs(inside)
+        root = inside.root
+        roots = inside.operands(root) if root.opcode == "tuple" else [root]
         return reads + sum(_written(inside, root) for root in roots)
     shapes = [operand.shape for operand in where.operands(op)]
     if op.opcode in READS_PART:
@@ -171,11 +169,6 @@ def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:
     # A GEMM's second result is its workspace.
     made = hlo.leaves(op.shape)[0] if op.target in GEMM else op.shape
     return sum(map(hlo.size, shapes)) + hlo.size(made)
-
-
-def _outputs(inside: hlo.Computation) -> list[hlo.Op]:
-    root = inside.root
-    return inside.operands(root) if root.opcode == "tuple" else [root]
 
 
 def _through(inside: hlo.Computation, op: hlo.Op):
@@ -200,7 +193,8 @@ def _read(inside: hlo.Computation, parameter: hlo.Op) -> int:
 
 
 def _written(inside: hlo.Computation, root: hlo.Op) -> int:
-    root = inside.origin(root)
+    while root.opcode == "bitcast":
+        root = inside.by_name[root.operands[0]]
     if root.opcode == "parameter":
         return 0
     if root.opcode == "dynamic-update-slice":

@@ -105,10 +105,6 @@ class Op:
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
-    def is_start(self) -> bool:
-        return self.opcode.endswith("-start")
-
-    @property
     def is_done(self) -> bool:
         return self.opcode.endswith("-done")
 
@@ -171,16 +167,6 @@ class Computation:
             for name in dict.fromkeys(op.operands):
                 users[name].append(op)
         return users
-
-    @functools.cached_property
-    def opcodes(self) -> frozenset[str]:
-        return frozenset(op.opcode for op in self.ops)
-
-    def origin(self, op: Op) -> Op:
-        """The op whose memory this one only renames."""
-        while op.opcode == "bitcast":
-            op = self.by_name[op.operands[0]]
-        return op
 
 
 class Program:

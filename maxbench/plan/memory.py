@@ -6,6 +6,7 @@ pass; gradients and the compute copy of the weights are their shapes; workspace 
 """
 
 import dataclasses
+import math
 
 from maxbench.hardware.gpus import GPUS
 from maxbench.plan import hlo
@@ -48,23 +49,18 @@ def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     """The parts of the compiler's total."""
     rows = schedule_of(run).keep + 1 if run.layout.pp > 1 else run.model.layers
     # Where layers are code no loop carries them: arithmetic.
-    kept = activation_bytes(run, run.train.remat)
-    same = run.format.compute == run.precision.weights
-    left, parts = compiled.temporaries, []
-    for size in (
-        saved(program, compiled.layer_shapes, rows) or kept,
-        compiled.gradients,
-        0 if same and compiled.copy <= compiled.weights else compiled.copy,
-    ):
-        parts.append(min(size, left))
-        left -= parts[-1]
-    activations, gradients, copy = parts
+    kept = saved(program, compiled.layer_shapes, rows) or activation_bytes(run)
+    same = run.format.compute == run.precision.weights and compiled.copy <= compiled.weights
+    activations = min(kept, compiled.temporaries)
+    gradients = min(compiled.gradients, compiled.temporaries - activations)
+    left = compiled.temporaries - activations - gradients
+    copy = 0 if same else min(compiled.copy, left)
     return Memory(
         weights=compiled.weights + copy,
         optimizer=compiled.optimizer,
         gradients=gradients,
         activations=activations,
-        workspace=left + compiled.arguments - compiled.weights - compiled.optimizer,
+        workspace=left - copy + compiled.arguments - compiled.weights - compiled.optimizer,
         capacity=capacity(run.layout.gpu_type),
     )
 
@@ -90,14 +86,13 @@ def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
     return [*dict(zip(names, loop.shape, strict=True)).values()]
 
 
-def activation_bytes(run: Run, remat: str) -> int:
-    """Arithmetic: bytes that a remat policy keeps on one GPU over all its layers, or over all that
-    its stage of a pipeline has in flight."""
+def activation_bytes(run: Run) -> int:
+    """Arithmetic: bytes that the remat policy keeps on one GPU over all its layers, or over all
+    that its stage of a pipeline has in flight."""
     a = run.layout
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
-    names = dataclasses.replace(run.train, remat=remat).saved
 
     def kept(m):
         routed = m.rows(a.ep)
@@ -114,7 +109,7 @@ def activation_bytes(run: Run, remat: str) -> int:
             # weights.
             "mlp_down": down * m.embed / a.tp if m.post_norm or m.experts else 0,
         }
-        return m.embed / a.tp + sum(per_token[name] for name in names)
+        return m.embed / a.tp + sum(per_token[name] for name in run.train.saved)
 
     if a.pp == 1:
         return int(tokens * width * sum(kept(kind) * n for n, kind in run.model.stacks))
@@ -140,9 +135,9 @@ def stage_weights(run: Run) -> tuple[float, float]:
     return layers / (a.pp * a.tp), ends / a.tp
 
 
-def recomputed(run: Run, remat: str) -> float:
+def recomputed(run: Run) -> float:
     """Share of a layer's forward FLOPs that the backward pass computes again."""
-    m, saved = run.model, dataclasses.replace(run.train, remat=remat).saved
+    m = run.model
     active = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
     active /= m.layers
     parts = {
@@ -155,17 +150,14 @@ def recomputed(run: Run, remat: str) -> float:
         "mlp_up": m.embed * m.gates * active,
     }
     total = sum(parts.values()) + m.embed * active
-    return sum(part for name, part in parts.items() if name not in saved) / total
+    return sum(part for name, part in parts.items() if name not in run.train.saved) / total
 
 
-def policies(run: Run) -> list[str]:
-    """Remat policies, the one that keeps most first."""
-    return sorted(REMATS, key=lambda remat: -activation_bytes(run, remat))
-
-
-def within(run: Run, room: float) -> list[str]:
-    """Remat policies that keep at most so many bytes, the one that keeps most first."""
-    return [remat for remat in policies(run) if activation_bytes(run, remat) <= room]
+def policies(run: Run, room: float = math.inf) -> list[Run]:
+    """The run with each remat policy that keeps at most so many bytes, most of them first."""
+    runs = (with_remat(run, remat) for remat in REMATS)
+    fit = [one for one in runs if activation_bytes(one) <= room]
+    return sorted(fit, key=activation_bytes, reverse=True)
 
 
 def with_remat(run: Run, remat: str) -> Run:

@@ -32,13 +32,15 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
 class Plan:
     """A run, what its program occupies, and its predicted step.
 
-    `terms` are seconds by which the published row's program differs; none without such a row.
+    `beside` is the published row of the same work, or the nearest one; `terms` are seconds by which
+    the row's program differs, none without a row of the same work.
     """
 
     run: Run
     compiled: Compiled
     memory: Memory
     timeline: Timeline
+    beside: Comparison
     terms: dict[str, float]
     cached: bool
 
@@ -69,10 +71,10 @@ def plan(run: Run) -> Plan:
         artifact.store(run, compiled)
     program = hlo.parse(compiled.text)
     timeline = play(run, program)
-    row, differences = published_row(run)
-    differs = {} if row is None or differences else terms.terms(run, timeline, row)
+    beside = metrics.beside_published(run, run.layout.gpu_type)
+    differs = {} if beside.refusal else terms.terms(run, timeline, beside.row)
     split = memory.split(run, compiled, program)
-    return Plan(run, compiled, split, timeline, differs, cached)
+    return Plan(run, compiled, split, timeline, beside, differs, cached)
 
 
 def play(
@@ -90,17 +92,15 @@ def best_remat(run: Run) -> Plan:
     What a policy keeps is arithmetic, so two or three programs are compiled, not all.
     """
     least = memory.policies(run)[-1]
-    last = plan(memory.with_remat(run, least))
-    room = last.memory.spare + memory.activation_bytes(run, least)
-    others = (r for r in memory.within(run, room * 1.05) if r != least)
-    plans = (plan(memory.with_remat(run, remat)) for remat in others)
+    last = plan(least)
+    room = last.memory.spare + memory.activation_bytes(least)
+    plans = (plan(one) for one in memory.policies(run, room * 1.05) if one != least)
     return next((p for p in plans if p.fits), last)
 
 
 def figures(p: Plan) -> dict:
     """The plan as plain data, for machines; seconds and bytes unless a name says otherwise."""
     run, t = p.run, p.timeline
-    f = metrics.Figures(run, metrics.Devices("gpu", run.layout.gpu_type, run.layout.gpus))
     traffic = [
         {"kind": x.kind, "axes": x.link.axes, "link": x.link.name, "members": x.link.members}
         | {"count": round(x.count), "bytes": round(x.bytes)}
@@ -120,11 +120,8 @@ def figures(p: Plan) -> dict:
         "communication": traffic,
         "step_s": t.seconds,
         "parts_s": parts,
-        "tokens_per_s": f.tokens_per_s(t.seconds),
-        "tflops_per_gpu": {c: f.tflops(t.seconds, c) for c in metrics.flops.CONVENTIONS},
-        "mfu": {c: f.mfu(t.seconds, c) for c in metrics.flops.CONVENTIONS},
+        **metrics.figures(run, run.layout.gpu_type, t.seconds),
         "hfu": t.flops / t.seconds / 1e12 / peak,
-        "days_to_1t_tokens": metrics.flops.days_to_1t(f.tokens_per_s(t.seconds)),
         "published": comparison(p),
         "terms_s": p.terms,
         "compile": {
@@ -138,14 +135,9 @@ def figures(p: Plan) -> dict:
     }
 
 
-def published_row(run: Run) -> Comparison:
-    """The run beside the published row of the same work, or the nearest one."""
-    return metrics.beside_published(run, run.layout.gpu_type)
-
-
 def comparison(p: Plan) -> dict | None:
     """The predicted step beside the published one, as compiled and without the terms."""
-    beside = published_row(p.run)
+    beside = p.beside
     if beside.row is None:
         return None
     found = beside.about | {"differences": beside.differences}
@@ -162,7 +154,7 @@ def as_published(run: Run) -> Run:
     Raises:
       UserError: nothing is published for this workload, precision and GPU.
     """
-    row, _ = published_row(run)
+    row, _ = metrics.beside_published(run, run.layout.gpu_type)
     if row is None:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
@@ -198,8 +190,7 @@ def screen(p: Plan) -> str:
         "TFLOP/s per GPU     "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
-        f"published           {published_text(f)}",
-        *terms_text(p, f["published"]),
+        *published_lines(p, f["published"]),
         f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
         + (", from the cache" if p.cached else ""),
     ]
@@ -218,24 +209,18 @@ def ranking(plans: list[Plan], given: Run) -> str:
     return "\n".join(lines)
 
 
-def published_text(f: dict) -> str:
-    row = f["published"]
+def published_lines(p: Plan, row: dict | None) -> list[str]:
+    """The published step, and what that run did otherwise, from a thousandth of the step on."""
     if row is None:
-        return "nothing for this workload, precision and GPU"
-    text = f"{row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
-    if row["differences"]:
-        return text + "not comparable: " + "; ".join(row["differences"])
-    return text + f"predicted {row['error']:+.1%}"
-
-
-def terms_text(p: Plan, row: dict | None) -> list[str]:
-    """What the published run did otherwise, from a thousandth of the step on."""
+        return ["published           nothing for this workload, precision and GPU"]
+    head = f"published           {row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
+    if p.beside.refusal:
+        return [head + p.beside.refusal]
     shown = {name: s for name, s in p.terms.items() if abs(s) > 1e-3 * p.step_s}
-    lines = [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
-    if lines:
-        lines.append(f"  {'as published':<28}{row['as_published_s']:8.3f} s: predicted ")
-        lines[-1] += f"{row['error_as_published']:+.1%}"
-    return lines
+    lines = [f"{head}predicted {row['error']:+.1%}"]
+    lines += [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
+    less = f"  {'as published':<28}{row['as_published_s']:8.3f} s: predicted "
+    return lines + ([f"{less}{row['error_as_published']:+.1%}"] if shown else [])
 
 
 def verdict(p: Plan) -> str:
@@ -244,6 +229,10 @@ def verdict(p: Plan) -> str:
     if p.fits:
         return f"fits, {spare:.1f} GiB spare"
     room = p.memory.capacity - p.memory.total + p.memory.activations
-    would = memory.within(p.run, room)
-    hint = f"--config.train.remat={would[0]}" if would else "more fsdp, tp or cp; smaller mbs"
+    would = memory.policies(p.run, room)
+    hint = (
+        f"--config.train.remat={would[0].train.remat}"
+        if would
+        else "more fsdp, tp or cp; smaller mbs"
+    )
     return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"

@@ -5,10 +5,12 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 
 from maxbench.plan import memory
 from maxbench.plan.costs import Costs
+from maxbench.plan.planner import Plan, plan
 from maxbench.spec import flops
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
@@ -65,7 +67,7 @@ def seconds(run: Run) -> float:
     head = 6 * m.vocab * m.embed * seq  # one stage's work, and the others wait
     share = a.mbs / (a.cp * a.tp)  # of the work on a sequence, this GPU's per microbatch
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
-    layers *= 1 + memory.recomputed(run, run.train.remat) / 3
+    layers *= 1 + memory.recomputed(run) / 3
     # Kernels between the products: numbers per layer, as counted in compiled programs.
     routed = rows * (m.top_k if m.experts else 1) * m.gates * m.mlp / a.tp
     moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * numbers + (7 + narrow) * routed
@@ -100,7 +102,7 @@ def held(run: Run) -> float:
     rows = a.mbs * run.train.seq // a.cp
     widest = m.gates * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
-    kept = memory.activation_bytes(run, run.train.remat)
+    kept = memory.activation_bytes(run)
     return 12 * flops.params(m) / a.gpus + copies * local + gathered + LOGITS / 2 + scratch + kept
 
 
@@ -114,27 +116,26 @@ def candidates(run: Run, keep: int) -> list[Run]:
     for other in layouts(run):
         a = other.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
-        for remat in memory.policies(other):
-            one = memory.with_remat(other, remat)
+        for one in memory.policies(other):
             if held(one) < room:
                 best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
     ranked = [one for _, one in sorted(best.values(), key=first)]
     return [run, *[one for one in ranked if one != run][:keep]]
 
 
-def search(run: Run, plan: Callable, keep: int, say: Callable[[str], None]) -> list:
-    """Plans of the candidates, compiled one after the other; `say` is told how far it is.
+def search(run: Run, keep: int) -> list[Plan]:
+    """Plans of the candidates, compiled one after the other; stderr is told how far it is.
 
     One that turns out not to fit is followed by what does by its own measure: the policy that keeps
     most of those that keep less by what was missing.
     """
-    chosen = candidates(run, keep)
-    plans = []
+    chosen, plans = candidates(run, keep), []
+    say = lambda text: print(text, file=sys.stderr, flush=True)
     for i, one in enumerate(chosen):
         say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.remat}")
         plans.append(plan(one))
-        room = memory.activation_bytes(one, one.train.remat) + plans[-1].memory.spare
-        if one != run and not plans[-1].fits and (less := memory.within(one, room)):
-            say(f"     does not fit; {less[0]}")
-            plans.append(plan(memory.with_remat(one, less[0])))
+        room = memory.activation_bytes(one) + plans[-1].memory.spare
+        if one != run and not plans[-1].fits and (less := memory.policies(one, room)):
+            say(f"     does not fit; {less[0].train.remat}")
+            plans.append(plan(less[0]))
     return plans

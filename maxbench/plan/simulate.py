@@ -35,6 +35,10 @@ class Span:
     start: float
     seconds: float
 
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
 
 @dataclasses.dataclass
 class Traffic:
@@ -195,7 +199,7 @@ class _Player:
         begin = max(now, self.free)
         end = self.free = begin + seconds
         self._bar("communication", f"{kind} {link.axes} {op.name}", kind, begin, seconds)
-        if op.sync or not op.is_start:
+        if op.sync or not op.opcode.endswith("-start"):
             now = self._wait((end, traffic), now, times)
         else:
             pending[op.name] = (end, traffic)
@@ -234,37 +238,31 @@ def price(
     program: hlo.Program, where: hlo.Computation, op: hlo.Op, costs: Costs
 ) -> tuple[str, float, float]:
     """Kind, seconds alone, and FLOPs of a kernel."""
-    bytes_s = costs.memory(moved(program, where, op))
-    if op.opcode == "dot" or op.target in GEMM:
-        lhs, *others = (o.shape for o in where.operands(op))
-        rhs = others[op.target == TE_GEMM]  # a scale stands between
-        m, n, k, batch = gemm_sizes(op, lhs, rhs)
-        seconds = costs.gemm(m, n, k, batch, lhs.dtype)
-        return "gemm", max(seconds, bytes_s), 2.0 * m * n * k * batch
-    if op.target.startswith("__cudnn$fmha"):
-        backward, causal = op.target.endswith("Backward"), '"mask_type": "CAUSAL"' in op.attrs
-        scores = math.prod(op.dims("dimensions"))
+    fused = op.base == "fusion"
+    place = program.called(op) if fused else where
+    ops = place.ops if fused else [op]
+    kind, seconds, flops = "memory", 0.0, 0.0
+    if products := [each for each in ops if each.opcode == "dot" or each.target in GEMM]:
+        kind = "gemm"
+        for product in products:
+            lhs, *others = (o.shape for o in place.operands(product))
+            rhs = others[product.target == TE_GEMM]  # a scale stands between
+            m, n, k, batch = gemm_sizes(product, lhs, rhs)
+            seconds += costs.gemm(m, n, k, batch, lhs.dtype)
+            flops += 2.0 * m * n * k * batch
+    elif op.target.startswith("__cudnn$fmha"):  # 2 products forward, 5 backward
+        kind, backward = "attention", op.target.endswith("Backward")
         keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
-        width = 3 * keys + 2 * values if backward else keys + values
-        flops = 2.0 * scores * width * (0.5 if causal else 1)
-        return "attention", max(costs.attention(flops, backward), bytes_s), flops
-    if op.base == "fusion" and "dot" in (inside := program.called(op)).opcodes:
-        seconds = flops = 0.0
-        for dot in inside.ops:
-            if dot.opcode == "dot":
-                sizes = gemm_sizes(dot, *(o.shape for o in inside.operands(dot)[:2]))
-                seconds += costs.gemm(*sizes)
-                flops += 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
-        return "gemm", max(seconds, bytes_s), flops
-    moves = op.opcode in MOVES or (op.base == "fusion" and _only_moves(program.called(op)))
-    return "copy" if moves else "memory", bytes_s, 0.0
+        flops = 2.0 * (3 * keys + 2 * values if backward else keys + values)
+        flops *= math.prod(op.dims("dimensions"))
+        flops *= 0.5 if '"mask_type": "CAUSAL"' in op.attrs else 1
+        seconds = costs.attention(flops, backward)
+    elif op.opcode in MOVES or (fused and all(map(_moves, ops))):
+        kind = "copy"
+    return kind, max(seconds, costs.memory(moved(program, where, op))), flops
 
 
-def _only_moves(inside: hlo.Computation) -> bool:
-    """Whether a fusion computes nothing: indices aside, data only changes place or precision."""
-    return all(
-        op.opcode in MOVES
-        or op.opcode in hlo.FREE
-        or max(part.elements for part in hlo.leaves(op.shape)) <= 1
-        for op in inside.ops
-    )
+def _moves(op: hlo.Op) -> bool:
+    """Whether an op computes nothing: indices aside, data only changes place or precision."""
+    free = op.opcode in MOVES or op.opcode in hlo.FREE
+    return free or max(part.elements for part in hlo.leaves(op.shape)) <= 1

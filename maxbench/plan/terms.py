@@ -33,7 +33,7 @@ from maxbench.spec.run import AXES, Run
 
 def terms(run: Run, t: Timeline, row: Published) -> dict[str, float]:
     """Name -> seconds, negative where the published program does more; those of 0 are left out."""
-    share, theirs = (memory.recomputed(run, remat) for remat in (run.train.remat, row.remat))
+    share, theirs = map(memory.recomputed, (run, memory.with_remat(run, row.remat)))
     passes = 3 + share  # forward, twice as much backward, and forward again in part
     products = t.compute["gemm"] + t.compute["attention"]
     beside = 1 + run.layout.gpu.physics.contention

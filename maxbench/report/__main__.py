@@ -11,6 +11,7 @@ runs whose program is in plan's cache.
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -60,23 +61,20 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
         cli.add_hardware(fv["hardware"].value)
     if fv["gpu_type"].value:
         choose("gpu_type", fv["gpu_type"].value, GPUS)
-    first, comma, last = fv["window"].value.partition(",")
-    digits = first.strip().isdecimal() and last.strip().isdecimal()
-    if not (comma and digits and int(first) <= int(last)):
+    steps = re.fullmatch(r" *(\d+) *, *(\d+) *", fv["window"].value)
+    window = tuple(map(int, steps.groups())) if steps else (1, 0)
+    if window[0] > window[1]:
         raise UserError(f"window={fv['window'].value!r} must be two steps, as 35,44")
     for name in ("cost", "interval", "mtbf"):
         value = fv[name].value
         if not 0 <= value < 1e9 or (name == "mtbf" and value == 0):
             raise UserError(f"{name}={value} must be a positive number")
+    as_given = ("cost", "gpu_type", "interval", "mtbf", "title")
     return compare.Settings(
-        window=(int(first), int(last)),
-        cost=fv["cost"].value,
-        gpu_type=fv["gpu_type"].value,
-        interval_s=fv["interval"].value * 60,
-        mtbf_s=fv["mtbf"].value * 3600,
+        window=window,
         paths=tuple(paths),
         full_names=fv["full-names"].value,
-        title=fv["title"].value,
+        **{name: fv[name].value for name in as_given},
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
-from maxbench.report.record import Record
+from maxbench.report.record import Record, at
 from maxbench.run import metrics
 from maxbench.spec import flops, formats, recipes
 from maxbench.spec.model import Model
@@ -21,8 +21,6 @@ from maxbench.spec.model import Model
 PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median that are worth an alarm
 SPREAD = 0.05  # between repeats of a run
-WEAK, STRONG = 0, 1  # in the order in which they are shown
-KINDS = ("weak", "strong")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +30,8 @@ class Settings:
     window: tuple[int, int] = (35, 44)  # steps that count, inclusive
     cost: float = 0.0  # dollars per GPU hour
     gpu_type: str = ""  # of logs that do not name it
-    interval_s: float = 0.0  # between checkpoints; 0 = the best by Young and Daly
-    mtbf_s: float = 24 * 3600.0  # mean time between failures of the whole job
+    interval: float = 0.0  # minutes between checkpoints; 0 = the best by Young and Daly
+    mtbf: float = 24.0  # mean hours between failures of the whole job
     paths: tuple[str, ...] = ()  # where the runs were looked for
     full_names: bool = False  # paths instead of names
     title: str = "maxbench report"  # of the page
@@ -75,18 +73,16 @@ class Row:
 @functools.cache
 def model_of(name: str, size: str) -> Model | None:
     """The Model of a workload file, or None."""
-    models = [Model(**recipes.workloads()[path].model) for path in recipes.find(name, size)]
-    return models[0] if models else None
+    path = next(iter(recipes.find(name, size)), None)
+    return Model(**recipes.workloads()[path].model) if path else None
 
 
 def _model(r: Record) -> Model | None:
     """The run's own numbers, else those of the workload it is named after."""
-    config = r.result.get("config")
-    numbers = config.get("model") if isinstance(config, dict) else None
     try:
-        if isinstance(numbers, dict):
-            known = {f.name for f in dataclasses.fields(Model)}
-            return Model(**{k: v for k, v in numbers.items() if k in known})
+        if numbers := at(r.result, "config.model", {}):
+            known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
+            return Model(**{name: numbers[name] for name in known})
         model = model_of(r.model, r.size)
         return dataclasses.replace(model, layers=r.layers) if model and r.layers else model
     except (TypeError, ValueError, ZeroDivisionError):
@@ -115,7 +111,7 @@ def row(r: Record, s: Settings) -> Row:
     if made.ok:
         made.verdict, made.why = _verdict(made)
         made.notes += alarms(times)
-        if isinstance(slow := r.result.get("slow_hosts"), list) and slow:
+        if slow := at(r.result, "slow_hosts", []):
             made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return made
 
@@ -126,23 +122,20 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
         made.tflops = metrics.statistics_of(logged)
     if not (r.gbs and r.seq):
         return
-    made.tokens_s = flops.tokens_per_s(r.seq, r.gbs, step_s)
-    made.days = flops.days_to_1t(made.tokens_s)
+    model = _model(r) if r.gpus else None
+    known = model and r.gpu_type in GPUS and r.dtype in formats.PEAKS
+    peak = GPUS[r.gpu_type].peak_tflops(formats.PEAKS[r.dtype]) if known else 0
+    figures = functools.partial(flops.figures, model, r.seq, r.gbs, r.gpus, peak_tflops=peak)
+    found = figures(step_s)
+    made.tokens_s, made.days = found["tokens_per_s"], found["days_to_1t_tokens"]
+    made.mfu = found["mfu"] if peak else None
+    if model and not logged:
+        each = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in kept]
+        made.tflops = metrics.statistics_of(each)
     if r.gpus and s.cost and not (r.device and not r.gpu_type):  # virtual CPU devices cost nothing
         made.cost = made.days * 24 * r.gpus * s.cost
     if r.gpus and r.power_w:
         made.joules = r.power_w * r.gpus / made.tokens_s
-    model = _model(r)
-    if not model or not r.gpus:
-        return
-    rates = {c: flops.per_sequence(model, r.seq, c) for c in flops.CONVENTIONS}
-    if not logged:
-        each = [flops.tflops_per_gpu(rates["full"], r.gbs, r.step_s[i], r.gpus) for i in kept]
-        made.tflops = metrics.statistics_of(each)
-    if r.gpu_type in GPUS and r.dtype in formats.PEAKS:
-        peak = GPUS[r.gpu_type].peak_tflops(formats.PEAKS[r.dtype])
-        reached = lambda rate: flops.tflops_per_gpu(rate, r.gbs, step_s, r.gpus)
-        made.mfu = {c: flops.mfu(reached(rate), peak) for c, rate in rates.items()}
 
 
 def _verdict(made: Row) -> tuple[str, str]:
@@ -254,16 +247,17 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
         if not (one.ok and one.tokens_s and r.gpus) or r.profiled:
             continue
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
-        for kind, batch in ((WEAK, r.gbs / r.gpus), (STRONG, r.gbs)):
-            scales = best.setdefault((*key, kind, batch), {})
+        for kind, batch in (("weak", r.gbs / r.gpus), ("strong", r.gbs)):
+            scales = best.setdefault((*key, kind == "strong", batch), {})
             scales[r.gpus] = max(scales.get(r.gpus, one), one, key=lambda x: x.tokens_s)
     made = []
-    for (*key, kind, batch), scales in sorted(best.items(), key=lambda x: x[0]):
+    for (*key, strong, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:
             name = " ".join(filter(None, map(str, key[:4])))
             name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
-            name += f", {batch:g} per GPU" if kind == WEAK else f", {batch} in all"
-            made.append(Curve(name, KINDS[kind], _points(scales, KINDS[kind])))
+            name += f", {batch} in all" if strong else f", {batch:g} per GPU"
+            kind = "strong" if strong else "weak"
+            made.append(Curve(name, kind, _points(scales, kind)))
     return made
 
 
@@ -291,7 +285,6 @@ class Overhead:
     save_s: float
     interval_s: float
     best_s: float  # sqrt(2 x save x time between failures): Young 1974
-    mtbf_s: float
     share: float  # of the time, lost
 
 
@@ -303,12 +296,13 @@ def overhead(r: Record, s: Settings) -> Overhead | None:
     """
     if not r.saves:
         return None
-    save = statistics.fmean(x for x, _ in r.saves)
-    load = statistics.fmean(x for x, _ in r.loads) if r.loads else save
-    best = math.sqrt(2 * save * s.mtbf_s)
-    interval = s.interval_s or best
-    share = save / interval + (interval / 2 + load) / s.mtbf_s
-    return Overhead(save, interval, best, s.mtbf_s, share)
+    save = statistics.fmean(r.saves)
+    load = statistics.fmean(r.loads) if r.loads else save
+    mtbf_s = s.mtbf * 3600
+    best = math.sqrt(2 * save * mtbf_s)
+    interval = s.interval * 60 or best
+    share = save / interval + (interval / 2 + load) / mtbf_s
+    return Overhead(save, interval, best, share)
 
 
 def names(rows: Sequence[Row], s: Settings) -> list[str]:

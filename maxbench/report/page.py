@@ -4,23 +4,14 @@ import functools
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from maxbench.report import compare, plots, tables
 from maxbench.report.compare import Row, Settings
+from maxbench.report.record import at
 
 PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody scrolls
 VERDICTS = {"PASS": "PASS", "WARN": "WARN", "FAIL": "FAIL", "DIED": "died"}
-
-
-class Shown(NamedTuple):
-    """A run on the page; where a table's cell says '-', it says nothing."""
-
-    row: Row
-    name: str
-    label: str
-    cells: dict[str, str]
-    why: str
 
 
 @functools.cache
@@ -42,9 +33,11 @@ def html(rows: Sequence[Row], s: Settings) -> str:
     """The report as one HTML file."""
     runs = []
     for one, name in zip(rows, compare.names(rows, s), strict=True):
-        cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
-        why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
-        runs.append(Shown(one, name, label(one), cells, why))
+        run = SimpleNamespace(row=one, name=name, label=label(one))
+        # Where a table says '-', the page says nothing.
+        run.cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
+        run.why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
+        runs.append(run)
     return template().render(
         title=s.title,
         made=time.strftime("%Y-%m-%d %H:%M"),
@@ -89,11 +82,8 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
 
 def time_parts(one: Row) -> dict[str, float]:
     """Where the time of a whole run went, in seconds; {} where it does not tell."""
-    r, number = one.record, lambda k: float(one.record.result.get(k) or 0)
-    try:
-        start, compiled, lower = map(number, ("start_to_first_step_s", "compile_s", "lower_s"))
-    except (TypeError, ValueError):
-        return {}
+    r, names = one.record, ("start_to_first_step_s", "compile_s", "lower_s")
+    start, compiled, lower = (at(r.result, name, 0.0) for name in names)
     if not start or not r.step_s:
         return {}
     parts = {
@@ -101,7 +91,7 @@ def time_parts(one: Row) -> dict[str, float]:
         "trace and lower": lower,
         "compile": compiled,
         "steps": sum(r.step_s.values()) - r.step_s[min(r.step_s)],
-        "checkpoints": sum(x for x, _ in r.saves),
+        "checkpoints": sum(r.saves),
     }
     return {k: v for k, v in parts.items() if v > 0}
 
@@ -110,7 +100,6 @@ def versions(rows: Sequence[Row]) -> str:
     """Which versions the runs had: 'jax 0.10.2 / 0.11.0, flax 0.12.8'."""
     known: dict[str, set[str]] = {}
     for one in rows:
-        found = one.record.result.get("versions")
-        for key, value in found.items() if isinstance(found, dict) else ():
+        for key, value in at(one.record.result, "versions", {}).items():
             known.setdefault(str(key), set()).add(str(value))
     return ", ".join(f"{k} {' / '.join(sorted(v))}" for k, v in known.items())

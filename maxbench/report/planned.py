@@ -6,10 +6,11 @@ import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 
-from maxbench.report import compare, runlogs
+from maxbench.report import compare
+from maxbench.report.record import Record, at
 from maxbench.run import nccl
 from maxbench.spec import recipes
-from maxbench.spec.run import Output, Profile, Run, Runtime, Train
+from maxbench.spec.run import Run, Train
 
 # Flags of the trainer that say nothing about the program that plan compiles.
 NOT_PLANNED = ("steps", "profile", "output_dir", "resume", "coordinator", "processes", "process")
@@ -29,7 +30,7 @@ def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
             one.trace["step_beside_plan"] = nccl.against(calls, planned, steps)
 
 
-def predict(r: runlogs.Record) -> tuple[dict | None, str]:
+def predict(r: Record) -> tuple[dict | None, str]:
     """plan.figures() of the very step that ran, from plan's cache; or None, and why there is none.
 
     Nothing is compiled: that takes seconds, and a compiler which may not be here.
@@ -46,17 +47,18 @@ def predict(r: runlogs.Record) -> tuple[dict | None, str]:
                 return found, ""
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
         return None, "its configuration is of another version of maxbench"
-    return None, f"not planned yet: {_plan_command(r.result.get('command'))}"
+    return None, f"not planned yet: {_plan_command(at(r.result, 'command', []))}"
 
 
 def _run(config: Mapping) -> Run:
     """The Run of a result.json, without what differs between starts of the same program."""
-    parts = {name: dict(config[name]) for name in recipes.SECTIONS}
-    for pair in ("window", "combine"):
-        parts["train"][pair] = tuple(parts["train"][pair])
-    made = {name: recipes.SECTIONS[name](**fields) for name, fields in parts.items()}
-    overlap = Runtime(tp_overlap=made["runtime"].tp_overlap)
-    return Run(**made | {"output": Output(), "profile": Profile(), "runtime": overlap})
+    same = {"output": {}, "profile": {}}
+    same["runtime"] = {"tp_overlap": config["runtime"]["tp_overlap"]}
+    made = {}
+    for name, cls in recipes.SECTIONS.items():
+        fields = same.get(name, config[name]).items()
+        made[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields})
+    return Run(**made)
 
 
 @functools.cache  # repeats of a run are many
@@ -70,9 +72,9 @@ def _planned(run: Run) -> dict | None:
     return figures | {"parts": {text: s for text, s in seconds if s > 0}}
 
 
-def _plan_command(command: object) -> str:
+def _plan_command(command: list) -> str:
     """The `maxbench plan` command of the same program, from the command of a run."""
-    words = [w for w in command if isinstance(w, str)] if isinstance(command, list) else []
+    words = (word for word in command if isinstance(word, str))
     kept = ["maxbench", "plan"]
     rest = itertools.dropwhile(lambda word: not word.startswith("-"), words)
     for word in rest:

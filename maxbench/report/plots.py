@@ -20,15 +20,13 @@ class Frame:
     lines: Mapping[str, Points]  # CSS class -> points
     band: tuple[float, float] | None = None  # a shaded range of x
     values: Mapping[tuple[float, float], str] = dataclasses.field(default_factory=dict)  # labels
-    scale: str = "float"  # of x; or log2
 
     WIDE, HIGH = 640, 260
     LEFT, RIGHT, TOP, BOTTOM = 56, 624, 34, 226
 
     def left(self, x: float) -> float:
-        scale = math.log2 if self.scale == "log2" else float
-        x, first, last = map(scale, (x, *self.x))
-        return round(self.LEFT + (x - first) / (last - first or 1) * (self.RIGHT - self.LEFT), 1)
+        share = (x - self.x[0]) / (self.x[1] - self.x[0] or 1)
+        return round(self.LEFT + share * (self.RIGHT - self.LEFT), 1)
 
     def down(self, y: float) -> float:
         share = (y - self.y[0]) / (self.y[1] - self.y[0] or 1)
@@ -87,21 +85,20 @@ def sparkline(times: Mapping[int, float]) -> list[tuple[float, float]]:
 
 
 def scaling(points: Sequence, title: str) -> Frame:
-    """Efficiency over GPUs, the published curve laid over. Points are compare.Point."""
-    ours = [(p.gpus, p.efficiency) for p in points]
-    theirs = [(p.gpus, p.published) for p in points if p.published is not None]
+    """Efficiency over log2 of GPUs, the published curve laid over. Points are compare.Point."""
+    ours = [(math.log2(p.gpus), p.efficiency) for p in points]
+    theirs = [(math.log2(p.gpus), p.published) for p in points if p.published is not None]
     values = [1.0, *(y for _, y in ours + theirs)]
     low = max(0.0, math.floor((min(values) - 0.05) * 20) / 20)
     top = math.ceil((max(values) + 0.05) * 20) / 20
-    first, last = points[0].gpus, points[-1].gpus
+    first, last = ours[0][0], ours[-1][0]
     return Frame(
         title=title,
-        x=(first / 1.15, last * 1.15),
+        x=(first - math.log2(1.15), last + math.log2(1.15)),
         y=(low, top),
-        xs={p.gpus: str(p.gpus) for p in points},
+        xs={math.log2(p.gpus): str(p.gpus) for p in points},
         ys={y: f"{y:.0%}" for y in ticks(low, top)},
         names=("GPUs", "tokens/s per GPU, of the smallest scale's"),
         lines={"ideal": [(first, 1.0), (last, 1.0)], "theirs": theirs, "ours": ours},
         values={(x, y): f"{y:.1%}" for x, y in ours},
-        scale="log2",
     )

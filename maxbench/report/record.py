@@ -2,6 +2,26 @@
 
 import dataclasses
 import pathlib
+from typing import Any
+
+
+def at(data: Any, path: str, default: Any) -> Any:
+    """What nested dicts hold at 'config.model.name', if it is of the default's type.
+
+    Numbers are finite and not negative; whatever else is there, the default is returned.
+    """
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    kind = type(default)
+    if kind not in (int, float):
+        return data if isinstance(data, kind) else default
+    number = isinstance(data, int | float) and not isinstance(data, bool)
+    return kind(data) if number and 0 <= data < 1e30 else default
+
+
+def _told(path: str, default: Any = "") -> Any:
+    """A field, and where result.json has it."""
+    return dataclasses.field(default=default, metadata={"path": path})
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -11,28 +31,28 @@ class Record:
     path: pathlib.Path
     name: str
     source: str  # maxbench | nemo | megatron | maxtext
-    status: str = ""  # done | stopped | failed | died | running
-    reason: str = ""
-    model: str = ""
-    size: str = ""
-    dtype: str = ""
-    gpu_type: str = ""  # a name of gpus.GPUS
-    device: str = ""  # as the run called it
-    gpus: int = 0
-    gbs: int = 0
-    seq: int = 0
-    layers: int = 0
-    planned: int = 0  # steps
-    started: float = 0.0  # seconds since 1970
-    mocked: bool = False
-    profiled: str = ""
+    status: str = _told("status")  # done | stopped | failed | died | running
+    reason: str = _told("reason")
+    model: str = _told("config.model.name")
+    size: str = _told("config.model.size")
+    dtype: str = _told("config.precision.dtype")
+    gpu_type: str = _told("device.gpu_type")  # a name of gpus.GPUS
+    device: str = _told("device.kind")  # as the run called it
+    gpus: int = _told("device.count", 0)
+    gbs: int = _told("config.layout.gbs", 0)
+    seq: int = _told("config.train.seq", 0)
+    layers: int = _told("config.model.layers", 0)
+    planned: int = _told("config.train.steps", 0)  # steps
+    started: float = _told("started", 0.0)  # seconds since 1970
+    mocked: bool = _told("mocked", False)
+    profiled: str = _told("config.profile.tool")
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
-    peak_bytes: int = 0
+    peak_bytes: int = _told("peak_bytes", 0)
     power_w: float = 0.0  # mean over GPUs while they are busy
-    saves: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # seconds, bytes
-    loads: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    saves: list[float] = dataclasses.field(default_factory=list)  # seconds of each checkpoint
+    loads: list[float] = dataclasses.field(default_factory=list)
     result: dict = dataclasses.field(default_factory=dict)
 
     @property

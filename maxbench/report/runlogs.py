@@ -5,6 +5,7 @@ what cannot be read is left out, and a Record says what is missing.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from maxbench.hardware import gpus, published
 from maxbench.report import textlogs
-from maxbench.report.record import Record
+from maxbench.report.record import Record, at
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 
@@ -59,12 +60,8 @@ def _folders(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
 
 
 def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[Record]:
-    if "result.json" in files or ("metrics.jsonl" in files and "job.json" in files):
-        if record := _ours(folder):
-            yield record
-            return
-    elif "job.json" in files:
-        yield _never_trained(folder)
+    if {"result.json", "job.json"} & {*files} and (record := _ours(folder)):
+        yield record
         return
     logs = (f for f in files if f.endswith(FOREIGN) and not NOT_RUNS.search(f))
     yield from filter(None, (_text(folder / f) for f in logs))
@@ -91,41 +88,7 @@ def _json(text: bytes) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _at(data, path: str, default):
-    """What nested dicts hold at 'config.model.name', if it is of the default's type.
-
-    Numbers are finite and not negative; whatever else is there, the default is returned.
-    """
-    for key in path.split("."):
-        data = data.get(key) if isinstance(data, dict) else None
-    if isinstance(default, str):
-        return data if isinstance(data, str) else default
-    number = isinstance(data, int | float) and not isinstance(data, bool)
-    return type(default)(data) if number and 0 <= data < 1e30 else default
-
-
-def _count(data, path: str) -> int:
-    return _at(data, path, 0)
-
-
-def _mtime(path: pathlib.Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 # --- our own folders ---
-
-# Field of Record -> where result.json has it.
-PATHS = {
-    "status": "status", "reason": "reason", "model": "config.model.name",
-    "size": "config.model.size", "dtype": "config.precision.dtype",
-    "gpu_type": "device.gpu_type", "device": "device.kind", "profiled": "config.profile.tool",
-    "gpus": "device.count", "gbs": "config.layout.gbs", "seq": "config.train.seq",
-    "layers": "config.model.layers", "planned": "config.train.steps", "peak_bytes": "peak_bytes",
-    "started": "started",
-}  # fmt: skip
 
 
 def _ours(folder: pathlib.Path) -> Record | None:
@@ -133,17 +96,18 @@ def _ours(folder: pathlib.Path) -> Record | None:
     result = _json(_bytes(folder / "result.json"))
     if "config" not in result and result:
         return None
-    name = _at(result, "name", "") or _name_of(folder)
+    name = folder.name.rpartition("_")[0] or folder.name  # without its timestamp
+    name = at(result, "name", "") or name
     record = Record(path=folder, name=name, source="maxbench", result=result)
-    for field, path in PATHS.items():
-        setattr(record, field, _at(result, path, getattr(record, field)))
-    record.mocked = result.get("mocked") is True
+    for field in (f for f in dataclasses.fields(Record) if f.metadata):
+        setattr(record, field.name, at(result, field.metadata["path"], field.default))
+    if not result:  # in its preflight, refused by it, or cut off
+        record.started = at(_json(_bytes(folder / "job.json")), "started", 0.0)
+        _from_name(record, name)
     _steps(_bytes(folder / "metrics.jsonl"), record)
-    for key, kept in (("checkpoint_saves", record.saves), ("checkpoint_load", record.loads)):
-        found = result.get(key)
-        timed = found if isinstance(found, list) else [found]
-        pairs = [(_at(one, "seconds", 0.0), _at(one, "bytes", 0.0)) for one in timed]
-        kept += [(seconds, size) for seconds, size in pairs if seconds > 0]
+    seconds = [at(one, "seconds", 0.0) for one in at(result, "checkpoint_saves", [])]
+    record.saves = [*filter(None, seconds)]
+    record.loads = [*filter(None, [at(result, "checkpoint_load.seconds", 0.0)])]
     _power(folder, record)
     if record.status in ("", "running"):
         _died(folder, record)
@@ -152,58 +116,41 @@ def _ours(folder: pathlib.Path) -> Record | None:
     return record
 
 
-def _name_of(folder: pathlib.Path) -> str:
-    """Without its timestamp."""
-    return folder.name.rpartition("_")[0] or folder.name
-
-
 def _steps(text: bytes, record: Record) -> None:
     """Steps of metrics.jsonl; a damaged line is left out."""
     for one in map(_json, text.splitlines()):
-        step, step_s = _at(one, "step", -1), _at(one, "step_s", 0.0)
+        step, step_s = at(one, "step", -1), at(one, "step_s", 0.0)
         if step < 0 or step_s == 0:
             continue
         record.step_s[step] = step_s
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             record.loss[step] = float(one["loss"])
-        record.peak_bytes = max(record.peak_bytes, _count(one, "peak_bytes"))
+        record.peak_bytes = max(record.peak_bytes, at(one, "peak_bytes", 0))
 
 
 def _died(folder: pathlib.Path, record: Record) -> None:
     """Why a run that never closed its result ended, from what the job left behind."""
     ended = _json(_bytes(folder / "exit.json"))
-    reason = textlogs.reason(_job_text(folder)) or _at(ended, "reason", "").strip(" ;")
-    code = _count(ended, "code")
+    reason = textlogs.reason(_job_text(folder)) or at(ended, "reason", "").strip(" ;")
+    code = at(ended, "code", 0)
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
-    if not (ended or reason) and _is_alive(folder, record):
+    files = [folder / name for name in ("metrics.jsonl", "result.json", "job.json")]
+    silent_s = time.time() - max(file.stat().st_mtime for file in files if file.exists())
+    usual_s = max(900.0, 10 * max(record.step_s.values(), default=0.0))
+    if not (ended or reason) and silent_s < usual_s:
         record.status = "running"
         return
-    if reason and _at(ended, "phase", "") == "preflight":
+    if reason and at(ended, "phase", "") == "preflight":
         reason = f"preflight: {reason}"
     silent = "ended without a word" if record.result else "ended before step 0"
     record.status, record.reason = "died", reason or silent
-
-
-def _is_alive(folder: pathlib.Path, record: Record) -> bool:
-    """Whether something was written not long ago."""
-    newest = max(_mtime(folder / f) for f in ("metrics.jsonl", "result.json", "job.json"))
-    return time.time() - newest < max(900.0, 10 * max(record.step_s.values(), default=0.0))
 
 
 def _job_text(folder: pathlib.Path) -> bytes:
     """The ends of what the job and its steps printed."""
     files = [*sorted(folder.glob("srun-*.log")), *sorted(folder.glob("sbatch_*.out"))]
     return b"".join(_bytes(p, 1 << 16) for p in files)
-
-
-def _never_trained(folder: pathlib.Path) -> Record:
-    """A job without a result: in its preflight, refused by it, or cut off."""
-    started = _at(_json(_bytes(folder / "job.json")), "started", 0.0)
-    record = Record(path=folder, name=_name_of(folder), source="maxbench", started=started)
-    _from_name(record, record.name)
-    _died(folder, record)
-    return record
 
 
 def _power(folder: pathlib.Path, record: Record) -> None:
@@ -221,14 +168,14 @@ def _power(folder: pathlib.Path, record: Record) -> None:
 def _text(path: pathlib.Path) -> Record | None:
     """A run from a text log; None where no line tells of a step or of training."""
     try:
-        size = path.stat().st_size
+        about = path.stat()
         with open(path, "rb") as f:
-            data = f.read(LARGEST if size <= LARGEST else LARGEST // 2)
+            data = f.read(LARGEST if about.st_size <= LARGEST else LARGEST // 2)
     except OSError:
         return None
-    if size > LARGEST:
+    if about.st_size > LARGEST:
         data += b"\n" + _bytes(path, LARGEST // 2)
-    record = Record(path=path, name=_run_name(path), source="nemo", started=_mtime(path))
+    record = Record(path=path, name=_run_name(path), source="nemo", started=about.st_mtime)
     textlogs.fill(record, data)
     looks = re.search(r"pretrain|nemo|maxtext|megatron|log-", path.name)
     if not record.step_s and not looks:
@@ -270,35 +217,26 @@ def _from_name(record: Record, text: str) -> None:
         count = int(named["gpus"] or 0)
         record.gpus = record.gpus or (count * 8 if named["nodes"] else count)
     # results/<version>/<dtype>/<size>/<gpus>/
-    parts = pathlib.PurePath(text).parts
-    for i, part in enumerate(parts[:-2]):
-        if part in ("bf16", "fp8") and re.fullmatch(r"\d{1,4}b", parts[i + 1]):
-            record.dtype = record.dtype or part
-            record.size = record.size or parts[i + 1]
-            if parts[i + 2].isdecimal() and len(parts[i + 2]) < 7:
-                record.gpus = record.gpus or int(parts[i + 2])
+    for dtype, size, count in re.findall(r"(?:^|/)(bf16|fp8)/(\d{1,4}b)/(\d{1,6}(?=/))?", text):
+        record.dtype, record.size = record.dtype or dtype, record.size or size
+        record.gpus = record.gpus or int(count or 0)
     record.gpu_type = record.gpu_type or gpus.named(text)
     if not record.gbs and (gbs := GBS_NAMED.search(text)):
         record.gbs = int(gbs[1])
-    if not record.seq and record.gpus:
-        near = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]
-        row = min(near, key=lambda r: abs(r.gpus / record.gpus - 1), default=None)
-        if row:
-            record.seq, record.layers = row.seq, row.layers
-    tokens = _count(record.result, "tokens")
-    if not record.gbs and tokens and record.seq:
-        record.gbs = tokens // record.seq
+    near = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]
+    if not record.seq and record.gpus and near:
+        row = min(near, key=lambda r: abs(r.gpus / record.gpus - 1))
+        record.seq, record.layers = row.seq, row.layers
+    if not record.gbs and record.seq:
+        record.gbs = record.result.get("tokens", 0) // record.seq
 
 
 def _ending(data: bytes, record: Record) -> None:
     """Whether the run reached its end."""
-    last = record.last
+    record.status, last = "done", record.last
     if record.planned and last >= record.planned - 1:
-        record.status = "done"
         return
     reason = textlogs.reason(data[-(1 << 18) :])
-    if not record.planned and last >= 0 and not reason:
-        record.status = "done"  # MaxText does not say how many steps there are to be
-        return
-    record.status = "died"
-    record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")
+    if record.planned or last < 0 or reason:  # MaxText does not say how many steps are to be
+        record.status = "died"
+        record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")

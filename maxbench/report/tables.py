@@ -5,7 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from maxbench.report import compare
 from maxbench.report.compare import Row, Settings
@@ -18,32 +18,6 @@ LEGEND = (
     "and logits run in BF16. Verdict: tokens/s against the published row of the same GPUs,",
     f"batch, sequence and layers; PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
 )
-# Column -> how a row tells it; units in the names, None where unknown. The first seven are those
-# of the seeds' parser.
-COLUMNS: dict[str, Callable[[Row], object]] = {
-    "status": lambda x: (
-        "Success" if x.ok else "Running" if x.record.status == "running" else "Failed"
-    ),
-    "time_mean_seconds": lambda x: (x.step or {}).get("mean"),
-    "time_std_dev_seconds": lambda x: (x.step or {}).get("std"),
-    "tflops_per_gpu_mean": lambda x: (x.tflops or {}).get("mean"),
-    "tflops_per_gpu_std_dev": lambda x: (x.tflops or {}).get("std"),
-    "max_iteration": lambda x: x.record.last if x.record.last >= 0 else None,
-    "time_median_seconds": lambda x: (x.step or {}).get("median"),
-    "time_p10_seconds": lambda x: (x.step or {}).get("p10"),
-    "time_p90_seconds": lambda x: (x.step or {}).get("p90"),
-    "tokens_per_second": lambda x: x.tokens_s,
-    "mfu_full": lambda x: (x.mfu or {}).get("full"),
-    "mfu_causal": lambda x: (x.mfu or {}).get("causal"),
-    "days_to_1t_tokens": lambda x: x.days,
-    "peak_memory_gib": lambda x: x.peak_gib,
-    "cost_per_1t_tokens_dollars": lambda x: x.cost,
-    "joules_per_token": lambda x: x.joules,
-    "verdict": lambda x: x.verdict,
-    "reason": lambda x: "; ".join(filter(None, [x.why, *x.notes])),
-}
-
-
 # Head of a cell in tables for people -> its column, and how it is written.
 CELLS = {
     "Status": ("status", ""),
@@ -76,9 +50,33 @@ def cells(one: Row) -> dict[str, str]:
 
 
 def record(one: Row) -> dict:
-    """A row as plain data: its whole path, then COLUMNS."""
-    data = {column: get(one) for column, get in COLUMNS.items()}
-    return {"filename": str(one.record.path)} | data
+    """A row as plain data; units in the names, None where unknown.
+
+    The first seven columns are those of the seeds' parser.
+    """
+    r, step, tflops, mfu = one.record, one.step or {}, one.tflops or {}, one.mfu or {}
+    failed = "Running" if r.status == "running" else "Failed"
+    return {
+        "filename": str(r.path),
+        "status": "Success" if one.ok else failed,
+        "time_mean_seconds": step.get("mean"),
+        "time_std_dev_seconds": step.get("std"),
+        "tflops_per_gpu_mean": tflops.get("mean"),
+        "tflops_per_gpu_std_dev": tflops.get("std"),
+        "max_iteration": r.last if r.last >= 0 else None,
+        "time_median_seconds": step.get("median"),
+        "time_p10_seconds": step.get("p10"),
+        "time_p90_seconds": step.get("p90"),
+        "tokens_per_second": one.tokens_s,
+        "mfu_full": mfu.get("full"),
+        "mfu_causal": mfu.get("causal"),
+        "days_to_1t_tokens": one.days,
+        "peak_memory_gib": one.peak_gib,
+        "cost_per_1t_tokens_dollars": one.cost,
+        "joules_per_token": one.joules,
+        "verdict": one.verdict,
+        "reason": "; ".join(filter(None, [one.why, *one.notes])),
+    }
 
 
 def layout(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -128,17 +126,16 @@ def money(one: Row, s: Settings) -> list[str]:
 def _counts(rows: Sequence[Row]) -> dict[str, int]:
     good = sum(x.ok for x in rows)
     counts = {"success_experiments": good, "failed_experiments": len(rows) - good}
-    return counts | {"success_rate": round(100 * good / len(rows)) if rows else 0}
+    return counts | {"success_rate": round(100 * good / max(1, len(rows)))}
 
 
 def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
     """Scaling, repeats and checkpoints: a title and lines, only where there is something."""
     found = []
     for curve in compare.curves(rows):
-        theirs = lambda x: "" if x is None else f"  (published {x:.1%})"
         lines = [
             f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}"
-            + theirs(p.published)
+            + (f"  (published {p.published:.1%})" if p.published else "")
             for p in curve.points
         ]
         found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))
@@ -148,7 +145,7 @@ def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
     ]
     saves = [
         f"{one.record.name}: save {o.save_s:.1f} s; every {o.interval_s / 60:.1f} min with a "
-        f"failure every {o.mtbf_s / 3600:g} h would cost {o.share:.2%} of the time (best interval "
+        f"failure every {s.mtbf:g} h would cost {o.share:.2%} of the time (best interval "
         f"{o.best_s / 60:.1f} min)"
         for one in rows
         if (o := compare.overhead(one.record, s))
@@ -197,12 +194,12 @@ def to_csv(rows: Sequence[Row], s: Settings) -> str:
     """One line per run; the first seven columns are those of the seeds' parser."""
     forms = {"time": ".3f", "tflops": ".2f", "tokens": ".1f", "days": ".2f", "peak": ".3f"}
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["filename", *COLUMNS])
-    for one in map(record, rows):
-        form = lambda column: forms.get(column.partition("_")[0], ".6g")
-        told = (format(v, form(k)) if isinstance(v, float) else v for k, v in one.items())
-        writer.writerow(told)
+    found = [record(one) for one in rows]
+    writer = csv.DictWriter(out, found[0] if found else (), lineterminator="\n")
+    writer.writeheader()
+    form = lambda column: forms.get(column.partition("_")[0], ".6g")
+    told = lambda k, v: format(v, form(k)) if isinstance(v, float) else v
+    writer.writerows({k: told(k, v) for k, v in one.items()} for one in found)
     good, bad, _ = _counts(rows).values()
     return f"{out.getvalue()}# Summary: {good} success, {bad} failed, {len(rows)} total"
 
@@ -262,10 +259,9 @@ def difference(rows: Sequence[Row], s: Settings) -> str:
         raise UserError(f"--diff compares two runs, and {len(rows)} are at {', '.join(s.paths)}")
     a, b = sorted(rows, key=lambda x: not str(x.record.path).startswith(s.paths[0]))
     out = [f"A: {a.record.path}", f"B: {b.record.path}", ""]
-    data = (record(a), record(b))
-    for column in COLUMNS:
-        x, y = data[0][column], data[1][column]
-        if isinstance(x, float) and isinstance(y, float):
+    theirs = record(b)
+    for column, x in record(a).items():
+        if isinstance(x, float) and isinstance(y := theirs[column], float):
             change = f"{y / x - 1:+.2%}" if x else ""
             out.append(f"{column:<28} {x:>14.6g} {y:>14.6g}  {change}")
     if a.step and b.step:

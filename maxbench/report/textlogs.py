@@ -12,34 +12,30 @@ from maxbench.report.record import Record
 _INT, _FLOAT = rb"(\d{1,9})", rb"([-+]?(?:\d[\d.]{0,30}(?:[eE][-+]?\d{1,3})?|nan|inf))"
 # Program -> patterns of a line: its step, how many there will be, and the rest with its FIELDS.
 LINES = {
+    "maxtext": [re.compile(rb"completed step: " + _INT + rb"()((?:(?!completed)[^\r\n])*)")],
     "nemo": [
         re.compile(rb"iteration " + _INT + rb"/" + _INT + rb"\b([^\r\n]*)"),
         re.compile(rb"\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"),  # the progress bar
     ],
     "megatron": [re.compile(rb"iteration +" + _INT + rb"/ +" + _INT + rb" \|([^\r\n]*)")],
 }
-FROM_0 = LINES["nemo"][0]  # the others count from 1
+FROM_0 = (LINES["maxtext"][0], LINES["nemo"][0])  # the others count from 1
 FIELDS = {
-    "step_s": re.compile(rb"train_step_timing in s[:=] ?" + _FLOAT),
+    "step_s": re.compile(rb"(?:, seconds|train_step_timing in s)[:=] ?" + _FLOAT),
     "step_ms": re.compile(rb"elapsed time per iteration \(ms\): ?" + _FLOAT),
-    "tflops": re.compile(rb"(?:TFLOPS_per_GPU: ?|throughput per GPU \(TFLOP/s/GPU\): ?)" + _FLOAT),
+    "tflops": re.compile(
+        rb"(?:TFLOPS_per_GPU|throughput per GPU \(TFLOP/s/GPU\)|TFLOP/s/device): ?" + _FLOAT
+    ),
     "model_tflops": re.compile(_FLOAT + rb" ?MODEL_TFLOP/s/GPU"),
-    "loss": re.compile(rb"(?:reduced_train_loss|lm loss)[:=] ?" + _FLOAT),
+    "loss": re.compile(rb"(?:(?:reduced_train_loss|lm loss)[:=] ?|, loss: )" + _FLOAT),
     "gbs": re.compile(rb"(?:global_batch_size|global batch size)[:=] *" + _INT),
+    "tokens": re.compile(rb"total_weights: " + _INT),
     "peak": re.compile(rb"peak_memory_usage: (\d{1,15})"),
     "step": re.compile(rb"global_step=" + _FLOAT),
     "samples": re.compile(rb"consumed_samples[:=] ?" + _FLOAT),
 }
-MAXTEXT = re.compile(
-    rb"completed step: " + _INT + rb", seconds: " + _FLOAT + rb"(?:, TFLOP/s/device: " + _FLOAT
-    + rb")?(?:, Tokens/s/device: " + _FLOAT + rb")?(?:, total_weights: " + _INT
-    + rb")?(?:, loss: " + _FLOAT + rb")?"
-)  # fmt: skip
-MAXTEXT_FIELDS = ("step_s", "tflops", "tokens_s", "tokens", "loss")
-SAVED = re.compile(
-    rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?"
-)
-LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT + rb"s(?: : " + _FLOAT + rb" GB)?")
+SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT)
+LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
 REASON = re.compile(
     rb"F\d{4} \d\d:\d\d:[^\]\r\n]{0,80}\] [^\r\n]*|"  # absl: the process ends itself
     rb"DUE TO TIME LIMIT|DUE TO NODE FAILURE|NODE FAILURE|CANCELLED AT [^*\r\n]*|"
@@ -73,22 +69,17 @@ def fill(record: Record, data: bytes) -> None:
             record.result["tokens"] = int(fields["tokens"])
         record.peak_bytes = max(record.peak_bytes, int(fields.get("peak", 0)))
     for pattern, kept in ((SAVED, record.saves), (LOADED, record.loads)):
-        found = ((number(m[1]), number(m[2]) * 1e9) for m in pattern.finditer(data))
-        kept += [(seconds, size) for seconds, size in found if seconds > 0]
+        kept += filter(None, map(number, pattern.findall(data)))
 
 
 def lines(data: bytes) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
     """Program, step (from 0), steps to be (0: not said) and fields of each line about a step."""
-    for match in MAXTEXT.finditer(data):
-        step, *found = match.groups()
-        named = zip(MAXTEXT_FIELDS, found, strict=True)
-        yield "maxtext", int(step), 0, {k: v for k, v in named if v is not None}
     for source, patterns in LINES.items():
         for match in (m for pattern in patterns for m in pattern.finditer(data)):
-            step, total, rest = int(match[1]), int(match[2]), match[3]
-            fields = {k: m[1] for k, p in FIELDS.items() if (m := p.search(rest))}
-            if match.re is FROM_0:
-                total += 1  # it names the last step
+            step, total = int(match[1]), int(match[2] or 0)
+            fields = {k: m[1] for k, p in FIELDS.items() if (m := p.search(match[3]))}
+            if match.re in FROM_0:
+                total += match[2] != b""  # it names the last step
             else:
                 step = int(number(fields["step"])) if "step" in fields else step - 1
             yield source, step, total, fields

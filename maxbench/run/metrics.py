@@ -34,28 +34,10 @@ class Devices:
         return named(self.kind) or None
 
 
-@dataclasses.dataclass
-class Figures:
-    """Step times -> throughput, by the formulas of flops.py."""
-
-    run: Run
-    devices: Devices
-
-    def tokens_per_s(self, step_s: float) -> float:
-        return flops.tokens_per_s(self.run.train.seq, self.run.layout.gbs, step_s)
-
-    def tflops(self, step_s: float, convention: str = "full") -> float:
-        """TFLOP/s per GPU."""
-        per_sequence = flops.per_sequence(self.run.model, self.run.train.seq, convention)
-        layout = self.run.layout
-        return flops.tflops_per_gpu(per_sequence, layout.gbs, step_s, layout.gpus)
-
-    def mfu(self, step_s: float, convention: str = "full") -> float | None:
-        """Share of the peak of the GPUs that ran, or None where none is known."""
-        if self.devices.gpu_type is None:
-            return None
-        peak = GPUS[self.devices.gpu_type].peak_tflops(self.run.format.peak)
-        return flops.mfu(self.tflops(step_s, convention), peak)
+def figures(run: Run, gpu_type: str | None, step_s: float) -> dict:
+    """flops.figures() of a run on GPUs of a type of gpus.GPUS, or on devices without a peak."""
+    a, peak = run.layout, GPUS[gpu_type].peak_tflops(run.format.peak) if gpu_type else 0
+    return flops.figures(run.model, run.train.seq, a.gbs, a.gpus, step_s, peak)
 
 
 def window(chosen: tuple[int, int], times: Mapping[int, float]) -> tuple[list[int], list[float]]:
@@ -131,7 +113,7 @@ class Log:
     """
 
     def __init__(self, run: Run, devices: Devices, command: list[str], writes: bool, about: dict):
-        self.run, self.figures, self.writes = run, Figures(run, devices), writes
+        self.run, self.devices, self.writes = run, devices, writes
         self.folder, self.live, self.times = None, None, {}
         self.result = {
             "schema": SCHEMA,
@@ -178,9 +160,9 @@ class Log:
         self.times[i], self.result["peak_bytes"] = step_s, memory[0]
         if not self.writes:
             return
-        run, f = self.run, self.figures
+        run = self.run
         tokens = run.layout.gbs * run.train.seq
-        tflops = f.tflops(step_s)
+        tflops = figures(run, None, step_s)["tflops_per_gpu"]["full"]
         peak, allocated = memory
         maxtext = (
             f"completed step: {i}, seconds: {step_s:.3f}, TFLOP/s/device: {tflops:.3f}, "
@@ -222,27 +204,22 @@ class Log:
         steps, times = window(self.run.train.window, self.times)
         if not times:
             return {"steps_done": 0}
-        f, step = self.figures, statistics_of(times)
-        mean = step["mean"]
+        step = statistics_of(times)
         return {
             "steps_done": len(self.times),
             "window": [steps[0], steps[-1]],
             "step_s": step,
-            "tokens_per_s": f.tokens_per_s(mean),
-            "tflops_per_gpu": {c: f.tflops(mean, c) for c in flops.CONVENTIONS},
-            "mfu": {c: f.mfu(mean, c) for c in flops.CONVENTIONS},
-            "days_to_1t_tokens": flops.days_to_1t(f.tokens_per_s(mean)),
-            "published": self.comparison(mean),
+            **figures(self.run, self.devices.gpu_type, step["mean"]),
+            "published": self.comparison(step["mean"]),
         }
 
     def comparison(self, step_s: float) -> dict:
         """The nearest published figure and our share of its tokens/s per GPU, if it can be held."""
-        devices = self.figures.devices
-        if devices.gpu_type is None:
-            return {"verdict": f"not comparable: ran on {devices.kind}"}
+        if self.devices.gpu_type is None:
+            return {"verdict": f"not comparable: ran on {self.devices.kind}"}
         if self.run.runtime.mock_gpus:
             return {"verdict": "not comparable: the network was mocked"}
-        beside = beside_published(self.run, devices.gpu_type)
+        beside = beside_published(self.run, self.devices.gpu_type)
         text = beside.refusal or f"{beside.share(step_s):.1%} of the published tokens/s"
         return beside.about | {"verdict": text}
 

@@ -13,20 +13,9 @@ from ml_collections import config_flags
 from maxbench.hardware import gpus
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
-from maxbench.spec.formats import DTYPES
-from maxbench.spec.run import AXES, Run
+from maxbench.spec.run import Run
 
-HELP = {
-    "pp": "pipeline stages",
-    "vp": "virtual stages per pipeline stage",
-    "dp": "data parallel: copies of the weights, optimizer state split (ZeRO-1)",
-    "fsdp": "data parallel: weights split too, gathered layer by layer (ZeRO-3)",
-    "ep": "expert parallel: groups of GPUs that hold different experts",
-    "cp": "context parallel: parts of the sequence",
-    "tp": "tensor parallel, with sequence parallelism",
-    "mbs": "sequences per data-parallel GPU and microbatch",
-    "gbs": "sequences per step over all GPUs",
-}
+DEFINE = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
 
 
 def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -41,32 +30,13 @@ def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
         flag_values=fv,
         sys_argv=list(argv),
     )
-    number = lambda name, text: flags.DEFINE_integer(name, None, text, flag_values=fv)
-    string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
-    number("gpus", "take the recipe's row for this many GPUs")
-    string("gpu_type", " | ".join(gpus.GPUS))
-    string("hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
-    string("dtype", " | ".join(DTYPES))
-    flags.DEFINE_bool(
-        "strong_scaling", False, "rows whose global batch stays constant", flag_values=fv
-    )
-    for axis in (*AXES, "vp", "mbs", "gbs"):
-        number(axis, HELP[axis])
-    number("seq", "tokens per sequence")
-    number("layers", "layers of the model")
-    number("steps", "steps to train")
-    string("output_dir", "experiments/ goes here")
-    flags.DEFINE_bool("checkpoint", None, "save a checkpoint at the end", flag_values=fv)
-    string("resume", "checkpoint to start from: a run's folder, or one step of it")
-    string("profile", "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop")
-    number("cpu_devices", "virtual CPU devices instead of GPUs")
-    number("mock_gpus", "one GPU runs its share of a step on so many, the network mocked")
-    flags.DEFINE_bool(
-        "tp_overlap", None, "let tp's collectives run beside kernels (default)", flag_values=fv
-    )
-    string("coordinator", "host:port of process 0 (found by itself under Slurm)")
-    number("processes", "number of processes")
-    number("process", "number of this process, from 0")
+    define = lambda kind, name, text: DEFINE[kind](name, None, text, flag_values=fv)
+    define(int, "gpus", "take the recipe's row for this many GPUs")
+    define(bool, "strong_scaling", "rows whose global batch stays constant")
+    define(str, "hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
+    for name, (path, text) in recipes.FLAGS.items():
+        section, _, field = path.partition(".")
+        define(recipes.SECTIONS[section].__dataclass_fields__[field].type, name, text)
 
 
 def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
@@ -140,12 +110,9 @@ def _config_exists(argv: Sequence[str]) -> None:
             path = (value if is_set else after).split(":")[0]
             if not pathlib.Path(path).is_file():
                 near = difflib.get_close_matches(path, _workloads(), n=1, cutoff=0.4)
-                hint = f"did you mean {near[0]}?" if near else f"there are {_listed()}"
+                there = f"there are {', '.join(_workloads())}"
+                hint = f"did you mean {near[0]}?" if near else there
                 raise UserError(f"no such file: {path}; {hint}")
-
-
-def _listed() -> str:
-    return ", ".join(_workloads())
 
 
 def _workloads() -> list[str]:

@@ -34,33 +34,28 @@ def mlp_params(m: Model) -> int:
     return (mlp + m.embed) * m.experts if m.experts else mlp
 
 
-def per_sequence(
-    m: Model, seq: int, convention: str = "full", kv_heads: int | None = None
-) -> float:
+def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     """FLOPs of one sequence of `seq` tokens. `convention` is a key of CONVENTIONS."""
-    g = kv_heads or m.kv_heads
-    products = m.embed * (m.heads + g) + CONVENTIONS[convention] * seq * m.heads
+    products = m.embed * (m.heads + m.kv_heads) + CONVENTIONS[convention] * seq * m.heads
     attention = 6 * m.layers * (m.head_dim + m.value_width) * products
     active = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
     mlp = 6 * active * m.embed * (m.gates + 1)
     return seq * (attention + mlp + 6 * m.vocab * m.embed)
 
 
-def tokens_per_s(seq: int, gbs: int, step_s: float) -> float:
-    """Tokens per second over all GPUs."""
-    return seq * gbs / step_s
+def figures(
+    m: Model | None, seq: int, gbs: int, gpus: int, step_s: float, peak_tflops: float = 0
+) -> dict:
+    """What a step time means: tokens/s over all GPUs, days to train on 1e12 tokens, and by
+    convention TFLOP/s per GPU and MFU (0 to 1; None where the GPUs' peak is not known).
 
-
-def days_to_1t(tokens_per_second: float) -> float:
-    """Days to train on 1e12 tokens."""
-    return 1e12 / tokens_per_second / 86400
-
-
-def tflops_per_gpu(flops: float, gbs: int, step_s: float, gpus: int) -> float:
-    """TFLOP/s per GPU, from the FLOPs of one sequence."""
-    return gbs * flops / step_s / gpus / 1e12
-
-
-def mfu(tflops: float, peak_tflops: float) -> float:
-    """Model FLOPs utilisation, 0 to 1."""
-    return tflops / peak_tflops
+    Without a model the last two are empty.
+    """
+    tokens_s = seq * gbs / step_s
+    rates = {c: per_sequence(m, seq, c) * gbs / step_s / gpus / 1e12 for c in CONVENTIONS if m}
+    return {
+        "tokens_per_s": tokens_s,
+        "tflops_per_gpu": rates,
+        "mfu": {c: rate / peak_tflops if peak_tflops else None for c, rate in rates.items()},
+        "days_to_1t_tokens": 1e12 / tokens_s / 86400,
+    }

@@ -8,12 +8,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from maxbench.spec.errors import UserError, choose, divisors
-
-ACTS = ("swiglu", "geglu", "relu2")
-NORMS = ("rmsnorm", "layernorm1p")
-ROUTERS = ("topk_softmax", "softmax_topk")
-DROPS = ("probs", "position")
+from maxbench.spec.errors import UserError, divisors, judge, setting
 
 
 class Kind(NamedTuple):
@@ -30,17 +25,18 @@ class Model:
 
     name: str
     size: str
-    layers: int
-    embed: int
-    heads: int
-    kv_heads: int
-    head_dim: int  # heads x head_dim need not be embed
-    mlp: int
-    vocab: int
-    value_dim: int = 0  # width of a value head; 0 = head_dim
+    layers: int = setting(at_least=1)
+    embed: int = setting(at_least=1)
+    heads: int = setting(at_least=1)
+    kv_heads: int = setting(at_least=1)
+    head_dim: int = setting(at_least=1)  # heads x head_dim need not be embed
+    mlp: int = setting(at_least=1)
+    vocab: int = setting(at_least=1)
+    value_dim: int = setting(0, at_least=0)  # width of a value head; 0 = head_dim
     kinds: tuple[Kind, ...] = ()  # of layers, first to last, where mlp or experts differ
-    act: str = "swiglu"  # swiglu | geglu | relu2
-    norm: str = "rmsnorm"  # rmsnorm | layernorm1p (weight stored minus one)
+    act: str = setting("swiglu", options=("swiglu", "geglu", "relu2"))
+    # layernorm1p: its weight is stored minus one
+    norm: str = setting("rmsnorm", options=("rmsnorm", "layernorm1p"))
     norm_eps: float = 1e-5
     post_norm: bool = False  # a second norm after attention and after the MLP
     tied: bool = False  # the output head is the embedding table
@@ -54,11 +50,13 @@ class Model:
     embed_multiplier: float = 1.0
     output_multiplier: float = 1.0
     init_std: float = 0.02
-    experts: int = 0  # 0 = one dense MLP; the most that a kind has
+    experts: int = setting(0, at_least=0)  # 0 = one dense MLP; the most that a kind has
     top_k: int = 2
-    router: str = "topk_softmax"  # topk_softmax | softmax_topk (softmax over all, then top-k)
-    capacity_factor: float = 1.0  # 0 = no token is ever dropped
-    drop: str = "probs"  # what an expert has no slot for: its least probable tokens | the last
+    # softmax_topk: softmax over all, then top-k
+    router: str = setting("topk_softmax", options=("topk_softmax", "softmax_topk"))
+    capacity_factor: float = setting(1.0, at_least=0)  # 0 = no token is ever dropped
+    # What an expert has no slot for: its least probable tokens, or the last.
+    drop: str = setting("probs", options=("probs", "position"))
     aux_loss: float = 0.0  # weight of the load-balancing loss
 
     # Axes that are not fields of their own: fused projections, and the widths of small weights.
@@ -109,15 +107,7 @@ class Model:
         return self.capacity_factor * self.top_k or min(self.top_k * ep, self.experts)
 
     def __post_init__(self):
-        choose("model.act", self.act, ACTS)
-        choose("model.norm", self.norm, NORMS)
-        choose("model.router", self.router, ROUTERS)
-        choose("model.drop", self.drop, DROPS)
-        for field in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
-            if getattr(self, field) < 1:
-                raise UserError(f"model.{field}={getattr(self, field)} must be at least 1")
-        if self.value_dim < 0:
-            raise UserError(f"model.value_dim={self.value_dim} must not be negative; 0 = head_dim")
+        judge(self, "model.")
         self._merge_kinds()
         if self.heads % self.kv_heads:
             raise UserError(
@@ -132,11 +122,6 @@ class Model:
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise UserError(
                 f"model.top_k={self.top_k} must lie between 1 and model.experts={self.experts}"
-            )
-        if self.experts < 0 or self.capacity_factor < 0:
-            raise UserError(
-                f"model.experts={self.experts} and model.capacity_factor={self.capacity_factor} "
-                "must not be negative; experts=0 is a dense MLP, capacity_factor=0 drops no token"
             )
 
     def _merge_kinds(self) -> None:

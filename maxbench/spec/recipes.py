@@ -9,8 +9,8 @@ What is set later wins: the workload's numbers, what it does otherwise in FP8, t
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
+import runpy
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,29 +19,13 @@ from ml_collections import ConfigDict
 from maxbench.hardware.published import rows as published_rows
 from maxbench.spec import run as c
 from maxbench.spec.errors import UserError
+from maxbench.spec.formats import DTYPES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: configs/, launch/
-SECTIONS = {
-    "model": c.Model,
-    "layout": c.Layout,
-    "train": c.Train,
-    "optim": c.Optim,
-    "precision": c.Precision,
-    "output": c.Output,
-    "runtime": c.Runtime,
-    "profile": c.Profile,
-}
+SECTIONS = {f.name: f.type for f in dataclasses.fields(c.Run)}
 TOY = {
-    "model": {
-        "layers": 4,
-        "embed": 128,
-        "heads": 8,
-        "kv_heads": 4,
-        "head_dim": 16,
-        "mlp": 256,
-        "vocab": 512,
-    },
-    "train": {"seq": 64, "steps": 20},
+    "model": dict(layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=256, vocab=512),
+    "train": dict(seq=64, steps=20),
 }
 PRESETS = {
     # the same structure, toy sizes: any laptop
@@ -51,23 +35,38 @@ PRESETS = {
     "fp8": {"precision": {"dtype": "fp8"}},
     "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
 }
-# Shorthand flags and the field that each sets.
+# Shorthand flags: the field that each sets, and what --help says.
 FLAGS = {
-    **{axis: ("layout", axis) for axis in (*c.AXES, "vp", "mbs", "gbs", "gpu_type")},
-    "dtype": ("precision", "dtype"),
-    "seq": ("train", "seq"),
-    "steps": ("train", "steps"),
-    "layers": ("model", "layers"),
-    "output_dir": ("output", "dir"),
-    "checkpoint": ("output", "checkpoint"),
-    "resume": ("output", "resume"),
-    "cpu_devices": ("runtime", "cpu_devices"),
-    "mock_gpus": ("runtime", "mock_gpus"),
-    "tp_overlap": ("runtime", "tp_overlap"),
-    "coordinator": ("runtime", "coordinator"),
-    "processes": ("runtime", "processes"),
-    "process": ("runtime", "process"),
-    "profile": ("profile", "tool"),
+    "gpu_type": ("layout.gpu_type", " | ".join(c.GPUS)),
+    "dtype": ("precision.dtype", " | ".join(DTYPES)),
+    "pp": ("layout.pp", "pipeline stages"),
+    "dp": ("layout.dp", "data parallel: copies of the weights, optimizer state split (ZeRO-1)"),
+    "fsdp": ("layout.fsdp", "data parallel: weights split too, gathered layer by layer (ZeRO-3)"),
+    "ep": ("layout.ep", "expert parallel: groups of GPUs that hold different experts"),
+    "cp": ("layout.cp", "context parallel: parts of the sequence"),
+    "tp": ("layout.tp", "tensor parallel, with sequence parallelism"),
+    "vp": ("layout.vp", "virtual stages per pipeline stage"),
+    "mbs": ("layout.mbs", "sequences per data-parallel GPU and microbatch"),
+    "gbs": ("layout.gbs", "sequences per step over all GPUs"),
+    "seq": ("train.seq", "tokens per sequence"),
+    "layers": ("model.layers", "layers of the model"),
+    "steps": ("train.steps", "steps to train"),
+    "output_dir": ("output.dir", "experiments/ goes here"),
+    "checkpoint": ("output.checkpoint", "save a checkpoint at the end"),
+    "resume": ("output.resume", "checkpoint to start from: a run's folder, or one step of it"),
+    "profile": (
+        "profile.tool",
+        "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop",
+    ),
+    "cpu_devices": ("runtime.cpu_devices", "virtual CPU devices instead of GPUs"),
+    "mock_gpus": (
+        "runtime.mock_gpus",
+        "one GPU runs its share of a step on so many, the network mocked",
+    ),
+    "tp_overlap": ("runtime.tp_overlap", "let tp's collectives run beside kernels (default)"),
+    "coordinator": ("runtime.coordinator", "host:port of process 0 (found by itself under Slurm)"),
+    "processes": ("runtime.processes", "number of processes"),
+    "process": ("runtime.process", "number of this process, from 0"),
 }
 
 
@@ -129,15 +128,10 @@ def _fields(cls: type, given: Mapping) -> dict:
 
 def table(layouts: str) -> list[dict[str, Any]]:
     """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
-    lines = [line.split() for line in layouts.strip().splitlines() if line.strip()]
-    rows = []
-    for cells in lines[1:]:
-        row = dict(zip(lines[0], cells, strict=True))
-        for dtype in row["dtype"].split(","):
-            texts = ("gpu_type", "dtype", "scaling")
-            numbers = {k: int(v) for k, v in row.items() if k not in texts}
-            rows.append({**row, **numbers, "dtype": dtype})
-    return rows
+    heads, *lines = (line.split() for line in layouts.splitlines() if line.strip())
+    number = lambda text: int(text) if text.isdecimal() else text
+    rows = [dict(zip(heads, map(number, cells), strict=True)) for cells in lines]
+    return [row | {"dtype": dtype} for row in rows for dtype in row["dtype"].split(",")]
 
 
 def resolve(
@@ -154,22 +148,22 @@ def resolve(
       config: what workload() returned.
       gpus: take the row of the table for so many GPUs.
       strong_scaling: of the rows with constant global batch.
-      flags: shorthand flags that were given, by the names in FLAGS.
+      flags: shorthand flags that were given, by their names in FLAGS.
       overrides: 'section.field' -> value, applied last.
 
     Raises:
       UserError: anything that cannot be, with what would work.
     """
-    flags, overrides = dict(flags or {}), dict(overrides or {})
+    flags = dict(flags or {})
+    given = {FLAGS[flag][0]: value for flag, value in flags.items()} | dict(overrides or {})
     values = {name: dict(config[name]) for name in SECTIONS}
-    wanted = _wanted(config, flags, overrides)
+    wanted = _wanted(config, given)
     if wanted["dtype"] == "fp8":
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
-        for field in ("layers", "seq"):
-            values["model" if field == "layers" else "train"][field] = row.pop(field)
+        values["model"]["layers"], values["train"]["seq"] = row.pop("layers"), row.pop("seq")
         values["layout"] |= row
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
@@ -177,34 +171,30 @@ def resolve(
         _update(values, config.known[name])
         if name in ("tiny", "rehearse"):
             _shrink(values, rehearse=name == "rehearse")
-    for flag, value in flags.items():
-        section, field = FLAGS[flag]
-        values[section][field] = value
-    for path, value in overrides.items():
+    for path, value in given.items():
         section, _, field = path.partition(".")
         c.choose("--config", section, values)
         values[section][field] = value
     shown = [name for name in names if name != "fp8"]
     values["model"]["size"] = "-".join([values["model"]["size"], *shown])
+    if "rehearse" in names and "runtime.cpu_devices" not in given:
+        values["runtime"]["cpu_devices"] = c.Layout(**values["layout"]).gpus
     run = c.Run(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
     if gpus is not None and "rehearse" not in names and run.layout.gpus != gpus:
         raise UserError(
             f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
             "leave gpus out to take the axes as given, or the axes to take the table's row"
         )
-    if "rehearse" in names and not {"cpu_devices", "runtime.cpu_devices"} & {*flags, *overrides}:
-        runtime = dataclasses.replace(run.runtime, cpu_devices=run.layout.gpus)
-        run = dataclasses.replace(run, runtime=runtime)
     return run
 
 
-def _wanted(config: ConfigDict, flags: Mapping, overrides: Mapping) -> dict[str, Any]:
+def _wanted(config: ConfigDict, given: Mapping) -> dict[str, Any]:
     """The GPU type and the dtype that all settings together say, among other fields."""
     wanted = {**config.precision, **config.layout}
     for name in config.presets:
         c.choose("preset", name, config.known)
         wanted |= dict(config.known[name].get("precision", {}))
-    return wanted | flags | {path.rpartition(".")[2]: v for path, v in overrides.items()}
+    return wanted | {path.rpartition(".")[2]: v for path, v in given.items()}
 
 
 def _update(values: dict, given: Mapping) -> None:
@@ -254,10 +244,7 @@ def _shrink(values: dict, rehearse: bool) -> None:
 
 def load(path: str | pathlib.Path) -> ConfigDict:
     """The config of a workload file, without presets."""
-    spec = importlib.util.spec_from_file_location("workload", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
+    return runpy.run_path(str(path))["get_config"]()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Every check says what was given, why it cannot be, and what would work.
 """
 
 import dataclasses
+import itertools
 import math
 
 from maxbench.hardware.gpus import GPUS, Gpu
@@ -14,8 +15,6 @@ from maxbench.spec.model import Model
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-BACKENDS = ("auto", "xla", "te")
-PROFILERS = ("", "nsys", "xplane", "nccltrace")
 SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
@@ -158,14 +157,14 @@ class Precision:
     """Number formats. The published recipes: bf16 compute, fp32 master weights and moments."""
 
     dtype: str = "bf16"  # of the forward and backward pass: bf16 | fp32 | fp8 (layers' GEMMs)
-    weights: str = "fp32"  # master copy
-    moments: str = "fp32"  # Adam's two averages
-    grads: str = "bf16"  # accumulated over microbatches and reduced over GPUs
+    weights: str = setting("fp32", options=DTYPES)  # master copy
+    moments: str = setting("fp32", options=DTYPES)  # Adam's two averages
+    grads: str = setting("bf16", options=DTYPES)  # summed over microbatches and over GPUs
     # Of dtype=fp8. backend auto: te (Transformer Engine) on a GPU, xla on a CPU and in plan;
     # scaling auto: mxfp8 on Blackwell, current before it.
-    backend: str = "auto"
-    scaling: str = "auto"  # auto | current | delayed | mxfp8
-    history: int = 1024  # steps whose largest magnitudes delayed scaling looks at
+    backend: str = setting("auto", options=("auto", "xla", "te"))
+    scaling: str = setting("auto", options=("auto", *formats.SCALINGS))
+    history: int = setting(1024, at_least=1)  # steps that delayed scaling looks back
 
     @property
     def remembered(self) -> int:
@@ -175,12 +174,7 @@ class Precision:
 
     def __post_init__(self):
         choose("dtype", self.dtype, formats.DTYPES)
-        for field in ("weights", "moments", "grads"):
-            choose(f"precision.{field}", getattr(self, field), DTYPES)
-        choose("precision.backend", self.backend, BACKENDS)
-        choose("precision.scaling", self.scaling, ("auto", *formats.SCALINGS))
-        if self.history < 1:
-            raise UserError(f"precision.history={self.history} must be at least 1")
+        judge(self, "precision.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +228,7 @@ class Profile:
     ranks: str = "0"  # processes that are profiled, joined by commas
 
     def __post_init__(self):
-        choose("profile", self.tool, PROFILERS)
+        choose("profile", self.tool, ("", "nsys", "xplane", "nccltrace"))
         if not 0 <= self.start < self.stop:
             raise UserError(
                 f"profile.start={self.start} and profile.stop={self.stop}: the first step in the "
@@ -283,16 +277,19 @@ class Run:
         if self.runtime.mock_gpus and (o.checkpoint or o.checkpoint_every or o.resume):
             raise UserError("mock_gpus holds a part of the state alone; leave checkpoints out")
         self._pipelines()
-        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp") | {"embed": "fsdp"}
-        for field, axis in split.items():
-            for _, kind in m.stacks:
-                self._divides(axis, getattr(a, axis), f"model.{field}", getattr(kind, field))
         if a.ep > 1 and not m.experts:
             raise UserError(
                 f"ep={a.ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
             )
-        for _, kind in m.stacks:
-            self._divides("ep", a.ep, "model.experts", kind.experts)
+        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp")
+        split |= {"embed": "fsdp", "experts": "ep"}
+        for (_, kind), (field, axis) in itertools.product(m.stacks, split.items()):
+            degree, value = getattr(a, axis), getattr(kind, field)
+            if value % degree:
+                raise UserError(
+                    f"{axis}={degree} does not divide model.{field}={value}; "
+                    f"{axis} that works: {divisors(value)}"
+                )
         parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
         if t.seq % parts:
             why = " x ".join(["2 x cp"] * (a.cp > 1) + ["tp"] * (a.tp > 1))
@@ -329,11 +326,10 @@ class Run:
             else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
         ):
             if dim % multiple:
-                unit = split * multiple
                 raise UserError(
                     f"dtype={dtype!r} needs dims of GEMMs that are multiples of {multiple}: "
                     f"{field}={value} makes {how} = {dim}; nearest that works: "
-                    f"{max(unit, round(value / unit) * unit)}"
+                    f"{nearest(value, split * multiple)}"
                 )
         if m.experts and not m.capacity_factor:
             raise UserError(
@@ -375,12 +371,4 @@ class Run:
             raise UserError(
                 f"gbs={a.gbs} is {a.microbatches} microbatches, too few for pp={a.pp} stages to "
                 f"work at once; nearest that works: gbs={a.mbs * a.shards * a.pp}"
-            )
-
-    @staticmethod
-    def _divides(axis: str, degree: int, field: str, value: int) -> None:
-        if value % degree:
-            raise UserError(
-                f"{axis}={degree} does not divide {field}={value}; "
-                f"{axis} that works: {divisors(value)}"
             )

@@ -57,7 +57,7 @@ backend_config={"collective_backend_config":{"is_sync":true}}
   ROOT %all-gather-done = (bf16[512,8]{1,0}, f32[32]{0}) all-gather-done(%all-gather-start)"""
     )
     start, done = p.entry.ops[2:]
-    assert start.is_start
+    assert start.opcode == "all-gather-start"
     assert done.is_done
     assert done.root
     assert done.operands == (start.name,)

@@ -98,11 +98,11 @@ def test_maxtext_quantises_weights_where_they_are_used():
 def test_recomputation_is_what_a_policy_computes_again():
     """All of a layer's forward FLOPs but those of the last product, which nobody reads again."""
     run = run_of("llama31_8b.py --gpus 8")
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="full"))
+    run = memory.with_remat(run, "full")
     attention, mlp = 4096 * (2 * 4096 + 2 * 1024 + 8192), 4096 * 14336
     share = (attention + 2 * mlp) / (attention + 3 * mlp)
-    assert memory.recomputed(run, "full") == pytest.approx(share)
-    assert memory.recomputed(run, "none") == 0
+    assert memory.recomputed(run) == pytest.approx(share)
+    assert memory.recomputed(memory.with_remat(run, "none")) == 0
     t = simulate.Timeline(compute=collections.Counter(gemm=7.0, attention=1.0))
     row = dataclasses.replace(published.rows()[0], source="MaxText", remat="none")
     found = terms.terms(run, t, row)

@@ -145,18 +145,20 @@ NAMES |= {("grok1", "314b"): "grok1_314b"}
 
 @pytest.mark.parametrize("row", published.rows(), ids=lambda r: f"{r.model}-{r.dtype}-{r.gpus}")
 def test_published_cells_follow_from_their_step_time(row):
+    convention = dict(config(NAMES[row.model, row.size]).published)
+    name = convention.pop("convention", "full")
     m = resolve(NAMES[row.model, row.size], layers=row.layers).model
-    tokens = flops.tokens_per_s(row.seq, row.gbs, row.step_s)
-    assert tokens == pytest.approx(row.tokens_per_s, rel=1.5e-3)
+    m = dataclasses.replace(m, **convention)
+    peak = GPUS[row.gpu_type].peak_tflops(row.dtype)
+    found = flops.figures(m, row.seq, row.gbs, row.gpus, row.step_s, peak)
+    assert found["tokens_per_s"] == pytest.approx(row.tokens_per_s, rel=1.5e-3)
     if row.days_to_1t is not None:
         whole = row.days_to_1t == int(row.days_to_1t)  # a few cells are rounded to days
         digits = 0.5 if whole else 0.006
-        assert flops.days_to_1t(tokens) == pytest.approx(row.days_to_1t, abs=digits, rel=1.5e-3)
+        days = found["days_to_1t_tokens"]
+        assert days == pytest.approx(row.days_to_1t, abs=digits, rel=1.5e-3)
     if row.mfu_pct is not None:
-        counted = flops.per_sequence(m, row.seq, **config(NAMES[row.model, row.size]).published)
-        rate = flops.tflops_per_gpu(counted, row.gbs, row.step_s, row.gpus)
-        peak = GPUS[row.gpu_type].peak_tflops(row.dtype)
-        assert 100 * flops.mfu(rate, peak) == pytest.approx(row.mfu_pct, rel=1.6e-3)
+        assert 100 * found["mfu"][name] == pytest.approx(row.mfu_pct, rel=1.6e-3)
 
 
 def test_nearest_and_what_differs():
