@@ -14,7 +14,7 @@ ROOMS = {
     "hardware": (280, False),
     "spec": (1210, False),
     "mesh": (260, True),
-    "model": (1890, True),
+    "model": (1920, True),
     "step": (910, True),
     "run": (1150, True),
     "plan": (1750, True),
