@@ -15,7 +15,7 @@ ROOMS = {
     "hardware": (260, False),
     "spec": (1130, False),
     "mesh": (260, True),
-    "model": (1890, True),
+    "model": (1920, True),
     "step": (910, True),
     "run": (1210, True),
     "plan": (1680, True),

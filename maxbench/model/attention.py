@@ -48,8 +48,7 @@ def choose(run: Run, device) -> str:
         return "xla"
     version = getattr(device, "compute_capability", "0.0")
     kind = suited(m, dtype, tuple(int(n) for n in version.split(".")))
-    here = kind != "xla" and device in jax.devices()
-    why = _refused(kind, run) if here else ""
+    why = _refused(kind, run) if kind != "xla" and device in jax.devices() else ""
     if kind != "xla" and not why:
         return kind
     none = (
@@ -165,18 +164,8 @@ def _ring_backward(kind, softcap, q, k, v, o, lse, do):
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
         grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
         kv, dkv = collectives.beside((ahead, dkv), grads[0])
-        (dq1, dq2), *dkv_pair = [jnp.split(x.astype(jnp.float32), 2) for x in grads]
-        zero = jnp.zeros_like(dq2)
-        dq += jnp.concatenate(
-            [jnp.where(earlier, dq2, zero), dq1 + jnp.where(earlier, zero, dq2)], 1
-        )
-        zeros = functools.cache(jnp.zeros)  # of keys and of values, often of one shape
-        dkv = tuple(
-            d
-            + jnp.concatenate([d1 + jnp.where(earlier, d2, zero), jnp.where(earlier, zero, d2)], 1)
-            for d, (d1, d2) in zip(dkv, dkv_pair, strict=True)
-            for zero in (zeros(d2.shape),)
-        )
+        dq += _unpair(earlier, grads[0], 1)
+        dkv = tuple(d + _unpair(earlier, x, 0) for d, x in zip(dkv, grads[1:], strict=True))
     dkv = collectives.rotate(dkv, "cp")  # home: each block made n - 1 hops
     return tuple(d.astype(k.dtype) for d in (dq, *dkv))
 
@@ -190,6 +179,14 @@ def _pairs(earlier, q, k, v):
     """Queries, keys and values of the two pairs of chunks, stacked along batch; halves go in."""
     theirs = lambda x: jnp.concatenate([x[0], jnp.where(earlier, x[0], x[1])])
     return _ours(earlier, q), theirs(k), theirs(v)
+
+
+def _unpair(earlier, grad, half):
+    """The gradient of one side of the two pairs, at its halves; `half`: that of the first pair."""
+    sure, either = jnp.split(grad.astype(jnp.float32), 2)
+    halves = [jnp.where(earlier, either, 0.0), jnp.where(earlier, 0.0, either)]
+    halves[half] += sure
+    return jnp.concatenate(halves, 1)
 
 
 def _merge(o1, lse1, o2, lse2):
@@ -258,38 +255,30 @@ def _logits(q_bthk, k_bsgk, causal, softcap):
 
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-def _split_heads(x_bthk, g):
-    b, t, h, k = x_bthk.shape
-    return x_bthk.reshape(b, t, g, h // g, k)
-
-
-def _merge_heads(x_btgrk):
-    b, t, g, r, k = x_btgrk.shape
-    return x_btgrk.reshape(b, t, g * r, k)
+_split_heads = lambda x_bthk, g: x_bthk.reshape(*x_bthk.shape[:2], g, -1, x_bthk.shape[3])
+_merge_heads = lambda x_btgrk: x_btgrk.reshape(*x_btgrk.shape[:2], -1, x_btgrk.shape[4])
 
 
 def _blocks(t: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
 
 
+def _cudnn(primitive, q, k, v, causal, *saved, **options):
+    """Binds a primitive of jax's, without bias, lengths, offsets and page tables."""
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    options |= NO_SCORE_MOD | dict(mask_type=mask, layout=cudnn.AttentionLayout.BTNH.value)
+    options |= dict(scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0)
+    options |= dict(variadic_args=(False, False), sliding_window_length=None)
+    return tuple(primitive.bind(q, k, v, *(jnp.zeros(0, q.dtype),) * 7, *saved, **options))
+
+
 def _cudnn_forward(q, k, v, causal, softcap):
-    assert not softcap  # Run refuses it: cuDNN through jax has no cap
-    return tuple(
-        cudnn._dot_product_attention_fwd_p_wrapper.bind(
-            q, k, v, *_unused(q), **_cudnn_options(q, causal), is_training=True
-        )
-    )
+    assert not softcap  # cuDNN through jax has no cap
+    return _cudnn(cudnn._dot_product_attention_fwd_p_wrapper, q, k, v, causal, is_training=True)
 
 
 def _cudnn_backward(q, k, v, o, lse, do, causal, softcap):
-    assert not softcap
-    return tuple(
-        cudnn._dot_product_attention_bwd_p_wrapper.bind(
-            q, k, v, *_unused(q), lse, o, do, **_cudnn_options(q, causal)
-        )
-    )
+    return _cudnn(cudnn._dot_product_attention_bwd_p_wrapper, q, k, v, causal, lse, o, do)
 
 
 def _split_backward(q, k, v, o, lse, do, causal, softcap):
@@ -302,25 +291,6 @@ def _split_backward(q, k, v, o, lse, do, causal, softcap):
     ]
     dq, dk, dv = zip(*grads, strict=True)
     return sum(dq), sum(dk), jnp.concatenate(dv, -1)[..., : v.shape[-1]]
-
-
-def _unused(q):
-    """Bias, sequence lengths, offsets and page tables: none of them is used."""
-    return (jnp.zeros(0, q.dtype),) * 7
-
-
-def _cudnn_options(q, causal):
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    return dict(
-        scale=1 / math.sqrt(q.shape[-1]),
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
-        mask_type=mask,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
-        **NO_SCORE_MOD,
-    )
 
 
 KERNELS = {

@@ -62,20 +62,20 @@ def _mean(choices, experts: int) -> int:
     return choices.size // (experts * collectives.degree("ep"))
 
 
-def _take(x, index):
+def take(x, index):
     """Rows of x; zeros where index is negative."""
     return jnp.where((index >= 0)[..., None], x[jnp.maximum(index, 0)], 0)
 
 
 def _spread(x_jd, plan: Plan):
     k = plan.slot_jk.shape[1]
-    return _take(x_jd, jnp.where(plan.choice_nc < 0, -1, plan.choice_nc // k))
+    return take(x_jd, jnp.where(plan.choice_nc < 0, -1, plan.choice_nc // k))
 
 
 def _collect(y_ncd, plan: Plan):
     y, total = y_ncd.reshape(-1, y_ncd.shape[-1]), 0.0
     for slot_j in plan.slot_jk.T:  # one after another: [j, k, d] would stand in memory
-        total += _take(y, slot_j).astype(jnp.float32)
+        total += take(y, slot_j).astype(jnp.float32)
     return total.astype(y.dtype)
 
 
@@ -105,7 +105,7 @@ combine.defvjp(
 
 def gates(gate_jk, plan: Plan):
     """The weight of each row."""
-    return _take(gate_jk.reshape(-1, 1), plan.choice_nc)[..., 0]
+    return take(gate_jk.reshape(-1, 1), plan.choice_nc)[..., 0]
 
 
 @jax.custom_vjp

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name as keep
 
 from maxbench.mesh import collectives, places
 from maxbench.model import blocks
+from maxbench.model.blocks import take
 from maxbench.model.layers import Linear, activate, out_std, product, weight
 from maxbench.spec.model import Model
 
@@ -112,52 +113,39 @@ def assign(m: Model, gate_jk, expert_jk):
     return slot_ej[expert_jk, token_j1], token_ec
 
 
-def _take(x, index):
-    """Rows of x; zeros where index is negative."""
-    return jnp.where((index >= 0)[..., None], x[jnp.maximum(index, 0)], 0)
-
-
 @jax.custom_vjp
 def dispatch(x_jd, slot_jk, token_ec):
     """Tokens into the slots of their experts: x_ecd."""
-    return _take(x_jd, token_ec)
-
-
-def _dispatch_forward(x_jd, slot_jk, token_ec):
-    return dispatch(x_jd, slot_jk, token_ec), slot_jk
+    return take(x_jd, token_ec)
 
 
 def _dispatch_backward(slot_jk, dy_ecd):
-    return jnp.sum(_take(dy_ecd.reshape(-1, dy_ecd.shape[-1]), slot_jk), 1), None, None
+    return jnp.sum(take(dy_ecd.reshape(-1, dy_ecd.shape[-1]), slot_jk), 1), None, None
 
 
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(lambda *args: (dispatch(*args), args[1]), _dispatch_backward)
 
 
 @jax.custom_vjp
 def combine(y_ecd, gate_jk, slot_jk, token_ec):
     """The experts' results, weighted, back at their tokens: y_jd."""
-    picked_jkd = _take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+    picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
     return jnp.einsum("jkd,jk->jd", picked_jkd, gate_jk)
-
-
-def _combine_forward(y_ecd, gate_jk, slot_jk, token_ec):
-    return combine(y_ecd, gate_jk, slot_jk, token_ec), (y_ecd, gate_jk, slot_jk, token_ec)
 
 
 def _combine_backward(saved, dy_jd):
     y_ecd, gate_jk, slot_jk, token_ec = saved
-    picked_jkd = _take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+    picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
     dgate_jk = jnp.einsum("jkd,jd->jk", picked_jkd, dy_jd)
     # The gate that filled each slot: of its token, the choice whose slot this is.
     e, c = token_ec.shape
     number_ec = jnp.arange(e * c, dtype=slot_jk.dtype).reshape(e, c)
     own = jnp.maximum(token_ec, 0)
     gate_ec = jnp.sum(jnp.where(slot_jk[own] == number_ec[..., None], gate_jk[own], 0), -1)
-    return _take(dy_jd, token_ec) * gate_ec[..., None], dgate_jk, None, None
+    return take(dy_jd, token_ec) * gate_ec[..., None], dgate_jk, None, None
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
 
 
 def exchange_experts(x_ecd, back: bool = False):

@@ -181,8 +181,7 @@ class Step:
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
         cast = lambda place, w: w if place.exact else w.astype(DTYPES[run.format.compute])
-        places = self.places
-        w = jax.tree.map(cast, places, params)
+        w, places = jax.tree.map(cast, self.places, params), self.places
         stacked = not stack.as_code(run)
         if not stacked:
             w = w | {"layers": stack.unstack(run.model, w["layers"])}
