@@ -1,142 +1,155 @@
-"""One GPU: checks what a CPU cannot, times every workload, compares with plan. One table, last.
+"""A first hour on one GPU: what a CPU cannot show, stage by stage, and one table, last.
 
-    python benchmarks/gpu.py [--quick] [--only TEXT]
+    python benchmarks/gpu.py --minutes 9                  # what fits, most valuable first
+    python benchmarks/gpu.py --stages options,attention
+    python benchmarks/gpu.py --small                      # toy sizes: a smoke test, on a CPU too
 
-Each case is a fresh process of the real command; benchmarks/results/ keeps its result.json with
-what plan predicts for the same work. Llama 3.1 8B trains whole. Of the others a few layers at full
-width do, with bf16 weights and moments where fp32 ones would not fit. Mocked cases run one GPU's
-share of a recipe, the network mocked. FP8 goes through XLA and through Transformer Engine
-(install_te.sh).
+A stage is a process of its own, and another one after a crash: neither that nor a hang ends the
+rest. benchmarks/results/<device>-<jax>.json (in $OUT where that is set) is written after every
+case, errors whole; stages that are not run again stay in it. Ctrl-C and SIGTERM leave the table of
+what is done. Exit code: 0 all went well, 1 something failed, 2 jax has no GPU, 130 stopped. What it
+needs, and how to bring that to a machine without network: docs/first_contact.md.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
+import multiprocessing
+import os
 import pathlib
-import subprocess
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 
-RESULTS = pathlib.Path(__file__).with_name("results")
-SMALL_STATE = "--config.precision.weights=bf16 --config.precision.moments=bf16"
-CASES = {
-    "llama31_8b bf16": "llama31_8b.py --config.train.remat=full",
-    "llama31_8b bf16, attention kept": "llama31_8b.py --config.train.remat=save_context "
-    "--config.precision.moments=bf16",
-    "llama2_70b:proxy bf16": "llama2_70b.py:proxy --mbs 2",
-    "llama31_70b:proxy bf16": "llama31_70b.py:proxy --config.train.remat=full",
-    "llama31_405b:proxy bf16": f"llama31_405b.py:proxy --layers 2 {SMALL_STATE}",
-    "nemotron4_340b:proxy bf16": f"nemotron4_340b.py:proxy --layers 1 {SMALL_STATE}",
-    "grok1_314b:proxy bf16": "grok1_314b.py:proxy --layers 1 --seq 4096",
-    "grok1_314b:xai,proxy bf16": "grok1_314b.py:xai,proxy --layers 1 --seq 4096",
-    "llama2_70b, 128 mocked": "llama2_70b.py --gpus 128 --mock_gpus 128",
-    "llama31_8b, 8 mocked": "llama31_8b.py --gpus 8 --mock_gpus 8",
-    "llama31_405b, 512 mocked": "llama31_405b.py --gpus 512 --mock_gpus 512",
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # it need not be installed
+
+from benchmarks import gpu_stages as stages
+
+# In order of value, and the minutes that each takes on an H200: guesses, until one was seen.
+STAGES = {
+    "options": (stages.options, 0.3),
+    "attention": (stages.attention, 1.0),
+    "ceilings": (stages.ceilings, 1.0),
+    "stamps": (stages.stamps, 1.0),
+    "fp8": (stages.fp8, 1.2),
+    "families": (stages.families, 3.5),
+    "unrolled": (stages.unrolled, 0.8),
+    "profile": (stages.profile, 0.5),
+    "mocked": (stages.mocked, 4.0),
+    "maxtext": (stages.maxtext, 1.5),
 }
-FP8 = ("llama31_8b bf16", "llama2_70b:proxy bf16", "llama31_70b:proxy bf16")
-FP8 += ("llama31_405b:proxy bf16", "nemotron4_340b:proxy bf16", "grok1_314b:proxy bf16")
-CASES |= {
-    f"{name.removesuffix('bf16')}fp8 {backend} {scaling}": f"{CASES[name]} --dtype fp8 "
-    f"--config.precision.backend={backend} --config.precision.scaling={scaling}"
-    for name in FP8
-    for backend, scaling in (("xla", "current"), ("te", "current"), ("te", "delayed"))
-}
+# Peak memory and mocked devices are a process's own: one for each first word of a case's name.
+APART = ("families", "mocked")
 
 
-def predicted(arguments: str, gpu_type: str) -> dict:
-    """What plan says of the same work: seconds per step, bytes; {} where it cannot."""
-    config, *flags = arguments.split()
-    mocked = flags.index("--mock_gpus") if "--mock_gpus" in flags else len(flags)
-    flags = [*flags[:mocked], *flags[mocked + 2 :], "--gpu_type", gpu_type]
-    flags = [flag.replace("backend=te", "backend=xla") for flag in flags]
-    command = [sys.executable, "-m", "maxbench.plan", "--json", "--config", f"configs/{config}"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True)
-    if done.returncode not in (0, 3):
-        return {}
-    found = json.loads(done.stdout)
-    return {"step_s": found["step_s"], "bytes": found["memory"]["total"]}
-
-
-def run(arguments: str, steps: int, gpu_type: str) -> dict:
-    """Trains; returns result.json, or {'error': the last line that the run said}."""
-    config, *flags = arguments.split()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "maxbench.train", "--config", f"configs/{config}"]
-        command += [*flags, "--steps", str(steps), "--output_dir", folder, "--gpu_type", gpu_type]
-        done = subprocess.run(command, capture_output=True, text=True)
-        found = list(pathlib.Path(folder).rglob("result.json"))
-        if done.returncode or not found:
-            return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:160]}
-        return json.loads(found[0].read_text())
-
-
-def ceilings() -> dict:
-    """What one GPU reaches: TFLOP/s of a bf16 and an FP8 product of size 8192^3, GB/s of a copy."""
-    program = """
-import json, time, jax, jax.numpy as jnp
-def best(f, *x):
-    jax.block_until_ready(f(*x))
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*x))
-        times.append(time.perf_counter() - start)
-    return min(times)
-n = 8192
-a, b = (jax.random.normal(k, (n, n), jnp.bfloat16) for k in jax.random.split(jax.random.key(0)))
-x = jnp.zeros(1 << 30, jnp.bfloat16)
-gemm = best(jax.jit(lambda a, b: a @ b), a, b)
-wide = lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1)
-a8, b8 = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
-fp8 = best(jax.jit(lambda a, b: jax.lax.dot_general(wide(a), wide(b), (((1,), (1,)), ((), ())))),
-           a8, b8)
-copy = best(jax.jit(lambda x: x + 1), x)
-rates = [2 * n**3 / seconds / 1e12 for seconds in (gemm, fp8)]
-print(json.dumps({"device": jax.devices()[0].device_kind, "gemm_tflops": rates[0],
-                  "fp8_gemm_tflops": rates[1], "copy_gbps": 2 * x.nbytes / copy / 1e9}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def row(name: str, result: dict) -> str:
-    if "error" in result:
-        return f"{name:<36} failed: {result['error']}"
-    step, mfu, plan = result["step_s"], result["mfu"]["full"], result["predicted"]
-    against = f"  predicted {plan['step_s'] / step['median'] - 1:+.1%}" if plan else ""
-    return (
-        f"{name:<36} {step['median']:8.3f} s  {result['tflops_per_gpu']['full']:7.1f} TFLOP/s  "
-        f"MFU {mfu:6.1%}  peak {result['peak_bytes'] / 2**30:6.1f} GiB  "
-        f"compiler {result['state_gib'] + result['temporary_gib']:6.1f} GiB  "
-        f"{result['attention']:<6}{' mocked' if result['mocked'] else ''}{against}"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="6 steps instead of 20")
-    parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--gpu_type", default="h200")
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--minutes", type=float, default=60, help="of all stages together")
+    parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="toy sizes; a CPU will do")
     options = parser.parse_args()
-    RESULTS.mkdir(exist_ok=True)
-    found = ceilings()
-    (RESULTS / "ceilings.json").write_text(json.dumps(found, indent=1) + "\n")
-    lines = [
-        f"{found['device']}: {found['gemm_tflops']:.0f} TFLOP/s bf16, "
-        f"{found['fp8_gemm_tflops']:.0f} FP8, {found['copy_gbps']:.0f} GB/s"
-    ]
-    for name, arguments in CASES.items():
-        if options.only not in name:
-            continue
-        result = run(arguments, 6 if options.quick else 20, options.gpu_type)
-        result["predicted"] = predicted(arguments, options.gpu_type)
-        file = RESULTS / f"{name.replace(' ', '_').replace(',', '').replace(':', '-')}.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        lines.append(row(name, result))
-        print(lines[-1], file=sys.stderr, flush=True)
-    print("\n".join(lines))
+    if unknown := {*options.stages.split(",")} - {*STAGES}:
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # as in training
+    # Else a mocked process would wait for what the others tune.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    found, stopped, end = {}, False, time.monotonic() + 60 * options.minutes
+    try:
+        run("machine", stages.machine, 1, found, time.monotonic() + 120, options.small)
+        device = found["machine"]["cases"]["jax"]
+        if device.get("platform") not in (("gpu", "cpu") if options.small else ("gpu",)):
+            print(f"jax finds no GPU, and --small is not given: {device}", file=sys.stderr)
+            return 2
+        for name in options.stages.split(","):
+            run(name, *STAGES[name], found, end, options.small)
+    except KeyboardInterrupt:
+        stopped = True
+    print(table(found))
+    records = [record for stage in found.values() for record in stage["cases"].values()]
+    return 130 if stopped else int(any("error" in record for record in records))
+
+
+def run(name: str, stage: Callable, minutes: float, found: dict, end: float, small: bool) -> None:
+    """Runs a stage if half of its minutes are left; it may take twice as many, if those are."""
+    begin, cases = time.monotonic(), {}
+    found[name] = {"started": time.time(), "command": sys.argv, "cases": cases}
+    left = (end - begin) / 60
+    if minutes > 2 * left:
+        cases["all"] = {"skipped": f"takes some {minutes:g} minutes, {max(0, left):.1f} are left"}
+        return
+    limit = min(2 * minutes, left)
+    print(f"{name}: some {minutes:g} minutes, at most {limit:.1f}", flush=True)
+    names, until = [case for case, _ in stage(small)], begin + 60 * limit
+    apart = lambda case: name in APART and case.split()[0]
+    for group in [[*cases] for _, cases in itertools.groupby(names, apart)]:
+        while group and time.monotonic() < until:
+            for case, record in process(stage, group, small, until):
+                cases[case] = record
+                group.remove(case)
+                save(found)
+    seconds, failed = time.monotonic() - begin, sum("error" in x for x in cases.values())
+    count = f"{len(cases)} of {len(names)} cases, {failed} failed"
+    print(f"{name}: {seconds:.0f} s, {count}", flush=True)
+
+
+def process(stage: Callable, names: list[str], small: bool, until: float):
+    """Runs cases in a process of their own, until one ends it or time is over; yields records."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.NamedTemporaryFile() as said,
+        futures.ProcessPoolExecutor(1, spawn, stages.alone, (said.name,)) as pool,
+    ):
+        pid = 0
+        try:
+            for name in [*names]:
+                pid = pid or pool.submit(os.getpid).result()
+                case = pool.submit(stages.record, stage, name, small)
+                yield name, case.result(max(0, until - time.monotonic()))
+        except (BrokenProcessPool, TimeoutError) as error:
+            why = "out of time" if isinstance(error, TimeoutError) else "the process died"
+            yield name, {"error": f"{said.read().decode(errors='replace')}\n{why}"}
+        finally:
+            if pid:  # and what it started, in a session of its own
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+def save(found: dict) -> None:
+    """Writes the file of this device and this jax, whole or not at all."""
+    machine = found["machine"]["cases"]["jax"]
+    if len(found) == 1 or "device" not in machine:  # nothing to tell, or nobody knows of what
+        return
+    folder = pathlib.Path(os.environ.get("OUT") or pathlib.Path(__file__).with_name("results"))
+    name = f"{machine['device']}-{machine['versions']['jax']}".lower().replace(" ", "-")
+    file = folder / f"{name}.json"
+    old = json.loads(file.read_text()) if file.exists() else {}
+    new = {name: x for name, x in found.items() if name not in old or "all" not in x["cases"]}
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(old | new, indent=1) + "\n")
+    part.rename(file)
+
+
+def table(found: dict) -> str:
+    """A line for each case: its figures, the last line of its error, or why it was skipped."""
+    lines = []
+    for stage, about in found.items():
+        for case, record in about["cases"].items():
+            shown = {k: v for k, v in record.items() if isinstance(v, str | int | float)}
+            if "error" in record:
+                shown = {"FAILED": record["error"].strip().splitlines()[-1][:200]}
+            texts = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
+            words = (f"{name} {text}" for name, text in texts.items())
+            lines.append("  ".join([f"{stage:<9} {case:<26}", *words]))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

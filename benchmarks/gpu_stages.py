@@ -1,0 +1,432 @@
+"""The stages of gpu.py: each a generator of cases, a name and a function that returns figures.
+
+They are given whether toy sizes will do. A case raises UserError where it cannot run, and anything
+else where something is wrong. Names are known without a device; each process makes its own cases.
+"""
+
+import collections
+import faulthandler
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+import traceback
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from maxbench.hardware import gpus
+from maxbench.mesh import axes
+from maxbench.model import attention as kernels
+from maxbench.model.formats import Scaled, te, tensor
+from maxbench.plan import memory, planner
+from maxbench.run import loop, metrics, runtime
+from maxbench.spec import cli, flops, recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+from maxbench.step import compiler
+from maxbench.step.step import Step
+
+Cases = Iterator[tuple[str, Callable[[], dict]]]
+GIB, BF16, FP32 = 2**30, jnp.bfloat16, jnp.float32
+FP8_GEMM = "__cublas$lt$matmul$f8"
+FAMILY = "llama31_8b"  # of stages that need one
+
+
+def alone(log: str) -> None:
+    """Makes this process one of its own session, whose words go into a file; it keeps no program:
+    compiling is timed, and what is compiled for a GPU that is not here cannot be read back."""
+    os.setsid()
+    with open(log, "wb") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    faulthandler.enable()
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+@functools.cache
+def cases(stage: Callable[[bool], Cases], small: bool) -> dict[str, Callable[[], dict]]:
+    return dict(stage(small))
+
+
+def record(stage: Callable[[bool], Cases], case: str, small: bool) -> dict:
+    """What a case returns, why it cannot run, or its error, whole."""
+    try:
+        return cases(stage, small)[case]()
+    except UserError as reason:
+        return {"skipped": str(reason)}
+    except (Exception, SystemExit):
+        return {"error": traceback.format_exc()}
+
+
+def machine(small: bool) -> Cases:
+    """What runs here."""
+
+    def about():
+        device, versions = jax.devices()[0], runtime.versions()
+        known = {"device": device.device_kind, "platform": device.platform}
+        return known | {"git": runtime.git_revision(), "versions": versions}
+
+    yield "jax", about
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def needs_gpu() -> None:
+    if not on_gpu():
+        raise UserError("needs a GPU")
+
+
+def options(small: bool) -> Cases:
+    """Every compiler option that a row of the workloads is compiled with, alone."""
+    found: dict[str, dict] = collections.defaultdict(dict)
+    for path, config in recipes.workloads().items():
+        for row in recipes.table(config.layouts):
+            words = [f"--{flag}={row[flag]}" for flag in ("gpus", "gpu_type", "dtype")]
+            words += ["--strong_scaling"] * (row["scaling"] == "strong")
+            run = cli.run_of([f"--config={path}", *words])
+            for name, value in compiler.xla_options("gpu", run).items():
+                found[name][value] = None
+
+    def compiles(name):
+        x = jnp.ones((256, 256), BF16)
+        for value in found[name]:
+            jax.jit(lambda x: x @ x, compiler_options={name: value})(x).block_until_ready()
+        return {"values": ", ".join(map(repr, found[name]))}
+
+    for name in found:
+        yield name, functools.partial(compiles, name)
+
+
+def attention(small: bool) -> Cases:
+    """Forward and backward of each kernel beside fp32: causal, whole, and two hops of a ring."""
+    kinds = sorted(kernels.KERNELS, key=lambda kind: kind == "xla")
+    for kind, width, how in itertools.product(kinds, (128, 192), ("causal", "whole", "ring")):
+        yield f"{kind} {width} {how}", functools.partial(attends, kind, width, how, small)
+
+
+def attends(kind: str, width: int, how: str, small: bool) -> dict:
+    if kind != "xla":
+        needs_gpu()
+    keys, heads, groups = (256, 4, 2) if small else (4096, 32, 8)
+    queries = keys // 2 if how == "ring" else keys
+    shapes = (queries, heads), (keys, groups), (keys, groups), (queries, heads)
+    made = lambda i, t, h: jax.random.normal(jax.random.key(i), (1, t, h, width), BF16)
+    q, k, v, do = (made(i, *shape) for i, shape in enumerate(shapes))
+    forward, backward = kernels.KERNELS[kind]
+    if how == "ring":
+        forward, backward = ring(forward, backward)
+    scores = heads * queries * (keys - queries / 2 * (how != "whole"))
+    record, found = {}, ()
+    for name, kernel, count in (("forward", forward, 4), ("backward", backward, 10)):
+        args = (q, k, v, *found, do) if found else (q, k, v)
+        call = jax.jit(lambda *x, kernel=kernel: kernel(*x, how == "causal", 0.0))
+        program = call.lower(*args).compile()
+        found += tuple(program(*args))
+        seconds = timed(program, *args)
+        record[f"{name}_tflops"] = count * scores * width / seconds / 1e12
+        record[f"{name}_workspace_gib"] = program.memory_analysis().temp_size_in_bytes / GIB
+    names, exact = ("o", "lse", "dq", "dk", "dv"), reference(q, k, v, do, how != "whole")
+    for name, got, want in zip(names, found, exact, strict=True):
+        error = float(jnp.max(jnp.abs(got.astype(FP32) - want)) / jnp.max(jnp.abs(want)))
+        record[f"{name}_error"] = error
+        assert error < 0.02, f"{name} is off by {error:.1%} of its largest value; {record}"
+    return record
+
+
+def ring(forward, backward):
+    """Kernels of the later half of the queries: earlier keys, unmasked, merged with their own."""
+    hops = lambda *x: zip(*(jnp.split(part, 2, 1) for part in x), (False, True), strict=True)
+
+    def merged(q, k, v, *_):
+        (o1, lse1), (o2, lse2) = (forward(q, *kv, causal, 0.0) for *kv, causal in hops(k, v))
+        o, lse = kernels._merge(o1.astype(FP32), lse1, o2.astype(FP32), lse2)
+        return o.astype(q.dtype), lse
+
+    def gradients(q, k, v, *saved):
+        parts = (backward(q, *kv, *saved[:3], causal, 0.0) for *kv, causal in hops(k, v))
+        (dq1, *early), (dq2, *late) = parts
+        return dq1 + dq2, *(jnp.concatenate(x, 1) for x in zip(early, late, strict=True))
+
+    return merged, gradients
+
+
+@functools.partial(jax.jit, static_argnums=4)
+@jax.default_matmul_precision("highest")
+def reference(q, k, v, do, causal: bool):
+    """o, lse, dq, dk, dv in fp32, all scores at once; the last query sees all keys."""
+
+    def attend(q, k, v):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+        t, s = scores.shape[2:]
+        scores = jnp.where(jnp.tri(t, s, s - t) if causal else True, scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, -1)
+        return jnp.einsum("bhts,bshd->bthd", jnp.exp(scores - lse[..., None]), v), lse
+
+    q, k, v, do = (x.astype(FP32) for x in (q, k, v, do))
+    (o, lse), pull = jax.vjp(attend, q, k, v)
+    return o, lse, *pull((do, jnp.zeros_like(lse)))
+
+
+def timed(program, *args) -> float:
+    """Seconds of a call: the best of three rows of ten, of which only the last is waited for."""
+    ten = lambda: jax.block_until_ready([program(*args) for _ in range(10)][-1])
+    ten()
+    return min(timeit.repeat(ten, number=1, repeat=3)) / 10
+
+
+def ceilings(small: bool) -> Cases:
+    """cuBLAS's products and a copy, then the products of the workloads' layers."""
+    sums, side = {"bf16": None, "fp8 fast": False, "fp8 exact": True}, 256 if small else 8192
+    for name, exact in sums.items():
+        yield name, functools.partial(product, side, side, side, exact)
+    yield "copy", functools.partial(copy, side * side * 16)
+    for path, config in recipes.workloads().items():
+        most = max(row["gpus"] for row in recipes.table(config.layouts))
+        run = cli.run_of([f"--config={path}", f"--gpus={most}"])
+        for name in ("bf16", "fp8 fast"):
+            yield f"{path.stem} {name}", functools.partial(layer, run, sums[name], small)
+
+
+def product(m: int, k: int, n: int, exact: bool | None) -> dict:
+    """[m, k] x [n, k] in bf16, or in FP8 where `exact` says how it adds up."""
+    a, b = (jax.random.normal(jax.random.key(i), (i, k), BF16) for i in (m, n))
+    over, options = (((1,), (1,)), ((), ())), {"xla_gpu_enable_triton_gemm": False}
+    multiply = lambda a, b: jax.lax.dot_general(a, b, over)
+    if exact is not None:
+        a, b = (Scaled(x.astype(tensor.FORWARD), FP32(1)) for x in (a, b))
+        multiply = lambda a, b: tensor.Tensor(False).product(a, b, over, BF16, exact)
+    program = jax.jit(multiply, compiler_options=options).lower(a, b).compile()
+    text, tflops = program.as_text(), 2 * m * k * n / timed(program, a, b) / 1e12
+    called = {*re.findall(r'custom_call_target="(__cu[^"]*)"', text)}
+    if on_gpu() and exact is not None:
+        assert called == {FP8_GEMM}, f"{called} at {tflops:.0f} TFLOP/s is not {FP8_GEMM}"
+        assert ("HIGHEST" in text) == exact, f"how it adds up is not exact={exact}"
+    return {"tflops": tflops, "calls": " ".join(called) or "none"}
+
+
+def copy(elements: int) -> dict:
+    x = jnp.zeros(elements, BF16)
+    return {"gbps": 2 * x.nbytes / timed(jax.jit(lambda x: x + 1), x) / 1e9}
+
+
+def layer(run: Run, exact: bool | None, small: bool) -> dict:
+    """TFLOP/s of each product of a layer, and of the head, as one GPU of a large row has it."""
+    m, a, cut = run.model, run.layout, 64 if small else 1
+    rows = a.mbs * run.train.seq // a.cp
+    routed = int(rows * m.rows(a.ep) * a.ep / (m.experts or 1))
+    shapes = {
+        "qkv": (rows, m.embed, m.kv_heads * m.group_width // a.tp),
+        "out": (rows, m.heads * m.value_width // a.tp, m.embed),
+        "up": (routed, m.embed, m.gates * m.mlp // a.tp),
+        "down": (routed, m.mlp // a.tp, m.embed),
+        "head": (rows, m.embed, m.vocab // a.tp),
+    }
+    rate = lambda dims: product(*(dim // cut for dim in dims), exact)["tflops"]
+    return {name: rate(dims) for name, dims in shapes.items()}
+
+
+def workload(family: str, presets: str, *words: str) -> list[str]:
+    """Flags of a workload on the GPU that is here; of none, on an H100."""
+    kind = gpus.named(jax.devices()[0].device_kind) or "h100"
+    return [f"--config={recipes.ROOT}/configs/{family}.py{presets}", f"--gpu_type={kind}", *words]
+
+
+def proxy(family: str, small: bool, *words: str) -> list[str]:
+    """Flags of a workload at full width with as many layers as leave room, its weights and moments
+    bf16 where they must; or of a toy."""
+    if small:
+        return workload(family, ":tiny", "--layers=1", *words)
+    bf16 = [f"--config.precision.{name}=bf16" for name in ("weights", "moments")]
+    room = jax.local_devices()[0].memory_stats()["bytes_limit"] - 6 * GIB  # logits, scratch
+    # Bytes for each weight: itself, two moments, gradient, and the copy that computes.
+    for layers, (each, state) in itertools.product((4, 2, 1), ((16, []), (8, bf16))):
+        found = workload(family, ":proxy", f"--layers={layers}", *state, *words)
+        run = cli.run_of(found)
+        size = each * flops.params(run.model) + memory.activation_bytes(run, run.train.remat)
+        if 1.05 * size < room:
+            return found
+    raise UserError(f"{family}: one layer needs {size / GIB:.0f} GiB, {room / GIB:.0f} are there")
+
+
+def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
+    """Trains with a wait after each step: the record, and what starts one more step."""
+    run, seconds = cli.run_of(words), []
+    step, device = Step(run, axes.make_mesh(run.layout)), jax.local_devices()[0]
+    compiled, lower_s, compile_s = step.compile()
+    record = {"layers": run.model.layers, "attention": step.run.train.attention}
+    if run.format.quantized and step.run.precision.backend == "xla":
+        record["fp8_gemms"] = compiled.as_text().count(FP8_GEMM)
+        assert record["fp8_gemms"] or not on_gpu(), f"no {FP8_GEMM} in the program"
+    state = jax.block_until_ready(step.init())
+
+    def once():
+        nonlocal state
+        state, out = compiled(state)
+        return out
+
+    for _ in range(steps):
+        start = time.perf_counter()
+        out = jax.block_until_ready(once())
+        seconds.append(time.perf_counter() - start)
+    assert run.runtime.mock_gpus or math.isfinite(out["loss"]), f"the loss is {out['loss']}"
+    about = metrics.Devices(device.platform, device.device_kind, run.layout.gpus)
+    figures, step_s = metrics.Figures(run, about), statistics.median(seconds[1:])
+    record |= {"step_s": step_s, "tflops": figures.tflops(step_s), "mfu": figures.mfu(step_s)}
+    record |= {"seconds": seconds, "compile_s": lower_s + compile_s}
+    sizes = compiled.memory_analysis()
+    record["compiler_gib"] = (sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / GIB
+    if known := device.memory_stats():  # a CPU keeps no count
+        record["peak_gib"] = known["peak_bytes_in_use"] / GIB
+    return record, once
+
+
+def stamps(small: bool) -> Cases:
+    """Steps as the run's own log has them, beside those that are waited for one by one."""
+
+    def beside(toys):
+        words = proxy(FAMILY, toys, f"--steps={4 if small else 20}")
+        waited = trained(words, 4 if small else 20)[0]["seconds"]
+        with tempfile.TemporaryDirectory() as folder:
+            assert loop.train(cli.run_of([*words, f"--output_dir={folder}"])) == 0
+            log = next(pathlib.Path(folder).rglob("metrics.jsonl")).read_text().splitlines()
+        record = {}
+        stamped = [json.loads(line)["step_s"] for line in log]
+        for name, seconds in (("waited", waited), ("stamped", stamped)):
+            middle = statistics.median(seconds)
+            record |= {f"{name}_s": middle, f"{name}_first": seconds[0] / middle}
+            record |= {f"{name}_last": seconds[-1] / middle, name: seconds}
+        return record
+
+    for name in ("tiny",) if small else ("tiny", "proxy"):
+        yield f"{FAMILY} {name}", functools.partial(beside, name == "tiny")
+
+
+def fp8(small: bool) -> Cases:
+    """One proxy in bf16, and in FP8 with each scaling through each backend."""
+
+    def quantized(backend, scaling):
+        if backend == "te":
+            needs_gpu()
+            te.load()
+        how = [f"--config.precision.backend={backend}", f"--config.precision.scaling={scaling}"]
+        return trained(proxy(FAMILY, small, "--dtype=fp8", *how))[0]
+
+    yield "bf16", lambda: trained(proxy(FAMILY, small))[0]
+    for backend, scaling in itertools.product(("xla", "te"), ("current", "delayed")):
+        yield f"{backend} {scaling}", functools.partial(quantized, backend, scaling)
+
+
+def beside_plan(name: str, words: Callable[[], list[str]], steps: int, *more: str) -> Cases:
+    """A run, and what plan says of its work without waits for other GPUs."""
+    ran = {}
+
+    def train():
+        ran.update(trained([*words(), *more], steps)[0])
+        return ran
+
+    def plan():
+        p = planner.plan(cli.run_of(words()))
+        step_s = p.step_s - p.timeline.exposed_s - p.timeline.idle_s
+        said = {"step_s": step_s, "peak_gib": p.memory.total / GIB}
+        return said | {f"{k}_off": x / ran[k] - 1 for k, x in said.items() if ran and on_gpu()}
+
+    yield f"{name} trained", train
+    yield f"{name} planned", plan
+
+
+def families(small: bool) -> Cases:
+    """A proxy of each family."""
+    for path in recipes.workloads():
+        yield from beside_plan(path.stem, functools.partial(proxy, path.stem, small), 8)
+
+
+def unrolled(small: bool) -> Cases:
+    """The same layers as a loop and as code."""
+    for name, most in (("loop", 0), ("code", 40)):
+        words = f"--layers={1 if small else 8}", f"--config.train.unroll={most}"
+        yield name, lambda words=words: trained(proxy(FAMILY, small, *words))[0]
+
+
+def profile(small: bool) -> Cases:
+    """Three steps of a proxy: the longest kernels, and the widest gaps between any two."""
+
+    def traced():
+        once = trained(proxy(FAMILY, small), 3)[1]
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready([once() for _ in range(3)])
+            file = next(pathlib.Path(folder).rglob("*.xplane.pb"))
+            data = jax.profiler.ProfileData.from_file(str(file))
+        plane, line = ("/device:GPU:0", "Stream") if on_gpu() else ("/host:CPU", "tf_XLA")
+        lines = [x for x in data.find_plane_with_name(plane).lines if x.name.startswith(line)]
+        kernels = [(e.start_ns, e.end_ns, e.name) for x in lines for e in x.events]
+        return longest([k for k in kernels if on_gpu() or "::" not in k[2]])
+
+    yield FAMILY, traced
+
+
+def longest(kernels: list[tuple[float, float, str]], most: int = 12) -> dict:
+    """Of kernels' starts, ends and names: those that take most, the widest gaps, the busy share."""
+    total, gaps, (begin, end, last) = collections.Counter(), [], min(kernels)
+    for start, stop, name in sorted(kernels):
+        total[name] += stop - start
+        gaps.append((start - end, f"{last} .. {name}"))
+        end, last = max((end, last), (stop, name))
+    gaps, span = sorted(gaps, reverse=True), end - begin
+    top = [(seconds / span, name) for name, seconds in total.most_common(most)]
+    record = {"busy": 1 - sum(max(0, gap) for gap, _ in gaps) / span, "top": top}
+    record["longest"] = f"{top[0][1]} ({top[0][0]:.1%})"
+    return record | {"widest": f"{gaps[0][1]} ({gaps[0][0] / span:.2%})", "gaps": gaps[:most]}
+
+
+def mocked(small: bool) -> Cases:
+    """One GPU's share of a recipe: what its neighbours would send is made up."""
+
+    def row(family, count):
+        if os.environ.get("JAX_PLATFORMS") != "cpu":  # before jax looks for its devices
+            jax.config.update("jax_mock_gpu_topology", f"1x{count}x1")
+        needs_gpu()
+        return workload(family, ":tiny" * small, f"--gpus={count}")
+
+    for family, count in ((FAMILY, 8), ("llama2_70b", 128), ("llama31_405b", 512)):
+        words = functools.partial(row, family, count)
+        yield from beside_plan(f"{family}-{count}", words, 3, f"--mock_gpus={count}")
+
+
+def maxtext(small: bool) -> Cases:
+    """MaxText on the work that stage fp8 does in bf16."""
+
+    def peer():
+        home = importlib.util.find_spec("maxtext") or importlib.util.find_spec("MaxText")
+        if home is None or small:
+            raise UserError("needs a GPU and MaxText")
+        module = "MaxText.train" if home.name == "MaxText" else "maxtext.trainers.pre_train.train"
+        base = pathlib.Path(home.submodule_search_locations[0]) / "configs/base.yml"
+        words = f"""{base} run_name=peer hardware=gpu dataset_type=synthetic steps=12
+            model_name=llama3.1-8b override_model_config=True base_num_decoder_layers=4
+            max_target_length=8192 per_device_batch_size=1 attention=cudnn_flash_jax
+            enable_checkpointing=False base_output_directory={tempfile.gettempdir()}"""
+        # This process has not touched the GPU: its memory is all the other's.
+        command = [sys.executable, "-m", module, *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        seconds = [*map(float, re.findall(r"completed step: \d+, seconds: ([\d.]+)", said))]
+        assert len(seconds) == 12, said
+        return {"step_s": statistics.median(seconds[1:]), "seconds": seconds}
+
+    yield FAMILY, peer
