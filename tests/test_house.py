@@ -14,11 +14,11 @@ PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 ROOMS = {
     "hardware": (260, False),
     "spec": (1130, False),
-    "mesh": (260, True),
+    "mesh": (270, True),
     "model": (1920, True),
-    "step": (910, True),
+    "step": (920, True),
     "run": (1210, True),
-    "plan": (1680, True),
+    "plan": (1650, True),
     "launch": (920, False),
     "report": (1430, False),
 }
