@@ -35,6 +35,10 @@ def test_shapes(text, size):
         ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ("replica_groups=[2,4]<=[8]T(0)", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, dimensions={0}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'c','a'}", [[0, 2, 1, 3]]),
+        ("replica_groups=mesh['a'=1,'b'=4], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2, 1, 3]]),
     ],
 )
 def test_replica_groups(attrs, groups):
@@ -44,6 +48,8 @@ def test_replica_groups(attrs, groups):
 def test_no_replica_groups_means_all():
     assert hlo.replica_groups("channel_id=1").size == 0
     assert hlo.replica_groups("replica_groups={}").size == 0
+    with pytest.raises(ValueError, match="unknown form"):
+        hlo.replica_groups("replica_groups=mesh['a'=4] {'a':(1)2}")
 
 
 def test_asynchronous_pair():
