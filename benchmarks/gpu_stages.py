@@ -285,8 +285,10 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
         seconds.append(time.perf_counter() - start)
     assert run.runtime.mock_gpus or math.isfinite(out["loss"]), f"the loss is {out['loss']}"
     about = metrics.Devices(device.platform, device.device_kind, run.layout.gpus)
-    figures, step_s = metrics.Figures(run, about), statistics.median(seconds[1:])
-    record |= {"step_s": step_s, "tflops": figures.tflops(step_s), "mfu": figures.mfu(step_s)}
+    step_s = statistics.median(seconds[1:])
+    rates = metrics.figures(run, about.gpu_type, step_s)
+    record |= {"step_s": step_s, "tflops": rates["tflops_per_gpu"]["full"]}
+    record |= {"mfu": rates["mfu"]["full"]}
     record |= {"seconds": seconds, "compile_s": lower_s + compile_s}
     sizes = compiled.memory_analysis()
     record["compiler_gib"] = (sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / GIB

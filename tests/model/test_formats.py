@@ -12,7 +12,7 @@ from maxbench.model.formats import Weight, plain
 from maxbench.plan.costs import Costs
 from maxbench.spec import formats
 from maxbench.spec.errors import UserError
-from maxbench.spec.run import AXES
+from maxbench.spec.run import AXES, Precision
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
@@ -48,8 +48,9 @@ def test_a_new_format_trains(monkeypatch):
     module = types.SimpleNamespace(arithmetic=lambda form, backend: toy)
     monkeypatch.setitem(sys.modules, "maxbench.model.formats.toy", module)
     monkeypatch.setitem(formats.FORMATS, "toy", TOY)
-    for names in ("DTYPES", "SCALINGS"):  # made of the table
-        monkeypatch.setattr(formats, names, (*getattr(formats, names), "toy"))
+    monkeypatch.setattr(formats, "DTYPES", (*formats.DTYPES, "toy"))  # made of the table, as is:
+    scaling = {"options": ("auto", *formats.SCALINGS, "toy")}
+    monkeypatch.setattr(Precision.__dataclass_fields__["scaling"], "metadata", scaling)
     run = resolve("llama31_8b", "tiny", dtype="toy", layers=2, seq=32, fsdp=2, tp=2, mbs=1, gbs=4)
     assert run.format == TOY
     step = Step(run, axes.make_mesh(run.layout))
