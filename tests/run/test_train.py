@@ -306,30 +306,34 @@ def test_devices_that_are_not_there(tmp_path, capsys):
         assert text in out
 
 
-@pytest.mark.parametrize("by", ["flags", "environment"])
-def test_two_processes_train_as_one(tmp_path, capsys, by):
+def test_two_processes_train_as_one(tmp_path, capsys):
+    """Told of each other by flags; then, to go on, by the environment."""
     axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
-    assert run_here(tmp_path / "one", capsys, steps=4, **axes)[0] == 0
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    flags = ["--config", TINY, "--steps", "4", "--dtype", "fp32", "--config.precision.grads=fp32"]
-    flags += [f"--{k}={v}" for k, v in axes.items()] + ["--cpu_devices", "4", "--checkpoint"]
-    flags += ["--output_dir", str(tmp_path / "two")]
-    started = []
-    for i in range(2):
-        if by == "flags":
-            extra = ["--coordinator", address, "--processes", "2", "--process", str(i)]
-            started.append(start(*flags, *extra))
-        else:
-            env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-            started.append(start(*flags, **env, JAX_PROCESS_ID=str(i)))
-    for process in started:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    one, two = losses(folder_of(tmp_path / "one")), losses(folder_of(tmp_path / "two"))
-    assert two == pytest.approx(one, rel=1e-5)
-    assert len(list((tmp_path / "two").rglob("result.json"))) == 1
+    assert run_here(tmp_path / "one", capsys, steps=5, **axes)[0] == 0
+    flags = ["--config", TINY, "--dtype", "fp32", "--config.precision.grads=fp32"]
+    flags += [f"--{k}={v}" for k, v in axes.items()] + ["--cpu_devices", "4"]
+
+    def pair(by, *more):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{s.getsockname()[1]}"
+        started = []
+        for i in range(2):
+            extra, env = ["--coordinator", address, "--processes", "2", "--process", str(i)], {}
+            if by == "environment":
+                env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+                extra, env = [], env | {"JAX_PROCESS_ID": str(i)}
+            started.append(start(*flags, *more, *extra, **env))
+        for process in started:
+            _, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err
+
+    pair("flags", "--steps", "4", "--checkpoint", "--output_dir", str(tmp_path / "two"))
     resume = str(folder_of(tmp_path / "two"))
+    pair("environment", "--steps", "5", "--resume", resume, "--output_dir", str(tmp_path / "more"))
+    one, two = losses(folder_of(tmp_path / "one")), losses(folder_of(tmp_path / "two"))
+    assert two | losses(folder_of(tmp_path / "more")) == pytest.approx(one, rel=1e-5)
+    assert len(two) == 4
+    assert len(list((tmp_path / "two").rglob("result.json"))) == 1
     code, out = run_here(tmp_path / "on", capsys, steps=5, resume=resume, cp=2, gbs=8)
     assert code == 0, out
