@@ -18,7 +18,7 @@ ROOMS = {
     "model": (1920, True),
     "step": (920, True),
     "run": (1210, True),
-    "plan": (1650, True),
+    "plan": (1680, True),
     "launch": (920, False),
     "report": (1430, False),
 }
