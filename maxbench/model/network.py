@@ -73,10 +73,12 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
     }
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def layer(run: Run, kind: Model, w, sums, x_bud, rope):
     """One layer of a kind; saves for the backward pass what train.remat says.
 
-    `sums` are those of w (sums.py), or None.
+    `sums` are those of w (sums.py), or None. Jitted, so that it is traced and differentiated once,
+    however many layers are code.
     """
 
     def apply(w, sums, x_bud):

@@ -89,22 +89,23 @@ class Schedule:
         }
 
     def picture(self, width: int = 120) -> str:
-        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'."""
+        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; where
+        not all have room, the first and the last."""
         rows = []
         cell = len(f"{self.vp - 1}:{self.microbatches - 1}") + 1
-        shown = max(1, (width - 12) // cell)
+        shown, whole = max(2, (width - 16) // cell), range(self.ticks)
+        ends = [whole[: shown // 2], whole[-(shown // 2) :]] if shown < self.ticks else [whole]
         for p in range(self.pp):
             for way in "fb":
                 micro, chunk = self.column(f"{way}_micro")[:, p], self.column(f"{way}_chunk")[:, p]
-                text = [
-                    (f"{c}:{m}" if m >= 0 else ".").ljust(cell)
-                    for c, m in zip(chunk[:shown], micro[:shown], strict=True)
-                ]
+                said = lambda t, c=chunk, m=micro: f"{c[t]}:{m[t]}" if m[t] >= 0 else "."
+                text = ["".join(said(t).ljust(cell) for t in end) for end in ends]
                 label = f"stage {p:<2}" if way == "f" else ""
-                rows.append(f"{label:<9}{way.upper()} {''.join(text).rstrip()}")
-        more = f" (first {shown} of {self.ticks} ticks)" if self.ticks > shown else ""
+                rows.append(f"{label:<9}{way.upper()} {'... '.join(text).rstrip()}")
+        more = f" (first and last {shown // 2} shown)" if shown < self.ticks else ""
         head = f"{self.name}: {self.ticks} ticks, bubble {self.bubble():.1%}, slots {self.keep}"
-        return "\n".join([head + more, *rows])
+        legend = "F forward, B backward, each chunk:microbatch; . the stage waits"
+        return "\n".join([head + more, legend, *rows])
 
 
 def schedule_of(run: Run) -> Schedule:

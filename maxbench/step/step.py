@@ -131,12 +131,15 @@ class Step:
         step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
         return step.trace(self.abstract).lower()
 
-    def compile(self) -> tuple[jax.stages.Compiled, float, float]:
-        """The step, compiled ahead of time, and the seconds that lowering and compiling took."""
+    def compile(self, **more) -> tuple[jax.stages.Compiled, float, float]:
+        """The step, compiled ahead of time, and the seconds that lowering and compiling took.
+
+        `more` are compiler options beside those of the run.
+        """
         start = time.perf_counter()
         lowered = self.lower()
         traced = time.perf_counter()
-        options = compiler.xla_options(self.platform, self.run)
+        options = compiler.xla_options(self.platform, self.run) | more
         compiled = lowered.compile(compiler_options=options)
         return compiled, traced - start, time.perf_counter() - traced
 

@@ -143,8 +143,9 @@ def test_a_checkpoint_of_any_mesh_gives_the_weights(tmp_path):
         for axes in (dict(mbs=8), dict(pp=2, vp=2, mbs=1))
     )
     one, two = (Step(run, axes.make_mesh(run.layout)) for run in (one, two))
-    checkpoint.save(tmp_path, two.run, two.init())
-    about = json.loads((tmp_path / "0/run.json").read_text())
+    with checkpoint.Saver(tmp_path, two.run) as saver:
+        saver.save(two.init())
+    about = json.loads((tmp_path / "0/about/run.json").read_text())
     assert about["layer_order"] == [-1, 0, 3, 4, 1, 2, 5, -1]
     m, params = checkpoint.weights(str(tmp_path))
     assert m == one.run.model

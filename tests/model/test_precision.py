@@ -336,11 +336,13 @@ def test_delayed_and_blocks_train_as_bf16_and_the_same_on_every_mesh(family, sca
 def test_a_checkpoint_holds_what_delayed_scaling_remembers(tmp_path):
     """From two stages of layers in another order to none: training goes on as it would have."""
     _, state, step = run("llama", "delayed", 2, pp=2, vp=2, mbs=2)
-    checkpoint.save(tmp_path, step.run, state)
+    with checkpoint.Saver(tmp_path, step.run) as saver:
+        saver.save(state)
     state, out = step.lower().compile()(state)
     new = build(FAMILIES["llama"], "fp8", FAST | OLD)
-    path, about = checkpoint.locate(str(tmp_path), new.run)
-    restored = new.reorder(checkpoint.restore(path, about, new.in_order(step.order)), step.order)
+    found, skipped = checkpoint.locate(str(tmp_path), new.run)
+    _, restored = checkpoint.restore(found, skipped, checkpoint.read_onto(new.in_order))
+    restored = new.reorder(restored, step.order)
     restored, same = new.lower().compile()(restored)
     np.testing.assert_allclose(same["loss"], out["loss"], rtol=5e-4)
     ours, theirs = (np.asarray(s["fp8"]["layers"]) for s in (restored, state))

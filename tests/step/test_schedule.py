@@ -122,8 +122,12 @@ def test_layers_move_from_any_order_to_any_other(pp, vp, to_pp, to_vp, each, emp
 def test_picture():
     assert schedule("1f1b", 2, 1, 2).picture().splitlines() == [
         "1f1b: 4 ticks, bubble 33.3%, slots 2",
+        "F forward, B backward, each chunk:microbatch; . the stage waits",
         "stage 0  F 0:0 0:1 .   .",
         "         B .   .   0:0 0:1",
         "stage 1  F .   0:0 0:1 .",
         "         B .   0:0 0:1 .",
     ]
+    ends = schedule("1f1b", 2, 1, 8).picture(16 + 4 * 4).splitlines()
+    assert ends[0].endswith("(first and last 2 shown)")
+    assert ends[2] == "stage 0  F 0:0 0:1 ... .   ."

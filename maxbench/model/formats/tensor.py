@@ -41,15 +41,15 @@ class Tensor:
         amax = [largest(w, tuple(range(lead, w.ndim))) for w in ws]
         amax = collectives.largest(jnp.stack(amax), *AXES[1:])  # one all-reduce
         if past is None:
-            return iter(amax), amax
-        return iter(past.swapaxes(0, 1) if lead else past.reshape(-1, 3)), amax
+            return iter(_scale(amax, _top(FORWARD))), amax
+        # All at once: one by one they would be hundreds of kernels for a handful of numbers.
+        scales = _scale(past, jnp.array([_top(FORWARD), _top(GRADIENT), _top(FORWARD)]))
+        return iter(scales.swapaxes(0, 1) if lead else scales.reshape(-1, 3)), amax
 
-    def weight(self, w, place: Place, lead: int, top) -> Weight:
+    def weight(self, w, place: Place, lead: int, scale) -> Weight:
         old = None
         if self.delayed:
-            old = jnp.stack([_scale(top[..., 0], FORWARD), _scale(top[..., 1], GRADIENT)], -1)
-            top = top[..., 2]
-        scale = _scale(top, FORWARD)
+            old, scale = scale[..., :2], scale[..., 2]
         shaped = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
         q = gather_master(place, quantize(w, shaped, FORWARD, saturate=self.delayed))
         first = lead + place.gemm.batch
@@ -91,15 +91,19 @@ def arithmetic(form, backend: str) -> Tensor:
 def scale_of(x, dtype, axes=()):
     """The smallest power of two that brings x, on all GPUs of mesh axes, into the range of an FP8
     dtype: fp32; 1 for zeros."""
-    return _scale(collectives.largest(largest(x), *axes), dtype)
+    return _scale(collectives.largest(largest(x), *axes), _top(dtype))
 
 
 def largest(x, dims=None):
     return jnp.max(jnp.abs(x), dims).astype(jnp.float32)
 
 
-def _scale(amax, dtype):
-    bits = jax.lax.bitcast_convert_type(amax / float(jnp.finfo(dtype).max), jnp.int32)
+def _top(dtype) -> float:
+    return float(jnp.finfo(dtype).max)
+
+
+def _scale(amax, top):
+    bits = jax.lax.bitcast_convert_type(amax / top, jnp.int32)
     # Up to the next power of two: carry any mantissa into the exponent, then drop it.
     scale = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
     return jnp.where(scale > 0, scale, 1)
@@ -109,7 +113,7 @@ def quantize(x, scale, dtype, saturate: bool = False):
     """x / scale, rounded to an FP8 dtype. `saturate`: the scale is not of x itself, which may be
     out of range."""
     x = x * (1 / scale).astype(x.dtype)
-    top = float(jnp.finfo(dtype).max)
+    top = _top(dtype)
     return (jnp.clip(x, -top, top) if saturate else x).astype(dtype)
 
 
