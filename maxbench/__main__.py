@@ -10,6 +10,8 @@ COMMANDS = {
     "plan": "maxbench.plan.__main__",
     "report": "maxbench.report.__main__",
     "launch": "maxbench.launch.__main__",
+    "jobs": "maxbench.launch.follow",
+    "archive": "maxbench.launch.archive",
     "preflight": "maxbench.preflight",
 }
 

@@ -33,9 +33,9 @@ def describe(run: Run) -> dict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 2 bad input, 1 a run that failed."""
+    """Returns the exit code: 0 done, 2 bad input, 1 a run that failed, 130 stopped by Ctrl-C."""
     fv = flags.FlagValues()
-    cli.define(fv, argv)
+    cli.define(fv)
     flags.DEFINE_bool("dry_run", False, "print the resolved run as JSON and stop", flag_values=fv)
     if {"--help", "-h", "-help"} & set(argv):
         print(cli.help_text(__doc__.strip(), fv))
@@ -46,9 +46,13 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(describe(run), indent=2))
             return 0
         runtime.prepare(run)
-    from maxbench.run import loop  # the one late import: jax must start after runtime.prepare
+    try:
+        from maxbench.run import loop  # the one late import: jax must start after runtime.prepare
 
-    return loop.train(run)
+        return loop.train(run)
+    except KeyboardInterrupt:  # while jax was loaded
+        print("maxbench train: stopped by you before the first step", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

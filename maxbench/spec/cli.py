@@ -2,50 +2,52 @@
 
 import contextlib
 import difflib
+import os
 import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
 
 from absl import flags
-from ml_collections import config_flags
 
 from maxbench.hardware import gpus
 from maxbench.spec import recipes
-from maxbench.spec.errors import UserError
+from maxbench.spec.errors import UserError, plain
 from maxbench.spec.run import Run
 
-DEFINE = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
+# Of each setting, --config.section.field, its field.
+SETTINGS = {
+    f"config.{section}.{name}": field
+    for section, cls in recipes.SECTIONS.items()
+    for name, field in cls.__dataclass_fields__.items()
+}
 
 
-def define(fv: flags.FlagValues, argv: Sequence[str]) -> None:
+def define(fv: flags.FlagValues) -> None:
     """Defines the flags that describe a run, the same for every command.
 
-    argv is where --config.section.field flags are looked for.
+    They keep the text that they are given: what it may be is known to the fields they set.
     """
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "Workload, FILE[:preset,preset]; presets: " + ", ".join(recipes.PRESETS),
-        flag_values=fv,
-        sys_argv=list(argv),
-    )
-    define = lambda kind, name, text: DEFINE[kind](name, None, text, flag_values=fv)
-    define(int, "gpus", "take the recipe's row for this many GPUs")
-    define(bool, "strong_scaling", "rows whose global batch stays constant")
-    define(str, "hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
-    for name, (path, text) in recipes.FLAGS.items():
-        section, _, field = path.partition(".")
-        define(recipes.SECTIONS[section].__dataclass_fields__[field].type, name, text)
+    presets = ", ".join(recipes.PRESETS)
+    string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
+    yes = lambda name, text: flags.DEFINE_bool(name, None, text, flag_values=fv)
+    string("config", f"Workload, FILE[:preset,preset]; presets: {presets}")
+    string("gpus", "take the recipe's row for this many GPUs")
+    yes("strong_scaling", "rows whose global batch stays constant")
+    string("hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
+    shorthand = {name: (f"config.{path}", text) for name, (path, text) in recipes.FLAGS.items()}
+    for name, (path, text) in (shorthand | {path: (path, "") for path in SETTINGS}).items():
+        (yes if SETTINGS[path].type is bool else string)(name, text)
 
 
-def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
+def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) -> Run:
     """Parses argv (program name first) with the flags in fv and builds the Run.
+
+    `gpus` is taken in the place of --gpus.
 
     Raises:
       UserError: input that cannot be, with what would work.
     """
-    _config_exists(argv)
     rest = flags_of(fv, argv)
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
@@ -53,13 +55,13 @@ def parse(fv: flags.FlagValues, argv: Sequence[str]) -> Run:
         raise UserError(f"--config is missing; for example --config {_workloads()[0]}:tiny")
     if fv["hardware"].value:
         add_hardware(fv["hardware"].value)
-    given = {name: fv[name].value for name in recipes.FLAGS if fv[name].present}
+    given = lambda names: {name: fv[name].value for name in names if fv[name].present}
     return recipes.resolve(
-        fv["config"].value,
-        gpus=fv["gpus"].value,
+        _workload(fv["config"].value),
+        gpus=gpus or fv["gpus"].value,
         strong_scaling=fv["strong_scaling"].value,
-        flags=given,
-        overrides=config_flags.get_override_values(fv["config"]),
+        flags=given(recipes.FLAGS),
+        overrides={k.removeprefix("config."): value for k, value in given(SETTINGS).items()},
     )
 
 
@@ -83,36 +85,46 @@ def run_of(words: Sequence[str]) -> Run:
     Raises:
       UserError: input that cannot be, with what would work.
     """
-    fv, argv = flags.FlagValues(), ["maxbench", *words]
-    define(fv, argv)
-    return parse(fv, argv)
+    fv = flags.FlagValues()
+    define(fv)
+    return parse(fv, ["maxbench", *words])
 
 
 def flags_of(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-    """What no flag took of argv; absl and ConfigDict raise whatever they trip over."""
+    """What no flag took of argv.
+
+    Raises:
+      UserError: a flag that there is not, or what cannot be of absl's own kinds.
+    """
+    fv.set_gnu_getopt()  # flags may stand behind paths
     try:
-        return fv(list(argv))
-    except flags.Error as e:
-        raise UserError(str(e).replace("Unknown command line flag ", "unknown flag ")) from None
-    except (KeyError, AttributeError) as e:  # how ConfigDict says that a field does not exist
-        near = re.search(r'mean "(\w+)" instead of "(\w+)"', str(e))
-        text = f"no setting {near[2]!r}; did you mean {near[1]!r}?" if near else f"no setting {e}"
-        raise UserError(text) from None
-    except (ValueError, TypeError) as e:  # of a setting's value
-        raise UserError(str(e)) from None
+        rest = fv(list(argv), known_only=True)
+    except (flags.Error, ValueError) as e:  # a file of flags may hold anything
+        text = re.sub(r": \('Non-boolean.*", " must be true or false", str(e))
+        raise UserError(re.sub(r": invalid literal.*", " must be a whole number", text)) from None
+    cut = rest.index("--") if "--" in rest else len(rest)
+    if name := next((word for word in rest[1:cut] if word.startswith("-")), ""):
+        name = name.lstrip("-").partition("=")[0]
+        raise UserError(f"unknown flag {name!r}{_meant(name, [*fv])}")
+    return rest[:cut] + rest[cut + 1 :]
 
 
-def _config_exists(argv: Sequence[str]) -> None:
-    """The loader's own message for a missing file is a page long."""
-    for arg, after in zip(argv, (*argv[1:], ""), strict=True):
-        name, is_set, value = arg.partition("=")
-        if name in ("--config", "-config"):
-            path = (value if is_set else after).split(":")[0]
-            if not pathlib.Path(path).is_file():
-                near = difflib.get_close_matches(path, _workloads(), n=1, cutoff=0.4)
-                there = f"there are {', '.join(_workloads())}"
-                hint = f"did you mean {near[0]}?" if near else there
-                raise UserError(f"no such file: {path}; {hint}")
+def _meant(name: str, known: Sequence[str]) -> str:
+    """A hint at the flag that was meant: a field of another section, or what is spelt alike."""
+    field = name.rpartition(".")[2]
+    same = [path for path in SETTINGS if path in known and path.endswith(f".{field}")]
+    near = same or difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean --{' or --'.join(near)}?" if near else ""
+
+
+def _workload(text: str):
+    """The config of FILE[:preset,preset]."""
+    path, is_set, presets = text.partition(":")
+    if not os.path.isfile(path):
+        near = difflib.get_close_matches(path, _workloads(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_workloads())}"
+        raise UserError(f"no such file: {path!r}; {hint}")
+    return recipes.load(path, *[presets] * bool(is_set))
 
 
 def _workloads() -> list[str]:
@@ -129,13 +141,15 @@ def clear_errors(command: str) -> Iterator[None]:
     try:
         yield
     except (UserError, flags.Error) as e:
-        print(f"maxbench {command}: error: {e}", file=sys.stderr)
+        text = plain(" ".join(str(e).split()))
+        text = text if len(text) < 1000 else f"{text[:800]} ... {text[-150:]}"
+        print(f"maxbench {command}: error: {text}", file=sys.stderr)
         sys.exit(2)
 
 
 def help_text(doc: str, fv: flags.FlagValues) -> str:
     """The command's docstring and its flags, a line each."""
     found = (f for _, each in sorted(fv.flags_by_module_dict().items()) for f in each)
-    lines = [f"  --{f.name:<15} {f.help.split(': ' + chr(10))[0]}" for f in found]
+    lines = [f"  --{f.name:<15} {f.help}" for f in found if f.name not in SETTINGS]
     lines.append("  --config.section.field=value: any other setting; --dry_run prints them all")
     return doc + "\n\nflags:\n" + "\n".join(lines)

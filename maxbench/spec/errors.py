@@ -1,9 +1,8 @@
 """What is wrong with what the user gave: said once, the same way everywhere."""
 
-import dataclasses
 import difflib
+import re
 from collections.abc import Iterable
-from typing import Any
 
 
 class UserError(ValueError):
@@ -21,23 +20,12 @@ def choose(field: str, value: str, options: Iterable[str]) -> None:
         return
     near = difflib.get_close_matches(str(value), options, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"{field}={value!r} is not one of {', '.join(options)}{hint}")
+    raise UserError(f"{field}={value!r:.60} is not one of {', '.join(options)}{hint}")
 
 
-def setting(default: Any = dataclasses.MISSING, **allowed: Any) -> Any:
-    """A field of a section and what judge() lets it be: at_least=, above= or options=."""
-    return dataclasses.field(default=default, metadata=allowed)
-
-
-def judge(section: Any, prefix: str = "") -> None:
-    """Raises UserError for the first field of a section that its setting() does not allow."""
-    for field in dataclasses.fields(section):
-        name, value = f"{prefix}{field.name}", getattr(section, field.name)
-        for rule, bound in field.metadata.items():
-            if rule == "options":
-                choose(name, value, bound)
-            elif value < bound or (rule == "above" and value == bound):
-                raise UserError(f"{name}={value} must be {rule.replace('_', ' ')} {bound}")
+def plain(text: str) -> str:
+    """Text for one line of a terminal: what would move the cursor, or hide, is escaped."""
+    return re.sub(r"[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], text)
 
 
 def nearest(value: float, step: int) -> int:

@@ -6,9 +6,11 @@ declared by its axes alone, Model gives each axis its size, mesh.places.RULES it
 
 import dataclasses
 import math
+import re
 from typing import NamedTuple
 
-from maxbench.spec.errors import UserError, divisors, judge, setting
+from maxbench.spec.errors import UserError, divisors
+from maxbench.spec.fields import judge, setting
 
 
 class Kind(NamedTuple):
@@ -19,12 +21,19 @@ class Kind(NamedTuple):
     experts: int = 0  # 0 = one dense MLP
 
 
+NAME = (re.compile(r"\w[\w.+-]*", re.ASCII).fullmatch, "letters, digits, and . + - _ between them")
+KINDS = (
+    lambda kinds: all(k.layers > 0 and k.mlp > 0 and k.experts >= 0 for k in kinds),
+    "(layers, mlp, experts) of neighbours, at least (1, 1, 0), as ((1, 8192, 0), (7, 1024, 64))",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """The numbers of a transformer. A family is its numbers: no code branches on its name."""
 
-    name: str
-    size: str
+    name: str = setting(fits=NAME)
+    size: str = setting(fits=NAME)
     layers: int = setting(at_least=1)
     embed: int = setting(at_least=1)
     heads: int = setting(at_least=1)
@@ -33,31 +42,32 @@ class Model:
     mlp: int = setting(at_least=1)
     vocab: int = setting(at_least=1)
     value_dim: int = setting(0, at_least=0)  # width of a value head; 0 = head_dim
-    kinds: tuple[Kind, ...] = ()  # of layers, first to last, where mlp or experts differ
+    kinds: tuple[Kind, ...] = setting((), fits=KINDS)  # first to last, where layers differ
     act: str = setting("swiglu", options=("swiglu", "geglu", "relu2"))
     # layernorm1p: its weight is stored minus one
     norm: str = setting("rmsnorm", options=("rmsnorm", "layernorm1p"))
-    norm_eps: float = 1e-5
+    norm_eps: float = setting(1e-5, above=0)
     post_norm: bool = False  # a second norm after attention and after the MLP
     tied: bool = False  # the output head is the embedding table
-    rope_base: float = 10_000.0
-    rope_fraction: float = 1.0  # of head_dim that is rotated
-    rope_factor: float = 1.0  # Llama 3.1 scaling of the low frequencies; 1 = off
-    rope_low: float = 1.0
-    rope_high: float = 4.0
-    rope_context: int = 8192
-    softcap: float = 0.0  # attention logits are capped at this; 0 = off
-    embed_multiplier: float = 1.0
-    output_multiplier: float = 1.0
-    init_std: float = 0.02
+    rope_base: float = setting(10_000.0, above=0)
+    rope_fraction: float = setting(1.0, above=0, at_most=1)  # of head_dim that is rotated
+    # Llama 3.1 scaling of the low frequencies; 1 = off
+    rope_factor: float = setting(1.0, above=0)
+    rope_low: float = setting(1.0, above=0)
+    rope_high: float = setting(4.0, above=0)
+    rope_context: int = setting(8192, at_least=1)
+    softcap: float = setting(0.0, at_least=0)  # attention logits are capped at this; 0 = off
+    embed_multiplier: float = setting(1.0, above=0)
+    output_multiplier: float = setting(1.0, above=0)
+    init_std: float = setting(0.02, at_least=0)
     experts: int = setting(0, at_least=0)  # 0 = one dense MLP; the most that a kind has
-    top_k: int = 2
+    top_k: int = setting(2, at_least=1)
     # softmax_topk: softmax over all, then top-k
     router: str = setting("topk_softmax", options=("topk_softmax", "softmax_topk"))
     capacity_factor: float = setting(1.0, at_least=0)  # 0 = no token is ever dropped
     # What an expert has no slot for: its least probable tokens, or the last.
     drop: str = setting("probs", options=("probs", "position"))
-    aux_loss: float = 0.0  # weight of the load-balancing loss
+    aux_loss: float = setting(0.0, at_least=0)  # weight of the load-balancing loss
 
     # Axes that are not fields of their own: fused projections, and the widths of small weights.
     @property
@@ -114,22 +124,22 @@ class Model:
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
                 f"kv_heads that work: {divisors(self.heads)}"
             )
-        if not 0 < self.rope_fraction <= 1 or int(self.head_dim * self.rope_fraction) % 2:
+        if (dims := int(self.head_dim * self.rope_fraction)) % 2 or not dims:
             raise UserError(
                 f"model.rope_fraction={self.rope_fraction} of model.head_dim={self.head_dim} must "
                 "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works"
             )
-        if self.experts and not 1 <= self.top_k <= self.experts:
+        if self.rope_factor != 1 and self.rope_low >= self.rope_high:
             raise UserError(
-                f"model.top_k={self.top_k} must lie between 1 and model.experts={self.experts}"
+                f"model.rope_low={self.rope_low} must be below model.rope_high={self.rope_high}"
             )
+        if 0 < self.experts < self.top_k:
+            raise UserError(f"model.top_k={self.top_k} must be at most experts={self.experts}")
 
     def _merge_kinds(self) -> None:
         """Makes one of equal neighbours; a model of one kind has none."""
         merged: list[Kind] = []
-        for kind in (Kind(*k) for k in self.kinds):
-            if kind.layers < 1 or kind.mlp < 1 or kind.experts < 0:
-                raise UserError(f"model.kinds: {kind} has fewer layers, or a smaller MLP, than one")
+        for kind in self.kinds:
             if merged and merged[-1][1:] == kind[1:]:
                 kind = kind._replace(layers=merged.pop().layers + kind.layers)
             merged.append(kind)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import pathlib
 import runpy
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from ml_collections import ConfigDict
 from maxbench.hardware.published import rows as published_rows
 from maxbench.spec import run as c
 from maxbench.spec.errors import UserError
+from maxbench.spec.fields import read, setting
 from maxbench.spec.formats import DTYPES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: configs/, launch/
@@ -35,6 +37,7 @@ PRESETS = {
     "fp8": {"precision": {"dtype": "fp8"}},
     "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
 }
+ROW = ("gpus", "dtype", "scaling", "gpu_type", "layers", "seq", *c.AXES, "vp", "mbs", "gbs")
 # Shorthand flags: the field that each sets, and what --help says.
 FLAGS = {
     "gpu_type": ("layout.gpu_type", " | ".join(c.GPUS)),
@@ -77,7 +80,7 @@ class Launch:
     rank: int = 99  # of those that MODEL and MODEL_SIZE leave, the lowest is taken
     aliases: tuple[str, ...] = ()  # other names of the model in MODEL and in logs, small letters
     dtype: str = "bf16"
-    gpus: int = 0  # 0 = must be given
+    gpus: int = setting(0, at_least=0)  # 0 = must be given
     time: str = "01:00:00"
     strong_time: str = ""  # of rows with constant global batch; '' = time
     profile: tuple[int, int] = (20, 30)  # first step profiled, first one not profiled any more
@@ -105,33 +108,61 @@ def workload(
     not the model's, and other keywords further sections. `presets` is what stands after the
     file's name, 'tiny,xai'; it is checked by resolve().
     """
-    known = PRESETS | dict(variants or {})
     names = tuple(p for p in (presets or "").split(",") if p)
-    given = dict(model=model, train=train, optim=optim, **sections)
-    for name in given:
-        c.choose("section", name, SECTIONS)
-    config = ConfigDict(
-        {name: _fields(cls, given.get(name, {})) for name, cls in SECTIONS.items()}
-        | {"layouts": layouts, "presets": names, "known": known, "fp8": dict(fp8 or {})}
-        | {"launch": _fields(Launch, launch or {}), "published": dict(published or {})}
-    )
-    return config.lock()
+    known = PRESETS | {name: _sections(given) for name, given in (variants or {}).items()}
+    made = {"layouts": layouts, "presets": names, "known": known, "fp8": _sections(fp8 or {})}
+    made |= {"launch": _whole(Launch, "launch", launch or {}), "published": dict(published or {})}
+    given = _sections(dict(model=model, train=train, optim=optim, **sections))
+    made |= {name: _whole(cls, name, given.get(name, {})) for name, cls in SECTIONS.items()}
+    table(layouts)  # must be one
+    return ConfigDict(made).lock()
 
 
-def _fields(cls: type, given: Mapping) -> dict:
+def _sections(given: Mapping[str, Mapping]) -> dict[str, dict]:
+    """Sections with some of their fields, checked."""
+    for section in given:
+        c.choose("section", section, SECTIONS)
+    return {name: _fields(SECTIONS[name], name, values) for name, values in given.items()}
+
+
+def _fields(cls: type, section: str, given: Mapping) -> dict:
+    """Some fields of a section, each made what it is declared to be."""
+    fields, made = cls.__dataclass_fields__, {}
+    for name, value in given.items():
+        c.choose(f"a field of {section}", name, fields)
+        field, path = fields[name], f"{section}.{name}"
+        made[name] = read(path, field.type, value, field.metadata)
+    return made
+
+
+def _whole(cls: type, section: str, given: Mapping) -> dict:
     """All fields of a section: its defaults, then what the workload gives."""
-    fields = {f.name: f.default for f in dataclasses.fields(cls)}
-    if unknown := set(given) - set(fields):
-        raise UserError(f"{cls.__name__} has no field {sorted(unknown)}; it has {list(fields)}")
-    return fields | dict(given)
+    fields = {f.name: f.default for f in dataclasses.fields(cls)} | _fields(cls, section, given)
+    if lacking := [name for name, value in fields.items() if value is dataclasses.MISSING]:
+        raise UserError(f"{section} has no {', '.join(lacking)}")
+    return fields
 
 
 def table(layouts: str) -> list[dict[str, Any]]:
     """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
-    heads, *lines = (line.split() for line in layouts.splitlines() if line.strip())
+    heads, *lines = [line.split() for line in layouts.splitlines() if line.strip()] or [[]]
+    if lines and (lacking := {*ROW} - {*heads}):
+        raise UserError(f"layouts has no column {', '.join(sorted(lacking))}; it has {heads}")
+    for cells in lines:
+        if len(cells) != len(heads):
+            raise UserError(f"layouts: {' '.join(cells)} has not {len(heads)} cells, as its head")
     number = lambda text: int(text) if text.isdecimal() else text
     rows = [dict(zip(heads, map(number, cells), strict=True)) for cells in lines]
     return [row | {"dtype": dtype} for row in rows for dtype in row["dtype"].split(",")]
+
+
+class NoRow(UserError):
+    """The table has no row for so many GPUs; `nearest` is the nearest that it has of the whole
+    model."""
+
+    def __init__(self, message: str, nearest: int):
+        super().__init__(message)
+        self.nearest = nearest
 
 
 def resolve(
@@ -152,10 +183,13 @@ def resolve(
       overrides: 'section.field' -> value, applied last.
 
     Raises:
-      UserError: anything that cannot be, with what would work.
+      NoRow: the table has none for so many GPUs, and no axes are given.
+      UserError: anything else that cannot be, with what would work.
     """
     flags = dict(flags or {})
     given = {FLAGS[flag][0]: value for flag, value in flags.items()} | dict(overrides or {})
+    if gpus is not None:
+        gpus = read("gpus", int, gpus, {"at_least": 1})
     values = {name: dict(config[name]) for name in SECTIONS}
     wanted = _wanted(config, given)
     if wanted["dtype"] == "fp8":
@@ -173,7 +207,6 @@ def resolve(
             _shrink(values, rehearse=name == "rehearse")
     for path, value in given.items():
         section, _, field = path.partition(".")
-        c.choose("--config", section, values)
         values[section][field] = value
     shown = [name for name in names if name != "fp8"]
     values["model"]["size"] = "-".join([values["model"]["size"], *shown])
@@ -218,14 +251,15 @@ def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: 
     if by_hand:  # a scale of the user's own: the axes say it all
         return {"layers": config.model.layers, "seq": config.train.seq}
     name = f"{config.model.name} {config.model.size} {dtype} ({scaling} scaling)"
-    if there:
-        near = sorted(there, key=lambda r: abs(r["gpus"] / gpus - 1))[:3]
-        near = " or ".join(str(r["gpus"]) for r in sorted(near, key=lambda r: r["gpus"]))
-        hint = f"nearest: --gpus {near}; or name the axes, for example --fsdp {gpus}"
-    else:
-        types = sorted({r["gpu_type"] for r in kind}) or ["none"]
-        hint = f"types that have one: {', '.join(types)}; or name the axes, --fsdp {gpus}"
-    raise UserError(f"gpus={gpus}: {name} has no recipe for {gpus} {gpu_type}; {hint}")
+    why = f"gpus={gpus}: {name} has no recipe for {gpus} {gpu_type}"
+    if not there:
+        types = ", ".join(sorted({r["gpu_type"] for r in kind}) or ["none"])
+        raise UserError(f"{why}; types that have one: {types}; or name the axes, --fsdp and so on")
+    near = sorted((r["gpus"] for r in there), key=lambda n: abs(n / gpus - 1))[:3]
+    hint = f"nearest: --gpus {' or '.join(map(str, sorted(near)))}"
+    hint += f"; or name the axes: maxbench plan --gpus {gpus} finds them"
+    whole = [r["gpus"] for r in there if r["layers"] == config.model.layers] or near
+    raise NoRow(f"{why}; {hint}", min(whole, key=lambda n: abs(n / gpus - 1)))
 
 
 def _shrink(values: dict, rehearse: bool) -> None:
@@ -242,20 +276,30 @@ def _shrink(values: dict, rehearse: bool) -> None:
         layout["gbs"] = shards * min(4, micro)
 
 
-def load(path: str | pathlib.Path) -> ConfigDict:
-    """The config of a workload file, without presets."""
-    return runpy.run_path(str(path))["get_config"]()
+def load(path: str | pathlib.Path, *presets: str) -> ConfigDict:
+    """The config of a workload file, which is a program: it runs here.
+
+    Raises:
+      UserError: whatever went wrong in it, with its line.
+    """
+    path = str(path)
+    try:
+        made = runpy.run_path(path).get("get_config", lambda *presets: None)(*presets)
+        if not isinstance(made, ConfigDict) or "layouts" not in made:
+            raise UserError("its get_config(presets='') must return spec.recipes.workload(...)")
+        return made
+    except (Exception, SystemExit) as e:
+        told = traceback.TracebackException.from_exception(e)
+        lines = [frame.lineno for frame in told.stack if frame.filename == path]
+        lines += [told.lineno] if getattr(told, "filename", "") == path else []  # of its syntax
+        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{told}") from None
 
 
 @functools.cache
 def workloads() -> dict[pathlib.Path, ConfigDict]:
     """All files of configs/ and their configs, in the order of their launch.rank."""
-    found = {}
-    for path in sorted(ROOT.glob("configs/*.py")):
-        try:
-            found[path] = load(path)
-        except UserError as e:
-            raise UserError(f"configs/{path.name}: {e}") from None
+    found = {path: load(path) for path in sorted(ROOT.glob("configs/*.py"))}
     return dict(sorted(found.items(), key=lambda item: item[1].launch.rank))
 
 

@@ -6,10 +6,12 @@ Every check says what was given, why it cannot be, and what would work.
 import dataclasses
 import itertools
 import math
+import re
 
 from maxbench.hardware.gpus import GPUS, Gpu
 from maxbench.spec import formats
-from maxbench.spec.errors import UserError, choose, divisors, judge, nearest, setting
+from maxbench.spec.errors import UserError, choose, divisors, nearest
+from maxbench.spec.fields import judge, setting
 from maxbench.spec.formats import FORMATS, Format
 from maxbench.spec.model import Model
 
@@ -29,6 +31,12 @@ REMATS = {
     "save_dot_except_mlpwi": ("query", "key", "value", "attn_out", "mlp_down"),
     "save_context": ("context",),
 }
+# What a value must be, and that in words.
+WINDOW = (lambda window: window[0] <= window[1], "first and last step, as 35,44")
+COMBINE = (lambda sizes: len(sizes) in (0, 3), "() or bytes of three, as step/compiler.COMBINE")
+PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+ADDRESS = (re.compile(rf"|[\w.:\[\]-]+:{PORT}", re.ASCII).fullmatch, "host:port, as node1:1234")
+RANKS = (re.compile(r" *\d+ *(, *\d+ *)*").fullmatch, "process numbers joined by commas, as 0,1,2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,8 @@ class Layout:
     cp: int = setting(1, at_least=1)
     tp: int = setting(1, at_least=1)
     mbs: int = setting(1, at_least=1)  # sequences per data-parallel GPU and microbatch
-    gbs: int = 0  # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
+    # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
+    gbs: int = setting(0, at_least=0)
 
     @property
     def gpu(self) -> Gpu:
@@ -80,7 +89,7 @@ class Layout:
         step = self.mbs * self.shards
         if self.gbs == 0:
             object.__setattr__(self, "gbs", step)
-        if self.gbs < 0 or self.gbs % step:
+        if self.gbs % step:
             raise UserError(
                 f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
                 f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
@@ -96,7 +105,7 @@ class Train:
 
     seq: int = setting(at_least=1)  # tokens per sequence
     steps: int = setting(50, at_least=1)
-    seed: int = 0
+    seed: int = setting(0, at_least=0)
     # random tokens | markov: text of a fixed source, which can be learned
     data: str = setting("random", options=("random", "markov"))
     schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
@@ -105,11 +114,13 @@ class Train:
     attention: str = setting("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
     # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
     loss_chunk: int = setting(0, at_least=0)
-    combine: tuple[int, ...] = ()  # bytes at which collectives are joined: step/compiler.COMBINE
+    # bytes at which collectives are joined: step/compiler.COMBINE
+    combine: tuple[int, ...] = setting((), at_least=0, at_most=2**40, fits=COMBINE)
     # up to so many layers are code (model/stack.py); -1 = a GPU 40, a CPU 0
     unroll: int = setting(-1, at_least=-1)
-    z_loss: float = 0.0  # weight of mean(logsumexp^2)
-    window: tuple[int, int] = (35, 44)  # steps that count, inclusive; a shorter run: its last half
+    z_loss: float = setting(0.0, at_least=0)  # weight of mean(logsumexp^2)
+    # steps that count, inclusive; a shorter run: its last half
+    window: tuple[int, int] = setting((35, 44), at_least=0, fits=WINDOW)
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -121,14 +132,6 @@ class Train:
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
-        if len(self.combine) not in (0, 3) or any(size < 0 for size in self.combine):
-            raise UserError(
-                f"train.combine={self.combine} must be bytes for all-reduce, all-gather and "
-                "reduce-scatter, or ()"
-            )
-        first, last = self.window
-        if not 0 <= first <= last:
-            raise UserError(f"train.window={self.window} must be two steps, first <= last")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,8 +144,8 @@ class Optim:
     # step i of a warmup of n has rate lr (i + offset) / (n + offset)
     warmup_offset: int = setting(1, at_least=0)
     constant: int = setting(0, at_least=0)  # last steps, at lr_min
-    b1: float = 0.9
-    b2: float = 0.95
+    b1: float = setting(0.9, at_least=0, below=1)
+    b2: float = setting(0.95, at_least=0, below=1)
     eps: float = setting(1e-8, above=0)
     weight_decay: float = setting(0.1, at_least=0)
     decay_norms: bool = False  # weights of norms too
@@ -184,9 +187,11 @@ class Output:
     dir: str = "."
     checkpoint: bool = False  # save at the end
     checkpoint_every: int = setting(0, at_least=0)  # and every so many steps
-    resume: str = ""  # a checkpoint to start from
+    keep: int = setting(2, at_least=1)  # checkpoints of a run, the last ones;
+    keep_every: int = setting(0, at_least=0)  # and those of every so many steps; 0 = no others
+    resume: str = ""  # a checkpoint to start from, a run's folder, or several, with commas
     # of the run's folder, <name>_<stamp>; 0 = the time at which it starts
-    stamp: int = setting(0, at_least=0)
+    stamp: int = setting(0, at_least=0, at_most=2**40)
 
     def __post_init__(self):
         judge(self, "output.")
@@ -196,13 +201,16 @@ class Output:
 class Runtime:
     """Processes and devices."""
 
-    cpu_devices: int = setting(0, at_least=0)  # virtual CPU devices; 0 = whatever JAX finds
+    # virtual CPU devices; 0 = whatever JAX finds
+    cpu_devices: int = setting(0, at_least=0, at_most=8192)
     mock_gpus: int = setting(0, at_least=0)  # one GPU runs its share of a step on so many
     any_device: bool = False  # a CPU will do where there is no GPU
     tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
-    coordinator: str = ""  # host:port of process 0
-    processes: int = 0
-    process: int = -1
+    coordinator: str = setting("", fits=ADDRESS)  # host:port of process 0
+    processes: int = setting(0, at_least=0)
+    process: int = setting(-1, at_least=-1)
+    # seconds to wait until all processes are there; 0 = 60, and a quarter for each process
+    wait: int = setting(0, at_least=0)
 
     def __post_init__(self):
         judge(self)
@@ -222,21 +230,18 @@ class Runtime:
 class Profile:
     """A look inside some steps. Its overhead spoils figures, so such a run is named after it."""
 
-    tool: str = ""  # nsys (started under it by launch.sh) | xplane | nccltrace
-    start: int = 20  # first step in the profile
-    stop: int = 25  # first step not in it
-    ranks: str = "0"  # processes that are profiled, joined by commas
+    # nsys is started by launch.sh
+    tool: str = setting("", options=("", "nsys", "xplane", "nccltrace"))
+    start: int = setting(20, at_least=0)  # first step in the profile
+    stop: int = setting(25, at_least=1)  # first step not in it
+    ranks: str = setting("0", fits=RANKS)  # processes that are profiled
 
     def __post_init__(self):
-        choose("profile", self.tool, ("", "nsys", "xplane", "nccltrace"))
-        if not 0 <= self.start < self.stop:
+        judge(self, "profile.")
+        if self.start >= self.stop:
             raise UserError(
                 f"profile.start={self.start} and profile.stop={self.stop}: the first step in the "
                 "profile must be below the first step after it"
-            )
-        if not all(r.strip().isdecimal() for r in self.ranks.split(",")):
-            raise UserError(
-                f"profile.ranks={self.ranks!r} must be process numbers joined by commas, as 0,1,2"
             )
 
 

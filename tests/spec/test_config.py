@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbench import train
-from maxbench.spec import recipes
+from maxbench.spec import cli, recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.model import Kind
 from maxbench.spec.run import AXES, GPUS, Run
@@ -129,7 +129,7 @@ LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
 MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
 MXFP8 += ["--config.precision.scaling=mxfp8"]
 BAD = {
-    "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["fsdq", "Did you mean: fsdp"]),
+    "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["'fsdq'", "did you mean --fsdp"]),
     "no config": ([], ["--config is missing", "configs/grok1_314b.py:tiny"]),
     "config": (
         ["--config", "configs/llama2_7b.py"],
@@ -137,12 +137,21 @@ BAD = {
     ),
     "argument": (["--config", LLAMA, "fast"], ["'fast'", "--name value"]),
     "preset": (["--config", LLAMA + ":tny"], ["preset='tny'", "did you mean 'tiny'"]),
-    "setting": (["--config", LLAMA, "--config.model.hads=1"], ["'hads'", "did you mean 'heads'"]),
-    "type": (["--config", LLAMA, "--gpus", "many"], ["--gpus=many"]),
+    "setting": (
+        ["--config", LLAMA, "--config.model.hads=1"],
+        ["hads'", "mean --config.model.heads"],
+    ),
+    "type": (["--config", LLAMA, "--gpus", "many"], ["gpus=many must be a whole number"]),
     "gpu type": (["--config", LLAMA, "--gpu_type", "h10"], ["gpu_type='h10'", "mean 'h100'"]),
     "dtype": (["--config", LLAMA, "--dtype", "bf61"], ["dtype='bf61'", "did you mean 'bf16'"]),
-    "scale": (["--config", LLAMA, "--gpus", "96"], ["gpus=96", "64 or 128", "--fsdp 96"]),
-    "no recipe": (["--config", LLAMA, "--gpus", "64", "--gpu_type", "b200"], ["h100", "--fsdp 64"]),
+    "scale": (
+        ["--config", LLAMA, "--gpus", "96"],
+        ["gpus=96", "64 or 128", "maxbench plan --gpus 96"],
+    ),
+    "no recipe": (
+        ["--config", LLAMA, "--gpus", "64", "--gpu_type", "b200"],
+        ["h100", "name the axes"],
+    ),
     "strong": (["--config", LLAMA, "--strong_scaling"], ["strong_scaling", "--gpus"]),
     "strong row": (["--config", LLAMA, "--gpus", "64", "--strong_scaling"], ["strong scaling"]),
     "product": (["--config", LLAMA, "--gpus", "64", "--fsdp", "32"], ["gpus=64", "needs 32"]),
@@ -217,6 +226,27 @@ BAD = {
         ["--config", LLAMA, "--mock_gpus", "8", "--checkpoint"],
         ["leave checkpoints"],
     ),
+    "text": (["--config", LLAMA, "--steps", "ten"], ["train.steps=ten", "number, at least 1"]),
+    "gpus": (["--config", LLAMA, "--gpus", "0"], ["gpus=0 must be", "at least 1"]),
+    "flagfile": (["--config", LLAMA, "--flagfile=/none"], ["flagfile", "/none"]),
+    "section": (["--config", LLAMA, "--config.train.lr=0.1"], ["did you mean --config.optim.lr?"]),
+    "a step": (["--config", LLAMA, "--config.train.window[0]=3"], ["mean --config.train.window?"]),
+    "steps three": (["--config", LLAMA, "--config.train.window=(1,2,3)"], ["as 35,44"]),
+    "window": (["--config", LLAMA, "--config.train.window=9,3"], ["window=9,3", "as 35,44"]),
+    "nearly Python": (["--config", LLAMA, "--config.train.window=1is,2"], ["as 35,44"]),
+    "name": (["--config", LLAMA, "--config.model.name=../.."], ["model.name='../..'", "letters"]),
+    "control": (
+        ["--config", LLAMA, "--output_dir", "a\x1b[2J\nb"],
+        ["a\\x1b[2J\\nb", "plain"],
+    ),
+    "flag control": (["--config", LLAMA, "--\x1b]0;x\x07=1"], [r"\x1b]0;x\x07"]),
+    "address": (["--config", LLAMA, "--coordinator", "garbage"], ["'garbage' must be host:port"]),
+    "port": (["--config", LLAMA, "--coordinator", "n1:65536"], ["host:port, as node1:1234"]),
+    "truth": (["--config", LLAMA, "--checkpoint=maybe"], ["checkpoint=maybe must be true or"]),
+    "rope low": (
+        ["--config", LLAMA, "--config.model.rope_factor=8", "--config.model.rope_low=4"],
+        ["rope_low=4.0 must be below model.rope_high=4.0"],
+    ),
     "output": (["--config", LLAMA, "--output_dir", "/proc/none"], ["output_dir='/proc/none'"]),
 }
 
@@ -233,6 +263,52 @@ def test_bad_input_is_answered_in_one_line(name):
         assert text in err
 
 
+NUMBERS = [path for path, field in cli.SETTINGS.items() if field.type in (int, float)]
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_every_number_has_bounds_and_is_judged_in_one_place(path):
+    for text in ("nan", "inf", "-inf", "-99", "9" * 44, "ten", "", "1+1j", "True"):
+        with pytest.raises(UserError, match=r"must be a (whole|finite) number, a") as error:
+            cli.run_of(["--config", LLAMA, f"--{path}={text}"])
+        assert f"{path.rpartition('.')[2]}={text or repr(text)} " in str(error.value)
+
+
+FILES = {
+    "x = 1\ndef get_config(p):\n  return (\n": ":3: SyntaxError: '(' was never closed",
+    "\nimport nothing_like_it\n": ":2: ModuleNotFoundError: No module named 'nothing_like_it'",
+    "a = 1\nraise RuntimeError('two\\nlines')\n": ":2: RuntimeError: two lines",
+    "import sys\nsys.exit(0)\n": ":2: SystemExit: 0",
+    "def get_config(p=''):\n  return {}['x']\n": ":2: KeyError: 'x'",
+    "def get_config():\n  pass\n": ": its get_config(presets='') must return",
+    "x = 1": ": its get_config(presets='') must return",
+    "\0": ": SyntaxError: source code string cannot contain null bytes",
+    "train=dict(sep=1)": ":6: a field of train='sep' is not one of seq",
+    "train=dict(seq='long')": ":6: train.seq=long must be a whole number, at least 1",
+    "fp8=dict(optim=dict(lr=float('nan')))": ":6: optim.lr=nan must be a finite number",
+    "launch=dict(gpus=-1)": ":6: launch.gpus=-1 must be a whole number, at least 0",
+    "layouts='a b\\n1 2'": ":6: layouts has no column cp, dp, dtype",
+    "model={}": ":6: model has no name, size, layers",
+}
+WHOLE = """from maxbench.spec.recipes import workload
+def get_config(presets=""):
+    model = dict.fromkeys(("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"), 8)
+    given = dict(model=model | dict(name="x", size="y"), train=dict(seq=8), layouts="gpus")
+    given |= dict(optim=dict(lr=1, lr_min=0, warmup=0), {})
+    return workload(presets, **given)
+"""
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_workload_file_that_fails_is_told_with_its_line(text, tmp_path):
+    path = tmp_path / "w.py"
+    path.write_text(WHOLE.replace("{}", text) if FILES[text].startswith(":6") else text)
+    code, out, err = command("--config", str(path), "--dry_run")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"maxbench train: error: {path}{FILES[text]}")
+    assert err.count("\n") == 1
+
+
 KINDS = (Kind(1, 256), Kind(3, 256, 4))
 
 
@@ -243,7 +319,7 @@ KINDS = (Kind(1, 256), Kind(3, 256, 4))
         ({"model.kinds": KINDS}, dict(dtype="fp8"), "layers of one kind .* use dtype=bf16"),
         ({"model.kinds": (*KINDS[:1], Kind(3, 64, 4))}, dict(tp=128), "tp=128 does not divide"),
         ({"model.kinds": KINDS}, dict(layers=5), "layers=5 .* the kinds make layers=4"),
-        ({"model.kinds": (Kind(0, 256), *KINDS)}, {}, "fewer layers"),
+        ({"model.kinds": (Kind(0, 256), *KINDS)}, {}, "must be .layers, mlp, experts"),
     ],
     ids=str,
 )

@@ -1,0 +1,318 @@
+"""Hostile command lines and damaged logs: what the doors answer, all in this process.
+
+  python -m benchmarks.fuzz commands 10000
+  python -m benchmarks.fuzz logs 10000 --seed 7
+
+A command line ends in exit code 0 with figures that are finite, or in 2 with one clear line. A log,
+whatever is left of it, gives a report. The first that does neither is shown, with its seed.
+"""
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import os
+import pathlib
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+from maxbench import train
+from maxbench.hardware import gpus
+from maxbench.report import __main__ as report
+from maxbench.report import runlogs, textlogs
+from maxbench.spec import cli, recipes
+
+VALUES = """
+0 1 2 3 4 8 16 64 100 4096 -1 -7 0.5 1.5 1e-5 1e38 1e39 1e999 nan inf -inf NaN 0x10 1_000 1e3 007 +8
+true false none None ten ½ ٣ 8, (35,44) (44,35) (1,2,3) () (((( [1,2] 35,44 {1:2} 1is,2 exit() 'x'
+((1,256),(3,256,4)) ((1,2),3) "x" a/b ../.. /dev/null /none full selective random bf16 fp8 fp32 h100
+gb200 auto xla te mxfp8 delayed nsys n1:1234 n1:0 n1 [::1]:80 :80 swiglu rmsnorm topk_softmax tiny
+""".split()  # noqa: SIM905
+VALUES += ["", " ", "9" * 23, "9" * 5000, "x" * 5000, "(" * 300, "a\nb", "\x1b[2J", "\0", "\udc80"]
+VALUES += ["日本", "--steps"]
+FLAGS = [*recipes.FLAGS, "gpus", "strong_scaling", "dry_run", "flagfile", "undefok", "config"]
+FLAGS += ["x" * 5000]
+REPORT = ["format", "title", "window", "gpu_type", "hardware", "cost", "interval", "mtbf"]
+REPORT += ["full-names", "diff", "flagfile"]
+JUNK = bytes(range(256)) + b"\n\r\n{}[]\"':,0123456789.-+eE nan inf null true" * 4
+
+
+class Wrong(AssertionError):
+    """An answer that is none."""
+
+
+def said(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a door, as a process would have them."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(["maxbench", *words])
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def shown(what: object) -> str:
+    return f"{what!r}"[:600]
+
+
+def check(good: bool, why: str, what: object) -> None:
+    if not good:
+        raise Wrong(f"{why}: {shown(what)}")
+
+
+# --- command lines ---
+
+
+def flag(rng: random.Random, *names: Sequence[str]) -> list[str]:
+    """A flag, mostly one that there is, with a value that it may or may not have."""
+    name = rng.choice(rng.choice(names))
+    if rng.random() < 0.1:  # a slip of the finger
+        at = rng.randrange(len(name))
+        name = name[:at] + rng.choice(["", "x", ".", "[0]", "=", " ", "\x07"]) + name[at + 1 :]
+    value = rng.choice(rng.choice([VALUES, VALUES[:13]]))
+    dashes = rng.choice(["--"] * 8 + ["-", "---", "--no"])
+    return rng.choice([[f"{dashes}{name}={value}"]] * 4 + [[dashes + name, value], [dashes + name]])
+
+
+def damage(rng: random.Random, text: bytes) -> bytes:
+    """Text with some of it cut, doubled, swapped, flipped or replaced."""
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        b = rng.choice([b, min(b, a + 1), min(b, a + 40)])
+        junk = bytes(rng.choice(JUNK) for _ in range(rng.choice([1, 1, 3, 30])))
+        text = rng.choice([
+            text[:a] + text[b:], text[:a] + junk + text[b:], text[:a] + text[a:b] * 3 + text[b:],
+            text[:b], text[a:], text[:a] + text[a:b][::-1] + text[b:],
+            text[:a] + bytes(x ^ 1 << rng.randrange(8) for x in text[a : a + 1]) + text[a + 1 :],
+        ])  # fmt: skip
+    return text
+
+
+def command(rng: random.Random, folder: pathlib.Path) -> list[str]:
+    """A command line of the trainer; one in ten has a damaged workload file or GPU file."""
+    path = rng.choice([*recipes.workloads()])
+    presets = rng.choice(["", "", ":tiny", ":tiny,fp8", ":proxy", ":rehearse", ":", ":tny", ":a:b"])
+    words = [f"--gpus={rng.choice([8, 64, 128, 512])}"] * rng.randrange(2)
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
+        words += flag(rng, FLAGS, [*cli.SETTINGS])
+    rng.shuffle(words)
+    if rng.random() < 0.07:
+        text = path.read_bytes()
+        path = folder / "workload.py"
+        path.write_bytes(damage(rng, text))
+    if rng.random() < 0.03:
+        toml = pathlib.Path(gpus.__file__).with_name("gpus.toml").read_bytes()
+        (folder / "mine.toml").write_bytes(damage(rng, toml))
+        words += ["--hardware", str(folder / "mine.toml")]
+    config = f"--config={path}{presets}" if rng.random() < 0.98 else rng.choice(VALUES)
+    return [config, *words, "--dry_run", "--dry_run"]  # the first may be taken for a value
+
+
+def report_command(rng: random.Random, folder: pathlib.Path) -> list[str]:
+    """A command line of the report, of one log."""
+    if not (log := folder / "log-pretrain_llama31_8b_fp8_8.out").exists():
+        log.write_text("".join(map(nemo_line, range(50))))
+    words = [str(log), *rng.choice([[]] * 9 + [["x" * 5000], ["\0"], ["\x1b[2J"], ["--"]])]
+    for _ in range(rng.randrange(4)):
+        words += flag(rng, REPORT)
+    rng.shuffle(words)
+    return words
+
+
+def commands(count: int, seed: int) -> collections.Counter:
+    """Answers to so many command lines, counted by exit code."""
+    answers, known = collections.Counter(), dict(gpus.GPUS)
+    trains = mock.patch.object(train.runtime, "prepare", side_effect=Wrong("it would train"))
+    with tempfile.TemporaryDirectory() as name, trains:
+        for i in range(count):
+            rng = random.Random(f"{seed} {i}")
+            make, door = rng.choice([(command, train)] * 9 + [(report_command, report)])
+            words = make(rng, pathlib.Path(name))
+            try:
+                code, out, err = said(door.main, words)
+                answered(door.__name__.split(".")[1], code, out, err)
+            except Exception as e:
+                raise Wrong(f"command {i} of seed {seed}, {shown(words)}: {shown(e)}") from e
+            answers[code] += 1
+            gpus.GPUS.clear()
+            gpus.GPUS.update(known)
+    return answers
+
+
+def answered(door: str, code: int, out: str, err: str) -> None:
+    """Raises Wrong unless train --dry_run, or report, has answered as it should."""
+    check(code in (0, 2), "exit code", code)
+    if code == 0:
+        check(err == "", "exit 0 with a complaint", err)
+        if door == "train":
+            json.loads(out, parse_constant=lambda x: check(False, "a figure is", x))
+    else:
+        check(out == "", "exit 2 with output", out)
+        check(err.startswith(f"maxbench {door}: error: "), "no error line", err)
+        check(err.count("\n") == 1 and err[:-1].isprintable(), "not one plain line", err)
+        check(len(err) < 1500 and "Traceback" not in err, "not a clear line", err)
+
+
+# --- logs ---
+
+
+def nemo_line(i: int) -> str:
+    return (
+        f"Training epoch 0, iteration {i}/49 | lr: 7.5e-06 | global_batch_size: 128 | global_step: "
+        f"{i} | peak_memory_usage: 708334 | reduced_train_loss: 11.96 | train_step_timing in s: "
+        f"{9.4 + i % 3 / 100:.4} | TFLOPS_per_GPU: 611.2 | consumed_samples: {(i + 1) * 128}\n"
+    )
+
+
+LINES = (
+    nemo_line,
+    lambda i: (
+        f"completed step: {i}, seconds: 7.9{i}, TFLOP/s/device: 460.480, Tokens/s/device: 1035.97, "
+        "total_weights: 524288, loss: 0.000\n"
+    ),
+    lambda i: (
+        f"\r| {i + 1}/50 [07:57<00:00, reduced_train_loss=7.310, global_step={i}.00, "
+        "consumed_samples=32.0, train_step_timing in s=4.770]"
+    ),
+    lambda i: (
+        f" [2026] iteration {i + 1:8d}/      50 | elapsed time per iteration (ms): 9400.0 | global "
+        "batch size: 128 | lm loss: 1.1E+01 | 612.0MODEL_TFLOP/s/GPU\n"
+    ),
+)
+ENDS = (
+    "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n",
+    "ValueError: \x1b[2Jno\x07\n",
+    "Global Checkpoint Save : Rank: 0 : Save duration: 4.389s\n",
+    "",
+)
+
+
+def folder_of(rng: random.Random, base: pathlib.Path) -> pathlib.Path:
+    """A run's folder as a run leaves it, whole."""
+    run = cli.run_of(["--config", f"{recipes.ROOT}/configs/llama31_8b.py", "--gpus=8"])
+    tool = rng.choice(["", "", "nccltrace"])
+    config = run.asdict() | {"profile": {"tool": tool}}
+    path = base / run.name / f"{run.name}_1"
+    path.mkdir(parents=True)
+    result = {"schema": 1, "name": run.name, "status": rng.choice(["done", "running", "stopped"])}
+    result |= {"config": config, "device": {"gpu_type": "h100", "kind": "H100", "count": 8}}
+    result |= {"started": 1e9, "checkpoint_saves": [{"seconds": 2.0}], "versions": {"jax": "0.10"}}
+    steps = ({"step": i, "step_s": 9.4, "loss": 2.0, "peak_bytes": 1 << 30} for i in range(50))
+    call = ("0: n1:1:2 [0] NCCL INFO AllGather: opCount 3 sendbuff 0x1 recvbuff 0x2 count 64 "
+            "datatype 9 op 0 root 0 comm 0xabc [nranks=8] stream 0x4\n")  # fmt: skip
+    for file, text in {
+        "result.json": json.dumps(result),
+        "job.json": '{"job": "7", "started": 5}',
+        "exit.json": '{"code": 1, "phase": "train", "reason": "x"}',
+        "metrics.jsonl": "".join(json.dumps(x) + "\n" for x in steps),
+        "gpu-n1.csv": "t, 0, 690.5, 60\n" * 50,
+        "srun-train-7.log": call * 50 + rng.choice(ENDS),
+        "log-x.out": "".join(map(nemo_line, range(50))),
+    }.items():
+        if rng.random() < 0.8:
+            (path / file).write_text(text)
+    return path
+
+
+def spoil(rng: random.Random, path: pathlib.Path) -> None:
+    """Damages a file, or puts something in its place that is none."""
+    kind = rng.choice(["bytes"] * 16 + ["empty", "pipe", "folder", "loop", "gone"])
+    text = path.read_bytes()
+    path.unlink()
+    match kind:
+        case "bytes":
+            path.write_bytes(damage(rng, text))
+        case "empty":
+            path.touch()
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "loop":
+            path.symlink_to(path.name)
+    if kind in ("bytes", "empty") and rng.random() < 0.7:
+        os.utime(path, (1e9, 1e9))
+
+
+def damaged(rng: random.Random, base: pathlib.Path) -> int:
+    """Fills a folder with a run's folder or a log, and damages it; steps that no damage has met."""
+    name = f"llama31_8b_fp8_8_{rng.choice(['1', chr(27), chr(10), 'nccltrace'])}.out"
+    if rng.random() < 0.5:
+        path = folder_of(rng, base)
+    else:
+        path = base / "\x1b[2J\udc80" if rng.random() < 0.1 else base / "logs"
+        path.mkdir()
+        line = rng.choice(LINES)
+        text = "".join(map(line, range(rng.choice([0, 3, 50])))) + rng.choice(ENDS)
+        (path / f"log-pretrain_{name}").write_text(text)
+    files = sorted(path.iterdir())
+    steps = next((x for x in files if x.name in ("metrics.jsonl", f"log-pretrain_{name}")), path)
+    whole = {*_lines(steps)}
+    for file in rng.sample(files, min(len(files), rng.choice([1, 1, 2, 3]))):
+        spoil(rng, file)
+    return len(whole & {*_lines(steps)})
+
+
+def _lines(path: pathlib.Path) -> list[bytes]:
+    """The lines of a file that tell of a step."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    return [x for x in lines if any(word in x for word in (b'"step_s"', *textlogs.TIMES))]
+
+
+def logs(count: int, seed: int) -> collections.Counter:
+    """Reports of so many damaged logs, counted by exit code."""
+    answers = collections.Counter()
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["MAXBENCH_CACHE"] = f"{name}/cache"
+        for i in range(count):
+            rng, base = random.Random(f"{seed} {i}"), pathlib.Path(name, "runs")
+            base.mkdir()
+            whole = damaged(rng, base)
+            try:
+                read = sum(len(record.step_s) for record in runlogs.read([base]))
+                check(read >= whole, "steps of whole lines that are not read", (whole, read))
+                for kind in ("json", rng.choice([*report.FORMATS])):
+                    flags = ["--cost=2.5", "--gpu_type=h100", f"--format={kind}"]
+                    code = reported(kind, *said(report.main, [*flags, str(base)]))
+            except Exception as e:
+                raise Wrong(f"log {i} of seed {seed}: {shown(e)}") from e
+            answers[code] += 1
+            shutil.rmtree(base)
+    return answers
+
+
+def reported(kind: str, code: int, out: str, err: str) -> int:
+    """Raises Wrong unless the report is one: its exit code."""
+    if code == 2:  # of damage that left nothing
+        check(err.startswith("maxbench report: error: no run and no log"), "refused", err)
+        return code
+    check(code in (0, 1) and err == "", "exit code", (code, err))
+    check(all(line.isprintable() for line in out.split("\n")), "control bytes", out)
+    if kind == "json":
+        results = json.loads(out, parse_constant=lambda x: check(False, "a figure is", x))
+        check(len(results["results"]) > 0, "no run", out)
+    if kind == "html":
+        check(out.endswith("</html>\n"), "half a page", out[-99:])
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("commands", "logs"))
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(argv)
+    start = time.process_time()
+    answers = {"commands": commands, "logs": logs}[given.what](given.count, given.seed)
+    told = ", ".join(f"{n} exit {code}" for code, n in sorted(answers.items()))
+    print(f"{given.count} {given.what}: {told}; {time.process_time() - start:.0f} CPU s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What a setting may be: declared beside its field, judged here, wherever its value comes from.
+
+That is a workload file, JSON, or the text of a flag.
+"""
+
+import ast
+import dataclasses
+import math
+import operator
+import typing
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from maxbench.spec.errors import UserError, choose, plain
+
+NOUNS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "plain text"}
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
+BOUNDS |= {"below": operator.lt}
+LARGEST = {int: 2**31 - 1, float: 3e38}  # what 32 bits hold; a field's at_most= goes before it
+
+
+def setting(default: Any = dataclasses.MISSING, **rules: Any) -> Any:
+    """A field and what it may be.
+
+    Args:
+      default: its value where none is given.
+      rules: BOUNDS of a number, or of each in a tuple; options=, names to choose from; fits=(what
+        tells whether a value can be, and in words what it must be).
+    """
+    return dataclasses.field(default=default, metadata=rules)
+
+
+def judge(section: Any, prefix: str = "") -> None:
+    """Makes each field of a dataclass what it is declared to be.
+
+    Raises:
+      UserError: the first field whose value cannot be.
+    """
+    for field in dataclasses.fields(section):
+        value = read(prefix + field.name, field.type, getattr(section, field.name), field.metadata)
+        object.__setattr__(section, field.name, value)
+
+
+def read(name: str, kind: Any, given: Any, rules: Mapping[str, Any]) -> Any:
+    """A value of a kind, from itself or from its text.
+
+    Raises:
+      UserError: the name, what was given and what would work.
+    """
+    if options := rules.get("options"):
+        choose(name, given, options)
+    bounds = {rule: rules[rule] for rule in BOUNDS if rule in rules}
+    fits, must = rules.get("fits", (None, NOUNS.get(kind, "")))
+    try:
+        value = _typed(kind, given)
+        for number in value if isinstance(value, tuple) else (value,):
+            if type(number) in LARGEST and abs(number) > LARGEST[type(number)]:
+                bounds = {"at_most": LARGEST[type(number)]} | bounds
+            if not all(BOUNDS[rule](number, bound) for rule, bound in bounds.items()):
+                raise ValueError
+        if fits and not fits(value):
+            raise ValueError
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        words = (f"{rule.replace('_', ' ')} {bound}" for rule, bound in bounds.items())
+        shown = plain(str(given))
+        shown = repr(given) if kind is str or len(shown.split()) != 1 else shown
+        shown = shown if len(shown) <= 60 else f"{shown[:50]}... ({len(shown)} characters)"
+        raise UserError(f"{name}={shown} must be {', '.join([must, *words])}") from None
+    return value
+
+
+def _typed(kind: Any, given: Any) -> Any:
+    """What was given, as a value of a kind; raises ValueError or TypeError where it is none."""
+    if typing.get_origin(kind) is tuple:
+        if isinstance(given, str):
+            with warnings.catch_warnings(action="error"):  # of text that is nearly Python
+                given = ast.literal_eval(given)
+        first, *others = typing.get_args(kind)
+        kinds = [first] * len(given) if others == [...] else [first, *others]
+        return tuple(_typed(k, x) for k, x in zip(kinds, given, strict=True))
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        return kind(*(_typed(int, x) for x in given))
+    if kind in (int, float) and isinstance(given, str):
+        given = kind(given)
+    if kind is float and type(given) is int:
+        given = float(given)
+    if type(given) is not kind:
+        raise TypeError
+    if (kind is str and not given.isprintable()) or (kind is float and not math.isfinite(given)):
+        raise ValueError
+    return given
