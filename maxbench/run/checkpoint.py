@@ -1,94 +1,175 @@
-"""Checkpoints: orbax, sharded, restored onto any mesh.
+"""Checkpoints: orbax's manager, in the background, restored onto any mesh.
 
-    <folder>/<step>/state/     orbax
-    <folder>/<step>/run.json   written last: a checkpoint without it was never finished
+    <folder>/<step>/state/            orbax; a step's folder gets its name when all of it is written
+    <folder>/<step>/about/run.json    the run, the order in which its layers are stacked, ...
 
-run.json holds the run, the order in which its layers are stacked, the size of every file and a
-fingerprint of every array, so that a foreign or damaged checkpoint is refused, not trained on.
+run.json holds a fingerprint of every array, and one of itself: what is not as it was saved is
+passed over, with its reason, for the newest checkpoint that is.
 """
 
+import functools
 import gc
 import inspect
 import json
-import os
+import logging
 import pathlib
 import sys
 import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
 
+from maxbench.run import hosts, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.model import Model
 from maxbench.spec.run import Precision, Run
 from maxbench.step import slots
 
 
-def save(folder: pathlib.Path, run: Run, state) -> tuple[int, float]:
-    """Saves the state as its step; returns bytes and seconds. All processes must call it."""
-    start, step = time.time(), int(state["step"])
-    path = (folder / str(step)).absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "run.json").unlink(missing_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "state", state, force=True)
-    prints = fingerprints(state)
-    _barrier("saved")
-    sizes = _sizes(path / "state")
-    if jax.process_index() == 0:
-        a = run.layout
+class Saver:
+    """Saves states while training goes on. All processes must make it, call it, and leave it.
+
+    Args:
+      tell: is given what each save took, when it is complete: step, start, seconds that training
+        waited, background_s after that, bytes.
+    """
+
+    def __init__(self, folder: pathlib.Path, run: Run, tell: Callable[[dict], None] = lambda _: 0):
+        keep = [checkpoint_managers.LatestN(run.output.keep)]
+        if every := run.output.keep_every:
+            keep.append(checkpoint_managers.EveryNSteps(every))
+        policy = checkpoint_managers.AnyPreservationPolicy(keep)
+        _say_once()
+        self.manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(preservation_policy=policy),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "about": ocp.JsonCheckpointHandler("run.json"),
+            },
+        )
+        self.run, self.tell, self.closing = run, tell, 0.0
+        self.thread = futures.ThreadPoolExecutor(1)
+        self.newest = self.thread.submit(lambda: None)
+
+    def save(self, state) -> None:
+        """Saves the state as its step, if it is not saved yet. When this returns the state may be
+        trained on; it is complete when tell() says so, and no sooner."""
+        start, step = time.time(), int(state["step"])
+        self.newest.result()
+        if self.manager.latest_step() == step:
+            return
+        a = self.run.layout
         about = {
-            "run": run.asdict(),
+            "run": self.run.asdict(),
             "step": step,
-            "layer_order": slots.order(run.model.layers, a.pp, a.vp).tolist(),
-            "files": sizes,
-            "fingerprints": prints,
+            "layer_order": slots.order(self.run.model.layers, a.pp, a.vp).tolist(),
+            "fingerprints": fingerprints(state),
         }
-        part = path / "run.json.part"
-        part.write_text(json.dumps(about))
-        os.replace(part, path / "run.json")
-    _barrier("written")
-    return sum(sizes.values()), time.time() - start
+        about = ocp.args.JsonSave(about | {"crc32": _crc32(about)})
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=about)
+        self.manager.save(step, args=args, force=True)
+        self.newest = self.thread.submit(self._finish, step, start, time.time())
+
+    def _finish(self, step: int, start: float, free: float) -> None:
+        self.manager.wait_until_finished()
+        end, folder = time.time(), pathlib.Path(self.manager.directory / str(step))
+        waited = end - self.closing if self.closing else 0.0
+        took = {"seconds": free - start + waited, "background_s": end - free - waited}
+        self.tell({"step": step, "start": start, **took, "bytes": size(folder)})
+
+    def check(self) -> None:
+        """Raises what a save in the background has failed with."""
+        if self.newest.done():
+            self.newest.result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Waits for the save under way, but not in vain: for other processes after a failure."""
+        if kind and runtime.processes() > 1:
+            return
+        self.closing = time.time()
+        try:
+            self.newest.result()
+        except Exception:
+            if kind is None:
+                raise
+        else:
+            self.manager.close()
+        finally:
+            self.thread.shutdown()
 
 
-def locate(path: str, run: Run) -> tuple[pathlib.Path, dict]:
-    """The newest complete checkpoint at or below path, and its run.json.
+class Saved(NamedTuple):
+    """A checkpoint, and what its run.json says."""
 
-    `path` may be a checkpoint, a folder of them, or a run's folder.
+    path: pathlib.Path
+    about: dict
+
+
+def locate(path: str, run: Run) -> tuple[list[Saved], list[str]]:
+    """Checkpoints at or below path that the run may start from, newest first; and, of those that
+    were passed over, why.
+
+    `path` may be a checkpoint, a folder of them, a run's folder, or several with commas between.
 
     Raises:
-      UserError: missing, incomplete, damaged, of another model, or already at the last step.
+      UserError: there is none, or one is of another model, or already at the last step.
     """
-    newest, about = _newest(path)
-    theirs, ours = about["run"]["model"], json.loads(json.dumps(run.asdict()["model"]))
+    found, skipped = _find(path)
+    for saved in found:
+        _fits(saved, run)
+    return found, skipped
+
+
+def _fits(saved: Saved, run: Run) -> None:
+    """Raises UserError where the run cannot go on from a checkpoint that is sound."""
+    about, at = saved.about, f"resume={saved.path}"
+    theirs, ours = about["run"]["model"], _plain(run.asdict()["model"])
     other = [
         f"{k}={theirs.get(k)} (this run: {v})" for k, v in ours.items() if theirs.get(k, v) != v
     ]
     if other:
-        raise UserError(f"resume={newest}: of another model: {', '.join(other)}")
+        raise UserError(f"{at}: of another model: {', '.join(other)}")
     precision = about["run"]["precision"]
     for field in ("weights", "moments"):
         if precision[field] != getattr(run.precision, field):
             raise UserError(
-                f"resume={newest}: its {field} are {precision[field]}; "
+                f"{at}: its {field} are {precision[field]}; "
                 f"use --config.precision.{field}={precision[field]}"
             )
     theirs, ours = Precision(**precision).remembered, run.precision.remembered
     if theirs != ours:
         need = f"delayed --config.precision.history={theirs} --dtype fp8" if theirs else "current"
         raise UserError(
-            f"resume={newest}: it holds {theirs} steps of the largest magnitudes that delayed "
+            f"{at}: it holds {theirs} steps of the largest magnitudes that delayed "
             f"scaling reads, and this run wants {ours}; use --config.precision.scaling={need}"
         )
     if about["step"] >= run.train.steps:
         raise UserError(
-            f"resume={newest} is at step {about['step']} and steps={run.train.steps}: nothing is "
+            f"{at} is at step {about['step']} and steps={run.train.steps}: nothing is "
             f"left to train; use --steps {about['step'] + 1} or more"
         )
-    return newest, about
+
+
+def differences(about: dict, run: Run) -> list[str]:
+    """What the run does otherwise than the one that saved: allowed, but not to be overlooked."""
+    theirs, ours = about["run"], _plain(run.asdict())
+    return [
+        f"{section}.{field}={value} (saved: {theirs[section].get(field)})"
+        for section in ("layout", "train", "optim", "precision")
+        for field, value in ours[section].items()
+        if theirs[section].get(field) != value
+    ]
 
 
 def weights(path: str) -> tuple[Model, dict]:
@@ -96,85 +177,140 @@ def weights(path: str) -> tuple[Model, dict]:
     host, layers in their order: what network.Transformer takes, whatever mesh saved them.
 
     Raises:
-      UserError: missing, incomplete or damaged.
+      UserError: there is none that is whole.
     """
-    newest, about = _newest(path)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        found = checkpointer.metadata((newest / "state").absolute()).item_metadata.tree["params"]
-        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
-        how = ocp.args.PyTreeRestore(
-            {"params": found}, restore_args={"params": kinds}, partial_restore=True
-        )
-        params = checkpointer.restore((newest / "state").absolute(), args=how)["params"]
-    m = Model(**about["run"]["model"])
-    layers = slots.move(params["layers"], range(m.layers), about["layer_order"])
+
+    def read(saved: Saved) -> dict:
+        folder = (saved.path / "state").absolute()
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            found = checkpointer.metadata(folder).item_metadata.tree["params"]
+            kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), found)
+            how = ocp.args.PyTreeRestore(
+                {"params": found}, restore_args={"params": kinds}, partial_restore=True
+            )
+            return checkpointer.restore(folder, args=how)
+
+    saved, state = restore(*_find(path), read)
+    m, params = Model(**saved.about["run"]["model"]), state["params"]
+    layers = slots.move(params["layers"], range(m.layers), saved.about["layer_order"])
     return m, params | {"layers": layers}
 
 
-def _newest(path: str) -> tuple[pathlib.Path, dict]:
-    root = pathlib.Path(path)
-    if not root.exists():
-        raise UserError(f"resume={path!r} does not exist; give a run's folder or a checkpoint")
-    found = [root] if (root / "state").exists() else []
-    found += [p.parent for p in (*root.glob("*/state"), *root.glob("checkpoints/*/state"))]
-    complete = [p for p in found if (p / "run.json").exists()]
-    if not complete:
-        why = "only unfinished ones" if found else "none"
-        raise UserError(f"resume={path!r}: no complete checkpoint there ({why})")
-    newest = max(complete, key=lambda p: int(p.name) if p.name.isdecimal() else -1)
-    return newest, _read(newest)
+def _find(path: str) -> tuple[list[Saved], list[str]]:
+    """As locate(), for any run. All processes go by what process 0 sees."""
+    found, skipped = [], []
+    for place in _places(path):
+        try:
+            found.append((str(place), _read(place)))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+            why = f"run.json is missing, damaged or foreign ({type(e).__name__}: {e})"
+            skipped.append(f"{place}: {why}")
+    seen = hosts.gather({"found": found, "skipped": skipped})[0]
+    if not seen["found"]:
+        there = pathlib.Path(path).exists() or "," in path
+        why = "; ".join(seen["skipped"]) or ("none is complete" if there else "it does not exist")
+        raise UserError(
+            f"resume={path!r}: no checkpoint to start from: {why}; give a run's folder or a "
+            "checkpoint"
+        )
+    return [Saved(pathlib.Path(p), about) for p, about in seen["found"]], seen["skipped"]
 
 
-def _read(path: pathlib.Path) -> dict:
-    """run.json, after a look at the files that it lists."""
-    try:
-        about = json.loads((path / "run.json").read_text())
-        files = about["files"]
-        _ = about["run"]["model"], about["step"], about["layer_order"], about["fingerprints"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"resume={path}: run.json is damaged or foreign ({e!r})") from None
-    for name, size in files.items():
-        file = path / "state" / name
-        if not file.exists():
-            raise UserError(f"resume={path}: damaged, {file} is missing")
-        if file.stat().st_size != size:
-            raise UserError(
-                f"resume={path}: damaged, {file} has {file.stat().st_size} bytes, saved were {size}"
-            )
+def _places(path: str) -> list[pathlib.Path]:
+    """Folders that are checkpoints by their names, newest first; of one step, the last named."""
+    found = []
+    for root in map(pathlib.Path, path.split(",")):
+        below = [*root.glob("[0-9]*"), *root.glob("checkpoints/[0-9]*")]
+        one = (root / "about").exists() or (root / "state").exists()
+        found += [root] if one else [p for p in below if p.name.isdecimal()]
+    step = lambda p: int(p.name) if p.name.isdecimal() else -1
+    return sorted(reversed(found), key=step, reverse=True)
+
+
+def _read(place: pathlib.Path) -> dict:
+    """What run.json says; raises whatever is wrong with it."""
+    about = json.loads((place / "about/run.json").read_text())
+    if about.pop("crc32") != _crc32(about):
+        raise ValueError("not what was written")
+    if not about["fingerprints"]:
+        raise ValueError("no fingerprints")
     return about
 
 
-def restore(path: pathlib.Path, about: dict, abstract):
-    """The state from a checkpoint that locate() found, placed as `abstract` says.
+def restore(
+    found: Sequence[Saved], skipped: list[str], read: Callable[[Saved], Any]
+) -> tuple[Saved, Any]:
+    """The newest checkpoint whose arrays are the bits that were saved, and what `read` makes of it;
+    to `skipped` is added why others are not. All processes agree.
 
     Raises:
-      UserError: what was read is not what was saved.
+      UserError: none is.
     """
-    damage = ""
+    for saved in found:
+        state, damage = _attempt(read, saved)
+        damage = next(filter(None, (x["damage"] for x in hosts.gather({"damage": damage}))), "")
+        if not damage:
+            prints = saved.about["fingerprints"]
+            wrong = [n for n, value in fingerprints(state).items() if prints.get(n) != value]
+            if not wrong:
+                return saved, state
+            damage = f"other bits than were saved in {wrong[0]}"
+        state = None
+        skipped.append(f"{saved.path}: damaged, {damage}")
+    raise UserError(f"resume: no checkpoint is whole: {'; '.join(skipped)}")
+
+
+def read_onto(abstract: Callable[[list[int]], Any]) -> Callable[[Saved], Any]:
+    """For restore(): reads a state placed as the abstract one of its order of layers says."""
+
+    def read(saved: Saved):
+        # The handler itself: a Checkpointer waits at its end for processes that may have failed.
+        args = ocp.args.StandardRestore(abstract(saved.about["layer_order"]))
+        folder = (saved.path / "state").absolute()
+        return ocp.StandardCheckpointHandler().restore(folder, args=args)
+
+    return read
+
+
+def _attempt(read: Callable[[Saved], Any], saved: Saved) -> tuple[Any, str]:
+    """What was read, or None and why not."""
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            state = checkpointer.restore((path / "state").absolute(), abstract)
+        return read(saved), ""
     except Exception as e:  # orbax and tensorstore raise whatever the damage makes them trip over
-        damage = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300]}"
-    if damage:
-        # Orbax closes its loop under reads that are still under way. Each complains at length when
-        # it is thrown away, now or at the end of the process: nobody waits for it, so it may not.
-        hook = sys.unraisablehook
-        sys.unraisablehook = lambda u: None if inspect.iscoroutine(u.object) else hook(u)
-        gc.collect()
-        raise UserError(f"resume={path}: damaged, {damage}")
-    read = fingerprints(state)
-    wrong = [name for name, value in about["fingerprints"].items() if read.get(name) != value]
-    if wrong:
-        raise UserError(f"resume={path}: damaged, other bits than were saved in {wrong[0]}")
-    return state
+        said = (str(e).strip() or "no reason").splitlines()[0].partition(" [tensorstore_spec")[0]
+        damage = f"{type(e).__name__}: {said[:300]}"
+    _say_once()
+    gc.collect()
+    return None, damage
+
+
+@functools.cache
+def _say_once() -> None:
+    """What fails in orbax is raised, and need not be logged too; what others log is heard as
+    before. It also closes its loop under reads and writes that are still under way. Each complains
+    at length, when it is done or thrown away, now or at the end of the process: nobody waits for
+    it, so it may not."""
+    of_orbax = lambda record: "orbax" in pathlib.PurePath(record.pathname).parts
+    logging.getLogger("absl").addFilter(lambda record: not of_orbax(record))
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    hook, closed = sys.unraisablehook, "Event loop is closed"
+    quiet = lambda u: inspect.iscoroutine(u.object) or str(u.exc_value) == closed
+    sys.unraisablehook = lambda u: None if quiet(u) else hook(u)
+
+
+def size(folder: pathlib.Path) -> int:
+    """Bytes of a checkpoint's files."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def fingerprints(state) -> dict[str, int]:
     """For each array, the sum of its bits as unsigned integers: the same on every mesh."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return {n: int(x) for n, x in zip(names, _bits([x for _, x in leaves]), strict=True)}
+    arrays = [x for _, x in leaves]
+    here = all(isinstance(x, np.ndarray) for x in arrays)  # those of a host stay there
+    bits = map(_bits_here, arrays) if here else _bits(arrays)
+    return {n: int(x) for n, x in zip(names, bits, strict=True)}
 
 
 @jax.jit
@@ -184,11 +320,14 @@ def _bits(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.sum(bits(x), dtype=jnp.uint32) for x in arrays]
 
 
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): p.stat().st_size for p in files}
+def _bits_here(x: np.ndarray) -> int:
+    return np.sum(x.view(f"u{x.dtype.itemsize}"), dtype=np.uint32)
 
 
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"checkpoint {name}")
+def _crc32(about: dict) -> int:
+    return zlib.crc32(json.dumps(_plain(about), sort_keys=True).encode())
+
+
+def _plain(about: dict) -> dict:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(about))

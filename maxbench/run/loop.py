@@ -3,11 +3,14 @@
 Step time is completion to completion, each stamped as it comes while the next step is queued.
 """
 
+import contextlib
+import functools
 import math
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent import futures
 
@@ -17,8 +20,7 @@ from jax import monitoring
 from jax.experimental import multihost_utils
 
 from maxbench.mesh import axes, places
-from maxbench.run import checkpoint, hosts, metrics, profile, runtime
-from maxbench.spec import cli
+from maxbench.run import checkpoint, hosts, metrics, peers, profile, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler
@@ -33,30 +35,70 @@ class Failed(Exception):
 
 
 def train(run: Run) -> int:
-    """Trains; returns the exit code: 0 done or stopped by SIGTERM, 1 failed."""
-    with cli.clear_errors("train"):
-        runtime.connect(run)
-        resume = checkpoint.locate(run.output.resume, run) if run.output.resume else None
+    """Trains; returns the exit code: 0 done or stopped by SIGTERM, 1 failed, 2 bad input, 130
+    stopped by Ctrl-C."""
+    log = others = None
+    try:
+        others = runtime.connect(run)
+        found = checkpoint.locate(run.output.resume, run) if run.output.resume else None
         devices = axes.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
-    stop, log = stop_requests(), start_log(run, devices)
-    try:
-        compiled = compile_step(step, log)
-        with cli.clear_errors("train"):
-            state = load(step, resume, log) if resume else step.init()
-        stopped = steps(run, log, stop, compiled, state)
-        if runtime.processes() > 1 or step.platform in ("gpu", "cuda"):
-            log.result |= hosts.survey(metrics.window(run.train.window, log.times)[1])
-    except Failed as e:
-        log.close("failed", str(e))
-        print(f"maxbench train: error: {e}", file=sys.stderr)
-        return 1
+        stop, log = stop_requests(), start_log(run, devices)
+        if others:
+            others.on_loss = functools.partial(log.close, "failed")
+        stopped = _train(step, found, stop, log)
+        log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
-        log.close("failed", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
-        raise
-    log.close("stopped" if stopped else "done", stopped)
+        status, reason, code = verdict(e, run, log, others)
+        if log:
+            log.close(status, reason)
+        if code:
+            error = "error: " * (status == "failed")
+            print(f"maxbench train: {error}{reason}", file=sys.stderr, flush=True)
+        if others:  # jax would wait for all to end well
+            if not code:
+                traceback.print_exc()
+            others.leave(reason)
+            sys.stdout.flush()
+            os._exit(code or 1)
+        if not code:
+            raise
+        return code
+    if others:
+        others.leave()
     return 0
+
+
+def _train(step: Step, found, stop: Callable[[int], str], log: metrics.Log) -> str:
+    """Compiles, starts or resumes, trains; returns why it stopped, or ''."""
+    run = step.run
+    compiled = compile_step(step, log)
+    state = load(step, found, log) if found else step.init()
+    with saver(run, log) as save:
+        stopped = steps(run, log, stop, compiled, state, save)
+    if runtime.processes() > 1 or step.platform in ("gpu", "cuda"):
+        log.result |= hosts.survey(metrics.window(run.train.window, log.times)[1])
+    return stopped
+
+
+def verdict(e: BaseException, run: Run, log, others) -> tuple[str, str, int]:
+    """How a run ends that raised: its status, the reason, and the exit code, 0 for a defect of the
+    program, which keeps its traceback."""
+    if isinstance(e, KeyboardInterrupt):
+        done = log.times if log else ()
+        when = f"at step {max(done)}" if done else "before the first step"
+        return "stopped", f"stopped by you {when}", 130
+    if isinstance(e, UserError):
+        return "failed", str(e), 2
+    if isinstance(e, Failed):
+        return "failed", str(e), 1
+    if others and others.lost.wait(peers.GRACE):  # what was raised is only what came of it
+        return "failed", others.why, 1
+    for full in ("No space left on device", "Disk quota exceeded"):
+        if full in str(e):  # tensorstore's is no OSError
+            return "failed", f"{full}: output_dir={run.output.dir!r}", 1
+    return "failed", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", 0
 
 
 def check_processes(run: Run, devices) -> None:
@@ -124,37 +166,57 @@ def compile_step(step: Step, log: metrics.Log):
     return compiled
 
 
-def load(step: Step, resume, log: metrics.Log):
-    path, about = resume
-    start = time.time()
-    order = about["layer_order"]
-    same = np.array_equal(order, step.order)
-    state = checkpoint.restore(path, about, step.abstract if same else step.in_order(order))
-    state = state if same else step.reorder(state, order)
-    seconds, size = time.time() - start, sum(about["files"].values())
+def load(step: Step, found, log: metrics.Log):
+    """The state of the newest checkpoint that is whole; says which are not, and what is changed."""
+    start, (checkpoints, skipped) = time.time(), found
+
+    def abstract(order):
+        return step.abstract if np.array_equal(order, step.order) else step.in_order(order)
+
+    try:
+        saved, state = checkpoint.restore(checkpoints, skipped, checkpoint.read_onto(abstract))
+    finally:
+        for why in skipped:
+            log.line(f"resume: passed over {why}")
+    order = saved.about["layer_order"]
+    state = state if np.array_equal(order, step.order) else step.reorder(state, order)
+    seconds, changed = time.time() - start, checkpoint.differences(saved.about, step.run)
+    size = checkpoint.size(saved.path)
     log.line(
         f"Global Checkpoint Load : Rank : 0 : Start time : {start:.3f}s : "
-        f"Time spent in load_checkpoint: {seconds:.3f}s : {rate(size, seconds)} : from {path}"
+        f"Time spent in load_checkpoint: {seconds:.3f}s : {rate(size, seconds)} : from {saved.path}"
     )
-    log.result["checkpoint_load"] = {"path": str(path), "seconds": seconds, "bytes": size}
+    for one in changed:
+        log.line(f"resume: changed since it was saved: {one}")
+    about = {"path": str(saved.path), "seconds": seconds, "bytes": size}
+    log.result["checkpoint_load"] = about | {"skipped": skipped, "changed": changed}
     return state
 
 
-def save(run: Run, log: metrics.Log, state) -> None:
-    start = time.time()
-    size, seconds = checkpoint.save(log.folder / "checkpoints", run, state)
-    log.line(
-        f"Global Checkpoint Save : Rank: 0 : Iteration: {int(state['step'])} : "
-        f"Start time: {start:.3f}s : Save duration: {seconds:.3f}s : {rate(size, seconds)}"
-    )
-    log.result.setdefault("checkpoint_saves", []).append({"seconds": seconds, "bytes": size})
+def saver(run: Run, log: metrics.Log):
+    """What saves this run's states, each with a line in the log; None where none was asked for."""
+    if not (run.output.checkpoint or run.output.checkpoint_every):
+        return contextlib.nullcontext()
+
+    def tell(took: dict) -> None:
+        waited, background, size = took["seconds"], took["background_s"], took["bytes"]
+        log.line(
+            f"Global Checkpoint Save : Rank: 0 : Iteration: {took['step']} : Start time: "
+            f"{took['start']:.3f}s : Save duration: {waited:.3f}s : "
+            f"{rate(size, waited + background)} : and {background:.3f}s in the background"
+        )
+        log.result.setdefault("checkpoint_saves", []).append(took)
+
+    return checkpoint.Saver(log.folder / "checkpoints", run, tell)
 
 
 def rate(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3f} GB : {size / 1e9 / seconds:.3f} GB/s"
 
 
-def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state) -> str:
+def steps(
+    run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state, saver=None
+) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     window = profile.Window(run.profile, jax.process_index(), log.folder)
@@ -167,15 +229,18 @@ def steps(run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, stat
         state, out = compiled(state)
         queue.add(i, out)
         i += 1
-        if every and i % every == 0 and i < run.train.steps:
+        if saver and every and i % every == 0 and i < run.train.steps:
             queue.drain()
-            save(run, log, state)
+            saver.save(state)
             queue.last_done = time.perf_counter()
+        elif saver:
+            saver.check()
     queue.drain()
     window.switch(on=False)
-    if run.output.checkpoint or every:
-        save(run, log, state)
-    return reason and f"{reason} after step {i - 1}"
+    if saver:
+        saver.save(state)
+    saved = f"saved as step {i}" if saver else "nothing saved, no checkpoint was asked for"
+    return reason and f"{reason} after step {i - 1}: {saved}"
 
 
 class Queue:
@@ -219,7 +284,8 @@ class Queue:
 
 
 def stop_requests() -> Callable[[int], str]:
-    """SIGTERM: finish the step, save, exit. Several processes agree on the step.
+    """SIGTERM: finish the step, save if checkpoints were asked for, exit. Several processes agree
+    on the step.
 
     Returns what says why to stop with a given step as the last one, or ''.
     """

@@ -8,6 +8,7 @@ import os
 import pathlib
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from maxbench.spec import flops
 from maxbench.spec.run import Run
 
 SCHEMA = 1  # of result.json
+ROOM = 1 << 18  # bytes kept on disk for the end of result.json, in case it is full by then
 USED = ("peak_bytes_in_use", "bytes_in_use")
 
 
@@ -127,9 +129,16 @@ class Log:
             "config": run.asdict(),
             **about,
         }
+        self.closing = threading.Lock()
         if not writes:
             return
         self.folder = self._new_folder()
+        self.room = self.folder / ".room"
+        try:
+            self.room.write_bytes(os.urandom(ROOM))
+        except OSError:
+            self.room.unlink()
+            raise
         self.file = (self.folder / f"log-{run.name}.out").open("a", buffering=1)
         self.jsonl = (self.folder / "metrics.jsonl").open("a", buffering=1)
         if sys.stdout.isatty():
@@ -149,11 +158,11 @@ class Log:
         """A line of the log, shown on stdout too."""
         if not self.writes:
             return
-        self.file.write(text + "\n")
         if show and self.live:
             self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif show:
             print(text, flush=True)
+        self.file.write(text + "\n")
 
     def step(self, i: int, step_s: float, out: dict[str, float], memory: tuple[int, int]) -> None:
         """Records a step: both log lines that existing tools read, one line of metrics.jsonl."""
@@ -185,19 +194,24 @@ class Log:
             self.live.update(self.live.task_ids[0], completed=i + 1, last=last)
 
     def close(self, status: str, reason: str = "") -> None:
-        """Writes result.json and the closing table."""
-        if not self.writes:
+        """Writes result.json and the closing table, once, however full the disk is."""
+        if not self.writes or not self.closing.acquire(blocking=False):
             return
+        self.room.unlink(missing_ok=True)
         self.result |= {"status": status, "reason": reason, "ended": time.time()}
         self.result |= self.summary()
         self.write_result()
         if self.live:
             self.live.stop()
             self.live = None
-        self.line(closing_table(self.result))
-        self.line(f"results: {self.folder}")
-        self.file.close()
-        self.jsonl.close()
+        for last in (
+            lambda: self.line(closing_table(self.result)),
+            lambda: self.line(f"results: {self.folder}"),
+            self.file.close,
+            self.jsonl.close,
+        ):
+            with contextlib.suppress(OSError):
+                last()
 
     def summary(self) -> dict:
         """Figures over the window, by name, each with its convention."""
@@ -248,7 +262,7 @@ def closing_table(result: dict) -> str:
     device = result["device"]
     rows = {
         "run": result["name"],
-        "status": f"{result['status']} {result['reason']}".strip(),
+        "status": " ".join([result["status"], result["reason"].removeprefix("stopped ")]).strip(),
         "device": f"{device['count']} x {device['kind']}",
     }
     if "step_s" in result:

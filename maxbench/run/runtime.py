@@ -15,6 +15,7 @@ import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 
+from maxbench.run import peers
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 
@@ -126,33 +127,57 @@ def host() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def connect(run: Run) -> None:
-    """Joins the other processes of the run, if there are any.
+def connect(run: Run) -> peers.Peers | None:
+    """Joins the other processes of the run, and returns them, if there are any.
 
-    They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's.
+    They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's; where Slurm
+    says no address, jax finds one, and nobody is watched.
 
     Raises:
-      UserError: the run is for GPUs, and jax found none.
+      UserError: some did not come; the run is for GPUs, and jax found none.
     """
     import jax
 
-    r, env = run.runtime, os.environ
+    r, found = run.runtime, None
     if r.mock_gpus:
         jax.config.update("jax_mock_gpu_topology", f"1x{r.mock_gpus}x1")  # a host has what is here
-    if r.coordinator:
-        jax.distributed.initialize(r.coordinator, r.processes, r.process)
-    elif set(JAX_PROCESSES) <= set(env):
-        address, processes, process = (env[name] for name in JAX_PROCESSES)
-        jax.distributed.initialize(address, int(processes), int(process))
-    elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
-        node = run.layout.gpu.gpus_per_node
-        # Left alone, jax gives a process one GPU, which is right for one process per GPU only.
-        whole_node = list(range(node)) if per_node == "1" and not r.cpu_devices else None
-        jax.distributed.initialize(local_device_ids=whole_node)
+    address, count, process, devices = _place(run)
+    if count > 1:
+        wait = r.wait or peers.seconds(count)
+        found = peers.meet(address, count, process, wait, host()) if address else None
+        jax.distributed.initialize(
+            address or None,
+            count,
+            process,
+            local_device_ids=devices,
+            initialization_timeout=round(wait),
+            heartbeat_timeout_seconds=50,  # of a process that lives and does nothing
+        )
     if jax.default_backend() != "gpu":
         seen = "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
         _refuse(run, no_gpu() or seen)
+    return found
+
+
+def _place(run: Run) -> tuple[str, int, int, list[int] | None]:
+    """The coordinator's address, how many processes there are, which this is, and its GPUs, where
+    jax needs to be told."""
+    r, env = run.runtime, os.environ
+    address = env.get(JAX_PROCESSES[0], "")
+    if r.coordinator:
+        return r.coordinator, r.processes, r.process, None
+    try:
+        if set(JAX_PROCESSES) <= set(env):
+            return address, *(int(env[name]) for name in JAX_PROCESSES[1:]), None
+        if (count := int(env.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
+            per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
+            node = -(-run.layout.gpus // count)  # GPUS_PER_NODE may be less than a node has
+            # Left alone, jax gives a process one GPU: right for one process per GPU only.
+            whole = list(range(node)) if per_node == "1" and not r.cpu_devices else None
+            return address, count, int(env["SLURM_PROCID"]), whole
+    except ValueError as e:
+        raise UserError(f"{', '.join(JAX_PROCESSES)} or Slurm's variables: {e}") from None
+    return "", 1, 0, None
 
 
 def processes() -> int:

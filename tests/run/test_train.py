@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -12,10 +13,12 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from benchmarks import kills
 from maxbench.mesh import axes
-from maxbench.run import hosts, loop, runtime
+from maxbench.run import checkpoint, hosts, loop, metrics, runtime
 from tests.conftest import processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"
@@ -48,6 +51,13 @@ def folder_of(root) -> pathlib.Path:
 def losses(folder) -> dict[int, float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["loss"] for r in map(json.loads, lines)}
+
+
+def wait_for_a_step(root) -> None:
+    deadline = time.monotonic() + 120
+    while not any(p.read_text() for p in pathlib.Path(root).rglob("metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.core
@@ -103,7 +113,8 @@ def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
     assert code == 0
     saved = re.search(
         r"Global Checkpoint Save : Rank: 0 : Iteration: 4 : Start time: \d+\.\d{3}s : "
-        r"Save duration: \d+\.\d{3}s : \d+\.\d{3} GB : \d+\.\d{3} GB/s",
+        r"Save duration: \d+\.\d{3}s : \d+\.\d{3} GB : \d+\.\d{3} GB/s : "
+        r"and \d+\.\d{3}s in the background",
         out,
     )
     assert saved, out
@@ -113,7 +124,7 @@ def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
     assert re.search(r"Time spent in load_checkpoint: \d+\.\d{3}s", out)
     assert losses(folder_of(half)) == {4: expected[4], 5: expected[5]}
     prints = [
-        json.loads((folder_of(f) / "checkpoints/6/run.json").read_text())["fingerprints"]
+        json.loads((folder_of(f) / "checkpoints/6/about/run.json").read_text())["fingerprints"]
         for f in (straight, half)
     ]
     assert prints[0] == prints[1]
@@ -126,11 +137,10 @@ def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
 def test_a_bad_checkpoint_is_refused_with_its_reason(tmp_path, capsys):
     assert run_here(tmp_path, capsys, steps=2, checkpoint=True)[0] == 0
     path = folder_of(tmp_path) / "checkpoints/2"
+    again = tmp_path / "again"
 
     def refused(*texts, **flags):
-        code, out = run_here(
-            tmp_path / "again", capsys, **{"resume": str(path), "steps": 4, **flags}
-        )
+        code, out = run_here(again, capsys, **{"resume": str(path), "steps": 4, **flags})
         assert code == 2
         assert "error: resume=" in out
         for text in (str(path), *texts):
@@ -139,31 +149,79 @@ def test_a_bad_checkpoint_is_refused_with_its_reason(tmp_path, capsys):
     refused("nothing is left to train", "--steps 3", steps=2)
     refused("of another model: name=llama31 (this run: grok1)", workload="grok1_314b")
     refused("its weights are fp32", overrides={"precision.weights": "bf16"})
-    about = (path / "run.json").read_text()
-    (path / "run.json").write_text(about.replace('"loss', '"')[: len(about) // 2])
-    refused("run.json is damaged or foreign")
-    (path / "run.json").unlink()
-    refused("only unfinished ones")
-    (path / "run.json").write_text(about)
+    whole = (path / "about/run.json").read_text()
+    about = json.loads(whole)
+    # The user's flags are not to blame for what was changed here.
+    about["run"]["model"]["heads"] += 1
+    for damaged in (whole[: len(whole) // 2], json.dumps(about), "{}", "[]", ""):
+        (path / "about/run.json").write_text(damaged)
+        refused("run.json is missing, damaged or foreign")
+    (path / "about/run.json").unlink()
+    refused("run.json is missing, damaged or foreign")
+    about = {k: v for k, v in json.loads(whole).items() if k != "crc32"} | {"fingerprints": {}}
+    about["crc32"] = checkpoint._crc32(about)
+    (path / "about/run.json").write_text(json.dumps(about))
+    refused("no fingerprints")
+    (path / "about/run.json").write_text(whole)
     largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    whole = largest.read_bytes()
-    largest.write_bytes(whole[:-7])
-    refused("damaged", largest.name, f"saved were {len(whole)}")
-    middle = len(whole) // 2
-    largest.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    kept = largest.read_bytes()
+    middle = len(kept) // 2
+    largest.write_bytes(kept[:middle] + bytes(64) + kept[middle + 64 :])
     # In a process of its own: what orbax leaves unfinished would complain in a later test.
     words = ("--config", TINY, "--dtype", "fp32", "--config.precision.grads=fp32", "--steps", "4")
-    process = start(*words, "--resume", str(path), "--output_dir", str(tmp_path / "again"))
+    process = start(*words, "--resume", str(path), "--output_dir", str(again))
     _, said = process.communicate(timeout=300)
     assert process.returncode == 2, said
-    assert f"error: resume={path}: damaged, " in said
+    assert f"error: resume: no checkpoint is whole: {path}: damaged, " in said
     assert "Traceback" not in said
-    largest.unlink()
-    refused("is missing")
-    largest.write_bytes(whole)
-    assert run_here(tmp_path / "again", capsys, resume=str(path), steps=3)[0] == 0
+    result = json.loads((folder_of(again) / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["reason"].startswith("resume: no checkpoint is whole: ")
+    largest.write_bytes(kept)
+    assert run_here(again, capsys, resume=str(path), steps=3)[0] == 0
     path = tmp_path / "nowhere"
     refused("does not exist")
+
+
+def test_resume_passes_over_what_is_damaged_and_names_what_is_changed(tmp_path, capsys):
+    every = {"output.checkpoint_every": 1}
+    assert run_here(tmp_path / "a", capsys, steps=4, overrides=every)[0] == 0
+    folder = folder_of(tmp_path / "a")
+    assert sorted(p.name for p in folder.glob("checkpoints/*")) == ["3", "4"]
+    (folder / "checkpoints/4/about/run.json").write_text("{}")
+    other = {"optim.b1": 0.8, "train.seed": 7}
+    code, out = run_here(
+        tmp_path / "b", capsys, steps=5, resume=f"{tmp_path},{folder}", overrides=other, gbs=4
+    )
+    assert code == 0, out
+    assert f"resume: passed over {folder}/checkpoints/4: run.json is" in out
+    for text in ("layout.gbs=4 (saved: 2)", "optim.b1=0.8 (saved: 0.9)", "train.seed=7 (saved: 0)"):
+        assert f"resume: changed since it was saved: {text}" in out
+    assert [*losses(folder_of(tmp_path / "b"))] == [3, 4]
+    loaded = json.loads((folder_of(tmp_path / "b") / "result.json").read_text())["checkpoint_load"]
+    assert loaded["path"] == str(folder / "checkpoints/3")
+    assert (len(loaded["skipped"]), len(loaded["changed"])) == (1, 4)  # steps, too
+
+
+def test_damaged_checkpoints_never_load_and_never_stop_a_run(tmp_path):
+    assert kills.damaged(tmp_path, 16, random.Random(0))["passed over"] > 1
+
+
+def test_killed_runs_go_on_as_if_nothing_had_been(tmp_path):
+    """benchmarks/kills.py does it many times."""
+    found, prints, _ = kills.kill_and_resume(tmp_path / "killed", 2, random.Random(0))
+    assert (found, prints) == kills.straight(tmp_path / "straight", max(found) + 1)
+
+
+def test_checkpoints_are_saved_once_in_the_background_and_the_last_are_kept(tmp_path):
+    every = {"output.checkpoint_every": 1, "output.keep": 1, "output.keep_every": 3}
+    run, told = resolve("llama31_8b", "tiny", every), []
+    with checkpoint.Saver(tmp_path, run, told.append) as saver:
+        for step in (1, 2, 3, 4, 5, 5):
+            saver.save({"step": jnp.int32(step), "params": jnp.ones(8)})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "5"]
+    assert [x["step"] for x in told] == [1, 2, 3, 4, 5]
+    assert all(x["seconds"] > 0 and x["background_s"] > 0 and x["bytes"] > 99 for x in told)
 
 
 def test_a_killed_run_leaves_its_last_checkpoint_and_its_log(tmp_path, capsys):
@@ -171,7 +229,7 @@ def test_a_killed_run_leaves_its_last_checkpoint_and_its_log(tmp_path, capsys):
     args += ("--config.precision.grads=fp32",)
     process = start("--config", TINY, "--output_dir", str(tmp_path), *args)
     deadline = time.monotonic() + 120
-    while len(list(tmp_path.rglob("run.json"))) < 3 and time.monotonic() < deadline:
+    while len(list(tmp_path.glob("*/*/*/checkpoints/[3-9]"))) < 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
     process.communicate()
@@ -180,7 +238,7 @@ def test_a_killed_run_leaves_its_last_checkpoint_and_its_log(tmp_path, capsys):
     before = losses(folder)
     assert len(before) >= 3
     assert "completed step: 2" in next(folder.glob("log-*.out")).read_text()
-    last = max(int(p.parent.name) for p in folder.rglob("run.json"))
+    last = max(int(p.name) for p in folder.glob("checkpoints/*") if p.name.isdecimal())
     code, out = run_here(tmp_path / "again", capsys, steps=last + 1, resume=str(folder))
     assert code == 0, out
     assert [*losses(folder_of(tmp_path / "again"))] == [last]
@@ -189,19 +247,16 @@ def test_a_killed_run_leaves_its_last_checkpoint_and_its_log(tmp_path, capsys):
 def test_sigterm_finishes_the_step_saves_and_exits(tmp_path):
     args = ("--steps", "100000", "--checkpoint", "--output_dir", str(tmp_path))
     process = start("--config", TINY, *args)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    while not losses(folder_of(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_a_step(tmp_path)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     folder = folder_of(tmp_path)
     result = json.loads((folder / "result.json").read_text())
     last = max(losses(folder))
-    assert (result["status"], result["reason"]) == ("stopped", f"SIGTERM after step {last}")
-    assert (folder / "checkpoints" / str(last + 1) / "run.json").exists()
+    reason = f"SIGTERM after step {last}: saved as step {last + 1}"
+    assert (result["status"], result["reason"]) == ("stopped", reason)
+    assert [p.name for p in folder.glob("checkpoints/*")] == [str(last + 1)]
     assert "SIGTERM after step" in out
 
 
@@ -248,6 +303,47 @@ class Scalar:
 
     def __float__(self):
         return 1.0
+
+
+def test_sigterm_saves_nothing_that_was_not_asked_for(monkeypatch):
+    device = SlowDevice(monkeypatch, 1)
+    run = resolve("llama31_8b", "tiny", steps=6)
+    said = loop.steps(run, device, lambda i: "SIGTERM", device, {"step": 0})
+    assert said == "SIGTERM after step 0: nothing saved, no checkpoint was asked for"
+
+
+def test_ctrl_c_keeps_the_results(tmp_path):
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored by what a shell starts with &
+    process = start("--config", TINY, "--steps", "100000", "--output_dir", str(tmp_path))
+    wait_for_a_step(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    last = max(losses(folder_of(tmp_path)))
+    assert (process.returncode, result["status"]) == (130, "stopped")
+    assert result["reason"] == f"stopped by you at step {last}"
+    assert err.strip() == f"maxbench train: {result['reason']}"
+
+
+def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
+    made = metrics.Log.__init__
+
+    def full(log, *args):
+        made(log, *args)
+        assert log.room.stat().st_size == metrics.ROOM
+        log.jsonl.close()
+        log.jsonl = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+
+    monkeypatch.setattr(metrics.Log, "__init__", full)
+    code, out = run_here(tmp_path, capsys, steps=9)
+    assert code == 1
+    assert "Traceback" not in out
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    reason = f"No space left on device: output_dir={str(tmp_path)!r}"
+    assert (result["status"], result["reason"]) == ("failed", reason)
+    assert not (folder_of(tmp_path) / ".room").exists()
 
 
 def test_first_and_last_step_are_as_long_as_the_others(monkeypatch):
@@ -306,6 +402,29 @@ def test_devices_that_are_not_there(tmp_path, capsys):
         assert text in out
 
 
+def free_address() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def test_a_process_that_dies_is_named_and_ends_the_run(tmp_path):
+    words = ["--config", TINY, "--fsdp", "2", "--cpu_devices", "1", "--steps", "100000"]
+    words += ["--layers", "1", "--output_dir", str(tmp_path), "--processes", "2"]
+    words += ["--coordinator", free_address()]
+    both = [start(*words, "--process", str(i), SLURMD_NODENAME=f"n{i}") for i in (0, 1)]
+    wait_for_a_step(tmp_path)
+    both[1].kill()
+    _, err = both[0].communicate(timeout=30)
+    both[1].communicate()
+    assert both[0].returncode == 1
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    reason = "process 1 of 2 on n1: it died, see its output"
+    assert (result["status"], result["reason"]) == ("failed", reason)
+    assert f"error: {reason}" in err
+    assert "Traceback" not in err
+
+
 def test_two_processes_train_as_one(tmp_path, capsys):
     """Told of each other by flags; then, to go on, by the environment."""
     axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
@@ -314,10 +433,7 @@ def test_two_processes_train_as_one(tmp_path, capsys):
     flags += [f"--{k}={v}" for k, v in axes.items()] + ["--cpu_devices", "4"]
 
     def pair(by, *more):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
-        started = []
+        address, started = free_address(), []
         for i in range(2):
             extra, env = ["--coordinator", address, "--processes", "2", "--process", str(i)], {}
             if by == "environment":
