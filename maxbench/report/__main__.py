@@ -11,7 +11,7 @@ runs whose program is in plan's cache.
 """
 
 import os
-import re
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.report import compare, page, runlogs, tables
 from maxbench.report.planned import look_inside
 from maxbench.spec import cli
-from maxbench.spec.errors import UserError, choose
+from maxbench.spec.errors import UserError, choose, plain
 
 # Name -> what makes the text of it, from rows and settings.
 FORMATS = {
@@ -36,16 +36,15 @@ FORMATS = {
 def define(fv: flags.FlagValues) -> None:
     """Defines the flags of the report."""
     string = lambda name, default, text: flags.DEFINE_string(name, default, text, flag_values=fv)
-    number = lambda name, default, text: flags.DEFINE_float(name, default, text, flag_values=fv)
     string("format", "table", " | ".join(FORMATS))
     string("title", "maxbench report", "heading of the HTML page")
     string("output", "", "write to this file instead of the screen")
     string("window", "35,44", "first and last step that count")
     string("gpu_type", "", f"of logs that do not name it: {' | '.join(GPUS)}")
     string("hardware", "", "file of further GPU types, as of the runs")
-    number("cost", 0.0, "dollars per GPU hour")
-    number("interval", 0.0, "minutes between checkpoints; 0 = the best (Young, Daly)")
-    number("mtbf", 24.0, "hours between failures of the whole job")
+    string("cost", "0", "dollars per GPU hour")
+    string("interval", "0", "minutes between checkpoints; 0 = the best (Young, Daly)")
+    string("mtbf", "24", "hours between failures of the whole job")
     flags.DEFINE_bool("full-names", False, "paths instead of names", flag_values=fv)
     flags.DEFINE_bool("diff", False, "what moved between two runs", flag_values=fv)
 
@@ -61,21 +60,9 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
         cli.add_hardware(fv["hardware"].value)
     if fv["gpu_type"].value:
         choose("gpu_type", fv["gpu_type"].value, GPUS)
-    steps = re.fullmatch(r" *(\d+) *, *(\d+) *", fv["window"].value)
-    window = tuple(map(int, steps.groups())) if steps else (1, 0)
-    if window[0] > window[1]:
-        raise UserError(f"window={fv['window'].value!r} must be two steps, as 35,44")
-    for name in ("cost", "interval", "mtbf"):
-        value = fv[name].value
-        if not 0 <= value < 1e9 or (name == "mtbf" and value == 0):
-            raise UserError(f"{name}={value} must be a positive number")
-    as_given = ("cost", "gpu_type", "interval", "mtbf", "title")
-    return compare.Settings(
-        window=window,
-        paths=tuple(paths),
-        full_names=fv["full-names"].value,
-        **{name: fv[name].value for name in as_given},
-    )
+    as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title")
+    given = {name: fv[name].value for name in as_given}
+    return compare.Settings(paths=tuple(paths), full_names=fv["full-names"].value, **given)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,16 +80,18 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"no run and no log at or below {', '.join(paths)}")
         look_inside(rows, every=fv["format"].value == "html")
         make = tables.difference if fv["diff"].value else FORMATS[fv["format"].value]
-        made = make(rows, chosen)
-        if fv["output"].value:
-            with open(fv["output"].value, "w", encoding="utf-8") as f:
-                f.write(made + "\n")
+        made = "\n".join(map(plain, make(rows, chosen).split("\n")))
+        if file := fv["output"].value:
+            try:
+                pathlib.Path(file).write_text(made + "\n", encoding="utf-8")
+            except OSError as e:
+                raise UserError(f"output={file!r} cannot be written: {e.strerror}") from None
     if not fv["output"].value:
         try:
             print(made, flush=True)
         except BrokenPipeError:  # `| head` has seen enough; Python would complain at exit too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if any(one.ok for one in rows) else 1
+    return 0 if any(one.ok or one.record.status == "running" for one in rows) else 1
 
 
 if __name__ == "__main__":

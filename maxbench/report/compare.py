@@ -16,25 +16,34 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.report.record import Record, at
 from maxbench.run import metrics
 from maxbench.spec import flops, formats, recipes
+from maxbench.spec.errors import plain
+from maxbench.spec.fields import judge, setting
 from maxbench.spec.model import Model
+from maxbench.spec.run import WINDOW
 
 PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median that are worth an alarm
 SPREAD = 0.05  # between repeats of a run
+POINTS = 200  # of a run's steps that are looked at for a drift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the reader chose."""
 
-    window: tuple[int, int] = (35, 44)  # steps that count, inclusive
-    cost: float = 0.0  # dollars per GPU hour
+    # steps that count, inclusive
+    window: tuple[int, int] = setting((35, 44), at_least=0, fits=WINDOW)
+    cost: float = setting(0.0, at_least=0)  # dollars per GPU hour
     gpu_type: str = ""  # of logs that do not name it
-    interval: float = 0.0  # minutes between checkpoints; 0 = the best by Young and Daly
-    mtbf: float = 24.0  # mean hours between failures of the whole job
+    # minutes between checkpoints; 0 = the best by Young and Daly
+    interval: float = setting(0.0, at_least=0, at_most=1e9)
+    mtbf: float = setting(24.0, above=0, at_most=1e9)  # mean hours between failures of the job
     paths: tuple[str, ...] = ()  # where the runs were looked for
     full_names: bool = False  # paths instead of names
     title: str = "maxbench report"  # of the page
+
+    def __post_init__(self):
+        judge(self)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -60,6 +69,11 @@ class Row:
     unplanned: str = ""  # why there is no such prediction
     trace: dict | None = None  # NCCL's calls: steps, damaged_lines, calls, step_beside_plan
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        """The reason and the notes as one line."""
+        return "; ".join(filter(None, [self.why, *self.notes]))
 
     @property
     def tuning(self) -> tuple:
@@ -99,12 +113,23 @@ def row(r: Record, s: Settings) -> Row:
     if bad := [i for i, x in r.loss.items() if not math.isfinite(x)]:
         first = min(bad)
         made.ok, made.verdict, made.why = False, "DIED", f"loss is {r.loss[first]} at step {first}"
-    if r.status == "running":
-        made.ok, made.verdict, made.why = False, "-", "still running"
+    if r.status in ("running", "skipped"):
+        made.ok, made.verdict = False, "-"
+        made.why = "still running" if r.status == "running" else r.reason
+    if r.damaged > 0:
+        made.notes.append(f"lines about steps that are damaged: {r.damaged}")
+    made.notes += r.unread
+    made.notes += gaps(r.step_s)
+    if r.status == "done" and 0 <= r.last < r.planned - 1:
+        made.notes.append(f"the log ends at step {r.last}, the run at {r.planned - 1}")
     kept, times = metrics.window(s.window, r.step_s)
     if not kept or not (made.ok or (kept[0], kept[-1]) == s.window):
         return made
     made.window = (kept[0], kept[-1])
+    if made.window != s.window:
+        early, late = min(r.step_s) > s.window[0], r.last < s.window[1]
+        why = "the run starts later" if early else "the run was shorter" if late else "a gap"
+        made.notes.append(f"steps {kept[0]} to {kept[-1]} count: {why}")
     made.step = metrics.statistics_of(times)
     made.peak_gib = r.peak_bytes / 2**30 or None
     _figures(made, kept, s)
@@ -114,6 +139,18 @@ def row(r: Record, s: Settings) -> Row:
         if slow := at(r.result, "slow_hosts", []):
             made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return made
+
+
+def gaps(steps: Iterable[int]) -> list[str]:
+    """What is missing between the first and the last step of a log, in words.
+
+    A program may log every tenth step: a gap is wider than most.
+    """
+    pairs = [*itertools.pairwise(sorted(steps))]
+    usual = statistics.mode(b - a for a, b in pairs) if pairs else 1
+    found = [f"{a + usual} to {b - usual}" for a, b in pairs if b - a > usual]
+    more = f" and in {len(found) - 1} more places" if len(found) > 1 else ""
+    return [f"no steps in the log from {found[0]}{more}"] if found else []
 
 
 def _figures(made: Row, kept: list[int], s: Settings) -> None:
@@ -165,6 +202,7 @@ def alarms(times: Sequence[float]) -> list[str]:
     """What is odd about the steps of one run: two modes, or a drift."""
     if len(times) < 8:
         return []
+    times = times[:: -(-len(times) // POINTS)]  # pairs of them are many
     notes, middle = [], statistics.median(times)
     if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
         notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
@@ -310,5 +348,5 @@ def names(rows: Sequence[Row], s: Settings) -> list[str]:
     found = []
     for r in (x.record for x in rows):
         stamp = r.path.name.removeprefix(r.name) if r.source == "maxbench" else ""
-        found.append(str(r.path) if s.full_names else r.name + stamp)
+        found.append(plain(str(r.path) if s.full_names else r.name + stamp))
     return found

@@ -36,7 +36,7 @@ def html(rows: Sequence[Row], s: Settings) -> str:
         run = SimpleNamespace(row=one, name=name, label=label(one))
         # Where a table says '-', the page says nothing.
         run.cells = {head: "" if x == "-" else x for head, x in tables.cells(one).items()}
-        run.why = "; ".join(filter(None, [one.why, *one.notes, *tables.money(one, s)]))
+        run.why = "; ".join(filter(None, [one.said, *tables.money(one, s)]))
         runs.append(run)
     return template().render(
         title=s.title,
@@ -70,6 +70,9 @@ def facts(rows: Sequence[Row]) -> dict[str, str]:
     """The figures at the top of the page, by name."""
     good = [x for x in rows if x.ok]
     made = {"finished": f"{len(good)} of {len(rows)}"}
+    for kind in ("running", "skipped"):
+        if count := sum(x.record.status == kind for x in rows):
+            made[kind] = str(count)
     for verdict, name in VERDICTS.items():
         if count := sum(x.verdict == verdict for x in rows):
             made[name] = str(count)

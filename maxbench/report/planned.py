@@ -24,7 +24,7 @@ def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
             one.planned, one.unplanned = predict(r)
         if traced:
             logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
-            calls, damaged = nccl.read(logs)
+            calls, damaged = nccl.read(path for path in logs if path.is_file())
             planned, steps = (one.planned or {}).get("communication", []), max(1, len(r.step_s))
             one.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
             one.trace["step_beside_plan"] = nccl.against(calls, planned, steps)
@@ -56,8 +56,7 @@ def _run(config: Mapping) -> Run:
     same["runtime"] = {"tp_overlap": config["runtime"]["tp_overlap"]}
     made = {}
     for name, cls in recipes.SECTIONS.items():
-        fields = same.get(name, config[name]).items()
-        made[name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields})
+        made[name] = cls(**same.get(name, config[name]))
     return Run(**made)
 
 

@@ -30,8 +30,8 @@ class Record:
 
     path: pathlib.Path
     name: str
-    source: str  # maxbench | nemo | megatron | maxtext
-    status: str = _told("status")  # done | stopped | failed | died | running
+    source: str  # maxbench | nemo | megatron | maxtext; '' = could not be read
+    status: str = _told("status")  # done | stopped | failed | died | running | skipped
     reason: str = _told("reason")
     model: str = _told("config.model.name")
     size: str = _told("config.model.size")
@@ -54,6 +54,8 @@ class Record:
     saves: list[float] = dataclasses.field(default_factory=list)  # seconds of each checkpoint
     loads: list[float] = dataclasses.field(default_factory=list)
     result: dict = dataclasses.field(default_factory=dict)
+    damaged: int = 0  # lines about steps that could not be read
+    unread: list[str] = dataclasses.field(default_factory=list)  # what else could not, in words
 
     @property
     def last(self) -> int:

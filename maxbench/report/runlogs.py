@@ -1,27 +1,32 @@
 """Reads runs back: our folders, and text logs of NeMo, Megatron-Bridge and MaxText.
 
 Whatever a file holds (half a line, another program's output, nothing), reading it raises no error:
-what cannot be read is left out, and a Record says what is missing.
+what cannot be read is left out, and a Record says what that is. Logs may be of any size: no more
+than a BLOCK of one is in memory.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
 import re
-import statistics
+import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from maxbench.hardware import gpus, published
 from maxbench.report import textlogs
 from maxbench.report.record import Record, at
 from maxbench.spec import recipes
-from maxbench.spec.errors import UserError
+from maxbench.spec.errors import UserError, plain
 
-LARGEST = 64 << 20  # bytes of a text log that are read, half from its start, half from its end
+BLOCK = 4 << 20  # bytes
+ENDING = 1 << 18  # bytes of a text log's end that may say why
 FOREIGN = (".out", ".log", ".txt", ".err")
 NOT_RUNS = re.compile(r"^(sbatch_|srun-|gpu-|nccl)|prepare_squad_dataset_exp|import_ckpt_exp")
 
@@ -35,14 +40,25 @@ def read(paths: Iterable[str | pathlib.Path]) -> list[Record]:
     Raises:
       UserError: a path does not exist.
     """
-    records: dict[pathlib.Path, Record] = {}
+    records: dict[str, Record] = {}
+
+    def keep(record: Record) -> None:
+        record.name, record.reason = plain(record.name), plain(record.reason)
+        records.setdefault(os.path.realpath(record.path), record)
+
     for path in map(pathlib.Path, paths):
-        if not path.exists():
+        if not os.path.lexists(path):
             raise UserError(f"no such file or folder: {path}")
-        for folder, files in _folders(path):
+        for folder, files in _folders(path, lambda e: keep(_skipped(e.filename, e))):
             for record in _in_folder(folder, files):
-                records.setdefault(record.path.resolve(), record)
+                keep(record)
     return sorted(records.values(), key=lambda r: (_natural(r.name), r.started, str(r.path)))
+
+
+def _skipped(path: str | pathlib.Path, error: OSError) -> Record:
+    """What stands in a report for a file or a folder that cannot be read."""
+    path, why = pathlib.Path(path), f"cannot be read: {error.strerror}"
+    return Record(path=path, name=path.name, source="", status="skipped", reason=why)
 
 
 def _natural(name: str) -> list:
@@ -50,17 +66,19 @@ def _natural(name: str) -> list:
     return [(int(x), "") if x.isdecimal() else (0, x) for x in re.split(r"([0-9]{1,18})", name)]
 
 
-def _folders(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, list[str]]]:
-    if path.is_file():
+def _folders(
+    path: pathlib.Path, failed: Callable[[OSError], Any]
+) -> Iterator[tuple[pathlib.Path, list[str]]]:
+    if not path.is_dir():
         yield path.parent, [path.name]
         return
-    for folder, below, files in os.walk(path):
+    for folder, below, files in os.walk(path, onerror=failed):
         below[:] = sorted(d for d in below if d not in ("checkpoints", "nsys_profile", "xplane"))
         yield pathlib.Path(folder), sorted(files)
 
 
 def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[Record]:
-    if {"result.json", "job.json"} & {*files} and (record := _ours(folder)):
+    if {"result.json", "job.json", "metrics.jsonl"} & {*files} and (record := _ours(folder, files)):
         yield record
         return
     logs = (f for f in files if f.endswith(FOREIGN) and not NOT_RUNS.search(f))
@@ -70,14 +88,47 @@ def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[Record]:
 # --- files that may be damaged ---
 
 
-def _bytes(path: pathlib.Path, most: int = 1 << 40) -> bytes:
-    """The last `most` bytes of a file; b'' where it cannot be read."""
+def _blocks(path: pathlib.Path) -> Iterator[bytes]:
+    """A file in parts that end where a line does; a longer line is cut.
+
+    Raises:
+      OSError: it cannot be read, or is none: a pipe would wait for a writer.
+    """
+    with open(path, "rb", opener=_open) as f:
+        rest = b""
+        while read := f.read(BLOCK):
+            rest += read
+            cut = max(rest.rfind(b"\n"), rest.rfind(b"\r")) + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+        yield rest
+
+
+def _open(path: str, flags: int) -> int:
+    """open() for regular files alone."""
+    found = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(0, "not a regular file")
+    return found
+
+
+def _ours_of(record: Record, name: str) -> Iterator[bytes]:
+    """_blocks() of a file in a run's folder; what cannot be read is noted."""
     try:
-        with open(path, "rb") as f:
-            f.seek(max(0, path.stat().st_size - most))
-            return f.read()
-    except OSError:
-        return b""
+        yield from _blocks(record.path / name)
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        record.unread.append(f"{name} cannot be read: {e.strerror}")
+
+
+def _json_of(record: Record, name: str) -> dict:
+    """A JSON file in a run's folder; {} where there is none, or none that is whole."""
+    text = b"".join(itertools.islice(_ours_of(record, name), 16))  # ours are 10 KB
+    if not (found := _json(text)) and text:
+        record.unread.append(f"{name} is damaged")
+    return found
 
 
 def _json(text: bytes) -> dict:
@@ -91,36 +142,42 @@ def _json(text: bytes) -> dict:
 # --- our own folders ---
 
 
-def _ours(folder: pathlib.Path) -> Record | None:
-    """A run's folder; None where result.json is not one of ours."""
-    result = _json(_bytes(folder / "result.json"))
-    if "config" not in result and result:
-        return None
+def _ours(folder: pathlib.Path, files: list[str]) -> Record | None:
+    """A run's folder, whatever of it is left; None where it is not one of ours."""
+    record = Record(path=folder, name="", source="maxbench")
+    found = _json_of(record, "result.json")
+    result = record.result = found if "config" in found else {}
     name = folder.name.rpartition("_")[0] or folder.name  # without its timestamp
-    name = at(result, "name", "") or name
-    record = Record(path=folder, name=name, source="maxbench", result=result)
+    record.name = name = at(result, "name", "") or name
     for field in (f for f in dataclasses.fields(Record) if f.metadata):
         setattr(record, field.name, at(result, field.metadata["path"], field.default))
+    _steps(record)
     if not result:  # in its preflight, refused by it, or cut off
-        record.started = at(_json(_bytes(folder / "job.json")), "started", 0.0)
+        marked = not found and {"result.json", "job.json"} & {*files}
+        if not (record.step_s or marked):
+            return None
+        record.unread += ["result.json is damaged"] * bool(found)
+        record.started = at(_json_of(record, "job.json"), "started", 0.0)
         _from_name(record, name)
-    _steps(_bytes(folder / "metrics.jsonl"), record)
     seconds = [at(one, "seconds", 0.0) for one in at(result, "checkpoint_saves", [])]
     record.saves = [*filter(None, seconds)]
     record.loads = [*filter(None, [at(result, "checkpoint_load.seconds", 0.0)])]
-    _power(folder, record)
+    _power(record)
     if record.status in ("", "running"):
-        _died(folder, record)
-    elif record.status == "stopped" and (why := textlogs.reason(_job_text(folder))):
+        _died(record)
+    elif record.status == "stopped" and (why := textlogs.reason(_job_text(record))):
         record.reason = f"{record.reason}: {why}"
     return record
 
 
-def _steps(text: bytes, record: Record) -> None:
-    """Steps of metrics.jsonl; a damaged line is left out."""
-    for one in map(_json, text.splitlines()):
+def _steps(record: Record) -> None:
+    """Steps of metrics.jsonl; a damaged line is counted."""
+    for line in (x for block in _ours_of(record, "metrics.jsonl") for x in block.splitlines(True)):
+        one = _json(line)
         step, step_s = at(one, "step", -1), at(one, "step_s", 0.0)
         if step < 0 or step_s == 0:
+            # The last line of a run that goes on may be on its way.
+            record.damaged += line.endswith(b"\n") or record.status != "running"
             continue
         record.step_s[step] = step_s
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
@@ -128,38 +185,51 @@ def _steps(text: bytes, record: Record) -> None:
         record.peak_bytes = max(record.peak_bytes, at(one, "peak_bytes", 0))
 
 
-def _died(folder: pathlib.Path, record: Record) -> None:
+def _died(record: Record) -> None:
     """Why a run that never closed its result ended, from what the job left behind."""
-    ended = _json(_bytes(folder / "exit.json"))
-    reason = textlogs.reason(_job_text(folder)) or at(ended, "reason", "").strip(" ;")
+    ended = _json_of(record, "exit.json")
+    reason = textlogs.reason(_job_text(record)) or at(ended, "reason", "").strip(" ;")
     code = at(ended, "code", 0)
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
-    files = [folder / name for name in ("metrics.jsonl", "result.json", "job.json")]
-    silent_s = time.time() - max(file.stat().st_mtime for file in files if file.exists())
-    usual_s = max(900.0, 10 * max(record.step_s.values(), default=0.0))
-    if not (ended or reason) and silent_s < usual_s:
+    files = [record.path / name for name in ("metrics.jsonl", "result.json", "job.json")]
+    if not (ended or reason) and _goes_on(record, *files):
         record.status = "running"
         return
     if reason and at(ended, "phase", "") == "preflight":
         reason = f"preflight: {reason}"
-    silent = "ended without a word" if record.result else "ended before step 0"
+    silent = "ended without a word" if record.result or record.step_s else "ended before step 0"
     record.status, record.reason = "died", reason or silent
 
 
-def _job_text(folder: pathlib.Path) -> bytes:
+def _goes_on(record: Record, *files: pathlib.Path) -> bool:
+    """Whether a run wrote to its files so shortly ago that it may be about to again."""
+    written = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    return time.time() - written < max(900.0, 10 * max(record.step_s.values(), default=0.0))
+
+
+def _job_text(record: Record) -> bytes:
     """The ends of what the job and its steps printed."""
-    files = [*sorted(folder.glob("srun-*.log")), *sorted(folder.glob("sbatch_*.out"))]
-    return b"".join(_bytes(p, 1 << 16) for p in files)
+    files = [*sorted(record.path.glob("srun-*.log")), *sorted(record.path.glob("sbatch_*.out"))]
+    return b"".join(_end(_ours_of(record, path.name), 1 << 16) for path in files)
 
 
-def _power(folder: pathlib.Path, record: Record) -> None:
+def _end(blocks: Iterable[bytes], size: int) -> bytes:
+    return functools.reduce(lambda end, block: (end + block)[-size:], blocks, b"")
+
+
+def _power(record: Record) -> None:
     """Mean power of the GPUs from gpu-<host>.csv, which task.sh writes beside a run."""
-    logs = folder.glob("gpu-*.csv")
-    watts = [float(m[1]) for path in logs for m in WATTS.finditer(_bytes(path, 4 << 20))]
+    watts = collections.Counter(
+        float(m[1])
+        for path in record.path.glob("gpu-*.csv")
+        for block in _ours_of(record, path.name)
+        for m in WATTS.finditer(block)
+    )
     high = max(watts, default=0.0)
-    if busy := [w for w in watts if w > high / 2]:  # idle before and after the steps
-        record.power_w = statistics.fmean(busy)
+    busy = {w: n for w, n in watts.items() if w > high / 2}  # idle before and after the steps
+    if busy:
+        record.power_w = sum(w * n for w, n in busy.items()) / sum(busy.values())
 
 
 # --- text logs ---
@@ -167,23 +237,24 @@ def _power(folder: pathlib.Path, record: Record) -> None:
 
 def _text(path: pathlib.Path) -> Record | None:
     """A run from a text log; None where no line tells of a step or of training."""
+    record = Record(path=path, name=_run_name(path), source="nemo")
     try:
-        about = path.stat()
-        with open(path, "rb") as f:
-            data = f.read(LARGEST if about.st_size <= LARGEST else LARGEST // 2)
-    except OSError:
+        record.started = path.stat().st_mtime
+        end = b""
+        for block in _blocks(path):
+            textlogs.fill(record, block)
+            end = (end + block)[-ENDING:]
+    except FileNotFoundError:
         return None
-    if about.st_size > LARGEST:
-        data += b"\n" + _bytes(path, LARGEST // 2)
-    record = Record(path=path, name=_run_name(path), source="nemo", started=about.st_mtime)
-    textlogs.fill(record, data)
+    except OSError as e:
+        return _skipped(path, e)
     looks = re.search(r"pretrain|nemo|maxtext|megatron|log-", path.name)
     if not record.step_s and not looks:
         return None
     _from_name(record, f"{path.parent}/{path.name}")
     tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
     record.profiled = next((tool for part, tool in tools.items() if part in str(path)), "")
-    _ending(data, record)
+    _ending(end, record)
     return record
 
 
@@ -231,12 +302,14 @@ def _from_name(record: Record, text: str) -> None:
         record.gbs = record.result.get("tokens", 0) // record.seq
 
 
-def _ending(data: bytes, record: Record) -> None:
+def _ending(end: bytes, record: Record) -> None:
     """Whether the run reached its end."""
     record.status, last = "done", record.last
     if record.planned and last >= record.planned - 1:
         return
-    reason = textlogs.reason(data[-(1 << 18) :])
-    if record.planned or last < 0 or reason:  # MaxText does not say how many steps are to be
+    reason = textlogs.reason(end)
+    if last >= 0 and record.planned and not reason and _goes_on(record, record.path):
+        record.status = "running"
+    elif record.planned or last < 0 or reason:  # MaxText does not say how many steps are to be
         record.status = "died"
         record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")

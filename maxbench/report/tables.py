@@ -1,5 +1,6 @@
 """Runs as text: a table for the terminal, CSV, JSON, Markdown, and what moved between two."""
 
+import collections
 import csv
 import dataclasses
 import io
@@ -55,10 +56,9 @@ def record(one: Row) -> dict:
     The first seven columns are those of the seeds' parser.
     """
     r, step, tflops, mfu = one.record, one.step or {}, one.tflops or {}, one.mfu or {}
-    failed = "Running" if r.status == "running" else "Failed"
     return {
         "filename": str(r.path),
-        "status": "Success" if one.ok else failed,
+        "status": status(one),
         "time_mean_seconds": step.get("mean"),
         "time_std_dev_seconds": step.get("std"),
         "tflops_per_gpu_mean": tflops.get("mean"),
@@ -75,8 +75,14 @@ def record(one: Row) -> dict:
         "cost_per_1t_tokens_dollars": one.cost,
         "joules_per_token": one.joules,
         "verdict": one.verdict,
-        "reason": "; ".join(filter(None, [one.why, *one.notes])),
+        "reason": one.said,
     }
+
+
+def status(one: Row) -> str:
+    """Success, Failed, Running or Skipped."""
+    other = {"running": "Running", "skipped": "Skipped"}
+    return "Success" if one.ok else other.get(one.record.status, "Failed")
 
 
 def layout(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -99,11 +105,9 @@ def text(rows: Sequence[Row], s: Settings) -> str:
     pad = " " * (rule.index(" ") + 3)
     for one, line in zip(rows, lines, strict=True):
         if one.step is None:
-            out.append(f"{line} ({one.record.last + 1} iterations) {one.why}".rstrip())
+            out.append(f"{line} ({one.record.last + 1} iterations) {one.said}".rstrip())
             continue
         notes = [one.why] if one.why else []
-        if one.window != s.window:
-            notes.append(f"steps {one.window[0]} to {one.window[1]} count: the run was shorter")
         out += [line, *(pad + note for note in (*notes, *money(one, s), *one.notes))]
     counts = (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in _counts(rows).items())
     out += ["", "Summary:", *counts]
@@ -124,9 +128,11 @@ def money(one: Row, s: Settings) -> list[str]:
 
 
 def _counts(rows: Sequence[Row]) -> dict[str, int]:
-    good = sum(x.ok for x in rows)
-    counts = {"success_experiments": good, "failed_experiments": len(rows) - good}
-    return counts | {"success_rate": round(100 * good / max(1, len(rows)))}
+    found = collections.Counter(map(status, rows))
+    good, bad = found.pop("Success", 0), found.pop("Failed", 0)
+    counts = {"success_experiments": good, "failed_experiments": bad}
+    counts |= {f"{name.lower()}_experiments": n for name, n in found.items()}
+    return counts | {"success_rate": round(100 * good / max(1, good + bad))}
 
 
 def sections(rows: Sequence[Row], s: Settings) -> list[tuple[str, list[str]]]:
@@ -200,8 +206,9 @@ def to_csv(rows: Sequence[Row], s: Settings) -> str:
     form = lambda column: forms.get(column.partition("_")[0], ".6g")
     told = lambda k, v: format(v, form(k)) if isinstance(v, float) else v
     writer.writerows({k: told(k, v) for k, v in one.items()} for one in found)
-    good, bad, _ = _counts(rows).values()
-    return f"{out.getvalue()}# Summary: {good} success, {bad} failed, {len(rows)} total"
+    counts = ((k.partition("_")[0], n) for k, n in _counts(rows).items() if "rate" not in k)
+    summary = "".join(f"{n} {name}, " for name, n in counts)
+    return f"{out.getvalue()}# Summary: {summary}{len(rows)} total"
 
 
 def to_json(rows: Sequence[Row], s: Settings) -> str:
@@ -237,7 +244,7 @@ def markdown(rows: Sequence[Row], s: Settings) -> str:
     for one, name in zip(rows, compare.names(rows, s), strict=True):
         c = cells(one)
         said = one.verdict if one.step else f"after {one.record.last + 1} steps:"
-        out.append(_bars([name, *(c.get(k, "-") for k in shown), f"{said} {one.why}".strip()]))
+        out.append(_bars([name, *(c.get(k, "-") for k in shown), f"{said} {one.said}".strip()]))
     for title, lines in sections(rows, s):
         out += ["", f"**{title}**", "", *(f"- {' '.join(x.split())}" for x in lines)]
     for trace in traces(rows):

@@ -3,13 +3,13 @@
 Any bytes will do: half a line, or a number that is none, is left out.
 """
 
-import contextlib
 import re
 from collections.abc import Iterator
 
 from maxbench.report.record import Record
 
-_INT, _FLOAT = rb"(\d{1,9})", rb"([-+]?(?:\d[\d.]{0,30}(?:[eE][-+]?\d{1,3})?|nan|inf))"
+_INT = rb"(\d{1,9})"
+_FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 # Program -> patterns of a line: its step, how many there will be, and the rest with its FIELDS.
 LINES = {
     "maxtext": [re.compile(rb"completed step: " + _INT + rb"()((?:(?!completed)[^\r\n])*)")],
@@ -20,20 +20,37 @@ LINES = {
     "megatron": [re.compile(rb"iteration +" + _INT + rb"/ +" + _INT + rb" \|([^\r\n]*)")],
 }
 FROM_0 = (LINES["maxtext"][0], LINES["nemo"][0])  # the others count from 1
-FIELDS = {
-    "step_s": re.compile(rb"(?:, seconds|train_step_timing in s)[:=] ?" + _FLOAT),
-    "step_ms": re.compile(rb"elapsed time per iteration \(ms\): ?" + _FLOAT),
-    "tflops": re.compile(
-        rb"(?:TFLOPS_per_GPU|throughput per GPU \(TFLOP/s/GPU\)|TFLOP/s/device): ?" + _FLOAT
-    ),
-    "model_tflops": re.compile(_FLOAT + rb" ?MODEL_TFLOP/s/GPU"),
-    "loss": re.compile(rb"(?:(?:reduced_train_loss|lm loss)[:=] ?|, loss: )" + _FLOAT),
-    "gbs": re.compile(rb"(?:global_batch_size|global batch size)[:=] *" + _INT),
-    "tokens": re.compile(rb"total_weights: " + _INT),
-    "peak": re.compile(rb"peak_memory_usage: (\d{1,15})"),
-    "step": re.compile(rb"global_step=" + _FLOAT),
-    "samples": re.compile(rb"consumed_samples[:=] ?" + _FLOAT),
+WORDS = {
+    "maxtext": {
+        b", seconds": "step_s",
+        b"TFLOP/s/device": "tflops",
+        b", loss": "loss",
+        b"total_weights": "tokens",
+    },
+    "nemo": {
+        b"train_step_timing in s": "step_s",
+        b"TFLOPS_per_GPU": "tflops",
+        b"reduced_train_loss": "loss",
+        b"global_batch_size": "gbs",
+        b"peak_memory_usage": "peak",
+        b"global_step": "step",
+        b"consumed_samples": "samples",
+    },
+    "megatron": {
+        b"elapsed time per iteration (ms)": "step_ms",
+        b"throughput per GPU (TFLOP/s/GPU)": "tflops",
+        b"lm loss": "loss",
+        b"global batch size": "gbs",
+    },
 }
+FIELDS = {
+    source: re.compile(rb"(%b)[:=] *%b(?![\w.])" % (b"|".join(map(re.escape, words)), _FLOAT))
+    for source, words in WORDS.items()
+}
+MODEL_TFLOPS = re.compile(_FLOAT + rb" ?MODEL_TFLOP/s/GPU")
+# What every line about a step holds, and the lines about checkpoints: found much faster.
+TIMES = (b"completed step: ", b"train_step_timing in s", b"elapsed time per iteration (ms): ")
+OTHERS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
 REASON = re.compile(
@@ -46,51 +63,67 @@ REASON = re.compile(
 )
 
 
-def fill(record: Record, data: bytes) -> None:
-    """Fills in the steps and the checkpoints that a log's text tells of."""
+def fill(record: Record, block: bytes) -> None:
+    """Fills in the steps and the checkpoints that a part of a log's text tells of."""
+    data = telling(block)
+    record.damaged += sum(map(data.count, TIMES))
     for source, step, total, fields in lines(data):
         record.source = source
-        step_s = number(fields.get("step_s")) or number(fields.get("step_ms")) / 1000
-        if step_s <= 0 or step < 0:
+        step_s = positive(fields.get("step_s", fields.get("step_ms", 0) / 1000))
+        if not step_s or step < 0:
             continue
+        record.damaged -= 1
         # Every process of MaxText prints the line; a step takes as long as its slowest process.
         slowest = record.step_s.get(step, 0.0) if source == "maxtext" else 0.0
         record.step_s[step] = max(step_s, slowest)
         record.planned = max(record.planned, total)
-        if tflops := fields.get("tflops") or fields.get("model_tflops"):
-            record.tflops[step] = number(tflops)
-        with contextlib.suppress(KeyError, ValueError):
-            record.loss[step] = float(fields["loss"])
+        if "tflops" in fields:
+            record.tflops[step] = positive(fields["tflops"])
+        if "loss" in fields:
+            record.loss[step] = fields["loss"]
         if "gbs" in fields:
-            record.gbs = int(fields["gbs"])
+            record.gbs = int(positive(fields["gbs"]))
         elif "samples" in fields and step:  # the older progress bar has no batch, counts samples
-            record.gbs = record.gbs or round(number(fields["samples"]) / (step + 1))
+            record.gbs = record.gbs or round(positive(fields["samples"]) / (step + 1))
         if "tokens" in fields:
-            record.result["tokens"] = int(fields["tokens"])
-        record.peak_bytes = max(record.peak_bytes, int(fields.get("peak", 0)))
+            record.result["tokens"] = int(positive(fields["tokens"]))
+        record.peak_bytes = max(record.peak_bytes, int(positive(fields.get("peak", 0))))
     for pattern, kept in ((SAVED, record.saves), (LOADED, record.loads)):
-        kept += filter(None, map(number, pattern.findall(data)))
+        kept += filter(None, (positive(float(x)) for x in pattern.findall(data)))
 
 
-def lines(data: bytes) -> Iterator[tuple[str, int, int, dict[str, bytes]]]:
+def telling(block: bytes) -> bytes:
+    """The lines of a part of a log that hold one of TIMES or OTHERS."""
+    spans = set()
+    for word in (*TIMES, *OTHERS):
+        at = block.find(word)
+        while at >= 0:
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
+            spans.add((block.rfind(b"\n", 0, at) + 1, end))
+            at = block.find(word, end)
+    return b"\n".join(block[start:end] for start, end in sorted(spans))
+
+
+def lines(data: bytes) -> Iterator[tuple[str, int, int, dict[str, float]]]:
     """Program, step (from 0), steps to be (0: not said) and fields of each line about a step."""
     for source, patterns in LINES.items():
         for match in (m for pattern in patterns for m in pattern.finditer(data)):
-            step, total = int(match[1]), int(match[2] or 0)
-            fields = {k: m[1] for k, p in FIELDS.items() if (m := p.search(match[3]))}
+            step, total, text = int(match[1]), int(match[2] or 0), match[3]
+            words = WORDS[source]
+            fields = {words[word]: float(x) for word, x in FIELDS[source].findall(text)}
+            if b"MODEL_TFLOP" in text and (rate := MODEL_TFLOPS.search(text)):
+                fields.setdefault("tflops", float(rate[1]))
             if match.re in FROM_0:
                 total += match[2] != b""  # it names the last step
             else:
-                step = int(number(fields["step"])) if "step" in fields else step - 1
+                step = int(positive(fields["step"])) if "step" in fields else step - 1
             yield source, step, total, fields
 
 
-def number(text: bytes | None) -> float:
-    """A positive number of a log; 0 where it is none, or none that can be."""
-    with contextlib.suppress(ValueError):
-        found = float(text or 0)
-        return found if 0 < found < 1e30 else 0.0
-    return 0.0
+def positive(number: float) -> float:
+    """A number of a log; 0 where it is none that can be."""
+    return number if 0 < number < 1e30 else 0.0
 
 
 def reason(text: bytes) -> str:

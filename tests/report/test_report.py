@@ -43,6 +43,7 @@ def nemo(path: pathlib.Path, steps: int, step_s: float, total: int = 50, end: st
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [nemo_line(i, total, step_s + 0.01 * (i % 3 - 1), **kwargs) for i in range(steps)]
     path.write_text("".join(lines) + end)
+    os.utime(path, (1e9, 1e9))  # nobody writes to it any more
     return path
 
 
@@ -215,6 +216,147 @@ def test_a_job_that_never_trained(tmp_path):
     (row,) = rows(tmp_path)
     assert row.verdict == "DIED"
     assert row.why == "preflight: error: driver differ: a, b"
+
+
+# --- nothing is lost ---
+
+
+def every_format(path: pathlib.Path, **kwargs) -> dict[str, str]:
+    """What report prints of a path, by format, from this process."""
+    made = {}
+    for name in report.FORMATS:
+        out = path.parent / f"{name}.made"
+        report.main(["report", f"--format={name}", f"--output={out}", "--gpu_type=h100", str(path)])
+        made[name] = out.read_text()
+    return made
+
+
+def test_a_log_of_any_size_is_read_whole_in_constant_memory(tmp_path):
+    """100 MB, a NaN in the middle; read in the time and the memory of a small one."""
+    noise = f"[NeMo I 2026-01-01 12:00:00] {'a | 1/2, b: 3 ' * 10}\n" * 14_000
+    lines = [nemo_line(i, 50, 9.4).replace("11.96", "nan" if i == 25 else "11.96") + noise
+             for i in range(50)]  # fmt: skip
+    (tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out").write_text("".join(lines))
+    code = (
+        "import time\nfrom maxbench.report import compare, runlogs\n"
+        "from maxbench.run import metrics\n"
+        f"(r,) = runlogs.read(['{tmp_path}'])\nrow = compare.row(r, compare.Settings())\n"
+        "print(len(r.step_s), metrics.process_peak_bytes(), time.process_time(), row.why)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    steps, peak, seconds, *why = done.stdout.split()
+    assert (steps, " ".join(why)) == ("50", "loss is nan at step 25")
+    assert int(peak) < 80e6
+    assert float(seconds) < 3
+
+
+@given(block=st.integers(1 << 9, 1 << 13), seed=st.integers(0, 9))
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_where_a_log_is_cut_for_reading_changes_nothing(tmp_path, block, seed):
+    rng = random.Random(seed)
+    bar = "".join(f"\r| {i}/60 [00:1, train_step_timing in s={i}.5]" for i in range(51, 60))
+    lines = [nemo_line(i, 60, 9 + i / 100) + rng.randrange(9) * "a, seconds\n" for i in range(51)]
+    path = nemo(tmp_path / "log-pretrain_a.out", 0, 1.0, end="".join(lines) + bar + "\nerror: x\n")
+    whole = runlogs.read([path])
+    kept, runlogs.BLOCK = runlogs.BLOCK, block
+    try:
+        assert runlogs.read([path]) == whole
+    finally:
+        runlogs.BLOCK = kept
+    assert len(whole[0].step_s) == 59  # the bar counts from 1
+
+
+def test_damaged_lines_are_counted_in_every_format(tmp_path):
+    path = ours(tmp_path) / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 7,', '{"st').replace('"step": 8,', ""))
+    said = every_format(tmp_path)
+    assert {name for name, text in said.items() if "are damaged: 2" in text} == {*report.FORMATS}
+    log = nemo(tmp_path / "b" / "log-pretrain_llama31_8b_fp8_8_1.out", 50, 9.4)
+    log.write_text(log.read_text().replace("in s: 9.4 ", "in s: 9.4.1 "))
+    (row,) = rows(log)
+    assert row.record.damaged == 50 - len(row.record.step_s) == 17
+
+
+def test_a_gap_is_a_gap(tmp_path):
+    def without(stamp: int, *gone: int) -> compare.Row:
+        path = ours(tmp_path, stamp=stamp) / "metrics.jsonl"
+        lines = path.read_text().splitlines(True)
+        path.write_text("".join(x for i, x in enumerate(lines) if i not in gone))
+        return rows(path.parent)[0]
+
+    one = without(1, *range(30, 40))
+    assert one.notes == ["no steps in the log from 30 to 39", "steps 40 to 44 count: a gap"]
+    assert "the run was shorter" not in tables.text([one], H100)
+    assert without(2, 3, 9).notes == ["no steps in the log from 3 to 3 and in 1 more places"]
+    assert without(3, *range(35, 45)).step is None
+    ends = "the log ends at step 39, the run at 49"
+    assert without(4, *range(40, 50)).notes == [ends, "steps 20 to 39 count: the run was shorter"]
+    assert without(5, *range(40)).notes == ["steps 45 to 49 count: the run starts later"]
+    assert compare.gaps(range(9, 100, 10)) == []  # a program that logs every tenth step
+
+
+def test_a_run_is_found_by_whatever_is_left_of_it(tmp_path):
+    path = ours(tmp_path)
+    result = (path / "result.json").read_text()
+    (path / "result.json").write_text(result.replace('"config"', '"confiG"'))
+    (row,) = rows(tmp_path)
+    assert (len(row.record.step_s), row.record.gpus) == (50, 8)
+    assert "result.json is damaged" in row.said
+    (path / "result.json").unlink()
+    (row,) = rows(tmp_path)
+    assert (len(row.record.step_s), row.verdict) == (50, "-")
+    (path / "metrics.jsonl").write_text('{"accuracy": 1}\n')  # of another program
+    assert rows(tmp_path) == []
+
+
+def test_what_is_no_regular_file_is_skipped_with_a_notice(tmp_path):
+    path = ours(tmp_path)
+    os.mkfifo(tmp_path / "log-pipe.out")
+    os.mkfifo(path / "gpu-n1.csv")
+    os.mkfifo(path / "srun-train-1.log")
+    (path / "exit.json").write_text('{"code": 9}')
+    for name, text in every_format(tmp_path).items():
+        assert "cannot be read: not a regular file" in text, name
+        assert "gpu-n1.csv cannot be read" in text, name
+    (path / "metrics.jsonl").unlink()
+    os.mkfifo(path / "metrics.jsonl")
+    (path / "result.json").write_text("{")
+    found = {row.record.status: row.said for row in rows(tmp_path)}
+    assert found["skipped"] == "cannot be read: not a regular file"
+    assert "result.json is damaged; metrics.jsonl cannot be read" in found["died"]
+
+
+def test_control_bytes_reach_no_terminal(tmp_path):
+    evil = "\x1b]0;pwned\x07\x9b2J\u202e\udc80"
+    name = f"log-pretrain_{evil}\n.out"
+    nemo(tmp_path / name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape"), 3,
+         9.4, end=f"ValueError: {evil[:-1]}\n")  # fmt: skip
+    ours(tmp_path, status="failed", reason=evil, versions={evil: evil}, slow_hosts=[evil])
+    said = every_format(tmp_path) | {"names": run("--full-names", str(tmp_path), code=1)}
+    for format, text in said.items():
+        assert {c for c in text if not c.isprintable()} <= {"\n"}, format
+
+
+def test_a_running_job_has_not_failed(tmp_path):
+    ours(tmp_path, steps=12, status="running")
+    log = nemo(tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out", 20, 9.4)
+    os.utime(log)
+    said = every_format(tmp_path)
+    assert json.loads(said["json"])["summary"] == {
+        "success_experiments": 0, "failed_experiments": 0, "running_experiments": 2,
+        "success_rate": 0,
+    }  # fmt: skip
+    assert said["csv"].endswith("# Summary: 0 success, 0 failed, 2 running, 2 total\n")
+    assert "Running experiments: 2" in said["table"]
+    assert report.main(["report", "--output=/dev/null", str(tmp_path)]) == 0
+
+
+def test_alarms_of_many_steps_take_no_time():
+    before = time.process_time()
+    assert "drifts by +40.0%" in compare.alarms([1 + i / 20_000 for i in range(10_001)])[0]
+    assert time.process_time() - before < 1
 
 
 # --- verdicts ---
@@ -493,9 +635,11 @@ def test_diff_says_what_moved(tmp_path):
     ("args", "message"),
     [
         (["--format=tabel"], "format='tabel' is not one of table, csv, json, md, html; did you"),
-        (["--window=44"], "window='44' must be two steps, as 35,44"),
-        (["--cost=-1"], "cost=-1.0 must be a positive number"),
+        (["--window=44"], "window=44 must be first and last step, as 35,44"),
+        (["--cost=-1"], "cost=-1 must be a finite number, at least 0"),
         (["--gpu_type=h10"], "did you mean 'h100'?"),
+        (["--mtbf=nan"], "mtbf=nan must be a finite number, above 0"),
+        (["--output=/none/x", "maxbench/../tests/report"], "no run and no log"),
         (["nowhere"], "no such file"),
         (["--fromat=csv"], "unknown flag 'fromat'"),
     ],
