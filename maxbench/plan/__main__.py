@@ -6,9 +6,11 @@
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
   python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
   python -m maxbench.plan --config configs/llama31_405b.py --gpus 512 --schedule
+  python -m maxbench.plan --config configs/llama31_405b.py --gpus 96
 
-The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Exit code: 0 it
-fits, 3 it does not, 2 bad input.
+The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Where the table
+has no row for so many GPUs, layouts are searched, with the nearest row's batch per GPU. Exit code:
+0 it fits, 3 it does not, 2 bad input.
 """
 
 import json
@@ -18,10 +20,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.plan import hlo, search, trace
-from maxbench.plan.planner import as_published, best_remat, figures, plan, play, ranking, screen
-from maxbench.spec import cli
+from maxbench.plan import hlo, planner, search, trace
+from maxbench.spec import cli, recipes
 from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
 from maxbench.step.schedule import schedule_of
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
@@ -35,6 +37,10 @@ def define(fv: flags.FlagValues) -> None:
     yes("as_published", "recompute what the published run did, whether or not that fits")
     yes("schedule", "draw the pipeline's schedule and stop: ticks, bubble, slots")
     yes("search", "try other layouts and remat policies of the same work on the same GPUs")
+    yes(
+        "sensitivity",
+        "the step if network, NVLink, memory or matrix products were slower or faster",
+    )
     flags.DEFINE_alias("max_spare", "best_remat", flag_values=fv)
     flags.DEFINE_string("timeline", None, "write the step as FILE.json and .svg", flag_values=fv)
     flags.DEFINE_integer("compiled", 8, "layouts that --search compiles", 1, flag_values=fv)
@@ -43,14 +49,15 @@ def define(fv: flags.FlagValues) -> None:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 fits, 3 does not fit, 2 bad input."""
     fv = flags.FlagValues()
-    cli.define(fv, argv)
+    cli.define(fv)
     define(fv)
     if {"--help", "-h", "-help"} & set(argv):
         print(cli.help_text(__doc__.strip(), fv))
         return FITS
     asked = lambda name: fv[name].value
     with cli.clear_errors("plan"):
-        run, timeline = cli.parse(fv, argv), asked("timeline")
+        run, found = given(fv, argv)
+        timeline = asked("timeline")
         if asked("schedule"):
             if run.layout.pp == 1:
                 raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
@@ -59,24 +66,45 @@ def main(argv: Sequence[str]) -> int:
         if asked("as_published"):
             if asked("best_remat") or asked("search"):
                 raise UserError("as_published excludes --best_remat and --search")
-            run = as_published(run)
+            run = planner.as_published(run)
         if timeline and not timeline.endswith(".json"):
             raise UserError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
+        if why := "" if found else search.hopeless(run):
+            print(f"maxbench plan: {why}", file=sys.stderr)
+            return DOES_NOT_FIT
         if asked("search"):
-            plans = search.search(run, asked("compiled"))
+            found = found or search.candidates(run, asked("compiled"))
+        if found:
+            plans = search.search(found, run)
         else:
-            plans = [best_remat(run) if asked("best_remat") else plan(run)]
-    p = plans[0]
+            plans = [planner.best_remat(run) if asked("best_remat") else planner.plan(run)]
+    p = plans[0] if not found else min(plans, key=lambda p: (not p.fits, p.step_s))
+    changed = planner.sensitivity(p) if asked("sensitivity") else {}
     if asked("json"):
-        found = [figures(each) for each in plans]
-        print(json.dumps(found if asked("search") else found[0], indent=1))
+        told = [planner.figures(each) for each in plans]
+        told[plans.index(p)] |= {"sensitivity_s": changed} if changed else {}
+        print(json.dumps(told if found else told[0], indent=1))
     else:
-        print(ranking(plans, run) if asked("search") else screen(p))
+        parts = [planner.ranking(plans, run)] if found else []
+        parts += [planner.screen(p), *([planner.sensitivities(p, changed)] if changed else [])]
+        print("\n\n".join(parts))
     if timeline:
-        spans = play(p.run, hlo.parse(p.compiled.text), record=True).spans
+        spans = planner.play(p.run, hlo.parse(p.compiled.text), record=True).spans
         for path in trace.write(timeline, spans, p.run.name):
             print(f"timeline: {path}", file=sys.stderr)
     return FITS if any(p.fits for p in plans) else DOES_NOT_FIT
+
+
+def given(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list[Run]]:
+    """The run; or where the table has no row for so many GPUs, the nearest row's, and the runs that
+    promise most on so many."""
+    try:
+        return cli.parse(fv, argv), []
+    except recipes.NoRow as e:
+        if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
+            raise  # they are of the layout that was meant
+        gpus, near = int(fv["gpus"].value), cli.parse(fv, argv, e.nearest)
+        return near, search.at(near, gpus, fv["compiled"].value)
 
 
 if __name__ == "__main__":

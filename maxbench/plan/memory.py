@@ -126,6 +126,16 @@ def in_flight(run: Run) -> int:
     return min(work, most) if run.train.schedule == "1f1b" else work
 
 
+def least(run: Run) -> float:
+    """Arithmetic: bytes of a GPU that no compiler saves: the state, the weights to compute with,
+    and their gradients."""
+    p, (weights, ends) = run.precision, stage_weights(run)
+    width = lambda dtype: FORMATS[dtype].bytes
+    state = flops.params(run.model) * (width(p.weights) + 2 * width(p.moments))
+    local = (weights + ends) * (width(run.format.compute) + width(p.grads))
+    return state / run.layout.gpus + local / run.layout.fsdp
+
+
 def stage_weights(run: Run) -> tuple[float, float]:
     """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
     a, m = run.layout, run.model

@@ -28,6 +28,16 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
 }
 
 
+CLUSTER = {  # for sensitivity(): a part of the cluster -> fields of Physics
+    "network bandwidth": ("network",),
+    "NVLink bandwidth": ("nvlink",),
+    "memory bandwidth": ("memory",),
+    "matrix products": ("gemm_bf16", "gemm_fp8"),
+    "latency of links": ("network_us", "nvlink_us"),
+}
+FACTORS = (0.5, 0.8, 1.25, 2.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A run, what its program occupies, and its predicted step.
@@ -84,6 +94,17 @@ def play(
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
     costs = Costs(run.layout.gpu_type, degrees, physics)
     return simulate.play(program, costs, schedule_of(run).shares(), record)
+
+
+def sensitivity(p: Plan) -> dict[str, list[float]]:
+    """Seconds of a step if a part of the cluster were slower or faster by each of FACTORS."""
+    program, physics = hlo.parse(p.compiled.text), p.run.layout.gpu.physics
+
+    def seconds(names, factor):
+        other = {name: getattr(physics, name) * factor for name in names}
+        return play(p.run, program, physics=dataclasses.replace(physics, **other)).seconds
+
+    return {part: [seconds(names, f) for f in FACTORS] for part, names in CLUSTER.items()}
 
 
 def best_remat(run: Run) -> Plan:
@@ -169,11 +190,12 @@ def screen(p: Plan) -> str:
     parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
     lines = [
-        f"{run.model.name} {run.model.size} {run.precision.dtype}, seq {run.train.seq}, on "
-        f"{run.layout.gpus} x {run.layout.gpu_type.upper()}",
+        title(run),
         f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
         "",
-        f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}   {verdict(p)}",
+        *answer(p, f),
+        "",
+        f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}",
         *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in purposes),
         "",
         "communication of one GPU    over    link        times       GiB   busy s  exposed",
@@ -185,8 +207,6 @@ def screen(p: Plan) -> str:
         "",
         f"predicted step      {t.seconds:10.3f} s",
         *(f"  {text:<28}{s:8.3f} s {s / t.seconds:6.1%}" for text, s in parts.items() if s),
-        f"tokens/s            {f['tokens_per_s']:10,.0f}   days to 1T tokens "
-        f"{f['days_to_1t_tokens']:,.2f}",
         "TFLOP/s per GPU     "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
@@ -197,9 +217,38 @@ def screen(p: Plan) -> str:
     return "\n".join(lines)
 
 
+def sensitivities(p: Plan, found: dict[str, list[float]]) -> str:
+    """The table of sensitivity()."""
+    head = "".join(f"{f'x {f}':>16}" for f in FACTORS)
+    change = lambda s: f"{s:7.3f} s {s / p.step_s - 1:+6.1%}"
+    rows = [f"{part:<20}" + "".join(map(change, row)) for part, row in found.items()]
+    return "\n".join([f"{'a step with':<20}{head}", *rows])
+
+
+def title(run: Run) -> str:
+    """'llama31 405b bf16, 126 layers, seq 8192, on 512 x H100'."""
+    m, a = run.model, run.layout
+    return (
+        f"{m.name} {m.size} {run.precision.dtype}, {m.layers} layers, seq {run.train.seq}, on "
+        f"{a.gpus} x {a.gpu_type.upper()}"
+    )
+
+
+def answer(p: Plan, f: dict) -> list[str]:
+    """What was asked: whether it fits, how fast it is, how long it takes, and against what."""
+    speed = f"{p.step_s:.3f} s a step, {f['tokens_per_s']:,.0f} tokens/s, "
+    speed += f"{f['days_to_1t_tokens']:,.1f} days to 1T tokens, MFU {f['mfu']['full']:.1%}"
+    lines = [verdict(p), speed if p.fits else f"with the memory it would be {speed}"]
+    row = f["published"]
+    if row and not p.beside.refusal:
+        faster = "faster" if row["error"] < 0 else "slower"
+        lines += [f"{abs(row['error']):.1%} {faster} than published ({row['step_s']} s)"]
+    return lines
+
+
 def ranking(plans: list[Plan], given: Run) -> str:
     """Plans that fit, fastest first, then those that do not."""
-    lines = [f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
+    lines = [title(plans[0].run), f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
     for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
         mark = "  (as given)" if p.run == given else ""
         lines.append(

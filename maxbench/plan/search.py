@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from maxbench.plan import memory
 from maxbench.plan.costs import Costs
+from maxbench.plan.memory import GIB
 from maxbench.plan.planner import Plan, plan
 from maxbench.spec import flops
 from maxbench.spec.errors import UserError
@@ -17,6 +19,7 @@ from maxbench.spec.run import AXES, Run
 
 MOST_TP = 16  # GPUs that split one matrix product, at most
 MOST_PP = 16
+MOST_CP = 8
 first = operator.itemgetter(0)
 WIDTH = 2  # bytes of a number in the forward and backward pass
 LOGITS = 3 << 30  # bytes of a chunk's logits, their gradient and what the loss makes of them
@@ -28,10 +31,15 @@ def powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-def pipelines(layers: int, most: int) -> list[tuple[int, int]]:
+def degrees(gpus: int, most: int) -> list[int]:
+    """In how many parts an axis may cut so many GPUs, at most `most`."""
+    return [n for n in range(1, min(gpus, most) + 1) if gpus % n == 0]
+
+
+def pipelines(layers: int, stages: Sequence[int]) -> list[tuple[int, int]]:
     """Legal (pp, vp): both divide the layers, or the layers and two slots for the ends."""
     found = [(1, 1)]
-    for pp in powers(most)[1:]:
+    for pp in stages[1:]:
         chunks = {n // pp for n in (layers, layers + 2) if n % pp == 0}
         found += [
             (pp, vp)
@@ -41,18 +49,17 @@ def pipelines(layers: int, most: int) -> list[tuple[int, int]]:
     return found
 
 
-def layouts(run: Run) -> Iterator[Run]:
-    """Every legal run of the same work on as many GPUs: same batch, sequence and model."""
-    gpus, m = run.layout.gpus, run.model
-    inside = powers(min(gpus, MOST_TP))
-    stages = pipelines(m.layers, min(gpus, MOST_PP))
+def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
+    """Every legal run of the same model and sequence on so many GPUs, with that batch."""
+    m, few = run.model, functools.partial(degrees, gpus)
+    stages = pipelines(m.layers, few(MOST_PP))
     for (pp, vp), tp, cp, ep, fsdp, mbs in itertools.product(
-        stages, inside, powers(8), powers(m.experts or 1), powers(gpus), powers(4)
+        stages, few(MOST_TP), few(MOST_CP), few(m.experts or 1), few(gpus), powers(4)
     ):
         dp, left = divmod(gpus, pp * tp * cp * ep * fsdp)
         if left:
             continue
-        axes = dict(pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs)
+        axes = dict(pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs)
         with contextlib.suppress(UserError):  # it says why; here it only means: not legal
             yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))
 
@@ -90,52 +97,94 @@ def seconds(run: Run) -> float:
 
 
 def held(run: Run) -> float:
-    """Arithmetic: about how many bytes a GPU holds."""
+    """Arithmetic: about how many bytes a GPU holds, beside what the remat policy keeps."""
     a, m = run.layout, run.model
     weights, ends = memory.stage_weights(run)
-    slots = 1 if m.layers % (a.pp * a.vp) == 0 else (m.layers + 2) / m.layers
-    local = WIDTH * (weights * slots + ends) / a.fsdp
-    # To compute with; gradients; experts' gradients once more, turned round.
-    copies = 3 if m.experts and a.pp == 1 else 2
+    slots = 0 if m.layers % (a.pp * a.vp) == 0 else 2 / m.layers  # empty ones
+    # Experts' gradients once more, turned round.
+    more = 2 * slots * weights + (m.experts > 0 and a.pp == 1) * (weights + ends)
     layer = weights * a.pp / m.layers
     gathered = 4 * WIDTH * layer if a.fsdp > 1 else 0
     rows = a.mbs * run.train.seq // a.cp
     widest = m.gates * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
-    kept = memory.activation_bytes(run)
-    return 12 * flops.params(m) / a.gpus + copies * local + gathered + LOGITS / 2 + scratch + kept
+    return memory.least(run) + WIDTH * more / a.fsdp + gathered + LOGITS / 2 + scratch
 
 
-def candidates(run: Run, keep: int) -> list[Run]:
-    """The `keep` layouts that promise most, after the given run.
+def promising(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
+    """Runs of the same work on so many GPUs that should fit, the fastest first by arithmetic.
+
+    `gbs` is that of the run where it is not given.
 
     Of those that differ in vp, mbs, policy, or the degrees of fsdp and cp alone, the best.
     """
-    room = memory.capacity(run.layout.gpu_type)
+    capacity = memory.capacity(run.layout.gpu_type)
     best: dict[tuple, tuple[float, Run]] = {}
-    for other in layouts(run):
+    for other in layouts(run, gpus, gbs or run.layout.gbs):
         a = other.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
-        for one in memory.policies(other):
-            if held(one) < room:
-                best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
-    ranked = [one for _, one in sorted(best.values(), key=first)]
-    return [run, *[one for one in ranked if one != run][:keep]]
+        room = capacity - held(other)
+        if room > 0 and (fit := memory.policies(other, room)):
+            one = min(fit, key=memory.recomputed)
+            best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
+    return [one for _, one in sorted(best.values(), key=first)]
 
 
-def search(run: Run, keep: int) -> list[Plan]:
-    """Plans of the candidates, compiled one after the other; stderr is told how far it is.
+def candidates(run: Run, keep: int) -> list[Run]:
+    """The run, and the `keep` others on as many GPUs that promise most."""
+    return [run, *[one for one in promising(run, run.layout.gpus) if one != run][:keep]]
+
+
+def at(run: Run, gpus: int, keep: int) -> list[Run]:
+    """The `keep` runs that promise most on another number of GPUs, as many sequences for each.
+
+    Raises:
+      UserError: it fits in no layout, or none is legal.
+    """
+    gbs = max(1, round(run.layout.gbs * gpus / run.layout.gpus))
+    if found := promising(run, gpus, gbs):
+        return found[:keep]
+    raise UserError(
+        f"gpus={gpus}: no layout of {run.model.name} {run.model.size} with gbs {gbs} fits "
+        f"{gpus} {run.layout.gpu_type}; {enough(run, gpus)}"
+    )
+
+
+def enough(run: Run, gpus: int) -> str:
+    """What would hold the run: other axes, or the fewest GPUs, in doublings of those given."""
+    for n in (gpus << i for i in range(12)):
+        if found := promising(run, n):
+            a = found[0].layout
+            axes = " ".join(f"--{x} {getattr(a, x)}" for x in (*AXES, "vp") if getattr(a, x) > 1)
+            remat = f"--config.train.remat={found[0].train.remat}"
+            return f"by arithmetic {n} do: {axes} --mbs {a.mbs} --gbs {a.gbs} {remat}"
+    return "a larger gbs leaves room for more GPUs"
+
+
+def hopeless(run: Run) -> str:
+    """Why the run cannot fit however it is compiled, and what would; '' where it may."""
+    least, capacity = memory.least(run), memory.capacity(run.layout.gpu_type)
+    if least < capacity:
+        return ""
+    return (
+        f"does not fit: weights, gradients and optimizer alone take {least / GIB:.0f} GiB of each "
+        f"GPU, which has {capacity / GIB:.0f}; {enough(run, run.layout.gpus)}"
+    )
+
+
+def search(chosen: Sequence[Run], given: Run) -> list[Plan]:
+    """Plans of the chosen runs, compiled one after the other; stderr is told how far it is.
 
     One that turns out not to fit is followed by what does by its own measure: the policy that keeps
     most of those that keep less by what was missing.
     """
-    chosen, plans = candidates(run, keep), []
+    plans: list[Plan] = []
     say = lambda text: print(text, file=sys.stderr, flush=True)
     for i, one in enumerate(chosen):
         say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.remat}")
         plans.append(plan(one))
         room = memory.activation_bytes(one) + plans[-1].memory.spare
-        if one != run and not plans[-1].fits and (less := memory.policies(one, room)):
+        if one != given and not plans[-1].fits and (less := memory.policies(one, room)):
             say(f"     does not fit; {less[0].train.remat}")
             plans.append(plan(less[0]))
     return plans

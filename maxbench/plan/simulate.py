@@ -27,13 +27,15 @@ EXPANDED = 3  # iterations of a loop that a recorded timeline shows one by one
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A bar of the timeline: on a stream, from start on, in seconds."""
+    """A bar of the timeline: on a stream, from start on, in seconds; and what it works on."""
 
     stream: str
     name: str
     kind: str
     start: float
     seconds: float
+    bytes: int = 0
+    flops: float = 0
 
     @property
     def end(self) -> float:
@@ -198,7 +200,8 @@ class _Player:
         traffic.busy_s += seconds * times
         begin = max(now, self.free)
         end = self.free = begin + seconds
-        self._bar("communication", f"{kind} {link.axes} {op.name}", kind, begin, seconds)
+        name = f"{kind} over {link.axes} ({link.name})"
+        self._bar("communication", name, kind, begin, seconds, max(sent, received))
         if op.sync or not op.opcode.endswith("-start"):
             now = self._wait((end, traffic), now, times)
         else:
@@ -215,7 +218,9 @@ class _Player:
         t.compute["contention"] += (seconds - alone) * times
         t.compute["launch"] += launch * times
         t.flops += flops * times
-        self._bar("compute", op.name, kind, now, seconds)
+        if self.record:
+            name = f"{module(op.op_name)} {op.name}".strip()
+            self._bar("compute", name, kind, now, seconds, moved(self.program, where, op), flops)
         return now + seconds + launch
 
     def _beside(self, now: float, alone: float) -> float:
@@ -229,9 +234,21 @@ class _Player:
         done = (until - now) / (1 + self.costs.physics.contention)
         return until - now + alone - done
 
-    def _bar(self, stream, name, kind, start, seconds):
+    def _bar(self, *about):
         if self.record:
-            self.timeline.spans.append(Span(stream, name, kind, start, seconds))
+            self.timeline.spans.append(Span(*about))
+
+
+def module(op_name: str) -> str:
+    """Where in the model an op stands, and in which pass: 'backward mlp/up'.
+
+    `op_name` as jax writes it: '.../transpose(jvp(jit(layer)))/checkpoint/Block/mlp/up/mul'.
+    """
+    if "Block/" not in op_name:
+        return ""
+    passes = {"rematted": "recomputed", "transpose(": "backward", "": "forward"}
+    which = next(name for mark, name in passes.items() if mark in op_name)
+    return f"{which} {op_name.rpartition('Block/')[2].rpartition('/')[0]}"
 
 
 def price(

@@ -5,8 +5,8 @@ import pathlib
 
 from maxbench.plan.simulate import STREAMS, Span
 
-COLORS = {"gemm": "#4878a8", "attention": "#e49444", "memory": "#85b6b2"}
-COLORS |= {"wait": "#d1615d", "loop": "#d8d8d8", "communication": "#6a9f58"}
+COLORS = {"gemm": "#4878a8", "attention": "#e49444", "memory": "#85b6b2", "copy": "#b6992d"}
+COLORS |= {"wait": "#d1615d", "loop": "#9a9a9a", "communication": "#6a9f58"}
 
 
 def write(path: str, spans: list[Span], title: str) -> list[pathlib.Path]:
@@ -15,10 +15,13 @@ def write(path: str, spans: list[Span], title: str) -> list[pathlib.Path]:
 
     trace = pathlib.Path(path)
     trace.write_text(json.dumps(events(spans, title)))
+    end = max(span.end for span in spans)
+    tick = next(t for t in (m * 10**e for e in range(-6, 6) for m in (1, 2, 5)) if end / t <= 10)
     text = pathlib.Path(__file__).with_name("timeline.svg").read_text()
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     picture = trace.with_suffix(".svg")
-    picture.write_text(template.render(spans=spans, title=title, streams=STREAMS, colors=COLORS))
+    about = {"title": title, "streams": STREAMS, "colors": COLORS, "end": end, "tick": tick}
+    picture.write_text(template.render(spans=spans, **about))
     return [trace, picture]
 
 
@@ -32,5 +35,7 @@ def events(spans: list[Span], title: str) -> dict:
     for span in spans:
         where = {"ph": "X", "pid": 0, "tid": STREAMS.index(span.stream)}
         when = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
-        found.append(where | when | {"name": span.name, "cat": span.kind})
+        about = {"bytes": span.bytes, "flops": span.flops}
+        args = {name: value for name, value in about.items() if value}
+        found.append(where | when | {"name": span.name, "cat": span.kind, "args": args})
     return {"traceEvents": found, "displayTimeUnit": "ms"}

@@ -15,10 +15,13 @@ import pytest
 from benchmarks import plan_table
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
-from maxbench.plan import artifact, memory, planner
+from maxbench.mesh import axes
+from maxbench.plan import aot, artifact, memory, planner
 from maxbench.plan.memory import GIB
+from maxbench.run import runtime
 from maxbench.spec import cli
-from tests.conftest import CACHE
+from maxbench.step.step import Step
+from tests.conftest import CACHE, resolve
 
 # ml_collections loads config files this way.
 pytestmark = [
@@ -52,9 +55,27 @@ def traffic(found: dict) -> dict:
 
 
 @compiler
+@pytest.mark.skipif(not runtime.version("nvidia-cuda-nvcc"), reason="needs a real ptxas")
+def test_the_program_is_the_one_that_machine_code_is_made_of():
+    overrides = {"model.layers": 1}
+    run = resolve("llama31_8b", "tiny", overrides, gpu_type="h100", dp=2, gbs=8)
+    step = Step(run, axes.make_mesh(run.layout, aot.devices(run.layout)))
+    found = [step.compile(**more)[0] for more in ({}, aot.PROGRAM_ONLY)]
+    whole, read = (re.sub(", metadata=.*", "", p.as_text()).split("\n", 1)[1] for p in found)
+    assert "__cublas$lt$matmul" in read
+    assert read == whole
+    assert len({p.memory_analysis().temp_size_in_bytes for p in found}) == 1
+
+
+@compiler
 def test_llama2_70b_on_128_gpus():
     """Layer weights are 856 M x 2 bytes; each is gathered twice and its gradient reduced once."""
-    found = planned("--config configs/llama2_70b.py --gpus 128")
+    found = planned("--config configs/llama2_70b.py --gpus 128 --sensitivity")
+    for seconds in found["sensitivity_s"].values():  # slower, slower, faster, faster; or latency
+        assert sorted(seconds) in (seconds, seconds[::-1])
+        assert min(seconds) <= found["step_s"] <= max(seconds)
+    slower = found["sensitivity_s"]["matrix products"][0] - found["step_s"]
+    assert slower == pytest.approx(found["parts_s"]["gemm"], rel=0.1)  # at half the rate
     m = found["memory"]
     arguments = 68_976_648_192 * 12 / 128  # fp32 weights and two moments, split by all
     assert m["weights"] + m["optimizer"] == pytest.approx(arguments * 14 / 12, rel=0.01)  # + copy
@@ -193,7 +214,8 @@ def test_search_finds_the_given_layout_among_others():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--config configs/llama2_70b.py --gpus 100", "nearest: --gpus"),
+        ("--config configs/llama2_70b.py --gpus 100 --schedule", "nearest: --gpus"),
+        ("--config configs/llama31_405b.py --gpus 4", "fits 4 h100; by arithmetic 128 do: --pp 8"),
         ("--config configs/llama2_70b.py --gpus 128 --gpu_type h300", "did you mean"),
         ("--config configs/llama2_70b.py --gpus 128 --timeline x.png", "must end in .json"),
         ("--config configs/llama2_70b.py --fsdq 128", "fsdp"),

@@ -2,12 +2,13 @@
 
 import csv
 import pathlib
+import re
 
 import pytest
 
 from maxbench.plan import memory, search
 from maxbench.plan.memory import GIB
-from maxbench.spec import cli
+from maxbench.spec import cli, recipes
 from maxbench.step.schedule import schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -19,9 +20,10 @@ def run_of(arguments: str):
 
 
 def test_pipelines_divide_the_layers_or_the_layers_and_two_slots():
-    assert search.pipelines(4, 4) == [(1, 1), (2, 1), (2, 2), (2, 3), (4, 1)]
-    of_405b = search.pipelines(126, 8)
+    assert search.pipelines(4, [1, 2, 4]) == [(1, 1), (2, 1), (2, 2), (2, 3), (4, 1)]
+    of_405b = search.pipelines(126, search.degrees(9 * 8, 16))
     assert (8, 8) in of_405b  # 126 + 2 slots
+    assert (9, 14) in of_405b
     assert (2, 63) in of_405b
     assert (8, 9) not in of_405b
 
@@ -31,7 +33,7 @@ def test_pipelines_divide_the_layers_or_the_layers_and_two_slots():
 )
 def test_the_published_layout_is_among_the_legal_ones(arguments):
     run = run_of(arguments)
-    found = set(search.layouts(run))
+    found = set(search.layouts(run, run.layout.gpus, run.layout.gbs))
     assert run in found
     assert len(found) > 1000
     assert {x.layout.pp for x in found} == {1, 2, 4, 8, 16}
@@ -58,7 +60,8 @@ def test_the_arithmetic_is_near_what_was_compiled():
         flags = f"--gpus {row['gpus']} --dtype {row['dtype']}"
         run = run_of(f"{row['workload']}.py {flags}")
         assert search.seconds(run) == pytest.approx(float(row["step_s"]), rel=0.33), flags
-        assert search.held(run) / GIB == pytest.approx(float(row["memory_gib"]), rel=0.2), flags
+        held = search.held(run) + memory.activation_bytes(run)
+        assert held / GIB == pytest.approx(float(row["memory_gib"]), rel=0.2), flags
 
 
 def test_candidates_fit_by_arithmetic_and_differ():
@@ -66,5 +69,34 @@ def test_candidates_fit_by_arithmetic_and_differ():
     found = search.candidates(run, 4)
     assert found[0] == run
     assert len(set(found)) == 5
-    assert all(search.held(one) < memory.capacity("h100") for one in found[1:])
+    room = lambda one: memory.capacity("h100") - search.held(one) - memory.activation_bytes(one)
+    assert all(room(one) > 0 for one in found[1:])
     assert [search.seconds(one) for one in found[1:]] == sorted(map(search.seconds, found[1:]))
+
+
+def test_a_number_of_gpus_that_no_table_has():
+    """Nine stages and three copies of the weights: no power of two."""
+    run = run_of("llama31_405b.py --gpus 512")
+    found = search.at(run, 576, 4)
+    assert [search.seconds(one) for one in found] == sorted(map(search.seconds, found))
+    assert {(one.layout.gpus, one.layout.gbs) for one in found} == {(576, 288)}
+    assert any(one.layout.pp == 9 for one in found)
+
+
+def test_what_cannot_fit_is_said_with_what_would():
+    """405B in 12 + 4 bytes a weight: 16 GPUs would hold 406 GB each."""
+    run = run_of("llama31_405b.py --tp 8 --pp 2 --gbs 8")
+    assert memory.least(run) == pytest.approx((12 / 16 + 4 / 16) * 405.9e9, rel=0.02)
+    said = search.hopeless(run)
+    assert re.match(
+        r"does not fit: .* alone take 37\d GiB of each GPU, which has 74; .* 128 do", said
+    )
+    axes = said.partition("do: ")[2]
+    assert not search.hopeless(run_of(f"llama31_405b.py {axes}"))
+    assert not search.hopeless(run_of("llama31_405b.py --gpus 512"))
+
+
+def test_the_table_has_no_such_row():
+    with pytest.raises(recipes.NoRow, match="maxbench plan --gpus 96 finds them") as e:
+        run_of("llama31_405b.py --gpus 96")
+    assert e.value.nearest == 512  # 128 and fewer are of fewer layers
