@@ -3,14 +3,16 @@
 #SBATCH --nodes=1
 #SBATCH --time=01:00:00
 #
-# Makes what a run needs under STAGE_PATH; can be run again, and goes on where it stopped.
+# Makes what a run needs under STAGE_PATH. Can be run again: it looks at what is there.
 #
 #   ./setup.sh --cpu                 a laptop: Python environment, then a tiny run on the CPU
 #   STAGE_PATH=/lustre/me/maxbench ./setup.sh             a cluster
 #   sbatch -A acct -p batch -N 1 setup.sh                 the same, on a node with GPUs
+#   STAGE_PATH=... ./setup.sh --cpu  and on a login node of another architecture than the nodes
 #
-# With enroot it imports a container image to $STAGE_PATH/maxbench.sqsh (RUN_CONF_IMAGE for
-# launch.sh); without it, or with SETUP=venv, it makes a Python environment in $STAGE_PATH/venv.
+# The Python environment is $STAGE_PATH/venv-x86_64 or venv-aarch64; $STAGE_PATH/venv/bin/maxbench
+# and .../python are the one of the machine they are called on. With enroot a container image comes
+# to $STAGE_PATH/maxbench.sqsh too (RUN_CONF_IMAGE for launch.sh); SETUP=venv leaves it out.
 # Variables: STAGE_PATH (or LLMB_INSTALL), CUDA=12|13, SETUP=auto|enroot|venv, IMAGE, TE=true|false.
 set -eu -o pipefail
 
@@ -25,7 +27,7 @@ for option in "$@"; do
   case "$option" in
     --cpu) CPU=true ;;
     --help | -h)
-      sed -n '6,16s/^# \{0,1\}//p' "$0"
+      sed -n '6,15s/^# \{0,1\}//p' "$0"
       exit 0
       ;;
     *) fail "unknown option '$option'; there are --cpu and --help" ;;
@@ -47,7 +49,8 @@ ROOT=$(find_root)
 STAGE=${STAGE_PATH:-${LLMB_INSTALL:-$ROOT}}
 CUDA=${CUDA:-13}
 SETUP=${SETUP:-auto}
-IMAGE=${IMAGE:-docker://ghcr.io#nvidia/jax:jax}
+# The one place of the image. A monthly tag, which stays what it is; by digest: ...jax@sha256:...
+IMAGE=${IMAGE:-docker://nvcr.io#nvidia/jax:26.06-py3}
 TE=${TE:-true}
 [[ "$CUDA" =~ ^(12|13)$ ]] || fail "CUDA='$CUDA' is not one of 12, 13"
 [[ "$SETUP" =~ ^(auto|enroot|venv)$ ]] || fail "SETUP='$SETUP' is not one of auto, enroot, venv"
@@ -66,16 +69,17 @@ say "STAGE_PATH=$STAGE SETUP=$SETUP CUDA=$CUDA"
 
 # A Python of 3.11 or later, with a venv around it; uv brings its own where it is installed.
 make_venv() {
-  local venv=$1 python
-  [[ -x "$venv/bin/python" ]] && return
+  local python
+  "$VENV/bin/python" -c 'import pip' 2>/dev/null && return
+  rm -rf "$VENV" # of a Python that is gone, or half made
   if command -v uv >/dev/null; then
-    uv venv --quiet --seed --python 3.12 "$venv"
+    uv venv --quiet --seed --python 3.12 "$VENV"
     return
   fi
   for python in python3.13 python3.12 python3.11 python3; do
     if command -v "$python" >/dev/null &&
       "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-      "$python" -m venv "$venv" && return
+      "$python" -m venv "$VENV" && return
       fail "$python cannot make a venv: install its venv package (python3-venv), or uv"
     fi
   done
@@ -83,64 +87,72 @@ make_venv() {
 }
 
 install() {
-  local venv=$1
-  shift
   if command -v uv >/dev/null; then
-    uv pip install --quiet --python "$venv/bin/python" "$@"
+    uv pip install --quiet --python "$VENV/bin/python" "$@"
   else
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
   fi
 }
 
-# A step that is done leaves a file that says so, and is not done again.
-once() {
-  local name=$1
-  shift
-  if [[ -f "$STAGE/.setup/$name" ]]; then
-    say "$name: done before"
-    return
-  fi
-  say "$name ..."
-  "$@"
-  mkdir -p "$STAGE/.setup"
-  touch "$STAGE/.setup/$name"
+# Whether the environment has all that maxbench needs, and what is named; says what it lacks.
+has() { "$VENV/bin/python" -I "$ROOT/launch/needs.py" "$ROOT" "$@"; }
+
+# Commands that are those of the environment of whatever machine they are called on.
+make_doors() {
+  local name
+  mkdir -p "$STAGE/venv/bin"
+  for name in python maxbench; do
+    cat >"$STAGE/venv/bin/.$name" <<'END'
+#!/bin/bash
+venv=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)-$(uname -m)
+if [[ ! -x "$venv/bin/python" ]]; then
+  echo "error: there is no $venv: run setup.sh on a machine of this kind, $(uname -m)" >&2
+  exit 2
+fi
+exec "$venv/bin/${0##*/}" "$@"
+END
+    chmod +x "$STAGE/venv/bin/.$name"
+    mv "$STAGE/venv/bin/.$name" "$STAGE/venv/bin/$name" # a job may be calling it
+  done
 }
 
-import_image() {
-  local file=$STAGE/maxbench.sqsh
-  [[ -f "$file" ]] && return
-  if [[ -z "${SLURM_JOB_ID:-}" ]] && command -v srun >/dev/null; then
-    local where=()
-    [[ -n "${SBATCH_ACCOUNT:-}" ]] && where+=(-A "$SBATCH_ACCOUNT")
-    [[ -n "${SBATCH_PARTITION:-}" ]] && where+=(-p "$SBATCH_PARTITION")
-    srun -N 1 -t 01:00:00 ${where[@]+"${where[@]}"} enroot import --output "$file.part" "$IMAGE"
-  else
-    enroot import --output "$file.part" "$IMAGE"
-  fi
-  mv "$file.part" "$file"
-}
+VENV=$STAGE/venv-$(uname -m)
+[[ ! -f "$STAGE/venv/pyvenv.cfg" ]] ||
+  fail "$STAGE/venv is an environment that setup did not make; move it away, or give another STAGE_PATH"
+make_venv
+needs=()
+if [[ "$SETUP" == venv && "$CPU" == false ]]; then
+  needs=("jax-cuda$CUDA-plugin>=0.10.2,<0.13")
+fi
+if ! has ${needs[@]+"${needs[@]}"}; then
+  say "packages ..."
+  install -e "$ROOT" ${needs:+"jax[cuda$CUDA]>=0.10.2,<0.13"}
+  has ${needs[@]+"${needs[@]}"} || fail "$VENV lacks what is said above; remove it and start again"
+fi
+if [[ "$SETUP" == venv && "$TE" == true ]] && ! has transformer-engine-jax; then
+  say "Transformer Engine ..."
+  "$ROOT/install_te.sh" "$VENV/bin/python"
+fi
+make_doors
 
-# launch.sh and report need a Python on the login node, even where runs use a container.
-make_venv "$STAGE/venv"
-VENV=$STAGE/venv
 if [[ "$SETUP" == enroot ]]; then
-  once launcher install "$VENV" "absl-py>=2.1" "ml-collections>=1.1" "jinja2>=3.1,<4"
-  once image import_image
+  node=()
+  if [[ -z "${SLURM_JOB_ID:-}" ]] && command -v srun >/dev/null; then
+    node=(srun -N 1 -t 01:00:00)
+    [[ -n "${SBATCH_ACCOUNT:-}" ]] && node+=(-A "$SBATCH_ACCOUNT")
+    [[ -n "${SBATCH_PARTITION:-}" ]] && node+=(-p "$SBATCH_PARTITION")
+  fi
+  say "image of $IMAGE ..."
+  ${node[@]+"${node[@]}"} "$ROOT/launch/image.sh" "$IMAGE" "$STAGE/maxbench.sqsh"
   say "done. For launch.sh: export STAGE_PATH=$STAGE RUN_CONF_IMAGE=$STAGE/maxbench.sqsh"
   exit 0
-fi
-
-if [[ "$CPU" == true ]]; then
-  once packages-cpu install "$VENV" -e "$ROOT"
-else
-  once "packages-cuda$CUDA" install "$VENV" -e "$ROOT" "jax[cuda$CUDA]>=0.10.2"
-  [[ "$TE" == true ]] && once transformer-engine "$ROOT/install_te.sh" "$VENV/bin/python"
 fi
 
 cd "$ROOT"
 devices=()
 [[ "$CPU" == true ]] && devices=(--cpu_devices 1)
 say "a tiny run ..."
-"$VENV/bin/python" -m maxbench.train --config configs/llama31_8b.py:tiny \
+"$STAGE/venv/bin/maxbench" train --config configs/llama31_8b.py:tiny \
   ${devices[@]+"${devices[@]}"} --output_dir "$STAGE"
 say "done. For launch.sh: export STAGE_PATH=$STAGE"
+[[ -z "${SLURM_JOB_ID:-}" ]] || say "login node not $(uname -m)? there: ./setup.sh --cpu"

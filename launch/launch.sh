@@ -24,7 +24,7 @@ fi
 find_root() {
   local file="${BASH_SOURCE[0]}" place
   if [[ -n "${SLURM_JOB_ID:-}" && ! -f "$(dirname "$file")/../maxbench/launch/__main__.py" ]]; then
-    file=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* Command=\([^ ]*\).*/\1/p')
+    file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*/launch[.]sh\).*|\1|p')
   fi
   for place in "${MAXBENCH_ROOT:-}" "$(dirname "$file")/.." "${SLURM_SUBMIT_DIR:-}" \
     "${STAGE_PATH:-}/maxbench"; do
@@ -40,7 +40,7 @@ find_root() {
 find_python() {
   local stage="${STAGE_PATH:-${LLMB_INSTALL:-}}" python
   for python in "${MAXBENCH_PYTHON:-}" "${stage:+$stage/venv/bin/python}" \
-    "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" python3 python; do
+    "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$ROOT/venv/bin/python" python3 python; do
     if [[ -n "$python" ]] && "$python" -c 'import absl, ml_collections' 2>/dev/null; then
       command -v "$python"
       return

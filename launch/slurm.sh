@@ -21,12 +21,12 @@ FOLDER="$EXPERIMENT/${MB_NAME}_$STAMP"
 mkdir -p "$FOLDER"
 TRAIN+=("--config.output.stamp=$STAMP")
 
-# A requeued job goes on from the newest complete checkpoint of its earlier starts.
+# A requeued job goes on from the newest checkpoint of its earlier starts that is whole.
 RESUME=""
 if [[ -f "$STARTS" ]]; then
   while read -r earlier; do
-    for done_ in "$EXPERIMENT/${MB_NAME}_$earlier"/checkpoints/*/run.json; do
-      [[ -f "$done_" ]] && RESUME="$EXPERIMENT/${MB_NAME}_$earlier"
+    for done_ in "$EXPERIMENT/${MB_NAME}_$earlier"/checkpoints/*/about/run.json; do
+      [[ -f "$done_" ]] && RESUME+="${RESUME:+,}$EXPERIMENT/${MB_NAME}_$earlier" && break
     done
   done <"$STARTS"
 fi
@@ -59,7 +59,7 @@ echo "{\"job\": \"$SLURM_JOB_ID\", \"restart\": ${SLURM_RESTART_COUNT:-0}," \
 finish() {
   local code=$1 phase=$2 why
   why=$(grep -ahoE 'CANCELLED AT [^*]*|DUE TO [A-Z ]+|NODE FAILURE[^*]*|oom.kill[^*]*|error: .*' \
-    "$FOLDER"/srun-"$phase"-*.log 2>/dev/null | tail -n 3 | tr -d '"\134' | tr '\n' ';' || true)
+    "$FOLDER"/srun-"$phase"-*.log 2>/dev/null | tail -n 3 | tr '\n' ';' | tr -d '"\134[:cntrl:]' || true)
   echo "{\"code\": $code, \"phase\": \"$phase\", \"reason\": \"$why\", \"ended\": $(date +%s)}" \
     >"$FOLDER/exit.json"
   if ((code != 0)); then

@@ -3,6 +3,7 @@
   python -m maxbench.preflight --config configs/llama31_8b.py --gpus 8
 
 XLA flags are tried in a throw-away process; GPUs, driver and versions must be the same everywhere;
+each node is screened (ECC, power limit, links, network ports, governor, disk): pass, warn or fail;
 a bare product and an all-reduce are scored beside their ceilings; NCCL says how it connects.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.launch import checks
+from maxbench.launch import checks, prescreen
 from maxbench.run import runtime
 from maxbench.spec import cli
 from maxbench.spec.run import Run
@@ -25,7 +26,7 @@ from maxbench.spec.run import Run
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code, the same in every process: 0 go on, 1 do not, 2 bad input."""
     fv = flags.FlagValues()
-    cli.define(fv, argv)
+    cli.define(fv)
     flags.DEFINE_bool("allow_tcp", False, "go on when NCCL falls back to TCP", flag_values=fv)
     flags.DEFINE_string("json", "", "write what was found to this file", flag_values=fv)
     start = time.perf_counter()
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         run = cli.parse(fv, argv)
         runtime.prepare(run)
     # Before jax starts: it would abort without a word about what to do.
-    if os.environ.get("SLURM_LOCALID", "0") == "0" and (wrong := checks.lint_run(run)):
+    if os.environ.get("SLURM_LOCALID", "0") == "0" and (wrong := checks.lint_runs(run)):
         print("\n".join(f"preflight: error: {text}" for text in wrong), flush=True)
         return 1
     import jax
@@ -62,8 +63,10 @@ def look(run: Run) -> list[dict]:
     """
     log = os.path.join(tempfile.gettempdir(), f"nccl-preflight-{os.getpid()}.")
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": log}
-    runtime.connect(run)
-    found = checks.look(log)
+    others = runtime.connect(run)
+    found = checks.look(log, run.output.dir)
+    if others:
+        others.leave()
     for path in glob.glob(f"{log}*"):
         os.unlink(path)
     return found
@@ -75,6 +78,8 @@ def judge(run: Run, found: Sequence[dict], allow_tcp: bool) -> tuple[list[str], 
 
     each_host = checks.by_host(found)
     wrong = checks.complaints(run, found)
+    failed = [row for row in checks.screened(run, found) if row[0] == "fail"]
+    wrong += [f"{what}: {prescreen.WHY[check]}" for _, check, what in failed]
     ways = {way: 1 for one in found for way in one["transports"]}
     if (why := nccl.falls_back(ways, len(each_host))) and not allow_tcp:
         wrong.append(why)
@@ -89,6 +94,7 @@ def say(run: Run, found: Sequence[dict], late: Sequence[str], wrong: Sequence[st
     from maxbench.run import hosts
 
     print(checks.table(run, found))
+    print("\n".join(prescreen.lines(checks.screened(run, found))))
     if late:
         print(f"slow hosts (gemm below {hosts.SLOW:.0%} of the median): {', '.join(late)}")
         print(f"leave them out: EXCLUDE_NODES={','.join(late)}")

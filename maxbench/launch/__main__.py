@@ -4,22 +4,25 @@
   launch/launch.sh --dry-run     prints the exact scripts and commands
   launch/launch.sh --wait        submits, waits for the end
   launch/launch.sh -- --layers 8 further flags of the trainer
+  JOB_TOTAL_GPUS="8 16 32" DTYPE="bf16 fp8" REPEATS=3 launch/launch.sh    18 runs, largest first
 
-Variables (other names that are understood in brackets):
+Variables (other names that are understood in brackets; the last ones are NVIDIA's, refused or
+without effect here):
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
 from maxbench.hardware.gpus import GPUS
 from maxbench.launch import jobs, runai, slurm
-from maxbench.launch.variables import VARIABLES, settle
+from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, settle_all
 from maxbench.spec import cli, recipes
 from maxbench.spec.errors import UserError, choose
 
-# CLUSTER_TYPE -> what submits. It has dry_run(settings), the text of what would be submitted, and
-# submit(settings, wait), which returns an exit code.
+# CLUSTER_TYPE -> what submits. It has dry_run(runs), the text of what would be submitted for their
+# Settings, and submit(runs, wait), which returns an exit code.
 SCHEDULERS = {"slurm": slurm, "runai": runai}
 
 
@@ -37,24 +40,31 @@ def main(argv: Sequence[str]) -> int:
                 f"unknown option {unknown[0]!r}; there are --dry-run, --wait, --help, and flags of "
                 "the trainer after --"
             )
-        settings = settle(os.environ, extra)
+        every = settle_all(os.environ, extra)
+        settings = every[0]
         choose("CLUSTER_TYPE", cluster := settings.values["CLUSTER_TYPE"].lower(), SCHEDULERS)
         scheduler = SCHEDULERS[cluster]
-        for note in settings.notes:
+        for note in dict.fromkeys(note for s in every for note in s.notes):
             print(f"launch.sh: note: {note}", file=sys.stderr)
         if "--inside" in options:
             has = int(os.environ.get("SLURM_JOB_NUM_NODES", settings.nodes))
+            if len(every) > 1:
+                raise UserError("this job is one run: give one size, DTYPE and JOB_TOTAL_GPUS")
             if has < settings.nodes:
                 raise UserError(
                     f"{settings.run.layout.describe()} needs {settings.nodes} nodes, and this job "
                     f"has {has}: sbatch -N {settings.nodes} launch.sh"
                 )
+            if late := slurm.late(settings):
+                words = shlex.join(late)
+                print(f"launch.sh: note: this job has begun without {words}", file=sys.stderr)
+                print(f"  (unless you gave it): sbatch {words} launch.sh", file=sys.stderr)
             # One allocation, one job: the profile or trace if one is asked for.
             print(slurm.script(settings, jobs.kinds(settings)[-1], 0))
         elif "--dry-run" in options:
-            print(scheduler.dry_run(settings))
+            print(scheduler.dry_run(every))
         else:
-            return scheduler.submit(settings, wait="--wait" in options)
+            return scheduler.submit(every, wait="--wait" in options)
     return 0
 
 
@@ -70,6 +80,8 @@ def help_text() -> str:
         default = {"*": "(by workload)", "": ""}.get(v.default, f"({v.default})")
         also = f" [{', '.join(v.also)}]" if v.also else ""
         lines.append(f"  {name:<24} {meaning} {default}{also}")
+    lines += [f"  {name:<24} no effect: {why}" for name, why in UNUSED.items()]
+    lines += [f"  {name:<24} refused: {why}" for name, why in REFUSED.items()]
     return "\n".join(lines)
 
 

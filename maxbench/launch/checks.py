@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from maxbench.launch import prescreen
 from maxbench.run import runtime
 from maxbench.spec.run import Run
 from maxbench.step import compiler
@@ -64,10 +65,12 @@ def lint(options: Mapping[str, object], words: Sequence[str]) -> list[str]:
     return found
 
 
-def lint_run(run: Run) -> list[str]:
-    """lint() of a run on GPUs and of the environment."""
-    options = compiler.xla_options("gpu", run)
-    return lint(options, os.environ.get("XLA_FLAGS", "").split())
+def lint_runs(*runs: Run) -> list[str]:
+    """lint() of runs on GPUs and of the environment."""
+    options = [compiler.xla_options("gpu", run) for run in runs]
+    words = os.environ.get("XLA_FLAGS", "").split()
+    differ = [one for i, one in enumerate(options) if one not in options[:i]]
+    return list(dict.fromkeys(line for one in differ for line in lint(one, words)))
 
 
 def gpus_here() -> list[dict[str, str]]:
@@ -133,6 +136,12 @@ def by_host(found: Sequence[dict]) -> dict[str, list[dict]]:
     return hosts
 
 
+def screened(run: Run, found: Sequence[dict]) -> list[tuple[str, str, str]]:
+    """What prescreen finds of the nodes, by the one process of each that has looked."""
+    nodes = {one["host"]: one["node"] for one in found if one["node"]}
+    return prescreen.judge(nodes, run.layout.gpu)
+
+
 def all_reduce_gbps() -> float:
     """Bus bandwidth of an all-reduce over all devices, GB/s: 2 (n-1)/n x bytes / seconds."""
     import jax
@@ -180,8 +189,9 @@ def table(run: Run, found: Sequence[dict]) -> str:
     return "\n".join(out)
 
 
-def look(log: str) -> list[dict]:
-    """Facts and scores of every process; log is where NCCL's files of this one begin."""
+def look(log: str, out: str) -> list[dict]:
+    """Facts and scores of every process; log is where NCCL's files of this one begin, out where
+    results go."""
     import jax
 
     from maxbench.run import hosts, nccl
@@ -193,6 +203,7 @@ def look(log: str) -> list[dict]:
         "kind": jax.local_devices()[0].device_kind,
         "versions": runtime.versions(),
         "gpus": gpus_here(),
+        "node": prescreen.here(out),
         "gemm": hosts.gemm_tflops(),
         "all_reduce": all_reduce_gbps(),
     }

@@ -2,7 +2,7 @@
 
 import os
 
-from maxbench.launch.variables import Settings
+from maxbench.launch.variables import Settings, printable
 from maxbench.spec.errors import UserError
 
 
@@ -63,7 +63,7 @@ def environment(s: Settings, kind: str) -> dict[str, str]:
     env["JAX_COMPILATION_CACHE_DIR"] = f"{s.out}/cache/{name(s, kind)}"
     if s.run.layout.pp > 1:
         env["NCCL_P2P_NET_CHUNKSIZE"] = str(2 << 20)
-    env = {k: os.environ.get(k, v) for k, v in env.items()}
+    env = {k: printable(k, os.environ.get(k, v)) for k, v in env.items()}
     if kind == "nccltrace":
         env |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET,INIT"}
     return env

@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 
 from maxbench.launch.jobs import command, environment, kinds
 from maxbench.launch.variables import SECRETS, VARIABLES, Settings
@@ -83,18 +84,18 @@ def workload_name(s: Settings, kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(filter(None, ("maxbench", *words))).lower())[:50]
 
 
-def dry_run(s: Settings) -> str:
+def dry_run(runs: Sequence[Settings]) -> str:
     """Commands as they would be given."""
-    return "\n\n".join(map(shlex.join, submissions(s)))
+    return "\n\n".join(shlex.join(words) for s in runs for words in submissions(s))
 
 
-def submit(s: Settings, wait: bool) -> int:
+def submit(runs: Sequence[Settings], wait: bool) -> int:
     """Submits the jobs; returns the first exit code that is not 0. Nothing waits for their end.
 
     Raises:
       UserError: there is no runai.
     """
-    made = submissions(s)
+    made = [(s, words) for s in runs for words in submissions(s)]
     if not shutil.which("runai"):
         raise UserError(
             "runai is not on PATH: install the Run:ai command line from your cluster's web page "
@@ -102,11 +103,11 @@ def submit(s: Settings, wait: bool) -> int:
             "CLUSTER_TYPE=slurm"
         )
     env = {k: v for k, v in os.environ.items() if k not in SECRETS}
-    for words in made:
+    for s, words in made:
         print(f"submitting {words[4]}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         code = subprocess.run(words, env=env).returncode
         if code:
             print(f"runai ended with exit code {code}: {shlex.join(words)}")
             return code
-    print(f"results: {s.values['PVC_DIR']}/experiments; then: maxbench report")
+    print(f"results: {runs[0].values['PVC_DIR']}/experiments; then: maxbench report")
     return 0

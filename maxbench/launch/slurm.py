@@ -1,5 +1,6 @@
 """Slurm: the job script of a run, and its submission."""
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from maxbench.launch import checks
@@ -18,6 +20,8 @@ from maxbench.run import metrics
 from maxbench.run.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.spec.errors import UserError
 from maxbench.spec.recipes import ROOT
+
+SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that can go on, and saves before its end
 
 
 def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
@@ -34,10 +38,41 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
     options += [f"--{option}={value}" for option, value in given.items() if value]
     # A run that saves goes on after a requeue, and gets time to save before its time limit.
     saves = "--checkpoint" in s.flags and not kind
-    options += ["--requeue", "--signal=TERM@120"] if saves else ["--no-requeue"]
+    options += SAVES if saves else ["--no-requeue"]
+    if together := segment(s):
+        options += together if knows("--segment") else []
+    return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
+
+
+def segment(s: Settings) -> list[str]:
+    """The option that keeps nodes of one NVLink domain together, where that is a question."""
     gpu = s.run.layout.gpu
-    if 1 < gpu.nvlink_gpus // gpu.gpus_per_node < s.nodes:  # nodes of one NVLink domain together
-        options.append(f"--segment={gpu.segment(s.nodes)}")
+    domain = gpu.nvlink_gpus // gpu.gpus_per_node
+    return [f"--segment={gpu.segment(s.nodes)}"] if 1 < domain < s.nodes else []
+
+
+@functools.cache
+def knows(option: str) -> bool:
+    """Whether this machine's sbatch has an option; yes where there is none that answers."""
+    try:
+        done = subprocess.run(["sbatch", "--help"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return option in done.stdout or done.returncode != 0
+
+
+def notes(s: Settings) -> list[str]:
+    """What sbatch will not be asked for."""
+    if (left := segment(s)) and not knows("--segment"):
+        return [f"{left[0]} is left out: this sbatch does not know it (Slurm 23.11 does)"]
+    return []
+
+
+def late(s: Settings) -> list[str]:
+    """Options of sbatch that come too late where sbatch has started launch.sh itself."""
+    v, ours = s.values, {"TIME_LIMIT": "time", "EXCLUDE_NODES": "exclude"}
+    options = [f"--{o}={v[name]}" for name, o in ours.items() if os.environ.get(name)]
+    options += SAVES if "--checkpoint" in s.flags else []
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
@@ -73,7 +108,7 @@ def script(s: Settings, kind: str, stamp: int) -> str:
     }
     if kind == "nsys":
         header |= nsys_variables(s)
-    options = [f"#SBATCH {option}" for option in sbatch_options(s, kind, folder)]
+    options = [f"#SBATCH {shlex.quote(option)}" for option in sbatch_options(s, kind, folder)]
     exports = [f"export {key}={shlex.quote(value)}" for key, value in header.items()]
     arrays = [f"TRAIN=({_words(command(s, kind, python))})", f"PREFLIGHT=({_words(preflight)})"]
     body = (ROOT / "launch" / "slurm.sh").read_text()
@@ -108,7 +143,7 @@ def additional(text: str) -> list[str]:
     for part in filter(None, (p.strip() for p in text.split(";"))):
         key, is_set, value = part.partition("=")
         key = key.strip().lstrip("-")
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or re.search(r"[\s]", value.strip()):
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or re.search(r"[\s\\]", value.strip()):
             raise UserError(
                 f"ADDITIONAL_SLURM_PARAMS: {part!r} is not key=value or key; "
                 "for example 'nodelist=node001,node002;constraint=gpu'"
@@ -117,28 +152,32 @@ def additional(text: str) -> list[str]:
     return options
 
 
-def dry_run(s: Settings) -> str:
+def dry_run(runs: Sequence[Settings]) -> str:
     """Scripts and commands as they would be submitted."""
-    parts = []
-    for kind in kinds(s):
+    each = [(name(s, kind), s, kind) for s in runs for kind in kinds(s)]
+    times = Counter(job for job, _, _ in each)
+    parts = ["\n".join(f"# {n} x {job}" for job, n in times.items())] if len(runs) > 1 else []
+    for job, s, kind in {one[0]: one for one in each}.values():
         made = script(s, kind, int(time.time()))
-        parts.append(f"# {name(s, kind)}: {s.run.layout.describe()}; {s.nodes} nodes\n{made}")
+        parts.append(f"# {job}: {s.run.layout.describe()}; {s.nodes} nodes\n{made}")
         parts.append(f"# the command of each process:\n{shlex.join(command(s, kind))}")
     return "\n\n".join(parts)
 
 
-def submit(s: Settings, wait: bool) -> int:
+def submit(runs: Sequence[Settings], wait: bool) -> int:
     """Writes the scripts and submits them; returns sbatch's exit code.
 
     Raises:
       UserError: sbatch or what the jobs need is not there.
     """
-    needed(s)
+    needed(runs)
+    for note in dict.fromkeys(note for s in runs for note in notes(s)):
+        print(f"launch.sh: note: {note}", file=sys.stderr)
     # sbatch and srun would read these themselves, before the script's options, and fail on 'null'.
     ours = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
     clean = {k: v for k, v in os.environ.items() if k not in ours}
     running = []
-    for kind in kinds(s):
+    for s, kind in [(one, kind) for one in runs for kind in kinds(one)]:
         job = name(s, kind)
         folder, stamp = metrics.new_folder(s.out, job)
         file = folder / f"sbatch_{job}.sh"
@@ -149,7 +188,8 @@ def submit(s: Settings, wait: bool) -> int:
         if not wait:
             _submitted(*running.pop())
     codes = [_submitted(*one) for one in running]
-    print(f"when they are done: maxbench report {s.out / 'experiments'}")
+    results = runs[0].out / "experiments"
+    print(f"how they are: maxbench jobs {results}; when they are done: maxbench report {results}")
     return max(codes, default=0)
 
 
@@ -157,16 +197,18 @@ def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int
     number = process.stdout.readline().decode().strip().partition(";")[0]
     process.stdout.close()
     if number:
+        (folder / "job_id").write_text(number)
         print(f"job {number}: {folder}/log-{job}.out", flush=True)
         return process.wait()
     code = process.wait()
     raise UserError(f"sbatch refused {folder}/sbatch_{job}.sh (exit code {code}), see above")
 
 
-def needed(s: Settings) -> None:
+def needed(runs: Sequence[Settings]) -> None:
     """Raises UserError for a missing tool, with what to do without it, or a wrong XLA flag."""
+    s = runs[0]
     additional(s.values["ADDITIONAL_SLURM_PARAMS"])
-    if importlib.util.find_spec("jaxlib") and (wrong := checks.lint_run(s.run)):
+    if importlib.util.find_spec("jaxlib") and (wrong := checks.lint_runs(*(s.run for s in runs))):
         raise UserError("; ".join(wrong))
     if not shutil.which("sbatch"):
         train = shlex.join(command(s, kinds(s)[0]))

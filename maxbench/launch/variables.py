@@ -5,7 +5,9 @@ settle() reads them from an environment; nothing else reads them.
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -29,23 +31,30 @@ class Variable:
     kind: str = "text"  # choice | bool | gpu type, or a name of KINDS
     choices: tuple[str, ...] = ()
     least: int = 1
+    flag: str = ""  # of the trainer, which takes the value as it is
     unused: str = ""  # why it changes nothing here
+    refused: str = ""  # why it cannot be had here, and what can
 
 
 _TABLE = tomllib.loads(pathlib.Path(__file__).with_name("variables.toml").read_text())
 _ALL = {name: Variable(**values) for name, values in _TABLE.items()}
-VARIABLES = {name: v for name, v in _ALL.items() if not v.unused}
+VARIABLES = {name: v for name, v in _ALL.items() if not (v.unused or v.refused)}
 UNUSED = {name: v.unused for name, v in _ALL.items() if v.unused}
+REFUSED = {name: v.refused for name, v in _ALL.items() if v.refused}
 BOOLS = {"true": "true", "1": "true", "yes": "true", "false": "false", "0": "false", "no": "false"}
 KINDS = {  # what the whole text must match, and how a message says so
     "text": (r"(?s).*", "text"),
-    "word": (r"[^\s;&|<>$`\"']*", "one word"),
-    "time": (r"(\d+-)?\d{1,3}(:\d{2}){0,2}", "HH:MM:SS, as 00:30:00"),
-    "count": (r"[0-9]+", "a whole number, at least {least}"),
+    "word": (r"[^\s;&|<>$`\"'\\]*", "one word"),
+    # Slurm replaces %, and a container's mounts end at , and :
+    "path": (r"[\w /.+=@~-]*", "a path of letters, digits, spaces and / . _ + = @ ~ -"),
+    "time": (r"([0-9]+-)?[0-9]{1,3}(:[0-9]{2}){0,2}", "HH:MM:SS, as 00:30:00"),
+    "count": (r"[0-9]{1,9}", "a whole number, at least {least}"),
     "ranks": (r"[0-9]+( *, *[0-9]+)*", "whole numbers, for example 0,1,2,3"),
     "gres": (r"0*[1-9][0-9]*", "a whole number, at least 1; none where the cluster has no gres"),
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")
+MANY = ("MODEL_SIZE", "DTYPE", "JOB_TOTAL_GPUS")  # may be lists, with spaces between
+ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they pick the recipe's row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,29 +79,45 @@ class Settings:
         return int(self.values[name])
 
 
+def settle_all(env: Mapping[str, str], extra: Sequence[str] = ()) -> list[Settings]:
+    """The settings of each run that lists of sizes, GPUs and dtypes ask for, largest first.
+
+    Raises:
+      UserError: as settle(), of any of them.
+    """
+    names = (n for name in MANY for n in (name, *VARIABLES[name].also))
+    lists = {n: words for n in names if len(words := env.get(n, "").split()) > 1}
+    each = (dict(zip(lists, one, strict=True)) for one in itertools.product(*lists.values()))
+    made = sorted((settle({**env, **one}, extra) for one in each), key=lambda s: -s.run.layout.gpus)
+    return [s for s in made for _ in range(s.number("REPEATS"))]
+
+
 def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
     """Checks the variables in env, and further flags for the trainer.
 
     Raises:
       UserError: a variable that cannot be, by name, with what is allowed.
     """
-    _typos(env)
-    values = {}
-    for name, v in VARIABLES.items():
-        given = (env.get(n, "").strip() for n in (name, *v.also))
-        values[name] = next(filter(None, given), v.default)
+    notes = _not_ours(env)
+    values = {name: _given(env, name, v) for name, v in VARIABLES.items()}
     if values["HARDWARE"]:
         values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
         cli.add_hardware(values["HARDWARE"])
     for name, v in VARIABLES.items():
         if values[name] not in ("", v.default):
-            values[name] = _checked(name, values[name], v)
-    path, notes = _workload(values)
+            values[name] = checked(name, values[name], v)
+    for word in extra:
+        printable("a word after --", word)
+    path = _workload(values, notes)
     launch = Launch(**recipes.load(path).launch)
     per_node = _defaults(values, launch, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
+    for what, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
+        checked(what, str(folder), Variable(kind="path"))
     flags = [*_flags(values, path, out, extra), *extra]
     run = _run(flags)
+    if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # a folder, a job, a word of the script
+        raise UserError(f"model.name and model.size make {run.name!r}: one word of a-z, 0-9, . _ -")
     devices = run.layout.gpus
     if devices > per_node and devices % per_node:
         raise UserError(
@@ -108,11 +133,30 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
         nodes=max(1, devices // per_node),
         tasks_per_node=1 if one else min(per_node, devices),
         out=out,
-        notes=(*(f"{n} is not used: {why}" for n, why in UNUSED.items() if env.get(n)), *notes),
+        notes=tuple(notes),
     )
 
 
-def _checked(name: str, text: str, v: Variable) -> str:
+def _given(env: Mapping[str, str], name: str, v: Variable) -> str:
+    """The text of a variable, by the first of its names that is set, or its default."""
+    for n in (name, *v.also):
+        if text := printable(n, env.get(n, "")).strip(" "):
+            return env[n] if v.kind == "path" else text
+    return v.default
+
+
+def printable(name: str, text: str) -> str:
+    """The text, which may stand in a line of a script.
+
+    Raises:
+      UserError: it has a line break or another character that is none.
+    """
+    if not text.isprintable():
+        raise UserError(f"{name}={text!r} has a line break or a control character; leave it out")
+    return text
+
+
+def checked(name: str, text: str, v: Variable) -> str:
     """The text of a variable in the form that is used."""
     choices = {"bool": BOOLS, "gpu type": GPUS}.get(v.kind, v.choices)
     if choices:
@@ -126,22 +170,34 @@ def _checked(name: str, text: str, v: Variable) -> str:
     return text.replace(" ", "") if v.kind == "ranks" else text
 
 
-def _typos(env: Mapping[str, str]) -> None:
-    """Refuses a variable that is one slip of the finger away from one of ours."""
+def _not_ours(env: Mapping[str, str]) -> list[str]:
+    """Notes on what changes nothing.
+
+    Raises:
+      UserError: a variable of the original recipes that cannot be had, or one with several words in
+        its name, one slip of the finger away from one of ours. A single word may be anybody's.
+    """
+    if name := next((n for n in REFUSED if env.get(n, "0") not in ("", "0", "false")), ""):
+        raise UserError(f"{name}={env[name]!r} is not taken: {REFUSED[name]}")
+    notes = [f"{n} is not used: {why}" for n, why in UNUSED.items() if env.get(n)]
     known = {n for name, v in VARIABLES.items() for n in (name, *v.also)}
     shorter = lambda word: {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
-    for name in sorted(env.keys() - known - {*SECRETS, *UNUSED}):
+    for name in sorted(env.keys() - known - {*SECRETS, *UNUSED, *REFUSED}):
         close = (n for n in sorted(known) if len(n) >= 5 and abs(len(n) - len(name)) <= 1)
         if near := next((n for n in close if shorter(n) & shorter(name)), ""):
-            raise UserError(f"{name} is set, which nothing reads; did you mean {near}?")
+            said = f"{name} is set, which nothing reads; did you mean {near}?"
+            if "_" in near:
+                raise UserError(said)
+            notes.append(said)
+    return notes
 
 
-def _workload(values: dict[str, str]) -> tuple[pathlib.Path, list[str]]:
-    """The file that MODEL and MODEL_SIZE name, and a note where more than one model has the size.
+def _workload(values: dict[str, str], notes: list[str]) -> pathlib.Path:
+    """The file that MODEL and MODEL_SIZE name; notes why, where more than one could be meant.
 
     Puts the model's name and size from the file in their place.
     """
-    model, size, notes = values["MODEL"], values["MODEL_SIZE"].lower(), []
+    model, size = values["MODEL"], values["MODEL_SIZE"].lower()
     if model.endswith(".py"):
         if not (path := pathlib.Path(os.path.abspath(model))).is_file():
             raise UserError(f"MODEL={model!r}: there is no such workload file")
@@ -149,14 +205,18 @@ def _workload(values: dict[str, str]) -> tuple[pathlib.Path, list[str]]:
         if size != "*":
             choose(f"MODEL={model} MODEL_SIZE", size, [chosen.size])
         values |= {"MODEL": chosen.name, "MODEL_SIZE": chosen.size}
-        return path, notes
+        return path
     if size != "*":
         choose("MODEL_SIZE", size, recipes.sizes())
     model = recipes.model_names().get(model.lower(), model.lower())
     if model == "*":
         having = [m for m in recipes.models() if size in ("*", *recipes.sizes(m))]
-        model = having[0]
-        if size != "*" and len(having) > 1:
+        alone = [m for m in having if _rows(m, values)]
+        model = alone[0] if len(alone) == 1 else having[0]
+        if model != having[0]:
+            here = f"{values['JOB_TOTAL_GPUS']} {values['GPU_TYPE']}"
+            notes.append(f"MODEL={model}, the only one with a recipe for {here}")
+        elif size != "*" and len(having) > 1:
             notes.append(f"MODEL_SIZE={size} is taken as MODEL={model}; there is {having[1]} too")
     choose("MODEL", model, recipes.models())
     size = recipes.sizes(model)[0] if size == "*" else size
@@ -166,7 +226,16 @@ def _workload(values: dict[str, str]) -> tuple[pathlib.Path, list[str]]:
     if len(files) > 1:
         both = " and ".join(f"configs/{path.name}" for path in files)
         raise UserError(f"MODEL={model} MODEL_SIZE={size} is {both}: give MODEL the path of one")
-    return files[0], notes
+    return files[0]
+
+
+def _rows(model: str, values: Mapping[str, str]) -> bool:
+    """Whether a model has a recipe for JOB_TOTAL_GPUS of GPU_TYPE."""
+    tables = (w.layouts for w in recipes.workloads().values() if w.model.name == model)
+    wanted = {"gpus": values["JOB_TOTAL_GPUS"], "gpu_type": GPUS[values["GPU_TYPE"]].recipes}
+    wanted["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
+    rows = (row for table in tables for row in recipes.table(table))
+    return any(all(str(row[k]) == v for k, v in wanted.items()) for row in rows)
 
 
 def _defaults(values: dict[str, str], launch: Launch, nodes: str) -> int:
@@ -207,20 +276,40 @@ def _flags(
         flags += ["--fsdp" if sizes_only else "--gpus", total]
     elif not total and not presets and not by_hand:
         raise UserError(_scales(path, values))
-    flags += ["--hardware", values["HARDWARE"]] if values["HARDWARE"] else []
-    flags += ["--gpu_type", values["GPU_TYPE"], "--dtype", values["DTYPE"]]
+    plain = {name: [v.flag, values[name]] for name, v in VARIABLES.items() if v.flag}
+    taken = [name for name in plain if values[name]]
+    row = [w for name in taken if name in ROW for w in plain[name]]
+    row += ["--strong_scaling"] if values["STRONG_SCALING"] == "true" else []
+    row += ["--cpu_devices", n] if (n := values["CPU_DEVICES"]) != "0" else []
+    flags += [*row, *_rest(values, [*flags, *row])]
+    flags += [w for name in taken if name not in ROW for w in plain[name]]
     flags += {"true": ["--tp_overlap"], "false": ["--notp_overlap"]}.get(
         values["TP_COMM_OVERLAP"], []
     )
-    flags += ["--strong_scaling"] if values["STRONG_SCALING"] == "true" else []
-    flags += ["--gbs", values["GBS"]] if values["GBS"] else []
-    flags += ["--cpu_devices", n] if (n := values["CPU_DEVICES"]) != "0" else []
-    flags += ["--steps", values["MAX_STEPS"], "--output_dir", str(out)]
+    flags += ["--output_dir", str(out)]
     if loaded := values["LOAD_CHECKPOINT_PATH"]:
         flags += ["--resume", loaded, "--steps", str(_checkpoint_step(loaded) + 1)]
     every = values["CHECKPOINT_EVERY"]
     flags += ["--checkpoint"] if values["ENABLE_CHECKPOINT"] == "true" or every != "0" else []
     return flags + ([f"--config.output.checkpoint_every={every}"] if every != "0" else [])
+
+
+def _rest(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
+    """dp, fsdp and vp where TP, PP, CP or EP change the recipe's row: its GPUs stay as many."""
+    given = {n.lower(): int(values[n]) for n in ("TP", "PP", "CP", "EP") if values[n]}
+    if not given:
+        return []
+    layout = _run(flags).layout
+    axes = {n: given.get(n, getattr(layout, n)) for n in ("tp", "pp", "cp", "ep")}
+    data, left = divmod(layout.gpus, math.prod(axes.values()))
+    if left or not data:
+        sizes = " x ".join(map(str, axes.values()))
+        raise UserError(
+            f"JOB_TOTAL_GPUS={layout.gpus} is not a multiple of TP x PP x CP x EP = {sizes}"
+        )
+    fsdp = math.gcd(layout.fsdp, data)
+    vp = ["--vp", "1"] if axes["pp"] == 1 and not values["VP"] else []
+    return ["--dp", str(data // fsdp), "--fsdp", str(fsdp), *vp]
 
 
 def _run(flags: Sequence[str]) -> Run:
@@ -229,10 +318,11 @@ def _run(flags: Sequence[str]) -> Run:
         return cli.run_of([flags[0], str(ROOT / flags[1]), *flags[2:]])
     except UserError as e:
         message = re.sub(r"^gpus=", "JOB_TOTAL_GPUS=", str(e))
-        message = re.sub(r"--gpus (\d+)", r"JOB_TOTAL_GPUS=\1", message)
-        message = re.sub(r"--fsdp (\d+)", r"launch.sh -- --fsdp \1", message)
-        message = re.sub("^(dtype|gpu_type|preset|gbs)=", lambda m: m[0].upper(), message)
-        raise UserError(re.sub(r"^steps=", "MAX_STEPS=", message)) from None
+        message = re.sub(r"(?<!plan )--gpus (\d+)", r"JOB_TOTAL_GPUS=\1", message)
+        message = re.sub(r"axes, (--fsdp)", r"axes, launch.sh -- \1", message)
+        ours = "^(dtype|gpu_type|preset|[gm]bs|[tpce]p|vp)="
+        message = re.sub(ours, lambda m: m[0].upper(), message)
+        raise UserError(re.sub(r"^train\.steps=", "MAX_STEPS=", message)) from None
 
 
 def _scales(path: pathlib.Path, values: Mapping[str, str]) -> str:
@@ -253,7 +343,7 @@ def _checkpoint_step(path: str) -> int:
       UserError: there is none.
     """
     steps = []
-    for place in ("run.json", "*/run.json", "checkpoints/*/run.json"):
+    for place in ("about/run.json", "[0-9]*/about/run.json", "checkpoints/[0-9]*/about/run.json"):
         for file in pathlib.Path(path).glob(place):
             with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
                 steps.append(int(json.loads(file.read_text())["step"]))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbench.launch import checks, jobs, slurm, variables
-from maxbench.run import hosts, nccl, profile
+from maxbench.run import hosts, nccl, profile, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Profile
 from maxbench.step import compiler
@@ -107,11 +107,150 @@ def test_every_default_of_the_seeds():
     assert (s.run.layout.gbs, s.values["TIME_LIMIT"]) == (512, "00:35:00")
 
 
-def test_gb200_has_four_gpus_per_node():
+# What the scripts of each seed's release read, with the default that it has here too where it is
+# one value; '!' is refused here, '-' changes nothing.
+SEEDS = {
+    "nemotron4 24.11 to 25.02": (
+        {"MODEL": "nemotron4", "SBATCH_GPUS": "128"},
+        "DTYPE=fp8 RUN_CONF_GPU_PER_NODE=8 RUN_CONF_MAX_STEPS=50 ENABLE_PROFILE=false "
+        "ENABLE_NCCL_TRACE=false RUN_CONF_PROFILE_RANKS=0,1,2,3,4,5,6,7 "
+        "RUN_CONF_PROFILE_START_STEP RUN_CONF_PROFILE_STOP_STEP "
+        "RUN_CONF_PROFILE_GPU_METRICS=false RUN_CONF_PROFILE_CPU=false RUN_CONF_RESULT_DIR "
+        "STAGE_PATH OPTIMIZATION_NAME OPTIMIZATION_CODE=- SBATCH_GPUS_PER_NODE SLURM_MPI_TYPE "
+        "SRUN_OUTPUT=- SRUN_ERROR=- GSW_VERSION=- FW_VERSION=- RUN_CONF_IMAGE",
+    ),
+    "nemotron4 25.12": (
+        {"GPU_TYPE": "b200", "JOB_TOTAL_GPUS": "128"},
+        "DTYPE=fp8 MODEL_SIZE=340b CLUSTER_TYPE=slurm STRONG_SCALING=false MAX_STEPS=50 GBS "
+        "TIME_LIMIT=00:25:00 GPUS_PER_NODE=8 CUDA_GRAPH=- ENABLE_PROFILE=false RUN_CONF_MOUNTS "
+        "PROFILE_START_STEP=45 PROFILE_STOP_STEP=50 ENABLE_GPU_METRICS=false ENABLE_VBOOST=false "
+        "ENABLE_CHECKPOINT=false LOAD_CHECKPOINT_PATH CPU_PER_TASK_PINNING=- TP_COMM_OVERLAP "
+        "LLMB_INSTALL LLMB_WORKLOAD SBATCH_ACCOUNT SBATCH_PARTITION ADDITIONAL_SLURM_PARAMS "
+        "BASE_URL APP_ID APP_SECRET PROJECT_NAME PVC_DIR HF_TOKEN",
+    ),
+    "llama3.1 25.04": (
+        {},
+        "DTYPE=bf16 MODEL_SIZE=8b JOB_TOTAL_GPUS=8 GPUS_PER_NODE=8 TIME_LIMIT=00:30:00 "
+        "MAX_STEPS=50 DISABLE_PERFRUN=false PROFILE_START_STEP=20 PROFILE_STOP_STEP=25 "
+        "ENABLE_NCCLTRACE=false NEMO_HOME=- NEMORUN_HOME=- RUN_CONF_INDEX_DIR=-",
+    ),
+    "llama3.1 25.05 to 26.06": (
+        {},
+        "TP PP CP VP MBS GBS NUM_LAYERS HIDDEN_SIZE=! FSDP=! FP8_RECIPE=! CONFIG_OVERRIDES=! "
+        "CHECKPOINT_DIR=! CHECKPOINT_INTERVAL PROFILE_RANKS CONFIG_VARIANT=- ENABLE_PCT_BINDING=- "
+        "ENABLE_PYTORCH_PROFILE=!",
+    ),
+    "maxtext llama2": (
+        {"MODEL": "llama2", "SBATCH_GPUS": "64"},
+        "DTYPE=fp8 TIME_LIMIT=01:00:00 RUN_CONF_MAX_STEPS=50 RUN_CONF_EXTRA_MOUNTS "
+        "DISABLE_PINNING=false DISABLE_SMT=- SLURM_ACCOUNT SLURM_PARTITION SLURM_GPUS_PER_NODE "
+        "NUM_NODES=- N_GPUS=- N_GPUS_PER_NODE=-",
+    ),
+    "grok1": (
+        {"MODEL": "grok1", "SBATCH_GPUS": "64"},
+        "DTYPE=fp8 MODEL_SIZE=314b EP ET=! ETP=! DP=! NUM_LAYERS TIME_LIMIT=01:00:00",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_variables_of_each_seed(seed):
+    env, table = SEEDS[seed]
+    named = {n: name for name, v in variables.VARIABLES.items() for n in (name, *v.also)}
+    values = variables.settle(env).values
+    for name, _, wanted in (word.partition("=") for word in table.split()):
+        if wanted == "!":
+            with pytest.raises(UserError, match=f"^{name}='7' is not taken: "):
+                variables.settle(env | {name: "7"})
+        elif wanted == "-":
+            notes = variables.settle(env | {name: "7"}).notes
+            assert [n for n in notes if n.startswith(f"{name} is not used: ")]
+        else:
+            assert name in {*named, *variables.SECRETS}, name
+            assert not wanted or values[named[name]] == wanted, name
+
+
+def test_axes_by_variables_leave_the_rest_to_data_parallelism():
+    layout = lambda **env: variables.settle(env).run.layout
+    two = layout(TP="2", MBS="2", GBS="64")
+    assert (two.tp, two.cp, two.dp, two.mbs, two.gbs, two.gpus) == (2, 2, 2, 2, 64, 8)
+    sharded = layout(MODEL="llama2", JOB_TOTAL_GPUS="512", TP="2")
+    assert (sharded.fsdp, sharded.dp) == (128, 2)
+    assert layout(MODEL="llama2", JOB_TOTAL_GPUS="64", TP="2").fsdp == 32
+    flat = layout(MODEL_SIZE="405b", JOB_TOTAL_GPUS="512", PP="1")
+    assert (flat.pp, flat.vp, flat.dp) == (1, 1, 32)
+    assert layout(PRESET="tiny", JOB_TOTAL_GPUS="8", CP="2").fsdp == 4
+    assert variables.settle({"NUM_LAYERS": "8"}).run.model.layers == 8
+
+
+def test_the_only_model_with_a_recipe_for_such_gpus_is_taken():
+    for more in ({}, {"STRONG_SCALING": "true"}):
+        s = variables.settle({"JOB_TOTAL_GPUS": "256", "GPU_TYPE": "gb200"} | more)
+        assert (s.run.model.name, s.run.precision.dtype) == ("nemotron4", "fp8")
+        assert "MODEL=nemotron4, the only one with a recipe for 256 gb200" in s.notes
+    assert variables.settle({"JOB_TOTAL_GPUS": "64"}).run.model.size == "8b"
+
+
+def test_words_that_may_be_anybodys_are_no_error():
+    s = variables.settle({"MODE": "fast", "PROFILE": "y", "DYTPE": "fp8"})
+    assert "MODE is set, which nothing reads; did you mean MODEL?" in s.notes
+    assert "DYTPE is set, which nothing reads; did you mean DTYPE?" in s.notes
+
+
+def test_a_process_takes_the_gpus_that_its_node_has_of_the_job(monkeypatch):
+    """Not as many as the GPU type has: GPUS_PER_NODE=4 PROCESSES=node."""
+    s = variables.settle({"GPUS_PER_NODE": "4", "PROCESSES": "node"})
+    assert (s.nodes, s.tasks_per_node) == (2, 1)
+    said = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *at, **given: said.append(given))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(s.nodes * s.tasks_per_node))
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    runtime.connect(s.run)
+    assert [given["local_device_ids"] for given in said] == [[0, 1, 2, 3]]
+
+
+def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
+    tool(tmp_path, "scontrol", "exit 1")
+    tool(tmp_path, "sbatch", "echo --segment")
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "STAGE_PATH": str(tmp_path)}
+    env |= {"TIME_LIMIT": "00:10:00", "ADDITIONAL_SLURM_PARAMS": "nodelist=n1", "SLURM_CONF": ""}
+    env |= {"CHECKPOINT_EVERY": "5", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [str(LAUNCH)]
+    done = subprocess.run(command, env=plain_env(**env), capture_output=True, text=True)
+    options = "--time=00:10:00 --requeue --signal=TERM@120 --nodelist=n1"
+    assert f"this job has begun without {options}" in done.stderr
+    assert f"sbatch {options} launch.sh" in done.stderr
+
+
+def test_the_environment_of_a_laptop_is_found(tmp_path):
+    """setup.sh --cpu makes venv/ in the checkout; nothing else names it."""
+    for part in ("maxbench", "configs", "launch"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    tool(tmp_path / "venv" / "bin", "python", f'exec {sys.executable} "$@"')
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for name in ("bash", "dirname", "sed"):
+        (bin_ / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(bin_), "MAXBENCH_PYTHON": "", "MAXBENCH_ROOT": str(tmp_path)}
+    env |= {"VIRTUAL_ENV": ""}
+    command = [str(LAUNCH), "--dry-run"]
+    done = subprocess.run(command, env=plain_env(**env), capture_output=True, text=True)
+    assert f"TRAIN=({tmp_path}/venv/bin/python -m maxbench.train" in done.stdout, done.stderr
+
+
+def test_gb200_has_four_gpus_per_node(monkeypatch):
+    monkeypatch.setattr(slurm, "knows", lambda option: True)
     env = {"MODEL": "nemotron4", "GPU_TYPE": "gb200", "JOB_TOTAL_GPUS": "128"}
     s = variables.settle(env)
     assert (s.nodes, s.tasks_per_node) == (32, 4)
     assert "--segment=16" in slurm.sbatch_options(s, "", pathlib.Path("x"))
+    assert not slurm.notes(s)
+    monkeypatch.setattr(slurm, "knows", lambda option: False)  # as Slurm 22.05
+    assert "--segment=16" not in slurm.sbatch_options(s, "", pathlib.Path("x"))
+    assert slurm.notes(s)[0].startswith("--segment=16 is left out: this sbatch does not know it")
     env = jobs.environment(s, "")
     assert env["NCCL_NET_GDR_C2C"] == "1"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
@@ -143,8 +282,14 @@ def test_gb200_has_four_gpus_per_node():
         ({"RUN_CONF_PROFILE_RANKS": "0-3"}, "for example 0,1,2,3"),
         ({"ADDITIONAL_SLURM_PARAMS": "nodelist n1"}, "'nodelist n1' is not key=value or key"),
         ({"GBS": "7"}, "GBS=7 is not a multiple of mbs x dp x fsdp x ep"),
-        ({"GPU_TYPE": "b200"}, "or name the axes, launch.sh -- --fsdp 8"),
-        ({"DYTPE": "fp8"}, "DYTPE is set, which nothing reads; did you mean DTYPE?"),
+        ({"GPU_TYPE": "b200"}, "or name the axes, launch.sh -- --fsdp"),
+        ({"TP": "3"}, "JOB_TOTAL_GPUS=8 is not a multiple of TP x PP x CP x EP = 3 x 1 x 2 x 1"),
+        ({"EP": "2"}, "EP=2 needs experts, and llama31 8b has none"),
+        ({"DP": "4"}, "DP='4' is not taken: dp follows from JOB_TOTAL_GPUS and TP"),
+        ({"JOB_TOTAL_GPUS": "9" * 5000}, "must be a whole number"),
+        ({"STAGE_PATH": "/a\n#SBATCH --x"}, "has a line break or a control character"),
+        ({"STAGE_PATH": "/a%j"}, "must be a path of letters, digits, spaces and"),
+        ({"ADDITIONAL_SLURM_PARAMS": "comment=a\\b"}, "is not key=value or key"),
         ({"GPU_TYP": "b200"}, "did you mean GPU_TYPE?"),
         ({"PRESET": "tinny"}, "did you mean 'tiny'?"),
         ({"SBATCH_ACCOUNT": "a b"}, "SBATCH_ACCOUNT='a b' must be one word"),
@@ -219,7 +364,7 @@ def test_slurm_parameters_reach_sbatch():
 
 
 def test_loading_a_checkpoint_trains_one_step(tmp_path):
-    step = tmp_path / "run" / "checkpoints" / "50"
+    step = tmp_path / "run" / "checkpoints" / "50" / "about"
     step.mkdir(parents=True)
     (step / "run.json").write_text('{"step": 50}')
     s = variables.settle({"LOAD_CHECKPOINT_PATH": str(tmp_path / "run")})
@@ -238,7 +383,8 @@ def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
 
 
 def test_one_step_after_a_checkpoint_is_not_profiled(tmp_path):
-    (tmp_path / "run.json").write_text('{"step": 50}')
+    (tmp_path / "about").mkdir()
+    (tmp_path / "about/run.json").write_text('{"step": 50}')
     said = run("--dry-run", code=2, LOAD_CHECKPOINT_PATH=str(tmp_path), ENABLE_PROFILE="true")
     assert "LOAD_CHECKPOINT_PATH trains one step" in said
 
@@ -295,6 +441,23 @@ def test_profile_and_trace_are_jobs_of_their_own(tmp_path, fake_sbatch):
     assert "--time=00:15:00" in trace
     whole = perf + nsys + trace + said + (tmp_path / "env").read_text()
     assert "hf_secret" not in whole
+
+
+def test_many_runs_of_one_call(tmp_path, fake_sbatch):
+    many = {"JOB_TOTAL_GPUS": "8 16 32", "DTYPE": "bf16 fp8", "REPEATS": "3"}
+    said = run("--dry-run", **many)
+    sizes = [line for line in said.splitlines() if line.startswith("# 3 x pretrain_llama31_8b_")]
+    assert [line.split("_")[3:5] for line in sizes] == [
+        [dtype, f"gpus{gpus}"] for gpus in (32, 16, 8) for dtype in ("bf16", "fp8")
+    ]
+    assert said.count("\n#!/bin/bash") == 6
+    few = {"JOB_TOTAL_GPUS": "8 16", "REPEATS": "2", "MODEL_SIZE": "8b"}
+    said = run(**few, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
+    assert said.count("job 4711: ") == 4
+    folders = [file.parent for file in tmp_path.rglob("job_id")]
+    assert len({*folders}) == 4
+    wrong = run("--dry-run", code=2, JOB_TOTAL_GPUS="8 9")
+    assert "JOB_TOTAL_GPUS=9: llama31 8b bf16 (weak scaling) has no recipe for 9 h100" in wrong
 
 
 def test_variables_that_sbatch_would_read_itself_are_kept_from_it(tmp_path, fake_sbatch):
@@ -619,7 +782,7 @@ def test_flags_that_xla_does_not_know_are_named_with_their_replacement():
     (said,) = checks.lint({}, ["--xla_gpu_graph_level=0"])
     assert "use --xla_gpu_enable_command_buffer=" in said
     s = variables.settle({})
-    assert checks.lint_run(s.run) == []
+    assert checks.lint_runs(s.run) == []
     (said,) = checks.lint({"xla_gpu_no_such_option": True}, [])
     assert "No such compile option: 'xla_gpu_no_such_option'" in said
 

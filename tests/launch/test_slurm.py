@@ -87,7 +87,8 @@ class Jobs:
 
 @pytest.fixture
 def jobs(slurm, tmp_path):
-    made = Jobs(slurm, tmp_path)
+    (tmp_path / "a b").mkdir()  # what a script must quote
+    made = Jobs(slurm, tmp_path / "a b")
     yield made
     with open(os.devnull, "w") as null:
         for job in slurm.run("squeue", "-h", "-o", "%A").split():
@@ -152,7 +153,9 @@ def test_cancelled_job_stops_after_its_step(jobs):
     second = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
     # One of a name at a time; dead before the first ends, the second leaves no run behind.
-    assert jobs.slurm.run("squeue", "-h", "-j", second, "-o", "%r").strip() == "Dependency"
+    # Until the scheduler looks again it may wait for "Resources", which the first holds.
+    why = lambda: jobs.slurm.run("squeue", "-h", "-j", second, "-o", "%T %r").split()
+    slurm_cluster._wait(lambda: why() == ["PENDING", "Dependency"], 60, f"waits: {why()}")
     jobs.slurm.run("scancel", second)
     jobs.slurm.run("scancel", number)
     assert jobs.slurm.wait(number, 60)["JobState"] == "CANCELLED"

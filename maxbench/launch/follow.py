@@ -1,0 +1,129 @@
+"""How submitted jobs are: state, step, seconds per step, and why one waits or has ended.
+
+  maxbench jobs [FOLDER...]      default: $STAGE_PATH/experiments, or experiments/ here
+
+The state is Slurm's, by squeue and sacct; where neither knows the job, what it left in its folder.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from maxbench.spec import cli
+from maxbench.spec.errors import UserError
+
+TAIL = 1 << 14  # bytes of metrics.jsonl that are read: some 30 steps
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line per job, newest first; returns the exit code."""
+    if {"--help", "-h"} & {*argv[1:]}:
+        print(__doc__.strip())
+        return 0
+    with cli.clear_errors("jobs"):
+        usual = pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")
+        rows = table([pathlib.Path(p) for p in argv[1:]] or [usual])
+    wide = [max(len(row[i]) for row in rows) for i in range(5)]
+    for row in rows:
+        print("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=False)), row[5]]))
+    return 0
+
+
+def table(places: Sequence[pathlib.Path]) -> list[tuple[str, ...]]:
+    """Cells of the jobs in folders below places, under their heads.
+
+    Raises:
+      UserError: a place is not there.
+    """
+    for place in places:
+        if not place.is_dir():
+            raise UserError(f"there is no folder {str(place)!r}; give that of the runs")
+    files = {file.parent for p in places for file in (*p.rglob("job_id"), *p.rglob("job.json"))}
+    folders = sorted(files, key=lambda f: f.name.rpartition("_")[2], reverse=True)
+    numbers = {folder: number(folder) for folder in folders}
+    known = states({*numbers.values()})
+    rows = [("job", "state", "step", "s/step", "run", "why")]
+    latest: dict[str, pathlib.Path] = {}
+    for folder, job in numbers.items():
+        latest.setdefault(job, folder)  # Slurm's word is about the last start of a job
+        state, why = known.get(job, ("", "")) if latest[job] is folder else ("REQUEUED", "")
+        step, seconds = progress(folder)
+        left, reason = ended(folder)
+        rows.append((job, state or left, step, seconds, folder.name, printable(reason or why)))
+    return rows
+
+
+def number(folder: pathlib.Path) -> str:
+    """The job that a folder is of."""
+    if found := _json(folder / "job.json").get("job"):
+        return str(found)
+    with contextlib.suppress(OSError):
+        return (folder / "job_id").read_text().strip()
+    return ""
+
+
+def states(jobs: set[str]) -> dict[str, tuple[str, str]]:
+    """(state, why) of jobs by squeue, or by sacct where they have ended."""
+    listed = ",".join(sorted(j for j in jobs if j.isdecimal()))
+    ask = [["sacct", "-n", "-P", "-X", "-o", "JobID,State,Reason", "-j", listed]]
+    ask += [["squeue", "-h", "-u", getpass.getuser(), "-t", "all", "-o", "%i|%T|%r"]]
+    found = {}
+    for command in ask if listed else []:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+            for job, state, why in (x.split("|", 2) for x in done.stdout.splitlines() if "|" in x):
+                found[job] = (state, "" if why == "None" else why)
+    return found
+
+
+def progress(folder: pathlib.Path) -> tuple[str, str]:
+    """The last step, and the median seconds of the last steps."""
+    with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        lines = [_parsed(line) for line in file.read().splitlines()]
+        steps = [x for x in lines if isinstance(x.get("step"), int)]
+        seconds = [x["step_s"] for x in steps if isinstance(x.get("step_s"), float)]
+        if steps:
+            return str(steps[-1]["step"]), f"{statistics.median(seconds):.3f}" if seconds else "-"
+    return "-", "-"
+
+
+def ended(folder: pathlib.Path) -> tuple[str, str]:
+    """What the job itself left: its state, and the reason of one that failed."""
+    left, result = _json(folder / "exit.json"), _json(folder / "result.json")
+    if not left:
+        return ("STARTED" if result or (folder / "job.json").exists() else "SUBMITTED"), ""
+    if left.get("code") == 0:
+        return "COMPLETED", ""
+    why = result.get("reason") or left.get("reason") or f"exit code {left.get('code')}"
+    return "FAILED", str(why)
+
+
+def printable(text: str) -> str:
+    """Text that a terminal may show."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        return _parsed(path.read_bytes())
+    return {}
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object; {} for what is none, as the line that is being written."""
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
