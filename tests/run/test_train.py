@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import logging
 
 from benchmarks import kills
 from maxbench.mesh import axes
@@ -205,6 +206,16 @@ def test_resume_passes_over_what_is_damaged_and_names_what_is_changed(tmp_path, 
 
 def test_damaged_checkpoints_never_load_and_never_stop_a_run(tmp_path):
     assert kills.damaged(tmp_path, 16, random.Random(0))["passed over"] > 1
+
+
+def test_a_damaged_checkpoint_silences_orbax_alone(caplog):
+    """What it raises is passed over with a reason; every other warning is heard as before."""
+    read = eval(compile("lambda log: log.warning('of orbax')", "/lib/orbax/reader.py", "eval"))
+    saved, why = checkpoint._attempt(lambda _: 1 / 0, None)
+    assert (saved, why) == (None, "ZeroDivisionError: division by zero")
+    read(logging)
+    logging.warning("ours")
+    assert [r.getMessage() for r in caplog.records] == ["ours"]
 
 
 def test_killed_runs_go_on_as_if_nothing_had_been(tmp_path):
