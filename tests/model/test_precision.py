@@ -229,26 +229,19 @@ FAST = {"optim.warmup": 2.0, "optim.lr": 3e-3}
 
 
 @functools.cache
-def trained(workload: str, dtype: str) -> np.ndarray:
-    return losses(build(workload, dtype, FAST), 4)
-
-
-@pytest.mark.parametrize("workload", FAMILIES.values())
-def test_every_family_trains_as_in_bf16(workload):
-    fp8, bf16 = trained(workload, "fp8"), trained(workload, "bf16")
-    assert (fp8 != bf16).any()
-    assert np.isfinite(fp8).all()
-    np.testing.assert_allclose(fp8, bf16, rtol=2e-3)
+def trained(family: str) -> np.ndarray:
+    """Losses of three steps in bf16."""
+    return losses(build(FAMILIES[family], "bf16", FAST), 3)
 
 
 @functools.cache
 def reference(family: str):
-    """Weights, FP8 gradients and loss on one device, and how far off bf16's gradients are."""
+    """Weights, FP8 gradients and loss on one device, and how far off they are from bf16's."""
     step = build(FAMILIES[family])
     params = jax.device_get(step.init()["params"])
     grads, out = gradients(step, params)
-    bf16, _ = gradients(build(FAMILIES[family], "bf16"), params)
-    return params, grads, out["loss"], distance(grads, bf16)
+    bf16, wide = gradients(build(FAMILIES[family], "bf16"), params)
+    return params, grads, out["loss"], distance(grads, bf16), out["loss"] / wide["loss"] - 1
 
 
 def distance(ours, theirs) -> float:
@@ -258,10 +251,16 @@ def distance(ours, theirs) -> float:
     return max(jax.tree.leaves(apart))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_bf16_but_for_its_rounding(family):
+    """A factor of a product has 3 or 2 bits of mantissa: the gradients are off by an eighth."""
+    *_, rounding, loss = reference(family)
+    assert 0 < abs(loss) < 3e-4
+    assert 0 < rounding < 0.2
+
+
 CASES = [
-    ("llama", dict(fsdp=4)),
-    ("llama", dict(tp=4)),
-    ("llama", dict(cp=4)),
+    ("llama", dict(fsdp=2, cp=2, tp=2)),
     ("llama", dict(dp=2, mbs=1)),  # four microbatches
     pytest.param("llama", dict(pp=2, vp=2, tp=2, mbs=1), marks=pytest.mark.core),
     ("nemotron", dict(fsdp=2, tp=2)),
@@ -272,7 +271,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "axes"), CASES, ids=str)
 def test_meshes_differ_by_their_scales_only(family, axes):
     """Each GPU scales by its own part: another mesh is another rounding, as bf16 to FP8 is."""
-    params, grads, loss, rounding = reference(family)
+    params, grads, loss, rounding, _ = reference(family)
     ours, out = gradients(build(FAMILIES[family], **axes), params)
     np.testing.assert_allclose(out["loss"], loss, rtol=5e-4)
     assert distance(ours, grads) < rounding
@@ -305,7 +304,7 @@ def alone(family: str, scaling: str):
     ("family", "scaling", "axes"),
     [
         ("llama", "delayed", dict(fsdp=2, tp=2, mbs=1)),  # four microbatches
-        ("llama", "delayed", dict(pp=2, cp=2, mbs=2, unroll=4)),
+        ("llama", "delayed", dict(pp=2, cp=2, mbs=2)),
         ("nemotron", "delayed", dict(dp=2, tp=2, mbs=2, unroll=4)),
         ("llama", "mxfp8", dict(fsdp=4, tp=2)),
         ("nemotron", "mxfp8", dict(pp=2, tp=2, mbs=2)),
@@ -318,7 +317,7 @@ def test_delayed_and_blocks_train_as_bf16_and_the_same_on_every_mesh(family, sca
     if family == "llama":
         one, past = alone(family, scaling)
         np.testing.assert_allclose(ours, one, rtol=5e-4)
-    bf16 = trained(FAMILIES[family], "bf16")[:3]
+    bf16 = trained(family)
     assert (ours != bf16).any()
     np.testing.assert_allclose(ours, bf16, rtol=2e-3)
     if scaling == "delayed":

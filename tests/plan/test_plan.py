@@ -103,19 +103,6 @@ def test_llama2_70b_on_128_gpus():
 
 
 @compiler
-def test_llama31_8b_on_gb200():
-    """Two microbatches on eight GPUs of one NVLink domain; cp's ring is 2 x (k, v) forward."""
-    row = "--config configs/llama31_8b.py --gpu_type gb200 --dp 4 --cp 2 --gbs 8 --layers 4"
-    found = planned(row)
-    assert found["fits"]
-    ring = traffic(found)["permute", "cp"]
-    assert ring["link"] == "NVLink"
-    # k and v of half a sequence: forward once, backward they and their gradients (fp32) and home.
-    kv = 2 * 4096 * 8 * 128 * 2
-    assert ring["bytes"] == pytest.approx(2 * 4 * (kv + kv + 2 * kv + 2 * kv), rel=0.5)
-
-
-@compiler
 def test_layers_as_code_are_recomputed_all_the_same():
     """XLA would merge recomputation with the forward pass, and keep what it gives."""
     row = "--config configs/llama31_8b.py --layers 2 --mbs 4 --config.train.remat="
@@ -138,6 +125,11 @@ def test_llama31_405b_on_b200_does_not_run_its_forward_pass_twice():
     by = traffic(found)
     assert by["all-gather", "tp"]["link"] == "NVLink"
     assert by["reduce-scatter", "tp"]["count"] >= 4 * 4 * 2
+    # A ring of two sends k and v of half a sequence: forward once, backward they, their gradients
+    # (fp32), and home; of each of 4 layers and 4 microbatches.
+    ring, kv = by["permute", "cp"], 2 * 4096 * 8 * 128 * 2 / 8
+    assert ring["link"] == "network"
+    assert ring["bytes"] == pytest.approx(4 * 4 * (kv + kv + 2 * kv + 2 * kv), rel=0.5)
 
 
 @compiler

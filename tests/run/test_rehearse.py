@@ -1,5 +1,5 @@
 """Every row of the recipe tables, every mesh axis shrunk to at most 2 and sizes to toys: its step
-is made, and of each kind of row one trains."""
+is made, and one trains."""
 
 import json
 import subprocess
@@ -28,8 +28,6 @@ def rehearsals() -> dict[str, tuple]:
 
 
 CASES = rehearsals()
-# A pipeline with experts, all axes at once; and weights over fsdp.
-TRAINED = ("grok1_314b-fp8-1024", "llama2_70b-fp8-512")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -41,12 +39,11 @@ def test_the_step_of_a_row_is_made(name):
     assert "all_reduce" in step.lower().as_text()
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_row_trains(name, tmp_path):
-    _, flags = CASES[name]
-    workload = name.partition("-")[0]
+def test_a_row_trains(tmp_path):
+    """A pipeline with experts, all axes at once."""
+    _, flags = CASES["grok1_314b-fp8-1024"]
     command = [sys.executable, "-m", "maxbench.train"]
-    command += ["--config", f"configs/{workload}.py:rehearse", *flags]
+    command += ["--config", "configs/grok1_314b.py:rehearse", *flags]
     command += ["--steps", "3", "--output_dir", str(tmp_path)]
     done = subprocess.run(command, env=processes(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -38,36 +38,29 @@ FAMILIES = {
     ),
 }
 GBS, SEQ = 8, 32
-MESHES = [
-    dict(dp=8),
-    dict(fsdp=8),
-    dict(tp=4),
-    dict(cp=4),
-    dict(dp=2, fsdp=2, mbs=1),  # two microbatches
-    dict(dp=2, fsdp=2, tp=2),
-    dict(fsdp=2, cp=2, tp=2),
-    dict(dp=2, cp=2, tp=2, mbs=2),
+# Llama on every axis alone that is not among others below, and on every pair; of the others the
+# meshes on which their own parts are split.
+CASES = [
+    ("llama", dict(fsdp=8)),
+    ("llama", dict(tp=4)),
+    ("llama", dict(cp=4)),
+    ("llama", dict(dp=2, fsdp=2, mbs=1)),  # two microbatches
+    ("llama", dict(fsdp=2, cp=2, tp=2)),
+    ("llama", dict(dp=2, cp=2, tp=2, mbs=2)),
+    ("llama", dict(pp=4, mbs=1)),
+    ("llama", dict(pp=2, dp=2, tp=2, mbs=1)),
+    ("llama", dict(pp=2, fsdp=2, cp=2, mbs=1)),
+    ("llama", dict(pp=2, vp=2, cp=2, tp=2, mbs=1)),
+    ("nemotron", dict(fsdp=2, cp=2, tp=2)),
+    ("nemotron", dict(pp=2, vp=2, cp=2, tp=2, mbs=1)),
+    ("grok", dict(dp=2, cp=2, tp=2, mbs=2)),
+    ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
+    ("grok", dict(ep=2, fsdp=2, dp=2)),
+    ("grok", dict(pp=2, ep=2, tp=2, mbs=1)),
+    ("dropless", dict(ep=2, tp=2, cp=2, mbs=1)),
+    ("dropless", dict(pp=2, ep=2, tp=2, mbs=1)),
+    ("mixed", dict(cp=2, ep=2, tp=2, mbs=1)),
 ]
-MESHES_OF_EXPERTS = [
-    dict(ep=4),
-    dict(ep=2, tp=2, cp=2, mbs=1),
-    dict(ep=2, fsdp=2, dp=2),
-    dict(pp=2, ep=2, tp=2, mbs=1),
-]
-MESHES_OF_STAGES = [
-    dict(pp=2, mbs=2),
-    dict(pp=4, mbs=1),
-    dict(pp=2, vp=2, mbs=1),
-    dict(pp=2, dp=2, tp=2, mbs=1),
-    dict(pp=2, fsdp=2, cp=2, mbs=1),
-    dict(pp=2, vp=2, cp=2, tp=2, mbs=1),
-]
-# Llama on all; of the others the meshes on which their own parts are split.
-CASES = [("llama", m) for m in MESHES + MESHES_OF_STAGES]
-CASES += [("nemotron", m) for m in (MESHES[2], MESHES[6], MESHES_OF_STAGES[5])]
-CASES += [("grok", m) for m in (MESHES[1], MESHES[7], *MESHES_OF_EXPERTS)]
-CASES += [("dropless", m) for m in (*MESHES_OF_EXPERTS[:2], MESHES_OF_EXPERTS[3])]
-CASES += [("mixed", dict(cp=2, ep=2, tp=2, mbs=1))]
 
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
@@ -115,8 +108,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("llama", dict(pp=2, mbs=2, schedule="gpipe")),
-        ("grok", dict(pp=2, vp=2, mbs=1, schedule="gpipe")),
+        ("llama", dict(pp=2, vp=2, mbs=1, schedule="gpipe")),
         ("llama", dict(pp=4, mbs=1, gbs=6)),  # microbatches that do not fill the stages evenly
         ("llama", dict(pp=2, vp=2, mbs=1, layers=6)),  # 6 + 2 slots: embedding and loss take one
         pytest.param(  # chunks of the ends alone
@@ -139,9 +131,8 @@ def test_every_schedule_and_split_of_layers_is_the_same_network(family, axes):
 @pytest.mark.parametrize(
     ("family", "axes", "remat"),
     [
-        ("llama", dict(cp=2, tp=2), "none"),
+        ("llama", dict(cp=2, tp=2), "selective"),
         ("llama", dict(cp=2, tp=2), "query,mlp_act"),
-        ("grok", dict(pp=2, vp=2, cp=2, mbs=1), "selective"),
         ("grok", dict(pp=2, vp=2, cp=2, mbs=1), "save_qkv_proj"),
     ],
 )
@@ -194,7 +185,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(axes):
 
 
 @pytest.mark.core
-def test_training_goes_the_same_way_on_every_mesh():
+def test_training_goes_the_same_way_on_a_mesh():
     """Three whole steps: optimizer, clipping and state placement included."""
 
     def losses(**axes):
@@ -205,9 +196,7 @@ def test_training_goes_the_same_way_on_every_mesh():
             found.append([float(out["loss"]), float(out["grad_norm"])])
         return found
 
-    one = losses()
-    for axes in (dict(dp=2, fsdp=2, tp=2), dict(dp=4, cp=2, mbs=1)):
-        np.testing.assert_allclose(losses(**axes), one, rtol=1e-5)
+    np.testing.assert_allclose(losses(dp=2, fsdp=2, cp=2, tp=2, mbs=1), losses(), rtol=1e-5)
 
 
 def test_master_state_is_split_over_every_axis_that_would_hold_copies():
@@ -348,9 +337,8 @@ def per_gpu_oracle(step, params):
     return jax.tree.map(lambda *x: sum(x) / gpus, *parts)
 
 
-@pytest.mark.parametrize("axes", [dict(ep=4), dict(ep=2, fsdp=2)], ids=str)
-def test_experts_that_drop_tokens_drop_each_gpus_own(axes):
-    step = build("grok", overrides={"model.capacity_factor": 0.5}, **axes)
+def test_experts_that_drop_tokens_drop_each_gpus_own():
+    step = build("grok", overrides={"model.capacity_factor": 0.5}, ep=2, fsdp=2)
     params, dropless, _ = reference("grok")
     expected, out = per_gpu_oracle(step, params)
     down, whole = (g["layers"]["mlp"]["down"] for g in (expected, dropless))
