@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import itertools
+import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from maxbench.report import compare
+from maxbench.report import compare, runlogs
 from maxbench.report.record import Record, at
 from maxbench.run import nccl
 from maxbench.spec import recipes
@@ -24,10 +25,23 @@ def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
             one.planned, one.unplanned = predict(r)
         if traced:
             logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
-            calls, damaged = nccl.read(path for path in logs if path.is_file())
+            calls, damaged = nccl.calls(_lines(logs, one.notes))
             planned, steps = (one.planned or {}).get("communication", []), max(1, len(r.step_s))
             one.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
             one.trace["step_beside_plan"] = nccl.against(calls, planned, steps)
+
+
+def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:
+    """Lines of logs about NCCL's calls; what cannot be read is added to the notes."""
+    for path in logs:
+        try:
+            # A trace of many GPUs is gigabytes: never whole in memory.
+            for line in (x for block in runlogs.blocks(path) for x in block.splitlines()):
+                if b": opCount" in line:
+                    yield line.decode(errors="replace")
+        except OSError as e:
+            note = f"{path.name} cannot be read: {e.strerror}"
+            notes += [note] if note not in notes else []
 
 
 def predict(r: Record) -> tuple[dict | None, str]:

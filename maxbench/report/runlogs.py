@@ -88,7 +88,7 @@ def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[Record]:
 # --- files that may be damaged ---
 
 
-def _blocks(path: pathlib.Path) -> Iterator[bytes]:
+def blocks(path: pathlib.Path) -> Iterator[bytes]:
     """A file in parts that end where a line does; a longer line is cut.
 
     Raises:
@@ -114,9 +114,9 @@ def _open(path: str, flags: int) -> int:
 
 
 def _ours_of(record: Record, name: str) -> Iterator[bytes]:
-    """_blocks() of a file in a run's folder; what cannot be read is noted."""
+    """blocks() of a file in a run's folder; what cannot be read is noted."""
     try:
-        yield from _blocks(record.path / name)
+        yield from blocks(record.path / name)
     except FileNotFoundError:
         return
     except OSError as e:
@@ -241,7 +241,7 @@ def _text(path: pathlib.Path) -> Record | None:
     try:
         record.started = path.stat().st_mtime
         end = b""
-        for block in _blocks(path):
+        for block in blocks(path):
             textlogs.fill(record, block)
             end = (end + block)[-ENDING:]
     except FileNotFoundError:

@@ -5,8 +5,6 @@ what plan.py predicts for the step.
 """
 
 import collections
-import contextlib
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -58,19 +56,9 @@ def falls_back(found: dict[str, int], nodes: int) -> str:
     return ""
 
 
-def read(paths: Iterable[pathlib.Path]) -> tuple[list[dict], int]:
-    """calls() of the first process in these logs; a log that cannot be read is left out."""
-    return calls(line for path in paths for line in _lines(path))
-
-
-def _lines(path: pathlib.Path) -> Iterable[str]:
-    # A trace of many GPUs is gigabytes: never whole in memory.
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as f:
-        yield from (line for line in f if ": opCount" in line and not OTHERS.match(line))
-
-
 def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
-    """What the first GPU in these lines asked of NCCL, and how many damaged lines were left out.
+    """What the first GPU of the first process in these lines asked of NCCL, and how many damaged
+    lines were left out.
 
     Returns:
       One {kind, ranks, comm, count, bytes, share} per collective and communicator, most bytes
@@ -81,12 +69,12 @@ def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
     counts, sizes = collections.Counter(), collections.Counter()  # (GPU, kind, ranks, comm)
     pairs = collections.defaultdict(collections.Counter)  # a group's sends and receives, by peer
     damaged = 0
-    for line in lines:
+    for line in (x for x in lines if ": opCount" in x and not OTHERS.match(x)):
         match = CALL.search(line)
         kind = match and KINDS.get(match["call"].replace("AllToAll", "AlltoAll"))
         width = match and ELEMENT_BYTES.get(int(match["type"]))
         if not (kind and width):
-            damaged += ": opCount" in line
+            damaged += 1
             continue
         gpu, ranks, comm = int(match["gpu"]), int(match["ranks"]), match["comm"]
         size = int(match["count"]) * width * (ranks if kind in WHOLE else 1)

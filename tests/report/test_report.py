@@ -530,6 +530,9 @@ def test_trace_without_a_plan_names_the_command(tmp_path, monkeypatch):
     assert command in run(str(tmp_path))
     (path / "srun-train-1.0.log").write_text("0: nothing\n")
     assert "no NCCL call in the log" in run(str(tmp_path))
+    os.mkfifo(path / "srun-train-2.0.log")  # nobody writes to it: reading it would not end
+    said = run(str(tmp_path))
+    assert said.count("srun-train-2.0.log cannot be read: not a regular file") == 1
 
 
 def test_page_predicts_where_a_step_goes_and_says_so(tmp_path, program):
