@@ -11,6 +11,7 @@ COMMANDS = {
     "report": "maxbench.report.__main__",
     "launch": "maxbench.launch.__main__",
     "jobs": "maxbench.launch.follow",
+    "watch": "maxbench.launch.watch",
     "archive": "maxbench.launch.archive",
     "preflight": "maxbench.preflight",
 }

@@ -14,11 +14,24 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 
+
+class Row(NamedTuple):
+    """One start of a job; '-' and '' stand for what nobody tells."""
+
+    job: str
+    state: str
+    step: str  # the last that was logged
+    seconds: str  # of the last steps, median
+    run: str  # name of its folder
+    why: str  # it waits, or has ended
+
+
+HEADS = Row("job", "state", "step", "s/step", "run", "why")
 TAIL = 1 << 14  # bytes of metrics.jsonl that are read: some 30 steps
 
 
@@ -28,36 +41,44 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__.strip())
         return 0
     with cli.clear_errors("jobs"):
-        usual = pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")
-        rows = table([pathlib.Path(p) for p in argv[1:]] or [usual])
+        rows = [HEADS, *table(folders(argv[1:]))]
     wide = [max(len(row[i]) for row in rows) for i in range(5)]
     for row in rows:
-        print("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=False)), row[5]]))
+        print("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=False)), row.why]))
     return 0
 
 
-def table(places: Sequence[pathlib.Path]) -> list[tuple[str, ...]]:
-    """Cells of the jobs in folders below places, under their heads.
+def folders(places: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
+    """Folders of runs below places, or below the usual one; the newest first.
 
     Raises:
       UserError: a place is not there.
     """
-    for place in places:
+    below = [*map(pathlib.Path, places)]
+    below = below or [pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")]
+    for place in below:
         if not place.is_dir():
             raise UserError(f"there is no folder {str(place)!r}; give that of the runs")
-    files = {file.parent for p in places for file in (*p.rglob("job_id"), *p.rglob("job.json"))}
-    folders = sorted(files, key=lambda f: f.name.rpartition("_")[2], reverse=True)
-    numbers = {folder: number(folder) for folder in folders}
+    found = {file.parent for p in below for file in (*p.rglob("job_id"), *p.rglob("job.json"))}
+    return sorted(found, key=lambda f: f.name.rpartition("_")[2], reverse=True)
+
+
+def table(found: Sequence[pathlib.Path]) -> list[Row]:
+    """The jobs of folders."""
+    numbers = {folder: number(folder) for folder in found}
     known = states({*numbers.values()})
-    rows = [("job", "state", "step", "s/step", "run", "why")]
     latest: dict[str, pathlib.Path] = {}
     for folder, job in numbers.items():
         latest.setdefault(job, folder)  # Slurm's word is about the last start of a job
-        state, why = known.get(job, ("", "")) if latest[job] is folder else ("REQUEUED", "")
-        step, seconds = progress(folder)
-        left, reason = ended(folder)
-        rows.append((job, state or left, step, seconds, folder.name, printable(reason or why)))
-    return rows
+    word = lambda f, job: known.get(job, ("", "")) if latest[job] is f else ("REQUEUED", "")
+    return [look(folder, job, word(folder, job)) for folder, job in numbers.items()]
+
+
+def look(folder: pathlib.Path, job: str, word: tuple[str, str]) -> Row:
+    """A start of a job, by Slurm's word on it (state, why) and by what is in its folder."""
+    step, seconds = progress(folder)
+    left, reason = ended(folder)
+    return Row(job, word[0] or left, step, seconds, folder.name, printable(reason or word[1]))
 
 
 def number(folder: pathlib.Path) -> str:

@@ -5,10 +5,12 @@ import os
 import pathlib
 import subprocess
 import tarfile
+import time
+import types
 
 import pytest
 
-from maxbench.launch import archive, follow
+from maxbench.launch import archive, follow, watch
 from tests.launch.test_launch import tool
 
 
@@ -39,7 +41,7 @@ def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, m
     tool(tmp_path, "squeue", "echo '14|PENDING|Resources'; echo '11|RUNNING|None'")
     tool(tmp_path, "sacct", "echo '12|FAILED|None'; echo '11|PENDING|None'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert follow.table([runs])[1:] == [
+    assert follow.table(follow.folders([runs])) == [
         ("14", "PENDING", "-", "-", "run_4", "Resources"),
         ("11", "RUNNING", "1999", follow.progress(runs / "run" / "run_3")[1], "run_3", ""),
         ("12", "FAILED", "-", "-", "run_2", "loss is  NaN"),
@@ -53,10 +55,78 @@ def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, m
 
 def test_without_slurm_the_folders_say_it(runs, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    said = [row[1] for row in follow.table([runs])[1:]]
+    said = [row[1] for row in follow.table(follow.folders([runs]))]
     assert said == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
     with pytest.raises(SystemExit, match="2"):
         follow.main(["jobs", "/nowhere"])
+
+
+def clock(sleep) -> types.SimpleNamespace:
+    """In place of the module time."""
+    return types.SimpleNamespace(sleep=sleep, strftime=time.strftime)
+
+
+def test_one_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
+    """It waits, steps, is requeued into another folder, and is done; once Slurm does not answer."""
+    first = folder(tmp_path, 1)
+    (first / "job_id").write_text("11")
+    tool(tmp_path, "squeue", f"cat {tmp_path}/word")
+    tool(tmp_path, "sacct", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def slurm(word: str):
+        (tmp_path / "word").write_text(word and f"11|{word}\n12|RUNNING|None\n")
+
+    def step(place: pathlib.Path, number: int):
+        (place / "metrics.jsonl").write_text(f'{{"step": {number}, "step_s": 1.5}}\n')
+
+    def requeued():
+        slurm("PENDING|BeginTime")
+        (first / "exit.json").write_text('{"code": 1, "reason": "NODE FAILURE"}')
+
+    def second():
+        slurm("RUNNING|None")
+        step(folder(tmp_path, 2, job={"job": "11", "restart": 1}), 8)
+
+    moves = [
+        lambda: slurm("RUNNING|None"),
+        lambda: step(first, 7),
+        lambda: slurm(""),  # no answer: nothing has changed
+        requeued,
+        second,
+        lambda: slurm("COMPLETED|None"),
+    ]
+    slurm("PENDING|Resources")
+    monkeypatch.setattr(watch, "time", clock(lambda _: moves.pop(0)()))
+    assert watch.main(["watch", "11", str(tmp_path)]) == 0
+    assert [line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        str(first),
+        "PENDING  Resources",
+        "RUNNING",
+        "RUNNING  step 7, 1.500 s/step",
+        "PENDING  step 7, 1.500 s/step  NODE FAILURE",
+        str(first.parent / "run_2"),
+        "RUNNING  step 8, 1.500 s/step",
+        "COMPLETED  step 8, 1.500 s/step",
+    ]
+    assert moves == []
+
+
+def test_how_watching_ends(runs, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert watch.main(["watch", "10", str(runs)]) == 0
+    assert watch.main(["watch", "12", str(runs)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  FAILED  loss is  NaN")
+    for words in (["12x", str(runs)], [], ["99", str(runs)], ["10", "/nowhere"]):
+        with pytest.raises(SystemExit, match="2"):
+            watch.main(["watch", *words])
+    assert "job 99 is not known to Slurm, and no folder" in capsys.readouterr().err
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "time", clock(interrupt))
+    assert watch.main(["watch", "14", str(runs)]) == 130
 
 
 def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):

@@ -1,0 +1,78 @@
+"""Follows one job until it has ended: a line whenever its state, step or reason has changed.
+
+  maxbench watch JOB [FOLDER...]     default: $STAGE_PATH/experiments, or experiments/ here
+
+JOB is its number, as `maxbench jobs` lists it. Exit code: 0 it has completed, 1 it has ended
+otherwise, 130 after Ctrl-C, which leaves the job as it is.
+"""
+
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from maxbench.launch import follow
+from maxbench.spec import cli
+from maxbench.spec.errors import UserError
+
+PAUSE_S = 5  # Slurm's controller answers many
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
+ENDED += ("DEADLINE", "OUT_OF_MEMORY", "REVOKED")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line per change; returns the exit code."""
+    if {"--help", "-h"} & {*argv[1:]}:
+        print(__doc__.strip())
+        return 0
+    with cli.clear_errors("watch"):
+        job, *places = argv[1:] or [""]
+        if not job.isdecimal():
+            raise UserError(f"JOB={job!r} must be a job's number, as `maxbench jobs` lists them")
+        try:
+            for folder, row in changes(job, places, lambda: time.sleep(PAUSE_S)):
+                clock = time.strftime("%H:%M:%S")
+                if folder:
+                    print(f"{clock}  {folder}")
+                step = f"step {row.step}, {row.seconds} s/step" if row.step != "-" else ""
+                print("  ".join(filter(None, [clock, row.state, step, row.why])), flush=True)
+        except KeyboardInterrupt:
+            return 130
+    return 0 if row.state == "COMPLETED" else 1
+
+
+def changes(
+    job: str, places: Sequence[str | pathlib.Path], pause: Callable[[], None]
+) -> Iterator[tuple[pathlib.Path | None, follow.Row]]:
+    """What has changed of a job until it has ended, and its folder where that has.
+
+    Raises:
+      UserError: a place is not there, or neither Slurm nor a folder in one knows the job.
+    """
+    folder, last = None, None
+    while last is None or last.state.partition(" ")[0] not in ENDED:
+        if last:
+            pause()
+        # A requeue makes a new folder beside the last one: no need to look at all others again.
+        found = follow.folders([folder.parent] if folder else places)
+        here = next((f for f in found if follow.number(f) == job), folder)
+        row = _look(job, here, last)
+        if row != last:
+            yield (here if here != folder else None), row
+        folder, last = here, row
+
+
+def _look(job: str, folder: pathlib.Path | None, last: follow.Row | None) -> follow.Row:
+    """How a job is now; as it was where Slurm does not answer and its folder does not tell more."""
+    word = follow.states({job}).get(job)
+    if not (word or folder or last):
+        raise UserError(f"job {job} is not known to Slurm, and no folder of a run is of it")
+    if not word and last and not (folder and follow.ended(folder)[0] in ENDED):
+        word = (last.state, last.why)
+    if folder:
+        return follow.look(folder, job, word or ("", ""))
+    return follow.Row(job, word[0], "-", "-", "-", word[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
