@@ -56,7 +56,7 @@ PYTHON=$(find_python)
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" MAXBENCH_PYTHON="$PYTHON"
 unset HF_TOKEN # data is synthetic and tokenizers are not used: no token goes anywhere
 
-if [[ -n "${SLURM_JOB_ID:-}" && ! "${1:-}" =~ ^(--dry-run|--wait|--help|-h)$ ]]; then
+if [[ -n "${SLURM_JOB_ID:-}" && ! "${1:-}" =~ ^(--dry[-_]run|--wait|--(file|suite)(=.*)?|--help|-h)$ ]]; then
   body=$("$PYTHON" -m maxbench.launch --inside "$@")
   exec bash -c "$body"
 fi

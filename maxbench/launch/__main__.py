@@ -1,28 +1,34 @@
 """Checks the variables of launch.sh, makes the job scripts and submits them.
 
-  launch/launch.sh               submits: the run, and a job each for profile and trace
-  launch/launch.sh --dry-run     prints the exact scripts and commands
-  launch/launch.sh --wait        submits, waits for the end
-  launch/launch.sh -- --layers 8 further flags of the trainer
+  launch/launch.sh                     submits: the run, and a job each for profile and trace
+  launch/launch.sh --dry-run           prints the exact scripts and commands
+  launch/launch.sh --wait              submits, waits for the end
+  launch/launch.sh --file jobs.toml    the jobs of a file, largest first
+  launch/launch.sh --suite FILE        and what each is to reach, for maxbench report --suite
+  launch/launch.sh -- --layers 8       further flags of the trainer
   JOB_TOTAL_GPUS="8 16 32" DTYPE="bf16 fp8" REPEATS=3 launch/launch.sh    18 runs, largest first
+
+launch/launch.sh is `maxbench launch` in the environment that setup.sh has made.
 
 Variables (other names that are understood in brackets; the last ones are NVIDIA's, refused or
 without effect here):
 """
 
 import os
+import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
 
 from maxbench.hardware.gpus import GPUS
 from maxbench.launch import jobs, runai, slurm
-from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, settle_all
+from maxbench.launch.files import settle_all
+from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, Settings
 from maxbench.spec import cli, recipes
 from maxbench.spec.errors import UserError, choose
 
 # CLUSTER_TYPE -> what submits. It has dry_run(runs), the text of what would be submitted for their
-# Settings, and submit(runs, wait), which returns an exit code.
+# Settings, and submit(runs, wait, suite), which returns an exit code; suite is a name or ''.
 SCHEDULERS = {"slurm": slurm, "runai": runai}
 
 
@@ -30,42 +36,67 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 submitted, 2 bad input, or sbatch's own."""
     words = list(argv[1:])
     cut = words.index("--") if "--" in words else len(words)
-    options, extra = words[:cut], words[cut + 1 :]
-    if {"--help", "-h"} & set(options):
+    words, extra = words[:cut], words[cut + 1 :]
+    if {"--help", "-h"} & {*words}:
         print(help_text())
         return 0
     with cli.clear_errors("launch"):
-        if unknown := [o for o in options if o not in ("--dry-run", "--wait", "--inside")]:
-            raise UserError(
-                f"unknown option {unknown[0]!r}; there are --dry-run, --wait, --help, and flags of "
-                "the trainer after --"
-            )
-        every = settle_all(os.environ, extra)
-        settings = every[0]
-        choose("CLUSTER_TYPE", cluster := settings.values["CLUSTER_TYPE"].lower(), SCHEDULERS)
+        options = _options(words)
+        file = options.get("--suite") or options.get("--file", "")
+        every = settle_all(os.environ, extra, file, suite="--suite" in options)
+        choose("CLUSTER_TYPE", cluster := every[0].values["CLUSTER_TYPE"].lower(), SCHEDULERS)
         scheduler = SCHEDULERS[cluster]
         for note in dict.fromkeys(note for s in every for note in s.notes):
             print(f"launch.sh: note: {note}", file=sys.stderr)
         if "--inside" in options:
-            has = int(os.environ.get("SLURM_JOB_NUM_NODES", settings.nodes))
-            if len(every) > 1:
-                raise UserError("this job is one run: give one size, DTYPE and JOB_TOTAL_GPUS")
-            if has < settings.nodes:
-                raise UserError(
-                    f"{settings.run.layout.describe()} needs {settings.nodes} nodes, and this job "
-                    f"has {has}: sbatch -N {settings.nodes} launch.sh"
-                )
-            if late := slurm.late(settings):
-                words = shlex.join(late)
-                print(f"launch.sh: note: this job has begun without {words}", file=sys.stderr)
-                print(f"  (unless you gave it): sbatch {words} launch.sh", file=sys.stderr)
-            # One allocation, one job: the profile or trace if one is asked for.
-            print(slurm.script(settings, jobs.kinds(settings)[-1], 0))
+            print(_inside(every))
         elif "--dry-run" in options:
             print(scheduler.dry_run(every))
         else:
-            return scheduler.submit(every, wait="--wait" in options)
+            suite = pathlib.Path(file).stem if "--suite" in options else ""
+            return scheduler.submit(every, wait="--wait" in options, suite=suite)
     return 0
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The options among words, and the file that one names."""
+    options, left = {}, list(words)
+    while left:
+        option, is_set, value = left.pop(0).partition("=")
+        option = option.replace("_", "-")
+        if option in ("--file", "--suite"):
+            if not (is_set or left):
+                raise UserError(f"{option} is the last word; give the file after it")
+            options[option] = value if is_set else left.pop(0)
+        elif option in ("--dry-run", "--wait", "--inside") and not is_set:
+            options[option] = ""
+        else:
+            raise UserError(
+                f"unknown option {option!r}; there are --dry-run, --wait, --file, --suite, --help, "
+                "and flags of the trainer after --"
+            )
+    if {"--file", "--suite"} <= {*options}:
+        raise UserError("give one of --file and --suite; a suite is a file of jobs")
+    return options
+
+
+def _inside(every: Sequence[Settings]) -> str:
+    """The rest of a job that has begun, where sbatch has started launch.sh itself."""
+    settings = every[0]
+    has = int(os.environ.get("SLURM_JOB_NUM_NODES", settings.nodes))
+    if len(every) > 1:
+        raise UserError("this job is one run: give one size, DTYPE and JOB_TOTAL_GPUS")
+    if has < settings.nodes:
+        raise UserError(
+            f"{settings.run.layout.describe()} needs {settings.nodes} nodes, and this job "
+            f"has {has}: sbatch -N {settings.nodes} launch.sh"
+        )
+    if late := slurm.late(settings):
+        words = shlex.join(late)
+        print(f"launch.sh: note: this job has begun without {words}", file=sys.stderr)
+        print(f"  (unless you gave it): sbatch {words} launch.sh", file=sys.stderr)
+    # One allocation, one job: the profile or trace if one is asked for.
+    return slurm.script(settings, jobs.kinds(settings)[-1], 0)
 
 
 def help_text() -> str:

@@ -89,12 +89,16 @@ def dry_run(runs: Sequence[Settings]) -> str:
     return "\n\n".join(shlex.join(words) for s in runs for words in submissions(s))
 
 
-def submit(runs: Sequence[Settings], wait: bool) -> int:
+def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
     """Submits the jobs; returns the first exit code that is not 0. Nothing waits for their end.
 
     Raises:
-      UserError: there is no runai.
+      UserError: there is no runai, or a suite is wanted, whose runs nobody could tell from others.
     """
+    if suite:
+        raise UserError(
+            "--suite lists the folders of jobs, which Run:ai's make in the claim: --file"
+        )
     made = [(s, words) for s in runs for words in submissions(s)]
     if not shutil.which("runai"):
         raise UserError(

@@ -1,9 +1,12 @@
 """Slurm: the job script of a run, and its submission."""
 
+import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import pathlib
+import platform
 import re
 import shlex
 import shutil
@@ -39,8 +42,8 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
     # A run that saves goes on after a requeue, and gets time to save before its time limit.
     saves = "--checkpoint" in s.flags and not kind
     options += SAVES if saves else ["--no-requeue"]
-    if together := segment(s):
-        options += together if knows("--segment") else []
+    if (together := segment(s)) and not apart(s):
+        options += together
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
@@ -61,11 +64,16 @@ def knows(option: str) -> bool:
     return option in done.stdout or done.returncode != 0
 
 
+def apart(s: Settings) -> str:
+    """Why sbatch is not asked for nodes that share NVLink, or ''."""
+    if asked := s.values["SEGMENT"]:
+        return "" if asked == "true" else "SEGMENT=false"
+    return "" if knows("--segment") else "this sbatch does not know it (Slurm 23.11 does)"
+
+
 def notes(s: Settings) -> list[str]:
     """What sbatch will not be asked for."""
-    if (left := segment(s)) and not knows("--segment"):
-        return [f"{left[0]} is left out: this sbatch does not know it (Slurm 23.11 does)"]
-    return []
+    return [f"{left[0]} is left out: {why}"] if (left := segment(s)) and (why := apart(s)) else []
 
 
 def late(s: Settings) -> list[str]:
@@ -79,8 +87,7 @@ def late(s: Settings) -> list[str]:
 def script(s: Settings, kind: str, stamp: int) -> str:
     """The whole job script. stamp names the folder of results; 0 lets the job choose."""
     v = s.values
-    python = os.environ.get("MAXBENCH_PYTHON", sys.executable)
-    python = "python3" if v["RUN_CONF_IMAGE"] else python  # the container's own
+    python = "python3" if v["RUN_CONF_IMAGE"] else python_of_nodes()  # the container's own
     folder = s.out / "experiments" / name(s, kind) / f"{name(s, kind)}_{stamp}"
     config = pathlib.Path(s.flags[1].partition(":")[0])  # the files of one's own, too
     own = {p.parent for p in (ROOT / config, pathlib.Path(v["HARDWARE"])) if p.is_file()}
@@ -113,6 +120,14 @@ def script(s: Settings, kind: str, stamp: int) -> str:
     arrays = [f"TRAIN=({_words(command(s, kind, python))})", f"PREFLIGHT=({_words(preflight)})"]
     body = (ROOT / "launch" / "slurm.sh").read_text()
     return "\n".join(["#!/bin/bash", *options, "", *exports, *arrays, "", body])
+
+
+def python_of_nodes() -> str:
+    """The Python of a job: the door of setup.sh's environments, where this one is among them."""
+    python = os.environ.get("MAXBENCH_PYTHON", sys.executable)
+    folder = pathlib.Path(python).parent.parent
+    door = folder.parent / "venv" / "bin" / "python"
+    return str(door) if folder.name == f"venv-{platform.machine()}" and door.exists() else python
 
 
 def _words(command: Sequence[str]) -> str:
@@ -155,8 +170,9 @@ def additional(text: str) -> list[str]:
 def dry_run(runs: Sequence[Settings]) -> str:
     """Scripts and commands as they would be submitted."""
     each = [(name(s, kind), s, kind) for s in runs for kind in kinds(s)]
-    times = Counter(job for job, _, _ in each)
-    parts = ["\n".join(f"# {n} x {job}" for job, n in times.items())] if len(runs) > 1 else []
+    times = Counter((job, f": {s.expect}" if s.expect else "") for job, s, _ in each)
+    listed = [f"# {n} x {job}{asked}" for (job, asked), n in times.items()]
+    parts = ["\n".join(listed)] if len(runs) > 1 else []
     for job, s, kind in {one[0]: one for one in each}.values():
         made = script(s, kind, int(time.time()))
         parts.append(f"# {job}: {s.run.layout.describe()}; {s.nodes} nodes\n{made}")
@@ -164,8 +180,11 @@ def dry_run(runs: Sequence[Settings]) -> str:
     return "\n\n".join(parts)
 
 
-def submit(runs: Sequence[Settings], wait: bool) -> int:
+def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
     """Writes the scripts and submits them; returns sbatch's exit code.
+
+    Args:
+      suite: name under which the runs and what is expected of them are listed for the report.
 
     Raises:
       UserError: sbatch or what the jobs need is not there.
@@ -176,21 +195,43 @@ def submit(runs: Sequence[Settings], wait: bool) -> int:
     # sbatch and srun would read these themselves, before the script's options, and fail on 'null'.
     ours = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
     clean = {k: v for k, v in os.environ.items() if k not in ours}
-    running = []
-    for s, kind in [(one, kind) for one in runs for kind in kinds(one)]:
+    results, running, listed = runs[0].out / "experiments", [], None
+    each = [(s, kind) for s in runs for kind in kinds(s)]
+    if suite:
+        planned = [s for s, kind in each if not kind]
+        listed = Listed(results / f"suite_{suite}_{int(time.time())}.json", suite, planned)
+    for s, kind in each:
         job = name(s, kind)
         folder, stamp = metrics.new_folder(s.out, job)
         file = folder / f"sbatch_{job}.sh"
         file.write_text(script(s, kind, stamp))
+        if listed and not kind:
+            listed.add(folder)
         sbatch = ["sbatch", "--parsable", *(["--wait"] if wait else []), str(file)]
         running.append((subprocess.Popen(sbatch, env=clean, stdout=subprocess.PIPE), job, folder))
         print(f"submitting {job}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         if not wait:
             _submitted(*running.pop())
     codes = [_submitted(*one) for one in running]
-    results = runs[0].out / "experiments"
-    print(f"how they are: maxbench jobs {results}; when they are done: maxbench report {results}")
+    report = f"--suite {listed.file}" if listed else str(results)
+    print(f"how they are: maxbench jobs {results}; when they are done: maxbench report {report}")
     return max(codes, default=0)
+
+
+class Listed:
+    """The file of a suite's runs and of what each is to reach, which report/suite.py reads.
+
+    It is written before each submission: one that is refused leaves what went before.
+    """
+
+    def __init__(self, file: pathlib.Path, suite: str, runs: Sequence[Settings]):
+        asked = [{"run": name(s, ""), "expect": dataclasses.asdict(s.expect)} for s in runs]
+        self.file, self.about, self.next = file, {"suite": suite, "runs": asked}, iter(asked)
+
+    def add(self, folder: pathlib.Path) -> None:
+        """The folder of the next run."""
+        next(self.next)["folder"] = os.path.relpath(folder, self.file.parent)
+        self.file.write_text(json.dumps(self.about, indent=1))
 
 
 def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int:
@@ -223,9 +264,23 @@ def needed(runs: Sequence[Settings]) -> None:
             f"STAGE_PATH={str(s.out)!r} cannot hold results ({e.strerror}); give a folder that you "
             "may write to and that all nodes share"
         ) from None
-    image = s.values["RUN_CONF_IMAGE"]
+    for one in runs:
+        _environment_is_there(one)
+
+
+def _environment_is_there(s: Settings) -> None:
+    """Raises UserError where the nodes would find neither the image nor their environment."""
+    image, kind = s.values["RUN_CONF_IMAGE"], s.values["ARCHITECTURE"]
     if image.endswith(".sqsh") and not pathlib.Path(image).exists():
         raise UserError(
             f"RUN_CONF_IMAGE={image!r} does not exist: ./setup.sh makes one where enroot is "
             "installed; leave it empty to use the Python environment of setup.sh"
+        )
+    venv = pathlib.Path(python_of_nodes()).parent.parent
+    is_door = venv.name == "venv" and not (venv / "pyvenv.cfg").exists()
+    own = venv.parent / f"venv-{kind}" / "bin" / "python"
+    if is_door and kind and not image and not own.exists():
+        raise UserError(
+            f"the nodes are {kind} and there is no {own.parent.parent}: sbatch -N 1 setup.sh makes "
+            "it on one of them"
         )

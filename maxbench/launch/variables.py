@@ -5,7 +5,6 @@ settle() reads them from an environment; nothing else reads them.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from maxbench.hardware.gpus import GPUS
 from maxbench.spec import cli, recipes
 from maxbench.spec.errors import UserError, choose
+from maxbench.spec.fields import judge, setting
 from maxbench.spec.recipes import ROOT, Launch
 from maxbench.spec.run import Run
 
@@ -58,6 +58,23 @@ ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they pick the rec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Expect:
+    """What a run of a suite must reach, beside its last step and finite losses; 0 asks nothing."""
+
+    published: float = setting(0.0, at_least=0, at_most=10)  # share of the published tokens/s
+    step_s: float = setting(0.0, at_least=0)  # seconds that a step may take, on average
+    loss: float = setting(0.0, at_least=0)  # that the last step may have
+
+    def __post_init__(self):
+        judge(self)
+
+    def __str__(self) -> str:
+        asked = {"at least {:.0%} of published": self.published, "loss at most {:g}": self.loss}
+        asked["at most {:g} s a step"] = self.step_s
+        return ", ".join(text.format(value) for text, value in asked.items() if value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What was asked for, checked."""
 
@@ -69,6 +86,7 @@ class Settings:
     tasks_per_node: int
     out: pathlib.Path
     notes: tuple[str, ...] = ()
+    expect: Expect | None = None  # of a suite
 
     def on(self, name: str) -> bool:
         """A boolean variable."""
@@ -77,19 +95,6 @@ class Settings:
     def number(self, name: str) -> int:
         """An integer variable."""
         return int(self.values[name])
-
-
-def settle_all(env: Mapping[str, str], extra: Sequence[str] = ()) -> list[Settings]:
-    """The settings of each run that lists of sizes, GPUs and dtypes ask for, largest first.
-
-    Raises:
-      UserError: as settle(), of any of them.
-    """
-    names = (n for name in MANY for n in (name, *VARIABLES[name].also))
-    lists = {n: words for n in names if len(words := env.get(n, "").split()) > 1}
-    each = (dict(zip(lists, one, strict=True)) for one in itertools.product(*lists.values()))
-    made = sorted((settle({**env, **one}, extra) for one in each), key=lambda s: -s.run.layout.gpus)
-    return [s for s in made for _ in range(s.number("REPEATS"))]
 
 
 def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:

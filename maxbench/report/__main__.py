@@ -4,6 +4,7 @@
   maxbench report --format=html experiments > report.html
   maxbench report --cost 2.5 --format=csv experiments other/log-*.out
   maxbench report --diff RUN_A RUN_B
+  maxbench report --suite experiments/suite_exemplar_1790000000.json
 
 Reads our own folders, and logs of NeMo, Megatron-Bridge and MaxText runs. NCCL's calls of trace
 jobs are set beside what plan predicts, and the page shows where plan thinks that a step goes, for
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from maxbench.hardware.gpus import GPUS
-from maxbench.report import compare, page, runlogs, tables
+from maxbench.report import compare, page, runlogs, suite, tables
 from maxbench.report.planned import look_inside
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError, choose, plain
@@ -41,6 +42,7 @@ def define(fv: flags.FlagValues) -> None:
     string("output", "", "write to this file instead of the screen")
     string("window", "35,44", "first and last step that count")
     string("gpu_type", "", f"of logs that do not name it: {' | '.join(GPUS)}")
+    string("suite", "", "file of maxbench launch --suite: its runs, and PASS or FAIL")
     string("hardware", "", "file of further GPU types, as of the runs")
     string("cost", "0", "dollars per GPU hour")
     string("interval", "0", "minutes between checkpoints; 0 = the best (Young, Daly)")
@@ -60,23 +62,24 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
         cli.add_hardware(fv["hardware"].value)
     if fv["gpu_type"].value:
         choose("gpu_type", fv["gpu_type"].value, GPUS)
-    as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title")
+    as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     given = {name: fv[name].value for name in as_given}
     return compare.Settings(paths=tuple(paths), full_names=fv["full-names"].value, **given)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 no run succeeded, 2 bad input."""
+    """Returns the exit code: 0 done, 1 no run succeeded or a suite did not, 2 bad input."""
     fv = flags.FlagValues()
     define(fv)
     if {"--help", "-h", "-help"} & set(argv):
         print(cli.help_text(__doc__.strip(), fv).rpartition("\n")[0])
         return 0
     with cli.clear_errors("report"):
-        paths = cli.flags_of(fv, argv)[1:] or ["experiments"]
+        given, listed = cli.flags_of(fv, argv)[1:], fv["suite"].value
+        paths = _of_suite(listed, given) if listed else given or ["experiments"]
         chosen = settings(fv, paths)
         rows = [compare.row(r, chosen) for r in runlogs.read(paths)]
-        if not rows:
+        if not (rows or listed):
             raise UserError(f"no run and no log at or below {', '.join(paths)}")
         look_inside(rows, every=fv["format"].value == "html")
         make = tables.difference if fv["diff"].value else FORMATS[fv["format"].value]
@@ -91,7 +94,16 @@ def main(argv: Sequence[str]) -> int:
             print(made, flush=True)
         except BrokenPipeError:  # `| head` has seen enough; Python would complain at exit too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if listed:
+        return 0 if suite.judge(listed, rows).ok else 1
     return 0 if any(one.ok or one.record.status == "running" for one in rows) else 1
+
+
+def _of_suite(file: str, paths: Sequence[str]) -> list[str]:
+    """The folders of a suite's runs."""
+    if paths:
+        raise UserError(f"--suite names its runs itself; leave {paths[0]!r} out")
+    return [*map(str, suite.folders(suite.read(file)[1]))]
 
 
 if __name__ == "__main__":

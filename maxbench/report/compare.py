@@ -41,6 +41,7 @@ class Settings:
     paths: tuple[str, ...] = ()  # where the runs were looked for
     full_names: bool = False  # paths instead of names
     title: str = "maxbench report"  # of the page
+    suite: str = ""  # file of the runs that were launched together, and what is expected of them
 
     def __post_init__(self):
         judge(self)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from maxbench.report import compare, plots, tables
+from maxbench.report import compare, plots, suite, tables
 from maxbench.report.compare import Row, Settings
 from maxbench.report.record import at
 
@@ -51,6 +51,7 @@ def html(rows: Sequence[Row], s: Settings) -> str:
         timed=[(x, parts) for x in runs if (parts := time_parts(x.row))],
         traces=tables.traces(rows),
         sections=tables.sections(rows, s),
+        suite=suite.judge(s.suite, rows) if s.suite else None,
         legend=" ".join(tables.LEGEND),
         versions=versions(rows),
     )

@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 
-from maxbench.report import compare
+from maxbench.report import compare, suite
 from maxbench.report.compare import Row, Settings
 from maxbench.run import nccl
 from maxbench.spec.errors import UserError
@@ -114,7 +114,11 @@ def text(rows: Sequence[Row], s: Settings) -> str:
     out[-1] += "%"
     for title, lines in (*sections(rows, s), *((t.title, t.lines()) for t in traces(rows))):
         out += ["", title, *(f"  {x}" for x in lines)]
-    return "\n".join([*out, "", *LEGEND])
+    out += ["", *LEGEND]
+    if s.suite:
+        verdict = suite.judge(s.suite, rows)
+        out += ["", "Suite", *(f"  {x}" for x in verdict.lines()), verdict.title]
+    return "\n".join(out)
 
 
 def money(one: Row, s: Settings) -> list[str]:
@@ -208,7 +212,8 @@ def to_csv(rows: Sequence[Row], s: Settings) -> str:
     writer.writerows({k: told(k, v) for k, v in one.items()} for one in found)
     counts = ((k.partition("_")[0], n) for k, n in _counts(rows).items() if "rate" not in k)
     summary = "".join(f"{n} {name}, " for name, n in counts)
-    return f"{out.getvalue()}# Summary: {summary}{len(rows)} total"
+    verdict = f"\n# {suite.judge(s.suite, rows).title}" if s.suite else ""
+    return f"{out.getvalue()}# Summary: {summary}{len(rows)} total{verdict}"
 
 
 def to_json(rows: Sequence[Row], s: Settings) -> str:
@@ -232,6 +237,8 @@ def to_json(rows: Sequence[Row], s: Settings) -> str:
         "repeats": [dataclasses.asdict(x) for x in compare.repeats(rows)],
         "summary": _counts(rows),
     }
+    if s.suite:
+        whole["suite"] = suite.judge(s.suite, rows)._asdict()
     return json.dumps(whole, indent=1, allow_nan=False)
 
 
@@ -249,6 +256,14 @@ def markdown(rows: Sequence[Row], s: Settings) -> str:
         out += ["", f"**{title}**", "", *(f"- {' '.join(x.split())}" for x in lines)]
     for trace in traces(rows):
         out += ["", f"**{trace.title}**", "", *(f"    {x}" for x in trace.lines())]
+    if s.suite:
+        verdict = suite.judge(s.suite, rows)
+        out += [
+            "",
+            f"**{verdict.title}**",
+            "",
+            *(f"- {' '.join(x.split())}" for x in verdict.lines()),
+        ]
     return "\n".join(out)
 
 
