@@ -102,8 +102,9 @@ def _judge(one: Asked, row: Row | None) -> tuple[str, str]:
         return ("-", "has not begun") if one.folder else ("FAIL", "was not submitted")
     if row.record.status == "running":
         return "-", f"still running, step {row.record.last}"
-    if not (row.ok and row.step):
-        return "FAIL", f"{row.why or 'no step counts'}, last step {row.record.last}"
+    if not (row.ok and row.step and row.record.last >= row.record.planned - 1):
+        why = row.why if not row.ok else "not all of its steps are in its log"
+        return "FAIL", f"{why}, last step {row.record.last}"
     asked, step_s = one.expect, row.step["mean"]
     loss = row.record.loss.get(row.record.last, math.nan)
     reached = f"{row.why}, {step_s:.4g} s a step, loss {loss:.4g}"
