@@ -12,7 +12,8 @@
 #
 # The Python environment is $STAGE_PATH/venv-x86_64 or venv-aarch64; $STAGE_PATH/venv/bin/maxbench
 # and .../python are the one of the machine they are called on. With enroot a container image comes
-# to $STAGE_PATH/maxbench.sqsh too (RUN_CONF_IMAGE for launch.sh); SETUP=venv leaves it out.
+# to $STAGE_PATH/maxbench.sqsh too; SETUP=venv leaves it out. Where Slurm is, `maxbench cluster`
+# writes $STAGE_PATH/cluster.toml: account, partition, GPU type and the like, for launch.sh.
 # Variables: STAGE_PATH (or LLMB_INSTALL), CUDA=12|13, SETUP=auto|enroot|venv, IMAGE, TE=true|false.
 set -eu -o pipefail
 
@@ -27,7 +28,7 @@ for option in "$@"; do
   case "$option" in
     --cpu) CPU=true ;;
     --help | -h)
-      sed -n '6,15s/^# \{0,1\}//p' "$0"
+      sed -n '6,16s/^# \{0,1\}//p' "$0"
       exit 0
       ;;
     *) fail "unknown option '$option'; there are --cpu and --help" ;;
@@ -49,7 +50,8 @@ ROOT=$(find_root)
 STAGE=${STAGE_PATH:-${LLMB_INSTALL:-$ROOT}}
 CUDA=${CUDA:-13}
 SETUP=${SETUP:-auto}
-# The one place of the image. A monthly tag, which stays what it is; by digest: ...jax@sha256:...
+# The one place of the image: a monthly tag; what it was when the image was made is kept beside it.
+# With enroot 4 also by digest: ...jax@sha256:...
 IMAGE=${IMAGE:-docker://nvcr.io#nvidia/jax:26.06-py3}
 TE=${TE:-true}
 [[ "$CUDA" =~ ^(12|13)$ ]] || fail "CUDA='$CUDA' is not one of 12, 13"
@@ -135,16 +137,29 @@ if [[ "$SETUP" == venv && "$TE" == true ]] && ! has transformer-engine-jax; then
 fi
 make_doors
 
+# What the cluster is, for launch.sh; where that cannot be said, all else goes on.
+ask_cluster() {
+  STAGE_PATH=$STAGE "$STAGE/venv/bin/maxbench" cluster ||
+    say "later: STAGE_PATH=$STAGE $STAGE/venv/bin/maxbench cluster; the rest goes on without"
+}
+in_cluster() { sed -n "s/^$1 = \"\(.*\)\"\$/\1/p" "$STAGE/cluster.toml" 2>/dev/null || true; }
+
+[[ "$CPU" == true ]] || ! command -v scontrol >/dev/null || ask_cluster
+
 if [[ "$SETUP" == enroot ]]; then
-  node=()
+  node=() image=$STAGE/maxbench.sqsh
   if [[ -z "${SLURM_JOB_ID:-}" ]] && command -v srun >/dev/null; then
     node=(srun -N 1 -t 01:00:00)
-    [[ -n "${SBATCH_ACCOUNT:-}" ]] && node+=(-A "$SBATCH_ACCOUNT")
-    [[ -n "${SBATCH_PARTITION:-}" ]] && node+=(-p "$SBATCH_PARTITION")
+    account=${SBATCH_ACCOUNT-$(in_cluster SBATCH_ACCOUNT)}
+    partition=${SBATCH_PARTITION-$(in_cluster SBATCH_PARTITION)}
+    [[ -n "$account" ]] && node+=(-A "$account")
+    [[ -n "$partition" ]] && node+=(-p "$partition")
   fi
   say "image of $IMAGE ..."
-  ${node[@]+"${node[@]}"} "$ROOT/launch/image.sh" "$IMAGE" "$STAGE/maxbench.sqsh"
-  say "done. For launch.sh: export STAGE_PATH=$STAGE RUN_CONF_IMAGE=$STAGE/maxbench.sqsh"
+  ${node[@]+"${node[@]}"} "$ROOT/launch/image.sh" "$IMAGE" "$image"
+  [[ -f "$STAGE/cluster.toml" ]] && RUN_CONF_IMAGE=$image ask_cluster
+  [[ "$(in_cluster RUN_CONF_IMAGE)" == "$image" ]] && image="" # launch.sh finds it there
+  say "done. For launch.sh: export STAGE_PATH=$STAGE${image:+ RUN_CONF_IMAGE=$image}"
   exit 0
 fi
 
@@ -155,4 +170,9 @@ say "a tiny run ..."
 "$STAGE/venv/bin/maxbench" train --config configs/llama31_8b.py:tiny \
   ${devices[@]+"${devices[@]}"} --output_dir "$STAGE"
 say "done. For launch.sh: export STAGE_PATH=$STAGE"
-[[ -z "${SLURM_JOB_ID:-}" ]] || say "login node not $(uname -m)? there: ./setup.sh --cpu"
+nodes=$(in_cluster ARCHITECTURE)
+if [[ -n "${SLURM_JOB_ID:-}" ]]; then
+  say "login node not $(uname -m)? there: ./setup.sh --cpu"
+elif [[ -n "$nodes" && ! -x "$STAGE/venv-$nodes/bin/python" ]]; then
+  say "the nodes are $nodes: sbatch -N 1 setup.sh makes theirs"
+fi

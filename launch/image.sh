@@ -11,9 +11,22 @@ NAME=maxbench-setup-$$
 inside() { enroot start --root --mount "$ROOT:$ROOT" --env "PYTHONPATH=$ROOT" "$@"; }
 needs=(python3 "$ROOT/launch/needs.py" "$ROOT")
 
-if [[ -f "$FILE" && "$(cat "$FILE.from" 2>/dev/null)" == "$IMAGE" ]] &&
-  inside "$FILE" "${needs[@]}"; then
-  echo "setup: $FILE is made of $IMAGE and has all"
+# What IMAGE is today, sha256:...; '' where enroot (before 4.0) or the registry does not say.
+digest() {
+  if [[ "$IMAGE" == *@sha256:* ]]; then
+    echo "${IMAGE##*@}"
+  else
+    timeout 60 enroot digest "$IMAGE" 2>/dev/null </dev/null || true
+  fi
+}
+
+{ read -r made_of && read -r was; } 2>/dev/null <"$FILE.from" || true
+now=$(digest)
+if [[ -f "$FILE" && "${made_of:-}" == "$IMAGE" ]] && inside "$FILE" "${needs[@]}"; then
+  echo "setup: $FILE is made of $IMAGE (${was:-digest not known}) and has all"
+  if [[ -n "${was:-}" && -n "$now" && "$was" != "$now" ]]; then
+    echo "setup: note: $IMAGE is another image by now, $now; to take it, remove $FILE"
+  fi
   exit 0
 fi
 trap 'rm -f "$FILE.base" "$FILE.part"; enroot remove --force "$NAME" >/dev/null 2>&1 || true' EXIT
@@ -43,4 +56,5 @@ if ! inside --rw "$NAME" bash -euc "$install" bash "$ROOT" || ! inside "$NAME" "
 fi
 enroot export --output "$FILE.part" "$NAME"
 mv "$FILE.part" "$FILE"
-echo "$IMAGE" >"$FILE.from"
+printf '%s\n' "$IMAGE" "$now" >"$FILE.from"
+echo "setup: $FILE is made of $IMAGE (${now:-digest not known: enroot 4.0 tells it})"

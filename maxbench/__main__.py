@@ -9,6 +9,7 @@ COMMANDS = {
     "train": "maxbench.train",
     "plan": "maxbench.plan.__main__",
     "report": "maxbench.report.__main__",
+    "cluster": "maxbench.launch.cluster",
     "launch": "maxbench.launch.__main__",
     "jobs": "maxbench.launch.follow",
     "watch": "maxbench.launch.watch",

@@ -139,7 +139,7 @@ def by_host(found: Sequence[dict]) -> dict[str, list[dict]]:
 def screened(run: Run, found: Sequence[dict]) -> list[tuple[str, str, str]]:
     """What prescreen finds of the nodes, by the one process of each that has looked."""
     nodes = {one["host"]: one["node"] for one in found if one["node"]}
-    return prescreen.judge(nodes, run.layout.gpu)
+    return prescreen.judge(nodes, run.layout.gpu_type)
 
 
 def all_reduce_gbps() -> float:

@@ -34,9 +34,14 @@ STAGE = ("STAGE_PATH", *VARIABLES["STAGE_PATH"].also)
 ONE = ("CLUSTER_TYPE", "RUN_CONF_RESULT_DIR", *STAGE)  # the same for all jobs of a call
 
 
+def said(env: Mapping[str, str], name: str) -> str:
+    """What an environment says of a variable, under whichever of its names; '' for nothing."""
+    return next((env[n] for n in (name, *VARIABLES[name].also) if env.get(n)), "")
+
+
 def cluster_file(env: Mapping[str, str]) -> pathlib.Path:
     """Where the file of the cluster is, or would be."""
-    return pathlib.Path(next((env[n] for n in STAGE if env.get(n)), ""), "cluster.toml")
+    return pathlib.Path(said(env, "STAGE_PATH"), "cluster.toml")
 
 
 def of_cluster(env: Mapping[str, str]) -> dict[str, str]:
@@ -51,8 +56,8 @@ def of_cluster(env: Mapping[str, str]) -> dict[str, str]:
 
 def over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     """Both; a variable of `low` that `high` has too, under whatever name, is left out."""
-    said = {NAMED.get(name, name) for name in high}
-    return {k: v for k, v in low.items() if NAMED.get(k, k) not in said} | dict(high)
+    there = {NAMED.get(name, name) for name in high}
+    return {k: v for k, v in low.items() if NAMED.get(k, k) not in there} | dict(high)
 
 
 def settle_all(
@@ -99,8 +104,8 @@ def _of_jobs(
     for number, job in enumerate(data["jobs"], 1):
         where, own = f"{name} job {number}", job.pop("expect", {})
         values = variables(where, job, ONE)
-        said = {NAMED.get(n) for n in values}
-        unused = (n for n, text in env.items() if text and n in NAMED and NAMED[n] in said)
+        named = {NAMED.get(n) for n in values}
+        unused = (n for n, text in env.items() if text and n in NAMED and NAMED[n] in named)
         notes = tuple(f"{n} of the environment is not used: {where} says it" for n in unused)
         if not isinstance(own, dict):
             raise UserError(f"{where}: expect={own!r} must be a table, {{ published = 0.95 }}")

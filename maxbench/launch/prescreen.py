@@ -11,10 +11,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from maxbench.hardware.gpus import Gpu
+from maxbench.hardware import gpus
+from maxbench.hardware.gpus import GPUS, Gpu
 
 # What is checked -> why it matters.
 WHY = {
+    "gpu type": "layout, ceilings and published figures are of GPU_TYPE; cluster.toml can say it",
     "driver": "another driver is another machine: figures are comparable with one alone",
     "ecc": "without it a flipped bit goes on into the weights unseen",
     "mig": "a part of a GPU is not the GPU that figures are held against",
@@ -28,19 +30,19 @@ WHY = {
     "disk": "logs, compiled programs and checkpoints end up there",
 }
 SMI = ("driver_version", "ecc.mode.current", "mig.mode.current", "persistence_mode")
-SMI += ("power.limit", "power.default_limit", "clocks.max.sm")
+SMI += ("power.limit", "power.default_limit", "clocks.max.sm", "name")
 ENOUGH = (1, 10)  # GiB free: below the first a run fails, below the second it may
 
 
 def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     """Of this node: GPUs, links, network ports, CPU governors, and GiB free where results go."""
     query = f"--query-gpu={','.join(SMI)}"
-    gpus = [line.split(", ") for line in _said(query, "--format=csv,noheader,nounits")]
+    each = [line.split(", ") for line in _said(query, "--format=csv,noheader,nounits")]
     links = _said("nvlink", "--status")
     there = next((p for p in (pathlib.Path(out), *pathlib.Path(out).parents) if p.exists()), None)
     cpus = root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
     return {
-        "gpus": [dict(zip(SMI, cells, strict=True)) for cells in gpus if len(cells) == len(SMI)],
+        "gpus": [dict(zip(SMI, cells, strict=True)) for cells in each if len(cells) == len(SMI)],
         "links": [line.split(":", 1)[1].strip() for line in links if "Link" in line],
         "ports": dict(_ports(root / "sys/class/infiniband")),
         "governors": sorted({_text(path) for path in cpus}),
@@ -73,11 +75,11 @@ def _text(path: pathlib.Path) -> str:
         return ""
 
 
-def judge(hosts: Mapping[str, dict], gpu: Gpu) -> list[tuple[str, str, str]]:
+def judge(hosts: Mapping[str, dict], gpu_type: str) -> list[tuple[str, str, str]]:
     """(pass | warn | fail, check, what was found and where) of facts by host."""
-    found: dict[tuple[str, str, str], list[str]] = collections.defaultdict(list)
+    gpu, found = GPUS[gpu_type], collections.defaultdict(list)
     for host, one in hosts.items():
-        for verdict, check, what in (*_gpus(one), *_node(one, gpu, len(hosts))):
+        for verdict, check, what in (*_gpus(one, gpu_type), *_node(one, gpu, len(hosts))):
             found[verdict, check, what].append(host)
     many = collections.Counter(check for _, check, _ in found)
     made = []
@@ -87,11 +89,15 @@ def judge(hosts: Mapping[str, dict], gpu: Gpu) -> list[tuple[str, str, str]]:
     return sorted(made, key=lambda row: (list(WHY).index(row[1]), row[2]))
 
 
-def _gpus(one: dict) -> Iterator[tuple[str, str, str]]:
+def _gpus(one: dict, gpu_type: str) -> Iterator[tuple[str, str, str]]:
     """Verdicts on the GPUs of a node."""
     every = lambda name: sorted({gpu[name] for gpu in one["gpus"]})
     if not one["gpus"]:
         return
+    names = every("name")
+    said = f"{len(one['gpus'])} x {', '.join(names)}"
+    right = {gpus.named(name) for name in names} == {gpu_type}
+    yield ("pass", "gpu type", said) if right else ("warn", "gpu type", f"{said}, not {gpu_type}")
     for check, name, bad, verdict in (
         ("driver", "driver_version", "", ""),
         ("ecc", "ecc.mode.current", "Disabled", "warn"),

@@ -3,11 +3,10 @@
 import os
 import pathlib
 
-from maxbench.hardware.gpus import GPUS
 from maxbench.launch import prescreen
 from tests.launch.test_launch import tool
 
-GOOD = "580.65.06, Enabled, Disabled, Enabled, 700.00, 700.00, 1980"
+GOOD = "580.65.06, Enabled, Disabled, Enabled, 700.00, 700.00, 1980, NVIDIA H100 80GB HBM3"
 SMI = f"""[[ $1 == nvlink ]] || {{ for i in 1 2; do echo '{GOOD}'; done; exit; }}
 echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'
 echo '	 Link 0: 26.562 GB/s'
@@ -46,7 +45,7 @@ def node(**changes) -> dict:
 
 def judged(*nodes: dict, gpu: str = "h100") -> dict[str, list[str]]:
     """Of nodes n0, n1, ...: what is no pass, by check."""
-    rows = prescreen.judge({f"n{i}": one for i, one in enumerate(nodes)}, GPUS[gpu])
+    rows = prescreen.judge({f"n{i}": one for i, one in enumerate(nodes)}, gpu)
     assert {check for _, check, _ in rows} <= {*prescreen.WHY}
     return {check: [verdict, what] for verdict, check, what in rows if verdict != "pass"}
 
@@ -69,13 +68,20 @@ def test_good_nodes_pass_and_others_are_named():
     assert judged(node(ports=down)) == {}  # one node needs none
     assert judged(node(free_gib=0.5))["disk"] == ["fail", "0.5 GiB free on n0"]
     assert judged(node(free_gib=5.0))["disk"][0] == "warn"
-    assert judged(node(), node(), gpu="gb200")["imex"] == ["warn", "no channel on n0, n1"]
+    grace = judged(node(), node(), gpu="gb200")
+    assert grace["imex"] == ["warn", "no channel on n0, n1"]
+    assert grace["gpu type"] == ["warn", "8 x NVIDIA H100 80GB HBM3, not gb200 on n0, n1"]
+    half = [dict(gpu) | {"name": "NVIDIA H200"} for gpu in node()["gpus"]]
+    assert judged(node(), node(gpus=half))["gpu type"] == [
+        "warn",
+        "8 x NVIDIA H200, not h100 on n1",
+    ]
     part = [dict(gpu) | {"mig.mode.current": "Enabled"} for gpu in node()["gpus"]]
     assert judged(node(gpus=part))["mig"] == ["fail", "Enabled on n0"]
 
 
 def test_a_line_says_why_it_matters():
-    rows = prescreen.judge({"n0": node(governors=["powersave"], gpus=[])}, GPUS["h100"])
+    rows = prescreen.judge({"n0": node(governors=["powersave"], gpus=[])}, "h100")
     assert prescreen.lines(rows) == [
         "warn  governor     powersave on n0: a CPU that sleeps starts kernels late",
         "pass  disk         10 GiB or more free on n0",

@@ -1,0 +1,211 @@
+"""Writes cluster.toml under STAGE_PATH: what Slurm says of this cluster, the rest asked once.
+
+  maxbench cluster
+
+Account, partition, gres, GPU type, GPUs of a node, architecture, what sbatch knows.
+What is set in the environment is taken as it is, and in a job what the job has. What stands in the
+file already is kept: edit it, or remove it and start again. Any variable of launch.sh may be added;
+the environment wins over it.
+"""
+
+import collections
+import getpass
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from maxbench.hardware import gpus
+from maxbench.launch import checks, files, slurm, variables
+from maxbench.spec import cli
+from maxbench.spec.errors import UserError
+
+HEAD = """\
+# What jobs on this cluster take where the environment says nothing else; maxbench cluster wrote it.
+# Any variable that launch.sh --help lists may stand here.
+"""
+FIELD = re.compile(r"(\w+)=(\S*)")
+GPU_GRES = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)")
+# What setup.sh or a user adds; it is not looked for.
+ADDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS")
+Ask = Callable[[str, Mapping[str, str]], str]  # a variable, its choices and what each is
+
+
+class Kind(NamedTuple):
+    """Nodes of a partition that are alike; '' and 0 stand for what Slurm does not tell."""
+
+    partition: str
+    gpu_type: str  # a name of gpus.GPUS
+    gpus: int  # of a node
+    architecture: str
+
+    def __str__(self) -> str:
+        count = f"{self.gpus} {self.gpu_type or 'GPUs'}" if self.gpus else "no gres"
+        return ", ".join(filter(None, [count, self.architecture]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes and shows the file; returns the exit code."""
+    if {"--help", "-h"} & {*argv[1:]}:
+        print(__doc__.strip())
+        return 0
+    with cli.clear_errors("cluster"):
+        if argv[1:]:
+            raise UserError(f"unexpected {argv[1]!r}: values are set as variables, GPU_TYPE=h100")
+        file = files.cluster_file(os.environ).absolute()
+        there, lacking = files.of_cluster(os.environ), {}
+
+        def ask(name: str, choices: Mapping[str, str]) -> str:
+            answer = asked(name, choices) if sys.stdin.isatty() else ""
+            if not answer:
+                lacking[name] = choices
+            return answer
+
+        found = detect(files.over(there, os.environ), nodes(), ask)
+        if lacking:
+            raise UserError("; ".join(f"set {n}: one of {_words(c)}" for n, c in lacking.items()))
+        for name in (n for n in found if found[n] != there.get(n, found[n])):
+            print(f"note: {name} is {found[name]} in the environment, which wins", file=sys.stderr)
+        named = {files.NAMED.get(n) for n in there}
+        write(file, {n: value for n, value in found.items() if n not in named})
+        print(f"{file}:\n{file.read_text().strip()}")
+    return 0
+
+
+def _words(choices: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({about})" if about else name for name, about in choices.items())
+
+
+def asked(name: str, choices: Mapping[str, str]) -> str:
+    """What is answered on the terminal; '' where nothing is."""
+    wide = max(map(len, choices))
+    print(f"{name}, which one?")
+    for choice, about in choices.items():
+        print(f"  {choice:<{wide}}  {about}".rstrip())
+    try:
+        while (answer := input("> ").strip()) not in choices:
+            if not answer:
+                return ""
+            print(f"{answer!r} is not one of {', '.join(choices)}")
+    except EOFError:
+        return ""
+    return answer
+
+
+def nodes() -> collections.Counter[Kind]:
+    """How many nodes of each kind there are.
+
+    Raises:
+      UserError: there is no Slurm here, or it does not answer.
+    """
+    if not shutil.which("scontrol"):
+        raise UserError(
+            "scontrol is not on PATH: run this on a login node of the cluster (module load slurm?)"
+        )
+    found = collections.Counter()
+    lines, why = _said("scontrol", "show", "nodes", "--oneliner")
+    for line in lines:
+        fields = dict(reversed(FIELD.findall(line)))  # the first of a name: comments come later
+        gres = GPU_GRES.search(fields.get("Gres", ""))
+        named = gpus.named(f"{gres[1] if gres else ''} {fields.get('AvailableFeatures', '')}")
+        count, architecture = int(gres[2]) if gres else 0, fields.get("Arch", "")
+        for partition in filter(None, fields.get("Partitions", "").split(",")):
+            found[Kind(partition, named, count, architecture)] += 1
+    if not found:
+        raise UserError(f"scontrol shows no node of a partition{f': {why}' if why else ''}")
+    return found
+
+
+def accounts() -> dict[str, str]:
+    """The user's accounts, and which of them is the default one; {} where Slurm keeps none."""
+    user = getpass.getuser()
+    default, _ = _said("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount")
+    every, _ = _said("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
+    return {name: "your default" if name in default else "" for name in sorted({*every})}
+
+
+def _said(*command: str) -> tuple[list[str], str]:
+    """Lines that a command printed, and why there are none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return [], str(e)
+    if done.returncode:
+        return [], " ".join(done.stderr.split())
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()], ""
+
+
+def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[str, str]:
+    """The cluster's variables.
+
+    Args:
+      env: what it says is taken as it is.
+      there: nodes().
+      ask: called where there are several that it may be, or none is known.
+
+    Raises:
+      UserError: a variable of env cannot be.
+    """
+    found = {n: text for n in ADDED if (text := files.said(env, n))}
+    in_job = bool(env.get("SLURM_JOB_ID"))
+    here = checks.gpus_here() if in_job else []
+
+    def settle(name: str, own: str, choices: Mapping[str, str]) -> str:
+        """The value by the environment, by the job, as the only one that may be, or by asking."""
+        value = files.said(env, name) or (own if in_job else "")
+        if not value:
+            value = ask(name, choices) if len(choices) > 1 else next(iter(choices), "")
+        if value:
+            found[name] = variables.checked(name, value, variables.VARIABLES[name])
+        return found.get(name, "")
+
+    with_gpus = {kind: n for kind, n in there.items() if kind.gpus} or there
+    partitions = collections.defaultdict(list)
+    for kind, n in with_gpus.items():
+        partitions[kind.partition].append(f"{n} node{'s' * (n > 1)} of {kind}")
+    choices = {name: " and ".join(about) for name, about in partitions.items()}
+    partition = settle("SBATCH_PARTITION", env.get("SLURM_JOB_PARTITION", ""), choices)
+    mine = [k for k in with_gpus if k.partition == partition] or [*with_gpus]
+
+    types = dict.fromkeys((k.gpu_type for k in mine if k.gpu_type), "")
+    own = gpus.named(here[0]["name"]) if here else ""
+    kind = settle("GPU_TYPE", own, types or dict.fromkeys(gpus.GPUS, ""))
+    mine = [k for k in mine if k.gpu_type in ("", kind)] or mine
+    counts = dict.fromkeys((str(k.gpus) for k in mine if k.gpus), "")
+    count = settle("GPUS_PER_NODE", str(len(here) or ""), counts)
+    settle("SBATCH_GPUS_PER_NODE", "", {count if counts else "none": ""})
+    kinds = dict.fromkeys((k.architecture for k in mine if k.architecture), "")
+    settle("ARCHITECTURE", platform.machine(), kinds)
+    settle("SBATCH_ACCOUNT", env.get("SLURM_JOB_ACCOUNT", ""), accounts())
+    if shutil.which("sbatch"):
+        settle("SEGMENT", "", {str(slurm.knows("--segment")).lower(): ""})
+    return found
+
+
+def write(file: pathlib.Path, values: Mapping[str, str]) -> None:
+    """Adds variables to the file, which is made where there is none.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    if not values and file.exists():
+        return
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = file.read_text() if file.exists() else HEAD
+        part = file.with_suffix(".part")
+        part.write_text(text + ("" if text.endswith("\n") else "\n") + lines)
+        part.replace(file)
+    except OSError as e:
+        raise UserError(f"{str(file)!r} cannot be written: {e.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
