@@ -12,6 +12,7 @@
 #   MODEL=llama2 sbatch -A acct -p batch -N 8 launch/launch.sh
 #   launch/launch.sh --dry-run                    the exact sbatch script and train command
 #   launch/launch.sh --wait -- --layers 8         waits for the end; further flags of the trainer
+#   launch/launch.sh --file jobs.toml             the jobs of a file; --suite: and what each must reach
 #   launch/launch.sh --help                       every variable
 set -eu -o pipefail
 

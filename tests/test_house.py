@@ -19,8 +19,8 @@ ROOMS = {
     "step": (920, True),
     "run": (1680, True),
     "plan": (1840, True),
-    "launch": (1440, False),
-    "report": (1575, False),
+    "launch": (2040, False),
+    "report": (1740, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 

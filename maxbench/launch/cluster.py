@@ -67,11 +67,14 @@ def main(argv: Sequence[str]) -> int:
                 lacking[name] = choices
             return answer
 
-        found = detect(files.over(there, os.environ), nodes(), ask)
+        env = files.over(there, os.environ)
+        if hardware := files.said(env, "HARDWARE"):
+            cli.add_hardware(hardware)
+        found = detect(env, nodes(), ask)
         if lacking:
             raise UserError("; ".join(f"set {n}: one of {_words(c)}" for n, c in lacking.items()))
-        for name in (n for n in found if found[n] != there.get(n, found[n])):
-            print(f"note: {name} is {found[name]} in the environment, which wins", file=sys.stderr)
+        for name in (n for n in there if os.environ.get(n, there[n]) != there[n]):
+            print(f"note: {name}={os.environ[name]} is set, which wins over the file's")
         named = {files.NAMED.get(n) for n in there}
         write(file, {n: value for n, value in found.items() if n not in named})
         print(f"{file}:\n{file.read_text().strip()}")
@@ -93,7 +96,7 @@ def asked(name: str, choices: Mapping[str, str]) -> str:
             if not answer:
                 return ""
             print(f"{answer!r} is not one of {', '.join(choices)}")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return ""
     return answer
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from maxbench.launch import checks
+from maxbench.launch import checks, files
 from maxbench.launch.jobs import command, environment, kinds, name
 from maxbench.launch.variables import SECRETS, Settings
 from maxbench.run import metrics
@@ -79,7 +79,8 @@ def notes(s: Settings) -> list[str]:
 def late(s: Settings) -> list[str]:
     """Options of sbatch that come too late where sbatch has started launch.sh itself."""
     v, ours = s.values, {"TIME_LIMIT": "time", "EXCLUDE_NODES": "exclude"}
-    options = [f"--{o}={v[name]}" for name, o in ours.items() if os.environ.get(name)]
+    asked = files.over(files.of_cluster(os.environ), os.environ)
+    options = [f"--{o}={v[name]}" for name, o in ours.items() if asked.get(name)]
     options += SAVES if "--checkpoint" in s.flags else []
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
@@ -213,8 +214,9 @@ def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
         if not wait:
             _submitted(*running.pop())
     codes = [_submitted(*one) for one in running]
-    report = f"--suite {listed.file}" if listed else str(results)
-    print(f"how they are: maxbench jobs {results}; when they are done: maxbench report {report}")
+    then = ["maxbench", "report", *(["--suite", str(listed.file)] if listed else [str(results)])]
+    look = shlex.join(["maxbench", "jobs", str(results)])
+    print(f"how they are: {look}; when they are done: {shlex.join(then)}")
     return max(codes, default=0)
 
 

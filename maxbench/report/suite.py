@@ -100,14 +100,16 @@ def _judge(one: Asked, row: Row | None) -> tuple[str, str]:
     """PASS, FAIL or '-', and why."""
     if row is None:
         return ("-", "has not begun") if one.folder else ("FAIL", "was not submitted")
+    at = f"step {row.record.last}" if row.record.step_s else "before the first step"
     if row.record.status == "running":
-        return "-", f"still running, step {row.record.last}"
+        return "-", f"still running, {at}"
     if not (row.ok and row.step and row.record.last >= row.record.planned - 1):
         why = row.why if not row.ok else "not all of its steps are in its log"
-        return "FAIL", f"{why}, last step {row.record.last}"
+        return "FAIL", f"{why}, {at}"
     asked, step_s = one.expect, row.step["mean"]
     loss = row.record.loss.get(row.record.last, math.nan)
-    reached = f"{row.why}, {step_s:.4g} s a step, loss {loss:.4g}"
+    beside = f"{row.why}, " if row.share or asked.published else ""
+    reached = f"{beside}{step_s:.4g} s a step, loss {loss:.4g}"
     short = asked.published and not (row.share or 0) >= asked.published
     slow = asked.step_s and step_s > asked.step_s
     high = asked.loss and not loss <= asked.loss

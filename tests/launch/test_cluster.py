@@ -90,7 +90,7 @@ def test_what_stands_in_the_file_is_kept_and_the_rest_added(place, capsys, monke
     monkeypatch.setenv("GPU_TYPE", "H100")
     monkeypatch.setenv("RUN_CONF_IMAGE", "/x/y.sqsh")
     cluster.main(["maxbench cluster"])
-    assert "GPU_TYPE is h100 in the environment, which wins" in capsys.readouterr().err
+    assert "note: GPU_TYPE=H100 is set, which wins over the file's\n" in capsys.readouterr().out
     assert file.read_text().startswith(mine + "\n")
     assert {*made(place)} == {
         "SLURM_PARTITION", "TIME_LIMIT", "GPU_TYPE", "GPUS_PER_NODE", "SBATCH_GPUS_PER_NODE",

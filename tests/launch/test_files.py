@@ -1,10 +1,13 @@
 """Variables that stand in files: jobs of one call, a suite, and what the cluster's file says."""
 
+import copy
 import json
 import pathlib
 import subprocess
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxbench.launch import __main__ as door
 from maxbench.launch import files, slurm
@@ -104,6 +107,41 @@ def test_a_suite_says_what_it_expects(tmp_path, expect, message):
     assert message in str(e.value)
     if not expect:
         assert files.settle_all({}, file=file)
+
+
+NAMES = [*files.NAMED, "defaults", "expect", "jobs", "published", "loss"]
+TOML = st.recursive(
+    st.text(max_size=5)
+    | st.integers()
+    | st.booleans()
+    | st.floats()
+    | st.sampled_from(["8b", "8"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.fixed_dictionaries(
+        {"jobs": st.lists(st.dictionaries(st.sampled_from(NAMES), TOML, max_size=2)) | TOML},
+        optional={"defaults": TOML, "expect": TOML, "other": TOML},
+    ),
+    st.booleans(),
+)
+def test_any_file_of_jobs_gives_settings_or_a_message(monkeypatch, data, suite):
+    monkeypatch.setattr(files, "load", lambda file: copy.deepcopy(data))
+    made, message = [], ""
+    try:
+        made = files.settle_all({"MODEL_SIZE": "8b"}, file="jobs.toml", suite=suite)
+    except UserError as e:
+        message = str(e)
+    assert made or message.startswith("jobs.toml")
+    assert all(isinstance(s.expect, Expect) == suite for s in made)
 
 
 def test_the_exemplar_has_a_published_figure_for_each_of_its_runs():

@@ -215,7 +215,8 @@ def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
     tool(tmp_path, "scontrol", "exit 1")
     tool(tmp_path, "sbatch", "echo --segment")
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "STAGE_PATH": str(tmp_path)}
-    env |= {"TIME_LIMIT": "00:10:00", "ADDITIONAL_SLURM_PARAMS": "nodelist=n1", "SLURM_CONF": ""}
+    (tmp_path / "cluster.toml").write_text('TIME_LIMIT = "00:10:00"')
+    env |= {"ADDITIONAL_SLURM_PARAMS": "nodelist=n1", "SLURM_CONF": ""}
     env |= {"CHECKPOINT_EVERY": "5", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [str(LAUNCH)]
     done = subprocess.run(command, env=plain_env(**env), capture_output=True, text=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 
@@ -61,6 +62,15 @@ class Jobs:
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout.partition("job ")[2].partition(":")[0]
 
+    def maxbench(self, *words: str, code: int = 0, **env: str) -> str:
+        """What a command prints."""
+        command = [sys.executable, "-m", "maxbench", *words]
+        done = subprocess.run(
+            command, env=self.env | env, capture_output=True, text=True, timeout=300, cwd=ROOT
+        )
+        assert done.returncode == code, f"{done.stderr}\n{self.log()}"
+        return done.stdout
+
     def sbatch(self, env: dict[str, str], *options: str) -> str:
         """Submits launch.sh itself, as the seeds do."""
         command = ["sbatch", "--parsable", *options, LAUNCH, "--", *SMALL]
@@ -108,12 +118,23 @@ def losses(out: pathlib.Path) -> dict[int, float]:
 
 
 def test_two_nodes_train_as_one_process(jobs, tmp_path):
-    """The whole journey: submit, preflight, train on two nodes, wait, report."""
-    steps = {"MAX_STEPS": "8", "OPTIMIZATION_NAME": "first-try"}
+    """The whole journey: the cluster's file, a suite submitted, preflight, train on two nodes,
+    watched to its end, report."""
+    kept = tomllib.loads(jobs.maxbench("cluster", GPU_TYPE="h100").partition(":\n")[2])
+    assert kept["SBATCH_PARTITION"] == "batch"
+    assert kept["ARCHITECTURE"] == os.uname().machine
+    (tmp_path / "try.toml").write_text("[expect]\nloss = 7\n[[jobs]]\nMAX_STEPS = 8\n")
+    about = {"MAX_STEPS": "", "OPTIMIZATION_NAME": "first-try"}
     nothing = {"SLURM_GPUS_PER_NODE": "null", "SBATCH_GPUS_PER_NODE": ""}  # as the recipes say
-    number = jobs.submit(steps | nothing)
-    assert jobs.slurm.wait(number)["JobState"] == "COMPLETED", jobs.log()
+    number = jobs.submit(about | nothing, "--suite", str(tmp_path / "try.toml"))
+    watched = jobs.maxbench("watch", number)
+    assert "  RUNNING" in watched
+    assert "  COMPLETED  step 7, " in watched.splitlines()[-1]
+    assert jobs.slurm.job(number)["JobState"] == "COMPLETED"
     (run,) = jobs.runs()
+    assert "#SBATCH --partition=batch\n" in next(run.path.glob("sbatch_*.sh")).read_text()
+    (listed,) = jobs.out.rglob("suite_try_*.json")
+    assert "Suite try: PASS, 1 of 1 runs" in jobs.maxbench("report", "--suite", str(listed))
     assert (run.status, run.gpus, run.last) == ("done", 8, 7)
     assert run.result["processes"] == 2
     assert run.result["job"]["id"] == number

@@ -5,8 +5,12 @@ import os
 import pathlib
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxbench.report import __main__ as report
+from maxbench.report import suite
+from maxbench.spec.errors import UserError
 from tests.report.test_report import ours
 
 PUBLISHED = 9.33  # seconds a step, Llama 3.1 8B in FP8 on 8 H100
@@ -60,9 +64,9 @@ def loss_of(folder: pathlib.Path, value: str) -> pathlib.Path:
         (lambda p: ours(p, step_s=9.4), {"step_s": 9.0}, "expected at most 9 s a step"),
         (lambda p: ours(p, step_s=9.4), {"loss": 1.9}, "loss 2; expected loss at most 1.9"),
         (lambda p: loss_of(ours(p), "NaN"), {"published": 0.1}, "loss is nan at step 0"),
-        (lambda p: ours(p, status="died", reason="no memory"), {"loss": 3}, "no memory, last step"),
+        (lambda p: ours(p, status="died", reason="no memory"), {"loss": 3}, "no memory, step 49"),
         (lambda p: ours(p, gbs=64), {"published": 0.1}, "not comparable: GBS 64, published 128"),
-        (lambda p: ours(p, steps=1), {"loss": 3}, "not all of its steps are in its log, last"),
+        (lambda p: ours(p, steps=1), {"loss": 3}, "not all of its steps are in its log, step 0"),
         (lambda p: None, {"loss": 3}, "FAIL  pretrain_x: was not submitted"),
     ],
 )  # fmt: skip
@@ -89,6 +93,33 @@ def test_runs_that_have_not_ended_and_a_job_that_was_requeued(tmp_path, capsys):
     assert "-     pretrain_x: has not begun" in text
     assert f"-     {begun.name}: still running, step 2" in text
     assert text.splitlines()[-1] == "Suite try: FAIL, 2 of 3 runs have not ended"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["run", "folder", "expect", "loss", "published"]), inner, max_size=3
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(JSON, JSON)
+def test_any_list_is_read_or_refused(tmp_path, name, runs):
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps({"suite": name, "runs": runs}))
+    message = ""
+    try:
+        suite.folders(suite.read(str(file))[1])
+    except UserError as e:
+        message = str(e)
+    assert "is no list of runs" in message or not suite.judge(str(file), []).ok
 
 
 def test_lists_that_are_none(tmp_path, capsys):
