@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         options = _options(words)
         file = options.get("--suite") or options.get("--file", "")
         every = settle_all(os.environ, extra, file, suite="--suite" in options)
+        if "--suite" in options and not all("" in jobs.kinds(s) for s in every):
+            raise UserError("DISABLE_PERFRUN=true leaves out the runs that a suite is about")
         choose("CLUSTER_TYPE", cluster := every[0].values["CLUSTER_TYPE"].lower(), SCHEDULERS)
         scheduler = SCHEDULERS[cluster]
         for note in dict.fromkeys(note for s in every for note in s.notes):

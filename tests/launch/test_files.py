@@ -189,6 +189,10 @@ def test_words_of_the_command_line(tmp_path, capsys, monkeypatch):
     assert "there is no file 'no.toml'" in refused(capsys, "--file", "no.toml", "--dry-run")
     assert "unknown option '--wait'" in refused(capsys, "--wait=3")
     listed = write(tmp_path, "[expect]\nloss = 1\n[[jobs]]\nMODEL_SIZE = '8b'", "a.toml")
+    with monkeypatch.context() as only:
+        only.setenv("DISABLE_PERFRUN", "true")
+        only.setenv("ENABLE_PROFILE", "true")
+        assert "DISABLE_PERFRUN=true leaves out the runs" in refused(capsys, "--suite", listed)
     for name, value in RUNAI.items():
         monkeypatch.setenv(name, value)
     assert "--suite lists the folders of jobs" in refused(capsys, "--suite", listed)
