@@ -19,7 +19,7 @@ ROOMS = {
     "step": (920, True),
     "run": (1680, True),
     "plan": (1840, True),
-    "launch": (2040, False),
+    "launch": (2050, False),
     "report": (1740, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}

@@ -13,7 +13,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from maxbench.spec import cli
@@ -59,8 +59,16 @@ def folders(places: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     for place in below:
         if not place.is_dir():
             raise UserError(f"there is no folder {str(place)!r}; give that of the runs")
-    found = {file.parent for p in below for file in (*p.rglob("job_id"), *p.rglob("job.json"))}
+    found = {folder for place in below for folder in _of_jobs(place)}
     return sorted(found, key=lambda f: f.name.rpartition("_")[2], reverse=True)
+
+
+def _of_jobs(place: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Folders that a job has made; what is below one, as checkpoints, comes and goes."""
+    for folder, below, files in os.walk(place):
+        if {"job_id", "job.json"} & {*files}:
+            below.clear()
+            yield pathlib.Path(folder)
 
 
 def table(found: Sequence[pathlib.Path]) -> list[Row]:

@@ -61,6 +61,24 @@ def test_without_slurm_the_folders_say_it(runs, monkeypatch):
         follow.main(["jobs", "/nowhere"])
 
 
+def test_folders_that_come_and_go_are_no_matter(runs, monkeypatch):
+    """Checkpoints are written and removed below a run while others look."""
+    looked, scan = [], os.scandir
+
+    def scandir(path):
+        looked.append(pathlib.Path(path).name)
+        if "gone" in looked[-1]:
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    for name in ("gone", "run/run_3/checkpoints"):
+        (runs / name).mkdir()
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert len(follow.folders([runs])) == 5
+    assert "gone" in looked
+    assert "checkpoints" not in looked
+
+
 def clock(sleep) -> types.SimpleNamespace:
     """In place of the module time."""
     return types.SimpleNamespace(sleep=sleep, strftime=time.strftime)
