@@ -1,6 +1,5 @@
 """Every test runs on virtual CPU devices; what one compiles for a GPU, no other compiles again."""
 
-import importlib
 import os
 import pathlib
 from collections.abc import Mapping
@@ -53,7 +52,7 @@ def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def config(name: str, presets: str = ""):
     """The ConfigDict of a workload file."""
-    return importlib.import_module(f"configs.{name}").get_config(presets)
+    return recipes.named(f"{name}:{presets}")
 
 
 def resolve(name: str, presets: str = "", overrides: dict | None = None, **flags) -> Run:

@@ -2,8 +2,6 @@
 
 import contextlib
 import difflib
-import os
-import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +29,7 @@ def define(fv: flags.FlagValues) -> None:
     presets = ", ".join(recipes.PRESETS)
     string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
     yes = lambda name, text: flags.DEFINE_bool(name, None, text, flag_values=fv)
-    string("config", f"Workload, FILE[:preset,preset]; presets: {presets}")
+    string("config", f"workload or path of its file, NAME[:preset,preset]; presets: {presets}")
     string("gpus", "take the recipe's row for this many GPUs")
     yes("strong_scaling", "rows whose global batch stays constant")
     string("hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
@@ -52,12 +50,12 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     if rest[1:]:
         raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
     if fv["config"].value is None:
-        raise UserError(f"--config is missing; for example --config {_workloads()[0]}:tiny")
+        raise UserError("--config is missing; for example --config llama31_8b:tiny")
     if fv["hardware"].value:
         add_hardware(fv["hardware"].value)
     given = lambda names: {name: fv[name].value for name in names if fv[name].present}
     return recipes.resolve(
-        _workload(fv["config"].value),
+        recipes.named(fv["config"].value),
         gpus=gpus or fv["gpus"].value,
         strong_scaling=fv["strong_scaling"].value,
         flags=given(recipes.FLAGS),
@@ -80,7 +78,7 @@ def add_hardware(path: str) -> None:
 
 
 def run_of(words: Sequence[str]) -> Run:
-    """The Run that flags describe: run_of(["--config", "configs/llama2_70b.py", "--gpus", "64"]).
+    """The Run that flags describe: run_of(["--config", "llama2_70b", "--gpus", "64"]).
 
     Raises:
       UserError: input that cannot be, with what would work.
@@ -115,21 +113,6 @@ def _meant(name: str, known: Sequence[str]) -> str:
     same = [path for path in SETTINGS if path in known and path.endswith(f".{field}")]
     near = same or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean --{' or --'.join(near)}?" if near else ""
-
-
-def _workload(text: str):
-    """The config of FILE[:preset,preset]."""
-    path, is_set, presets = text.partition(":")
-    if not os.path.isfile(path):
-        near = difflib.get_close_matches(path, _workloads(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_workloads())}"
-        raise UserError(f"no such file: {path!r}; {hint}")
-    return recipes.load(path, *[presets] * bool(is_set))
-
-
-def _workloads() -> list[str]:
-    here = pathlib.Path("configs").glob("*.py")
-    return sorted(map(str, here)) or sorted(map(str, recipes.ROOT.glob("configs/*.py")))
 
 
 @contextlib.contextmanager

@@ -1,14 +1,16 @@
 """From a workload file and flags to a Run: tables of layouts, presets, and the order of settings.
 
-workloads() are the files in configs/: what launcher, report and benchmarks know of a family, they
-know from there.
+workloads() are the files in configs/, which an installation has as maxbench/configs: what launcher,
+report and benchmarks know of a family, they know from there.
 
 What is set later wins: the workload's numbers, what it does otherwise in FP8, the row of its table
 (--gpus), presets, the shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
 """
 
 import dataclasses
+import difflib
 import functools
+import os
 import pathlib
 import runpy
 import traceback
@@ -23,7 +25,9 @@ from maxbench.spec.errors import UserError
 from maxbench.spec.fields import read, setting
 from maxbench.spec.formats import DTYPES
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: configs/, launch/
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
+CONFIGS = next(path / "configs" for path in (PACKAGE, ROOT) if (path / "configs").is_dir())
 SECTIONS = {f.name: f.type for f in dataclasses.fields(c.Run)}
 TOY = {
     "model": dict(layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=256, vocab=512),
@@ -296,10 +300,29 @@ def load(path: str | pathlib.Path, *presets: str) -> ConfigDict:
         raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{told}") from None
 
 
+def named(text: str) -> ConfigDict:
+    """The config of WORKLOAD[:preset,preset], a name in configs/ or the path of a file.
+
+    Raises:
+      UserError: there is neither; whatever went wrong in the file.
+    """
+    given, is_set, presets = text.partition(":")
+    files = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
+    path = given if os.path.isfile(given) else files.get(given)
+    if path is None:
+        likeness = functools.partial(difflib.SequenceMatcher, None, pathlib.Path(given).stem)
+        listed = ", ".join(sorted(files, key=lambda name: -likeness(name).ratio()))
+        raise UserError(
+            f"config={given!r} is no workload and no file; closest first, there are {listed}; "
+            "or give the path of a file of your own"
+        )
+    return load(path, *[presets] * bool(is_set))
+
+
 @functools.cache
 def workloads() -> dict[pathlib.Path, ConfigDict]:
     """All files of configs/ and their configs, in the order of their launch.rank."""
-    found = {path: load(path) for path in sorted(ROOT.glob("configs/*.py"))}
+    found = {path: load(path) for path in sorted(CONFIGS.glob("*.py"))}
     return dict(sorted(found.items(), key=lambda item: item[1].launch.rank))
 
 

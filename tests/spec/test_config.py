@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -125,15 +127,36 @@ def test_dry_run_is_quick_and_imports_no_jax():
     assert found["config"]["layout"]["dp"] == 8
 
 
+def test_a_workload_is_found_by_name_from_anywhere(tmp_path):
+    """As pip installs it: configs/ within the package, and no checkout."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree("maxbench", site / "maxbench", ignore=ignore)
+    shutil.copytree("configs", site / "maxbench" / "configs", ignore=ignore)
+    (site / "configs").mkdir()  # of another package
+    elsewhere.mkdir()
+    code = "from maxbench.spec import recipes, cli\n"
+    code += "print(cli.run_of(['--config', 'llama31_8b:tiny']).name, *recipes.models())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("pretrain_llama31_8b-tiny_bf16_gpus1_"), done.stderr
+    assert len(done.stdout.split()) == 1 + len(recipes.models())
+
+
 LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
 MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
 MXFP8 += ["--config.precision.scaling=mxfp8"]
 BAD = {
     "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["'fsdq'", "did you mean --fsdp"]),
-    "no config": ([], ["--config is missing", "configs/grok1_314b.py:tiny"]),
+    "no config": ([], ["--config is missing", "--config llama31_8b:tiny"]),
     "config": (
         ["--config", "configs/llama2_7b.py"],
-        ["configs/llama2_7b.py", "mean configs/llama"],
+        ["'configs/llama2_7b.py' is no workload and no file", "there are llama2_70b, llama31_70b"],
     ),
     "argument": (["--config", LLAMA, "fast"], ["'fast'", "--name value"]),
     "preset": (["--config", LLAMA + ":tny"], ["preset='tny'", "did you mean 'tiny'"]),
