@@ -1,36 +1,53 @@
-"""`maxbench COMMAND ...` is `python -m maxbench.COMMAND ...`."""
+"""`maxbench COMMAND ...`; without a command, a list of them."""
 
 import difflib
 import importlib
+import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
-COMMANDS = {
-    "train": "maxbench.train",
-    "plan": "maxbench.plan.__main__",
-    "report": "maxbench.report.__main__",
-    "cluster": "maxbench.launch.cluster",
-    "launch": "maxbench.launch.__main__",
-    "jobs": "maxbench.launch.follow",
-    "watch": "maxbench.launch.watch",
-    "archive": "maxbench.launch.archive",
-    "preflight": "maxbench.preflight",
-}
+from maxbench.spec import commands
 
 
 def main() -> int:
-    """`maxbench train ...` is `python -m maxbench.train ...`."""
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(
-            f"usage: maxbench {chr(124).join(COMMANDS)} [flags]; --help after a command{hint}",
-            file=sys.stderr,
-        )
-        return 0 if command in ("--help", "-h", "help") else 2
-    run: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[command]).main
-    return run([f"maxbench {command}", *sys.argv[2:]])
+    """Does what sys.argv says; returns the exit code."""
+    name, words = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    known = commands.commands()
+    try:
+        if name in ("--help", "-h", "help"):
+            print(commands.listed(), flush=True)
+        elif name == "--version":
+            print(version(), flush=True)
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            there = ", ".join(known)
+            print(f"maxbench: error: no command {name!r}; {hint}there are {there}", file=sys.stderr)
+            return 2
+        elif not known[name].own_help and commands.helped(name, ["maxbench", *words]):
+            sys.stdout.flush()
+        else:
+            run: Callable[[Sequence[str]], int] = importlib.import_module(known[name].module).main
+            code = run([f"maxbench {name}", *words])
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def version() -> str:
+    """This program's version, jax's and Python's."""
+
+    def of(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "(not installed)"
+
+    return f"maxbench {of('maxbench')}, jax {of('jax')}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
 """A look at the nodes before step 0, in seconds, as its own process: is the run worth starting?
 
-  python -m maxbench.preflight --config configs/llama31_8b.py --gpus 8
-
-XLA flags are tried in a throw-away process; GPUs, driver and versions must be the same everywhere;
-each node is screened (ECC, power limit, links, network ports, governor, disk): pass, warn or fail;
-a bare product and an all-reduce are scored beside their ceilings; NCCL says how it connects.
+maxbench preflight --config llama31_8b --gpus 8
 """
 
 import glob
@@ -15,20 +11,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from absl import flags
-
 from maxbench.launch import checks, prescreen
 from maxbench.run import runtime
-from maxbench.spec import cli
+from maxbench.spec import cli, commands
 from maxbench.spec.run import Run
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code, the same in every process: 0 go on, 1 do not, 2 bad input."""
-    fv = flags.FlagValues()
-    cli.define(fv)
-    flags.DEFINE_bool("allow_tcp", False, "go on when NCCL falls back to TCP", flag_values=fv)
-    flags.DEFINE_string("json", "", "write what was found to this file", flag_values=fv)
+    if commands.helped("preflight", argv):
+        return 0
+    fv = commands.define("preflight")
     start = time.perf_counter()
     with cli.clear_errors("preflight"):
         run = cli.parse(fv, argv)

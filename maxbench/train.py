@@ -1,8 +1,7 @@
 """Trains a workload and measures it.
 
-  python -m maxbench.train --config configs/llama2_70b.py --fsdp 128
-  python -m maxbench.train --config configs/llama31_8b.py:tiny
-  python -m maxbench.train --config configs/llama31_405b.py --gpus 512 --dry_run
+  maxbench train --config llama31_8b:tiny
+  maxbench train --config llama31_405b --gpus 512 --dry_run
 
 Read next: run/loop.py (the run), step/step.py (one step), model/network.py (the network).
 """
@@ -11,10 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-
 from maxbench.run import runtime
-from maxbench.spec import cli, flops
+from maxbench.spec import cli, commands, flops
 from maxbench.spec.run import Run
 
 
@@ -34,12 +31,9 @@ def describe(run: Run) -> dict:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 bad input, 1 a run that failed, 130 stopped by Ctrl-C."""
-    fv = flags.FlagValues()
-    cli.define(fv)
-    flags.DEFINE_bool("dry_run", False, "print the resolved run as JSON and stop", flag_values=fv)
-    if {"--help", "-h", "-help"} & set(argv):
-        print(cli.help_text(__doc__.strip(), fv))
+    if commands.helped("train", argv):
         return 0
+    fv = commands.define("train")
     with cli.clear_errors("train"):
         run = cli.parse(fv, argv)
         if fv["dry_run"].value:

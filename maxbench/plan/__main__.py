@@ -1,16 +1,6 @@
 """Compiles a run for a cluster that is not there, and says whether it fits and how fast it is.
 
-  python -m maxbench.plan --config configs/llama2_70b.py --gpus 128
-  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --best_remat
-  python -m maxbench.plan --config configs/nemotron4_340b.py --gpus 128 --as_published
-  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --timeline step.json
-  python -m maxbench.plan --config configs/llama31_8b.py --gpus 8 --search
-  python -m maxbench.plan --config configs/llama31_405b.py --gpus 512 --schedule
-  python -m maxbench.plan --config configs/llama31_405b.py --gpus 96
-
-The step is the one that trains, compiled by XLA's GPU compiler; no GPU is needed. Where the table
-has no row for so many GPUs, layouts are searched, with the nearest row's batch per GPU. Exit code:
-0 it fits, 3 it does not, 2 bad input.
+maxbench plan --config llama2_70b --gpus 128
 """
 
 import json
@@ -21,7 +11,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from maxbench.plan import hlo, planner, search, trace
-from maxbench.spec import cli, recipes
+from maxbench.spec import cli, commands, recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step.schedule import schedule_of
@@ -29,31 +19,11 @@ from maxbench.step.schedule import schedule_of
 FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
 
 
-def define(fv: flags.FlagValues) -> None:
-    """Flags of this command beside those that describe the run."""
-    yes = lambda name, text: flags.DEFINE_bool(name, False, text, flag_values=fv)
-    yes("json", "print the plan as JSON")
-    yes("best_remat", "keep as much as fits and recompute the rest (also --max_spare)")
-    yes("as_published", "recompute what the published run did, whether or not that fits")
-    yes("schedule", "draw the pipeline's schedule and stop: ticks, bubble, slots")
-    yes("search", "try other layouts and remat policies of the same work on the same GPUs")
-    yes(
-        "sensitivity",
-        "the step if network, NVLink, memory or matrix products were slower or faster",
-    )
-    flags.DEFINE_alias("max_spare", "best_remat", flag_values=fv)
-    flags.DEFINE_string("timeline", None, "write the step as FILE.json and .svg", flag_values=fv)
-    flags.DEFINE_integer("compiled", 8, "layouts that --search compiles", 1, flag_values=fv)
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 fits, 3 does not fit, 2 bad input."""
-    fv = flags.FlagValues()
-    cli.define(fv)
-    define(fv)
-    if {"--help", "-h", "-help"} & set(argv):
-        print(cli.help_text(__doc__.strip(), fv))
+    if commands.helped("plan", argv):
         return FITS
+    fv = commands.define("plan")
     asked = lambda name: fv[name].value
     with cli.clear_errors("plan"):
         run, found = given(fv, argv)

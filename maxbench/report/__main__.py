@@ -1,14 +1,6 @@
 """Reads runs back: tables, plots, verdicts against the published figures.
 
-  maxbench report experiments
-  maxbench report --format=html experiments > report.html
-  maxbench report --cost 2.5 --format=csv experiments other/log-*.out
-  maxbench report --diff RUN_A RUN_B
-  maxbench report --suite experiments/suite_exemplar_1790000000.json
-
-Reads our own folders, and logs of NeMo, Megatron-Bridge and MaxText runs. NCCL's calls of trace
-jobs are set beside what plan predicts, and the page shows where plan thinks that a step goes, for
-runs whose program is in plan's cache.
+maxbench report experiments
 """
 
 import os
@@ -21,7 +13,7 @@ from absl import flags
 from maxbench.hardware.gpus import GPUS
 from maxbench.report import compare, page, runlogs, suite, tables
 from maxbench.report.planned import look_inside
-from maxbench.spec import cli
+from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError, choose, plain
 
 # Name -> what makes the text of it, from rows and settings.
@@ -32,23 +24,6 @@ FORMATS = {
     "md": tables.markdown,
     "html": page.html,
 }
-
-
-def define(fv: flags.FlagValues) -> None:
-    """Defines the flags of the report."""
-    string = lambda name, default, text: flags.DEFINE_string(name, default, text, flag_values=fv)
-    string("format", "table", " | ".join(FORMATS))
-    string("title", "maxbench report", "heading of the HTML page")
-    string("output", "", "write to this file instead of the screen")
-    string("window", "35,44", "first and last step that count")
-    string("gpu_type", "", f"of logs that do not name it: {' | '.join(GPUS)}")
-    string("suite", "", "file of maxbench launch --suite: its runs, and PASS or FAIL")
-    string("hardware", "", "file of further GPU types, as of the runs")
-    string("cost", "0", "dollars per GPU hour")
-    string("interval", "0", "minutes between checkpoints; 0 = the best (Young, Daly)")
-    string("mtbf", "24", "hours between failures of the whole job")
-    flags.DEFINE_bool("full-names", False, "paths instead of names", flag_values=fv)
-    flags.DEFINE_bool("diff", False, "what moved between two runs", flag_values=fv)
 
 
 def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
@@ -69,11 +44,9 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 no run succeeded or a suite did not, 2 bad input."""
-    fv = flags.FlagValues()
-    define(fv)
-    if {"--help", "-h", "-help"} & set(argv):
-        print(cli.help_text(__doc__.strip(), fv).rpartition("\n")[0])
+    if commands.helped("report", argv):
         return 0
+    fv = commands.define("report")
     with cli.clear_errors("report"):
         given, listed = cli.flags_of(fv, argv)[1:], fv["suite"].value
         paths = _of_suite(listed, given) if listed else given or ["experiments"]

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from maxbench.report import compare, runlogs
 from maxbench.report.record import Record, at
 from maxbench.run import nccl
-from maxbench.spec import recipes
+from maxbench.spec import cli, recipes
 from maxbench.spec.run import Run, Train
 
 # Flags of the trainer that say nothing about the program that plan compiles.
-NOT_PLANNED = ("steps", "profile", "output_dir", "resume", "coordinator", "processes", "process")
+NOT_PLANNED = {*recipes.GROUPS["this run"], *recipes.GROUPS["devices and processes"]}
 
 
 def look_inside(rows: Sequence[compare.Row], every: bool) -> None:
@@ -93,8 +93,8 @@ def _plan_command(command: list) -> str:
     for word in rest:
         name, is_set, _ = word.lstrip("-").partition("=")
         own = name.startswith(("config.profile.", "config.output.", "config.runtime."))
-        if name in NOT_PLANNED or own:
-            _ = is_set or next(rest, "")
-        elif name != "checkpoint":
+        if own or name.removeprefix("no") in NOT_PLANNED or name in NOT_PLANNED:
+            _ = is_set or cli.is_bool(name) or next(rest, "")
+        else:
             kept.append(word)
     return shlex.join(kept)

@@ -4,13 +4,14 @@ import contextlib
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from absl import flags
 
 from maxbench.hardware import gpus
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError, plain
+from maxbench.spec.formats import DTYPES
 from maxbench.spec.run import Run
 
 # Of each setting, --config.section.field, its field.
@@ -21,21 +22,22 @@ SETTINGS = {
 }
 
 
-def define(fv: flags.FlagValues) -> None:
-    """Defines the flags that describe a run, the same for every command.
+def define(fv: flags.FlagValues, groups: Iterable[str] = recipes.GROUPS) -> None:
+    """Defines the flags that describe a run, of some groups, and every setting.
 
     They keep the text that they are given: what it may be is known to the fields they set.
     """
-    presets = ", ".join(recipes.PRESETS)
-    string = lambda name, text: flags.DEFINE_string(name, None, text, flag_values=fv)
-    yes = lambda name, text: flags.DEFINE_bool(name, None, text, flag_values=fv)
-    string("config", f"workload or path of its file, NAME[:preset,preset]; presets: {presets}")
-    string("gpus", "take the recipe's row for this many GPUs")
-    yes("strong_scaling", "rows whose global batch stays constant")
-    string("hardware", "file of further GPU types, as maxbench/hardware/gpus.toml")
-    shorthand = {name: (f"config.{path}", text) for name, (path, text) in recipes.FLAGS.items()}
-    for name, (path, text) in (shorthand | {path: (path, "") for path in SETTINGS}).items():
-        (yes if SETTINGS[path].type is bool else string)(name, text)
+    given = {name: told for group in groups for name, told in recipes.GROUPS[group].items()}
+    for name, (_, text) in (given | dict.fromkeys(SETTINGS, ("", ""))).items():
+        kind = flags.DEFINE_bool if is_bool(name) else flags.DEFINE_string
+        kind(name, None, text, flag_values=fv)
+
+
+def is_bool(flag: str) -> bool:
+    """Whether a flag that describes a run stands alone, or with `no` before it."""
+    path = f"config.{recipes.FLAGS.get(flag.removeprefix('no'))}"
+    field = SETTINGS.get(flag) or SETTINGS.get(path)
+    return flag == "strong_scaling" or (field is not None and field.type is bool)
 
 
 def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) -> Run:
@@ -47,13 +49,12 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
       UserError: input that cannot be, with what would work.
     """
     rest = flags_of(fv, argv)
-    if rest[1:]:
-        raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
+    no_words(rest)
     if fv["config"].value is None:
         raise UserError("--config is missing; for example --config llama31_8b:tiny")
     if fv["hardware"].value:
         add_hardware(fv["hardware"].value)
-    given = lambda names: {name: fv[name].value for name in names if fv[name].present}
+    given = lambda names: {n: fv[n].value for n in names if n in fv and fv[n].present}
     return recipes.resolve(
         recipes.named(fv["config"].value),
         gpus=gpus or fv["gpus"].value,
@@ -61,6 +62,12 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
         flags=given(recipes.FLAGS),
         overrides={k.removeprefix("config."): value for k, value in given(SETTINGS).items()},
     )
+
+
+def no_words(rest: Sequence[str]) -> None:
+    """Raises UserError where something stands beside the command's name and its flags."""
+    if rest[1:]:
+        raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
 
 
 def add_hardware(path: str) -> None:
@@ -103,8 +110,17 @@ def flags_of(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     cut = rest.index("--") if "--" in rest else len(rest)
     if name := next((word for word in rest[1:cut] if word.startswith("-")), ""):
         name = name.lstrip("-").partition("=")[0]
+        if name.removeprefix("no") in recipes.FLAGS or name in recipes.FLAGS:
+            raise UserError(f"--{name} is of train alone, and changes nothing here; leave it out")
         raise UserError(f"unknown flag {name!r}{_meant(name, [*fv])}")
     return rest[:cut] + rest[cut + 1 :]
+
+
+def options(flag: str) -> tuple[str, ...]:
+    """What a flag that describes a run may be, where these are few names."""
+    path = recipes.FLAGS[flag]
+    known = {"precision.dtype": DTYPES} | {"layout.gpu_type": gpus.GPUS}
+    return tuple(known.get(path) or SETTINGS[f"config.{path}"].metadata.get("options", ()))
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
@@ -128,11 +144,3 @@ def clear_errors(command: str) -> Iterator[None]:
         text = text if len(text) < 1000 else f"{text[:800]} ... {text[-150:]}"
         print(f"maxbench {command}: error: {text}", file=sys.stderr)
         sys.exit(2)
-
-
-def help_text(doc: str, fv: flags.FlagValues) -> str:
-    """The command's docstring and its flags, a line each."""
-    found = (f for _, each in sorted(fv.flags_by_module_dict().items()) for f in each)
-    lines = [f"  --{f.name:<15} {f.help}" for f in found if f.name not in SETTINGS]
-    lines.append("  --config.section.field=value: any other setting; --dry_run prints them all")
-    return doc + "\n\nflags:\n" + "\n".join(lines)

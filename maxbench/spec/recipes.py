@@ -42,39 +42,67 @@ PRESETS = {
     "rehearse": TOY,  # the row's layout, every axis at most 2, toy sizes, virtual CPU devices
 }
 ROW = ("gpus", "dtype", "scaling", "gpu_type", "layers", "seq", *c.AXES, "vp", "mbs", "gbs")
-# Shorthand flags: the field that each sets, and what --help says.
-FLAGS = {
-    "gpu_type": ("layout.gpu_type", " | ".join(c.GPUS)),
-    "dtype": ("precision.dtype", " | ".join(DTYPES)),
-    "pp": ("layout.pp", "pipeline stages"),
-    "dp": ("layout.dp", "data parallel: copies of the weights, optimizer state split (ZeRO-1)"),
-    "fsdp": ("layout.fsdp", "data parallel: weights split too, gathered layer by layer (ZeRO-3)"),
-    "ep": ("layout.ep", "expert parallel: groups of GPUs that hold different experts"),
-    "cp": ("layout.cp", "context parallel: parts of the sequence"),
-    "tp": ("layout.tp", "tensor parallel, with sequence parallelism"),
-    "vp": ("layout.vp", "virtual stages per pipeline stage"),
-    "mbs": ("layout.mbs", "sequences per data-parallel GPU and microbatch"),
-    "gbs": ("layout.gbs", "sequences per step over all GPUs"),
-    "seq": ("train.seq", "tokens per sequence"),
-    "layers": ("model.layers", "layers of the model"),
-    "steps": ("train.steps", "steps to train"),
-    "output_dir": ("output.dir", "experiments/ goes here"),
-    "checkpoint": ("output.checkpoint", "save a checkpoint at the end"),
-    "resume": ("output.resume", "checkpoint to start from: a run's folder, or one step of it"),
-    "profile": (
-        "profile.tool",
-        "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop",
-    ),
-    "cpu_devices": ("runtime.cpu_devices", "virtual CPU devices instead of GPUs"),
-    "mock_gpus": (
-        "runtime.mock_gpus",
-        "one GPU runs its share of a step on so many, the network mocked",
-    ),
-    "tp_overlap": ("runtime.tp_overlap", "let tp's collectives run beside kernels (default)"),
-    "coordinator": ("runtime.coordinator", "host:port of process 0 (found by itself under Slurm)"),
-    "processes": ("runtime.processes", "number of processes"),
-    "process": ("runtime.process", "number of this process, from 0"),
+# Flags that describe a run, in groups: the field that each sets, if any, and what help says.
+GROUPS = {
+    "workload": {
+        "config": (
+            "",
+            f"workload, or path of one's file: NAME[:preset,...] of {', '.join(PRESETS)}",
+        ),
+        "gpus": ("", "take the recipe's row for this many GPUs"),
+        "gpu_type": ("layout.gpu_type", " | ".join(c.GPUS)),
+        "dtype": ("precision.dtype", " | ".join(DTYPES)),
+        "strong_scaling": ("", "rows whose global batch stays constant"),
+        "seq": ("train.seq", "tokens per sequence"),
+        "layers": ("model.layers", "layers of the model"),
+        "hardware": ("", "file of further GPU types, as maxbench/hardware/gpus.toml"),
+    },
+    "layout": {
+        "pp": ("layout.pp", "pipeline stages"),
+        "vp": ("layout.vp", "virtual stages per pipeline stage"),
+        "dp": ("layout.dp", "data parallel: copies of the weights, optimizer state split (ZeRO-1)"),
+        "fsdp": (
+            "layout.fsdp",
+            "data parallel: weights split too, gathered layer by layer (ZeRO-3)",
+        ),
+        "ep": ("layout.ep", "expert parallel: groups of GPUs that hold different experts"),
+        "cp": ("layout.cp", "context parallel: parts of the sequence"),
+        "tp": ("layout.tp", "tensor parallel, with sequence parallelism"),
+        "mbs": ("layout.mbs", "sequences per data-parallel GPU and microbatch"),
+        "gbs": ("layout.gbs", "sequences per step over all GPUs"),
+        "tp_overlap": (
+            "runtime.tp_overlap",
+            "let tp's collectives run beside kernels (default; --notp_overlap)",
+        ),
+    },
+    "this run": {
+        "steps": ("train.steps", "steps to train"),
+        "output_dir": ("output.dir", "experiments/ goes here"),
+        "checkpoint": ("output.checkpoint", "save a checkpoint at the end"),
+        "resume": (
+            "output.resume",
+            "checkpoint to start from: a run's folder, or one step of it",
+        ),
+        "profile": (
+            "profile.tool",
+            "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop",
+        ),
+    },
+    "devices and processes": {
+        "cpu_devices": ("runtime.cpu_devices", "virtual CPU devices instead of GPUs"),
+        "mock_gpus": (
+            "runtime.mock_gpus",
+            "one GPU runs its share of a step on so many, the network mocked",
+        ),
+        "coordinator": (
+            "runtime.coordinator",
+            "host:port of process 0 (found by itself under Slurm)",
+        ),
+        "processes": ("runtime.processes", "number of processes"),
+        "process": ("runtime.process", "number of this process, from 0"),
+    },
 }
+FLAGS = {name: path for group in GROUPS.values() for name, (path, _) in group.items() if path}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +219,7 @@ def resolve(
       UserError: anything else that cannot be, with what would work.
     """
     flags = dict(flags or {})
-    given = {FLAGS[flag][0]: value for flag, value in flags.items()} | dict(overrides or {})
+    given = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides or {})
     if gpus is not None:
         gpus = read("gpus", int, gpus, {"at_least": 1})
     values = {name: dict(config[name]) for name in SECTIONS}
