@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from maxbench.run import runtime
+from maxbench.run import runtime, terminal
 from maxbench.spec import cli, commands, flops
 from maxbench.spec.run import Run
 
@@ -40,11 +40,14 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(describe(run), indent=2))
             return 0
         runtime.prepare(run)
+    screen = terminal.on_screen()
     try:
         from maxbench.run import loop  # the one late import: jax must start after runtime.prepare
 
-        return loop.train(run)
+        return loop.train(run, screen)
     except KeyboardInterrupt:  # while jax was loaded
+        if screen:
+            screen.stop()
         print("maxbench train: stopped by you before the first step", file=sys.stderr)
         return 130
 

@@ -18,10 +18,10 @@ ROOMS = {
     "mesh": (270, True),
     "model": (1930, True),
     "step": (920, True),
-    "run": (1680, True),
+    "run": (1870, True),
     "plan": (1840, True),
     "launch": (2050, False),
-    "report": (1740, False),
+    "report": (1900, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 

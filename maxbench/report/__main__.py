@@ -5,6 +5,7 @@ maxbench report experiments
 
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> compare.Settings:
         choose("gpu_type", fv["gpu_type"].value, GPUS)
     as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     given = {name: fv[name].value for name in as_given}
+    if sys.stdout.isatty() and not fv["output"].value:
+        given["width"] = shutil.get_terminal_size().columns
     return compare.Settings(paths=tuple(paths), full_names=fv["full-names"].value, **given)
 
 

@@ -40,6 +40,7 @@ class Settings:
     mtbf: float = setting(24.0, above=0, at_most=1e9)  # mean hours between failures of the job
     paths: tuple[str, ...] = ()  # where the runs were looked for
     full_names: bool = False  # paths instead of names
+    width: int = setting(0, at_least=0)  # columns of a terminal; 0 = as many as it takes
     title: str = "maxbench report"  # of the page
     suite: str = ""  # file of the runs that were launched together, and what is expected of them
 
@@ -75,6 +76,18 @@ class Row:
     def said(self) -> str:
         """The reason and the notes as one line."""
         return "; ".join(filter(None, [self.why, *self.notes]))
+
+    @property
+    def loss(self) -> tuple[float | None, float | None]:
+        """Of the first and of the last step that was logged; None where it is none."""
+        steps = sorted(self.record.loss)
+        ends = [self.record.loss[i] for i in (steps[:1] + steps[-1:])] or [math.nan, math.nan]
+        return tuple(x if math.isfinite(x) else None for x in ends)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether rates per GPU and days of training mean nothing for this run."""
+        return bool(self.record.device and not self.record.gpu_type)
 
     @property
     def tuning(self) -> tuple:
@@ -170,7 +183,7 @@ def _figures(made: Row, kept: list[int], s: Settings) -> None:
     if model and not logged:
         each = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in kept]
         made.tflops = metrics.statistics_of(each)
-    if r.gpus and s.cost and not (r.device and not r.gpu_type):  # virtual CPU devices cost nothing
+    if r.gpus and s.cost and not made.on_cpu:  # virtual CPU devices cost nothing
         made.cost = made.days * 24 * r.gpus * s.cost
     if r.gpus and r.power_w:
         made.joules = r.power_w * r.gpus / made.tokens_s
@@ -253,7 +266,7 @@ def repeats(rows: Iterable[Row]) -> list[Repeat]:
         medians = [x.step["median"] for x in group]
         middle = statistics.median(medians)
         spread = (max(medians) - min(medians)) / middle
-        notes = [f"runs differ by {spread:.1%}"] if spread > SPREAD else []
+        notes = [f"runs differ by more than {SPREAD:.0%}"] if spread > SPREAD else []
         notes += [re.sub("step times?", "runs", n) for n in alarms(medians)]
         made.append(Repeat(group[0].record.name, len(group), spread, notes))
     return made

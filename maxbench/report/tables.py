@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from maxbench.report import compare, suite
@@ -33,8 +34,12 @@ CELLS = {
     "MFU %": ("mfu_full", ".2%"),
     "Days/1T": ("days_to_1t_tokens", ",.2f"),
     "GiB": ("peak_memory_gib", ".2f"),
+    "Loss": ("loss", ""),
     "Verdict": ("verdict", ""),
 }
+NO_CPU = ("TFLOPS/GPU", "Std", "Days/1T")  # figures that mean nothing there
+# A narrow terminal does without these, the first ones first.
+SPARE = ("p10", "p90", "Median", "Std", "Std s", "Days/1T", "Status", "MFU %", "Loss")
 
 
 def cells(one: Row) -> dict[str, str]:
@@ -42,10 +47,11 @@ def cells(one: Row) -> dict[str, str]:
     data = record(one)
     if one.step is None:
         return {"Status": data["status"]}
-    toy = one.tflops is not None and one.tflops["mean"] < 0.01  # on a CPU
+    first, last = one.loss
+    data["loss"] = None if None in one.loss else f"{first:#.4g} to {last:#.4g}"
+    data |= {CELLS[head][0]: None for head in NO_CPU if one.on_cpu}
     made = {}
     for head, (column, form) in CELLS.items():
-        form = ".2g" if toy and column.startswith("tflops") else form
         made[head] = "-" if data[column] is None else format(data[column], form).rstrip("%")
     return made
 
@@ -76,6 +82,8 @@ def record(one: Row) -> dict:
         "joules_per_token": one.joules,
         "verdict": one.verdict,
         "reason": one.said,
+        "loss_first": one.loss[0],
+        "loss_last": one.loss[1],
     }
 
 
@@ -96,29 +104,64 @@ def layout(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def text(rows: Sequence[Row], s: Settings) -> str:
-    """The table of the seeds' parser, with what it left out beside and below."""
+    """The table of the seeds' parser, with what it left out beside and below.
+
+    Where a terminal has no room for it, names stand on lines of their own, and columns are left
+    out.
+    """
     first, last = s.window
-    out = [f"Train Step Timing and TFLOPS Analysis (iterations {first}-{last})", "=" * 80]
-    body = [[n, *cells(one).values()] for one, n in zip(rows, compare.names(rows, s), strict=True)]
+    title = f"Train Step Timing and TFLOPS Analysis (iterations {first}-{last})"
+    names, told = compare.names(rows, s), [cells(one) for one in rows]
+    body = [[n, *c.values()] for n, c in zip(names, told, strict=True)]
     heads, rule, *lines = layout(["Experiment", *CELLS], body)
-    out += [heads, rule]
     pad = " " * (rule.index(" ") + 3)
+    if s.width and len(rule) > s.width:
+        pad = "    "
+        heads, rule, *lines = narrow(names, told, s.width)
+    out = [title, "=" * min(80, s.width or 80), heads, rule]
     for one, line in zip(rows, lines, strict=True):
         if one.step is None:
-            out.append(f"{line} ({one.record.last + 1} iterations) {one.said}".rstrip())
+            out += fold(f"{line} ({one.record.last + 1} iterations) {one.said}", s.width, pad)
             continue
         notes = [one.why] if one.why else []
-        out += [line, *(pad + note for note in (*notes, *money(one, s), *one.notes))]
+        out.append(line)
+        out += [
+            x for n in (*notes, *money(one, s), *one.notes) for x in fold(pad + n, s.width, pad)
+        ]
     counts = (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in _counts(rows).items())
     out += ["", "Summary:", *counts]
     out[-1] += "%"
     for title, lines in (*sections(rows, s), *((t.title, t.lines()) for t in traces(rows))):
-        out += ["", title, *(f"  {x}" for x in lines)]
-    out += ["", *LEGEND]
+        out += ["", title, *(y for x in lines for y in fold(f"  {x}", s.width, "    "))]
+    out += ["", *(fold(" ".join(LEGEND), s.width) if s.width else LEGEND)]
     if s.suite:
         verdict = suite.judge(s.suite, rows)
-        out += ["", "Suite", *(f"  {x}" for x in verdict.lines()), verdict.title]
+        told = [y for x in verdict.lines() for y in fold(f"  {x}", s.width, "    ")]
+        out += ["", "Suite", *told, verdict.title]
     return "\n".join(out)
+
+
+def narrow(names: Sequence[str], told: Sequence[dict[str, str]], width: int) -> list[str]:
+    """Lines of a table up to so many columns: heads, their rule, and for each run two in one."""
+    kept = [h for h in CELLS if any(c.get(h, "-") != "-" for c in told)]
+    for spare in (None, *SPARE):
+        kept = [head for head in kept if head != spare]
+        heads, rule, *lines = layout(
+            ["", *kept], [["", *(c.get(h, "") for h in kept)] for c in told]
+        )
+        if len(rule) <= width:
+            break
+    full = (f"  {c['Status']}" if len(c) == 1 else x for c, x in zip(told, lines, strict=True))
+    return [heads, rule, *(f"{n}\n{x}" for n, x in zip(names, full, strict=True))]
+
+
+def fold(line: str, width: int, indent: str = "") -> list[str]:
+    """A line, in lines of up to so many columns; 0 = as it is. Its own breaks stay."""
+    each = line.rstrip().split("\n")
+    if not width:
+        return each
+    fold_one = lambda x: textwrap.wrap(x, width, subsequent_indent=indent, break_on_hyphens=False)
+    return [y for x in each for y in (fold_one(x) if len(x) > width else [x])]
 
 
 def money(one: Row, s: Settings) -> list[str]:

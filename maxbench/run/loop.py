@@ -20,7 +20,7 @@ from jax import monitoring
 from jax.experimental import multihost_utils
 
 from maxbench.mesh import axes, places
-from maxbench.run import checkpoint, hosts, metrics, peers, profile, runtime
+from maxbench.run import checkpoint, hosts, metrics, peers, profile, runtime, terminal
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler
@@ -34,7 +34,7 @@ class Failed(Exception):
     """A run that must not go on; its message is the reason."""
 
 
-def train(run: Run) -> int:
+def train(run: Run, screen: terminal.Screen | None = None) -> int:
     """Trains; returns the exit code: 0 done or stopped by SIGTERM, 1 failed, 2 bad input, 130
     stopped by Ctrl-C."""
     log = others = None
@@ -44,7 +44,7 @@ def train(run: Run) -> int:
         devices = axes.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
-        stop, log = stop_requests(), start_log(run, devices)
+        stop, log = stop_requests(), start_log(run, devices, screen)
         if others:
             others.on_loss = functools.partial(log.close, "failed")
         stopped = _train(step, found, stop, log)
@@ -53,6 +53,8 @@ def train(run: Run) -> int:
         status, reason, code = verdict(e, run, log, others)
         if log:
             log.close(status, reason)
+        if screen:
+            screen.stop()
         if code:
             error = "error: " * (status == "failed")
             print(f"maxbench train: {error}{reason}", file=sys.stderr, flush=True)
@@ -117,7 +119,7 @@ def check_processes(run: Run, devices) -> None:
         )
 
 
-def start_log(run: Run, devices) -> metrics.Log:
+def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> metrics.Log:
     first = devices.devices.flat[0]
     found = metrics.Devices(first.platform, first.device_kind, run.layout.gpus)
     about = {
@@ -130,6 +132,7 @@ def start_log(run: Run, devices) -> metrics.Log:
         "flops_conventions": list(metrics.flops.CONVENTIONS),
     }
     log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
+    log.screen = screen
     log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
     if runtime.processes() > 1:  # process 0 made the folder; all write into it
         name = log.folder.name if log.folder else ""
@@ -140,6 +143,7 @@ def start_log(run: Run, devices) -> metrics.Log:
 
 def compile_step(step: Step, log: metrics.Log):
     """Compiles the step and says what memory it needs, before any weight exists."""
+    log.phase("compile")
     events = []
     listen = lambda event, **_: events.append(event)
     monitoring.register_event_listener(listen)
@@ -221,6 +225,7 @@ def steps(
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     window = profile.Window(run.profile, jax.process_index(), log.folder)
     queue = Queue(log)
+    log.phase("steps", i, run.train.steps)
     while i < run.train.steps and not reason:
         reason = stop(i)
         if window.edge(i):
@@ -238,6 +243,7 @@ def steps(
     queue.drain()
     window.switch(on=False)
     if saver:
+        log.phase("save")
         saver.save(state)
     saved = f"saved as step {i}" if saver else "nothing saved, no checkpoint was asked for"
     return reason and f"{reason} after step {i - 1}: {saved}"

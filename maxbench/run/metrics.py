@@ -1,4 +1,4 @@
-"""What a run says: step timing, log lines, metrics.jsonl, result.json, the closing table."""
+"""What a run says: step timing, log lines, metrics.jsonl, result.json."""
 
 import contextlib
 import dataclasses
@@ -7,13 +7,13 @@ import json
 import os
 import pathlib
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Mapping
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS, named
+from maxbench.run import terminal
 from maxbench.spec import flops
 from maxbench.spec.run import Run
 
@@ -116,7 +116,7 @@ class Log:
 
     def __init__(self, run: Run, devices: Devices, command: list[str], writes: bool, about: dict):
         self.run, self.devices, self.writes = run, devices, writes
-        self.folder, self.live, self.times = None, None, {}
+        self.folder, self.screen, self.times = None, None, {}
         self.result = {
             "schema": SCHEMA,
             "name": run.name,
@@ -141,8 +141,6 @@ class Log:
             raise
         self.file = (self.folder / f"log-{run.name}.out").open("a", buffering=1)
         self.jsonl = (self.folder / "metrics.jsonl").open("a", buffering=1)
-        if sys.stdout.isatty():
-            self.live = live_line(run.train.steps)
         self.write_result()
 
     def _new_folder(self) -> pathlib.Path:
@@ -158,8 +156,8 @@ class Log:
         """A line of the log, shown on stdout too."""
         if not self.writes:
             return
-        if show and self.live:
-            self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if show and self.screen:
+            self.screen.line(text)
         elif show:
             print(text, flush=True)
         self.file.write(text + "\n")
@@ -167,6 +165,8 @@ class Log:
     def step(self, i: int, step_s: float, out: dict[str, float], memory: tuple[int, int]) -> None:
         """Records a step: both log lines that existing tools read, one line of metrics.jsonl."""
         self.times[i], self.result["peak_bytes"] = step_s, memory[0]
+        losses = self.result.setdefault("loss", {"first": (i, out["loss"])})
+        losses["last"] = (i, out["loss"])
         if not self.writes:
             return
         run = self.run
@@ -185,13 +185,29 @@ class Log:
             f"reduced_train_loss: {out['loss']:.4} | train_step_timing in s: {step_s:.4} | "
             f"TFLOPS_per_GPU: {tflops:.4} | consumed_samples: {(i + 1) * run.layout.gbs}"
         )
-        self.line(maxtext, show=not self.live)
-        self.line(nemo, show=not self.live)
+        self.line(maxtext, show=not self.screen)
+        self.line(nemo, show=not self.screen)
         record = {"step": i, "step_s": step_s, **out, "peak_bytes": peak, "time": time.time()}
         self.jsonl.write(json.dumps(record) + "\n")
-        if self.live:
-            last = f"{step_s:.3f} s  {tflops:.1f} TFLOP/s  loss {out['loss']:.3f}"
-            self.live.update(self.live.task_ids[0], completed=i + 1, last=last)
+        if self.screen:
+            self.screen.step(record | self.rates(step_s, memory), run.train.steps)
+
+    def rates(self, step_s: float, memory: tuple[int, int]) -> dict[str, float]:
+        """What a step means on these devices, by name: of a CPU tokens/s alone."""
+        gpu_type, about = self.devices.gpu_type, figures(self.run, None, step_s)
+        if self.devices.platform == "cpu":
+            return {"tokens_per_s": about["tokens_per_s"]}
+        made = {"tokens_per_s_per_gpu": about["tokens_per_s"] / self.devices.count}
+        made["gib"] = memory[0] / 2**30
+        if gpu_type:
+            made["tflops"] = about["tflops_per_gpu"]["full"]
+            made["mfu"] = figures(self.run, gpu_type, step_s)["mfu"]["full"]
+        return made
+
+    def phase(self, name: str, done: int = 0, total: int | None = None) -> None:
+        """What the run does from now on, for a terminal."""
+        if self.screen:
+            self.screen.phase(name, done, total)
 
     def close(self, status: str, reason: str = "") -> None:
         """Writes result.json and the closing table, once, however full the disk is."""
@@ -201,11 +217,12 @@ class Log:
         self.result |= {"status": status, "reason": reason, "ended": time.time()}
         self.result |= self.summary()
         self.write_result()
-        if self.live:
-            self.live.stop()
-            self.live = None
+        parts = terminal.closing(self.result)
+        if self.screen:
+            self.screen.stop()
+            self.screen.summary(parts)
         for last in (
-            lambda: self.line(closing_table(self.result)),
+            lambda: self.line(terminal.summary(parts) + "\n", show=not self.screen),
             lambda: self.line(f"results: {self.folder}"),
             self.file.close,
             self.jsonl.close,
@@ -243,52 +260,3 @@ class Log:
             part = self.folder / "result.json.part"
             part.write_text(json.dumps(self.result, indent=1, default=str) + "\n")
             os.replace(part, self.folder / "result.json")
-
-
-def live_line(steps: int):
-    """One live line on a terminal, started: a rich.progress.Progress with one task."""
-    from rich import progress  # only a terminal needs it
-
-    columns = ("[progress.description]{task.description}", progress.BarColumn())
-    columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
-    live = progress.Progress(*columns, "{task.fields[last]}", transient=True)
-    live.add_task("training", total=steps, last="compiling")
-    live.start()
-    return live
-
-
-def closing_table(result: dict) -> str:
-    """The end of a run on one screen: a label and a figure per line."""
-    device = result["device"]
-    rows = {
-        "run": result["name"],
-        "status": " ".join([result["status"], result["reason"].removeprefix("stopped ")]).strip(),
-        "device": f"{device['count']} x {device['kind']}",
-    }
-    if "step_s" in result:
-        s, (first, last), mfu = result["step_s"], result["window"], result["mfu"]
-        shares = ", ".join(f"{v:.2%} ({c})" for c, v in mfu.items() if v is not None)
-        rates = ", ".join(f"{v:.2f} ({c})" for c, v in result["tflops_per_gpu"].items())
-        dtype = result["config"]["precision"]["dtype"]
-        rows |= {
-            f"step time (steps {first} to {last})": f"{s['mean']:.3f} s, std {s['std']:.3f}",
-            "  median, p10, p90": f"{s['median']:.3f}, {s['p10']:.3f}, {s['p90']:.3f} s",
-            "tokens/s": f"{result['tokens_per_s']:,.0f}",
-            "TFLOP/s per GPU": rates,
-            f"MFU against the {dtype} peak": shares or "no peak known for this device",
-            "days to 1T tokens": f"{result['days_to_1t_tokens']:,.2f}",
-        }
-    if "peak_bytes" in result:
-        label = "peak memory per GPU" if device["gpu_type"] else "peak memory, process"
-        rows[label] = f"{result['peak_bytes'] / 2**30:.2f} GiB"
-    if "start_to_first_step_s" in result:
-        start, compiled = result["start_to_first_step_s"], result["compile_s"]
-        rows["start to first step"] = f"{start:.1f} s (compile {compiled:.1f} s)"
-    if names := ",".join(result.get("slow_hosts", ())):
-        rows["slow hosts"] = f"{names}; leave them out: EXCLUDE_NODES={names}"
-    if row := result.get("published"):
-        known = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""
-        rows["published"] = known + row["verdict"]
-    wide = max(map(len, rows))
-    rule = "-" * (wide + 50)
-    return "\n".join([rule, *(f"{label:<{wide}}  {text}" for label, text in rows.items()), rule])

@@ -1,6 +1,7 @@
 """The report: our folders and foreign logs, figures, verdicts, damage, speed, the page."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -438,7 +439,7 @@ def test_repeats_drift_and_two_modes(tmp_path):
     (group,) = compare.repeats([calm, split, drift])
     assert group.runs == 3
     assert group.spread > 0.05
-    assert "runs differ by" in group.notes[0]
+    assert group.notes[0] == "runs differ by more than 5%"
 
 
 @given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=40))
@@ -601,7 +602,7 @@ def test_csv_has_as_many_fields_as_heads_in_every_row(mixed):
         "filename,status,time_mean_seconds,time_std_dev_seconds,tflops_per_gpu_mean,"
         "tflops_per_gpu_std_dev,max_iteration"
     )
-    assert {len(line) for line in table} == {19}
+    assert {len(line) for line in table} == {21}
     assert trailer == "# Summary: 3 success, 1 failed, 4 total"
 
 
@@ -853,3 +854,29 @@ def test_report_is_one_of_the_commands(capsys):
     said = capsys.readouterr().out
     assert "--cost" in said
     assert "--dry_run" not in said
+
+
+@pytest.mark.parametrize("width", [80, 120, 400])
+def test_the_table_is_as_wide_as_the_terminal(tmp_path, width):
+    """Names whole on their own lines, columns that say nothing left out, none cut in the middle."""
+    ours(tmp_path, stamp=1)
+    ours(tmp_path, stamp=2, status="died", reason="a reason that is long " * 9)
+    wide = dataclasses.replace(H100, width=width)
+    text = tables.text(rows(tmp_path, wide), wide)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(line.startswith("pretrain_llama31_8b_") for line in lines) == 2
+    assert ("Experiment" in text) == (width == 400)
+    for head in ("Mean s", "TFLOPS/GPU", "Tokens/s", "Verdict"):
+        assert head in text
+    assert "2.000 to 2.000" in text or width == 80
+
+
+def test_rates_of_a_cpu_are_left_out(tmp_path):
+    ours(tmp_path, device={"kind": "cpu", "count": 8})
+    (row,) = rows(tmp_path)
+    told = tables.cells(row)
+    assert {told[head] for head in tables.NO_CPU} == {"-"}
+    assert told["Tokens/s"] != "-"
+    assert tables.record(row)["tflops_per_gpu_mean"] > 0  # data stays
+    assert (tables.record(row)["loss_first"], tables.record(row)["loss_last"]) == (2.0, 2.0)

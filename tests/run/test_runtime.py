@@ -148,7 +148,7 @@ def kept(tmp_path):
 
 def test_the_log_says_whether_the_step_was_found(kept):
     said, result = [], {}
-    log = types.SimpleNamespace(line=said.append, result=result)
+    log = types.SimpleNamespace(line=said.append, result=result, phase=str)
     step = types.SimpleNamespace(run=resolve("llama2_70b", "tiny"), abstract={})
     step.compile = lambda: (jax.jit(lambda x: x * 3).lower(1.0).compile(), 0.0, 0.0)
     loop.compile_step(step, log)

@@ -1,0 +1,89 @@
+"""What a person sees of a run: on a terminal, and at its end."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from maxbench.run import metrics, terminal
+from tests.conftest import resolve
+
+NAME = "pretrain_llama31_8b_bf16_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128"
+H100 = metrics.Devices("gpu", "NVIDIA H100 80GB HBM3", 8)
+OUT = {"loss": 11.7634, "grad_norm": 1.5, "lr": 3e-7}
+
+
+class Tty(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def seen(monkeypatch, tmp_path, columns: int, devices=H100, ending="done") -> tuple[str, str]:
+    """A run of three steps on a terminal: its text without colours, and its log."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Tty())
+    run = resolve("llama31_8b", gpus=8, steps=3, output_dir=str(tmp_path))
+    screen = terminal.on_screen()
+    log = metrics.Log(run, devices, ["x"], True, {})
+    log.screen = screen
+    log.line("compiled in 4.0 s")
+    log.phase("compile")
+    log.phase("steps", 0, 3)
+    for i, step_s in enumerate((9.4, 9.4, 19.0)):
+        log.step(i, step_s, OUT | {"loss": 11.7634 - i}, (60 << 30, 50 << 30))
+    log.close(ending)
+    (file,) = tmp_path.rglob("log-*.out")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", sys.stdout.getvalue())
+    return shown.replace("\r", "\n"), file.read_text()
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_terminal_keeps_a_line_per_step_and_the_log_both_formats(monkeypatch, tmp_path, columns):
+    screen, log = seen(monkeypatch, tmp_path, columns)
+    heads = ["step", "loss", "grad norm", "s/step", "tokens/s/GPU", "TFLOP/s", "MFU", "GiB"]
+    heads += ["lr"] * (columns == 160)
+    assert re.search("^ *" + " +".join(heads) + "$", screen, re.M)
+    line = r"^ +2 +9\.7634 +1\.500 +19\.000 +6,899 +[\d.]+ +[\d.]+% +60\.0"
+    assert re.search(line, screen, re.M)
+    assert "completed step" not in screen
+    assert "compiled in 4.0 s" in screen
+    for text in ("completed step: 2, seconds: 19.000", "train_step_timing in s: 19.0"):
+        assert text in log
+    for text in ("loss  ", "11.7634 at step 0, 9.7634 at step 2", "MFU against the bf16 peak"):
+        assert text in screen
+        assert text in log
+    assert screen.index("\nmeasured") < screen.index("\nhow it compares")
+    told = screen[screen.index("\nmeasured") : screen.index("results: ")]
+    assert max(map(len, told.splitlines())) <= columns
+    assert {"start", "compile", "steps"} <= set(re.findall(r"\b(?:start|compile|steps)\b", screen))
+
+
+def test_a_cpu_is_told_no_rate_that_means_nothing(monkeypatch, tmp_path):
+    screen, log = seen(monkeypatch, tmp_path, 80, metrics.Devices("cpu", "cpu", 8))
+    for text in ("TFLOP/s per GPU", "MFU", "days to", "  GiB", "/GPU"):
+        assert text not in screen
+        assert text not in log.partition("measured\n")[2]
+    assert re.search(r"^ +1 +10\.7634 +1\.500 +9\.400 +111,551", screen, re.M)
+
+
+def test_where_there_is_no_terminal_nothing_is_drawn(monkeypatch, capsys):
+    assert terminal.on_screen() is None
+
+
+def test_a_run_that_failed_before_a_step_says_so():
+    result = {"device": vars(H100), "name": NAME, "status": "failed", "reason": "no room"}
+    told = terminal.summary(terminal.closing(result))
+    assert re.search(r"^status +failed no room$", told, re.M)
+    assert re.search(r"^published +no step was measured$", told, re.M)
+
+
+def test_names_are_cut_where_words_of_them_end():
+    for width in (20, 33, 60):
+        lines = terminal.folded(NAME, width)
+        assert "".join(lines) == NAME
+        assert max(map(len, lines)) <= width
+        assert all(line.endswith("_") for line in lines[:-1])
+    assert terminal.folded("two words", 6) == ["two", "words"]
+    assert terminal.folded("x" * 9, 4) == ["xxxx", "xxxx", "x"]
