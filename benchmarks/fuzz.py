@@ -111,7 +111,7 @@ def command(rng: random.Random, folder: pathlib.Path) -> list[str]:
         (folder / "mine.toml").write_bytes(damage(rng, toml))
         words += ["--hardware", str(folder / "mine.toml")]
     config = f"--config={path}{presets}" if rng.random() < 0.98 else rng.choice(VALUES)
-    return [config, *words, "--dry_run", "--dry_run"]  # the first may be taken for a value
+    return [config, *words, "--json", "--json"]  # the first may be taken for a value
 
 
 def report_command(rng: random.Random, folder: pathlib.Path) -> list[str]:
@@ -146,7 +146,7 @@ def commands(count: int, seed: int) -> collections.Counter:
 
 
 def answered(door: str, code: int, out: str, err: str) -> None:
-    """Raises Wrong unless train --dry_run, or report, has answered as it should."""
+    """Raises Wrong unless train --json, or report, has answered as it should."""
     check(code in (0, 2), "exit code", code)
     if code == 0:
         check(err == "", "exit 0 with a complaint", err)

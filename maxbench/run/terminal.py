@@ -2,12 +2,14 @@
 it; at the end, anywhere, what was measured and how it compares."""
 
 import dataclasses
+import shutil
 import statistics
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
 
+Parts = Mapping[str, Mapping[str, str]]  # titles -> labels -> text
 AGAIN = 40  # lines of steps between two heads
 SLOW = 1.1  # times the median of the steps so far: shown in another colour
 NARROW = 60  # columns of the narrowest summary
@@ -110,7 +112,7 @@ class Screen:
         task = self.live.task_ids[0]
         self.live.update(task, completed=done, count=f"{done}/{total}", left=left)
 
-    def summary(self, parts: Mapping[str, Mapping[str, str]]) -> None:
+    def summary(self, parts: Parts) -> None:
         """The closing summary."""
         for label, text in lines(parts, self.console.width):
             self._print((label, "dim" if text else "bold"), (text, ""), soft_wrap=True)
@@ -138,7 +140,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def closing(result: Mapping) -> dict[str, dict[str, str]]:
+def closing(result: Mapping) -> Parts:
     """The end of a run in two parts, each a label and a figure per line.
 
     Figures that mean nothing on a device are left out: a rate beside no peak, days on a CPU.
@@ -186,14 +188,18 @@ def compared(result: Mapping) -> dict[str, str]:
     return rows or {"published": "no step was measured"}
 
 
-def summary(parts: Mapping[str, Mapping[str, str]]) -> str:
+def text(parts: Parts) -> str:
+    """Parts as text: as wide as the terminal, where stdout is one."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return "\n".join(label + told for label, told in [*lines(parts, columns)][1:])
+
+
+def summary(parts: Parts) -> str:
     """closing() as text, a line for each label."""
     return "\n".join(label + text for label, text in lines(parts))
 
 
-def lines(
-    parts: Mapping[str, Mapping[str, str]], width: int | None = None
-) -> Iterator[tuple[str, str]]:
+def lines(parts: Parts, width: int | None = None) -> Iterator[tuple[str, str]]:
     """closing() as lines up to so many columns: a label and what stands behind it."""
     wide = 2 + max(len(label) for rows in parts.values() for label in rows)
     for title, rows in parts.items():

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -109,8 +110,8 @@ def test_order_of_settings():
     assert run.name == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
 
 
-def test_dry_run_is_quick_and_imports_no_jax():
-    flags = ["--config", "configs/llama2_70b.py", "--gpus", "1024", "--dry_run"]
+def test_the_data_of_a_run_is_quick_and_imports_no_jax():
+    flags = ["--config", "configs/llama2_70b.py", "--gpus", "1024", "--json"]
     program = (
         "import sys; from maxbench import train\n"
         f"train.main(['train', *{flags}])\n"
@@ -125,6 +126,32 @@ def test_dry_run_is_quick_and_imports_no_jax():
     assert found["flops_per_sequence"]["full"] == pytest.approx(1.82064e15, rel=1e-5)
     assert found["config"]["layout"]["fsdp"] == 128
     assert found["config"]["layout"]["dp"] == 8
+
+
+def test_a_dry_run_is_a_page_for_people():
+    code, out, err = command("--config", "llama2_70b", "--gpus", "128", "--dry_run")
+    assert (code, err) == (0, "")
+    told = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
+    assert out.startswith("llama2 70b bf16 on 128 x H100\n")
+    assert told["model"].startswith("68,976,648,192 parameters, 80 layers")
+    assert told["layout"] == "fsdp 128"
+    assert "256 sequences, 1,048,576 tokens a step: 1 microbatch of 2 on each" in told["batch"]
+    # plan compiles it to 47.8 GiB: docs/plan.csv
+    assert 43 < float(re.match(r"about (\d+) GiB of 74 on each GPU", told["memory"])[1]) < 53
+    assert told["published"].startswith("7.072 s a step on 128, NVIDIA recipe: MaxText")
+    assert told["results"].startswith("experiments/pretrain_llama2_70b_bf16_gpus128_")
+    assert command("--config", "llama2_70b", "--layers", "8", "--dry_run")[1].count(
+        "layers 8, publ"
+    )
+    assert "{" not in out
+
+
+def test_a_dry_run_of_a_toy_says_nothing_of_gpus():
+    for words in (["llama31_8b:tiny"], ["llama2_70b:rehearse", "--gpus", "64"]):
+        code, out, _ = command("--config", *words, "--dry_run")
+        assert code == 0
+        assert "GiB" not in out
+        assert "H100" not in out
 
 
 def test_a_workload_is_found_by_name_from_anywhere(tmp_path):
@@ -326,7 +353,7 @@ def get_config(presets=""):
 def test_a_workload_file_that_fails_is_told_with_its_line(text, tmp_path):
     path = tmp_path / "w.py"
     path.write_text(WHOLE.replace("{}", text) if FILES[text].startswith(":6") else text)
-    code, out, err = command("--config", str(path), "--dry_run")
+    code, out, err = command("--config", str(path), "--json")
     assert (code, out) == (2, "")
     assert err.startswith(f"maxbench train: error: {path}{FILES[text]}")
     assert err.count("\n") == 1

@@ -42,7 +42,7 @@ def mine(tmp_path):
 
 def test_a_type_of_ones_own_is_one_record_everywhere(mine):
     flags = [*LLAMA, "--hardware", str(mine), "--gpu_type", "h300"]
-    code, out, _ = command(*flags, "--dry_run")
+    code, out, _ = command(*flags, "--json")
     assert code == 0
     assert json.loads(out)["config"]["layout"]["gpu_type"] == "h300"
     ours, theirs = cli.run_of(flags), cli.run_of(LLAMA)
@@ -102,7 +102,7 @@ def test_a_bad_file_is_answered_in_one_line(name, tmp_path):
     text, expected = BAD[name]
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    code, out, err = command(*LLAMA, "--hardware", str(path), "--gpu_type", "h300", "--dry_run")
+    code, out, err = command(*LLAMA, "--hardware", str(path), "--gpu_type", "h300", "--json")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert f"hardware='{path}'" in err
