@@ -20,7 +20,7 @@ from jax import monitoring
 from jax.experimental import multihost_utils
 
 from maxbench.mesh import axes, places
-from maxbench.run import checkpoint, hosts, metrics, peers, profile, runtime, terminal
+from maxbench.run import checkpoint, hosts, metrics, peers, profile, runtime, sinks, terminal
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler
@@ -133,6 +133,8 @@ def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> metri
     }
     log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
     log.screen = screen
+    if log.writes:
+        log.sinks = sinks.Sinks(run, log.folder, log.line)
     log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
     if runtime.processes() > 1:  # process 0 made the folder; all write into it
         name = log.folder.name if log.folder else ""

@@ -116,7 +116,7 @@ class Log:
 
     def __init__(self, run: Run, devices: Devices, command: list[str], writes: bool, about: dict):
         self.run, self.devices, self.writes = run, devices, writes
-        self.folder, self.screen, self.times = None, None, {}
+        self.folder, self.screen, self.sinks, self.times = None, None, None, {}
         self.result = {
             "schema": SCHEMA,
             "name": run.name,
@@ -189,15 +189,19 @@ class Log:
         self.line(nemo, show=not self.screen)
         record = {"step": i, "step_s": step_s, **out, "peak_bytes": peak, "time": time.time()}
         self.jsonl.write(json.dumps(record) + "\n")
+        about = record | self.rates(step_s, memory)
         if self.screen:
-            self.screen.step(record | self.rates(step_s, memory), run.train.steps)
+            self.screen.step(about, run.train.steps)
+        if self.sinks:
+            self.sinks.put(about)
 
     def rates(self, step_s: float, memory: tuple[int, int]) -> dict[str, float]:
         """What a step means on these devices, by name: of a CPU tokens/s alone."""
         gpu_type, about = self.devices.gpu_type, figures(self.run, None, step_s)
+        made = {"tokens_per_s": about["tokens_per_s"]}
         if self.devices.platform == "cpu":
-            return {"tokens_per_s": about["tokens_per_s"]}
-        made = {"tokens_per_s_per_gpu": about["tokens_per_s"] / self.devices.count}
+            return made
+        made["tokens_per_s_per_gpu"] = about["tokens_per_s"] / self.devices.count
         made["gib"] = memory[0] / 2**30
         if gpu_type:
             made["tflops"] = about["tflops_per_gpu"]["full"]
@@ -217,6 +221,8 @@ class Log:
         self.result |= {"status": status, "reason": reason, "ended": time.time()}
         self.result |= self.summary()
         self.write_result()
+        if self.sinks:
+            self.sinks.close()
         parts = terminal.closing(self.result)
         if self.screen:
             self.screen.stop()

@@ -15,7 +15,7 @@ import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 
-from maxbench.run import peers
+from maxbench.run import peers, sinks
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 
@@ -29,8 +29,10 @@ def prepare(run: Run) -> None:
     """Sets the environment that jax reads at import, and makes sure that results can be written.
 
     Raises:
-      UserError: output_dir cannot be written; the run is for GPUs, and there is none.
+      UserError: output_dir cannot be written; the run is for GPUs, and there is none; what takes
+        metrics is not installed.
     """
+    sinks.require(run)
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)

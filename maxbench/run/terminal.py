@@ -38,7 +38,7 @@ COLUMNS = (
     Column("loss", "loss", "8.4f"),
     Column("grad norm", "grad_norm", "9.3f"),
     Column("s/step", "step_s", "7.3f"),
-    Column("tokens/s", "tokens_per_s", "10,.0f"),  # where devices are no GPUs
+    Column("tokens/s", "tokens_per_s", "10,.0f"),  # of devices that are no GPUs
     Column("tokens/s/GPU", "tokens_per_s_per_gpu", "12,.0f"),
     Column("TFLOP/s", "tflops", "7.1f"),
     Column("MFU", "mfu", "6.1%"),
@@ -126,7 +126,8 @@ class Screen:
 def fitting(figures: Mapping[str, float], width: int) -> list[Column]:
     """The columns that a step has figures of, as many as a terminal has room for."""
     kept, used = [], 0
-    for column in (c for c in COLUMNS if c.name in figures):
+    twice = {"tokens_per_s"} if "tokens_per_s_per_gpu" in figures else set()
+    for column in (c for c in COLUMNS if c.name in figures.keys() - twice):
         used += column.width + 2
         if used - 2 <= width:
             kept.append(column)

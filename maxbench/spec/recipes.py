@@ -83,6 +83,7 @@ GROUPS = {
             "output.resume",
             "checkpoint to start from: a run's folder, or one step of it",
         ),
+        "wandb": ("output.wandb", "send metrics to Weights & Biases too"),
         "profile": (
             "profile.tool",
             "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop",

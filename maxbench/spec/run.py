@@ -185,6 +185,9 @@ class Output:
     """Where results go, and checkpoints."""
 
     dir: str = "."
+    tensorboard: bool = True  # an event file in the run's folder
+    wandb: bool = False  # to Weights & Biases, where that is installed
+    openmetrics: str = ""  # file of the last step for Prometheus; '' = metrics.prom there
     checkpoint: bool = False  # save at the end
     checkpoint_every: int = setting(0, at_least=0)  # and every so many steps
     keep: int = setting(2, at_least=1)  # checkpoints of a run, the last ones;
