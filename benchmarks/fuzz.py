@@ -24,7 +24,7 @@ from unittest import mock
 from maxbench import train
 from maxbench.hardware import gpus
 from maxbench.report import __main__ as report
-from maxbench.report import runlogs, textlogs
+from maxbench.report import reading, runlogs, textlogs
 from maxbench.spec import cli, recipes
 
 VALUES = """
@@ -277,7 +277,7 @@ def logs(count: int, seed: int) -> collections.Counter:
             try:
                 read = sum(len(record.step_s) for record in runlogs.read([base]))
                 check(read >= whole, "steps of whole lines that are not read", (whole, read))
-                for kind in ("json", rng.choice([*report.FORMATS])):
+                for kind in ("json", rng.choice([*reading.FORMATS])):
                     flags = ["--cost=2.5", "--gpu_type=h100", f"--format={kind}"]
                     code = reported(kind, *said(report.main, [*flags, str(base)]))
             except Exception as e:

@@ -10,8 +10,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from maxbench.run import metrics, runtime, terminal
+from maxbench.run import child, metrics, runtime, terminal
 from maxbench.spec import cli, commands, flops
+from maxbench.spec.notebook import make_callable
 from maxbench.spec.run import AXES, Run
 
 
@@ -101,6 +102,13 @@ def main(argv: Sequence[str]) -> int:
         print("maxbench train: stopped by you before the first step", file=sys.stderr)
         return 130
 
+
+def _train(config: str, **given):
+    """maxbench.run.child.train: what `maxbench train` does, as an object."""
+    return child.train(config, **given)
+
+
+make_callable(__name__, _train)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -28,6 +28,7 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
 }
 
 
+PURPOSES = ("weights", "optimizer", "gradients", "activations", "workspace")  # of Memory
 CLUSTER = {  # for sensitivity(): a part of the cluster -> fields of Physics
     "network bandwidth": ("network",),
     "NVLink bandwidth": ("nvlink",),
@@ -185,7 +186,6 @@ def as_published(run: Run) -> Run:
 def screen(p: Plan) -> str:
     """The plan on one screen."""
     run, m, t, f = p.run, p.memory, p.timeline, figures(p)
-    purposes = ("weights", "optimizer", "gradients", "activations", "workspace")
     traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
     parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
@@ -196,7 +196,7 @@ def screen(p: Plan) -> str:
         *answer(p, f),
         "",
         f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}",
-        *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in purposes),
+        *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in PURPOSES),
         "",
         "communication of one GPU    over    link        times       GiB   busy s  exposed",
         *(

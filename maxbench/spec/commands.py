@@ -130,7 +130,12 @@ def row(name: str, text: str, width: int) -> list[str]:
 def listed() -> str:
     """All commands, with a sentence and an example each."""
     width = min(max(shutil.get_terminal_size().columns, NARROW), WIDE)
-    lines = [*textwrap.wrap(maxbench.__doc__, width), "", "usage: maxbench COMMAND [flags]", ""]
+    lines = [
+        *textwrap.wrap(maxbench.__doc__.splitlines()[0], width),
+        "",
+        "usage: maxbench COMMAND [flags]",
+        "",
+    ]
     for name, command in commands().items():
         lines += textwrap.wrap(f"  {name:<12}{command.does}", width, subsequent_indent=" " * 14)
         lines += [f"              $ {command.examples[0]}"]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from maxbench.hardware import published
 from maxbench.plan import artifact
 from maxbench.report import __main__ as report
-from maxbench.report import compare, page, planned, runlogs, tables
+from maxbench.report import compare, page, planned, reading, runlogs, tables
 from maxbench.spec import recipes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -225,7 +225,7 @@ def test_a_job_that_never_trained(tmp_path):
 def every_format(path: pathlib.Path, **kwargs) -> dict[str, str]:
     """What report prints of a path, by format, from this process."""
     made = {}
-    for name in report.FORMATS:
+    for name in reading.FORMATS:
         out = path.parent / f"{name}.made"
         report.main(["report", f"--format={name}", f"--output={out}", "--gpu_type=h100", str(path)])
         made[name] = out.read_text()
@@ -239,7 +239,7 @@ def test_a_log_of_any_size_is_read_whole_in_constant_memory(tmp_path):
              for i in range(50)]  # fmt: skip
     (tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out").write_text("".join(lines))
     code = (
-        "import time\nfrom maxbench.report import compare, runlogs\n"
+        "import time\nfrom maxbench.report import compare, reading, runlogs\n"
         "from maxbench.run import metrics\n"
         f"(r,) = runlogs.read(['{tmp_path}'])\nrow = compare.row(r, compare.Settings())\n"
         "print(len(r.step_s), metrics.process_peak_bytes(), time.process_time(), row.why)\n"
@@ -273,7 +273,7 @@ def test_damaged_lines_are_counted_in_every_format(tmp_path):
     path = ours(tmp_path) / "metrics.jsonl"
     path.write_text(path.read_text().replace('{"step": 7,', '{"st').replace('"step": 8,', ""))
     said = every_format(tmp_path)
-    assert {name for name, text in said.items() if "are damaged: 2" in text} == {*report.FORMATS}
+    assert {name for name, text in said.items() if "are damaged: 2" in text} == {*reading.FORMATS}
     log = nemo(tmp_path / "b" / "log-pretrain_llama31_8b_fp8_8_1.out", 50, 9.4)
     log.write_text(log.read_text().replace("in s: 9.4 ", "in s: 9.4.1 "))
     (row,) = rows(log)
@@ -707,7 +707,7 @@ def test_no_log_breaks_the_report(tmp_path, pieces, name, cut):
     whole = (path / name).read_bytes() if (path / name).exists() else b""
     (path / name).write_bytes(whole[:cut] + b"".join(pieces))
     found = rows(tmp_path, compare.Settings(cost=1.0, gpu_type="h100"))
-    assert all(make(found, H100) for make in report.FORMATS.values())
+    assert all(make(found, H100) for make in reading.FORMATS.values())
     assert json.loads(tables.to_json(found, H100))
     assert "</html>" in page.html(found, H100)
 

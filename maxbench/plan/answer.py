@@ -1,0 +1,154 @@
+"""What `maxbench plan` and `maxbench.plan(...)` answer: the plans that were asked for, and the best
+of them."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from maxbench.plan import planner, search
+from maxbench.plan.memory import GIB
+from maxbench.plan.planner import Plan
+from maxbench.spec import cli, commands, notebook, recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+
+
+class Hopeless(UserError):
+    """No program of the run can fit, whatever the compiler does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Plans of a run. Prints as one screen; in a notebook as tables."""
+
+    run: Run  # as it was given
+    plans: Sequence[Plan]
+    searched: bool  # other layouts too
+    sensitivity: Mapping[str, Sequence[float]]  # seconds of a step, by part of the cluster
+
+    @property
+    def best(self) -> Plan:
+        """The fastest that fits; of none that does, the fastest."""
+        return min(self.plans, key=lambda p: (not p.fits, p.step_s))
+
+    @functools.cached_property
+    def figures(self) -> dict[str, Any]:
+        """The best plan as plain data; seconds and bytes unless a name says otherwise."""
+        changed = {"sensitivity_s": self.sensitivity} if self.sensitivity else {}
+        return planner.figures(self.best) | changed
+
+    def data(self) -> dict | list[dict]:
+        """What --json prints: the plan, or those of a search."""
+        if not self.searched:
+            return self.figures
+        return [self.figures if p is self.best else planner.figures(p) for p in self.plans]
+
+    def __str__(self) -> str:
+        parts = [planner.ranking(list(self.plans), self.run)] if self.searched else []
+        parts.append(planner.screen(self.best))
+        if self.sensitivity:
+            parts.append(planner.sensitivities(self.best, dict(self.sensitivity)))
+        return "\n\n".join(parts)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        p, f = self.best, self.figures
+        memory = {n: getattr(p.memory, n) for n in (*planner.PURPOSES, "total", "spare")}
+        step = {text: f["parts_s"].get(part, 0.0) for part, text in planner.PARTS.items()}
+        gib = [(name, f"{size / GIB:.2f}") for name, size in memory.items()]
+        shares = [(text, f"{s:.3f}", f"{s / p.step_s:.1%}") for text, s in step.items() if s]
+        lines = [planner.title(p.run), p.run.layout.describe(), *planner.answer(p, f)]
+        forms = {"layout": "", "remat": "", "step_s": ".3f", "mfu_full": ".1%", "spare_gib": ".1f"}
+        rows = [[format(x[name], form) for name, form in forms.items()] for x in self.records()]
+        return "".join([
+            *map(notebook.line, lines),
+            notebook.table([*forms], rows) if self.searched else "",
+            notebook.table(("predicted step", "s", "share"), shares),
+            notebook.table(("memory of a GPU", "GiB"), gib),
+        ])  # fmt: skip
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row of figures for each plan, the best first."""
+        return [_record(p) for p in sorted(self.plans, key=lambda p: (not p.fits, p.step_s))]
+
+    def to_dataframe(self):
+        """records() as a pandas DataFrame."""
+        return notebook.frame(self.records())
+
+
+def _record(p: Plan) -> dict[str, Any]:
+    f = planner.figures(p)
+    row = {name: f[name] for name in ("name", "gpu_type", "layout", "remat", "fits", "step_s")}
+    row |= {"tokens_per_s": f["tokens_per_s"], "days_to_1t_tokens": f["days_to_1t_tokens"]}
+    row |= {f"mfu_{c}": share for c, share in f["mfu"].items()}
+    row |= {"memory_gib": p.memory.total / GIB, "spare_gib": p.memory.spare / GIB}
+    return row | {"published_step_s": (f["published"] or {}).get("step_s")}
+
+
+def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any) -> Answer:
+    """Compiles a run for GPUs that are not here: does it fit, how fast is it, and why.
+
+    `maxbench.plan("llama31_405b", gpus=512)` is `maxbench plan --config llama31_405b --gpus 512`.
+    The first plan that is no cached one has the jax of this process be a compiler without GPUs.
+
+    Args:
+      config: a workload's name, or the path of its file, with presets: 'llama31_8b:fp8'.
+      settings: any setting by its place, {'train.remat': 'full'}.
+      given: flags of the command: gpus, gpu_type, dtype, best_remat, search, ...
+
+    Raises:
+      UserError: what cannot be, as the command would say it.
+    """
+    if wrong := {"json", "schedule", "timeline"} & {*given}:
+        raise UserError(f"{wrong.pop()} is of the command line: the answer prints itself")
+    fv = commands.define("plan")
+    before = dict(os.environ)
+    try:
+        return ask(fv, ["maxbench", *notebook.words({"config": config, **given}, settings)])
+    finally:  # what compiling sets is not for the processes that this one starts
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def ask(fv: flags.FlagValues, argv: Sequence[str]) -> Answer:
+    """The answer to flags of the command.
+
+    Raises:
+      Hopeless: it cannot fit.
+      UserError: anything else that cannot be.
+    """
+    run, found = given_run(fv, argv)
+    asked = lambda name: fv[name].value
+    if asked("as_published"):
+        if asked("best_remat") or asked("search"):
+            raise UserError("as_published excludes --best_remat and --search")
+        run = planner.as_published(run)
+    if why := "" if found else search.hopeless(run):
+        raise Hopeless(why)
+    if asked("search"):
+        found = found or search.candidates(run, asked("compiled"))
+    if found:
+        plans = search.search(found, run)
+    else:
+        plans = [planner.best_remat(run) if asked("best_remat") else planner.plan(run)]
+    made = Answer(run, plans, bool(found), {})
+    if asked("sensitivity"):
+        made = dataclasses.replace(made, sensitivity=planner.sensitivity(made.best))
+    return made
+
+
+def given_run(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list[Run]]:
+    """The run; or where the table has no row for so many GPUs, the nearest row's, and the runs that
+    promise most on so many."""
+    try:
+        return cli.parse(fv, argv), []
+    except recipes.NoRow as e:
+        if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
+            raise  # they are of the layout that was meant
+        gpus, near = int(fv["gpus"].value), cli.parse(fv, argv, e.nearest)
+        return near, search.at(near, gpus, fv["compiled"].value)

@@ -1,0 +1,134 @@
+"""What `maxbench report` and `maxbench.report(...)` read back: runs with their figures, as text in
+any format, as tables."""
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from maxbench.hardware.gpus import GPUS
+from maxbench.report import compare, page, runlogs, suite, tables
+from maxbench.report.compare import Row, Settings
+from maxbench.report.planned import look_inside
+from maxbench.spec import cli, commands, notebook
+from maxbench.spec.errors import UserError, choose, plain
+
+# Name -> what makes the text of it, from rows and settings.
+FORMATS = {
+    "table": tables.text,
+    "csv": tables.to_csv,
+    "json": tables.to_json,
+    "md": tables.markdown,
+    "html": page.html,
+}
+HEADS = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Loss", "Verdict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Runs that are over. Prints as the table of the terminal; in a notebook as a table."""
+
+    rows: Sequence[Row]
+    settings: Settings
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run has succeeded or goes on; of a suite, whether all that it asks for is
+        reached."""
+        if self.settings.suite:
+            return suite.judge(self.settings.suite, self.rows).ok
+        return any(one.ok or one.record.status == "running" for one in self.rows)
+
+    def text(self, form: str = "table", diff: bool = False) -> str:
+        """The report in one of FORMATS, or what moved between its two runs.
+
+        Raises:
+          UserError: two runs were to be compared, and there are not two.
+        """
+        look_inside(self.rows, every=form == "html")
+        make = tables.difference if diff else FORMATS[form]
+        return "\n".join(map(plain, make(self.rows, self.settings).split("\n")))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        names = compare.names(self.rows, self.settings)
+        body = [
+            [name, *(tables.cells(one).get(head, "") for head in HEADS), one.said]
+            for name, one in zip(names, self.rows, strict=True)
+        ]
+        return notebook.table(["Run", *HEADS, "Why"], body)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row of figures for each run: the columns of --format=csv."""
+        return [tables.record(one) for one in self.rows]
+
+    def to_dataframe(self):
+        """records() as a pandas DataFrame."""
+        return notebook.frame(self.records())
+
+
+def report(*paths: str, **given: Any) -> Report:
+    """Reads runs back, at and below paths (default: experiments).
+
+    `maxbench.report("experiments", cost=2.5)` is `maxbench report --cost 2.5 experiments`.
+
+    Args:
+      paths: folders of runs, and logs of NeMo, Megatron-Bridge and MaxText.
+      given: flags of the command that say what counts: window, gpu_type, cost, interval, mtbf, ...
+
+    Raises:
+      UserError: what cannot be, as the command would say it.
+    """
+    if wrong := {"format", "output", "diff"} & {*given}:
+        raise UserError(f"{wrong.pop()} is of the command line; .text(format) is the same here")
+    words = notebook.words(
+        {name.replace("full_names", "full-names"): v for name, v in given.items()}
+    )
+    return ask(commands.define("report"), ["maxbench", *words, "--", *map(str, paths)])
+
+
+def ask(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
+    """The runs that flags and paths of the command name.
+
+    Raises:
+      UserError: what cannot be; there is no run.
+    """
+    given, listed = cli.flags_of(fv, argv)[1:], fv["suite"].value
+    paths = _of_suite(listed, given) if listed else given or ["experiments"]
+    chosen = settings(fv, paths)
+    rows = [compare.row(r, chosen) for r in runlogs.read(paths)]
+    if not (rows or listed):
+        raise UserError(f"no run and no log at or below {', '.join(paths)}")
+    return Report(rows, chosen)
+
+
+def _of_suite(file: str, paths: Sequence[str]) -> list[str]:
+    """The folders of a suite's runs."""
+    if paths:
+        raise UserError(f"--suite names its runs itself; leave {paths[0]!r} out")
+    return [*map(str, suite.folders(suite.read(file)[1]))]
+
+
+def settings(fv: flags.FlagValues, paths: Sequence[str]) -> Settings:
+    """The flags, checked.
+
+    Raises:
+      UserError: a flag that cannot be, with what would work.
+    """
+    choose("format", fv["format"].value, FORMATS)
+    if fv["hardware"].value:
+        cli.add_hardware(fv["hardware"].value)
+    if fv["gpu_type"].value:
+        choose("gpu_type", fv["gpu_type"].value, GPUS)
+    as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
+    given: Mapping[str, Any] = {name: fv[name].value for name in as_given}
+    wide = sys.stdout.isatty() and not fv["output"].value
+    width = shutil.get_terminal_size().columns if wide else 0
+    return Settings(paths=tuple(paths), full_names=fv["full-names"].value, width=width, **given)

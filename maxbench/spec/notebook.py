@@ -1,0 +1,59 @@
+"""The commands in Python: modules that one may call, keywords as flags, results as tables."""
+
+import html
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from maxbench.spec.errors import UserError
+
+
+def make_callable(module: str, call: Callable) -> None:
+    """Has `maxbench.plan(...)` be a call, beside `maxbench.plan.planner` and so on."""
+    given = {"__call__": staticmethod(call), "__doc__": call.__doc__}
+    sys.modules[module].__class__ = type("CallableModule", (types.ModuleType,), given)
+
+
+def words(given: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Flags of a command from keywords: {'gpus': 8, 'fp8': True} is --gpus=8 --fp8.
+
+    `settings` are any others, as {'train.remat': 'full'}. None stands for what is not given.
+    """
+    more = {f"config.{name}": value for name, value in (settings or {}).items()}
+    made = []
+    for name, value in (dict(given) | more).items():
+        if isinstance(value, bool):
+            made.append(f"--{name}" if value else f"--no{name}")
+        elif value is not None:
+            made.append(f"--{name}={value}")
+    return made
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """An HTML table; the first column stands to the left, others to the right."""
+    cells = lambda kind, row: "".join(
+        f'<{kind} style="text-align:{"right" if i else "left"}">{html.escape(str(x))}</{kind}>'
+        for i, x in enumerate(row)
+    )
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = f"<thead><tr>{cells('th', heads)}</tr></thead>" if heads else ""
+    return f"<table>{head}<tbody>{body}</tbody></table>"
+
+
+def line(text: str) -> str:
+    """A line of HTML."""
+    return f"<p>{html.escape(text)}</p>"
+
+
+def frame(records: Sequence[Mapping[str, Any]]):
+    """A pandas DataFrame, a row for each record.
+
+    Raises:
+      UserError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("to_dataframe() needs pandas: pip install pandas") from None
+    return pandas.DataFrame.from_records([dict(one) for one in records])

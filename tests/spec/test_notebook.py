@@ -1,0 +1,103 @@
+"""The commands as functions: what docs/python.md shows, and that there is no second way."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+import maxbench
+from maxbench.run import child
+from maxbench.spec import cli, notebook
+from maxbench.spec.errors import UserError
+from tests.conftest import processes, resolve
+
+
+def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
+    page = pathlib.Path("docs/python.md").read_text()
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
+    for name, value in processes().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code, names)
+    said = capsys.readouterr().out
+    run, report = names["run"], names["report"]
+    assert (run.code, len(run.records()), names["verdicts"]) == (0, 8, ["-"])
+    assert run.result["config"]["optim"]["lr"] == 1e-3
+    assert said.count("completed step: ") == 8
+    assert "train_step_timing" not in said
+    assert str(run).startswith("measured\n")
+    assert str(run) not in said
+    assert str(report) in said
+    for made in (run, report):
+        assert made._repr_html_().count("<table>") in (1, 2)
+        assert "llama31_8b-tiny" in made._repr_html_()
+
+
+def test_importing_it_takes_no_time_and_rooms_stay_rooms():
+    code = "import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - before\n"
+    code += "assert {n.partition('.')[0] for n in new} == {'maxbench'}, new; assert len(new) == 1\n"
+    code += "from maxbench.plan import memory; from maxbench import train, report\n"
+    code += "assert callable(train.main) and callable(maxbench.plan) and callable(train)\n"
+    code += "assert 'jax' not in sys.modules and maxbench.plan is sys.modules['maxbench.plan']\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="has no 'plans'; it has plan, report, train"):
+        maxbench.__getattr__("plans")
+
+
+def test_keywords_are_the_flags_of_the_command():
+    given = {"config": "llama31_8b", "gpus": 8, "mbs": None, "tp_overlap": False}
+    words = notebook.words(given, {"train.remat": "full", "train.window": (1, 4)})
+    assert words[:3] == ["--config=llama31_8b", "--gpus=8", "--notp_overlap"]
+    overrides = {"train.remat": "full", "train.window": (1, 4), "runtime.tp_overlap": False}
+    assert cli.run_of(words) == resolve("llama31_8b", "", overrides, gpus=8)
+
+
+WRONG = {
+    "workload": (lambda: maxbench.train("llama31_8"), "closest first, there are llama31_8b"),
+    "flag": (lambda: maxbench.train("llama31_8b:tiny", stepz=3), "unknown flag 'stepz'"),
+    "value": (lambda: maxbench.train("llama31_8b:tiny", steps=0), "train.steps=0"),
+    "setting": (
+        lambda: maxbench.train("llama31_8b:tiny", settings={"optim.lrr": 1}),
+        "unknown flag 'config.optim.lrr'",
+    ),
+    "dry run": (lambda: maxbench.train("llama31_8b", dry_run=True), "is of the command line"),
+    "plan": (lambda: maxbench.plan("llama31_8b", gpus=8, steps=3), "--steps is of train alone"),
+    "screen": (lambda: maxbench.plan("llama31_8b", json=True), "json is of the command line"),
+    "path": (lambda: maxbench.report("nowhere"), "no such file or folder: nowhere"),
+    "format": (lambda: maxbench.report("x", format="md"), r"\.text\(format\) is the same"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_said_as_the_command_says_it(name, monkeypatch):
+    monkeypatch.setattr(child.subprocess, "Popen", None)  # nothing is started
+    call, message = WRONG[name]
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
+    script = "print('maxbench train: error: no GPU here'); raise SystemExit(2)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        child.subprocess, "Popen", lambda _, **how: popen([sys.executable, "-c", script], **how)
+    )
+    with pytest.raises(UserError, match=r"^no GPU here$"):
+        maxbench.train("llama31_8b:tiny")
+
+
+def test_tables_escape_and_frames_need_pandas(monkeypatch):
+    assert "<b>" not in notebook.table(["<b>"], [["<b>", 1]])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="needs pandas: pip install pandas"):
+        notebook.frame([{"a": 1}])
+    made = types.SimpleNamespace(DataFrame=types.SimpleNamespace(from_records=list))
+    monkeypatch.setitem(sys.modules, "pandas", made)
+    assert notebook.frame([{"a": 1}]) == [{"a": 1}]
