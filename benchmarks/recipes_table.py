@@ -1,4 +1,4 @@
-"""Prints the layouts of the workload files as README has them."""
+"""Prints the layouts of the workload files as docs/workloads.md has them."""
 
 from collections.abc import Mapping
 
