@@ -19,7 +19,7 @@ ROOMS = {
     "model": (1930, True),
     "step": (920, True),
     "run": (2160, True),
-    "plan": (1960, True),
+    "plan": (1970, True),
     "launch": (2050, False),
     "report": (1900, False),
 }

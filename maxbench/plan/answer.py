@@ -62,14 +62,17 @@ class Answer:
         step = {text: f["parts_s"].get(part, 0.0) for part, text in planner.PARTS.items()}
         gib = [(name, f"{size / GIB:.2f}") for name, size in memory.items()]
         shares = [(text, f"{s:.3f}", f"{s / p.step_s:.1%}") for text, s in step.items() if s]
-        lines = [planner.title(p.run), p.run.layout.describe(), *planner.answer(p, f)]
+        told = [planner.title(p.run), p.run.layout.describe(), *planner.answer(p, f)]
         forms = {"layout": "", "remat": "", "step_s": ".3f", "mfu_full": ".1%", "spare_gib": ".1f"}
         rows = [[format(x[name], form) for name, form in forms.items()] for x in self.records()]
+        heads = ("a step with", *(f"x {factor:g}" for factor in planner.FACTORS))
+        changed = [(part, *(f"{x:.3f} s" for x in xs)) for part, xs in self.sensitivity.items()]
         return "".join([
-            *map(notebook.line, lines),
+            notebook.lines(told),
             notebook.table([*forms], rows) if self.searched else "",
             notebook.table(("predicted step", "s", "share"), shares),
             notebook.table(("memory of a GPU", "GiB"), gib),
+            notebook.table(heads, changed) if changed else "",
         ])  # fmt: skip
 
     def records(self) -> list[dict[str, Any]]:

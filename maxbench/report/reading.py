@@ -58,12 +58,13 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        names = compare.names(self.rows, self.settings)
+        told = [tables.cells(one) for one in self.rows]
+        heads = [head for head in HEADS if any(c.get(head, "-") != "-" for c in told)]
         body = [
-            [name, *(tables.cells(one).get(head, "") for head in HEADS), one.said]
-            for name, one in zip(names, self.rows, strict=True)
+            [page.label(one), *(c.get(head, "") for head in heads), one.said]
+            for one, c in zip(self.rows, told, strict=True)
         ]
-        return notebook.table(["Run", *HEADS, "Why"], body)
+        return notebook.table(["Run", *heads, "Why"], body)
 
     def records(self) -> list[dict[str, Any]]:
         """A row of figures for each run: the columns of --format=csv."""

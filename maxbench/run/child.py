@@ -36,7 +36,8 @@ class Training:
 
     def _repr_html_(self) -> str:
         parts = terminal.closing(self.result)
-        return "".join(notebook.table((title, ""), rows.items()) for title, rows in parts.items())
+        tables = (notebook.table((t, ""), rows.items(), words=True) for t, rows in parts.items())
+        return "".join(tables)
 
     def records(self) -> list[dict[str, Any]]:
         """A row for each step: step, step_s, loss, grad_norm, lr, peak_bytes, time."""

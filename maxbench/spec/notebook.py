@@ -30,20 +30,24 @@ def words(given: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -
     return made
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """An HTML table; the first column stands to the left, others to the right."""
-    cells = lambda kind, row: "".join(
-        f'<{kind} style="text-align:{"right" if i else "left"}">{html.escape(str(x))}</{kind}>'
-        for i, x in enumerate(row)
-    )
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    head = f"<thead><tr>{cells('th', heads)}</tr></thead>" if heads else ""
-    return f"<table>{head}<tbody>{body}</tbody></table>"
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, words: bool = False) -> str:
+    """An HTML table; the first column stands to the left, others to the right unless of words."""
+    sides = ["left"] + ["left" if words else "right"] * (len(heads) - 1)
+
+    def line(kind: str, row: Sequence[object]) -> str:
+        style = '<{0} style="text-align:{1};padding:1px 8px">{2}</{0}>'
+        cells = (
+            style.format(kind, s, html.escape(str(x))) for s, x in zip(sides, row, strict=True)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', heads)}</thead><tbody>{body}</tbody></table>"
 
 
-def line(text: str) -> str:
-    """A line of HTML."""
-    return f"<p>{html.escape(text)}</p>"
+def lines(texts: Iterable[str]) -> str:
+    """Lines of HTML."""
+    return f"<p>{'<br>'.join(map(html.escape, texts))}</p>"
 
 
 def frame(records: Sequence[Mapping[str, Any]]):

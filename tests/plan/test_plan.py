@@ -12,6 +12,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+import maxbench
 from benchmarks import plan_table
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
@@ -193,6 +194,23 @@ def test_llama31_70b_screen_and_timeline(tmp_path):
     assert len(done.stdout.splitlines()) < 40
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     xml.etree.ElementTree.fromstring((tmp_path / "step.svg").read_text())
+
+
+@compiler
+def test_a_notebook_gets_what_the_command_prints():
+    row = "--config llama31_70b --fsdp 8 --tp 4 --layers 4"  # compiled above
+    done, before = command(row), dict(os.environ)
+    found = maxbench.plan("llama31_70b", fsdp=8, tp=4, layers=4, sensitivity=True)
+    assert dict(os.environ) == before
+    told = str(found).partition("\ncompiled in")[0]
+    assert told == done.stdout.partition("\ncompiled in")[0]
+    assert found.data() == found.figures
+    assert found.figures["step_s"] == found.records()[0]["step_s"] == found.best.step_s
+    assert len(found.figures["sensitivity_s"]["network bandwidth"]) == 4
+    shown = found._repr_html_()
+    assert shown.count("<table>") == 3
+    for text in (f"{found.best.step_s:.3f} s a step", "matrix products", "activations", "x 0.5"):
+        assert text in shown
 
 
 @compiler
