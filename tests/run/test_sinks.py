@@ -1,6 +1,7 @@
 """Metrics for TensorBoard, Weights & Biases and Prometheus: what they hold, and that none of them
 stops a run."""
 
+import pathlib
 import re
 import struct
 import sys
@@ -74,6 +75,12 @@ def test_openmetrics_has_the_last_step_in_base_units(tmp_path):
     expected = {"running": 0, "step": 2, "step_seconds": 9.4, "loss": 9.5, "mfu_ratio": 0.41}
     assert values.items() >= expected.items()
     assert values["peak_memory_bytes"] == 60 << 30
+
+
+def test_the_page_has_every_metric():
+    page = pathlib.Path("docs/metrics.md").read_text()
+    for name, (metric, _) in sinks.NAMES.items():
+        assert re.search(rf"^\| `?{name}`? \| `maxbench_{metric}` \|", page, re.M), name
 
 
 def test_wandb_is_given_the_run_and_its_steps(tmp_path, monkeypatch):
