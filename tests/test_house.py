@@ -18,10 +18,10 @@ ROOMS = {
     "mesh": (270, True),
     "model": (1930, True),
     "step": (920, True),
-    "run": (2160, True),
+    "run": (2150, True),
     "plan": (1970, True),
     "launch": (2050, False),
-    "report": (1900, False),
+    "report": (1870, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 
