@@ -64,6 +64,7 @@ class Gpu:
     nvlink_gpus: int  # GPUs that reach each other over NVLink: a node, or several
     gpus_per_node: int
     network_gbps: float  # per GPU, one direction
+    memory_margin: Share  # of its memory that a plan leaves free, beside what the runtime keeps
     recipes: str  # the GPU type whose rows it takes of the workloads' tables, its own as a rule
     xla_options: dict[str, str]  # options of XLA's that differ from step/compiler.py's
     environment: dict[str, str]  # variables of a job
@@ -125,6 +126,15 @@ def add(path: str | pathlib.Path) -> None:
             GPUS[name] = _gpu(values)
         except ValueError as e:
             raise ValueError(f"[{name}] {e}") from None
+
+
+def change(name: str, values: Mapping[str, Any]) -> None:
+    """Gives some figures of a GPU type another value, in this process.
+
+    Raises:
+      ValueError: what cannot be, with what would work.
+    """
+    GPUS[name] = _gpu({"like": name, **values})
 
 
 def named(text: str) -> str:

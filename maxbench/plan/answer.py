@@ -9,12 +9,15 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.plan import planner, search
+from maxbench.hardware import gpus
+from maxbench.plan import budget, memory, planner, scaling, search
 from maxbench.plan.memory import GIB
 from maxbench.plan.planner import Plan
-from maxbench.spec import cli, commands, notebook, recipes
+from maxbench.spec import cli, commands, fields, notebook, recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
+
+CLUSTER = ("memory_margin", "network_gbps", "gpus_per_node", "nvlink_gpus")  # of Gpu, and flags
 
 
 class Hopeless(UserError):
@@ -29,6 +32,8 @@ class Answer:
     plans: Sequence[Plan]
     searched: bool  # other layouts too
     sensitivity: Mapping[str, Sequence[float]]  # seconds of a step, by part of the cluster
+    budget: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    curves: Mapping[str, scaling.Points] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> Plan:
@@ -38,8 +43,9 @@ class Answer:
     @functools.cached_property
     def figures(self) -> dict[str, Any]:
         """The best plan as plain data; seconds and bytes unless a name says otherwise."""
-        changed = {"sensitivity_s": self.sensitivity} if self.sensitivity else {}
-        return planner.figures(self.best) | changed
+        more = {"sensitivity_s": self.sensitivity, "budget": self.budget}
+        more |= {"scaling": scaling.figures(dict(self.curves))}
+        return planner.figures(self.best) | {k: v for k, v in more.items() if v}
 
     def data(self) -> dict | list[dict]:
         """What --json prints: the plan, or those of a search."""
@@ -49,9 +55,12 @@ class Answer:
 
     def __str__(self) -> str:
         parts = [planner.ranking(list(self.plans), self.run)] if self.searched else []
-        parts.append(planner.screen(self.best))
+        spent = budget.words(dict(self.budget)) if self.budget else ()
+        parts.append(planner.screen(self.best, spent))
         if self.sensitivity:
             parts.append(planner.sensitivities(self.best, dict(self.sensitivity)))
+        if self.curves:
+            parts.append(scaling.table(dict(self.curves)))
         return "\n\n".join(parts)
 
     __repr__ = __str__
@@ -63,6 +72,7 @@ class Answer:
         gib = [(name, f"{size / GIB:.2f}") for name, size in memory.items()]
         shares = [(text, f"{s:.3f}", f"{s / p.step_s:.1%}") for text, s in step.items() if s]
         told = [planner.title(p.run), p.run.layout.describe(), *planner.answer(p, f)]
+        told += budget.words(dict(self.budget)) if self.budget else ()
         forms = {"layout": "", "remat": "", "step_s": ".3f", "mfu_full": ".1%", "spare_gib": ".1f"}
         rows = [[format(x[name], form) for name, form in forms.items()] for x in self.records()]
         heads = ("a step with", *(f"x {factor:g}" for factor in planner.FACTORS))
@@ -107,7 +117,7 @@ def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any
     Raises:
       UserError: what cannot be, as the command would say it.
     """
-    if wrong := {"json", "schedule", "timeline"} & {*given}:
+    if wrong := {"json", "schedule", "timeline", "calibrate", "write"} & {*given}:
         raise UserError(f"{wrong.pop()} is of the command line: the answer prints itself")
     fv = commands.define("plan")
     before = dict(os.environ)
@@ -127,6 +137,7 @@ def ask(fv: flags.FlagValues, argv: Sequence[str]) -> Answer:
     """
     run, found = given_run(fv, argv)
     asked = lambda name: fv[name].value
+    money = budget.asked({name: asked(name) for name in budget.FLAGS if fv[name].present})
     if asked("as_published"):
         if asked("best_remat") or asked("search"):
             raise UserError("as_published excludes --best_remat and --search")
@@ -142,6 +153,10 @@ def ask(fv: flags.FlagValues, argv: Sequence[str]) -> Answer:
     made = Answer(run, plans, bool(found), {})
     if asked("sensitivity"):
         made = dataclasses.replace(made, sensitivity=planner.sensitivity(made.best))
+    if money:
+        made = dataclasses.replace(made, budget=budget.budget(made.best, money))
+    if asked("scaling"):
+        made = dataclasses.replace(made, curves=scaling.scaling(made.best))
     return made
 
 
@@ -149,9 +164,29 @@ def given_run(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list[Run]
     """The run; or where the table has no row for so many GPUs, the nearest row's, and the runs that
     promise most on so many."""
     try:
-        return cli.parse(fv, argv), []
+        run = cli.parse(fv, argv)
+        change_cluster(fv, run.layout.gpu_type)
+        return run, []
     except recipes.NoRow as e:
         if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
             raise  # they are of the layout that was meant
-        gpus, near = int(fv["gpus"].value), cli.parse(fv, argv, e.nearest)
-        return near, search.at(near, gpus, fv["compiled"].value)
+        count, near = int(fv["gpus"].value), cli.parse(fv, argv, e.nearest)
+        change_cluster(fv, near.layout.gpu_type)
+        return near, search.at(near, count, fv["compiled"].value)
+
+
+def change_cluster(fv: flags.FlagValues, gpu_type: str) -> None:
+    """Takes what flags say of the cluster.
+
+    Raises:
+      UserError: what cannot be.
+    """
+    kinds, found = {f.name: f.type for f in dataclasses.fields(gpus.Gpu)}, {}
+    for name in CLUSTER:
+        if (text := fv[name].value) is not None:
+            rules = {"below": memory.FRACTION} if name == "memory_margin" else {}
+            found[name] = fields.read(name, int if kinds[name] is int else float, text, rules)
+    try:
+        gpus.change(gpu_type, found)
+    except ValueError as e:
+        raise UserError(str(e)) from None

@@ -42,7 +42,9 @@ class Memory:
 
 
 def capacity(gpu_type: str) -> int:
-    return int(GPUS[gpu_type].chip.memory_bytes * FRACTION)
+    """Bytes that a step may take."""
+    gpu = GPUS[gpu_type]
+    return int(gpu.chip.memory_bytes * (FRACTION - gpu.memory_margin))
 
 
 def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
@@ -86,10 +88,10 @@ def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
     return [*dict(zip(names, loop.shape, strict=True)).values()]
 
 
-def activation_bytes(run: Run) -> int:
-    """Arithmetic: bytes that the remat policy keeps on one GPU over all its layers, or over all
-    that its stage of a pipeline has in flight."""
-    a = run.layout
+def activation_bytes(run: Run, remat: str = "") -> int:
+    """Arithmetic: bytes that a remat policy, the run's own or another, keeps on one GPU over all
+    its layers, or over all that its stage of a pipeline has in flight."""
+    a, saved = run.layout, REMATS[remat] if remat else run.train.saved
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
@@ -109,7 +111,7 @@ def activation_bytes(run: Run) -> int:
             # weights.
             "mlp_down": down * m.embed / a.tp if m.post_norm or m.experts else 0,
         }
-        return m.embed / a.tp + sum(per_token[name] for name in run.train.saved)
+        return m.embed / a.tp + sum(per_token[name] for name in saved)
 
     if a.pp == 1:
         return int(tokens * width * sum(kept(kind) * n for n, kind in run.model.stacks))
@@ -145,9 +147,10 @@ def stage_weights(run: Run) -> tuple[float, float]:
     return layers / (a.pp * a.tp), ends / a.tp
 
 
-def recomputed(run: Run) -> float:
-    """Share of a layer's forward FLOPs that the backward pass computes again."""
-    m = run.model
+def recomputed(run: Run, remat: str = "") -> float:
+    """Share of a layer's forward FLOPs that the backward pass computes again, by the run's policy
+    or another."""
+    m, saved = run.model, REMATS[remat] if remat else run.train.saved
     active = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
     active /= m.layers
     parts = {
@@ -160,16 +163,26 @@ def recomputed(run: Run) -> float:
         "mlp_up": m.embed * m.gates * active,
     }
     total = sum(parts.values()) + m.embed * active
-    return sum(part for name, part in parts.items() if name not in run.train.saved) / total
+    return sum(part for name, part in parts.items() if name not in saved) / total
 
 
 def policies(run: Run, room: float = math.inf) -> list[Run]:
     """The run with each remat policy that keeps at most so many bytes, most of them first."""
-    runs = (with_remat(run, remat) for remat in REMATS)
-    fit = [one for one in runs if activation_bytes(one) <= room]
-    return sorted(fit, key=activation_bytes, reverse=True)
+    size = {remat: activation_bytes(run, remat) for remat in REMATS}
+    fit = [remat for remat in size if size[remat] <= room]
+    return [with_remat(run, one) for one in sorted(fit, key=size.__getitem__, reverse=True)]
+
+
+def least_recomputed(run: Run, room: float) -> Run | None:
+    """The run with the policy that recomputes least of those that keep at most so many bytes, and
+    of several such the one that keeps most."""
+    size = {remat: activation_bytes(run, remat) for remat in REMATS}
+    fit = [(recomputed(run, remat), -kept, remat) for remat, kept in size.items() if kept <= room]
+    return with_remat(run, min(fit)[2]) if fit else None
 
 
 def with_remat(run: Run, remat: str) -> Run:
     """The run with another remat policy."""
+    if remat == run.train.remat:
+        return run
     return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=remat))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 
 from maxbench.hardware.gpus import Physics
 from maxbench.hardware.published import Comparison
@@ -183,8 +184,8 @@ def as_published(run: Run) -> Run:
     return memory.with_remat(run, row.remat)
 
 
-def screen(p: Plan) -> str:
-    """The plan on one screen."""
+def screen(p: Plan, more: Sequence[str] = ()) -> str:
+    """The plan on one screen; `more` lines stand below its answer."""
     run, m, t, f = p.run, p.memory, p.timeline, figures(p)
     traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
     parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
@@ -194,6 +195,7 @@ def screen(p: Plan) -> str:
         f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
         "",
         *answer(p, f),
+        *more,
         "",
         f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}",
         *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in PURPOSES),

@@ -53,11 +53,14 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
     """Every legal run of the same model and sequence on so many GPUs, with that batch."""
     m, few = run.model, functools.partial(degrees, gpus)
     stages = pipelines(m.layers, few(MOST_PP))
+    # What Run would refuse is mostly these two, and to ask it takes a tenth of a millisecond.
+    tps = [n for n in few(MOST_TP) if all(k.heads % n == k.mlp % n == 0 for _, k in m.stacks)]
+    fsdps = [n for n in few(gpus) if m.embed % n == 0]
     for (pp, vp), tp, cp, ep, fsdp, mbs in itertools.product(
-        stages, few(MOST_TP), few(MOST_CP), few(m.experts or 1), few(gpus), powers(4)
+        stages, tps, few(MOST_CP), few(m.experts or 1), fsdps, powers(4)
     ):
         dp, left = divmod(gpus, pp * tp * cp * ep * fsdp)
-        if left:
+        if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
             continue
         axes = dict(pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs)
         with contextlib.suppress(UserError):  # it says why; here it only means: not legal
@@ -124,8 +127,7 @@ def promising(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
         a = other.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
         room = capacity - held(other)
-        if room > 0 and (fit := memory.policies(other, room)):
-            one = min(fit, key=memory.recomputed)
+        if room > 0 and (one := memory.least_recomputed(other, room)):
             best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
     return [one for _, one in sorted(best.values(), key=first)]
 

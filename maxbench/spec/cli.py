@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import os
+import pathlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,6 +84,20 @@ def add_hardware(path: str) -> None:
         raise UserError(f"hardware={path!r} cannot be read: {e.strerror}") from None
     except ValueError as e:
         raise UserError(f"hardware={path!r}: {e}") from None
+
+
+def writable(flag: str, text: str | None, suffix: str) -> pathlib.Path | None:
+    """The file that a flag names, to be written; None where it was not given.
+
+    Raises:
+      UserError: another kind of file, or a folder that cannot be written.
+    """
+    if text is None:
+        return None
+    path = pathlib.Path(text)
+    if path.suffix != suffix or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{flag}={text!r} must be a {suffix} file in a folder that can be written")
+    return path
 
 
 def run_of(words: Sequence[str]) -> Run:

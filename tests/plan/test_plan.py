@@ -101,6 +101,15 @@ def test_llama2_70b_on_128_gpus():
     again = planned("--config configs/llama2_70b.py --gpus 128")
     assert again["compile"]["cached"]
     assert again["step_s"] == found["step_s"]
+    other = "--network_gbps 5 --memory_margin 0.2 --gpus_per_node 8 --nvlink_gpus 8"
+    other = planned(f"--config configs/llama2_70b.py --gpus 128 {other} --tokens 1e12")
+    assert other["compile"]["cached"]  # the program does not know
+    assert other["memory"]["capacity"] == pytest.approx(m["capacity"] * 0.74 / 0.94, rel=1e-6)
+    slow = traffic(other)["all-gather", "fsdp"]
+    assert slow["busy_s"] == pytest.approx(10 * by["all-gather", "fsdp"]["busy_s"], rel=0.1)
+    assert other["step_s"] > slow["busy_s"]
+    days = other["step_s"] * 1e12 / (256 * 4096) / 86400
+    assert other["budget"]["days_without_failures"] == pytest.approx(days, rel=1e-4)
 
 
 @compiler
@@ -194,6 +203,11 @@ def test_llama31_70b_screen_and_timeline(tmp_path):
     assert len(done.stdout.splitlines()) < 40
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     xml.etree.ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    memory = (tmp_path / "step.memory.svg").read_text()
+    xml.etree.ElementTree.fromstring(memory)
+    said = re.search(r"([\d.]+) GiB at the peak; .* ([\d.]+) GiB<", memory)
+    peak, compiled = map(float, said.groups())
+    assert peak == pytest.approx(compiled, rel=0.15)
 
 
 @compiler
@@ -231,6 +245,12 @@ def test_search_finds_the_given_layout_among_others():
         ("--config configs/llama2_70b.py --fsdq 128", "fsdp"),
         ("--config configs/llama2_70b.py --gpus 128 --schedule", "pp=1 has none"),
         ("--config configs/llama2_70b.py --gpus 128 --compiled 0", "compiled"),
+        (
+            "--config configs/llama2_70b.py --gpus 128 --nvlink_gpus 4",
+            "not a whole number of nodes",
+        ),
+        ("--config configs/llama2_70b.py --gpus 128 --memory_margin 0.95", "below 0.94"),
+        ("--calibrate no_such_run", "'no_such_run' cannot be read"),
         ("--config configs/llama2_70b.py --gpus 64 --as_published --best_remat", "excludes"),
         (
             "--config configs/nemotron4_340b.py --gpus 128 --gpu_type gb200 --as_published",
