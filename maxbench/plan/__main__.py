@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.plan import answer, hlo, planner, trace
-from maxbench.plan.planner import Plan
+from maxbench.plan import answer, fit, learn, pictures, scaling
 from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError
 from maxbench.step.schedule import schedule_of
@@ -25,7 +24,10 @@ def main(argv: Sequence[str]) -> int:
         return FITS
     fv = commands.define("plan")
     with cli.clear_errors("plan"):
+        if any(word.partition("=")[0] == "--calibrate" for word in argv):
+            return calibrate(fv, argv)
         cli.flags_of(fv, argv)
+        curves = cli.writable("scaling", fv["scaling"].value, ".svg")
         timeline = fv["timeline"].value
         if timeline and not timeline.endswith(".json"):
             raise UserError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
@@ -38,8 +40,12 @@ def main(argv: Sequence[str]) -> int:
             print(f"maxbench plan: {e}", file=sys.stderr)
             return DOES_NOT_FIT
     print(json.dumps(found.data(), indent=1) if fv["json"].value else found)
+    if curves:
+        scaling.draw(found.best, dict(found.curves), curves)
+        print(f"scaling: {curves}", file=sys.stderr)
     if timeline:
-        write_timeline(timeline, found.best)
+        for path in pictures.draw(found.best, timeline):
+            print(f"timeline: {path}", file=sys.stderr)
     return FITS if found.best.fits else DOES_NOT_FIT
 
 
@@ -55,11 +61,23 @@ def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
     return schedule_of(run).picture(shutil.get_terminal_size((120, 24)).columns)
 
 
-def write_timeline(path: str, p: Plan) -> None:
-    """Writes the step, played, as a trace and a drawing."""
-    spans = planner.play(p.run, hlo.parse(p.compiled.text), record=True).spans
-    for written in trace.write(path, spans, p.run.name):
-        print(f"timeline: {written}", file=sys.stderr)
+def calibrate(fv: flags.FlagValues, argv: Sequence[str]) -> int:
+    """Fits constants to runs, prints what moved, and writes them.
+
+    Raises:
+      UserError: runs that cannot be taken, or too few; a file that cannot be written.
+    """
+    _, *more = cli.flags_of(fv, argv)
+    if fv["hardware"].value:
+        cli.add_hardware(fv["hardware"].value)
+    path = cli.writable("write", fv["write"].value, ".toml")
+    found = learn.learn([fv["calibrate"].value, *more])
+    print(learn.screen(found))
+    if path:
+        about = fit.describe(f"{found.runs} runs of {len(found.cases)} programs")
+        path.write_text(fit.toml(found.gpu_type, found.physics, found.names, "fitted", about))
+        print(f"\nwritten: {path}; --hardware {path} reads it")
+    return FITS
 
 
 if __name__ == "__main__":

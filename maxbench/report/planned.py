@@ -5,7 +5,7 @@ import functools
 import itertools
 import pathlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from maxbench.report import compare, runlogs
 from maxbench.report.record import Record, at
@@ -50,7 +50,7 @@ def predict(r: Record) -> tuple[dict | None, str]:
     Nothing is compiled: that takes seconds, and a compiler which may not be here.
     """
     try:
-        run = _run(r.result["config"])
+        run = recipes.run_again(r.result["config"])
         if r.gpu_type != run.layout.gpu_type or r.mocked:
             ran = "with its network mocked" if r.mocked else f"on {r.device or r.gpu_type}"
             return None, f"the run was {ran}, a plan would be for {run.layout.gpu_type}"
@@ -62,16 +62,6 @@ def predict(r: Record) -> tuple[dict | None, str]:
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
         return None, "its configuration is of another version of maxbench"
     return None, f"not planned yet: {_plan_command(at(r.result, 'command', []))}"
-
-
-def _run(config: Mapping) -> Run:
-    """The Run of a result.json, without what differs between starts of the same program."""
-    same = {"output": {}, "profile": {}}
-    same["runtime"] = {"tp_overlap": config["runtime"]["tp_overlap"]}
-    made = {}
-    for name, cls in recipes.SECTIONS.items():
-        made[name] = cls(**same.get(name, config[name]))
-    return Run(**made)
 
 
 @functools.cache  # repeats of a run are many

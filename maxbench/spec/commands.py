@@ -115,7 +115,7 @@ def help_text(name: str) -> str:
         lines += ["", group]
         for flag, text in each.items():
             lines += row(f"--{flag}", text, width)
-    if command.run:
+    if "workload" in command.run:
         lines += ["", "any other setting; `maxbench train --config NAME --json` prints all"]
         lines += ["  --config.SECTION.FIELD=VALUE"]
     return "\n".join(lines)

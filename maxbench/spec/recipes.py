@@ -254,6 +254,13 @@ def resolve(
     return run
 
 
+def run_again(config: Mapping) -> c.Run:
+    """The Run of a result.json's config, without what differs between starts of one program."""
+    same = {"output": {}, "profile": {}}
+    same["runtime"] = {"tp_overlap": config["runtime"]["tp_overlap"]}
+    return c.Run(**{name: cls(**same.get(name, config[name])) for name, cls in SECTIONS.items()})
+
+
 def _wanted(config: ConfigDict, given: Mapping) -> dict[str, Any]:
     """The GPU type and the dtype that all settings together say, among other fields."""
     wanted = {**config.precision, **config.layout}

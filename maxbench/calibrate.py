@@ -1,0 +1,102 @@
+"""Measures what the constants of a GPU type stand for, on the devices that are here.
+
+maxbench calibrate --write my.toml
+"""
+
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from absl import flags
+
+from maxbench.hardware import gpus
+from maxbench.run import runtime
+from maxbench.spec import cli, commands, recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+
+PLACE = tuple(recipes.GROUPS["devices and processes"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 measured, 2 bad input."""
+    if commands.helped("calibrate", argv):
+        return 0
+    fv = commands.define("calibrate")
+    with cli.clear_errors("calibrate"), tempfile.TemporaryDirectory() as folder:
+        run, path = given(fv, argv, folder)
+        runtime.prepare(run)
+        others = runtime.connect(run)
+        text, table = measure(fv["gpu_type"].value, fv["small"].value)
+    import jax
+
+    if jax.process_index() == 0:
+        print(table)
+        if path:
+            path.write_text(text)
+            print(f"\nwritten: {path}; maxbench plan --hardware {path} reads it")
+    if others:
+        others.leave()
+    return 0
+
+
+def given(
+    fv: flags.FlagValues, argv: Sequence[str], folder: str
+) -> tuple[Run, pathlib.Path | None]:
+    """A toy run that has the devices and processes of the flags, and the file to write.
+
+    Raises:
+      UserError: what cannot be.
+    """
+    if rest := cli.flags_of(fv, argv)[1:]:
+        raise UserError(f"unexpected argument {rest[0]!r}: every setting is a flag, --name value")
+    if fv["mock_gpus"].present:
+        raise UserError("mock_gpus has no network to measure; leave it out")
+    if fv["hardware"].value:
+        cli.add_hardware(fv["hardware"].value)
+    path = cli.writable("write", fv["write"].value, ".toml")
+    if (name := fv["gpu_type"].value) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
+        raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")
+    place = {name: fv[name].value for name in PLACE if fv[name].value is not None}
+    config = next(iter(recipes.workloads().values()))
+    return recipes.resolve(config, flags=place | {"output_dir": folder}), path
+
+
+def measure(name: str | None, small: bool) -> tuple[str, str]:
+    """The text of a file for --hardware, and a table of what ran; all processes call it."""
+    import jax
+
+    from maxbench.plan import calibrate, fit
+    from maxbench.run import measure
+
+    device = jax.local_devices()[0]
+    kind, count = device.device_kind, jax.device_count()
+    name = name or gpus.named(kind) or re.sub("[^a-z0-9]", "", kind.lower())
+    known = gpus.GPUS.get(name)
+    sizes = measure.SMALL if small or device.platform == "cpu" else measure.LARGE
+    found = []
+    for one in measure.everything(sizes, jax.devices(), measure.domain(known)):
+        found.append(one)
+        if jax.process_index() == 0 and sys.stderr.isatty():
+            print(f"\r{len(found)} measured, last {one.name:<50}", end="", file=sys.stderr)
+    made = None
+    if not known:
+        memory = (device.memory_stats() or {}).get("bytes_limit") or host_bytes() // count
+        node, cores = measure.node_size()[0], getattr(device, "core_count", 1)
+        made = gpus.GPUS[name] = calibrate.made(found, kind, cores, memory, node)
+    result = calibrate.calibrate(found, name)
+    about = fit.describe(f"{count} x {kind}")
+    text = fit.toml(name, result.physics, result.names, "measured", about, made)
+    return text, calibrate.table(result)
+
+
+def host_bytes() -> int:
+    """Memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

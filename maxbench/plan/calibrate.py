@@ -1,0 +1,136 @@
+"""Constants of a GPU type from what its devices did, beside those that stand in gpus.toml.
+
+What was measured are programs (run/measure.py). Each is predicted as a step is, and the constants
+are those that predict them best. They go into a file for --hardware.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from maxbench.hardware.gpus import GPUS, Gpu, Physics
+from maxbench.plan import fit, hlo, simulate
+from maxbench.plan.costs import Costs
+from maxbench.plan.fit import Case
+from maxbench.plan.simulate import Timeline
+from maxbench.run.measure import Measured
+from maxbench.spec.run import AXES
+
+# Constant -> kinds of programs that it is found from, in this order: each leans on those before.
+ABOUT = {
+    "memory": ("copy",),
+    "launch_us": ("launch",),
+    "gemm_bf16": ("bf16 product",),
+    "gemm_fp8": ("fp8 product",),
+    "attention_forward": ("attention forward",),
+    "attention_backward": ("attention backward",),
+    "host_us": ("host",),
+    "nvlink_us": ("NVLink",),
+    "nvlink": ("NVLink",),
+    "network_us": ("network",),
+    "network": ("network",),
+    "contention": ("beside",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What calibrating found of a GPU type.
+
+    Attributes:
+      before: its constants as they were.
+      physics: as they are now; `names` are those that were measured, the others as before.
+      cases: constant -> what was measured about it.
+    """
+
+    before: Physics
+    physics: Physics
+    names: list[str]
+    cases: dict[str, list[Case]]
+
+
+def calibrate(measured: Sequence[Measured], name: str) -> Found:
+    """Finds the constants of GPUS[name]."""
+    cases = [(one.kind, case(one, name)) for one in measured]
+    about = {
+        constant: [case for kind, case in cases if kind in kinds]
+        for constant, kinds in ABOUT.items()
+    }
+    before = GPUS[name].physics
+    physics, names = fit.fit(about, before)
+    seen = [name for name in names if not fit.hidden(name, physics)]
+    for name in {*names} - {*seen}:
+        physics = fit.with_constant(physics, name, getattr(before, name))
+    return Found(before, physics, seen, about)
+
+
+def case(one: Measured, name: str) -> Case:
+    """A program that ran, and what is predicted of it."""
+    program, degrees = hlo.parse(one.text), dict.fromkeys(AXES, 1) | one.degrees
+    predict = lambda physics: simulate.play(program, Costs(name, degrees, physics)).seconds
+    return Case(f"{one.kind}, {one.name}", one.seconds, predict)
+
+
+def made(measured: Sequence[Measured], device: str, cores: int, memory: int, node: int) -> Gpu:
+    """The record of a device that gpus.toml does not have: what its links, memory and products did
+    at their best are its peaks; where there is no link, a link stays H100's.
+
+    Args:
+      device: as its driver names it.
+      cores: that share the tiles of a product.
+      memory: bytes.
+      node: devices of one node.
+    """
+    like = GPUS["h100"]
+    degrees = dict.fromkeys(AXES, 1)
+
+    def most(kind: str, amount: Callable[[Timeline], float], otherwise: float) -> float:
+        """The highest rate at which programs of a kind did so much of something, per second."""
+        ran = [one for one in measured if one.kind == kind]
+        play = lambda one: simulate.play(hlo.parse(one.text), Costs("h100", degrees | one.degrees))
+        return max((amount(play(one)) / one.seconds for one in ran), default=otherwise)
+
+    tera = lambda t: t.flops / 1e12
+    moved = lambda t: t.compute["memory"] * like.memory_gbps * like.physics.memory
+    # An all-reduce sends everything twice.
+    sent = lambda t: 2 * sum(x.bytes for x in t.traffic.values()) / 1e9
+    bf16, gbps = most("bf16 product", tera, 0), most("copy", moved, 0)
+    chip = dataclasses.replace(
+        like.chip,
+        name=device,
+        cores=cores,
+        memory_bytes=memory,
+        memory_bytes_per_s=round(gbps * 1e9),
+    )
+    return dataclasses.replace(
+        like,
+        bf16_tflops=bf16,
+        fp8_tflops=most("fp8 product", tera, bf16),
+        memory_gb=memory / 1e9,
+        memory_gbps=gbps,
+        nvlink_gbps=2 * most("NVLink", sent, like.nvlink_gbps / 2),
+        nvlink_gpus=node,
+        gpus_per_node=node,
+        network_gbps=most("network", sent, like.network_gbps),
+        chip=chip,
+    )
+
+
+def table(found: Found) -> str:
+    """What was measured beside what is predicted of it, then the constants."""
+    every = {case.name: case for cases in found.cases.values() for case in cases}.values()
+    wide = max(len(case.name) for case in every)
+    lines = [f"{'program':<{wide}} {'measured':>14} {'predicted':>10} {'calibrated':>11}"]
+    for case in every:
+        errors = (f"{case.error(p):+.1%}" for p in (found.before, found.physics))
+        text = "{:>10} {:>11}".format(*errors)
+        lines.append(f"{case.name:<{wide}} {case.seconds * 1e6:11,.1f} us {text}")
+    lines += ["", f"{'constant':<20} {'now':>10} {'measured':>10}   median error, over programs"]
+    for name in found.names:
+        before, after = (getattr(p, name) for p in (found.before, found.physics))
+        errors = (fit.median_error(found.cases[name], p) for p in (found.before, found.physics))
+        text = "{:.1%} -> {:.1%}".format(*errors)
+        count = len(found.cases[name])
+        lines.append(f"{name:<20} {before:>10.4g} {after:>10.4g}   {text}, {count}")
+    if rest := [name for name, cases in found.cases.items() if cases and name not in found.names]:
+        lines.append(f"as they were, because nothing here shows them: {', '.join(rest)}")
+    return "\n".join(lines)

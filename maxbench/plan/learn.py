@@ -1,0 +1,182 @@
+"""Constants fitted to runs that are over: what `maxbench plan --calibrate RUN ...` says and writes.
+
+Every run's program is compiled as plan does, and played. Constants are taken in the order in which
+they move these runs, and no more of them than the runs can settle.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+from maxbench.hardware.gpus import GPUS, Physics, Reach
+from maxbench.plan import artifact, fit, hlo, planner
+from maxbench.plan.fit import Case
+from maxbench.spec import recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run, Train
+
+PROGRAMS = 2  # that differ, for each constant
+FAR = 2.0  # the largest factor by which a constant is moved
+TRIED = 1.2  # by which it is moved to see what depends on it
+MATTERS = 0.005  # share of a step that must then change
+MOST = 4  # constants: with more, errors of the model pass for constants
+TANGENTS = 2  # times that the step is made linear in the constants
+
+
+@dataclasses.dataclass(frozen=True)
+class Learnt:
+    """What runs taught about a GPU type.
+
+    Attributes:
+      before, physics: its constants as they were, and as they are now.
+      moves: constant -> the largest share of a step that a fifth of it moves, the first first;
+        `names` are those that were fitted.
+      cases: programs that differ, the median of their runs.
+      left_out: error of each program by constants that all others gave.
+    """
+
+    gpu_type: str
+    runs: int
+    before: Physics
+    physics: Physics
+    moves: dict[str, float]
+    names: list[str]
+    cases: list[Case]
+    left_out: list[float]
+
+
+def learn(paths: Sequence[str]) -> Learnt:
+    """Fits what runs can settle.
+
+    Args:
+      paths: of result.json, or of the folders that hold one.
+
+    Raises:
+      UserError: a run that cannot be taken, or too few.
+    """
+    runs = [read(pathlib.Path(path)) for path in paths]
+    kinds = sorted({run.layout.gpu_type for run, _ in runs})
+    if len(kinds) > 1:
+        raise UserError(f"calibrate: the runs are of {', '.join(kinds)}; give those of one type")
+    seconds: dict[str, list[float]] = {}
+    for run, step_s in runs:
+        seconds.setdefault(artifact.key(run), []).append(step_s)
+    if len(seconds) < PROGRAMS:
+        raise UserError(
+            f"calibrate: {len(runs)} run{'s' * (len(runs) > 1)} of {len(seconds)} program; "
+            f"{PROGRAMS} programs that differ (in layout, batch, sequence, layers or dtype) settle "
+            f"one constant, {2 * PROGRAMS} two, and so on"
+        )
+    programs = {artifact.key(run): run for run, _ in runs}
+    cases = [case(run, statistics.median(seconds[key])) for key, run in programs.items()]
+    before = GPUS[kinds[0]].physics
+    moves = {f.name: moved(f.name, cases, before) for f in dataclasses.fields(Physics)}
+    moves = dict(sorted(moves.items(), key=lambda item: -item[1]))
+    names = [name for name, share in moves.items() if share > MATTERS]
+    names = names[: min(MOST, len(cases) // PROGRAMS)]
+    physics, near = before, cases
+    for _ in range(TANGENTS):
+        near = [tangent(case, names, physics) for case in cases]
+        physics, _ = fit.fit(dict.fromkeys(names, near), before, FAR)
+    left_out = []
+    for i, case_ in enumerate(near):
+        others = near[:i] + near[i + 1 :]
+        left_out.append(case_.error(fit.fit(dict.fromkeys(names, others), before, FAR)[0]))
+    return Learnt(kinds[0], len(runs), before, physics, moves, names, cases, left_out)
+
+
+def read(path: pathlib.Path) -> tuple[Run, float]:
+    """A finished run, and the median of its steps.
+
+    Raises:
+      UserError: it is none, or says nothing about a GPU type.
+    """
+    file = path / "result.json" if path.is_dir() else path
+    try:
+        result = json.loads(file.read_text())
+        run = recipes.run_again(result["config"])
+        status, device = result["status"], result["device"]
+        mocked, ran = result["mocked"], device["gpu_type"]
+        step_s = result["step_s"]["median"] if status == "done" else 0
+    except OSError as e:
+        raise UserError(f"calibrate: {str(file)!r} cannot be read: {e.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
+        raise UserError(f"calibrate: {str(file)!r} is no result of this version: {e}") from None
+    if mocked or ran != run.layout.gpu_type:
+        where = "with its network mocked" if mocked else f"on {device['kind']}"
+        raise UserError(
+            f"calibrate: {str(file)!r} ran {where}, and a prediction is of {run.layout.gpu_type}; "
+            "give runs that ran on what their --gpu_type said"
+        )
+    if not step_s:
+        raise UserError(f"calibrate: {str(file)!r} is {status!r}; give runs that are 'done'")
+    # The number of steps only bends the learning rate.
+    train = dataclasses.replace(run.train, steps=Train.steps)
+    return dataclasses.replace(run, train=train), step_s
+
+
+def case(run: Run, seconds: float) -> Case:
+    """What is predicted of a run beside what it took."""
+    program = hlo.parse(planner.plan(run).compiled.text)
+    predict = functools.cache(lambda physics: planner.play(run, program, physics=physics).seconds)
+    words = f"{run.model.name} {run.model.size} {run.precision.dtype}"
+    return Case(f"{words}, {run.layout.describe()}", seconds, predict)
+
+
+def moved(name: str, cases: Sequence[Case], physics: Physics) -> float:
+    """The largest share of a step that a constant moves."""
+    other = fit.with_constant(physics, name, getattr(physics, name) / TRIED)
+    return max(abs(math.log(case.predict(other) / case.predict(physics))) for case in cases)
+
+
+def tangent(case: Case, names: Sequence[str], physics: Physics) -> Case:
+    """A case that is linear in what a step adds up: latencies, and the inverses of rates."""
+
+    def term(name: str, at: Physics) -> float:
+        value = getattr(at, name)
+        return 1 / value if Physics.__dataclass_fields__[name].type is Reach else value
+
+    seconds, slopes = case.predict(physics), {}
+    for name in names:
+        other = fit.with_constant(physics, name, getattr(physics, name) / TRIED)
+        step = term(name, other) - term(name, physics)
+        slopes[name] = (case.predict(other) - seconds) / step
+
+    def predict(at: Physics) -> float:
+        change = (slopes[name] * (term(name, at) - term(name, physics)) for name in names)
+        return max(seconds + sum(change), 1e-3 * seconds)
+
+    return Case(case.name, case.seconds, predict)
+
+
+def screen(found: Learnt) -> str:
+    """What was fitted, by how much the error fell, and what more runs would settle."""
+    names, cases = found.names, found.cases
+    after, before = (fit.median_error(cases, p) for p in (found.physics, found.before))
+    out = statistics.median(map(abs, found.left_out))
+    lines = [
+        f"{found.runs} runs of {len(cases)} programs on {found.gpu_type}: median error "
+        f"{before:.1%} -> {after:.1%}; of a program left out {out:.1%}",
+        *["what they teach does not carry over: keep the constants that were"] * (out >= before),
+        "",
+        f"{'constant':<20} {'was':>8} {'is':>8}   a fifth of it moves a step by up to",
+    ]
+    for name, share in found.moves.items():
+        was, now = getattr(found.before, name), getattr(found.physics, name)
+        if name in names:
+            lines.append(f"{name:<20} {was:>8.4g} {now:>8.4g}   {share:.1%}")
+    rest = [name for name, share in found.moves.items() if share > MATTERS and name not in names]
+    if rest:
+        need = PROGRAMS * (len(names) + 1)
+        more = f"; {need} programs settle {rest[0]} too" if len(names) < MOST else ""
+        lines.append(f"as they were: {', '.join(rest)}{more}")
+    lines += ["", f"{'measured s':>10} {'was':>7} {'is':>7} {'left out':>9}   run"]
+    for case, out in zip(cases, found.left_out, strict=True):
+        errors = (case.error(p) for p in (found.before, found.physics))
+        text = "{:>+7.1%} {:>+7.1%}".format(*errors)
+        lines.append(f"{case.seconds:10.3f} {text} {out:>+9.1%}   {case.name}")
+    return "\n".join(lines)

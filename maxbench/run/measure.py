@@ -1,0 +1,235 @@
+"""What the devices that are here do in a second: small programs, each about one thing, timed.
+
+A program is compiled as a step is, and its text is kept beside its time: what a prediction says of
+that text can be held against it. All processes run the same programs at the same time.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbench.hardware.gpus import Gpu
+from maxbench.mesh import collectives
+from maxbench.model import attention
+from maxbench.model.formats import Scaled, tensor
+from maxbench.run import hosts, runtime
+from maxbench.step import compiler
+
+BF16 = jnp.bfloat16
+OVER = (((1,), (1,)), ((), ()))  # both operands' last dims
+AXES = ("dp", "tp")  # of a mesh of all devices: over NVLink domains, and within one
+REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large what is measured is."""
+
+    products: tuple[tuple[int, int, int], ...]  # m, n, k
+    attention: tuple[int, int, int]  # tokens, heads, their width
+    copies: tuple[int, ...]  # bytes
+    messages: tuple[int, ...]  # bytes on one device, before or after, where there are more
+    times: int  # that something short is done in one program
+    row_s: float  # seconds of calls between two looks at the clock, at least
+
+
+SMALL = Sizes(
+    products=((128, 256, 128), (256, 256, 256), (512, 256, 128)),
+    attention=(128, 4, 32),
+    copies=(1 << 20, 1 << 22),
+    messages=(1 << 10, 1 << 18),
+    times=20,
+    row_s=5e-3,
+)
+# Of a GPU: square products, and those of a layer of 8B, 70B over tp 4 and 405B over tp 8.
+LARGE = Sizes(
+    products=(
+        *((n, n, n) for n in (2048, 4096, 8192, 16384)),
+        *((4096, 6144, 4096), (4096, 28672, 4096), (4096, 4096, 14336)),
+        *((4096, 2560, 8192), (4096, 14336, 8192), (4096, 8192, 7168)),
+        *((4096, 2304, 16384), (4096, 13312, 16384), (4096, 16384, 6656)),
+    ),
+    attention=(8192, 32, 128),
+    copies=(1 << 28, 1 << 30),
+    messages=(1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28),
+    times=50,
+    row_s=50e-3,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A program that ran.
+
+    Attributes:
+      kind: what it is about, a key of calibrate.ABOUT.
+      text: its HLO.
+      seconds: of one call.
+      degrees: mesh axis -> devices along it.
+    """
+
+    kind: str
+    name: str
+    text: str
+    seconds: float
+    degrees: dict[str, int]
+
+
+def everything(sizes: Sizes, devices: Sequence, inside: int) -> Iterator[Measured]:
+    """Measures one thing after another; all processes must go through it together.
+
+    Args:
+      devices: of all processes, those of a domain side by side.
+      inside: how many make one NVLink domain.
+    """
+    one = functools.partial(_measured, sizes, None)
+    for size in sizes.copies:
+        yield one("copy", f"{size / 2**20:g} MiB", lambda x: x + 1, _random(size // 2))
+    yield one("launch", f"{sizes.times} kernels", _chain(sizes.times), _random(64, 64))
+    yield one("host", f"{sizes.times} decisions", _decisions(sizes.times), _random(64, 64))
+    for m, n, k in sizes.products:
+        a, b = _random(m, k), _random(n, k)
+        multiply = lambda a, b: jax.lax.dot_general(a, b, OVER)
+        yield one("bf16 product", f"{m} x {n} x {k}", multiply, a, b)
+        if _has_fp8():
+            a, b = (Scaled(x.astype(tensor.FORWARD), jnp.float32(1)) for x in (a, b))
+            multiply = lambda a, b: tensor.Tensor(False).product(a, b, OVER, BF16)
+            yield one("fp8 product", f"{m} x {n} x {k}", multiply, a, b)
+    yield from _attention(sizes)
+    if len(devices) > 1:
+        yield from _communication(sizes, Mesh(np.array(devices).reshape(-1, inside), AXES))
+
+
+def node_size() -> tuple[int, int]:
+    """Devices of one host, and how many hosts there are; all processes must call it."""
+    names = {found["host"] for found in hosts.gather({"host": runtime.host()})}
+    return jax.device_count() // len(names), len(names)
+
+
+def domain(gpu: Gpu | None) -> int:
+    """Devices that reach each other without the network: a node's, or of a GPU type whose NVLink
+    domain spans nodes those of so many nodes."""
+    here, nodes = node_size()
+    return here * (gpu.segment(nodes) if gpu else 1)
+
+
+def _measured(
+    sizes: Sizes, mesh: Mesh | None, kind: str, name: str, function: Callable, *args
+) -> Measured:
+    """Compiles, runs and times a function; on one device of each process where there is no mesh."""
+    options = compiler.XLA_OPTIONS if jax.default_backend() == "gpu" else {}
+    program = jax.jit(function, compiler_options=options).lower(*args).compile()
+    # A CPU's collectives of several calls at once could wait for each other.
+    call = functools.partial(program, *args)
+    together = mesh is not None and jax.default_backend() == "cpu"
+    seconds = median_s((lambda: jax.block_until_ready(call())) if together else call, sizes.row_s)
+    degrees = dict(mesh.shape) if mesh else {}
+    return Measured(kind, name, program.as_text(), seconds, degrees)
+
+
+def median_s(call: Callable, row_s: float) -> float:
+    """Seconds of a call: the median over rows of calls, of which the last is waited for, and over
+    processes."""
+
+    def row(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            out = call()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / times
+
+    row(1)  # loads it
+    agreed = lambda value: statistics.median(x["value"] for x in hosts.gather({"value": value}))
+    times = max(1, round(row_s / agreed(row(2))))
+    return agreed(statistics.median(row(times) for _ in range(REPEATS)))
+
+
+def _random(*dims: int) -> jax.Array:
+    """Zeros would draw less power and clock higher."""
+    return jax.random.normal(jax.random.key(0), dims, BF16)
+
+
+def _has_fp8() -> bool:
+    capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
+    return float(capability) >= 8.9
+
+
+def _chain(times: int) -> Callable:
+    """Products that nothing is fused to, one after the other."""
+    return lambda x: jax.lax.fori_loop(0, times, lambda _, y: y @ x, x)
+
+
+def _decisions(times: int) -> Callable:
+    """Branches on what a kernel has made."""
+    branch = lambda _, y: jax.lax.cond(y[0, 0] > 0, lambda y: y @ y, lambda y: y + y, y)
+    return lambda x: jax.lax.fori_loop(0, times, branch, x)
+
+
+def _attention(sizes: Sizes) -> Iterator[Measured]:
+    tokens, heads, width = sizes.attention
+    kind = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    forward, backward = attention.KERNELS[kind]
+    q = _random(1, tokens, heads, width)
+    o, lse = jax.jit(lambda q: forward(q, q, q, True, 0.0))(q)
+    name = f"{tokens} tokens, {heads} heads of {width}"
+    ways = {
+        "attention forward": (lambda q, *_: forward(q, q, q, True, 0.0)),
+        "attention backward": (lambda q, o, lse: backward(q, q, q, o, lse, o, True, 0.0)),
+    }
+    for what, way in ways.items():
+        yield _measured(sizes, None, what, name, way, q, o, lse)
+
+
+def _communication(sizes: Sizes, mesh: Mesh) -> Iterator[Measured]:
+    """Each kind of collective within a domain and over domains, by size, alone; then one beside
+    products."""
+    for axis, link in zip(AXES, ("network", "NVLink"), strict=True):
+        if (n := mesh.shape[axis]) == 1:
+            continue
+        for kind, size in ((kind, size) for kind in KINDS for size in sizes.messages):
+            rows = max(1, size // (2 * 256 * n)) * (1 if kind in PARTS else n)
+            step = functools.partial(KINDS[kind], axis=axis, n=n)
+            times = sizes.times if size < 1 << 20 else 4
+            loop = lambda x, step=step, times=times: jax.lax.fori_loop(
+                0, times, lambda _, y: step(y), x
+            )
+            x = _everywhere(mesh, rows, 256)
+            whole = rows * 512 * (n if kind in PARTS else 1)
+            name = f"{kind}, {whole / 2**20:.3g} MiB, {n} devices"
+            yield _measured(sizes, mesh, link, name, _shard(mesh, loop), x)
+    axis = max(AXES, key=mesh.shape.get)
+    rows = max(sizes.messages) // 512
+    wide = max(m for m, n, k in sizes.products if m == n == k)
+    parts = _everywhere(mesh, rows, 256), _everywhere(mesh, wide, wide)
+    both = lambda x, a: (jax.lax.psum(x, axis), _chain(4)(a))
+    yield _measured(sizes, mesh, "beside", "an all-reduce, 4 products", _shard(mesh, both), *parts)
+
+
+# One of a chain: the result is shaped as the operand.
+KINDS = {
+    "all-reduce": lambda x, axis, n: jax.lax.psum(x, axis) * (1 / n),
+    "all-gather": lambda x, axis, n: collectives.gather(x, axis, 0)[: len(x)],
+    "reduce-scatter": lambda x, axis, n: collectives.scatter(jnp.tile(x, (n, 1)), axis, 0),
+    "all-to-all": lambda x, axis, n: collectives.exchange(x, axis),
+    "permute": lambda x, axis, n: collectives.rotate(x, axis),
+}
+PARTS = ("all-gather", "reduce-scatter")  # their operand is a part of what they make, or were given
+
+
+def _shard(mesh: Mesh, function: Callable) -> Callable:
+    return jax.shard_map(function, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+
+
+def _everywhere(mesh: Mesh, rows: int, columns: int) -> jax.Array:
+    """An array with so many rows on each device."""
+    return jax.jit(
+        lambda: _random(rows * mesh.size, columns), out_shardings=NamedSharding(mesh, P(AXES))
+    )()
