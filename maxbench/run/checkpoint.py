@@ -32,6 +32,8 @@ from maxbench.spec.model import Model
 from maxbench.spec.run import Precision, Run
 from maxbench.step import slots
 
+PLACE = 0x9E3779B1  # a place in an array: its indices, each added to what this makes of the last
+
 
 class Saver:
     """Saves states while training goes on. All processes must make it, call it, and leave it.
@@ -304,24 +306,42 @@ def size(folder: pathlib.Path) -> int:
 
 
 def fingerprints(state) -> dict[str, int]:
-    """For each array, the sum of its bits as unsigned integers: the same on every mesh."""
+    """For each array, a sum over its elements of their bits hashed with their place: the same on
+    every mesh, and another when elements change, or change places."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     arrays = [x for _, x in leaves]
     here = all(isinstance(x, np.ndarray) for x in arrays)  # those of a host stay there
-    bits = map(_bits_here, arrays) if here else _bits(arrays)
-    return {n: int(x) for n, x in zip(names, bits, strict=True)}
+    sums = map(_sum_here, arrays) if here else _sums(arrays)
+    return {n: int(x) for n, x in zip(names, sums, strict=True)}
 
 
 @jax.jit
-def _bits(arrays: list[jax.Array]) -> list[jax.Array]:
+def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = lambda x: jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize])
-    return [jnp.sum(bits(x), dtype=jnp.uint32) for x in arrays]
+    return [_sum(bits(x), 0, jnp) for x in arrays]
 
 
-def _bits_here(x: np.ndarray) -> int:
-    return np.sum(x.view(f"u{x.dtype.itemsize}"), dtype=np.uint32)
+def _sum_here(x: np.ndarray, at: int = 0) -> int:
+    """As _sum(); of an array of many dimensions, one by one, for the memory that hashing needs."""
+    if x.ndim > 2:
+        return sum(_sum_here(row, (at + i) * PLACE) for i, row in enumerate(x)) % (1 << 32)
+    return int(_sum(np.atleast_1d(x).view(f"u{x.dtype.itemsize}"), at, np))
+
+
+def _sum(bits, at: int, xp):
+    """The sum modulo 2**32 of unsigned integers, each hashed with its place (as MurmurHash3 ends:
+    a sum that is linear in the bits would not see two signs that change). `at` is the place of the
+    array in one that it is a part of."""
+    place = xp.full((1,) * bits.ndim, at % (1 << 32), xp.uint32)
+    for axis, size in enumerate(bits.shape):
+        index = xp.arange(size, dtype=xp.uint32).reshape(size, *[1] * (bits.ndim - 1 - axis))
+        place = (place + index) * xp.uint32(PLACE)
+    x = bits.astype(xp.uint32) ^ place
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ x >> shift) * xp.uint32(factor)
+    return xp.sum(x ^ x >> 16, dtype=xp.uint32)
 
 
 def _crc32(about: dict) -> int:
