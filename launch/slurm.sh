@@ -67,6 +67,13 @@ finish() {
     tail -qn 15 "$FOLDER"/srun-"$phase"-*.log || true
   fi
   say "done: exit code $code; results: $FOLDER"
+  # Stopped before its time limit, or by a process that died: it goes on, as long as each start
+  # saves something. What may not be requeued has said so to sbatch.
+  if ((code != 0)) && compgen -G "$FOLDER/checkpoints/[0-9]*/about/run.json" >/dev/null &&
+    scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=1'; then
+    say "requeued: it goes on from its newest checkpoint"
+    scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued, see above"
+  fi
   exit "$code"
 }
 
@@ -74,7 +81,7 @@ LOG="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.log"
 if ((${#PREFLIGHT[@]})); then
   say "preflight"
   code=0
-  MB_FOLDER="" "${SRUN[@]}" "--output=$FOLDER/srun-preflight-$LOG" \
+  MB_FOLDER="" MB_LOG="$FOLDER/srun-preflight-$LOG" "${SRUN[@]}" "--output=$FOLDER/srun-preflight-$LOG" \
     "$MB_ROOT/launch/task.sh" "${PREFLIGHT[@]}" "--json=$FOLDER/preflight.json" || code=$?
   sed -n '/\[Gloo\]/d; s/^ *0: //p' "$FOLDER/srun-preflight-$LOG" || true
   ((code == 0)) || finish "$code" preflight
@@ -87,5 +94,6 @@ fi
 
 say "training"
 code=0
-"${SRUN[@]}" "--output=$FOLDER/srun-train-$LOG" "$MB_ROOT/launch/task.sh" "${TRAIN[@]}" || code=$?
+MB_LOG="$FOLDER/srun-train-$LOG" "${SRUN[@]}" "--output=$FOLDER/srun-train-$LOG" \
+  "$MB_ROOT/launch/task.sh" "${TRAIN[@]}" || code=$?
 finish "$code" train

@@ -78,7 +78,8 @@ def devices(run: Run) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 2 bad input, 1 a run that failed, 130 stopped by Ctrl-C."""
+    """Returns the exit code: 0 done, 1 a run that failed, 2 bad input, 75 stopped by
+    SIGTERM, 130 by Ctrl-C."""
     if commands.helped("train", argv):
         return 0
     fv = commands.define("train")

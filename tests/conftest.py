@@ -1,5 +1,6 @@
 """Every test runs on virtual CPU devices; what one compiles for a GPU, no other compiles again."""
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Mapping
@@ -18,7 +19,11 @@ if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do 
 # keys that know the sources, the options and the versions.
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"
 os.environ["MAXBENCH_CACHE"] = str(CACHE / "plan")
+KEPT = 1 << 30  # bytes; with a limit, what jax keeps is locked too
 
+
+import jax  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.spec import recipes  # noqa: E402
 from maxbench.spec.run import Run  # noqa: E402
@@ -45,9 +50,27 @@ def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     keep what they compile. Tests keep none: a program for a GPU that is not here cannot be read."""
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
-        "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 30),  # with a limit it is locked too
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(KEPT),
     }
     return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"} | kept
+
+
+@contextlib.contextmanager
+def keeping(folder: pathlib.Path = CACHE / "jax"):
+    """This process keeps what it compiles, as those do that a test starts."""
+    values = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_max_size": KEPT,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: jax.config.values[name] for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def config(name: str, presets: str = ""):

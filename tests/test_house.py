@@ -18,7 +18,7 @@ ROOMS = {
     "mesh": (270, True),
     "model": (1930, True),
     "step": (920, True),
-    "run": (2380, True),
+    "run": (2590, True),
     "plan": (3210, True),
     "launch": (2050, False),
     "report": (1870, False),

@@ -4,7 +4,6 @@ Step time is completion to completion, each stamped as it comes while the next s
 """
 
 import contextlib
-import functools
 import math
 import os
 import signal
@@ -30,23 +29,27 @@ from maxbench.step.step import Step
 JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
 
 
+AGAIN = 75  # sysexits.h: the same, later
+
+
 class Failed(Exception):
     """A run that must not go on; its message is the reason."""
 
 
 def train(run: Run, screen: terminal.Screen | None = None) -> int:
-    """Trains; returns the exit code: 0 done or stopped by SIGTERM, 1 failed, 2 bad input, 130
-    stopped by Ctrl-C."""
+    """Trains; returns the exit code: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C, and
+    AGAIN of a run that SIGTERM has stopped."""
     log = others = None
     try:
         others = runtime.connect(run)
+        stop = stop_requests(others)  # in place of jax's, which heeds it now and then
         found = checkpoint.locate(run.output.resume, run) if run.output.resume else None
         devices = axes.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
-        stop, log = stop_requests(), start_log(run, devices, screen)
+        log = start_log(run, devices, screen)
         if others:
-            others.on_loss = functools.partial(log.close, "failed")
+            others.on_loss(log.rescue)
         stopped = _train(step, found, stop, log)
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
@@ -69,7 +72,7 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         return code
     if others:
         others.leave()
-    return 0
+    return AGAIN if stopped else 0
 
 
 def _train(step: Step, found, stop: Callable[[int], str], log: metrics.Log) -> str:
@@ -131,15 +134,15 @@ def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> metri
         "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
         "flops_conventions": list(metrics.flops.CONVENTIONS),
     }
-    log = metrics.Log(run, found, sys.argv, jax.process_index() == 0, about)
+    process = jax.process_index()
+    stamp = metrics.make_folder(run) if process == 0 else 0
+    if runtime.processes() > 1:  # before anything stands there: another process may have to end it
+        stamp = int(multihost_utils.broadcast_one_to_all(stamp))
+    log = metrics.Log(run, found, sys.argv, process, metrics.run_folder(run, stamp), about)
     log.screen = screen
     if log.writes:
         log.sinks = sinks.Sinks(run, log.folder, log.line)
     log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
-    if runtime.processes() > 1:  # process 0 made the folder; all write into it
-        name = log.folder.name if log.folder else ""
-        stamp = multihost_utils.broadcast_one_to_all(int(name.rpartition("_")[2] or 0))
-        log.folder = metrics.run_folder(run, int(stamp))
     return log
 
 
@@ -248,7 +251,7 @@ def steps(
         log.phase("save")
         saver.save(state)
     saved = f"saved as step {i}" if saver else "nothing saved, no checkpoint was asked for"
-    return reason and f"{reason} after step {i - 1}: {saved}"
+    return f"{reason} after step {i - 1}: {saved}" if reason and i < run.train.steps else ""
 
 
 class Queue:
@@ -291,15 +294,14 @@ class Queue:
                 raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
 
 
-def stop_requests() -> Callable[[int], str]:
+def stop_requests(others: peers.Peers | None) -> Callable[[int], str]:
     """SIGTERM: finish the step, save if checkpoints were asked for, exit. Several processes agree
-    on the step.
+    on the step, whichever of them it was sent to.
 
     Returns what says why to stop with a given step as the last one, or ''.
     """
-    if runtime.processes() > 1:
-        reached = multihost_utils.reached_preemption_sync_point
-        return lambda step: "SIGTERM" if reached(step) else ""
     asked = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(signal.Signals(number).name))
+    if others:
+        return lambda step: "SIGTERM" * others.stop(step, bool(asked))
     return lambda _: asked[0] if asked else ""

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -90,6 +91,17 @@ def run_folder(run: Run, stamp: int) -> pathlib.Path:
     return pathlib.Path(run.output.dir) / "experiments" / run.name / f"{run.name}_{stamp}"
 
 
+def make_folder(run: Run) -> int:
+    """Makes the run's folder; returns its timestamp."""
+    if stamp := run.output.stamp:
+        # The launcher has made the folder, and put the job's own files there.
+        folder = run_folder(run, stamp)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "result.json").exists():
+            return stamp
+    return new_folder(pathlib.Path(run.output.dir), run.name)[1]
+
+
 def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
     """Makes experiments/<name>/<name>_<timestamp> below out; returns it and its timestamp."""
     for stamp in itertools.count(int(time.time())):
@@ -111,12 +123,16 @@ def beside_published(run: Run, gpu_type: str) -> published.Comparison:
 class Log:
     """The files of a run, written by process 0: log-<name>.out, metrics.jsonl, result.json.
 
-    Lines go to the log as they come, so a run that is killed can still be read.
+    Lines go to the log as they come, so a run that is killed can still be read. All processes keep
+    what result.json will say: should process 0 die, another writes it.
     """
 
-    def __init__(self, run: Run, devices: Devices, command: list[str], writes: bool, about: dict):
-        self.run, self.devices, self.writes = run, devices, writes
-        self.folder, self.screen, self.sinks, self.times = None, None, None, {}
+    def __init__(
+        self, run: Run, devices: Devices, command: list[str], process: int,
+        folder: pathlib.Path, about: dict,
+    ):  # fmt: skip
+        self.run, self.devices, self.process, self.writes = run, devices, process, process == 0
+        self.folder, self.screen, self.sinks, self.times = folder, None, None, {}
         self.result = {
             "schema": SCHEMA,
             "name": run.name,
@@ -130,27 +146,14 @@ class Log:
             **about,
         }
         self.closing = threading.Lock()
-        if not writes:
+        if not self.writes:
             return
-        self.folder = self._new_folder()
-        self.room = self.folder / ".room"
-        try:
-            self.room.write_bytes(os.urandom(ROOM))
-        except OSError:
-            self.room.unlink()
-            raise
-        self.file = (self.folder / f"log-{run.name}.out").open("a", buffering=1)
-        self.jsonl = (self.folder / "metrics.jsonl").open("a", buffering=1)
+        # Room on disk for the end of result.json; a file without a name goes with its process.
+        self.room = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self.room.write(os.urandom(ROOM))
+        self.file = (folder / f"log-{run.name}.out").open("a", buffering=1)
+        self.jsonl = (folder / "metrics.jsonl").open("a", buffering=1)
         self.write_result()
-
-    def _new_folder(self) -> pathlib.Path:
-        if stamp := self.run.output.stamp:
-            # The launcher has made the folder, and put the job's own files there.
-            folder = run_folder(self.run, stamp)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / "result.json").exists():
-                return folder
-        return new_folder(pathlib.Path(self.run.output.dir), self.run.name)[0]
 
     def line(self, text: str, show: bool = True) -> None:
         """A line of the log, shown on stdout too."""
@@ -217,13 +220,14 @@ class Log:
         """Writes result.json and the closing table, once, however full the disk is."""
         if not self.writes or not self.closing.acquire(blocking=False):
             return
-        self.room.unlink(missing_ok=True)
-        self.result |= {"status": status, "reason": reason, "ended": time.time()}
-        self.result |= self.summary()
-        self.write_result()
+        self.room.close()
+        try:
+            parts = self.finish(status, reason)
+        except BaseException:
+            self.closing.release()  # to be closed with that as the reason
+            raise
         if self.sinks:
             self.sinks.close()
-        parts = terminal.closing(self.result)
         if self.screen:
             self.screen.stop()
             self.screen.summary(parts)
@@ -235,6 +239,23 @@ class Log:
         ):
             with contextlib.suppress(OSError):
                 last()
+
+    def finish(self, status: str, reason: str) -> terminal.Parts:
+        """Writes result.json as it stays; returns what the closing table says."""
+        self.result |= {"status": status, "reason": reason, "ended": time.time()}
+        try:
+            self.result |= self.summary()
+            return terminal.closing(self.result)
+        finally:  # whatever is wrong with the figures
+            self.write_result()
+
+    def rescue(self, reason: str) -> None:
+        """Writes how a run ended of which a process is lost, process 0 or another. Of several that
+        do so at once the last one stays, which says the same."""
+        if self.writes:
+            self.close("failed", reason)
+        elif json.loads((self.folder / "result.json").read_text())["status"] == "running":
+            self.finish("failed", reason)
 
     def summary(self) -> dict:
         """Figures over the window, by name, each with its convention."""
@@ -262,7 +283,7 @@ class Log:
 
     def write_result(self) -> None:
         """result.json, replaced as a whole: a reader never sees half of it."""
-        if self.writes:
-            part = self.folder / "result.json.part"
-            part.write_text(json.dumps(self.result, indent=1, default=str) + "\n")
-            os.replace(part, self.folder / "result.json")
+        part = self.folder / f"result.json.part{self.process}"
+        now = dict(self.result)  # other threads add to it
+        part.write_text(json.dumps(now, indent=1, default=str) + "\n")
+        os.replace(part, self.folder / "result.json")

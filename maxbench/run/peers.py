@@ -3,6 +3,9 @@
 All meet at the coordinator's address, where jax's own service will be. The connections stay open:
 a process that dies, or whose host does, takes its own with it, and the run ends everywhere within
 a minute. jax itself would wait for 100 s of silence and abort without a name.
+
+Slurm ends all processes at the first that fails. So process 0 is the last to go, when the results
+are written; and where it is the one that died, the others write them before anything else.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from maxbench.spec.errors import UserError
 
@@ -31,63 +35,154 @@ class Peers:
 
     Attributes:
       hosts: of each process, in their order.
+      outputs: of each, where its output is, or ''.
       why: what ended the run for all, or ''.
     """
 
-    def __init__(self, process: int, hosts: list[str], lines: dict[int, socket.socket]):
-        self.process, self.hosts, self.lines, self.why = process, hosts, lines, ""
+    def __init__(
+        self, process: int, hosts: list[str], outputs: list[str], lines: dict[int, socket.socket]
+    ):
+        self.process, self.hosts, self.outputs, self.lines = process, hosts, outputs, lines
+        self.why, self.rescue = "", lambda why: None
         self.lost, self.left = threading.Event(), threading.Event()
-        self.on_loss = lambda why: None
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        self.stopping = Stopping(process, len(hosts), self._send)
+        self.thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self.thread.start()
+
+    def on_loss(self, rescue: Callable[[str], None]) -> None:
+        """Sets what writes the results, given why the run ended, when process 0, or this process
+        if it is that, may get to nothing else."""
+        self.rescue = rescue
+        if self.why:
+            self._rescue()
 
     def _watch(self) -> None:
+        heard = set()
         with contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             for process, line in self.lines.items():
                 selector.register(stack.enter_context(line), selectors.EVENT_READ, process)
             while selector.get_map():
                 for key, _ in selector.select():
-                    selector.unregister(key.fileobj)  # each says one thing, or dies
-                    if why := self._last_words(key.fileobj, key.data):
-                        return self._end(why)
+                    try:
+                        said = _hear(key.fileobj)
+                    except (OSError, ValueError):
+                        selector.unregister(key.fileobj)
+                        said = {} if key.data in heard else {"died": True}
+                    if {"failed", "lost"} & {*said}:
+                        heard.add(key.data)
+                    self.stopping.hear(key.data, said)
+                    if why := self._reason(said, key.data):
+                        self._end(why, "died" in said)
 
-    def _last_words(self, line: socket.socket, process: int) -> str:
-        try:
-            said = _hear(line)
-        except (OSError, ValueError):  # nothing: its end was not its own
-            said = {"failed": "it died, see its output"}
+    def _reason(self, said: dict, process: int) -> str:
         if "lost" in said:
             return said["lost"]
         name = f"process {process} of {len(self.hosts)} on {self.hosts[process]}"
-        return said["failed"] and f"{name}: {said['failed']}"
+        if "died" in said:  # its end was not its own
+            return f"{name} died, see {self.outputs[process] or 'its output'}"
+        return said.get("failed", "") and f"{name}: {said['failed']}"
 
-    def _end(self, why: str) -> None:
-        if self.left.is_set():
+    def _end(self, why: str, died: bool) -> None:
+        if self.left.is_set() or self.why:
             return
         self.why = why
+        if died:
+            self._rescue()
         self._tell({"lost": why})
         self.lost.set()
-        if not self.left.wait(GRACE):  # in a collective that will never end
-            try:
-                self.on_loss(why)
-            finally:
-                print(f"maxbench: error: {why}", file=sys.stderr, flush=True)
-                os._exit(1)
+        if not self.left.wait(GRACE * (1 + (self.process > 0))):  # in a collective without end
+            if self.process == 0:
+                self._rescue()
+            print(f"maxbench: error: {why}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _rescue(self) -> None:
+        try:
+            self.rescue(self.why)
+        except OSError as e:
+            print(f"maxbench: no results of the end: {e}", file=sys.stderr)
 
     def _tell(self, what: dict) -> None:
+        if self.process == 0 or "lost" not in what:
+            self._send(what)
+
+    def _send(self, what: dict) -> None:
+        """To process 0; from there, to all others."""
         text = json.dumps(what).encode() + b"\n"
-        for line in self.lines.values() if self.process == 0 or "lost" not in what else ():
-            with contextlib.suppress(OSError):
+        for line in self.lines.values():
+            with contextlib.suppress(OSError):  # the watch sees to it
                 line.sendall(text)
 
+    def stop(self, step: int, asked: bool) -> bool:
+        """Whether a step is the last one, which all processes say of the same. All must call it
+        before each of their steps, with `asked` where this process was told to stop."""
+        return self.stopping.stop(step, asked, self.lost)
+
     def leave(self, failed: str = "") -> None:
-        """Ends the watch; the others are told, and fail too if this process has."""
+        """Ends the watch; the others are told, and fail too if this process has: then it returns
+        when process 0 has ended."""
         self.left.set()
         self._tell({"lost": self.why} if self.why else {"failed": failed})
+        if failed and self.process:
+            self.thread.join(3 * GRACE)
 
 
-def meet(address: str, processes: int, process: int, wait: float, here: str) -> Peers:
+class Stopping:
+    """How processes, some of which are a step ahead, agree on their last step: one asks process 0,
+    which asks all how far they are; each answers, and begins no step before it is told which."""
+
+    def __init__(self, process: int, processes: int, send: Callable[[dict], None]):
+        self.process, self.processes, self.send = process, processes, send
+        self.begun, self.last = -1, -1  # the newest step here; the last of all
+        self.asks, self.asked, self.told = False, False, threading.Event()
+        self.lock, self.far = threading.Lock(), {}
+
+    def stop(self, step: int, asked: bool, lost: threading.Event) -> bool:
+        if asked and not self.asks:
+            self.asks = True
+            if self.process == 0:
+                self.hear(0, {"stop": True})
+            else:
+                self.send({"stop": True})
+        with self.lock:
+            if not self.asked:
+                self.begun = step
+                return False
+        while not self.told.wait(0.1) and not lost.is_set():
+            pass
+        return self.told.is_set() and step >= self.last
+
+    def hear(self, process: int, said: dict) -> None:
+        """Takes what came from a process, if it is about this."""
+        with self.lock:
+            if "stop" in said and not self.asked:
+                self.asked, self.far[self.process] = True, self.begun
+                self.send({"stop": True} if self.process == 0 else {"far": self.begun})
+            if "far" in said:
+                self.far[process] = said["far"]
+            if "last" in said or (self.process == 0 and len(self.far) == self.processes):
+                self.last = said.get("last", max(self.far.values()) + 1)
+                if self.process == 0:
+                    self.send({"last": self.last})
+                self.told.set()
+
+
+def meet(
+    address: str,
+    processes: int,
+    process: int,
+    wait: float,
+    here: str,
+    output: str = "",
+    expected: Sequence[str] = (),
+) -> Peers:
     """Returns when all processes are there.
+
+    Args:
+      here: this host, as the others will call it.
+      output: where the output of this process is, if that is known.
+      expected: the host of each process, if that is known, to name those that do not come.
 
     Raises:
       UserError: the address cannot be, or leads elsewhere; or some did not come in `wait` seconds.
@@ -102,9 +197,10 @@ def meet(address: str, processes: int, process: int, wait: float, here: str) -> 
         raise UserError(
             f"coordinator={address!r}: no such host from {here}: {e.strerror}"
         ) from None
-    end, hello = time.monotonic() + wait, {"process": process, "host": here}
+    end = time.monotonic() + wait
+    hello = {"process": process, "host": here, "output": output}
     if process == 0:
-        return _gather(address, host, int(port), processes, end, wait, hello)
+        return _gather(address, host, int(port), processes, end, wait, hello, expected)
     line = _call(address, host, int(port), end, wait, hello)
     line.settimeout(max(1.0, end - time.monotonic()) + 10)
     try:
@@ -115,16 +211,16 @@ def meet(address: str, processes: int, process: int, wait: float, here: str) -> 
         line.close()
         raise UserError(said["wrong"])
     line.settimeout(None)
-    return Peers(process, said["hosts"], {0: line})
+    return Peers(process, said["hosts"], said["outputs"], {0: line})
 
 
 def _call(address: str, host: str, port: int, end: float, wait: float, hello: dict):
     """A connection to process 0, tried until it is there."""
     while True:
         try:
-            line = socket.create_connection((host, port), timeout=5)
+            line = _keep(socket.create_connection((host, port), timeout=5))
             line.sendall(json.dumps(hello).encode() + b"\n")
-            return _keep(line)
+            return line
         except OSError as e:
             why = e.strerror or str(e)
         if time.monotonic() > end:
@@ -153,7 +249,7 @@ def _keep(line: socket.socket) -> socket.socket:
     return line
 
 
-def _gather(address, host, port, processes, end, wait, hello) -> Peers:
+def _gather(address, host, port, processes, end, wait, hello, expected) -> Peers:
     """Process 0's part: everyone calls, it itself too, through the address that all were given."""
     try:
         both = socket.has_dualstack_ipv6()
@@ -169,8 +265,11 @@ def _gather(address, host, port, processes, end, wait, hello) -> Peers:
         threading.Thread(target=_call_and_hang_up, args=itself, daemon=True).start()
         while len(said) < processes and not wrong and (left := end - time.monotonic()) > 0:
             wrong = _accept(server, min(left, 1.0), said, lines)
-    wrong = wrong or _absent(address, processes, said, wait, hello["host"])
-    answer = {"wrong": wrong} if wrong else {"hosts": [said[i] for i in range(processes)]}
+    wrong = wrong or _absent(address, processes, said, wait, hello["host"], expected)
+    answer = {"wrong": wrong}
+    if not wrong:
+        hosts, outputs = zip(*(said[i] for i in range(processes)), strict=True)
+        answer = {"hosts": hosts, "outputs": outputs}
     for line in lines.values():
         with contextlib.suppress(OSError):
             line.sendall(json.dumps(answer).encode() + b"\n")
@@ -178,26 +277,30 @@ def _gather(address, host, port, processes, end, wait, hello) -> Peers:
         line.close()
     if wrong:
         raise UserError(wrong)
-    return Peers(0, answer["hosts"], lines)
+    return Peers(0, list(hosts), list(outputs), lines)
 
 
-def _absent(address: str, processes: int, said: dict[int, str], wait: float, here: str) -> str:
+def _absent(address, processes, said, wait: float, here: str, expected: Sequence[str]) -> str:
     """What to say of processes that did not come; '' if all did."""
-    missing = [str(i) for i in range(processes) if i not in said]
+    missing = [i for i in range(processes) if i not in said]
     if 0 not in said:
         return (
             f"coordinator={address!r} does not lead to process 0 on {here}: give an address of "
             "that host"
         )
-    names = ", ".join(missing[:20]) + ", ..." * (len(missing) > 20)
-    there = ", ".join(sorted({*said.values()})[:20])
+    known = expected if len(expected) == processes else ()
+    names = [f"{i} on {known[i]}" if known else str(i) for i in missing]
+    names = ", ".join(names[:20]) + ", ..." * (len(names) > 20)
+    there = ", ".join(sorted({host for host, _ in said.values()})[:20])
     return bool(missing) * (
         f"process {names} of {processes} did not come in {wait:.0f} s; those that did are on "
         f"{there}; --config.runtime.wait gives them longer"
     )
 
 
-def _accept(server, left: float, said: dict[int, str], lines: dict[int, socket.socket]) -> str:
+def _accept(
+    server, left: float, said: dict[int, tuple[str, str]], lines: dict[int, socket.socket]
+) -> str:
     """Takes one call; returns what is wrong with it."""
     server.settimeout(left)
     try:
@@ -207,15 +310,16 @@ def _accept(server, left: float, said: dict[int, str], lines: dict[int, socket.s
     line.settimeout(5)
     try:
         hello = _hear(line)
-        process, host = hello["process"], hello["host"]
-    except (OSError, ValueError, TypeError, KeyError):  # none of ours
+        process, host, output = hello["process"], hello["host"], hello["output"]
+        _keep(line)
+    except (OSError, ValueError, TypeError, KeyError):  # none of ours, or gone again
         line.close()
         return ""
     if process in said:
         lines[-1] = line
-        return f"two processes are process {process}: on {said[process]} and on {host}"
+        return f"two processes are process {process}: on {said[process][0]} and on {host}"
     line.settimeout(None)
-    said[process], lines[process] = host, _keep(line)
+    said[process], lines[process] = (host, output), line
     return ""
 
 

@@ -9,13 +9,14 @@ import glob
 import os
 import pathlib
 import platform
+import stat
 import subprocess
 import sys
 import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 
-from maxbench.run import peers, sinks
+from maxbench.run import peers, sinks, tasks
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 
@@ -129,11 +130,20 @@ def host() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
+def output() -> str:
+    """Where what this process prints can be read; '' where that is not known."""
+    if log := os.environ.get("MB_LOG"):  # of all tasks, each line with its number
+        return f"lines {os.environ.get('SLURM_PROCID', '0')}: of {log}"
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return os.readlink("/proc/self/fd/2")
+    return ""
+
+
 def connect(run: Run) -> peers.Peers | None:
     """Joins the other processes of the run, and returns them, if there are any.
 
-    They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's; where Slurm
-    says no address, jax finds one, and nobody is watched.
+    They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's.
 
     Raises:
       UserError: some did not come; the run is for GPUs, and jax found none.
@@ -146,9 +156,9 @@ def connect(run: Run) -> peers.Peers | None:
     address, count, process, devices = _place(run)
     if count > 1:
         wait = r.wait or peers.seconds(count)
-        found = peers.meet(address, count, process, wait, host()) if address else None
+        found = peers.meet(address, count, process, wait, host(), output(), tasks.places())
         jax.distributed.initialize(
-            address or None,
+            address,
             count,
             process,
             local_device_ids=devices,
@@ -176,9 +186,9 @@ def _place(run: Run) -> tuple[str, int, int, list[int] | None]:
             node = -(-run.layout.gpus // count)  # GPUS_PER_NODE may be less than a node has
             # Left alone, jax gives a process one GPU: right for one process per GPU only.
             whole = list(range(node)) if per_node == "1" and not r.cpu_devices else None
-            return address, count, int(env["SLURM_PROCID"]), whole
-    except ValueError as e:
-        raise UserError(f"{', '.join(JAX_PROCESSES)} or Slurm's variables: {e}") from None
+            return address or tasks.address(), count, int(env["SLURM_PROCID"]), whole
+    except (ValueError, KeyError, IndexError) as e:
+        raise UserError(f"{', '.join(JAX_PROCESSES)} or Slurm's variables: {e!r}") from None
     return "", 1, 0, None
 
 

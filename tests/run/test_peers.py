@@ -7,18 +7,18 @@ from concurrent import futures
 
 import pytest
 
-from maxbench.run import peers
+from benchmarks.kills import free_address
+from maxbench.run import peers, tasks
 from maxbench.spec.errors import UserError
-from tests.run.test_train import free_address
 
 Pool = futures.ThreadPoolExecutor
 
 
-def meet(address, numbers, processes, wait=20.0):
+def meet(address, numbers, processes, wait=20.0, expected=()):
     """What each of the processes gets that come: Peers, or what it was told."""
     with Pool(len(numbers)) as pool:
         calls = [
-            pool.submit(peers.meet, address, processes, i, wait, f"n{k}")
+            pool.submit(peers.meet, address, processes, i, wait, f"n{k}", f"{i}.log", expected)
             for k, i in enumerate(numbers)
         ]
         return [call.exception() or call.result() for call in calls]
@@ -52,9 +52,12 @@ def test_strangers_are_not_counted():
 
 
 def test_who_does_not_come_is_named_everywhere():
-    for told in meet(free_address(), [0, 2], 4, 1.0):
+    for told in meet(free_address(), [0, 2], 4, 0.5, ["n0", "n7", "n1", "n8"]):
         assert isinstance(told, UserError)
-        assert "process 1, 3 of 4 did not come in 1 s; those that did are on n0, n1" in str(told)
+        text = "process 1 on n7, 3 on n8 of 4 did not come in 0 s; those that did are on n0, n1"
+        assert text in str(told)
+    (told,) = meet(free_address(), [0], 2, 0.1)
+    assert "process 1 of 2 did not come" in str(told)
     assert peers.seconds(2) == 60.5
     assert peers.seconds(2048) > 500
 
@@ -84,26 +87,107 @@ def test_addresses_that_lead_nowhere():
         assert "Address already in use" in str(told)
 
 
+def die(one: peers.Peers) -> None:
+    """Hangs up, as the kernel does for the dead."""
+    one.left.set()
+    for line in one.lines.values():
+        with contextlib.suppress(OSError):  # its own watch was first
+            line.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("how", ["dies", "fails"])
-def test_the_others_are_told_who_is_lost(monkeypatch, lost, how):
-    ended = []
+def test_the_others_are_told_who_is_lost_and_one_writes_it(monkeypatch, lost, how):
+    ended, wrote = [], []
+
+    def end(code):
+        ended.append(code)
+        (one,) = [p for p in found if p.thread is threading.current_thread()]
+        die(one)
+
     monkeypatch.setattr(peers, "GRACE", 0.1)
-    monkeypatch.setattr(peers.os, "_exit", ended.append)
+    monkeypatch.setattr(peers.os, "_exit", end)
     found = meet(free_address(), [0, 1, 2], 3)
-    if how == "fails":
-        found[lost].leave("out of memory")
-    else:  # as the kernel does with a dead process's
-        found[lost].left.set()
-        for line in found[lost].lines.values():
-            with contextlib.suppress(OSError):  # its own watch was first
-                line.shutdown(socket.SHUT_RDWR)
-    why = {"dies": "it died, see its output", "fails": "out of memory"}[how]
     others = [p for p in found if p is not found[lost]]
+    why = {"dies": f"died, see {lost}.log", "fails": "out of memory"}[how]
+    why = f"process {lost} of 3 on n{lost}" + {"dies": " ", "fails": ": "}[how] + why
+    for one in found:
+        one.on_loss(lambda why, one=one: wrote.append((one.process, why)))
+    if how == "fails":
+        with Pool(1) as pool:  # it waits for process 0
+            pool.submit(found[lost].leave, "out of memory")
+    else:
+        die(found[lost])
     for one in others:
-        assert one.lost.wait(10)
-        assert one.why == f"process {lost} of 3 on n{lost}: {why}"
-    for thread in threading.enumerate():
-        if thread.name.startswith("peers"):
-            thread.join(5)
+        one.thread.join(10)
+        assert one.why == why
     assert ended == [1, 1]  # nobody else went on to an end of its own
+    # Process 0 writes, at once where no word came; and where it is the one that died, the others.
+    writers = {0} if lost else {1, 2} if how == "dies" else set()
+    assert {process for process, _ in wrote} == writers
+    assert {why} >= {said for _, said in wrote}
+
+
+def test_a_loss_that_nobody_could_write_yet_is_written(monkeypatch):
+    monkeypatch.setattr(peers.os, "_exit", lambda code: None)
+    found, wrote = meet(free_address(), [0, 1], 2), []
+    die(found[0])
+    assert found[1].lost.wait(10)
+    found[1].on_loss(wrote.append)
+    assert wrote == ["process 0 of 2 on n0 died, see 0.log"]
+    found[1].leave()
+
+
+def test_all_stop_after_the_same_step(monkeypatch):
+    """Whoever is asked, and however far the others are."""
+    monkeypatch.setattr(peers.os, "_exit", lambda code: None)
+    for asked in ([0], [1], [2], [0, 1, 2]):
+        found = meet(free_address(), [0, 1, 2], 3)
+        steps = [threading.Barrier(3) for _ in range(50)]  # as a collective does
+
+        def train(one, asked=asked, steps=steps):
+            for i in range(50):
+                last = one.stop(i, one.process in asked and i >= 5)
+                steps[i].wait(10)
+                if last:
+                    return i
+            return 50
+
+        with Pool(3) as pool:
+            last = {*pool.map(train, found)}
+        assert len(last) == 1
+        assert 5 <= last.pop() < 50
+        for one in found:
+            one.leave()
+
+
+def test_one_that_has_begun_its_last_step_keeps_nobody_waiting():
+    found = meet(free_address(), [0, 1], 2)
+    assert not any(found[1].stop(i, False) for i in range(3))  # and it does not come again
+    with Pool(1) as pool:
+        assert not found[0].stop(0, False)
+        assert not found[0].stop(1, True)
+        assert not found[0].stop(2, False)
+        assert pool.submit(found[0].stop, 3, False).result(10)
+    for one in found:
+        one.leave()
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "gpu-[07-09,12],b1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x3)",
+}
+
+
+def test_slurm_says_where_each_process_is():
+    names = ["gpu-07", "gpu-08", "gpu-09", "gpu-12", "b1"]
+    assert tasks.hosts("gpu-[07-09,12],b1") == names
+    assert tasks.hosts("r[1-2]n[01,3]x") == ["r1n01x", "r1n3x", "r2n01x", "r2n3x"]
+    assert tasks.places(SLURM) == [names[0], names[0], names[1], *names[1:]]
+    assert tasks.places(SLURM | {"SLURM_DISTRIBUTION": "cyclic"}) == []
+    one = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x5)", "SLURM_DISTRIBUTION": "cyclic:block"}
+    assert tasks.places(one) == names
+    assert tasks.places({}) == []
+    assert tasks.address(SLURM) == f"gpu-07:{61440 + 8}"

@@ -9,11 +9,10 @@ import types
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from maxbench.run import loop, runtime
 from maxbench.spec.errors import UserError
-from tests.conftest import processes, resolve
+from tests.conftest import keeping, processes, resolve
 
 
 @pytest.fixture
@@ -134,16 +133,8 @@ def test_programs_are_kept_where_one_may_write(machine, tmp_path, capsys):
 @pytest.fixture
 def kept(tmp_path):
     """A folder where this process keeps its programs, for a test."""
-    values = {"jax_compilation_cache_dir": str(tmp_path)}
-    values["jax_persistent_cache_min_compile_time_secs"] = 0
-    before = {name: jax.config.values[name] for name in values}
-    for name, value in values.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with keeping(tmp_path):
+        yield tmp_path
 
 
 def test_the_log_says_whether_the_step_was_found(kept):

@@ -26,7 +26,8 @@ def seen(monkeypatch, tmp_path, columns: int, devices=H100, ending="done") -> tu
     monkeypatch.setattr(sys, "stdout", Tty())
     run = resolve("llama31_8b", gpus=8, steps=3, output_dir=str(tmp_path))
     screen = terminal.on_screen()
-    log = metrics.Log(run, devices, ["x"], True, {})
+    folder = metrics.run_folder(run, metrics.make_folder(run))
+    log = metrics.Log(run, devices, ["x"], 0, folder, {})
     log.screen = screen
     log.line("compiled in 4.0 s")
     log.phase("compile")

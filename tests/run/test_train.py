@@ -2,15 +2,14 @@
 
 import json
 import math
+import os
 import pathlib
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,23 @@ from absl import logging
 from benchmarks import kills
 from maxbench.mesh import axes
 from maxbench.run import checkpoint, hosts, loop, metrics, runtime
-from tests.conftest import processes, resolve
+from tests.conftest import keeping, processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"
 EXACT = {"precision.grads": "fp32"}
 
 
-def start(*args: str, **more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "maxbench.train", *args]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=processes() | more, stdout=pipe, stderr=pipe, text=True)
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once():
+    """What these runs compile is kept, as what processes do: most come to the same program."""
+    with keeping():
+        yield
+
+
+def start(output: pathlib.Path, *words: str, **more):
+    """A run in a process of its own, which prints into a file."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return kills.fork(words, str(output), **more)
 
 
 def run_here(folder, capsys, workload="llama31_8b", overrides=None, **flags) -> tuple[int, str]:
@@ -54,18 +60,24 @@ def losses(folder) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in map(json.loads, lines)}
 
 
-def wait_for_a_step(root) -> None:
-    deadline = time.monotonic() + 120
-    while not any(p.read_text() for p in pathlib.Path(root).rglob("metrics.jsonl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def signals_itself(monkeypatch, number: signal.Signals, step: int) -> None:
+    """This process gets a signal as soon as a step is recorded."""
+    record = metrics.Log.step
+
+    def recorded(log, i, *rest):
+        record(log, i, *rest)
+        if i == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(metrics.Log, "step", recorded)
 
 
 @pytest.mark.core
 def test_a_run_writes_what_the_seeds_read(tmp_path):
-    done = start("--config", TINY, "--steps", "8", "--output_dir", str(tmp_path))
-    out, err = done.communicate()
-    assert done.returncode == 0, err
+    command = [sys.executable, "-m", "maxbench.train", "--config", TINY, "--steps", "8"]
+    command += ["--output_dir", str(tmp_path)]
+    done = subprocess.run(command, env=processes(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     folder = folder_of(tmp_path)
     name = "pretrain_llama31_8b-tiny_bf16_gpus1_tp1_pp1_cp1_vp1_mbs2_gbs2"
     assert re.fullmatch(rf"experiments/{name}/{name}_\d+", str(folder.relative_to(tmp_path)))
@@ -103,37 +115,42 @@ def test_a_run_writes_what_the_seeds_read(tmp_path):
     assert len({r["loss"] for r in records}) == 8  # different tokens every step
     assert [i for i, _ in result["loss"].values()] == [0, 7]
     for text in ("step time (steps 4 to 7)", "tokens/s", "at step 7\n", "not comparable"):
-        assert text in out
+        assert text in done.stdout
+
+
+MESH = dict(dp=2, fsdp=2, tp=2, gbs=8)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> pathlib.Path:
+    """The folder of a run of six steps on eight devices, with checkpoints of steps 4 and 6."""
+    out, every = tmp_path_factory.mktemp("straight"), EXACT | {"output.checkpoint_every": 4}
+    run = resolve("llama31_8b", "tiny", every, dtype="fp32", output_dir=str(out), steps=6, **MESH)
+    assert loop.train(run) == 0
+    return folder_of(out)
 
 
 @pytest.mark.core
-def test_resume_is_exact_and_moves_to_another_mesh(tmp_path, capsys):
-    straight, half = tmp_path / "straight", tmp_path / "half"
-    axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
-    assert run_here(straight, capsys, steps=6, checkpoint=True, **axes)[0] == 0
-    code, out = run_here(half, capsys, steps=4, checkpoint=True, **axes)
-    assert code == 0
-    saved = re.search(
+def test_resume_is_exact_and_moves_to_another_mesh(straight, tmp_path, capsys):
+    saved = (
         r"Global Checkpoint Save : Rank: 0 : Iteration: 4 : Start time: \d+\.\d{3}s : "
         r"Save duration: \d+\.\d{3}s : \d+\.\d{3} GB : \d+\.\d{3} GB/s : "
-        r"and \d+\.\d{3}s in the background",
-        out,
+        r"and \d+\.\d{3}s in the background"
     )
-    assert saved, out
-    expected, first = losses(folder_of(straight)), str(folder_of(half))
-    code, out = run_here(half, capsys, steps=6, checkpoint=True, resume=first, **axes)
+    assert re.search(saved, next(straight.glob("log-*.out")).read_text())
+    expected, fourth = losses(straight), str(straight / "checkpoints/4")
+    code, out = run_here(tmp_path, capsys, steps=6, checkpoint=True, resume=fourth, **MESH)
     assert code == 0
     assert re.search(r"Time spent in load_checkpoint: \d+\.\d{3}s", out)
-    assert losses(folder_of(half)) == {4: expected[4], 5: expected[5]}
-    prints = [
-        json.loads((folder_of(f) / "checkpoints/6/about/run.json").read_text())["fingerprints"]
-        for f in (straight, half)
-    ]
-    assert prints[0] == prints[1]
-    for other in (dict(cp=4, mbs=4), dict(fsdp=8, mbs=1), dict(pp=2, vp=2, tp=2, mbs=1)):
-        code, out = run_here(half, capsys, steps=6, resume=first, gbs=8, **other)
+    assert losses(folder_of(tmp_path)) == {4: expected[4], 5: expected[5]}
+    sixth = [kills.last(f / "checkpoints", 6) for f in (straight, folder_of(tmp_path))]
+    assert sixth[0] == sixth[1]
+    for other in (dict(cp=4, fsdp=2, mbs=2), dict(pp=2, vp=2, tp=2, mbs=1)):
+        code, out = run_here(tmp_path, capsys, steps=6, resume=fourth, gbs=8, **other)
         assert code == 0, out
-        assert losses(folder_of(half)) == pytest.approx({4: expected[4], 5: expected[5]}, rel=1e-5)
+        assert losses(folder_of(tmp_path)) == pytest.approx(
+            {4: expected[4], 5: expected[5]}, rel=1e-5
+        )
 
 
 def test_a_bad_checkpoint_is_refused_with_its_reason(tmp_path, capsys):
@@ -171,9 +188,11 @@ def test_a_bad_checkpoint_is_refused_with_its_reason(tmp_path, capsys):
     largest.write_bytes(kept[:middle] + bytes(64) + kept[middle + 64 :])
     # In a process of its own: what orbax leaves unfinished would complain in a later test.
     words = ("--config", TINY, "--dtype", "fp32", "--config.precision.grads=fp32", "--steps", "4")
-    process = start(*words, "--resume", str(path), "--output_dir", str(again))
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 2, said
+    output = tmp_path / "said"
+    process = start(output, *words, "--resume", str(path), "--output_dir", str(again))
+    process.join()
+    said = output.read_text()
+    assert process.exitcode == 2, said
     assert f"error: resume: no checkpoint is whole: {path}: damaged, " in said
     assert "Traceback" not in said
     result = json.loads((folder_of(again) / "result.json").read_text())
@@ -206,7 +225,7 @@ def test_resume_passes_over_what_is_damaged_and_names_what_is_changed(tmp_path, 
 
 
 def test_damaged_checkpoints_never_load_and_never_stop_a_run(tmp_path):
-    assert kills.damaged(tmp_path, 16, random.Random(0))["passed over"] > 1
+    assert kills.damaged(tmp_path, 8, random.Random(0))["passed over"] > 1
 
 
 def test_a_damaged_checkpoint_silences_orbax_alone(caplog):
@@ -236,33 +255,14 @@ def test_checkpoints_are_saved_once_in_the_background_and_the_last_are_kept(tmp_
     assert all(x["seconds"] > 0 and x["background_s"] > 0 and x["bytes"] > 99 for x in told)
 
 
-def test_a_killed_run_leaves_its_last_checkpoint_and_its_log(tmp_path, capsys):
-    args = ("--steps", "100000", "--config.output.checkpoint_every=1", "--dtype", "fp32")
-    args += ("--config.precision.grads=fp32",)
-    process = start("--config", TINY, "--output_dir", str(tmp_path), *args)
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("*/*/*/checkpoints/[3-9]"))) < 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    folder = folder_of(tmp_path)
-    assert json.loads((folder / "result.json").read_text())["status"] == "running"
-    before = losses(folder)
-    assert len(before) >= 3
-    assert "completed step: 2" in next(folder.glob("log-*.out")).read_text()
-    last = max(int(p.name) for p in folder.glob("checkpoints/*") if p.name.isdecimal())
-    code, out = run_here(tmp_path / "again", capsys, steps=last + 1, resume=str(folder))
-    assert code == 0, out
-    assert [*losses(folder_of(tmp_path / "again"))] == [last]
-
-
-def test_sigterm_finishes_the_step_saves_and_exits(tmp_path):
-    args = ("--steps", "100000", "--checkpoint", "--output_dir", str(tmp_path))
-    process = start("--config", TINY, *args)
-    wait_for_a_step(tmp_path)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, capsys, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    signals_itself(monkeypatch, signal.SIGTERM, 2)
+    try:
+        code, out = run_here(tmp_path, capsys, steps=100_000, checkpoint=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == loop.AGAIN == 75
     folder = folder_of(tmp_path)
     result = json.loads((folder / "result.json").read_text())
     last = max(losses(folder))
@@ -325,21 +325,23 @@ def test_sigterm_saves_nothing_that_was_not_asked_for(monkeypatch):
     run = resolve("llama31_8b", "tiny", steps=6)
     said = loop.steps(run, device, lambda i: "SIGTERM", device, {"step": 0})
     assert said == "SIGTERM after step 0: nothing saved, no checkpoint was asked for"
+    device = SlowDevice(monkeypatch, 6)
+    said = loop.steps(run, device, lambda i: "SIGTERM" * (i == 5), device, {"step": 0})
+    assert said == ""  # in time with the last step: it is done
 
 
-def test_ctrl_c_keeps_the_results(tmp_path):
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored by what a shell starts with &
-    process = start("--config", TINY, "--steps", "100000", "--output_dir", str(tmp_path))
-    wait_for_a_step(tmp_path)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+def test_ctrl_c_keeps_the_results(tmp_path, capsys, monkeypatch):
+    signals_itself(monkeypatch, signal.SIGINT, 2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+    try:
+        code, out = run_here(tmp_path, capsys, steps=100_000)
+    finally:
+        signal.signal(signal.SIGINT, before)
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
     last = max(losses(folder_of(tmp_path)))
-    assert (process.returncode, result["status"]) == (130, "stopped")
+    assert (code, result["status"]) == (130, "stopped")
     assert result["reason"] == f"stopped by you at step {last}"
-    assert err.strip() == f"maxbench train: {result['reason']}"
+    assert out.endswith(f"maxbench train: {result['reason']}\n")
 
 
 def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
@@ -347,7 +349,7 @@ def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
 
     def full(log, *args):
         made(log, *args)
-        assert log.room.stat().st_size == metrics.ROOM
+        assert os.fstat(log.room.fileno()).st_size == metrics.ROOM
         log.jsonl.close()
         log.jsonl = open("/dev/full", "a", buffering=1)  # noqa: SIM115
 
@@ -358,7 +360,23 @@ def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
     reason = f"No space left on device: output_dir={str(tmp_path)!r}"
     assert (result["status"], result["reason"]) == ("failed", reason)
-    assert not (folder_of(tmp_path) / ".room").exists()
+    kept = {p.name for p in folder_of(tmp_path).iterdir()}
+    assert {"result.json", "metrics.jsonl", f"log-{result['name']}.out"} <= kept
+    assert not any("room" in name or "part" in name for name in kept)
+
+
+def test_figures_that_fail_do_not_hide_how_the_run_ended(tmp_path, capsys, monkeypatch):
+    whole = metrics.Log.summary
+
+    def fail(log):
+        monkeypatch.setattr(metrics.Log, "summary", whole)
+        raise ValueError("no figures")
+
+    monkeypatch.setattr(metrics.Log, "summary", fail)
+    with pytest.raises(ValueError, match="no figures"):
+        run_here(tmp_path, capsys, steps=1)
+    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
+    assert (result["status"], result["reason"]) == ("failed", "ValueError: no figures")
 
 
 def test_first_and_last_step_are_as_long_as_the_others(monkeypatch):
@@ -393,7 +411,7 @@ def test_a_mocked_network_has_no_other_processes(tmp_path, monkeypatch):
         loop.check_processes(run, mesh)
         log = loop.start_log(run, mesh)
         assert hosts.gather({"host": "a"}) == [{"host": "a"}]
-        assert loop.stop_requests()(0) == ""
+        assert loop.stop_requests(None)(0) == ""
     finally:
         jax.config.update("jax_mock_gpu_topology", "")
         signal.signal(signal.SIGTERM, handler)
@@ -417,54 +435,48 @@ def test_devices_that_are_not_there(tmp_path, capsys):
         assert text in out
 
 
-def free_address() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
-
-
-def test_a_process_that_dies_is_named_and_ends_the_run(tmp_path):
-    words = ["--config", TINY, "--fsdp", "2", "--cpu_devices", "1", "--steps", "100000"]
-    words += ["--layers", "1", "--output_dir", str(tmp_path), "--processes", "2"]
-    words += ["--coordinator", free_address()]
-    both = [start(*words, "--process", str(i), SLURMD_NODENAME=f"n{i}") for i in (0, 1)]
-    wait_for_a_step(tmp_path)
-    both[1].kill()
-    _, err = both[0].communicate(timeout=30)
-    both[1].communicate()
-    assert both[0].returncode == 1
-    result = json.loads((folder_of(tmp_path) / "result.json").read_text())
-    reason = "process 1 of 2 on n1: it died, see its output"
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_dies_is_named_and_ends_the_run(tmp_path, lost):
+    run = kills.Start(tmp_path, kills.FOREVER, processes=2)
+    run.until(lambda: run.folder() and losses(run.folder()))
+    run.processes[lost].kill()
+    codes = run.codes()
+    assert codes[lost] == -signal.SIGKILL
+    assert codes[1 - lost] not in (0, -signal.SIGKILL)
+    result = json.loads((run.folder() / "result.json").read_text())
+    reason = f"process {lost} of 2 on n{lost} died, see {run.output}"
     assert (result["status"], result["reason"]) == ("failed", reason)
-    assert f"error: {reason}" in err
-    assert "Traceback" not in err
+    assert result["steps_done"] > 0
+    assert f"error: {reason}" in run.said()
+    assert "Traceback" not in run.said()
 
 
-def test_two_processes_train_as_one(tmp_path, capsys):
+def test_two_processes_train_as_one(straight, tmp_path, capsys):
     """Told of each other by flags; then, to go on, by the environment."""
-    axes = dict(dp=2, fsdp=2, tp=2, gbs=8)
-    assert run_here(tmp_path / "one", capsys, steps=5, **axes)[0] == 0
-    flags = ["--config", TINY, "--dtype", "fp32", "--config.precision.grads=fp32"]
-    flags += [f"--{k}={v}" for k, v in axes.items()] + ["--cpu_devices", "4"]
+    flags = ["--config", TINY, "--dtype", "fp32", "--config.precision.grads=fp32", "--steps", "6"]
+    flags += [f"--{k}={v}" for k, v in MESH.items()]
 
     def pair(by, *more):
-        address, started = free_address(), []
+        address, started, output = kills.free_address(), [], tmp_path / by
         for i in range(2):
             extra, env = ["--coordinator", address, "--processes", "2", "--process", str(i)], {}
             if by == "environment":
                 env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
                 extra, env = [], env | {"JAX_PROCESS_ID": str(i)}
-            started.append(start(*flags, *more, *extra, **env))
+            started.append(start(output, *flags, *more, *extra, devices=4, **env))
         for process in started:
-            _, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err
+            process.join()
+            assert process.exitcode == 0, output.read_text()
 
-    pair("flags", "--steps", "4", "--checkpoint", "--output_dir", str(tmp_path / "two"))
-    resume = str(folder_of(tmp_path / "two"))
-    pair("environment", "--steps", "5", "--resume", resume, "--output_dir", str(tmp_path / "more"))
-    one, two = losses(folder_of(tmp_path / "one")), losses(folder_of(tmp_path / "two"))
-    assert two | losses(folder_of(tmp_path / "more")) == pytest.approx(one, rel=1e-5)
-    assert len(two) == 4
+    every = "--config.output.checkpoint_every=5"
+    pair("flags", every, "--output_dir", str(tmp_path / "two"))
+    two = folder_of(tmp_path / "two")
+    fifth = str(two / "checkpoints/5")
+    pair("environment", "--resume", fifth, "--output_dir", str(tmp_path / "more"))
+    one = losses(straight)
+    assert losses(two) == pytest.approx(one, rel=1e-5)
+    assert losses(folder_of(tmp_path / "more")) == {5: losses(two)[5]}
     assert len(list((tmp_path / "two").rglob("result.json"))) == 1
-    code, out = run_here(tmp_path / "on", capsys, steps=5, resume=resume, cp=2, gbs=8)
+    code, out = run_here(tmp_path / "on", capsys, steps=6, resume=fifth, **MESH)
     assert code == 0, out
+    assert losses(folder_of(tmp_path / "on")) == pytest.approx({5: one[5]}, rel=1e-5)
