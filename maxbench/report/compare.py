@@ -220,14 +220,21 @@ def alarms(times: Sequence[float]) -> list[str]:
     notes, middle = [], statistics.median(times)
     if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
         notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
-    # Median of the slopes between all pairs (Theil-Sen): one slow step does not move it.
-    pairs = itertools.combinations(enumerate(times), 2)
-    slopes = [(b - a) / (j - i) for (i, a), (j, b) in pairs]
-    drift = statistics.median(slopes) * (len(times) - 1)
-    order = sum((s > 0) - (s < 0) for s in slopes) / len(slopes)  # Kendall's tau
-    if abs(drift) > DRIFT * middle and abs(order) > 0.6:
-        notes.append(f"step time drifts by {drift / middle:+.1%} over the window")
+    moved, order = drift(times)
+    if abs(moved) > DRIFT and abs(order) > 0.6:
+        notes.append(f"step time drifts by {moved:+.1%} over the window")
     return notes
+
+
+def drift(times: Sequence[float]) -> tuple[float, float]:
+    """By what share of the median the steps of a run grow over all of them, and how steadily
+    (Kendall's tau, -1 to 1); takes time as the square of their number."""
+    # Median of the slopes between all pairs (Theil-Sen): one slow step does not move it.
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in itertools.combinations(enumerate(times), 2)]
+    if not slopes:
+        return 0.0, 0.0
+    order = sum((s > 0) - (s < 0) for s in slopes) / len(slopes)
+    return statistics.median(slopes) * (len(times) - 1) / statistics.median(times), order
 
 
 def two_modes(values: Sequence[float]) -> tuple[float, float] | None:

@@ -20,9 +20,11 @@ class Frame:
     lines: Mapping[str, Points]  # CSS class -> points
     band: tuple[float, float] | None = None  # a shaded range of x
     values: Mapping[tuple[float, float], str] = dataclasses.field(default_factory=dict)  # labels
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # CSS class -> name of a line
 
-    WIDE, HIGH = 640, 260
-    LEFT, RIGHT, TOP, BOTTOM = 56, 624, 34, 226
+    # Drawn about as wide as a phone is, so that its text is read there too.
+    WIDE, HIGH = 400, 230
+    LEFT, RIGHT, TOP, BOTTOM = 52, 390, 34, 190
 
     def left(self, x: float) -> float:
         share = (x - self.x[0]) / (self.x[1] - self.x[0] or 1)
@@ -48,27 +50,54 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def step_times(times: Mapping[int, float], window: tuple[int, int] | None, title: str) -> Frame:
-    """Seconds of every step after the first, which holds the compile; the window shaded."""
-    steps = sorted(times)
-    shown = steps[1:] if len(steps) > 3 else steps
-    values = sorted(times[i] for i in shown)
+def thin(points: Points, most: int = 120) -> Points:
+    """At most so many points of a line: the lowest and the highest of each stretch of it."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / (most // 2))
+    parts = (points[i : i + size] for i in range(0, len(points), size))
+    height = lambda point: point[1]
+    ends = ({min(part, key=height), max(part, key=height)} for part in parts)
+    return [point for part in ends for point in sorted(part)]
+
+
+def over_steps(
+    lines: Mapping[str, Mapping[int, float]],
+    title: str,
+    unit: str,
+    keys: Mapping[str, str] | None = None,
+    band: tuple[int, int] | None = None,
+) -> Frame:
+    """Values of each step: CSS class -> step -> value. Steps of `band` are shaded."""
+    values = sorted(y for line in lines.values() for y in line.values())
+    steps = sorted({i for line in lines.values() for i in line})
     # One outlier must not flatten everything else: the axis ends a little above p98.
-    top = max(values[round(0.98 * (len(values) - 1))] * 1.15, 1e-9)
-    low = min(values) * 0.9
+    top = max(values[round(0.98 * (len(values) - 1))] * 1.1, 1e-9)
+    low = min(values) * 0.95
     low = 0.0 if low < 0.5 * top else low
     digits = max(0, min(6, 2 - math.floor(math.log10(top - low or 1))))
-    first, last = steps[0], steps[-1]
+    first, last = steps[0], max(steps[-1], steps[0] + 1)
     return Frame(
         title=title,
-        x=(first, max(last, first + 1)),
+        x=(first, last),
         y=(low, top),
-        xs={x: f"{x:.0f}" for x in ticks(first, last, 6) if x == int(x)},
+        xs={x: f"{x:.0f}" for x in ticks(first, last, 5) if x == int(x)},
         ys={y: f"{y:.{digits}f}" for y in ticks(low, top)},
-        names=("step", "seconds"),
-        lines={"ours": [(i, min(times[i], top)) for i in shown]},
-        band=window and (max(window[0] - 0.5, first), min(window[1] + 0.5, last)),
+        names=("step", unit),
+        lines={k: [(i, min(y, top)) for i, y in thin(sorted(v.items()))] for k, v in lines.items()},
+        band=band and (max(band[0] - 0.5, first), min(band[1] + 0.5, last)),
+        keys=keys or {},
     )
+
+
+def after_the_first(times: Mapping[int, float]) -> dict[int, float]:
+    """Step times without the first one, which holds the compile; all where there are few."""
+    return {i: times[i] for i in (sorted(times)[1:] if len(times) > 3 else times)}
+
+
+def finite(values: Mapping[int, float]) -> dict[int, float]:
+    """Those that are numbers."""
+    return {i: y for i, y in values.items() if math.isfinite(y)}
 
 
 def sparkline(times: Mapping[int, float]) -> list[tuple[float, float]]:
@@ -76,7 +105,7 @@ def sparkline(times: Mapping[int, float]) -> list[tuple[float, float]]:
     steps = sorted(times)[1:] or sorted(times)
     if len(steps) < 2:
         return []
-    values = [times[i] for i in steps]
+    values = [y for _, y in thin([(i, times[i]) for i in steps], 30)]
     top, low = sorted(values)[round(0.95 * (len(values) - 1))], min(values)
     span = max(top - low, 0.1 * top) or 1  # noise of a percent must not look like a storm
     across = 90 / (len(values) - 1)
@@ -99,6 +128,7 @@ def scaling(points: Sequence, title: str) -> Frame:
         xs={math.log2(p.gpus): str(p.gpus) for p in points},
         ys={y: f"{y:.0%}" for y in ticks(low, top)},
         names=("GPUs", "tokens/s per GPU, of the smallest scale's"),
+        keys={"ours": "these runs", "theirs": "published", "ideal": "ideal"},
         lines={"ideal": [(first, 1.0), (last, 1.0)], "theirs": theirs, "ours": ours},
         values={(x, y): f"{y:.1%}" for x, y in ours},
     )

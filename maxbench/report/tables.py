@@ -336,7 +336,7 @@ def difference(rows: Sequence[Row], s: Settings) -> str:
         out.append(
             f"the mean step moved by {moved:+.4f} s, {sure} than twice the steps' std {noise:.4f}"
         )
-    x, y = _settings(a), _settings(b)
+    x, y = settings_of(a), settings_of(b)
     # Another program's log names little: what only one of the two names says nothing.
     both = a.record.source == b.record.source
     changed = [
@@ -353,14 +353,16 @@ NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")  # what logs 
 TOLD = ("config", "versions", "environment", "xla_options", "git", "device")  # by result.json
 
 
-def _settings(one: Row) -> dict[str, str]:
+def settings_of(one: Row) -> dict[str, str]:
+    """What a run tells of its settings: 'config.layout.cp' -> '2'."""
     named = {k: getattr(one.record, k) for k in NAMED}
-    return dict(_leaves(named | {k: one.record.result.get(k) for k in TOLD}))
+    return dict(leaves(named | {k: one.record.result.get(k) for k in TOLD}))
 
 
-def _leaves(data: object, name: str = "") -> Iterator[tuple[str, str]]:
+def leaves(data: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """What nested dicts hold: ('config.layout.cp', '2')."""
     if isinstance(data, dict):
         for key, inner in data.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else key)
+            yield from leaves(inner, f"{name}.{key}" if name else key)
     elif data is not None:
         yield name, str(data)

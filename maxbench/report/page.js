@@ -1,0 +1,87 @@
+// Sorts and filters the table, opens the run that a link names, says what is under the mouse, sets
+// two runs side by side. The page is whole without it.
+"use strict";
+const all = (what, of = document) => [...of.querySelectorAll(what)];
+const make = (name, text = "", about = {}) => Object.assign(document.createElement(name), { textContent: text }, about);
+
+const table = document.querySelector("table.sorted");
+if (table) {
+  const body = table.tBodies[0], rows = [...body.rows], find = document.getElementById("find");
+  const text = row => row.textContent.toLowerCase();
+  find.hidden = false;
+  find.querySelector("input").addEventListener("input", e => {
+    const words = e.target.value.toLowerCase().split(/\s+/);
+    const kept = rows.filter(row => !(row.hidden = !words.every(word => text(row).includes(word))));
+    find.querySelector("output").textContent = kept.length < rows.length ? `${kept.length} of ${rows.length}` : "";
+  });
+  const value = (row, i) => {
+    const said = row.cells[i].innerText.trim(), number = parseFloat(said.replace(/,/g, ""));
+    return i < 2 || isNaN(number) ? said : number;
+  };
+  all("thead th", table).forEach((head, i) => {
+    if (head.textContent === "Step times") return;
+    const button = make("button", head.textContent);
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const down = head.ariaSort === "ascending" ? -1 : 1;
+      all("thead th", table).forEach(other => { other.ariaSort = null; });
+      head.ariaSort = down > 0 ? "ascending" : "descending";
+      const keys = new Map(rows.map(row => [row, value(row, i)]));
+      const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(b, "en", { numeric: true }));
+      body.append(...rows.sort((a, b) => down * order(keys.get(a), keys.get(b))));
+    });
+  });
+}
+
+const open = () => { const named = document.getElementById(location.hash.slice(1)); if (named?.tagName === "DETAILS") { named.open = true; named.scrollIntoView(); } };
+addEventListener("hashchange", open);
+open();
+
+const tip = make("div", "", { id: "tip", hidden: true });
+document.body.append(tip);
+all("svg.frame").forEach(svg => svg.addEventListener("pointermove", e => {
+  const [left, right, bottom, top, x0, x1, y0, y1] = svg.dataset.box.split(" ").map(Number);
+  const at = new DOMPoint(e.clientX, e.clientY).matrixTransform(svg.getScreenCTM().inverse());
+  const near = all("polyline", svg).flatMap(line => [...line.points].map(p => [Math.hypot(p.x - at.x, p.y - at.y), p, line]))
+    .reduce((a, b) => (b[0] < a[0] ? b : a), [25]);
+  tip.hidden = near.length < 2;
+  if (tip.hidden) return;
+  const x = x0 + (near[1].x - left) / (right - left) * (x1 - x0), y = y0 + (near[1].y - bottom) / (top - bottom) * (y1 - y0);
+  const [across, up] = svg.dataset.names.split("|");
+  tip.textContent = `${near[2].textContent}: ${across} ${across === "step" ? Math.round(x) : Math.round(2 ** x)}, ${up === "seconds" || up === "loss" ? `${y.toPrecision(4)} ${up}` : `${(100 * y).toFixed(1)} %`}`;
+  tip.style.left = `${Math.min(e.pageX + 12, scrollX + innerWidth - tip.offsetWidth - 4)}px`;
+  tip.style.top = `${e.pageY + 16}px`;
+}));
+document.addEventListener("pointerover", e => { if (!e.target.closest("svg.frame")) tip.hidden = true; });
+
+const runs = all("details.run"), pair = document.getElementById("pair");
+const told = list => new Map(all("dt", list).map(name => [name.textContent, name.nextElementSibling.textContent]));
+const known = run => {
+  const link = table && all("tbody th > a", table).find(a => a.hash === `#${run.id}`);
+  const cells = link ? all("td", link.closest("tr")).map(td => [td.dataset.name, td.innerText.trim().replace(/\s*\n\s*/g, "; ")]) : [];
+  const usual = run.matches(".whole") ? told(document.getElementById("usual")) : []; // a log names little
+  return new Map([...cells, ...usual, ...all(":scope > dl", run).flatMap(list => [...told(list)])]);
+};
+if (runs.length > 1) {
+  const pick = n => { const made = make("select", "", { ariaLabel: `run ${n + 1}` }); made.append(...runs.map(run => make("option", run.querySelector("summary").textContent.trim()))); made.selectedIndex = n; return made; };
+  const picks = [pick(0), pick(1)], result = make("div", "", { className: "scroll" });
+  const show = () => {
+    const [a, b] = picks.map(select => known(runs[select.selectedIndex]));
+    const names = [...new Set([...a.keys(), ...b.keys()])].filter(name => (a.get(name) ?? "") !== (b.get(name) ?? ""));
+    const head = make("tr"), grid = make("table"), top = make("thead"), below = make("tbody");
+    head.append(...["What differs", "first", "second"].map(text => make("th", text, { scope: "col" })));
+    top.append(head);
+    below.append(...names.map(name => {
+      const row = make("tr"), cells = [[a, "first"], [b, "second"]].map(([run, side]) => { const td = make("td"); td.dataset.name = side; td.append(make("span", run.get(name) ?? "")); return td; });
+      row.append(make("th", name, { scope: "row" }), ...cells);
+      return row;
+    }));
+    grid.append(top, below);
+    result.replaceChildren(names.length ? grid : make("p", "Nothing differs that both tell."));
+  };
+  picks.forEach(select => select.addEventListener("change", show));
+  pair.replaceChildren(...picks, result);
+  show();
+} else {
+  pair.textContent = "There is one run.";
+}
