@@ -96,8 +96,8 @@ def after_the_first(times: Mapping[int, float]) -> dict[int, float]:
 
 
 def finite(values: Mapping[int, float]) -> dict[int, float]:
-    """Those that are numbers."""
-    return {i: y for i, y in values.items() if math.isfinite(y)}
+    """Those that are numbers an axis can hold."""
+    return {i: y for i, y in values.items() if abs(y) < 1e30}
 
 
 def sparkline(times: Mapping[int, float]) -> list[tuple[float, float]]:

@@ -3,6 +3,7 @@ sample in the docs."""
 
 import html
 import json
+import math
 import pathlib
 import re
 import resource
@@ -189,6 +190,15 @@ def test_flat_runs_are_grouped_and_lines_are_thinned(tmp_path):
     assert 50 < len(kept) <= 100
     assert kept == sorted(kept)
     assert {y for _, y in kept} == {0.0, 6.0}
+
+
+def test_what_is_no_figure_breaks_no_plot(tmp_path):
+    hosts = {"a": 1, "b": {"gemm_tflops": ["x", math.nan, True]}, "<c>": {"step_s": -1}}
+    path = ours(tmp_path, hosts=hosts, slow_hosts=[["a"]], ended=1e300, started=-5)
+    lines = (path / "metrics.jsonl").read_text().replace("2.0", "1.7e308", 9).replace("2.0", "-1")
+    (path / "metrics.jsonl").write_text(lines)
+    assert "&lt;c&gt;" in made(tmp_path)
+    assert plots.finite({0: math.nan, 1: -math.inf, 2: 1e300, 3: 1.0}) == {3: 1.0}
 
 
 def test_a_thousand_runs_in_five_seconds_and_three_megabytes(tmp_path):
