@@ -39,7 +39,7 @@ for (const e of document.querySelectorAll("body *")) {
   if (parseFloat(style.fontSize) * scale < 11) small.push(named);
   if (ratio(drawn ? style.fill : style.color, behind(e)) < 4.5) faint.push(named);
 }
-const found = { faint, small, wide: [document.documentElement.scrollWidth, innerWidth] };
+const found = { faint, small };
 const body = document.querySelector("table.sorted").tBodies[0];
 const said = () => [...body.rows].filter(r => !r.hidden).map(r => r.querySelector("a").textContent);
 const find = document.querySelector("input");
@@ -60,6 +60,7 @@ const at = new DOMPoint(line.points[5].x, line.points[5].y).matrixTransform(svg.
 svg.dispatchEvent(new PointerEvent("pointermove", { clientX: at.x, clientY: at.y }));
 found.tip = document.getElementById("tip").textContent;
 found.scopes = document.querySelectorAll("th:not([scope])").length;
+found.wide = [document.documentElement.scrollWidth, innerWidth];
 document.body.append(Object.assign(document.createElement("pre"), { id: "probe",
   textContent: JSON.stringify(found) }));
 """
