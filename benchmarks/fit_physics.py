@@ -33,13 +33,15 @@ RANGES = {
     "attention_forward": (0.45, 0.75),
     "attention_backward": (0.35, 0.60),
     "memory": (0.75, 0.95),
-    "nvlink": (0.60, 0.90),
+    "nvlink": (0.55, 0.90),
     "network": (0.70, 0.98),
-    "nvlink_us": (0.5, 3.0),
-    "network_us": (2.0, 15.0),
+    "nvlink_us": (1.0, 6.0),
+    "network_us": (5.0, 25.0),
+    "round_us": (1.0, 6.0),
     "launch_us": (1.0, 6.0),
     "host_us": (8.0, 50.0),
     "contention": (0.0, 0.25),
+    "spread": (0.0, 0.01),
 }
 FITTED_ON = (64, 256, 1024)  # GPUs of the Llama 2 70B rows
 NODES = 3  # of the grid, per constant

@@ -45,11 +45,13 @@ class Physics:
     memory: Reach  # of memory_gbps, kernels that stream
     nvlink: Reach  # of nvlink_gbps / 2, a ring collective's bus bandwidth
     network: Reach  # of network_gbps
-    nvlink_us: Latency  # of one step of a collective
+    nvlink_us: Latency  # of one step of a collective with NCCL's Simple protocol
     network_us: Latency
+    round_us: Latency  # of a round of a matrix product's tiles, beside its loop over k
     launch_us: Latency  # from one kernel's end to the next one's start
     host_us: Latency  # idle while the host reads a condition: a branch, a loop of unknown length
-    contention: Share  # a kernel runs longer by this fraction beside a collective
+    contention: Share  # a kernel and a collective beside it each run longer by this fraction
+    spread: Share  # standard deviation of a GPU's time for a second's work, each second anew
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ reach of it (hardware/gpus.toml).
 
 import dataclasses
 import math
+import statistics
 
 import numpy as np
 
@@ -19,6 +20,11 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one co
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
 GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
+# NCCL's protocols LL, LL128 and Simple, as its tuner prices them (nccl: src/graph/tuning.cc): share
+# of the links' rate; latency before the first byte and of a step within a node, both as a share of
+# Physics.nvlink_us, and of a step between nodes, of network_us.
+PROTOCOLS = ((0.5, 1.9, 0.18, 0.19), (0.92, 4.1, 0.56, 0.29), (1.0, 2.5, 1.0, 1.0))
+TREE = 0.92  # of a ring's rate, from the same place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +70,18 @@ class Costs:
     def gemm(self, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
         """Seconds of a matrix product on the tensor cores alone; dtype: of its operands.
 
-        The output is cut in tiles, one per core at a time: the last round is rarely full. Of a few
-        usual tiles the one with the fullest rounds counts.
+        The output is cut in tiles, one per core at a time: the last round is rarely full, and each
+        fills its pipeline and writes its output before and after the loop over k. Of a few usual
+        tiles the fastest counts.
         """
-        rounds = lambda tiles: math.ceil(tiles / self.chip.cores) * self.chip.cores / tiles
-        area = lambda a, b: math.ceil(m / a) * math.ceil(n / b) * batch
-        waste = min(rounds(area(a, b)) * area(a, b) * a * b / (m * n * batch) for a, b in TILES)
-        return 2 * m * n * k * batch * waste / self.rate(PEAKS.get(dtype, "bf16"))
+        rate = self.rate(PEAKS.get(dtype, "bf16")) / self.chip.cores
+        rate /= 2 if dtype == "f32" else 1  # as TF32
+
+        def seconds(a, b):
+            rounds = math.ceil(math.ceil(m / a) * math.ceil(n / b) * batch / self.chip.cores)
+            return rounds * (2 * a * b * k / rate + self.physics.round_us * 1e-6)
+
+        return min(seconds(*tile) for tile in TILES)
 
     def attention(self, flops: float, backward: bool) -> float:
         """Seconds of flash attention, of the FLOPs that its mask leaves."""
@@ -106,29 +117,43 @@ class Costs:
           kind: a value of hlo.COLLECTIVES.
           sent, received: bytes of its operands and results on one GPU.
 
-        Rings carry (n - 1) / n of the whole through every GPU; between domains each member brings
-        its own network link, so the slower of NVLink and the members' links together decides.
+        As NCCL does it: in a ring or, an all-reduce, in a tree, whichever is faster, with the
+        protocol that is faster. A ring carries (n - 1) / n of the whole through every GPU; between
+        domains each member brings its own network link, so the slower of NVLink and the members'
+        links together decides.
         """
         n, p = link.members, self.physics
         if n == 1:
             return self.memory(sent + received)
         nvlink = self.gpu.nvlink_gbps / 2 * 1e9 * p.nvlink
         network = self.gpu.network_gbps * 1e9 * p.network
-        if kind == "permute":
-            rate, latency = (nvlink, p.nvlink_us) if link.domains == 1 else (network, p.network_us)
-            return sent / rate + latency * 1e-6
-        # A tree within and over domains: NCCL's choice for small messages. For large ones the steps
-        # of a ring hide behind the data.
-        steps = lambda n: math.ceil(math.log2(n)) if n > 1 else 0
-        latency = steps(link.inside) * p.nvlink_us + steps(link.domains) * p.network_us
-        latency = latency * 1e-6 + self.launch
-        if kind == "all-to-all":
-            outside = (n - link.inside) / n * sent
-            inside = (link.inside - 1) / n * sent
-            return max(outside / network, inside / nvlink) + latency
         rate = nvlink if link.domains == 1 else min(nvlink, network * link.inside)
-        once = max(sent, received) * (n - 1) / n / rate + latency
-        return once * (2 if kind == "all-reduce" else 1)
+        if kind in ("permute", "all-to-all"):  # messages from GPU to GPU
+            latency = PROTOCOLS[-1][1] * p.nvlink_us
+            latency = 1e-6 * (latency + (p.nvlink_us if link.domains == 1 else p.network_us))
+            if kind == "permute":
+                return sent / (nvlink if link.domains == 1 else network) + latency
+            outside, inside = (n - link.inside) / n * sent, (link.inside - 1) / n * sent
+            return max(outside / network, inside / nvlink) + latency
+        size, times = max(sent, received), 2 if kind == "all-reduce" else 1
+        found = []
+        for share, base, near, far in PROTOCOLS:
+            base, near, far = base * p.nvlink_us, near * p.nvlink_us, far * p.network_us
+            ring = (n - link.domains) * near + (link.domains - 1) * far
+            tree = (link.inside - 1) * near + math.log2(link.domains) * far
+            ways = (size * (n - 1) / n, ring), (size / TREE, tree)
+            for data, steps in ways[:times]:  # only an all-reduce can be a tree
+                found.append((base + times * steps) * 1e-6 + times * data / (rate * share))
+        return min(found)
+
+    def waits(self, seconds: float, times: int, n: int) -> float:
+        """Seconds lost when n GPUs wait for each other so many times, evenly, in `seconds`.
+
+        They wait for the slowest, the largest of n draws. Draws are independent, so of a short time
+        the standard deviation is that of a second times the root.
+        """
+        largest = statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))  # Blom's, in deviations
+        return times * self.physics.spread * math.sqrt(seconds / times) * largest
 
     @property
     def launch(self) -> float:

@@ -20,10 +20,12 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
     "gemm": "matrix products",
     "attention": "attention",
     "memory": "memory-bound kernels",
+    "amax": "passes for FP8 scales",
     "copy": "copies, nothing computed",
     "launch": "gaps between kernels",
     "host": "the host decides what runs",
     "contention": "slower beside communication",
+    "slowest": "waiting for the slowest GPU",
     "exposed": "exposed communication",
     "idle": "pipeline idle",
 }

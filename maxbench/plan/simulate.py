@@ -3,8 +3,9 @@
 One stream computes, in the program's order. All collectives run on one stream beside it, as in XLA
 (its ExecutionStreamAssignment has one for communication, and no option for more; the limit on
 parallel collectives is the scheduler's): from their start op on, as soon as the stream is free. A
-done op waits. What the compute stream waits is exposed communication. A kernel beside a running
-collective takes longer by the contention of the GPU type.
+done op waits. What the compute stream waits is exposed communication. A kernel and a collective
+beside each other both take longer, by the contention of the GPU type. Copies and slices that the
+compiler made asynchronous have a stream each.
 
 A loop's iterations are all the same unless a collective from before the loop still runs, so one is
 played and counted as often as the loop runs.
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from maxbench.plan import hlo
 from maxbench.plan.costs import GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
 
-STREAMS = ("compute", "communication")
+STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
 MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
 EXPANDED = 3  # iterations of a loop that a recorded timeline shows one by one
@@ -60,8 +61,9 @@ class Timeline:
 
     Attributes:
       seconds: its length.
-      compute: seconds of the compute stream by kind: gemm, attention, memory, copy, launch, host,
-        contention.
+      compute: seconds of the compute stream by kind: gemm, attention, memory, amax (a pass over
+        a tensor for the scale of its format), copy, launch, host, contention, slowest (waiting
+        for the slowest GPU).
       traffic: communication by (kind, axes).
       idle_s: time in which other stages have work (pipeline bubble).
       flops: of matrix products and attention on one GPU, what the hardware executes.
@@ -79,6 +81,18 @@ class Timeline:
     def exposed_s(self) -> float:
         """Seconds that the compute stream waits for communication."""
         return sum(t.exposed_s for t in self.traffic.values())
+
+
+@dataclasses.dataclass
+class Running:
+    """Something beside the compute stream: from begin to end, in seconds."""
+
+    name: str
+    kind: str
+    begin: float
+    end: float
+    bytes: int = 0
+    traffic: Traffic | None = None  # None: a kernel
 
 
 ALWAYS = (1.0, 0.0)  # the longest branch, every time
@@ -99,7 +113,10 @@ def play(
       record: keep the bars, for drawing.
     """
     player = _Player(program, costs, shares, record)
-    player.timeline.seconds = player.run(program.entry, 0.0, 1)
+    seconds = player.run(program.entry, 0.0, 1)
+    slowest = costs.waits(seconds, 1, costs.gpus)  # once a step, for the gradients of all
+    player.timeline.compute["slowest"] = slowest
+    player.timeline.seconds = seconds + slowest
     return player.timeline
 
 
@@ -108,11 +125,12 @@ class _Player:
         self.program, self.costs, self.shares, self.record = program, costs, shares, record
         self.timeline = Timeline()
         self.free = 0.0  # when the communication stream is free again
+        self.queue: list[Running] = []  # collectives that may not be over
         self.prices: dict[hlo.Op, tuple[str, float, float]] = {}
 
     def run(self, where: hlo.Computation, now: float, times: float) -> float:
         """Plays a computation that starts at `now` and runs `times` times; returns its end."""
-        pending: dict[str, tuple[float, Traffic]] = {}
+        pending: dict[str, Running] = {}
         for op in where.ops:
             base = op.base
             if op.opcode in hlo.FREE:
@@ -174,19 +192,26 @@ class _Player:
     def _wait(self, running, now, times):
         if running is None:
             return now
-        end, traffic = running
-        if end > now:
-            traffic.exposed_s += (end - now) * times
-            self._bar("compute", f"wait for {traffic.kind}", "wait", now, end - now)
-        return max(now, end)
+        stream = "communication" if running.traffic else "copies"
+        begin, end = running.begin, running.end
+        self._bar(stream, running.name, running.kind, begin, end - begin, running.bytes)
+        waited = max(end - now, 0.0)
+        if waited and running.traffic:
+            running.traffic.exposed_s += waited * times
+            self._bar("compute", f"wait for {running.traffic.kind}", "wait", now, waited)
+        elif waited:
+            self.timeline.compute[running.kind] += waited * times
+        return now + waited
 
     def _communicate(self, where, op, base, now, times, pending):
         inner, place = op, where
-        if base == "async":  # a wrapper: the collective is the root of what it calls
+        if base == "async":  # a wrapper: what runs is the root of what it calls
             place = self.program.called(op)
             inner = place.root
         kind = hlo.COLLECTIVES.get(inner.base)
-        if kind is None:  # a kernel or a copy on another stream: short, and never a collective
+        if kind is None:
+            kind, seconds, _ = price(self.program, place, inner, self.costs)
+            pending[op.name] = Running(op.name, kind, now, now + seconds)
             return now
         sent = sum(hlo.size(o.shape) for o in place.operands(inner))
         done = next((user for user in where.users[op.name] if user.is_done), op)
@@ -199,13 +224,13 @@ class _Player:
         traffic.bytes += max(sent, received) * times
         traffic.busy_s += seconds * times
         begin = max(now, self.free)
-        end = self.free = begin + seconds
+        self.free = begin + seconds
         name = f"{kind} over {link.axes} ({link.name})"
-        self._bar("communication", name, kind, begin, seconds, max(sent, received))
+        running = Running(name, kind, begin, self.free, max(sent, received), traffic)
         if op.sync or not op.opcode.endswith("-start"):
-            now = self._wait((end, traffic), now, times)
-        else:
-            pending[op.name] = (end, traffic)
+            return self._wait(running, now, times)
+        pending[op.name] = running
+        self.queue.append(running)
         return now
 
     def _kernel(self, where, op, now, times):
@@ -224,15 +249,17 @@ class _Player:
         return now + seconds + launch
 
     def _beside(self, now: float, alone: float) -> float:
-        """Seconds of a kernel that starts at now, slower while a collective runs."""
-        until = self.free
-        if until <= now or self.costs.gpus == 1:
+        """Seconds of a kernel that starts at now; it and the collectives beside it are slower."""
+        self.queue = [running for running in self.queue if running.end > now]
+        together = min(alone, self.free - now)
+        if together <= 0 or self.costs.gpus == 1:
             return alone
-        slower = alone * (1 + self.costs.physics.contention)
-        if now + slower <= until:
-            return slower
-        done = (until - now) / (1 + self.costs.physics.contention)
-        return until - now + alone - done
+        more = together * self.costs.physics.contention
+        self.free += more
+        for running in self.queue:
+            running.end += more
+            running.begin += more if running.begin > now else 0
+        return alone + more
 
     def _bar(self, *about):
         if self.record:
@@ -276,7 +303,10 @@ def price(
         seconds = costs.attention(flops, backward)
     elif op.opcode in MOVES or (fused and all(map(_moves, ops))):
         kind = "copy"
-    return kind, max(seconds, costs.memory(moved(program, where, op))), flops
+    size = moved(program, where, op)
+    if kind == "memory" and module(op.op_name) and op.op_name.endswith("reduce_max"):
+        kind = "amax" if hlo.size(op.shape) < size / 100 else kind
+    return kind, max(seconds, costs.memory(size)), flops
 
 
 def _moves(op: hlo.Op) -> bool:
