@@ -1,33 +1,42 @@
-"""How far docs/plan.csv is from published step times: by workload, overall, and of trends.
+"""How far off docs/plan.csv is from published step times: by workload, overall, and of trends.
 
-python benchmarks/plan_errors.py
+  python benchmarks/plan_errors.py
 
-Twice: of our program as it is compiled, and as published, without the terms by which the published
-programs differ (maxbench/plan/terms.py). A trend is a ratio of two rows, its error that of the
-predicted ratio: the same model on more GPUs (weak scaling, against its fewest), FP8 over BF16.
+Three times: of our program as it is compiled; as published, without the terms by which the
+published programs differ (maxbench/plan/terms.py); and as published with constants fitted to the
+other workloads alone (maxbench/hardware/errors.csv). Of the rows that have the prices which most
+have. Rows that run the same program but for more copies of it count as one. A trend is a ratio of
+two rows, its error that of the predicted ratio: the same model on more GPUs (weak scaling, against
+its fewest), FP8 over BF16.
 """
 
+import collections
 import csv
-import math
 import pathlib
 import statistics
 
 from maxbench.hardware import published
 
-COLUMNS = {"error_pct": "as compiled", "error_as_published_pct": "as published"}
+WAYS = ("as compiled", "as published", "left out")
+Key = tuple[str, str, int]  # workload, dtype, GPUs
 
 
-def table() -> dict[tuple, dict]:
-    """Rows that have a published time, by (workload, dtype, GPUs); errors as ratios, 1 = right."""
-    rows = {}
+def table() -> tuple[dict[Key, tuple[float, ...]], dict[Key, float]]:
+    """Rows with a published time -> predicted over published in each of WAYS; their weights."""
+    ratios, weights = {}, {}
     with pathlib.Path("docs/plan.csv").open(newline="") as f:
-        for row in (r for r in csv.DictReader(f) if r["error_pct"]):
-            right = {c: 1 + float(row[c]) / 100 for c in COLUMNS}
-            rows[row["workload"], row["dtype"], int(row["gpus"])] = right
-    return rows
+        known = [r for r in csv.DictReader(f) if r["error_pct"]]
+    (latest, _), *_ = collections.Counter(r["prices"] for r in known).most_common()
+    left = {(f"{e.model}_{e.size}", e.dtype, e.gpus): e for e in published.errors()}
+    for r in (r for r in known if r["prices"] == latest):
+        key = (r["workload"], r["dtype"], int(r["gpus"]))
+        if key in left:
+            ours = [1 + float(r[c]) / 100 for c in ("error_pct", "error_as_published_pct")]
+            ratios[key], weights[key] = (*ours, 1 + left[key].error), left[key].weight
+    return ratios, weights
 
 
-def trends(rows: dict[tuple, dict]) -> dict[str, list[tuple]]:
+def trends(rows: dict[Key, tuple]) -> dict[str, list[tuple[Key, Key]]]:
     """Name -> pairs of keys of rows whose ratio is a trend."""
     layers = {(f"{r.model}_{r.size}", r.dtype, r.gpus): r.layers for r in published.rows()}
     fewest: dict[tuple, tuple] = {}
@@ -35,31 +44,44 @@ def trends(rows: dict[tuple, dict]) -> dict[str, list[tuple]]:
         fewest.setdefault((*key[:2], layers[key]), key)
     weak = [(key, fewest[(*key[:2], layers[key])]) for key in rows]
     fp8 = [((w, "fp8", n), (w, "bf16", n)) for w, dtype, n in rows if dtype == "bf16"]
-    return {"weak scaling": [p for p in weak if p[0] != p[1]], "FP8 over BF16": fp8}
+    return {
+        "weak scaling": [p for p in weak if p[0] != p[1]],
+        "FP8 over BF16": [(a, b) for a, b in fp8 if a in rows],
+    }
 
 
-def summary(errors: list[float]) -> str:
+def summary(errors: list[float], weights: list[float]) -> str:
     """Median and 90th percentile of their sizes, in %."""
-    sizes = sorted(abs(e) * 100 for e in errors)
-    return f"{statistics.median(sizes):.1f}, {sizes[math.ceil(0.9 * len(sizes)) - 1]:.1f}"
+    at = lambda share: published.quantile(map(abs, errors), weights, share)
+    return f"{at(0.5) * 100:.1f}, {at(0.9) * 100:.1f}"
 
 
 def main() -> None:
-    rows = table()
+    rows, weights = table()
     line = lambda name, cells: print(f"| {name} | " + " | ".join(map(str, cells)) + " |")
-    line("rows", ["n", *(f"{t}: median, worst %" for t in COLUMNS.values())])
-    print("|---" * (2 + len(COLUMNS)) + "|")
+    ways = [*enumerate(WAYS)]
+    line("rows", ["n", *(f"{way}: median, worst %" for way in WAYS)])
+    print("|---" * (2 + len(WAYS)) + "|")
     for name in sorted({key[:2] for key in rows}):
-        errors = {c: [100 * (r[c] - 1) for k, r in rows.items() if k[:2] == name] for c in COLUMNS}
-        text = [f"{statistics.median(e):+.1f}, {max(e, key=abs):+.1f}" for e in errors.values()]
-        line(" ".join(name), [len(errors["error_pct"]), *text])
+        errors = [[100 * (r[i] - 1) for k, r in rows.items() if k[:2] == name] for i, _ in ways]
+        text = [f"{statistics.median(e):+.1f}, {max(e, key=abs):+.1f}" for e in errors]
+        line(" ".join(name), [len(errors[0]), *text])
     print()
-    line("all", ["n", *(f"{t}: median, 90th percentile %" for t in COLUMNS.values())])
-    print("|---" * (2 + len(COLUMNS)) + "|")
-    line("rows", [len(rows), *(summary([r[c] - 1 for r in rows.values()]) for c in COLUMNS)])
+    line("all", ["n", *(f"{way}: median, 90th percentile %" for way in WAYS)])
+    print("|---" * (2 + len(WAYS)) + "|")
+    shares = [weights[k] for k in rows]
+    line(
+        "programs",
+        [
+            round(sum(shares)),
+            *(summary([r[i] - 1 for r in rows.values()], shares) for i, _ in ways),
+        ],
+    )
     for name, pairs in trends(rows).items():
-        errors = ([rows[a][c] / rows[b][c] - 1 for a, b in pairs] for c in COLUMNS)
-        line(name, [len(pairs), *map(summary, errors)])
+        if pairs:
+            errors = ([rows[a][i] / rows[b][i] - 1 for a, b in pairs] for i, _ in ways)
+            shares = [weights[a] for a, _ in pairs]
+            line(name, [len(pairs), *(summary(e, shares) for e in errors)])
 
 
 if __name__ == "__main__":

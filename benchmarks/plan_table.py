@@ -1,16 +1,19 @@
-"""Plans every row of the recipe tables, in several processes, into docs/plan.md and docs/plan.csv.
+"""Plans every row of the recipe tables, in several processes, into docs/plan.csv, and 15 of them
+into docs/plan.md.
 
-  python benchmarks/plan_table.py [--jobs 2]
+  python benchmarks/plan_table.py [--jobs 2] [--cached]
 
 A row is planned twice at most: with the recomputation of the published run, whether or not it
 fits, and where it does not with the policy that keeps most and fits. Compiled programs are cached,
-so a sweep that was stopped goes on where it was.
+so a sweep that was stopped goes on where it was. --cached: only rows whose program is there; the
+others stay as they are. The column `prices` says which revision of the prices a row is of.
 """
 
 import argparse
 import concurrent.futures
 import csv
 import dataclasses
+import hashlib
 import io
 import json
 import pathlib
@@ -18,10 +21,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from maxbench.plan import artifact
 from maxbench.plan.memory import GIB
-from maxbench.spec import recipes
+from maxbench.spec import cli, recipes
 
-TABLE = "## Every row"  # the heading of docs/plan.md that the generated table follows
+TABLE = "## Fifteen rows"  # the heading of docs/plan.md that the generated table follows
+CSV = pathlib.Path("docs/plan.csv")
+# What decides a prediction of a program.
+PRICES = ("hardware/gpus.toml", "plan/costs.py", "plan/simulate.py", "plan/terms.py")
 COLUMNS = {
     "workload": "workload",
     "gpu_type": "GPU",
@@ -44,8 +51,11 @@ COLUMNS = {
     "fp8_ratio_published": "FP8/BF16 published",
     "fitting_remat": "remat that fits",
     "fitting_step_s": "predicted s with it",
+    "prices": "prices",
     "note": "note",
 }
+SHOWN = ["workload", "gpu_type", "gpus", "dtype", "memory_gib", "fits", "step_s", "published_s"]
+SHOWN += ["error_pct", "as_published_s", "error_as_published_pct", "mfu_pct", "exposed_pct"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +86,22 @@ def rows(configs: list[str]) -> list[Row]:
     return found
 
 
+def prices() -> str:
+    """The revision of the prices."""
+    package = pathlib.Path(artifact.__file__).parents[1]
+    return hashlib.sha256(b"".join((package / p).read_bytes() for p in PRICES)).hexdigest()[:8]
+
+
+def key(row: Row) -> dict[str, str]:
+    """What names a row's line."""
+    named = {k: str(getattr(row, k)) for k in ("gpu_type", "gpus", "dtype", "scaling")}
+    return {"workload": pathlib.Path(row.config).stem} | named
+
+
 def plan_row(row: Row) -> dict:
     """A row's line of the table. Each plan is a process of its own: a compiler's memory ends with
     it."""
-    line = {k: "" for k in COLUMNS} | {"workload": pathlib.Path(row.config).stem}
-    line |= {k: getattr(row, k) for k in ("gpu_type", "gpus", "dtype", "scaling")}
+    line = dict.fromkeys(COLUMNS, "") | key(row) | {"prices": prices()}
     published, error = _plan(row.flags)
     if published is None:
         return line | {"note": error}
@@ -159,29 +180,39 @@ def as_csv(lines: list[dict]) -> str:
 
 
 def as_markdown(lines: list[dict]) -> str:
-    """The table; rows that could not be planned are counted by reason under it."""
-    planned = [x for x in lines if x["step_s"]]
-    shown = [k for k in COLUMNS if k != "note" or any(x["note"] for x in planned)]
-    text = ["| " + " | ".join(COLUMNS[k] for k in shown) + " |", "|---" * len(shown) + "|"]
-    text += ["| " + " | ".join(str(x[k]) for k in shown) + " |" for x in planned]
-    reasons: dict[str, int] = {}
+    """The first row of each workload and dtype on H100, and of each other GPU type in BF16."""
+    first: dict[tuple, dict] = {}
     for x in lines:
-        if not x["step_s"]:
-            reasons[x["note"]] = reasons.get(x["note"], 0) + 1
-    text += ["", *(f"{n} rows not planned: {why}." for why, n in sorted(reasons.items()))]
+        h100 = x["gpu_type"] == "h100"
+        if x["step_s"] and (h100 or x["dtype"] == "bf16"):
+            first.setdefault((x["workload"], x["gpu_type"], x["dtype"]), x)
+    text = ["| " + " | ".join(COLUMNS[k] for k in SHOWN) + " |", "|---" * len(SHOWN) + "|"]
+    text += ["| " + " | ".join(str(x[k]) for k in SHOWN) + " |" for x in first.values()]
     return "\n".join(text) + "\n"
+
+
+def cached(row: Row) -> bool:
+    """Whether the row's program is there."""
+    return artifact.load(cli.run_of(row.flags)) is not None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--cached", action="store_true", help="only rows that were compiled")
+    asked = parser.parse_args()
     every = rows(sorted(str(path) for path in pathlib.Path("configs").glob("*.py")))
     say = lambda text: print(text, file=sys.stderr, flush=True)
-    lines = sweep(every, parser.parse_args().jobs, say)
-    docs = pathlib.Path("docs")
-    (docs / "plan.csv").write_text(as_csv(lines))
-    head = (docs / "plan.md").read_text().partition(TABLE)[0]
-    (docs / "plan.md").write_text(f"{head}{TABLE}\n\n{as_markdown(lines)}")
+    some = [row for row in every if not asked.cached or cached(row)]
+    with CSV.open(newline="") as f:
+        lines = {tuple(x[k] for k in key(every[0])): x for x in csv.DictReader(f, restval="")}
+    lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(some, asked.jobs, say)}
+    ordered = [lines[tuple(key(row).values())] for row in every]
+    CSV.write_text(as_csv(ordered))
+    page = pathlib.Path("docs/plan.md")
+    head, _, tail = page.read_text().partition(TABLE)
+    _, heading, after = tail.partition("\n## ")
+    page.write_text(f"{head}{TABLE}\n\n{as_markdown(ordered)}{heading}{after}")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 # A room may import from those above it here and from itself; doors, which are in none, from all.
 # Beside each: how many lines it may have, and whether importing it may load jax and numpy.
 ROOMS = {
-    "hardware": (270, False),
+    "hardware": (360, False),
     "spec": (1700, False),
     "mesh": (270, True),
     "model": (1930, True),
     "step": (920, True),
     "run": (2590, True),
-    "plan": (3210, True),
+    "plan": (3330, True),
     "launch": (2050, False),
     "report": (2230, False),
 }

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from maxbench.hardware.gpus import Physics
-from maxbench.hardware.published import Comparison
+from maxbench.hardware.published import Band, Comparison, band, parallelism
 from maxbench.plan import artifact, hlo, memory, simulate, terms
 from maxbench.plan.artifact import Compiled
 from maxbench.plan.costs import Costs
@@ -66,6 +66,13 @@ class Plan:
     def fits(self) -> bool:
         return self.memory.spare >= 0
 
+    @property
+    def band(self) -> Band:
+        """How far off predictions like this one are."""
+        a, run = self.run.layout, self.run
+        kind = parallelism(bool(run.model.experts), a.pp, a.tp, a.fsdp)
+        return band(a.gpu_type, run.precision.dtype, kind)
+
 
 def plan(run: Run) -> Plan:
     """Plans a run; compiles it unless the cache has its program.
@@ -86,7 +93,7 @@ def plan(run: Run) -> Plan:
     program = hlo.parse(compiled.text)
     timeline = play(run, program)
     beside = metrics.beside_published(run, run.layout.gpu_type)
-    differs = {} if beside.refusal else terms.terms(run, timeline, beside.row)
+    differs = {} if beside.refusal else terms.terms(run, timeline, beside.row, costs_of(run))
     split = memory.split(run, compiled, program)
     return Plan(run, compiled, split, timeline, beside, differs, cached)
 
@@ -95,9 +102,13 @@ def play(
     run: Run, program: hlo.Program, record: bool = False, physics: Physics | None = None
 ) -> Timeline:
     """The program's predicted step; `physics` in place of the GPU type's own."""
+    return simulate.play(program, costs_of(run, physics), schedule_of(run).shares(), record)
+
+
+def costs_of(run: Run, physics: Physics | None = None) -> Costs:
+    """Prices for the run's GPU type and layout."""
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    costs = Costs(run.layout.gpu_type, degrees, physics)
-    return simulate.play(program, costs, schedule_of(run).shares(), record)
+    return Costs(run.layout.gpu_type, degrees, physics)
 
 
 def sensitivity(p: Plan) -> dict[str, list[float]]:
@@ -144,6 +155,8 @@ def figures(p: Plan) -> dict:
         "memory": dataclasses.asdict(p.memory) | {"total": p.memory.total, "spare": p.memory.spare},
         "communication": traffic,
         "step_s": t.seconds,
+        "band_s": {"low": t.seconds / p.band.factor, "high": t.seconds * p.band.factor}
+        | {"rows_like_it": p.band.like, "programs": p.band.programs, "validated": p.band.validated},
         "parts_s": parts,
         **metrics.figures(run, run.layout.gpu_type, t.seconds),
         "hfu": t.flops / t.seconds / 1e12 / peak,
@@ -243,11 +256,22 @@ def answer(p: Plan, f: dict) -> list[str]:
     speed = f"{p.step_s:.3f} s a step, {f['tokens_per_s']:,.0f} tokens/s, "
     speed += f"{f['days_to_1t_tokens']:,.1f} days to 1T tokens, MFU {f['mfu']['full']:.1%}"
     lines = [verdict(p), speed if p.fits else f"with the memory it would be {speed}"]
+    lines += [within(p)]
     row = f["published"]
     if row and not p.beside.refusal:
         faster = "faster" if row["error"] < 0 else "slower"
         lines += [f"{abs(row['error']):.1%} {faster} than published ({row['step_s']} s)"]
     return lines
+
+
+def within(p: Plan) -> str:
+    """'6.6 to 7.5 s in nine of ten published rows like it (h100 bf16 fsdp, 3 programs)'."""
+    b, gpu = p.band, p.run.layout.gpu_type
+    span = f"{p.step_s / b.factor:.3g} to {p.step_s * b.factor:.3g} s"
+    text = (
+        f"{span} in nine of ten published rows like it ({b.like or 'all'}, {b.programs} programs)"
+    )
+    return text if b.validated else f"{text}; unvalidated for {gpu.upper()}"
 
 
 def ranking(plans: list[Plan], given: Run) -> str:

@@ -351,14 +351,14 @@ def test_the_table_is_current(workload, gpus):
 
 
 def test_predictions_of_the_rows_that_are_xla():
-    """Llama 2 70B ran on XLA with this layout and recomputation: every row within 10 %.
+    """Llama 2 70B ran on XLA with this layout and recomputation: in BF16 every row within
+    5 %, in FP8 10.
 
-    In BF16 as it is compiled. In FP8 the published program quantises its weights in every pass and
-    ours once per step: compared as published, with that one term.
+    In FP8 the published program takes scales from the step before: compared as published.
     """
     rows = [x for x in table() if x["workload"] == "llama2_70b" and x["step_s"]]
     assert len(rows) == 12
     for row in rows:
         column = "error_pct" if row["dtype"] == "bf16" else "error_as_published_pct"
-        assert abs(float(row[column])) < 10, row["gpus"]
+        assert abs(float(row[column])) < (5 if row["dtype"] == "bf16" else 10), row["gpus"]
     assert {float(x["published_s"]) for x in rows} <= {r.step_s for r in published.rows()}

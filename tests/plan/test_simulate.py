@@ -262,7 +262,8 @@ def test_gemm_fills_rounds_of_cores():
 
 def test_a_small_collective_takes_the_protocol_and_the_way_of_least_latency():
     """As NCCL's tuner has it: 2.7 us a step between nodes and 0.6 within for a few bytes."""
-    one = Costs("h100", ONE | {"dp": 1024})
+    tuner = dataclasses.replace(PHYSICS, nvlink_us=3.4, network_us=14.0)
+    one = Costs("h100", ONE | {"dp": 1024}, tuner)
     link = one.axis_link("dp")
     tree = 1e-6 * (6.5 + 2 * (7 * 0.61 + 7 * 2.66))
     assert one.collective("all-reduce", link, 4, 4) == pytest.approx(tree, rel=0.01)

@@ -6,9 +6,8 @@ import dataclasses
 import pytest
 
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS
-from maxbench.plan import hlo, memory, simulate, terms
-from maxbench.plan.costs import Costs
+from maxbench.plan import hlo, memory, planner, simulate, terms
+from maxbench.plan.costs import Costs, Link
 from maxbench.spec import cli
 from maxbench.spec.run import AXES
 
@@ -59,40 +58,77 @@ def run_of(arguments: str):
     return cli.run_of(f"--config configs/{arguments}".split())
 
 
+def timeline_of(**degrees) -> tuple[simulate.Timeline, Costs]:
+    costs = Costs("h100", dict.fromkeys(AXES, 1) | degrees)
+    return simulate.play(hlo.parse(TEXT), costs), costs
+
+
 def terms_of(run, source: str, remat: str = "none") -> dict[str, float]:
     row = dataclasses.replace(published.rows()[0], source=source, remat=remat)
-    program = hlo.parse(TEXT)
-    degrees = dict.fromkeys(AXES, 1) | {"tp": 8}
-    timeline = simulate.play(program, Costs("h100", degrees))
-    return terms.terms(run, timeline, row)
+    timeline, costs = timeline_of(tp=8)
+    return terms.terms(run, timeline, row, costs)
 
 
 def test_terms_of_nemo():
     run = run_of("llama31_8b.py --gpus 8")
     assert run.layout.microbatches == 32
     found = terms_of(run, "nemo")
-    one = Costs("h100", dict.fromkeys(AXES, 1) | {"tp": 8})
+    _, one = timeline_of(tp=8)
     assert found["copies"] == pytest.approx(32 * 2 * one.memory(2 * 2 * WEIGHT), rel=1e-3)
     gather = one.collective("all-gather", one.axis_link("tp"), 0, 2 * 8 * 4096)
-    beside = 1 + GPUS["h100"].physics.contention
-    assert found["exposed tp"] == pytest.approx(32 * gather / beside)
+    assert found["exposed tp"] == pytest.approx(terms.HIDDEN * 32 * gather)
     assert set(found) == {"copies", "exposed tp"}
-    experts = terms_of(run_of("grok1_314b.py --gpus 32"), "nemo")
-    assert "exposed tp" not in experts
+
+
+def test_nothing_runs_beside_what_experts_send():
+    """A gather of which half is hidden here is exposed whole there."""
+    run = run_of("grok1_314b.py --gpus 32")
+    t, costs = timeline_of(tp=8)
+    (gather,) = t.traffic.values()
+    gather.exposed_s /= 2
+    row = dataclasses.replace(published.rows()[0], source="nemo:dev", remat="none")
+    assert "experts' traffic" not in terms.terms(run, t, row, costs)  # so few are of the step
+    gather.count = run.layout.microbatches
+    found = terms.terms(run, t, row, costs)
+    assert found["experts' traffic"] == pytest.approx(-gather.busy_s / 2)
+
+
+def traffic(kind: str, axes: str, exposed: float, count: float) -> simulate.Traffic:
+    link = Link(axes, 8, 1, 8)
+    return simulate.Traffic(kind, link, count=count, busy_s=2 * exposed, exposed_s=exposed)
+
+
+def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
+    run = run_of("llama31_70b.py --gpus 64")
+    t = simulate.Timeline(seconds=10.0, compute=collections.Counter(gemm=3.0))
+    several = [("reduce-scatter", "dp+cp", 1.5), ("permute", "pp", 0.5), ("permute", "cp", 0.25)]
+    t.traffic = {(kind, axes): traffic(kind, axes, s, 1) for kind, axes, s in several}
+    row = dataclasses.replace(published.rows()[0], source="nemo:25.02.01", remat="none")
+    found = terms.terms(run, t, row, Costs("h100", dict.fromkeys(AXES, 1)))
+    assert found == {"other waiting": pytest.approx(0.75)}
+
+
+def test_nemos_fp8_waits_for_scales_and_gathers_tokens_in_bf16():
+    run = run_of("grok1_314b.py --gpus 128 --dtype fp8")
+    a = run.layout
+    t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
+    row = dataclasses.replace(published.rows()[0], source="nemo:dev", remat="none")
+    costs = planner.costs_of(run)
+    found = terms.terms(run, t, row, costs)
+    waits = costs.waits(16.0, 2 * a.microbatches * a.vp, a.dp * a.cp * a.ep)
+    gather = lambda width: costs.collective(
+        "all-gather", costs.axis_link("tp"), 0, 8192 // a.cp * 2 * 6144 * width
+    )
+    layers = 2 * a.microbatches * run.model.layers / a.pp
+    assert found == {
+        "FlashAttention 2": pytest.approx(-(1 / 0.62 - 1)),
+        "waits for scales": pytest.approx(-waits),
+        "experts in bf16": pytest.approx(layers * (gather(1) - gather(2))),
+    }
 
 
 def test_maxtext_is_the_same_compiler():
     assert terms_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
-
-
-def test_maxtext_quantises_weights_where_they_are_used():
-    """68.5 G weights of 80 layers, read and written as FP8, forward and backward."""
-    found = terms_of(
-        run_of("llama2_70b.py --gpus 128 --dtype fp8"), "MaxText", "save_dot_except_mlp"
-    )
-    moved = 2 * 80 * (2 + 1) * (8192 * 128 * (64 + 8 + 8 + 64) + 3 * 8192 * 28672)
-    rate = 3352.32e9 * GPUS["h100"].physics.memory
-    assert found == {"weights to FP8": pytest.approx(-moved / rate, rel=1e-3)}
 
 
 def test_recomputation_is_what_a_policy_computes_again():
@@ -105,5 +141,5 @@ def test_recomputation_is_what_a_policy_computes_again():
     assert memory.recomputed(memory.with_remat(run, "none")) == 0
     t = simulate.Timeline(compute=collections.Counter(gemm=7.0, attention=1.0))
     row = dataclasses.replace(published.rows()[0], source="MaxText", remat="none")
-    found = terms.terms(run, t, row)
+    found = terms.terms(run, t, row, planner.costs_of(run))
     assert found == {"recomputation": pytest.approx(8 * share / (3 + share))}
