@@ -20,6 +20,7 @@ ABOUT = {
     "memory": ("copy",),
     "launch_us": ("launch",),
     "gemm_bf16": ("bf16 product",),
+    "round_us": ("bf16 product",),
     "gemm_fp8": ("fp8 product",),
     "attention_forward": ("attention forward",),
     "attention_backward": ("attention backward",),
