@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbench.launch import checks, jobs, slurm, variables
-from maxbench.run import hosts, nccl, profile, runtime
+from maxbench.run import hosts, nccl, peers, profile, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Profile
 from maxbench.step import compiler
@@ -202,13 +202,18 @@ def test_a_process_takes_the_gpus_that_its_node_has_of_the_job(monkeypatch):
     s = variables.settle({"GPUS_PER_NODE": "4", "PROCESSES": "node"})
     assert (s.nodes, s.tasks_per_node) == (2, 1)
     said = []
+    monkeypatch.setattr(peers, "meet", lambda *of: said.append(of))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *at, **given: said.append(given))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(s.nodes * s.tasks_per_node))
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
     monkeypatch.setenv("SLURM_PROCID", "1")
     runtime.connect(s.run)
-    assert [given["local_device_ids"] for given in said] == [[0, 1, 2, 3]]
+    met, given = said  # by an address that Slurm's variables give
+    assert (met[0], met[2], met[-1]) == ("n1:61447", 1, ["n1", "n2"])
+    assert given["local_device_ids"] == [0, 1, 2, 3]
 
 
 def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
