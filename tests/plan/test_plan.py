@@ -106,7 +106,8 @@ def test_llama2_70b_on_128_gpus():
     assert other["compile"]["cached"]  # the program does not know
     assert other["memory"]["capacity"] == pytest.approx(m["capacity"] * 0.74 / 0.94, rel=1e-6)
     slow = traffic(other)["all-gather", "fsdp"]
-    assert slow["busy_s"] == pytest.approx(10 * by["all-gather", "fsdp"]["busy_s"], rel=0.1)
+    # A tenth of the network: ten times the time of the data, and the same of a ring's steps.
+    assert 6 < slow["busy_s"] / by["all-gather", "fsdp"]["busy_s"] < 10
     assert other["step_s"] > slow["busy_s"]
     days = other["step_s"] * 1e12 / (256 * 4096) / 86400
     assert other["budget"]["days_without_failures"] == pytest.approx(days, rel=1e-4)
