@@ -44,6 +44,12 @@ def test_the_best_interval_is_the_best(mtbf_s):
     assert of(best) >= max(of(best * 1.1), of(best / 1.1))
 
 
+@pytest.mark.parametrize(("hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
+def test_the_best_interval_is_dalys(hours, minutes):
+    """Figures 3 to 5 of the paper: a dump of 5 minutes, and failures so many hours apart."""
+    assert budget.best_interval(300, hours * 3600) / 60 == pytest.approx(minutes, rel=6e-3)
+
+
 def test_it_is_said_in_words():
     found = budget.budget(plan(), budget.Asked(tokens=15e12, usd_per_gpu_hour=2.5))
     first, second, third = budget.words(found)
