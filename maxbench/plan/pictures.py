@@ -36,17 +36,13 @@ class Text:
 
 
 def svg(width: float, height: float, shapes: Sequence[Shape], texts: Sequence[Text]) -> str:
-    import jinja2  # late: nothing else of a plan needs it, and it takes 50 ms
-
-    text = pathlib.Path(__file__).with_name("picture.svg").read_text()
-    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return template.render(width=width, height=height, shapes=shapes, texts=texts)
+    about = {"width": width, "height": height, "shapes": shapes, "texts": texts}
+    return trace.render("picture.svg", **about)
 
 
 def ticks(most: float, count: int = 8) -> list[float]:
     """Round numbers from 0 to most."""
-    steps = (m * 10.0**e for e in range(-9, 13) for m in (1, 2, 5))
-    step = next(s for s in steps if most / s <= count)
+    step = trace.round_step(most, count)
     return [i * step for i in range(int(most / step) + 1)]
 
 

@@ -51,9 +51,8 @@ def rate(run: Run, seconds: float) -> float:
 
 def table(found: dict[str, Points]) -> str:
     """Points as lines: both kinds of scaling side by side."""
-    lines = [
-        f"{'GPUs':>7} {'scaling':>8} {'step s':>9} {'tokens/s':>13} {'efficiency':>11}  layout"
-    ]
+    head = f"{'GPUs':>7} {'scaling':>8} {'step s':>9} {'tokens/s':>13} {'efficiency':>11}  layout"
+    lines = [head]
     for name, points in found.items():
         best = max((rate(*point) / gpus for gpus, point in points.items()), default=0)
         for gpus, (run, seconds) in points.items():
@@ -63,11 +62,8 @@ def table(found: dict[str, Points]) -> str:
                 f"  {run.layout.describe().partition(', ')[2]}; {run.train.remat}"
             )
     none = [gpus for gpus in SIZES if gpus not in found["weak"]]
-    lines += (
-        [f"no layout is legal and fits on so many GPUs: {', '.join(map(str, none))}"]
-        if none
-        else []
-    )
+    if none:
+        lines.append(f"no layout is legal and fits on so many GPUs: {', '.join(map(str, none))}")
     return "\n".join([*lines, "by arithmetic, at the scale of the compiled program"])
 
 

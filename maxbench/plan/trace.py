@@ -11,18 +11,28 @@ COLORS |= {"amax": "#b07aa1", "wait": "#d1615d", "loop": "#9a9a9a", "communicati
 
 def write(path: str, spans: list[Span], title: str) -> list[pathlib.Path]:
     """Writes PATH (.json) and, beside it, the same as .svg; returns both paths."""
-    import jinja2  # late: nothing else of a plan needs it, and it takes 50 ms
-
     trace = pathlib.Path(path)
     trace.write_text(json.dumps(events(spans, title)))
     end = max(span.end for span in spans)
-    tick = next(t for t in (m * 10**e for e in range(-6, 6) for m in (1, 2, 5)) if end / t <= 10)
-    text = pathlib.Path(__file__).with_name("timeline.svg").read_text()
-    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     picture = trace.with_suffix(".svg")
-    about = {"title": title, "streams": STREAMS, "colors": COLORS, "end": end, "tick": tick}
-    picture.write_text(template.render(spans=spans, **about))
+    about = {"title": title, "streams": STREAMS, "colors": COLORS}
+    about |= {"spans": spans, "end": end, "tick": round_step(end, 10)}
+    picture.write_text(render("timeline.svg", **about))
     return [trace, picture]
+
+
+def render(template: str, **about) -> str:
+    """A picture of this folder, filled in."""
+    import jinja2  # late: nothing else of a plan needs it, and it takes 50 ms
+
+    text = pathlib.Path(__file__).with_name(template).read_text()
+    made = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return made.render(**about)
+
+
+def round_step(most: float, count: int) -> float:
+    """The least of 1, 2 and 5 times powers of ten of which at most `count` reach up to most."""
+    return next(s for e in range(-9, 13) for m in (1, 2, 5) if most / (s := m * 10.0**e) <= count)
 
 
 def events(spans: list[Span], title: str) -> dict:
