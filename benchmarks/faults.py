@@ -35,7 +35,7 @@ import orbax.checkpoint as ocp
 from benchmarks import kills
 from benchmarks.fuzz import Wrong, check, shown
 from maxbench.mesh import axes
-from maxbench.run import checkpoint, hosts, loop, metrics, peers, profile, runtime
+from maxbench.run import checkpoint, hosts, loop, metrics, peers, profile, runtime, terminal
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 from maxbench.step.step import Step
@@ -75,7 +75,7 @@ POINTS = (
     (metrics, "make_folder"),
     (metrics, "since_start_s"),
     (metrics, "memory_bytes"),
-    (metrics, "closing_table"),
+    (terminal, "closing"),
     (metrics, "window"),
     (metrics.Log, "line"),
     (metrics.Log, "step"),

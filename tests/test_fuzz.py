@@ -15,6 +15,10 @@ def test_damaged_logs_give_reports(monkeypatch):
     assert {*fuzz.logs(200, seed=0)} == {0, 1, 2}
 
 
+def test_what_shall_fail_is_there():
+    assert not [f"{of.__name__}.{name}" for of, name in faults.POINTS if not hasattr(of, name)]
+
+
 def test_functions_that_fail_leave_a_whole_result_and_its_reason():
     with keeping():
         assert faults.faults(4, seed=48).total() == 4
