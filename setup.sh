@@ -53,7 +53,7 @@ SETUP=${SETUP:-auto}
 # The one place of the image: a monthly tag; what it was when the image was made is kept beside it.
 # With enroot 4 also by digest: ...jax@sha256:...
 IMAGE=${IMAGE:-docker://nvcr.io#nvidia/jax:26.06-py3}
-TE=${TE:-true}
+TE=${TE:-false}
 [[ "$CUDA" =~ ^(12|13)$ ]] || fail "CUDA='$CUDA' is not one of 12, 13"
 [[ "$SETUP" =~ ^(auto|enroot|venv)$ ]] || fail "SETUP='$SETUP' is not one of auto, enroot, venv"
 [[ "$TE" =~ ^(true|false)$ ]] || fail "TE='$TE' is not one of true, false"

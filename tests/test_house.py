@@ -19,7 +19,7 @@ ROOMS = {
     "model": (1930, True),
     "step": (920, True),
     "run": (2590, True),
-    "plan": (3330, True),
+    "plan": (3400, True),
     "launch": (2050, False),
     "report": (2230, False),
 }

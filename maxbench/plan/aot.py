@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from maxbench.hardware.gpus import Chip
 from maxbench.mesh import axes, places
-from maxbench.plan import artifact
+from maxbench.plan import artifact, driver
 from maxbench.spec.run import DTYPES, Layout, Run
 from maxbench.step.step import Step
 
@@ -48,10 +48,9 @@ def devices(layout: Layout) -> list:
 
 
 def compile_run(run: Run) -> artifact.Compiled:
-    """Compiles the run's step for its GPUs, FP8 through XLA unless it says te."""
-    if run.precision.backend == "auto":
-        ours = dataclasses.replace(run.precision, backend="xla")
-        run = dataclasses.replace(run, precision=ours)
+    """Compiles the run's step for its GPUs."""
+    if run.format.quantized and run.precision.backend == "te":
+        driver.pretend(run.layout.gpu.chip.capability)
     step = Step(run, axes.make_mesh(run.layout, devices(run.layout)))
     compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
     memory = compiled.memory_analysis()

@@ -61,8 +61,8 @@ def require_compiler() -> None:
     """Raises UserError, naming the install command, when XLA's GPU compiler is not here."""
     if not versions()["jax-cuda13-plugin"]:
         raise UserError(
-            "XLA's GPU compiler is not installed; pip install 'maxbench[plan]' brings it "
-            "(it needs no GPU)"
+            "XLA's GPU compiler is not installed; pip install 'jax-cuda13-plugin' or, in a clone, "
+            "'.[plan]' brings it (it needs no GPU)"
         )
 
 

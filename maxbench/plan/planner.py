@@ -205,9 +205,12 @@ def screen(p: Plan, more: Sequence[str] = ()) -> str:
     traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
     parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
+    how = run.precision
+    quantized = f", {how.dtype} {how.backend} {run.format.name}" if run.format.quantized else ""
     lines = [
         title(run),
-        f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}",
+        f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}"
+        + quantized,
         "",
         *answer(p, f),
         *more,

@@ -163,9 +163,8 @@ class Precision:
     weights: str = setting("fp32", options=DTYPES)  # master copy
     moments: str = setting("fp32", options=DTYPES)  # Adam's two averages
     grads: str = setting("bf16", options=DTYPES)  # summed over microbatches and over GPUs
-    # Of dtype=fp8. backend auto: te (Transformer Engine) on a GPU, xla on a CPU and in plan;
-    # scaling auto: mxfp8 on Blackwell, current before it.
-    backend: str = setting("auto", options=("auto", "xla", "te"))
+    # Of dtype=fp8. te: Transformer Engine; scaling auto: mxfp8 on Blackwell, current before it.
+    backend: str = setting("xla", options=("xla", "te"))
     scaling: str = setting("auto", options=("auto", *formats.SCALINGS))
     history: int = setting(1024, at_least=1)  # steps that delayed scaling looks back
 

@@ -42,11 +42,10 @@ def for_device(run: Run, device) -> Run:
     unroll = t.unroll if t.unroll >= 0 else stack.MOST * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
     p = run.precision
-    backend = ("te" if gpu else "xla") if p.backend == "auto" else p.backend
-    if run.format.quantized and backend == "te":
+    if run.format.quantized and p.backend == "te":
         te.load()
     scaling = run.format.name if run.format.quantized else p.scaling
-    precision = dataclasses.replace(p, backend=backend, scaling=scaling)
+    precision = dataclasses.replace(p, scaling=scaling)
     return dataclasses.replace(run, train=train, precision=precision)
 
 

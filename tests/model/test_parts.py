@@ -114,7 +114,7 @@ def test_the_backward_pass_of_split_values_is_that_of_the_whole(monkeypatch):
     assert widths == [(192, 128)] * 2
 
 
-@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="needs maxbench[plan]")
+@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="needs .[plan]")
 def test_the_program_of_heads_of_192_on_blackwell():
     """cuDNN's backward pass takes 128 dims of their values there, so there are two."""
     run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")

@@ -1,6 +1,6 @@
 """Transformer Engine against arithmetic in numpy; test_te.py runs this in its own process.
 
-Import after a driver library, real or not, can be found; NVTE_JAX_CUSTOM_CALLS=false for a CPU.
+NVTE_JAX_CUSTOM_CALLS=false for a CPU.
 """
 
 import functools
@@ -19,7 +19,7 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.mesh.axes import make_mesh
 from maxbench.model.formats import Scaled, mxfp8, te
 from maxbench.model.formats.tensor import scale_of
-from maxbench.plan import aot, hlo
+from maxbench.plan import aot, driver, hlo
 from maxbench.plan.costs import GEMM, TE_GEMM, Costs
 from maxbench.plan.simulate import price
 from maxbench.spec.run import AXES
@@ -34,21 +34,8 @@ BITS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """TE asks the driver which GPU this is; here nobody knows."""
-    pretend(monkeypatch, 90)
-
-
-def pretend(monkeypatch, capability: int):
-    modules = te.load()
-    import transformer_engine_jax as library
-    from transformer_engine.jax.quantize import device_utils
-
-    answer = lambda gpu=0: capability
-    monkeypatch.setattr(library, "get_device_compute_capability", answer)
-    monkeypatch.setattr(modules.gemm, "get_device_compute_capability", answer)
-    device_utils.get_device_compute_capability.cache_clear()
-    device_utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
+def hopper():
+    driver.pretend((9, 0))
 
 
 def integers(key: int, *shape: int) -> np.ndarray:
@@ -186,7 +173,7 @@ def test_blocks_have_the_bits_of_xlas(batch, dtype):
 def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     from jax.experimental import topologies
 
-    pretend(monkeypatch, 100 if blocks else 90)
+    driver.pretend(GPUS[gpu].chip.capability)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=aot.target(GPUS[gpu].chip), topology="1x1x4"
@@ -270,7 +257,6 @@ def test_a_model_trains_as_through_xla(scaling, axes, monkeypatch):
 )
 def test_the_gpu_program_of_a_step_multiplies_with_te_alone(gpu, scaling, axes, monkeypatch):
     """In the step's shard_map, in its pipeline, forward and backward; priced as XLA's are."""
-    pretend(monkeypatch, {"h100": 90, "gb200": 100}[gpu])
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     how = {"precision.backend": "te", "precision.scaling": scaling, "train.attention": "xla"}
     flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 ROOT = pathlib.Path(__file__).parents[2]
 compiler = pytest.mark.skipif(
-    not artifact.versions()["jax-cuda13-plugin"], reason="needs pip install 'maxbench[plan]'"
+    not artifact.versions()["jax-cuda13-plugin"], reason="needs pip install '.[plan]'"
 )
 
 
