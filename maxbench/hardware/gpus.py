@@ -66,6 +66,7 @@ class Gpu:
     nvlink_gpus: int  # GPUs that reach each other over NVLink: a node, or several
     gpus_per_node: int
     network_gbps: float  # per GPU, one direction
+    host_gbps: float  # per GPU, one direction, to and from its host's memory
     memory_margin: Share  # of its memory that a plan leaves free, beside what the runtime keeps
     recipes: str  # the GPU type whose rows it takes of the workloads' tables, its own as a rule
     xla_options: dict[str, str]  # options of XLA's that differ from step/compiler.py's

@@ -75,7 +75,8 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def layer(run: Run, kind: Model, w, sums, x_bud, rope):
-    """One layer of a kind; saves for the backward pass what train.remat says.
+    """One layer of a kind; saves for the backward pass what train.remat says, where train.offload
+    says.
 
     `sums` are those of w (sums.py), or None. Jitted, so that it is traced and differentiated once,
     however many layers are code.
@@ -85,7 +86,13 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope):
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         return Block(kind, run.train.attention).apply(variables, x_bud, rope)
 
-    policy = jax.checkpoint_policies.save_only_these_names(*run.train.saved, formats.SCALE)
+    away = run.train.offloaded
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[*({*run.train.saved} - {*away}), formats.SCALE],
+        names_which_can_be_offloaded=[*away],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
     # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
     prevent_cse = stack.as_code(run) and run.layout.pp == 1 and run.train.remat != "none"

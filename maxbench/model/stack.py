@@ -21,10 +21,11 @@ def as_code(run: Run) -> bool:
     """Whether layers are code; train.unroll must be settled.
 
     In a pipeline always: its chunks name their own weights. Over fsdp never: XLA would gather the
-    weights of many layers ahead of their use.
+    weights of many layers ahead of their use; nor where activations wait in the host's memory,
+    which XLA keeps for a loop.
     """
-    a = run.layout
-    return a.pp > 1 or (a.fsdp == 1 and run.model.layers <= run.train.unroll)
+    a, t = run.layout, run.train
+    return a.pp > 1 or (a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload)
 
 
 # A model of one kind of layers has one stack; of several (Model.kinds) a dict of them, one for each

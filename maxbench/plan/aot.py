@@ -69,6 +69,7 @@ def compile_run(run: Run) -> artifact.Compiled:
         optimizer=parts["opt"],
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
+        host=memory.host_temp_size_in_bytes,
         copy=elements * width(run.format.compute),
         gradients=elements * width(run.precision.grads),
         layer_shapes=tuple(w.shape for w in jax.tree.leaves(weights["layers"])),

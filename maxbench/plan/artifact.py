@@ -33,6 +33,7 @@ class Compiled:
       weights, optimizer: of the state that the step is given and returns.
       arguments, temporaries: the compiler's buffer assignment. Arguments are donated, so that
         results need no more.
+      host: of the host's memory, what is offloaded to it.
       layer_shapes: dims of each stacked weight and gradient as the layers hold it.
       copy, gradients: all compute weights of this GPU, and their gradients.
     """
@@ -42,6 +43,7 @@ class Compiled:
     optimizer: int
     arguments: int
     temporaries: int
+    host: int
     copy: int
     gradients: int
     layer_shapes: tuple[tuple[int, ...], ...]

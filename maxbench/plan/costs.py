@@ -63,6 +63,11 @@ class Costs:
         """Seconds to move `size` bytes, reads and writes together."""
         return size / (self.gpu.memory_gbps * 1e9 * self.physics.memory)
 
+    def offload(self, size: float) -> float:
+        """Seconds to move `size` bytes to the host's memory or from it; of that link programs reach
+        what they do of the GPU's memory."""
+        return size / (self.gpu.host_gbps * 1e9 * self.physics.memory)
+
     def rate(self, peak: str) -> float:
         """FLOP/s that a large matrix product reaches of a peak: 'bf16' or 'fp8'."""
         return self.gpu.peak_tflops(peak) * getattr(self.physics, f"gemm_{peak}") * 1e12
@@ -187,6 +192,8 @@ def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:
         roots = inside.operands(root) if root.opcode == "tuple" else [root]
         return reads + sum(_written(inside, root) for root in roots)
     shapes = [operand.shape for operand in where.operands(op)]
+    if op.base == "copy":
+        return 2 * sum(map(hlo.size, shapes))
     if op.opcode in READS_PART:
         return 2 * hlo.size(op.shape)
     if op.opcode == "dynamic-update-slice":

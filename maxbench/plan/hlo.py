@@ -26,6 +26,7 @@ COLLECTIVES = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
+HOST = "S(5)"  # a layout's memory space: the host's memory
 # Ops that are only a name for memory, or that the host does: no kernel runs.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -35,10 +36,11 @@ FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array: dtype as HLO writes it ('bf16'), and dims."""
+    """One array: dtype as HLO writes it ('bf16'), dims, and whether the host's memory has it."""
 
     dtype: str
     dims: tuple[int, ...]
+    host: bool = False
 
     @functools.cached_property
     def elements(self) -> int:
@@ -297,10 +299,13 @@ def _op(line: str) -> Op:
 def parse_shape(text: str) -> Shape | tuple:
     """'bf16[2,8]{1,0}' -> Shape; '(f32[], (s32[2]))' -> nested tuples of them."""
     open_tuples: list[list] = [[]]
-    for part in re.finditer(r"[()]|(\w+)\[([\d,]*)\](?:\{[^}]*\})?", text):
+    for part in re.finditer(r"[()]|(\w+)\[([\d,]*)\](\{[^}]*\})?", text):
         if part[0] == "(":
             open_tuples.append([])
-        else:
-            done = tuple(open_tuples.pop()) if part[0] == ")" else Shape(part[1], _numbers(part[2]))
+        elif part[0] == ")":
+            done = tuple(open_tuples.pop())
             open_tuples[-1].append(done)
+        else:
+            shape = Shape(part[1], _numbers(part[2]), HOST in (part[3] or ""))
+            open_tuples[-1].append(shape)
     return open_tuples[0][0]

@@ -71,7 +71,9 @@ def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], rows: int)
     """Bytes that a loop carries with one row per layer, or per slot of a pipeline's residuals, and
     that are no weight or gradient."""
     known = {tuple(sorted(dims)) for dims in weights}
-    kept = lambda shape: shape.dims[:1] == (rows,) and tuple(sorted(shape.dims)) not in known
+    kept = lambda shape: (
+        shape.dims[:1] == (rows,) and not (shape.host or tuple(sorted(shape.dims)) in known)
+    )
     carried = (
         _carried(computation, op)
         for computation in program.computations.values()
@@ -92,6 +94,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
     """Arithmetic: bytes that a remat policy, the run's own or another, keeps on one GPU over all
     its layers, or over all that its stage of a pipeline has in flight."""
     a, saved = run.layout, REMATS[remat] if remat else run.train.saved
+    saved = {*saved} - {*run.train.offloaded}
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
@@ -181,8 +184,18 @@ def least_recomputed(run: Run, room: float) -> Run | None:
     return with_remat(run, min(fit)[2]) if fit else None
 
 
-def with_remat(run: Run, remat: str) -> Run:
-    """The run with another remat policy."""
-    if remat == run.train.remat:
-        return run
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, remat=remat))
+def with_remat(run: Run, remat: str, offload: str = "") -> Run:
+    """The run with another remat policy, and what of it waits in the host's memory."""
+    train = dataclasses.replace(run.train, remat=remat, offload=offload)
+    return run if train == run.train else dataclasses.replace(run, train=train)
+
+
+def offloaded(run: Run, room: float) -> Run | None:
+    """The run that computes nothing again, and has as few tensors in the host's memory as leave at
+    most so many bytes here; None in a pipeline, or where the rest is too much."""
+    if run.layout.pp > 1:
+        return None
+    whole = lambda names: with_remat(run, "none", ",".join(names))
+    names = sorted(REMATS["none"], key=lambda name: activation_bytes(whole([name])))
+    ways = (whole(names[: i + 1]) for i in range(len(names)))  # the largest first
+    return next((one for one in ways if activation_bytes(one) <= room), None)

@@ -22,6 +22,7 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
     "memory": "memory-bound kernels",
     "amax": "passes for FP8 scales",
     "copy": "copies, nothing computed",
+    "offload": "waiting for the host's memory",
     "launch": "gaps between kernels",
     "host": "the host decides what runs",
     "contention": "slower beside communication",
@@ -152,7 +153,9 @@ def figures(p: Plan) -> dict:
         "remat": run.train.remat,
         "attention": p.compiled.attention,
         "fits": p.fits,
-        "memory": dataclasses.asdict(p.memory) | {"total": p.memory.total, "spare": p.memory.spare},
+        "memory": dataclasses.asdict(p.memory)
+        | {"total": p.memory.total, "spare": p.memory.spare}
+        | {"host": p.compiled.host},
         "communication": traffic,
         "step_s": t.seconds,
         "band_s": {"low": t.seconds / p.band.factor, "high": t.seconds * p.band.factor}
@@ -209,7 +212,7 @@ def screen(p: Plan, more: Sequence[str] = ()) -> str:
     quantized = f", {how.dtype} {how.backend} {run.format.name}" if run.format.quantized else ""
     lines = [
         title(run),
-        f"{run.layout.describe()}; remat {run.train.remat}, attention {p.compiled.attention}"
+        f"{run.layout.describe()}; remat {run.train.keeps}, attention {p.compiled.attention}"
         + quantized,
         "",
         *answer(p, f),
@@ -217,6 +220,7 @@ def screen(p: Plan, more: Sequence[str] = ()) -> str:
         "",
         f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}",
         *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in PURPOSES),
+        *([f"in the host's       {p.compiled.host / GIB:8.2f} GiB"] if p.compiled.host else []),
         "",
         "communication of one GPU    over    link        times       GiB   busy s  exposed",
         *(
@@ -284,7 +288,7 @@ def ranking(plans: list[Plan], given: Run) -> str:
         mark = "  (as given)" if p.run == given else ""
         lines.append(
             f"{p.step_s:9.3f} {figures(p)['mfu']['full']:6.1%} {p.memory.spare / GIB:10.1f}  "
-            f"{p.run.layout.describe()}; {p.run.train.remat}{mark}"
+            f"{p.run.layout.describe()}; {p.run.train.keeps}{mark}"
         )
     return "\n".join(lines)
 

@@ -90,6 +90,9 @@ def seconds(run: Run) -> float:
         gathers = 3 * link("all-gather", int(WIDTH * weights), "fsdp")
         crowded = a.tp * a.cp * a.ep > 1  # others wait for the same stream: about half is exposed
         work = work + gathers / 2 if crowded else max(work, gathers)
+    if run.train.offload:  # there and back; a layer waits for its own, about half is exposed
+        here = memory.with_remat(run, run.train.remat)
+        work += costs.offload(memory.activation_bytes(here) - memory.activation_bytes(run))
     if a.pp > 1:
         work += 2 * a.vp * link("permute", WIDTH * numbers // a.tp, "pp")
     loss = head * share / costs.rate("bf16")
@@ -127,8 +130,9 @@ def promising(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
         a = other.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
         room = capacity - held(other)
-        if room > 0 and (one := memory.least_recomputed(other, room)):
-            best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
+        for one in (memory.least_recomputed(other, room), memory.offloaded(other, room)):
+            if room > 0 and one:
+                best[kind] = min(best.get(kind, (math.inf, one)), (seconds(one), one), key=first)
     return [one for _, one in sorted(best.values(), key=first)]
 
 
@@ -158,7 +162,9 @@ def enough(run: Run, gpus: int) -> str:
         if found := promising(run, n):
             a = found[0].layout
             axes = " ".join(f"--{x} {getattr(a, x)}" for x in (*AXES, "vp") if getattr(a, x) > 1)
-            remat = f"--config.train.remat={found[0].train.remat}"
+            t = found[0].train
+            remat = f"--config.train.remat={t.remat}"
+            remat += f" --config.train.offload={t.offload}" if t.offload else ""
             return f"by arithmetic {n} do: {axes} --mbs {a.mbs} --gbs {a.gbs} {remat}"
     return "a larger gbs leaves room for more GPUs"
 
@@ -183,7 +189,7 @@ def search(chosen: Sequence[Run], given: Run) -> list[Plan]:
     plans: list[Plan] = []
     say = lambda text: print(text, file=sys.stderr, flush=True)
     for i, one in enumerate(chosen):
-        say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.remat}")
+        say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.keeps}")
         plans.append(plan(one))
         room = memory.activation_bytes(one) + plans[-1].memory.spare
         if one != given and not plans[-1].fits and (less := memory.policies(one, room)):

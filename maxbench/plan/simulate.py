@@ -5,7 +5,7 @@ One stream computes, in the program's order. All collectives run on one stream b
 parallel collectives is the scheduler's): from their start op on, as soon as the stream is free. A
 done op waits. What the compute stream waits is exposed communication. A kernel and a collective
 beside each other both take longer, by the contention of the GPU type. Copies and slices that the
-compiler made asynchronous have a stream each.
+compiler made asynchronous have a stream each; to the host's memory and from it there is one each.
 
 A loop's iterations are all the same unless a collective from before the loop still runs, so one is
 played and counted as often as the loop runs.
@@ -62,8 +62,8 @@ class Timeline:
     Attributes:
       seconds: its length.
       compute: seconds of the compute stream by kind: gemm, attention, memory, amax (a pass over
-        a tensor for the scale of its format), copy, launch, host, contention, slowest (waiting
-        for the slowest GPU).
+        a tensor for the scale of its format), copy, offload (waiting for the host's memory),
+        launch, host, contention, slowest (waiting for the slowest GPU).
       traffic: communication by (kind, axes).
       idle_s: time in which other stages have work (pipeline bubble).
       flops: of matrix products and attention on one GPU, what the hardware executes.
@@ -125,6 +125,7 @@ class _Player:
         self.program, self.costs, self.shares, self.record = program, costs, shares, record
         self.timeline = Timeline()
         self.free = 0.0  # when the communication stream is free again
+        self.host = {True: 0.0, False: 0.0}  # and those to the host and from it
         self.queue: list[Running] = []  # collectives that may not be over
         self.prices: dict[hlo.Op, tuple[str, float, float]] = {}
 
@@ -133,7 +134,7 @@ class _Player:
         pending: dict[str, Running] = {}
         for op in where.ops:
             base = op.base
-            if op.opcode in hlo.FREE:
+            if op.opcode in hlo.FREE or op.target == "AllocateBuffer":
                 continue
             if op.opcode == "while":
                 now = self._loop(where, op, now, times)
@@ -144,7 +145,7 @@ class _Player:
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
                 now = self._wait(pending.pop(op.operands[0], None), now, times)
-            elif base in hlo.COLLECTIVES or base == "async":
+            elif base in hlo.COLLECTIVES or base != op.opcode:
                 now = self._communicate(where, op, base, now, times, pending)
             else:
                 now = self._kernel(where, op, now, times)
@@ -211,7 +212,12 @@ class _Player:
         kind = hlo.COLLECTIVES.get(inner.base)
         if kind is None:
             kind, seconds, _ = price(self.program, place, inner, self.costs)
-            pending[op.name] = Running(op.name, kind, now, now + seconds)
+            begin = now
+            if kind == "offload":
+                away = any(s.host for user in where.users[op.name] for s in hlo.leaves(user.shape))
+                begin = max(now, self.host[away])
+                self.host[away] = begin + seconds
+            pending[op.name] = Running(op.name, kind, begin, begin + seconds)
             return now
         sent = sum(hlo.size(o.shape) for o in place.operands(inner))
         done = next((user for user in where.users[op.name] if user.is_done), op)
@@ -301,9 +307,12 @@ def price(
         flops *= math.prod(op.dims("dimensions"))
         flops *= 0.5 if '"mask_type": "CAUSAL"' in op.attrs else 1
         seconds = costs.attention(flops, backward)
-    elif op.opcode in MOVES or (fused and all(map(_moves, ops))):
+    elif op.base in MOVES or (fused and all(map(_moves, ops))):
         kind = "copy"
     size = moved(program, where, op)
+    given = [operand.shape for operand in where.operands(op)]
+    if any(s.host for shape in (op.shape, *given) for s in hlo.leaves(shape)):
+        return "offload", costs.offload(size / 2), 0.0
     if kind == "memory" and module(op.op_name) and op.op_name.endswith("reduce_max"):
         kind = "amax" if hlo.size(op.shape) < size / 100 else kind
     return kind, max(seconds, costs.memory(size)), flops

@@ -110,6 +110,7 @@ class Train:
     data: str = setting("random", options=("random", "markov"))
     schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
+    offload: str = ""  # what of them waits in the host's memory: all, or names joined by commas
     # auto: the fastest of model/attention.KERNELS that the GPU has
     attention: str = setting("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
     # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
@@ -127,8 +128,20 @@ class Train:
         """Names of the tensors that the backward pass finds saved."""
         return REMATS.get(self.remat) or tuple(t for t in self.remat.split(",") if t in TENSORS)
 
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Those of them that are kept in the host's memory."""
+        return self.saved if self.offload == "all" else tuple(filter(None, self.offload.split(",")))
+
+    @property
+    def keeps(self) -> str:
+        """'none', or with a part in the host's memory 'none offload mlp_up'."""
+        return f"{self.remat} offload {self.offload}" if self.offload else self.remat
+
     def __post_init__(self):
         judge(self, "train.")
+        for tensor in self.offloaded:
+            choose("train.offload", tensor, (*self.saved, "all"))
         if self.remat not in REMATS:
             for tensor in self.remat.split(","):
                 choose("train.remat", tensor, (*REMATS, *TENSORS))
@@ -361,6 +374,11 @@ class Run:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
         if a.pp == 1:
             return
+        if self.train.offload:
+            raise UserError(
+                f"pp={a.pp} keeps what is saved on the GPU, in slots, and train.offload="
+                f"{self.train.offload!r} asks for the host's memory; leave one of them out"
+            )
         if self.model.kinds:
             raise UserError(
                 f"pp={a.pp} needs layers of one kind, and model.kinds are {len(self.model.kinds)}; "

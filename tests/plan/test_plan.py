@@ -126,6 +126,21 @@ def test_layers_as_code_are_recomputed_all_the_same():
 
 
 @compiler
+def test_what_is_offloaded_waits_in_the_hosts_memory():
+    """Of 4 layers, over fsdp; its way there and back is waited for as far as nothing hides it."""
+    row = "--config configs/llama31_8b.py --layers 4 --fsdp 8 --mbs 2 --config.train.remat=none"
+    here, away = (planned(f"{row}{more}") for more in ("", " --config.train.offload=mlp_up"))
+    size = 4 * 2 * 8192 * 2 * 14336 * 2
+    assert away["memory"]["host"] == size
+    assert here["memory"]["host"] == 0
+    saved = here["memory"]["activations"] - away["memory"]["activations"]
+    assert saved == pytest.approx(size, rel=0.02)
+    there = size / (64e9 * GPUS["h100"].physics.memory)
+    assert away["step_s"] - here["step_s"] < away["parts_s"]["offload"] + 0.1 * here["step_s"]
+    assert 0 < away["parts_s"]["offload"] < 2 * there
+
+
+@compiler
 @pytest.mark.core
 def test_llama31_405b_on_b200_does_not_run_its_forward_pass_twice():
     """The tensor-parallel layers, 4 microbatches: FLOPs are the model's, causal, 3 passes."""

@@ -74,6 +74,20 @@ def test_candidates_fit_by_arithmetic_and_differ():
     assert [search.seconds(one) for one in found[1:]] == sorted(map(search.seconds, found[1:]))
 
 
+def test_what_does_not_fit_may_wait_in_the_hosts_memory():
+    """The fewest tensors, largest first; about half of the way there and back is waited for."""
+    run = run_of("llama2_70b.py --gpus 64")
+    size = memory.activation_bytes
+    whole = memory.with_remat(run, "none")
+    one = memory.offloaded(run, 0.9 * size(whole))
+    assert (one.train.remat, one.train.offload) == ("none", "mlp_up")
+    assert size(one) == size(whole) - 80 * 8192 * 2 * 2 * 28672
+    assert memory.offloaded(run, 0.01 * size(whole)) is None
+    assert memory.offloaded(run_of("llama31_405b.py --gpus 512"), 1e12) is None
+    there = (size(whole) - size(one)) / (64e9 * run.layout.gpu.physics.memory)
+    assert search.seconds(one) == pytest.approx(search.seconds(whole) + there)
+
+
 def test_a_number_of_gpus_that_no_table_has():
     """Nine stages and three copies of the weights: no power of two."""
     run = run_of("llama31_405b.py --gpus 512")

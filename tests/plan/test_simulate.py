@@ -120,6 +120,22 @@ def test_a_copy_beside_the_kernels_is_waited_for():
     assert t.seconds == pytest.approx(2 * KERNEL_S)
 
 
+def test_copies_to_the_host_wait_for_each_other_and_for_their_link():
+    """Two out, one back: the way back is free."""
+    away = BIG.replace("}", ":S(5)}")
+    make = lambda n, to, source: f"  %s{n} = ({to}, {BIG}, u32[]) copy-start({source})\n"
+    done = lambda n, to: f"  %d{n} = {to} copy-done(%s{n})\n"
+    out = make(1, away, "%x") + make(2, away, "%x")
+    one = 2**30 / (64e9 * PHYSICS.memory)
+    t = play(out + done(1, away) + done(2, away))
+    assert t.compute["offload"] == pytest.approx(t.seconds) == pytest.approx(2 * one)
+    back = make(1, away, "%x") + done(1, away) + make(2, away, "%x") + make(3, BIG, "%d1")
+    assert play(back + done(2, away) + done(3, BIG)).seconds == pytest.approx(2 * one)
+    beside = make(1, away, "%x") + script("k1 k2") + done(1, away)
+    t = play(beside)
+    assert t.compute["offload"] == pytest.approx(one - 2 * KERNEL_S)
+
+
 def test_all_wait_for_the_slowest():
     """Of 2 GPUs the larger of two draws is 0.56 deviations off, of 1,024 it is 3.2."""
     waits = Costs("h100", ONE, dataclasses.replace(PHYSICS, spread=0.01)).waits

@@ -264,6 +264,14 @@ BAD = {
     "schedule": (["--config", LLAMA, "--config.train.schedule=1f1"], ["did you mean '1f1b'"]),
     "vp": (["--config", LLAMA, "--vp", "2"], ["vp=2", "pp > 1"]),
     "remat": (["--config", LLAMA, "--config.train.remat=ful"], ["'ful'", "did you mean 'full'"]),
+    "offload": (
+        ["--config", LLAMA, "--config.train.remat=full", "--config.train.offload=key"],
+        ["train.offload='key'", "all"],
+    ),
+    "offload, pp": (
+        ["--config", LLAMA, "--pp=2", "--gbs=4", "--config.train.offload=all"],
+        ["pp=2", "train.offload='all'", "leave one of them out"],
+    ),
     "GQA": (["--config", LLAMA, "--config.model.kv_heads=5"], ["kv_heads=5", "1, 2, 4, 8"]),
     "act": (["--config", LLAMA, "--config.model.act=swigl"], ["did you mean 'swiglu'"]),
     "rope": (["--config", LLAMA, "--config.model.rope_fraction=0.0"], ["rope_fraction=0.0"]),

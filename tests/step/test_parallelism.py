@@ -129,17 +129,18 @@ def test_every_schedule_and_split_of_layers_is_the_same_network(family, axes):
 
 
 @pytest.mark.parametrize(
-    ("family", "axes", "remat"),
+    ("family", "axes", "remat", "offload"),
     [
-        ("llama", dict(cp=2, tp=2), "selective"),
-        ("llama", dict(cp=2, tp=2), "query,mlp_act"),
-        ("grok", dict(pp=2, vp=2, cp=2, mbs=1), "save_qkv_proj"),
+        ("llama", dict(cp=2, tp=2), "selective", ""),
+        ("llama", dict(cp=2, tp=2), "query,mlp_act", ""),
+        ("llama", dict(fsdp=2, tp=2), "none", "mlp_up,query"),
+        ("grok", dict(pp=2, vp=2, cp=2, mbs=1), "save_qkv_proj", ""),
     ],
 )
-def test_remat_changes_nothing_but_memory(family, axes, remat):
+def test_remat_changes_nothing_but_memory(family, axes, remat, offload):
     params, grads, _ = reference(family)
     step = build(family, **axes)
-    train = dataclasses.replace(step.run.train, remat=remat)
+    train = dataclasses.replace(step.run.train, remat=remat, offload=offload)
     step = Step(dataclasses.replace(step.run, train=train), step.mesh)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
     jax.tree.map(close, gradients(step, params)[0], grads)
