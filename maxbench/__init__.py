@@ -1,12 +1,13 @@
 """How fast does a cluster pre-train large language models, and is that as fast as it should be?
 
 In Python, `maxbench.plan(...)`, `maxbench.train(...)` and `maxbench.report(...)` do what the
-commands of these names do, and return what prints itself: docs/python.md.
+commands of these names do, `maxbench.sweep(...)` many of them, and return what prints itself:
+docs/python.md.
 """
 
 import importlib
 
-CALLED = ("plan", "report", "train")
+CALLED = ("plan", "report", "sweep", "train")
 
 
 def __getattr__(name: str):

@@ -55,6 +55,7 @@ JAXLESS = [
     "train",
     "preflight",
     "calibrate",
+    "sweep",
     "__main__",
 ]
 

@@ -9,6 +9,7 @@ import types
 import pytest
 
 import maxbench
+from maxbench import sweep
 from maxbench.run import child
 from maxbench.spec import cli, notebook
 from maxbench.spec.errors import UserError
@@ -22,18 +23,22 @@ def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {}
-    exec(code, names)
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
     said = capsys.readouterr().out
     run, report = names["run"], names["report"]
     assert (run.code, len(run.records()), names["verdicts"]) == (0, 8, ["-"])
     assert run.result["config"]["optim"]["lr"] == 1e-3
-    assert said.count("completed step: ") == 8
+    assert said.count("completed step: ") == 8  # of the first alone
     assert "train_step_timing" not in said
     assert str(run).startswith("measured\n")
     assert str(run) not in said
     assert str(report) in said
+    errors = [one["error"] for one in names["sweep"].records()]
+    assert errors == ["", "train.steps=0 must be a whole number, at least 1"]
+    assert names["sweep"].records()[0]["loss"] > 6
+    assert str(names["sweep"]) in said
     for made in (run, report):
         assert made._repr_html_().count("<table>") in (1, 2)
         assert "8b-tiny" in made._repr_html_()
@@ -47,7 +52,7 @@ def test_importing_it_takes_no_time_and_rooms_stay_rooms():
     code += "assert 'jax' not in sys.modules and maxbench.plan is sys.modules['maxbench.plan']\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="has no 'plans'; it has plan, report, train"):
+    with pytest.raises(AttributeError, match="has no 'plans'; it has plan, report, sweep, train"):
         maxbench.__getattr__("plans")
 
 
@@ -69,6 +74,11 @@ WRONG = {
     ),
     "dry run": (lambda: maxbench.train("llama31_8b", dry_run=True), "is of the command line"),
     "plan": (lambda: maxbench.plan("llama31_8b", gpus=8, steps=3), "--steps is of train alone"),
+    "kind": (lambda: maxbench.sweep("plans", "llama31_8b"), "kind='plans' is not one of"),
+    "flag of a sweep": (
+        lambda: maxbench.sweep("plan", "llama31_8b", layouts=[{"fdsp": 8}]),
+        "unknown flag 'fdsp' of maxbench plan",
+    ),
     "screen": (lambda: maxbench.plan("llama31_8b", json=True), "json is of the command line"),
     "path": (lambda: maxbench.report("nowhere"), "no such file or folder: nowhere"),
     "format": (lambda: maxbench.report("x", format="md"), r"\.text\(format\) is the same"),
@@ -91,6 +101,35 @@ def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
     )
     with pytest.raises(UserError, match=r"^no GPU here$"):
         maxbench.train("llama31_8b:tiny")
+
+
+def test_a_sweep_tries_every_choice_and_loses_none(monkeypatch, capsys):
+    """Lists are choices, layouts go together, and what fails is a row with its error."""
+    asked = []
+
+    def plan(config, settings, **flags):
+        asked.append((config, flags, settings))
+        if flags["gpus"] == 16:
+            raise UserError("no recipe") if flags["tp"] == 1 else KeyError("tp")
+        found = {"step_s": 1.25, "mfu_full": None, "fits": True, "layout": "devices"}
+        return types.SimpleNamespace(records=lambda: [found])
+
+    monkeypatch.setitem(sweep.CALLS, "plan", plan)
+    found = maxbench.sweep(
+        "plan", ["a", "b<i>"], gpus=[8, 16], layouts=[{"tp": 1}, {"tp": 2, "mbs": 4}], dtype="fp8",
+        settings={"train.remat": ["full"], "train.window": (1, 4)},
+    )  # fmt: skip
+    assert len(asked) == 8
+    settings = {"train.remat": "full", "train.window": (1, 4)}
+    assert asked[-1] == ("b<i>", {"gpus": 16, "tp": 2, "mbs": 4, "dtype": "fp8"}, settings)
+    errors = [one["error"] for one in found.records()]
+    assert errors == ["", "no recipe", "", "KeyError: 'tp'"] * 2
+    assert found.records()[0]["layout"] == "devices"
+    heads, *_, last = str(found).splitlines()
+    assert heads.split() == ["config", "tp", "gpus", "mbs", "fits", "step_s", "error"]
+    assert last.split() == ["b<i>", "2", "16", "4", "KeyError:", "'tp'"]
+    assert "8 of 8: config=b<i> tp=2" in capsys.readouterr().out
+    assert "b&lt;i&gt;" in found._repr_html_()
 
 
 def test_tables_escape_and_frames_need_pandas(monkeypatch):
