@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with cli.clear_errors("launch"):
         options = _options(words)
+        if not (recipes.ROOT / "launch").is_dir():  # an installation has no scripts of jobs
+            raise UserError("jobs run from a checkout: clone maxbench, and call launch/launch.sh")
         file = options.get("--suite") or options.get("--file", "")
         every = settle_all(os.environ, extra, file, suite="--suite" in options)
         if "--suite" in options and not all("" in jobs.kinds(s) for s in every):

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxbench.launch import __main__ as door
 from maxbench.launch import checks, jobs, slurm, variables
 from maxbench.run import hosts, nccl, peers, profile, runtime
+from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Profile
 from maxbench.step import compiler
@@ -340,6 +342,13 @@ def test_unknown_option():
 
 
 # --- the script ---
+
+
+def test_an_installation_without_the_jobs_scripts_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "ROOT", tmp_path)
+    with pytest.raises(SystemExit):
+        door.main(["launch", "--dry-run"])
+    assert "error: jobs run from a checkout" in capsys.readouterr().err
 
 
 def test_dry_run_in_under_a_second_without_jax(tmp_path):
