@@ -120,12 +120,15 @@ def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any
     if wrong := {"json", "schedule", "timeline", "calibrate", "write"} & {*given}:
         raise UserError(f"{wrong.pop()} is of the command line: the answer prints itself")
     fv = commands.define("plan")
-    before = dict(os.environ)
+    if given.get("hardware"):
+        cli.add_hardware(given["hardware"])
+    before, types = dict(os.environ), dict(gpus.GPUS)
     try:
         return ask(fv, ["maxbench", *notebook.words({"config": config, **given}, settings)])
     finally:  # what compiling sets is not for the processes that this one starts
         os.environ.clear()
         os.environ.update(before)
+        gpus.GPUS.update(types)  # nor is another cluster for the next plan
 
 
 def ask(fv: flags.FlagValues, argv: Sequence[str]) -> Answer:
