@@ -6,10 +6,14 @@ import subprocess
 import sys
 import types
 
+import nbformat
 import pytest
 
 import maxbench
+from benchmarks import notebook as notebook_file
 from maxbench import sweep
+from maxbench.hardware.gpus import GPUS
+from maxbench.plan import answer
 from maxbench.run import child
 from maxbench.spec import cli, notebook
 from maxbench.spec.errors import UserError
@@ -42,6 +46,20 @@ def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
     for made in (run, report):
         assert made._repr_html_().count("<table>") in (1, 2)
         assert "8b-tiny" in made._repr_html_()
+
+
+def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
+    """If not: python -m benchmarks.notebook."""
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
+    for name, value in processes().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    kept, run = nbformat.read(notebook_file.NOTEBOOK, as_version=4), notebook_file.run(tmp_path)
+    shape = lambda book: [[x.output_type for x in c.get("outputs", [])] for c in book.cells]
+    assert shape(kept) == shape(run)
+    plans = lambda book: [c for c in book.cells if "plan" in c.source and c.cell_type == "code"]
+    predicted = lambda book: [re.findall(r"[\d.]+ s a step", str(c.outputs)) for c in plans(book)]
+    assert predicted(kept) == predicted(run) != []
 
 
 def test_importing_it_takes_no_time_and_rooms_stay_rooms():
@@ -101,6 +119,20 @@ def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
     )
     with pytest.raises(UserError, match=r"^no GPU here$"):
         maxbench.train("llama31_8b:tiny")
+
+
+def test_another_cluster_is_not_for_the_next_plan(monkeypatch):
+    seen, before = [], dict(GPUS)
+
+    def ask(fv, argv):
+        answer.given_run(fv, argv)
+        seen.append(GPUS["h100"].network_gbps)
+
+    monkeypatch.setattr(answer, "ask", ask)
+    maxbench.plan("llama31_8b", gpus=8, network_gbps=25)
+    maxbench.plan("llama31_8b", gpus=8)
+    assert seen == [25, before["h100"].network_gbps]
+    assert before == GPUS
 
 
 def test_a_sweep_tries_every_choice_and_loses_none(monkeypatch, capsys):

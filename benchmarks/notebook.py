@@ -1,0 +1,36 @@
+"""Runs docs/notebook.ipynb, and keeps what its cells print.
+
+python -m benchmarks.notebook
+"""
+
+import os
+import pathlib
+import tempfile
+
+import nbclient
+import nbformat
+
+NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/notebook.ipynb"
+
+
+def run(folder: str | pathlib.Path) -> nbformat.NotebookNode:
+    """The notebook after its cells have run in a folder.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raised.
+    """
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    about = {"metadata": {"path": str(folder)}}
+    how = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
+    nbclient.NotebookClient(book, resources=about, **how).execute()
+    for cell in book.cells:
+        cell.pop("execution_count", None)
+        for out in cell.get("outputs", []):
+            out.pop("execution_count", None)
+    return book
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["MAXBENCH_CACHE"] = f"{name}/cache"
+        NOTEBOOK.write_text(nbformat.writes(run(name)).replace(f"{name}/", "") + "\n")
