@@ -1,10 +1,50 @@
-"""Prints the layouts of the workload files as docs/workloads.md has them."""
+"""Makes docs/recipes.md: the layouts of the workload files, and the figures that are published.
 
-from collections.abc import Mapping
+python -m benchmarks.recipes_table
+"""
+
+import pathlib
+from collections.abc import Iterable, Mapping
 
 from ml_collections import ConfigDict
 
+from maxbench.hardware import published
 from maxbench.spec.recipes import table, workloads
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs/recipes.md"
+TEXT = """# Recipes and published figures
+
+`python -m benchmarks.recipes_table` makes this page from the workload files and from published.csv.
+
+## Layouts
+
+What `--gpus`, `--gpu_type`, `--dtype` and `--strong_scaling` pick: numbers in the last four columns
+go together. The columns are words of the [glossary](glossary.md); `maxbench configs` lists the
+sizes alone.
+
+{layouts}
+
+## Published
+
+What others have published, with its source; `maxbench report` holds a run against the row of its
+own work. Seconds are of one step, tokens/s over all GPUs, and MFU is in the convention of the
+publication ([Reading a report](reading_a_report.md#conventions-of-flops)). A cell is empty where
+the source has none.
+
+{figures}
+"""
+
+
+def figures(rows: Iterable[published.Published]) -> str:
+    """All published figures as one Markdown table."""
+    heads = "workload dtype GPU GPUs layers seq gbs s/step tokens/s MFU% convention remat source"
+    lines = ["| " + heads.replace(" ", " | ") + " |", "|---" * len(heads.split()) + "|"]
+    for r in rows:
+        mfu = "" if r.mfu_pct is None else f"{r.mfu_pct:.2f}"
+        cells = [f"{r.model} {r.size}", r.dtype, r.gpu_type, r.gpus, r.layers, r.seq, r.gbs]
+        cells += [f"{r.step_s:g}", f"{r.tokens_per_s:,.0f}", mfu, r.convention, r.remat, r.source]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def markdown(configs: Mapping[str, ConfigDict]) -> str:
@@ -30,5 +70,11 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
     return "\n".join(lines)
 
 
+def page() -> str:
+    """The page."""
+    layouts = markdown({path.stem: config for path, config in sorted(workloads().items())})
+    return TEXT.format(layouts=layouts, figures=figures(published.rows()))
+
+
 if __name__ == "__main__":
-    print(markdown({path.stem: config for path, config in sorted(workloads().items())}))
+    PAGE.write_text(page())

@@ -1,0 +1,92 @@
+"""The documentation as a site: it builds strictly, holds the docstrings, and fetches nothing."""
+
+import html
+import inspect
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from maxbench.convert import from_hugging_face
+from maxbench.plan.answer import Answer, plan
+from maxbench.report.reading import Report, report
+from maxbench.run.child import Training, train
+from maxbench.spec import flops, recipes
+from maxbench.sweep import Sweep, sweep
+
+DOCS = pathlib.Path("docs")
+PUBLIC = (plan, train, report, sweep, Answer.to_dataframe, Training.records, Report.text,
+          Sweep.cells, recipes.resolve, flops.per_sequence, from_hugging_face)  # fmt: skip
+
+
+def build(docs: pathlib.Path, out: pathlib.Path) -> subprocess.CompletedProcess:
+    """The site of a folder, with every warning an error."""
+    words = ["-W", "--keep-going", "-q", "-E", "-d", f"{out}.trees", str(docs), str(out)]
+    command = [sys.executable, "-m", "sphinx", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build(DOCS, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def text(page: pathlib.Path) -> str:
+    """What a page says, in one line."""
+    body = re.sub(r"<(script|style).*?</\1>|<[^>]+>", "", page.read_text(), flags=re.DOTALL)
+    return " ".join(html.unescape(body).replace("¶", "").split())
+
+
+def test_every_page_is_there_and_in_the_navigation(site):
+    """A page in no toctree would be a warning, so the build an error."""
+    menu = (site / "index.html").read_text()
+    for page in DOCS.glob("*.md"):
+        assert (site / f"{page.stem}.html").is_file()
+        assert re.search(rf'class="reference internal" href="{page.stem}.html"', menu) or (
+            page.stem == "index"
+        )
+    assert (site / "report.html").read_text() == (DOCS / "report.html").read_text()
+    assert "import maxbench as mb" in text(site / "notebook.html")
+    assert "tokens/s" in text(site / "notebook.html")
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda x: x.__qualname__)
+def test_the_api_has_the_docstrings(site, public):
+    first, *_ = inspect.getdoc(public).split("\n\n")
+    assert " ".join(first.replace("`", "").split()) in text(site / "api.html")
+
+
+def test_nothing_is_fetched_from_a_network(site):
+    fetched = r'(?:<(?:script|img|iframe|link)\b[^>]*(?:src|href)="|@import|url\(["\']?)https?:'
+    for file in (*site.rglob("*.html"), *site.rglob("*.css")):
+        assert not re.search(fetched, file.read_text()), file
+
+
+def test_what_leads_nowhere_fails_the_build(tmp_path):
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("*.md"))
+    shutil.copy(DOCS / "notebook.md", docs)
+    links = "[a](nowhere.md) [b](notebook.md#nowhere) [c](../maxbench/nowhere.py)"
+    (docs / "index.md").write_text(f"# Home\n\n{links}\n")
+    done = build(docs, tmp_path / "site")
+    assert done.returncode == 1
+    assert "'nowhere.md'" in done.stderr
+    assert "'nowhere'" in done.stderr or "'notebook:nowhere'" in done.stderr
+    assert "there is no ../maxbench/nowhere.py" in done.stderr
+    assert "notebook.md: WARNING: document isn't included in any toctree" in done.stderr
+
+
+def test_the_model_of_the_page_is_a_workload(tmp_path):
+    """Docs/adding_a_model.md: its file is read, and says what the page says of it."""
+    page = (DOCS / "adding_a_model.md").read_text()
+    file = tmp_path / "llama32_1b.py"
+    file.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    run = recipes.resolve(recipes.named(f"{file}:fp8"), gpus=8)
+    assert (run.layout.fsdp, run.precision.dtype) == (8, "fp8")
+    assert f"{flops.params(run.model):,} parameters" in page
