@@ -2,6 +2,7 @@
 
 import html
 import inspect
+import json
 import pathlib
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 
+from benchmarks import pictures
 from maxbench.convert import from_hugging_face
 from maxbench.plan.answer import Answer, plan
 from maxbench.report.reading import Report, report
@@ -90,3 +92,11 @@ def test_the_model_of_the_page_is_a_workload(tmp_path):
     run = recipes.resolve(recipes.named(f"{file}:fp8"), gpus=8)
     assert (run.layout.fsdp, run.precision.dtype) == (8, "fp8")
     assert f"{flops.params(run.model):,} parameters" in page
+
+
+def test_the_pictures_are_of_this_revision():
+    """If not: python -m benchmarks.pictures."""
+    told = pictures.made_from()
+    assert json.loads(pictures.MADE_FROM.read_text()) == told
+    assert all((DOCS / name).stat().st_size < 150e3 for name in told)
+    assert "url(http" not in (DOCS / "terminal.svg").read_text()
