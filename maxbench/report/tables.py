@@ -131,7 +131,8 @@ def text(rows: Sequence[Row], s: Settings) -> str:
     counts = (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in _counts(rows).items())
     out += ["", "Summary:", *counts]
     out[-1] += "%"
-    for title, lines in (*sections(rows, s), *((t.title, t.lines()) for t in traces(rows))):
+    calls = [(t.title, t.lines(max(0, s.width - 2))) for t in traces(rows)]
+    for title, lines in (*sections(rows, s), *calls):
         out += ["", title, *(y for x in lines for y in fold(f"  {x}", s.width, "    "))]
     out += ["", *(fold(" ".join(LEGEND), s.width) if s.width else LEGEND)]
     if s.suite:
@@ -216,9 +217,15 @@ class Trace:
     grids: list[tuple[list[str], list[list[str]]]]
     notes: list[str]
 
-    def lines(self) -> list[str]:
-        """As text."""
-        return [x for grid in self.grids for x in (*layout(*grid), "")] + self.notes
+    def lines(self, width: int = 0) -> list[str]:
+        """As text; a table that so many columns have no room for is a sentence for each row."""
+        made = []
+        for heads, body in self.grids:
+            table = layout(heads, body)
+            if width and len(table[1]) > width:
+                table = [", ".join(map(" ".join, zip(heads, row, strict=True))) for row in body]
+            made += [*table, ""]
+        return made + self.notes
 
 
 def traces(rows: Sequence[Row]) -> list[Trace]:
@@ -301,12 +308,8 @@ def markdown(rows: Sequence[Row], s: Settings) -> str:
         out += ["", f"**{trace.title}**", "", *(f"    {x}" for x in trace.lines())]
     if s.suite:
         verdict = suite.judge(s.suite, rows)
-        out += [
-            "",
-            f"**{verdict.title}**",
-            "",
-            *(f"- {' '.join(x.split())}" for x in verdict.lines()),
-        ]
+        out += ["", f"**{verdict.title}**", ""]
+        out += [f"- {' '.join(x.split())}" for x in verdict.lines()]
     return "\n".join(out)
 
 

@@ -19,6 +19,9 @@ from tests.report.test_report import H100, ROOT, nemo, ours, planned_run, progra
 
 __all__ = ["program"]  # a fixture
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LOOKED_AT = pytest.mark.skipif(
+    not CHROMIUM, reason="NO CHROMIUM: the page is not looked at; apt-get chromium"
+)
 # What the browser finds: what is too wide, too small or too faint, and what the script does.
 PROBE = """
 const lum = c => { const [r, g, b] = c.match(/[0-9.]+/g).map(x => x / 255)
@@ -46,6 +49,7 @@ const find = document.querySelector("input");
 find.value = "16 gpus pass"; find.dispatchEvent(new Event("input")); found.filtered = said();
 find.value = ""; find.dispatchEvent(new Event("input"));
 const sort = [...document.querySelectorAll("th button")].find(x => x.textContent === "Step, s");
+found.sortable = sort.getClientRects().length;
 sort.click(); sort.click(); found.sorted = said();
 const [first, second] = document.querySelectorAll("select");
 const choose = (select, text) => { select.selectedIndex =
@@ -71,7 +75,14 @@ def made(folder: pathlib.Path) -> str:
     return page.html(found, H100)
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="NO CHROMIUM: the page is not looked at; apt-get chromium")
+def browser(file: pathlib.Path, *flags: str) -> str:
+    """What Chromium prints of a page."""
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *flags]
+    command += [f"--user-data-dir={file.parent}/profile", file.as_uri()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@LOOKED_AT
 @pytest.mark.parametrize(("wide", "scheme"), [(1280, 1), (390, 1), (1280, 0)])
 def test_the_page_in_a_browser(tmp_path, wide, scheme):
     """Nothing fetched, too wide, too small or too faint; the table sorts and filters, two runs
@@ -86,13 +97,12 @@ def test_the_page_in_a_browser(tmp_path, wide, scheme):
     inner = html.escape(text.replace("</body>", f"<script>{PROBE}</script></body>"))
     # A frame, because no window of this browser is narrower than 500 px.
     file.write_text(f'<iframe width="{wide}" height="1600" srcdoc="{inner}"></iframe>')
-    flags = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    flags += [f"--user-data-dir={tmp_path}/profile", "--window-size=1400,1700"]
-    flags += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", file.as_uri()]
-    done = subprocess.run(flags, check=True, capture_output=True, text=True, timeout=120)
-    found = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', done.stdout)[1]))
+    flags = ["--hide-scrollbars", "--window-size=1400,1700", "--dump-dom"]
+    said = browser(file, *flags, f"--blink-settings=preferredColorScheme={scheme}")
+    found = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', said)[1]))
     assert (found["faint"], found["small"], found["scopes"]) == ([], [], 0)
     assert found["wide"][0] <= found["wide"][1] == wide
+    assert found["sortable"]
     assert found["filtered"] == ["llama31 8b fp8, 16 GPUs, GBS 256, run 2"]
     assert [x.partition(",")[2] for x in found["sorted"]] == [
         " 16 GPUs, GBS 256, run 1", " 16 GPUs, GBS 256, run 2", " 8 GPUs, GBS 128, run 2",
@@ -100,6 +110,20 @@ def test_the_page_in_a_browser(tmp_path, wide, scheme):
     assert found["pair"]["config.layout.gbs"] == "256 | 128"
     assert "config.layout.cp" not in found["pair"]  # the same
     assert found["tip"] == "llama31 8b fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
+
+
+@LOOKED_AT
+def test_paper_has_what_is_folded(tmp_path):
+    """Without scripts too: a page whose runs stay folded has fewer sheets."""
+    for stamp in range(4):
+        ours(tmp_path, stamp=stamp)
+    text, sheets = made(tmp_path).replace("<script", "<template"), []
+    for style in (text, text.replace("details::details-content", "details::no")):
+        file, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
+        file.write_text(style)
+        browser(file, f"--print-to-pdf={pdf}")
+        sheets.append(len(re.findall(rb"/Type /Page\b", pdf.read_bytes())))
+    assert sheets[0] > sheets[1] > 0
 
 
 def test_nothing_of_a_log_is_markup_on_the_page(tmp_path):

@@ -523,6 +523,18 @@ def test_trace_is_set_beside_the_plan(tmp_path, program):
     assert f"    {line.strip()}" in run("--format=md", str(tmp_path))
 
 
+def test_a_trace_is_as_wide_as_the_terminal():
+    trace = tables.Trace("", [(["collective", "GPUs"], [["all-gather", "8"]])], ["a note"])
+    assert trace.lines(16) == [
+        "collective  GPUs",
+        "----------  ----",
+        "all-gather     8",
+        "",
+        "a note",
+    ]
+    assert trace.lines(15) == ["collective all-gather, GPUs 8", "", "a note"]
+
+
 def test_trace_without_a_plan_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "empty"))
     path = planned_run(tmp_path, "nccltrace")
