@@ -27,7 +27,7 @@ KEPT = pathlib.Path(__file__).with_name("results") / "terminal.json"
 MADE_FROM = DOCS / "pictures.json"
 COMMAND = "maxbench train --config llama31_8b:tiny --steps 12"
 COLUMNS = 92
-WINDOW = (1200, 640)  # pixels of the page that are shown
+WINDOW = (1240, 700)  # pixels of the page that are shown
 
 
 def trained() -> dict:
