@@ -495,7 +495,7 @@ def program(tmp_path, monkeypatch):
     artifact.store(
         made,
         artifact.Compiled(
-            text=text, **sizes, copy=1, gradients=1, layer_shapes=(), attention="cudnn",
+            text=text, **sizes, copy=1, gradients=1, host=0, layer_shapes=(), attention="cudnn",
             lower_s=1.0, compile_s=1.0, peak_rss_gib=1.0,
         ),
     )  # fmt: skip
