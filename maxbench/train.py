@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from maxbench.run import child, metrics, runtime, terminal
-from maxbench.spec import cli, commands, flops
+from maxbench.spec import cli, commands, flops, recipes
 from maxbench.spec.notebook import make_callable
 from maxbench.spec.run import AXES, Run
 
@@ -33,7 +33,7 @@ def describe(run: Run) -> dict:
 def page(run: Run) -> terminal.Parts:
     """What would run, for people: model, layout, batch, memory, what it will be held against."""
     m, a, t = run.model, run.layout, run.train
-    title = f"{m.name} {m.size} {run.precision.dtype} on {devices(run)}"
+    title = f"{recipes.called(m.name, m.size)} {run.precision.dtype} on {devices(run)}"
     axes = " x ".join(f"{x} {n}" for x in (*AXES, "vp") if (n := getattr(a, x)) > 1)
     each = (
         f"{a.microbatches} microbatch{'es' * (a.microbatches > 1)} of {a.mbs} on each of {a.shards}"

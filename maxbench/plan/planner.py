@@ -12,6 +12,7 @@ from maxbench.plan.costs import Costs
 from maxbench.plan.memory import GIB, Memory
 from maxbench.plan.simulate import Timeline
 from maxbench.run import metrics, runtime
+from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
 from maxbench.step.schedule import schedule_of
@@ -250,10 +251,10 @@ def sensitivities(p: Plan, found: dict[str, list[float]]) -> str:
 
 
 def title(run: Run) -> str:
-    """'llama31 405b bf16, 126 layers, seq 8192, on 512 x H100'."""
-    m, a = run.model, run.layout
+    """'Llama 3.1 405B bf16, 126 layers, seq 8192, on 512 x H100'."""
+    m, a, name = run.model, run.layout, recipes.called(run.model.name, run.model.size)
     return (
-        f"{m.name} {m.size} {run.precision.dtype}, {m.layers} layers, seq {run.train.seq}, on "
+        f"{name} {run.precision.dtype}, {m.layers} layers, seq {run.train.seq}, on "
         f"{a.gpus} x {a.gpu_type.upper()}"
     )
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from maxbench.report import answer, compare, details, plots, suite, tables
 from maxbench.report.compare import Row, Settings
 from maxbench.report.record import at
+from maxbench.spec import recipes
 
 PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody scrolls
 EXPLAINED = 3  # runs that are behind, in the sentence at the top
@@ -161,12 +162,12 @@ def splits(curve: compare.Curve, rows: Sequence[Row]) -> list[tuple[int, dict[st
 
 
 def label(one: Row) -> str:
-    """A run in a few words: 'llama31 8b bf16, 16 GPUs, GBS 256'."""
+    """A run in a few words: 'Llama 3.1 8B bf16, 16 GPUs, GBS 256'."""
     r = one.record
     if not (r.model and r.gpus):
         return r.name
     kind = f"GPU{'s' * (r.gpus > 1)}" if r.gpu_type or not r.device else f"x {r.device}"
-    words = f"{r.model} {r.size} {r.dtype}".strip() + f", {r.gpus} {kind}"
+    words = f"{recipes.called(r.model, r.size)} {r.dtype}".strip() + f", {r.gpus} {kind}"
     return words + (f", GBS {r.gbs}" if r.gbs else "") + (f", {r.profiled}" if r.profiled else "")
 
 

@@ -7,6 +7,7 @@ What is set later wins: the workload's numbers, what it does otherwise in FP8, t
 (--gpus), presets, the shorthand flags (--tp, --mbs, ...), and last --config.section.field=value.
 """
 
+import ast
 import dataclasses
 import difflib
 import functools
@@ -366,6 +367,17 @@ def find(model: str, size: str) -> list[pathlib.Path]:
     """The workload files of a model and a size, by their names in them: one, if all is well."""
     files = workloads().items()
     return [path for path, w in files if (w.model.name, w.model.size) == (model, size)]
+
+
+@functools.cache
+def called(model: str, size: str) -> str:
+    """How people call a model, 'Llama 3.1 8B': what its file begins with; where none has it, as it
+    calls itself. A size may name presets too: 'Llama 3.1 8B tiny'."""
+    size, *presets = size.split("-")
+    if not (files := find(model, size)):
+        return " ".join([model, size, *presets]).strip()
+    title = ast.get_docstring(ast.parse(files[0].read_text())).partition(",")[0]
+    return " ".join([title, *presets])
 
 
 def models() -> list[str]:

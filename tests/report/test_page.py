@@ -103,13 +103,13 @@ def test_the_page_in_a_browser(tmp_path, wide, scheme):
     assert (found["faint"], found["small"], found["scopes"]) == ([], [], 0)
     assert found["wide"][0] <= found["wide"][1] == wide
     assert found["sortable"]
-    assert found["filtered"] == ["llama31 8b fp8, 16 GPUs, GBS 256, run 2"]
+    assert found["filtered"] == ["Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 2"]
     assert [x.partition(",")[2] for x in found["sorted"]] == [
         " 16 GPUs, GBS 256, run 1", " 16 GPUs, GBS 256, run 2", " 8 GPUs, GBS 128, run 2",
     ]  # fmt: skip
     assert found["pair"]["config.layout.gbs"] == "256 | 128"
     assert "config.layout.cp" not in found["pair"]  # the same
-    assert found["tip"] == "llama31 8b fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
+    assert found["tip"] == "Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
 
 
 @LOOKED_AT
@@ -143,12 +143,12 @@ def test_the_answer_comes_first_and_says_why(tmp_path):
     text = re.sub(r"<[^>]+>|\s+", " ", made(tmp_path))
     said = text.partition("3 runs, made")[2]
     assert re.search(
-        r"1 of 3 runs are as fast as published; +llama31 8b fp8, 32 GPUs, GBS 512 +is at 76%, "
+        r"1 of 3 runs are as fast as published; +Llama 3.1 8B fp8, 32 GPUs, GBS 512 +is at 76%, "
         r"because a few of its steps are slow: with its median step it would be at \d+%",
         re.sub(" +", " ", said),
     )
     assert re.search(r"16 GPUs, GBS 256 +is at 8\d%, because it has slow hosts \(node3\)", said)
-    tile = re.search(r"FAIL +llama31 8b fp8, 32 GPUs", said)
+    tile = re.search(r"FAIL +Llama 3.1 8B fp8, 32 GPUs", said)
     assert tile  # named, not counted
 
 

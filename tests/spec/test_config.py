@@ -132,7 +132,7 @@ def test_a_dry_run_is_a_page_for_people():
     code, out, err = command("--config", "llama2_70b", "--gpus", "128", "--dry_run")
     assert (code, err) == (0, "")
     told = dict(re.split("  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
-    assert out.startswith("llama2 70b bf16 on 128 x H100\n")
+    assert out.startswith("Llama 2 70B bf16 on 128 x H100\n")
     assert told["model"].startswith("68,976,648,192 parameters, 80 layers")
     assert told["layout"] == "fsdp 128"
     assert "256 sequences, 1,048,576 tokens a step: 1 microbatch of 2 on each" in told["batch"]
