@@ -31,7 +31,7 @@ class Answer:
     run: Run  # as it was given
     plans: Sequence[Plan]
     searched: bool  # other layouts too
-    sensitivity: Mapping[str, Sequence[float]]  # seconds of a step, by part of the cluster
+    sensitivity: Mapping[str, Sequence[float | None]]  # seconds of a step, by part of the cluster
     budget: Mapping[str, float] = dataclasses.field(default_factory=dict)
     curves: Mapping[str, scaling.Points] = dataclasses.field(default_factory=dict)
 
@@ -76,7 +76,8 @@ class Answer:
         forms = {"layout": "", "remat": "", "step_s": ".3f", "mfu_full": ".1%", "spare_gib": ".1f"}
         rows = [[format(x[name], form) for name, form in forms.items()] for x in self.records()]
         heads = ("a step with", *(f"x {factor:g}" for factor in planner.FACTORS))
-        changed = [(part, *(f"{x:.3f} s" for x in xs)) for part, xs in self.sensitivity.items()]
+        said = lambda s: f"{s:.3f} s" if s else "does not fit"
+        changed = [(part, *map(said, xs)) for part, xs in self.sensitivity.items()]
         return "".join([
             notebook.lines(told),
             notebook.table([*forms], rows) if self.searched else "",
@@ -155,7 +156,8 @@ def ask(fv: flags.FlagValues, argv: Sequence[str]) -> Answer:
         plans = [planner.best_remat(run) if asked("best_remat") else planner.plan(run)]
     made = Answer(run, plans, bool(found), {})
     if asked("sensitivity"):
-        made = dataclasses.replace(made, sensitivity=planner.sensitivity(made.best))
+        changed = planner.sensitivity(made.best) | {"memory size": search.memory_sizes(made.best)}
+        made = dataclasses.replace(made, sensitivity=changed)
     if money:
         made = dataclasses.replace(made, budget=budget.budget(made.best, money))
     if asked("scaling"):

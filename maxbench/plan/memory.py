@@ -50,8 +50,9 @@ def capacity(gpu_type: str) -> int:
 def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     """The parts of the compiler's total."""
     rows = schedule_of(run).keep + 1 if run.layout.pp > 1 else run.model.layers
+    carried, counted = saved(program, compiled.layer_shapes, rows), activation_bytes(run)
     # Where layers are code no loop carries them: arithmetic.
-    kept = saved(program, compiled.layer_shapes, rows) or activation_bytes(run)
+    kept = carried if carried > counted / 2 else counted
     same = run.format.compute == run.precision.weights and compiled.copy <= compiled.weights
     activations = min(kept, compiled.temporaries)
     gradients = min(compiled.gradients, compiled.temporaries - activations)

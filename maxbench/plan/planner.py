@@ -242,10 +242,10 @@ def screen(p: Plan, more: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def sensitivities(p: Plan, found: dict[str, list[float]]) -> str:
+def sensitivities(p: Plan, found: dict[str, list[float | None]]) -> str:
     """The table of sensitivity()."""
     head = "".join(f"{f'x {f}':>16}" for f in FACTORS)
-    change = lambda s: f"{s:7.3f} s {s / p.step_s - 1:+6.1%}"
+    change = lambda s: f"{s:7.3f} s {s / p.step_s - 1:+6.1%}" if s else f"{'does not fit':>16}"
     rows = [f"{part:<20}" + "".join(map(change, row)) for part, row in found.items()]
     return "\n".join([f"{'a step with':<20}{head}", *rows])
 

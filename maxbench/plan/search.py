@@ -9,7 +9,7 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 
-from maxbench.plan import memory
+from maxbench.plan import memory, planner
 from maxbench.plan.costs import Costs
 from maxbench.plan.memory import GIB
 from maxbench.plan.planner import Plan, plan
@@ -178,6 +178,16 @@ def hopeless(run: Run) -> str:
         f"does not fit: weights, gradients and optimizer alone take {least / GIB:.0f} GiB of each "
         f"GPU, which has {capacity / GIB:.0f}; {enough(run, run.layout.gpus)}"
     )
+
+
+def memory_sizes(p: Plan) -> list[float | None]:
+    """Seconds of a step, were the GPU's memory of another size by each of planner.FACTORS, and what
+    is recomputed chosen for it: by arithmetic, from the plan's own. None where nothing fits."""
+    taken = p.memory.total - memory.activation_bytes(p.run)
+    rooms = (factor * p.memory.capacity - taken for factor in planner.FACTORS)
+    found = (memory.least_recomputed(p.run, room) for room in rooms)
+    share = p.step_s / seconds(p.run)
+    return [seconds(one) * share if one else None for one in found]
 
 
 def search(chosen: Sequence[Run], given: Run) -> list[Plan]:
