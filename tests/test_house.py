@@ -21,7 +21,7 @@ ROOMS = {
     "model": (1935, True),
     "step": (920, True),
     "run": (2590, True),
-    "plan": (3464, True),
+    "plan": (3468, True),
     "launch": (2050, False),
     "report": (2231, False),
 }

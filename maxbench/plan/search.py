@@ -157,8 +157,12 @@ def at(run: Run, gpus: int, keep: int) -> list[Run]:
 
 
 def enough(run: Run, gpus: int) -> str:
-    """What would hold the run: other axes, or the fewest GPUs, in doublings of those given."""
-    for n in (gpus << i for i in range(12)):
+    """What would hold the run: other axes, or about as many GPUs in whole nodes, or the fewest in
+    doublings of those given."""
+    node = run.layout.gpu.gpus_per_node
+    near = [n for n in range(node, 2 * gpus, node) if 0 < abs(n / gpus - 1) < 0.15]
+    near.sort(key=lambda n: abs(n - gpus))
+    for n in (gpus, *near, *(gpus << i for i in range(1, 12))):
         if found := promising(run, n):
             a = found[0].layout
             axes = " ".join(f"--{x} {getattr(a, x)}" for x in (*AXES, "vp") if getattr(a, x) > 1)

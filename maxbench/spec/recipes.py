@@ -280,6 +280,7 @@ def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: 
     """The table's row for so many GPUs, as layout fields with 'layers' and 'seq'."""
     gpu_type, dtype = wanted["gpu_type"], wanted["dtype"]
     c.choose("gpu_type", gpu_type, c.GPUS)
+    c.choose("dtype", dtype, DTYPES)
     scaling = "strong" if strong else "weak"
     dtype = "bf16" if dtype == "fp32" else dtype
     rows = table(config.layouts)

@@ -259,6 +259,8 @@ def test_search_finds_the_given_layout_among_others():
     [
         ("--config configs/llama2_70b.py --gpus 100 --schedule", "nearest: --gpus"),
         ("--config configs/llama31_405b.py --gpus 4", "fits 4 h100; by arithmetic 128 do: --pp 8"),
+        ("--config configs/llama31_405b.py --gpus 100", "by arithmetic 96 do: --pp 6 --fsdp 2"),
+        ("--config configs/llama2_70b.py --gpus 128 --dtype fp4", "dtype='fp4' is not one of"),
         ("--config configs/llama2_70b.py --gpus 128 --gpu_type h300", "did you mean"),
         ("--config configs/llama2_70b.py --gpus 128 --timeline x.png", "must end in .json"),
         ("--config configs/llama2_70b.py --fsdq 128", "fsdp"),
