@@ -3,9 +3,11 @@
 maxbench calibrate --write my.toml
 """
 
+import dataclasses
 import os
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from maxbench.hardware import gpus
+from maxbench.launch import prescreen
 from maxbench.run import runtime
 from maxbench.spec import cli, commands, recipes
 from maxbench.spec.errors import UserError
@@ -83,14 +86,33 @@ def measure(name: str | None, small: bool) -> tuple[str, str]:
         if jax.process_index() == 0 and sys.stderr.isatty():
             print(f"\r{len(found)} measured, last {one.name:<50}", end="", file=sys.stderr)
     made = None
-    if not known:
+    if known:  # constants are found without what was measured before
+        gpus.GPUS[name] = dataclasses.replace(known, products=(), kernels=())
+    else:
         memory = (device.memory_stats() or {}).get("bytes_limit") or host_bytes() // count
         node, cores = measure.node_size()[0], getattr(device, "core_count", 1)
         made = gpus.GPUS[name] = calibrate.made(found, kind, cores, memory, node)
-    result = calibrate.calibrate(found, name)
-    about = fit.describe(f"{count} x {kind}")
-    text = fit.toml(name, result.physics, result.names, "measured", about, made)
-    return text, calibrate.table(result)
+    result = calibrate.calibrate(found, name, new=bool(made))
+    tables = {"products": result.products, "kernels": result.kernels}
+    about, table = fit.describe(f"{count} x {kind}"), calibrate.table(result)
+    if shutil.which("nvidia-smi") and (loaded := busy(measure.while_busy(sizes, draws))):
+        about, table = f"{about}, {loaded}", f"{table}\n{loaded}"
+    return fit.toml(name, result.physics, result.names, "measured", about, made, tables), table
+
+
+def draws() -> list[str]:
+    """MHz and watts of each GPU of this node; none without nvidia-smi."""
+    return prescreen.said("--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits")
+
+
+def busy(lines: Sequence[str]) -> str:
+    """'1,755 MHz and 690 W under its longest product', of the GPU that draws most; or ''."""
+    found = [re.fullmatch(r"\s*([\d.]+), *([\d.]+)\s*", line) for line in lines]
+    pairs = [(float(one[2]), float(one[1])) for one in found if one]
+    if not pairs:
+        return ""
+    watts, mhz = max(pairs)
+    return f"{mhz:.0f} MHz and {watts:.0f} W under its longest product"
 
 
 def host_bytes() -> int:

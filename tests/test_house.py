@@ -15,13 +15,13 @@ PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 # A room may import from those above it here and from itself; doors, which are in none, from all.
 # Beside each: how many lines it may have, and whether importing it may load jax and numpy.
 ROOMS = {
-    "hardware": (360, False),
+    "hardware": (372, False),
     "spec": (1722, False),
     "mesh": (270, True),
     "model": (1935, True),
     "step": (920, True),
-    "run": (2590, True),
-    "plan": (3468, True),
+    "run": (2670, True),
+    "plan": (3568, True),
     "launch": (2050, False),
     "report": (2231, False),
 }

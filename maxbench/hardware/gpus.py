@@ -16,6 +16,10 @@ from typing import Any, NewType
 Reach = NewType("Reach", float)  # above 0 and up to 1
 Share = NewType("Share", float)  # from 0 to 1
 Latency = NewType("Latency", float)  # microseconds, from 0
+# Rows that `maxbench calibrate` measured, last in each how many times as long it took as by the
+# constants: operands as HLO calls them, layout (nn, nt or tn), m, n, k and batch of a product; kind
+# (plain, turned or joined) of another kernel, and the bytes it moves.
+Products, Kernels = NewType("Products", tuple), NewType("Kernels", tuple)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,8 @@ class Gpu:
     recipes: str  # the GPU type whose rows it takes of the workloads' tables, its own as a rule
     xla_options: dict[str, str]  # options of XLA's that differ from step/compiler.py's
     environment: dict[str, str]  # variables of a job
+    products: Products  # none: by its physics alone
+    kernels: Kernels
     chip: Chip
     physics: Physics
 
@@ -94,6 +100,9 @@ class Gpu:
 
 GPUS: dict[str, Gpu] = {}  # gpus.toml's, and those of users' files
 _number = lambda v, low, high: type(v) in (int, float) and low <= v <= high
+_cell = lambda x, text: isinstance(x, str) if text else _number(x, 1e-9, 1e30)
+_row = lambda row, texts: len(row) == len(texts) and all(map(_cell, row, texts))
+_rows = lambda v, texts: all(isinstance(row, list) and _row(row, texts) for row in v)
 # Type of a field -> whether a value fits it, and what it must be.
 KINDS = {
     str: (lambda v: isinstance(v, str) and v, "text"),
@@ -102,6 +111,14 @@ KINDS = {
     Reach: (lambda v: _number(v, 1e-9, 1), "a number above 0 and up to 1"),
     Share: (lambda v: _number(v, 0, 1), "a number from 0 and up to 1"),
     Latency: (lambda v: _number(v, 0, 1e30), "a number from 0"),
+    Products: (
+        lambda v: isinstance(v, list) and _rows(v, (1, 1, 0, 0, 0, 0, 0)),
+        'as ["bf16", "nt", 4096, 4096, 4096, 1, 1.05], row by row',
+    ),
+    Kernels: (
+        lambda v: isinstance(v, list) and _rows(v, (1, 0, 0)),
+        'as ["plain", 65536, 1.5], row by row',
+    ),
     tuple[int, int]: (
         lambda v: isinstance(v, list) and len(v) == 2 and all(type(x) is int and x >= 0 for x in v),
         "as [9, 0]",
@@ -181,6 +198,8 @@ def _record(cls: type, given: Mapping, base: Any, prefix: str = "") -> Any:
             raise ValueError(f"no key {prefix}{key}; {hint}")
         fits, must = KINDS[kinds[key]]
         if not fits(value):
+            if isinstance(value, list) and kinds[key] in (Products, Kernels):
+                value = next((row for row in value if not fits([row])), value)
             raise ValueError(f"{prefix}{key}={value!r} must be {must}")
         if dataclasses.is_dataclass(kinds[key]):
             value = _record(kinds[key], value, values.get(key), f"{key}.")

@@ -37,8 +37,8 @@ ENOUGH = (1, 10)  # GiB free: below the first a run fails, below the second it m
 def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     """Of this node: GPUs, links, network ports, CPU governors, and GiB free where results go."""
     query = f"--query-gpu={','.join(SMI)}"
-    each = [line.split(", ") for line in _said(query, "--format=csv,noheader,nounits")]
-    links = _said("nvlink", "--status")
+    each = [line.split(", ") for line in said(query, "--format=csv,noheader,nounits")]
+    links = said("nvlink", "--status")
     there = next((p for p in (pathlib.Path(out), *pathlib.Path(out).parents) if p.exists()), None)
     cpus = root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
     return {
@@ -51,7 +51,7 @@ def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     }
 
 
-def _said(*words: str) -> list[str]:
+def said(*words: str) -> list[str]:
     """Lines of nvidia-smi; none without it."""
     try:
         done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)

@@ -5,11 +5,12 @@ are those that predict them best. They go into a file for --hardware.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from maxbench.hardware.gpus import GPUS, Gpu, Physics
 from maxbench.plan import fit, hlo, simulate
-from maxbench.plan.costs import Costs
+from maxbench.plan.costs import Costs, Table, gemm_sizes, is_gemm
 from maxbench.plan.fit import Case
 from maxbench.plan.simulate import Timeline
 from maxbench.run.measure import Measured
@@ -19,9 +20,9 @@ from maxbench.spec.run import AXES
 ABOUT = {
     "memory": ("copy",),
     "launch_us": ("launch",),
-    "gemm_bf16": ("bf16 product",),
-    "round_us": ("bf16 product",),
-    "gemm_fp8": ("fp8 product",),
+    "gemm_bf16": ("bf16 product", "f32 product"),
+    "round_us": ("bf16 product", "f32 product"),
+    "gemm_fp8": ("f8e4m3fn product",),
     "attention_forward": ("attention forward",),
     "attention_backward": ("attention backward",),
     "host_us": ("host",),
@@ -41,16 +42,19 @@ class Found:
       before: its constants as they were.
       physics: as they are now; `names` are those that were measured, the others as before.
       cases: constant -> what was measured about it.
+      products, kernels: rows of the GPU type's tables.
     """
 
     before: Physics
     physics: Physics
     names: list[str]
     cases: dict[str, list[Case]]
+    products: list[list]
+    kernels: list[list]
 
 
-def calibrate(measured: Sequence[Measured], name: str) -> Found:
-    """Finds the constants of GPUS[name]."""
+def calibrate(measured: Sequence[Measured], name: str, new: bool = False) -> Found:
+    """Finds the constants of GPUS[name]; of a new type those too that were found to be none."""
     cases = [(one.kind, case(one, name)) for one in measured]
     about = {
         constant: [case for kind, case in cases if kind in kinds]
@@ -58,10 +62,39 @@ def calibrate(measured: Sequence[Measured], name: str) -> Found:
     }
     before = GPUS[name].physics
     physics, names = fit.fit(about, before)
-    seen = [name for name in names if not fit.hidden(name, physics)]
-    for name in {*names} - {*seen}:
-        physics = fit.with_constant(physics, name, getattr(before, name))
-    return Found(before, physics, seen, about)
+    seen = [name for name in names if new or not fit.hidden(name, physics)]
+    for constant in {*names} - {*seen}:
+        physics = fit.with_constant(physics, constant, getattr(before, constant))
+    alone = Costs(name, dict.fromkeys(AXES, 1), physics)
+    kernels = [kernel(one, alone) for one in measured if one.kind == "kernel"]
+    alone.kernels = Table((kind, "", *row) for kind, *row in kernels)
+    products = [row for one in measured if "product" in one.kind and (row := product(one, alone))]
+    return Found(before, physics, seen, about, products, kernels)
+
+
+def product(one: Measured, costs: Costs) -> list | None:
+    """The row of a product; none where the compiler made another one of it."""
+    program = hlo.parse(one.text)
+    places = [(where, op) for where in program.computations.values() for op in where.ops]
+    ((*sizes, dtype, layout),) = {gemm_sizes(*at) for at in places if is_gemm(at[1])}
+    if dtype not in one.kind or not one.name.endswith(layout):
+        return None
+    t = simulate.play(program, costs)
+    alone = costs.gemm(*sizes, dtype) * t.flops / (2 * math.prod(sizes))
+    return [dtype, layout, *sizes, ratio(one, t, t.compute["gemm"], alone)]
+
+
+def kernel(one: Measured, costs: Costs) -> list:
+    """The row of kernels of one kind."""
+    t = simulate.play(hlo.parse(one.text), costs, record=True)
+    priced = t.compute["memory"] + t.compute["copy"]
+    return [one.name.split()[-1], max(x.bytes for x in t.spans), ratio(one, t, priced, priced)]
+
+
+def ratio(one: Measured, t: Timeline, priced: float, modelled: float) -> float:
+    """What of a program took longer than modelled, when all that is not priced in it took that."""
+    left = max(one.seconds - (t.seconds - priced), 0.1 * one.seconds)
+    return float(f"{left / modelled:.3g}")
 
 
 def case(one: Measured, name: str) -> Case:
@@ -94,7 +127,9 @@ def made(measured: Sequence[Measured], device: str, cores: int, memory: int, nod
     moved = lambda t: t.compute["memory"] * like.memory_gbps * like.physics.memory
     # An all-reduce sends everything twice.
     sent = lambda t: 2 * sum(x.bytes for x in t.traffic.values()) / 1e9
-    bf16, gbps = most("bf16 product", tera, 0), most("copy", moved, 0)
+    # Where there is fp32 the compiler makes bf16 of it, and costs.py calls it half as fast.
+    bf16 = max(most("bf16 product", tera, 0), 2 * most("f32 product", tera, 0))
+    gbps = most("copy", moved, 0)
     chip = dataclasses.replace(
         like.chip,
         name=device,
@@ -105,7 +140,9 @@ def made(measured: Sequence[Measured], device: str, cores: int, memory: int, nod
     return dataclasses.replace(
         like,
         bf16_tflops=bf16,
-        fp8_tflops=most("fp8 product", tera, bf16),
+        products=(),
+        kernels=(),
+        fp8_tflops=most("f8e4m3fn product", tera, bf16),
         memory_gb=memory / 1e9,
         memory_gbps=gbps,
         nvlink_gbps=2 * most("NVLink", sent, like.nvlink_gbps / 2),

@@ -7,6 +7,7 @@ reach of it (hardware/gpus.toml).
 import dataclasses
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -25,6 +26,7 @@ READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
 # Physics.nvlink_us, and of a step between nodes, of network_us.
 PROTOCOLS = ((0.5, 1.9, 0.18, 0.19), (0.92, 4.1, 0.56, 0.29), (1.0, 2.5, 1.0, 1.0))
 TREE = 0.92  # of a ring's rate, from the same place
+NEAR = 2  # rows of a table of measurements that say what is between them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,30 @@ class Link:
     @property
     def name(self) -> str:
         return "NVLink" if self.domains == 1 else "network"
+
+
+class Table:
+    """What was measured over what a model says of it, by sizes; empty, the model stands.
+
+    Args:
+      rows: kind, layout, sizes, and the ratio.
+    """
+
+    def __init__(self, rows: Iterable[Sequence]):
+        logs = ((kind, layout, np.log(numbers)) for kind, layout, *numbers in rows)
+        self.rows = [(kind, layout, x[:-1], float(x[-1])) for kind, layout, x in logs]
+
+    def ratio(self, kind: str, layout: str, *sizes: float) -> float:
+        """At other sizes: a mean of the nearest, in logarithms, each by its distance squared.
+        Another layout is as far as sizes that differ by a factor of e."""
+        at, near = np.log(sizes), []
+        for other, turned, there, ratio in self.rows:
+            if other == kind:
+                away = float(np.sum((there - at) ** 2)) + (turned != layout)
+                near.append((away + 1e-9, ratio))
+        near = sorted(near)[:NEAR]
+        total = sum(1 / away for away, _ in near) or 1.0
+        return math.exp(sum(ratio / away for away, ratio in near) / total)
 
 
 class Costs:
@@ -56,6 +82,8 @@ class Costs:
         self.degrees = [degrees[axis] for axis in AXES]
         self.gpus = math.prod(self.degrees)
         self.domain = self.gpu.nvlink_domain(self.gpus)
+        self.products = Table(self.gpu.products)
+        self.kernels = Table((kind, "", *row) for kind, *row in self.gpu.kernels)
 
     # Compute.
 
@@ -68,12 +96,18 @@ class Costs:
         what they do of the GPU's memory."""
         return size / (self.gpu.host_gbps * 1e9 * self.physics.memory)
 
+    def kernel(self, size: float, kind: str) -> float:
+        """Seconds of a kernel that moves `size` bytes: as memory(), or as its kind was measured."""
+        return self.memory(size) * self.kernels.ratio(kind, "", max(size, 1))
+
     def rate(self, peak: str) -> float:
         """FLOP/s that a large matrix product reaches of a peak: 'bf16' or 'fp8'."""
         return self.gpu.peak_tflops(peak) * getattr(self.physics, f"gemm_{peak}") * 1e12
 
-    def gemm(self, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
-        """Seconds of a matrix product on the tensor cores alone; dtype: of its operands.
+    def gemm(
+        self, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16", layout: str = "nn"
+    ) -> float:
+        """Seconds of a matrix product on the tensor cores alone; dtype and layout: of its operands.
 
         The output is cut in tiles, one per core at a time: the last round is rarely full, and each
         fills its pipeline and writes its output before and after the loop over k. Of a few usual
@@ -86,7 +120,9 @@ class Costs:
             rounds = math.ceil(math.ceil(m / a) * math.ceil(n / b) * batch / self.chip.cores)
             return rounds * (2 * a * b * k / rate + self.physics.round_us * 1e-6)
 
-        return min(seconds(*tile) for tile in TILES)
+        tiles = TILES if self.chip.cores > 1 else ((m, n),)  # a CPU's device has no rounds to fill
+        modelled = min(seconds(*tile) for tile in tiles)
+        return modelled * self.products.ratio(dtype, layout, m, n, k, batch)
 
     def attention(self, flops: float, backward: bool) -> float:
         """Seconds of flash attention, of the FLOPs that its mask leaves."""
@@ -166,17 +202,36 @@ class Costs:
         return self.physics.launch_us * 1e-6
 
 
-def gemm_sizes(op: hlo.Op, lhs: hlo.Shape, rhs: hlo.Shape) -> tuple[int, int, int, int]:
-    """m, n, k and batch of a matrix product, from its operands and dimension numbers."""
+def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, str, str]:
+    """m, n, k, batch, dtype and layout of a matrix product, from its operands and dimension
+    numbers; layout 'nt': which operands are turned, lhs to [k, m] and rhs to [n, k]."""
+    lhs, *others = (o.shape for o in where.operands(op))
+    rhs = others[op.target == TE_GEMM]  # a scale stands between
     if op.target == BLOCK_GEMM:
-        return lhs.dims[1], rhs.dims[1], lhs.dims[2], lhs.dims[0]
+        return lhs.dims[1], rhs.dims[1], lhs.dims[2], lhs.dims[0], lhs.dtype, "nt"
     if op.target == TE_GEMM:
-        k = lhs.dims[0 if "lhs_transposed = true" in op.attrs else 1]
-        return lhs.elements // k, rhs.elements // k, k, 1
-    contract, batch = op.dims("lhs_contracting_dimensions"), op.dims("lhs_batch_dimensions")
-    k = math.prod(lhs.dims[d] for d in contract)
-    b = math.prod(lhs.dims[d] for d in batch)
-    return lhs.elements // (k * b), rhs.elements // (k * b), k, b
+        turned = [f"{side}_transposed = true" in op.attrs for side in ("lhs", "rhs")]
+        k, b = lhs.dims[0 if turned[0] else 1], 1
+    else:
+        contract, batch = op.dims("lhs_contracting_dimensions"), op.dims("lhs_batch_dimensions")
+        k = math.prod(lhs.dims[d] for d in contract)
+        b = math.prod(lhs.dims[d] for d in batch)
+        last = len(rhs.dims) - 1 in op.dims("rhs_contracting_dimensions")
+        turned = [len(lhs.dims) - 1 not in contract, last]
+    layout = "".join("nt"[t] for t in turned)
+    return lhs.elements // (k * b), rhs.elements // (k * b), k, b, lhs.dtype, layout
+
+
+def kernel_kind(ops: Iterable[hlo.Op]) -> str:
+    """What makes a kernel slow, of the ops in it."""
+    opcodes = {op.opcode for op in ops}
+    if opcodes & {"concatenate", "pad"}:
+        return "joined"
+    return "turned" if "transpose" in opcodes else "plain"
+
+
+def is_gemm(op: hlo.Op) -> bool:
+    return op.opcode == "dot" or op.target in GEMM
 
 
 def moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:

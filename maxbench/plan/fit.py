@@ -122,7 +122,13 @@ def best(
 
 
 def toml(
-    name: str, physics: Physics, names: Sequence[str], how: str, about: str, gpu: Gpu | None = None
+    name: str,
+    physics: Physics,
+    names: Sequence[str],
+    how: str,
+    about: str,
+    gpu: Gpu | None = None,
+    tables: Mapping[str, Sequence] = {},
 ) -> str:
     """A file for --hardware: the constants of those names, each marked.
 
@@ -130,6 +136,7 @@ def toml(
       how: 'measured' or 'fitted'.
       about: when, on what, and versions, the most important first.
       gpu: the record of a type that gpus.toml does not have, measured too.
+      tables: key of Gpu -> rows.
     """
     mark = ", ".join(about.split(", ")[:3])
     number = lambda value: f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
@@ -139,6 +146,9 @@ def toml(
     if gpu:
         like = GPUS["h100"]
         lines += [line(gpu, key) for key in MADE if getattr(gpu, key) != getattr(like, key)]
+    for key, rows in tables.items():
+        lines += [f"{key} = [  # {how} {mark}", *(f"  {json.dumps(row)}," for row in rows), "]"]
+    if gpu:
         lines += [f"\n[{name}.chip]", *(line(gpu.chip, key) for key in MADE_CHIP)]
     lines += [f"\n[{name}.physics]", *(line(physics, key) for key in names)]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 
 from maxbench.plan import hlo
-from maxbench.plan.costs import GEMM, TE_GEMM, Costs, Link, gemm_sizes, moved
+from maxbench.plan.costs import Costs, Link, gemm_sizes, is_gemm, kernel_kind, moved
 
 STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
@@ -292,13 +292,11 @@ def price(
     place = program.called(op) if fused else where
     ops = place.ops if fused else [op]
     kind, seconds, flops = "memory", 0.0, 0.0
-    if products := [each for each in ops if each.opcode == "dot" or each.target in GEMM]:
+    if products := [each for each in ops if is_gemm(each)]:
         kind = "gemm"
         for product in products:
-            lhs, *others = (o.shape for o in place.operands(product))
-            rhs = others[product.target == TE_GEMM]  # a scale stands between
-            m, n, k, batch = gemm_sizes(product, lhs, rhs)
-            seconds += costs.gemm(m, n, k, batch, lhs.dtype)
+            m, n, k, batch, *how = gemm_sizes(place, product)
+            seconds += costs.gemm(m, n, k, batch, *how)
             flops += 2.0 * m * n * k * batch
     elif op.target.startswith("__cudnn$fmha"):  # 2 products forward, 5 backward
         kind, backward = "attention", op.target.endswith("Backward")
@@ -315,7 +313,11 @@ def price(
         return "offload", costs.offload(size / 2), 0.0
     if kind == "memory" and module(op.op_name) and op.op_name.endswith("reduce_max"):
         kind = "amax" if hlo.size(op.shape) < size / 100 else kind
-    return kind, max(seconds, costs.memory(size)), flops
+    if not seconds:
+        return kind, costs.kernel(size, kernel_kind(ops)), flops
+    # A product that was measured has read and written.
+    least = 0.0 if products and costs.gpu.products else costs.memory(size)
+    return kind, max(seconds, least), flops
 
 
 def _moves(op: hlo.Op) -> bool:

@@ -6,9 +6,13 @@ that text can be held against it. All processes run the same programs at the sam
 
 import dataclasses
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,46 +23,57 @@ from jax.sharding import PartitionSpec as P
 from maxbench.hardware.gpus import Gpu
 from maxbench.mesh import collectives
 from maxbench.model import attention
-from maxbench.model.formats import Scaled, tensor
+from maxbench.model.formats import tensor
 from maxbench.run import hosts, runtime
 from maxbench.step import compiler
 
 BF16 = jnp.bfloat16
-OVER = (((1,), (1,)), ((), ()))  # both operands' last dims
+WORK = 1e12  # FLOPs of products in one program, from which on one of them is enough
 AXES = ("dp", "tp")  # of a mesh of all devices: over NVLink domains, and within one
 REPEATS = 5
+WARM = 2.0  # seconds of products until clocks and power are what they stay
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How large what is measured is."""
 
-    products: tuple[tuple[int, int, int], ...]  # m, n, k
+    products: tuple[tuple[int, int, int, int], ...]  # m, n, k, batch
     attention: tuple[int, int, int]  # tokens, heads, their width
     copies: tuple[int, ...]  # bytes
+    kernels: tuple[int, ...]  # bytes of an operand
     messages: tuple[int, ...]  # bytes on one device, before or after, where there are more
     times: int  # that something short is done in one program
     row_s: float  # seconds of calls between two looks at the clock, at least
 
 
 SMALL = Sizes(
-    products=((128, 256, 128), (256, 256, 256), (512, 256, 128)),
+    products=(
+        *((n, n, n, 1) for n in (64, 128, 256)),
+        *((128, 512, 128, 1), (128, 128, 256, 1), (128, 128, 512, 1), (512, 128, 128, 1)),
+        *((128, 256, 128, 1), (512, 512, 128, 1), (64, 256, 128, 1), (64, 128, 256, 1)),
+        *((64, 64, 16, 8), (64, 16, 64, 8), (128, 128, 128, 4), (32, 512, 128, 4)),
+    ),
     attention=(128, 4, 32),
     copies=(1 << 20, 1 << 22),
-    messages=(1 << 10, 1 << 18),
+    kernels=tuple(1 << n for n in range(10, 23, 2)),
+    messages=(1 << 10, 1 << 14, 1 << 18, 1 << 21),
     times=20,
     row_s=5e-3,
 )
-# Of a GPU: square products, and those of a layer of 8B, 70B over tp 4 and 405B over tp 8.
+# Of a GPU: square products, those of a layer of 8B, 70B over tp 4 and 405B over tp 8, experts'.
 LARGE = Sizes(
     products=(
-        *((n, n, n) for n in (2048, 4096, 8192, 16384)),
-        *((4096, 6144, 4096), (4096, 28672, 4096), (4096, 4096, 14336)),
-        *((4096, 2560, 8192), (4096, 14336, 8192), (4096, 8192, 7168)),
-        *((4096, 2304, 16384), (4096, 13312, 16384), (4096, 16384, 6656)),
+        *((n, n, n, 1) for n in (512, 1024, 2048, 4096, 8192, 16384)),
+        *((4096, 6144, 4096, 1), (4096, 28672, 4096, 1), (4096, 4096, 14336, 1)),
+        *((4096, 2560, 8192, 1), (4096, 14336, 8192, 1), (4096, 8192, 7168, 1)),
+        *((4096, 2304, 16384, 1), (4096, 13312, 16384, 1), (4096, 16384, 6656, 1)),
+        *((8192, 32064, 4096, 1), (1024, 8192, 6144, 2), (1024, 6144, 4096, 8)),
     ),
     attention=(8192, 32, 128),
     copies=(1 << 28, 1 << 30),
+    kernels=tuple(1 << n for n in range(12, 29, 2)),
     messages=(1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28),
     times=50,
     row_s=50e-3,
@@ -93,16 +108,11 @@ def everything(sizes: Sizes, devices: Sequence, inside: int) -> Iterator[Measure
     one = functools.partial(_measured, sizes, None)
     for size in sizes.copies:
         yield one("copy", f"{size / 2**20:g} MiB", lambda x: x + 1, _random(size // 2))
-    yield one("launch", f"{sizes.times} kernels", _chain(sizes.times), _random(64, 64))
+    add = lambda x: jax.lax.fori_loop(0, sizes.times, lambda _, y: y + x, x)
+    yield one("launch", f"{sizes.times} kernels", add, _random(8, 8).astype(jnp.float32))
     yield one("host", f"{sizes.times} decisions", _decisions(sizes.times), _random(64, 64))
-    for m, n, k in sizes.products:
-        a, b = _random(m, k), _random(n, k)
-        multiply = lambda a, b: jax.lax.dot_general(a, b, OVER)
-        yield one("bf16 product", f"{m} x {n} x {k}", multiply, a, b)
-        if _has_fp8():
-            a, b = (Scaled(x.astype(tensor.FORWARD), jnp.float32(1)) for x in (a, b))
-            multiply = lambda a, b: tensor.Tensor(False).product(a, b, OVER, BF16)
-            yield one("fp8 product", f"{m} x {n} x {k}", multiply, a, b)
+    yield from _kernels(sizes)
+    yield from _products(sizes)
     yield from _attention(sizes)
     if len(devices) > 1:
         yield from _communication(sizes, Mesh(np.array(devices).reshape(-1, inside), AXES))
@@ -132,19 +142,22 @@ def _measured(
     together = mesh is not None and jax.default_backend() == "cpu"
     seconds = median_s((lambda: jax.block_until_ready(call())) if together else call, sizes.row_s)
     degrees = dict(mesh.shape) if mesh else {}
+    if together:
+        seconds /= len(mesh.local_devices)
     return Measured(kind, name, program.as_text(), seconds, degrees)
 
 
 def median_s(call: Callable, row_s: float) -> float:
     """Seconds of a call: the median over rows of calls, of which the last is waited for, and over
-    processes."""
+    processes. Of a CPU, whose cores all its devices share, seconds that it works."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
     def row(times: int) -> float:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(times):
             out = call()
         jax.block_until_ready(out)
-        return (time.perf_counter() - start) / times
+        return (clock() - start) / times
 
     row(1)  # loads it
     agreed = lambda value: statistics.median(x["value"] for x in hosts.gather({"value": value}))
@@ -171,6 +184,80 @@ def _decisions(times: int) -> Callable:
     """Branches on what a kernel has made."""
     branch = lambda _, y: jax.lax.cond(y[0, 0] > 0, lambda y: y @ y, lambda y: y + y, y)
     return lambda x: jax.lax.fori_loop(0, times, branch, x)
+
+
+def while_busy(sizes: Sizes, ask: Callable[[], T]) -> T:
+    """What is answered once the largest product has run for WARM seconds, and runs."""
+    m, n, k, batch = max(sizes.products, key=math.prod)
+    call = functools.partial(jax.jit(jnp.matmul), _random(batch, m, k), _random(batch, k, n))
+    with futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: time.sleep(WARM) or ask())
+        while not answer.done():
+            jax.block_until_ready([call() for _ in range(4)])
+    return answer.result()
+
+
+def _products(sizes: Sizes) -> Iterator[Measured]:
+    """Each shape in each layout; on a CPU, which has no bf16, of fp32 too."""
+    dtypes = {"bf16": BF16} | ({"f32": jnp.float32} if jax.default_backend() == "cpu" else {})
+    dtypes |= {"f8e4m3fn": tensor.FORWARD} if _has_fp8() else {}
+    layouts = itertools.product(("mk", "km"), ("kn", "nk"))
+    ways = [(*one, dtype) for one in layouts if one != ("km", "nk") for dtype in dtypes]
+    for (m, n, k, batch), (lhs, rhs, dtype) in itertools.product(sizes.products, ways):
+        layout, b = ("t" if lhs == "km" else "n") + ("t" if rhs == "nk" else "n"), "b" * (batch > 1)
+        if dtype == "f8e4m3fn" and (layout != "nt" or b):  # its kernel has no other
+            continue
+        dims = {"b": batch, "m": m, "n": n, "k": k}
+        parts = [_random(*(dims[d] for d in b + one)).astype(dtypes[dtype]) for one in (lhs, rhs)]
+        times = int(min(sizes.times, max(1, WORK // (2 * m * n * k * batch))))
+        multiply = functools.partial(_multiply, times, f"{b}{lhs},{b}{rhs}->{b}mn")
+        name = f"{m} x {n} x {k} x {batch} {layout}"
+        yield _measured(sizes, None, f"{dtype} product", name, multiply, *parts, jnp.float32(1))
+
+
+def _multiply(times: int, dims: str, a, b, scale):
+    """One product after the other, each of an operand that a number of the last one is put into:
+    the compiler would move what never changes out of the loop."""
+    read = lambda x: tensor.dequantize(x, scale, BF16) if x.dtype == tensor.FORWARD else x
+    product = lambda a: jnp.einsum(dims, read(a), read(b))
+
+    def body(_, state):
+        a, y = state[0], product(state[0])
+        return a.at[(0,) * a.ndim].set(y[(0,) * y.ndim].astype(a.dtype)), y
+
+    y = jax.eval_shape(product, a)
+    return jax.lax.fori_loop(0, times, body, (a, jnp.zeros(y.shape, y.dtype)))[1]
+
+
+# What a step does beside products, of an array [rows, 256]; each as costs.kernel_kind calls it.
+KERNELS = {
+    "plain": (
+        lambda x: jax.nn.silu(x) * x,
+        lambda x: jax.nn.softmax(x, 1),
+        lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, 1, keepdims=True)),
+        lambda x: 0.9 * x + x / (jnp.sqrt(0.95 * x * x) + 1e-5),
+    ),
+    "turned": (
+        lambda x: x.T.reshape(x.shape),
+        lambda x: x.reshape(-1, 4, 64).swapaxes(0, 1).reshape(x.shape) * 0.5,
+    ),
+    "joined": (
+        lambda x: jnp.concatenate([-x[:, 128:], x[:, :128]], 1) * x,
+        lambda x: jnp.concatenate([jax.nn.silu(x[:, :128]), x[:, :128] * x[:, 128:]], 1),
+    ),
+}
+
+
+def _kernels(sizes: Sizes) -> Iterator[Measured]:
+    """Kernels of a step, one after the other, by size."""
+    apart = lambda x, part: jax.lax.optimization_barrier(part(x))  # no two become one kernel
+    again = lambda parts, x: jax.lax.fori_loop(
+        0, sizes.times, lambda _, x: functools.reduce(apart, parts, x), x
+    )
+    for size, (kind, parts) in itertools.product(sizes.kernels, KERNELS.items()):
+        x = _random(size // 1024, 256).astype(jnp.float32)
+        loop = functools.partial(again, parts)
+        yield _measured(sizes, None, "kernel", f"{size / 1024:g} KiB, {kind}", loop, x)
 
 
 def _attention(sizes: Sizes) -> Iterator[Measured]:
@@ -207,7 +294,7 @@ def _communication(sizes: Sizes, mesh: Mesh) -> Iterator[Measured]:
             yield _measured(sizes, mesh, link, name, _shard(mesh, loop), x)
     axis = max(AXES, key=mesh.shape.get)
     rows = max(sizes.messages) // 512
-    wide = max(m for m, n, k in sizes.products if m == n == k)
+    wide = max(m for m, n, k, batch in sizes.products if m == n == k)
     parts = _everywhere(mesh, rows, 256), _everywhere(mesh, wide, wide)
     both = lambda x, a: (jax.lax.psum(x, axis), _chain(4)(a))
     yield _measured(sizes, mesh, "beside", "an all-reduce, 4 products", _shard(mesh, both), *parts)

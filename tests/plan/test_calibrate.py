@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 import re
 import tomllib
 import types
@@ -15,15 +16,19 @@ from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPUS
 from maxbench.plan import __main__ as plan
 from maxbench.plan import calibrate, costs, fit, learn
+from maxbench.plan.costs import Costs
 from maxbench.run import measure
 from maxbench.spec.errors import UserError
+from maxbench.spec.run import AXES
 from tests.conftest import resolve
+from tests.launch.test_launch import tool
 
 pytestmark = pytest.mark.xdist_group("calibrate")  # one worker measures
 SIZES = measure.Sizes(
-    products=((128, 128, 128),),
+    products=((128, 128, 128, 1), (64, 64, 64, 2)),
     attention=(64, 2, 32),
     copies=(1 << 20,),
+    kernels=(1 << 16,),
     messages=(1 << 10, 1 << 17),
     times=4,
     row_s=1e-3,
@@ -42,7 +47,7 @@ def measured():
 
 def test_every_kind_is_measured(measured):
     kinds = {one.kind for one in measured}
-    assert kinds == {kind for kinds in calibrate.ABOUT.values() for kind in kinds}
+    assert kinds - {"kernel"} == {kind for kinds in calibrate.ABOUT.values() for kind in kinds}
     assert all(one.seconds > 0 for one in measured)
     links = [one for one in measured if one.kind == "network"]
     assert {(one.degrees["dp"], one.degrees["tp"]) for one in links} == {(2, 2)}
@@ -80,6 +85,14 @@ def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
     assert gpus.named("cpu") == "abacus"  # as the device says it
     assert read.bf16_tflops == pytest.approx(made.bf16_tflops, rel=1e-3)
     assert 0.1 < read.physics.gemm_bf16 <= 1  # of the best that was seen
+    assert {tuple(row[:6]) for row in read.products} == {
+        ("f32", layout, *sizes) for layout in ("nn", "nt", "tn") for sizes in SIZES.products
+    }
+    assert [row[0] for row in read.kernels] == [*measure.KERNELS]
+    one = next(
+        one for one in measured if one.name == "128 x 128 x 128 x 1 nt" and "f32" in one.kind
+    )
+    assert abs(calibrate.case(one, "abacus").error(read.physics)) < 0.15  # its other kernels'
     marked = f"measured {datetime.date.today()}, {jax.device_count()} x cpu, jax {jax.__version__}"
     values = [line for line in text.splitlines() if " = " in line]
     assert [line for line in values if marked not in line] == ['like = "h100"']
@@ -99,6 +112,37 @@ def test_bad_input(words, message, capsys):
         door.main(["calibrate", *words.split()])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """H100 with three products and two kernels that were measured."""
+    products = (["bf16", "nn", 4096, 4096, 4096, 1, 1.5], ["bf16", "nn", 4096, 4096, 1024, 1, 3.0])
+    products += (["bf16", "nt", 4096, 4096, 4096, 1, 2.0],)
+    kernels = (["plain", 1 << 16, 4.0], ["plain", 1 << 24, 1.0])
+    told = dataclasses.replace(GPUS["h100"], products=products, kernels=kernels)
+    monkeypatch.setitem(GPUS, "told", told)
+    return [Costs(name, dict.fromkeys(AXES, 1)) for name in ("told", "h100")]
+
+
+def test_a_table_says_how_far_the_model_is_off(table):
+    told, model = table
+    ratio = lambda *x: told.gemm(*x) / model.gemm(*x)
+    assert ratio(4096, 4096, 4096) == pytest.approx(1.5)
+    assert ratio(4096, 4096, 4096, 1, "bf16", "nt") == pytest.approx(2.0)
+    assert 1.5 < ratio(4096, 4096, 3000) < 2.25 < ratio(4096, 4096, 1400) < 3.0
+    assert ratio(4096, 4096, 4096, 1, "f8e4m3fn", "nt") == 1.0
+    assert told.kernel(1 << 20, "plain") / told.memory(1 << 20) == pytest.approx(2.0)
+    assert told.kernel(1 << 20, "turned") == told.memory(1 << 20)
+
+
+def test_clocks_under_load(tmp_path, monkeypatch):
+    assert door.busy(["[N/A], [N/A]"]) == ""
+    tool(tmp_path, "nvidia-smi", "echo '1980, 120.55'; echo '1740, 690.10'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(measure, "WARM", 0.0)
+    said = door.busy(measure.while_busy(SIZES, door.draws))
+    assert said == "1740 MHz and 690 W under its longest product"
 
 
 # Runs.

@@ -160,9 +160,9 @@ custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
   ROOT %d = f32[2,8,4]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={1}, \
 rhs_batch_dims={0}, rhs_contracting_dims={1}"""
     )
-    x, w, gemm, dot = p.entry.ops
+    _, _, gemm, dot = p.entry.ops
     assert gemm.target == "__cublas$lt$matmul"
-    assert costs.gemm_sizes(gemm, x.shape, w.shape) == (8192, 1024, 4096, 1)
+    assert costs.gemm_sizes(p.entry, gemm) == (8192, 1024, 4096, 1, "bf16", "nn")
     assert dot.dims("lhs_batch_dimensions") == (0,)
     assert dot.dims("lhs_contracting_dimensions") == (1,)
 

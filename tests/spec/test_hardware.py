@@ -88,6 +88,11 @@ BAD = {
     "text": (LIKE + "recipes = 3", ["recipes=3 must be text"]),
     "texts": (LIKE + "environment = { A = 1 }", ["environment={'A': 1} must be a table of texts"]),
     "pair": (LIKE + "[h300.chip]\ncapability = 9", ["chip.capability=9 must be as [9, 0]"]),
+    "row": (
+        LIKE + 'products = [["bf16", "nn", 1, 1, 1, 1, 1.0], ["bf16", 1]]',
+        ['[h300] products=[\'bf16\', 1] must be as ["bf16", "nt", 4096, 4096, 4096, 1, 1.05]'],
+    ),
+    "size": (LIKE + 'kernels = [["plain", 0, 1.0]]', ["kernels=['plain', 0, 1.0] must be as"]),
     "negative": (LIKE + "network_gbps = -50", ["network_gbps=-50 must be a number above 0"]),
     "nan": (LIKE + "network_gbps = nan", ["network_gbps=nan must be a number above 0"]),
     "fraction": (LIKE + "[h300.physics]\nmemory = 1.2", ["physics.memory=1.2", "and up to 1"]),

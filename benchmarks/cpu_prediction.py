@@ -1,0 +1,149 @@
+"""Holds predictions against what this machine can measure: toy steps on its own CPU.
+
+  python benchmarks/cpu_prediction.py
+
+Calibrates the CPU as `maxbench calibrate` does, compiles 20 toy runs in fp32 for meshes of virtual
+devices, and predicts each from its own compiled program. A device is one thread here, and shares
+the cores with the others: measured are seconds that the process works, by step and device. Then a
+constant or two are fitted to all runs but one, as `maxbench plan --calibrate` does, and that one is
+predicted. Result: benchmarks/results/cpu_prediction.json.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # it need not be installed
+
+import jax
+
+from maxbench import calibrate as door
+from maxbench.hardware import gpus
+from maxbench.mesh import axes
+from maxbench.plan import calibrate, fit, hlo, learn, planner, simulate
+from maxbench.plan.costs import Costs, Table
+from maxbench.run import measure
+from maxbench.spec import recipes
+from maxbench.spec.run import AXES, Run
+from maxbench.step.step import Step
+
+RUNS = (
+    *(("llama31_8b", x) for x in ({}, {"dp": 2}, {"fsdp": 4}, {"tp": 2}, {"cp": 2}, {"gbs": 8})),
+    ("llama31_8b", {"pp": 2, "gbs": 8}),
+    ("llama31_8b", {"dp": 2, "fsdp": 2, "tp": 2}),
+    ("llama31_8b", {"seq": 256, "layers": 4}),
+    ("llama31_8b", {"layers": 8, "fsdp": 2}),
+    ("llama2_70b", {"fsdp": 2}),
+    ("llama2_70b", {"dp": 2, "tp": 4}),
+    ("llama31_70b", {"pp": 2, "tp": 2, "gbs": 8}),
+    ("llama31_405b", {"cp": 2, "tp": 2}),
+    ("nemotron4_340b", {}),
+    ("nemotron4_340b", {"dp": 2, "tp": 2}),
+    ("grok1_314b", {}),
+    ("grok1_314b", {"ep": 2}),
+    ("grok1_314b", {"ep": 2, "tp": 2}),
+    ("grok1_314b", {"fsdp": 2, "gbs": 16}),
+)
+ROWS, ROW_S = 7, 0.4  # rows of steps, and seconds of each
+FITTED = (("memory",), ("memory", "gemm_bf16"))
+PATH = pathlib.Path(__file__).parent / "results" / "cpu_prediction.json"
+
+
+def main() -> None:
+    found = calibrated()
+    cases = []
+    for name, flags in RUNS:
+        run = recipes.resolve(recipes.named(f"{name}:tiny"), flags={"dtype": "fp32"} | flags)
+        cases.append(case(run, f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}"))
+        print(line(cases[-1], found.physics), flush=True)
+    errors = [case.error(found.physics) for case in cases]
+    record = {"device": fit.describe(f"{jax.device_count()} x cpu"), "programs": len(cases)}
+    record |= {"calibrated": spread(errors), "products": len(found.products)}
+    alone, beside = products_left_out(found.products)
+    record |= {"product_by_constants": alone, "product_by_other_shapes": beside}
+    for names in FITTED:
+        record[f"left out, {' and '.join(names)} fitted"] = spread(left_out(cases, names, found))
+    record["runs"] = [
+        {"run": c.name, "measured_s": c.seconds, "error": e}
+        for c, e in zip(cases, errors, strict=True)
+    ]
+    PATH.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in record.items() if k != "runs"}, indent=1))
+
+
+def calibrated() -> calibrate.Found:
+    """Makes a GPU type of this CPU, with its tables."""
+    ran = [*measure.everything(measure.SMALL, jax.devices(), jax.device_count())]
+    memory = door.host_bytes() // jax.device_count()
+    made = gpus.GPUS["cpu"] = calibrate.made(ran, "cpu", 1, memory, jax.device_count())
+    found = calibrate.calibrate(ran, "cpu", new=True)
+    tables = {"products": found.products, "kernels": found.kernels}
+    gpus.GPUS["cpu"] = dataclasses.replace(made, physics=found.physics, **tables)
+    return found
+
+
+def case(run: Run, name: str) -> fit.Case:
+    """A run's step, and what is predicted of it; nobody waits while only work is counted."""
+    step = Step(run, axes.make_mesh(run.layout))
+    compiled, _, _ = step.compile()
+    program, shares = hlo.parse(compiled.as_text()), planner.schedule_of(run).shares()
+    degrees = {axis: getattr(run.layout, axis) for axis in AXES}
+
+    def predict(physics):
+        t = simulate.play(program, Costs("cpu", degrees, physics), shares)
+        return t.seconds - t.compute["slowest"]
+
+    return fit.Case(name, seconds(compiled, step.init()) / run.layout.gpus, predict)
+
+
+def seconds(compiled, state) -> float:
+    """CPU seconds of a step, the median over rows."""
+
+    def row(times: int) -> tuple[float, float]:
+        nonlocal state
+        begin, work = time.perf_counter(), time.process_time()
+        for _ in range(times):
+            state, out = compiled(state)
+            jax.block_until_ready(out)
+        return (time.process_time() - work) / times, (time.perf_counter() - begin) / times
+
+    row(2)
+    times = max(2, round(ROW_S / row(2)[1]))
+    return statistics.median(row(times)[0] for _ in range(ROWS))
+
+
+def left_out(cases: list[fit.Case], names: tuple[str, ...], found: calibrate.Found) -> list[float]:
+    """Errors of each run with constants fitted to the others."""
+    near, errors = [learn.tangent(case, names, found.physics) for case in cases], []
+    for i, one in enumerate(cases):
+        about = dict.fromkeys(names, near[:i] + near[i + 1 :])
+        errors.append(one.error(fit.fit(about, found.physics, learn.FAR)[0]))
+    return errors
+
+
+def products_left_out(products: list[list]) -> tuple[float, float]:
+    """Median errors of products, by the constants alone and by the rows of other shapes."""
+    beside = []
+    for dtype, layout, *sizes, ratio in products:
+        others = Table(row for row in products if row[2:-1] != sizes)
+        beside.append(abs(others.ratio(dtype, layout, *sizes) / ratio - 1))
+    return statistics.median(abs(1 / row[-1] - 1) for row in products), statistics.median(beside)
+
+
+def spread(errors: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(map(abs, errors)), "worst": max(map(abs, errors))}
+
+
+def line(case: fit.Case, physics: gpus.Physics) -> str:
+    ms = case.seconds * 1e3
+    return f"{case.name:<40} {ms:8.2f} ms measured, predicted {case.error(physics):+.1%}"
+
+
+if __name__ == "__main__":
+    main()
