@@ -23,10 +23,9 @@ def run(folder: str | pathlib.Path) -> nbformat.NotebookNode:
     about = {"metadata": {"path": str(folder)}}
     how = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
     nbclient.NotebookClient(book, resources=about, **how).execute()
-    for cell in book.cells:
-        cell.pop("execution_count", None)
-        for out in cell.get("outputs", []):
-            out.pop("execution_count", None)
+    for cell in (c for c in book.cells if c.cell_type == "code"):
+        for counted in (cell, *(x for x in cell.outputs if x.output_type == "execute_result")):
+            counted.execution_count = None
     return book
 
 

@@ -13,7 +13,7 @@ import maxbench
 from benchmarks import notebook as notebook_file
 from maxbench import sweep
 from maxbench.hardware.gpus import GPUS
-from maxbench.plan import answer
+from maxbench.plan import answer, artifact
 from maxbench.run import child
 from maxbench.spec import cli, notebook
 from maxbench.spec.errors import UserError
@@ -45,11 +45,12 @@ def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
     assert str(names["sweep"]) in said
     for made in (run, report):
         assert made._repr_html_().count("<table>") in (1, 2)
-        assert "8b-tiny" in made._repr_html_()
+        assert "8b-tiny" in made._repr_html_() or "8B tiny" in made._repr_html_()
 
 
 def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
-    """If not: python -m benchmarks.notebook."""
+    """If not: python -m benchmarks.notebook. Other compilers than jax 0.10.2's make a little of a
+    program otherwise."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():
         monkeypatch.setenv(name, value)
@@ -58,8 +59,10 @@ def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
     shape = lambda book: [[x.output_type for x in c.get("outputs", [])] for c in book.cells]
     assert shape(kept) == shape(run)
     plans = lambda book: [c for c in book.cells if "plan" in c.source and c.cell_type == "code"]
-    predicted = lambda book: [re.findall(r"[\d.]+ s a step", str(c.outputs)) for c in plans(book)]
-    assert predicted(kept) == predicted(run) != []
+    texts = lambda book: " ".join(str(c.outputs) for c in plans(book))
+    predicted = lambda book: [float(s) for s in re.findall(r"([\d.]+) s a step", texts(book))]
+    apart = 0.001 if artifact.versions()["jax"] == "0.10.2" else 0.02
+    assert predicted(kept) == pytest.approx(predicted(run), rel=apart) != []
 
 
 def test_importing_it_takes_no_time_and_rooms_stay_rooms():
