@@ -49,8 +49,8 @@ def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
-    """If not: python -m benchmarks.notebook. Other compilers than jax 0.10.2's make a little of a
-    program otherwise."""
+    """If not: python -m benchmarks.notebook. Figures are of jax 0.10.2, whose program another one's
+    differs from, most where the network is slow."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():
         monkeypatch.setenv(name, value)
@@ -61,8 +61,9 @@ def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
     plans = lambda book: [c for c in book.cells if "plan" in c.source and c.cell_type == "code"]
     texts = lambda book: " ".join(str(c.outputs) for c in plans(book))
     predicted = lambda book: [float(s) for s in re.findall(r"([\d.]+) s a step", texts(book))]
-    apart = 0.001 if artifact.versions()["jax"] == "0.10.2" else 0.02
-    assert predicted(kept) == pytest.approx(predicted(run), rel=apart) != []
+    assert len(predicted(kept)) == len(predicted(run)) > 2
+    apart = 0.001 if artifact.versions()["jax"] == "0.10.2" else 0.1
+    assert predicted(kept) == pytest.approx(predicted(run), rel=apart)
 
 
 def test_importing_it_takes_no_time_and_rooms_stay_rooms():
