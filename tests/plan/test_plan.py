@@ -131,16 +131,15 @@ def test_layers_as_code_are_recomputed_all_the_same():
 @compiler
 def test_what_is_offloaded_waits_in_the_hosts_memory():
     """Of 4 layers, over fsdp; its way there and back is waited for as far as nothing hides it."""
-    row = "--config configs/llama31_8b.py --layers 4 --fsdp 8 --mbs 2 --config.train.remat=none"
-    here, away = (planned(f"{row}{more}") for more in ("", " --config.train.offload=mlp_up"))
+    row = "--layers 4 --fsdp 8 --mbs 2 --config.train.remat=none --config.train.offload=mlp_up"
+    found = planned(f"--config configs/llama31_8b.py {row}")
     size = 4 * 2 * 8192 * 2 * 14336 * 2
-    assert away["memory"]["host"] == size
-    assert here["memory"]["host"] == 0
-    saved = here["memory"]["activations"] - away["memory"]["activations"]
-    assert saved == pytest.approx(size, rel=0.02)
+    assert found["memory"]["host"] == size
+    per_token = 2 * 4096 + 2 * 1024 + 2 * 4096 + 14336  # input, q, k, v, context, attn_out, act
+    kept = 4 * 2 * 8192 * 2 * per_token
+    assert found["memory"]["activations"] == pytest.approx(kept, rel=0.02)
     there = size / (64e9 * GPUS["h100"].physics.memory)
-    assert away["step_s"] - here["step_s"] < away["parts_s"]["offload"] + 0.1 * here["step_s"]
-    assert 0 < away["parts_s"]["offload"] < 2 * there
+    assert 0 < found["parts_s"]["offload"] < 2 * there
 
 
 @compiler
