@@ -1,5 +1,6 @@
 """The documentation as a site: it builds strictly, holds the docstrings, and fetches nothing."""
 
+import csv
 import html
 import inspect
 import json
@@ -100,3 +101,12 @@ def test_the_pictures_are_of_this_revision():
     assert json.loads(pictures.MADE_FROM.read_text()) == told
     assert all((DOCS / name).stat().st_size < 150e3 for name in told)
     assert "url(http" not in (DOCS / "terminal.svg").read_text()
+
+
+@pytest.mark.parametrize("page", ["plan.md", "tutorial.md"])
+def test_what_a_page_shows_of_a_plan_is_what_the_table_has(page):
+    with (DOCS / "plan.csv").open(newline="") as f:
+        rows = [r for r in csv.DictReader(f) if (r["workload"], r["gpus"]) == ("llama2_70b", "128")]
+    predicted = next(r["step_s"] for r in rows if r["dtype"] == "bf16")
+    shown = (DOCS / page).read_text().partition("Llama 2 70B bf16, 80 layers")[2]
+    assert re.search(r"([\d.]+) s a step", shown)[1] == predicted
