@@ -152,7 +152,7 @@ def test_attention_holds_no_square_of_the_sequence():
     assert max(sizes) <= seq * attention.BLOCK
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     tokens=st.integers(1, 40),
     chunk=st.integers(1, 50),

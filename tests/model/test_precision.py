@@ -305,7 +305,6 @@ def alone(family: str, scaling: str):
         ("llama", "delayed", dict(dp=2, tp=2, mbs=1, unroll=4)),  # four microbatches; as code
         ("llama", "delayed", dict(pp=2, cp=2, mbs=2)),
         ("llama", "mxfp8", dict(fsdp=4, tp=2)),
-        ("nemotron", "mxfp8", dict(pp=2, tp=2, mbs=2)),
         ("grok", "mxfp8", dict(ep=2, mbs=2)),
     ],
     ids=str,
