@@ -168,7 +168,7 @@ def test_grok1_brings_tokens_to_their_experts():
     assert exchanged["link"] == "network"
     tokens = 4096 * 2 // 4  # of one GPU: seq / tp x the default sequence, top-2
     assert exchanged["count"] >= 4 * 4 * 256
-    assert exchanged["bytes"] > 4 * 4 * 256 * tokens * 6144 * 2
+    assert exchanged["bytes"] >= 4 * 4 * 256 * tokens * 6144 * 2
 
 
 @compiler
