@@ -21,7 +21,7 @@ ROOMS = {
     "model": (1935, True),
     "step": (920, True),
     "run": (2670, True),
-    "plan": (3568, True),
+    "plan": (3569, True),
     "launch": (2050, False),
     "report": (2231, False),
 }

@@ -129,8 +129,8 @@ class _Walk:
 
     def _seconds(self, where, op) -> float:
         """Of a kernel. What is in line only stands for others, and communication runs beside."""
-        inside = op.opcode in ("while", "conditional", "call") or op.base == "async"
-        if inside or op.is_done or op.base in hlo.COLLECTIVES:
+        inside = op.opcode in ("while", "conditional", "call")
+        if inside or op.base != op.opcode or op.base in hlo.COLLECTIVES:
             return 0.0
         return simulate.price(self.program, where, op, self.costs)[1] + self.costs.launch
 
@@ -167,7 +167,7 @@ class _Walk:
             buffer = bound.get((op.name, i))
             if buffer is None and i in reused:
                 buffer = operands[reused[i]][0]
-            buffer = buffer or self.new("", shape.bytes)
+            buffer = buffer or self.new("", 0 if shape.host else shape.bytes)
             buffer.name = buffer.name or simulate.module(op.op_name).strip()
             if not buffer.name and i in reused:  # what is put into it
                 buffer.name = next(

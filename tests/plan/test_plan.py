@@ -17,7 +17,7 @@ from benchmarks import plan_table
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.mesh import axes
-from maxbench.plan import aot, artifact, memory, planner
+from maxbench.plan import aot, artifact, memory, planner, trace
 from maxbench.plan.memory import GIB
 from maxbench.run import runtime
 from maxbench.spec import cli
@@ -49,6 +49,14 @@ def planned(arguments: str) -> dict:
     found = json.loads(done.stdout)
     assert found["fits"] == (done.returncode == 0)
     return found
+
+
+def said_of_memory(folder: pathlib.Path) -> tuple[float, ...]:
+    """GiB at the peak of the picture of memory, and the compiler's own."""
+    text = (folder / "step.memory.svg").read_text()
+    xml.etree.ElementTree.fromstring(text)
+    said = re.search(r"([\d.]+) GiB at the peak; .* ([\d.]+) GiB<", text)
+    return tuple(map(float, said.groups()))
 
 
 def traffic(found: dict) -> dict:
@@ -129,10 +137,10 @@ def test_layers_as_code_are_recomputed_all_the_same():
 
 
 @compiler
-def test_what_is_offloaded_waits_in_the_hosts_memory():
+def test_what_is_offloaded_waits_in_the_hosts_memory(tmp_path):
     """Of 4 layers, over fsdp; its way there and back is waited for as far as nothing hides it."""
     row = "--layers 4 --fsdp 8 --mbs 2 --config.train.remat=none --config.train.offload=mlp_up"
-    found = planned(f"--config configs/llama31_8b.py {row}")
+    found = planned(f"--config configs/llama31_8b.py {row} --timeline {tmp_path}/step.json")
     size = 4 * 2 * 8192 * 2 * 14336 * 2
     assert found["memory"]["host"] == size
     per_token = 2 * 4096 + 2 * 1024 + 2 * 4096 + 14336  # input, q, k, v, context, attn_out, act
@@ -140,6 +148,9 @@ def test_what_is_offloaded_waits_in_the_hosts_memory():
     assert found["memory"]["activations"] == pytest.approx(kept, rel=0.02)
     there = size / (64e9 * GPUS["h100"].physics.memory)
     assert 0 < found["parts_s"]["offload"] < 2 * there
+    assert trace.COLORS["offload"] in (tmp_path / "step.svg").read_text()
+    peak, compiled = said_of_memory(tmp_path)
+    assert peak == pytest.approx(compiled, rel=0.15)  # it is not on the GPU
 
 
 @compiler
@@ -220,10 +231,7 @@ def test_llama31_70b_screen_and_timeline(tmp_path):
     assert len(done.stdout.splitlines()) < 40
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     xml.etree.ElementTree.fromstring((tmp_path / "step.svg").read_text())
-    memory = (tmp_path / "step.memory.svg").read_text()
-    xml.etree.ElementTree.fromstring(memory)
-    said = re.search(r"([\d.]+) GiB at the peak; .* ([\d.]+) GiB<", memory)
-    peak, compiled = map(float, said.groups())
+    peak, compiled = said_of_memory(tmp_path)
     assert peak == pytest.approx(compiled, rel=0.15)
 
 
