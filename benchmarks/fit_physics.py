@@ -3,7 +3,7 @@ workloads are that took no part.
 
   python benchmarks/fit_physics.py [--cached]
 
-Four constants are fitted to the published H100 rows, as published (maxbench/plan/terms.py):
+Four constants are fitted to the published H100 rows, as published (maxbench/predict/terms.py):
 gemm_bf16, gemm_fp8, nvlink_us, and the share of tp's waiting that NeMo hides. All others come from
 their sources. Rows that run the same program but for more copies of it count as one. A weak prior
 holds each constant near where it stands, so that a workload that alone shows it can be left out.
@@ -32,7 +32,8 @@ from scipy import optimize
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS, Physics
-from maxbench.plan import artifact, hlo, planner, terms
+from maxbench.plan import planner
+from maxbench.predict import artifact, hlo, terms
 from maxbench.spec import cli, recipes
 from maxbench.spec.run import Run
 

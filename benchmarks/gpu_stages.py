@@ -30,7 +30,8 @@ from maxbench.hardware import gpus
 from maxbench.mesh import axes
 from maxbench.model import attention as kernels
 from maxbench.model.formats import Scaled, te, tensor
-from maxbench.plan import memory, planner
+from maxbench.plan import planner
+from maxbench.predict import memory
 from maxbench.run import loop, metrics, runtime
 from maxbench.spec import cli, flops, recipes
 from maxbench.spec.errors import UserError

@@ -21,14 +21,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from maxbench.plan import artifact
-from maxbench.plan.memory import GIB
+from maxbench.predict import artifact
+from maxbench.predict.memory import GIB
 from maxbench.spec import cli, recipes
 
 TABLE = "## Fifteen rows"  # the heading of docs/plan.md that the generated table follows
 CSV = pathlib.Path("docs/plan.csv")
 # What decides a prediction of a program.
-PRICES = ("hardware/gpus.toml", "plan/costs.py", "plan/simulate.py", "plan/terms.py")
+PRICES = ("hardware/gpus.toml", "predict/costs.py", "predict/simulate.py", "predict/terms.py")
 COLUMNS = {
     "workload": "workload",
     "gpu_type": "GPU",

@@ -48,7 +48,8 @@ def page(run: Run) -> terminal.Parts:
         "steps": f"{t.steps}; {kept} count",
     }
     if for_gpus(run):
-        from maxbench.plan import memory, search  # late: numpy takes a tenth of a second
+        from maxbench.plan import search  # late: numpy takes a tenth of a second
+        from maxbench.predict import memory
 
         held, room = search.held(run) + memory.activation_bytes(run), memory.capacity(a.gpu_type)
         rows["memory"] = f"about {held / 2**30:.0f} GiB of {room / 2**30:.0f} on each GPU, by "

@@ -21,9 +21,10 @@ ROOMS = {
     "model": (1935, True),
     "step": (920, True),
     "run": (2670, True),
-    "plan": (3569, True),
+    "predict": (1750, True),
+    "plan": (1840, True),
     "launch": (2050, False),
-    "report": (2231, False),
+    "report": (2240, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 

@@ -1,4 +1,4 @@
-"""A run that is not here: compile its step, read the program, price it, play it, draw, search."""
+"""A run that is not here: does it fit, how fast is it, what would be faster; drawn, fitted."""
 
 from maxbench.spec.notebook import make_callable
 

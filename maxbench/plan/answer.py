@@ -10,9 +10,10 @@ from typing import Any
 from absl import flags
 
 from maxbench.hardware import gpus
-from maxbench.plan import budget, memory, planner, scaling, search
-from maxbench.plan.memory import GIB
+from maxbench.plan import budget, planner, scaling, search
 from maxbench.plan.planner import Plan
+from maxbench.predict import memory
+from maxbench.predict.memory import GIB
 from maxbench.spec import cli, commands, fields, notebook, recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from maxbench.hardware.gpus import GPUS, Gpu, Physics
-from maxbench.plan import fit, hlo, simulate
-from maxbench.plan.costs import Costs, Table, gemm_sizes, is_gemm
+from maxbench.plan import fit
 from maxbench.plan.fit import Case
-from maxbench.plan.simulate import Timeline
+from maxbench.predict import hlo, simulate
+from maxbench.predict.costs import Costs, Table, gemm_sizes, is_gemm
+from maxbench.predict.simulate import Timeline
 from maxbench.run.measure import Measured
 from maxbench.spec.run import AXES
 

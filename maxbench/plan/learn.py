@@ -13,8 +13,9 @@ import statistics
 from collections.abc import Sequence
 
 from maxbench.hardware.gpus import GPUS, Physics, Reach
-from maxbench.plan import artifact, fit, hlo, planner
+from maxbench.plan import fit, planner
 from maxbench.plan.fit import Case
+from maxbench.predict import artifact, hlo
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run, Train

@@ -5,10 +5,11 @@ import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from maxbench.plan import hlo, liveness, planner, trace
-from maxbench.plan.costs import Costs
-from maxbench.plan.liveness import Alive
-from maxbench.plan.memory import GIB
+from maxbench.plan import planner, trace
+from maxbench.predict import hlo, liveness
+from maxbench.predict.costs import Costs
+from maxbench.predict.liveness import Alive
+from maxbench.predict.memory import GIB
 from maxbench.spec.run import AXES
 from maxbench.step.schedule import Schedule, schedule_of
 

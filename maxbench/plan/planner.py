@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from maxbench.hardware.gpus import Physics
 from maxbench.hardware.published import Band, Comparison, band, parallelism
-from maxbench.plan import artifact, hlo, memory, simulate, terms
-from maxbench.plan.artifact import Compiled
-from maxbench.plan.costs import Costs
-from maxbench.plan.memory import GIB, Memory
-from maxbench.plan.simulate import Timeline
+from maxbench.predict import artifact, hlo, memory, simulate, terms
+from maxbench.predict.artifact import Compiled
+from maxbench.predict.costs import Costs
+from maxbench.predict.memory import GIB, Memory
+from maxbench.predict.simulate import Timeline
 from maxbench.run import metrics, runtime
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
@@ -88,7 +88,9 @@ def plan(run: Run) -> Plan:
         artifact.require_compiler()
         if "jax" not in sys.modules:
             runtime.prepare_compiler()
-        from maxbench.plan import aot  # the one late import: what is cached is planned without jax
+        from maxbench.predict import (
+            aot,  # late, the only one: what is cached is planned without jax
+        )
 
         compiled = aot.compile_run(run)
         artifact.store(run, compiled)

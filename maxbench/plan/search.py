@@ -9,10 +9,11 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 
-from maxbench.plan import memory, planner
-from maxbench.plan.costs import Costs
-from maxbench.plan.memory import GIB
+from maxbench.plan import planner
 from maxbench.plan.planner import Plan, plan
+from maxbench.predict import memory
+from maxbench.predict.costs import Costs
+from maxbench.predict.memory import GIB
 from maxbench.spec import flops
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from maxbench.plan.simulate import STREAMS, Span
+from maxbench.predict.simulate import STREAMS, Span
 
 COLORS = {"gemm": "#4878a8", "attention": "#e49444", "memory": "#85b6b2", "copy": "#b6992d"}
 COLORS |= {"amax": "#b07aa1", "wait": "#d1615d", "loop": "#9a9a9a", "communication": "#6a9f58"}

@@ -66,7 +66,8 @@ def predict(r: Record) -> tuple[dict | None, str]:
 
 @functools.cache  # repeats of a run are many
 def _planned(run: Run) -> dict | None:
-    from maxbench.plan import artifact, planner  # late: numpy takes a tenth of a second
+    from maxbench.plan import planner  # late: numpy takes a tenth of a second
+    from maxbench.predict import artifact
 
     if artifact.load(run) is None:
         return None

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from maxbench.plan import artifact
+from maxbench.predict import artifact
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from tests.launch.test_launch import LAUNCH, plain_env

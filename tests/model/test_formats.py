@@ -9,7 +9,7 @@ import pytest
 from maxbench.mesh import axes
 from maxbench.mesh.places import gather_master
 from maxbench.model.formats import Weight, plain
-from maxbench.plan.costs import Costs
+from maxbench.predict.costs import Costs
 from maxbench.spec import formats
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Precision

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.hardware.gpus import GPUS
 from maxbench.model.formats import mxfp8
-from maxbench.plan import aot
+from maxbench.predict import aot
 from tests.plan.test_plan import compiler
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
 from maxbench.model import attention, experts, layers, loss
-from maxbench.plan import aot, artifact, hlo
+from maxbench.predict import aot, artifact, hlo
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Layout
 from maxbench.step import data, optimizer

@@ -16,8 +16,8 @@ from maxbench.mesh import places
 from maxbench.mesh.axes import DATA, make_mesh
 from maxbench.model import formats, linear, sums
 from maxbench.model.formats import mxfp8, tensor
-from maxbench.plan import artifact, hlo
-from maxbench.plan.costs import GEMM
+from maxbench.predict import artifact, hlo
+from maxbench.predict.costs import GEMM
 from maxbench.run import checkpoint
 from maxbench.spec.formats import SCALINGS
 from maxbench.step.step import Step

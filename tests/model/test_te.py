@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from maxbench.model.formats import te
-from maxbench.plan import driver
+from maxbench.predict import driver
 
 INSTALLED = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not INSTALLED, reason="./install_te.sh not run")

@@ -19,9 +19,9 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.mesh.axes import make_mesh
 from maxbench.model.formats import Scaled, mxfp8, te
 from maxbench.model.formats.tensor import scale_of
-from maxbench.plan import aot, driver, hlo
-from maxbench.plan.costs import GEMM, TE_GEMM, Costs
-from maxbench.plan.simulate import price
+from maxbench.predict import aot, driver, hlo
+from maxbench.predict.costs import GEMM, TE_GEMM, Costs
+from maxbench.predict.simulate import price
 from maxbench.spec.run import AXES
 from maxbench.step.step import Step
 from tests.conftest import FLAGS, resolve

@@ -15,8 +15,9 @@ from maxbench import calibrate as door
 from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPUS
 from maxbench.plan import __main__ as plan
-from maxbench.plan import calibrate, costs, fit, learn
-from maxbench.plan.costs import Costs
+from maxbench.plan import calibrate, fit, learn
+from maxbench.predict import costs
+from maxbench.predict.costs import Costs
 from maxbench.run import measure
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES

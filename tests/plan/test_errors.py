@@ -11,7 +11,8 @@ import pytest
 from benchmarks import fit_physics
 from maxbench.hardware import published
 from maxbench.hardware.published import Band, Error, band, quantile
-from maxbench.plan import artifact, hlo, planner
+from maxbench.plan import planner
+from maxbench.predict import artifact, hlo
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),

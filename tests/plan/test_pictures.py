@@ -6,8 +6,9 @@ import xml.etree.ElementTree
 
 import pytest
 
-from maxbench.plan import hlo, liveness, pictures, scaling, search
-from maxbench.plan.costs import Costs
+from maxbench.plan import pictures, scaling, search
+from maxbench.predict import hlo, liveness
+from maxbench.predict.costs import Costs
 from maxbench.spec.run import AXES
 from maxbench.step.schedule import schedule
 from tests.conftest import resolve

@@ -17,8 +17,9 @@ from benchmarks import plan_table
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.mesh import axes
-from maxbench.plan import aot, artifact, memory, planner, trace
-from maxbench.plan.memory import GIB
+from maxbench.plan import planner, trace
+from maxbench.predict import aot, artifact, memory
+from maxbench.predict.memory import GIB
 from maxbench.run import runtime
 from maxbench.spec import cli
 from maxbench.step.step import Step

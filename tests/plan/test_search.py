@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from maxbench.plan import memory, search
-from maxbench.plan.memory import GIB
+from maxbench.plan import search
+from maxbench.predict import memory
+from maxbench.predict.memory import GIB
 from maxbench.spec import cli, recipes
 from maxbench.step.schedule import schedule
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxbench.hardware import published
-from maxbench.plan import artifact
+from maxbench.predict import artifact
 from maxbench.report import __main__ as report
 from maxbench.report import compare, page, planned, reading, runlogs, tables
 from maxbench.spec import recipes

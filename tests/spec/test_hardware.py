@@ -5,8 +5,8 @@ import json
 import pytest
 
 from maxbench.hardware import gpus
-from maxbench.plan import artifact
-from maxbench.plan.costs import Costs
+from maxbench.predict import artifact
+from maxbench.predict.costs import Costs
 from maxbench.run.metrics import Devices
 from maxbench.spec import cli
 from maxbench.spec.run import AXES

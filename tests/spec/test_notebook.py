@@ -13,7 +13,8 @@ import maxbench
 from benchmarks import notebook as notebook_file
 from maxbench import sweep
 from maxbench.hardware.gpus import GPUS
-from maxbench.plan import answer, artifact
+from maxbench.plan import answer
+from maxbench.predict import artifact
 from maxbench.run import child
 from maxbench.spec import cli, notebook
 from maxbench.spec.errors import UserError
@@ -69,7 +70,7 @@ def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
 def test_importing_it_takes_no_time_and_rooms_stay_rooms():
     code = "import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - before\n"
     code += "assert {n.partition('.')[0] for n in new} == {'maxbench'}, new; assert len(new) == 1\n"
-    code += "from maxbench.plan import memory; from maxbench import train, report\n"
+    code += "from maxbench.plan import search; from maxbench import train, report\n"
     code += "assert callable(train.main) and callable(maxbench.plan) and callable(train)\n"
     code += "assert 'jax' not in sys.modules and maxbench.plan is sys.modules['maxbench.plan']\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxbench.plan import costs, hlo
+from maxbench.predict import costs, hlo
 
 HEAD = "HloModule m, is_scheduled=true\n\n"
 

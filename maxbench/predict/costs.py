@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from maxbench.hardware.gpus import GPUS, Physics
-from maxbench.plan import hlo
+from maxbench.predict import hlo
 from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import AXES
 

@@ -10,8 +10,9 @@ import pytest
 from benchmarks.fit_physics import RANGES
 from maxbench import hardware
 from maxbench.hardware.gpus import GPUS
-from maxbench.plan import hlo, simulate, trace
-from maxbench.plan.costs import Costs
+from maxbench.plan import trace
+from maxbench.predict import hlo, simulate
+from maxbench.predict.costs import Costs
 from maxbench.spec.run import AXES
 
 ONE = dict.fromkeys(AXES, 1)

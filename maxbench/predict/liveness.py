@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from maxbench.plan import hlo, simulate
-from maxbench.plan.costs import Costs
+from maxbench.predict import hlo, simulate
+from maxbench.predict.costs import Costs
 
 SAME = {"bitcast", "opt-barrier", "add-dependency", "after-all", "domain"}  # as their operand
 STATE = {"params": "weights", "opt": "optimizer"}  # of the step's arguments

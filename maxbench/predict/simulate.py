@@ -17,8 +17,8 @@ import math
 import re
 from collections.abc import Mapping
 
-from maxbench.plan import hlo
-from maxbench.plan.costs import Costs, Link, gemm_sizes, is_gemm, kernel_kind, moved
+from maxbench.predict import hlo
+from maxbench.predict.costs import Costs, Link, gemm_sizes, is_gemm, kernel_kind, moved
 
 STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from maxbench.hardware.gpus import Chip
 from maxbench.mesh import axes, places
-from maxbench.plan import artifact, driver
+from maxbench.predict import artifact, driver
 from maxbench.spec.run import DTYPES, Layout, Run
 from maxbench.step.step import Step
 

@@ -29,9 +29,9 @@ overlap_param_gather), and scales that cost no pass over a tensor.
 """
 
 from maxbench.hardware.published import Published
-from maxbench.plan import memory
-from maxbench.plan.costs import Costs
-from maxbench.plan.simulate import Timeline
+from maxbench.predict import memory
+from maxbench.predict.costs import Costs
+from maxbench.predict.simulate import Timeline
 from maxbench.spec.run import Run
 
 HIDDEN = 0.889  # fitted to published steps, by benchmarks/fit_physics.py

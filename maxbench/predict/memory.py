@@ -9,8 +9,8 @@ import dataclasses
 import math
 
 from maxbench.hardware.gpus import GPUS
-from maxbench.plan import hlo
-from maxbench.plan.artifact import Compiled
+from maxbench.predict import hlo
+from maxbench.predict.artifact import Compiled
 from maxbench.spec import flops
 from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import REMATS, Run

@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 
 from maxbench.hardware import published
-from maxbench.plan import hlo, memory, planner, simulate, terms
-from maxbench.plan.costs import Costs, Link
+from maxbench.plan import planner
+from maxbench.predict import hlo, memory, simulate, terms
+from maxbench.predict.costs import Costs, Link
 from maxbench.spec import cli
 from maxbench.spec.run import AXES
 

@@ -20,7 +20,7 @@ from maxbench.step import compiler
 
 # What builds the step: everything else reads it, runs it, or never sees it.
 BUILDERS = ("spec/model.py", "spec/run.py", "mesh/*.py", "model/**/*.py", "step/*.py")
-BUILDERS += ("plan/aot.py", "plan/target.pbtxt")
+BUILDERS += ("predict/aot.py", "predict/target.pbtxt")
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
