@@ -25,11 +25,11 @@ import jax
 
 from maxbench import calibrate as door
 from maxbench.hardware import gpus
+from maxbench.machine import measure
 from maxbench.mesh import axes
 from maxbench.plan import calibrate, fit, learn, planner
 from maxbench.predict import hlo, simulate
 from maxbench.predict.costs import Costs, Table
-from maxbench.run import measure
 from maxbench.spec import recipes
 from maxbench.spec.run import AXES, Run
 from maxbench.step.step import Step

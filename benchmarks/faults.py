@@ -34,8 +34,9 @@ import orbax.checkpoint as ocp
 
 from benchmarks import kills
 from benchmarks.fuzz import Wrong, check, shown
+from maxbench.machine import hosts, peers, runtime
 from maxbench.mesh import axes
-from maxbench.run import checkpoint, hosts, loop, metrics, peers, profile, runtime, terminal
+from maxbench.run import checkpoint, loop, metrics, profile, terminal
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 from maxbench.step.step import Step

@@ -27,12 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.hardware import gpus
+from maxbench.machine import runtime
 from maxbench.mesh import axes
 from maxbench.model import attention as kernels
 from maxbench.model.formats import Scaled, te, tensor
 from maxbench.plan import planner
 from maxbench.predict import memory
-from maxbench.run import loop, metrics, runtime
+from maxbench.run import loop, metrics
 from maxbench.spec import cli, flops, recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run

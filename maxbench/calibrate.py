@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from maxbench.hardware import gpus
-from maxbench.launch import prescreen
-from maxbench.run import runtime
+from maxbench.machine import prescreen, runtime
 from maxbench.spec import cli, commands, recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
@@ -72,8 +71,8 @@ def measure(name: str | None, small: bool) -> tuple[str, str]:
     """The text of a file for --hardware, and a table of what ran; all processes call it."""
     import jax
 
+    from maxbench.machine import measure
     from maxbench.plan import calibrate, fit
-    from maxbench.run import measure
 
     device = jax.local_devices()[0]
     kind, count = device.device_kind, jax.device_count()

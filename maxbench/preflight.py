@@ -11,8 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from maxbench.launch import checks, prescreen
-from maxbench.run import runtime
+from maxbench.machine import checks, prescreen, runtime
 from maxbench.spec import cli, commands
 from maxbench.spec.run import Run
 
@@ -67,7 +66,7 @@ def look(run: Run) -> list[dict]:
 
 def judge(run: Run, found: Sequence[dict], allow_tcp: bool) -> tuple[list[str], list[str]]:
     """Names of hosts that are slow, and what must be put right."""
-    from maxbench.run import hosts, nccl
+    from maxbench.machine import hosts, nccl
 
     each_host = checks.by_host(found)
     wrong = checks.complaints(run, found)
@@ -84,7 +83,7 @@ def judge(run: Run, found: Sequence[dict], allow_tcp: bool) -> tuple[list[str], 
 
 def say(run: Run, found: Sequence[dict], late: Sequence[str], wrong: Sequence[str]) -> None:
     """Prints scores, slow hosts and what is wrong."""
-    from maxbench.run import hosts
+    from maxbench.machine import hosts
 
     print(checks.table(run, found))
     print("\n".join(prescreen.lines(checks.screened(run, found))))

@@ -10,7 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from maxbench.run import child, metrics, runtime, terminal
+from maxbench.machine import runtime
+from maxbench.run import child, metrics, terminal
 from maxbench.spec import cli, commands, flops, recipes
 from maxbench.spec.notebook import make_callable
 from maxbench.spec.run import AXES, Run

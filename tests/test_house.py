@@ -20,10 +20,11 @@ ROOMS = {
     "mesh": (270, True),
     "model": (1935, True),
     "step": (920, True),
-    "run": (2670, True),
+    "machine": (1530, True),
+    "run": (1520, True),
     "predict": (1750, True),
     "plan": (1840, True),
-    "launch": (2050, False),
+    "launch": (1690, False),
     "report": (2240, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}

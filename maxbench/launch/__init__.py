@@ -1,1 +1,1 @@
-"""Runs on clusters: settings, a scheduler each, a look at the nodes before step 0."""
+"""Runs on clusters: settings, a scheduler each, how jobs are."""

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from maxbench.hardware import gpus
-from maxbench.launch import checks, files, slurm, variables
+from maxbench.launch import files, slurm, variables
+from maxbench.machine import checks
 from maxbench.spec import cli
 from maxbench.spec.errors import UserError
 

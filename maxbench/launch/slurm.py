@@ -16,9 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from maxbench.launch import checks, files
+from maxbench.launch import files
 from maxbench.launch.jobs import command, environment, kinds, name
 from maxbench.launch.variables import SECRETS, Settings
+from maxbench.machine import checks
 from maxbench.run import metrics
 from maxbench.run.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.spec.errors import UserError

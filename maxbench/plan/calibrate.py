@@ -1,7 +1,7 @@
 """Constants of a GPU type from what its devices did, beside those that stand in gpus.toml.
 
-What was measured are programs (run/measure.py). Each is predicted as a step is, and the constants
-are those that predict them best. They go into a file for --hardware.
+What was measured are programs (machine/measure.py). Each is predicted as a step is, and the
+constants are those that predict them best. They go into a file for --hardware.
 """
 
 import dataclasses
@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from maxbench.hardware.gpus import GPUS, Gpu, Physics
+from maxbench.machine.measure import Measured
 from maxbench.plan import fit
 from maxbench.plan.fit import Case
 from maxbench.predict import hlo, simulate
 from maxbench.predict.costs import Costs, Table, gemm_sizes, is_gemm
 from maxbench.predict.simulate import Timeline
-from maxbench.run.measure import Measured
 from maxbench.spec.run import AXES
 
 # Constant -> kinds of programs that it is found from, in this order: each leans on those before.

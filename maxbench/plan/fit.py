@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from maxbench.hardware.gpus import GPUS, Gpu, Latency, Physics, Reach, Share
-from maxbench.run import runtime
+from maxbench.machine import runtime
 
 ROUNDS = 12  # over all constants, at most: some depend on others
 FOUND = 0.005  # a constant is found to so many of its value

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from maxbench.hardware.gpus import Physics
 from maxbench.hardware.published import Band, Comparison, band, parallelism
+from maxbench.machine import runtime
 from maxbench.predict import artifact, hlo, memory, simulate, terms
 from maxbench.predict.artifact import Compiled
 from maxbench.predict.costs import Costs
 from maxbench.predict.memory import GIB, Memory
 from maxbench.predict.simulate import Timeline
-from maxbench.run import metrics, runtime
+from maxbench.run import metrics
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run

@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 
-from maxbench.run import runtime
+from maxbench.machine import runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler

@@ -9,9 +9,9 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from maxbench.machine import nccl
 from maxbench.report import compare, suite
 from maxbench.report.compare import Row, Settings
-from maxbench.run import nccl
 from maxbench.spec.errors import UserError
 
 LEGEND = (

@@ -1,1 +1,1 @@
-"""One run on devices that are here: loop, timing, checkpoint, metrics, hosts, profile."""
+"""One run on devices that are here: loop, timing, checkpoint, metrics, profile."""

@@ -26,7 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from maxbench.run import hosts, runtime
+from maxbench.machine import hosts, runtime
 from maxbench.spec.errors import UserError
 from maxbench.spec.model import Model
 from maxbench.spec.run import Precision, Run

@@ -18,8 +18,9 @@ import numpy as np
 from jax import monitoring
 from jax.experimental import multihost_utils
 
+from maxbench.machine import hosts, peers, runtime
 from maxbench.mesh import axes, places
-from maxbench.run import checkpoint, hosts, metrics, peers, profile, runtime, sinks, terminal
+from maxbench.run import checkpoint, metrics, profile, sinks, terminal
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 from maxbench.step import compiler

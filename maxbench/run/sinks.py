@@ -12,10 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 
 PATIENCE = 10.0  # seconds that the end of a run waits for what is still to be written
@@ -42,15 +40,6 @@ class Said(NamedTuple):
     @property
     def step(self) -> int:
         return int(self.figures["step"])
-
-
-def require(run: Run) -> None:
-    """Raises UserError where what was asked for is not installed."""
-    if run.output.wandb and find_spec("wandb") is None:
-        raise UserError(
-            "wandb=True needs Weights & Biases, which is not installed: pip install wandb; "
-            "files for TensorBoard and Prometheus are written without it"
-        )
 
 
 class Sinks:

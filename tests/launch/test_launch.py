@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbench.launch import __main__ as door
-from maxbench.launch import checks, jobs, slurm, variables
-from maxbench.run import hosts, nccl, peers, profile, runtime
+from maxbench.launch import jobs, slurm, variables
+from maxbench.machine import checks, hosts, nccl, peers, runtime
+from maxbench.run import profile
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Profile

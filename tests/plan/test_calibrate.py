@@ -14,11 +14,11 @@ import pytest
 from maxbench import calibrate as door
 from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPUS
+from maxbench.machine import measure
 from maxbench.plan import __main__ as plan
 from maxbench.plan import calibrate, fit, learn
 from maxbench.predict import costs
 from maxbench.predict.costs import Costs
-from maxbench.run import measure
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES
 from tests.conftest import resolve

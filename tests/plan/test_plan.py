@@ -16,11 +16,11 @@ import maxbench
 from benchmarks import plan_table
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
+from maxbench.machine import runtime
 from maxbench.mesh import axes
 from maxbench.plan import planner, trace
 from maxbench.predict import aot, artifact, memory
 from maxbench.predict.memory import GIB
-from maxbench.run import runtime
 from maxbench.spec import cli
 from maxbench.step.step import Step
 from tests.conftest import CACHE, resolve

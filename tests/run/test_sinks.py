@@ -12,6 +12,7 @@ import types
 import pytest
 from tensorboardX.proto import event_pb2
 
+from maxbench.machine import runtime
 from maxbench.run import sinks
 from tests.conftest import resolve
 from tests.spec.test_config import command
@@ -99,7 +100,7 @@ def test_wandb_is_given_the_run_and_its_steps(tmp_path, monkeypatch):
 
 
 def test_wandb_that_is_not_installed_is_said_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
     code, out, err = command("--config", "llama31_8b:tiny", "--wandb")
     assert (code, out) == (2, "")
     assert "wandb=True needs Weights & Biases, which is not installed: pip install wandb" in err

@@ -17,8 +17,9 @@ import pytest
 from absl import logging
 
 from benchmarks import kills
+from maxbench.machine import hosts, runtime
 from maxbench.mesh import axes
-from maxbench.run import checkpoint, hosts, loop, metrics, runtime
+from maxbench.run import checkpoint, loop, metrics
 from tests.conftest import keeping, processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"

@@ -16,7 +16,7 @@ import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 
-from maxbench.run import peers, sinks, tasks
+from maxbench.machine import peers, tasks
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run
 
@@ -33,7 +33,11 @@ def prepare(run: Run) -> None:
       UserError: output_dir cannot be written; the run is for GPUs, and there is none; what takes
         metrics is not installed.
     """
-    sinks.require(run)
+    if run.output.wandb and find_spec("wandb") is None:
+        raise UserError(
+            "wandb=True needs Weights & Biases, which is not installed: pip install wandb; "
+            "files for TensorBoard and Prometheus are written without it"
+        )
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)

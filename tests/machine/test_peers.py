@@ -8,7 +8,7 @@ from concurrent import futures
 import pytest
 
 from benchmarks.kills import free_address
-from maxbench.run import peers, tasks
+from maxbench.machine import peers, tasks
 from maxbench.spec.errors import UserError
 
 Pool = futures.ThreadPoolExecutor

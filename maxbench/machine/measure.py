@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbench.hardware.gpus import Gpu
+from maxbench.machine import hosts, runtime
 from maxbench.mesh import collectives
 from maxbench.model import attention
 from maxbench.model.formats import tensor
-from maxbench.run import hosts, runtime
 from maxbench.step import compiler
 
 BF16 = jnp.bfloat16

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxbench.run import runtime
+from maxbench.machine import runtime
 
 SLOW = 0.93  # of the median score
 

@@ -10,8 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from maxbench.launch import prescreen
-from maxbench.run import runtime
+from maxbench.machine import prescreen, runtime
 from maxbench.spec.run import Run
 from maxbench.step import compiler
 
@@ -148,7 +147,7 @@ def all_reduce_gbps() -> float:
     import jax.numpy as jnp
     from jax.sharding import AxisType, PartitionSpec
 
-    from maxbench.run import hosts
+    from maxbench.machine import hosts
 
     count = jax.device_count()
     if count == 1:
@@ -194,7 +193,7 @@ def look(log: str, out: str) -> list[dict]:
     results go."""
     import jax
 
-    from maxbench.run import hosts, nccl
+    from maxbench.machine import hosts, nccl
 
     mine = {
         "host": runtime.host(),

@@ -10,7 +10,8 @@ import types
 import jax
 import pytest
 
-from maxbench.run import loop, runtime
+from maxbench.machine import runtime
+from maxbench.run import loop
 from maxbench.spec.errors import UserError
 from tests.conftest import keeping, processes, resolve
 

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from maxbench.launch import prescreen
+from maxbench.machine import prescreen
 from tests.launch.test_launch import tool
 
 GOOD = "580.65.06, Enabled, Disabled, Enabled, 700.00, 700.00, 1980, NVIDIA H100 80GB HBM3"

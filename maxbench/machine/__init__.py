@@ -1,0 +1,1 @@
+"""What a run finds here: environment, processes, hosts and links; checked, and measured."""
