@@ -23,8 +23,9 @@ from unittest import mock
 
 from maxbench import train
 from maxbench.hardware import gpus
+from maxbench.logs import runlogs, textlogs
 from maxbench.report import __main__ as report
-from maxbench.report import reading, runlogs, textlogs
+from maxbench.report import reading
 from maxbench.spec import cli, recipes
 
 VALUES = """

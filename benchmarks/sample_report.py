@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Callable
 
 from maxbench.hardware import published
+from maxbench.logs import runlogs
 from maxbench.plan import planner
-from maxbench.report import compare, page, runlogs
+from maxbench.report import compare, page
 from maxbench.spec import recipes
 from maxbench.spec.run import Run
 

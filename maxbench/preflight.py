@@ -66,7 +66,8 @@ def look(run: Run) -> list[dict]:
 
 def judge(run: Run, found: Sequence[dict], allow_tcp: bool) -> tuple[list[str], list[str]]:
     """Names of hosts that are slow, and what must be put right."""
-    from maxbench.machine import hosts, nccl
+    from maxbench.logs import nccl
+    from maxbench.machine import hosts
 
     each_host = checks.by_host(found)
     wrong = checks.complaints(run, found)

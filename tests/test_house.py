@@ -17,15 +17,16 @@ PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 ROOMS = {
     "hardware": (372, False),
     "spec": (1722, False),
+    "logs": (670, False),
     "mesh": (270, True),
     "model": (1935, True),
     "step": (920, True),
-    "machine": (1530, True),
+    "machine": (1380, True),
     "run": (1520, True),
     "predict": (1750, True),
     "plan": (1840, True),
     "launch": (1690, False),
-    "report": (2240, False),
+    "report": (1720, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 

@@ -193,7 +193,8 @@ def look(log: str, out: str) -> list[dict]:
     results go."""
     import jax
 
-    from maxbench.machine import hosts, nccl
+    from maxbench.logs import nccl
+    from maxbench.machine import hosts
 
     mine = {
         "host": runtime.host(),

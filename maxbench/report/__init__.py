@@ -1,4 +1,4 @@
-"""Runs that are over: read back, compared, shown."""
+"""Runs that are over: compared, judged, shown."""
 
 from maxbench.spec.notebook import make_callable
 

@@ -6,9 +6,9 @@ Nothing is guessed: where the data does not say why, the sentence says so.
 import collections
 from collections.abc import Mapping, Sequence
 
+from maxbench.logs.record import at
 from maxbench.report import compare
 from maxbench.report.compare import Curve, Row
-from maxbench.report.record import at
 
 LARGE = 0.05  # of a predicted step that is worth naming
 LOST = {  # plan's parts of a step in which nothing is computed

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
-from maxbench.report.record import Record, at
+from maxbench.logs.record import Record, at
 from maxbench.run import metrics
 from maxbench.spec import flops, formats, recipes
 from maxbench.spec.errors import plain

@@ -7,9 +7,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
+from maxbench.logs.record import Record, at
 from maxbench.report import tables
 from maxbench.report.compare import Row
-from maxbench.report.record import Record, at
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 

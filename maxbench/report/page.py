@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+from maxbench.logs.record import at
 from maxbench.report import answer, compare, details, plots, suite, tables
 from maxbench.report.compare import Row, Settings
-from maxbench.report.record import at
 from maxbench.spec import recipes
 
 PLOTTED = 60  # runs that get a plot of their own; more would be a page nobody scrolls

@@ -7,9 +7,9 @@ import pathlib
 import shlex
 from collections.abc import Iterator, Sequence
 
-from maxbench.machine import nccl
-from maxbench.report import compare, runlogs
-from maxbench.report.record import Record, at
+from maxbench.logs import nccl, runlogs
+from maxbench.logs.record import Record, at
+from maxbench.report import compare
 from maxbench.spec import cli, recipes
 from maxbench.spec.run import Run, Train
 

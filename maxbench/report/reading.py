@@ -10,7 +10,8 @@ from typing import Any
 from absl import flags
 
 from maxbench.hardware.gpus import GPUS
-from maxbench.report import compare, page, runlogs, suite, tables
+from maxbench.logs import runlogs
+from maxbench.report import compare, page, suite, tables
 from maxbench.report.compare import Row, Settings
 from maxbench.report.planned import look_inside
 from maxbench.spec import cli, commands, notebook

@@ -9,7 +9,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from maxbench.machine import nccl
+from maxbench.logs import nccl
 from maxbench.report import compare, suite
 from maxbench.report.compare import Row, Settings
 from maxbench.spec.errors import UserError

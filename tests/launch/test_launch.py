@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from maxbench.launch import __main__ as door
 from maxbench.launch import jobs, slurm, variables
-from maxbench.machine import checks, hosts, nccl, peers, runtime
+from maxbench.logs import nccl
+from maxbench.machine import checks, hosts, peers, runtime
 from maxbench.run import profile
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError

@@ -13,7 +13,8 @@ import tomllib
 
 import pytest
 
-from maxbench.report import compare, runlogs
+from maxbench.logs import runlogs
+from maxbench.report import compare
 from tests.conftest import processes
 from tests.launch import slurm_cluster
 

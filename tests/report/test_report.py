@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxbench.hardware import published
+from maxbench.logs import runlogs
 from maxbench.predict import artifact
 from maxbench.report import __main__ as report
-from maxbench.report import compare, page, planned, reading, runlogs, tables
+from maxbench.report import compare, page, planned, reading, tables
 from maxbench.spec import recipes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -238,8 +239,8 @@ def test_a_log_of_any_size_is_read_whole_in_constant_memory(tmp_path):
              for i in range(50)]  # fmt: skip
     (tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out").write_text("".join(lines))
     code = (
-        "import time\nfrom maxbench.report import compare, reading, runlogs\n"
-        "from maxbench.run import metrics\n"
+        "import time\nfrom maxbench.logs import runlogs\n"
+        "from maxbench.report import compare, reading\nfrom maxbench.run import metrics\n"
         f"(r,) = runlogs.read(['{tmp_path}'])\nrow = compare.row(r, compare.Settings())\n"
         "print(len(r.step_s), metrics.process_peak_bytes(), time.process_time(), row.why)\n"
     )

@@ -1,7 +1,7 @@
 """NCCL's log (NCCL_DEBUG=INFO): which transport it chose, and what it was asked to move.
 
 The calls of a trace job are summed for one GPU, by collective and communicator, and set beside
-what plan.py predicts for the step.
+what plan predicts for the step.
 """
 
 import collections
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 # ncclDataType_t -> bytes per element; 10 and 11 are the two FP8 formats.
 ELEMENT_BYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 1, 11: 1}
-# NCCL's call -> its kind in the words of plan.py. Sends and receives are told apart later.
+# NCCL's call -> its kind in the words of plan. Sends and receives are told apart later.
 KINDS = {
     "AllGather": "all-gather",
     "AllReduce": "all-reduce",
@@ -62,7 +62,7 @@ def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
 
     Returns:
       One {kind, ranks, comm, count, bytes, share} per collective and communicator, most bytes
-      first. Bytes are what the GPU hands in or gets, whichever is more, as plan.py counts them.
+      first. Bytes are what the GPU hands in or gets, whichever is more, as plan counts them.
       Sends and receives with the same opCount are one permute, or, with several peers, one
       all-to-all: that is how XLA makes them.
     """

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from maxbench.hardware import gpus, published
-from maxbench.report import textlogs
-from maxbench.report.record import Record, at
+from maxbench.logs import textlogs
+from maxbench.logs.record import Record, at
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError, plain
 

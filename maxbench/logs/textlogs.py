@@ -6,7 +6,7 @@ Any bytes will do: half a line, or a number that is none, is left out.
 import re
 from collections.abc import Iterator
 
-from maxbench.report.record import Record
+from maxbench.logs.record import Record
 
 _INT = rb"(\d{1,9})"
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"

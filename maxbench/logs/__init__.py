@@ -1,0 +1,1 @@
+"""What runs have left, read back: our folders, logs of other programs, NCCL's calls."""
