@@ -53,8 +53,7 @@ def given(
     Raises:
       UserError: what cannot be.
     """
-    if rest := cli.flags_of(fv, argv)[1:]:
-        raise UserError(f"unexpected argument {rest[0]!r}: every setting is a flag, --name value")
+    cli.no_words(cli.flags_of(fv, argv))
     if fv["mock_gpus"].present:
         raise UserError("mock_gpus has no network to measure; leave it out")
     if fv["hardware"].value:

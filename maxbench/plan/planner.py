@@ -89,9 +89,7 @@ def plan(run: Run) -> Plan:
         artifact.require_compiler()
         if "jax" not in sys.modules:
             runtime.prepare_compiler()
-        from maxbench.predict import (
-            aot,  # late, the only one: what is cached is planned without jax
-        )
+        from maxbench.predict import aot  # late: what is cached is planned without jax
 
         compiled = aot.compile_run(run)
         artifact.store(run, compiled)
