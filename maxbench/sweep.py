@@ -22,8 +22,8 @@ SHOWN = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sweep(notebook.Records):
     """Several plans or runs. Prints as a table, a line for each; in a notebook as a table."""
 
     given: Sequence[Mapping[str, Any]]  # of each: config, flags, settings
@@ -47,14 +47,8 @@ class Sweep:
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for line in tables.layout(*self.cells()))
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         return notebook.table(*self.cells())
-
-    def to_dataframe(self):
-        """records() as a pandas DataFrame."""
-        return notebook.frame(self.records())
 
 
 def figures(answer) -> dict[str, Any]:
@@ -125,4 +119,4 @@ def attempt(kind: str, given: Mapping[str, Any]) -> tuple[Any, str]:
     return answer, "" if result["status"] == "done" else result["reason"]
 
 
-notebook.make_callable(__name__, sweep)
+notebook.make_callable(__name__, "maxbench.sweep.sweep")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from maxbench.machine import runtime
-from maxbench.run import child, metrics, terminal
+from maxbench.run import metrics, terminal
 from maxbench.spec import cli, commands, flops, recipes
 from maxbench.spec.notebook import make_callable
 from maxbench.spec.run import AXES, Run
@@ -106,12 +106,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
 
 
-def _train(config: str, **given):
-    """maxbench.run.child.train: what `maxbench train` does, as an object."""
-    return child.train(config, **given)
-
-
-make_callable(__name__, _train)
+make_callable(__name__, "maxbench.run.child.train")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

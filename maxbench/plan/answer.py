@@ -25,8 +25,8 @@ class Hopeless(UserError):
     """No program of the run can fit, whatever the compiler does."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Answer(notebook.Records):
     """Plans of a run. Prints as one screen; in a notebook as tables."""
 
     run: Run  # as it was given
@@ -64,8 +64,6 @@ class Answer:
             parts.append(scaling.table(dict(self.curves)))
         return "\n\n".join(parts)
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         p, f = self.best, self.figures
         memory = {n: getattr(p.memory, n) for n in (*planner.PURPOSES, "total", "spare")}
@@ -90,10 +88,6 @@ class Answer:
     def records(self) -> list[dict[str, Any]]:
         """A row of figures for each plan, the best first."""
         return [_record(p) for p in sorted(self.plans, key=lambda p: (not p.fits, p.step_s))]
-
-    def to_dataframe(self):
-        """records() as a pandas DataFrame."""
-        return notebook.frame(self.records())
 
 
 def _record(p: Plan) -> dict[str, Any]:

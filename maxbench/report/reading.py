@@ -28,8 +28,8 @@ FORMATS = {
 HEADS = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Loss", "Verdict")
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(notebook.Records):
     """Runs that are over. Prints as the table of the terminal; in a notebook as a table."""
 
     rows: Sequence[Row]
@@ -56,8 +56,6 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         told = [tables.cells(one) for one in self.rows]
         heads = [head for head in HEADS if any(c.get(head, "-") != "-" for c in told)]
@@ -70,10 +68,6 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """A row of figures for each run: the columns of --format=csv."""
         return [tables.record(one) for one in self.rows]
-
-    def to_dataframe(self):
-        """records() as a pandas DataFrame."""
-        return notebook.frame(self.records())
 
 
 def report(*paths: str, **given: Any) -> Report:

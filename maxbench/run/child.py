@@ -21,8 +21,8 @@ TWICE = "Training epoch "  # a step's second line, for other tools
 ERROR = "maxbench train: error: "
 
 
-@dataclasses.dataclass(frozen=True)
-class Training:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Training(notebook.Records):
     """A run that is over. Prints as the summary that closes it; in a notebook as tables."""
 
     code: int  # exit code: 0 done
@@ -32,8 +32,6 @@ class Training:
     def __str__(self) -> str:
         return terminal.summary(terminal.closing(self.result)).strip()
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         parts = terminal.closing(self.result)
         tables = (notebook.table((t, ""), rows.items(), words=True) for t, rows in parts.items())
@@ -42,10 +40,6 @@ class Training:
     def records(self) -> list[dict[str, Any]]:
         """A row for each step: step, step_s, loss, grad_norm, lr, peak_bytes, time."""
         return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-    def to_dataframe(self):
-        """records() as a pandas DataFrame."""
-        return notebook.frame(self.records())
 
 
 def train(

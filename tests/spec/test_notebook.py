@@ -173,7 +173,8 @@ def test_tables_escape_and_frames_need_pandas(monkeypatch):
     assert "<b>" not in notebook.table(["<b>", ""], [["<b>", 1]])
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match="needs pandas: pip install pandas"):
-        notebook.frame([{"a": 1}])
+        sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
     made = types.SimpleNamespace(DataFrame=types.SimpleNamespace(from_records=list))
     monkeypatch.setitem(sys.modules, "pandas", made)
-    assert notebook.frame([{"a": 1}]) == [{"a": 1}]
+    rows = sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
+    assert rows == [{"a": 1, "error": "no"}]
