@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from maxbench.plan import planner, trace
 from maxbench.predict import hlo, liveness
-from maxbench.predict.costs import Costs
 from maxbench.predict.liveness import Alive
 from maxbench.predict.memory import GIB
-from maxbench.spec.run import AXES
 from maxbench.step.schedule import Schedule, schedule_of
 
 COLORS = ("#4878a8", "#e49444", "#85b6b2", "#d1615d", "#6a9f58", "#b6992d", "#a87c9f", "#967662")
@@ -66,8 +64,7 @@ def draw(p: planner.Plan, path: str) -> list[pathlib.Path]:
     pipeline its schedule; returns all paths."""
     run, program = p.run, hlo.parse(p.compiled.text)
     written = trace.write(path, planner.play(run, program, record=True).spans, run.name)
-    costs = Costs(run.layout.gpu_type, {axis: getattr(run.layout, axis) for axis in AXES})
-    found = liveness.alive(program, costs, schedule_of(run).shares())
+    found = liveness.alive(program, planner.costs_of(run), schedule_of(run).shares())
     total = p.compiled.arguments + p.compiled.temporaries
     made = {"memory": memory(found, run.name, total, p.memory.capacity)}
     if run.layout.pp > 1:

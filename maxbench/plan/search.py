@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from maxbench.plan import planner
 from maxbench.plan.planner import Plan, plan
 from maxbench.predict import memory
-from maxbench.predict.costs import Costs
 from maxbench.predict.memory import GIB
 from maxbench.spec import flops
 from maxbench.spec.errors import UserError
@@ -71,7 +70,7 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
 def seconds(run: Run) -> float:
     """Arithmetic: about how long a step takes. For ranking only; the compiled program decides."""
     a, m, seq = run.layout, run.model, run.train.seq
-    costs = Costs(a.gpu_type, {axis: getattr(a, axis) for axis in AXES})
+    costs = planner.costs_of(run)
     link = lambda kind, size, *axes: costs.collective(kind, costs.axis_link(*axes), size, size)
     rows, numbers = a.mbs * seq // a.cp, a.mbs * seq // a.cp * m.embed
     rate, (wide, narrow) = costs.rate(run.format.peak), run.format.conversions
