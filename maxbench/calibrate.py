@@ -98,19 +98,16 @@ def measure(name: str | None, small: bool) -> tuple[str, str]:
     return fit.toml(name, result.physics, result.names, "measured", about, made, tables), table
 
 
-def draws() -> list[str]:
-    """MHz and watts of each GPU of this node; none without nvidia-smi."""
-    return prescreen.said("--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits")
+def draws() -> list[tuple[float, float]]:
+    """Watts and MHz of each GPU of this node; none without nvidia-smi."""
+    each = prescreen.asked("power.draw", "clocks.sm")
+    return [tuple(map(prescreen.number, one.values())) for one in each]
 
 
-def busy(lines: Sequence[str]) -> str:
-    """'1,755 MHz and 690 W under its longest product', of the GPU that draws most; or ''."""
-    found = [re.fullmatch(r"\s*([\d.]+), *([\d.]+)\s*", line) for line in lines]
-    pairs = [(float(one[2]), float(one[1])) for one in found if one]
-    if not pairs:
-        return ""
-    watts, mhz = max(pairs)
-    return f"{mhz:.0f} MHz and {watts:.0f} W under its longest product"
+def busy(found: Sequence[tuple[float, float]]) -> str:
+    """'1755 MHz and 690 W under its longest product', of the GPU that draws most; or ''."""
+    watts, mhz = max(found, default=(0, 0))
+    return f"{mhz:.0f} MHz and {watts:.0f} W under its longest product" if watts else ""
 
 
 def host_bytes() -> int:

@@ -22,6 +22,13 @@ REPLACED = {
     "xla_gpu_pipeline_reduce_scatter": "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "xla_gpu_pipeline_all_reduce": "--xla_gpu_enable_pipelined_all_reduce=true",
 }
+SMI = {  # of a GPU -> nvidia-smi's name of it
+    "name": "name",
+    "driver": "driver_version",
+    "ecc": "ecc.errors.uncorrected.volatile.total",
+    "celsius": "temperature.gpu",
+    "slowdown": "clocks_throttle_reasons.hw_slowdown",
+}
 REACHED = {"gemm": 0.8, "all-reduce": 0.8}  # of the datasheet, what good hardware reaches
 
 
@@ -74,16 +81,7 @@ def lint_runs(*runs: Run) -> list[str]:
 
 def gpus_here() -> list[dict[str, str]]:
     """What nvidia-smi tells of the GPUs of this node; [] without it."""
-    fields = "name,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
-    fields += ",clocks_throttle_reasons.hw_slowdown"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    names = ("name", "driver", "ecc", "celsius", "slowdown")
-    lines = [line.split(", ") for line in done.stdout.strip().splitlines()]
-    return [dict(zip(names, cells, strict=True)) for cells in lines if len(cells) == len(names)]
+    return [dict(zip(SMI, one.values(), strict=True)) for one in prescreen.asked(*SMI.values())]
 
 
 def complaints(run: Run, found: Sequence[dict]) -> list[str]:

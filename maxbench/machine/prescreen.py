@@ -36,13 +36,11 @@ ENOUGH = (1, 10)  # GiB free: below the first a run fails, below the second it m
 
 def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     """Of this node: GPUs, links, network ports, CPU governors, and GiB free where results go."""
-    query = f"--query-gpu={','.join(SMI)}"
-    each = [line.split(", ") for line in said(query, "--format=csv,noheader,nounits")]
     links = said("nvlink", "--status")
     there = next((p for p in (pathlib.Path(out), *pathlib.Path(out).parents) if p.exists()), None)
     cpus = root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
     return {
-        "gpus": [dict(zip(SMI, cells, strict=True)) for cells in each if len(cells) == len(SMI)],
+        "gpus": asked(*SMI),
         "links": [line.split(":", 1)[1].strip() for line in links if "Link" in line],
         "ports": dict(_ports(root / "sys/class/infiniband")),
         "governors": sorted({_text(path) for path in cpus}),
@@ -58,6 +56,13 @@ def said(*words: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def asked(*names: str) -> list[dict[str, str]]:
+    """What nvidia-smi tells of each GPU of this node, by its own names; [] without it."""
+    lines = said(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    each = [line.strip().split(", ") for line in lines]
+    return [dict(zip(names, cells, strict=True)) for cells in each if len(cells) == len(names)]
 
 
 def _ports(folder: pathlib.Path) -> Iterator[tuple[str, list]]:
@@ -106,7 +111,7 @@ def _gpus(one: dict, gpu_type: str) -> Iterator[tuple[str, str, str]]:
     ):
         yield (verdict if bad in every(name) else "pass"), check, ", ".join(every(name))
     limits = {(gpu["power.limit"], gpu["power.default_limit"]) for gpu in one["gpus"]}
-    low = [pair for pair in limits if _number(pair[0]) < _number(pair[1])]
+    low = [pair for pair in limits if number(pair[0]) < number(pair[1])]
     said = ", ".join(f"{limit} W of {usual} W" for limit, usual in sorted(limits))
     yield ("warn" if low else "pass"), "power limit", said
     clocks = every("clocks.max.sm")
@@ -134,7 +139,7 @@ def _node(one: dict, gpu: Gpu, nodes: int) -> Iterator[tuple[str, str, str]]:
     yield ("fail" if low else "warn" if some else "pass"), "disk", said
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     """A number of nvidia-smi; 0 for [N/A]."""
     return float(text) if re.fullmatch(r"[0-9.]+", text) else 0.0
 

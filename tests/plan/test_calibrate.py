@@ -140,9 +140,10 @@ def test_a_table_says_how_far_the_model_is_off(table):
 
 
 def test_clocks_under_load(tmp_path, monkeypatch):
-    assert door.busy(["[N/A], [N/A]"]) == ""
-    tool(tmp_path, "nvidia-smi", "echo '1980, 120.55'; echo '1740, 690.10'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool(tmp_path, "nvidia-smi", "echo '[N/A], [N/A]'")
+    assert door.busy(door.draws()) == ""
+    tool(tmp_path, "nvidia-smi", "echo '120.55, 1980'; echo '690.10, 1740'")
     monkeypatch.setattr(measure, "WARM", 0.0)
     said = door.busy(measure.while_busy(SIZES, door.draws))
     assert said == "1740 MHz and 690 W under its longest product"
