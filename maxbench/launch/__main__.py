@@ -24,7 +24,7 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.launch import jobs, runai, slurm
 from maxbench.launch.files import settle_all
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, Settings
-from maxbench.spec import cli, recipes
+from maxbench.spec import cli, commands, recipes
 from maxbench.spec.errors import UserError, choose
 
 # CLUSTER_TYPE -> what submits. It has dry_run(runs), the text of what would be submitted for their
@@ -40,48 +40,31 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & {*words}:
         print(help_text())
         return 0
+    fv, inside = commands.define("launch"), words[:1] == ["--inside"]  # as launch.sh calls itself
     with cli.clear_errors("launch"):
-        options = _options(words)
+        try:
+            cli.no_words(cli.flags_of(fv, [argv[0], *words[inside:]]))
+        except UserError as e:
+            raise UserError(f"{e}; flags of the trainer stand after --") from None
         if not (recipes.ROOT / "launch").is_dir():  # an installation has no scripts of jobs
             raise UserError("jobs run from a checkout: clone maxbench, and call launch/launch.sh")
-        file = options.get("--suite") or options.get("--file", "")
-        every = settle_all(os.environ, extra, file, suite="--suite" in options)
-        if "--suite" in options and not all("" in jobs.kinds(s) for s in every):
+        suite, file = fv["suite"].value, fv["file"].value
+        if suite and file:
+            raise UserError("give one of --file and --suite; a suite is a file of jobs")
+        every = settle_all(os.environ, extra, suite or file, suite=bool(suite))
+        if suite and not all("" in jobs.kinds(s) for s in every):
             raise UserError("DISABLE_PERFRUN=true leaves out the runs that a suite is about")
         choose("CLUSTER_TYPE", cluster := every[0].values["CLUSTER_TYPE"].lower(), SCHEDULERS)
         scheduler = SCHEDULERS[cluster]
         for note in dict.fromkeys(note for s in every for note in s.notes):
             print(f"launch.sh: note: {note}", file=sys.stderr)
-        if "--inside" in options:
+        if inside:
             print(_inside(every))
-        elif "--dry-run" in options:
+        elif fv["dry-run"].value:
             print(scheduler.dry_run(every))
         else:
-            suite = pathlib.Path(file).stem if "--suite" in options else ""
-            return scheduler.submit(every, wait="--wait" in options, suite=suite)
+            return scheduler.submit(every, fv["wait"].value, pathlib.Path(suite).stem)
     return 0
-
-
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """The options among words, and the file that one names."""
-    options, left = {}, list(words)
-    while left:
-        option, is_set, value = left.pop(0).partition("=")
-        option = option.replace("_", "-")
-        if option in ("--file", "--suite"):
-            if not (is_set or left):
-                raise UserError(f"{option} is the last word; give the file after it")
-            options[option] = value if is_set else left.pop(0)
-        elif option in ("--dry-run", "--wait", "--inside") and not is_set:
-            options[option] = ""
-        else:
-            raise UserError(
-                f"unknown option {option!r}; there are --dry-run, --wait, --file, --suite, --help, "
-                "and flags of the trainer after --"
-            )
-    if {"--file", "--suite"} <= {*options}:
-        raise UserError("give one of --file and --suite; a suite is a file of jobs")
-    return options
 
 
 def _inside(every: Sequence[Settings]) -> str:

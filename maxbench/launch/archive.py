@@ -1,9 +1,4 @@
-"""Runs in one file, to keep or to send: all but profiles and checkpoints, with checksums.
-
-  maxbench archive FOLDER... [--to runs.tar.gz]
-
-In it stands SHA256SUMS, which `sha256sum -c` reads where it was unpacked.
-"""
+"""Runs in one file, to keep or to send: all but profiles and checkpoints, with checksums."""
 
 import hashlib
 import io
@@ -13,7 +8,7 @@ import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 
-from maxbench.spec import cli
+from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError
 
 LEFT_OUT = {"checkpoints", "nsys_profile", "xplane", "cache"}
@@ -21,18 +16,13 @@ LEFT_OUT = {"checkpoints", "nsys_profile", "xplane", "cache"}
 
 def main(argv: Sequence[str]) -> int:
     """Writes the archive; returns the exit code."""
-    words, target = list(argv[1:]), pathlib.Path("runs.tar.gz")
-    if {"--help", "-h"} & {*words}:
-        print(__doc__.strip())
+    if commands.helped("archive", argv):
         return 0
+    fv = commands.define("archive")
     with cli.clear_errors("archive"):
-        if "--to" in words:
-            i = words.index("--to")
-            if i + 1 == len(words):
-                raise UserError("--to is the last word; give the file to write after it")
-            target = pathlib.Path(words.pop(i + 1))
-            words.pop(i)
-        count, size = write([pathlib.Path(w) for w in words], target)
+        places = cli.flags_of(fv, argv)[1:]
+        target = pathlib.Path(fv["to"].value)
+        count, size = write([*map(pathlib.Path, places)], target)
     print(f"{target}: {count} files, {size / 2**20:.1f} MiB of them")
     return 0
 

@@ -1,12 +1,4 @@
-"""Writes cluster.toml under STAGE_PATH: what Slurm says of this cluster, the rest asked once.
-
-  maxbench cluster
-
-Account, partition, gres, GPU type, GPUs of a node, architecture, what sbatch knows.
-What is set in the environment is taken as it is, and in a job what the job has. What stands in the
-file already is kept: edit it, or remove it and start again. Any variable of launch.sh may be added;
-the environment wins over it.
-"""
+"""Writes cluster.toml under STAGE_PATH: what Slurm says of this cluster, the rest asked once."""
 
 import collections
 import getpass
@@ -24,7 +16,7 @@ from typing import NamedTuple
 from maxbench.hardware import gpus
 from maxbench.launch import files, slurm, variables
 from maxbench.machine import checks
-from maxbench.spec import cli
+from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError
 
 HEAD = """\
@@ -53,12 +45,11 @@ class Kind(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Writes and shows the file; returns the exit code."""
-    if {"--help", "-h"} & {*argv[1:]}:
-        print(__doc__.strip())
+    if commands.helped("cluster", argv):
         return 0
     with cli.clear_errors("cluster"):
-        if argv[1:]:
-            raise UserError(f"unexpected {argv[1]!r}: values are set as variables, GPU_TYPE=h100")
+        if rest := cli.flags_of(commands.define("cluster"), argv)[1:]:
+            raise UserError(f"unexpected {rest[0]!r}: values are set as variables, GPU_TYPE=h100")
         file = files.cluster_file(os.environ).absolute()
         there, lacking = files.of_cluster(os.environ), {}
 

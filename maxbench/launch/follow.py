@@ -1,9 +1,4 @@
-"""How submitted jobs are: state, step, seconds per step, and why one waits or has ended.
-
-  maxbench jobs [FOLDER...]      default: $STAGE_PATH/experiments, or experiments/ here
-
-The state is Slurm's, by squeue and sacct; where neither knows the job, what it left in its folder.
-"""
+"""How submitted jobs are: state, step, seconds per step, and why one waits or has ended."""
 
 import contextlib
 import getpass
@@ -16,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from maxbench.spec import cli
+from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError
 
 
@@ -37,11 +32,10 @@ TAIL = 1 << 14  # bytes of metrics.jsonl that are read: some 30 steps
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per job, newest first; returns the exit code."""
-    if {"--help", "-h"} & {*argv[1:]}:
-        print(__doc__.strip())
+    if commands.helped("jobs", argv):
         return 0
     with cli.clear_errors("jobs"):
-        rows = [HEADS, *table(folders(argv[1:]))]
+        rows = [HEADS, *table(folders(cli.flags_of(commands.define("jobs"), argv)[1:]))]
     wide = [max(len(row[i]) for row in rows) for i in range(5)]
     for row in rows:
         print("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=False)), row.why]))

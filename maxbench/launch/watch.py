@@ -1,10 +1,4 @@
-"""Follows one job until it has ended: a line whenever its state, step or reason has changed.
-
-  maxbench watch JOB [FOLDER...]     default: $STAGE_PATH/experiments, or experiments/ here
-
-JOB is its number, as `maxbench jobs` lists it. Exit code: 0 it has completed, 1 it has ended
-otherwise, 130 after Ctrl-C, which leaves the job as it is.
-"""
+"""Follows one job until it has ended: a line whenever its state, step or reason has changed."""
 
 import pathlib
 import sys
@@ -12,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from maxbench.launch import follow
-from maxbench.spec import cli
+from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError
 
 PAUSE_S = 5  # Slurm's controller answers many
@@ -22,11 +16,10 @@ ENDED += ("DEADLINE", "OUT_OF_MEMORY", "REVOKED")
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per change; returns the exit code."""
-    if {"--help", "-h"} & {*argv[1:]}:
-        print(__doc__.strip())
+    if commands.helped("watch", argv):
         return 0
     with cli.clear_errors("watch"):
-        job, *places = argv[1:] or [""]
+        job, *places = cli.flags_of(commands.define("watch"), argv)[1:] or [""]
         if not job.isdecimal():
             raise UserError(f"JOB={job!r} must be a job's number, as `maxbench jobs` lists them")
         try:

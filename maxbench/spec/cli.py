@@ -127,7 +127,7 @@ def flags_of(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     if name := next((word for word in rest[1:cut] if word.startswith("-")), ""):
         name = name.lstrip("-").partition("=")[0]
         if name.removeprefix("no") in recipes.FLAGS or name in recipes.FLAGS:
-            raise UserError(f"--{name} is of train alone, and changes nothing here; leave it out")
+            raise UserError(f"--{name} is of train alone, and changes nothing here")
         raise UserError(f"unknown flag {name!r}{_meant(name, [*fv])}")
     return rest[:cut] + rest[cut + 1 :]
 

@@ -46,7 +46,7 @@ class Command:
     takes: tuple[str, ...] = ()  # further ones, which change nothing here
     flags: Mapping[str, Mapping[str, Flag]] = dataclasses.field(default_factory=dict)
     notes: str = ""
-    own_help: bool = False  # its module says more
+    own_help: bool = False  # of what its module knows
 
     @property
     def own(self) -> dict[str, Flag]:

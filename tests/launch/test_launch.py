@@ -340,7 +340,7 @@ def test_any_variable_gives_settings_or_a_message(env):
 
 
 def test_unknown_option():
-    assert "unknown option '--dryrun'" in run("--dryrun", code=2)
+    assert "unknown flag 'dryrun'; did you mean --dry" in run("--dryrun", code=2)
 
 
 # --- the script ---
