@@ -2,7 +2,6 @@
 
 import contextlib
 import getpass
-import json
 import os
 import pathlib
 import statistics
@@ -11,8 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from maxbench.logs.record import parsed
 from maxbench.spec import cli, commands
-from maxbench.spec.errors import UserError
+from maxbench.spec.errors import UserError, plain
 
 
 class Row(NamedTuple):
@@ -80,7 +80,7 @@ def look(folder: pathlib.Path, job: str, word: tuple[str, str]) -> Row:
     """A start of a job, by Slurm's word on it (state, why) and by what is in its folder."""
     step, seconds = progress(folder)
     left, reason = ended(folder)
-    return Row(job, word[0] or left, step, seconds, folder.name, printable(reason or word[1]))
+    return Row(job, word[0] or left, step, seconds, folder.name, plain(reason or word[1]))
 
 
 def number(folder: pathlib.Path) -> str:
@@ -110,7 +110,7 @@ def progress(folder: pathlib.Path) -> tuple[str, str]:
     """The last step, and the median seconds of the last steps."""
     with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        lines = [_parsed(line) for line in file.read().splitlines()]
+        lines = [parsed(line) for line in file.read().splitlines()]
         steps = [x for x in lines if isinstance(x.get("step"), int)]
         seconds = [x["step_s"] for x in steps if isinstance(x.get("step_s"), float)]
         if steps:
@@ -129,22 +129,9 @@ def ended(folder: pathlib.Path) -> tuple[str, str]:
     return "FAILED", str(why)
 
 
-def printable(text: str) -> str:
-    """Text that a terminal may show."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 def _json(path: pathlib.Path) -> dict[str, Any]:
     with contextlib.suppress(OSError):
-        return _parsed(path.read_bytes())
-    return {}
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object; {} for what is none, as the line that is being written."""
-    with contextlib.suppress(ValueError):
-        if isinstance(found := json.loads(text), dict):
-            return found
+        return parsed(path.read_bytes())
     return {}
 
 

@@ -1,6 +1,7 @@
 """One run as its files tell it, whoever wrote them."""
 
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -17,6 +18,15 @@ def at(data: Any, path: str, default: Any) -> Any:
         return data if isinstance(data, kind) else default
     number = isinstance(data, int | float) and not isinstance(data, bool)
     return kind(data) if number and 0 <= data < 1e30 else default
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object; {} for what is none, as the line that is being written."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _told(path: str, default: Any = "") -> Any:

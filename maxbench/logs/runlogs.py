@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -21,7 +20,7 @@ from typing import Any
 
 from maxbench.hardware import gpus, published
 from maxbench.logs import textlogs
-from maxbench.logs.record import Record, at
+from maxbench.logs.record import Record, at, parsed
 from maxbench.spec import recipes
 from maxbench.spec.errors import UserError, plain
 
@@ -126,17 +125,9 @@ def _ours_of(record: Record, name: str) -> Iterator[bytes]:
 def _json_of(record: Record, name: str) -> dict:
     """A JSON file in a run's folder; {} where there is none, or none that is whole."""
     text = b"".join(itertools.islice(_ours_of(record, name), 16))  # ours are 10 KB
-    if not (found := _json(text)) and text:
+    if not (found := parsed(text)) and text:
         record.unread.append(f"{name} is damaged")
     return found
-
-
-def _json(text: bytes) -> dict:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # --- our own folders ---
@@ -173,7 +164,7 @@ def _ours(folder: pathlib.Path, files: list[str]) -> Record | None:
 def _steps(record: Record) -> None:
     """Steps of metrics.jsonl; a damaged line is counted."""
     for line in (x for block in _ours_of(record, "metrics.jsonl") for x in block.splitlines(True)):
-        one = _json(line)
+        one = parsed(line)
         step, step_s = at(one, "step", -1), at(one, "step_s", 0.0)
         if step < 0 or step_s == 0:
             # The last line of a run that goes on may be on its way.

@@ -44,7 +44,7 @@ def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, m
     assert follow.table(follow.folders([runs])) == [
         ("14", "PENDING", "-", "-", "run_4", "Resources"),
         ("11", "RUNNING", "1999", follow.progress(runs / "run" / "run_3")[1], "run_3", ""),
-        ("12", "FAILED", "-", "-", "run_2", "loss is  NaN"),
+        ("12", "FAILED", "-", "-", "run_2", "loss is\\x1b NaN"),
         ("11", "REQUEUED", "-", "-", "run_1", ""),
         ("10", "COMPLETED", "-", "-", "run_0", ""),
     ]
@@ -134,7 +134,7 @@ def test_how_watching_ends(runs, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert watch.main(["watch", "10", str(runs)]) == 0
     assert watch.main(["watch", "12", str(runs)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].endswith("  FAILED  loss is  NaN")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  FAILED  loss is\\x1b NaN")
     for words in (["12x", str(runs)], [], ["99", str(runs)], ["10", "/nowhere"]):
         with pytest.raises(SystemExit, match="2"):
             watch.main(["watch", *words])
