@@ -5,6 +5,10 @@ import json
 import pathlib
 from typing import Any
 
+from maxbench.spec import recipes
+from maxbench.spec.errors import UserError
+from maxbench.spec.run import Run
+
 
 def at(data: Any, path: str, default: Any) -> Any:
     """What nested dicts hold at 'config.model.name', if it is of the default's type.
@@ -71,3 +75,18 @@ class Record:
     def last(self) -> int:
         """The last step that was logged; -1 where there is none."""
         return max(self.step_s, default=-1)
+
+    def again(self) -> Run:
+        """The run of the same program, for plan.
+
+        Raises:
+          UserError: it is none of this version, or ran on something else than it was for.
+        """
+        try:
+            run = recipes.run_again(self.result["config"])
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+            raise UserError("its configuration is of another version of maxbench") from None
+        if self.mocked or self.gpu_type != run.layout.gpu_type:
+            ran = "with its network mocked" if self.mocked else f"on {self.device or self.gpu_type}"
+            raise UserError(f"the run was {ran}, a plan would be for {run.layout.gpu_type}")
+        return run

@@ -6,17 +6,16 @@ they move these runs, and no more of them than the runs can settle.
 
 import dataclasses
 import functools
-import json
 import math
-import pathlib
 import statistics
 from collections.abc import Sequence
 
 from maxbench.hardware.gpus import GPUS, Physics, Reach
+from maxbench.logs import runlogs
+from maxbench.logs.record import Record, at
 from maxbench.plan import fit, planner
 from maxbench.plan.fit import Case
 from maxbench.predict import artifact, hlo
-from maxbench.spec import recipes
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run, Train
 
@@ -54,12 +53,12 @@ def learn(paths: Sequence[str]) -> Learnt:
     """Fits what runs can settle.
 
     Args:
-      paths: of result.json, or of the folders that hold one.
+      paths: of result.json, or of folders that hold some.
 
     Raises:
       UserError: a run that cannot be taken, or too few.
     """
-    runs = [read(pathlib.Path(path)) for path in paths]
+    runs = [*map(finished, runlogs.read(paths))]
     kinds = sorted({run.layout.gpu_type for run, _ in runs})
     if len(kinds) > 1:
         raise UserError(f"calibrate: the runs are of {', '.join(kinds)}; give those of one type")
@@ -90,31 +89,19 @@ def learn(paths: Sequence[str]) -> Learnt:
     return Learnt(kinds[0], len(runs), before, physics, moves, names, cases, left_out)
 
 
-def read(path: pathlib.Path) -> tuple[Run, float]:
+def finished(r: Record) -> tuple[Run, float]:
     """A finished run, and the median of its steps.
 
     Raises:
-      UserError: it is none, or says nothing about a GPU type.
+      UserError: it is none, or nothing that plan could predict.
     """
-    file = path / "result.json" if path.is_dir() else path
     try:
-        result = json.loads(file.read_text())
-        run = recipes.run_again(result["config"])
-        status, device = result["status"], result["device"]
-        mocked, ran = result["mocked"], device["gpu_type"]
-        step_s = result["step_s"]["median"] if status == "done" else 0
-    except OSError as e:
-        raise UserError(f"calibrate: {str(file)!r} cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
-        raise UserError(f"calibrate: {str(file)!r} is no result of this version: {e}") from None
-    if mocked or ran != run.layout.gpu_type:
-        where = "with its network mocked" if mocked else f"on {device['kind']}"
-        raise UserError(
-            f"calibrate: {str(file)!r} ran {where}, and a prediction is of {run.layout.gpu_type}; "
-            "give runs that ran on what their --gpu_type said"
-        )
-    if not step_s:
-        raise UserError(f"calibrate: {str(file)!r} is {status!r}; give runs that are 'done'")
+        run = r.again()
+    except UserError as e:
+        raise UserError(f"calibrate: {str(r.path)!r}: {e}") from None
+    step_s = at(r.result, "step_s.median", 0.0)
+    if r.status != "done" or not step_s:
+        raise UserError(f"calibrate: {str(r.path)!r} is {r.status!r}; give runs that are 'done'")
     # The number of steps only bends the learning rate.
     train = dataclasses.replace(run.train, steps=Train.steps)
     return dataclasses.replace(run, train=train), step_s

@@ -11,6 +11,7 @@ from maxbench.logs import nccl, runlogs
 from maxbench.logs.record import Record, at
 from maxbench.report import compare
 from maxbench.spec import cli, recipes
+from maxbench.spec.errors import UserError
 from maxbench.spec.run import Run, Train
 
 # Flags of the trainer that say nothing about the program that plan compiles.
@@ -50,17 +51,14 @@ def predict(r: Record) -> tuple[dict | None, str]:
     Nothing is compiled: that takes seconds, and a compiler which may not be here.
     """
     try:
-        run = recipes.run_again(r.result["config"])
-        if r.gpu_type != run.layout.gpu_type or r.mocked:
-            ran = "with its network mocked" if r.mocked else f"on {r.device or r.gpu_type}"
-            return None, f"the run was {ran}, a plan would be for {run.layout.gpu_type}"
-        # The number of steps only bends the learning rate: a plan of the default is as good.
-        for steps in (run.train.steps, Train.steps):
-            train = dataclasses.replace(run.train, steps=steps)
-            if found := _planned(dataclasses.replace(run, train=train)):
-                return found, ""
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
-        return None, "its configuration is of another version of maxbench"
+        run = r.again()
+    except UserError as e:
+        return None, str(e)
+    # The number of steps only bends the learning rate: a plan of the default is as good.
+    for steps in (run.train.steps, Train.steps):
+        train = dataclasses.replace(run.train, steps=steps)
+        if found := _planned(dataclasses.replace(run, train=train)):
+            return found, ""
     return None, f"not planned yet: {_plan_command(at(r.result, 'command', []))}"
 
 

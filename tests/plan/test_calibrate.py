@@ -212,8 +212,11 @@ def test_two_programs_settle_one_constant(ran):
         ({}, "1 run of 1 program; 2 programs that differ .* settle one constant, 4 two"),
         ({"status": "failed"}, "is 'failed'; give runs that are 'done'"),
         ({"mocked": True}, "with its network mocked"),
-        ({"device": {"gpu_type": None, "kind": "cpu"}}, "ran on cpu"),
-        ({"config": {"model": {}}}, "is no result of this version"),
+        (
+            {"device": {"gpu_type": None, "kind": "cpu"}},
+            "on cpu, a plan would be for h100",
+        ),
+        ({"config": {"model": {}}}, "is of another version"),
     ],
 )
 def test_runs_that_cannot_be_taken(ran, changed, message):
