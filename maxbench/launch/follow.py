@@ -5,12 +5,12 @@ import getpass
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from maxbench.logs.record import parsed
+from maxbench.machine import runtime
 from maxbench.spec import cli, commands
 from maxbench.spec.errors import UserError, plain
 
@@ -99,10 +99,8 @@ def states(jobs: set[str]) -> dict[str, tuple[str, str]]:
     ask += [["squeue", "-h", "-u", getpass.getuser(), "-t", "all", "-o", "%i|%T|%r"]]
     found = {}
     for command in ask if listed else []:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-            for job, state, why in (x.split("|", 2) for x in done.stdout.splitlines() if "|" in x):
-                found[job] = (state, "" if why == "None" else why)
+        for job, state, why in (x.split("|", 2) for x in runtime.said(*command) if "|" in x):
+            found[job] = (state, "" if why == "None" else why)
     return found
 
 

@@ -8,11 +8,11 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPUS, Gpu
+from maxbench.machine import runtime
 
 # What is checked -> why it matters.
 WHY = {
@@ -36,7 +36,7 @@ ENOUGH = (1, 10)  # GiB free: below the first a run fails, below the second it m
 
 def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     """Of this node: GPUs, links, network ports, CPU governors, and GiB free where results go."""
-    links = said("nvlink", "--status")
+    links = runtime.said("nvidia-smi", "nvlink", "--status")
     there = next((p for p in (pathlib.Path(out), *pathlib.Path(out).parents) if p.exists()), None)
     cpus = root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
     return {
@@ -49,18 +49,10 @@ def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     }
 
 
-def said(*words: str) -> list[str]:
-    """Lines of nvidia-smi; none without it."""
-    try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
-
-
 def asked(*names: str) -> list[dict[str, str]]:
     """What nvidia-smi tells of each GPU of this node, by its own names; [] without it."""
-    lines = said(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    query = f"--query-gpu={','.join(names)}"
+    lines = runtime.said("nvidia-smi", query, "--format=csv,noheader,nounits")
     each = [line.strip().split(", ") for line in lines]
     return [dict(zip(names, cells, strict=True)) for cells in each if len(cells) == len(names)]
 

@@ -219,13 +219,16 @@ def version(package: str) -> str:
 def git_revision() -> str:
     """The revision of the code, with '-dirty' when it was changed; '' outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    folder = os.path.dirname(os.path.abspath(__file__))
+    return "".join(said(*command, cwd=os.path.dirname(os.path.abspath(__file__))))
+
+
+def said(*command: str, cwd: str | None = None) -> list[str]:
+    """Lines that a command printed; none where it is not there, fails, or takes half a minute."""
     try:
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def environment() -> dict[str, str]:
