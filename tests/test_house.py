@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (270, True),
     "model": (1940, True),
     "step": (920, True),
-    "machine": (1380, True),
+    "machine": (1370, True),
     "run": (1510, True),
     "predict": (1750, True),
     "plan": (1810, True),
