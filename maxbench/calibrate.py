@@ -56,8 +56,7 @@ def given(
     cli.no_words(cli.flags_of(fv, argv))
     if fv["mock_gpus"].present:
         raise UserError("mock_gpus has no network to measure; leave it out")
-    if fv["hardware"].value:
-        cli.add_hardware(fv["hardware"].value)
+    cli.add_hardware(fv["hardware"].value)
     path = cli.writable("write", fv["write"].value, ".toml")
     if (name := fv["gpu_type"].value) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
         raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")

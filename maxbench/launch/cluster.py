@@ -60,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
             return answer
 
         env = files.over(there, os.environ)
-        if hardware := files.said(env, "HARDWARE"):
-            cli.add_hardware(hardware)
+        cli.add_hardware(files.said(env, "HARDWARE"))
         found = detect(env, nodes(), ask)
         if lacking:
             raise UserError("; ".join(f"set {n}: one of {_words(c)}" for n, c in lacking.items()))

@@ -68,8 +68,7 @@ def calibrate(fv: flags.FlagValues, argv: Sequence[str]) -> int:
       UserError: runs that cannot be taken, or too few; a file that cannot be written.
     """
     _, *more = cli.flags_of(fv, argv)
-    if fv["hardware"].value:
-        cli.add_hardware(fv["hardware"].value)
+    cli.add_hardware(fv["hardware"].value)
     path = cli.writable("write", fv["write"].value, ".toml")
     found = learn.learn([fv["calibrate"].value, *more])
     print(learn.screen(found))

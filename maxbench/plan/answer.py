@@ -116,8 +116,7 @@ def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any
     if wrong := {"json", "schedule", "timeline", "calibrate", "write"} & {*given}:
         raise UserError(f"{wrong.pop()} is of the command line: the answer prints itself")
     fv = commands.define("plan")
-    if given.get("hardware"):
-        cli.add_hardware(given["hardware"])
+    cli.add_hardware(given.get("hardware"))
     before, types = dict(os.environ), dict(gpus.GPUS)
     try:
         return ask(fv, ["maxbench", *notebook.words({"config": config, **given}, settings)])

@@ -119,8 +119,7 @@ def settings(fv: flags.FlagValues, paths: Sequence[str]) -> Settings:
       UserError: a flag that cannot be, with what would work.
     """
     choose("format", fv["format"].value, FORMATS)
-    if fv["hardware"].value:
-        cli.add_hardware(fv["hardware"].value)
+    cli.add_hardware(fv["hardware"].value)
     if fv["gpu_type"].value:
         choose("gpu_type", fv["gpu_type"].value, GPUS)
     as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")

@@ -54,8 +54,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     no_words(rest)
     if fv["config"].value is None:
         raise UserError("--config is missing; for example --config llama31_8b:tiny")
-    if fv["hardware"].value:
-        add_hardware(fv["hardware"].value)
+    add_hardware(fv["hardware"].value)
     given = lambda names: {n: fv[n].value for n in names if n in fv and fv[n].present}
     return recipes.resolve(
         recipes.named(fv["config"].value),
@@ -72,14 +71,15 @@ def no_words(rest: Sequence[str]) -> None:
         raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
 
 
-def add_hardware(path: str) -> None:
-    """Adds the GPU types of a user's file to those that gpu_type may name.
+def add_hardware(path: str | None) -> None:
+    """Adds the GPU types of a user's file, if one is given, to those that gpu_type may name.
 
     Raises:
       UserError: there is no such file, or a key of it cannot be.
     """
     try:
-        gpus.add(path)
+        if path:
+            gpus.add(path)
     except OSError as e:
         raise UserError(f"hardware={path!r} cannot be read: {e.strerror}") from None
     except ValueError as e:
