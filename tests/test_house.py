@@ -25,7 +25,7 @@ ROOMS = {
     "run": (1510, True),
     "predict": (1750, True),
     "plan": (1810, True),
-    "launch": (1630, False),
+    "launch": (1620, False),
     "report": (1710, False),
 }
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
