@@ -278,7 +278,7 @@ def test_search_finds_the_given_layout_among_others():
             "not a whole number of nodes",
         ),
         ("--config configs/llama2_70b.py --gpus 128 --memory_margin 0.95", "below 0.94"),
-        ("--calibrate no_such_run", "'no_such_run' cannot be read"),
+        ("--calibrate no_such_run", "no such file or folder: no_such_run"),
         ("--config configs/llama2_70b.py --gpus 64 --as_published --best_remat", "excludes"),
         (
             "--config configs/nemotron4_340b.py --gpus 128 --gpu_type gb200 --as_published",
