@@ -19,7 +19,7 @@ ROOMS = {
     "spec": (1740, False),
     "logs": (690, False),
     "mesh": (270, True),
-    "model": (1940, True),
+    "model": (2000, True),
     "step": (920, True),
     "machine": (1370, True),
     "run": (1510, True),

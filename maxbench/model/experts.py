@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
 from maxbench.mesh import collectives, places
-from maxbench.model import blocks
+from maxbench.model import blocks, formats
 from maxbench.model.blocks import take
 from maxbench.model.layers import Linear, activate, out_std, product, weight
 from maxbench.spec.model import Model
@@ -47,18 +47,17 @@ class Moe(nn.Module):
 
     def in_slots(self, x_jd, gate_jk, expert_jk):
         slot_jk, token_ec = assign(self.model, gate_jk, expert_jk)
-        sent_ecd = exchange_experts(dispatch(x_jd, slot_jk, token_ec))
-        back_ecd = exchange_experts(self.experts(keep(sent_ecd, "dispatched")), back=True)
-        return combine(keep(back_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
+        y_ecd = keep(self.experts(dispatch(x_jd, slot_jk, token_ec)), "mlp_down")
+        return combine(y_ecd, gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
 
     def experts(self, x_ecd):
         m = self.model
         dot = functools.partial(product, self, batch=1)
-        up_ecnf = dot(x_ecd, "up", "experts embed -> gates mlp", m.init_std, sequence="gather")
+        up, down = "experts embed -> gates mlp", "experts mlp -> embed"
+        x_ecd, sums = hold(x_ecd, self.get_variable("sums", "down"))
+        up_ecnf = dot(x_ecd, "up", up, m.init_std, sequence="gather", saved="slots")
         h_ecf = activate(m, keep(up_ecnf, "mlp_up"), 2)
-        return dot(
-            h_ecf, "down", "experts mlp -> embed", out_std(m), sequence="scatter", saved="mlp_act"
-        )
+        return dot(h_ecf, "down", down, out_std(m), sequence="scatter", saved="mlp_act", sums=sums)
 
     def dropless(self, x_jd, gate_jk, expert_jk):
         m = self.model
@@ -81,6 +80,24 @@ class Moe(nn.Module):
         """A weight of this GPU's experts, gathered over fsdp."""
         w = jnp.asarray(weight(self, name, axes, std), dtype)
         return collectives.gather(w, places.RULES["embed"], axes.split().index("embed"))
+
+
+@jax.custom_vjp
+def hold(x_ecd, sums):
+    """Both as they are. The gradient of x_ecd comes back from ep beside the product for that of
+    `sums`, which XLA would put last. Of one expert alone: of more, XLA would add to the sums in a
+    pass of its own."""
+    return x_ecd, sums
+
+
+def _hold_backward(_, gradients):
+    dx_ecd, sums = gradients
+    if sums is not None and collectives.degree("ep") == len(dx_ecd):
+        dx_ecd = collectives.beside(dx_ecd, jax.tree.leaves(sums)[0])
+    return dx_ecd, sums
+
+
+hold.defvjp(lambda *args: (hold(*args), None), _hold_backward)
 
 
 def route(m: Model, logits_je):
@@ -148,19 +165,6 @@ def _combine_backward(saved, dy_jd):
 combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
 
 
-def exchange_experts(x_ecd, back: bool = False):
-    """All experts' slots of this GPU <-> this GPU's experts' slots of all GPUs of ep."""
-    n = collectives.degree("ep")
-    if n == 1:
-        return x_ecd
-    e, c, d = x_ecd.shape
-    if back:
-        x = x_ecd.reshape(e, n, c // n, d).swapaxes(0, 1).reshape(n * e, c // n, d)
-        return collectives.exchange(x, "ep")
-    x = collectives.exchange(x_ecd, "ep").reshape(n, e // n, c, d)
-    return x.swapaxes(0, 1).reshape(e // n, n * c, d)
-
-
 def balance_loss(m: Model, probs_je, expert_jk, batch: int):
     """This GPU's share of the load-balancing loss, summed over its sequences.
 
@@ -172,6 +176,10 @@ def balance_loss(m: Model, probs_je, expert_jk, batch: int):
     probs_be = jnp.mean(probs_je.reshape(batch, -1, m.experts), 1) / parts
     chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
     share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
+    # One factor of all GPUs is enough: the sum over these makes the other, and the gradient.
     share_be = collectives.total(share_be, "cp", "tp")
-    probs_be = collectives.total(probs_be, "cp", "tp")
-    return m.aux_loss * m.experts * jnp.sum(share_be * probs_be) / parts
+    # Without a pipeline it is made again: XLA moves what the loss alone needs into the next
+    # microbatch's iteration, and then runs the two beside each other.
+    if collectives.degree("pp") > 1:
+        share_be = keep(share_be, formats.SCALE)
+    return m.aux_loss * m.experts * jnp.sum(share_be * probs_be)

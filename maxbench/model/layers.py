@@ -59,18 +59,20 @@ def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fi
     return w if sums is None else add_to(sums, w)
 
 
-def product(module, x, name, axes: str, std: float, batch: int = 0, plain=False, **how):
+def product(module, x, name, axes: str, std: float, batch: int = 0, plain=False, sums=None, **how):
     """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
 
-    In the run's number format; `plain`: in the dtype of x whatever that is.
+    In the run's number format; `plain`: in the dtype of x whatever that is. `sums`: instead of the
+    weight's own.
     """
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
     factor = places.Factor(batch, len(ins.split()) - batch)
-    w, sums = declare(module, name, " ".join(names), std, gemm=None if plain else factor)
+    w, own = declare(module, name, " ".join(names), std, gemm=None if plain else factor)
     split = "embed" in names and collectives.degree(places.RULES["embed"]) > 1
     fsdp = names.index("embed") if split else None
-    return linear.linear(x, w, sums, linear.Gemm(factor.ins, batch, fsdp=fsdp, **how))
+    gemm = linear.Gemm(factor.ins, batch, fsdp=fsdp, **how)
+    return linear.linear(x, w, own if sums is None else sums, gemm)
 
 
 class Linear(nn.Module):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.mesh import collectives
-from maxbench.model.formats import Weight, plain
+from maxbench.model.formats import Weight, keep_bits, plain
 from maxbench.model.sums import Sums
 
 
@@ -23,11 +23,17 @@ class Gemm(NamedTuple):
     """
 
     ins: int
-    batch: int = 0
+    batch: int = 0  # dims of experts
     # Dim 1 of x is split over tp, and 'gather'ed first; or the sum over tp is 'scatter'ed along it.
+    # Slots of experts go to the GPUs of ep that have these before, or come back after.
     sequence: str = ""
     fsdp: int | None = None  # dim of w that is split over fsdp, and gathered first
     saved: str = ""  # name under which a remat policy may save what the backward pass needs of x
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes over which rows travel."""
+        return ("ep", "tp") if self.batch else ("tp",)
 
 
 def linear(x, w, sums, gemm: Gemm):
@@ -47,7 +53,7 @@ def linear(x, w, sums, gemm: Gemm):
     if not isinstance(w, Weight):
         return _linear(x, w.astype(x.dtype), grad, amax, gemm)
     assert sums is not None
-    if not w.arithmetic.matrices:
+    if not w.arithmetic.matrices and not gemm.batch:
         return _linear(x, w, grad, amax, gemm)
     shape, first = w.shape, gemm.batch + gemm.ins
     k, n = math.prod(shape[gemm.batch : first]), math.prod(shape[first:])
@@ -70,7 +76,11 @@ def _forward(x, w, grad, amax, gemm):
     weight, dtype, rows = _read(w), x.dtype, x.ndim - gemm.ins
     how, first = weight.arithmetic, gemm.batch + gemm.ins
     joined = gemm.sequence == "gather"
-    row, saved, amax_x = how.operand(x, weight.scales, False, joined, gemm.saved)
+    axes = gemm.axes if joined else ()
+    row, col, amax_x = how.operand(x, weight.scales, False, axes)
+    if joined:
+        row, col = _both(lambda x: _to_experts(how, x, gemm), row, col)
+    saved = how.move(col, lambda x: keep_bits(x, gemm.saved))
     dims = list(range(len(weight.shape)))
     if how.turned:
         dims = dims[: gemm.batch] + dims[first:] + dims[gemm.batch : first]
@@ -80,7 +90,7 @@ def _forward(x, w, grad, amax, gemm):
     ins = tuple(dims.index(d) for d in range(gemm.batch, first))
     y = _product(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
     if gemm.sequence == "scatter":
-        y = collectives.scatter(y, "tp", 1)
+        y = _from_experts(collectives.scatter(y, "tp", 1), gemm)
     return y, (saved, amax_x, w, grad, amax)
 
 
@@ -90,15 +100,19 @@ def _backward(gemm, residuals, dy):
     how, outs = weight.arithmetic, tuple(range(first, len(weight.shape)))
     rows, joined = dy.ndim - len(outs), gemm.sequence == "scatter"
     columns = tuple(range(rows, dy.ndim))
-    dy_row, dy_col, amax_dy = how.operand(dy, weight.scales, True, joined, "")
+    if gathered := gemm.sequence == "gather":
+        x = _gather(how, x, "tp", 1)
+        if gemm.batch:  # x travels beside the product before: beside this one it would be dx's turn
+            dy = collectives.beside(dy, jax.tree.leaves(x)[0])
+    axes = gemm.axes if joined else ()
+    row, col, amax_dy = how.operand(dy, weight.scales, True, axes)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
-    joint = lambda dy: _gather(how, dy, "tp", 1) if joined else dy
-    row = joint(dy_row)
-    col = row if dy_col is dy_row else joint(dy_col)
+    if joined:
+        row, col = _both(lambda dy: _gather(how, _to_experts(how, dy, gemm), "tp", 1), row, col)
     whole = _gather(how, weight.row, "fsdp", gemm.fsdp)
     dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
-    if gemm.sequence == "gather":
-        dx, x = collectives.scatter(dx, "tp", 1), _gather(how, x, "tp", 1)
+    if gathered:
+        dx = collectives.scatter(dx, "tp", 1)
     over = tuple(range(gemm.batch, rows))
     # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
     wide = dtype if sums is None else jnp.promote_types(dtype, sums.dtype)
@@ -106,8 +120,10 @@ def _backward(gemm, residuals, dy):
     add = lambda dw: dw if sums is None else sums + dw.astype(sums.dtype)
     if gemm.fsdp is None:
         dw = add(dw)
-    if gemm.sequence == "gather" and collectives.degree("tp") > 1:
+    if gathered and collectives.degree("tp") > 1:
         dx = collectives.beside(dx, dw)
+    if gathered:
+        dx = _from_experts(dx, gemm)
     if gemm.fsdp is not None:
         dw = add(collectives.scatter(dw, "fsdp", gemm.fsdp))
     return (dx, dw, None, None) if sums is None else (dx, None, dw, amax)
@@ -125,10 +141,29 @@ def _gather(how, x, axis: str, dim: int | None):
     return x if dim is None else how.move(x, lambda a: collectives.gather(a, axis, dim))
 
 
+def _both(move, row, col):
+    """Both forms of an operand, which may be one."""
+    moved = move(row)
+    return moved, moved if col is row else move(col)
+
+
+def _to_experts(how, x, gemm: Gemm):
+    """All experts' slots of this GPU -> this GPU's experts' slots of all GPUs of ep."""
+    return how.move(x, lambda a: collectives.exchange(a, "ep", 0, 1)) if gemm.batch else x
+
+
+def _from_experts(y, gemm: Gemm):
+    return collectives.exchange(y, "ep", 1, 0) if gemm.batch else y
+
+
 def _product(how, a, b, contract, gemm: Gemm, dtype, exact=False):
     """A product of operands over dims of a and of b; of matrices if a kernel knows only those."""
     if not how.matrices:
         lead = tuple(range(gemm.batch))
+        if lead and len(contract[0]) > 1:  # XLA would turn experts' weights round each time
+            flat = lambda dims: lambda x: x.reshape(*x.shape[: dims[0]], -1)
+            a, b = how.move(a, flat(contract[0])), how.move(b, flat(contract[1]))
+            contract = contract[0][:1], contract[1][:1]
         return how.product(a, b, (contract, (lead, lead)), dtype, exact)
     rows, flat = a.q.shape[:-1], lambda x: x.reshape(*x.shape[: gemm.batch], -1, x.shape[-1])
     a, b = how.move(a, flat), how.move(b, flat)

@@ -102,18 +102,18 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
     def kept(m):
         routed = m.rows(a.ep)
-        down = routed if m.capacity_factor else 1  # dropless experts' results come back summed
+        slots = routed if m.experts and m.capacity_factor else 0
         per_token = {
             "query": m.heads * m.head_dim / a.tp,
             "key": m.kv_heads * m.head_dim / a.tp,
             "value": m.kv_heads * m.value_width / a.tp,
             "context": m.heads * (m.value_width + 4 / width) / a.tp,
             "attn_out": m.embed / a.tp,
+            "slots": slots * m.embed / a.tp * narrow,
             "mlp_up": routed * m.gates * m.mlp / a.tp,
             "mlp_act": routed * m.mlp / a.tp * narrow,
-            # Only a backward pass through what follows needs it: a second norm, the experts'
-            # weights.
-            "mlp_down": down * m.embed / a.tp if m.post_norm or m.experts else 0,
+            # For a second norm, the experts' weights. Dropless, it comes back summed.
+            "mlp_down": (slots or 1) * m.embed / a.tp if m.post_norm or m.experts else 0,
         }
         return m.embed / a.tp + sum(per_token[name] for name in saved)
 

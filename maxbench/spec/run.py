@@ -20,7 +20,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
-TENSORS = ("query", "key", "value", "context", "attn_out", "mlp_up", "mlp_act", "mlp_down")
+TENSORS = ("query", "key", "value", "context", "attn_out", "slots", "mlp_up", "mlp_act", "mlp_down")
 # What the backward pass finds saved; everything else it computes again.
 REMATS = {
     "full": (),
@@ -359,7 +359,7 @@ class Run:
             )
         tokens = a.mbs * seq // (a.cp * a.tp)
         slots = m.capacity(tokens) if m.experts else 0
-        gpus = a.ep * (1 if blocks else a.tp)  # whose slots are rows of one GEMM
+        gpus = 1 if blocks else a.ep * a.tp  # whose slots are rows of one GEMM, or of its blocks
         if slots * gpus % multiple:
             unit = multiple // math.gcd(gpus, multiple)
             # Of the next number of slots that works; a half stays clear of rounding up again.

@@ -1,18 +1,18 @@
 """Number formats of matrix products: one module for each kind of arithmetic.
 
 Numbers are quantized around a GEMM only; elsewhere they are of Format.compute. Weights are so once
-per step, from the master copy, and travel so over dp, fsdp and cp; sequences too, over tp, on their
-way into a GEMM. An arithmetic is a frozen object, carried by each Weight, with
+per step, from the master copy, and travel so over dp, fsdp and cp; sequences too, over tp, and
+tokens to their experts, over ep, on their way into a GEMM. An arithmetic is a frozen object,
+carried by each Weight, with
 
   turned     the forward pass reads weights [batch..., outs..., ins...]
   matrices   product() knows those only
   scales(ws, lead, past)   an iterator of what each weight's scale needs of all weights of a step,
              and their largest magnitudes [gemms, ...] or None; `lead`: dims of layers in front
   weight(w, place, lead, scale)   the Weight, gathered, of a part of the master copy
-  operand(x, scales, gradient, split, saved)   x, or dy where `gradient`, as a factor of products
-             over its last dims and over its rows, and its largest magnitude where the format
-             remembers it, else None. `split`: other GPUs of tp hold parts that it will be joined
-             with; `saved`: name under which a remat policy may save what the backward pass needs
+  operand(x, scales, gradient, axes)   x, or dy where `gradient`, as a factor of products over
+             its last dims and over its rows, and its largest magnitude where the format remembers
+             it, else None. `axes`: of the mesh, whose GPUs hold parts that it will be joined with
   move(x, move)   a factor, with all that travels of it moved: gathered or reshaped
   product(a, b, over, dtype, exact)   over: lax.dot_general's dimension numbers; of matrices [...,
              left, right] 'nt', a b^T, or 'tn', a^T b. `exact`: Hopper's FP8 units add up in fewer
@@ -99,9 +99,9 @@ def by_layer(found, layers: int | None):
 
 
 def keep_bits(q, saved: str):
-    """q, named for remat policies as bits: jax.checkpoint passes floats that it saves through
+    """q, named for remat policies, FP8 as bits: jax.checkpoint passes floats that it saves through
     lax.reduce_precision, which makes infinities of the upper half of e4m3fn's range."""
-    if not saved:
-        return q
+    if not saved or q.dtype.itemsize > 1:
+        return keep(q, saved) if saved else q
     bits = keep(jax.lax.bitcast_convert_type(q, jnp.uint8), saved)
     return jax.lax.bitcast_convert_type(bits, q.dtype)

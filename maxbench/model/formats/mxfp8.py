@@ -12,10 +12,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name as keep
 
 from maxbench.mesh.places import Place, gather_master
-from maxbench.model.formats import Scaled, Weight, keep_bits, te
+from maxbench.model.formats import Scaled, Weight, te
 
 BLOCK, E4M3 = 32, jnp.float8_e4m3fn
 
@@ -57,11 +56,8 @@ class Blocks:
         row, col = made
         return Weight(row, turned(col._replace(q=matrix(col.q))), self)
 
-    def operand(self, x, scales, gradient, split, saved):
-        row, col = self.quantize(x)
-        if saved:
-            col = Scaled(keep_bits(col.q, saved), keep(col.scale, saved))
-        return row, col, None
+    def operand(self, x, scales, gradient, axes):
+        return *self.quantize(x), None
 
     def move(self, x, move):
         return Scaled(move(x.q), move(x.scale))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name as keep
 
 from maxbench.mesh import collectives
 from maxbench.mesh.places import Place, gather_master
-from maxbench.model.formats import SCALE, Scaled, Weight, keep_bits, te
+from maxbench.model.formats import SCALE, Scaled, Weight, te
 from maxbench.spec.run import AXES
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -57,15 +57,12 @@ class Tensor:
         qt = q.transpose(dims[:first] + dims[outs:] + dims[first:outs])
         return Weight(Scaled(q, scale), Scaled(qt, scale), self, old)
 
-    def operand(self, x, scales, gradient, split, saved):
+    def operand(self, x, scales, gradient, axes):
         dtype = GRADIENT if gradient else FORWARD
-        if self.delayed:
-            scale = scales[int(gradient)]
-        else:
-            scale = keep(scale_of(x, dtype, ("tp",) if split else ()), SCALE)
+        scale = scales[int(gradient)] if self.delayed else keep(scale_of(x, dtype, axes), SCALE)
         q, amax = self.quantize(x, dtype, scale)
         amax = keep(amax, SCALE) if self.delayed else None
-        q = Scaled(keep_bits(q, saved), scale)
+        q = Scaled(q, scale)
         return q, q, amax
 
     def move(self, x, move):
