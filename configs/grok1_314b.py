@@ -58,6 +58,7 @@ def get_config(presets=""):
         train=dict(
             seq=8192,
             remat="none",
+            turn=8,  # GPUs have room for what fewer turns keep
         ),
         fp8=dict(precision=dict(scaling="delayed")),
         optim=dict(lr=1.2e-4, lr_min=1.2e-5, warmup=636, warmup_offset=0, constant=11873, eps=1e-8),

@@ -5,6 +5,7 @@ Each is the identity on an axis of degree 1 and outside shard_map.
 """
 
 import jax
+import jax.numpy as jnp
 
 
 def degree(axis: str | None) -> int:
@@ -52,31 +53,53 @@ def rotate(tree, axis: str, by: int = 1):
     n = degree(axis)
     if n == 1:
         return tree
-    permute = lambda tree: jax.lax.ppermute(tree, axis, [(i, (i + by) % n) for i in range(n)])
-    if axis == "pp" or degree("pp") == 1:
-        return permute(tree)
-    # XLA:CPU's permute waits for all GPUs of the mesh, those of idle pipeline stages included.
-    pick = lambda x: jax.lax.all_gather(x, axis)[(jax.lax.axis_index(axis) - by) % n]
-    gathered = lambda tree: jax.tree.map(pick, tree)
-    return jax.lax.platform_dependent(tree, cpu=gathered, default=permute)
+    return jax.lax.ppermute(tree, axis, [(i, (i + by) % n) for i in range(n)])
 
 
-def beside(sent, made):
-    """What collectives bring, as it is, but needed only once `made` is there.
+def zero(made) -> jax.Array:
+    """0, fp32, that is known when all arrays of a tree are made: what it is added to comes later in
+    the program.
 
-    XLA's scheduler then runs the collective beside the work that makes `made`. Left alone it puts
-    off gradients of weights to the end, and waits for collectives. An optimization barrier is gone
-    before it looks; a zero that it cannot know to be one is not.
+    An optimization barrier is gone before XLA's scheduler looks; a zero that it cannot know to be
+    one is not.
     """
-    zero = 0 * made[(0,) * made.ndim]
-    return jax.tree.map(lambda x: x + zero.astype(x.dtype), sent)
+
+    def one(x):
+        first = x[(0,) * x.ndim]
+        first = first if jnp.issubdtype(x.dtype, jnp.floating) else first.astype(jnp.float32)
+        return (0 * first).astype(jnp.float32)
+
+    return sum(map(one, jax.tree.leaves(made)), jnp.zeros(()))
 
 
-def after(x, tree):
-    """The tree, on a CPU not before x is there.
+def beside(sent, zero):
+    """A tree that collectives bring, as it is, but needed only once `zero` is known (or None).
+
+    XLA's scheduler then runs the collective beside the work that the zero is of. Left alone it puts
+    off gradients of weights to the end, and waits for collectives.
+    """
+    return sent if zero is None else jax.tree.map(lambda x: x + zero.astype(x.dtype), sent)
+
+
+def gather_beside(x: jax.Array, axis: str, dim: int, zero) -> jax.Array:
+    """gather(x, axis, dim), needed only once `zero` is known.
+
+    This GPU's first number is written into its place again: adding the zero to all would be a pass
+    over what a matrix product can read as it is.
+    """
+    if zero is None or degree(axis) == 1:
+        return gather(x, axis, dim)
+    first = x[(slice(0, 1),) * x.ndim].astype(jnp.float32) + zero
+    at = [0] * x.ndim
+    at[dim] = index(axis) * x.shape[dim]
+    return jax.lax.dynamic_update_slice(gather(x, axis, dim), first.astype(x.dtype), at)
+
+
+def after(x, numbers):
+    """A tree of integers, on a CPU not known before x is there.
 
     XLA:CPU may run a conditional and a collective that do not depend on each other at once, each
     device in its own order, and then waits for ever.
     """
-    held = lambda x, tree: jax.lax.optimization_barrier((x, tree))[1]
-    return jax.lax.platform_dependent(x, tree, cpu=held, default=lambda x, tree: tree)
+    held = lambda zero, numbers: jax.tree.map(lambda n: n + zero.astype(n.dtype), numbers)
+    return jax.lax.platform_dependent(zero(x), numbers, cpu=held, default=lambda zero, n: n)

@@ -130,14 +130,14 @@ def _ring_forward(kind, softcap, q, k, v):
     o, lse = KERNELS[kind][0](q, k, v, True, softcap)
     if n == 1:
         return o, lse
-    kv = collectives.beside(ahead, lse)
+    kv = collectives.beside(ahead, collectives.zero(lse))
     o, lse, q = jnp.split(o.astype(jnp.float32), 2, 1), jnp.split(lse, 2, 2), jnp.split(q, 2, 1)
     for hop in range(1, n):
         ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
         earlier = collectives.index("cp") >= hop
         pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
         o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
-        kv = collectives.beside(ahead, lse_pair)
+        kv = collectives.beside(ahead, collectives.zero(lse_pair))
         (o1, o2), (lse1, lse2) = jnp.split(o_pair, 2), jnp.split(lse_pair, 2)
         o[1], lse[1] = _merge(o[1], lse[1], o1, lse1)
         o_new, lse_new = _merge(
@@ -155,7 +155,7 @@ def _ring_backward(kind, softcap, q, k, v, o, lse, do):
     if n == 1:
         return dq, dk, dv
     halves = lambda x: jnp.split(x, 2, 1)
-    kv = collectives.beside(ahead, dq)
+    kv = collectives.beside(ahead, collectives.zero(dq))
     dq, dkv = dq.astype(jnp.float32), (dk.astype(jnp.float32), dv.astype(jnp.float32))
     for hop in range(1, n):
         ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
@@ -163,7 +163,7 @@ def _ring_backward(kind, softcap, q, k, v, o, lse, do):
         earlier = collectives.index("cp") >= hop
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
         grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
-        kv, dkv = collectives.beside((ahead, dkv), grads[0])
+        kv, dkv = collectives.beside((ahead, dkv), collectives.zero(grads[0]))
         dq += _unpair(earlier, grads[0], 1)
         dkv = tuple(d + _unpair(earlier, x, 0) for d, x in zip(dkv, grads[1:], strict=True))
     dkv = collectives.rotate(dkv, "cp")  # home: each block made n - 1 hops

@@ -34,32 +34,36 @@ class Moe(nn.Module):
     model: Model
 
     @nn.compact
-    def __call__(self, x_bud):
+    def __call__(self, x_bud, turns):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
         router = Linear(m, "width -> routes", m.init_std, plain=True, name="router")
-        logits_je = router(x_jd.astype(jnp.float32))
+        logits_je, _ = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
         through = self.in_slots if m.capacity_factor else self.dropless
-        y_jd = through(x_jd, gate_jk, expert_jk)
+        y_jd, made = through(x_jd, gate_jk, expert_jk, turns)
         aux = balance_loss(m, probs_je, expert_jk, x_bud.shape[0]) if m.aux_loss else jnp.zeros(())
-        return y_jd.reshape(x_bud.shape), aux
+        return y_jd.reshape(x_bud.shape), made, aux
 
-    def in_slots(self, x_jd, gate_jk, expert_jk):
+    def in_slots(self, x_jd, gate_jk, expert_jk, turns):
         slot_jk, token_ec = assign(self.model, gate_jk, expert_jk)
-        y_ecd = keep(self.experts(dispatch(x_jd, slot_jk, token_ec)), "mlp_down")
-        return combine(y_ecd, gate_jk.astype(x_jd.dtype), slot_jk, token_ec)
+        y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns)
+        y_ecd = keep(y_ecd, "mlp_down")
+        return combine(y_ecd, gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
 
-    def experts(self, x_ecd):
+    def experts(self, x_ecd, turns):
         m = self.model
         dot = functools.partial(product, self, batch=1)
         up, down = "experts embed -> gates mlp", "experts mlp -> embed"
         x_ecd, sums = hold(x_ecd, self.get_variable("sums", "down"))
-        up_ecnf = dot(x_ecd, "up", up, m.init_std, sequence="gather", saved="slots")
+        up_ecnf, _ = dot(
+            x_ecd, "up", up, m.init_std, turn=turns["up"], sequence="gather", saved="slots"
+        )
         h_ecf = activate(m, keep(up_ecnf, "mlp_up"), 2)
-        return dot(h_ecf, "down", down, out_std(m), sequence="scatter", saved="mlp_act", sums=sums)
+        how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
+        return dot(h_ecf, "down", down, out_std(m), turn=turns["down"], **how)
 
-    def dropless(self, x_jd, gate_jk, expert_jk):
+    def dropless(self, x_jd, gate_jk, expert_jk, turns):
         m = self.model
         gather = lambda x: collectives.gather(collectives.gather(x, "tp", 0), "ep", 0)
         x_jd, expert_jk = gather(x_jd), gather(expert_jk)
@@ -74,7 +78,8 @@ class Moe(nn.Module):
         h_ncf = activate(m, up_ncgf, 2) * blocks.gates(gate_jk, plan)[..., None]
         w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
         y_jd = blocks.combine(blocks.product(keep(h_ncf, "mlp_act"), w_efd, plan), plan)
-        return keep(collectives.scatter(collectives.scatter(y_jd, "ep", 0), "tp", 0), "mlp_down")
+        y_jd = collectives.scatter(collectives.scatter(y_jd, "ep", 0), "tp", 0)
+        return keep(y_jd, "mlp_down"), turns["down"].made
 
     def whole(self, name, axes, std, dtype):
         """A weight of this GPU's experts, gathered over fsdp."""
@@ -93,7 +98,7 @@ def hold(x_ecd, sums):
 def _hold_backward(_, gradients):
     dx_ecd, sums = gradients
     if sums is not None and collectives.degree("ep") == len(dx_ecd):
-        dx_ecd = collectives.beside(dx_ecd, jax.tree.leaves(sums)[0])
+        dx_ecd = collectives.beside(dx_ecd, collectives.zero(sums))
     return dx_ecd, sums
 
 

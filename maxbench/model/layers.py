@@ -59,11 +59,22 @@ def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fi
     return w if sums is None else add_to(sums, w)
 
 
-def product(module, x, name, axes: str, std: float, batch: int = 0, plain=False, sums=None, **how):
+def product(
+    module,
+    x,
+    name,
+    axes: str,
+    std: float,
+    batch=0,
+    plain=False,
+    sums=None,
+    turn=linear.ANY,
+    **how,
+):
     """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
 
     In the run's number format; `plain`: in the dtype of x whatever that is. `sums`: instead of the
-    weight's own.
+    weight's own. `turn`, and what it returns, are those of linear.linear.
     """
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
@@ -72,7 +83,7 @@ def product(module, x, name, axes: str, std: float, batch: int = 0, plain=False,
     split = "embed" in names and collectives.degree(places.RULES["embed"]) > 1
     fsdp = names.index("embed") if split else None
     gemm = linear.Gemm(factor.ins, batch, fsdp=fsdp, **how)
-    return linear.linear(x, w, own if sums is None else sums, gemm)
+    return linear.linear(x, w, own if sums is None else sums, gemm, turn)
 
 
 class Linear(nn.Module):
@@ -89,9 +100,9 @@ class Linear(nn.Module):
     plain: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, turn=linear.ANY):
         how = {"sequence": self.sequence, "saved": self.saved, "plain": self.plain}
-        return product(self, x, "w", self.axes, self.std, **how)
+        return product(self, x, "w", self.axes, self.std, turn=turn, **how)
 
 
 class Norm(nn.Module):
@@ -148,18 +159,19 @@ class Attention(nn.Module):
     kind: str
 
     @nn.compact
-    def __call__(self, x_bud, rope):
+    def __call__(self, x_bud, rope, turns):
         m = self.model
         equal = m.value_width == m.head_dim
         axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv = Linear(m, axes, m.init_std, "gather", name="qkv")(x_bud)
+        qkv, _ = Linear(m, axes, m.init_std, "gather", name="qkv")(x_bud, turns["qkv"])
         q_btgrk, k_btgk, v_btgk = split_heads(qkv) if equal else split_widths(m, qkv)
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
-        return keep(out(o_bthk), "attn_out")
+        y_bud, made = out(o_bthk, turns["out"])
+        return keep(y_bud, "attn_out"), made
 
 
 def split_heads(qkv_btgqk):
@@ -190,12 +202,13 @@ class Mlp(nn.Module):
     model: Model
 
     @nn.compact
-    def __call__(self, x_bud):
+    def __call__(self, x_bud, turns):
         m = self.model
         up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        y_bud = down(activate(m, keep(up(x_bud), "mlp_up"), 2))
-        return keep(y_bud, "mlp_down"), jnp.zeros(())
+        up_bngf, _ = up(x_bud, turns["up"])
+        y_bud, made = down(activate(m, keep(up_bngf, "mlp_up"), 2), turns["down"])
+        return keep(y_bud, "mlp_down"), made, jnp.zeros(())
 
 
 class Embed(nn.Module):

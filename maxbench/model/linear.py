@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.mesh import collectives
-from maxbench.model.formats import Weight, keep_bits, plain
+from maxbench.model.formats import Scaled, Weight, keep_bits, plain
 from maxbench.model.sums import Sums
 
 
@@ -36,7 +36,23 @@ class Gemm(NamedTuple):
         return ("ep", "tp") if self.batch else ("tp",)
 
 
-def linear(x, w, sums, gemm: Gemm):
+class Turn(NamedTuple):
+    """Zeros (collectives.zero) that say what communication of tp runs beside what product. Known:
+
+    held: before what the forward pass gathers or scatters here is needed. Its gradient: when the
+      product for dx is made, where the forward pass scatters; for the weight, where it gathers.
+    made: what linear() makes of it: when the product is. Its gradient: when that for the weight is.
+      It is given to the next product of the network: dy is gathered beside the weight of that one.
+    """
+
+    held: jax.Array | None = None
+    made: jax.Array | None = None
+
+
+ANY = Turn()
+
+
+def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
     """x @ w with the collectives that belong to it.
 
     Args:
@@ -47,32 +63,39 @@ def linear(x, w, sums, gemm: Gemm):
         is that of w, which must be an array.
 
     Returns:
-      The product in the dtype of x, split over tp where gemm.sequence is 'scatter'.
+      The product in the dtype of x, split over tp where gemm.sequence is 'scatter'; and a `made`.
     """
     grad, amax = sums if isinstance(sums, Sums) else (sums, None)
-    if not isinstance(w, Weight):
-        return _linear(x, w.astype(x.dtype), grad, amax, gemm)
-    assert sums is not None
-    if not w.arithmetic.matrices and not gemm.batch:
-        return _linear(x, w, grad, amax, gemm)
+    w = w if isinstance(w, Weight) else w.astype(x.dtype)
+    if gemm.batch and not isinstance(w, Weight):
+        return _linear(x, w, grad, amax, turn, gemm)
+    # As matrices: some kernels know only those, and XLA lays sums out as products make them.
     shape, first = w.shape, gemm.batch + gemm.ins
     k, n = math.prod(shape[gemm.batch : first]), math.prod(shape[first:])
     flat = lambda a, *dims: a.reshape(*shape[: gemm.batch], *dims)
-    row, col = w.row._replace(q=flat(w.row.q, k, n)), w.col._replace(q=flat(w.col.q, n, k))
-    w, grad = w.replace(row=row, col=col), flat(grad, k, n)
+    matrix = lambda x, *dims: (
+        x._replace(q=flat(x.q, *dims)) if isinstance(x, Scaled) else flat(x, *dims)
+    )
+    if isinstance(w, Weight):
+        turned = (n, k) if w.arithmetic.turned else (k, n)
+        w = w.replace(row=matrix(w.row, k, n), col=matrix(w.col, *turned))
+    else:
+        w = flat(w, k, n)
+    grad = grad if grad is None else flat(grad, k, n)
     # What is split over fsdp, embed, is a dim by itself.
     fsdp = None if gemm.fsdp is None else gemm.batch + (gemm.fsdp >= first)
     x = x.reshape(*x.shape[: x.ndim - gemm.ins], -1)
-    y = _linear(x, w, grad, amax, gemm._replace(ins=1, fsdp=fsdp))
-    return y if len(shape) - first == 1 else y.reshape(*y.shape[:-1], *shape[first:])
+    y, made = _linear(x, w, grad, amax, turn, gemm._replace(ins=1, fsdp=fsdp))
+    y = y if len(shape) - first == 1 else y.reshape(*y.shape[:-1], *shape[first:])
+    return y, made
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear(x, w, grad, amax, gemm):
-    return _forward(x, w, grad, amax, gemm)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear(x, w, grad, amax, turn, gemm):
+    return _forward(x, w, grad, amax, turn, gemm)[0]
 
 
-def _forward(x, w, grad, amax, gemm):
+def _forward(x, w, grad, amax, turn, gemm):
     weight, dtype, rows = _read(w), x.dtype, x.ndim - gemm.ins
     how, first = weight.arithmetic, gemm.batch + gemm.ins
     joined = gemm.sequence == "gather"
@@ -86,32 +109,37 @@ def _forward(x, w, grad, amax, gemm):
         dims = dims[: gemm.batch] + dims[first:] + dims[gemm.batch : first]
     dim = None if gemm.fsdp is None else dims.index(gemm.fsdp)
     col = _gather(how, weight.col, "fsdp", dim)
-    row = _gather(how, row, "tp", 1) if joined else row
+    row = _joint(how, row, turn.held) if joined else row
     ins = tuple(dims.index(d) for d in range(gemm.batch, first))
     y = _product(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
+    made = None if turn.made is None else turn.made + collectives.zero(y)
     if gemm.sequence == "scatter":
-        y = _from_experts(collectives.scatter(y, "tp", 1), gemm)
-    return y, (saved, amax_x, w, grad, amax)
+        y = collectives.beside(_from_experts(collectives.scatter(y, "tp", 1), gemm), turn.held)
+    given = Turn(*(None if zero is None else () for zero in turn))
+    return (y, made), (saved, amax_x, w, grad, amax, given)
 
 
-def _backward(gemm, residuals, dy):
-    x, amax_x, w, sums, amax = residuals
+def _backward(gemm, residuals, gradients):
+    (x, amax_x, w, sums, amax, turn), (dy, later) = residuals, gradients
+    later = None if turn.made is None else later
     weight, dtype, first = _read(w), dy.dtype, gemm.batch + gemm.ins
     how, outs = weight.arithmetic, tuple(range(first, len(weight.shape)))
     rows, joined = dy.ndim - len(outs), gemm.sequence == "scatter"
     columns = tuple(range(rows, dy.ndim))
-    if gathered := gemm.sequence == "gather":
+    gathered = gemm.sequence == "gather"
+    if gathered and gemm.batch:  # beside the product before: beside this one it would be dx's turn
         x = _gather(how, x, "tp", 1)
-        if gemm.batch:  # x travels beside the product before: beside this one it would be dx's turn
-            dy = collectives.beside(dy, jax.tree.leaves(x)[0])
+        dy = collectives.beside(dy, collectives.zero(x))
     axes = gemm.axes if joined else ()
     row, col, amax_dy = how.operand(dy, weight.scales, True, axes)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if joined:
-        row, col = _both(lambda dy: _gather(how, _to_experts(how, dy, gemm), "tp", 1), row, col)
+        row, col = _both(lambda dy: _joint(how, _to_experts(how, dy, gemm), later), row, col)
     whole = _gather(how, weight.row, "fsdp", gemm.fsdp)
     dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
+    first = collectives.zero(dx)
     if gathered:
+        x = x if gemm.batch else _joint(how, x, first)
         dx = collectives.scatter(dx, "tp", 1)
     over = tuple(range(gemm.batch, rows))
     # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
@@ -120,13 +148,16 @@ def _backward(gemm, residuals, dy):
     add = lambda dw: dw if sums is None else sums + dw.astype(sums.dtype)
     if gemm.fsdp is None:
         dw = add(dw)
+    last = collectives.zero(dw)
     if gathered and collectives.degree("tp") > 1:
-        dx = collectives.beside(dx, dw)
+        dx = collectives.beside(dx, last)
     if gathered:
         dx = _from_experts(dx, gemm)
     if gemm.fsdp is not None:
         dw = add(collectives.scatter(dw, "fsdp", gemm.fsdp))
-    return (dx, dw, None, None) if sums is None else (dx, None, dw, amax)
+    zeros = first if joined else last, last
+    turn = Turn(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
+    return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
 
 
 _linear.defvjp(_forward, _backward)
@@ -139,6 +170,13 @@ def _read(w) -> Weight:
 
 def _gather(how, x, axis: str, dim: int | None):
     return x if dim is None else how.move(x, lambda a: collectives.gather(a, axis, dim))
+
+
+def _joint(how, x, zero):
+    """Gathered over tp, needed only once `zero` is known."""
+    if zero is not None and isinstance(x, Scaled) and x.scale.ndim == 0:
+        return Scaled(collectives.gather(x.q, "tp", 1), x.scale + zero)
+    return how.move(x, lambda a: collectives.gather_beside(a, "tp", 1, zero))
 
 
 def _both(move, row, col):

@@ -20,28 +20,37 @@ from maxbench.mesh import axes
 from maxbench.model import formats, stack
 from maxbench.model.experts import Moe
 from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
+from maxbench.model.linear import Turn
 from maxbench.model.loss import cross_entropy
 from maxbench.model.sums import add_to
 from maxbench.spec.model import Model
 from maxbench.spec.run import Run
 
+TURNS = ("qkv", "out", "up", "down")  # products of a layer that communicate over tp
+
 
 class Block(nn.Module):
-    """One transformer layer. Families differ only in the Model that is passed in."""
+    """One transformer layer. Families differ only in the Model that is passed in.
+
+    `held` are zeros for TURNS, linear.Turn.held, or None, and `made` that of the layer before. It
+    returns x, that of its own, and the auxiliary loss.
+    """
 
     model: Model
     attention: str
 
     @nn.compact
-    def __call__(self, x_bud, rope):
-        m = self.model
+    def __call__(self, x_bud, rope, held=None, made=None):
+        m, turns = self.model, {name: Turn(held and held[name]) for name in TURNS}
         post = lambda name: Norm(m, name=name) if m.post_norm else lambda x: x
         attend = Attention(m, self.attention, name="attn")
-        y_bud = attend(Norm(m, name="attn_norm")(x_bud), rope)
+        turns["out"] = turns["out"]._replace(made=made)
+        y_bud, made = attend(Norm(m, name="attn_norm")(x_bud), rope, turns)
         x_bud += post("attn_post")(y_bud)
         mlp = (Moe if m.experts else Mlp)(m, name="mlp")
-        y_bud, aux = mlp(Norm(m, name="mlp_norm")(x_bud))
-        return x_bud + post("mlp_post")(y_bud), aux
+        turns["down"] = turns["down"]._replace(made=made)
+        y_bud, made, aux = mlp(Norm(m, name="mlp_norm")(x_bud), turns)
+        return x_bud + post("mlp_post")(y_bud), made, aux
 
 
 def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
@@ -74,7 +83,7 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def layer(run: Run, kind: Model, w, sums, x_bud, rope):
+def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None):
     """One layer of a kind; saves for the backward pass what train.remat says, where train.offload
     says.
 
@@ -82,9 +91,9 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope):
     however many layers are code.
     """
 
-    def apply(w, sums, x_bud):
+    def apply(w, sums, x_bud, held, made):
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
-        return Block(kind, run.train.attention).apply(variables, x_bud, rope)
+        return Block(kind, run.train.attention).apply(variables, x_bud, rope, held, made)
 
     away = run.train.offloaded
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -95,8 +104,10 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope):
     )
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
     # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
-    prevent_cse = stack.as_code(run) and run.layout.pp == 1 and run.train.remat != "none"
-    return jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)(w, sums, x_bud)
+    prevent_cse = stack.as_code(run) and run.train.remat != "none"
+    made = jnp.zeros(()) if made is None else made
+    apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
+    return apply(w, sums, x_bud, held, made)
 
 
 class Transformer(nn.Module):
@@ -123,7 +134,7 @@ class Transformer(nn.Module):
         x_btd = embed(m, w, tokens_bt)
         block = lambda kind, x_btd, w: Block(kind, self.attention).apply(
             {"params": w[0]}, x_btd, rope
-        )
+        )[::2]
         x_btd, _ = stack.run_layers(m, block, x_btd, w["layers"], None)
         x_btd, w_dv = head(m, w, x_btd)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -162,7 +173,7 @@ def apply(run: Run, w, tokens_bt, sums=None):
     m = run.model
     rope = rope_angles(m, axes.chunks(run.train.seq))
     x_bud = embed(m, w, tokens_bt)
-    step = lambda kind, x_bud, w: layer(run, kind, *w, x_bud, rope)
+    step = lambda kind, x_bud, w: layer(run, kind, *w, x_bud, rope)[::2]
     return stack.run_layers(m, step, x_bud, w["layers"], sums)
 
 

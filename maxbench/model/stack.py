@@ -20,12 +20,12 @@ MOST = 40  # layers that a GPU's program has as code, unless train.unroll says; 
 def as_code(run: Run) -> bool:
     """Whether layers are code; train.unroll must be settled.
 
-    In a pipeline always: its chunks name their own weights. Over fsdp never: XLA would gather the
-    weights of many layers ahead of their use; nor where activations wait in the host's memory,
-    which XLA keeps for a loop.
+    Over fsdp never: XLA would gather the weights of many layers ahead of their use; nor where
+    activations wait in the host's memory, which XLA keeps for a loop; nor in a pipeline, which
+    takes the layers of a chunk from the stack when its turn begins.
     """
     a, t = run.layout, run.train
-    return a.pp > 1 or (a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload)
+    return a.pp == a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload
 
 
 # A model of one kind of layers has one stack; of several (Model.kinds) a dict of them, one for each

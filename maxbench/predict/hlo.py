@@ -204,6 +204,11 @@ class Program:
     def called(self, op: Op, key: str = "calls") -> Computation:
         return self.computations[op.attr(key)]
 
+    @staticmethod
+    def counts(loop: Op) -> bool:
+        """Whether a while loop counts its trips, and does not end by what its data say."""
+        return "known_trip_count" in loop.attrs or "known_induction_variable" in loop.attrs
+
     def trips(self, where: Computation, loop: Op) -> int:
         """How often a while loop runs its body.
 

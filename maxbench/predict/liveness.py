@@ -135,7 +135,7 @@ class _Walk:
         return simulate.price(self.program, where, op, self.costs)[1] + self.costs.launch
 
     def _share(self, op: hlo.Op) -> float | None:
-        """How often a pipeline's conditional has work; None of any other."""
+        """How often a pipeline's loop or conditional has work; None of any other."""
         name = re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2]
         return self.shares[name][0] if name in self.shares else None
 
@@ -145,7 +145,7 @@ class _Walk:
         times *= 1 if share is None else share
         if op.opcode == "while":
             body = program.called(op, "body")
-            if share is None:
+            if share is None or program.counts(op):
                 times *= program.trips(where, op)
             self.run(body, operands[0], times, _bound(program, body, operands[0]))
             return operands[0]

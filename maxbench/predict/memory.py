@@ -128,7 +128,8 @@ def in_flight(run: Run) -> int:
     pipeline holds at once: schedule()'s `keep`, without making the table."""
     a = run.layout
     work = a.microbatches * a.vp
-    most = (a.vp - 1) * a.pp + 2 * (a.pp - 1) + 1
+    turn = min(run.train.turn or a.pp, a.microbatches)
+    most = (a.vp - 1) * turn + 2 * (a.pp - 1) + 2
     return min(work, most) if run.train.schedule == "1f1b" else work
 
 

@@ -108,8 +108,9 @@ def play(
 
     Args:
       shares: the name that a pipeline's executor gave a conditional, or a loop that stands for one
-        -> how often its longest branch runs, and how often it is waited for, of its runs. A
-        schedule knows, the text is the same for all stages; others run ALWAYS.
+        -> how often its longest branch runs, and how often it is waited for, of its runs; and of a
+        loop over ticks, how much of its work is for something, and how much is waiting. A schedule
+        knows, the text is the same for all stages; others run ALWAYS.
       record: keep the bars, for drawing.
     """
     player = _Player(program, costs, shares, record)
@@ -157,22 +158,23 @@ class _Player:
         return self.shares.get(re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], ALWAYS)
 
     def _loop(self, where, op, now, times):
-        body = self.program.called(op, "body")
-        if self._share(op) != ALWAYS:
+        body, share = self.program.called(op, "body"), self._share(op)
+        if share != ALWAYS and not self.program.counts(op):
             return self._conditional(op, [body], now, times)
         left = trips = self.program.trips(where, op)
+        begin, done = now, times * share[0]
         # While something from outside still runs, or bars are wanted, iterations differ.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
-            now, left = self.run(body, now, times), left - 1
-        if not left:
-            return now
-        recorded, self.record = self.record, False
-        end = self.run(body, now, times * left)
-        self.record = recorded
-        seconds = (end - now) * left
-        self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
-        self.free = min(self.free, now)
-        return now + seconds
+            now, left = self.run(body, now, done), left - 1
+        if left:
+            recorded, self.record = self.record, False
+            seconds = (self.run(body, now, done * left) - now) * left
+            self.record = recorded
+            self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
+            self.free = min(self.free, now)
+            now += seconds
+        self.timeline.idle_s += (now - begin) * times * share[1]
+        return now
 
     def _conditional(self, op, branches, now, times):
         alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)

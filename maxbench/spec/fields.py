@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import math
 import operator
+import re
 import typing
 import warnings
 from collections.abc import Mapping
@@ -18,6 +19,13 @@ NOUNS = {int: "a whole number", float: "a finite number", bool: "true or false",
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 BOUNDS |= {"below": operator.lt}
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what 32 bits hold; a field's at_most= goes before it
+
+# What a value must be, and that in words.
+WINDOW = (lambda window: window[0] <= window[1], "first and last step, as 35,44")
+COMBINE = (lambda sizes: len(sizes) in (0, 3), "() or bytes of three, as step/compiler.COMBINE")
+PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+ADDRESS = (re.compile(rf"|[\w.:\[\]-]+:{PORT}", re.ASCII).fullmatch, "host:port, as node1:1234")
+RANKS = (re.compile(r" *\d+ *(, *\d+ *)*").fullmatch, "process numbers joined by commas, as 0,1,2")
 
 
 def setting(default: Any = dataclasses.MISSING, **rules: Any) -> Any:

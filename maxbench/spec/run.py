@@ -6,12 +6,11 @@ Every check says what was given, why it cannot be, and what would work.
 import dataclasses
 import itertools
 import math
-import re
 
 from maxbench.hardware.gpus import GPUS, Gpu
 from maxbench.spec import formats
 from maxbench.spec.errors import UserError, choose, divisors, nearest
-from maxbench.spec.fields import judge, setting
+from maxbench.spec.fields import ADDRESS, COMBINE, RANKS, WINDOW, judge, setting
 from maxbench.spec.formats import FORMATS, Format
 from maxbench.spec.model import Model
 
@@ -31,12 +30,6 @@ REMATS = {
     "save_dot_except_mlpwi": ("query", "key", "value", "attn_out", "mlp_down"),
     "save_context": ("context",),
 }
-# What a value must be, and that in words.
-WINDOW = (lambda window: window[0] <= window[1], "first and last step, as 35,44")
-COMBINE = (lambda sizes: len(sizes) in (0, 3), "() or bytes of three, as step/compiler.COMBINE")
-PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-ADDRESS = (re.compile(rf"|[\w.:\[\]-]+:{PORT}", re.ASCII).fullmatch, "host:port, as node1:1234")
-RANKS = (re.compile(r" *\d+ *(, *\d+ *)*").fullmatch, "process numbers joined by commas, as 0,1,2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +102,8 @@ class Train:
     # random tokens | markov: text of a fixed source, which can be learned
     data: str = setting("random", options=("random", "markov"))
     schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
+    # microbatches that a chunk of layers takes at a time: fewer turns, more memory; 0 = pp
+    turn: int = setting(0, at_least=0)
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     offload: str = ""  # what of them waits in the host's memory: all, or names joined by commas
     # auto: the fastest of model/attention.KERNELS that the GPU has
@@ -374,6 +369,11 @@ class Run:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
         if a.pp == 1:
             return
+        if 0 < self.train.turn < a.pp:
+            raise UserError(
+                f"train.turn={self.train.turn} microbatches do not fill pp={a.pp} stages; nearest "
+                f"that works: {a.pp}"
+            )
         if self.train.offload:
             raise UserError(
                 f"pp={a.pp} keeps what is saved on the GPU, in slots, and train.offload="

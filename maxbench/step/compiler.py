@@ -74,7 +74,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     dtype = "fp8" if run.format.quantized else "bf16"
     reduce, gather, scatter = run.train.combine or COMBINE[dtype]
     if run.layout.tp > 1:
-        gather = 1  # joined, a sequence's gathers would wait for the last of them
+        gather = scatter = 1  # joined, a sequence's would wait for the last of them
     if run.layout.gpus // gpu.gpus_per_node >= MANY_NODES:
         scatter //= 2
     for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):

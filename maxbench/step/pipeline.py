@@ -1,10 +1,18 @@
 """Pipeline parallelism over pp: one executor for any schedule, inside the one compiled step.
 
-A scan over the ticks of a schedule.Schedule. Every stage runs the same program and reads its own
-row of the table; a stage without work skips it by a conditional, collectives over the other axes
-included, for all GPUs that take part in them are of the same stage. Differentiation is by hand,
-layer by layer: a forward piece leaves its residuals in a slot, a backward piece reads them. So the
-memory of activations is bounded by the schedule, not by the number of microbatches.
+A scan over the ticks of each phase of a schedule.Schedule. Every stage runs the same program and
+reads its own row of the table: which microbatch goes forward and which backward, and where their
+data is. Forward and backward pass of a tick are one piece of code without a condition, in which the
+products of one run beside the communication of the other; a stage that has no work for one of them
+does it for nothing, on zeros, while it would wait.
+
+Chunks take turns: the weights of those that have theirs, and the sums of their gradients, stand in
+buffers of their own, which the code names. They are copied when a turn begins, once in pp ticks
+or train.turn.
+
+Differentiation is by hand, layer by layer: a forward piece leaves its residuals in a slot, a
+backward piece reads them. So the memory of activations is bounded by the schedule, not by the
+number of microbatches.
 """
 
 import functools
@@ -16,16 +24,19 @@ from jax import lax
 from maxbench.mesh import axes, collectives
 from maxbench.model import network
 from maxbench.model.layers import rope_angles
+from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
 from maxbench.step.schedule import (
-    BACKWARD,
+    BACKWARD_TURN,
     COLUMNS,
+    DRAIN,
     EMBED,
     EMBED_BACKWARD,
-    FORWARD,
+    FILL,
+    FORWARD_TURN,
     LOSS,
-    schedule,
+    schedule_of,
 )
 
 
@@ -33,14 +44,19 @@ def gradients(run: Run, w, sums, batch):
     """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
 
     Args:
-      w: compute weights of this GPU; 'layers' a tuple in the order of slots.order.
+      w: compute weights of this GPU; 'layers' stacked in the order of slots.order.
       sums: tree like w of zeros, in precision.grads.
       batch: microbatch -> (tokens_bt, targets_bt).
 
     Returns:
       Gradients like sums, and this GPU's shares of what is reported.
     """
-    return _Pipeline(run, w, batch).run_ticks(sums)
+    return _Pipeline(run, w, batch).run_phases(sums)
+
+
+# What a layer that goes forward gathers or scatters -> the product beside which it does, of the
+# layer that goes back in the same tick (linear.Turn). Its last scatter is left to the next two.
+BESIDE = {"qkv": "down", "out": "up", "up": "out"}
 
 
 class _Layer:
@@ -55,168 +71,222 @@ class _Layer:
         self.rope = rope_angles(run.model, axes.chunks(run.train.seq))
         self.structure = None
 
-    def forward(self, w, sums, x):
-        """y, the auxiliary loss, and the residuals. `sums` stand for those that backward gets."""
-        w = collectives.after(x, w)
-        call = lambda sums, x: network.layer(self.run, self.run.model, w, sums, x, self.rope)
-        (y, aux), vjp = jax.vjp(call, sums, x)
+    def forward(self, w, sums, x, held=None):
+        """y, the auxiliary loss, the residuals, and a zero known when the products are made.
+
+        `sums` stand for those that backward gets; `held` are the zeros that backward gave.
+        """
+        held = {
+            name: held[BESIDE[name]] if held and name in BESIDE else jnp.zeros(())
+            for name in network.TURNS
+        }
+        call = lambda sums, x, held, made: network.layer(
+            self.run, self.run.model, w, sums, x, self.rope, held, made
+        )
+        (y, made, aux), vjp = jax.vjp(call, sums, x, held, jnp.zeros(()))
         leaves, tree = jax.tree.flatten(vjp)
         given = self.given(w, sums)
         known = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
-        self.structure = tree, known
-        return y, aux, [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
+        self.structure = self.structure or (tree, known)
+        kept = [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
+        return y, aux, kept, made
 
-    def backward(self, w, sums, residuals, dy, daux):
-        """The sums with the gradients of the weights, and the gradient of x."""
+    def backward(self, w, sums, residuals, dy, daux, made):
+        """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn).
+
+        `made` is the zero beside whose work dy is gathered.
+        """
         tree, known = self.structure
-        w = collectives.after(dy, w)
         given, rest = self.given(w, sums), iter(residuals)
         leaves = [next(rest) if i is None else given[i] for i in known]
-        return jax.tree.unflatten(tree, leaves)((dy, daux))
+        return jax.tree.unflatten(tree, leaves)((dy, made, daux))
 
     def given(self, w, sums):
         return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]
 
 
 class _Pipeline:
-    """What stays the same over the ticks; the carry of the scan is a dict of arrays."""
+    """What stays the same over the ticks; the carry of the scans is a dict of arrays."""
 
     def __init__(self, run: Run, w, batch):
         a = run.layout
         self.run, self.batch = run, batch
-        self.plan = schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
+        self.plan = schedule_of(run)
         self.ends = {"embed": w["embed"], "head": w["head"]}
-        # [chunk][layer of the chunk]: each chunk's code names its own weights, copied from nowhere.
-        self.chunks = self.chunked(w["layers"])
+        self.layers = w["layers"]
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
+        self.size = self.real.shape[2]  # layers of a chunk
         self.layer = _Layer(run)
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
-        self.daux = jnp.float32(1 / a.gbs)
 
-    def chunked(self, layers):
-        size = len(layers) // self.run.layout.vp
-        return tuple(layers[i : i + size] for i in range(0, len(layers), size))
-
-    def run_ticks(self, sums):
-        rows = jnp.asarray(self.plan.table)[:, collectives.index("pp")]
-        carry, _ = lax.scan(self.tick, self.start(sums), rows)
-        layers = tuple(layer for chunk in carry["layers"] for layer in chunk)
+    def run_phases(self, sums):
+        rows, carry = jnp.asarray(self.plan.table)[:, collectives.index("pp")], self.start(sums)
+        for name, ticks in self.plan.phases.items():
+            tick = functools.partial(self.tick, name != DRAIN, name != FILL)
+            with jax.named_scope(name):
+                carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
+        layers = self.put_chunk(carry["stack"], 0, carry["sums"])  # all stages end with chunk 0
         return {**carry["ends"], "layers": layers}, carry["out"]
 
     def start(self, sums):
-        """Empty buffers. Each has one slot more than the schedule counts, for what is dropped."""
+        """Empty buffers. Each has one slot more than the schedule counts, for what is dropped.
+
+        They are made when the weights are, whose way there takes memory too. Ones: work for nothing
+        reads them, and a scale of 0 would make of its zeros what is no number.
+        """
         plan, x = self.plan, self.x
-        box = lambda n, s: jnp.zeros((n + 1, *s.shape), s.dtype)
-        self.blank = _zeros(sums["layers"][0])
+        one = 1 + collectives.zero(self.layers)
+        box = lambda n, s: jnp.full((n + 1, *s.shape), one.astype(s.dtype))
+        w, zeros = (self.take_chunk(stack, 0) for stack in (self.layers, sums["layers"]))
+        self.blank = zeros[0]
+        kept = jax.eval_shape(lambda x: self.layer.forward(w[0], self.blank, x)[2], x)
         return {
-            "keep": jax.tree.map(lambda s: box(plan.keep, s), self.forward_shapes()[2]),
+            "w_forward": w,
+            "w_backward": w,
+            "sums": zeros,
+            "stack": sums["layers"],
+            "keep": [jax.tree.map(lambda s: box(plan.keep, s), kept) for _ in w],
             "inbox": box(plan.inbox, x),
             "grads": box(plan.grads, x),
+            "y": jnp.zeros(x.shape, x.dtype),
             "dx": jnp.zeros(x.shape, x.dtype),
-            "layers": self.chunked(sums["layers"]),
             "ends": {name: sums[name] for name in self.ends},
             "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
         }
 
-    def tick(self, carry, row):
-        """Forward, then backward. What they send travels during the other of the two."""
-        at = dict(zip(COLUMNS, row, strict=True))
-        carry = dict(carry)
-        arrived = collectives.rotate(carry["dx"], "pp", -1)
-        y, residuals, dy = self.forward(carry, at)
-        carry["keep"] = jax.tree.map(
-            lambda box, r: _put(box, at["f_keep"], r), carry["keep"], residuals
-        )
-        arrived = collectives.beside(arrived, y)
-        carry["grads"] = _put(_put(carry["grads"], at["g_put"], arrived), at["f_grad"], dy)
-        arrived = collectives.rotate(y, "pp")
-        self.backward(carry, at)
-        arrived = collectives.beside(arrived, carry["dx"])
-        carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
+    def tick(self, forward: bool, backward: bool, carry, row):
+        """A tick of a phase that has forward work, backward work, or both: then layer by layer.
+
+        What has communication under a condition, the ends, is first and last (collectives.after).
+        """
+        at, carry = dict(zip(COLUMNS, row, strict=True)), dict(carry)
+        x = dy = held = None
+        if forward:
+            x = self.input(carry, at)
+            at = collectives.after(x, at)
+        self.turns(forward, backward, carry, at)
+        if backward:
+            dy = self.given_back(carry, at)
+        made, kept = jnp.zeros(()), []
+        for i in range(self.size):
+            if backward:
+                dy, held, made = self.layer_back(carry, at, self.size - 1 - i, dy, made)
+            if forward:
+                x, residuals, done = self.layer_on(carry, at, i, x, held)
+                made, kept = made + done, [*kept, residuals]
+        if backward:
+            carry["dx"] = dy
+        if forward:
+            carry["y"] = x
+            self.keep(carry, at, kept, backward)
+        at = collectives.after((carry["sums"], carry["dx"], carry["y"]), at)
+        if backward:
+            self.embed_back(carry, at)
+        if forward:
+            self.loss(carry, at)
         return carry, None
 
-    def forward(self, carry, at):
-        """y, residuals, gradient of the loss; what the loss leaves goes into the carry."""
-        micro, take = at["f_micro"], lambda: _take(carry["inbox"], at["f_from"])
+    def input(self, carry, at):
+        """x of the forward piece, with what the stage before has made taken in."""
+        arrived = collectives.rotate(carry["y"], "pp")
+        carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
+        first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
-            first = (micro >= 0) & (at["f_from"] < 0)
-            x = lax.cond(first, lambda: self.embed(self.ends, micro), take)
-        chunks = [functools.partial(self.chunk_forward, c) for c in range(len(self.chunks))]
-        with jax.named_scope(FORWARD):
-            which = jnp.where(micro < 0, 0, at["f_chunk"] + 1)
-            y, aux, residuals = lax.switch(which, [self.no_forward, *chunks], x)
-        ends, out = carry["ends"], carry["out"]
-        skip = lambda ends, y: (jnp.zeros(()), ends, jnp.zeros_like(y))
-        lossy = lambda ends, y: self.loss(micro, y, ends)
-        with jax.named_scope(LOSS):
-            loss, carry["ends"], dy = lax.cond(at["f_grad"] >= 0, lossy, skip, ends, y)
-        aux = aux / self.run.layout.gbs
-        carry["out"] = {"loss": out["loss"] + loss, "aux": out["aux"] + aux}
-        return y, residuals, dy
+            embed = lambda: self.embed(self.ends, at["f_micro"])
+            x = lax.cond((at["f_micro"] >= 0) & first, embed, take)
+        return jnp.where(at["f_micro"] >= 0, x, 0)
 
-    def backward(self, carry, at):
-        """Puts the gradient of the input into the carry, and adds those of the weights."""
-        micro, c = at["b_micro"], at["b_chunk"]
-        dy = _take(carry["grads"], at["b_from"])
-        dx, sums = jnp.zeros_like(dy), list(carry["layers"])
+    def given_back(self, carry, at):
+        """dy of the backward piece, zeros where it is for nothing; what arrived is taken in."""
+        arrived = collectives.rotate(carry["dx"], "pp", -1)
+        carry["grads"] = _put(carry["grads"], at["g_put"], arrived)
+        return jnp.where(at["b_micro"] >= 0, _take(carry["grads"], at["b_from"]), 0)
 
-        def chunk(number, carried):
-            _, _, sums = carried
-            residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"])
-            return False, *self.chunk_backward(number, residuals, dy, sums)
+    def turns(self, forward: bool, backward: bool, carry, at):
+        """Brings the chunks whose turn begins, and puts away those whose turn is over."""
 
-        # A loop that runs once or not at all adds to its sums in place; a conditional would copy
-        # them.
-        with jax.named_scope(BACKWARD):
-            for number in range(len(self.chunks)):
-                start = ((micro >= 0) & (c == number), dx, sums[number])
-                body = functools.partial(chunk, number)
-                _, dx, sums[number] = lax.while_loop(lambda carried: carried[0], body, start)
-        carry["layers"] = tuple(sums)
-        embedded = lambda ends, dx: self.embed_backward(micro, dx, ends)
+        def change(turn):
+            stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
+            w, sums = (self.take_chunk(x, at["b_load"]) for x in (self.layers, stack))
+            return {"stack": stack, "sums": sums, "w_backward": w}
+
+        if forward:
+            load = lambda _: self.take_chunk(self.layers, at["f_load"])
+            with jax.named_scope(FORWARD_TURN):
+                carry["w_forward"] = _once(at["f_load"] >= 0, load, carry["w_forward"])
+        if backward:
+            turn = {name: carry[name] for name in ("stack", "sums", "w_backward")}
+            with jax.named_scope(BACKWARD_TURN):
+                carry |= _once(at["b_load"] >= 0, change, turn)
+
+    def layer_on(self, carry, at, i, x, held):
+        """x through layer i of the chunk, its residuals, and a zero known when they are."""
+        real = self.is_real(at["f_chunk"], i)
+        y, aux, kept, made = self.layer.forward(carry["w_forward"][i], self.blank, x, held)
+        aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
+        carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
+        return jnp.where(real, y, x), kept, made
+
+    def layer_back(self, carry, at, i, dy, made):
+        """dy back through layer i of the chunk, whose sums grow, and zeros of its products."""
+        real = self.is_real(at["b_chunk"], i)
+        work = real & (at["b_micro"] >= 0)
+        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][i])
+        w, sums = carry["w_backward"][i], list(carry["sums"])
+        daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
+        given = jnp.where(real, dy, 0)
+        new, dx, held, made = self.layer.backward(w, sums[i], residuals, given, daux, made)
+        sums[i] = _unless(work, new, sums[i])
+        carry["sums"] = tuple(sums)
+        return jnp.where(real, dx, dy), held, made
+
+    def keep(self, carry, at, kept, backward: bool):
+        """Puts the residuals of all layers into their slot, once those that go back were read: all
+        that is made of them is there. Or else XLA would copy the whole box."""
+        boxes = []
+        for box, residuals, sums in zip(carry["keep"], kept, carry["sums"], strict=True):
+            read = collectives.zero((sums, carry["dx"]) if backward else ())
+            put = functools.partial(_put, slot=at["f_keep"] + read.astype(jnp.int32))
+            boxes.append(jax.tree.map(lambda b, r, put=put: put(b, value=r), box, residuals))
+        carry["keep"] = boxes
+
+    def embed_back(self, carry, at):
+        """On the network's first chunk: the gradient of the embedding."""
+        embedded = lambda ends, dx: self.embed_backward(at["b_micro"], dx, ends)
         with jax.named_scope(EMBED_BACKWARD):
-            first = (micro >= 0) & (c == 0) & (collectives.index("pp") == 0)
-            carry["ends"] = lax.cond(first, embedded, lambda ends, _: ends, carry["ends"], dx)
-        carry["dx"] = dx
+            first = (at["b_micro"] >= 0) & (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
+            skip = lambda ends, _: ends
+            carry["ends"] = lax.cond(first, embedded, skip, carry["ends"], carry["dx"])
 
-    # One chunk. Its code is repeated for each layer: a loop would copy what goes in and out.
+    def loss(self, carry, at):
+        """On the network's last chunk: the loss, and the gradient of y for the next tick."""
+        skip = lambda ends, y: (jnp.zeros(()), ends, jnp.zeros_like(y))
+        lossy = lambda ends, y: self.loss_of(at["f_micro"], y, ends)
+        with jax.named_scope(LOSS):
+            ends = carry["ends"], carry["y"]
+            loss, carry["ends"], dy = lax.cond(at["f_grad"] >= 0, lossy, skip, *ends)
+        carry["grads"] = _put(carry["grads"], at["f_grad"], dy)
+        carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
 
-    def is_real(self, c, i):
-        """Whether slot i of chunk c holds a layer: a bool where it is the same on all stages."""
-        real = self.real[:, c, i]
-        return (
-            bool(real[0]) if (real == real[0]).all() else jnp.asarray(real)[collectives.index("pp")]
-        )
+    # Chunks: trees, one for each of their layers.
 
-    def chunk_forward(self, c, x):
-        """x through chunk c: y, its auxiliary losses, residuals of each of its layers."""
-        total, residuals = jnp.zeros(()), []
-        for i, w in enumerate(self.chunks[c]):
-            skip = lambda w, sums, x: (x, *_zeros(self.layer_shapes(w, sums, x)[1:]))
-            x, aux, kept = _if(self.is_real(c, i), self.layer.forward, skip, w, self.blank, x)
-            total += aux
-            residuals.append(kept)
-        return x, total, residuals
+    def take_chunk(self, stack, chunk):
+        """The layers of a chunk, of a stack of all."""
+        layer = lambda i: jax.tree.map(lambda x: _take(x, chunk * self.size + i), stack)
+        return tuple(map(layer, range(self.size)))
 
-    def layer_shapes(self, w, sums, x):
-        return jax.eval_shape(self.layer.forward, w, sums, x)
+    def put_chunk(self, stack, chunk, layers):
+        """The stack with the layers of a chunk replaced."""
+        for i, layer in enumerate(layers):
+            at = chunk * len(layers) + i
+            stack = jax.tree.map(lambda box, x, at=at: _put(box, at, x), stack, layer)
+        return stack
 
-    def forward_shapes(self):
-        return jax.eval_shape(functools.partial(self.chunk_forward, 0), self.x)
-
-    def no_forward(self, x):
-        return _zeros(self.forward_shapes())
-
-    def chunk_backward(self, c, residuals, dy, sums):
-        """Gradient of the input of chunk c, and the sums with the gradients of its layers."""
-        sums = list(sums)
-        for i in reversed(range(len(self.chunks[c]))):
-            skip = lambda w, sums, kept, dy: (sums, dy)
-            call = lambda w, sums, kept, dy: self.layer.backward(w, sums, kept, dy, self.daux)
-            args = self.chunks[c][i], sums[i], residuals[i], dy
-            sums[i], dy = _if(self.is_real(c, i), call, skip, *args)
-        return dy, tuple(sums)
+    def is_real(self, chunk, i):
+        """Whether slot i of a chunk of this stage holds a layer."""
+        real = self.real[:, :, i]
+        return True if real.all() else jnp.asarray(real)[collectives.index("pp"), chunk]
 
     # The ends of the network.
 
@@ -227,7 +297,7 @@ class _Pipeline:
         call = lambda ends: self.embed(ends, micro)
         return _add(ends_grads, jax.vjp(call, self.ends)[1](dx)[0])
 
-    def loss(self, micro, y, ends_grads):
+    def loss_of(self, micro, y, ends_grads):
         targets = self.batch(micro)[1]
         call = lambda ends, y: network.head_loss(self.run, ends, y, targets)
         loss, vjp = jax.vjp(call, self.ends, y)
@@ -235,15 +305,19 @@ class _Pipeline:
         return loss, _add(ends_grads, dends), dy
 
 
-def _if(condition, yes, no, *args):
-    """lax.cond, or no conditional at all where the condition is known."""
-    if isinstance(condition, bool):
-        return (yes if condition else no)(*args)
-    return lax.cond(condition, yes, no, *args)
+def _once(condition, change, state):
+    """change(state) or state: a loop that runs once or not at all writes in place, a conditional
+    would copy."""
+    body = lambda carried: (False, change(carried[1]))
+    return lax.while_loop(lambda carried: carried[0], body, (condition, state))[1]
 
 
-def _zeros(tree):
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)
+def _unless(real, new, old):
+    """Sums whose largest magnitudes are of real work alone. Gradients of other are zeros."""
+    is_sums = lambda x: isinstance(x, Sums)
+    keep = lambda new, old: new._replace(amax=jnp.where(real, new.amax, old.amax))
+    each = lambda new, old: keep(new, old) if is_sums(new) else new
+    return jax.tree.map(each, new, old, is_leaf=is_sums)
 
 
 def _put(box, slot, value):

@@ -1,9 +1,10 @@
 """Pipeline schedules as plain integer tables.
 
 A schedule says, for each tick and stage, which forward and which backward piece of work is done,
-and in which buffer slots its data lives. In one tick a stage does at most one forward and then one
-backward, of one microbatch through one of its chunks of layers. What a stage sends in a tick is
-there for its neighbour's next one, so transfers run behind the other half of the tick.
+and in which buffer slots its data lives. In one tick a stage does at most one forward and one
+backward, each of one microbatch through one of its chunks of layers. Neither needs what the other
+makes in the same tick: what comes out of a tick is there for the next one, here and at neighbours.
+So the two can be one piece of code, in which one computes while the other communicates.
 
 Stage p holds chunks 0 .. vp-1; chunk c of stage p is the (c x pp + p)-th part of the network
 (slots.py).
@@ -11,6 +12,7 @@ Stage p holds chunks 0 .. vp-1; chunk c of stage p is the (c x pp + p)-th part o
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -20,19 +22,23 @@ from maxbench.spec.run import SCHEDULES, Run
 COLUMNS = (
     "f_micro",  # forward: microbatch
     "f_chunk",
+    "f_load",  # the chunk whose turn begins, or -1
     "f_keep",  # residual slot that the forward fills
     "f_from",  # inbox slot of its input; -1 on the network's first chunk, which embeds tokens
     "f_grad",  # gradient slot that the loss fills; -1 but on the network's last chunk
     "b_micro",  # backward
     "b_chunk",
+    "b_load",  # the chunk whose turn begins, or -1
+    "b_last",  # and the one whose turn is over; the first time the same
     "b_keep",  # residual slot that the backward reads and frees
     "b_from",  # gradient slot of what it is given
-    "x_put",  # inbox slot for what arrives at the end of this tick from the stage before
-    "g_put",  # gradient slot for what arrives at the start of this tick from the stage after
+    "x_put",  # inbox slot for what the stage before made in the last tick
+    "g_put",  # gradient slot for what the stage after made in the last tick
 )
 
-# Names of the executor's conditionals in the compiled program.
-FORWARD, BACKWARD = "pipeline_forward", "pipeline_backward"
+# Names of the executor's loops and conditionals in the compiled program.
+PHASES = FILL, BOTH, DRAIN = "pipeline_fill", "pipeline_both", "pipeline_drain"
+FORWARD_TURN, BACKWARD_TURN = "pipeline_forward_turn", "pipeline_backward_turn"
 EMBED, LOSS, EMBED_BACKWARD = "pipeline_embed", "pipeline_loss", "pipeline_embed_backward"
 
 
@@ -62,10 +68,20 @@ class Schedule:
         """One column of the table, [ticks, pp]."""
         return self.table[:, :, COLUMNS.index(name)]
 
+    @property
+    def phases(self) -> dict[str, range]:
+        """The ticks in which there is forward work alone, those with backward work too, and those
+        with backward work alone. In a phase each stage does the same in every tick, if need be for
+        nothing: ticks are as long as the busiest stage's anyway."""
+        busy = {way: np.flatnonzero((self.column(f"{way}_micro") >= 0).any(1)) for way in "fb"}
+        first, last = min(busy["b"][0], busy["f"][-1] + 1), max(busy["b"][0], busy["f"][-1] + 1)
+        ends = (0, int(first), int(last), self.ticks)
+        return {name: range(*ends[i : i + 2]) for i, name in enumerate(PHASES)}
+
     def step_cost(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Time of all ticks, each as long as its busiest stage; in units of the arguments."""
-        each = (self.column("f_micro") >= 0) * forward + (self.column("b_micro") >= 0) * backward
-        return float(each.max(1).sum())
+        """Time of all ticks; in units of the arguments."""
+        fill, both, drain = map(len, self.phases.values())
+        return fill * forward + both * (forward + backward) + drain * backward
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Share of the step in which a stage waits, between 0 and 1."""
@@ -73,20 +89,26 @@ class Schedule:
         return 1 - useful / self.step_cost(forward, backward)
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """For each conditional of the executor: how often a tick has work, and how often it waits.
+        """For each phase, how much of a tick's work is for something, and how much for nothing; for
+        each conditional, how often such work has it, and how often it waits for that of others.
 
-        Both are shares of the ticks. A tick is as long as its busiest stage, so a stage waits for
-        the forward or backward piece of another; the ends' work is one stage's, and all wait.
+        Turns begin on another stage in each tick, and what comes from the other side passes two of
+        them while a stage has one: a stage waits for one more than its own.
         """
-        work = self.microbatches * self.vp
-        busy = {way: (self.column(f"{way}_micro") >= 0).any(1).sum() for way in "fb"}
-        share = lambda n: float(n / self.ticks)
-        ends = dict.fromkeys((EMBED, LOSS, EMBED_BACKWARD), (share(self.microbatches), 0.0))
-        return {
-            FORWARD: (share(work), share(busy["f"] - work)),
-            BACKWARD: (share(work) / self.vp, share(busy["b"] - work) / self.vp),  # each chunk's
-            **ends,
-        }
+        shares = {}
+        for name, ticks in self.phases.items():
+            ways = {FILL: "f", BOTH: "fbb", DRAIN: "b"}[name]  # backward is as long as two forward
+            work = [(self.column(f"{way}_micro")[ticks] >= 0).mean() for way in ways if ticks]
+            done = float(np.mean(work)) if work else 1.0
+            shares[name] = done, 1 - done
+        work = {name: len(ticks) * shares[name][0] for name, ticks in self.phases.items()}
+        for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
+            among = sum(n for name, n in work.items() if name != idle)
+            often = (self.column(f"{way}_load") >= 0).sum() / self.pp / among
+            shares[turn] = float(min(2 * often, 1)), 0.0
+            ends = (EMBED, LOSS) if way == "f" else (EMBED_BACKWARD,)
+            shares |= dict.fromkeys(ends, (self.microbatches / among, 0.0))
+        return shares
 
     def picture(self, width: int = 120) -> str:
         """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; where
@@ -110,37 +132,41 @@ class Schedule:
 
 def schedule_of(run: Run) -> Schedule:
     """The schedule of a run's pipeline; without one, of a pipeline of one stage."""
-    a = run.layout
-    return schedule(run.train.schedule, a.pp, a.vp, a.microbatches)
+    a, t = run.layout, run.train
+    return schedule(t.schedule, a.pp, a.vp, a.microbatches, t.turn)
 
 
-def _order(pp: int, vp: int, microbatches: int, backward: bool) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order a stage takes them: groups of pp microbatches, by chunk."""
+def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in the order a stage takes them: groups of microbatches, by chunk."""
     chunks = range(vp - 1, -1, -1) if backward else range(vp)
     return [
         (m, c)
-        for start in range(0, microbatches, pp)
+        for start in range(0, microbatches, turn)
         for c in chunks
-        for m in range(start, min(start + pp, microbatches))
+        for m in range(start, min(start + turn, microbatches))
     ]
 
 
 @functools.cache
-def schedule(name: str, pp: int, vp: int, microbatches: int) -> Schedule:
+def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> Schedule:
     """Makes a schedule: 'gpipe', or '1f1b', which with vp > 1 is the interleaved one.
 
+    A chunk's turn is `turn` microbatches long, pp at least, which is the default and holds least.
+
     The 1F1B order is that of Megatron-LM (arXiv:2104.04473): a stage holds back forward work until
-    backward work has freed what it may hold. Its bubble is (pp - 1) / (vp x microbatches) of the
-    useful time whenever microbatches are a multiple of pp.
+    backward work has freed what it may hold, here one piece more, as the last stage's gradient is
+    there a tick after its loss. Its bubble is (pp - 1) / (vp x microbatches) of the useful time
+    whenever microbatches are a multiple of pp.
     """
     assert name in SCHEDULES
-    forward = _order(pp, vp, microbatches, backward=False)
-    backward = _order(pp, vp, microbatches, backward=True)
+    turn = turn or pp
+    forward = _order(turn, vp, microbatches, backward=False)
+    backward = _order(turn, vp, microbatches, backward=True)
     parts, total = pp * vp, len(forward)
     if name == "gpipe":
         limit = [total] * pp
     else:
-        limit = [(vp - 1) * min(pp, microbatches) + 2 * (pp - 1 - p) + 1 for p in range(pp)]
+        limit = [(vp - 1) * min(turn, microbatches) + 2 * (pp - 1 - p) + 2 for p in range(pp)]
     f_tick, b_tick = {}, {}  # (part of the network, microbatch) -> tick
     f_next, b_next = [0] * pp, [0] * pp
     tick = 0
@@ -159,8 +185,7 @@ def schedule(name: str, pp: int, vp: int, microbatches: int) -> Schedule:
             part = c * pp + p
             after = f_tick if part == parts - 1 else b_tick
             needed = (part, m) if part == parts - 1 else (part + 1, m)
-            ready = after.get(needed, tick + 1) + (part < parts - 1)
-            if ready <= tick and (part, m) in f_tick:
+            if after.get(needed, tick) < tick and (part, m) in f_tick:
                 b_tick[part, m] = tick
                 b_next[p] += 1
         tick += 1
@@ -180,14 +205,21 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
         table[b, p, at["b_micro"]], table[b, p, at["b_chunk"]] = m, c
         keep.append((p, f, b, [(f, "f_keep"), (b, "b_keep")]))
         if part > 0:
-            # Arrives at the end of the sender's tick.
-            sent = f_tick[part - 1, m]
+            sent = f_tick[part - 1, m] + 1
             inbox.append((p, sent, f, [(sent, "x_put"), (f, "f_from")]))
         if part < last:
-            sent = b_tick[part + 1, m] + 1  # arrives at the start of the tick after the sender's
+            sent = b_tick[part + 1, m] + 1
             grads.append((p, sent, b, [(sent, "g_put"), (b, "b_from")]))
         else:
             grads.append((p, f, b, [(f, "f_grad"), (b, "b_from")]))
+    for way, p in itertools.product("fb", range(pp)):
+        ticks = np.flatnonzero(table[:, p, at[f"{way}_micro"]] >= 0)
+        chunks = table[ticks, p, at[f"{way}_chunk"]]
+        before = np.concatenate([[-1], chunks[:-1]])
+        turns = chunks != before
+        table[ticks[turns], p, at[f"{way}_load"]] = chunks[turns]
+        if way == "b":
+            table[ticks[turns], p, at["b_last"]] = np.where(before < 0, chunks, before)[turns]
     counts = []
     for stays in (keep, inbox, grads):
         free_from: dict[tuple[int, int], int] = {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from maxbench.mesh import axes as mesh
 from maxbench.mesh import places
-from maxbench.model import attention, experts, layers, loss
+from maxbench.model import attention, experts, layers, linear, loss, network
 from maxbench.predict import aot, artifact, hlo
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Layout
@@ -203,6 +203,9 @@ def plain_moe(m, x_jd, w, capacity):
     return out, taken
 
 
+FREE = dict.fromkeys(network.TURNS, linear.ANY)
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(
     ("router", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
@@ -211,13 +214,13 @@ def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router, drop)
     m = resolve("grok1_314b", "tiny").model
     m = dataclasses.replace(m, capacity_factor=factor, router=router, drop=drop, init_std=0.3)
     x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
-    w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x)["params"])
+    w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x, FREE)["params"])
     w = jax.tree.map(
         lambda leaf: getattr(leaf, "value", leaf), w, is_leaf=lambda b: hasattr(b, "names")
     )
     room = m.capacity(48) if factor else 48
     expected, taken = plain_moe(m, x.reshape(-1, m.embed), w, room)
-    ours, _ = experts.Moe(m).apply({"params": w}, x)
+    ours, *_ = experts.Moe(m).apply({"params": w}, x, FREE)
     np.testing.assert_allclose(ours.reshape(-1, m.embed), expected, rtol=2e-3, atol=2e-3)
     if factor == 0.5:
         assert taken.max() > room  # some were dropped, or this tests nothing
@@ -233,12 +236,12 @@ def test_dropless_experts_are_those_with_room_for_all(experts_of, tokens):
         resolve("grok1_314b", "tiny").model, experts=count, top_k=top, mlp=64, init_std=0.3
     )
     x = jax.random.normal(jax.random.key(1), (2, tokens // 2, m.embed))
-    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x)["params"])
+    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, FREE)["params"])
     w["router"]["w"] = w["router"]["w"].at[:, 0].add(0.2)  # one is chosen more than others
 
     def found(factor):
         moe = experts.Moe(dataclasses.replace(m, capacity_factor=factor))
-        loss = lambda w, x: jnp.sum(jnp.sin(moe.apply({"params": w}, x)[0]))
+        loss = lambda w, x: jnp.sum(jnp.sin(moe.apply({"params": w}, x, FREE)[0]))
         return jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))(w, x)
 
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -253,8 +256,9 @@ def test_dropless_experts_hold_no_room_that_none_may_fill():
     )
     tokens = 2048
     x = jax.ShapeDtypeStruct((1, tokens, m.embed), jnp.float32)
-    w = nn.unbox(jax.eval_shape(lambda: experts.Moe(m).init(jax.random.key(0), jnp.zeros(x.shape))))
-    loss = lambda w, x: jnp.sum(experts.Moe(m).apply(w, x)[0])
+    init = lambda: experts.Moe(m).init(jax.random.key(0), jnp.zeros(x.shape), FREE)
+    w = nn.unbox(jax.eval_shape(init))
+    loss = lambda w, x: jnp.sum(experts.Moe(m).apply(w, x, FREE)[0])
     sizes = [
         v.aval.size
         for eqn in jax.make_jaxpr(jax.grad(loss, (0, 1)))(w, x).eqns

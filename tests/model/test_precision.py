@@ -102,7 +102,7 @@ def test_a_product_and_its_gradients_are_the_oracles(experts, scaling):
     weight = quantized(bf16(w.reshape(*experts, 4, 16, 2, 48)), gemm, scaling, past)
     so_far = jax.tree.map(lambda x: x + 512, sums.zeros(weight, jnp.bfloat16))
     rows = (3, 64) if experts else (2, 32)
-    call = lambda x, sums: linear.linear(x, weight, sums, gemm)
+    call = lambda x, sums: linear.linear(x, weight, sums, gemm)[0]
     y, vjp = jax.vjp(call, bf16(x.reshape(*rows, 4, 16)), so_far)
     dx, summed = vjp(bf16(dy.reshape(*rows, 2, 48)))
     turn = lambda a: a.swapaxes(-1, -2)
@@ -142,7 +142,7 @@ def test_the_largest_magnitude_of_microbatches_is_their_maximum():
 
     def micro(sums, size):
         x, dy = (jnp.zeros((16, 16), jnp.bfloat16).at[3, 5].set(-one) for one in size)
-        call = jax.checkpoint(lambda sums: linear.linear(x, w, sums, gemm))
+        call = jax.checkpoint(lambda sums: linear.linear(x, w, sums, gemm)[0])
         return jax.vjp(call, sums)[1](dy)[0], None
 
     summed, _ = jax.lax.scan(micro, sums.zeros(w, jnp.bfloat16), sizes)
@@ -164,7 +164,7 @@ def test_scales_are_powers_of_two_that_fit(largest, dtype):
 def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
     def dot(x, w):
         gemm = linear.Gemm(1)
-        return linear.linear(x, quantized(w, gemm), jnp.zeros_like(w), gemm)
+        return linear.linear(x, quantized(w, gemm), jnp.zeros_like(w), gemm)[0]
 
     w = jnp.ones((16, 16), jnp.bfloat16)
     assert not dot(jnp.zeros((16, 16), jnp.bfloat16), w).any()
@@ -174,7 +174,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
 
 def test_without_sums_the_gradient_is_that_of_the_weight():
     x, w = integers(0, 8, 16), integers(1, 16, 4)
-    call = lambda w: linear.linear(jnp.asarray(x), w, None, linear.Gemm(1)).sum()
+    call = lambda w: linear.linear(jnp.asarray(x), w, None, linear.Gemm(1))[0].sum()
     np.testing.assert_array_equal(jax.grad(call)(jnp.asarray(w))[:, 0], x.sum(0))
 
 

@@ -15,8 +15,7 @@ from tests.conftest import resolve
         (dict(tp=2), 4, True),
         (dict(tp=2), 3, False),  # too many layers
         (dict(tp=2, fsdp=2), 4, False),
-        (dict(pp=2, gbs=4), 0, True),
-        (dict(pp=2, fsdp=2, gbs=4), 0, True),
+        (dict(pp=2, gbs=4), 4, False),  # a chunk is taken from the stack
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from maxbench.model.sums import add_to
 
 USES = {
     "add_to": lambda sums, w, x: x @ add_to(sums, w),
-    "linear": lambda sums, w, x: linear.linear(x, w, sums, linear.Gemm(1)),
+    "linear": lambda sums, w, x: linear.linear(x, w, sums, linear.Gemm(1))[0],
 }
 
 

@@ -218,15 +218,26 @@ def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
 def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     """A loop that runs once or not at all stands for a conditional: its sums stay in place."""
     others = BODY.format(ops=script("k1"))
-    name = 'metadata={op_name="jit(_step)/while/body/pipeline_backward/while"}'
-    loop = WHILE.replace("\n", f", {name}\n", 1)
+    name = 'metadata={op_name="jit(_step)/while/body/pipeline_backward_turn/while"}'
+    loop = f"{WHILE.partition(', backend_config')[0]}, {name}\n"
     price = Costs("h100", ONE, dataclasses.replace(EIGHT.physics, host_us=20))
-    shares = {"pipeline_backward": (0.25, 0.5)}
+    shares = {"pipeline_backward_turn": (0.25, 0.5)}
     t = play(loop, price, others=others, shares=shares)
     assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
     assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
     assert t.idle_s == pytest.approx(0.5 * KERNEL_S)
     assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
+
+
+def test_ticks_of_a_phase_take_as_long_as_the_busiest_stages():
+    """What a stage does for nothing is time in which it would have waited."""
+    others = BODY.format(ops=script("k1"))
+    name = 'metadata={op_name="jit(_step)/pipeline_fill/while"}'
+    loop = WHILE.replace("\n", f", {name}\n", 1)
+    t = play(loop, others=others, shares={"pipeline_fill": (0.75, 0.25)})
+    assert t.seconds == pytest.approx(7 * KERNEL_S)
+    assert t.compute["copy"] == pytest.approx(0.75 * 7 * KERNEL_S)
+    assert t.idle_s == pytest.approx(0.25 * 7 * KERNEL_S)
 
 
 def test_bars_and_trace(tmp_path):
