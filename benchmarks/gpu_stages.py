@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from maxbench.formats import Scaled, te, tensor
 from maxbench.hardware import gpus
 from maxbench.machine import runtime
 from maxbench.mesh import axes
 from maxbench.model import attention as kernels
-from maxbench.model.formats import Scaled, te, tensor
 from maxbench.plan import planner
 from maxbench.predict import memory
 from maxbench.run import loop, metrics

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbench.formats import tensor
 from maxbench.hardware.gpus import Gpu
 from maxbench.machine import hosts, runtime
 from maxbench.mesh import collectives
 from maxbench.model import attention
-from maxbench.model.formats import tensor
 from maxbench.step import compiler
 
 BF16 = jnp.bfloat16

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
+from maxbench import formats
 from maxbench.mesh import collectives, places
-from maxbench.model import blocks, formats
+from maxbench.model import blocks
 from maxbench.model.blocks import take
 from maxbench.model.layers import Linear, activate, out_std, product, weight
 from maxbench.spec.model import Model

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxbench.formats import Scaled, Weight, keep_bits, plain
 from maxbench.mesh import collectives
-from maxbench.model.formats import Scaled, Weight, keep_bits, plain
 from maxbench.model.sums import Sums
 
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxbench import formats
 from maxbench.mesh import axes
-from maxbench.model import formats, stack
+from maxbench.model import stack
 from maxbench.model.experts import Moe
 from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
 from maxbench.model.linear import Turn

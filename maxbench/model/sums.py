@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbench.model.formats import Weight, by_layer
+from maxbench.formats import Weight, by_layer
 
 
 class Sums(NamedTuple):

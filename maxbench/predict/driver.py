@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import tempfile
 
+from maxbench.formats import te
 from maxbench.machine import runtime
-from maxbench.model.formats import te
 from maxbench.spec.errors import UserError
 
 NAME = "libcuda.so.1"

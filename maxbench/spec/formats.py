@@ -1,6 +1,6 @@
 """Number formats of GEMMs as facts: what they ask of a run, keep, and are held against.
 
-How a format computes is its module in model/formats. A new one is an entry here and such a module.
+How a format computes is its module in maxbench/formats. A new one is an entry here, and a module.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Format:
     peak: str  # the GPU's peak that its products are held against, and reach a part of
     reads: tuple[str, ...]  # operands of its GEMMs, as XLA's programs call them
     bytes: float  # of a number that is kept for a GEMM's backward pass
-    arithmetic: str = "plain"  # its module in model/formats
+    arithmetic: str = "plain"  # its module in maxbench/formats
     multiple: int = 1  # which all dims of its GEMMs are whole multiples of
     blocks: bool = False  # numbers along a dim share a scale: fsdp and tp may cut none
     capability: tuple[int, int] = (0, 0)  # of the GPUs that have its GEMMs, at least

@@ -18,10 +18,11 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxbench import formats
+from maxbench.formats import te, tensor
 from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
-from maxbench.model import attention, formats, network, stack, sums
-from maxbench.model.formats import te, tensor
+from maxbench.model import attention, network, stack, sums
 from maxbench.spec.run import AXES, DTYPES, Run
 from maxbench.step import compiler, data, optimizer, pipeline, slots
 

@@ -1,4 +1,4 @@
-"""A number format is an entry in spec/formats.py and a module in model/formats, and no more."""
+"""A number format is an entry in spec/formats.py and a module in formats, and no more."""
 
 import sys
 import types
@@ -6,9 +6,9 @@ import types
 import jax.numpy as jnp
 import pytest
 
+from maxbench.formats import Weight, plain
 from maxbench.mesh import axes
 from maxbench.mesh.places import gather_master
-from maxbench.model.formats import Weight, plain
 from maxbench.predict.costs import Costs
 from maxbench.spec import formats
 from maxbench.spec.errors import UserError
@@ -46,7 +46,7 @@ class Toy(plain.Plain):
 def test_a_new_format_trains(monkeypatch):
     toy = Toy()
     module = types.SimpleNamespace(arithmetic=lambda form, backend: toy)
-    monkeypatch.setitem(sys.modules, "maxbench.model.formats.toy", module)
+    monkeypatch.setitem(sys.modules, "maxbench.formats.toy", module)
     monkeypatch.setitem(formats.FORMATS, "toy", TOY)
     monkeypatch.setattr(formats, "DTYPES", (*formats.DTYPES, "toy"))  # made of the table, as is:
     scaling = {"options": ("auto", *formats.SCALINGS, "toy")}

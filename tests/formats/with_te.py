@@ -15,10 +15,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbench.formats import Scaled, mxfp8, te
+from maxbench.formats.tensor import scale_of
 from maxbench.hardware.gpus import GPUS
 from maxbench.mesh.axes import make_mesh
-from maxbench.model.formats import Scaled, mxfp8, te
-from maxbench.model.formats.tensor import scale_of
 from maxbench.predict import aot, driver, hlo
 from maxbench.predict.costs import GEMM, TE_GEMM, Costs
 from maxbench.predict.simulate import price

@@ -13,8 +13,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxbench.formats import Scaled, Weight, te
 from maxbench.mesh.places import Place, gather_master
-from maxbench.model.formats import Scaled, Weight, te
 
 BLOCK, E4M3 = 32, jnp.float8_e4m3fn
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from maxbench.model.formats import Scaled
+from maxbench.formats import Scaled
 from maxbench.spec.errors import UserError
 
 BLOCK = 32  # of MXFP8

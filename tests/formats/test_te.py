@@ -10,7 +10,7 @@ from importlib import metadata
 import jax
 import pytest
 
-from maxbench.model.formats import te
+from maxbench.formats import te
 from maxbench.predict import driver
 
 INSTALLED = importlib.util.find_spec("transformer_engine") is not None
@@ -62,7 +62,7 @@ def test_transformer_engine_on_the_cpu(tmp_path):
     # TE 2.20 reads a name that JAX has deprecated, when it is imported.
     ours = ["-p", "no:cacheprovider", "-W", "ignore:jax.interpreters.pxla:DeprecationWarning"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", *ours, "tests/model/with_te.py"],
+        [sys.executable, "-m", "pytest", "-q", "-n0", *ours, "tests/formats/with_te.py"],
         env=environment,
         capture_output=True,
         text=True,

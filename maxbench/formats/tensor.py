@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
+from maxbench.formats import SCALE, Scaled, Weight, te
 from maxbench.mesh import collectives
 from maxbench.mesh.places import Place, gather_master
-from maxbench.model.formats import SCALE, Scaled, Weight, te
 from maxbench.spec.run import AXES
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2

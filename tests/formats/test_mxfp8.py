@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbench.formats import mxfp8
 from maxbench.hardware.gpus import GPUS
-from maxbench.model.formats import mxfp8
 from maxbench.predict import aot
 from tests.plan.test_plan import compiler
 

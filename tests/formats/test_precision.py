@@ -12,10 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxbench import formats
+from maxbench.formats import mxfp8, tensor
 from maxbench.mesh import places
 from maxbench.mesh.axes import DATA, make_mesh
-from maxbench.model import formats, linear, sums
-from maxbench.model.formats import mxfp8, tensor
+from maxbench.model import linear, sums
 from maxbench.predict import artifact, hlo
 from maxbench.predict.costs import GEMM
 from maxbench.run import checkpoint
