@@ -81,7 +81,9 @@ def seconds(run: Run) -> float:
     # Kernels between the products: numbers per layer, as counted in compiled programs.
     routed = rows * (m.top_k if m.experts else 1) * m.gates * m.mlp / a.tp
     moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * numbers + (7 + narrow) * routed
-    wait = costs.memory(WIDTH * moved) + 6 * link("all-gather", WIDTH * numbers, "tp")
+    # In a pipeline a tick's backward pass hides most of what the forward pass waits for.
+    hops = 2 if a.pp > 1 else 6
+    wait = costs.memory(WIDTH * moved) + hops * link("all-gather", WIDTH * numbers, "tp")
     if m.experts:  # there and back, twice
         wait += 4 * link("all-to-all", WIDTH * numbers * m.top_k // a.tp, "ep")
     work = layers + wait * m.layers / a.pp
@@ -93,8 +95,8 @@ def seconds(run: Run) -> float:
     if run.train.offload:  # there and back; a layer waits for its own, about half is exposed
         here = memory.with_remat(run, run.train.remat)
         work += costs.offload(memory.activation_bytes(here) - memory.activation_bytes(run))
-    if a.pp > 1:
-        work += 2 * a.vp * link("permute", WIDTH * numbers // a.tp, "pp")
+    if a.pp > 1:  # each chunk's turn: weights twice and sums, and a neighbour's
+        work += 2 * costs.memory(8 * WIDTH * weights) / (run.train.turn or a.pp)
     loss = head * share / costs.rate("bf16")
     loss += costs.memory(MOVED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
@@ -111,6 +113,7 @@ def held(run: Run) -> float:
     more = 2 * slots * weights + (m.experts > 0 and a.pp == 1) * (weights + ends)
     layer = weights * a.pp / m.layers
     gathered = 4 * WIDTH * layer if a.fsdp > 1 else 0
+    gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # the chunks whose turn it is
     rows = a.mbs * run.train.seq // a.cp
     widest = m.gates * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
