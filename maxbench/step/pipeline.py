@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxbench.formats import Weight
 from maxbench.mesh import axes, collectives
 from maxbench.model import network
 from maxbench.model.layers import rope_angles
@@ -138,15 +139,17 @@ class _Pipeline:
         plan, x = self.plan, self.x
         one = 1 + collectives.zero(self.layers)
         box = lambda n, s: jnp.full((n + 1, *s.shape), one.astype(s.dtype))
-        w, zeros = (self.take_chunk(stack, 0) for stack in (self.layers, sums["layers"]))
+        zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
-        kept = jax.eval_shape(lambda x: self.layer.forward(w[0], self.blank, x)[2], x)
+        forward, backward = (self.take_chunk(_but(part, self.layers), 0) for part in ("row", "col"))
+        w = self.both_forms(forward[0])
+        kept = jax.eval_shape(lambda x: self.layer.forward(w, self.blank, x)[2], x)
         return {
-            "w_forward": w,
-            "w_backward": w,
+            "w_forward": forward,
+            "w_backward": backward,
             "sums": zeros,
             "stack": sums["layers"],
-            "keep": [jax.tree.map(lambda s: box(plan.keep, s), kept) for _ in w],
+            "keep": [jax.tree.map(lambda s: box(plan.keep, s), kept) for _ in forward],
             "inbox": box(plan.inbox, x),
             "grads": box(plan.grads, x),
             "y": jnp.zeros(x.shape, x.dtype),
@@ -208,11 +211,11 @@ class _Pipeline:
 
         def change(turn):
             stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
-            w, sums = (self.take_chunk(x, at["b_load"]) for x in (self.layers, stack))
+            w, sums = (self.take_chunk(x, at["b_load"]) for x in (_but("col", self.layers), stack))
             return {"stack": stack, "sums": sums, "w_backward": w}
 
         if forward:
-            load = lambda _: self.take_chunk(self.layers, at["f_load"])
+            load = lambda _: self.take_chunk(_but("row", self.layers), at["f_load"])
             with jax.named_scope(FORWARD_TURN):
                 carry["w_forward"] = _once(at["f_load"] >= 0, load, carry["w_forward"])
         if backward:
@@ -223,7 +226,8 @@ class _Pipeline:
     def layer_on(self, carry, at, i, x, held):
         """x through layer i of the chunk, its residuals, and a zero known when they are."""
         real = self.is_real(at["f_chunk"], i)
-        y, aux, kept, made = self.layer.forward(carry["w_forward"][i], self.blank, x, held)
+        w = self.both_forms(carry["w_forward"][i])
+        y, aux, kept, made = self.layer.forward(w, self.blank, x, held)
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
         return jnp.where(real, y, x), kept, made
@@ -233,7 +237,7 @@ class _Pipeline:
         real = self.is_real(at["b_chunk"], i)
         work = real & (at["b_micro"] >= 0)
         residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][i])
-        w, sums = carry["w_backward"][i], list(carry["sums"])
+        w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
         given = jnp.where(real, dy, 0)
         new, dx, held, made = self.layer.backward(w, sums[i], residuals, given, daux, made)
@@ -283,6 +287,20 @@ class _Pipeline:
             stack = jax.tree.map(lambda box, x, at=at: _put(box, at, x), stack, layer)
         return stack
 
+    def both_forms(self, layer):
+        """A layer with zeros for the form of each Weight that its pass does not read (_but)."""
+
+        def form(part, whole):
+            blank = lambda x: jnp.zeros(x.shape[1:], x.dtype)
+            return jax.tree.map(blank, whole) if part is None else part
+
+        def whole(w, stack):
+            if not isinstance(w, Weight):
+                return w
+            return w.replace(row=form(w.row, stack.row), col=form(w.col, stack.col))
+
+        return jax.tree.map(whole, layer, self.layers, is_leaf=lambda w: isinstance(w, Weight))
+
     def is_real(self, chunk, i):
         """Whether slot i of a chunk of this stage holds a layer."""
         real = self.real[:, :, i]
@@ -303,6 +321,12 @@ class _Pipeline:
         loss, vjp = jax.vjp(call, self.ends, y)
         dends, dy = vjp(jnp.ones(()))
         return loss, _add(ends_grads, dends), dy
+
+
+def _but(form: str, layers):
+    """Layers without one form of each Weight: the forward pass reads 'col', the backward 'row'."""
+    drop = lambda w: w.replace(**{form: None}) if isinstance(w, Weight) else w
+    return jax.tree.map(drop, layers, is_leaf=lambda w: isinstance(w, Weight))
 
 
 def _once(condition, change, state):
