@@ -174,8 +174,6 @@ def _gather(how, x, axis: str, dim: int | None):
 
 def _joint(how, x, zero):
     """Gathered over tp, needed only once `zero` is known."""
-    if zero is not None and isinstance(x, Scaled) and x.scale.ndim == 0:
-        return Scaled(collectives.gather(x.q, "tp", 1), x.scale + zero)
     return how.move(x, lambda a: collectives.gather_beside(a, "tp", 1, zero))
 
 
