@@ -139,7 +139,7 @@ def _backward(gemm, residuals, gradients):
     dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
     first = collectives.zero(dx)
     if gathered:
-        x = x if gemm.batch else _joint(how, x, first)
+        x = x if gemm.batch else _joint(how, x, first if turn.held is not None else None)
         dx = collectives.scatter(dx, "tp", 1)
     over = tuple(range(gemm.batch, rows))
     # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.

@@ -106,7 +106,6 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None):
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
     # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
     prevent_cse = stack.as_code(run) and run.train.remat != "none"
-    made = jnp.zeros(()) if made is None else made
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
     return apply(w, sums, x_bud, held, made)
 

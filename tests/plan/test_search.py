@@ -47,9 +47,11 @@ def test_the_published_layout_is_among_the_legal_ones(arguments):
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_work_in_flight_is_the_schedules(pp, vp, name):
     axes = f"--pp {pp} --vp {vp} --layers 32 --gbs {2 * 4 * pp} --mbs 2"
-    run = run_of(f"llama2_70b.py:tiny {axes} --config.train.schedule={name}")
-    assert run.layout.microbatches == 4 * pp
-    assert memory.in_flight(run) == schedule(name, pp, vp, 4 * pp).keep
+    for turn in (0, pp + 2):
+        how = f"--config.train.schedule={name} --config.train.turn={turn}"
+        run = run_of(f"llama2_70b.py:tiny {axes} {how}")
+        assert run.layout.microbatches == 4 * pp
+        assert memory.in_flight(run) == schedule(name, pp, vp, 4 * pp, turn).keep
 
 
 def test_the_arithmetic_is_near_what_was_compiled():
