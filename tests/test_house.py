@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (510, True),
     "model": (1540, True),
-    "step": (1030, True),
+    "step": (1050, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1760, True),
