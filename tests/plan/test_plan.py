@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_told_what_would():
 
 @compiler
 def test_llama31_405b_in_four_stages():
-    """30 layers of Llama 3.1 405B, as published: residuals of 35 chunks, one slot to spare."""
+    """30 layers of Llama 3.1 405B, as published: residuals of 36 chunks, one slot to spare."""
     row = "--config configs/llama31_405b.py --gpus 64"
     found = planned(row)
     m = found["memory"]
@@ -205,14 +205,14 @@ def test_llama31_405b_in_four_stages():
     tokens = 8192 // 2  # over cp; the rest is over tp
     layer = 2 * tokens * (3 * 16384 + 2 * 1024 + 3 * 53248) // 8  # x, q, o; k, v; mlp up and act
     one = layer + 2 * tokens * 16384 // 8
-    assert m["activations"] == pytest.approx(36 * one, rel=0.06)
+    assert m["activations"] == pytest.approx(37 * one, rel=0.06)
     ends = 2 * 128256 * 16384
     weights = 2 * (99_833_823_232 - ends) * 32 / 30 / 32  # bf16, pp 4 x tp 8, 30 + 2 slots
     assert m["gradients"] == pytest.approx(weights + 2 * ends / 8, rel=0.01)
     by = traffic(found)
-    sent = 2 * tokens * 16384 // 8  # of one microbatch, each way at each of 546 ticks
-    assert by["permute", "pp"]["count"] == 2 * 546
-    assert by["permute", "pp"]["bytes"] == 2 * 546 * sent
+    sent = 2 * tokens * 16384 // 8  # of one microbatch, each way for each of a stage's 8 chunks
+    assert by["permute", "pp"]["count"] == pytest.approx(2 * 64 * 8)
+    assert by["permute", "pp"]["bytes"] == pytest.approx(2 * 64 * 8 * sent, rel=1e-4)
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
@@ -265,8 +265,8 @@ def test_search_finds_the_given_layout_among_others():
     ("arguments", "message"),
     [
         ("--config configs/llama2_70b.py --gpus 100 --schedule", "nearest: --gpus"),
-        ("--config configs/llama31_405b.py --gpus 4", "fits 4 h100; by arithmetic 128 do: --pp 8"),
-        ("--config configs/llama31_405b.py --gpus 100", "by arithmetic 96 do: --pp 6 --fsdp 2"),
+        ("--config configs/llama31_405b.py --gpus 4", "fits 4 h100; by arithmetic 128 do: --pp 16"),
+        ("--config configs/llama31_405b.py --gpus 100", "by arithmetic 112 do: --pp 14"),
         ("--config configs/llama2_70b.py --gpus 128 --dtype fp4", "dtype='fp4' is not one of"),
         ("--config configs/llama2_70b.py --gpus 128 --gpu_type h300", "did you mean"),
         ("--config configs/llama2_70b.py --gpus 128 --timeline x.png", "must end in .json"),
