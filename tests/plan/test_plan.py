@@ -214,6 +214,9 @@ def test_llama31_405b_in_four_stages():
     assert by["permute", "pp"]["count"] == pytest.approx(2 * 64 * 8)
     assert by["permute", "pp"]["bytes"] == pytest.approx(2 * 64 * 8 * sent, rel=1e-4)
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
+    # Forward and backward pass hide each other's traffic, and no box of residuals is copied whole.
+    assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
+    assert found["parts_s"]["copy"] < 0.07 * found["step_s"]
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].physics.gemm_bf16
