@@ -49,7 +49,7 @@ class Turn(NamedTuple):
     made: jax.Array | None = None
 
 
-ANY = Turn()
+ANY = Turn()  # nothing is held
 
 
 def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
@@ -61,9 +61,11 @@ def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
         x, or a Weight, and x is then quantized too.
       sums: of w so far (sums.py): its gradient is the sum with this product's. None: the gradient
         is that of w, which must be an array.
+      turn: what tp's communication waits for, in a pipeline.
 
     Returns:
-      The product in the dtype of x, split over tp where gemm.sequence is 'scatter'; and a `made`.
+      The product in the dtype of x, split over tp where gemm.sequence is 'scatter'; and the `made`
+      of the next product's turn, None where this one's is.
     """
     grad, amax = sums if isinstance(sums, Sums) else (sums, None)
     w = w if isinstance(w, Weight) else w.astype(x.dtype)
