@@ -10,6 +10,8 @@ v vocab. A name ends in its
 letters: x_btd.
 """
 
+import functools
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -113,15 +115,56 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x_btd):
         m, center = self.model, self.model.norm == "layernorm1p"
-        scale = weight(self, "scale", "width", fill=0.0 if center else 1.0)
-        x = x_btd.astype(jnp.float32)
-        if center:
-            x -= jnp.mean(x, -1, keepdims=True)
-        x *= jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + m.norm_eps)
-        x *= scale + 1 if center else scale
-        if center:
-            x += weight(self, "bias", "width")
-        return x.astype(x_btd.dtype)
+        scale_d = weight(self, "scale", "width", fill=0.0 if center else 1.0).astype(jnp.float32)
+        if not center:
+            return normalize(x_btd, scale_d, None, m.norm_eps)
+        bias_d = weight(self, "bias", "width").astype(jnp.float32)
+        return normalize(x_btd, scale_d + 1, bias_d, m.norm_eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def normalize(x_btd, scale_d, bias_d, eps: float):
+    """x / rms(x) x scale; with a bias, (x - mean(x)) / std(x) x scale + bias. In the dtype of x.
+
+    All is computed in fp32, and backward by hand: of the plain form's gradient XLA makes a tensor
+    in fp32 that it writes, and reads twice.
+    """
+    unit_btd, _ = _unit(x_btd, bias_d is not None, eps)
+    y_btd = unit_btd * scale_d
+    return (y_btd if bias_d is None else y_btd + bias_d).astype(x_btd.dtype)
+
+
+def _unit(x_btd, center: bool, eps: float):
+    """x normalized, and what it is multiplied with for that; fp32."""
+    x = x_btd.astype(jnp.float32)
+    if center:
+        x -= jnp.mean(x, -1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    return x * inverse, inverse
+
+
+def _normalize_backward(eps, saved, dy_btd):
+    x_btd, scale_d, bias_d = saved
+    center = bias_d is not None
+    unit_btd, inverse = _unit(x_btd, center, eps)
+    dy = dy_btd.astype(jnp.float32)
+    dunit = dy * scale_d
+    dx = dunit - unit_btd * jnp.mean(dunit * unit_btd, -1, keepdims=True)
+    if center:
+        dx -= jnp.mean(dunit, -1, keepdims=True)
+    dx_btd = (dx * inverse).astype(x_btd.dtype)
+    return dx_btd, _columns(dy * unit_btd), _columns(dy) if center else None
+
+
+def _columns(x_btd):
+    """Sums over positions, of parts of them first: for one sum alone, of few columns, XLA would
+    write x down."""
+    d = x_btd.shape[-1]
+    parts_pd = jnp.sum(x_btd.reshape(math.gcd(x_btd.size // d, 8), -1, d), 1)
+    return jnp.sum(jax.lax.optimization_barrier(parts_pd), 0)
+
+
+normalize.defvjp(lambda *args: (normalize(*args), args[:3]), _normalize_backward)
 
 
 def rope_angles(m: Model, position_t) -> tuple[jax.Array, jax.Array]:

@@ -152,6 +152,33 @@ def test_attention_holds_no_square_of_the_sequence():
     assert max(sizes) <= seq * attention.BLOCK
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(2, 12), (1, 7)])
+def test_the_gradient_of_a_norm_is_that_of_the_plain_form(rows, bias, dtype, close):
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    x, dy = (draw(*rows, 16).astype(dtype) for _ in range(2))
+    scale, bias = draw(16).at[3].set(0), draw(16) if bias else None
+
+    def plain(x, scale, bias, eps):
+        x = x.astype(jnp.float32)
+        if bias is None:
+            return (x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * scale).astype(dtype)
+        off = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + eps)
+        return (off * scale + bias).astype(dtype)
+
+    def made(norm):
+        y, vjp = jax.vjp(lambda *w: norm(*w, 1e-5), x + 1, scale, bias)
+        return y, vjp(dy)
+
+    leaves = [jax.tree.leaves(made(norm)) for norm in (layers.normalize, plain)]
+    for ours, theirs in zip(*leaves, strict=True):
+        assert ours.dtype == theirs.dtype
+        ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+        np.testing.assert_allclose(ours, theirs, rtol=close, atol=close)
+
+
 @settings(max_examples=3, deadline=None)
 @given(
     tokens=st.integers(1, 40),
