@@ -275,13 +275,18 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm; returns what the loss needs: x_btd and w_dv."""
+    """Final norm; returns what the loss needs: x_btd, w_dv and its sums (sums.py) or None."""
 
     model: Model
 
     @nn.compact
     def __call__(self, x_bud, embed_vd=None):
-        m = self.model
+        m, sums = self.model, None
         x_btd = collectives.gather(Norm(m, name="norm")(x_bud), "tp", 1)
-        w_dv = embed_vd.T if m.tied else weight(self, "w", "embed vocab", m.init_std)
-        return x_btd, collectives.gather(w_dv, "fsdp", 0)
+        if m.tied:
+            w_dv = embed_vd.T
+        else:
+            w_dv, sums = declare(self, "w", "embed vocab", m.init_std)
+        if sums is not None and collectives.degree("fsdp") > 1:  # they are of this GPU's part
+            w_dv, sums = add_to(sums, w_dv), None
+        return x_btd, collectives.gather(w_dv, "fsdp", 0), sums

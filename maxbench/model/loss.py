@@ -14,28 +14,35 @@ import jax.numpy as jnp
 from maxbench.mesh import collectives
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def cross_entropy(x_jd, w_dv, target_j, chunk: int, z_loss: float, multiplier: float):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def cross_entropy(
+    x_jd, w_dv, sums_dv, target_j, chunk: int, z_loss: float, multiplier: float, share: float = 1.0
+):
     """Sum over this GPU's tokens of -log p(target) + z_loss x logsumexp^2, by its share of tp.
 
     Args:
       x_jd: hidden states, the same on all GPUs of tp.
       w_dv: head, this GPU's part of the vocabulary.
+      sums_dv: of w_dv so far (sums.py): its gradient is the sum with that of w_dv, which then has
+        none; it is made for a result that is a term of what is differentiated. Or None.
       target_j: token numbers over the whole vocabulary.
       chunk: tokens at a time.
       multiplier: logits are multiplied with this.
+      share: and the result with this.
 
     Returns:
       1/tp of the sum, so that the sum over all GPUs counts each token once.
     """
-    return _forward(x_jd, w_dv, target_j, chunk, z_loss, multiplier, grads=False)[0]
+    return _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, grads=False)[0]
 
 
-def _forward(x_jd, w_dv, target_j, chunk, z_loss, multiplier, grads=True):
+def _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, grads=True):
     tokens, d = x_jd.shape
     whole = tokens // chunk * chunk
-    one = functools.partial(_chunk, w_dv, z_loss, multiplier, grads)
-    loss, dw = jnp.zeros(()), jnp.zeros(w_dv.shape if grads else (), jnp.float32)
+    one = functools.partial(_chunk, w_dv, z_loss, multiplier, share, grads)
+    loss, dw = jnp.zeros(()), sums_dv if grads else None
+    if grads and sums_dv is None:
+        dw = jnp.zeros(w_dv.shape, jnp.float32)
     dx = []
     if whole > chunk:  # one chunk needs no loop
         split = lambda x: x[:whole].reshape(-1, chunk, *x.shape[1:])
@@ -48,10 +55,10 @@ def _forward(x_jd, w_dv, target_j, chunk, z_loss, multiplier, grads=True):
         (loss, dw), rest = one((loss, dw), (x_jd[whole:], target_j[whole:]))
         dx.append(rest)
     dx_jd = jnp.concatenate(dx) if grads else None
-    return loss, (dx_jd, dw.astype(w_dv.dtype))
+    return loss, (dx_jd, dw)
 
 
-def _chunk(w_dv, z_loss, multiplier, grads, carry, chunk):
+def _chunk(w_dv, z_loss, multiplier, share, grads, carry, chunk):
     loss, dw = carry
     x_jd, target_j = chunk
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -65,24 +72,30 @@ def _chunk(w_dv, z_loss, multiplier, grads, carry, chunk):
     sum_j = jnp.sum(jnp.exp(logits_jv - top_j[:, None]), -1)
     sum_j, hit_j = collectives.total(jnp.stack([sum_j, jnp.where(here_j, hit_j, 0)]), "tp")
     lse_j = jnp.log(sum_j) + top_j
-    loss += jnp.sum(lse_j - hit_j + z_loss * lse_j**2) / collectives.degree("tp")
+    loss += jnp.sum(lse_j - hit_j + z_loss * lse_j**2) * (share / collectives.degree("tp"))
     if not grads:
         return (loss, dw), jnp.zeros(())
     p_jv = jnp.exp(logits_jv - lse_j[:, None]) * (1 + 2 * z_loss * lse_j)[:, None]
     target_jv = jax.lax.broadcasted_iota(jnp.int32, p_jv.shape, 1) == local_j[:, None]
-    dlogits_jv = ((p_jv - target_jv) * multiplier).astype(x_jd.dtype)
+    dlogits_jv = ((p_jv - target_jv) * (multiplier * share)).astype(x_jd.dtype)
     dx_jd = dot("jv,dv->jd", dlogits_jv, w_dv).astype(x_jd.dtype)
     # Transposed first: XLA:CPU has no bf16 product with the contracted axis in front.
     x_dj = jax.lax.optimization_barrier(x_jd.T)
-    return (loss, dw + dot("dj,jv->dv", x_dj, dlogits_jv)), dx_jd
+    # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
+    wide = jnp.promote_types(x_jd.dtype, dw.dtype)
+    dw += dot("dj,jv->dv", x_dj, dlogits_jv, preferred_element_type=wide).astype(dw.dtype)
+    return (loss, dw), dx_jd
 
 
-def _forward_rule(x_jd, w_dv, target_j, chunk, z_loss, multiplier):
-    return _forward(x_jd, w_dv, target_j, chunk, z_loss, multiplier)
+def _forward_rule(x_jd, w_dv, sums_dv, target_j, *how):
+    loss, (dx_jd, dw) = _forward(x_jd, w_dv, sums_dv, target_j, *how)
+    return loss, (dx_jd, dw.astype(w_dv.dtype), None) if sums_dv is None else (dx_jd, None, dw)
 
 
-def _backward_rule(chunk, z_loss, multiplier, grads, dloss):
-    return *(g * dloss.astype(g.dtype) for g in grads), None
+def _backward_rule(chunk, z_loss, multiplier, share, grads, dloss):
+    dx_jd, dw_dv, sums_dv = grads
+    by = lambda g: None if g is None else g * dloss.astype(g.dtype)
+    return by(dx_jd), by(dw_dv), sums_dv, None
 
 
 cross_entropy.defvjp(_forward_rule, _backward_rule)

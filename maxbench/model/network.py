@@ -136,7 +136,7 @@ class Transformer(nn.Module):
             {"params": w[0]}, x_btd, rope
         )[::2]
         x_btd, _ = stack.run_layers(m, block, x_btd, w["layers"], None)
-        x_btd, w_dv = head(m, w, x_btd)
+        x_btd, w_dv, _ = head(m, w, x_btd)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         return dot("btd,dv->btv", x_btd, w_dv) * m.output_multiplier
 
@@ -146,23 +146,28 @@ def embed(m: Model, w, tokens_bt):
     return Embed(m).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
 
 
-def head(m: Model, w, x_bud):
-    """The factors of the logits: x_btd @ w_dv x model.output_multiplier."""
-    return Head(m).apply({"params": w["head"]}, x_bud, w["embed"]["w"])
+def head(m: Model, w, x_bud, sums=None):
+    """The factors of the logits, x_btd @ w_dv x model.output_multiplier, and the sums of w_dv.
+
+    `sums` are those of w['head'] (sums.py), or None.
+    """
+    variables = {"params": w["head"]} if sums is None else {"params": w["head"], "sums": sums}
+    return Head(m).apply(variables, x_bud, w["embed"]["w"])
 
 
-def head_loss(run: Run, w, x_bud, targets_bt):
-    """This GPU's share of the mean loss over the global batch."""
-    x_btd, w_dv = head(run.model, w, x_bud)
-    token_loss = cross_entropy(
+def head_loss(run: Run, w, x_bud, targets_bt, sums=None):
+    """This GPU's share of the mean loss over the global batch; `sums` are those of head()."""
+    x_btd, w_dv, sums_dv = head(run.model, w, x_bud, sums)
+    return cross_entropy(
         x_btd.reshape(-1, run.model.embed),
         w_dv,
+        sums_dv,
         targets_bt.reshape(-1),
         run.train.loss_chunk,
         run.train.z_loss,
         run.model.output_multiplier,
+        1 / (run.layout.gbs * run.train.seq),
     )
-    return token_loss / (run.layout.gbs * run.train.seq)
 
 
 def apply(run: Run, w, tokens_bt, sums=None):
@@ -188,7 +193,8 @@ def objective(run: Run, w, tokens_bt, targets_bt, sums):
       tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (axes.chunks order).
       sums: tree like w of gradients so far; to differentiate with respect to (sums.py).
     """
-    w = w | {name: add_to(sums[name], w[name]) for name in ("embed", "head")}
+    w = w | {"embed": add_to(sums["embed"], w["embed"])}
     x_bud, aux = apply(run, w, tokens_bt, sums["layers"])
-    out = {"loss": head_loss(run, w, x_bud, targets_bt), "aux": aux / run.layout.gbs}
+    loss = head_loss(run, w, x_bud, targets_bt, sums["head"])
+    out = {"loss": loss, "aux": aux / run.layout.gbs}
     return out["loss"] + out["aux"], out

@@ -197,7 +197,7 @@ def test_cross_entropy(tokens, chunk, z_loss, multiplier):
         each = optax.softmax_cross_entropy_with_integer_labels(logits, target)
         return jnp.sum(each + z_loss * jax.nn.logsumexp(logits, -1) ** 2)
 
-    ours = lambda x, w: loss.cross_entropy(x, w, target, chunk, z_loss, multiplier)
+    ours = lambda x, w: loss.cross_entropy(x, w, None, target, chunk, z_loss, multiplier)
     np.testing.assert_allclose(ours(x, w), plain(x, w), rtol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, jax.grad(ours, (0, 1))(x, w), jax.grad(plain, (0, 1))(x, w))
@@ -207,7 +207,7 @@ def test_logits_of_a_large_vocabulary_never_stand_whole():
     tokens, d, vocab, chunk = 512, 8, 4096, 32
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, d), (d, vocab))]
     target = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    grad = jax.grad(lambda x, w, t: loss.cross_entropy(x, w, t, chunk, 0.0, 1.0), (0, 1))
+    grad = jax.grad(lambda x, w, t: loss.cross_entropy(x, w, None, t, chunk, 0.0, 1.0), (0, 1))
     memory = jax.jit(grad).lower(*shapes, target).compile().memory_analysis()
     assert memory.temp_size_in_bytes < tokens * vocab * 4 / 4
 
