@@ -203,6 +203,13 @@ def test_cross_entropy(tokens, chunk, z_loss, multiplier):
     jax.tree.map(close, jax.grad(ours, (0, 1))(x, w), jax.grad(plain, (0, 1))(x, w))
 
 
+@pytest.mark.parametrize("at", [0.0, -1e6, 1e6])
+def test_one_pass_over_logits_finds_what_two_do(at):
+    logits = 10 * jax.random.normal(jax.random.key(0), (5, 300)) + at
+    for one, two in zip(loss._in_one_pass(logits), loss._in_two(logits), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
 def test_logits_of_a_large_vocabulary_never_stand_whole():
     tokens, d, vocab, chunk = 512, 8, 4096, 32
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, d), (d, vocab))]
