@@ -62,7 +62,7 @@ class Tensor:
         scale = scales[int(gradient)] if self.delayed else keep(scale_of(x, dtype, axes), SCALE)
         q, amax = self.quantize(x, dtype, scale)
         amax = keep(amax, SCALE) if self.delayed else None
-        q = Scaled(q, scale)
+        q = Scaled(jax.lax.optimization_barrier(q), scale)
         return q, q, amax
 
     def move(self, x, move):
@@ -92,7 +92,7 @@ def scale_of(x, dtype, axes=()):
 
 
 def largest(x, dims=None):
-    return jnp.max(jnp.abs(x), dims).astype(jnp.float32)
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), dims)
 
 
 def _top(dtype) -> float:

@@ -234,11 +234,27 @@ def out_std(m: Model) -> float:
     return m.init_std / (2 * m.layers) ** 0.5
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def activate(m: Model, up_nf, axis: int):
-    """The nonlinearity: gates along `axis`, the first of them activated."""
-    gate, *linear = jnp.split(up_nf, m.gates, axis)
+    """The nonlinearity: gates along `axis`, the first of them activated. Computed in fp32."""
+    gate, *linear = jnp.split(up_nf.astype(jnp.float32), m.gates, axis)
     h = ACTS[m.act](gate)
-    return jnp.squeeze(h * linear[0] if linear else h, axis)
+    return jnp.squeeze(h * linear[0] if linear else h, axis).astype(up_nf.dtype)
+
+
+def _activate_backward(m, axis, up_nf, dh):
+    """Each element by itself, from its own gate and the other: of parts that are put together XLA
+    makes a kernel that does no more, and what is quantized next would be written and read first."""
+    up, dh = (x.astype(jnp.float32) for x in (up_nf, jnp.expand_dims(dh, axis)))
+    if m.gates == 1:
+        return (jax.vjp(ACTS[m.act], up)[1](dh)[0].astype(up_nf.dtype),)
+    other = jnp.flip(up, axis)
+    first = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
+    h, back = jax.vjp(ACTS[m.act], jnp.where(first, up, other))
+    return (jnp.where(first, *back(dh * other), dh * h).astype(up_nf.dtype),)
+
+
+activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), _activate_backward)
 
 
 class Mlp(nn.Module):

@@ -210,6 +210,25 @@ def test_one_pass_over_logits_finds_what_two_do(at):
         np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("act", "gates"), [("swiglu", 2), ("geglu", 2), ("relu2", 1)])
+def test_the_gradient_of_an_activation_is_that_of_the_plain_form(act, gates, dtype):
+    m = types.SimpleNamespace(act=act, gates=gates)
+    up = jax.random.normal(jax.random.key(0), (2, 3, gates, 8)).astype(dtype)
+    dh = jax.random.normal(jax.random.key(1), (2, 3, 8)).astype(dtype)
+
+    def plain(up):
+        h = layers.ACTS[act](up[:, :, 0])
+        return h * up[:, :, 1] if gates == 2 else h
+
+    h, back = jax.vjp(lambda up: layers.activate(m, up, 2), up)
+    expected, plain_back = jax.vjp(plain, up.astype(jnp.float32))
+    (dup,), (expected_dup,) = back(dh), plain_back(dh.astype(jnp.float32))
+    assert h.dtype == dup.dtype == dtype
+    np.testing.assert_allclose(h.astype(jnp.float32), expected, rtol=1e-2, atol=1e-5)
+    np.testing.assert_allclose(dup.astype(jnp.float32), expected_dup, rtol=1e-2, atol=1e-5)
+
+
 def test_logits_of_a_large_vocabulary_never_stand_whole():
     tokens, d, vocab, chunk = 512, 8, 4096, 32
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, d), (d, vocab))]
