@@ -131,21 +131,15 @@ def _ring_forward(kind, softcap, q, k, v):
     if n == 1:
         return o, lse
     kv = collectives.beside(ahead, collectives.zero(lse))
-    o, lse, q = jnp.split(o.astype(jnp.float32), 2, 1), jnp.split(lse, 2, 2), jnp.split(q, 2, 1)
+    o, q = o.astype(jnp.float32), jnp.split(q, 2, 1)
     for hop in range(1, n):
         ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
         earlier = collectives.index("cp") >= hop
         pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
         o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
         kv = collectives.beside(ahead, collectives.zero(lse_pair))
-        (o1, o2), (lse1, lse2) = jnp.split(o_pair, 2), jnp.split(lse_pair, 2)
-        o[1], lse[1] = _merge(o[1], lse[1], o1, lse1)
-        o_new, lse_new = _merge(
-            jnp.where(earlier, o[0], o[1]), jnp.where(earlier, lse[0], lse[1]), o2, lse2
-        )
-        o = [jnp.where(earlier, o_new, o[0]), jnp.where(earlier, o[1], o_new)]
-        lse = [jnp.where(earlier, lse_new, lse[0]), jnp.where(earlier, lse[1], lse_new)]
-    return jnp.concatenate(o, 1).astype(k.dtype), jnp.concatenate(lse, 2)
+        o, lse = _merge(earlier, o, lse, o_pair, lse_pair)
+    return o.astype(k.dtype), lse
 
 
 def _ring_backward(kind, softcap, q, k, v, o, lse, do):
@@ -189,11 +183,20 @@ def _unpair(earlier, grad, half):
     return jnp.concatenate(halves, 1)
 
 
-def _merge(o1, lse1, o2, lse2):
-    """Attention over the union of two sets of keys."""
-    lse = jnp.logaddexp(lse1, lse2)
-    weight = lambda x: jnp.exp(x - lse).swapaxes(1, 2)[..., None]
-    return o1 * weight(lse1) + o2 * weight(lse2), lse
+def _merge(earlier, o, lse, o_pair, lse_pair):
+    """Attention over the union of two sets of keys: all our queries' and that of the two pairs.
+
+    Elementwise over all queries, each with what its half does not see at weight 0: XLA would write
+    halves, and then put them together.
+    """
+    (sure, either), none = jnp.split(lse_pair, 2), jnp.full_like(lse_pair[: len(lse)], -jnp.inf)
+    pairs = (none, sure), (jnp.where(earlier, either, none), jnp.where(earlier, none, either))
+    lses = [lse, *(jnp.concatenate(halves, 2) for halves in pairs)]
+    total = jnp.logaddexp(lse, jnp.logaddexp(*lses[1:]))
+    both = lambda x: jnp.broadcast_to(x[:, None], (len(x), 2, *x.shape[1:])).reshape(o.shape)
+    weight = lambda x: jnp.exp(x - total).swapaxes(1, 2)[..., None]
+    parts = [o, *map(both, jnp.split(o_pair, 2))]
+    return sum(x * weight(lse) for x, lse in zip(parts, lses, strict=True)), total
 
 
 # Kernels: forward(q, k, v, causal, softcap) -> o_bthk, lse_bht
