@@ -20,7 +20,7 @@ ROOMS = {
     "logs": (690, False),
     "mesh": (290, True),
     "formats": (510, True),
-    "model": (1540, True),
+    "model": (1640, True),
     "step": (1050, True),
     "machine": (1370, True),
     "run": (1510, True),
