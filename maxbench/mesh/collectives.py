@@ -85,14 +85,16 @@ def gather_beside(x: jax.Array, axis: str, dim: int, zero) -> jax.Array:
     """gather(x, axis, dim), needed only once `zero` is known.
 
     This GPU's first number is written into its place again: adding the zero to all would be a pass
-    over what a matrix product can read as it is.
+    over what a matrix product can read as it is. The barrier keeps that in place: a transpose that
+    took what was gathered, and wrote the number by itself, would have XLA copy it for the product.
     """
     if zero is None or degree(axis) == 1:
         return gather(x, axis, dim)
     first = x[(slice(0, 1),) * x.ndim].astype(jnp.float32) + zero
     at = [0] * x.ndim
     at[dim] = index(axis) * x.shape[dim]
-    return jax.lax.dynamic_update_slice(gather(x, axis, dim), first.astype(x.dtype), at)
+    held = jax.lax.dynamic_update_slice(gather(x, axis, dim), first.astype(x.dtype), at)
+    return jax.lax.optimization_barrier(held)
 
 
 def after(x, numbers):
