@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (510, True),
     "model": (1640, True),
-    "step": (1050, True),
+    "step": (1070, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1760, True),

@@ -92,8 +92,7 @@ class Schedule:
         """For each phase, how much of a tick's work is for something, and how much for nothing; for
         each conditional, how often such work has it, and how often it waits for that of others.
 
-        Turns begin on another stage in each tick, and what comes from the other side passes two of
-        them while a stage has one: a stage waits for one more than its own.
+        A turn is waited for by the stages beside, too: the table counts it that much more often.
         """
         shares = {}
         for name, ticks in self.phases.items():
@@ -105,10 +104,23 @@ class Schedule:
         for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
             among = sum(n for name, n in work.items() if name != idle)
             often = (self.column(f"{way}_load") >= 0).sum() / self.pp / among
-            shares[turn] = float(min(2 * often, 1)), 0.0
+            shares[turn] = float(min(self.turn_delay() * often, 1)), 0.0
             ends = (EMBED, LOSS) if way == "f" else (EMBED_BACKWARD,)
             shares |= dict.fromkeys(ends, (self.microbatches / among, 0.0))
         return shares
+
+    def turn_delay(self) -> float:
+        """How much longer a step takes for turns, in units of the turns that one stage has.
+
+        In each tick a stage sends dx, has its backward turn, waits for what its neighbours sent,
+        and has its forward turn; y goes out and comes in later, beside other work. A backward turn
+        counts three: weights, and the sums both ways; a forward one weights alone.
+        """
+        forward, backward = self.column("f_load") >= 0, 3 * (self.column("b_load") >= 0)
+        turns, late = forward + backward, np.zeros(self.pp)
+        for on, back in zip(forward, backward, strict=True):
+            late = np.max([late + back, np.roll(late, 1), np.roll(late, -1)], 0) + on
+        return float(late.max() / turns.sum(0).mean())
 
     def picture(self, width: int = 120) -> str:
         """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; where

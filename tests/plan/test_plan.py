@@ -19,7 +19,7 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.machine import runtime
 from maxbench.mesh import axes
 from maxbench.plan import planner, trace
-from maxbench.predict import aot, artifact, memory
+from maxbench.predict import aot, artifact, hlo, memory
 from maxbench.predict.memory import GIB
 from maxbench.spec import cli
 from maxbench.step.step import Step
@@ -195,6 +195,16 @@ def test_what_does_not_fit_is_told_what_would():
     assert best["remat"] == re.search(offer, done.stdout)[1]
 
 
+def turns_of(ticks):
+    """Of each backward turn of a computation: whether something is on its way over pp meanwhile."""
+    at = {op.name: i for i, op in enumerate(ticks.ops)}
+    done = [op for op in ticks.ops if op.opcode == "collective-permute-done"]
+    sent = [op for op in done if op.op_name.endswith("body/closed_call/ppermute")]
+    for op in ticks.ops:
+        if op.opcode == "while" and "pipeline_backward_turn/" in op.op_name:
+            yield any(at[x.operands[0]] < at[op.name] < at[x.name] for x in sent)
+
+
 @compiler
 def test_llama31_405b_in_four_stages():
     """30 layers of Llama 3.1 405B, as published: residuals of 36 chunks, one slot to spare."""
@@ -216,6 +226,11 @@ def test_llama31_405b_in_four_stages():
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
+    # A chunk's backward turn is had while what a neighbour sent is on its way.
+    program = hlo.parse(artifact.load(cli.run_of(row.split())).text)
+    turns = [found for ticks in program.computations.values() for found in turns_of(ticks)]
+    assert turns
+    assert all(turns)
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].physics.gemm_bf16
