@@ -16,8 +16,8 @@ Published by NeMo (Megatron-LM and Transformer Engine):
                      (tp_comm_overlap); HIDDEN of the waiting is gone. Of dense layers
   other waiting      for pp (overlap_p2p_comm), for cp (in a ring), and for small sums in the queue
   experts' traffic   tp and ep of experts run beside nothing there; here in part
-  experts in bf16    their dispatcher gathers tokens in bf16 and experts make them FP8; ours gathers
-                     FP8
+  experts in bf16    their dispatcher brings tokens over ep and tp in bf16, and experts make them
+                     FP8; ours brings FP8
   FlashAttention 2   where NVTE_FUSED_ATTN=0 chose it, which cuDNN is faster than
   waits for scales   all data-parallel GPUs agree on scales after each forward and backward pass of
                      a chunk (Transformer Engine's delayed scaling), and wait for the slowest
@@ -27,6 +27,8 @@ BF16), experts one after the other. Without seconds, because with them workloads
 are predicted no better: gradients and weights that travel beside a microbatch (overlap_grad_reduce,
 overlap_param_gather), and scales that cost no pass over a tensor.
 """
+
+import functools
 
 from maxbench.hardware.published import Published
 from maxbench.predict import memory
@@ -82,12 +84,21 @@ def _fp8(run: Run, t: Timeline, costs: Costs) -> dict[str, float]:
     a, m = run.layout, run.model
     replicas, times = agreements(run)
     found = {"waits for scales": -costs.waits(t.seconds, times, replicas)}
-    if m.experts and a.tp > 1:  # forward, and the gradient of the way back
-        tokens = a.mbs * run.train.seq // a.cp // a.tp
-        rows = tokens * m.top_k * (m.capacity_factor or 1) * a.tp
-        gather = lambda width: costs.collective(
-            "all-gather", costs.axis_link("tp"), 0, int(rows * m.embed * width)
-        )
-        times = 2 * a.microbatches * m.layers // a.pp
-        found["experts in bf16"] = -times * (gather(2) - gather(run.format.bytes))
+    if m.experts:
+        times = 2 * a.microbatches * m.layers // a.pp  # forward, and the gradient of the way back
+        travel = functools.partial(_to_experts, run, costs)
+        found["experts in bf16"] = -times * (travel(2) - travel(run.format.bytes))
     return found
+
+
+def _to_experts(run: Run, costs: Costs, width: float) -> float:
+    """Seconds in which one layer's slots reach their experts over ep, then tp; bytes a number."""
+    a, m = run.layout, run.model
+    tokens = a.mbs * run.train.seq // a.cp // a.tp
+    sent = int(tokens * m.top_k * (m.capacity_factor or 1) * m.embed * width)
+    ways = (("all-to-all", "ep", a.ep, sent), ("all-gather", "tp", a.tp, sent * a.tp))
+    return sum(
+        costs.collective(kind, costs.axis_link(axis), sent, received)
+        for kind, axis, degree, received in ways
+        if degree > 1
+    )

@@ -109,7 +109,7 @@ def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
     assert found == {"other waiting": pytest.approx(0.75)}
 
 
-def test_nemos_fp8_waits_for_scales_and_gathers_tokens_in_bf16():
+def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
     run = run_of("grok1_314b.py --gpus 128 --dtype fp8")
     a = run.layout
     t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
@@ -117,14 +117,15 @@ def test_nemos_fp8_waits_for_scales_and_gathers_tokens_in_bf16():
     costs = planner.costs_of(run)
     found = terms.terms(run, t, row, costs)
     waits = costs.waits(16.0, 2 * a.microbatches * a.vp, a.dp * a.cp * a.ep)
-    gather = lambda width: costs.collective(
-        "all-gather", costs.axis_link("tp"), 0, 8192 // a.cp * 2 * 6144 * width
-    )
+    slots = 8192 // a.cp * 2 * 6144  # tokens, of two experts each, of a group of tp
+    gather = lambda width: costs.collective("all-gather", costs.axis_link("tp"), 0, slots * width)
+    part = slots // a.tp
+    send = lambda width: costs.collective("all-to-all", costs.axis_link("ep"), part * width, 0)
     layers = 2 * a.microbatches * run.model.layers / a.pp
     assert found == {
         "FlashAttention 2": pytest.approx(-(1 / 0.62 - 1)),
         "waits for scales": pytest.approx(-waits),
-        "experts in bf16": pytest.approx(layers * (gather(1) - gather(2))),
+        "experts in bf16": pytest.approx(layers * (gather(1) + send(1) - gather(2) - send(2))),
     }
 
 
