@@ -157,7 +157,8 @@ def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):
     assert archive.main(["archive", str(runs), "--to", str(target)]) == 0
     with tarfile.open(target) as tar:
         names = {*tar.getnames()}
-        tar.extractall(tmp_path / "out", filter="data")
+    (tmp_path / "out").mkdir()
+    subprocess.run(["tar", "-xf", target, "-C", tmp_path / "out"], check=True)
     assert len(names) == 10  # with the sums
     assert "experiments/run/run_3/metrics.jsonl" in names
     assert not [n for n in names if "large" in n or "link" in n or "pipe" in n]
