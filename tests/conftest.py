@@ -12,6 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "32"
 # Toy programs are compiled for seconds and run for milliseconds: spend less on compiling.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
+FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = FLAGS
 if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

@@ -206,7 +206,7 @@ def test_a_router_keeps_the_bits_of_its_weight():
 
 def build(workload: str, dtype: str = "fp8", overrides: dict | None = None, **flags) -> Step:
     data = math.prod(flags.get(a, 1) for a in DATA)
-    flags = {"gbs": 8, "seq": 64, "layers": 4, "mbs": 8 // data} | flags
+    flags = {"gbs": 4, "seq": 64, "layers": 4, "mbs": 4 // data} | flags
     # Room for all tokens on each of tiny's 4 experts, 2 of them for a token.
     overrides = {"model.capacity_factor": 2.0, "precision.scaling": "auto"} | (overrides or {})
     if workload == "grok1_314b" and "optim.lr" in overrides:
@@ -303,10 +303,10 @@ def alone(family: str, scaling: str):
 @pytest.mark.parametrize(
     ("family", "scaling", "axes"),
     [
-        ("llama", "delayed", dict(dp=2, tp=2, mbs=1, unroll=4)),  # four microbatches; as code
+        ("llama", "delayed", dict(dp=2, tp=2, mbs=1, unroll=4)),  # two microbatches; as code
         ("llama", "delayed", dict(pp=2, cp=2, mbs=2)),
         ("llama", "mxfp8", dict(fsdp=4, tp=2)),
-        ("grok", "mxfp8", dict(ep=2, mbs=2)),
+        ("grok", "mxfp8", dict(ep=2, mbs=1)),
     ],
     ids=str,
 )

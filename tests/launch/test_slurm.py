@@ -161,16 +161,6 @@ def test_two_nodes_train_as_one_process(jobs, tmp_path):
     assert "Success experiments: 2" in report.stdout
 
 
-def test_sbatch_launch_sh_itself(jobs):
-    """The seeds' way: GPUs follow from the nodes that sbatch gives."""
-    env = {"MAX_STEPS": "4", "JOB_TOTAL_GPUS": "", "DISABLE_PREFLIGHT": "true"}
-    env |= {"SLURM_GPUS_PER_NODE": "null"}  # srun would refuse it
-    number = jobs.sbatch(env, "-N", "2", "-p", "batch")
-    assert jobs.slurm.wait(number)["JobState"] == "COMPLETED", jobs.log()
-    (run,) = jobs.runs()
-    assert (run.status, run.gpus, run.last) == ("done", 8, 3)
-
-
 def test_cancelled_job_stops_after_its_step(jobs):
     number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     second = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
@@ -190,7 +180,10 @@ def test_cancelled_job_stops_after_its_step(jobs):
 
 
 def test_killed_process_ends_the_job(jobs):
-    number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
+    """Of launch.sh as the seeds submit it: GPUs follow from the nodes that sbatch gives."""
+    env = LONG | {"JOB_TOTAL_GPUS": "", "DISABLE_PREFLIGHT": "true"}
+    env |= {"SLURM_GPUS_PER_NODE": "null"}  # srun would refuse it
+    number = jobs.sbatch(env, "-N", "2", "-p", "batch")
     jobs.wait_for_step(2)
     victim = _trainers(jobs.out)[-1]
     os.kill(victim, signal.SIGKILL)
@@ -199,6 +192,7 @@ def test_killed_process_ends_the_job(jobs):
     row = compare.row(run, compare.Settings())
     assert row.verdict == "DIED"
     assert run.last >= 2
+    assert run.gpus == 8
     assert re.search(r"process \d of 2 on node\d died, see lines \d: of .*srun-train", row.why), (
         f"{row.why}\n{jobs.log()}"
     )
@@ -256,6 +250,8 @@ def test_time_limit_is_told(jobs):
     number = jobs.submit(LONG | {"TIME_LIMIT": "00:05:00", "DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
     jobs.slurm.run("scontrol", "update", f"JobId={number}", "EndTime=now+2")
+    for trainer in _trainers(jobs.out):  # till Slurm looks, every 30 s, and wakes them to end
+        os.kill(trainer, signal.SIGSTOP)
     assert jobs.slurm.wait(number, 90)["JobState"] == "TIMEOUT", jobs.log()
     (run,) = jobs.runs()
     row = compare.row(run, compare.Settings())
