@@ -52,7 +52,6 @@ CASES = [
     ("nemotron", dict(fsdp=2, cp=2, tp=2)),
     ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
     ("grok", dict(ep=2, fsdp=2, dp=2)),
-    ("grok", dict(pp=2, ep=2, tp=2, mbs=1)),
     ("dropless", dict(pp=2, ep=2, tp=2, mbs=1)),
     ("mixed", dict(cp=2, ep=2, tp=2, mbs=1)),
 ]
@@ -148,7 +147,6 @@ def unrolled(step: Step, remat: str = "full") -> Step:
     ("family", "axes", "remat"),
     [
         ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
-        ("nemotron", dict(dp=2), "full"),
         ("grok", dict(ep=2, tp=2), "full"),
         ("mixed", dict(ep=2, tp=2), "none"),
     ],
