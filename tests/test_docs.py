@@ -24,6 +24,8 @@ DOCS = pathlib.Path("docs")
 PUBLIC = (plan, train, report, sweep, Answer.to_dataframe, Training.records, Report.text,
           Sweep.cells, recipes.resolve, flops.per_sequence, from_hugging_face)  # fmt: skip
 
+pytestmark = pytest.mark.xdist_group("docs")  # one worker builds the site
+
 
 def build(docs: pathlib.Path, out: pathlib.Path) -> subprocess.CompletedProcess:
     """The site of a folder, with every warning an error."""

@@ -132,6 +132,7 @@ def straight(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.mark.core
+@pytest.mark.xdist_group("straight")
 def test_resume_is_exact_and_moves_to_another_mesh(straight, tmp_path, capsys):
     saved = (
         r"Global Checkpoint Save : Rank: 0 : Iteration: 4 : Start time: \d+\.\d{3}s : "
@@ -452,6 +453,7 @@ def test_a_process_that_dies_is_named_and_ends_the_run(tmp_path, lost):
     assert "Traceback" not in run.said()
 
 
+@pytest.mark.xdist_group("straight")  # one worker makes the run that both compare with
 def test_two_processes_train_as_one(straight, tmp_path, capsys):
     """Told of each other by flags; then, to go on, by the environment."""
     flags = ["--config", TINY, "--dtype", "fp32", "--config.precision.grads=fp32", "--steps", "6"]
