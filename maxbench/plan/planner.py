@@ -314,8 +314,8 @@ def verdict(p: Plan) -> str:
     spare = p.memory.spare / GIB
     if p.fits:
         return f"fits, {spare:.1f} GiB spare"
-    room = p.memory.capacity - p.memory.total + p.memory.activations
-    would = memory.policies(p.run, room)
+    # What is over has to go from what this policy keeps, both by the same arithmetic.
+    would = memory.policies(p.run, memory.activation_bytes(p.run) + p.memory.spare)
     hint = (
         f"--config.train.remat={would[0].train.remat}"
         if would
