@@ -20,6 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import layout
 
 from maxbench.formats import Weight
 from maxbench.mesh import axes, collectives
@@ -114,7 +115,9 @@ class _Pipeline:
         self.run, self.batch = run, batch
         self.plan = schedule_of(run)
         self.ends = {"embed": w["embed"], "head": w["head"]}
-        self.layers = w["layers"]
+        # Layer by layer, before any box is made: XLA would turn what was gathered round afterwards.
+        rows = lambda x: layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+        self.layers = jax.tree.map(rows, w["layers"])
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.size = self.real.shape[2]  # layers of a chunk
         self.layer = _Layer(run)
