@@ -24,7 +24,7 @@ ROOMS = {
     "step": (1070, True),
     "machine": (1370, True),
     "run": (1510, True),
-    "predict": (1760, True),
+    "predict": (1770, True),
     "plan": (1810, True),
     "launch": (1620, False),
     "report": (1710, False),
