@@ -112,9 +112,9 @@ class Schedule:
     def turn_delay(self) -> float:
         """How much longer a step takes for turns, in units of the turns that one stage has.
 
-        In each tick a stage sends dx, has its backward turn, waits for what its neighbours sent,
-        and has its forward turn; y goes out and comes in later, beside other work. A backward turn
-        counts three: weights, and the sums both ways; a forward one weights alone.
+        As compiled, a stage sends dx in each tick, has its backward turn, waits for what its
+        neighbours sent, and has its forward turn; y goes out and comes in later, beside other work.
+        A backward turn counts three: weights, and the sums both ways; a forward one weights alone.
         """
         forward, backward = self.column("f_load") >= 0, 3 * (self.column("b_load") >= 0)
         turns, late = forward + backward, np.zeros(self.pp)

@@ -26,6 +26,7 @@ from maxbench.plan.__main__ import main
 from maxbench.predict import aot, artifact, hlo, memory
 from maxbench.predict.memory import GIB
 from maxbench.spec import cli
+from maxbench.step.schedule import BACKWARD_TURN, BOTH
 from maxbench.step.step import Step
 from tests.conftest import CACHE, resolve
 
@@ -207,7 +208,7 @@ def turns_of(ticks):
     done = [op for op in ticks.ops if op.opcode == "collective-permute-done"]
     sent = [op for op in done if op.op_name.endswith("body/closed_call/ppermute")]
     for op in ticks.ops:
-        if op.opcode == "while" and "pipeline_backward_turn/" in op.op_name:
+        if op.opcode == "while" and re.search(f"{BOTH}/.*{BACKWARD_TURN}/", op.op_name):
             yield any(at[x.operands[0]] < at[op.name] < at[x.name] for x in sent)
 
 
@@ -232,9 +233,11 @@ def test_llama31_405b_in_four_stages():
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
-    # A chunk's backward turn is had while what a neighbour sent is on its way.
+    # In the loop over ticks of both passes, a chunk's backward turn is had while what a neighbour
+    # sent is on its way.
     program = hlo.parse(artifact.load(cli.run_of(row.split())).text)
-    turns = [found for ticks in program.computations.values() for found in turns_of(ticks)]
+    bodies = (c for c in program.computations.values() if c is not program.entry)
+    turns = [found for ticks in bodies for found in turns_of(ticks)]
     assert turns
     assert all(turns)
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
@@ -394,10 +397,10 @@ def test_the_table_is_current(workload, gpus):
         if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), "bf16")
     )
     found = planned(f"--config configs/{workload}.py --gpus {gpus}")
-    # The table is of jax 0.10.2; later compilers make a little of it otherwise (docs/plan.md), most
-    # of a pipeline: 0.12.0.1 hides a scatter less of 405B's and copies more, 2.8 % of its step.
+    # The table is of jax 0.10.2; later compilers make a little of it otherwise (docs/plan.md): with
+    # 0.12.0.1 Grok-1's step is 3.4 % longer, and 405B's was 2.8 %.
     own = artifact.versions()["jax"] == "0.10.2"
-    time, memory = (0.01, 0.02) if own else (0.03, 0.03)
+    time, memory = (0.01, 0.02) if own else (0.04, 0.03)
     assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=time)
     assert found["memory"]["total"] / GIB == pytest.approx(float(line["memory_gib"]), rel=memory)
 
