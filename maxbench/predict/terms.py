@@ -28,8 +28,6 @@ are predicted no better: gradients and weights that travel beside a microbatch (
 overlap_param_gather), and scales that cost no pass over a tensor.
 """
 
-import functools
-
 from maxbench.hardware.published import Published
 from maxbench.predict import memory
 from maxbench.predict.costs import Costs
@@ -86,8 +84,8 @@ def _fp8(run: Run, t: Timeline, costs: Costs) -> dict[str, float]:
     found = {"waits for scales": -costs.waits(t.seconds, times, replicas)}
     if m.experts:
         times = 2 * a.microbatches * m.layers // a.pp  # forward, and the gradient of the way back
-        travel = functools.partial(_to_experts, run, costs)
-        found["experts in bf16"] = -times * (travel(2) - travel(run.format.bytes))
+        theirs, ours = (_to_experts(run, costs, width) for width in (2, run.format.bytes))
+        found["experts in bf16"] = -times * (theirs - ours)
     return found
 
 

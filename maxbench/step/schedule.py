@@ -101,10 +101,11 @@ class Schedule:
             done = float(np.mean(work)) if work else 1.0
             shares[name] = done, 1 - done
         work = {name: len(ticks) * shares[name][0] for name, ticks in self.phases.items()}
+        delay = self.turn_delay()
         for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
             among = sum(n for name, n in work.items() if name != idle)
             often = (self.column(f"{way}_load") >= 0).sum() / self.pp / among
-            shares[turn] = float(min(self.turn_delay() * often, 1)), 0.0
+            shares[turn] = float(min(delay * often, 1)), 0.0
             ends = (EMBED, LOSS) if way == "f" else (EMBED_BACKWARD,)
             shares |= dict.fromkeys(ends, (self.microbatches / among, 0.0))
         return shares
