@@ -21,6 +21,8 @@ if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do 
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"
 os.environ["MAXBENCH_CACHE"] = str(CACHE / "plan")
 KEPT = 1 << 30  # bytes; with a limit, what jax keeps is locked too
+# Kept figures are of this one; what others make of a program is a little slower (docs/plan.md).
+KEPT_FIGURES_JAX = metadata.version("jax") == "0.10.2"
 
 
 import jax  # noqa: E402

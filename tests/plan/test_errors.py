@@ -13,6 +13,7 @@ from maxbench.hardware import published
 from maxbench.hardware.published import Band, Error, band, quantile
 from maxbench.plan import planner
 from maxbench.predict import artifact, hlo
+from tests.conftest import KEPT_FIGURES_JAX
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),
@@ -87,7 +88,8 @@ def test_the_errors_that_stand_are_what_their_constants_predict():
     plan = planner.plan(run)
     found = fit_physics.play(told, run, hlo.parse(plan.compiled.text), plan.run.layout.gpu.physics)
     constants = [float(line[name]) for name in fit_physics.FITTED]
-    assert found.error(constants) == pytest.approx(float(line["error"]), abs=0.01)
+    apart = 0.01 if KEPT_FIGURES_JAX else 0.04  # as rows of the table are
+    assert found.error(constants) == pytest.approx(float(line["error"]), abs=apart)
     low, high = (planner.figures(plan)["band_s"][k] for k in ("low", "high"))
     assert low < told.step_s < high
     assert math.sqrt(low * high) == pytest.approx(plan.step_s)

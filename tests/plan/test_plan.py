@@ -28,7 +28,7 @@ from maxbench.predict.memory import GIB
 from maxbench.spec import cli
 from maxbench.step.schedule import BACKWARD_TURN, BOTH
 from maxbench.step.step import Step
-from tests.conftest import CACHE, resolve
+from tests.conftest import CACHE, KEPT_FIGURES_JAX, resolve
 
 # ml_collections loads config files this way.
 pytestmark = [
@@ -111,7 +111,8 @@ def test_llama2_70b_on_128_gpus():
     # The head's gradient is reduced with the layers'; the embedding's may be in fp32.
     assert by["reduce-scatter", "fsdp"]["bytes"] == pytest.approx(layers, rel=0.02)
     assert by["all-gather", "fsdp"]["link"] == "network"
-    assert by["all-gather", "fsdp"]["exposed_s"] < 0.1 * by["all-gather", "fsdp"]["busy_s"]
+    waited = by["all-gather", "fsdp"]["exposed_s"] / by["all-gather", "fsdp"]["busy_s"]
+    assert waited < (0.1 if KEPT_FIGURES_JAX else 0.15)  # 0.12.0.1 starts some of them late
     assert abs(found["published"]["error"]) < 0.05
     assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], rel=1e-6)
     assert found["terms_s"] == {}  # the published program is XLA's too
@@ -140,7 +141,8 @@ def test_layers_as_code_are_recomputed_all_the_same():
     saves = lambda found: found["memory"]["total"]
     per_token = 4096 + 2 * 1024 + 4096 + 4096 + 3 * 14336  # q, k, v, context, attn_out, up, act
     layer = 4 * 8192 * 2 * per_token
-    assert saves(none) - saves(full) > layer  # of two: the other is the one computed again
+    # Of two: the other is the one computed again. If XLA had merged them, nothing were saved.
+    assert saves(none) - saves(full) > 0.95 * layer
     assert none["memory"]["activations"] > 0.9 * 2 * layer
 
 
@@ -239,7 +241,7 @@ def test_llama31_405b_in_four_stages():
     bodies = (c for c in program.computations.values() if c is not program.entry)
     turns = [found for ticks in bodies for found in turns_of(ticks)]
     assert turns
-    assert all(turns) or artifact.versions()["jax"] != "0.10.2"
+    assert all(turns) or not KEPT_FIGURES_JAX
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].physics.gemm_bf16
@@ -397,10 +399,8 @@ def test_the_table_is_current(workload, gpus):
         if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), "bf16")
     )
     found = planned(f"--config configs/{workload}.py --gpus {gpus}")
-    # The table is of jax 0.10.2; later compilers make a little of it otherwise (docs/plan.md): with
-    # 0.12.0.1 Grok-1's step is 3.4 % longer, and 405B's was 2.8 %.
-    own = artifact.versions()["jax"] == "0.10.2"
-    time, memory = (0.01, 0.02) if own else (0.04, 0.03)
+    # With 0.12.0.1 Grok-1's step is 3.4 % longer, and 405B's was 2.8 %.
+    time, memory = (0.01, 0.02) if KEPT_FIGURES_JAX else (0.04, 0.03)
     assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=time)
     assert found["memory"]["total"] / GIB == pytest.approx(float(line["memory_gib"]), rel=memory)
 

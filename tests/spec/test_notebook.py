@@ -14,11 +14,10 @@ from benchmarks import notebook as notebook_file
 from maxbench import sweep
 from maxbench.hardware.gpus import GPUS
 from maxbench.plan import answer
-from maxbench.predict import artifact
 from maxbench.run import child
 from maxbench.spec import cli, notebook
 from maxbench.spec.errors import UserError
-from tests.conftest import processes, resolve
+from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
 
 
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
@@ -50,8 +49,8 @@ def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
-    """If not: python -m benchmarks.notebook. Figures are of jax 0.10.2, whose program another one's
-    differs from, most where the network is slow."""
+    """If not: python -m benchmarks.notebook. On the slowest network 0.12.0.1's program, which
+    starts some gathers late, takes 12 % longer."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():
         monkeypatch.setenv(name, value)
@@ -63,7 +62,7 @@ def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
     texts = lambda book: " ".join(str(c.outputs) for c in plans(book))
     predicted = lambda book: [float(s) for s in re.findall(r"([\d.]+) s a step", texts(book))]
     assert len(predicted(kept)) == len(predicted(run)) > 2
-    apart = 0.001 if artifact.versions()["jax"] == "0.10.2" else 0.1
+    apart = 0.001 if KEPT_FIGURES_JAX else 0.15
     assert predicted(kept) == pytest.approx(predicted(run), rel=apart)
 
 
