@@ -66,8 +66,8 @@ def arithmetic(run: Run):
     return module.arithmetic(run.format, run.precision.backend)
 
 
-def weights(arithmetic, places, masters, stacked: bool, past=None):
-    """The compute copy of layers' weights, each gathered over the GPUs that split its master copy.
+def scales(arithmetic, places, masters, stacked: bool, past=None):
+    """What weights() needs to know of all GPUs' parts of each weight of layers, at once.
 
     Args:
       places: tree of Place like masters.
@@ -77,20 +77,30 @@ def weights(arithmetic, places, masters, stacked: bool, past=None):
       past: the format's state, if any: the largest of it, fp32 [layers, gemms, 3] (tensor.py).
 
     Returns:
-      A tree like masters, factors of GEMMs as arithmetic.weight makes them, and the largest
-      magnitudes of those, [layers, gemms] or None. A weight is the same numbers on every mesh.
+      A list for the leaves of masters, and the largest magnitudes of factors of GEMMs, [layers,
+      gemms] or None.
     """
-    lead, (leaves, tree) = int(stacked), jax.tree.flatten(masters)
-    pairs = list(zip(leaves, jax.tree.leaves(places), strict=True))
-    scales, amax = arithmetic.scales([w for w, place in pairs if place.gemm], lead, past)
+    leaves, places = jax.tree.leaves(masters), jax.tree.leaves(places)
+    factors = [w for w, place in zip(leaves, places, strict=True) if place.gemm]
+    found, amax = arithmetic.scales(factors, int(stacked), past)
+    amax = amax if amax is None else by_layer(amax, None if stacked else len(masters))
+    return [next(found) if place.gemm else None for place in places], amax
 
-    def one(w, place):
+
+def weights(arithmetic, places, masters, scales, stacked: bool):
+    """The compute copy of layers' weights, each gathered over the GPUs that split its master copy.
+
+    A tree like masters, factors of GEMMs as arithmetic.weight makes them: the same numbers on every
+    mesh. Arguments as in scales(), whose list `scales` is.
+    """
+    leaves, tree = jax.tree.flatten(masters)
+
+    def one(w, place, scale):
         if not place.gemm:
             return gather_master(place, w)
-        return arithmetic.weight(w, place, lead, next(scales))
+        return arithmetic.weight(w, place, int(stacked), scale)
 
-    made = tree.unflatten([one(*pair) for pair in pairs])
-    return made, amax if amax is None else by_layer(amax, None if stacked else len(masters))
+    return tree.unflatten(map(one, leaves, jax.tree.leaves(places), scales))
 
 
 def by_layer(found, layers: int | None):

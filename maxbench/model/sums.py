@@ -48,10 +48,15 @@ def zeros(weights, dtype):
     return jax.tree.map(one, weights, is_leaf=lambda w: isinstance(w, Weight))
 
 
-def parted(sums, stacked: bool):
-    """A tree of sums as gradients alone, and the largest magnitudes [layers, gemms, 2] or None."""
+def gradients(sums):
+    """A tree of sums as gradients alone."""
+    is_sums = lambda x: isinstance(x, Sums)
+    return jax.tree.map(lambda x: x.grad if is_sums(x) else x, sums, is_leaf=is_sums)
+
+
+def magnitudes(sums, stacked: bool):
+    """The largest magnitudes of a tree of sums, [layers, gemms, 2] or None."""
     is_sums = lambda x: isinstance(x, Sums)
     found = [x.amax for x in jax.tree.leaves(sums, is_leaf=is_sums) if is_sums(x)]
-    grads = jax.tree.map(lambda x: x.grad if is_sums(x) else x, sums, is_leaf=is_sums)
     layers = None if stacked else len(sums["layers"])
-    return grads, by_layer(jnp.stack(found), layers) if found else None
+    return by_layer(jnp.stack(found), layers) if found else None

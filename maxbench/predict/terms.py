@@ -15,6 +15,8 @@ Published by NeMo (Megatron-LM and Transformer Engine):
   exposed tp         tp's gathers and reduce-scatters run beside the products there
                      (tp_comm_overlap); HIDDEN of the waiting is gone. Of dense layers
   other waiting      for pp (overlap_p2p_comm), for cp (in a ring), and for small sums in the queue
+  dp in pieces       a pipeline's weights and gradients over dp travel at the start and the end of a
+                     step there, here beside its fill and its drain
   experts' traffic   tp and ep of experts run beside nothing there; here in part
   experts in bf16    their dispatcher brings tokens over ep and tp in bf16, and experts make them
                      FP8; ours brings FP8
@@ -37,6 +39,7 @@ from maxbench.spec.run import Run
 HIDDEN = 0.889  # fitted to published steps, by benchmarks/fit_physics.py
 # FlashAttention 2's rate over cuDNN's: arXiv:2407.08608, figures 5 and 6, head_dim 128, length 4k.
 FLASH_2 = 0.62
+REPLICAS = {"dp", "cp", "ep"}  # mesh axes that may split no more of a weight than its master copy
 UNFUSED = ("nemo:24.09", "nemo:dev")  # the releases that set NVTE_FUSED_ATTN=0
 
 
@@ -59,7 +62,8 @@ def terms(
 
 def _waiting(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
     """What NeMo waits less, or more, for communication."""
-    found = dict.fromkeys(("exposed tp", "other waiting", "experts' traffic"), 0.0)
+    names = "exposed tp", "other waiting", "dp in pieces", "experts' traffic"
+    found = dict.fromkeys(names, 0.0)
     for (kind, axes), x in t.traffic.items():
         each = x.count >= run.layout.microbatches  # of a microbatch; the others are of the step
         if run.model.experts and axes in ("tp", "ep") and each:
@@ -68,6 +72,8 @@ def _waiting(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
             found["exposed tp"] += hidden * x.exposed_s
         elif kind in ("permute", "all-reduce"):
             found["other waiting"] += x.exposed_s
+        elif run.layout.pp > 1 and {*axes.split("+")} <= REPLICAS:
+            found["dp in pieces"] -= x.busy_s - x.exposed_s
     return found
 
 

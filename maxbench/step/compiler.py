@@ -75,6 +75,10 @@ def xla_options(platform_name: str, run: Run) -> dict:
     reduce, gather, scatter = run.train.combine or COMBINE[dtype]
     if run.layout.tp > 1:
         gather = scatter = 1  # joined, a sequence's would wait for the last of them
+        if run.layout.pp > 1:  # less than two sequences: those of a piece's weights (pieces.py)
+            tokens = run.layout.mbs * run.train.seq // run.layout.cp
+            gather = int(tokens * run.model.embed * run.format.bytes)
+            scatter = 2 * tokens * run.model.embed // run.layout.tp
     if run.layout.gpus // gpu.gpus_per_node >= MANY_NODES:
         scatter //= 2
     for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):

@@ -20,7 +20,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import layout
 
 from maxbench.formats import Weight
 from maxbench.mesh import axes, collectives
@@ -29,8 +28,10 @@ from maxbench.model.layers import rope_angles
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
+from maxbench.step.pieces import Pieces, rows
 from maxbench.step.schedule import (
     BACKWARD_TURN,
+    BOTH,
     COLUMNS,
     DRAIN,
     EMBED,
@@ -42,18 +43,20 @@ from maxbench.step.schedule import (
 )
 
 
-def gradients(run: Run, w, sums, batch):
+def gradients(run: Run, w, sums, batch, pieces: Pieces):
     """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
 
     Args:
-      w: compute weights of this GPU; 'layers' stacked in the order of slots.order.
+      w: compute weights of this GPU; 'layers' stacked in the order of slots.order, as
+        pieces.start has them.
       sums: tree like w of zeros, in precision.grads.
       batch: microbatch -> (tokens_bt, targets_bt).
 
     Returns:
-      Gradients like sums, and this GPU's shares of what is reported.
+      Gradients like sums, some of them reduced already (Pieces.finish), and this GPU's shares of
+      what is reported.
     """
-    return _Pipeline(run, w, batch).run_phases(sums)
+    return _Pipeline(run, w, batch, pieces).run_phases(sums)
 
 
 # What a layer that goes forward gathers or scatters -> the product beside which it does, of the
@@ -110,13 +113,12 @@ class _Layer:
 class _Pipeline:
     """What stays the same over the ticks; the carry of the scans is a dict of arrays."""
 
-    def __init__(self, run: Run, w, batch):
+    def __init__(self, run: Run, w, batch, pieces: Pieces):
         a = run.layout
-        self.run, self.batch = run, batch
+        self.run, self.batch, self.pieces = run, batch, pieces
         self.plan = schedule_of(run)
         self.ends = {"embed": w["embed"], "head": w["head"]}
         # Layer by layer, before any box is made: XLA would turn what was gathered round afterwards.
-        rows = lambda x: layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
         self.layers = jax.tree.map(rows, w["layers"])
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.size = self.real.shape[2]  # layers of a chunk
@@ -127,6 +129,8 @@ class _Pipeline:
     def run_phases(self, sums):
         rows, carry = jnp.asarray(self.plan.table)[:, collectives.index("pp")], self.start(sums)
         for name, ticks in self.plan.phases.items():
+            if name == BOTH:  # not before: the fill would keep what it copies beside the weights
+                carry["w_backward"] = self.take_chunk(_but("col", carry["weights"]), 0)
             tick = functools.partial(self.tick, name != DRAIN, name != FILL)
             with jax.named_scope(name):
                 carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
@@ -144,12 +148,12 @@ class _Pipeline:
         box = lambda n, s: jnp.full((n + 1, *s.shape), one.astype(s.dtype))
         zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
-        forward, backward = (self.take_chunk(_but(part, self.layers), 0) for part in ("row", "col"))
+        forward = self.take_chunk(_but("row", self.layers), 0)
         w = self.both_forms(forward[0])
         kept = jax.eval_shape(lambda x: self.layer.forward(w, self.blank, x)[2], x)
         return {
+            "weights": self.layers,
             "w_forward": forward,
-            "w_backward": backward,
             "sums": zeros,
             "stack": sums["layers"],
             "keep": [jax.tree.map(lambda s: box(plan.keep, s), kept) for _ in forward],
@@ -172,21 +176,32 @@ class _Pipeline:
             x = self.input(carry, at)
             at = collectives.after(x, at)
         self.turns(forward, backward, carry, at)
+        made, kept, sent = jnp.zeros(()), [], []
+        travels = forward != backward and self.pieces.parts
         if backward:
             dy = self.given_back(carry, at)
-        made, kept = jnp.zeros(()), []
         for i in range(self.size):
             if backward:
                 dy, held, made = self.layer_back(carry, at, self.size - 1 - i, dy, made)
+                read = held["down"]  # its first product
             if forward:
                 x, residuals, done = self.layer_on(carry, at, i, x, held)
                 made, kept = made + done, [*kept, residuals]
+                read = max(residuals, key=jnp.size)  # made by its last product but one
+            if travels:
+                pieces = self.travel(forward, carry, at, i, read)
+                sent, arrived = sent + pieces, collectives.zero(pieces)
+                x, dy = (y if y is None else collectives.beside(y, arrived) for y in (x, dy))
         if backward:
             carry["dx"] = dy
         if forward:
             carry["y"] = x
             self.keep(carry, at, kept, backward)
-        at = collectives.after((carry["sums"], carry["dx"], carry["y"]), at)
+        if sent and forward:
+            carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
+        elif sent:
+            carry["stack"] = self.pieces.put_gradients(carry["stack"], sent, at["reduce"])
+        at = collectives.after((carry["sums"], carry["dx"], carry["y"], sent), at)
         if backward:
             self.embed_back(carry, at)
         if forward:
@@ -214,17 +229,28 @@ class _Pipeline:
 
         def change(turn):
             stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
-            w, sums = (self.take_chunk(x, at["b_load"]) for x in (_but("col", self.layers), stack))
+            given = _but("col", carry["weights"]), stack
+            w, sums = (self.take_chunk(x, at["b_load"]) for x in given)
             return {"stack": stack, "sums": sums, "w_backward": w}
 
         if forward:
-            load = lambda _: self.take_chunk(_but("row", self.layers), at["f_load"])
+            load = lambda _: self.take_chunk(_but("row", carry["weights"]), at["f_load"])
             with jax.named_scope(FORWARD_TURN):
                 carry["w_forward"] = _once(at["f_load"] >= 0, load, carry["w_forward"])
         if backward:
             turn = {name: carry[name] for name in ("stack", "sums", "w_backward")}
             with jax.named_scope(BACKWARD_TURN):
                 carry |= _once(at["b_load"] >= 0, change, turn)
+
+    def travel(self, forward: bool, carry, at, i, read):
+        """The pieces of a tick that go beside its i-th layer: weights in the fill, gradients in the
+        drain. They start when `read` is known, and what the layer gives waits for them: left alone,
+        XLA brings them all at once, before what a layer needs next. A turn is over by then; the
+        boxes that it reads or writes would be copied otherwise."""
+        held = lax.optimization_barrier(collectives.zero(read).astype(jnp.int32))
+        if forward:
+            return self.pieces.gather(at["gather"] + held, i)
+        return self.pieces.reduce(carry["stack"], at["reduce"] + held, i)
 
     def layer_on(self, carry, at, i, x, held):
         """x through layer i of the chunk, its residuals, and a zero known when they are."""

@@ -34,6 +34,8 @@ COLUMNS = (
     "b_from",  # gradient slot of what it is given
     "x_put",  # inbox slot for what the stage before made in the last tick
     "g_put",  # gradient slot for what the stage after made in the last tick
+    "gather",  # in the fill, where the weights of chunks 1 .. are (pieces.py), 0 .. spread x (vp-1)
+    "reduce",  # in the drain, where the gradients of chunks vp-1 .. 1 are, likewise
 )
 
 # Names of the executor's loops and conditionals in the compiled program.
@@ -49,6 +51,8 @@ class Schedule:
     Attributes:
       table: int32 [ticks, pp, columns].
       keep, inbox, grads: how many slots the three buffers of a stage need.
+      spread: ticks of the fill, and of the drain, in which the weights of a chunk can come, and its
+        gradients go; 0 where there is but one chunk.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Schedule:
     keep: int
     inbox: int
     grads: int
+    spread: int
 
     @property
     def ticks(self) -> int:
@@ -247,5 +252,29 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
                 assert table[tick, p, at[column]] == -1
                 table[tick, p, at[column]] = slot
         counts.append(most)
+    made = Schedule(name, pp, vp, microbatches, table, *counts, 0)
+    made = dataclasses.replace(made, spread=_with_pieces(made))
     table.setflags(write=False)
-    return Schedule(name, pp, vp, microbatches, table, *counts)
+    return made
+
+
+def _with_pieces(plan: Schedule) -> int:
+    """Fills in when weights and gradients travel: these from when a chunk's sums are put away, as
+    the turn of the one below begins. Returns spread."""
+    if plan.vp == 1:
+        return 0
+    begins = lambda name, chunk: np.where(
+        plan.column(name) == chunk, np.arange(plan.ticks)[:, None], -1
+    )
+    used = [np.flatnonzero((plan.column("f_load") == c).any(1))[0] for c in range(plan.vp)]
+    drain = plan.phases[DRAIN]
+    away = [np.maximum(begins("b_load", c).max(0), drain.start) for c in range(plan.vp - 2, -1, -1)]
+    away.append(np.full(plan.pp, plan.ticks))
+    spread = int(min(np.diff(used).min(), np.diff(away, axis=0).min()))
+    gather, reduce = (plan.column(name) for name in ("gather", "reduce"))
+    last = spread * (plan.vp - 1) - 1
+    gather[:] = np.minimum(np.arange(plan.ticks), last)[:, None]
+    for i, start in enumerate(away[:-1]):
+        since = np.arange(plan.ticks)[:, None] - start
+        reduce[:] = np.where((since >= 0) & (since < spread), spread * i + since, reduce)
+    return max(spread, 0)

@@ -25,6 +25,7 @@ from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
 from maxbench.model import attention, network, stack, sums
 from maxbench.spec.run import AXES, DTYPES, Run
 from maxbench.step import compiler, data, optimizer, pipeline, slots
+from maxbench.step.pieces import Pieces
 
 
 def for_device(run: Run, device) -> Run:
@@ -191,11 +192,14 @@ class Step:
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
             layers = stack.repeat(run.model, layer, len(w["layers"]))
             places = places | {"layers": layers}
-        layers = w["layers"]
+        layers = self.arithmetic, places["layers"], w["layers"]
         w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
-        w["layers"], amax_w = formats.weights(
-            self.arithmetic, places["layers"], layers, stacked, past
-        )
+        if run.layout.pp > 1:
+            pieces = Pieces(run, *layers[:2], params["layers"], cast, past)
+            w["layers"], amax_w = pieces.start(), pieces.amax
+        else:
+            scales, amax_w = formats.scales(*layers, stacked, past)
+            w["layers"] = formats.weights(*layers, scales, stacked)
         zeros = sums.zeros(w, DTYPES[run.precision.grads])
 
         def accumulate(sums, micro):
@@ -205,17 +209,22 @@ class Step:
         count = run.layout.microbatches
         if run.layout.pp > 1:
             batch = functools.partial(data.batch, run, step)
-            grads, out = pipeline.gradients(run, w, zeros, batch)
+            grads, out = pipeline.gradients(run, w, zeros, batch, pieces)
         elif count == 1:
             grads, out = accumulate(zeros, 0)
         else:
             grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
             out = jax.tree.map(jnp.sum, out)
-        grads, amax = sums.parted(grads, stacked)
+        grads, amax = sums.gradients(grads), sums.magnitudes(grads, stacked)
         if amax is not None:
             amax = collectives.largest(amax, *(axis for axis in AXES if axis != "pp"))
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
-        grads = jax.tree.map(reduce_grad, places, grads)
+        if run.layout.pp > 1:
+            layers = pieces.finish(grads["layers"])
+        else:
+            layers = jax.tree.map(reduce_grad, places["layers"], grads["layers"])
+        ends = lambda name: jax.tree.map(reduce_grad, places[name], grads[name])
+        grads = {name: ends(name) for name in ("embed", "head")} | {"layers": layers}
         if not stacked:
             grads["layers"] = stack.stack(run.model, grads["layers"])
         return grads, jax.tree.map(lambda x: collectives.total(x, *self.mesh.axis_names), out), amax

@@ -229,6 +229,12 @@ def test_llama31_405b_in_four_stages():
     weights = 2 * (99_833_823_232 - ends) * 32 / 30 / 32  # bf16, pp 4 x tp 8, 30 + 2 slots
     assert m["gradients"] == pytest.approx(weights + 2 * ends / 8, rel=0.01)
     by = traffic(found)
+    # In pieces beside the fill and the drain: once, but for what comes again in ticks without one.
+    for kind in ("all-gather", "reduce-scatter"):
+        travels = by[kind, "cp"]
+        assert weights <= travels["bytes"] < 1.1 * weights
+        assert travels["count"] > 60
+        assert travels["exposed_s"] < 0.6 * travels["busy_s"]
     sent = 2 * tokens * 16384 // 8  # of one microbatch, each way for each of a stage's 8 chunks
     assert by["permute", "pp"]["count"] == pytest.approx(2 * 64 * 8)
     assert by["permute", "pp"]["bytes"] == pytest.approx(2 * 64 * 8 * sent, rel=1e-4)

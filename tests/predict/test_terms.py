@@ -106,7 +106,7 @@ def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
     t.traffic = {(kind, axes): traffic(kind, axes, s, 1) for kind, axes, s in several}
     row = dataclasses.replace(published.rows()[0], source="nemo:25.02.01", remat="none")
     found = terms.terms(run, t, row, Costs("h100", dict.fromkeys(AXES, 1)))
-    assert found == {"other waiting": pytest.approx(0.75)}
+    assert found == {"other waiting": pytest.approx(0.75), "dp in pieces": pytest.approx(-1.5)}
 
 
 def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():

@@ -87,6 +87,29 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
     assert {c["b"] for c in chunks} == {0}  # whose sums are put away at the end
 
 
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(SCHEDULES), **SIZES, **TURNS)
+def test_weights_come_before_they_are_read_and_gradients_go_when_they_are_whole(
+    name, pp, vp, extra, longer
+):
+    s = schedule(name, pp, vp, pp + extra, pp + longer)
+    assert (s.spread > 0) == (vp > 1)
+    for p in range(pp):
+        gather, reduce, load, last = (
+            s.column(c)[:, p].tolist() for c in ("gather", "reduce", "f_load", "b_load")
+        )
+        for chunk in range(1, vp):
+            begins = load.index(chunk)
+            came = {gather[t] for t in s.phases[FILL] if t < begins}
+            assert came >= set(range(s.spread * (chunk - 1), s.spread * chunk))
+            over = max(t for t, c in enumerate(last) if c == chunk - 1)
+            went = {reduce[t] for t in s.phases[DRAIN] if t >= over}
+            first = s.spread * (vp - 1 - chunk)
+            assert went >= set(range(first, first + s.spread))
+            early = [reduce[t] for t in s.phases[DRAIN] if t < over]
+            assert all(o < first for o in early)
+
+
 @settings(max_examples=40, deadline=None)
 @given(pp=st.integers(2, 8), vp=st.integers(1, 6), groups=st.integers(1, 6))
 def test_bubble_and_slots_are_those_of_theory(pp, vp, groups):

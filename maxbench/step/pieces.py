@@ -1,0 +1,194 @@
+"""Weights and gradients of a pipeline's layers over dp, in pieces beside its fill and its drain.
+
+A chunk's weights are read when its first turn begins, and its gradients are ready when its last is
+over. So those of all but one chunk can travel while others compute: in each tick of the fill a
+piece of the chunk that comes next is gathered, in each tick of the drain one of the chunk that was
+done last is reduced. A whole chunk would be in the way: all collectives wait in one queue, those of
+tp too.
+
+A piece is a part of each GEMM's weight of a layer, cut along a dim that dp does not split. What
+else there is travels before the first tick and after the last.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import layout
+
+from maxbench import formats
+from maxbench.formats import Weight
+from maxbench.mesh.places import Place, reduce_grad
+from maxbench.model.sums import Sums, gradients
+from maxbench.spec.run import Run
+from maxbench.step.schedule import schedule_of
+
+# What a layer's products reach of the GPU's peak, and bytes/s of a network, one adapter of 400 Gb/s
+# for each GPU: they must take as long as a piece that goes beside them. Of the real network the
+# program knows nothing; a plan for another one is of the same program.
+PEAK, NETWORK = 0.7, 50e9
+
+
+class Pieces:
+    """The layers of this GPU's stage on their way. Lists are of the leaves of a layer's tree.
+
+    Args:
+      places: tree of Place, of the stacked layers.
+      masters: this GPU's part of the master weights, [slots, ...].
+      cast: Place, part of a master -> the same in the compute dtype.
+      past: as formats.scales has it.
+
+    Attributes:
+      amax: the largest magnitudes of weights, as formats.scales gives them.
+      parts: of a layer; 0 where nothing travels in pieces.
+      each: pieces of a tick.
+      cuts: which leaves do -> the dim of a layer's that they are cut along.
+    """
+
+    def __init__(self, run: Run, arithmetic, places, masters, cast, past):
+        self.arithmetic, self.cast, plan = arithmetic, cast, schedule_of(run)
+        self.masters, self.tree = jax.tree.flatten(masters)
+        self.stacked = jax.tree.leaves(places)
+        self.places = [place.layer for place in self.stacked]
+        self.ready = list(map(cast, self.stacked, self.masters))
+        self.scales, self.amax = formats.scales(arithmetic, self.stacked, self.ready, True, past)
+        self.chunks, self.size = plan.vp, len(self.ready[0]) // plan.vp  # layers of a chunk
+        self.spread = plan.spread
+        self.parts, self.each, self.cuts = self._cuts(run)
+
+    def _cuts(self, run: Run) -> tuple[int, int, dict[int, int]]:
+        """Parts of a layer, pieces of a tick, and cuts: such that the fewest ticks bring again what
+        is there, and then as small as they can be. None where half the ticks would, or where a
+        piece takes longer than a layer's products: for each number of a weight 2 bytes (its FP8
+        takes half, and so do the products), and they 2 FLOPs per token."""
+        a, block = run.layout, run.format.multiple if run.format.blocks else 1
+        moved = [i for i, p in enumerate(self.places) if p.gemm and any(p.zero)]
+        best, tokens = (0.5, 0, 0, {}), a.mbs * run.train.seq // a.cp
+        least = math.ceil(PEAK * a.gpu.bf16_tflops * 1e12 / NETWORK / tokens)
+        for parts in range(max(1, least), 1 + self.spread if moved else 0):
+            cuts = {i: _cut(self.places[i], self.ready[i].shape[1:], parts, block) for i in moved}
+            each = -(-self.size * parts // self.spread)
+            used = self.size * parts / (each * self.spread)
+            if None not in cuts.values() and used >= best[0]:
+                best = used, parts, each, cuts
+        return best[1:]
+
+    def start(self):
+        """The compute weights, [slots, ...]; of those that come in pieces, the first chunk's."""
+        cut = lambda i, x: x[: self.size] if i in self.cuts and x is not None else x
+        first, scales = ([cut(i, x) for i, x in enumerate(xs)] for xs in (self.ready, self.scales))
+        made = formats.weights(self.arithmetic, self.stacked, first, scales, True)
+        box = lambda x: jnp.zeros((len(self.ready[0]), *x.shape[1:]), x.dtype)
+        whole = lambda x: lax.dynamic_update_slice_in_dim(box(x), x, 0, 0)
+        made = [jax.tree.map(whole, w) if i in self.cuts else w for i, w in enumerate(made)]
+        return self.tree.unflatten(made)
+
+    def gather(self, tick, layer):
+        """The pieces of a tick of the fill that go beside a layer, as compute weights; `tick` is
+        the schedule's 'gather'. Where no piece is left the last one comes again."""
+
+        def one(i, slot, part):
+            w = _take(self.masters[i], slot, self.cuts[i], part, self.parts)
+            scale = None if self.scales[i] is None else self.scales[i][slot]
+            place, w = self.places[i], self.cast(self.places[i], w)
+            return formats.weights(self.arithmetic, [place], [w], [scale], False)[0]
+
+        return self._each(one, 1 + tick // self.spread, tick % self.spread, layer)
+
+    def reduce(self, sums, tick, layer):
+        """The pieces of a tick of the drain that go beside a layer, as the masters lie; `tick` is
+        the schedule's 'reduce'. Where no piece is left, what travels is for nothing."""
+        grads, tick = jax.tree.leaves(gradients(sums)), jnp.maximum(tick, 0)
+
+        def one(i, slot, part):
+            # XLA would turn the whole stack round for what it sends of it.
+            g = rows(_take(grads[i], slot, self.cuts[i], part, self.parts))
+            return rows(reduce_grad(self.places[i], g))
+
+        chunk = self.chunks - 1 - tick // self.spread
+        return self._each(one, chunk, tick % self.spread, layer)
+
+    def _each(self, one, chunk, tick, layer):
+        """(number, slot, part, what one() gives of each weight) for each piece of a chunk that goes
+        in a tick beside a layer."""
+        last, pieces = self.size * self.parts - 1, []
+        for n in range(self.each):
+            if n * self.size // self.each == layer:
+                number = tick * self.each + n
+                piece = jnp.minimum(number, last)
+                at = chunk * self.size + piece // self.parts, piece % self.parts
+                pieces.append((number, *at, [one(i, *at) for i in self.cuts]))
+        return pieces
+
+    def put_weights(self, stack, pieces):
+        """The compute weights with what gather() gave."""
+        leaves, tree = jax.tree.flatten(stack, is_leaf=lambda x: isinstance(x, Weight))
+        for _, slot, part, new in pieces:
+            for i, w in zip(self.cuts, new, strict=True):
+                put = lambda box, x, at=(slot, part): _put_form(box, x, *at)
+                leaves[i] = jax.tree.map(put, leaves[i], w)
+        return tree.unflatten(leaves)
+
+    def put_gradients(self, sums, pieces, tick):
+        """The sums with what reduce() gave, in the first places of what it is of: that is not read
+        again, and a box of its own would be memory."""
+        leaves, tree = jax.tree.flatten(sums, is_leaf=lambda x: isinstance(x, Sums))
+        for number, slot, part, new in pieces:
+            real = (tick >= 0) & (number < self.size * self.parts)
+            for i, g in zip(self.cuts, new, strict=True):
+                box = gradients(leaves[i])
+                starts = [part * n if d == self.cuts[i] else 0 for d, n in enumerate(g.shape)]
+                old = lax.dynamic_slice(box, [slot, *starts], (1, *g.shape))
+                put = lax.dynamic_update_slice(box, jnp.where(real, g, old), [slot, *starts])
+                leaves[i] = leaves[i]._replace(grad=put) if isinstance(leaves[i], Sums) else put
+        return tree.unflatten(leaves)
+
+    def finish(self, grads):
+        """All gradients, reduced; of those that went in pieces the first chunk's are left."""
+        leaves = jax.tree.leaves(grads)
+
+        def one(i, place: Place):
+            if i not in self.cuts:
+                return reduce_grad(place, leaves[i])
+            sent = lax.slice(leaves[i], [0] * leaves[i].ndim, self.masters[i].shape)
+            first = reduce_grad(place, leaves[i][: self.size])
+            return lax.dynamic_update_slice_in_dim(sent, first, 0, 0)
+
+        return self.tree.unflatten([one(i, place) for i, place in enumerate(self.stacked)])
+
+
+def rows(x):
+    """x, lying in memory in the order of its dims."""
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+
+
+def _cut(place: Place, shape, parts: int, block: int) -> int | None:
+    """The largest dim of a layer's weight that divides into parts, and is not split over dp.
+
+    With blocks it divides into parts of whole ones, and is the first of its matrix's dim: forms of
+    such a weight are matrices [ins, outs].
+    """
+    batch, outs = place.gemm.batch, place.gemm.batch + place.gemm.ins
+    first = lambda d: outs if d >= outs else batch if d >= batch else 0
+    alone = lambda d: block == 1 or math.prod(shape[first(d) : d]) == 1
+    whole = lambda d: shape[d] % (parts * (block if d in (outs - 1, len(shape) - 1) else 1)) == 0
+    fits = [d for d in range(len(shape)) if not place.zero[d] and whole(d) and alone(d)]
+    return max(fits, key=lambda d: shape[d], default=None)
+
+
+def _take(x, slot, dim: int, part, parts: int):
+    """A part of a layer, of the stack x [slots, ...]; `dim` of the layer."""
+    size = x.shape[1 + dim] // parts
+    shape = [1, *x.shape[1:]]
+    shape[1 + dim] = size
+    at = [slot, *[0] * (x.ndim - 1)]
+    at[1 + dim] = part * size
+    return lax.dynamic_slice(x, at, shape)[0]
+
+
+def _put_form(box, x, slot, part):
+    """The box [slots, ...] with a part of a layer, in one form of its weight: cut in the dim in
+    which it is smaller."""
+    starts = [0 if n == m else part * m for n, m in zip(box.shape[1:], x.shape, strict=True)]
+    return lax.dynamic_update_slice(box, x[None], [slot, *starts])

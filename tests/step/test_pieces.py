@@ -1,0 +1,79 @@
+"""What travels in pieces is what would travel whole."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxbench import formats
+from maxbench.mesh.axes import make_mesh
+from maxbench.mesh.places import reduce_grad
+from maxbench.spec.run import AXES
+from maxbench.step import pieces
+from maxbench.step.step import Step
+from tests.conftest import resolve
+
+# Widths of which a part is still whole blocks of 32.
+WIDE = {"model.embed": 256, "model.mlp": 512, "model.head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "axes"),
+    [
+        ("llama31_405b", {}, dict(pp=2, vp=4, cp=2, layers=6)),  # + 2 slots
+        ("llama31_405b", {"precision.scaling": "delayed"}, dict(pp=2, vp=2, dp=2, layers=8)),
+        ("llama31_405b", {"precision.scaling": "mxfp8"} | WIDE, dict(pp=2, vp=2, dp=2, layers=4)),
+        ("grok1_314b", {"precision.scaling": "current"}, dict(pp=2, vp=2, cp=2, ep=2, layers=8)),
+    ],
+    ids=str,
+)
+def test_pieces_make_the_whole(family, how, axes, monkeypatch):
+    monkeypatch.setattr(pieces, "NETWORK", math.inf)
+    axes |= {"mbs": 1, "gbs": 8, "seq": 32, "dtype": "fp8" if how else "bf16"}
+    gpu_type = "gb200" if "mxfp8" in how.values() else "h100"
+    run = resolve(family, "tiny", how, gpu_type=gpu_type, **axes)
+    step = Step(run, make_mesh(run.layout))
+    places, params = step.places["layers"], step.init()["params"]["layers"]
+    travelled = []
+
+    def local(masters):
+        cast = lambda place, w: w if place.exact else w.astype(jnp.bfloat16)
+        past = jnp.ones((len(jax.tree.leaves(masters)[0]), 4, 3))
+        past = past if step.run.precision.remembered else None
+        going = pieces.Pieces(step.run, step.arithmetic, places, masters, cast, past)
+        travelled.append((going.parts, len(going.cuts)))
+        ticks = range(going.spread * (going.chunks - 1))
+        of = lambda go, tick: [p for i in range(going.size) for p in go(jnp.int32(tick), i)]
+
+        came = going.start()
+        for tick in ticks:
+            came = going.put_weights(came, of(going.gather, tick))
+        ready = jax.tree.map(cast, places, masters)
+        whole = formats.weights(step.arithmetic, places, ready, going.scales, True)
+
+        ours = 1 + sum(jax.lax.axis_index(axis) for axis in AXES)  # of each GPU others
+        grads = jax.tree.map(
+            lambda w: ours * jnp.arange(math.prod(w.shape), dtype=jnp.float32).reshape(w.shape),
+            whole,
+            is_leaf=lambda w: isinstance(w, formats.Weight),
+        )
+        sums = grads
+        for tick in (-1, *ticks):  # the first for nothing
+            pieces_of_it = of(lambda *at: going.reduce(sums, *at), tick)  # noqa: B023
+            sums = going.put_gradients(sums, pieces_of_it, tick)
+        went, reduced = going.finish(sums), jax.tree.map(reduce_grad, places, grads)
+
+        pairs = zip(*map(jax.tree.leaves, ((came, went), (whole, reduced))), strict=True)
+        same = [jnp.array_equal(*(x.astype(jnp.float32) for x in pair)) for pair in pairs]
+        return jnp.stack(same)[None]
+
+    specs = jax.tree.map(lambda place: place.master_spec, places)
+    check = jax.shard_map(
+        local, mesh=step.mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=False
+    )
+    assert jax.jit(check)(params).all()
+    parts, cuts = travelled[0]
+    assert parts > 1
+    assert cuts == 4
