@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (520, True),
     "model": (1640, True),
-    "step": (1325, True),
+    "step": (1330, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1770, True),
