@@ -146,7 +146,9 @@ def _backward(gemm, residuals, gradients):
     over = tuple(range(gemm.batch, rows))
     # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
     wide = dtype if sums is None else jnp.promote_types(dtype, sums.dtype)
-    dw = _product(how, x, col, (over, over), gemm, wide, exact=True)
+    # Where columns are split over fsdp, the gradient is made turned: parts then lie in one piece.
+    turned = gemm.fsdp == 1 and len(weight.shape) == 2
+    dw = _product(how, *((col, x) if turned else (x, col)), (over, over), gemm, wide, exact=True)
     add = lambda dw: dw if sums is None else sums + dw.astype(sums.dtype)
     if gemm.fsdp is None:
         dw = add(dw)
@@ -156,7 +158,8 @@ def _backward(gemm, residuals, gradients):
     if gathered:
         dx = _from_experts(dx, gemm)
     if gemm.fsdp is not None:
-        dw = add(collectives.scatter(dw, "fsdp", gemm.fsdp))
+        dw = collectives.scatter(dw, "fsdp", 0 if turned else gemm.fsdp)
+        dw = add(dw.T if turned else dw)
     zeros = first if joined else last, last
     turn = Turn(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
     return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
