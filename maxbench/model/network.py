@@ -24,6 +24,7 @@ from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
 from maxbench.model.linear import Turn
 from maxbench.model.loss import cross_entropy
 from maxbench.model.sums import add_to
+from maxbench.spec import program
 from maxbench.spec.model import Model
 from maxbench.spec.run import Run
 
@@ -105,7 +106,8 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None):
     )
     # Forward and backward pass in one computation: XLA would see the same work twice and keep its
     # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
-    prevent_cse = stack.as_code(run) and run.train.remat != "none"
+    together = program.as_code(run) and not program.paired(run)
+    prevent_cse = together and run.train.remat != "none"
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
     return apply(w, sums, x_bud, held, made)
 

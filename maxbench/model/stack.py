@@ -1,4 +1,4 @@
-"""Layers as a loop or as code: two programs of one network, and the one place that decides.
+"""Layers as a loop or as code (spec.program): two programs of one network.
 
 As a loop, every weight is stacked [layers, ...] and XLA compiles one layer; but what belongs to a
 layer, weights, gradients and activations, is copied out of a stack and back into one. As code,
@@ -12,21 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.spec.model import Model
-from maxbench.spec.run import Run
-
-MOST = 40  # layers that a GPU's program has as code, unless train.unroll says; a CPU's has none
-
-
-def as_code(run: Run) -> bool:
-    """Whether layers are code; train.unroll must be settled.
-
-    Over fsdp never: XLA would gather the weights of many layers ahead of their use; nor where
-    activations wait in the host's memory, which XLA keeps for a loop; nor in a pipeline, which
-    takes the layers of a chunk from the stack when its turn begins.
-    """
-    a, t = run.layout, run.train
-    return a.pp == a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload
-
 
 # A model of one kind of layers has one stack; of several (Model.kinds) a dict of them, one for each
 # run of equal neighbours: '000', '001', ...

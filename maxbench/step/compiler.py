@@ -7,6 +7,7 @@ end the process.
 import functools
 from importlib import metadata
 
+from maxbench.spec import program
 from maxbench.spec.run import Run
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
@@ -71,7 +72,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # Four: a layer's gradients are reduced while the next one's weights are gathered, and what a
     # stage sends travels beside work that has collectives of its own. With fewer, XLA waits for one
     # at once where the next must start.
-    overlap = 4 if run.layout.pp > 1 or gathers else 1
+    overlap = 4 if program.paired(run) or gathers else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = overlap
     dtype = "fp8" if run.format.quantized else "bf16"
     reduce, gather, scatter = run.train.combine or COMBINE[dtype]

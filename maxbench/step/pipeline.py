@@ -10,6 +10,9 @@ Chunks take turns: the weights of those that have theirs, and the sums of their 
 buffers of their own, which the code names. They are copied when a turn begins, once in pp ticks
 or train.turn.
 
+Without a pipeline there may be one stage of one chunk (spec/program.py): the forward pass of each
+microbatch then goes beside the backward pass of the one before, and nothing takes turns.
+
 Differentiation is by hand, layer by layer: a forward piece leaves its residuals in a slot, a
 backward piece reads them. So the memory of activations is bounded by the schedule, not by the
 number of microbatches.
@@ -22,12 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxbench.formats import Weight
-from maxbench.mesh import axes, collectives
+from maxbench.mesh import collectives
 from maxbench.model import network
-from maxbench.model.layers import rope_angles
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
+from maxbench.step.halves import Layer, but
 from maxbench.step.pieces import Pieces, rows
 from maxbench.step.schedule import (
     BACKWARD_TURN,
@@ -43,7 +46,7 @@ from maxbench.step.schedule import (
 )
 
 
-def gradients(run: Run, w, sums, batch, pieces: Pieces):
+def gradients(run: Run, w, sums, batch, pieces: Pieces | None):
     """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
 
     Args:
@@ -59,106 +62,63 @@ def gradients(run: Run, w, sums, batch, pieces: Pieces):
     return _Pipeline(run, w, batch, pieces).run_phases(sums)
 
 
-# What a layer that goes forward gathers or scatters -> the product beside which it does, of the
-# layer that goes back in the same tick (linear.Turn). Its last scatter is left to the next two.
-BESIDE = {"qkv": "down", "out": "up", "up": "out"}
-
-
-class _Layer:
-    """The vjp of one layer in two halves that can stand far apart.
-
-    Residuals are the leaves of the vjp but for the weights, the sums of gradients and the rope
-    table, which the backward half is given again: they would otherwise be kept once per microbatch.
-    """
-
-    def __init__(self, run: Run):
-        self.run = run
-        self.rope = rope_angles(run.model, axes.chunks(run.train.seq))
-        self.structure = None
-
-    def forward(self, w, sums, x, held=None):
-        """y, the auxiliary loss, the residuals, and a zero known when the products are made.
-
-        `sums` stand for those that backward gets; `held` are the zeros that backward gave.
-        """
-        held = {
-            name: held[BESIDE[name]] if held and name in BESIDE else jnp.zeros(())
-            for name in network.TURNS
-        }
-        call = lambda sums, x, held, made: network.layer(
-            self.run, self.run.model, w, sums, x, self.rope, held, made
-        )
-        (y, made, aux), vjp = jax.vjp(call, sums, x, held, jnp.zeros(()))
-        leaves, tree = jax.tree.flatten(vjp)
-        given = self.given(w, sums)
-        known = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
-        self.structure = self.structure or (tree, known)
-        kept = [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
-        return y, aux, kept, made
-
-    def backward(self, w, sums, residuals, dy, daux, made):
-        """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn).
-
-        `made` is the zero beside whose work dy is gathered.
-        """
-        tree, known = self.structure
-        given, rest = self.given(w, sums), iter(residuals)
-        leaves = [next(rest) if i is None else given[i] for i in known]
-        return jax.tree.unflatten(tree, leaves)((dy, made, daux))
-
-    def given(self, w, sums):
-        return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]
-
-
 class _Pipeline:
     """What stays the same over the ticks; the carry of the scans is a dict of arrays."""
 
-    def __init__(self, run: Run, w, batch, pieces: Pieces):
+    def __init__(self, run: Run, w, batch, pieces: Pieces | None):
         a = run.layout
         self.run, self.batch, self.pieces = run, batch, pieces
         self.plan = schedule_of(run)
+        # One stage of one chunk, whose turn it always is: its layers come as a tuple of trees.
+        self.alone, self.fixed = a.pp == 1, {}
         self.ends = {"embed": w["embed"], "head": w["head"]}
         # Layer by layer, before any box is made: XLA would turn what was gathered round afterwards.
         self.layers = jax.tree.map(rows, w["layers"])
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.size = self.real.shape[2]  # layers of a chunk
-        self.layer = _Layer(run)
+        self.shapes = jax.eval_shape(lambda: self.take_chunk(self.layers, 0)[0])
+        self.layer = Layer(run)
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
     def run_phases(self, sums):
         rows, carry = jnp.asarray(self.plan.table)[:, collectives.index("pp")], self.start(sums)
         for name, ticks in self.plan.phases.items():
-            if name == BOTH:  # not before: the fill would keep what it copies beside the weights
-                carry["w_backward"] = self.take_chunk(_but("col", carry["weights"]), 0)
+            # Not before: the fill would keep what it copies beside the weights.
+            if name == BOTH and not self.alone:
+                carry["w_backward"] = self.take_chunk(but("col", carry["weights"]), 0)
             tick = functools.partial(self.tick, name != DRAIN, name != FILL)
             with jax.named_scope(name):
                 carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
-        layers = self.put_chunk(carry["stack"], 0, carry["sums"])  # all stages end with chunk 0
+        layers = carry["sums"]  # all stages end with chunk 0
+        layers = layers if self.alone else self.put_chunk(carry["stack"], 0, layers)
         return {**carry["ends"], "layers": layers}, carry["out"]
 
     def start(self, sums):
-        """Empty buffers. Each has one slot more than the schedule counts, for what is dropped.
+        """Empty buffers. Each has one slot more than the schedule counts, for what is dropped: no
+        residuals are where there is one stage.
 
         They are made when the weights are, whose way there takes memory too. Ones: work for nothing
         reads them, and a scale of 0 would make of its zeros what is no number.
         """
         plan, x = self.plan, self.x
         one = 1 + collectives.zero(self.layers)
-        box = lambda n, s: jnp.full((n + 1, *s.shape), one.astype(s.dtype))
+        box = lambda n, s: jnp.full((n, *s.shape), one.astype(s.dtype))
+        spare = not self.alone
         zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
-        forward = self.take_chunk(_but("row", self.layers), 0)
+        forward = self.take_chunk(but("row", self.layers), 0)
+        turning = {"weights": self.layers, "w_forward": forward, "stack": sums["layers"]}
+        if self.alone:
+            turning = {}
+            self.fixed = {"w_forward": forward, "w_backward": but("col", self.layers)}
         w = self.both_forms(forward[0])
         kept = jax.eval_shape(lambda x: self.layer.forward(w, self.blank, x)[2], x)
-        return {
-            "weights": self.layers,
-            "w_forward": forward,
+        return turning | {
             "sums": zeros,
-            "stack": sums["layers"],
-            "keep": [jax.tree.map(lambda s: box(plan.keep, s), kept) for _ in forward],
-            "inbox": box(plan.inbox, x),
-            "grads": box(plan.grads, x),
+            "keep": [jax.tree.map(lambda s: box(plan.keep + spare, s), kept) for _ in forward],
+            "inbox": box(plan.inbox + 1, x),
+            "grads": box(plan.grads + 1, x),
             "y": jnp.zeros(x.shape, x.dtype),
             "dx": jnp.zeros(x.shape, x.dtype),
             "ends": {name: sums[name] for name in self.ends},
@@ -170,14 +130,15 @@ class _Pipeline:
 
         What has communication under a condition, the ends, is first and last (collectives.after).
         """
-        at, carry = dict(zip(COLUMNS, row, strict=True)), dict(carry)
+        at, given, carry = dict(zip(COLUMNS, row, strict=True)), carry, self.fixed | carry
         x = dy = held = None
         if forward:
             x = self.input(carry, at)
             at = collectives.after(x, at)
-        self.turns(forward, backward, carry, at)
+        if not self.alone:
+            self.turns(forward, backward, carry, at)
         made, kept, sent = jnp.zeros(()), [], []
-        travels = forward != backward and self.pieces.parts
+        travels = forward != backward and self.pieces and self.pieces.parts
         if backward:
             dy = self.given_back(carry, at)
         for i in range(self.size):
@@ -206,7 +167,7 @@ class _Pipeline:
             self.embed_back(carry, at)
         if forward:
             self.loss(carry, at)
-        return carry, None
+        return {name: carry[name] for name in given}, None
 
     def input(self, carry, at):
         """x of the forward piece, with what the stage before has made taken in."""
@@ -215,7 +176,7 @@ class _Pipeline:
         first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
             embed = lambda: self.embed(self.ends, at["f_micro"])
-            x = lax.cond((at["f_micro"] >= 0) & first, embed, take)
+            x = _if(self.alone or (at["f_micro"] >= 0) & first, embed, take)
         return jnp.where(at["f_micro"] >= 0, x, 0)
 
     def given_back(self, carry, at):
@@ -229,12 +190,12 @@ class _Pipeline:
 
         def change(turn):
             stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
-            given = _but("col", carry["weights"]), stack
+            given = but("col", carry["weights"]), stack
             w, sums = (self.take_chunk(x, at["b_load"]) for x in given)
             return {"stack": stack, "sums": sums, "w_backward": w}
 
         if forward:
-            load = lambda _: self.take_chunk(_but("row", carry["weights"]), at["f_load"])
+            load = lambda _: self.take_chunk(but("row", carry["weights"]), at["f_load"])
             with jax.named_scope(FORWARD_TURN):
                 carry["w_forward"] = _once(at["f_load"] >= 0, load, carry["w_forward"])
         if backward:
@@ -288,9 +249,10 @@ class _Pipeline:
         """On the network's first chunk: the gradient of the embedding."""
         embedded = lambda ends, dx: self.embed_backward(at["b_micro"], dx, ends)
         with jax.named_scope(EMBED_BACKWARD):
-            first = (at["b_micro"] >= 0) & (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
+            first = (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
             skip = lambda ends, _: ends
-            carry["ends"] = lax.cond(first, embedded, skip, carry["ends"], carry["dx"])
+            real = self.alone or (at["b_micro"] >= 0) & first
+            carry["ends"] = _if(real, embedded, skip, carry["ends"], carry["dx"])
 
     def loss(self, carry, at):
         """On the network's last chunk: the loss, and the gradient of y for the next tick."""
@@ -298,7 +260,8 @@ class _Pipeline:
         lossy = lambda ends, y: self.loss_of(at["f_micro"], y, ends)
         with jax.named_scope(LOSS):
             ends = carry["ends"], carry["y"]
-            loss, carry["ends"], dy = lax.cond(at["f_grad"] >= 0, lossy, skip, *ends)
+            real = self.alone or at["f_grad"] >= 0
+            loss, carry["ends"], dy = _if(real, lossy, skip, *ends)
         carry["grads"] = _put(carry["grads"], at["f_grad"], dy)
         carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
 
@@ -306,6 +269,8 @@ class _Pipeline:
 
     def take_chunk(self, stack, chunk):
         """The layers of a chunk, of a stack of all."""
+        if self.alone:
+            return stack
         layer = lambda i: jax.tree.map(lambda x: _take(x, chunk * self.size + i), stack)
         return tuple(map(layer, range(self.size)))
 
@@ -320,7 +285,7 @@ class _Pipeline:
         """A layer with zeros for the form of each Weight that its pass does not read (_but)."""
 
         def form(part, whole):
-            blank = lambda x: jnp.zeros(x.shape[1:], x.dtype)
+            blank = lambda x: jnp.zeros(x.shape, x.dtype)
             return jax.tree.map(blank, whole) if part is None else part
 
         def whole(w, stack):
@@ -328,7 +293,7 @@ class _Pipeline:
                 return w
             return w.replace(row=form(w.row, stack.row), col=form(w.col, stack.col))
 
-        return jax.tree.map(whole, layer, self.layers, is_leaf=lambda w: isinstance(w, Weight))
+        return jax.tree.map(whole, layer, self.shapes, is_leaf=lambda w: isinstance(w, Weight))
 
     def is_real(self, chunk, i):
         """Whether slot i of a chunk of this stage holds a layer."""
@@ -352,17 +317,16 @@ class _Pipeline:
         return loss, _add(ends_grads, dends), dy
 
 
-def _but(form: str, layers):
-    """Layers without one form of each Weight: the forward pass reads 'col', the backward 'row'."""
-    drop = lambda w: w.replace(**{form: None}) if isinstance(w, Weight) else w
-    return jax.tree.map(drop, layers, is_leaf=lambda w: isinstance(w, Weight))
-
-
 def _once(condition, change, state):
     """change(state) or state: a loop that runs once or not at all writes in place, a conditional
     would copy."""
     body = lambda carried: (False, change(carried[1]))
     return lax.while_loop(lambda carried: carried[0], body, (condition, state))[1]
+
+
+def _if(condition, yes, no, *given):
+    """lax.cond, or yes(*given) where that is known."""
+    return yes(*given) if condition is True else lax.cond(condition, yes, no, *given)
 
 
 def _unless(real, new, old):

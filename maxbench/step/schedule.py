@@ -151,7 +151,7 @@ class Schedule:
 def schedule_of(run: Run) -> Schedule:
     """The schedule of a run's pipeline; without one, of a pipeline of one stage."""
     a, t = run.layout, run.train
-    return schedule(t.schedule, a.pp, a.vp, a.microbatches, t.turn)
+    return schedule(t.schedule if a.pp > 1 else "1f1b", a.pp, a.vp, a.microbatches, t.turn)
 
 
 def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[int, int]]:
@@ -239,12 +239,13 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
         if way == "b":
             table[ticks[turns], p, at["b_last"]] = np.where(before < 0, chunks, before)[turns]
     counts = []
-    for stays in (keep, inbox, grads):
+    # What a tick keeps is put away when it has read what it frees; other slots it fills first.
+    for stays, again in ((keep, 1), (inbox, 0), (grads, 0)):
         free_from: dict[tuple[int, int], int] = {}
         most = 1
         for p, start, end, uses in sorted(stays, key=lambda s: (s[0], s[1], s[2])):
             slot = 0
-            while free_from.get((p, slot), -1) >= start:
+            while free_from.get((p, slot), -1) >= start + again:
                 slot += 1
             free_from[p, slot] = end
             most = max(most, slot + 1)

@@ -23,6 +23,7 @@ from maxbench.formats import te, tensor
 from maxbench.mesh import collectives
 from maxbench.mesh.places import RULES, gather_master, place, reduce_grad
 from maxbench.model import attention, network, stack, sums
+from maxbench.spec import program
 from maxbench.spec.run import AXES, DTYPES, Run
 from maxbench.step import compiler, data, optimizer, pipeline, slots
 from maxbench.step.pieces import Pieces
@@ -41,7 +42,7 @@ def for_device(run: Run, device) -> Run:
     most = max(1, budget // (4 * run.model.vocab // run.layout.tp))
     chunk = 1 << (most.bit_length() - 1)
     kind = attention.choose(run, device)
-    unroll = t.unroll if t.unroll >= 0 else stack.MOST * gpu
+    unroll = t.unroll if t.unroll >= 0 else program.MOST * gpu
     train = dataclasses.replace(t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll=unroll)
     p = run.precision
     if run.format.quantized and p.backend == "te":
@@ -186,7 +187,7 @@ class Step:
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
         cast = lambda place, w: w if place.exact else w.astype(DTYPES[run.format.compute])
         w, places = jax.tree.map(cast, self.places, params), self.places
-        stacked = not stack.as_code(run)
+        stacked = not program.as_code(run)
         if not stacked:
             w = w | {"layers": stack.unstack(run.model, w["layers"])}
             layer = jax.tree.map(lambda place: place.layer, places["layers"])
@@ -194,6 +195,7 @@ class Step:
             places = places | {"layers": layers}
         layers = self.arithmetic, places["layers"], w["layers"]
         w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
+        pieces = None
         if run.layout.pp > 1:
             pieces = Pieces(run, *layers[:2], params["layers"], cast, past)
             w["layers"], amax_w = pieces.start(), pieces.amax
@@ -207,7 +209,7 @@ class Step:
             return jax.grad(objective, has_aux=True)(sums)
 
         count = run.layout.microbatches
-        if run.layout.pp > 1:
+        if program.paired(run):
             batch = functools.partial(data.batch, run, step)
             grads, out = pipeline.gradients(run, w, zeros, batch, pieces)
         elif count == 1:
@@ -219,7 +221,7 @@ class Step:
         if amax is not None:
             amax = collectives.largest(amax, *(axis for axis in AXES if axis != "pp"))
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
-        if run.layout.pp > 1:
+        if pieces:
             layers = pieces.finish(grads["layers"])
         else:
             layers = jax.tree.map(reduce_grad, places["layers"], grads["layers"])

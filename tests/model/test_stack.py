@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxbench.model import stack
+from maxbench.spec import program
 from tests.conftest import resolve
 
 
@@ -21,7 +22,7 @@ from tests.conftest import resolve
 )
 def test_as_code_where_nothing_speaks_for_a_loop(axes, unroll, code):
     run = resolve("llama31_8b", "tiny", {"train.unroll": unroll}, layers=4, mbs=1, **axes)
-    assert stack.as_code(run) == code
+    assert program.as_code(run) == code
 
 
 @pytest.mark.parametrize("with_sums", [True, False])

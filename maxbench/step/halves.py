@@ -1,0 +1,66 @@
+"""One layer of a pipeline in two halves: forward now, backward later, each with what it reads."""
+
+import jax
+import jax.numpy as jnp
+
+from maxbench.formats import Weight
+from maxbench.mesh import axes
+from maxbench.model import network
+from maxbench.model.layers import rope_angles
+from maxbench.spec.run import Run
+
+# What a layer that goes forward gathers or scatters -> the product beside which it does, of the
+# layer that goes back in the same tick (linear.Turn). Its last scatter is left to the next two.
+BESIDE = {"qkv": "down", "out": "up", "up": "out"}
+
+
+class Layer:
+    """The vjp of one layer in two halves that can stand far apart.
+
+    Residuals are the leaves of the vjp but for the weights, the sums of gradients and the rope
+    table, which the backward half is given again: they would otherwise be kept once per microbatch.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.rope = rope_angles(run.model, axes.chunks(run.train.seq))
+        self.structure = None
+
+    def forward(self, w, sums, x, held=None):
+        """y, the auxiliary loss, the residuals, and a zero known when the products are made.
+
+        `sums` stand for those that backward gets; `held` are the zeros that backward gave.
+        """
+        held = {
+            name: held[BESIDE[name]] if held and name in BESIDE else jnp.zeros(())
+            for name in network.TURNS
+        }
+        call = lambda sums, x, held, made: network.layer(
+            self.run, self.run.model, w, sums, x, self.rope, held, made
+        )
+        (y, made, aux), vjp = jax.vjp(call, sums, x, held, jnp.zeros(()))
+        leaves, tree = jax.tree.flatten(vjp)
+        given = self.given(w, sums)
+        known = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
+        self.structure = self.structure or (tree, known)
+        kept = [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
+        return y, aux, kept, made
+
+    def backward(self, w, sums, residuals, dy, daux, made):
+        """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn).
+
+        `made` is the zero beside whose work dy is gathered.
+        """
+        tree, known = self.structure
+        given, rest = self.given(w, sums), iter(residuals)
+        leaves = [next(rest) if i is None else given[i] for i in known]
+        return jax.tree.unflatten(tree, leaves)((dy, made, daux))
+
+    def given(self, w, sums):
+        return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]
+
+
+def but(form: str, layers):
+    """Layers without one form of each Weight: the forward pass reads 'col', the backward 'row'."""
+    drop = lambda w: w.replace(**{form: None}) if isinstance(w, Weight) else w
+    return jax.tree.map(drop, layers, is_leaf=lambda w: isinstance(w, Weight))
