@@ -121,3 +121,11 @@ def test_files_that_are_named_are_there():
 def test_the_recipes_in_the_docs_are_of_this_revision():
     """If not: python -m benchmarks.recipes_table."""
     assert recipes_table.PAGE.read_text() == recipes_table.page()
+
+
+@pytest.mark.xdist_group("house")
+def test_groups_of_tests_stay_on_one_worker(request):
+    """Without them every worker makes every reference, and all tests pass, later."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("one process")
+    assert request.node.nodeid.endswith("@house")
