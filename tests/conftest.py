@@ -1,6 +1,7 @@
 """Every test runs on virtual CPU devices; what one compiles for a GPU, no other compiles again."""
 
 import contextlib
+import gc
 import os
 import pathlib
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = FLAGS
 if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+# What a trace leaves are objects by the million that live on: look for cycles seldom.
+gc.set_threshold(50_000, 20, 50)
 # Plans, and what started processes compile, are kept for all workers and for the next run, under
 # keys that know the sources, the options and the versions.
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"

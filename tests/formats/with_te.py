@@ -4,7 +4,6 @@ NVTE_JAX_CUSTOM_CALLS=false for a CPU.
 """
 
 import functools
-import os
 import re
 
 import jax
@@ -24,10 +23,7 @@ from maxbench.predict.costs import GEMM, TE_GEMM, Costs
 from maxbench.predict.simulate import price
 from maxbench.spec.run import AXES
 from maxbench.step.step import Step
-from tests.conftest import FLAGS, resolve
-
-# TE's plain form of an empty block is no number without XLA's fusion emitters.
-os.environ["XLA_FLAGS"] = FLAGS
+from tests.conftest import resolve
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BITS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
