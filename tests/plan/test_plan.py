@@ -196,8 +196,9 @@ def test_grok1_brings_tokens_to_their_experts():
 
 @compiler
 def test_what_does_not_fit_is_told_what_would():
-    """What the message offers fits, and --best_remat finds it."""
-    row = "--config configs/llama31_8b.py --fsdp 8 --mbs 8"
+    """What the message offers fits, and --best_remat finds it. Compiled above, for a GPU on which
+    29 of 79 GiB may be used: of the 30 there is 1 too much, and 7 are activations."""
+    row = "--config configs/llama31_8b.py --layers 2 --mbs 4 --memory_margin 0.57"
     done = command(f"{row} --config.train.remat=none")
     assert done.returncode == 3
     offer = r"does not fit: \d+\.\d GiB over; what would: --config\.train\.remat=(\w+)"
@@ -214,15 +215,6 @@ def turns_of(ticks):
     for op in ticks.ops:
         if op.opcode == "while" and re.search(f"{BOTH}/.*{BACKWARD_TURN}/", op.op_name):
             yield any(at[x.operands[0]] < at[op.name] < at[x.name] for x in sent)
-
-
-@compiler
-@pytest.mark.core
-def test_nemotron_in_fp8_is_compiled_by_every_xla():
-    """0.12.0.1 ended the process, over a kernel of its own for the maximum of 4 x 12 scales."""
-    found = planned("--config configs/nemotron4_340b.py --gpus 256 --dtype fp8")
-    assert found["fits"]
-    assert 0 < found["published"]["error"] < 0.2
 
 
 @compiler
