@@ -21,11 +21,10 @@ from maxbench.predict import artifact, hlo
 from maxbench.predict.costs import GEMM
 from maxbench.run import checkpoint
 from maxbench.spec.formats import SCALINGS
-from maxbench.step import pieces
 from maxbench.step.step import Step
 from tests.conftest import resolve
 from tests.plan.test_plan import compiler, planned
-from tests.step.test_parallelism import gradients
+from tests.step.test_parallelism import gradients, in_pieces  # noqa: F401
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 FAMILIES = {"llama": "llama31_405b", "nemotron": "nemotron4_340b", "grok": "grok1_314b"}
@@ -284,12 +283,21 @@ def test_meshes_differ_by_their_scales_only(family, axes):
 FIXED = {"delayed": "h100", "mxfp8": "gb200"}
 
 
+PIPELINE = dict(pp=2, vp=2, cp=2, mbs=1)
+
+
+@functools.cache
+def program(family: str, scaling: str, unroll: int = 0, **axes):
+    """The step and its program."""
+    how = FAST | {"precision.scaling": scaling, "precision.history": 4, "train.unroll": unroll}
+    step = build(FAMILIES[family], "fp8", how, gpu_type=FIXED[scaling], **axes)
+    return step, step.lower().compile()
+
+
 def run(family: str, scaling: str, steps: int = 3, **axes):
     """Losses, the last state, and the step that made them with its program."""
-    how = FAST | {"precision.scaling": scaling, "precision.history": 4}
-    how["train.unroll"] = axes.pop("unroll", 0)
-    step = build(FAMILIES[family], "fp8", how, gpu_type=FIXED[scaling], **axes)
-    call, state, found = step.lower().compile(), step.init(), []
+    step, call = program(family, scaling, **axes)
+    state, found = step.init(), []
     for _ in range(steps):
         state, out = call(state)
         found.append(float(out["loss"]))
@@ -307,16 +315,13 @@ def alone(family: str, scaling: str):
     ("family", "scaling", "axes"),
     [
         ("llama", "delayed", dict(dp=2, tp=2, mbs=1, unroll=4)),  # two microbatches; as code
-        ("llama", "delayed", dict(pp=2, vp=2, cp=2, mbs=1)),
+        ("llama", "delayed", PIPELINE),
         ("llama", "mxfp8", dict(fsdp=4, tp=2)),
         ("grok", "mxfp8", dict(ep=2, mbs=1)),
     ],
     ids=str,
 )
-def test_delayed_and_blocks_train_as_bf16_and_the_same_on_every_mesh(
-    family, scaling, axes, monkeypatch
-):
-    monkeypatch.setattr(pieces, "NETWORK", math.inf)  # dp's traffic in pieces beside a pipeline
+def test_delayed_and_blocks_train_as_bf16_and_the_same_on_every_mesh(family, scaling, axes):
     ours, state, step, _ = run(family, scaling, **axes)
     if family == "llama":
         one, past, *_ = alone(family, scaling)
@@ -336,9 +341,10 @@ def test_delayed_and_blocks_train_as_bf16_and_the_same_on_every_mesh(
             np.testing.assert_array_equal(first[0, 1, 0], of_one[0, 1, 0])
 
 
+@pytest.mark.xdist_group("test_precision llama")  # whose programs these are
 def test_a_checkpoint_holds_what_delayed_scaling_remembers(tmp_path):
     """From two stages of layers in another order to none: training goes on as it would have."""
-    _, state, step, call = run("llama", "delayed", 2, pp=2, vp=2, mbs=2)
+    _, state, step, call = run("llama", "delayed", 2, **PIPELINE)
     with checkpoint.Saver(tmp_path, step.run) as saver:
         saver.save(state)
     state, out = call(state)
