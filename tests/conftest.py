@@ -44,6 +44,7 @@ WORKLOADS = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Tests of a family share references, so one worker takes them all."""
     for item in items:

@@ -123,9 +123,9 @@ def test_the_recipes_in_the_docs_are_of_this_revision():
     assert recipes_table.PAGE.read_text() == recipes_table.page()
 
 
-@pytest.mark.xdist_group("house")
-def test_groups_of_tests_stay_on_one_worker(request):
-    """Without them every worker makes every reference, and all tests pass, later."""
+@pytest.mark.parametrize("family", ["own"])
+def test_a_family_of_tests_stays_on_one_worker(request, family):
+    """If not, every worker makes every reference, and all tests pass, later."""
     if not hasattr(request.config, "workerinput"):
         pytest.skip("one process")
-    assert request.node.nodeid.endswith("@house")
+    assert request.node.nodeid.endswith(f"@test_house {family}")

@@ -176,6 +176,7 @@ def test_xai_grok_on_a_mesh():
     jax.tree.map(close, ours, grads)
 
 
+@pytest.mark.xdist_group("test_parallelism grok")  # whose reference this is
 @pytest.mark.parametrize("axes", [dict(fsdp=8), dict(pp=2, vp=2, ep=2, tp=2, mbs=1)], ids=str)
 def test_initial_weights_do_not_depend_on_the_mesh(axes):
     step = build("grok", **axes)
@@ -337,6 +338,7 @@ def per_gpu_oracle(step, params):
     return jax.tree.map(lambda *x: sum(x) / gpus, *parts)
 
 
+@pytest.mark.xdist_group("test_parallelism grok")  # whose reference this is
 def test_experts_that_drop_tokens_drop_each_gpus_own():
     step = build("grok", overrides={"model.capacity_factor": 0.5}, ep=2, fsdp=2)
     params, dropless, _ = reference("grok")
