@@ -6,6 +6,7 @@ tokens to their experts, over ep, on their way into a GEMM. An arithmetic is a f
 carried by each Weight, with
 
   turned     the forward pass reads weights [batch..., outs..., ins...]
+  by_outs    and over fsdp gathers them along their outs, whichever dim of the weight is split
   matrices   product() knows those only
   scales(ws, lead, past)   an iterator of what each weight's scale needs of all weights of a step,
              and their largest magnitudes [gemms, ...] or None; `lead`: dims of layers in front
@@ -63,7 +64,7 @@ class Weight:
 def arithmetic(run: Run):
     """The arithmetic of a run's format, on the kernels of precision.backend."""
     module = importlib.import_module(f"{__name__}.{run.format.arithmetic}")
-    return module.arithmetic(run.format, run.precision.backend)
+    return module.arithmetic(run)
 
 
 def scales(arithmetic, places, masters, stacked: bool, past=None):

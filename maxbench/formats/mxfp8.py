@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from maxbench.formats import Scaled, Weight, te
 from maxbench.mesh.places import Place, gather_master
+from maxbench.spec.run import Run
 
 BLOCK, E4M3 = 32, jnp.float8_e4m3fn
 
@@ -23,7 +24,7 @@ BLOCK, E4M3 = 32, jnp.float8_e4m3fn
 class Blocks:
     """Through XLA."""
 
-    turned, matrices = True, True
+    turned, by_outs, matrices = True, False, True
 
     def quantize(self, x) -> tuple[Scaled, Scaled]:
         """x [..., left, right] in blocks along right, and along left."""
@@ -73,8 +74,8 @@ class OnTe(Blocks):
         return te.gemm(a, b, over, dtype, exact, blocks=True)
 
 
-def arithmetic(form, backend: str) -> Blocks:
-    return OnTe() if backend == "te" else Blocks()
+def arithmetic(run: Run) -> Blocks:
+    return OnTe() if run.precision.backend == "te" else Blocks()
 
 
 def quantize(x, dtype, dim: int) -> Scaled:

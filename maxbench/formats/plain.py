@@ -5,10 +5,11 @@ import itertools
 import jax
 
 from maxbench.mesh.places import gather_master
+from maxbench.spec.run import Run
 
 
 class Plain:
-    turned, matrices = False, False
+    turned, by_outs, matrices = False, False, False
 
     def scales(self, ws, lead, past):
         return itertools.repeat(None), None
@@ -29,5 +30,5 @@ class Plain:
 PLAIN = Plain()
 
 
-def arithmetic(form, backend: str) -> Plain:
+def arithmetic(run: Run) -> Plain:
     return PLAIN

@@ -7,6 +7,7 @@ Operands of the forward pass are e4m3, gradients e5m2, as in NVIDIA's recipes.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name as keep
 from maxbench.formats import SCALE, Scaled, Weight, te
 from maxbench.mesh import collectives
 from maxbench.mesh.places import Place, gather_master
-from maxbench.spec.run import AXES
+from maxbench.spec.run import AXES, Run
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -25,6 +26,7 @@ class Tensor:
     """Through XLA, which makes an FP8 GEMM of a product of dequantized operands."""
 
     delayed: bool
+    by_outs: bool = False  # over fsdp the turned form is split by its first dim, as it is gathered
     turned, matrices = True, False  # Hopper sums over the last dim of both operands only
 
     def quantize(self, x, dtype, scale):
@@ -55,6 +57,9 @@ class Tensor:
         first = lead + place.gemm.batch
         outs, dims = first + place.gemm.ins, tuple(range(w.ndim))
         qt = q.transpose(dims[:first] + dims[outs:] + dims[first:outs])
+        if self.by_outs and "fsdp" in place.compute[first:outs]:  # once a step, not in each layer
+            qt = qt.reshape(*qt.shape[:first], -1, math.prod(q.shape[first:outs]))
+            qt = collectives.exchange(qt, "fsdp", first, first + 1)
         return Weight(Scaled(q, scale), Scaled(qt, scale), self, old)
 
     def operand(self, x, scales, gradient, axes):
@@ -81,8 +86,9 @@ class OnTe(Tensor):
         return te.gemm(a, b, over, dtype, exact)
 
 
-def arithmetic(form, backend: str) -> Tensor:
-    return (OnTe if backend == "te" else Tensor)(form.remembers)
+def arithmetic(run: Run) -> Tensor:
+    kind = OnTe if run.precision.backend == "te" else Tensor
+    return kind(run.format.remembers, by_outs=run.layout.pp == 1)  # pieces.py cuts either dim
 
 
 def scale_of(x, dtype, axes=()):

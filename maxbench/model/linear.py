@@ -80,6 +80,8 @@ def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
     )
     if isinstance(w, Weight):
         turned = (n, k) if w.arithmetic.turned else (k, n)
+        if w.arithmetic.by_outs and gemm.fsdp is not None and gemm.fsdp < first:
+            turned = -1, k * collectives.degree("fsdp")
         w = w.replace(row=matrix(w.row, k, n), col=matrix(w.col, *turned))
     else:
         w = flat(w, k, n)
@@ -109,7 +111,9 @@ def _forward(x, w, grad, amax, turn, gemm):
     dims = list(range(len(weight.shape)))
     if how.turned:
         dims = dims[: gemm.batch] + dims[first:] + dims[gemm.batch : first]
-    dim = None if gemm.fsdp is None else dims.index(gemm.fsdp)
+    dim = gemm.fsdp
+    if dim is not None and how.turned:
+        dim = gemm.batch if how.by_outs else dims.index(dim)
     col = _gather(how, weight.col, "fsdp", dim)
     row = _joint(how, row, turn.held) if joined else row
     ins = tuple(dims.index(d) for d in range(gemm.batch, first))

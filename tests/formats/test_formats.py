@@ -45,7 +45,7 @@ class Toy(plain.Plain):
 
 def test_a_new_format_trains(monkeypatch):
     toy = Toy()
-    module = types.SimpleNamespace(arithmetic=lambda form, backend: toy)
+    module = types.SimpleNamespace(arithmetic=lambda run: toy)
     monkeypatch.setitem(sys.modules, "maxbench.formats.toy", module)
     monkeypatch.setitem(formats.FORMATS, "toy", TOY)
     monkeypatch.setattr(formats, "DTYPES", (*formats.DTYPES, "toy"))  # made of the table, as is:
