@@ -19,7 +19,7 @@ ROOMS = {
     "spec": (1780, False),
     "logs": (690, False),
     "mesh": (290, True),
-    "formats": (520, True),
+    "formats": (530, True),
     "model": (1640, True),
     "step": (1370, True),
     "machine": (1370, True),
