@@ -87,6 +87,7 @@ class _Pipeline:
             # Not before: the fill would keep what it copies beside the weights.
             if name == BOTH and not self.alone:
                 carry["w_backward"] = self.take_chunk(but("col", carry["weights"]), 0)
+                carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
             tick = functools.partial(self.tick, name != DRAIN, name != FILL)
             with jax.named_scope(name):
                 carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
@@ -132,11 +133,11 @@ class _Pipeline:
         """
         at, given, carry = dict(zip(COLUMNS, row, strict=True)), carry, self.fixed | carry
         x = dy = held = None
+        if not self.alone:
+            self.turns(forward, backward, carry, at)
         if forward:
             x = self.input(carry, at)
             at = collectives.after(x, at)
-        if not self.alone:
-            self.turns(forward, backward, carry, at)
         made, kept, sent = jnp.zeros(()), [], []
         travels = forward != backward and self.pieces and self.pieces.parts
         if backward:
@@ -186,7 +187,9 @@ class _Pipeline:
         return jnp.where(at["b_micro"] >= 0, _take(carry["grads"], at["b_from"]), 0)
 
     def turns(self, forward: bool, backward: bool, carry, at):
-        """Brings the chunks whose turn begins, and puts away those whose turn is over."""
+        """Brings the chunks whose turn begins, and puts away those whose turn is over. Where what
+        arrives is put is known afterwards: a turn is had while that is on its way."""
+        had = lambda w: collectives.zero(jax.tree.leaves(w)[0]).astype(jnp.int32)
 
         def change(turn):
             stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
@@ -198,10 +201,12 @@ class _Pipeline:
             load = lambda _: self.take_chunk(but("row", carry["weights"]), at["f_load"])
             with jax.named_scope(FORWARD_TURN):
                 carry["w_forward"] = _once(at["f_load"] >= 0, load, carry["w_forward"])
+            at["x_put"] += had(carry["w_forward"])
         if backward:
             turn = {name: carry[name] for name in ("stack", "sums", "w_backward")}
             with jax.named_scope(BACKWARD_TURN):
                 carry |= _once(at["b_load"] >= 0, change, turn)
+            at["g_put"] += had(carry["w_backward"])
 
     def travel(self, forward: bool, carry, at, i, read):
         """The pieces of a tick that go beside its i-th layer: weights in the fill, gradients in the

@@ -118,14 +118,15 @@ class Schedule:
     def turn_delay(self) -> float:
         """How much longer a step takes for turns, in units of the turns that one stage has.
 
-        As compiled, a stage sends dx in each tick, has its backward turn, waits for what its
-        neighbours sent, and has its forward turn; y goes out and comes in later, beside other work.
+        As compiled, a stage sends dx in each tick, has its backward turn, waits for dx, sends y,
+        has its forward turn, and waits for y; with two stages both travel in one permute.
         A backward turn counts three: weights, and the sums both ways; a forward one weights alone.
         """
         forward, backward = self.column("f_load") >= 0, 3 * (self.column("b_load") >= 0)
         turns, late = forward + backward, np.zeros(self.pp)
         for on, back in zip(forward, backward, strict=True):
-            late = np.max([late + back, np.roll(late, 1), np.roll(late, -1)], 0) + on
+            sent = np.maximum(late + back, np.roll(late, -1))
+            late = np.maximum(sent + on, np.roll(sent, 1) if self.pp > 2 else 0)
         return float(late.max() / turns.sum(0).mean())
 
     def picture(self, width: int = 120) -> str:

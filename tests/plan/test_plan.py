@@ -26,7 +26,7 @@ from maxbench.plan.__main__ import main
 from maxbench.predict import aot, artifact, hlo, memory
 from maxbench.predict.memory import GIB
 from maxbench.spec import cli
-from maxbench.step.schedule import BACKWARD_TURN, BOTH
+from maxbench.step.schedule import BOTH
 from maxbench.step.step import Step
 from tests.conftest import CACHE, KEPT_FIGURES_JAX, resolve
 
@@ -207,14 +207,15 @@ def test_what_does_not_fit_is_told_what_would():
     assert best["remat"] == re.search(offer, done.stdout)[1]
 
 
-def turns_of(ticks):
-    """Of each backward turn of a computation: whether something is on its way over pp meanwhile."""
-    at = {op.name: i for i, op in enumerate(ticks.ops)}
-    done = [op for op in ticks.ops if op.opcode == "collective-permute-done"]
-    sent = [op for op in done if op.op_name.endswith("body/closed_call/ppermute")]
+def order_of(ticks):
+    """A computation's turns, and where it waits for what was sent over pp, in their order."""
+    sent = {op.name: op for op in ticks.ops if op.opcode == "collective-permute-start"}
     for op in ticks.ops:
-        if op.opcode == "while" and re.search(f"{BOTH}/.*{BACKWARD_TURN}/", op.op_name):
-            yield any(at[x.operands[0]] < at[op.name] < at[x.name] for x in sent)
+        if op.opcode == "while" and (turn := re.search(f"{BOTH}/.*_(\\w+)_turn/", op.op_name)):
+            yield turn[1]
+        elif op.is_done and re.search(f"{BOTH}/while/body/\\w+/ppermute$", op.op_name):
+            source, to = sent[op.operands[0]].pairs[1]
+            yield "y" if to > source else "dx"
 
 
 @compiler
@@ -244,13 +245,13 @@ def test_llama31_405b_in_four_stages():
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
-    # In the loop over ticks of both passes, a chunk's backward turn is had while what a neighbour
-    # sent is on its way, as 0.10.2 orders it; 0.12.0.1 has the turn first.
+    # Turns are had while what neighbours sent is on its way, as Schedule.turn_delay counts them.
     program = hlo.parse(artifact.load(cli.run_of(row.split())).text)
     bodies = (c for c in program.computations.values() if c is not program.entry)
-    turns = [found for ticks in bodies for found in turns_of(ticks)]
-    assert turns
-    assert all(turns) or not KEPT_FIGURES_JAX
+    orders = [order for ticks in bodies if len(order := [*order_of(ticks)]) > 2]
+    assert orders
+    for order in orders:
+        assert order == ["backward", "dx", "forward", "y"] * (len(order) // 4)
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].physics.gemm_bf16
