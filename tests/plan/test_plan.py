@@ -219,6 +219,15 @@ def order_of(ticks):
 
 
 @compiler
+def test_without_a_pipeline_too_a_pass_hides_the_traffic_of_the_other():
+    """Of gathers nine tenths were waited for, of scatters half."""
+    found = planned("--config configs/llama31_405b.py --gpus 32 --layers 2")
+    for kind in ("all-gather", "reduce-scatter"):
+        over_tp = traffic(found)[kind, "tp"]
+        assert over_tp["exposed_s"] < 0.4 * over_tp["busy_s"]
+
+
+@compiler
 def test_llama31_405b_in_four_stages():
     """30 layers of Llama 3.1 405B, as published: residuals of 36 chunks, one slot to spare."""
     row = "--config configs/llama31_405b.py --gpus 64"
