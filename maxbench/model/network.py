@@ -28,31 +28,39 @@ from maxbench.spec import program
 from maxbench.spec.model import Model
 from maxbench.spec.run import Run
 
-TURNS = ("qkv", "out", "up", "down")  # products of a layer that communicate over tp
+# The halves of a layer, and their products that communicate over tp. Names of a half's weights
+# begin with its own.
+HALVES = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
 
 
 class Block(nn.Module):
-    """One transformer layer. Families differ only in the Model that is passed in.
+    """One transformer layer, or one of its HALVES. Families differ only in the Model that is passed
+    in.
 
-    `held` are zeros for TURNS, linear.Turn.held, or None, and `made` that of the layer before. It
-    returns x, that of its own, and the auxiliary loss.
+    `held` are zeros for its products, linear.Turn.held, or None, and `made` that of the layer or
+    half before. It returns x, that of its own, and the auxiliary loss.
     """
 
     model: Model
     attention: str
+    half: str = ""
 
     @nn.compact
     def __call__(self, x_bud, rope, held=None, made=None):
-        m, turns = self.model, {name: Turn(held and held[name]) for name in TURNS}
-        post = lambda name: Norm(m, name=name) if m.post_norm else lambda x: x
-        attend = Attention(m, self.attention, name="attn")
-        turns["out"] = turns["out"]._replace(made=made)
-        y_bud, made = attend(Norm(m, name="attn_norm")(x_bud), rope, turns)
-        x_bud += post("attn_post")(y_bud)
-        mlp = (Moe if m.experts else Mlp)(m, name="mlp")
-        turns["down"] = turns["down"]._replace(made=made)
-        y_bud, made, aux = mlp(Norm(m, name="mlp_norm")(x_bud), turns)
-        return x_bud + post("mlp_post")(y_bud), made, aux
+        m, aux = self.model, jnp.zeros(())
+        for half in (self.half,) if self.half else HALVES:
+            turns = {name: Turn(held and held[name]) for name in HALVES[half]}
+            last = HALVES[half][-1]
+            turns[last] = turns[last]._replace(made=made)
+            y_bud = Norm(m, name=f"{half}_norm")(x_bud)
+            if half == "attn":
+                attend = Attention(m, self.attention, name="attn")
+                y_bud, made = attend(y_bud, rope, turns)
+            else:
+                mlp = (Moe if m.experts else Mlp)(m, name="mlp")
+                y_bud, made, aux = mlp(y_bud, turns)
+            x_bud += Norm(m, name=f"{half}_post")(y_bud) if m.post_norm else y_bud
+        return x_bud, made, aux
 
 
 def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
@@ -84,10 +92,10 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
     }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None):
-    """One layer of a kind; saves for the backward pass what train.remat says, where train.offload
-    says.
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="half")
+def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, half=""):
+    """One layer of a kind, or a half of it; saves for the backward pass what train.remat says,
+    where train.offload says.
 
     `sums` are those of w (sums.py), or None. Jitted, so that it is traced and differentiated once,
     however many layers are code.
@@ -95,7 +103,7 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None):
 
     def apply(w, sums, x_bud, held, made):
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
-        return Block(kind, run.train.attention).apply(variables, x_bud, rope, held, made)
+        return Block(kind, run.train.attention, half).apply(variables, x_bud, rope, held, made)
 
     away = run.train.offloaded
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

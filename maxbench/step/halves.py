@@ -1,4 +1,8 @@
-"""One layer of a pipeline in two halves: forward now, backward later, each with what it reads."""
+"""Layers of a pipeline, by the half (network.HALVES), each in two passes that can stand far apart.
+
+In a tick the attention of the layer that goes forward stands between the MLP and the attention of
+the layer that goes back, and its MLP after both: each communicates beside products of the other.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,34 +13,39 @@ from maxbench.model import network
 from maxbench.model.layers import rope_angles
 from maxbench.spec.run import Run
 
-# What a layer that goes forward gathers or scatters -> the product beside which it does, of the
-# layer that goes back in the same tick (linear.Turn). Its last scatter is left to the next two.
+# What a half that goes forward gathers or scatters -> the product beside which it does, of the half
+# that goes back before it in the same tick (linear.Turn). The last scatter is left to the next two.
 BESIDE = {"qkv": "down", "out": "up", "up": "out"}
 
 
-class Layer:
-    """The vjp of one layer in two halves that can stand far apart.
+class Half:
+    """The vjp of one half of a layer in two passes.
 
     Residuals are the leaves of the vjp but for the weights, the sums of gradients and the rope
-    table, which the backward half is given again: they would otherwise be kept once per microbatch.
+    table, which the backward pass is given again: they would otherwise be kept once per microbatch.
     """
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, run: Run, name: str):
+        self.run, self.name = run, name
         self.rope = rope_angles(run.model, axes.chunks(run.train.seq))
         self.structure = None
 
-    def forward(self, w, sums, x, held=None):
+    def of(self, layer):
+        """Its part of a layer's weights, or of their sums."""
+        return {name: part for name, part in layer.items() if name.startswith(self.name)}
+
+    def forward(self, layer, sums, x, held=None):
         """y, the auxiliary loss, the residuals, and a zero known when the products are made.
 
         `sums` stand for those that backward gets; `held` are the zeros that backward gave.
         """
+        w, sums = self.of(layer), self.of(sums)
         held = {
             name: held[BESIDE[name]] if held and name in BESIDE else jnp.zeros(())
-            for name in network.TURNS
+            for name in network.HALVES[self.name]
         }
         call = lambda sums, x, held, made: network.layer(
-            self.run, self.run.model, w, sums, x, self.rope, held, made
+            self.run, self.run.model, w, sums, x, self.rope, held, made, half=self.name
         )
         (y, made, aux), vjp = jax.vjp(call, sums, x, held, jnp.zeros(()))
         leaves, tree = jax.tree.flatten(vjp)
@@ -46,15 +55,16 @@ class Layer:
         kept = [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
         return y, aux, kept, made
 
-    def backward(self, w, sums, residuals, dy, daux, made):
+    def backward(self, layer, sums, residuals, dy, daux, made):
         """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn).
 
         `made` is the zero beside whose work dy is gathered.
         """
         tree, known = self.structure
-        given, rest = self.given(w, sums), iter(residuals)
+        given, rest = self.given(self.of(layer), self.of(sums)), iter(residuals)
         leaves = [next(rest) if i is None else given[i] for i in known]
-        return jax.tree.unflatten(tree, leaves)((dy, made, daux))
+        new, *others = jax.tree.unflatten(tree, leaves)((dy, made, daux))
+        return sums | new, *others
 
     def given(self, w, sums):
         return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]

@@ -30,7 +30,7 @@ from maxbench.model import network
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
-from maxbench.step.halves import Layer, but
+from maxbench.step.halves import Half, but
 from maxbench.step.pieces import Pieces, rows
 from maxbench.step.schedule import (
     BACKWARD_TURN,
@@ -77,7 +77,7 @@ class _Pipeline:
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.size = self.real.shape[2]  # layers of a chunk
         self.shapes = jax.eval_shape(lambda: self.take_chunk(self.layers, 0)[0])
-        self.layer = Layer(run)
+        self.halves = {name: Half(run, name) for name in network.HALVES}
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
@@ -114,7 +114,8 @@ class _Pipeline:
             turning = {}
             self.fixed = {"w_forward": forward, "w_backward": but("col", self.layers)}
         w = self.both_forms(forward[0])
-        kept = jax.eval_shape(lambda x: self.layer.forward(w, self.blank, x)[2], x)
+        passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves.items()}
+        kept = jax.eval_shape(passes, x)
         return turning | {
             "sums": zeros,
             "keep": [jax.tree.map(lambda s: box(plan.keep + spare, s), kept) for _ in forward],
@@ -132,7 +133,7 @@ class _Pipeline:
         What has communication under a condition, the ends, is first and last (collectives.after).
         """
         at, given, carry = dict(zip(COLUMNS, row, strict=True)), carry, self.fixed | carry
-        x = dy = held = None
+        x = dy = held = read = None
         if not self.alone:
             self.turns(forward, backward, carry, at)
         if forward:
@@ -143,13 +144,17 @@ class _Pipeline:
         if backward:
             dy = self.given_back(carry, at)
         for i in range(self.size):
-            if backward:
-                dy, held, made = self.layer_back(carry, at, self.size - 1 - i, dy, made)
-                read = held["down"]  # its first product
+            kept.append({})
+            for back, on in (("mlp", "attn"), ("attn", "mlp")):
+                if backward:
+                    j = self.size - 1 - i
+                    dy, held, made = self.half_back(carry, at, back, j, dy, made)
+                    read = held.get("down", read)  # the layer's first product
+                if forward:
+                    x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
+                    made += done
             if forward:
-                x, residuals, done = self.layer_on(carry, at, i, x, held)
-                made, kept = made + done, [*kept, residuals]
-                read = max(residuals, key=jnp.size)  # made by its last product but one
+                read = max(kept[i]["mlp"], key=jnp.size)  # made by its last product but one
             if travels:
                 pieces = self.travel(forward, carry, at, i, read)
                 sent, arrived = sent + pieces, collectives.zero(pieces)
@@ -218,24 +223,26 @@ class _Pipeline:
             return self.pieces.gather(at["gather"] + held, i)
         return self.pieces.reduce(carry["stack"], at["reduce"] + held, i)
 
-    def layer_on(self, carry, at, i, x, held):
-        """x through layer i of the chunk, its residuals, and a zero known when they are."""
+    def half_on(self, carry, at, half, i, x, held):
+        """x through a half of layer i of the chunk, its residuals, and a zero known when they
+        are."""
         real = self.is_real(at["f_chunk"], i)
         w = self.both_forms(carry["w_forward"][i])
-        y, aux, kept, made = self.layer.forward(w, self.blank, x, held)
+        y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held)
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
         return jnp.where(real, y, x), kept, made
 
-    def layer_back(self, carry, at, i, dy, made):
-        """dy back through layer i of the chunk, whose sums grow, and zeros of its products."""
+    def half_back(self, carry, at, half, i, dy, made):
+        """dy back through a half of layer i of the chunk, whose sums grow, and zeros of its
+        products."""
         real = self.is_real(at["b_chunk"], i)
         work = real & (at["b_micro"] >= 0)
-        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][i])
+        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][i][half])
         w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
         given = jnp.where(real, dy, 0)
-        new, dx, held, made = self.layer.backward(w, sums[i], residuals, given, daux, made)
+        new, dx, held, made = self.halves[half].backward(w, sums[i], residuals, given, daux, made)
         sums[i] = _unless(work, new, sums[i])
         carry["sums"] = tuple(sums)
         return jnp.where(real, dx, dy), held, made
