@@ -88,6 +88,8 @@ class _Pipeline:
             if name == BOTH and not self.alone:
                 carry["w_backward"] = self.take_chunk(but("col", carry["weights"]), 0)
                 carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
+            if name == DRAIN:
+                self.keep(carry)
             tick = functools.partial(self.tick, name != DRAIN, name != FILL)
             with jax.named_scope(name):
                 carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
@@ -119,6 +121,8 @@ class _Pipeline:
         return turning | {
             "sums": zeros,
             "keep": [jax.tree.map(lambda s: box(plan.keep + spare, s), kept) for _ in forward],
+            "kept": [jax.tree.map(lambda s: box(1, s)[0], kept) for _ in forward],
+            "kept_at": jnp.int32(-1),
             "inbox": box(plan.inbox + 1, x),
             "grads": box(plan.grads + 1, x),
             "y": jnp.zeros(x.shape, x.dtype),
@@ -134,6 +138,10 @@ class _Pipeline:
         """
         at, given, carry = dict(zip(COLUMNS, row, strict=True)), carry, self.fixed | carry
         x = dy = held = read = None
+        if forward:
+            self.keep(carry)
+            kept = collectives.zero(carry["keep"]).astype(jnp.int32)
+            at |= {name: at[name] + kept for name in ("x_put", "g_put")}
         if not self.alone:
             self.turns(forward, backward, carry, at)
         if forward:
@@ -163,7 +171,7 @@ class _Pipeline:
             carry["dx"] = dy
         if forward:
             carry["y"] = x
-            self.keep(carry, at, kept, backward)
+            carry |= {"kept": kept, "kept_at": at["f_keep"]}
         if sent and forward:
             carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
         elif sent:
@@ -247,14 +255,11 @@ class _Pipeline:
         carry["sums"] = tuple(sums)
         return jnp.where(real, dx, dy), held, made
 
-    def keep(self, carry, at, kept, backward: bool):
-        """Puts the residuals of all layers into their slot, once those that go back were read: all
-        that is made of them is there. Or else XLA would copy the whole box."""
-        boxes = []
-        for box, residuals, sums in zip(carry["keep"], kept, carry["sums"], strict=True):
-            read = collectives.zero((sums, carry["dx"]) if backward else ())
-            put = functools.partial(_put, slot=at["f_keep"] + read.astype(jnp.int32))
-            boxes.append(jax.tree.map(lambda b, r, put=put: put(b, value=r), box, residuals))
+    def keep(self, carry):
+        """Puts the residuals of the tick before into their slot, which that has read: while what
+        neighbours sent is on its way, when there is nothing else to do."""
+        put = functools.partial(_put, slot=carry["kept_at"])
+        boxes = jax.tree.map(lambda b, r: put(b, value=r), carry["keep"], carry["kept"])
         carry["keep"] = boxes
 
     def embed_back(self, carry, at):
