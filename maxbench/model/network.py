@@ -105,10 +105,9 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         return Block(kind, run.train.attention, half).apply(variables, x_bud, rope, held, made)
 
-    away = run.train.offloaded
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[*({*run.train.saved} - {*away}), formats.SCALE],
-        names_which_can_be_offloaded=[*away],
+        names_which_can_be_saved=[*program.kept(run, run.train.saved), formats.SCALE],
+        names_which_can_be_offloaded=[*run.train.offloaded],
         offload_src="device",
         offload_dst="pinned_host",
     )

@@ -11,7 +11,7 @@ import math
 from maxbench.hardware.gpus import GPUS
 from maxbench.predict import hlo
 from maxbench.predict.artifact import Compiled
-from maxbench.spec import flops
+from maxbench.spec import flops, program
 from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import REMATS, Run
 from maxbench.step.schedule import schedule_of
@@ -94,8 +94,7 @@ def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
 def activation_bytes(run: Run, remat: str = "") -> int:
     """Arithmetic: bytes that a remat policy, the run's own or another, keeps on one GPU over all
     its layers, or over all that its stage of a pipeline has in flight."""
-    a, saved = run.layout, REMATS[remat] if remat else run.train.saved
-    saved = {*saved} - {*run.train.offloaded}
+    a, saved = run.layout, program.kept(run, REMATS[remat] if remat else run.train.saved)
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs

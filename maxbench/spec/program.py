@@ -1,9 +1,10 @@
 """Which program a run compiles: the one place that decides, without jax.
 
-Layers are a loop or code (model/stack.py), and microbatches go one after the other, or forward
-and backward pass of two at once (step/pipeline.py).
+Layers are a loop or code (model/stack.py), microbatches go one after the other, or forward and
+backward pass of two at once (step/pipeline.py), and of what could be kept some is made again.
 """
 
+from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import Run
 
 PAIRED = 16  # layers of a chunk, at most, outside of a pipeline
@@ -31,3 +32,14 @@ def paired(run: Run) -> bool:
     a, m = run.layout, run.model
     work = a.tp > 1 and a.microbatches > 1 and m.layers <= PAIRED and not m.experts and not m.kinds
     return a.pp > 1 or (work and as_code(run))
+
+
+def kept(run: Run, saved: tuple[str, ...]) -> set[str]:
+    """Of the tensors that a remat policy saves, those that the GPU keeps.
+
+    In a pipeline a tensor is copied into its slot and out of it, read and written twice. An MLP's
+    activation is made again where that moves less: it reads all gates and writes one.
+    """
+    names, width = {*saved} - {*run.train.offloaded}, run.format.bytes
+    again = run.model.gates * FORMATS[run.format.compute].bytes + width < 4 * width
+    return names - {"mlp_act"} if run.layout.pp > 1 and again and "mlp_up" in names else names
