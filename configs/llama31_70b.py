@@ -41,6 +41,7 @@ def get_config(presets=""):
         train=dict(
             seq=8192,
             remat="none",
+            turn=8,  # BF16 has 4 stages: GPUs have room for what fewer turns keep
         ),
         fp8=dict(
             train=dict(combine=(2 << 30, 2 << 30, 64 << 20)),
