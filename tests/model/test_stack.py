@@ -1,4 +1,4 @@
-"""Layers as a loop and as code: who decides, and that it is one network."""
+"""Layers as a loop and as code, tensors kept or made again: who decides; it is one network."""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,24 @@ from tests.conftest import resolve
 def test_as_code_where_nothing_speaks_for_a_loop(axes, unroll, code):
     run = resolve("llama31_8b", "tiny", {"train.unroll": unroll}, layers=4, mbs=1, **axes)
     assert program.as_code(run) == code
+
+
+@pytest.mark.parametrize(
+    ("workload", "dtype", "axes", "remat", "again"),
+    [
+        ("llama31_70b", "bf16", dict(pp=2), "none", True),  # moves 6 bytes a number, a copy 8
+        ("llama31_70b", "bf16", {}, "none", False),
+        ("llama31_70b", "fp8", dict(pp=2), "none", False),  # 5 and 4
+        ("nemotron4_340b", "fp8", dict(pp=2), "selective", True),  # 3 and 4: there is no gate
+        ("llama31_70b", "bf16", dict(pp=2), "query,mlp_act", False),  # of what would it be made?
+    ],
+)
+def test_an_activation_is_made_again_where_that_moves_less(workload, dtype, axes, remat, again):
+    settings = {"train.remat": remat}
+    run = resolve(workload, "tiny", settings, dtype=dtype, layers=4, gbs=4, mbs=1, **axes)
+    saved = set(run.train.saved)
+    assert "mlp_act" in saved
+    assert program.kept(run, run.train.saved) == saved - ({"mlp_act"} if again else set())
 
 
 @pytest.mark.parametrize("with_sums", [True, False])
