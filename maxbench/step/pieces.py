@@ -189,6 +189,6 @@ def _take(x, slot, dim: int, part, parts: int):
 
 def _put_form(box, x, slot, part):
     """The box [slots, ...] with a part of a layer, in one form of its weight: cut in the dim in
-    which it is smaller."""
+    which it is smaller. XLA would have the box lie as the part came, and turn it all for a turn."""
     starts = [0 if n == m else part * m for n, m in zip(box.shape[1:], x.shape, strict=True)]
-    return lax.dynamic_update_slice(box, x[None], [slot, *starts])
+    return lax.dynamic_update_slice(box, rows(x)[None], [slot, *starts])
