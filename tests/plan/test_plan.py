@@ -235,7 +235,7 @@ def test_llama31_405b_in_four_stages():
     m = found["memory"]
     assert found["fits"]
     tokens = 8192 // 2  # over cp; the rest is over tp
-    layer = 2 * tokens * (3 * 16384 + 2 * 1024 + 3 * 53248) // 8  # x, q, o; k, v; mlp up and act
+    layer = 2 * tokens * (3 * 16384 + 2 * 1024 + 2 * 53248) // 8  # x, q, o; k, v; mlp up
     one = layer + 2 * tokens * 16384 // 8
     assert m["activations"] == pytest.approx(37 * one, rel=0.06)
     ends = 2 * 128256 * 16384
@@ -404,20 +404,21 @@ def test_the_table_has_every_row():
 
 @compiler
 @pytest.mark.parametrize(
-    ("workload", "gpus"),
+    ("workload", "gpus", "dtype"),
     [
-        pytest.param("llama2_70b", 128, marks=pytest.mark.core),
-        ("llama31_405b", 64),
-        pytest.param("grok1_314b", 16, marks=pytest.mark.core),
+        pytest.param("llama2_70b", 128, "bf16", marks=pytest.mark.core),
+        ("llama31_405b", 64, "bf16"),
+        ("nemotron4_340b", 128, "fp8"),  # 0.12.0.1 once turned all its weights round in each tick
+        pytest.param("grok1_314b", 16, "bf16", marks=pytest.mark.core),
     ],
 )
-def test_the_table_is_current(workload, gpus):
+def test_the_table_is_current(workload, gpus, dtype):
     line = next(
         x
         for x in table()
-        if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), "bf16")
+        if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), dtype)
     )
-    found = planned(f"--config configs/{workload}.py --gpus {gpus}")
+    found = planned(f"--config configs/{workload}.py --gpus {gpus} --dtype {dtype}")
     # With 0.12.0.1 Grok-1's step is 1.9 % longer, and 405B's 1 % shorter.
     time, memory = (0.01, 0.02) if KEPT_FIGURES_JAX else (0.04, 0.03)
     assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=time)
