@@ -414,9 +414,7 @@ def test_the_table_has_every_row():
 )
 def test_the_table_is_current(workload, gpus, dtype):
     line = next(
-        x
-        for x in table()
-        if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), dtype)
+        x for x in table() if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), dtype)
     )
     found = planned(f"--config configs/{workload}.py --gpus {gpus} --dtype {dtype}")
     # With 0.12.0.1 Grok-1's step is 1.9 % longer, and 405B's 1 % shorter.
