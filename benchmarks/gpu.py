@@ -70,8 +70,11 @@ def main() -> int:
             return 2
         for name in options.stages.split(","):
             run(name, *STAGES[name], found, end, options.small)
-    except KeyboardInterrupt:
-        stopped = True
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # A pool that is only being started says that it cannot be joined, and hides the signal.
+        stopped = any(isinstance(e, KeyboardInterrupt) for e in (error, error.__context__))
+        if not stopped:
+            raise
     print(table(found))
     records = [record for stage in found.values() for record in stage["cases"].values()]
     return 130 if stopped else int(any("error" in record for record in records))
