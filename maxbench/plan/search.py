@@ -96,7 +96,7 @@ def seconds(run: Run) -> float:
         here = memory.with_remat(run, run.train.remat)
         work += costs.offload(memory.activation_bytes(here) - memory.activation_bytes(run))
     if a.pp > 1:  # each chunk's turn: weights twice and sums, and a neighbour's
-        work += 2 * costs.memory(8 * WIDTH * weights) / (run.train.turn or a.pp)
+        work += 2 * costs.memory(8 * WIDTH * weights) / max(run.train.turn, a.pp)
     loss = head * share / costs.rate("bf16")
     loss += costs.memory(MOVED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp

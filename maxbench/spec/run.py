@@ -102,7 +102,7 @@ class Train:
     # random tokens | markov: text of a fixed source, which can be learned
     data: str = setting("random", options=("random", "markov"))
     schedule: str = setting("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
-    # microbatches that a chunk of layers takes at a time: fewer turns, more memory; 0 = pp
+    # microbatches that a chunk of layers takes at a time, at least pp: fewer turns, more memory
     turn: int = setting(0, at_least=0)
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
     offload: str = ""  # what of them waits in the host's memory: all, or names joined by commas
@@ -369,11 +369,6 @@ class Run:
         a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
         if a.pp == 1:
             return
-        if 0 < self.train.turn < a.pp:
-            raise UserError(
-                f"train.turn={self.train.turn} microbatches do not fill pp={a.pp} stages; nearest "
-                f"that works: {a.pp}"
-            )
         if self.train.offload:
             raise UserError(
                 f"pp={a.pp} keeps what is saved on the GPU, in slots, and train.offload="

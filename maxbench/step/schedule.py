@@ -178,7 +178,7 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     whenever microbatches are a multiple of pp.
     """
     assert name in SCHEDULES
-    turn = turn or pp
+    turn = max(turn, pp)
     forward = _order(turn, vp, microbatches, backward=False)
     backward = _order(turn, vp, microbatches, backward=True)
     parts, total = pp * vp, len(forward)

@@ -47,7 +47,7 @@ def test_the_published_layout_is_among_the_legal_ones(arguments):
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_work_in_flight_is_the_schedules(pp, vp, name):
     axes = f"--pp {pp} --vp {vp} --layers 32 --gbs {2 * 4 * pp} --mbs 2"
-    for turn in (0, pp + 2):
+    for turn in (0, 1, pp + 2):
         how = f"--config.train.schedule={name} --config.train.turn={turn}"
         run = run_of(f"llama2_70b.py:tiny {axes} {how}")
         assert run.layout.microbatches == 4 * pp
