@@ -25,7 +25,7 @@ def cross_entropy(
       w_dv: head, this GPU's part of the vocabulary.
       sums_dv: of w_dv so far (sums.py): its gradient is the sum with that of w_dv, which then has
         none; it is made for a result that is a term of what is differentiated. Or None.
-      target_j: token numbers over the whole vocabulary.
+      target_j: token numbers over the whole vocabulary; -1 for a token that has no part in it.
       chunk: tokens at a time.
       multiplier: logits are multiplied with this.
       share: and the result with this.
@@ -72,10 +72,12 @@ def _chunk(w_dv, z_loss, multiplier, share, grads, carry, chunk):
         sum_j *= jnp.exp(own_j - top_j)
     sum_j, hit_j = collectives.total(jnp.stack([sum_j, jnp.where(here_j, hit_j, 0)]), "tp")
     lse_j = jnp.log(sum_j) + top_j
-    loss += jnp.sum(lse_j - hit_j + z_loss * lse_j**2) * (share / collectives.degree("tp"))
+    loss_j = jnp.where(target_j < 0, 0, lse_j - hit_j + z_loss * lse_j**2)
+    loss += jnp.sum(loss_j) * (share / collectives.degree("tp"))
     if not grads:
         return (loss, dw), jnp.zeros(())
-    p_jv = jnp.exp(logits_jv - lse_j[:, None]) * (1 + 2 * z_loss * lse_j)[:, None]
+    slope_j = jnp.where(target_j < 0, 0, 1 + 2 * z_loss * lse_j)
+    p_jv = jnp.exp(logits_jv - lse_j[:, None]) * slope_j[:, None]
     target_jv = jax.lax.broadcasted_iota(jnp.int32, p_jv.shape, 1) == local_j[:, None]
     dlogits_jv = ((p_jv - target_jv) * (multiplier * share)).astype(x_jd.dtype)
     dx_jd = dot("jv,dv->jd", dlogits_jv, w_dv).astype(x_jd.dtype)

@@ -74,7 +74,7 @@ def seconds(run: Run) -> float:
     link = lambda kind, size, *axes: costs.collective(kind, costs.axis_link(*axes), size, size)
     rows, numbers = a.mbs * seq // a.cp, a.mbs * seq // a.cp * m.embed
     rate, (wide, narrow) = costs.rate(run.format.peak), run.format.conversions
-    head = 6 * m.vocab * m.embed * seq  # one stage's work, and the others wait
+    head = 6 * m.vocab * m.embed * seq
     share = a.mbs / (a.cp * a.tp)  # of the work on a sequence, this GPU's per microbatch
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
     layers *= 1 + memory.recomputed(run) / 3
@@ -97,7 +97,7 @@ def seconds(run: Run) -> float:
         work += costs.offload(memory.activation_bytes(here) - memory.activation_bytes(run))
     if a.pp > 1:  # each chunk's turn: weights twice and sums, and a neighbour's
         work += 2 * costs.memory(8 * WIDTH * weights) / max(run.train.turn, a.pp)
-    loss = head * share / costs.rate("bf16")
+    loss = head * share / a.pp / costs.rate("bf16")
     loss += costs.memory(MOVED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
     # Gradients reduced and weights gathered, once.

@@ -17,6 +17,7 @@ Published by NeMo (Megatron-LM and Transformer Engine):
   other waiting      for pp (overlap_p2p_comm), for cp (in a ring), and for small sums in the queue
   dp in pieces       a pipeline's weights and gradients over dp travel at the start and the end of a
                      step there, here beside its fill and its drain
+  loss on one stage  the last one has the head's products of all tokens, here each stage of its part
   experts' traffic   tp and ep of experts run beside nothing there; here in part
   experts in bf16    their dispatcher brings tokens over ep and tp in bf16, and experts make them
                      FP8; ours brings FP8
@@ -53,6 +54,7 @@ def terms(
     if "nemo" in row.source:
         found |= {"copies": t.compute["copy"], "host decisions": t.compute["host"]}
         found |= _waiting(run, t, hidden)
+        found["loss on one stage"] = -_on_one_stage(run, costs)
         if any(release in row.source for release in UNFUSED):
             found["FlashAttention 2"] = -t.compute["attention"] * (1 / FLASH_2 - 1)
         if run.format.quantized:
@@ -75,6 +77,18 @@ def _waiting(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
         elif run.layout.pp > 1 and {*axes.split("+")} <= REPLICAS:
             found["dp in pieces"] -= x.busy_s - x.exposed_s
     return found
+
+
+def _on_one_stage(run: Run, costs: Costs) -> float:
+    """What the head's products take longer, of all tokens instead of a stage's part."""
+    a, m = run.layout, run.model
+    rows, vocab = a.mbs * run.train.seq // a.cp, m.vocab // a.tp
+
+    def products(rows):
+        sizes = (rows, vocab, m.embed), (rows, m.embed, vocab), (m.embed, vocab, rows)
+        return sum(costs.gemm(*each) for each in sizes)
+
+    return a.microbatches * (products(rows) - products(-(-rows // a.pp)))
 
 
 def agreements(run: Run) -> tuple[int, int]:

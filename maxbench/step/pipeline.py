@@ -272,13 +272,14 @@ class _Pipeline:
             carry["ends"] = carry["ends"] | {"embed": grads}
 
     def loss(self, carry, at):
-        """On the network's last chunk: the loss, and the gradient of y for the next tick."""
+        """When the network's last chunk is done: the loss, and the gradient of y for the next
+        tick, on all stages together (loss_of)."""
         skip = lambda ends, y: (jnp.zeros(()), ends, jnp.zeros_like(y))
-        lossy = lambda ends, y: self.loss_of(at["f_micro"], y, ends)
+        lossy = lambda ends, y: self.loss_of(at["loss"], y, ends)
         with jax.named_scope(LOSS):
             # What a conditional does not change it is not given: that takes up to 0.3 GiB.
             ends = carry["ends"] if self.run.model.tied else {"head": carry["ends"]["head"]}
-            real = self.alone or at["f_grad"] >= 0
+            real = self.alone or at["loss"] >= 0
             loss, ends, dy = _if(real, lossy, skip, ends, carry["y"])
             carry["ends"] = carry["ends"] | ends
         carry["grads"] = _put(carry["grads"], at["f_grad"], dy)
@@ -329,8 +330,18 @@ class _Pipeline:
         return _add(grads, jax.vjp(call, self.ends["embed"])[1](dx)[0])
 
     def loss_of(self, micro, y, ends_grads):
-        targets = self.batch(micro)[1]
-        call = lambda ends, y: network.head_loss(self.run, ends, y, targets)
+        """Each stage has the head's products of its part of the tokens: the last one alone would
+        have all others wait, pp times as long. Tokens that make the parts equal have no target."""
+        pp, stage = self.run.layout.pp, collectives.index("pp")
+        whole = ((0, 0), (0, 0), (0, -self.x.shape[1] % pp))
+        targets = self.batch(micro)[1].reshape(*self.x.shape[:1], -1, self.x.shape[1])
+        targets = jnp.pad(targets, whole, constant_values=-1)
+        targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
+
+        def call(ends, y):
+            y = jnp.pad(jnp.where(stage == pp - 1, y, 0), (*whole[1:], (0, 0)))
+            return network.head_loss(self.run, ends, collectives.scatter(y, "pp", 1), targets)
+
         loss, vjp = jax.vjp(call, self.ends, y)
         dends, dy = vjp(jnp.ones(()))
         return loss, _add(ends_grads, {name: dends[name] for name in ends_grads}), dy

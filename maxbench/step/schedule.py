@@ -26,6 +26,7 @@ COLUMNS = (
     "f_keep",  # residual slot that the forward fills
     "f_from",  # inbox slot of its input; -1 on the network's first chunk, which embeds tokens
     "f_grad",  # gradient slot that the loss fills; -1 but on the network's last chunk
+    "loss",  # of which microbatch, the same on all stages
     "b_micro",  # backward
     "b_chunk",
     "b_load",  # the chunk whose turn begins, or -1
@@ -230,6 +231,7 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
             sent = b_tick[part + 1, m] + 1
             grads.append((p, sent, b, [(sent, "g_put"), (b, "b_from")]))
         else:
+            table[f, :, at["loss"]] = m
             grads.append((p, f, b, [(f, "f_grad"), (b, "b_from")]))
     for way, p in itertools.product("fb", range(pp)):
         ticks = np.flatnonzero(table[:, p, at[f"{way}_micro"]] >= 0)

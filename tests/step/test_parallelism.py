@@ -110,7 +110,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
     ("family", "axes"),
     [
         ("llama", dict(pp=2, vp=2, dp=2, mbs=1, schedule="gpipe")),
-        ("llama", dict(pp=4, mbs=1, gbs=6)),  # microbatches that do not fill the stages evenly
+        # Microbatches that do not fill the stages evenly, and tokens that do not divide by them.
+        ("llama", dict(pp=3, tp=2, mbs=1, layers=6)),
         # 6 + 2 slots, for embedding and loss: chunks of the ends alone. And what a pipeline keeps.
         pytest.param(
             "grok",
@@ -372,6 +373,8 @@ def test_pp_sends_sequences_between_stages_and_holds_no_more_for_more_microbatch
     assert sizes(found, "collective-permute") == {SEQ * m.embed}
     # Forward, backward, and both ways where a tick has both.
     assert sum(n for (op, _), n in found.items() if op == "collective-permute") == 4
-    assert sizes(found, "all-gather") <= weight_sizes(few)  # of no stage's but its own
+    # Weights of no stage's but its own, and the gradient of the last one's y.
+    assert sizes(found, "all-gather") - weight_sizes(few) == {SEQ * m.embed}
+    assert SEQ // 2 * m.embed in sizes(found, "reduce-scatter")  # y's tokens, for the loss
     memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
     assert memory[1] <= memory[0] * 1.02
