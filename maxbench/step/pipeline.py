@@ -140,8 +140,7 @@ class _Pipeline:
         x = dy = held = read = None
         if forward:
             self.keep(carry)
-            kept = collectives.zero(carry["keep"]).astype(jnp.int32)
-            at |= {name: at[name] + kept for name in ("x_put", "g_put")}
+            at["x_put"] += collectives.zero(carry["keep"]).astype(jnp.int32)
         if not self.alone:
             self.turns(forward, backward, carry, at)
         if forward:

@@ -177,6 +177,9 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     backward work has freed what it may hold, here one piece more, as the last stage's gradient is
     there a tick after its loss. Its bubble is (pp - 1) / (vp x microbatches) of the useful time
     whenever microbatches are a multiple of pp.
+
+    Where turns are longer than stages are many, backward work starts as many ticks later: stages
+    then have their two turns at such ticks that they wait less for those of others (turn_delay).
     """
     assert name in SCHEDULES
     turn = max(turn, pp)
@@ -184,9 +187,11 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     backward = _order(turn, vp, microbatches, backward=True)
     parts, total = pp * vp, len(forward)
     if name == "gpipe":
-        limit = [total] * pp
+        later, limit = 0, [total] * pp
     else:
-        limit = [(vp - 1) * min(turn, microbatches) + 2 * (pp - 1 - p) + 2 for p in range(pp)]
+        later = min(turn, microbatches) - pp if vp > 1 else 0
+        least = (vp - 1) * (pp + later) + later + 2
+        limit = [least + 2 * (pp - 1 - p) for p in range(pp)]
     f_tick, b_tick = {}, {}  # (part of the network, microbatch) -> tick
     f_next, b_next = [0] * pp, [0] * pp
     tick = 0
@@ -205,7 +210,8 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
             part = c * pp + p
             after = f_tick if part == parts - 1 else b_tick
             needed = (part, m) if part == parts - 1 else (part + 1, m)
-            if after.get(needed, tick) < tick and (part, m) in f_tick:
+            ready = after.get(needed, tick) + later * (part == parts - 1)
+            if ready < tick and (part, m) in f_tick:
                 b_tick[part, m] = tick
                 b_next[p] += 1
         tick += 1
