@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (530, True),
     "model": (1650, True),
-    "step": (1410, True),
+    "step": (1415, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1780, True),

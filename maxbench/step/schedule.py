@@ -120,14 +120,17 @@ class Schedule:
         """How much longer a step takes for turns, in units of the turns that one stage has.
 
         As compiled, a stage sends dx in each tick, has its backward turn, waits for dx, sends y,
-        has its forward turn, and waits for y; with two stages both travel in one permute.
+        has its forward turn, and waits for y; with two stages both travel in one permute. For a
+        loss, of which each stage has a part, all wait for all.
         A backward turn counts three: weights, and the sums both ways; a forward one weights alone.
         """
         forward, backward = self.column("f_load") >= 0, 3 * (self.column("b_load") >= 0)
         turns, late = forward + backward, np.zeros(self.pp)
-        for on, back in zip(forward, backward, strict=True):
+        met = self.column("loss")[:, 0] >= 0
+        for on, back, all_meet in zip(forward, backward, met, strict=True):
             sent = np.maximum(late + back, np.roll(late, -1))
             late = np.maximum(sent + on, np.roll(sent, 1) if self.pp > 2 else 0)
+            late = np.maximum(late, late.max() * all_meet)
         return float(late.max() / turns.sum(0).mean())
 
     def picture(self, width: int = 120) -> str:
