@@ -14,9 +14,17 @@ import jax.numpy as jnp
 from maxbench.mesh import collectives
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def cross_entropy(
-    x_jd, w_dv, sums_dv, target_j, chunk: int, z_loss: float, multiplier: float, share: float = 1.0
+    x_jd,
+    w_dv,
+    sums_dv,
+    target_j,
+    chunk: int,
+    z_loss: float,
+    multiplier: float,
+    share: float = 1.0,
+    padded: bool = False,
 ):
     """Sum over this GPU's tokens of -log p(target) + z_loss x logsumexp^2, by its share of tp.
 
@@ -25,21 +33,23 @@ def cross_entropy(
       w_dv: head, this GPU's part of the vocabulary.
       sums_dv: of w_dv so far (sums.py): its gradient is the sum with that of w_dv, which then has
         none; it is made for a result that is a term of what is differentiated. Or None.
-      target_j: token numbers over the whole vocabulary; -1 for a token that has no part in it.
+      target_j: token numbers over the whole vocabulary.
       chunk: tokens at a time.
       multiplier: logits are multiplied with this.
       share: and the result with this.
+      padded: some targets are -1: those tokens have no part in it.
 
     Returns:
       1/tp of the sum, so that the sum over all GPUs counts each token once.
     """
-    return _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, grads=False)[0]
+    how = chunk, z_loss, multiplier, share, padded
+    return _forward(x_jd, w_dv, sums_dv, target_j, *how, grads=False)[0]
 
 
-def _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, grads=True):
+def _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, padded, grads=True):
     tokens, d = x_jd.shape
     whole = tokens // chunk * chunk
-    one = functools.partial(_chunk, w_dv, z_loss, multiplier, share, grads)
+    one = functools.partial(_chunk, w_dv, z_loss, multiplier, share, padded, grads)
     loss, dw = jnp.zeros(()), sums_dv if grads else None
     if grads and sums_dv is None:
         dw = jnp.zeros(w_dv.shape, jnp.float32)
@@ -58,7 +68,7 @@ def _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, gr
     return loss, (dx_jd, dw)
 
 
-def _chunk(w_dv, z_loss, multiplier, share, grads, carry, chunk):
+def _chunk(w_dv, z_loss, multiplier, share, padded, grads, carry, chunk):
     loss, dw = carry
     x_jd, target_j = chunk
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -72,12 +82,12 @@ def _chunk(w_dv, z_loss, multiplier, share, grads, carry, chunk):
         sum_j *= jnp.exp(own_j - top_j)
     sum_j, hit_j = collectives.total(jnp.stack([sum_j, jnp.where(here_j, hit_j, 0)]), "tp")
     lse_j = jnp.log(sum_j) + top_j
-    loss_j = jnp.where(target_j < 0, 0, lse_j - hit_j + z_loss * lse_j**2)
+    counts = lambda x_j: jnp.where(target_j >= 0, x_j, 0) if padded else x_j
+    loss_j = counts(lse_j - hit_j + z_loss * lse_j**2)
     loss += jnp.sum(loss_j) * (share / collectives.degree("tp"))
     if not grads:
         return (loss, dw), jnp.zeros(())
-    slope_j = jnp.where(target_j < 0, 0, 1 + 2 * z_loss * lse_j)
-    p_jv = jnp.exp(logits_jv - lse_j[:, None]) * slope_j[:, None]
+    p_jv = jnp.exp(logits_jv - lse_j[:, None]) * counts(1 + 2 * z_loss * lse_j)[:, None]
     target_jv = jax.lax.broadcasted_iota(jnp.int32, p_jv.shape, 1) == local_j[:, None]
     dlogits_jv = ((p_jv - target_jv) * (multiplier * share)).astype(x_jd.dtype)
     dx_jd = dot("jv,dv->jd", dlogits_jv, w_dv).astype(x_jd.dtype)
@@ -111,7 +121,7 @@ def _forward_rule(x_jd, w_dv, sums_dv, target_j, *how):
     return loss, (dx_jd, dw.astype(w_dv.dtype), None) if sums_dv is None else (dx_jd, None, dw)
 
 
-def _backward_rule(chunk, z_loss, multiplier, share, grads, dloss):
+def _backward_rule(chunk, z_loss, multiplier, share, padded, grads, dloss):
     dx_jd, dw_dv, sums_dv = grads
     by = lambda g: None if g is None else g * dloss.astype(g.dtype)
     return by(dx_jd), by(dw_dv), sums_dv, None

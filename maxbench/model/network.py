@@ -164,8 +164,9 @@ def head(m: Model, w, x_bud, sums=None):
     return Head(m).apply(variables, x_bud, w["embed"]["w"])
 
 
-def head_loss(run: Run, w, x_bud, targets_bt, sums=None):
-    """This GPU's share of the mean loss over the global batch; `sums` are those of head()."""
+def head_loss(run: Run, w, x_bud, targets_bt, sums=None, padded=False):
+    """This GPU's share of the mean loss over the global batch; `sums` are those of head(), `padded`
+    is that of cross_entropy()."""
     x_btd, w_dv, sums_dv = head(run.model, w, x_bud, sums)
     return cross_entropy(
         x_btd.reshape(-1, run.model.embed),
@@ -176,6 +177,7 @@ def head_loss(run: Run, w, x_bud, targets_bt, sums=None):
         run.train.z_loss,
         run.model.output_multiplier,
         1 / (run.layout.gbs * run.train.seq),
+        padded,
     )
 
 

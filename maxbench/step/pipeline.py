@@ -330,16 +330,18 @@ class _Pipeline:
 
     def loss_of(self, micro, y, ends_grads):
         """Each stage has the head's products of its part of the tokens: the last one alone would
-        have all others wait, pp times as long. Tokens that make the parts equal have no target."""
-        pp, stage = self.run.layout.pp, collectives.index("pp")
-        whole = ((0, 0), (0, 0), (0, -self.x.shape[1] % pp))
-        targets = self.batch(micro)[1].reshape(*self.x.shape[:1], -1, self.x.shape[1])
-        targets = jnp.pad(targets, whole, constant_values=-1)
-        targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
+        have all others wait, pp times as long. Padding makes the parts equal."""
+        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), y.shape[1]
+        more = -tokens % pp
+        whole = lambda x, dim, fill: jnp.pad(
+            x, [(0, more * (d == dim)) for d in range(x.ndim)], constant_values=fill
+        )
+        targets = self.batch(micro)[1].reshape(len(y), -1, tokens)  # of all GPUs of tp
+        targets = whole(targets, 2, -1).reshape(*targets.shape[:2], pp, -1)[:, :, stage]
 
         def call(ends, y):
-            y = jnp.pad(jnp.where(stage == pp - 1, y, 0), (*whole[1:], (0, 0)))
-            return network.head_loss(self.run, ends, collectives.scatter(y, "pp", 1), targets)
+            y = collectives.scatter(whole(jnp.where(stage == pp - 1, y, 0), 1, 0), "pp", 1)
+            return network.head_loss(self.run, ends, y, targets, padded=more > 0)
 
         loss, vjp = jax.vjp(call, self.ends, y)
         dends, dy = vjp(jnp.ones(()))

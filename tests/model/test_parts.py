@@ -181,20 +181,22 @@ def test_the_gradient_of_a_norm_is_that_of_the_plain_form(rows, bias, dtype, clo
     chunk=st.integers(1, 50),
     z_loss=st.sampled_from([0.0, 0.1]),
     multiplier=st.sampled_from([1.0, 0.5]),
+    padded=st.booleans(),
 )
-def test_cross_entropy(tokens, chunk, z_loss, multiplier):
+def test_cross_entropy(tokens, chunk, z_loss, multiplier, padded):
     random = np.random.default_rng(tokens)
     x = jnp.float32(random.standard_normal((tokens, 8)))
     w = jnp.float32(random.standard_normal((8, 24)))
-    target = random.integers(-1, 24, tokens)
+    target = random.integers(-1 if padded else 0, 24, tokens)
 
     def plain(x, w):
         logits = x @ w * multiplier
         each = optax.softmax_cross_entropy_with_integer_labels(logits, target)
         each += z_loss * jax.nn.logsumexp(logits, -1) ** 2
-        return jnp.sum(each, where=target >= 0)  # -1: no part in it
+        return jnp.sum(each, where=target >= 0)
 
-    ours = lambda x, w: loss.cross_entropy(x, w, None, target, chunk, z_loss, multiplier)
+    how = chunk, z_loss, multiplier, 1.0, padded
+    ours = lambda x, w: loss.cross_entropy(x, w, None, target, *how)
     both = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, w) for f in (ours, plain))
     (found, grads), (expected, others) = both
     np.testing.assert_allclose(found, expected, rtol=1e-5)
