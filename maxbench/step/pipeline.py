@@ -178,6 +178,7 @@ class _Pipeline:
         at = collectives.after((carry["sums"], carry["dx"], carry["y"], sent), at)
         if backward:
             self.embed_back(carry, at)
+            at = collectives.after(carry["ends"], at)
         if forward:
             self.loss(carry, at)
         return {name: carry[name] for name in given}, None
