@@ -258,9 +258,8 @@ class _Pipeline:
     def keep(self, carry):
         """Puts the residuals of the tick before into their slot, which that has read: while what
         neighbours sent is on its way, when there is nothing else to do."""
-        put = functools.partial(_put, slot=carry["kept_at"])
-        boxes = jax.tree.map(lambda b, r: put(b, value=r), carry["keep"], carry["kept"])
-        carry["keep"] = boxes
+        put = lambda box, kept: _put(box, carry["kept_at"], kept)
+        carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
 
     def embed_back(self, carry, at):
         """On the network's first chunk: the gradient of the embedding."""
