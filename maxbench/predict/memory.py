@@ -127,8 +127,8 @@ def in_flight(run: Run) -> int:
     pipeline holds at once: schedule()'s `keep`, without making the table."""
     a = run.layout
     work = a.microbatches * a.vp
-    later = min(max(run.train.turn, a.pp), a.microbatches) - a.pp if a.vp > 1 else 0
-    most = (a.vp - 1) * (a.pp + later) + later + 2 * (a.pp - 1) + 1
+    turn = min(max(run.train.turn, a.pp), a.microbatches) if a.vp > 1 else a.pp
+    most = a.vp * turn + a.pp - 1
     return min(work, most) if run.train.schedule == "1f1b" else work
 
 

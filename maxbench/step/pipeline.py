@@ -332,16 +332,15 @@ class _Pipeline:
         """Each stage has the head's products of its part of the tokens: the last one alone would
         have all others wait, pp times as long. Padding makes the parts equal."""
         pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), y.shape[1]
-        more = -tokens % pp
-        whole = lambda x, dim, fill: jnp.pad(
-            x, [(0, more * (d == dim)) for d in range(x.ndim)], constant_values=fill
-        )
+        none, more = (0, 0), (0, -tokens % pp)
         targets = self.batch(micro)[1].reshape(len(y), -1, tokens)  # of all GPUs of tp
-        targets = whole(targets, 2, -1).reshape(*targets.shape[:2], pp, -1)[:, :, stage]
+        targets = jnp.pad(targets, (none, none, more), constant_values=-1)
+        targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
 
         def call(ends, y):
-            y = collectives.scatter(whole(jnp.where(stage == pp - 1, y, 0), 1, 0), "pp", 1)
-            return network.head_loss(self.run, ends, y, targets, padded=more > 0)
+            y = jnp.pad(jnp.where(stage == pp - 1, y, 0), (none, more, none))
+            y = collectives.scatter(y, "pp", 1)
+            return network.head_loss(self.run, ends, y, targets, padded=more != none)
 
         loss, vjp = jax.vjp(call, self.ends, y)
         dends, dy = vjp(jnp.ones(()))

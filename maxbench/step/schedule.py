@@ -185,16 +185,14 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     then have their two turns at such ticks that they wait less for those of others (turn_delay).
     """
     assert name in SCHEDULES
-    turn = max(turn, pp)
+    turn = min(max(turn, pp), microbatches) if vp > 1 else pp
     forward = _order(turn, vp, microbatches, backward=False)
     backward = _order(turn, vp, microbatches, backward=True)
     parts, total = pp * vp, len(forward)
     if name == "gpipe":
         later, limit = 0, [total] * pp
     else:
-        later = min(turn, microbatches) - pp if vp > 1 else 0
-        least = (vp - 1) * (pp + later) + later + 2
-        limit = [least + 2 * (pp - 1 - p) for p in range(pp)]
+        later, limit = turn - pp, [vp * turn + pp - 2 * p for p in range(pp)]
     f_tick, b_tick = {}, {}  # (part of the network, microbatch) -> tick
     f_next, b_next = [0] * pp, [0] * pp
     tick = 0
