@@ -276,12 +276,12 @@ def read_onto(abstract: Callable[[list[int]], Any]) -> Callable[[Saved], Any]:
 
 def _attempt(read: Callable[[Saved], Any], saved: Saved) -> tuple[Any, str]:
     """What was read, or None and why not."""
+    _say_once()  # before the read: its threads complain while it fails
     try:
         return read(saved), ""
     except Exception as e:  # orbax and tensorstore raise whatever the damage makes them trip over
         said = (str(e).strip() or "no reason").splitlines()[0].partition(" [tensorstore_spec")[0]
         damage = f"{type(e).__name__}: {said[:300]}"
-    _say_once()
     gc.collect()
     return None, damage
 
