@@ -43,7 +43,10 @@ SelectType=select/linear
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=1
 MinJobAge=600
 KillWait=5
-SlurmdTimeout=10
+# One machine may stand still for longer than Slurm waits for a node; it would start a job again.
+SlurmdTimeout=300
+MessageTimeout=60
+BatchStartTimeout=60
 InactiveLimit=0
 ReturnToService=2
 JobAcctGatherType=jobacct_gather/none
@@ -113,11 +116,12 @@ class Cluster:
         self._daemon(name, ["slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
-        """As if the machine lost power: slurmd and all that it started."""
+        """As if the machine lost power: slurmd and all that it started; and Slurm has noticed."""
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait()
         self._kill_tasks(name)
+        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=not responding")
 
     def _kill_tasks(self, node: str = "") -> None:
         """Kills tasks on a node, or on all, and the daemons above them (no children of slurmd)."""

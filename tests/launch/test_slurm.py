@@ -83,8 +83,9 @@ class Jobs:
         return done.stdout.strip()
 
     def log(self) -> str:
-        """All that the jobs of this folder printed."""
+        """All that the jobs of this folder printed, and what Slurm says it did."""
         files = [*self.out.rglob("*.out"), *self.out.rglob("srun-*.log")]
+        files.append(self.slurm.root / "slurmctld.log")
         return "\n".join(f"{f}:\n{f.read_text(errors='replace')}" for f in files)
 
     def wait_for_step(self, step: int, seconds: float = 90) -> None:
@@ -93,8 +94,11 @@ class Jobs:
             assert time.monotonic() < end, f"no step {step} in {seconds} s\n{self.log()}"
             time.sleep(0.3)
 
-    def runs(self) -> list[runlogs.Record]:
-        return runlogs.read([self.out])
+    def run(self) -> runlogs.Record:
+        """The one there is: no job was started twice."""
+        runs = runlogs.read([self.out])
+        assert len(runs) == 1, f"{[r.path.name for r in runs]}\n{self.log()}"
+        return runs[0]
 
 
 @pytest.fixture
@@ -133,7 +137,7 @@ def test_two_nodes_train_as_one_process(jobs, tmp_path):
     assert "  RUNNING" in watched
     assert "  COMPLETED  step 7, " in watched.splitlines()[-1]
     assert jobs.slurm.job(number)["JobState"] == "COMPLETED"
-    (run,) = jobs.runs()
+    run = jobs.run()
     assert "#SBATCH --partition=batch\n" in next(run.path.glob("sbatch_*.sh")).read_text()
     (listed,) = jobs.out.rglob("suite_try_*.json")
     assert "Suite try: PASS, 1 of 1 runs" in jobs.maxbench("report", "--suite", str(listed))
@@ -172,7 +176,7 @@ def test_cancelled_job_stops_after_its_step(jobs):
     jobs.slurm.run("scancel", second)
     jobs.slurm.run("scancel", number)
     assert jobs.slurm.wait(number, 60)["JobState"] == "CANCELLED"
-    (run,) = jobs.runs()
+    run = jobs.run()
     row = compare.row(run, compare.Settings())
     assert run.last >= 2
     assert row.verdict == "DIED"
@@ -188,7 +192,7 @@ def test_killed_process_ends_the_job(jobs):
     victim = _trainers(jobs.out)[-1]
     os.kill(victim, signal.SIGKILL)
     assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
-    (run,) = jobs.runs()
+    run = jobs.run()
     row = compare.row(run, compare.Settings())
     assert row.verdict == "DIED"
     assert run.last >= 2
@@ -217,7 +221,7 @@ def test_killed_node_is_named(jobs):
     jobs.slurm.kill_node("node2")
     state = jobs.slurm.wait(number, 90)["JobState"]
     assert state in ("NODE_FAIL", "FAILED"), jobs.log()
-    (run,) = jobs.runs()
+    run = jobs.run()
     assert compare.row(run, compare.Settings()).verdict == "DIED"
     assert run.reason, jobs.log()
 
@@ -253,7 +257,7 @@ def test_time_limit_is_told(jobs):
     for trainer in _trainers(jobs.out):  # till Slurm looks, every 30 s, and wakes them to end
         os.kill(trainer, signal.SIGSTOP)
     assert jobs.slurm.wait(number, 90)["JobState"] == "TIMEOUT", jobs.log()
-    (run,) = jobs.runs()
+    run = jobs.run()
     row = compare.row(run, compare.Settings())
     assert row.verdict == "DIED"
     assert "TIME LIMIT" in row.why, f"{row.why}\n{jobs.log()}"
@@ -264,7 +268,7 @@ def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
     number = jobs.sbatch({"XLA_FLAGS": "--xla_gpu_graph_level=0"}, "-N", "2")
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
     assert "use --xla_gpu_enable_command_buffer=" in jobs.log()
-    (run,) = jobs.runs()
+    run = jobs.run()
     assert "preflight: error: XLA_FLAGS" in compare.row(run, compare.Settings()).why
 
 
