@@ -144,23 +144,24 @@ def _ring_forward(kind, softcap, q, k, v):
 
 def _ring_backward(kind, softcap, q, k, v, o, lse, do):
     n, kv, backward = collectives.degree("cp"), (k, v), KERNELS[kind][1]
-    ahead = collectives.rotate(kv, "cp")
-    dq, dk, dv = backward(q, k, v, o, lse, do, True, softcap)
-    if n == 1:
-        return dq, dk, dv
-    halves = lambda x: jnp.split(x, 2, 1)
-    kv = collectives.beside(ahead, collectives.zero(dq))
-    dq, dkv = dq.astype(jnp.float32), (dk.astype(jnp.float32), dv.astype(jnp.float32))
+    halves, others = lambda x: jnp.split(x, 2, 1), []
     for hop in range(1, n):
-        ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
-        dkv = collectives.rotate(dkv, "cp")
+        kv = collectives.rotate(kv, "cp")
         earlier = collectives.index("cp") >= hop
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
         grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
-        kv, dkv = collectives.beside((ahead, dkv), collectives.zero(grads[0]))
-        dq += _unpair(earlier, grads[0], 1)
-        dkv = tuple(d + _unpair(earlier, x, 0) for d, x in zip(dkv, grads[1:], strict=True))
-    dkv = collectives.rotate(dkv, "cp")  # home: each block made n - 1 hops
+        home = collectives.rotate(grads[1:], "cp", -hop)
+        ours_are = collectives.index("cp") + hop < n  # earlier than the queries of what comes home
+        others.append((earlier, ours_are, grads[0], home))
+        lse += collectives.zero(grads[0])
+    grads = backward(q, k, v, o, lse, do, True, softcap)
+    if n == 1:
+        return grads
+    dq, *dkv = (x.astype(jnp.float32) for x in grads)
+    for earlier, ours_are, dq_pair, home in others:
+        dq += _unpair(earlier, dq_pair, 1)
+        home = collectives.beside(home, collectives.zero(grads[0]))
+        dkv = [d + _unpair(ours_are, x, 0) for d, x in zip(dkv, home, strict=True)]
     return tuple(d.astype(k.dtype) for d in (dq, *dkv))
 
 
