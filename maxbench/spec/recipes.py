@@ -178,7 +178,7 @@ def _whole(cls: type, section: str, given: Mapping) -> dict:
 
 
 def table(layouts: str) -> list[dict[str, Any]]:
-    """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
+    """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each; `turn` is optional."""
     heads, *lines = [line.split() for line in layouts.splitlines() if line.strip()] or [[]]
     if lines and (lacking := {*ROW} - {*heads}):
         raise UserError(f"layouts has no column {', '.join(sorted(lacking))}; it has {heads}")
@@ -231,7 +231,8 @@ def resolve(
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
-        values["model"]["layers"], values["train"]["seq"] = row.pop("layers"), row.pop("seq")
+        values["model"]["layers"] = row.pop("layers")
+        values["train"] |= {name: row.pop(name) for name in ("seq", "turn") if name in row}
         values["layout"] |= row
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
@@ -283,8 +284,7 @@ def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: 
     c.choose("dtype", dtype, DTYPES)
     scaling = "strong" if strong else "weak"
     dtype = "bf16" if dtype == "fp32" else dtype
-    rows = table(config.layouts)
-    kind = [r for r in rows if (r["dtype"], r["scaling"]) == (dtype, scaling)]
+    kind = [r for r in table(config.layouts) if (r["dtype"], r["scaling"]) == (dtype, scaling)]
     there = [r for r in kind if r["gpu_type"] == c.GPUS[gpu_type].recipes]
     for row in there:
         if row["gpus"] == gpus:

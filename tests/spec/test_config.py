@@ -64,6 +64,7 @@ def test_rows_resolve_to_their_layout(workload, row):
     assert run.layout.gpus == row["gpus"]
     assert run.layout.gbs == flags.get("gbs", row["gbs"])
     assert (run.model.layers, run.train.seq) == (row["layers"], row["seq"])
+    assert run.train.turn == row.get("turn", config(workload).train.turn)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
