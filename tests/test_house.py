@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (530, True),
     "model": (1665, True),
-    "step": (1415, True),
+    "step": (1435, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1780, True),

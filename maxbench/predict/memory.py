@@ -14,7 +14,7 @@ from maxbench.predict.artifact import Compiled
 from maxbench.spec import flops, program
 from maxbench.spec.formats import FORMATS
 from maxbench.spec.run import REMATS, Run
-from maxbench.step.schedule import schedule_of
+from maxbench.step.schedule import schedule_of, together
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
 GIB = 2**30
@@ -128,7 +128,8 @@ def in_flight(run: Run) -> int:
     a = run.layout
     work = a.microbatches * a.vp
     turn = min(max(run.train.turn, a.pp), a.microbatches) if a.vp > 1 else a.pp
-    most = a.vp * turn + a.pp - 1
+    losses = together(run.train.schedule, a.pp, a.vp, a.microbatches, turn)
+    most = a.vp * turn + a.pp + losses - 2
     return min(work, most) if run.train.schedule == "1f1b" else work
 
 

@@ -180,7 +180,7 @@ class _Pipeline:
             self.embed_back(carry, at)
             at = collectives.after(carry["ends"], at)
         if forward:
-            self.loss(carry, at)
+            self.loss(carry, at, given["y"])
         return {name: carry[name] for name in given}, None
 
     def input(self, carry, at):
@@ -270,18 +270,20 @@ class _Pipeline:
             grads = _if(real, embedded, lambda g, _: g, carry["ends"]["embed"], carry["dx"])
             carry["ends"] = carry["ends"] | {"embed": grads}
 
-    def loss(self, carry, at):
+    def loss(self, carry, at, before):
         """When the network's last chunk is done: the loss, and the gradient of y for the next
-        tick, on all stages together (loss_of)."""
-        skip = lambda ends, y: (jnp.zeros(()), ends, jnp.zeros_like(y))
-        lossy = lambda ends, y: self.loss_of(at["loss"], y, ends)
+        tick, on all stages together (loss_of); maybe for the y before, too."""
+        ys = [before, carry["y"]][-self.plan.together :]
+        skip = lambda ends, ys: (jnp.zeros(()), ends, jax.tree.map(jnp.zeros_like, ys))
+        lossy = lambda ends, ys: self.loss_of(at["loss"], ys, ends)
         with jax.named_scope(LOSS):
             # What a conditional does not change it is not given: that takes up to 0.3 GiB.
             ends = carry["ends"] if self.run.model.tied else {"head": carry["ends"]["head"]}
             real = self.alone or at["loss"] >= 0
-            loss, ends, dy = _if(real, lossy, skip, ends, carry["y"])
+            loss, ends, dys = _if(real, lossy, skip, ends, ys)
             carry["ends"] = carry["ends"] | ends
-        carry["grads"] = _put(carry["grads"], at["f_grad"], dy)
+        for dy, column in zip(reversed(dys), ("f_grad", "f_grad_before"), strict=False):
+            carry["grads"] = _put(carry["grads"], at[column], dy)
         carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
 
     # Chunks: trees, one for each of their layers.
@@ -328,23 +330,26 @@ class _Pipeline:
         call = lambda w: self.embed({"embed": w}, micro)
         return _add(grads, jax.vjp(call, self.ends["embed"])[1](dx)[0])
 
-    def loss_of(self, micro, y, ends_grads):
-        """Each stage has the head's products of its part of the tokens: the last one alone would
-        have all others wait, pp times as long. Padding makes the parts equal."""
-        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), y.shape[1]
+    def loss_of(self, micro, ys, ends_grads):
+        """Of the microbatches up to `micro` that ys are of. Each stage has the head's products of
+        its part of the tokens: the last one alone would have all others wait, pp times as long.
+        Padding makes the parts equal."""
+        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), ys[0].shape[1]
         none, more = (0, 0), (0, -tokens % pp)
-        targets = self.batch(micro)[1].reshape(len(y), -1, tokens)  # of all GPUs of tp
+        targets = jnp.concatenate([self.batch(micro - i)[1] for i in reversed(range(len(ys)))])
+        targets = targets.reshape(len(targets), -1, tokens)  # of all GPUs of tp
         targets = jnp.pad(targets, (none, none, more), constant_values=-1)
         targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
 
-        def call(ends, y):
-            y = jnp.pad(jnp.where(stage == pp - 1, y, 0), (none, more, none))
+        def call(ends, ys):
+            y = jnp.where(stage == pp - 1, jnp.concatenate(ys), 0)
+            y = jnp.pad(y, (none, more, none))
             y = collectives.scatter(y, "pp", 1)
             return network.head_loss(self.run, ends, y, targets, padded=more != none)
 
-        loss, vjp = jax.vjp(call, self.ends, y)
-        dends, dy = vjp(jnp.ones(()))
-        return loss, _add(ends_grads, {name: dends[name] for name in ends_grads}), dy
+        loss, vjp = jax.vjp(call, self.ends, ys)
+        dends, dys = vjp(jnp.ones(()))
+        return loss, _add(ends_grads, {name: dends[name] for name in ends_grads}), dys
 
 
 def _once(condition, change, state):

@@ -26,7 +26,8 @@ COLUMNS = (
     "f_keep",  # residual slot that the forward fills
     "f_from",  # inbox slot of its input; -1 on the network's first chunk, which embeds tokens
     "f_grad",  # gradient slot that the loss fills; -1 but on the network's last chunk
-    "loss",  # of which microbatch, the same on all stages
+    "f_grad_before",  # and that of the microbatch before, where a loss is of two
+    "loss",  # of which microbatch, and maybe the one before; the same on all stages
     "b_micro",  # backward
     "b_chunk",
     "b_load",  # the chunk whose turn begins, or -1
@@ -54,6 +55,7 @@ class Schedule:
       keep, inbox, grads: how many slots the three buffers of a stage need.
       spread: ticks of the fill, and of the drain, in which the weights of a chunk can come, and its
         gradients go; 0 where there is but one chunk.
+      together: microbatches of which a loss is.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Schedule:
     inbox: int
     grads: int
     spread: int
+    together: int
 
     @property
     def ticks(self) -> int:
@@ -108,12 +111,12 @@ class Schedule:
             shares[name] = done, 1 - done
         work = {name: len(ticks) * shares[name][0] for name, ticks in self.phases.items()}
         delay = self.turn_delay()
+        ends = {"f": {EMBED: 1, LOSS: self.together}, "b": {EMBED_BACKWARD: 1}}
         for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
             among = sum(n for name, n in work.items() if name != idle)
             often = (self.column(f"{way}_load") >= 0).sum() / self.pp / among
             shares[turn] = float(min(delay * often, 1)), 0.0
-            ends = (EMBED, LOSS) if way == "f" else (EMBED_BACKWARD,)
-            shares |= dict.fromkeys(ends, (self.microbatches / among, 0.0))
+            shares |= {n: (self.microbatches / of / among, 0.0) for n, of in ends[way].items()}
         return shares
 
     def turn_delay(self) -> float:
@@ -170,6 +173,13 @@ def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[
     ]
 
 
+def together(name: str, pp: int, vp: int, microbatches: int, turn: int) -> int:
+    """Of how many microbatches a loss is: of two, where they come one after the other. For a loss
+    all stages wait for all, as two stages do in any tick."""
+    odd = microbatches % 2 or (vp > 1 and turn % 2)
+    return 1 if odd or name == "gpipe" or pp <= 2 else 2
+
+
 @functools.cache
 def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> Schedule:
     """Makes a schedule: 'gpipe', or '1f1b', which with vp > 1 is the interleaved one.
@@ -178,21 +188,22 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
 
     The 1F1B order is that of Megatron-LM (arXiv:2104.04473): a stage holds back forward work until
     backward work has freed what it may hold, here one piece more, as the last stage's gradient is
-    there a tick after its loss. Its bubble is (pp - 1) / (vp x microbatches) of the useful time
-    whenever microbatches are a multiple of pp.
+    there a tick after its loss, and another where that is of two. Its bubble is (pp - 1) / (vp x
+    microbatches) of the useful time whenever microbatches are a multiple of pp.
 
     Where turns are longer than stages are many, backward work starts as many ticks later: stages
     then have their two turns at such ticks that they wait less for those of others (turn_delay).
     """
     assert name in SCHEDULES
     turn = min(max(turn, pp), microbatches) if vp > 1 else pp
+    of = together(name, pp, vp, microbatches, turn)
     forward = _order(turn, vp, microbatches, backward=False)
     backward = _order(turn, vp, microbatches, backward=True)
     parts, total = pp * vp, len(forward)
     if name == "gpipe":
         later, limit = 0, [total] * pp
     else:
-        later, limit = turn - pp, [vp * turn + pp - 2 * p for p in range(pp)]
+        later, limit = turn - pp, [vp * turn + pp - 1 + of - 2 * p for p in range(pp)]
     f_tick, b_tick = {}, {}  # (part of the network, microbatch) -> tick
     f_next, b_next = [0] * pp, [0] * pp
     tick = 0
@@ -210,17 +221,17 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
             m, c = backward[b_next[p]]
             part = c * pp + p
             after = f_tick if part == parts - 1 else b_tick
-            needed = (part, m) if part == parts - 1 else (part + 1, m)
+            needed = (part, m | of - 1) if part == parts - 1 else (part + 1, m)
             ready = after.get(needed, tick) + later * (part == parts - 1)
             if ready < tick and (part, m) in f_tick:
                 b_tick[part, m] = tick
                 b_next[p] += 1
         tick += 1
         assert tick <= 4 * (total + parts), "the schedule stands still"
-    return _with_slots(name, pp, vp, microbatches, f_tick, b_tick, tick)
+    return _with_slots(name, pp, vp, microbatches, f_tick, b_tick, tick, of)
 
 
-def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
+def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedule:
     """Fills the table: work where it was put, and the lowest free slot for all that waits."""
     table = np.full((ticks, pp, len(COLUMNS)), -1, np.int32)
     at = {c: i for i, c in enumerate(COLUMNS)}
@@ -238,8 +249,11 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
             sent = b_tick[part + 1, m] + 1
             grads.append((p, sent, b, [(sent, "g_put"), (b, "b_from")]))
         else:
-            table[f, :, at["loss"]] = m
-            grads.append((p, f, b, [(f, "f_grad"), (b, "b_from")]))
+            whole = m | of - 1  # the loss, when the other microbatch that it is of is done
+            loss, column = f_tick[part, whole], "f_grad" if m == whole else "f_grad_before"
+            assert loss - f == whole - m
+            table[loss, :, at["loss"]] = whole
+            grads.append((p, loss, b, [(loss, column), (b, "b_from")]))
     for way, p in itertools.product("fb", range(pp)):
         ticks = np.flatnonzero(table[:, p, at[f"{way}_micro"]] >= 0)
         chunks = table[ticks, p, at[f"{way}_chunk"]]
@@ -263,7 +277,7 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks) -> Schedule:
                 assert table[tick, p, at[column]] == -1
                 table[tick, p, at[column]] = slot
         counts.append(most)
-    made = Schedule(name, pp, vp, microbatches, table, *counts, 0)
+    made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of)
     made = dataclasses.replace(made, spread=_with_pieces(made))
     table.setflags(write=False)
     return made

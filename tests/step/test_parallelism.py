@@ -110,7 +110,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
     ("family", "axes"),
     [
         ("llama", dict(pp=2, vp=2, dp=2, mbs=1, schedule="gpipe")),
-        # Microbatches that do not fill the stages evenly, and tokens that do not divide by them.
+        # Microbatches that do not fill the stages evenly, tokens that do not divide by them, and
+        # losses of two.
         ("llama", dict(pp=3, tp=2, mbs=1, layers=6)),
         # 6 + 2 slots, for embedding and loss: chunks of the ends alone. And what a pipeline keeps.
         pytest.param(
