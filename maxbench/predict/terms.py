@@ -36,6 +36,7 @@ from maxbench.predict import memory
 from maxbench.predict.costs import Costs
 from maxbench.predict.simulate import Timeline
 from maxbench.spec.run import Run
+from maxbench.step.schedule import schedule_of
 
 HIDDEN = 0.889  # fitted to published steps, by benchmarks/fit_physics.py
 # FlashAttention 2's rate over cuDNN's: arXiv:2407.08608, figures 5 and 6, head_dim 128, length 4k.
@@ -81,14 +82,14 @@ def _waiting(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
 
 def _on_one_stage(run: Run, costs: Costs) -> float:
     """What the head's products take longer, of all tokens instead of a stage's part."""
-    a, m = run.layout, run.model
+    a, m, of = run.layout, run.model, schedule_of(run).together
     rows, vocab = a.mbs * run.train.seq // a.cp, m.vocab // a.tp
 
     def products(rows):
         sizes = (rows, vocab, m.embed), (rows, m.embed, vocab), (m.embed, vocab, rows)
         return sum(costs.gemm(*each) for each in sizes)
 
-    return a.microbatches * (products(rows) - products(-(-rows // a.pp)))
+    return a.microbatches * (products(rows) - products(-(-rows // a.pp) * of) / of)
 
 
 def agreements(run: Run) -> tuple[int, int]:
