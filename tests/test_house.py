@@ -24,8 +24,8 @@ ROOMS = {
     "step": (1435, True),
     "machine": (1370, True),
     "run": (1510, True),
-    "predict": (1780, True),
-    "plan": (1810, True),
+    "predict": (1795, True),
+    "plan": (1815, True),
     "launch": (1620, False),
     "report": (1710, False),
 }

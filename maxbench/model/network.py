@@ -9,6 +9,7 @@ One layout for every mesh, so initial weights, loss and checkpoints do not depen
 here maps over a block with vmap, because Transformer Engine's GEMM has no batching rule.
 """
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -26,7 +27,7 @@ from maxbench.model.loss import cross_entropy
 from maxbench.model.sums import add_to
 from maxbench.spec import program
 from maxbench.spec.model import Model
-from maxbench.spec.run import Run
+from maxbench.spec.run import PRODUCTS, Run
 
 # The halves of a layer, and their products that communicate over tp. Names of a half's weights
 # begin with its own.
@@ -189,8 +190,11 @@ def apply(run: Run, w, tokens_bt, sums=None):
     m = run.model
     rope = rope_angles(m, axes.chunks(run.train.seq))
     x_bud = embed(m, w, tokens_bt)
-    step = lambda kind, x_bud, w: layer(run, kind, *w, x_bud, rope)[::2]
-    return stack.run_layers(m, step, x_bud, w["layers"], sums)
+    step = lambda run, kind, x_bud, w: layer(run, kind, *w, x_bud, rope)[::2]
+    train = dataclasses.replace(run.train, remat=",".join(PRODUCTS), offload="", remat_layers=0)
+    more = functools.partial(step, dataclasses.replace(run, train=train))
+    then = m.layers - program.recomputing(run), more
+    return stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, then)
 
 
 def objective(run: Run, w, tokens_bt, targets_bt, sums):

@@ -49,12 +49,13 @@ def repeat(m: Model, trees, layers: int) -> tuple:
     return sum(((one,) * n for n, one in zip(counts, split(m, trees), strict=True)), ())
 
 
-def run_layers(m: Model, step, x, layers, sums):
+def run_layers(m: Model, step, x, layers, sums, then=(0, None)):
     """x through all layers, and the sum of what else step gives.
 
     Args:
       step: (kind, x, (w, sums)) -> (x, aux), for the Model that a layer is of.
       layers, sums: stacked or unstacked; sums may be None.
+      then: how many layers, the last of a loop, have another step, and which.
     """
     if isinstance(layers, tuple):
         kinds, total = (
@@ -66,7 +67,10 @@ def run_layers(m: Model, step, x, layers, sums):
             total += aux
         return x, total
     sums, losses = [None] * len(m.stacks) if sums is None else split(m, sums), []
-    for (_, kind), *one in zip(m.stacks, split(m, layers), sums, strict=True):
-        x, aux = jax.lax.scan(functools.partial(step, kind), x, tuple(one))
-        losses.append(jnp.sum(aux))
+    for (n, kind), *one in zip(m.stacks, split(m, layers), sums, strict=True):
+        for part, how in ((slice(0, n - then[0]), step), (slice(n - then[0], n), then[1])):
+            if part.start < part.stop:
+                mine = jax.tree.map(lambda x, part=part: x[part], tuple(one))
+                x, aux = jax.lax.scan(functools.partial(how, kind), x, mine)
+                losses.append(jnp.sum(aux))
     return x, functools.reduce(jnp.add, losses)

@@ -126,15 +126,19 @@ def sensitivity(p: Plan) -> dict[str, list[float]]:
 
 
 def best_remat(run: Run) -> Plan:
-    """The plan with the policy that keeps most and still fits; else the one that keeps least.
+    """The plan with the policy that keeps most and still fits, in the room that is left with as few
+    layers as need it; else the policy that keeps least.
 
-    What a policy keeps is arithmetic, so two or three programs are compiled, not all.
+    What a policy keeps is arithmetic, so three or four programs are compiled, not all.
     """
     least = memory.policies(run)[-1]
     last = plan(least)
     room = last.memory.spare + memory.activation_bytes(least)
     plans = (plan(one) for one in memory.policies(run, room * 1.05) if one != least)
-    return next((p for p in plans if p.fits), last)
+    found = next((p for p in plans if p.fits), last)
+    more = memory.with_more(found.run, 0.95 * found.memory.spare)
+    made = found if more == found.run else plan(more)
+    return made if made.fits else found
 
 
 def figures(p: Plan) -> dict:

@@ -192,9 +192,12 @@ def memory_sizes(p: Plan) -> list[float | None]:
     is recomputed chosen for it: by arithmetic, from the plan's own. None where nothing fits."""
     taken = p.memory.total - memory.activation_bytes(p.run)
     rooms = (factor * p.memory.capacity - taken for factor in planner.FACTORS)
-    found = (memory.least_recomputed(p.run, room) for room in rooms)
-    share = p.step_s / seconds(p.run)
-    return [seconds(one) * share if one else None for one in found]
+    share, found = p.step_s / seconds(p.run), []
+    for room in rooms:
+        one = memory.least_recomputed(p.run, room)
+        one = one and memory.with_more(one, room - memory.activation_bytes(one))
+        found.append(seconds(one) * share if one else None)
+    return found
 
 
 def search(chosen: Sequence[Run], given: Run) -> list[Plan]:

@@ -13,7 +13,7 @@ from maxbench.predict import hlo
 from maxbench.predict.artifact import Compiled
 from maxbench.spec import flops, program
 from maxbench.spec.formats import FORMATS
-from maxbench.spec.run import REMATS, Run
+from maxbench.spec.run import PRODUCTS, REMATS, Run
 from maxbench.step.schedule import schedule_of, together
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
@@ -94,12 +94,12 @@ def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
 def activation_bytes(run: Run, remat: str = "") -> int:
     """Arithmetic: bytes that a remat policy, the run's own or another, keeps on one GPU over all
     its layers, or over all that its stage of a pipeline has in flight."""
-    a, saved = run.layout, program.kept(run, REMATS[remat] if remat else run.train.saved)
+    a, given = run.layout, program.kept(run, REMATS[remat] if remat else run.train.saved)
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
 
-    def kept(m):
+    def kept(m, saved=given):
         routed = m.rows(a.ep)
         slots = routed if m.experts and m.capacity_factor else 0
         per_token = {
@@ -117,7 +117,9 @@ def activation_bytes(run: Run, remat: str = "") -> int:
         return m.embed / a.tp + sum(per_token[name] for name in saved)
 
     if a.pp == 1:
-        return int(tokens * width * sum(kept(kind) * n for n, kind in run.model.stacks))
+        more = 0 if remat else run.model.layers - program.recomputing(run)
+        more *= kept(run.model, PRODUCTS) - kept(run.model)
+        return int(tokens * width * (sum(kept(kind) * n for n, kind in run.model.stacks) + more))
     layers = -(-run.model.layers // (a.pp * a.vp))
     return int(tokens * width * kept(run.model) * (in_flight(run) + 1) * layers)
 
@@ -167,7 +169,8 @@ def recomputed(run: Run, remat: str = "") -> float:
         "mlp_up": m.embed * m.gates * active,
     }
     total = sum(parts.values()) + m.embed * active
-    return sum(part for name, part in parts.items() if name not in saved) / total
+    share = 1 if remat else program.recomputing(run) / m.layers
+    return share * sum(part for name, part in parts.items() if name not in saved) / total
 
 
 def policies(run: Run, room: float = math.inf) -> list[Run]:
@@ -185,9 +188,19 @@ def least_recomputed(run: Run, room: float) -> Run | None:
     return with_remat(run, min(fit)[2]) if fit else None
 
 
-def with_remat(run: Run, remat: str, offload: str = "") -> Run:
-    """The run with another remat policy, and what of it waits in the host's memory."""
-    train = dataclasses.replace(run.train, remat=remat, offload=offload)
+def with_more(run: Run, room: float) -> Run:
+    """The run with its policy for so many layers fewer as take at most so many bytes."""
+    layers, policy = run.model.layers, run.train.remat
+    fewer = with_remat(run, policy, layers=layers - 1)
+    each = activation_bytes(fewer) - activation_bytes(run)
+    less = int(room / each) if each > 0 else 0
+    return with_remat(run, policy, layers=max(1, layers - less)) if less else run
+
+
+def with_remat(run: Run, remat: str, offload: str = "", layers: int = 0) -> Run:
+    """The run with another remat policy, and what of it waits in the host's memory; or for so many
+    layers alone."""
+    train = dataclasses.replace(run.train, remat=remat, offload=offload, remat_layers=layers)
     return run if train == run.train else dataclasses.replace(run, train=train)
 
 

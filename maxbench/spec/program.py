@@ -19,7 +19,14 @@ def as_code(run: Run) -> bool:
     takes the layers of a chunk from the stack when its turn begins.
     """
     a, t = run.layout, run.train
-    return a.pp == a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload
+    whole = recomputing(run) == run.model.layers
+    return a.pp == a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload and whole
+
+
+def recomputing(run: Run) -> int:
+    """How many layers, the first, train.remat is for: all in a pipeline, or of several kinds."""
+    whole = not run.train.remat_layers or run.layout.pp > 1 or run.model.kinds
+    return run.model.layers if whole else min(run.train.remat_layers, run.model.layers)
 
 
 def paired(run: Run) -> bool:

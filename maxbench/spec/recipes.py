@@ -178,7 +178,7 @@ def _whole(cls: type, section: str, given: Mapping) -> dict:
 
 
 def table(layouts: str) -> list[dict[str, Any]]:
-    """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each; `turn` is optional."""
+    """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
     heads, *lines = [line.split() for line in layouts.splitlines() if line.strip()] or [[]]
     if lines and (lacking := {*ROW} - {*heads}):
         raise UserError(f"layouts has no column {', '.join(sorted(lacking))}; it has {heads}")
@@ -220,8 +220,9 @@ def resolve(
       NoRow: the table has none for so many GPUs, and no axes are given.
       UserError: anything else that cannot be, with what would work.
     """
-    flags = dict(flags or {})
-    given = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides or {})
+    given = {FLAGS[flag]: value for flag, value in (flags or {}).items()} | dict(overrides or {})
+    if "train.remat" in given:  # another policy than the row's is for all layers
+        given = {"train.remat_layers": 0} | given
     if gpus is not None:
         gpus = read("gpus", int, gpus, {"at_least": 1})
     values = {name: dict(config[name]) for name in SECTIONS}
@@ -230,10 +231,10 @@ def resolve(
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
-        row = _row(config, gpus, strong_scaling, wanted, by_hand=set(flags) & set(c.AXES))
+        row = _row(config, gpus, strong_scaling, wanted, by_hand={*(flags or ())} & {*c.AXES})
         values["model"]["layers"] = row.pop("layers")
-        values["train"] |= {name: row.pop(name) for name in ("seq", "turn") if name in row}
-        values["layout"] |= row
+        train = {name: row.pop(name) for name in ("seq", "turn", "remat_layers") if name in row}
+        values["train"], values["layout"] = values["train"] | train, values["layout"] | row
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
     for name in names:
@@ -258,8 +259,7 @@ def resolve(
 
 def run_again(config: Mapping) -> c.Run:
     """The Run of a result.json's config, without what differs between starts of one program."""
-    same = {"output": {}, "profile": {}}
-    same["runtime"] = {"tp_overlap": config["runtime"]["tp_overlap"]}
+    same = {"output": {}, "profile": {}, "runtime": {"tp_overlap": config["runtime"]["tp_overlap"]}}
     return c.Run(**{name: cls(**same.get(name, config[name])) for name, cls in SECTIONS.items()})
 
 

@@ -20,6 +20,7 @@ SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
 TENSORS = ("query", "key", "value", "context", "attn_out", "slots", "mlp_up", "mlp_act", "mlp_down")
+PRODUCTS = tuple(name for name in TENSORS if name != "mlp_act")  # with these none is made again
 # What the backward pass finds saved; everything else it computes again.
 REMATS = {
     "full": (),
@@ -105,6 +106,8 @@ class Train:
     # microbatches that a chunk of layers takes at a time, at least pp: fewer turns, more memory
     turn: int = setting(0, at_least=0)
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
+    # layers that it is for, the first of a loop; the others keep PRODUCTS. 0 = for all
+    remat_layers: int = setting(0, at_least=0)
     offload: str = ""  # what of them waits in the host's memory: all, or names joined by commas
     # auto: the fastest of model/attention.KERNELS that the GPU has
     attention: str = setting("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
@@ -130,8 +133,9 @@ class Train:
 
     @property
     def keeps(self) -> str:
-        """'none', or with a part in the host's memory 'none offload mlp_up'."""
-        return f"{self.remat} offload {self.offload}" if self.offload else self.remat
+        """'none', or with a part in the host's memory 'none offload mlp_up', or of some layers."""
+        some = f" of {self.remat_layers} layers" * bool(self.remat_layers)
+        return self.remat + some + f" offload {self.offload}" * bool(self.offload)
 
     def __post_init__(self):
         judge(self, "train.")

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxbench.mesh import axes as mesh
 from maxbench.model import stack
 from maxbench.spec import program
+from maxbench.spec.run import PRODUCTS
+from maxbench.step.step import Step
 from tests.conftest import resolve
 
 
@@ -60,3 +63,25 @@ def test_both_run_the_same_layers(with_sums):
     code = run(stack.unstack(m, w), stack.unstack(m, sums) if with_sums else None)
     np.testing.assert_allclose(run(w, sums), code, rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, stack.stack(m, stack.unstack(m, w)), w)
+
+
+def test_layers_past_those_of_remat_make_no_product_again():
+    def products(jaxpr) -> int:
+        count = 0
+        for eqn in jaxpr.eqns:
+            inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
+            inner = [x for x in inner if hasattr(x, "eqns")]
+            count += eqn.primitive.name == "dot_general"
+            count += eqn.params.get("length", 1) * sum(map(products, inner))
+        return count
+
+    def of(layers: int, remat: str = "full") -> int:
+        settings = {"train.remat": remat, "train.remat_layers": layers}
+        run = resolve("llama31_8b", "tiny", settings, layers=4)
+        step = Step(run, mesh.make_mesh(run.layout))
+        return products(jax.make_jaxpr(step.gradients)(step.abstract["params"], 3).jaxpr)
+
+    none, whole = of(0, ",".join(PRODUCTS)), of(0)
+    assert whole > none
+    assert of(4) == whole
+    assert of(3) - none == (whole - none) * 3 / 4

@@ -87,10 +87,16 @@ def test_the_program_is_the_one_that_machine_code_is_made_of():
 @compiler
 def test_llama2_70b_on_128_gpus():
     """Layer weights are 856 M x 2 bytes; each is gathered twice and its gradient reduced once."""
-    found = planned("--config configs/llama2_70b.py --gpus 128 --sensitivity")
+    row = "--config configs/llama2_70b.py --gpus 128"
+    more = planned(row)
+    found = planned(f"{row} --sensitivity --config.train.remat=save_dot_except_mlpwi")
     half, *_, double = found["sensitivity_s"].pop("memory size")
-    assert double == pytest.approx(found["step_s"])  # still not all is kept
-    assert 1.01 < half / double < 1.3  # less is
+    assert double < more["step_s"] < found["step_s"]  # what is computed again of fewer layers
+    assert 1.05 < half / double < 1.3
+    assert more["terms_s"].keys() == {"recomputation"}
+    # Of 22 layers, context and the MLP's first product.
+    kept = more["memory"]["activations"] - found["memory"]["activations"]
+    assert kept == pytest.approx(22 * 2 * 4096 * 2 * (8192 + 2 * 28672), rel=0.02)
     for seconds in found["sensitivity_s"].values():  # slower, slower, faster, faster; or latency
         assert sorted(seconds) in (seconds, seconds[::-1])
         assert min(seconds) <= found["step_s"] <= max(seconds)
@@ -120,9 +126,9 @@ def test_llama2_70b_on_128_gpus():
     assert found["terms_s"] == {}  # the published program is XLA's too
     assert found["published"]["error_as_published"] == found["published"]["error"]
     # Again, from the cache, without jax.
-    again = json.loads(command("--config configs/llama2_70b.py --gpus 128 --json").stdout)
+    again = json.loads(command(f"{row} --json").stdout)
     assert again["compile"]["cached"]
-    assert again["step_s"] == found["step_s"]
+    assert again["step_s"] == more["step_s"]
     other = "--network_gbps 5 --memory_margin 0.2 --gpus_per_node 8 --nvlink_gpus 8"
     other = planned(f"--config configs/llama2_70b.py --gpus 128 {other} --tokens 1e12")
     assert other["compile"]["cached"]  # the program does not know
@@ -229,7 +235,7 @@ def test_without_a_pipeline_too_a_pass_hides_the_traffic_of_the_other():
 
 @compiler
 def test_llama31_405b_in_four_stages():
-    """30 layers of Llama 3.1 405B, as published: residuals of 36 chunks, one slot to spare."""
+    """30 layers of Llama 3.1 405B, as published: residuals of 68 chunks, one slot to spare."""
     row = "--config configs/llama31_405b.py --gpus 64"
     found = planned(row)
     m = found["memory"]
@@ -237,15 +243,16 @@ def test_llama31_405b_in_four_stages():
     tokens = 8192 // 2  # over cp; the rest is over tp
     layer = 2 * tokens * (3 * 16384 + 2 * 1024 + 2 * 53248) // 8  # x, q, o; k, v; mlp up
     one = layer + 2 * tokens * 16384 // 8
-    assert m["activations"] == pytest.approx(37 * one, rel=0.06)
+    assert m["activations"] == pytest.approx(69 * one, rel=0.06)
     ends = 2 * 128256 * 16384
     weights = 2 * (99_833_823_232 - ends) * 32 / 30 / 32  # bf16, pp 4 x tp 8, 30 + 2 slots
     assert m["gradients"] == pytest.approx(weights + 2 * ends / 8, rel=0.01)
     by = traffic(found)
-    # In pieces beside the fill and the drain: once, but for what comes again in ticks without one.
+    # In pieces beside the fill and the drain: once, but for what comes again in ticks without one,
+    # 65 of each for the pieces of 7 chunks in 8 ticks.
     for kind in ("all-gather", "reduce-scatter"):
         travels = by[kind, "cp"]
-        assert weights <= travels["bytes"] < 1.1 * weights
+        assert weights <= travels["bytes"] < 65 / (7 * 8) * weights
         assert travels["count"] > 60
         assert travels["exposed_s"] < 0.6 * travels["busy_s"]
     sent = 2 * tokens * 16384 // 8  # of one microbatch, each way for each of a stage's 8 chunks
@@ -341,13 +348,15 @@ def test_bad_input_is_exit_code_2(arguments, message):
 
 
 def test_as_published_takes_the_published_recomputation():
-    """Whatever else was asked for; the workload files say the same for every row."""
+    """Whatever else was asked for, or a workload file says."""
     for row in published.rows():
         words = f"--config {ROOT}/configs/{row.model}_{row.size}.py --gpus {row.gpus}".split()
         run = cli.run_of([*words, "--dtype", row.dtype])
-        assert planner.as_published(run) == run
+        theirs = planner.as_published(run)
+        assert (theirs.train.remat, theirs.train.remat_layers) == (row.remat, 0)
+        assert dataclasses.replace(theirs, train=run.train) == run
         full = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="full"))
-        assert planner.as_published(full) == run
+        assert planner.as_published(full) == theirs
 
 
 def test_without_the_compiler(monkeypatch):

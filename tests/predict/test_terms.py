@@ -155,6 +155,7 @@ def test_recomputation_is_what_a_policy_computes_again():
     share = (attention + 2 * mlp) / (attention + 3 * mlp)
     assert memory.recomputed(run) == pytest.approx(share)
     assert memory.recomputed(memory.with_remat(run, "none")) == 0
+    assert memory.recomputed(memory.with_remat(run, "full", layers=8)) == pytest.approx(share / 4)
     t = simulate.Timeline(compute=collections.Counter(gemm=7.0, attention=1.0))
     row = dataclasses.replace(published.rows()[0], source="MaxText", remat="none")
     found = terms.terms(run, t, row, planner.costs_of(run))
