@@ -136,9 +136,13 @@ def best_remat(run: Run) -> Plan:
     room = last.memory.spare + memory.activation_bytes(least)
     plans = (plan(one) for one in memory.policies(run, room * 1.05) if one != least)
     found = next((p for p in plans if p.fits), last)
-    more = memory.with_more(found.run, 0.95 * found.memory.spare)
-    made = found if more == found.run else plan(more)
-    return made if made.fits else found
+    room = 0.95 * found.memory.spare
+    while (more := memory.with_more(found.run, room)) != found.run:
+        made = plan(more)
+        if made.fits:
+            return made
+        room *= 0.95 * found.memory.spare / (made.memory.total - found.memory.total)
+    return found
 
 
 def figures(p: Plan) -> dict:

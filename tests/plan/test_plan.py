@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 import xml.etree.ElementTree
 from unittest import mock
 
@@ -211,6 +212,26 @@ def test_what_does_not_fit_is_told_what_would():
     best = planned(f"{row} --best_remat")
     assert best["fits"]
     assert best["remat"] == re.search(offer, done.stdout)[1]
+
+
+def test_best_remat_keeps_layers_in_the_room_that_is_left(monkeypatch):
+    """Also where what is kept takes more than by arithmetic."""
+    run, tried = cli.run_of(["--config", "llama2_70b", "--gpus", "128"]), []
+
+    def plan(run):
+        total = 15 * GIB + 1.3 * memory.activation_bytes(run)
+        spare = 75 * GIB - total
+        tried.append(run)
+        found = types.SimpleNamespace(total=total, spare=spare)
+        return types.SimpleNamespace(run=run, memory=found, fits=spare >= 0)
+
+    monkeypatch.setattr(planner, "plan", plan)
+    best = planner.best_remat(run)
+    assert best.fits
+    assert len(tried) <= 6
+    policy, layers = best.run.train.remat, best.run.train.remat_layers
+    assert 5 < layers < 80
+    assert not plan(memory.with_remat(run, policy, layers=layers - 5)).fits
 
 
 def order_of(ticks):
