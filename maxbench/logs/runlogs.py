@@ -31,6 +31,7 @@ NOT_RUNS = re.compile(r"^(sbatch_|srun-|gpu-|nccl)|prepare_squad_dataset_exp|imp
 
 WATTS = re.compile(rb"^[^,\n]*,[^,\n]*, *(\d{1,4}(?:\.\d{1,9})?) *(?=[,\r\n]|\Z)", re.MULTILINE)
 GBS_NAMED = re.compile(r"_gbs(\d{1,7})")
+OF_A_JOB = b"] maxbench: JOB_ID="  # slurm.sh: what follows is of a run that has a folder
 
 
 def read(paths: Iterable[str | pathlib.Path]) -> list[Record]:
@@ -227,12 +228,15 @@ def _power(record: Record) -> None:
 
 
 def _text(path: pathlib.Path) -> Record | None:
-    """A run from a text log; None where no line tells of a step or of training."""
+    """A run from a text log; None where no line tells of a step or of training, and where a job of
+    ours printed it: of a run that died it repeats the last lines."""
     record = Record(path=path, name=_run_name(path), source="nemo")
     try:
         record.started = path.stat().st_mtime
         end = b""
         for block in blocks(path):
+            if OF_A_JOB in block:
+                return None
             textlogs.fill(record, block)
             end = (end + block)[-ENDING:]
     except FileNotFoundError:

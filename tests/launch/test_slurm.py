@@ -192,6 +192,8 @@ def test_killed_process_ends_the_job(jobs):
     victim = _trainers(jobs.out)[-1]
     os.kill(victim, signal.SIGKILL)
     assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
+    (said,) = jobs.out.glob("slurm-*.out")  # it may repeat steps, and is no second run
+    assert runlogs.OF_A_JOB in said.read_bytes()
     run = jobs.run()
     row = compare.row(run, compare.Settings())
     assert row.verdict == "DIED"

@@ -603,6 +603,9 @@ def mixed(tmp_path):
     nemo(tmp_path / "old" / "log-a.pretrain_llama31_8b_fp8_short_10_0.out", 30, 9.4, tflops=None)
     (tmp_path / "notes.txt").write_text("remember the milk")
     (tmp_path / "sbatch_x.out").write_text(nemo_line(49, 50, 1.0))
+    # What a job says that sbatch was given by hand, where the run is that it is of.
+    said = f"[2026-11-23 13:46:40] maxbench: JOB_ID=7 RESTART=0 FOLDER={tmp_path}\n0: "
+    (tmp_path / "slurm-7.out").write_text(said + nemo_line(49, 50, 1.0))
     return tmp_path
 
 
