@@ -107,17 +107,21 @@ def hosts(r: Record) -> tuple[dict[str, str], str]:
 
 def timeline(r: Record) -> list[str]:
     """When what happened, in words."""
-    form = lambda t: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(t))
-    ended, first = at(r.result, "ended", 0.0), at(r.result, "start_to_first_step_s", 0.0)
-    said = [f"{'started' if r.source == 'maxbench' else 'last written'} {form(r.started)}"]
-    said = said if 0 < r.started < 4e9 else []
+    first = at(r.result, "start_to_first_step_s", 0.0)
+    said = _moment("started" if r.source == "maxbench" else "last written", r.started)
     said += [f"first step after {first:,.0f} s"] if first else []
     said += [f"last step {r.last}"] if r.last >= 0 else []
     said += [f"loaded a checkpoint in {statistics.fmean(r.loads):,.1f} s"] if r.loads else []
     if r.saves:
         said.append(f"saved {len(r.saves)} times, {statistics.fmean(r.saves):,.1f} s each")
-    said += [f"ended {form(ended)}"] if 0 < ended < 4e9 else []
-    return said
+    return said + _moment("ended", at(r.result, "ended", 0.0))
+
+
+def _moment(what: str, seconds: float) -> list[str]:
+    """A line of it; none where a damaged file has a number that is no time of ours."""
+    if not 0 < seconds < 4e9:
+        return []
+    return [f"{what} {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(seconds))}"]
 
 
 def time_parts(one: Row) -> dict[str, float]:

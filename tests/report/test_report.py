@@ -760,6 +760,14 @@ def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
     assert "</html>" in page.html(found, H100)
 
 
+@pytest.mark.parametrize("seconds", [1e12, 6.78e16, 1e300, -1, 0])
+def test_times_that_no_clock_shows_are_left_out(tmp_path, seconds):
+    path = planned_run(tmp_path / "experiments", "")
+    result = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps(result | {"started": seconds, "ended": seconds}))
+    assert not re.search("(started|ended) [0-9]{4}-", page.html(rows(tmp_path), H100))
+
+
 # --- others read ours ---
 
 AWK = r"""
