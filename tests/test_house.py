@@ -24,8 +24,8 @@ ROOMS = {
     "step": (1435, True),
     "machine": (1370, True),
     "run": (1510, True),
-    "predict": (1795, True),
-    "plan": (1815, True),
+    "predict": (1815, True),
+    "plan": (1820, True),
     "launch": (1620, False),
     "report": (1710, False),
 }

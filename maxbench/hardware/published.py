@@ -28,6 +28,7 @@ class Published:
     layers: int
     seq: int
     gbs: int
+    mbs: int
     step_s: float
     tokens_per_s: float
     mfu_pct: float | None

@@ -200,16 +200,19 @@ def comparison(p: Plan) -> dict | None:
 
 
 def as_published(run: Run) -> Run:
-    """The run with the published run's recomputation, whether or not it fits.
+    """The run with the published run's recomputation, whether or not it fits; and in its
+    microbatches, where it is the same work.
 
     Raises:
       UserError: nothing is published for this workload, precision and GPU.
     """
-    row, _ = metrics.beside_published(run, run.layout.gpu_type)
-    if row is None:
+    beside = metrics.beside_published(run, run.layout.gpu_type)
+    if beside.row is None:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
-    return memory.with_remat(run, row.remat)
+    if not beside.refusal:
+        run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, mbs=beside.row.mbs))
+    return memory.with_remat(run, beside.row.remat)
 
 
 def screen(p: Plan, more: Sequence[str] = ()) -> str:

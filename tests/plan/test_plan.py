@@ -368,16 +368,20 @@ def test_bad_input_is_exit_code_2(arguments, message):
     assert "Traceback" not in done.stderr
 
 
-def test_as_published_takes_the_published_recomputation():
+def test_as_published_takes_the_published_recomputation_and_microbatches():
     """Whatever else was asked for, or a workload file says."""
     for row in published.rows():
         words = f"--config {ROOT}/configs/{row.model}_{row.size}.py --gpus {row.gpus}".split()
         run = cli.run_of([*words, "--dtype", row.dtype])
         theirs = planner.as_published(run)
         assert (theirs.train.remat, theirs.train.remat_layers) == (row.remat, 0)
-        assert dataclasses.replace(theirs, train=run.train) == run
+        assert theirs.layout.mbs == row.mbs
+        layout = dataclasses.replace(theirs.layout, mbs=run.layout.mbs)
+        assert dataclasses.replace(theirs, train=run.train, layout=layout) == run
         full = dataclasses.replace(run, train=dataclasses.replace(run.train, remat="full"))
         assert planner.as_published(full) == theirs
+    words = f"--config {ROOT}/configs/llama31_8b.py --gpus 32 --gbs 64".split()
+    assert planner.as_published(cli.run_of(words)).layout.mbs == 2  # other work, as it is
 
 
 def test_without_the_compiler(monkeypatch):

@@ -64,8 +64,14 @@ def timeline_of(**degrees) -> tuple[simulate.Timeline, Costs]:
     return simulate.play(hlo.parse(TEXT), costs), costs
 
 
+def row_of(run, source: str, remat: str = "none", mbs: int = 0) -> published.Published:
+    """A published row in the run's microbatches, or of so many sequences."""
+    how = {"source": source, "remat": remat, "mbs": mbs or run.layout.mbs}
+    return dataclasses.replace(published.rows()[0], **how)
+
+
 def terms_of(run, source: str, remat: str = "none") -> dict[str, float]:
-    row = dataclasses.replace(published.rows()[0], source=source, remat=remat)
+    row = row_of(run, source, remat)
     timeline, costs = timeline_of(tp=8)
     return terms.terms(run, timeline, row, costs)
 
@@ -87,7 +93,7 @@ def test_nothing_runs_beside_what_experts_send():
     t, costs = timeline_of(tp=8)
     (gather,) = t.traffic.values()
     gather.exposed_s /= 2
-    row = dataclasses.replace(published.rows()[0], source="nemo:dev", remat="none")
+    row = row_of(run, "nemo:dev")
     assert "experts' traffic" not in terms.terms(run, t, row, costs)  # so few are of the step
     gather.count = run.layout.microbatches
     found = terms.terms(run, t, row, costs)
@@ -104,7 +110,7 @@ def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
     t = simulate.Timeline(seconds=10.0, compute=collections.Counter(gemm=3.0))
     several = [("reduce-scatter", "dp+cp", 1.5), ("permute", "pp", 0.5), ("permute", "cp", 0.25)]
     t.traffic = {(kind, axes): traffic(kind, axes, s, 1) for kind, axes, s in several}
-    row = dataclasses.replace(published.rows()[0], source="nemo:25.02.01", remat="none")
+    row = row_of(run, "nemo:25.02.01")
     found = terms.terms(run, t, row, Costs("h100", dict.fromkeys(AXES, 1)))
     del found["loss on one stage"]
     assert found == {"other waiting": pytest.approx(0.75), "dp in pieces": pytest.approx(-1.5)}
@@ -114,7 +120,7 @@ def test_the_last_of_their_stages_has_the_loss_alone():
     """Of three products with 6 x vocab x embed FLOPs per token, here 1/4 on each stage; a product
     of few rows is a little less than full."""
     run = run_of("llama31_70b.py --gpus 64")
-    a, row = run.layout, dataclasses.replace(published.rows()[0], source="nemo", remat="none")
+    a, row = run.layout, row_of(run, "nemo")
     costs = planner.costs_of(run)
     found = terms.terms(run, simulate.Timeline(), row, costs)
     head = 6 * 128256 * 8192 / a.tp * 8192 / a.cp * a.microbatches / costs.rate("bf16")
@@ -126,7 +132,7 @@ def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
     run = run_of("grok1_314b.py --gpus 128 --dtype fp8")
     a = run.layout
     t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
-    row = dataclasses.replace(published.rows()[0], source="nemo:dev", remat="none")
+    row = row_of(run, "nemo:dev")
     costs = planner.costs_of(run)
     found = terms.terms(run, t, row, costs)
     waits = costs.waits(16.0, 2 * a.microbatches * a.vp, a.dp * a.cp * a.ep)
@@ -147,6 +153,21 @@ def test_maxtext_is_the_same_compiler():
     assert terms_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
 
 
+def test_smaller_microbatches_fill_products_less_and_have_more_gaps():
+    """Of each layer of Llama 3.1 8B: 16 microbatches of 2 sequences here, 32 of one there."""
+    run, t = run_of("llama31_8b.py --gpus 32"), simulate.Timeline()
+    assert (run.layout.mbs, run.layout.microbatches) == (2, 16)
+    costs = planner.costs_of(run)
+    ways = lambda rows, k, n: ((rows, n, k), (rows, k, n), (k, n, rows))
+    weights = (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)
+    layer = lambda rows: sum(costs.gemm(*g) for w in weights for g in ways(rows, *w))
+    longer = 32 * (32 * layer(4096) - 16 * layer(8192))
+    t.compute["launch"] = 0.5
+    found = terms.terms(run, t, row_of(run, "MaxText", mbs=1), costs)
+    assert found == {"larger microbatches": pytest.approx(-longer - 0.5)}
+    assert longer > 0.1
+
+
 def test_recomputation_is_what_a_policy_computes_again():
     """All of a layer's forward FLOPs but those of the last product, which nobody reads again."""
     run = run_of("llama31_8b.py --gpus 8")
@@ -157,6 +178,6 @@ def test_recomputation_is_what_a_policy_computes_again():
     assert memory.recomputed(memory.with_remat(run, "none")) == 0
     assert memory.recomputed(memory.with_remat(run, "full", layers=8)) == pytest.approx(share / 4)
     t = simulate.Timeline(compute=collections.Counter(gemm=7.0, attention=1.0))
-    row = dataclasses.replace(published.rows()[0], source="MaxText", remat="none")
+    row = row_of(run, "MaxText")
     found = terms.terms(run, t, row, planner.costs_of(run))
     assert found == {"recomputation": pytest.approx(8 * share / (3 + share))}
