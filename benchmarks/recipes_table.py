@@ -37,11 +37,13 @@ the source has none.
 
 def figures(rows: Iterable[published.Published]) -> str:
     """All published figures as one Markdown table."""
-    heads = "workload dtype GPU GPUs layers seq gbs s/step tokens/s MFU% convention remat source"
+    heads = (
+        "workload dtype GPU GPUs layers seq gbs mbs s/step tokens/s MFU% convention remat source"
+    )
     lines = ["| " + heads.replace(" ", " | ") + " |", "|---" * len(heads.split()) + "|"]
     for r in rows:
         mfu = "" if r.mfu_pct is None else f"{r.mfu_pct:.2f}"
-        cells = [f"{r.model} {r.size}", r.dtype, r.gpu_type, r.gpus, r.layers, r.seq, r.gbs]
+        cells = [f"{r.model} {r.size}", r.dtype, r.gpu_type, r.gpus, r.layers, r.seq, r.gbs, r.mbs]
         cells += [f"{r.step_s:g}", f"{r.tokens_per_s:,.0f}", mfu, r.convention, r.remat, r.source]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -53,20 +55,21 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
     A line holds the rows that differ in scale alone; its GPUs, gbs, dp and fsdp go together.
     """
     head = ["gpu_type", "dtype", "scaling", "layers", "seq", "pp", "vp", "ep", "cp", "tp", "mbs"]
+    head += ["turn", "remat_layers"]  # of tables that have them
     scale = ["gpus", "dp", "fsdp", "gbs"]
     lines = ["| workload | " + " | ".join([*head, *scale]) + " |"]
     lines.append("|---" * (1 + len(head) + len(scale)) + "|")
     for name, config in configs.items():
         lists: dict[tuple, dict[tuple, list[str]]] = {}
         for row in table(config.layouts):
-            dtypes = lists.setdefault(tuple(row[h] for h in head if h != "dtype"), {})
+            dtypes = lists.setdefault(tuple(row.get(h) or "" for h in head if h != "dtype"), {})
             dtypes.setdefault(tuple(row[s] for s in scale), []).append(row["dtype"])
         for key, scales in lists.items():
-            dtype = ", ".join(next(iter(scales.values())))
-            columns = zip(*scales, strict=True)
-            texts = [" ".join(map(str, c if len(set(c)) > 1 else c[:1])) for c in columns]
-            cells = [key[0], dtype, *key[1:], *texts]
-            lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+            for dtype in dict.fromkeys(map(", ".join, scales.values())):
+                columns = zip(*(k for k, d in scales.items() if ", ".join(d) == dtype), strict=True)
+                texts = [" ".join(map(str, c if len(set(c)) > 1 else c[:1])) for c in columns]
+                cells = [key[0], dtype, *key[1:], *texts]
+                lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
