@@ -98,7 +98,7 @@ def gather_beside(x: jax.Array, axis: str, dim: int, zero) -> jax.Array:
 
 
 def after(x, numbers):
-    """A tree of integers, on a CPU not known before x is there.
+    """A tree of numbers, on a CPU not known before x is there.
 
     XLA:CPU may run a conditional and a collective that do not depend on each other at once, each
     device in its own order, and then waits for ever.

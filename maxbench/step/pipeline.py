@@ -95,7 +95,8 @@ class _Pipeline:
                 carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
         layers = carry["sums"]  # all stages end with chunk 0
         layers = layers if self.alone else self.put_chunk(carry["stack"], 0, layers)
-        return {**carry["ends"], "layers": layers}, carry["out"]
+        ends, out = collectives.after(carry["dx"], (carry["ends"], carry["out"]))
+        return {**ends, "layers": layers}, out
 
     def start(self, sums):
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped: no
@@ -145,7 +146,7 @@ class _Pipeline:
             self.turns(forward, backward, carry, at)
         if forward:
             x = self.input(carry, at)
-            at = collectives.after(x, at)
+            at, carry["dx"] = collectives.after(x, (at, carry["dx"]))
         made, kept, sent = jnp.zeros(()), [], []
         travels = forward != backward and self.pieces and self.pieces.parts
         if backward:
@@ -175,7 +176,7 @@ class _Pipeline:
             carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
         elif sent:
             carry["stack"] = self.pieces.put_gradients(carry["stack"], sent, at["reduce"])
-        at = collectives.after((carry["sums"], carry["dx"], carry["y"], sent), at)
+        at = collectives.after([carry[x] for x in ("sums", "dx", "y", "out")] + sent, at)
         if backward:
             self.embed_back(carry, at)
             at = collectives.after(carry["ends"], at)

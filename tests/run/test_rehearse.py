@@ -1,11 +1,14 @@
 """Every row of the recipe tables, every mesh axis shrunk to at most 2 and sizes to toys: its step
 is made, and one trains."""
 
+import functools
+import itertools
 import json
 
 import pytest
 
 from maxbench.mesh.axes import make_mesh
+from maxbench.predict import hlo
 from maxbench.run import loop
 from maxbench.spec import cli, recipes
 from maxbench.step.step import Step
@@ -42,6 +45,34 @@ def test_the_step_of_a_row_is_made(name):
     run, _ = CASES[name]
     step = Step(run, make_mesh(run.layout))
     assert "all_reduce" in step.lower().as_text()
+
+
+def test_a_cpu_runs_communication_in_one_order():
+    """What a stage decides to run, and a loop, depend on every collective beside them, or it on
+    them: else devices may wait for each other for ever."""
+    run, _ = CASES[TRAINED]
+    program = hlo.parse(Step(run, make_mesh(run.layout)).compile()[0].as_text())
+
+    @functools.cache
+    def speaks(name):
+        return any(map(talks, program.computations[name].ops))
+
+    def talks(op):
+        called = [*op.branches, *map(op.attr, ("body", "calls", "to_apply"))]
+        return op.base in hlo.COLLECTIVES or any(speaks(name) for name in called if name)
+
+    conditions = 0
+    for where in program.computations.values():
+        said, before = [op for op in where.ops if talks(op)], {}
+        names = {op.name for op in said}
+        for op in where.ops:  # what it needs, of those that talk
+            needs = [before[x] | ({x} & names) for x in op.operands]
+            before[op.name] = set().union(*needs)
+        for a, b in itertools.combinations(said, 2):
+            plain = a.base in hlo.COLLECTIVES and b.base in hlo.COLLECTIVES
+            assert plain or a.name in before[b.name] or b.name in before[a.name], (a, b)
+        conditions += sum(op.opcode == "conditional" for op in said)
+    assert conditions >= 3  # of the embedding, its gradient, the loss
 
 
 def test_a_row_trains(tmp_path):
