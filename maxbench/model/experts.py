@@ -47,7 +47,7 @@ class Moe(nn.Module):
         return y_jd.reshape(x_bud.shape), made, aux
 
     def in_slots(self, x_jd, gate_jk, expert_jk, turns):
-        slot_jk, token_ec = assign(self.model, gate_jk, expert_jk)
+        slot_jk, token_ec = map(decided, assign(self.model, gate_jk, expert_jk))
         y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns)
         y_ecd = keep(y_ecd, "mlp_down")
         return combine(y_ecd, gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
@@ -109,12 +109,21 @@ hold.defvjp(lambda *args: (hold(*args), None), _hold_backward)
 def route(m: Model, logits_je):
     """Weights and numbers of each token's experts, and the router's probabilities, all fp32."""
     probs_je = jax.nn.softmax(logits_je)
-    if m.router == "softmax_topk":
-        gate_jk, expert_jk = jax.lax.top_k(probs_je, m.top_k)
-    else:
-        top_jk, expert_jk = jax.lax.top_k(logits_je, m.top_k)
-        gate_jk = jax.nn.softmax(top_jk)
-    return gate_jk, expert_jk, probs_je
+    whole = m.router == "softmax_topk"
+    each_je = probs_je if whole else logits_je
+    expert_jk = decided(jax.lax.top_k(jax.lax.stop_gradient(each_je), m.top_k)[1])
+    top_jk = jnp.take_along_axis(each_je, expert_jk, 1)
+    return top_jk if whole else jax.nn.softmax(top_jk), expert_jk, probs_je
+
+
+def decided(x):
+    """What was decided, as the backward pass has it, in a pipeline: made again there, of an x that
+    was rounded otherwise, another slot could be a token's than where it went.
+
+    Without a pipeline it is made again: XLA moves what the loss alone needs into the next
+    microbatch's iteration, and then runs the two beside each other.
+    """
+    return keep(x, formats.SCALE) if collectives.degree("pp") > 1 else x
 
 
 def assign(m: Model, gate_jk, expert_jk):
@@ -184,8 +193,5 @@ def balance_loss(m: Model, probs_je, expert_jk, batch: int):
     share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
     # One factor of all GPUs is enough: the sum over these makes the other, and the gradient.
     share_be = collectives.total(share_be, "cp", "tp")
-    # Without a pipeline it is made again: XLA moves what the loss alone needs into the next
-    # microbatch's iteration, and then runs the two beside each other.
-    if collectives.degree("pp") > 1:
-        share_be = keep(share_be, formats.SCALE)
+    share_be = decided(share_be)
     return m.aux_loss * m.experts * jnp.sum(share_be * probs_be)
