@@ -240,7 +240,7 @@ class _Pipeline:
         y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held)
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
-        return jnp.where(real, y, x), kept, made
+        return y, kept, made
 
     def half_back(self, carry, at, half, i, dy, made):
         """dy back through a half of layer i of the chunk, whose sums grow, and zeros of its
@@ -250,11 +250,10 @@ class _Pipeline:
         residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][i][half])
         w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
-        given = jnp.where(real, dy, 0)
-        new, dx, held, made = self.halves[half].backward(w, sums[i], residuals, given, daux, made)
+        new, dx, held, made = self.halves[half].backward(w, sums[i], residuals, dy, daux, made)
         sums[i] = _unless(work, new, sums[i])
         carry["sums"] = tuple(sums)
-        return jnp.where(real, dx, dy), held, made
+        return dx, held, made
 
     def keep(self, carry):
         """Puts the residuals of the tick before into their slot, which that has read: while what
@@ -318,7 +317,8 @@ class _Pipeline:
         return jax.tree.map(whole, layer, self.shapes, is_leaf=lambda w: isinstance(w, Weight))
 
     def is_real(self, chunk, i):
-        """Whether slot i of a chunk of this stage holds a layer."""
+        """Whether slot i of a chunk of this stage holds a layer: one of zeros lets x and dy pass as
+        they are, but for what is counted."""
         real = self.real[:, :, i]
         return True if real.all() else jnp.asarray(real)[collectives.index("pp"), chunk]
 
