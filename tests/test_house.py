@@ -20,7 +20,7 @@ ROOMS = {
     "logs": (690, False),
     "mesh": (290, True),
     "formats": (530, True),
-    "model": (1665, True),
+    "model": (1680, True),
     "step": (1435, True),
     "machine": (1370, True),
     "run": (1510, True),

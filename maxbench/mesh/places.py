@@ -8,6 +8,7 @@ A weight has two places:
 """
 
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -20,23 +21,26 @@ from maxbench.spec.run import AXES
 
 BLOCK = max(f.multiple for f in FORMATS.values())  # what a split dim is best a multiple of
 
-# Logical axis of a weight -> mesh axis. The only table of placements there is.
+# Logical axis of a weight -> mesh axes, the last changing fastest. The only table of placements
+# there is.
 RULES = {
-    "layers": "pp",
-    "embed": "fsdp",
-    "experts": "ep",
-    "heads": "tp",
-    "kv_heads": "tp",
-    "mlp": "tp",
-    "vocab": "tp",
+    "layers": ("pp",),
+    "embed": ("fsdp",),
+    "experts": ("ep",),
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "mlp": ("tp",),
+    "vocab": ("tp",),
+    "columns": ("tp", "fsdp"),
     # whole on every GPU
-    "qkv": None,
-    "head_dim": None,
-    "value_width": None,
-    "group_width": None,
-    "gates": None,
-    "width": None,
-    "routes": None,
+    "words": (),
+    "qkv": (),
+    "head_dim": (),
+    "value_width": (),
+    "group_width": (),
+    "gates": (),
+    "width": (),
+    "routes": (),
 }
 
 
@@ -51,7 +55,7 @@ class Factor(NamedTuple):
 class Place:
     """Where one weight lives. `compute[i]` and `zero[i]` are the mesh axes that split dim i."""
 
-    compute: tuple[str | None, ...]
+    compute: tuple[tuple[str, ...], ...]
     zero: tuple[tuple[str, ...], ...]  # further axes of the master copy, minor to compute's
     summed: tuple[str, ...]  # axes over which its gradient is summed without being split
     gemm: Factor | None = None
@@ -59,8 +63,7 @@ class Place:
 
     @property
     def master_spec(self) -> P:
-        split = zip(self.compute, self.zero, strict=True)
-        return P(*(((c,) if c else ()) + z or None for c, z in split))
+        return P(*(c + z or None for c, z in zip(self.compute, self.zero, strict=True)))
 
     @property
     def layer(self) -> "Place":
@@ -77,14 +80,13 @@ def place(names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES, 
     microbatches, one for each. Without such a dim it splits the largest that it divides; what it
     divides nowhere (a tiny norm on a large mesh) stays a copy.
     """
-    compute = tuple(a if (a := rules[n]) and degrees[a] > 1 else None for n in names)
-    left = [
-        size // (degrees[axis] if axis else 1) for size, axis in zip(shape, compute, strict=True)
-    ]
+    compute = tuple(tuple(a for a in rules[n] if degrees[a] > 1) for n in names)
+    parts = [math.prod(degrees[a] for a in axes) for axes in compute]
+    left = [size // n for size, n in zip(shape, parts, strict=True)]
     zero: list[tuple[str, ...]] = [()] * len(names)
     summed = []
     for axis in AXES:
-        if degrees[axis] == 1 or axis in compute:
+        if degrees[axis] == 1 or axis in itertools.chain(*compute):
             continue
         within = [i for i, name in enumerate(names) if name != "layers"]
         fits = [i for i in within if left[i] % degrees[axis] == 0]
@@ -119,7 +121,7 @@ def reduce_grad(place: Place, g: jax.Array) -> jax.Array:
 
 def local(name: str, size: int) -> int:
     """What one GPU holds of a weight's logical axis between two uses."""
-    return size // degree(RULES[name])
+    return size // math.prod(map(degree, RULES[name]))
 
 
 def size_gib(tree) -> float:

@@ -85,7 +85,7 @@ class Moe(nn.Module):
     def whole(self, name, axes, std, dtype):
         """A weight of this GPU's experts, gathered over fsdp."""
         w = jnp.asarray(weight(self, name, axes, std), dtype)
-        return collectives.gather(w, places.RULES["embed"], axes.split().index("embed"))
+        return collectives.gather(w, "fsdp", axes.split().index("embed"))
 
 
 @jax.custom_vjp

@@ -82,7 +82,7 @@ def product(
     names = f"{ins} {outs}".split()
     factor = places.Factor(batch, len(ins.split()) - batch)
     w, own = declare(module, name, " ".join(names), std, gemm=None if plain else factor)
-    split = "embed" in names and collectives.degree(places.RULES["embed"]) > 1
+    split = "embed" in names and collectives.degree("fsdp") > 1
     fsdp = names.index("embed") if split else None
     gemm = linear.Gemm(factor.ins, batch, fsdp=fsdp, **how)
     return linear.linear(x, w, own if sums is None else sums, gemm, turn)
@@ -271,9 +271,9 @@ class Mlp(nn.Module):
 
 
 class Embed(nn.Module):
-    """Token embedding over a vocabulary split by tp; the sum over tp leaves the sequence split.
-
-    Over fsdp tokens travel, not the table: each GPU looks all of them up in its part of embed.
+    """Token embedding. Tokens travel, not the table: each GPU of fsdp and tp looks all of them up
+    in its columns, and is sent its part of the sequence. A table that is the head, too, is split by
+    its rows over tp: their sum over tp leaves the sequence split.
     """
 
     model: Model
@@ -281,13 +281,17 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
-        w_vd = weight(self, "w", "vocab embed", m.init_std).astype(dtype)
-        tokens_bt = collectives.gather(tokens_bt, "fsdp", 0)
-        local_bt = tokens_bt - collectives.index("tp") * w_vd.shape[0]
-        here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
-        x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
-        x_btd = collectives.exchange(x_btd, "fsdp", 0, 2)
-        return collectives.scatter(x_btd, "tp", 1) * jnp.asarray(m.embed_multiplier, dtype)
+        w_vd = weight(self, "w", "vocab embed" if m.tied else "words columns", m.init_std)
+        w_vd, tokens_bt = w_vd.astype(dtype), collectives.gather(tokens_bt, "fsdp", 0)
+        if m.tied:
+            local_bt = tokens_bt - collectives.index("tp") * w_vd.shape[0]
+            here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
+            x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
+            x_bud = collectives.scatter(collectives.exchange(x_btd, "fsdp", 0, 2), "tp", 1)
+        else:
+            x_btd = collectives.exchange(w_vd[tokens_bt], "fsdp", 0, 2)
+            x_bud = collectives.exchange(x_btd, "tp", 1, 2)
+        return x_bud * jnp.asarray(m.embed_multiplier, dtype)
 
 
 class Head(nn.Module):

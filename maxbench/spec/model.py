@@ -90,15 +90,12 @@ class Model:
         """Up-projections of the MLP: 2 when gated."""
         return 2 if self.act.endswith("glu") else 1
 
-    @property
-    def width(self) -> int:
-        """`embed` of a weight too small to split (norms, router)."""
-        return self.embed
-
-    @property
-    def routes(self) -> int:
-        """`experts` as outputs of the router, which every GPU holds whole."""
-        return self.experts
+    # Sizes by another name, for axes of weights that are split otherwise (mesh.places.RULES): of an
+    # embedding table that is no head, and of what every GPU holds whole, norms and the router.
+    words = property(lambda self: self.vocab)
+    columns = property(lambda self: self.embed)
+    width = property(lambda self: self.embed)
+    routes = property(lambda self: self.experts)
 
     @property
     def stacks(self) -> tuple[tuple[int, "Model"], ...]:

@@ -300,11 +300,12 @@ class Run:
             raise UserError(
                 f"ep={a.ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
             )
-        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tp")
-        split |= {"embed": "fsdp", "experts": "ep"}
-        for (_, kind), (field, axis) in itertools.product(m.stacks, split.items()):
-            degree, value = getattr(a, axis), getattr(kind, field)
-            if value % degree:
+        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tp",))
+        split |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
+        for (_, kind), (field, axes) in itertools.product(m.stacks, split.items()):
+            degrees = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
+            degree, axis = math.prod(degrees.values()), " x ".join(degrees)
+            if (value := getattr(kind, field)) % degree:
                 raise UserError(
                     f"{axis}={degree} does not divide model.{field}={value}; "
                     f"{axis} that works: {divisors(value)}"

@@ -4,8 +4,8 @@ A pipeline's stage holds vp chunks of layers, chunk c of stage p being the (c x 
 the network. Slots are ordered (stage, chunk, layer of the chunk), so that splitting them over pp
 gives each stage its chunks. Where layers divide into all parts but for two, a slot of the first
 part, which also embeds, and one of the last, which also has the loss, stay empty (Llama 3.1 405B:
-126 + 2 = 8 x 8 x 2). They hold zeros: a layer of these adds nothing to x and has gradients of zeros,
-so it needs no exception.
+126 + 2 = 8 x 8 x 2). They hold zeros: a layer of these adds nothing to x, and its gradients are
+zeros, so it needs no exception.
 """
 
 import jax

@@ -114,7 +114,7 @@ class Step:
     def in_order(self, order):
         """The abstract state with its layers in another order, for reorder()."""
         # Its slots may not divide by pp: split other dims over it instead.
-        return self._abstract(order, self._places(order, RULES | {"layers": None}))
+        return self._abstract(order, self._places(order, RULES | {"layers": ()}))
 
     def reorder(self, state, order):
         """A state whose layers are in `order` -> the same state in the order of this step."""

@@ -408,7 +408,7 @@ def test_weights_and_sequences_travel_as_fp8(scaling):
     wide = {dims for kind, dims, _ in found if kind == "bf16"}
     places = jax.tree.leaves(step.places["layers"])
     for place, w in zip(places, jax.tree.leaves(step.abstract["params"]["layers"]), strict=True):
-        split = [step.mesh.shape[axis] if axis else 1 for axis in place.compute]
+        split = [math.prod(step.mesh.shape[a] for a in axes) for axes in place.compute]
         if w.ndim > 2:  # norms travel in bf16
             held = [str(n // by) for n, by in zip(w.shape, split, strict=True)]
             assert ",".join(held) not in wide

@@ -1,6 +1,8 @@
 """Attention, the loss and the experts, each against a form that is too simple to be wrong."""
 
 import dataclasses
+import itertools
+import math
 import types
 
 import flax.linen as nn
@@ -358,19 +360,16 @@ def test_balance_loss_is_lowest_when_balanced():
     degrees=st.fixed_dictionaries({a: st.sampled_from([1, 2, 4]) for a in AXES}),
 )
 def test_places_split_evenly_and_use_each_axis_once(names, sizes, degrees):
-    shape = [
-        size * (degrees[places.RULES[n]] if places.RULES[n] else 1)
-        for n, size in zip(names, sizes, strict=False)
-    ]
-    axes = [places.RULES[n] for n in names if places.RULES[n]]
+    times = lambda axes: math.prod(degrees[a] for a in axes)
+    shape = [size * times(places.RULES[n]) for n, size in zip(names, sizes, strict=False)]
+    axes = [a for n in names for a in places.RULES[n]]
     if len(set(axes)) < len(axes):
         return  # no weight has two dims on one mesh axis
     place = places.place(tuple(names), tuple(shape), degrees)
-    used = [a for a in place.compute if a] + [a for z in place.zero for a in z] + [*place.summed]
+    used = [*itertools.chain(*place.compute, *place.zero), *place.summed]
     assert sorted(used) == sorted(a for a in AXES if degrees[a] > 1)
     for size, compute, zero in zip(shape, place.compute, place.zero, strict=True):
-        split = np.prod([degrees[a] for a in (*zero, *([compute] if compute else []))])
-        assert size % split == 0
+        assert size % times(compute + zero) == 0
 
 
 def test_learning_rate_is_the_recipes():

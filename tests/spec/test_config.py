@@ -215,6 +215,10 @@ BAD = {
     "strong row": (["--config", LLAMA, "--gpus", "64", "--strong_scaling"], ["strong scaling"]),
     "product": (["--config", LLAMA, "--gpus", "64", "--fsdp", "32"], ["gpus=64", "needs 32"]),
     "axis": (["--config", LLAMA, "--tp", "0"], ["tp=0", "at least 1"]),
+    "columns": (
+        ["--config", LLAMA, "--tp", "8", "--fsdp", "16", "--config.model.embed=8256"],
+        ["tp x fsdp=128", "model.embed=8256", "64, 86"],
+    ),
     "heads": (["--config", LLAMA, "--tp", "3"], ["tp=3", "model.heads=64", "1, 2, 4, 8"]),
     "kv heads": (["--config", LLAMA, "--tp", "16"], ["tp=16", "model.kv_heads=8"]),
     "experts": (["--config", GROK, "--ep", "3"], ["ep=3", "model.experts=8", "1, 2, 4, 8"]),

@@ -252,8 +252,8 @@ def weight_sizes(step: Step) -> set[int]:
         jax.tree.leaves(step.places, is_leaf=lambda p: isinstance(p, places.Place)),
         strict=True,
     ):
-        split = math.prod(step.mesh.shape[a] for a in p.compute if a)
-        fsdp = step.mesh.shape["fsdp"] if "fsdp" in p.compute else 1
+        split = math.prod(step.mesh.shape[a] for axes in p.compute for a in axes)
+        fsdp = step.mesh.shape["fsdp"] if ("fsdp",) in p.compute else 1
         found |= {x.size // split, x.size // split * fsdp, x.size // split * fsdp // x.shape[0]}
     return found
 
@@ -283,7 +283,9 @@ def test_tp_moves_sequences_only():
     step = build("llama", tp=4)
     found, m = collectives(step), step.run.model
     assert sizes(found, "all-gather") <= {GBS * SEQ * m.embed, *norm_sizes(step)}
-    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+    # Of embedded tokens each GPU has its columns, and is sent its part of the sequence.
+    assert max(sizes(found, "all-to-all")) <= GBS * SEQ * m.embed // 4
     # Chunked loss statistics are the largest thing that is summed over tp.
     assert max(sizes(found, "all-reduce")) <= 2 * 24
 
