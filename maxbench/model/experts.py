@@ -57,12 +57,13 @@ class Moe(nn.Module):
         dot = functools.partial(product, self, batch=1)
         up, down = "experts embed -> gates mlp", "experts mlp -> embed"
         x_ecd, sums = hold(x_ecd, self.get_variable("sums", "down"))
-        up_ecnf, _ = dot(
+        up_ecnf, there = dot(
             x_ecd, "up", up, m.init_std, turn=turns["up"], sequence="gather", saved="slots"
         )
         h_ecf = activate(m, keep(up_ecnf, "mlp_up"), 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
-        return dot(h_ecf, "down", down, out_std(m), turn=turns["down"], **how)
+        y_ecd, made = dot(h_ecf, "down", down, out_std(m), turn=turns["down"], **how)
+        return y_ecd, {"up": there, "down": made}
 
     def dropless(self, x_jd, gate_jk, expert_jk, turns):
         m = self.model
@@ -80,7 +81,7 @@ class Moe(nn.Module):
         w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
         y_jd = blocks.combine(blocks.product(keep(h_ncf, "mlp_act"), w_efd, plan), plan)
         y_jd = collectives.scatter(collectives.scatter(y_jd, "ep", 0), "tp", 0)
-        return keep(y_jd, "mlp_down"), turns["down"].made
+        return keep(y_jd, "mlp_down"), {name: turn.made for name, turn in turns.items()}
 
     def whole(self, name, axes, std, dtype):
         """A weight of this GPU's experts, gathered over fsdp."""

@@ -206,7 +206,7 @@ class Attention(nn.Module):
         m = self.model
         equal = m.value_width == m.head_dim
         axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv, _ = Linear(m, axes, m.init_std, "gather", name="qkv")(x_bud, turns["qkv"])
+        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(x_bud, turns["qkv"])
         q_btgrk, k_btgk, v_btgk = split_heads(qkv) if equal else split_widths(m, qkv)
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         q_bthk = keep(rotate(q_bthk, *rope), "query")
@@ -214,7 +214,7 @@ class Attention(nn.Module):
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
         y_bud, made = out(o_bthk, turns["out"])
-        return keep(y_bud, "attn_out"), made
+        return keep(y_bud, "attn_out"), {"qkv": there, "out": made}
 
 
 def split_heads(qkv_btgqk):
@@ -265,9 +265,9 @@ class Mlp(nn.Module):
         m = self.model
         up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        up_bngf, _ = up(x_bud, turns["up"])
+        up_bngf, there = up(x_bud, turns["up"])
         y_bud, made = down(activate(m, keep(up_bngf, "mlp_up"), 2), turns["down"])
-        return keep(y_bud, "mlp_down"), made, jnp.zeros(())
+        return keep(y_bud, "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
 
 
 class Embed(nn.Module):

@@ -118,7 +118,7 @@ def _forward(x, w, grad, amax, turn, gemm):
     row = _joint(how, row, turn.held) if joined else row
     ins = tuple(dims.index(d) for d in range(gemm.batch, first))
     y = _product(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
-    made = None if turn.made is None else turn.made + collectives.zero(y)
+    made = None if turn.made is None else turn.made + collectives.zero(row if joined else y)
     if gemm.sequence == "scatter":
         y = collectives.beside(_from_experts(collectives.scatter(y, "tp", 1), gemm), turn.held)
     given = Turn(*(None if zero is None else () for zero in turn))

@@ -50,18 +50,19 @@ class Block(nn.Module):
     def __call__(self, x_bud, rope, held=None, made=None):
         m, aux = self.model, jnp.zeros(())
         for half in (self.half,) if self.half else HALVES:
-            turns = {name: Turn(held and held[name]) for name in HALVES[half]}
-            last = HALVES[half][-1]
-            turns[last] = turns[last]._replace(made=made)
+            first, last = HALVES[half]
+            zero = None if made is None else jnp.zeros(())
+            turns = {first: Turn(held and held[first], zero), last: Turn(held and held[last], made)}
             y_bud = Norm(m, name=f"{half}_norm")(x_bud)
             if half == "attn":
                 attend = Attention(m, self.attention, name="attn")
-                y_bud, made = attend(y_bud, rope, turns)
+                y_bud, done = attend(y_bud, rope, turns)
             else:
                 mlp = (Moe if m.experts else Mlp)(m, name="mlp")
-                y_bud, made, aux = mlp(y_bud, turns)
+                y_bud, done, aux = mlp(y_bud, turns)
+            made = done[last]
             x_bud += Norm(m, name=f"{half}_post")(y_bud) if m.post_norm else y_bud
-        return x_bud, made, aux
+        return x_bud, done, aux
 
 
 def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):

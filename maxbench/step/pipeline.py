@@ -160,9 +160,9 @@ class _Pipeline:
                     read = held.get("down", read)  # the layer's first product
                 if forward:
                     x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
-                    made += done
+                    made += done[network.HALVES[on][-1]]
             if forward:
-                read = max(kept[i]["mlp"], key=jnp.size)  # made by its last product but one
+                read = done["up"]
             if travels:
                 pieces = self.travel(forward, carry, at, i, read)
                 sent, arrived = sent + pieces, collectives.zero(pieces)
