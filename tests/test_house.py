@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (530, True),
     "model": (1680, True),
-    "step": (1435, True),
+    "step": (1450, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1815, True),

@@ -41,8 +41,9 @@ class Turn(NamedTuple):
 
     held: before what the forward pass gathers or scatters here is needed. Its gradient: when the
       product for dx is made, where the forward pass scatters; for the weight, where it gathers.
-    made: what linear() makes of it: when the product is. Its gradient: when that for the weight is.
-      It is given to the next product of the network: dy is gathered beside the weight of that one.
+    made: what linear() makes of it: when the product is, or what it gathers. Its gradient: when the
+      product for the weight is. Where the forward pass scatters, it is given to the next such
+      product of the network: dy is gathered beside the weight of that one.
     """
 
     held: jax.Array | None = None

@@ -39,7 +39,7 @@ class Block(nn.Module):
     in.
 
     `held` are zeros for its products, linear.Turn.held, or None, and `made` that of the layer or
-    half before. It returns x, that of its own, and the auxiliary loss.
+    half before. It returns x, those of its own products by name, and the auxiliary loss.
     """
 
     model: Model

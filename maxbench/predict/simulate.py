@@ -178,7 +178,7 @@ class _Player:
 
     def _conditional(self, op, branches, now, times):
         alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)
-        longest = max(branches, key=alone)
+        *others, longest = sorted(branches, key=alone)
         done, waited = self._share(op)
         decisions = 1 + done * (op.opcode == "while")
         decided = decisions * self.costs.physics.host_us * 1e-6
@@ -188,6 +188,8 @@ class _Player:
         seconds = self.run(longest, now, times * done) - now
         self.timeline.idle_s += seconds * waited * times
         end = now + seconds * (done + waited)
+        if others and (rest := 1 - done - waited) > 0:
+            end += (self.run(others[0], end, times * rest) - end) * rest
         # What ran inside is over on average by then.
         self.free = min(self.free, max(end, before))
         return end

@@ -16,6 +16,9 @@ from maxbench.spec.run import Run
 # What a half that goes forward gathers or scatters -> the product beside which it does, of the half
 # that goes back before it in the same tick (linear.Turn). The last scatter is left to the next two.
 BESIDE = {"qkv": "down", "out": "up", "up": "out"}
+# And of a tick's later layers, where products are as long as BF16's: x is scattered beside 'down',
+# so that the gradient which 'down' gathers has the last products of the layer before for itself.
+LATER = {"qkv": "up", "up": "out"}
 
 
 class Half:
@@ -34,14 +37,15 @@ class Half:
         """Its part of a layer's weights, or of their sums."""
         return {name: part for name, part in layer.items() if name.startswith(self.name)}
 
-    def forward(self, layer, sums, x, held=None):
+    def forward(self, layer, sums, x, held=None, beside=BESIDE):
         """y, the auxiliary loss, the residuals, and a zero known when the products are made.
 
-        `sums` stand for those that backward gets; `held` are the zeros that backward gave.
+        `sums` stand for those that backward gets; `held` are the zeros that backward gave, of which
+        `beside` says which is for what.
         """
         w, sums = self.of(layer), self.of(sums)
         held = {
-            name: held[BESIDE[name]] if held and name in BESIDE else jnp.zeros(())
+            name: held[beside[name]] if held and name in beside else jnp.zeros(())
             for name in network.HALVES[self.name]
         }
         call = lambda sums, x, held, made: network.layer(

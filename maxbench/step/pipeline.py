@@ -30,7 +30,7 @@ from maxbench.model import network
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
-from maxbench.step.halves import Half, but
+from maxbench.step.halves import BESIDE, LATER, Half, but
 from maxbench.step.pieces import Pieces, rows
 from maxbench.step.schedule import (
     BACKWARD_TURN,
@@ -159,10 +159,12 @@ class _Pipeline:
                     dy, held, made = self.half_back(carry, at, back, j, dy, made)
                     read = held.get("down", read)  # the layer's first product
                 if forward:
+                    if on == "attn" and backward and self.beside(i) is LATER:
+                        x = collectives.beside(x, held["down"])
                     x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
                     made += done[network.HALVES[on][-1]]
             if forward:
-                read = done["up"]
+                read = done["up"]  # what its longest product reads has come
             if travels:
                 pieces = self.travel(forward, carry, at, i, read)
                 sent, arrived = sent + pieces, collectives.zero(pieces)
@@ -237,10 +239,14 @@ class _Pipeline:
         are."""
         real = self.is_real(at["f_chunk"], i)
         w = self.both_forms(carry["w_forward"][i])
-        y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held)
+        y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held, self.beside(i))
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
         return y, kept, made
+
+    def beside(self, i):
+        """Which products layer i of the chunk communicates beside."""
+        return LATER if i and self.run.format.bytes > 1 else BESIDE
 
     def half_back(self, carry, at, half, i, dy, made):
         """dy back through a half of layer i of the chunk, whose sums grow, and zeros of its
@@ -263,25 +269,22 @@ class _Pipeline:
 
     def embed_back(self, carry, at):
         """On the network's first chunk: the gradient of the embedding."""
-        embedded = lambda grads, dx: self.embed_backward(at["b_micro"], dx, grads)
+        embedded = lambda grads: self.embed_backward(at["b_micro"], carry["dx"], grads)
         with jax.named_scope(EMBED_BACKWARD):
             first = (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
             real = self.alone or (at["b_micro"] >= 0) & first
-            grads = _if(real, embedded, lambda g, _: g, carry["ends"]["embed"], carry["dx"])
+            grads = _once(real, embedded, carry["ends"]["embed"])
             carry["ends"] = carry["ends"] | {"embed": grads}
 
     def loss(self, carry, at, before):
         """When the network's last chunk is done: the loss, and the gradient of y for the next
         tick, on all stages together (loss_of); maybe for the y before, too."""
         ys = [before, carry["y"]][-self.plan.together :]
-        skip = lambda ends, ys: (jnp.zeros(()), ends, jax.tree.map(jnp.zeros_like, ys))
-        lossy = lambda ends, ys: self.loss_of(at["loss"], ys, ends)
+        lossy = lambda given: self.loss_of(at["loss"], ys, given[1])
         with jax.named_scope(LOSS):
-            # What a conditional does not change it is not given: that takes up to 0.3 GiB.
-            ends = carry["ends"] if self.run.model.tied else {"head": carry["ends"]["head"]}
+            none = jnp.zeros(()), carry["ends"], jax.tree.map(jnp.zeros_like, ys)
             real = self.alone or at["loss"] >= 0
-            loss, ends, dys = _if(real, lossy, skip, ends, ys)
-            carry["ends"] = carry["ends"] | ends
+            loss, carry["ends"], dys = _once(real, lossy, none)
         for dy, column in zip(reversed(dys), ("f_grad", "f_grad_before"), strict=False):
             carry["grads"] = _put(carry["grads"], at[column], dy)
         carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
@@ -355,14 +358,16 @@ class _Pipeline:
 
 def _once(condition, change, state):
     """change(state) or state: a loop that runs once or not at all writes in place, a conditional
-    would copy."""
+    would copy, even where it changes nothing."""
+    if condition is True:
+        return change(state)
     body = lambda carried: (False, change(carried[1]))
     return lax.while_loop(lambda carried: carried[0], body, (condition, state))[1]
 
 
-def _if(condition, yes, no, *given):
-    """lax.cond, or yes(*given) where that is known."""
-    return yes(*given) if condition is True else lax.cond(condition, yes, no, *given)
+def _if(condition, yes, no):
+    """lax.cond, or yes() where that is known."""
+    return yes() if condition is True else lax.cond(condition, yes, no)
 
 
 def _unless(real, new, old):

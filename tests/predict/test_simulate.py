@@ -178,7 +178,7 @@ def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
     [
         ({}, 2 * KERNEL_S, 0),
         ({"pipeline_loss": (0.75, 0.25)}, 2 * KERNEL_S, 0.5 * KERNEL_S),
-        ({"pipeline_loss": (0.5, 0.0)}, KERNEL_S, 0),
+        ({"pipeline_loss": (0.5, 0.0)}, 1.5 * KERNEL_S, 0),  # else the other branch
         ({"another": (0.5, 0.0)}, 2 * KERNEL_S, 0),
     ],
 )
