@@ -267,7 +267,7 @@ def test_the_backward_pass_has_the_slots_of_the_forward_pass():
     one, two = (build(FAMILIES["grok"], "bf16", how, **axes) for axes in ({}, dict(pp=2, mbs=1)))
     params = jax.device_get(one.init()["params"])
     ours, theirs = (gradients(step, params)[0] for step in (two, one))
-    assert distance(ours, theirs) < 0.02
+    assert distance(ours, theirs) < 0.05  # 0.33 with other slots
 
 
 CASES = [
