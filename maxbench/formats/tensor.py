@@ -57,9 +57,8 @@ class Tensor:
         first = lead + place.gemm.batch
         outs, dims = first + place.gemm.ins, tuple(range(w.ndim))
         qt = q.transpose(dims[:first] + dims[outs:] + dims[first:outs])
-        if (
-            self.by_outs and ("fsdp",) in place.compute[first:outs]
-        ):  # once a step, not in each layer
+        # Once a step, not in each layer.
+        if self.by_outs and ("fsdp",) in place.compute[first:outs]:
             qt = qt.reshape(*qt.shape[:first], -1, math.prod(q.shape[first:outs]))
             qt = collectives.exchange(qt, "fsdp", first, first + 1)
         return Weight(Scaled(q, scale), Scaled(qt, scale), self, old)

@@ -108,7 +108,8 @@ def play(
 
     Args:
       shares: the name that a pipeline's executor gave a conditional, or a loop that stands for one
-        -> how often its longest branch runs, and how often it is waited for, of its runs; and of a
+        -> how often its longest branch runs, and how often it is waited for, of its runs, else
+        the branch that takes least; and of a
         loop over ticks, how much of its work is for something, and how much is waiting. A schedule
         knows, the text is the same for all stages; others run ALWAYS.
       record: keep the bars, for drawing.

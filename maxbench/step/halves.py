@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.formats import Weight
-from maxbench.mesh import axes
+from maxbench.mesh import axes, collectives
 from maxbench.model import network
 from maxbench.model.layers import rope_angles
 from maxbench.spec.run import Run
@@ -18,7 +18,7 @@ from maxbench.spec.run import Run
 BESIDE = {"qkv": "down", "out": "up", "up": "out"}
 # And of a tick's later layers, where products are as long as BF16's: x is scattered beside 'down',
 # so that the gradient which 'down' gathers has the last products of the layer before for itself.
-LATER = {"qkv": "up", "up": "out"}
+LATER = {"x": "down", "qkv": "up", "up": "out"}
 
 
 class Half:
@@ -38,12 +38,14 @@ class Half:
         return {name: part for name, part in layer.items() if name.startswith(self.name)}
 
     def forward(self, layer, sums, x, held=None, beside=BESIDE):
-        """y, the auxiliary loss, the residuals, and a zero known when the products are made.
+        """y, the auxiliary loss, the residuals, and the zeros that its products make (linear.Turn).
 
         `sums` stand for those that backward gets; `held` are the zeros that backward gave, of which
         `beside` says which is for what.
         """
         w, sums = self.of(layer), self.of(sums)
+        if held and beside.get("x") in held:
+            x = collectives.beside(x, held[beside["x"]])
         held = {
             name: held[beside[name]] if held and name in beside else jnp.zeros(())
             for name in network.HALVES[self.name]

@@ -159,8 +159,6 @@ class _Pipeline:
                     dy, held, made = self.half_back(carry, at, back, j, dy, made)
                     read = held.get("down", read)  # the layer's first product
                 if forward:
-                    if on == "attn" and backward and self.beside(i) is LATER:
-                        x = collectives.beside(x, held["down"])
                     x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
                     made += done[network.HALVES[on][-1]]
             if forward:
@@ -193,7 +191,7 @@ class _Pipeline:
         first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
             embed = lambda: self.embed(self.ends, at["f_micro"])
-            x = _if(self.alone or (at["f_micro"] >= 0) & first, embed, take)
+            x = embed() if self.alone else lax.cond((at["f_micro"] >= 0) & first, embed, take)
         return jnp.where(at["f_micro"] >= 0, x, 0)
 
     def given_back(self, carry, at):
@@ -235,8 +233,7 @@ class _Pipeline:
         return self.pieces.reduce(carry["stack"], at["reduce"] + held, i)
 
     def half_on(self, carry, at, half, i, x, held):
-        """x through a half of layer i of the chunk, its residuals, and a zero known when they
-        are."""
+        """x through a half of layer i of the chunk, its residuals, and its products' zeros."""
         real = self.is_real(at["f_chunk"], i)
         w = self.both_forms(carry["w_forward"][i])
         y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held, self.beside(i))
@@ -353,7 +350,7 @@ class _Pipeline:
 
         loss, vjp = jax.vjp(call, self.ends, ys)
         dends, dys = vjp(jnp.ones(()))
-        return loss, _add(ends_grads, {name: dends[name] for name in ends_grads}), dys
+        return loss, _add(ends_grads, dends), dys
 
 
 def _once(condition, change, state):
@@ -363,11 +360,6 @@ def _once(condition, change, state):
         return change(state)
     body = lambda carried: (False, change(carried[1]))
     return lax.while_loop(lambda carried: carried[0], body, (condition, state))[1]
-
-
-def _if(condition, yes, no):
-    """lax.cond, or yes() where that is known."""
-    return yes() if condition is True else lax.cond(condition, yes, no)
 
 
 def _unless(real, new, old):
