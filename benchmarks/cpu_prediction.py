@@ -93,7 +93,8 @@ def case(run: Run, name: str) -> fit.Case:
     """A run's step, and what is predicted of it; nobody waits while only work is counted."""
     step = Step(run, axes.make_mesh(run.layout))
     compiled, _, _ = step.compile()
-    program, shares = hlo.parse(compiled.as_text()), planner.schedule_of(run).shares()
+    program = hlo.parse(compiled.as_text())
+    shares = planner.shares(run, program)
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
 
     def predict(physics):

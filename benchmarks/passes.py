@@ -32,7 +32,7 @@ class Counter(simulate._Player):
 def main():
     run = cli.run_of(sys.argv[1:])
     program = hlo.parse(planner.plan(run).compiled.text)
-    counter = Counter(program, planner.costs_of(run), planner.schedule_of(run).shares())
+    counter = Counter(program, planner.costs_of(run), planner.shares(run, program))
     counter.parts = collections.Counter()
     counter.run(program.entry, 0.0, 1)
     m, a = run.model, run.layout

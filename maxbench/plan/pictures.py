@@ -64,7 +64,7 @@ def draw(p: planner.Plan, path: str) -> list[pathlib.Path]:
     pipeline its schedule; returns all paths."""
     run, program = p.run, hlo.parse(p.compiled.text)
     written = trace.write(path, planner.play(run, program, record=True).spans, run.name)
-    found = liveness.alive(program, planner.costs_of(run), schedule_of(run).shares())
+    found = liveness.alive(program, planner.costs_of(run), planner.shares(run, program))
     total = p.compiled.arguments + p.compiled.temporaries
     made = {"memory": memory(found, run.name, total, p.memory.capacity)}
     if run.layout.pp > 1:

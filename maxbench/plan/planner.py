@@ -32,8 +32,6 @@ PARTS = {  # of a predicted step: figures()["parts_s"] -> what it is called
     "exposed": "exposed communication",
     "idle": "pipeline idle",
 }
-
-
 PURPOSES = ("weights", "optimizer", "gradients", "activations", "workspace")  # of Memory
 CLUSTER = {  # for sensitivity(): a part of the cluster -> fields of Physics
     "network bandwidth": ("network",),
@@ -105,13 +103,17 @@ def play(
     run: Run, program: hlo.Program, record: bool = False, physics: Physics | None = None
 ) -> Timeline:
     """The program's predicted step; `physics` in place of the GPU type's own."""
-    return simulate.play(program, costs_of(run, physics), schedule_of(run).shares(), record)
+    return simulate.play(program, costs_of(run, physics), shares(run, program), record)
+
+
+def shares(run: Run, program: hlo.Program) -> dict[str, tuple[float, float]]:
+    """What a run's schedule says of its program's loops, for simulate.play."""
+    return schedule_of(run).shares(simulate.sends_ahead(program))
 
 
 def costs_of(run: Run, physics: Physics | None = None) -> Costs:
     """Prices for the run's GPU type and layout."""
-    degrees = {axis: getattr(run.layout, axis) for axis in AXES}
-    return Costs(run.layout.gpu_type, degrees, physics)
+    return Costs(run.layout.gpu_type, {axis: getattr(run.layout, axis) for axis in AXES}, physics)
 
 
 def sensitivity(p: Plan) -> dict[str, list[float]]:

@@ -156,9 +156,8 @@ def replica_groups(attrs: str) -> np.ndarray:
         names = re.findall(r"'([^']+)'", along)
         ids = _iota(over or str(math.prod(sizes.values())), order).reshape([*sizes.values()])
         last = [[*sizes].index(name) for name in names]
-        return np.moveaxis(ids, last, range(-len(last), 0)).reshape(
-            -1, math.prod(sizes[name] for name in names)
-        )
+        size = math.prod(sizes[name] for name in names)
+        return np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, size)
     found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
     if not found and "replica_groups=" in attrs:
         raise ValueError(f"replica groups of an unknown form: {attrs[:200]}")

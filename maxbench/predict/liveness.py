@@ -7,7 +7,6 @@ A loop's body stands for all of its iterations: what it carries keeps its place.
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
 from maxbench.predict import hlo, simulate
 from maxbench.predict.costs import Costs
@@ -56,9 +55,7 @@ class Alive:
         return at, dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def alive(
-    program: hlo.Program, costs: Costs, shares: Mapping[str, tuple[float, float]] = {}
-) -> Alive:
+def alive(program: hlo.Program, costs: Costs, shares=simulate.NO_SHARES) -> Alive:
     """Follows the buffers of a program's entry; `shares` as of simulate.play."""
     entry, walk = program.entry, _Walk(program, costs, shares)
     numbered = sorted(_parameters(entry), key=lambda op: int(op.literal))
@@ -83,7 +80,7 @@ def _part(op: hlo.Op) -> str:
 
 
 class _Walk:
-    def __init__(self, program: hlo.Program, costs: Costs, shares: Mapping):
+    def __init__(self, program: hlo.Program, costs: Costs, shares: simulate.Shares):
         self.program, self.costs, self.shares = program, costs, shares
         self.buffers: list[Buffer] = []
         self.seconds = [0.0]
@@ -134,18 +131,13 @@ class _Walk:
             return 0.0
         return simulate.price(self.program, where, op, self.costs)[1] + self.costs.launch
 
-    def _share(self, op: hlo.Op) -> float | None:
-        """How often a pipeline's loop or conditional has work; None of any other."""
-        name = re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2]
-        return self.shares[name][0] if name in self.shares else None
-
     def _made(self, where, op, operands, times, bound) -> list[Buffer]:
         """The buffers of an op's results."""
-        program, share = self.program, self._share(op)
-        times *= 1 if share is None else share
+        program, part = self.program, simulate.share(self.shares, op)
+        times *= part[0] if part else 1
         if op.opcode == "while":
             body = program.called(op, "body")
-            if share is None or program.counts(op):
+            if part is None or program.counts(op):
                 times *= program.trips(where, op)
             self.run(body, operands[0], times, _bound(program, body, operands[0]))
             return operands[0]
@@ -173,7 +165,8 @@ class _Walk:
                 buffer.name = next(
                     (b.name for b in given if b.bytes and b is not buffer and b.name), ""
                 )
-            buffer.shape = buffer.shape or _text(shape)
+            dims = ",".join(map(str, shape.dims))
+            buffer.shape = buffer.shape or f"{shape.dtype}[{dims}]"
             found.append(buffer)
         return found
 
@@ -183,11 +176,6 @@ NOTHING = Buffer("constants", 0, 0, 0)
 
 def _flat(operands: list[list[Buffer]]) -> list[Buffer]:
     return [buffer for each in operands for buffer in each]
-
-
-def _text(shape: hlo.Shape) -> str:
-    """'bf16[80,8192]'"""
-    return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
 def _renamed(where: hlo.Computation, op: hlo.Op, operands: list[list[Buffer]]) -> list[Buffer]:

@@ -95,23 +95,24 @@ class Running:
     traffic: Traffic | None = None  # None: a kernel
 
 
+Shares = Mapping[str, tuple[float, float]]  # of play()
+NO_SHARES: Shares = {}
 ALWAYS = (1.0, 0.0)  # the longest branch, every time
 
 
 def play(
     program: hlo.Program,
     costs: Costs,
-    shares: Mapping[str, tuple[float, float]] = {},
+    shares: Shares = NO_SHARES,
     record: bool = False,
 ) -> Timeline:
     """Plays the program's entry once.
 
     Args:
       shares: the name that a pipeline's executor gave a conditional, or a loop that stands for one
-        -> how often its longest branch runs, and how often it is waited for, of its runs, else
-        the branch that takes least; and of a
-        loop over ticks, how much of its work is for something, and how much is waiting. A schedule
-        knows, the text is the same for all stages; others run ALWAYS.
+        -> how often its longest branch runs, and how often it is waited for, else the shortest
+        runs; and of a loop over ticks, how much of its work is for something, and how much is
+        waiting. A schedule knows, the text is the same for all stages; others run ALWAYS.
       record: keep the bars, for drawing.
     """
     player = _Player(program, costs, shares, record)
@@ -120,6 +121,23 @@ def play(
     player.timeline.compute["slowest"] = slowest
     player.timeline.seconds = seconds + slowest
     return player.timeline
+
+
+TICK = re.compile(r"pipeline_both/while/body/\w+/(\w+_turn/while|ppermute)$")
+EVENTS = {"while": "t", "collective-permute-start": "s", "collective-permute-done": "w"}
+
+
+def sends_ahead(program: hlo.Program) -> bool:
+    """Whether in all ticks of a pipeline both permutes start before its turns (turn_delay)."""
+    event = lambda op: EVENTS.get(op.opcode, "") if TICK.search(op.op_name) else ""
+    ticks = ("".join(map(event, where.ops)) for where in program.computations.values())
+    return all(re.fullmatch("(ss[tw]{4})*", tick) for tick in ticks if "t" in tick)
+
+
+def share(shares: Shares, op: hlo.Op) -> tuple[float, float] | None:
+    """By an op's name, '.../pipeline_loss/cond'. One inside another has a name of its own or none:
+    its runs are counted by the outer one's."""
+    return shares.get(re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2])
 
 
 class _Player:
@@ -153,17 +171,13 @@ class _Player:
                 now = self._kernel(where, op, now, times)
         return now
 
-    def _share(self, op):
-        """By its name, '.../pipeline_loss/cond'. One inside another has a name of its own or none:
-        its runs are counted by the outer one's."""
-        return self.shares.get(re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2], ALWAYS)
-
     def _loop(self, where, op, now, times):
-        body, share = self.program.called(op, "body"), self._share(op)
-        if share != ALWAYS and not self.program.counts(op):
+        body, part = self.program.called(op, "body"), share(self.shares, op)
+        if part and not self.program.counts(op):
             return self._conditional(op, [body], now, times)
+        doing, waiting = part or ALWAYS
         left = trips = self.program.trips(where, op)
-        begin, done = now, times * share[0]
+        begin, done = now, times * doing
         # While something from outside still runs, or bars are wanted, iterations differ.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
             now, left = self.run(body, now, done), left - 1
@@ -174,15 +188,14 @@ class _Player:
             self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
             self.free = min(self.free, now)
             now += seconds
-        self.timeline.idle_s += (now - begin) * times * share[1]
+        self.timeline.idle_s += (now - begin) * times * waiting
         return now
 
     def _conditional(self, op, branches, now, times):
         alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)
         *others, longest = sorted(branches, key=alone)
-        done, waited = self._share(op)
-        decisions = 1 + done * (op.opcode == "while")
-        decided = decisions * self.costs.physics.host_us * 1e-6
+        done, waited = share(self.shares, op) or ALWAYS
+        decided = (1 + done * (op.opcode == "while")) * self.costs.physics.host_us * 1e-6
         self.timeline.compute["host"] += decided * times
         now += decided
         before = self.free

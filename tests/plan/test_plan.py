@@ -24,7 +24,7 @@ from maxbench.machine import runtime
 from maxbench.mesh import axes
 from maxbench.plan import planner, trace
 from maxbench.plan.__main__ import main
-from maxbench.predict import aot, artifact, hlo, memory
+from maxbench.predict import aot, artifact, hlo, memory, simulate
 from maxbench.predict.memory import GIB
 from maxbench.spec import cli
 from maxbench.step.schedule import BOTH
@@ -235,14 +235,16 @@ def test_best_remat_keeps_layers_in_the_room_that_is_left(monkeypatch):
 
 
 def order_of(ticks):
-    """A computation's turns, and where it waits for what was sent over pp, in their order."""
+    """A computation's turns, and where it sends over pp and waits for that, in their order."""
     sent = {op.name: op for op in ticks.ops if op.opcode == "collective-permute-start"}
     for op in ticks.ops:
         if op.opcode == "while" and (turn := re.search(f"{BOTH}/.*_(\\w+)_turn/", op.op_name)):
             yield turn[1]
-        elif op.is_done and re.search(f"{BOTH}/while/body/\\w+/ppermute$", op.op_name):
-            source, to = sent[op.operands[0]].pairs[1]
-            yield "y" if to > source else "dx"
+        if not re.search(f"{BOTH}/while/body/\\w+/ppermute$", op.op_name):
+            continue
+        if start := sent.get(op.operands[0] if op.is_done else op.name):
+            source, to = start.pairs[1]
+            yield ("" if op.is_done else "send ") + ("y" if to > source else "dx")
 
 
 @compiler
@@ -282,13 +284,14 @@ def test_llama31_405b_in_four_stages():
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
-    # Turns are had while what neighbours sent is on its way, as Schedule.turn_delay counts them.
+    # Turns are had while what was sent is on its way, as Schedule.turn_delay counts them.
     program = hlo.parse(artifact.load(cli.run_of(row.split())).text)
     bodies = (c for c in program.computations.values() if c is not program.entry)
     orders = [order for ticks in bodies if len(order := [*order_of(ticks)]) > 2]
     assert orders
     for order in orders:
-        assert order == ["backward", "dx", "forward", "y"] * (len(order) // 4)
+        assert order == ["send dx", "send y", "backward", "dx", "forward", "y"] * (len(order) // 6)
+    assert simulate.sends_ahead(program)
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].physics.gemm_bf16

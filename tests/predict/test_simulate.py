@@ -319,3 +319,28 @@ def test_physics_is_plausible_and_small():
     lines = (pathlib.Path(hardware.__path__[0]) / "gpus.toml").read_text().splitlines()
     for name in names:  # each says where it comes from
         assert [line for line in lines if line.startswith(f"{name} = ") and " # " in line], name
+
+
+TURN_OPS = {
+    "s": "collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,0}}, ",
+    "w": "collective-permute-done(%s), ",
+    "t": "while(%x), condition=%c, body=%b, ",
+}
+TURN_NAMES = {"s": "ppermute", "w": "ppermute", "t": "pipeline_forward_turn/while"}
+
+
+@pytest.mark.parametrize(
+    ("ticks", "ahead"),
+    [("sstwtw", True), ("sstwtwssttww", True), ("stwstw", False), ("sstwtwstwstw", False)],
+)
+def test_what_is_sent_in_a_tick_starts_before_its_turns_or_after(ticks, ahead):
+    name = 'metadata={op_name="jit(_step)/pipeline_both/while/body/closed_call/%s"}'
+    lines = [
+        f"  %{kind}{i} = f32[] {TURN_OPS[kind]}{name % TURN_NAMES[kind]}\n".replace(
+            "%s)", f"%s{i})"
+        )
+        for i, kind in enumerate(ticks)
+    ]
+    text = "HloModule m, is_scheduled=true\n\nENTRY %tick (x: f32[]) -> f32[] {\n"
+    text += "  %x = f32[] parameter(0)\n" + "".join(lines) + "}\n"
+    assert simulate.sends_ahead(hlo.parse(text)) == ahead
