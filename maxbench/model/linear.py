@@ -39,8 +39,9 @@ class Gemm(NamedTuple):
 class Turn(NamedTuple):
     """Zeros (collectives.zero) that say what communication of tp runs beside what product. Known:
 
-    held: before what the forward pass gathers or scatters here is needed. Its gradient: when the
-      product for dx is made, where the forward pass scatters; for the weight, where it gathers.
+    held: [2], the first before what the forward pass gathers or scatters here is needed. Gradients:
+      when the product for dx is made, or where the forward pass gathers, x is gathered again; and
+      when the product for the weight is.
     made: what linear() makes of it: when the product is, or what it gathers. Its gradient: when the
       product for the weight is. Where the forward pass scatters, it is given to the next such
       product of the network: dy is gathered beside the weight of that one.
@@ -76,9 +77,7 @@ def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
     shape, first = w.shape, gemm.batch + gemm.ins
     k, n = math.prod(shape[gemm.batch : first]), math.prod(shape[first:])
     flat = lambda a, *dims: a.reshape(*shape[: gemm.batch], *dims)
-    matrix = lambda x, *dims: (
-        x._replace(q=flat(x.q, *dims)) if isinstance(x, Scaled) else flat(x, *dims)
-    )
+    matrix = lambda a, *d: a._replace(q=flat(a.q, *d)) if isinstance(a, Scaled) else flat(a, *d)
     if isinstance(w, Weight):
         turned = (n, k) if w.arithmetic.turned else (k, n)
         if w.arithmetic.by_outs and gemm.fsdp is not None and gemm.fsdp < first:
@@ -104,8 +103,7 @@ def _forward(x, w, grad, amax, turn, gemm):
     weight, dtype, rows = _read(w), x.dtype, x.ndim - gemm.ins
     how, first = weight.arithmetic, gemm.batch + gemm.ins
     joined = gemm.sequence == "gather"
-    axes = gemm.axes if joined else ()
-    row, col, amax_x = how.operand(x, weight.scales, False, axes)
+    row, col, amax_x = how.operand(x, weight.scales, False, gemm.axes if joined else ())
     if joined:
         row, col = _both(lambda x: _to_experts(how, x, gemm), row, col)
     saved = how.move(col, lambda x: keep_bits(x, gemm.saved))
@@ -116,12 +114,13 @@ def _forward(x, w, grad, amax, turn, gemm):
     if dim is not None and how.turned:
         dim = gemm.batch if how.by_outs else dims.index(dim)
     col = _gather(how, weight.col, "fsdp", dim)
-    row = _joint(how, row, turn.held) if joined else row
+    held = None if turn.held is None else turn.held[0]
+    row = _joint(how, row, held) if joined else row
     ins = tuple(dims.index(d) for d in range(gemm.batch, first))
     y = _product(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
     made = None if turn.made is None else turn.made + collectives.zero(row if joined else y)
     if gemm.sequence == "scatter":
-        y = collectives.beside(_from_experts(collectives.scatter(y, "tp", 1), gemm), turn.held)
+        y = collectives.beside(_from_experts(collectives.scatter(y, "tp", 1), gemm), held)
     given = Turn(*(None if zero is None else () for zero in turn))
     return (y, made), (saved, amax_x, w, grad, amax, given)
 
@@ -134,19 +133,21 @@ def _backward(gemm, residuals, gradients):
     rows, joined = dy.ndim - len(outs), gemm.sequence == "scatter"
     columns = tuple(range(rows, dy.ndim))
     gathered = gemm.sequence == "gather"
-    if gathered and gemm.batch:  # beside the product before: beside this one it would be dx's turn
-        x = _gather(how, x, "tp", 1)
-        dy = collectives.beside(dy, collectives.zero(x))
-    axes = gemm.axes if joined else ()
-    row, col, amax_dy = how.operand(dy, weight.scales, True, axes)
+    x = _gather(how, x, "tp", 1 if gathered else None)
+    came, apart = collectives.zero(x), gathered and collectives.degree("tp") > 1
+    # x comes beside the product before: beside this one it would be dx's turn. Experts' dy is held
+    # before it is quantized, or XLA takes one more pass to make it.
+    if apart and gemm.batch:
+        dy = collectives.beside(dy, came)
+    row, col, amax_dy = how.operand(dy, weight.scales, True, gemm.axes if joined else ())
+    if apart and not gemm.batch:
+        row, col = _both(lambda dy: _held(dy, came), row, col)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if joined:
         row, col = _both(lambda dy: _joint(how, _to_experts(how, dy, gemm), later), row, col)
     whole = _gather(how, weight.row, "fsdp", gemm.fsdp)
     dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
-    first = collectives.zero(dx)
     if gathered:
-        x = x if gemm.batch else _joint(how, x, first if turn.held is not None else None)
         dx = collectives.scatter(dx, "tp", 1)
     over = tuple(range(gemm.batch, rows))
     # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
@@ -158,14 +159,12 @@ def _backward(gemm, residuals, gradients):
     if gemm.fsdp is None:
         dw = add(dw)
     last = collectives.zero(dw)
-    if gathered and collectives.degree("tp") > 1:
-        dx = collectives.beside(dx, last)
     if gathered:
-        dx = _from_experts(dx, gemm)
+        dx = _from_experts(collectives.beside(dx, last if apart else None), gemm)
     if gemm.fsdp is not None:
         dw = collectives.scatter(dw, "fsdp", 0 if turned else gemm.fsdp)
         dw = add(dw.T if turned else dw)
-    zeros = first if joined else last, last
+    zeros = jnp.stack([came if gathered else collectives.zero(dx), last]), last
     turn = Turn(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
     return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
 
@@ -185,6 +184,12 @@ def _gather(how, x, axis: str, dim: int | None):
 def _joint(how, x, zero):
     """Gathered over tp, needed only once `zero` is known."""
     return how.move(x, lambda a: collectives.gather_beside(a, "tp", 1, zero))
+
+
+def _held(x, zero):
+    """A factor, read only once `zero` is known; of a quantized one the scale is, which is small."""
+    held = lambda x: collectives.beside(x, zero)
+    return x._replace(scale=held(x.scale)) if isinstance(x, Scaled) else held(x)
 
 
 def _both(move, row, col):

@@ -29,10 +29,9 @@ def join(m: Model, stacks):
 
 def unstack(m: Model, layers):
     """Stacked arrays -> a tuple of trees, one for each layer."""
-    rows = lambda x: len(jax.tree.leaves(x)[0])
-    return tuple(
-        jax.tree.map(lambda x, i=i: x[i], one) for one in split(m, layers) for i in range(rows(one))
-    )
+    rows = lambda x: range(len(jax.tree.leaves(x)[0]))
+    layer = lambda one, i: jax.tree.map(lambda x: x[i], one)
+    return tuple(layer(one, i) for one in split(m, layers) for i in rows(one))
 
 
 def stack(m: Model, layers):
@@ -58,10 +57,8 @@ def run_layers(m: Model, step, x, layers, sums, then=(0, None)):
       then: how many layers, the last of a loop, have another step, and which.
     """
     if isinstance(layers, tuple):
-        kinds, total = (
-            repeat(m, join(m, [kind for _, kind in m.stacks]), len(layers)),
-            jnp.zeros(()),
-        )
+        kinds = repeat(m, join(m, [kind for _, kind in m.stacks]), len(layers))
+        total = jnp.zeros(())
         for kind, *one in zip(kinds, layers, sums or [None] * len(layers), strict=True):
             x, aux = step(kind, x, one)
             total += aux

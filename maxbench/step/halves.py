@@ -15,10 +15,10 @@ from maxbench.spec.run import Run
 
 # What a half that goes forward gathers or scatters -> the product beside which it does, of the half
 # that goes back before it in the same tick (linear.Turn). The last scatter is left to the next two.
-BESIDE = {"qkv": "down", "out": "up", "up": "out"}
+BESIDE = {"qkv": "down", "out": "up wgrad", "up": "out"}
 # And of a tick's later layers, where products are as long as BF16's: x is scattered beside 'down',
 # so that the gradient which 'down' gathers has the last products of the layer before for itself.
-LATER = {"x": "down", "qkv": "up", "up": "out"}
+LATER = {"x": "down", "qkv": "up wgrad", "up": "out"}
 
 
 class Half:
@@ -40,14 +40,14 @@ class Half:
     def forward(self, layer, sums, x, held=None, beside=BESIDE):
         """y, the auxiliary loss, the residuals, and the zeros that its products make (linear.Turn).
 
-        `sums` stand for those that backward gets; `held` are the zeros that backward gave, of which
-        `beside` says which is for what.
+        `sums` stand for those that backward gets; `held` are zeros of the half that went back, of
+        which `beside` says which is for what.
         """
         w, sums = self.of(layer), self.of(sums)
         if held and beside.get("x") in held:
             x = collectives.beside(x, held[beside["x"]])
         held = {
-            name: held[beside[name]] if held and name in beside else jnp.zeros(())
+            name: jnp.full(2, held[beside[name]] if held and name in beside else 0.0)
             for name in network.HALVES[self.name]
         }
         call = lambda sums, x, held, made: network.layer(
@@ -71,8 +71,10 @@ class Half:
         leaves = [next(rest) if i is None else given[i] for i in known]
         first, last = network.HALVES[self.name]
         made = {first: jnp.zeros(()), last: made}
-        new, *others = jax.tree.unflatten(tree, leaves)((dy, made, daux))
-        return sums | new, *others
+        new, dx, zeros, made = jax.tree.unflatten(tree, leaves)((dy, made, daux))
+        held = {name: zero[0] for name, zero in zeros.items()}
+        held |= {f"{name} wgrad": zero[1] for name, zero in zeros.items()}
+        return sums | new, dx, held, made
 
     def given(self, w, sums):
         return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]

@@ -157,7 +157,8 @@ class _Pipeline:
                 if backward:
                     j = self.size - 1 - i
                     dy, held, made = self.half_back(carry, at, back, j, dy, made)
-                    read = held.get("down", read)  # the layer's first product
+                    if back == "mlp":
+                        read = held["down"], held["up"]
                 if forward:
                     x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
                     made += done[network.HALVES[on][-1]]
