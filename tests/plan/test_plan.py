@@ -301,6 +301,14 @@ def test_llama31_405b_in_four_stages():
 
 
 @compiler
+def test_a_drain_in_fp8_gathers_before_its_pieces_leave():
+    """All collectives wait in one queue: of the gathers three quarters were waited for."""
+    found = planned("--config configs/nemotron4_340b.py --gpus 512 --dtype fp8")
+    over_tp = traffic(found)["all-gather", "tp"]
+    assert over_tp["exposed_s"] < 0.5 * over_tp["busy_s"]
+
+
+@compiler
 def test_llama31_70b_screen_and_timeline(tmp_path):
     row = "--config configs/llama31_70b.py --fsdp 8 --tp 4 --layers 4 --gpu_type h200"
     done = command(f"{row} --timeline {tmp_path}/step.json")
@@ -445,7 +453,7 @@ def test_the_table_has_every_row():
     [
         pytest.param("llama2_70b", 128, "bf16", marks=pytest.mark.core),
         ("llama31_405b", 64, "bf16"),
-        ("nemotron4_340b", 128, "fp8"),  # 0.12.0.1 once turned all its weights round in each tick
+        ("nemotron4_340b", 512, "fp8"),  # 0.12.0.1 once turned all its weights round in each tick
         pytest.param("grok1_314b", 16, "bf16", marks=pytest.mark.core),
     ],
 )
@@ -454,7 +462,7 @@ def test_the_table_is_current(workload, gpus, dtype):
         x for x in table() if (x["workload"], x["gpus"], x["dtype"]) == (workload, str(gpus), dtype)
     )
     found = planned(f"--config configs/{workload}.py --gpus {gpus} --dtype {dtype}")
-    # With 0.12.0.1 Grok-1's step is 1.9 % longer, and 405B's 2.2 %.
+    # With 0.12.0.1 Grok-1's step is 1.9 % longer.
     time, memory = (0.01, 0.02) if KEPT_FIGURES_JAX else (0.04, 0.03)
     assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=time)
     assert found["memory"]["total"] / GIB == pytest.approx(float(line["memory_gib"]), rel=memory)
