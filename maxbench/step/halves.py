@@ -14,7 +14,8 @@ from maxbench.model.layers import rope_angles
 from maxbench.spec.run import Run
 
 # What a half that goes forward gathers or scatters -> the product beside which it does, of the half
-# that goes back before it in the same tick (linear.Turn). The last scatter is left to the next two.
+# that goes back before it in the same tick, for dx or its weight (linear.Turn). The last scatter is
+# left to the next two.
 BESIDE = {"qkv": "down", "out": "up wgrad", "up": "out"}
 # And of a tick's later layers, where products are as long as BF16's: x is scattered beside 'down',
 # so that the gradient which 'down' gathers has the last products of the layer before for itself.
@@ -62,7 +63,8 @@ class Half:
         return y, aux, kept, made
 
     def backward(self, layer, sums, residuals, dy, daux, made):
-        """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn).
+        """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn):
+        of each product by its name, 'NAME wgrad' when its weight's gradient is made, and the last.
 
         `made` is the zero beside whose work dy is gathered.
         """

@@ -158,7 +158,7 @@ class _Pipeline:
                     j = self.size - 1 - i
                     dy, held, made = self.half_back(carry, at, back, j, dy, made)
                     if back == "mlp":
-                        read = held["down"], held["up"]
+                        read = held["down"], held["up"]  # of up, x has come
                 if forward:
                     x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
                     made += done[network.HALVES[on][-1]]
