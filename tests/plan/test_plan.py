@@ -290,8 +290,10 @@ def test_llama31_405b_in_four_stages():
     orders = [order for ticks in bodies if len(order := [*order_of(ticks)]) > 2]
     assert orders
     for order in orders:
-        assert order == ["send dx", "send y", "backward", "dx", "forward", "y"] * (len(order) // 6)
-    assert simulate.sends_ahead(program)
+        waits = [event for event in order if not event.startswith("send")]
+        assert waits == ["backward", "dx", "forward", "y"] * (len(order) // 6)
+    starts = [order[i : i + 2] for order in orders for i in range(0, len(order), 6)]
+    assert simulate.sends_ahead(program) == all(x == ["send dx", "send y"] for x in starts)
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].physics.gemm_bf16
