@@ -21,6 +21,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one co
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
 GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place -> which operand is put there
 # NCCL's protocols LL, LL128 and Simple, as its tuner prices them (nccl: src/graph/tuning.cc): share
 # of the links' rate; latency before the first byte and of a step within a node, both as a share of
 # Physics.nvlink_us, and of a step between nodes, of network_us.
@@ -270,10 +271,11 @@ def _through(inside: hlo.Computation, op: hlo.Op):
 def _read(inside: hlo.Computation, parameter: hlo.Op) -> int:
     part = 0
     for source, user in _through(inside, parameter):
-        if user.opcode in READS_PART and user.operands[0] == source.name:
+        first = user.operands[0] == source.name
+        if user.opcode in READS_PART and first:
             part += hlo.size(user.shape)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == source.name:
-            continue  # in place
+        elif user.opcode in UPDATES and first:  # in place; a scatter adds to what it reads
+            part += (user.opcode == "scatter") * _written(inside, user)
         elif user.opcode != "tuple":
             return hlo.size(parameter.shape)
     return min(part, hlo.size(parameter.shape))
@@ -284,6 +286,6 @@ def _written(inside: hlo.Computation, root: hlo.Op) -> int:
         root = inside.by_name[root.operands[0]]
     if root.opcode == "parameter":
         return 0
-    if root.opcode == "dynamic-update-slice":
-        return hlo.size(inside.by_name[root.operands[1]].shape)
+    if root.opcode in UPDATES:
+        return hlo.size(inside.operands(root)[UPDATES[root.opcode]].shape)
     return hlo.size(root.shape)

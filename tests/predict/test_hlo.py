@@ -174,6 +174,9 @@ def test_bytes_that_fusions_move():
   %i = s32[] parameter(1)
   %new = f32[100]{0} parameter(2)
   %one = f32[1,100]{1,0} fusion(%stack, %i), kind=kLoop, calls=%slice
+  %rows = s32[2,1]{1,0} parameter(3)
+  %some = f32[2,100]{1,0} parameter(4)
+  %added = f32[10,100]{1,0} fusion(%stack, %rows, %some), kind=kInput, calls=%add_rows
   ROOT %all = f32[10,100]{1,0} fusion(%stack, %new, %i), kind=kLoop, calls=%update""",
         """%slice (a: f32[10,100], b: s32[]) -> f32[1,100] {
   %a = f32[10,100]{1,0} parameter(0)
@@ -189,12 +192,21 @@ def test_bytes_that_fusions_move():
   %sum = f32[1,100]{1,0} add(%view, %view)
   ROOT %dus = f32[10,100]{1,0} dynamic-update-slice(%a.1, %sum, %b.1, %b.1)
 }
+
+%add_rows (a: f32[10,100], at: s32[2,1], c: f32[2,100]) -> f32[10,100] {
+  %a.2 = f32[10,100]{1,0} parameter(0)
+  %at.2 = s32[2,1]{1,0} parameter(1)
+  %c.2 = f32[2,100]{1,0} parameter(2)
+  ROOT %sc = f32[10,100]{1,0} scatter(%a.2, %at.2, %c.2), update_window_dims={1}, to_apply=%plus
+}
 """,
     )
     entry = p.entry
     index = 4  # the s32 is read too
     assert costs.moved(p, entry, entry.by_name["one"]) == 400 + 400 + index
     assert costs.moved(p, entry, entry.by_name["all"]) == 400 + 400 + index
+    # Two rows, to which it adds: read, read what they get, written.
+    assert costs.moved(p, entry, entry.by_name["added"]) == 3 * 800 + 2 * index
 
 
 def test_text_without_a_schedule_is_refused():
