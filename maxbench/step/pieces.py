@@ -152,8 +152,10 @@ class Pieces:
             if i not in self.cuts:
                 return reduce_grad(place, leaves[i])
             sent = lax.slice(leaves[i], [0] * leaves[i].ndim, self.masters[i].shape)
-            first = reduce_grad(place, leaves[i][: self.size])
-            return lax.dynamic_update_slice_in_dim(sent, first, 0, 0)
+            for j in range(self.size):  # of a stack XLA would turn round all, the state too
+                g = reduce_grad(self.places[i], leaves[i][j])
+                sent = lax.dynamic_update_index_in_dim(sent, g, j, 0)
+            return sent
 
         return self.tree.unflatten([one(i, place) for i, place in enumerate(self.stacked)])
 

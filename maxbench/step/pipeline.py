@@ -19,6 +19,7 @@ number of microbatches.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -102,12 +103,13 @@ class _Pipeline:
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped: no
         residuals are where there is one stage.
 
-        They are made when the weights are, whose way there takes memory too. Ones: work for nothing
-        reads them, and a scale of 0 would make of its zeros what is no number.
+        They are made when the weights are, whose way there takes memory too. Work for nothing reads
+        them, and a scale of 0 would make of its zeros what is no number. No two are of the same
+        one: XLA would make one box, and copy it.
         """
         plan, x = self.plan, self.x
-        one = 1 + collectives.zero(self.layers)
-        box = lambda n, s: jnp.full((n, *s.shape), one.astype(s.dtype))
+        ones = (1 + i % 64 / 64 + collectives.zero(self.layers) for i in itertools.count())
+        box = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
         spare = not self.alone
         zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
