@@ -107,8 +107,10 @@ def _attend(kind, softcap, q, k, v):
 
 
 def _attend_forward(kind, softcap, q, k, v):
-    o, lse = checkpoint_name(_ring_forward(kind, softcap, q, k, v), "context")
-    return o, (q, k, v, o, lse)
+    o, lse, last = _ring_forward(kind, softcap, q, k, v)
+    o, lse = checkpoint_name((o, lse), "context")
+    last = tuple(map(checkpoint_name, last, ("key", "value")))
+    return o, (q, k, v, o, lse, last)
 
 
 def _attend_backward(kind, softcap, saved, do):
@@ -121,7 +123,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 # The ring over cp. Each GPU holds chunks i and 2n-1-i of the sequence (axes.chunks), "first" and
 # "second". Keys and values go round; from a GPU earlier in the sequence, both of our chunks see
 # its first chunk; from a later one, only our second chunk sees both of its chunks. Either way two
-# unmasked pairs of chunks, so every GPU has the same work at every hop.
+# unmasked pairs of chunks, so every GPU has the same work at every hop. The backward pass goes the
+# other way round: keys and values that came last are kept.
 
 
 def _ring_forward(kind, softcap, q, k, v):
@@ -129,24 +132,24 @@ def _ring_forward(kind, softcap, q, k, v):
     ahead = collectives.rotate(kv, "cp")
     o, lse = KERNELS[kind][0](q, k, v, True, softcap)
     if n == 1:
-        return o, lse
+        return o, lse, ()
     kv = collectives.beside(ahead, collectives.zero(lse))
     o, q = o.astype(jnp.float32), jnp.split(q, 2, 1)
     for hop in range(1, n):
-        ahead = collectives.rotate(kv, "cp") if hop < n - 1 else kv
+        last, ahead = ahead, collectives.rotate(kv, "cp") if hop < n - 1 else ahead
         earlier = collectives.index("cp") >= hop
         pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
         o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
         kv = collectives.beside(ahead, collectives.zero(lse_pair))
         o, lse = _merge(earlier, o, lse, o_pair, lse_pair)
-    return o.astype(k.dtype), lse
+    return o.astype(k.dtype), lse, last
 
 
-def _ring_backward(kind, softcap, q, k, v, o, lse, do):
-    n, kv, backward = collectives.degree("cp"), (k, v), KERNELS[kind][1]
+def _ring_backward(kind, softcap, q, k, v, o, lse, last, do):
+    n, kv, backward = collectives.degree("cp"), last, KERNELS[kind][1]
     halves, others = lambda x: jnp.split(x, 2, 1), []
-    for hop in range(1, n):
-        kv = collectives.rotate(kv, "cp")
+    for hop in reversed(range(1, n)):
+        kv = kv if hop == n - 1 else collectives.rotate(kv, "cp", -1)
         earlier = collectives.index("cp") >= hop
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
         grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)

@@ -98,14 +98,15 @@ def activation_bytes(run: Run, remat: str = "") -> int:
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # what only a GEMM's backward pass needs
+    sets = 1 + (a.cp > 1)  # of keys and values: another GPU's too
 
     def kept(m, saved=given):
         routed = m.rows(a.ep)
         slots = routed if m.experts and m.capacity_factor else 0
         per_token = {
             "query": m.heads * m.head_dim / a.tp,
-            "key": m.kv_heads * m.head_dim / a.tp,
-            "value": m.kv_heads * m.value_width / a.tp,
+            "key": sets * m.kv_heads * m.head_dim / a.tp,
+            "value": sets * m.kv_heads * m.value_width / a.tp,
             "context": m.heads * (m.value_width + 4 / width) / a.tp,
             "attn_out": m.embed / a.tp,
             "slots": slots * m.embed / a.tp * narrow,
@@ -175,7 +176,8 @@ def recomputed(run: Run, remat: str = "") -> float:
 
 def policies(run: Run, room: float = math.inf) -> list[Run]:
     """The run with each remat policy that keeps at most so many bytes, most of them first."""
-    size = {remat: activation_bytes(run, remat) for remat in REMATS}
+    names = [remat for remat in REMATS if remat != "norms" or program.as_code(run)]
+    size = {remat: activation_bytes(run, remat) for remat in names}
     fit = [remat for remat in size if size[remat] <= room]
     return [with_remat(run, one) for one in sorted(fit, key=size.__getitem__, reverse=True)]
 
