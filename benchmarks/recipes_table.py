@@ -55,7 +55,7 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
     A line holds the rows that differ in scale alone; its GPUs, gbs, dp and fsdp go together.
     """
     head = ["gpu_type", "dtype", "scaling", "layers", "seq", "pp", "vp", "ep", "cp", "tp", "mbs"]
-    head += ["turn", "remat_layers"]  # of tables that have them
+    head += ["turn", "remat", "remat_layers"]  # of tables that have them
     scale = ["gpus", "dp", "fsdp", "gbs"]
     lines = ["| workload | " + " | ".join([*head, *scale]) + " |"]
     lines.append("|---" * (1 + len(head) + len(scale)) + "|")

@@ -5,15 +5,16 @@ The recipe leaves out 3.1's rope scaling.
 
 from maxbench.spec.recipes import workload
 
-# Microbatches of two sequences, which fill the products' last rounds better, where memory has room.
+# Microbatches of two sequences, which fill the products' last rounds better. Where memory has less
+# room, norms are made again for them.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
-h100      bf16,fp8  weak        8      32  8192   1   1   4     1   1   2   1    1   128
-h100      bf16      weak       16      32  8192   1   1   8     1   1   2   1    1   256
-h100      fp8       weak       16      32  8192   1   1   8     1   1   2   1    2   256
-h100      bf16,fp8  weak       32      32  8192   1   1  16     1   1   2   1    2   512
-h100      bf16,fp8  weak       64      32  8192   1   1  32     1   1   2   1    2  1024
-h100      bf16,fp8  weak      128      32  8192   1   1  64     1   1   2   1    2  2048
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  remat
+h100      bf16,fp8  weak        8      32  8192   1   1   4     1   1   2   1    2   128  norms
+h100      bf16      weak       16      32  8192   1   1   8     1   1   2   1    2   256  norms
+h100      fp8       weak       16      32  8192   1   1   8     1   1   2   1    2   256   none
+h100      bf16,fp8  weak       32      32  8192   1   1  16     1   1   2   1    2   512   none
+h100      bf16,fp8  weak       64      32  8192   1   1  32     1   1   2   1    2  1024   none
+h100      bf16,fp8  weak      128      32  8192   1   1  64     1   1   2   1    2  2048   none
 """
 
 
@@ -36,11 +37,9 @@ def get_config(presets=""):
         train=dict(
             seq=8192,
             remat="none",
+            combine=(2 << 30, 2 << 30, 256 << 20),
         ),
-        fp8=dict(
-            train=dict(combine=(2 << 30, 2 << 30, 64 << 20)),
-            precision=dict(scaling="delayed"),
-        ),
+        fp8=dict(precision=dict(scaling="delayed")),
         optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
         layouts=LAYOUTS,
         launch=dict(

@@ -129,27 +129,31 @@ def normalize(x_btd, scale_d, bias_d, eps: float):
     All is computed in fp32, and backward by hand: of the plain form's gradient XLA makes a tensor
     in fp32 that it writes, and reads twice.
     """
-    unit_btd, _ = _unit(x_btd, bias_d is not None, eps)
-    y_btd = unit_btd * scale_d
+    x, inverse = _centered(x_btd, bias_d is not None, eps)
+    y_btd = x * inverse * scale_d
     return (y_btd if bias_d is None else y_btd + bias_d).astype(x_btd.dtype)
 
 
-def _unit(x_btd, center: bool, eps: float):
-    """x normalized, and what it is multiplied with for that; fp32."""
+def _centered(x_btd, center: bool, eps: float):
+    """x, its mean taken off if `center`, and what it is multiplied with then; fp32."""
     x = x_btd.astype(jnp.float32)
     if center:
         x -= jnp.mean(x, -1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
-    return x * inverse, inverse
+    return x, inverse
 
 
 def _normalize_backward(eps, saved, dy_btd):
     x_btd, scale_d, bias_d = saved
     center = bias_d is not None
-    unit_btd, inverse = _unit(x_btd, center, eps)
+    x, inverse = _centered(x_btd, center, eps)
+    unit_btd = x * inverse
     dy = dy_btd.astype(jnp.float32)
     dunit = dy * scale_d
-    dx = dunit - unit_btd * jnp.mean(dunit * unit_btd, -1, keepdims=True)
+    mean = lambda x: jnp.mean(dunit * x, -1, keepdims=True)
+    # Of x, so that one pass takes this and the mean of squares. Where products travel, x is wanted
+    # again before dy has come, and does not wait for it.
+    dx = dunit - unit_btd * (inverse * mean(x) if linear.local() else mean(unit_btd))
     if center:
         dx -= jnp.mean(dunit, -1, keepdims=True)
     dx_btd = (dx * inverse).astype(x_btd.dtype)

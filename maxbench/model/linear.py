@@ -54,6 +54,21 @@ class Turn(NamedTuple):
 ANY = Turn()  # nothing is held
 
 
+def local() -> bool:
+    """Whether nothing of a dense product travels: neither its weight nor its rows are split."""
+    return collectives.degree("tp") == collectives.degree("fsdp") == 1
+
+
+@jax.custom_vjp
+def behind(x):
+    """x, and zeros for products' turns (Turn.held): x's gradient then comes behind the products for
+    their weights, which XLA puts off, and with them the end of what they read."""
+    return x, jnp.zeros(2)
+
+
+behind.defvjp(lambda x: (behind(x), None), lambda _, d: (collectives.beside(d[0], d[1][1]),))
+
+
 def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
     """x @ w with the collectives that belong to it.
 
@@ -88,9 +103,12 @@ def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
     grad = grad if grad is None else flat(grad, k, n)
     # What is split over fsdp, embed, is a dim by itself.
     fsdp = None if gemm.fsdp is None else gemm.batch + (gemm.fsdp >= first)
-    x = x.reshape(*x.shape[: x.ndim - gemm.ins], -1)
+    rows = x.shape[: x.ndim - gemm.ins]
+    alone = local() and not gemm.batch  # its rows are a matrix too (network.add)
+    x = x.reshape(-1, k) if alone else x.reshape(*rows, -1)
     y, made = _linear(x, w, grad, amax, turn, gemm._replace(ins=1, fsdp=fsdp))
-    y = y if len(shape) - first == 1 else y.reshape(*y.shape[:-1], *shape[first:])
+    rows = rows if alone else y.shape[:-1]
+    y = y if len(shape) - first == 1 and not alone else y.reshape(*rows, *shape[first:])
     return y, made
 
 
@@ -134,7 +152,8 @@ def _backward(gemm, residuals, gradients):
     columns = tuple(range(rows, dy.ndim))
     gathered = gemm.sequence == "gather"
     x = _gather(how, x, "tp", 1 if gathered else None)
-    came, apart = collectives.zero(x), gathered and collectives.degree("tp") > 1
+    apart = gathered and collectives.degree("tp") > 1
+    came = collectives.zero(x) if apart else None
     # x comes beside the product before: beside this one it would be dx's turn. Experts' dy is held
     # before it is quantized, or XLA takes one more pass to make it.
     if apart and gemm.batch:
@@ -164,7 +183,7 @@ def _backward(gemm, residuals, gradients):
     if gemm.fsdp is not None:
         dw = collectives.scatter(dw, "fsdp", 0 if turned else gemm.fsdp)
         dw = add(dw.T if turned else dw)
-    zeros = jnp.stack([came if gathered else collectives.zero(dx), last]), last
+    zeros = jnp.stack([came if apart else collectives.zero(dx), last]), last
     turn = Turn(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
     return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
 

@@ -16,13 +16,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from maxbench import formats
 from maxbench.mesh import axes
 from maxbench.model import stack
 from maxbench.model.experts import Moe
 from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
-from maxbench.model.linear import Turn
+from maxbench.model.linear import Turn, behind, local
 from maxbench.model.loss import cross_entropy
 from maxbench.model.sums import add_to
 from maxbench.spec import program
@@ -32,6 +33,18 @@ from maxbench.spec.run import PRODUCTS, Run
 # The halves of a layer, and their products that communicate over tp. Names of a half's weights
 # begin with its own.
 HALVES = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
+
+
+def add(x_bud, y_bud, name: str):
+    """The residual stream with what a half of a layer adds.
+
+    Where that comes from a product as it is, the product adds: XLA sees that of matrices, and that
+    it may not write over x, which a norm reads too. The sum is then kept in place of y.
+    """
+    if not local():
+        return x_bud + y_bud
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    return checkpoint_name((flat(x_bud) + flat(y_bud)).reshape(x_bud.shape), name)
 
 
 class Block(nn.Module):
@@ -61,7 +74,8 @@ class Block(nn.Module):
                 mlp = (Moe if m.experts else Mlp)(m, name="mlp")
                 y_bud, done, aux = mlp(y_bud, turns)
             made = done[last]
-            x_bud += Norm(m, name=f"{half}_post")(y_bud) if m.post_norm else y_bud
+            post = m.post_norm and Norm(m, name=f"{half}_post")
+            x_bud = x_bud + post(y_bud) if post else add(x_bud, y_bud, f"{half}_out")
         return x_bud, done, aux
 
 
@@ -103,7 +117,15 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
     however many layers are code.
     """
 
+    # Forward and backward pass in one computation: XLA would see the same work twice and keep its
+    # result. In a loop or a pipeline they are apart; and with 'none', let it.
+    together = program.as_code(run) and not program.paired(run)
+    prevent_cse = together and run.train.remat != "none"
+
     def apply(w, sums, x_bud, held, made):
+        if prevent_cse and local():
+            x_bud, zeros = behind(x_bud)
+            held = dict.fromkeys(sum(HALVES.values(), ()), zeros)
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         return Block(kind, run.train.attention, half).apply(variables, x_bud, rope, held, made)
 
@@ -113,10 +135,6 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
         offload_src="device",
         offload_dst="pinned_host",
     )
-    # Forward and backward pass in one computation: XLA would see the same work twice and keep its
-    # result. In a loop or a pipeline they are apart; and where little is recomputed, let it.
-    together = program.as_code(run) and not program.paired(run)
-    prevent_cse = together and run.train.remat != "none"
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
     return apply(w, sums, x_bud, held, made)
 

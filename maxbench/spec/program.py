@@ -12,15 +12,16 @@ MOST = 40  # layers that a GPU's program has as code, unless train.unroll says; 
 
 
 def as_code(run: Run) -> bool:
-    """Whether layers are code; train.unroll must be settled.
+    """Whether layers are code, on a GPU unless train.unroll says.
 
     Over fsdp never: XLA would gather the weights of many layers ahead of their use; nor where
     activations wait in the host's memory, which XLA keeps for a loop; nor in a pipeline, which
     takes the layers of a chunk from the stack when its turn begins.
     """
     a, t = run.layout, run.train
+    most = t.unroll if t.unroll >= 0 else MOST
     whole = recomputing(run) == run.model.layers
-    return a.pp == a.fsdp == 1 and run.model.layers <= t.unroll and not t.offload and whole
+    return a.pp == a.fsdp == 1 and run.model.layers <= most and not t.offload and whole
 
 
 def recomputing(run: Run) -> int:

@@ -233,7 +233,7 @@ def resolve(
     if gpus is not None:
         row = _row(config, gpus, strong_scaling, wanted, by_hand={*(flags or ())} & {*c.AXES})
         values["model"]["layers"] = row.pop("layers")
-        train = {name: row.pop(name) for name in ("seq", "turn", "remat_layers") if name in row}
+        train = {n: row.pop(n) for n in ("seq", "turn", "remat", "remat_layers") if n in row}
         values["train"], values["layout"] = values["train"] | train, values["layout"] | row
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")

@@ -25,6 +25,7 @@ PRODUCTS = tuple(name for name in TENSORS if name != "mlp_act")  # with these no
 REMATS = {
     "full": (),
     "none": TENSORS,  # and every other intermediate but gathered weights and sequences
+    "norms": TENSORS,  # and none of the others; as none where layers are no code
     "selective": ("query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
     "save_qkv_proj": ("query", "key", "value"),
     "save_dot_except_mlp": ("query", "key", "value", "attn_out"),
@@ -141,9 +142,8 @@ class Train:
         judge(self, "train.")
         for tensor in self.offloaded:
             choose("train.offload", tensor, (*self.saved, "all"))
-        if self.remat not in REMATS:
-            for tensor in self.remat.split(","):
-                choose("train.remat", tensor, (*REMATS, *TENSORS))
+        for tensor in [] if self.remat in REMATS else self.remat.split(","):
+            choose("train.remat", tensor, (*REMATS, *TENSORS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

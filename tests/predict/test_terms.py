@@ -77,7 +77,7 @@ def terms_of(run, source: str, remat: str = "none") -> dict[str, float]:
 
 
 def test_terms_of_nemo():
-    run = run_of("llama31_8b.py --gpus 8")
+    run = run_of("llama31_8b.py --gpus 8 --mbs 1")
     assert run.layout.microbatches == 32
     found = terms_of(run, "nemo")
     _, one = timeline_of(tp=8)

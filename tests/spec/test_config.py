@@ -69,6 +69,8 @@ def test_rows_resolve_to_their_layout(workload, row):
 
 
 def test_a_policy_by_hand_is_for_all_layers():
+    assert resolve("llama31_8b", gpus=8, gpu_type="h100").train.remat == "norms"
+    assert resolve("llama31_8b", gpus=32, gpu_type="h100").train.remat == "none"
     row = dict(gpus=64, gpu_type="h100")
     assert resolve("llama2_70b", **row).train.remat_layers == 70
     run = resolve("llama2_70b", overrides={"train.remat": "full"}, **row)

@@ -159,6 +159,7 @@ def unrolled(step: Step, remat: str = "full") -> Step:
     ("family", "axes", "remat"),
     [
         ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
+        ("llama", dict(cp=4), "norms"),
         ("grok", dict(ep=2, tp=2), "full"),
         ("mixed", dict(ep=2, tp=2), "none"),
     ],
