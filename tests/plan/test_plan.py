@@ -163,10 +163,11 @@ def test_norms_are_made_again_for_what_they_gave():
     # What both norms of a layer gave, and its queries in the order of pairs over cp.
     assert none["memory"]["total"] - norms["memory"]["total"] > 0.9 * 4 * 3 * stream
     assert norms["step_s"] < 1.01 * none["step_s"]
-    # A product adds to the stream, which stays: after the embedding nothing copies it.
+    # A product adds to the stream, which stays: after the embedding, of the two microbatches that
+    # stand in a loop's body, nothing copies it.
     program = hlo.parse(artifact.load(cli.run_of(f"{row}norms".split())).text)
     ops = [op for place in program.computations.values() for op in place.ops]
-    assert sum(op.base == "copy" and hlo.size(op.shape) == stream for op in ops) <= 1
+    assert sum(op.base == "copy" and hlo.size(op.shape) == stream for op in ops) <= 2
 
 
 @compiler
@@ -197,11 +198,11 @@ def test_llama31_405b_on_b200_does_not_run_its_forward_pass_twice():
     by = traffic(found)
     assert by["all-gather", "tp"]["link"] == "NVLink"
     assert by["reduce-scatter", "tp"]["count"] >= 4 * 4 * 2
-    # A ring of two sends k and v of half a sequence: forward once, backward they, their gradients
-    # (fp32), and home; of each of 4 layers and 4 microbatches.
+    # A ring of two sends k and v of half a sequence, forward; backward they are kept, and their
+    # gradients go home: of each of 4 layers and 4 microbatches.
     ring, kv = by["permute", "cp"], 2 * 4096 * 8 * 128 * 2 / 8
     assert ring["link"] == "network"
-    assert ring["bytes"] == pytest.approx(4 * 4 * (kv + kv + 2 * kv + 2 * kv), rel=0.5)
+    assert ring["bytes"] == 4 * 4 * (kv + kv)
 
 
 @compiler
