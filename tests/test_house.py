@@ -24,7 +24,7 @@ ROOMS = {
     "step": (1455, True),
     "machine": (1370, True),
     "run": (1510, True),
-    "predict": (1820, True),
+    "predict": (1845, True),
     "plan": (1820, True),
     "launch": (1620, False),
     "report": (1710, False),

@@ -133,7 +133,7 @@ class _Walk:
 
     def _made(self, where, op, operands, times, bound) -> list[Buffer]:
         """The buffers of an op's results."""
-        program, part = self.program, simulate.share(self.shares, op)
+        program, part = self.program, self.shares.get(simulate.name(op))
         times *= part[0] if part else 1
         if op.opcode == "while":
             body = program.called(op, "body")

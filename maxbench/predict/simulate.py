@@ -8,7 +8,7 @@ beside each other both take longer, by the contention of the GPU type. Copies an
 compiler made asynchronous have a stream each; to the host's memory and from it there is one each.
 
 A loop's iterations are all the same unless a collective from before the loop still runs, so one is
-played and counted as often as the loop runs.
+played and counted as often as the loop runs. Of a pipeline's ticks it is an average one.
 """
 
 import collections
@@ -134,10 +134,10 @@ def sends_ahead(program: hlo.Program) -> bool:
     return all(re.fullmatch("(ss[tw]{4})*", tick) for tick in ticks if "t" in tick)
 
 
-def share(shares: Shares, op: hlo.Op) -> tuple[float, float] | None:
-    """By an op's name, '.../pipeline_loss/cond'. One inside another has a name of its own or none:
-    its runs are counted by the outer one's."""
-    return shares.get(re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2])
+def name(op: hlo.Op) -> str:
+    """Of a conditional or loop, by which shares know it: of '.../pipeline_loss/cond' the last but
+    one. One inside another has a name of its own or none: its runs are counted by the outer's."""
+    return re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2]
 
 
 class _Player:
@@ -172,7 +172,7 @@ class _Player:
         return now
 
     def _loop(self, where, op, now, times):
-        body, part = self.program.called(op, "body"), share(self.shares, op)
+        body, part = self.program.called(op, "body"), self.shares.get(name(op))
         if part and not self.program.counts(op):
             return self._conditional(op, [body], now, times)
         doing, waiting = part or ALWAYS
@@ -180,10 +180,10 @@ class _Player:
         begin, done = now, times * doing
         # While something from outside still runs, or bars are wanted, iterations differ.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
-            now, left = self.run(body, now, done), left - 1
+            now, left = self._iteration(body, now, done), left - 1
         if left:
             recorded, self.record = self.record, False
-            seconds = (self.run(body, now, done * left) - now) * left
+            seconds = (self._iteration(body, now, done * left) - now) * left
             self.record = recorded
             self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
             self.free = min(self.free, now)
@@ -191,10 +191,32 @@ class _Player:
         self.timeline.idle_s += (now - begin) * times * waiting
         return now
 
+    def _iteration(self, body, now, times):
+        """Of a loop over ticks, an average one. What few of them have, a turn or the loss, is
+        played in ticks of its own: what hides behind it there does not hide in others. Returns its
+        end."""
+        shares, free, queue, recorded = self.shares, self.free, self.queue, self.record
+        often = {name(op): shares[name(op)][0] for op in body.ops if name(op) in shares}
+        often = {which: part for which, part in often.items() if part < 1}
+        without = 1 - sum(often.values())
+        if not often or without < 0:  # most have something: a share of all in each
+            return self.run(body, now, times)
+        none, seconds, self.record = dict.fromkeys(often, (0.0, 0.0)), 0.0, False
+        for which, part in often.items():
+            self.shares = shares | none | {which: ALWAYS}
+            self.free, self.queue = free, [dataclasses.replace(running) for running in queue]
+            seconds += (self.run(body, now, times * part) - now) * part
+        self.shares, self.free, self.queue, self.record = shares | none, free, queue, recorded
+        end = self.run(body, now, times * without)
+        self.shares = shares
+        seconds += (end - now) * without
+        self._bar("compute", "what few ticks have", "loop", end, now + seconds - end)
+        return now + seconds
+
     def _conditional(self, op, branches, now, times):
         alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)
         *others, longest = sorted(branches, key=alone)
-        done, waited = share(self.shares, op) or ALWAYS
+        done, waited = self.shares.get(name(op)) or ALWAYS
         decided = (1 + done * (op.opcode == "while")) * self.costs.physics.host_us * 1e-6
         self.timeline.compute["host"] += decided * times
         now += decided

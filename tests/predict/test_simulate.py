@@ -229,6 +229,25 @@ def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
 
 
+def test_what_hides_behind_a_seldom_piece_of_work_does_not_hide_elsewhere():
+    """Of four ticks one has a turn as long as two gathers: in the others the gather is waited for.
+    A fourth of the turn in each tick would hide half of each gather."""
+    kernels = round(2 * GATHER_S / KERNEL_S) + 1
+    turn = script(" ".join(f"k{i}" for i in range(kernels)))
+    head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
+    branch = head + "{ops}}}\n\n"
+    op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%turn, %none}}, "
+    op += 'metadata={op_name="jit(_step)/while/body/pipeline_loss/cond"}\n'
+    others = branch.format(name="turn", ops=turn) + branch.format(name="none", ops="")
+    others += BODY.format(ops=script("s1") + op + script("d1"))
+    for record in (False, True):
+        t = play(WHILE, others=others, shares={"pipeline_loss": (0.25, 0.0)}, record=record)
+        assert t.seconds == pytest.approx(7 * (0.75 * GATHER_S + 0.25 * kernels * KERNEL_S))
+        assert t.exposed_s == pytest.approx(7 * 0.75 * GATHER_S)
+        assert t.compute["copy"] == pytest.approx(7 * 0.25 * kernels * KERNEL_S)
+        assert t.traffic["all-gather", "dp"].count == pytest.approx(7)
+
+
 def test_ticks_of_a_phase_take_as_long_as_the_busiest_stages():
     """What a stage does for nothing is time in which it would have waited."""
     others = BODY.format(ops=script("k1"))
