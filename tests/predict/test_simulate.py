@@ -160,6 +160,19 @@ WHILE = (
 )
 
 
+def branch(name: str, ops: str) -> str:
+    head = f"%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = {BIG} parameter(0)\n"
+    return f"{head}{ops}}}\n\n"
+
+
+def conditional(one: str, other: str, name: str) -> str:
+    """Between branches; `name` as the executor gave it, and what stands behind it."""
+    return (
+        f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%{one}, %{other}}}, "
+        f'metadata={{op_name="jit(_step)/while/body/{name}"}}\n'
+    )
+
+
 def test_a_loop_counts_as_often_as_it_runs():
     t = play(WHILE, others=BODY.format(ops=script("s1 k1 d1")))
     assert t.seconds == pytest.approx(7 * GATHER_S)
@@ -183,13 +196,8 @@ def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
     ],
 )
 def test_a_conditional_takes_as_long_as_its_work_is_frequent(shares, seconds, idle):
-    head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
-    branch = head + "{ops}}}\n\n"
-    others = branch.format(name="busy", ops=script("k1 k2")) + branch.format(
-        name="idle", ops=script("k3")
-    )
-    op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%busy, %idle}}, "
-    op += 'metadata={op_name="jit(_step)/while/body/pipeline_loss/cond"}\n'
+    others = branch("busy", script("k1 k2")) + branch("idle", script("k3"))
+    op = conditional("busy", "idle", "pipeline_loss/cond")
     t = play(op, others=others, shares=shares)
     assert t.seconds == pytest.approx(seconds)
     assert t.idle_s == pytest.approx(idle)
@@ -197,20 +205,11 @@ def test_a_conditional_takes_as_long_as_its_work_is_frequent(shares, seconds, id
 
 def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
     """Slots without a layer: the chunk's conditional counts how often there is work, once."""
-
-    def conditional(branch: str, inside: str = "") -> str:
-        op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%{branch}, %idle}}, "
-        name = f"jit(_step)/while/body/pipeline_forward/cond{inside}"
-        return f'{op}metadata={{op_name="{name}"}}\n'
-
-    def branch(name: str, ops: str) -> str:
-        head = f"%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = {BIG} parameter(0)\n"
-        return f"{head}{ops}}}\n\n"
-
-    inner = conditional("layer", "/branch_1_fun/while/body/closed_call/cond")
+    name = "pipeline_forward/cond"
+    inner = conditional("layer", "idle", f"{name}/branch_1_fun/while/body/closed_call/cond")
     others = branch("layer", script("k1")) + branch("idle", script("")) + branch("chunk", inner)
     shares = {"pipeline_forward": (0.5, 0.25)}
-    t = play(conditional("chunk"), others=others, shares=shares)
+    t = play(conditional("chunk", "idle", name), others=others, shares=shares)
     assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
 
@@ -234,11 +233,8 @@ def test_what_hides_behind_a_seldom_piece_of_work_does_not_hide_elsewhere():
     A fourth of the turn in each tick would hide half of each gather."""
     kernels = round(2 * GATHER_S / KERNEL_S) + 1
     turn = script(" ".join(f"k{i}" for i in range(kernels)))
-    head = "%{name} (x.{name}: f32[]) -> f32[] {{\n  %x = bf16[536870912]{{0}} parameter(0)\n"
-    branch = head + "{ops}}}\n\n"
-    op = f"  %c = {BIG} conditional(%x, %x, %x), branch_computations={{%turn, %none}}, "
-    op += 'metadata={op_name="jit(_step)/while/body/pipeline_loss/cond"}\n'
-    others = branch.format(name="turn", ops=turn) + branch.format(name="none", ops="")
+    others = branch("turn", turn) + branch("none", "")
+    op = conditional("turn", "none", "pipeline_loss/cond")
     others += BODY.format(ops=script("s1") + op + script("d1"))
     for record in (False, True):
         t = play(WHILE, others=others, shares={"pipeline_loss": (0.25, 0.0)}, record=record)
