@@ -196,8 +196,8 @@ class _Player:
         played in ticks of its own: what hides behind it there does not hide in others. Returns its
         end."""
         shares, free, queue, recorded = self.shares, self.free, self.queue, self.record
-        often = {name(op): shares[name(op)][0] for op in body.ops if name(op) in shares}
-        often = {which: part for which, part in often.items() if part < 1}
+        known = {name(op) for op in body.ops} & shares.keys()
+        often = {which: shares[which][0] for which in sorted(known) if shares[which][0] < 1}
         without = 1 - sum(often.values())
         if not often or without < 0:  # most have something: a share of all in each
             return self.run(body, now, times)
@@ -210,7 +210,8 @@ class _Player:
         end = self.run(body, now, times * without)
         self.shares = shares
         seconds += (end - now) * without
-        self._bar("compute", "what few ticks have", "loop", end, now + seconds - end)
+        bar = "a tick's share of " + ", ".join(often).replace("pipeline_", "").replace("_", " ")
+        self._bar("compute", bar, "loop", end, now + seconds - end)
         return now + seconds
 
     def _conditional(self, op, branches, now, times):
