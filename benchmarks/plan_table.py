@@ -29,6 +29,7 @@ TABLE = "## Fifteen rows"  # the heading of docs/plan.md that the generated tabl
 CSV = pathlib.Path("docs/plan.csv")
 # What decides a prediction of a program.
 PRICES = ("hardware/gpus.toml", "predict/costs.py", "predict/simulate.py", "predict/terms.py")
+PRICES += ("predict/ticks.py",)
 COLUMNS = {
     "workload": "workload",
     "gpu_type": "GPU",

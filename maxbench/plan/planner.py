@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from maxbench.hardware.gpus import Physics
 from maxbench.hardware.published import Band, Comparison, band, parallelism
 from maxbench.machine import runtime
-from maxbench.predict import artifact, hlo, memory, simulate, terms
+from maxbench.predict import artifact, hlo, memory, simulate, terms, ticks
 from maxbench.predict.artifact import Compiled
 from maxbench.predict.costs import Costs
 from maxbench.predict.memory import GIB, Memory
@@ -108,7 +108,7 @@ def play(
 
 def shares(run: Run, program: hlo.Program) -> dict[str, tuple[float, float]]:
     """What a run's schedule says of its program's loops, for simulate.play."""
-    return schedule_of(run).shares(simulate.sends_ahead(program))
+    return ticks.shares(schedule_of(run), program)
 
 
 def costs_of(run: Run, physics: Physics | None = None) -> Costs:

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from maxbench.predict import hlo
+from maxbench.predict import hlo, ticks
 from maxbench.predict.costs import Costs, Link, gemm_sizes, is_gemm, kernel_kind, moved
 
 STREAMS = ("compute", "communication", "copies")
@@ -123,17 +123,6 @@ def play(
     return player.timeline
 
 
-TICK = re.compile(r"pipeline_both/while/body/\w+/(\w+_turn/while|ppermute)$")
-EVENTS = {"while": "t", "collective-permute-start": "s", "collective-permute-done": "w"}
-
-
-def sends_ahead(program: hlo.Program) -> bool:
-    """Whether in all ticks of a pipeline both permutes start before its turns (turn_delay)."""
-    event = lambda op: EVENTS.get(op.opcode, "") if TICK.search(op.op_name) else ""
-    ticks = ("".join(map(event, where.ops)) for where in program.computations.values())
-    return all(re.fullmatch("(ss[tw]{4})*", tick) for tick in ticks if "t" in tick)
-
-
 def name(op: hlo.Op) -> str:
     """Of a conditional or loop, by which shares know it: of '.../pipeline_loss/cond' the last but
     one. One inside another has a name of its own or none: its runs are counted by the outer's."""
@@ -198,18 +187,19 @@ class _Player:
         shares, free, queue, recorded = self.shares, self.free, self.queue, self.record
         known = {name(op) for op in body.ops} & shares.keys()
         often = {which: shares[which][0] for which in sorted(known) if shares[which][0] < 1}
-        without = 1 - sum(often.values())
-        if not often or without < 0:  # most have something: a share of all in each
+        if not often:
             return self.run(body, now, times)
         none, seconds, self.record = dict.fromkeys(often, (0.0, 0.0)), 0.0, False
-        for which, part in often.items():
-            self.shares = shares | none | {which: ALWAYS}
+        *some, (part, least) = ticks.kinds(often)
+        for many, having in some:
+            self.shares = shares | none | dict.fromkeys(having, ALWAYS)
             self.free, self.queue = free, [dataclasses.replace(running) for running in queue]
-            seconds += (self.run(body, now, times * part) - now) * part
-        self.shares, self.free, self.queue, self.record = shares | none, free, queue, recorded
-        end = self.run(body, now, times * without)
+            seconds += (self.run(body, now, times * many) - now) * many
+        self.shares = shares | none | dict.fromkeys(least, ALWAYS)
+        self.free, self.queue, self.record = free, queue, recorded
+        end = self.run(body, now, times * part)
         self.shares = shares
-        seconds += (end - now) * without
+        seconds += (end - now) * part
         bar = "a tick's share of " + ", ".join(often).replace("pipeline_", "").replace("_", " ")
         self._bar("compute", bar, "loop", end, now + seconds - end)
         return now + seconds

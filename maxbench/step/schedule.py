@@ -97,48 +97,6 @@ class Schedule:
         useful = self.microbatches * self.vp * (forward + backward)
         return 1 - useful / self.step_cost(forward, backward)
 
-    def shares(self, ahead: bool = False) -> dict[str, tuple[float, float]]:
-        """For each phase, how much of a tick's work is for something, and how much for nothing; for
-        each conditional, how often such work has it, and how often it waits for that of others.
-
-        A turn is waited for by the stages beside, too: the table counts it that much more often.
-        `ahead` as of turn_delay.
-        """
-        shares = {}
-        for name, ticks in self.phases.items():
-            ways = {FILL: "f", BOTH: "fbb", DRAIN: "b"}[name]  # backward is as long as two forward
-            work = [(self.column(f"{way}_micro")[ticks] >= 0).mean() for way in ways if ticks]
-            done = float(np.mean(work)) if work else 1.0
-            shares[name] = done, 1 - done
-        work = {name: len(ticks) * shares[name][0] for name, ticks in self.phases.items()}
-        delay = self.turn_delay(ahead)
-        ends = {"f": {EMBED: 1, LOSS: self.together}, "b": {EMBED_BACKWARD: 1}}
-        for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
-            among = sum(n for name, n in work.items() if name != idle)
-            often = (self.column(f"{way}_load") >= 0).sum() / self.pp / among
-            shares[turn] = float(min(delay * often, 1)), 0.0
-            shares |= {n: (self.microbatches / of / among, 0.0) for n, of in ends[way].items()}
-        return shares
-
-    def turn_delay(self, ahead: bool = False) -> float:
-        """How much longer a step takes for turns, in units of the turns that one stage has.
-
-        In each tick a stage sends dx, has its backward turn, waits for dx, has its forward turn,
-        and waits for y. It sends y when it has dx, or `ahead`, at the tick's start: XLA decides
-        (simulate.sends_ahead). With two stages both travel in one permute. For a loss, of which
-        each stage has a part, all wait for all.
-        A backward turn counts three: weights, and the sums both ways; a forward one weights alone.
-        """
-        forward, backward = self.column("f_load") >= 0, 3 * (self.column("b_load") >= 0)
-        turns, late = forward + backward, np.zeros(self.pp)
-        met = self.column("loss")[:, 0] >= 0
-        for on, back, all_meet in zip(forward, backward, met, strict=True):
-            dx = np.maximum(late + back, np.roll(late, -1))
-            y = np.roll(late if ahead or self.pp == 2 else dx, 1)
-            late = np.maximum(dx + on, y)
-            late = np.maximum(late, late.max() * all_meet)
-        return float(late.max() / turns.sum(0).mean())
-
     def picture(self, width: int = 120) -> str:
         """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; where
         not all have room, the first and the last."""

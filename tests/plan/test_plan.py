@@ -24,10 +24,9 @@ from maxbench.machine import runtime
 from maxbench.mesh import axes
 from maxbench.plan import planner, trace
 from maxbench.plan.__main__ import main
-from maxbench.predict import aot, artifact, hlo, memory, simulate
+from maxbench.predict import aot, artifact, hlo, memory, ticks
 from maxbench.predict.memory import GIB
 from maxbench.spec import cli
-from maxbench.step.schedule import BOTH
 from maxbench.step.step import Step
 from tests.conftest import CACHE, KEPT_FIGURES_JAX, resolve
 
@@ -249,19 +248,6 @@ def test_best_remat_keeps_layers_in_the_room_that_is_left(monkeypatch):
     assert not plan(memory.with_remat(run, policy, layers=layers - 5)).fits
 
 
-def order_of(ticks):
-    """A computation's turns, and where it sends over pp and waits for that, in their order."""
-    sent = {op.name: op for op in ticks.ops if op.opcode == "collective-permute-start"}
-    for op in ticks.ops:
-        if op.opcode == "while" and (turn := re.search(f"{BOTH}/.*_(\\w+)_turn/", op.op_name)):
-            yield turn[1]
-        if not re.search(f"{BOTH}/while/body/\\w+/ppermute$", op.op_name):
-            continue
-        if start := sent.get(op.operands[0] if op.is_done else op.name):
-            source, to = start.pairs[1]
-            yield ("" if op.is_done else "send ") + ("y" if to > source else "dx")
-
-
 @compiler
 def test_without_a_pipeline_too_a_pass_hides_the_traffic_of_the_other():
     """Of gathers nine tenths were waited for, of scatters half."""
@@ -299,16 +285,10 @@ def test_llama31_405b_in_four_stages():
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
-    # Turns are had while what was sent is on its way, as Schedule.turn_delay counts them.
+    # Turns are had while what was sent is on its way, and in its order waited for.
     program = hlo.parse(artifact.load(cli.run_of(row.split())).text)
-    bodies = (c for c in program.computations.values() if c is not program.entry)
-    orders = [order for ticks in bodies if len(order := [*order_of(ticks)]) > 2]
-    assert orders
-    for order in orders:
-        waits = [event for event in order if not event.startswith("send")]
-        assert waits == ["backward", "dx", "forward", "y"] * (len(order) // 6)
-    starts = [order[i : i + 2] for order in orders for i in range(0, len(order), 6)]
-    assert simulate.sends_ahead(program) == all(x == ["send dx", "send y"] for x in starts)
+    orders = ticks.orders(program)
+    assert {order[:2] for order in orders} == {"XY"}
     # Each box is made by itself, and what the optimizer gives is where the state was.
     copies = [hlo.size(op.shape) for op in program.entry.ops if op.base == "copy"]
     assert max(copies) < 0.6e9  # where the largest parts of a state have 3.5e9

@@ -171,25 +171,3 @@ def test_picture():
     ends = schedule("1f1b", 2, 1, 8).picture(16 + 4 * 4).splitlines()
     assert ends[0].endswith("(first and last 2 shown)")
     assert ends[2] == "stage 0  F 0:0 0:1 ... .   ."
-
-
-@settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(SCHEDULES), ahead=st.booleans(), **SIZES, **TURNS)
-def test_turns_are_waited_for_as_clocks_of_all_stages_say(name, ahead, pp, vp, extra, longer):
-    s = schedule(name, pp, vp, pp + extra, pp + longer)
-    work, clock, own = 10.0, [0.0] * pp, [0.0] * pp
-    for tick in range(s.ticks):
-        dx, y = list(clock), list(clock)
-        for p in range(pp):
-            row = dict(zip(COLUMNS, s.table[tick, p].tolist(), strict=True))
-            on, back = row["f_load"] >= 0, 3 * (row["b_load"] >= 0)
-            own[p] += on + back
-            clock[p] = max(clock[p] + back, dx[(p + 1) % pp])
-            if pp > 2 and not ahead:  # two stages' y comes with dx
-                y[p] = clock[p]
-            clock[p] += on
-        clock = [max(clock[p], y[p - 1]) + work for p in range(pp)]
-        if row["loss"] >= 0:  # the same on all stages
-            clock = [max(clock)] * pp
-    assert max(clock) - s.ticks * work == pytest.approx(s.turn_delay(ahead) * np.mean(own))
-    assert 1 <= s.turn_delay(True) <= s.turn_delay()

@@ -1,0 +1,116 @@
+"""What a schedule says of its program's loops: shares, orders of ticks, how long turns are waited
+for."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxbench.predict import hlo, ticks
+from maxbench.spec.run import SCHEDULES
+from maxbench.step.schedule import COLUMNS, schedule
+
+PAIRS = {"Y": "{{0,1},{1,2},{2,0}}", "X": "{{0,2},{1,0},{2,1}}"}
+NAMES = {"b": "pipeline_backward_turn/while", "f": "pipeline_forward_turn/while"}
+NAMES |= {"l": "pipeline_loss/while", "e": "pipeline_embed_backward/while"}
+
+
+def program(events: str) -> hlo.Program:
+    """A computation of ops that stand for events, in their order; 'e' is none of a tick's."""
+    text = "HloModule m, is_scheduled=true\n\nENTRY %tick (x: f32[]) -> f32[] {\n"
+    text += "  %x = f32[] parameter(0)\n"
+    sent = {}
+    for i, event in enumerate(events):
+        if event in PAIRS:
+            sent[event.lower()] = f"%send{i}"
+            op = f"collective-permute-start(%x), source_target_pairs={PAIRS[event]}"
+        elif event in sent:
+            op = f"collective-permute-done({sent[event]})"
+        else:
+            op = "while(%x), condition=%c, body=%b"
+        name = f"send{i}" if event in PAIRS else f"op{i}"
+        where = "jit(_step)/pipeline_both/while/body/closed_call/" + NAMES.get(event, "ppermute")
+        text += f'  %{name} = f32[] {op}, metadata={{op_name="{where}"}}\n'
+    return hlo.parse(text + "}\n")
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ("XYbfxyl", {"XYbfxyl"}),
+        ("XYbflxyeXYfblxy", {"XYbflxy", "XYfblxy"}),  # two ticks in one body
+        ("lXbxYfye", {"lXbxYfy"}),
+        ("XYxy", set()),  # no tick of both passes
+    ],
+)
+def test_orders_of_ticks_are_those_of_the_program(events, found):
+    assert ticks.orders(program(events)) == found
+
+
+SIZES = dict(pp=st.integers(2, 8), vp=st.integers(1, 5), extra=st.integers(0, 20))
+ORDERS = [
+    order
+    for order in map("".join, itertools.permutations("XYbfxyl"))
+    if order.index("X") < order.index("x") and order.index("Y") < order.index("y")
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(SCHEDULES),
+    order=st.sampled_from(ORDERS),
+    longer=st.integers(0, 9),
+    **SIZES,
+)
+def test_turns_are_waited_for_as_clocks_of_all_stages_say(name, order, longer, pp, vp, extra):
+    """Stage by stage, with work between the ticks."""
+    s = schedule(name, pp, vp, pp + extra, pp + longer)
+    work, clock, own, met = 10.0, [0.0] * pp, [0.0] * pp, False
+    for tick in range(s.ticks):
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in s.table[tick].tolist()]
+        left = {}
+        for event in order:
+            before = list(clock)
+            for p, row in enumerate(rows):
+                on, back = row["f_load"] >= 0, 3 * (row["b_load"] >= 0)
+                if event == "f":
+                    clock[p] += on
+                elif event == "b":
+                    clock[p] += back
+                elif event == "l":
+                    clock[p] = max(before) if met else clock[p]
+                elif event.isupper():
+                    left[p, event] = clock[p]
+                else:
+                    other = (p - 1 if event == "y" else p + 1) % pp
+                    clock[p] = max(clock[p], left[other, event.upper()])
+        for p, row in enumerate(rows):
+            own[p] += (row["f_load"] >= 0) + 3 * (row["b_load"] >= 0)
+            clock[p] += work
+        met = rows[0]["loss"] >= 0
+    delay = ticks.turn_delay(s, order)
+    assert max(clock) - s.ticks * work == pytest.approx(delay * np.mean(own))
+    assert delay >= 1 - 1e-9
+
+
+def test_shares_are_of_the_slowest_order():
+    s = schedule("1f1b", 4, 8, 64, 8)
+    turn = ticks.FORWARD_TURN
+    fast, slow = (ticks.shares(s, program(order))[turn][0] for order in ("XYbxfyl", "XbxfYyl"))
+    assert fast < slow
+    assert ticks.shares(s, program("XYbxfylXbxfYyl"))[turn][0] == slow
+    assert ticks.shares(s)[turn][0] == ticks.shares(s, program(ticks.ORDER))[turn][0]
+
+
+@given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=6))
+def test_kinds_of_ticks_have_as_much_as_is_had(parts):
+    often = {str(i): part for i, part in enumerate(parts)}
+    kinds = ticks.kinds(often)
+    assert sum(part for part, _ in kinds) == pytest.approx(1)
+    for which, part in often.items():
+        assert sum(many for many, had in kinds if which in had) == pytest.approx(part)
+    fewest, most = math.floor(sum(parts) + 1e-9), math.ceil(sum(parts) - 1e-9)
+    assert all(fewest <= len(had) <= most for many, had in kinds if many > 1e-6)
