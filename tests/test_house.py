@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (290, True),
     "formats": (530, True),
     "model": (1725, True),
-    "step": (1405, True),
+    "step": (1470, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1945, True),

@@ -31,6 +31,7 @@ from maxbench.model import network
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
+from maxbench.step.ends import NAMES, Ends
 from maxbench.step.halves import BESIDE, LATER, Half, but
 from maxbench.step.pieces import Pieces, rows
 from maxbench.step.schedule import (
@@ -68,11 +69,11 @@ class _Pipeline:
 
     def __init__(self, run: Run, w, batch, pieces: Pieces | None):
         a = run.layout
-        self.run, self.batch, self.pieces = run, batch, pieces
+        self.run, self.pieces = run, pieces
         self.plan = schedule_of(run)
         # One stage of one chunk, whose turn it always is: its layers come as a tuple of trees.
         self.alone, self.fixed = a.pp == 1, {}
-        self.ends = {"embed": w["embed"], "head": w["head"]}
+        self.ends = Ends(run, w, batch)
         # Layer by layer, before any box is made: XLA would turn what was gathered round afterwards.
         self.layers = jax.tree.map(rows, w["layers"])
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
@@ -83,21 +84,31 @@ class _Pipeline:
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
     def run_phases(self, sums):
-        rows, carry = jnp.asarray(self.plan.table)[:, collectives.index("pp")], self.start(sums)
+        carry, nothing = self.start(sums), ((0, 1), (0, 0), (0, 0))  # after the last tick
+        rows = jnp.pad(self.plan.table, nothing, constant_values=-1)[:, collectives.index("pp")]
         for name, ticks in self.plan.phases.items():
-            # Not before: the fill would keep what it copies beside the weights.
-            if name == BOTH and not self.alone:
-                carry["w_backward"] = self.take_chunk(but("col", carry["weights"]), 0)
-                carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
+            if name == BOTH:
+                self.begin_backward(carry, rows[ticks.start])
             if name == DRAIN:
-                self.keep(carry)
+                self.keep(carry, "mlp")
             tick = functools.partial(self.tick, name != DRAIN, name != FILL)
+            these, then = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
             with jax.named_scope(name):
-                carry, _ = lax.scan(tick, carry, rows[ticks.start : ticks.stop])
+                carry, _ = lax.scan(tick, carry, (these, then))
         layers = carry["sums"]  # all stages end with chunk 0
         layers = layers if self.alone else self.put_chunk(carry["stack"], 0, layers)
-        ends, out = collectives.after(carry["dx"], (carry["ends"], carry["out"]))
+        ends, out = collectives.after(carry["grads"], (carry["ends"], carry["out"]))
         return {**ends, "layers": layers}, out
+
+    def begin_backward(self, carry, row):
+        """After the fill, whose ticks begin with their move: that of the next one, and the chunk
+        with which the backward pass begins on all stages. Not before: the fill would keep what it
+        copies beside the weights."""
+        self.move(True, False, carry, dict(zip(COLUMNS, row, strict=True)))
+        if not self.alone:
+            weights = but("col", carry["weights"])
+            carry["w_backward"] = self.take_chunk(weights, self.run.layout.vp - 1)
+            carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
 
     def start(self, sums):
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped: no
@@ -120,41 +131,42 @@ class _Pipeline:
             self.fixed = {"w_forward": forward, "w_backward": but("col", self.layers)}
         w = self.both_forms(forward[0])
         passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves.items()}
-        kept = jax.eval_shape(passes, x)
+        kept = {n: [s for _ in forward] for n, s in jax.eval_shape(passes, x).items()}
         return turning | {
             "sums": zeros,
-            "keep": [jax.tree.map(lambda s: box(plan.keep + spare, s), kept) for _ in forward],
-            "kept": [jax.tree.map(lambda s: box(1, s)[0], kept) for _ in forward],
+            "keep": jax.tree.map(lambda s: box(plan.keep + spare, s), kept),
+            "kept": jax.tree.map(lambda s: box(1, s)[0], kept),
             "kept_at": jnp.int32(-1),
             "inbox": box(plan.inbox + 1, x),
             "grads": box(plan.grads + 1, x),
             "y": jnp.zeros(x.shape, x.dtype),
-            "dx": jnp.zeros(x.shape, x.dtype),
-            "ends": {name: sums[name] for name in self.ends},
+            "ends": {name: sums[name] for name in NAMES},
             "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
         }
 
-    def tick(self, forward: bool, backward: bool, carry, row):
-        """A tick of a phase that has forward work, backward work, or both: then layer by layer.
+    def tick(self, forward: bool, backward: bool, carry, rows):
+        """A tick of a phase that has forward work, backward work, or both: layer by layer, then
+        the ends of the network, then what goes between it and the next. `rows` are of both.
 
-        What has communication under a condition, the ends, is first and last (collectives.after).
+        In the fill that is at a tick's start, before the pieces of weights that travel beside it:
+        all wait in one queue. What has communication under a condition is first and last
+        (collectives.after).
         """
-        at, given, carry = dict(zip(COLUMNS, row, strict=True)), carry, self.fixed | carry
+        at, then = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+        given, carry = carry, self.fixed | carry
         x = dy = held = read = None
+        if not backward:
+            self.move(True, False, carry, at)
+        made, kept, sent = jnp.zeros(()), {half: [] for half in network.HALVES}, []
         if forward:
-            self.keep(carry)
-            at["x_put"] += collectives.zero(carry["keep"]).astype(jnp.int32)
-        if not self.alone:
-            self.turns(forward, backward, carry, at)
-        if forward:
+            made = self.keep(carry, "mlp")
             x = self.input(carry, at)
-            at, carry["dx"] = collectives.after(x, (at, carry["dx"]))
-        made, kept, sent = jnp.zeros(()), [], []
+            at = collectives.after(x, at)
         travels = forward != backward and self.pieces and self.pieces.parts
         if backward:
-            dy = self.given_back(carry, at)
+            dy = _take(carry["grads"], at["b_from"])
+            dy = jnp.where(at["b_micro"] >= 0, dy, 0)
         for i in range(self.size):
-            kept.append({})
             for back, on in (("mlp", "attn"), ("attn", "mlp")):
                 if backward:
                     j = self.size - 1 - i
@@ -162,7 +174,8 @@ class _Pipeline:
                     if back == "mlp":
                         read = held["down"], held["up"]  # of up, x has come
                 if forward:
-                    x, kept[i][on], done = self.half_on(carry, at, on, i, x, held)
+                    x, residuals, done = self.half_on(carry, at, on, i, x, held)
+                    kept[on].append(residuals)
                     made += done[network.HALVES[on][-1]]
             if forward:
                 read = done["up"]  # what its longest product reads has come
@@ -170,8 +183,6 @@ class _Pipeline:
                 pieces = self.travel(forward, carry, at, i, read)
                 sent, arrived = sent + pieces, collectives.zero(pieces)
                 x, dy = (y if y is None else collectives.beside(y, arrived) for y in (x, dy))
-        if backward:
-            carry["dx"] = dy
         if forward:
             carry["y"] = x
             carry |= {"kept": kept, "kept_at": at["f_keep"]}
@@ -179,29 +190,49 @@ class _Pipeline:
             carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
         elif sent:
             carry["stack"] = self.pieces.put_gradients(carry["stack"], sent, at["reduce"])
-        at = collectives.after([carry[x] for x in ("sums", "dx", "y", "out")] + sent, at)
+        at = collectives.after([carry[x] for x in ("sums", "y", "out")] + [dy, *sent], at)
         if backward:
-            self.embed_back(carry, at)
+            self.embed_back(carry, at, dy)
             at = collectives.after(carry["ends"], at)
         if forward:
             self.loss(carry, at, given["y"])
+        if backward:
+            self.move(forward, True, carry, then, dy, made)
         return {name: carry[name] for name in given}, None
 
     def input(self, carry, at):
-        """x of the forward piece, with what the stage before has made taken in."""
-        arrived = collectives.rotate(carry["y"], "pp")
-        carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
+        """x of the forward piece."""
         first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
-            embed = lambda: self.embed(self.ends, at["f_micro"])
+            embed = lambda: self.ends.embed(at["f_micro"])
             x = embed() if self.alone else lax.cond((at["f_micro"] >= 0) & first, embed, take)
         return jnp.where(at["f_micro"] >= 0, x, 0)
 
-    def given_back(self, carry, at):
-        """dy of the backward piece, zeros where it is for nothing; what arrived is taken in."""
-        arrived = collectives.rotate(carry["dx"], "pp", -1)
-        carry["grads"] = _put(carry["grads"], at["g_put"], arrived)
-        return jnp.where(at["b_micro"] >= 0, _take(carry["grads"], at["b_from"]), 0)
+    def move(self, forward: bool, backward: bool, carry, at, dx=None, made=()):
+        """What goes between two ticks, by the row of the later one: y and dx to the neighbours;
+        while they are on their way, attention's residuals into their slot, and turns.
+
+        Zeros say that all has been read that is written, or XLA would copy it. They are behind a
+        barrier, or each reader would make them anew.
+        """
+        at, number = dict(at), lambda made: collectives.zero(made).astype(jnp.int32)
+        if backward:
+            read = lax.optimization_barrier(number((dx, carry["sums"], made)))
+            carry["kept_at"] += read
+            read += number(carry["y"])
+            at |= {"f_load": at["f_load"] + read, "b_load": at["b_load"] + read}
+        if forward:
+            at["x_put"] += number(self.keep(carry, "attn"))
+        if not self.alone:
+            self.turns(forward, backward, carry, at)
+        y, dx = collectives.after((carry["out"], carry["ends"]), (carry["y"], dx))
+        if forward:
+            arrived = collectives.rotate(y, "pp")
+            carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
+            dx = collectives.after(arrived, dx)
+        if backward:
+            arrived = collectives.rotate(dx, "pp", -1)
+            carry["grads"] = _put(carry["grads"], at["g_put"], arrived)
 
     def turns(self, forward: bool, backward: bool, carry, at):
         """Brings the chunks whose turn begins, and puts away those whose turn is over. Where what
@@ -253,7 +284,7 @@ class _Pipeline:
         products."""
         real = self.is_real(at["b_chunk"], i)
         work = real & (at["b_micro"] >= 0)
-        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][i][half])
+        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][half][i])
         w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
         new, dx, held, made = self.halves[half].backward(w, sums[i], residuals, dy, daux, made)
@@ -261,15 +292,18 @@ class _Pipeline:
         carry["sums"] = tuple(sums)
         return dx, held, made
 
-    def keep(self, carry):
-        """Puts the residuals of the tick before into their slot, which that has read: while what
-        neighbours sent is on its way, when there is nothing else to do."""
+    def keep(self, carry, half):
+        """Puts the residuals of a half of the tick before into their slots, which that has read,
+        while there is nothing else to do: those of attention while neighbours send, those of the
+        MLP while dy is gathered. Returns a zero that is known then."""
         put = lambda box, kept: _put(box, carry["kept_at"], kept)
-        carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
+        boxes = jax.tree.map(put, carry["keep"][half], carry["kept"][half])
+        carry["keep"] = carry["keep"] | {half: boxes}
+        return collectives.zero(boxes)
 
-    def embed_back(self, carry, at):
+    def embed_back(self, carry, at, dx):
         """On the network's first chunk: the gradient of the embedding."""
-        embedded = lambda grads: self.embed_backward(at["b_micro"], carry["dx"], grads)
+        embedded = lambda grads: self.ends.embed_backward(at["b_micro"], dx, grads)
         with jax.named_scope(EMBED_BACKWARD):
             first = (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
             real = self.alone or (at["b_micro"] >= 0) & first
@@ -278,9 +312,9 @@ class _Pipeline:
 
     def loss(self, carry, at, before):
         """When the network's last chunk is done: the loss, and the gradient of y for the next
-        tick, on all stages together (loss_of); maybe for the y before, too."""
+        tick, on all stages together (Ends.loss); maybe for the y before, too."""
         ys = [before, carry["y"]][-self.plan.together :]
-        lossy = lambda given: self.loss_of(at["loss"], ys, given[1])
+        lossy = lambda given: self.ends.loss(at["loss"], ys, given[1])
         with jax.named_scope(LOSS):
             none = jnp.zeros(()), carry["ends"], jax.tree.map(jnp.zeros_like, ys)
             real = self.alone or at["loss"] >= 0
@@ -325,36 +359,6 @@ class _Pipeline:
         real = self.real[:, :, i]
         return True if real.all() else jnp.asarray(real)[collectives.index("pp"), chunk]
 
-    # The ends of the network.
-
-    def embed(self, ends, micro):
-        return network.embed(self.run.model, ends, self.batch(micro)[0])
-
-    def embed_backward(self, micro, dx, grads):
-        call = lambda w: self.embed({"embed": w}, micro)
-        return _add(grads, jax.vjp(call, self.ends["embed"])[1](dx)[0])
-
-    def loss_of(self, micro, ys, ends_grads):
-        """Of the microbatches up to `micro` that ys are of. Each stage has the head's products of
-        its part of the tokens: the last one alone would have all others wait, pp times as long.
-        Padding makes the parts equal."""
-        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), ys[0].shape[1]
-        none, more = (0, 0), (0, -tokens % pp)
-        targets = jnp.concatenate([self.batch(micro - i)[1] for i in reversed(range(len(ys)))])
-        targets = targets.reshape(len(targets), -1, tokens)  # of all GPUs of tp
-        targets = jnp.pad(targets, (none, none, more), constant_values=-1)
-        targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
-
-        def call(ends, ys):
-            y = jnp.where(stage == pp - 1, jnp.concatenate(ys), 0)
-            y = jnp.pad(y, (none, more, none))
-            y = collectives.scatter(y, "pp", 1)
-            return network.head_loss(self.run, ends, y, targets, padded=more != none)
-
-        loss, vjp = jax.vjp(call, self.ends, ys)
-        dends, dys = vjp(jnp.ones(()))
-        return loss, _add(ends_grads, dends), dys
-
 
 def _once(condition, change, state):
     """change(state) or state: a loop that runs once or not at all writes in place, a conditional
@@ -380,7 +384,3 @@ def _put(box, slot, value):
 
 def _take(box, slot):
     return lax.dynamic_index_in_dim(box, slot, keepdims=False)
-
-
-def _add(grads, more):
-    return jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more)

@@ -1,0 +1,59 @@
+"""The ends of the network in a step: tokens to x, y to the loss, and their gradients."""
+
+import jax
+import jax.numpy as jnp
+
+from maxbench.mesh import collectives
+from maxbench.model import network
+from maxbench.spec.run import Run
+
+NAMES = "embed", "head"  # of their weights
+
+
+class Ends:
+    """
+    Args:
+      w: compute weights of this GPU.
+      batch: microbatch -> (tokens_bt, targets_bt).
+    """
+
+    def __init__(self, run: Run, w, batch):
+        self.run, self.batch = run, batch
+        self.w = {name: w[name] for name in NAMES}
+
+    def embed(self, micro, w=None):
+        """x of a microbatch."""
+        return network.embed(self.run.model, w or self.w, self.batch(micro)[0])
+
+    def embed_backward(self, micro, dx, grads):
+        """The embedding's gradients with those of a microbatch."""
+        call = lambda w: self.embed(micro, {"embed": w})
+        return _add(grads, jax.vjp(call, self.w["embed"])[1](dx)[0])
+
+    def loss(self, micro, ys, grads):
+        """The loss of the microbatches up to `micro` that ys are of, the gradients of the ends with
+        theirs, and those of ys.
+
+        Each stage of a pipeline has the head's products of its part of the tokens: the last one
+        alone would have all others wait, pp times as long. Padding makes the parts equal.
+        """
+        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), ys[0].shape[1]
+        none, more = (0, 0), (0, -tokens % pp)
+        targets = jnp.concatenate([self.batch(micro - i)[1] for i in reversed(range(len(ys)))])
+        targets = targets.reshape(len(targets), -1, tokens)  # of all GPUs of tp
+        targets = jnp.pad(targets, (none, none, more), constant_values=-1)
+        targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
+
+        def call(w, ys):
+            y = jnp.where(stage == pp - 1, jnp.concatenate(ys), 0)
+            y = jnp.pad(y, (none, more, none))
+            y = collectives.scatter(y, "pp", 1)
+            return network.head_loss(self.run, w, y, targets, padded=more != none)
+
+        loss, vjp = jax.vjp(call, self.w, ys)
+        dw, dys = vjp(jnp.ones(()))
+        return loss, _add(grads, dw), dys
+
+
+def _add(grads, more):
+    return jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more)
