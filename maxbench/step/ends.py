@@ -31,13 +31,13 @@ class Ends:
         return _add(grads, jax.vjp(call, self.w["embed"])[1](dx)[0])
 
     def loss(self, micro, ys, grads):
-        """The loss of the microbatches up to `micro` that ys are of, the gradients of the ends with
-        theirs, and those of ys.
+        """The loss of the microbatches up to `micro` that ys [microbatches, b, u, d] are of, the
+        gradients of the ends with theirs, and those of ys.
 
         Each stage of a pipeline has the head's products of its part of the tokens: the last one
         alone would have all others wait, pp times as long. Padding makes the parts equal.
         """
-        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), ys[0].shape[1]
+        pp, stage, tokens = self.run.layout.pp, collectives.index("pp"), ys.shape[2]
         none, more = (0, 0), (0, -tokens % pp)
         targets = jnp.concatenate([self.batch(micro - i)[1] for i in reversed(range(len(ys)))])
         targets = targets.reshape(len(targets), -1, tokens)  # of all GPUs of tp
@@ -45,7 +45,7 @@ class Ends:
         targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
 
         def call(w, ys):
-            y = jnp.where(stage == pp - 1, jnp.concatenate(ys), 0)
+            y = jnp.where(stage == pp - 1, ys.reshape(-1, *ys.shape[2:]), 0)
             y = jnp.pad(y, (none, more, none))
             y = collectives.scatter(y, "pp", 1)
             return network.head_loss(self.run, w, y, targets, padded=more != none)

@@ -138,8 +138,9 @@ class _Pipeline:
             "kept": jax.tree.map(lambda s: box(1, s)[0], kept),
             "kept_at": jnp.int32(-1),
             "inbox": box(plan.inbox + 1, x),
-            "grads": box(plan.grads + 1, x),
+            "grads": box(plan.grads + plan.together, x),
             "y": jnp.zeros(x.shape, x.dtype),
+            "ys": box(plan.together, x),
             "ends": {name: sums[name] for name in NAMES},
             "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
         }
@@ -195,7 +196,7 @@ class _Pipeline:
             self.embed_back(carry, at, dy)
             at = collectives.after(carry["ends"], at)
         if forward:
-            self.loss(carry, at, given["y"])
+            self.loss(carry, at)
         if backward:
             self.move(forward, True, carry, then, dy, made)
         return {name: carry[name] for name in given}, None
@@ -310,17 +311,21 @@ class _Pipeline:
             grads = _once(real, embedded, carry["ends"]["embed"])
             carry["ends"] = carry["ends"] | {"embed": grads}
 
-    def loss(self, carry, at, before):
-        """When the network's last chunk is done: the loss, and the gradient of y for the next
-        tick, on all stages together (Ends.loss); maybe for the y before, too."""
-        ys = [before, carry["y"]][-self.plan.together :]
-        lossy = lambda given: self.ends.loss(at["loss"], ys, given[1])
+    def loss(self, carry, at):
+        """When the network's last chunk is done for the microbatches of a loss: the loss, and the
+        gradients of what it gave them, on all stages together (Ends.loss)."""
+        of = self.plan.together
+        carry["ys"] = _put(carry["ys"], at["f_micro"] % of, carry["y"])
+
+        def lossy(given):
+            _, ends, grads = given
+            loss, ends, dys = self.ends.loss(at["loss"], carry["ys"], ends)
+            return loss, ends, _put(grads, at["f_grad"], dys)
+
         with jax.named_scope(LOSS):
-            none = jnp.zeros(()), carry["ends"], jax.tree.map(jnp.zeros_like, ys)
+            none = jnp.zeros(()), carry["ends"], carry["grads"]
             real = self.alone or at["loss"] >= 0
-            loss, carry["ends"], dys = _once(real, lossy, none)
-        for dy, column in zip(reversed(dys), ("f_grad", "f_grad_before"), strict=False):
-            carry["grads"] = _put(carry["grads"], at[column], dy)
+            loss, carry["ends"], carry["grads"] = _once(real, lossy, none)
         carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
 
     # Chunks: trees, one for each of their layers.
@@ -378,8 +383,11 @@ def _unless(real, new, old):
 
 
 def _put(box, slot, value):
-    """box with value in a slot; slot -1 is the spare one at the end, which nobody reads."""
-    return lax.dynamic_update_index_in_dim(box, value, jnp.where(slot < 0, len(box) - 1, slot), 0)
+    """box with a value in a slot, or values from it on; slot -1 is what is spare at the end, which
+    nobody reads."""
+    value = value.reshape(-1, *box.shape[1:])
+    at = jnp.where(slot < 0, len(box) - len(value), slot)
+    return lax.dynamic_update_slice_in_dim(box, value, at, 0)
 
 
 def _take(box, slot):

@@ -25,9 +25,8 @@ COLUMNS = (
     "f_load",  # the chunk whose turn begins, or -1
     "f_keep",  # residual slot that the forward fills
     "f_from",  # inbox slot of its input; -1 on the network's first chunk, which embeds tokens
-    "f_grad",  # gradient slot that the loss fills; -1 but on the network's last chunk
-    "f_grad_before",  # and that of the microbatch before, where a loss is of two
-    "loss",  # of which microbatch, and maybe the one before; the same on all stages
+    "f_grad",  # first of the gradient slots that the loss fills; -1 but on the last stage
+    "loss",  # of which microbatch and those before; the same on all stages
     "b_micro",  # backward
     "b_chunk",
     "b_load",  # the chunk whose turn begins, or -1
@@ -135,10 +134,10 @@ def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[
 
 
 def together(name: str, pp: int, vp: int, microbatches: int, turn: int) -> int:
-    """Of how many microbatches a loss is: of two, where they come one after the other. For a loss
+    """Of how many microbatches a loss is: of up to four that come one after the other. For a loss
     all stages wait for all, as two stages do in any tick."""
-    odd = microbatches % 2 or (vp > 1 and turn % 2)
-    return 1 if odd or name == "gpipe" or pp <= 2 else 2
+    fits = lambda n: microbatches % n == 0 and (vp == 1 or turn % n == 0)
+    return 1 if name == "gpipe" or pp <= 2 else next(filter(fits, (4, 2, 1)))
 
 
 @functools.cache
@@ -149,11 +148,12 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
 
     The 1F1B order is that of Megatron-LM (arXiv:2104.04473): a stage holds back forward work until
     backward work has freed what it may hold, here one piece more, as the last stage's gradient is
-    there a tick after its loss, and another where that is of two. Its bubble is (pp - 1) / (vp x
-    microbatches) of the useful time whenever microbatches are a multiple of pp.
+    there a tick after its loss, and one for each further microbatch that this is of. Its bubble is
+    (pp - 1) / (vp x microbatches) of the useful time whenever microbatches are a multiple of pp.
 
-    Where turns are longer than stages are many, backward work starts as many ticks later: stages
-    then have their two turns at such ticks that they wait less for those of others (turn_delay).
+    Where turns are longer than stages are many, backward work starts as many ticks later, those for
+    which a loss waits among them: stages then have their two turns at such ticks that they wait
+    less for those of others (predict.ticks.turn_delay).
     """
     assert name in SCHEDULES
     turn = min(max(turn, pp), microbatches) if vp > 1 else pp
@@ -164,7 +164,8 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     if name == "gpipe":
         later, limit = 0, [total] * pp
     else:
-        later, limit = turn - pp, [vp * turn + pp - 1 + of - 2 * p for p in range(pp)]
+        later = max(turn - pp + 1 - of, 0)
+        limit = [vp * turn + pp - 1 + of - 2 * p for p in range(pp)]
     f_tick, b_tick = {}, {}  # (part of the network, microbatch) -> tick
     f_next, b_next = [0] * pp, [0] * pp
     tick = 0
@@ -182,7 +183,7 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
             m, c = backward[b_next[p]]
             part = c * pp + p
             after = f_tick if part == parts - 1 else b_tick
-            needed = (part, m | of - 1) if part == parts - 1 else (part + 1, m)
+            needed = (part, _whole(m, of)) if part == parts - 1 else (part + 1, m)
             ready = after.get(needed, tick) + later * (part == parts - 1)
             if ready < tick and (part, m) in f_tick:
                 b_tick[part, m] = tick
@@ -197,24 +198,23 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
     table = np.full((ticks, pp, len(COLUMNS)), -1, np.int32)
     at = {c: i for i, c in enumerate(COLUMNS)}
     last = pp * vp - 1
-    keep, inbox, grads = ([] for _ in range(3))  # per stage: (first tick, last tick, columns)
+    keep, inbox, grads, losses = ([] for _ in range(4))  # (stage, first tick, last tick, columns)
     for (part, m), f in f_tick.items():
         p, c, b = part % pp, part // pp, b_tick[part, m]
         table[f, p, at["f_micro"]], table[f, p, at["f_chunk"]] = m, c
         table[b, p, at["b_micro"]], table[b, p, at["b_chunk"]] = m, c
-        keep.append((p, f, b, [(f, "f_keep"), (b, "b_keep")]))
+        keep.append((p, f, b, {"f_keep": [f], "b_keep": [b]}))
         if part > 0:
             sent = f_tick[part - 1, m] + 1
-            inbox.append((p, sent, f, [(sent, "x_put"), (f, "f_from")]))
+            inbox.append((p, sent, f, {"x_put": [sent], "f_from": [f]}))
         if part < last:
             sent = b_tick[part + 1, m] + 1
-            grads.append((p, sent, b, [(sent, "g_put"), (b, "b_from")]))
-        else:
-            whole = m | of - 1  # the loss, when the other microbatch that it is of is done
-            loss, column = f_tick[part, whole], "f_grad" if m == whole else "f_grad_before"
-            assert loss - f == whole - m
-            table[loss, :, at["loss"]] = whole
-            grads.append((p, loss, b, [(loss, column), (b, "b_from")]))
+            grads.append((p, sent, b, {"g_put": [sent], "b_from": [b]}))
+        elif m == _whole(m, of):  # the loss, when the last microbatch that it is of is done
+            table[f, :, at["loss"]] = m
+            assert f - f_tick[part, m + 1 - of] == of - 1
+            read = [b_tick[part, m + 1 - of + i] for i in range(of)]
+            losses.append((p, f, b, {"f_grad": [f], "b_from": read}))
     for way, p in itertools.product("fb", range(pp)):
         ticks = np.flatnonzero(table[:, p, at[f"{way}_micro"]] >= 0)
         chunks = table[ticks, p, at[f"{way}_chunk"]]
@@ -223,25 +223,38 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
         table[ticks[turns], p, at[f"{way}_load"]] = chunks[turns]
         if way == "b":
             table[ticks[turns], p, at["b_last"]] = np.where(before < 0, chunks, before)[turns]
-    counts = []
-    # What a tick keeps is put away when it has read what it frees; other slots it fills first.
-    for stays, again in ((keep, 1), (inbox, 0), (grads, 0)):
-        free_from: dict[tuple[int, int], int] = {}
-        most = 1
-        for p, start, end, uses in sorted(stays, key=lambda s: (s[0], s[1], s[2])):
-            slot = 0
-            while free_from.get((p, slot), -1) >= start + again:
-                slot += 1
-            free_from[p, slot] = end
-            most = max(most, slot + 1)
-            for tick, column in uses:
-                assert table[tick, p, at[column]] == -1
-                table[tick, p, at[column]] = slot
-        counts.append(most)
+    # What a tick keeps is put away when it has read what it frees, and its loss comes after that;
+    # other slots it fills first.
+    fill = functools.partial(_fill_slots, table)
+    firsts = fill(losses, 1, of)
+    counts = fill(keep, 1), fill(inbox, 0), fill(grads, 0, first=firsts)
     made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of)
     made = dataclasses.replace(made, spread=_with_pieces(made))
     table.setflags(write=False)
     return made
+
+
+def _fill_slots(table, stays, again: int, width: int = 1, first: int = 0) -> int:
+    """Gives each stay the lowest `width` slots from `first` on that are free, those freed in its
+    first tick too where `again` is 1: a column's i-th tick has the i-th. Returns the slots' end."""
+    free_from: dict[tuple[int, int], int] = {}
+    most = first + width
+    for p, start, end, uses in sorted(stays, key=lambda stay: stay[:3]):
+        slot = first
+        while free_from.get((p, slot), -1) >= start + again:
+            slot += width
+        free_from[p, slot] = end
+        most = max(most, slot + width)
+        for column, ticks in uses.items():
+            for i, tick in enumerate(ticks):
+                assert table[tick, p, COLUMNS.index(column)] == -1
+                table[tick, p, COLUMNS.index(column)] = slot + i
+    return most
+
+
+def _whole(m: int, of: int) -> int:
+    """The last of the microbatches that the loss of m is of."""
+    return m - m % of + of - 1
 
 
 def _with_pieces(plan: Schedule) -> int:

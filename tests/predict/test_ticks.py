@@ -96,6 +96,12 @@ def test_turns_are_waited_for_as_clocks_of_all_stages_say(name, order, longer, p
     assert delay >= 1 - 1e-9
 
 
+def test_longer_turns_are_where_they_wait_least():
+    """Backward work starts so much later that stages' turns meet least (405B on 64 GPUs, 70B)."""
+    for pp, vp, micro, least in ((4, 8, 64, 1.57), (4, 5, 32, 1.63)):
+        assert ticks.turn_delay(schedule("1f1b", pp, vp, micro, 8)) <= least
+
+
 def test_shares_are_of_the_slowest_order():
     s = schedule("1f1b", 4, 8, 64, 8)
     turn = ticks.FORWARD_TURN

@@ -45,7 +45,7 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
     """Plays the executor with names instead of arrays."""
     s = schedule(name, pp, vp, pp + extra, pp + longer)
     keep, inbox, grads = ([[None] * n for _ in range(pp)] for n in (s.keep, s.inbox, s.grads))
-    y, dx = [None] * pp, [None] * pp
+    y, dx, made = [None] * pp, [None] * pp, [None] * s.together
     chunks = [{"f": None, "b": None} for _ in range(pp)]
     forward = [t for name in (FILL, BOTH) for t in s.phases[name]]
     backward = [t for name in (BOTH, DRAIN) for t in s.phases[name]]
@@ -62,7 +62,7 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
                         old = chunks[p]["b"]
                         assert row["b_last"] == (row["b_load"] if old is None else old)
                     chunks[p][way] = row[f"{way}_load"]
-        before, y, dx = y, [None] * pp, [None] * pp
+        y, dx = [None] * pp, [None] * pp
         for p, row in enumerate(at):
             if row["b_micro"] >= 0:
                 assert tick in backward
@@ -81,13 +81,15 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
             assert (row["f_from"] < 0) == (part == 0)
             keep[p][row["f_keep"]] = (part, m)
             y[p] = ("y", part, m)
-        # The loss: of what the last stage has made in this tick, and maybe in the one before.
-        columns = {"f_grad": y, "f_grad_before": before}
-        for m, (column, made) in zip(range(at[-1]["loss"], -1, -1), columns.items(), strict=False):
-            assert (at[-1][column] >= 0) == (column == "f_grad" or s.together == 2)
-            if at[-1][column] >= 0:
-                assert made[-1] == ("y", pp * vp - 1, m)
-                grads[-1][at[-1][column]] = ("dx", pp * vp, m)
+        # The loss: of what the last stage has made in this tick, and maybe in those before.
+        made[at[-1]["f_micro"] % s.together] = y[-1]
+        assert len({row["loss"] for row in at}) == 1
+        assert (at[-1]["loss"] >= 0) == (at[-1]["f_grad"] >= 0)
+        if (m := at[-1]["loss"]) >= 0:
+            slots = slice(at[-1]["f_grad"], at[-1]["f_grad"] + s.together)
+            these = range(m + 1 - s.together, m + 1)
+            assert made == [("y", pp * vp - 1, m) for m in these]
+            grads[-1][slots] = [("dx", pp * vp, m) for m in these]
     assert {c["b"] for c in chunks} == {0}  # whose sums are put away at the end
 
 
@@ -129,8 +131,22 @@ def test_bubble_and_slots_are_those_of_theory(pp, vp, groups):
 def test_slots_do_not_grow_with_microbatches():
     found = [schedule("1f1b", 8, 8, m) for m in (16, 64, 512)]
     assert len({(s.keep, s.inbox, s.grads) for s in found}) == 1
-    assert found[1].keep == 72  # 71, and one for losses of two
+    assert found[1].keep == 74  # 71, and three for losses of four
     assert found[1].bubble() == pytest.approx(7 / (7 + 512))
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(SCHEDULES), **SIZES, **TURNS)
+def test_a_loss_is_of_as_many_microbatches_as_come_together(name, pp, vp, extra, longer):
+    micro = pp + extra
+    s = schedule(name, pp, vp, micro, pp + longer)
+    losses = s.column("loss")
+    assert np.flatnonzero(losses[:, 0] >= 0).size == micro // s.together
+    assert sorted(losses[losses[:, 0] >= 0, 0]) == list(range(s.together - 1, micro, s.together))
+    turn = pp if vp == 1 else min(pp + longer, micro)
+    most = 1 if name == "gpipe" or pp <= 2 else 4
+    whole = [n for n in (1, 2, 4) if n <= most and micro % n == 0 and (vp == 1 or turn % n == 0)]
+    assert s.together == whole[-1]
 
 
 def test_layers_in_slots():
