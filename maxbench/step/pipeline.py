@@ -271,14 +271,11 @@ class _Pipeline:
         """x through a half of layer i of the chunk, its residuals, and its products' zeros."""
         real = self.is_real(at["f_chunk"], i)
         w = self.both_forms(carry["w_forward"][i])
-        y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held, self.beside(i))
+        beside = LATER if i and self.run.format.bytes > 1 else BESIDE
+        y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held, beside)
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
         return y, kept, made
-
-    def beside(self, i):
-        """Which products layer i of the chunk communicates beside."""
-        return LATER if i and self.run.format.bytes > 1 else BESIDE
 
     def half_back(self, carry, at, half, i, dy, made):
         """dy back through a half of layer i of the chunk, whose sums grow, and zeros of its
@@ -314,18 +311,15 @@ class _Pipeline:
     def loss(self, carry, at):
         """When the network's last chunk is done for the microbatches of a loss: the loss, and the
         gradients of what it gave them, on all stages together (Ends.loss)."""
-        of = self.plan.together
-        carry["ys"] = _put(carry["ys"], at["f_micro"] % of, carry["y"])
+        carry["ys"] = _put(carry["ys"], at["f_micro"] % self.plan.together, carry["y"])
 
         def lossy(given):
-            _, ends, grads = given
-            loss, ends, dys = self.ends.loss(at["loss"], carry["ys"], ends)
-            return loss, ends, _put(grads, at["f_grad"], dys)
+            loss, ends, dys = self.ends.loss(at["loss"], carry["ys"], given[1])
+            return loss, ends, _put(given[2], at["f_grad"], dys)
 
         with jax.named_scope(LOSS):
             none = jnp.zeros(()), carry["ends"], carry["grads"]
-            real = self.alone or at["loss"] >= 0
-            loss, carry["ends"], carry["grads"] = _once(real, lossy, none)
+            loss, carry["ends"], carry["grads"] = _once(self.alone or at["loss"] >= 0, lossy, none)
         carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
 
     # Chunks: trees, one for each of their layers.
@@ -383,8 +377,7 @@ def _unless(real, new, old):
 
 
 def _put(box, slot, value):
-    """box with a value in a slot, or values from it on; slot -1 is what is spare at the end, which
-    nobody reads."""
+    """box with a value in a slot, or values from it on; slot -1 is spare at the end, never read."""
     value = value.reshape(-1, *box.shape[1:])
     at = jnp.where(slot < 0, len(box) - len(value), slot)
     return lax.dynamic_update_slice_in_dim(box, value, at, 0)

@@ -86,15 +86,10 @@ class Schedule:
         ends = (0, int(first), int(last), self.ticks)
         return {name: range(*ends[i : i + 2]) for i, name in enumerate(PHASES)}
 
-    def step_cost(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Time of all ticks; in units of the arguments."""
+    def bubble(self) -> float:
+        """Share of the step in which a stage waits; backward work takes as long as two forward."""
         fill, both, drain = map(len, self.phases.values())
-        return fill * forward + both * (forward + backward) + drain * backward
-
-    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Share of the step in which a stage waits, between 0 and 1."""
-        useful = self.microbatches * self.vp * (forward + backward)
-        return 1 - useful / self.step_cost(forward, backward)
+        return 1 - 3 * self.microbatches * self.vp / (fill + 3 * both + 2 * drain)
 
     def picture(self, width: int = 120) -> str:
         """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; where
@@ -151,9 +146,8 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     there a tick after its loss, and one for each further microbatch that this is of. Its bubble is
     (pp - 1) / (vp x microbatches) of the useful time whenever microbatches are a multiple of pp.
 
-    Where turns are longer than stages are many, backward work starts as many ticks later, those for
-    which a loss waits among them: stages then have their two turns at such ticks that they wait
-    less for those of others (predict.ticks.turn_delay).
+    Where turns are longer than stages are many, backward work starts so many ticks later that
+    stages wait least for each other's turns (predict.ticks.turn_delay).
     """
     assert name in SCHEDULES
     turn = min(max(turn, pp), microbatches) if vp > 1 else pp
@@ -183,7 +177,7 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
             m, c = backward[b_next[p]]
             part = c * pp + p
             after = f_tick if part == parts - 1 else b_tick
-            needed = (part, _whole(m, of)) if part == parts - 1 else (part + 1, m)
+            needed = (part, m - m % of + of - 1) if part == parts - 1 else (part + 1, m)
             ready = after.get(needed, tick) + later * (part == parts - 1)
             if ready < tick and (part, m) in f_tick:
                 b_tick[part, m] = tick
@@ -210,7 +204,7 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
         if part < last:
             sent = b_tick[part + 1, m] + 1
             grads.append((p, sent, b, {"g_put": [sent], "b_from": [b]}))
-        elif m == _whole(m, of):  # the loss, when the last microbatch that it is of is done
+        elif m % of == of - 1:  # the loss, when the last microbatch that it is of is done
             table[f, :, at["loss"]] = m
             assert f - f_tick[part, m + 1 - of] == of - 1
             read = [b_tick[part, m + 1 - of + i] for i in range(of)]
@@ -226,8 +220,7 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
     # What a tick keeps is put away when it has read what it frees, and its loss comes after that;
     # other slots it fills first.
     fill = functools.partial(_fill_slots, table)
-    firsts = fill(losses, 1, of)
-    counts = fill(keep, 1), fill(inbox, 0), fill(grads, 0, first=firsts)
+    counts = fill(keep, 1), fill(inbox, 0), fill(grads, 0, first=fill(losses, 1, of))
     made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of)
     made = dataclasses.replace(made, spread=_with_pieces(made))
     table.setflags(write=False)
@@ -237,8 +230,7 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
 def _fill_slots(table, stays, again: int, width: int = 1, first: int = 0) -> int:
     """Gives each stay the lowest `width` slots from `first` on that are free, those freed in its
     first tick too where `again` is 1: a column's i-th tick has the i-th. Returns the slots' end."""
-    free_from: dict[tuple[int, int], int] = {}
-    most = first + width
+    free_from, most = {}, first + width
     for p, start, end, uses in sorted(stays, key=lambda stay: stay[:3]):
         slot = first
         while free_from.get((p, slot), -1) >= start + again:
@@ -250,11 +242,6 @@ def _fill_slots(table, stays, again: int, width: int = 1, first: int = 0) -> int
                 assert table[tick, p, COLUMNS.index(column)] == -1
                 table[tick, p, COLUMNS.index(column)] = slot + i
     return most
-
-
-def _whole(m: int, of: int) -> int:
-    """The last of the microbatches that the loss of m is of."""
-    return m - m % of + of - 1
 
 
 def _with_pieces(plan: Schedule) -> int:
