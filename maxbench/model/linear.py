@@ -39,9 +39,9 @@ class Gemm(NamedTuple):
 class Turn(NamedTuple):
     """Zeros (collectives.zero) that say what communication of tp runs beside what product. Known:
 
-    held: [2], the first before what the forward pass gathers or scatters here is needed. Gradients:
-      when the product for dx is made, or where the forward pass gathers, x is gathered again; and
-      when the product for the weight is.
+    held: [3], the first before what the forward pass gathers or scatters here is needed. Gradients:
+      when the product for dx is made, when what is gathered for it or beside it is there (dy, or
+      where the forward pass gathers, x again), and when the product for the weight is made.
     made: what linear() makes of it: when the product is, or what it gathers. Its gradient: when the
       product for the weight is. Where the forward pass scatters, it is given to the next such
       product of the network: dy is gathered beside the weight of that one.
@@ -63,10 +63,10 @@ def local() -> bool:
 def behind(x):
     """x, and zeros for products' turns (Turn.held): x's gradient then comes behind the products for
     their weights, which XLA puts off, and with them the end of what they read."""
-    return x, jnp.zeros(2)
+    return x, jnp.zeros(3)
 
 
-behind.defvjp(lambda x: (behind(x), None), lambda _, d: (collectives.beside(d[0], d[1][1]),))
+behind.defvjp(lambda x: (behind(x), None), lambda _, d: (collectives.beside(d[0], d[1][2]),))
 
 
 def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
@@ -164,8 +164,10 @@ def _backward(gemm, residuals, gradients):
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if joined:
         row, col = _both(lambda dy: _joint(how, _to_experts(how, dy, gemm), later), row, col)
+        came = collectives.zero(row)
     whole = _gather(how, weight.row, "fsdp", gemm.fsdp)
     dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
+    made = collectives.zero(dx)
     if gathered:
         dx = collectives.scatter(dx, "tp", 1)
     over = tuple(range(gemm.batch, rows))
@@ -183,7 +185,7 @@ def _backward(gemm, residuals, gradients):
     if gemm.fsdp is not None:
         dw = collectives.scatter(dw, "fsdp", 0 if turned else gemm.fsdp)
         dw = add(dw.T if turned else dw)
-    zeros = jnp.stack([came if apart else collectives.zero(dx), last]), last
+    zeros = jnp.stack([made, made if came is None else came, last]), last
     turn = Turn(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
     return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
 

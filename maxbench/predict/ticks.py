@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from maxbench.predict import hlo
+from maxbench.predict.costs import is_gemm
 from maxbench.step.schedule import (
     BACKWARD_TURN,
     BOTH,
@@ -20,17 +21,17 @@ from maxbench.step.schedule import (
     Schedule,
 )
 
-# A tick's events: sends 'X' dx and 'Y' y, waits for 'x' and 'y', has its turns, and the loss.
+# A tick sends dx and y, 'XY', waits for them, 'xy' or 'z' for y beside a product, has turns, loss.
 EVENTS = {FORWARD_TURN: "f", BACKWARD_TURN: "b", LOSS: "l"}
 TICK = re.compile(rf"{BOTH}/while/body/\w+/(?:(\w+)/while|ppermute)$")
-ORDER = "XYbfxyl"  # as the executor writes it
+ORDER = "YfzXbxl"  # as the executor writes it
+SLACK = 0.5  # turns that 'z' may come late: 405B's products leave 0.6 ms, a turn has 0.3 to 1.1
 
 
 def shares(plan: Schedule, program: hlo.Program | None = None) -> dict[str, tuple[float, float]]:
     """Of each phase, how much of a tick's work is for something, and how much for nothing; of each
-    conditional, how often such work has it, and how often it waits for that of others.
-
-    A turn is waited for by the stages beside, too: it is counted that much more often.
+    conditional, how often such work has it, and how often it waits for that of others. A turn is
+    waited for by the stages beside, too: it is counted that much more often.
     """
     found = {}
     for name, ticks in plan.phases.items():
@@ -53,7 +54,7 @@ def orders(program: hlo.Program) -> set[str]:
     """In which orders ticks of both passes have their EVENTS in a program."""
     found = set()
     for where in program.computations.values():
-        seen = "".join(_event(where, op) for op in where.ops)
+        seen = "".join(_event(where, i) for i in range(len(where.ops)))
         while "b" in seen:
             tick = next((seen[:i] for i in range(len(seen)) if seen[i] in seen[:i]), seen)
             found.add(tick)
@@ -61,47 +62,46 @@ def orders(program: hlo.Program) -> set[str]:
     return found
 
 
-def _event(where: hlo.Computation, op: hlo.Op) -> str:
-    if not (name := TICK.search(op.op_name)):
-        return ""
-    if name[1]:
-        return EVENTS.get(name[1], "") if op.opcode == "while" else ""
+def _event(where: hlo.Computation, i: int) -> str:
+    op = where.ops[i]
+    name = TICK.search(op.op_name)
+    if name and op.opcode == "while":
+        return EVENTS.get(name[1], "")
     start = where.operands(op)[0] if op.is_done else op
-    if start.opcode != "collective-permute-start":
+    if not name or start.opcode != "collective-permute-start":
         return ""
     source, to = start.pairs[1]  # not those of the first stage: its dx goes to the last
-    return ("y" if to > source else "x") if op.is_done else ("Y" if to > source else "X")
+    beside = any(map(is_gemm, where.ops[where.ops.index(start) : i]))
+    event = "x" if to < source else "z" if beside else "y"
+    return event if op.is_done else event.upper()
 
 
 def turn_delay(plan: Schedule, order: str = ORDER) -> float:
     """How much longer a step takes for turns, in units of the turns that one stage has.
 
-    Clocks of all stages, played over the schedule: each sends, waits, and has its turns and the
-    loss in the given order of EVENTS. What is between a turn and the next is as long on all stages.
-    A turn is that of the next tick, where the loss is still that of the last. Two stages send both
-    ways in one permute. For a loss, of which each stage has a part, all wait for all. A backward
-    turn counts three: weights, and the sums both ways; a forward one weights alone.
+    Clocks of all stages, each with its EVENTS in this order. A backward turn is the next tick's and
+    counts three, weights and the sums both ways; a forward one weights. For a loss all meet.
     """
     forward, backward = plan.column("f_load") >= 0, 3 * (plan.column("b_load") >= 0)
-    late, sent = np.zeros(plan.pp), {}
-    met = np.concatenate([[False], plan.column("loss")[:-1, 0] >= 0])
-    for on, back, all_meet in zip(forward, backward, met, strict=True):
+    late, meets = np.zeros(plan.pp), plan.column("loss")[:, 0] >= 0
+    sent = {1: late, -1: late}
+    for on, back, meet in zip(forward, np.roll(backward, -1, 0), meets, strict=True):
         for event in order:
+            way = -1 if event in "Xx" else 1
             if event in "XY":
-                sent[event.lower()] = late
-            elif event in "xy":
-                late = np.maximum(late, np.roll(sent[event], 1 if event == "y" else -1))
+                sent[way] = late
+            elif event in "xyz":
+                late = np.maximum(late, np.roll(sent[way], way) - SLACK * (event == "z"))
             elif event in "bf":
                 late = late + (back if event == "b" else on)
-            elif all_meet:
+            elif meet:
                 late = np.full(plan.pp, late.max())
     return float(late.max() / (forward + backward).sum(0).mean())
 
 
 def kinds(often: dict[str, float]) -> list[tuple[float, set[str]]]:
     """Kinds of ticks: the share of all that each is, and what it has; last the one that has least.
-    Each thing is had by the ticks after those of the one before; where that is more than all, by
-    the first ones again."""
+    Each thing is had by the ticks after those of the one before, and at the end the first again."""
     ends = list(itertools.accumulate(often.values(), initial=0.0))
     spans = dict(zip(often, itertools.pairwise(ends), strict=True))
     found = []

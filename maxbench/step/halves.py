@@ -17,9 +17,18 @@ from maxbench.spec.run import Run
 # that goes back before it in the same tick, for dx or its weight (linear.Turn). The last scatter is
 # left to the next two.
 BESIDE = {"qkv": "down", "out": "up wgrad", "up": "out"}
-# And of a tick's later layers, where products are as long as BF16's: x is scattered beside 'down',
-# so that the gradient which 'down' gathers has the last products of the layer before for itself.
+# Of a tick's first layer: 'down' has y beside it, that comes from the neighbour.
+FIRST = BESIDE | {"qkv": "up wgrad", "out": "down wgrad"}
+# And of later ones, where products are as long as BF16's: x is scattered beside 'down', so that the
+# gradient which 'down' gathers has the last products of the layer before for itself.
 LATER = {"x": "down", "qkv": "up wgrad", "up": "out"}
+
+
+def beside_of(run: Run, i: int) -> dict[str, str]:
+    """Which of these a tick's i-th layer has. Experts' own communication takes the place of y's."""
+    if i:
+        return LATER if run.format.bytes > 1 else BESIDE
+    return BESIDE if run.model.experts else FIRST
 
 
 class Half:
@@ -48,7 +57,7 @@ class Half:
         if held and beside.get("x") in held:
             x = collectives.beside(x, held[beside["x"]])
         held = {
-            name: jnp.full(2, held[beside[name]] if held and name in beside else 0.0)
+            name: jnp.full(3, held[beside[name]] if held and name in beside else 0.0)
             for name in network.HALVES[self.name]
         }
         call = lambda sums, x, held, made: network.layer(
@@ -64,7 +73,8 @@ class Half:
 
     def backward(self, layer, sums, residuals, dy, daux, made):
         """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn):
-        of each product by its name, 'NAME wgrad' when its weight's gradient is made, and the last.
+        of each product by its name, 'NAME x' when what it gathers is there, 'NAME wgrad' when its
+        weight's gradient is made; and the last of these.
 
         `made` is the zero beside whose work dy is gathered.
         """
@@ -75,7 +85,8 @@ class Half:
         made = {first: jnp.zeros(()), last: made}
         new, dx, zeros, made = jax.tree.unflatten(tree, leaves)((dy, made, daux))
         held = {name: zero[0] for name, zero in zeros.items()}
-        held |= {f"{name} wgrad": zero[1] for name, zero in zeros.items()}
+        held |= {f"{name} x": zero[1] for name, zero in zeros.items()}
+        held |= {f"{name} wgrad": zero[2] for name, zero in zeros.items()}
         return sums | new, dx, held, made
 
     def given(self, w, sums):

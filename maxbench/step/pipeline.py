@@ -32,7 +32,7 @@ from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import slots
 from maxbench.step.ends import NAMES, Ends
-from maxbench.step.halves import BESIDE, LATER, Half, but
+from maxbench.step.halves import Half, beside_of, but
 from maxbench.step.pieces import Pieces, rows
 from maxbench.step.schedule import (
     BACKWARD_TURN,
@@ -87,10 +87,13 @@ class _Pipeline:
         carry, nothing = self.start(sums), ((0, 1), (0, 0), (0, 0))  # after the last tick
         rows = jnp.pad(self.plan.table, nothing, constant_values=-1)[:, collectives.index("pp")]
         for name, ticks in self.plan.phases.items():
-            if name == BOTH:
-                self.begin_backward(carry, rows[ticks.start])
+            if name == BOTH and not self.alone:
+                # All begin with the last chunk. Copied before the fill, that would keep it.
+                weights = but("col", carry["weights"])
+                carry["w_backward"] = self.take_chunk(weights, self.run.layout.vp - 1)
+                carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
             if name == DRAIN:
-                self.keep(carry, "mlp")
+                self.keep(carry)
             tick = functools.partial(self.tick, name != DRAIN, name != FILL)
             these, then = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
             with jax.named_scope(name):
@@ -99,16 +102,6 @@ class _Pipeline:
         layers = layers if self.alone else self.put_chunk(carry["stack"], 0, layers)
         ends, out = collectives.after(carry["grads"], (carry["ends"], carry["out"]))
         return {**ends, "layers": layers}, out
-
-    def begin_backward(self, carry, row):
-        """After the fill, whose ticks begin with their move: that of the next one, and the chunk
-        with which the backward pass begins on all stages. Not before: the fill would keep what it
-        copies beside the weights."""
-        self.move(True, False, carry, dict(zip(COLUMNS, row, strict=True)))
-        if not self.alone:
-            weights = but("col", carry["weights"])
-            carry["w_backward"] = self.take_chunk(weights, self.run.layout.vp - 1)
-            carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
 
     def start(self, sums):
         """Empty buffers. Each has one slot more than the schedule counts, for what is dropped: no
@@ -147,22 +140,17 @@ class _Pipeline:
 
     def tick(self, forward: bool, backward: bool, carry, rows):
         """A tick of a phase that has forward work, backward work, or both: layer by layer, then
-        the ends of the network, then what goes between it and the next. `rows` are of both.
+        the ends of the network. y comes from the neighbour in the tick that reads it, beside what
+        goes back; dx, which is read first, at the end of the one before. `rows` are of both.
 
-        In the fill that is at a tick's start, before the pieces of weights that travel beside it:
-        all wait in one queue. What has communication under a condition is first and last
-        (collectives.after).
+        What has communication under a condition is by itself (collectives.after).
         """
         at, then = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
         given, carry = carry, self.fixed | carry
         x = dy = held = read = None
-        if not backward:
-            self.move(True, False, carry, at)
         made, kept, sent = jnp.zeros(()), {half: [] for half in network.HALVES}, []
         if forward:
-            made = self.keep(carry, "mlp")
-            x = self.input(carry, at)
-            at = collectives.after(x, at)
+            made = filled = self.keep(carry)
         travels = forward != backward and self.pieces and self.pieces.parts
         if backward:
             dy = _take(carry["grads"], at["b_from"])
@@ -173,11 +161,15 @@ class _Pipeline:
                     j = self.size - 1 - i
                     dy, held, made = self.half_back(carry, at, back, j, dy, made)
                     if back == "mlp":
-                        read = held["down"], held["up"]  # of up, x has come
+                        read = held["down"], held["up x"]
+                if forward and x is None:
+                    at = collectives.after((dy, held, carry["sums"]), at)
+                    x = self.input(carry, at, held, filled)
+                    at, dy = collectives.after(x, (at, dy))
                 if forward:
                     x, residuals, done = self.half_on(carry, at, on, i, x, held)
                     kept[on].append(residuals)
-                    made += done[network.HALVES[on][-1]]
+                    made += collectives.zero(x) if on == "attn" else done["down"]
             if forward:
                 read = done["up"]  # what its longest product reads has come
             if travels:
@@ -198,64 +190,62 @@ class _Pipeline:
         if forward:
             self.loss(carry, at)
         if backward:
-            self.move(forward, True, carry, then, dy, made)
+            self.output(carry, then, dy, made)
         return {name: carry[name] for name in given}, None
 
-    def input(self, carry, at):
-        """x of the forward piece."""
+    def input(self, carry, at, held, filled):
+        """x of the forward piece: y of the tick before comes from the neighbour, a turn is had, and
+        the network's first chunk embeds. `filled` is keep()'s zero.
+
+        Where there is a backward piece, `held` are the zeros of its first half: y is sent when the
+        gradient that this gathers is there, and has a product's time to travel. The turn is had
+        after it is sent, or the neighbour would wait for the turn, too.
+
+        Where what arrives is put is known when the turn is over: it is had meanwhile.
+        """
+        number = lambda made: collectives.zero(made).astype(jnp.int32)
+        y = collectives.after((carry["out"], carry["ends"]), carry["y"])
+        arrived = collectives.rotate(collectives.beside(y, held and held["down x"]), "pp")
+        put, turn = at["x_put"] + number(filled), at["f_load"]
+        if not self.alone:
+            turn += number(held["down x"]) if held else 0
+            load = lambda _: self.take_chunk(but("row", carry["weights"]), turn)
+            with jax.named_scope(FORWARD_TURN):
+                carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
+            put += number(jax.tree.leaves(carry["w_forward"])[0])
+        carry["inbox"] = _put(carry["inbox"], put, arrived)
         first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
             embed = lambda: self.ends.embed(at["f_micro"])
             x = embed() if self.alone else lax.cond((at["f_micro"] >= 0) & first, embed, take)
         return jnp.where(at["f_micro"] >= 0, x, 0)
 
-    def move(self, forward: bool, backward: bool, carry, at, dx=None, made=()):
-        """What goes between two ticks, by the row of the later one: y and dx to the neighbours;
-        while they are on their way, attention's residuals into their slot, and turns.
+    def output(self, carry, at, dx, made):
+        """What the backward piece leaves, by the row of the next tick: dx goes to the neighbour;
+        while it is on its way a turn is had, as in input().
 
-        Zeros say that all has been read that is written, or XLA would copy it. They are behind a
-        barrier, or each reader would make them anew.
+        A zero says that all has been read that is written, or XLA would copy it. It is behind a
+        barrier, or each reader would make it anew.
         """
-        at, number = dict(at), lambda made: collectives.zero(made).astype(jnp.int32)
-        if backward:
-            read = lax.optimization_barrier(number((dx, carry["sums"], made)))
-            carry["kept_at"] += read
-            read += number(carry["y"])
-            at |= {"f_load": at["f_load"] + read, "b_load": at["b_load"] + read}
-        if forward:
-            at["x_put"] += number(self.keep(carry, "attn"))
+        number = lambda made: collectives.zero(made).astype(jnp.int32)
+        put = at["g_put"]
         if not self.alone:
-            self.turns(forward, backward, carry, at)
-        y, dx = collectives.after((carry["out"], carry["ends"]), (carry["y"], dx))
-        if forward:
-            arrived = collectives.rotate(y, "pp")
-            carry["inbox"] = _put(carry["inbox"], at["x_put"], arrived)
-            dx = collectives.after(arrived, dx)
-        if backward:
-            arrived = collectives.rotate(dx, "pp", -1)
-            carry["grads"] = _put(carry["grads"], at["g_put"], arrived)
+            read = lax.optimization_barrier(number((dx, carry["sums"], made)))
+            begins = at["b_load"] + read
 
-    def turns(self, forward: bool, backward: bool, carry, at):
-        """Brings the chunks whose turn begins, and puts away those whose turn is over. Where what
-        arrives is put is known afterwards: a turn is had while that is on its way."""
-        had = lambda w: collectives.zero(jax.tree.leaves(w)[0]).astype(jnp.int32)
+            def change(turn):
+                stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
+                given = but("col", carry["weights"]), stack
+                w, sums = (self.take_chunk(x, begins) for x in given)
+                return {"stack": stack, "sums": sums, "w_backward": w}
 
-        def change(turn):
-            stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
-            given = but("col", carry["weights"]), stack
-            w, sums = (self.take_chunk(x, at["b_load"]) for x in given)
-            return {"stack": stack, "sums": sums, "w_backward": w}
-
-        if forward:
-            load = lambda _: self.take_chunk(but("row", carry["weights"]), at["f_load"])
-            with jax.named_scope(FORWARD_TURN):
-                carry["w_forward"] = _once(at["f_load"] >= 0, load, carry["w_forward"])
-            at["x_put"] += had(carry["w_forward"])
-        if backward:
             turn = {name: carry[name] for name in ("stack", "sums", "w_backward")}
             with jax.named_scope(BACKWARD_TURN):
-                carry |= _once(at["b_load"] >= 0, change, turn)
-            at["g_put"] += had(carry["w_backward"])
+                carry |= _once(begins >= 0, change, turn)
+            put += number(jax.tree.leaves(carry["w_backward"])[0])
+        dx = collectives.after((carry["out"], carry["ends"]), dx)
+        arrived = collectives.rotate(dx, "pp", -1)
+        carry["grads"] = _put(carry["grads"], put, arrived)
 
     def travel(self, forward: bool, carry, at, i, read):
         """The pieces of a tick that go beside its i-th layer: weights in the fill, gradients in the
@@ -271,7 +261,7 @@ class _Pipeline:
         """x through a half of layer i of the chunk, its residuals, and its products' zeros."""
         real = self.is_real(at["f_chunk"], i)
         w = self.both_forms(carry["w_forward"][i])
-        beside = LATER if i and self.run.format.bytes > 1 else BESIDE
+        beside = beside_of(self.run, i)
         y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held, beside)
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
@@ -290,14 +280,12 @@ class _Pipeline:
         carry["sums"] = tuple(sums)
         return dx, held, made
 
-    def keep(self, carry, half):
-        """Puts the residuals of a half of the tick before into their slots, which that has read,
-        while there is nothing else to do: those of attention while neighbours send, those of the
-        MLP while dy is gathered. Returns a zero that is known then."""
+    def keep(self, carry):
+        """Puts the residuals of the tick before into their slots, which that has read, while dy is
+        gathered. Returns a zero that is known then."""
         put = lambda box, kept: _put(box, carry["kept_at"], kept)
-        boxes = jax.tree.map(put, carry["keep"][half], carry["kept"][half])
-        carry["keep"] = carry["keep"] | {half: boxes}
-        return collectives.zero(boxes)
+        carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
+        return collectives.zero(carry["keep"])
 
     def embed_back(self, carry, at, dx):
         """On the network's first chunk: the gradient of the embedding."""

@@ -279,19 +279,18 @@ def test_llama31_405b_in_four_stages():
         assert weights <= travels["bytes"] < 65 / (7 * 8) * weights
         assert travels["count"] > 60
         assert travels["exposed_s"] < 0.6 * travels["busy_s"]
-    # Each microbatch, each way for each of a stage's 8 chunks; and once between fill and both.
-    sent, times = 2 * tokens * 16384 // 8, 2 * 64 * 8 + 1
+    # Each microbatch, each way for each of a stage's 8 chunks.
+    sent, times = 2 * tokens * 16384 // 8, 2 * 64 * 8
     assert by["permute", "pp"]["count"] == pytest.approx(times, rel=1e-4)
     assert by["permute", "pp"]["bytes"] == pytest.approx(times * sent, rel=1e-4)
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
-    # Turns are had while what was sent is on its way, and in its order waited for.
+    # Turns are had while what was sent is on its way; y has a product to travel beside.
     program = hlo.parse(artifact.load(cli.run_of(row.split())).text)
     orders = ticks.orders(program)
-    assert {order[:2] for order in orders} == {"XY"}
-    assert {"".join(sorted(order[2:4])) for order in orders} == {"bf"}
-    assert {order[-2:] for order in orders} <= {"xy", "yx"}
+    assert {order[:3] for order in orders} == {"Yfz"}
+    assert {order[3:5] for order in orders} == {"Xb"}
     # Each box is made by itself, and what the optimizer gives is where the state was.
     copies = [hlo.size(op.shape) for op in program.entry.ops if op.base == "copy"]
     assert max(copies) < 0.6e9  # where the largest parts of a state have 3.5e9
