@@ -199,20 +199,18 @@ class _Pipeline:
 
         Where there is a backward piece, `held` are the zeros of its first half: y is sent when the
         gradient that this gathers is there, and has a product's time to travel. The turn is had
-        after it is sent, or the neighbour would wait for the turn, too.
-
-        Where what arrives is put is known when the turn is over: it is had meanwhile.
+        after it is sent, or the neighbour would wait for the turn, too; and where what arrives is
+        put is known when the turn is over, so that it is had meanwhile.
         """
-        number = lambda made: collectives.zero(made).astype(jnp.int32)
         y = collectives.after((carry["out"], carry["ends"]), carry["y"])
         arrived = collectives.rotate(collectives.beside(y, held and held["down x"]), "pp")
-        put, turn = at["x_put"] + number(filled), at["f_load"]
+        put, turn = at["x_put"] + _number(filled), at["f_load"]
         if not self.alone:
-            turn += number(held["down x"]) if held else 0
+            turn += _number(held["down x"]) if held else 0
             load = lambda _: self.take_chunk(but("row", carry["weights"]), turn)
             with jax.named_scope(FORWARD_TURN):
                 carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
-            put += number(jax.tree.leaves(carry["w_forward"])[0])
+            put += _number(jax.tree.leaves(carry["w_forward"])[0])
         carry["inbox"] = _put(carry["inbox"], put, arrived)
         first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
         with jax.named_scope(EMBED):
@@ -227,10 +225,9 @@ class _Pipeline:
         A zero says that all has been read that is written, or XLA would copy it. It is behind a
         barrier, or each reader would make it anew.
         """
-        number = lambda made: collectives.zero(made).astype(jnp.int32)
         put = at["g_put"]
         if not self.alone:
-            read = lax.optimization_barrier(number((dx, carry["sums"], made)))
+            read = lax.optimization_barrier(_number((dx, carry["sums"], made)))
             begins = at["b_load"] + read
 
             def change(turn):
@@ -242,7 +239,7 @@ class _Pipeline:
             turn = {name: carry[name] for name in ("stack", "sums", "w_backward")}
             with jax.named_scope(BACKWARD_TURN):
                 carry |= _once(begins >= 0, change, turn)
-            put += number(jax.tree.leaves(carry["w_backward"])[0])
+            put += _number(jax.tree.leaves(carry["w_backward"])[0])
         dx = collectives.after((carry["out"], carry["ends"]), dx)
         arrived = collectives.rotate(dx, "pp", -1)
         carry["grads"] = _put(carry["grads"], put, arrived)
@@ -252,7 +249,7 @@ class _Pipeline:
         drain. They start when `read` is known, and what the layer gives waits for them: left alone,
         XLA brings them all at once, before what a layer needs next. A turn is over by then; the
         boxes that it reads or writes would be copied otherwise."""
-        held = lax.optimization_barrier(collectives.zero(read).astype(jnp.int32))
+        held = lax.optimization_barrier(_number(read))
         if forward:
             return self.pieces.gather(at["gather"] + held, i)
         return self.pieces.reduce(carry["stack"], at["reduce"] + held, i)
@@ -362,6 +359,10 @@ def _unless(real, new, old):
     keep = lambda new, old: new._replace(amax=jnp.where(real, new.amax, old.amax))
     each = lambda new, old: keep(new, old) if is_sums(new) else new
     return jax.tree.map(each, new, old, is_leaf=is_sums)
+
+
+def _number(made):  # collectives.zero, to add to the number of a slot or a chunk
+    return collectives.zero(made).astype(jnp.int32)
 
 
 def _put(box, slot, value):
