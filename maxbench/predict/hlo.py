@@ -112,8 +112,31 @@ class Op:
 
     @functools.cached_property
     def groups(self) -> np.ndarray:
-        """Devices that take part together, [groups, members]; [0, 0] means all of them."""
-        return replica_groups(self.attrs)
+        """Devices that take part together, [groups, members]; [0, 0] means all of them.
+
+        In any of its forms: {{0,1},{2,3}}; [2,2]<=[2,2]T(1,0), which counts up over the shape on
+        the right, transposes it, and reads it by rows; mesh['a'=2,'b'=2] {'b'}, groups along axes
+        of a mesh of such ids, which jax 0.12 writes.
+
+        Raises:
+          ValueError: another form.
+        """
+        if found := re.search(rf"replica_groups=\[([\d,]+)\]<={IOTA}", self.attrs):
+            to, *ids = found.groups()
+            return _iota(*ids).reshape(_numbers(to))
+        if found := re.search(f"replica_groups{MESH}", self.attrs):
+            axes, over, order, along = found.groups()
+            sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
+            names = re.findall(r"'([^']+)'", along)
+            ids = _iota(over or str(math.prod(sizes.values())), order).reshape([*sizes.values()])
+            last = [[*sizes].index(name) for name in names]
+            size = math.prod(sizes[name] for name in names)
+            return np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, size)
+        found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.attrs)
+        if not found and "replica_groups=" in self.attrs:
+            raise ValueError(f"replica groups of an unknown form: {self.attrs[:200]}")
+        rows = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
+        return np.array([*map(_numbers, rows)] or np.zeros((0, 0)), int)
 
     @functools.cached_property
     def pairs(self) -> np.ndarray:
@@ -135,34 +158,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 MESH = rf"=mesh\[([^\]]*)\](?:, device_ids=\({IOTA}\))? \{{((?:'[^']+',?)+)\}}"
-
-
-def replica_groups(attrs: str) -> np.ndarray:
-    """[groups, members] of replica_groups; none where it stands for all.
-
-    In any of its forms: {{0,1},{2,3}}; [2,2]<=[2,2]T(1,0), which counts up over the shape on the
-    right, transposes it, and reads it by rows; mesh['a'=2,'b'=2] {'b'}, groups along axes of a mesh
-    of such ids, which jax 0.12 writes.
-
-    Raises:
-      ValueError: another form.
-    """
-    if found := re.search(rf"replica_groups=\[([\d,]+)\]<={IOTA}", attrs):
-        to, *ids = found.groups()
-        return _iota(*ids).reshape(_numbers(to))
-    if found := re.search(f"replica_groups{MESH}", attrs):
-        axes, over, order, along = found.groups()
-        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
-        names = re.findall(r"'([^']+)'", along)
-        ids = _iota(over or str(math.prod(sizes.values())), order).reshape([*sizes.values()])
-        last = [[*sizes].index(name) for name in names]
-        size = math.prod(sizes[name] for name in names)
-        return np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, size)
-    found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
-    if not found and "replica_groups=" in attrs:
-        raise ValueError(f"replica groups of an unknown form: {attrs[:200]}")
-    rows = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
-    return np.array([*map(_numbers, rows)] or np.zeros((0, 0)), int)
 
 
 def _iota(over: str, order: str | None) -> np.ndarray:

@@ -6,6 +6,7 @@ A loop's body stands for all of its iterations: what it carries keeps its place.
 """
 
 import dataclasses
+import itertools
 import re
 
 from maxbench.predict import hlo, simulate
@@ -26,6 +27,9 @@ class Buffer:
     shape: str = ""  # 'bf16[80,8192]', of the first array in it
 
 
+Bound = dict[tuple[str, int], Buffer]  # by op and number of its result
+
+
 @dataclasses.dataclass(frozen=True)
 class Alive:
     """A step's buffers, and the seconds of each moment: of the ops in their order."""
@@ -39,10 +43,7 @@ class Alive:
         for b in self.buffers:
             change[b.start] += b.bytes
             change[b.end + 1] -= b.bytes
-        found, now = [], 0
-        for step in change[:-1]:
-            found.append(now := now + step)
-        return found
+        return list(itertools.accumulate(change[:-1]))
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """The moment with most bytes, and what is alive then: name -> bytes, the largest first."""
@@ -58,8 +59,8 @@ class Alive:
 def alive(program: hlo.Program, costs: Costs, shares=simulate.NO_SHARES) -> Alive:
     """Follows the buffers of a program's entry; `shares` as of simulate.play."""
     entry, walk = program.entry, _Walk(program, costs, shares)
-    numbered = sorted(_parameters(entry), key=lambda op: int(op.literal))
-    state = [walk.new(STATE.get(_part(op), "other"), op.shape.bytes) for op in numbered]
+    given = _parameters(entry)
+    state = [walk.new(STATE.get(_part(op), "other"), op.shape.bytes) for op in given]
     # Donated: the state that is returned takes the place of the one that was given.
     walk.run(entry, state, 1, _bound(program, entry, state))
     for buffer in state:
@@ -70,7 +71,8 @@ def alive(program: hlo.Program, costs: Costs, shares=simulate.NO_SHARES) -> Aliv
 
 
 def _parameters(where: hlo.Computation) -> list[hlo.Op]:
-    return [op for op in where.ops if op.opcode == "parameter"]
+    found = (op for op in where.ops if op.opcode == "parameter")
+    return sorted(found, key=lambda op: int(op.literal))
 
 
 def _part(op: hlo.Op) -> str:
@@ -91,22 +93,18 @@ class _Walk:
         return self.buffers[-1]
 
     def run(
-        self,
-        where: hlo.Computation,
-        given: list[Buffer],
-        times: float,
-        bound: dict[tuple[str, int], Buffer],
+        self, where: hlo.Computation, given: list[Buffer], times: float, bound: Bound
     ) -> list[Buffer]:
         """Walks a computation; returns the buffers of its result.
 
         Args:
           given: of its parameters, one after the other.
           times: that it runs.
-          bound: op and number of its result -> the buffer it is made in.
+          bound: the buffers that results are made in.
         """
         held: dict[str, list[Buffer]] = {}
         starts, at = {}, 0
-        for op in sorted(_parameters(where), key=lambda op: int(op.literal)):
+        for op in _parameters(where):
             starts[op.name], at = at, at + len(hlo.leaves(op.shape))
         for op in where.ops:
             operands = [held[name] for name in op.operands]
@@ -162,9 +160,8 @@ class _Walk:
             buffer = buffer or self.new("", 0 if shape.host else shape.bytes)
             buffer.name = buffer.name or simulate.module(op.op_name).strip()
             if not buffer.name and i in reused:  # what is put into it
-                buffer.name = next(
-                    (b.name for b in given if b.bytes and b is not buffer and b.name), ""
-                )
+                names = (b.name for b in given if b.bytes and b is not buffer and b.name)
+                buffer.name = next(names, "")
             dims = ",".join(map(str, shape.dims))
             buffer.shape = buffer.shape or f"{shape.dtype}[{dims}]"
             found.append(buffer)
@@ -219,9 +216,7 @@ def in_place(program: hlo.Program, op: hlo.Op) -> dict[int, int]:
     return found
 
 
-def _bound(
-    program: hlo.Program, where: hlo.Computation, into: list[Buffer]
-) -> dict[tuple[str, int], Buffer]:
+def _bound(program: hlo.Program, where: hlo.Computation, into: list[Buffer]) -> Bound:
     """Which op makes each array of a computation's result, for a result that has its place."""
     count = min(len(into), len(hlo.leaves(where.root.shape)))
     origins = [_origin(program, where, where.root, i) for i in range(count)]

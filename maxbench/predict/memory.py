@@ -75,13 +75,8 @@ def saved(program: hlo.Program, weights: tuple[tuple[int, ...], ...], rows: int)
     kept = lambda shape: (
         shape.dims[:1] == (rows,) and not (shape.host or tuple(sorted(shape.dims)) in known)
     )
-    carried = (
-        _carried(computation, op)
-        for computation in program.computations.values()
-        for op in computation.ops
-        if op.opcode == "while"
-    )
-    return max((sum(s.bytes for s in shapes if kept(s)) for shapes in carried), default=0)
+    loops = [(c, op) for c in program.computations.values() for op in c.ops if op.opcode == "while"]
+    return max((sum(s.bytes for s in _carried(*loop) if kept(s)) for loop in loops), default=0)
 
 
 def _carried(computation: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:
@@ -186,9 +181,7 @@ def policies(run: Run, room: float = math.inf) -> list[Run]:
 def least_recomputed(run: Run, room: float) -> Run | None:
     """The run with the policy that recomputes least of those that keep at most so many bytes, and
     of several such the one that keeps most."""
-    size = {remat: activation_bytes(run, remat) for remat in REMATS}
-    fit = [(recomputed(run, remat), -kept, remat) for remat, kept in size.items() if kept <= room]
-    return with_remat(run, min(fit)[2]) if fit else None
+    return min(policies(run, room), key=recomputed, default=None)
 
 
 def with_more(run: Run, room: float) -> Run:
