@@ -99,16 +99,16 @@ def plan(run: Run) -> Plan:
     return Plan(run, compiled, split, timeline, beside, differs, cached)
 
 
-def play(
-    run: Run, program: hlo.Program, record: bool = False, physics: Physics | None = None
-) -> Timeline:
+def play(run: Run, program: hlo.Program, record=False, physics: Physics | None = None) -> Timeline:
     """The program's predicted step; `physics` in place of the GPU type's own."""
-    return simulate.play(program, costs_of(run, physics), shares(run, program), record)
+    costs = costs_of(run, physics)
+    first = simulate.play(program, costs, shares(run, program)) if run.layout.pp > 1 else None
+    return simulate.play(program, costs, shares(run, program, first), record)
 
 
-def shares(run: Run, program: hlo.Program) -> dict[str, tuple[float, float]]:
-    """What a run's schedule says of its program's loops, for simulate.play."""
-    return ticks.shares(schedule_of(run), program)
+def shares(run: Run, program: hlo.Program, first: Timeline | None = None) -> simulate.Shares:
+    """What a run's schedule says of its program's loops, for simulate.play; `first` as in ticks."""
+    return ticks.shares(schedule_of(run), program, first)
 
 
 def costs_of(run: Run, physics: Physics | None = None) -> Costs:

@@ -68,6 +68,9 @@ class Timeline:
       idle_s: time in which other stages have work (pipeline bubble).
       flops: of matrix products and attention on one GPU, what the hardware executes.
       spans: bars, when they were asked for.
+      early: of collectives' done ops, by how many seconds they and what is queued behind them
+        could be over later and not be waited for; of a loop over ticks, in the commonest one.
+      branches: of conditionals, by name(), seconds of the longest branch.
     """
 
     seconds: float = 0
@@ -76,6 +79,8 @@ class Timeline:
     idle_s: float = 0
     flops: float = 0
     spans: list[Span] = dataclasses.field(default_factory=list)
+    early: dict[hlo.Op, float] = dataclasses.field(default_factory=dict)
+    branches: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def exposed_s(self) -> float:
@@ -93,6 +98,8 @@ class Running:
     end: float
     bytes: int = 0
     traffic: Traffic | None = None  # None: a kernel
+    # Done ops of what must be over before it can begin, itself among them -> idle time between.
+    queued: dict[hlo.Op, float] = dataclasses.field(default_factory=dict)
 
 
 Shares = Mapping[str, tuple[float, float]]  # of play()
@@ -100,12 +107,7 @@ NO_SHARES: Shares = {}
 ALWAYS = (1.0, 0.0)  # the longest branch, every time
 
 
-def play(
-    program: hlo.Program,
-    costs: Costs,
-    shares: Shares = NO_SHARES,
-    record: bool = False,
-) -> Timeline:
+def play(program: hlo.Program, costs: Costs, shares: Shares = NO_SHARES, record=False) -> Timeline:
     """Plays the program's entry once.
 
     Args:
@@ -125,7 +127,7 @@ def play(
 
 def name(op: hlo.Op) -> str:
     """Of a conditional or loop, by which shares know it: of '.../pipeline_loss/cond' the last but
-    one. One inside another has a name of its own or none: its runs are counted by the outer's."""
+    one. Of one inside another they say how often the outer's runs have it."""
     return re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2]
 
 
@@ -153,7 +155,10 @@ class _Player:
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
-                now = self._wait(pending.pop(op.operands[0], None), now, times)
+                running, early = pending.pop(op.operands[0], None), self.timeline.early
+                for each, idle in running.queued.items() if running else ():
+                    early[each] = min(early[each], max(now - running.end, 0) + idle)
+                now = self._wait(running, now, times)
             elif base in hlo.COLLECTIVES or base != op.opcode:
                 now = self._communicate(where, op, base, now, times, pending)
             else:
@@ -213,6 +218,7 @@ class _Player:
         now += decided
         before = self.free
         seconds = self.run(longest, now, times * done) - now
+        self.timeline.branches[name(op)] = seconds
         self.timeline.idle_s += seconds * waited * times
         end = now + seconds * (done + waited)
         if others and (rest := 1 - done - waited) > 0:
@@ -253,20 +259,22 @@ class _Player:
         sent = sum(hlo.size(o.shape) for o in place.operands(inner))
         done = next((user for user in where.users[op.name] if user.is_done), op)
         received = hlo.size(done.shape)
-        permute = kind == "permute"
-        link = self.costs.permute_link(inner.pairs) if permute else self.costs.link(inner.groups)
+        link = self.costs.permute_link(inner.pairs) if kind == "permute" else None
+        link = link or self.costs.link(inner.groups)
         traffic = self.timeline.traffic.setdefault((kind, link.axes), Traffic(kind, link))
         seconds = self.costs.collective(kind, link, sent, received)
         traffic.count += times
         traffic.bytes += max(sent, received) * times
         traffic.busy_s += seconds * times
-        begin = max(now, self.free)
+        begin, idle = max(now, self.free), max(now - self.free, 0)
         self.free = begin + seconds
         name = f"{kind} over {link.axes} ({link.name})"
         running = Running(name, kind, begin, self.free, max(sent, received), traffic)
         if op.sync or not op.opcode.endswith("-start"):
             return self._wait(running, now, times)
-        pending[op.name] = running
+        before = (each for one in pending.values() for each in list(one.queued)[:1])
+        running.queued = {done: 0.0} | dict.fromkeys(before, idle)
+        self.timeline.early[done], pending[op.name] = math.inf, running
         self.queue.append(running)
         return now
 

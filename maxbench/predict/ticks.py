@@ -4,11 +4,11 @@ something, and of what few ticks have, how often it is had and waited for."""
 import itertools
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from maxbench.predict import hlo
-from maxbench.predict.costs import is_gemm
 from maxbench.step.schedule import (
     BACKWARD_TURN,
     BOTH,
@@ -18,85 +18,94 @@ from maxbench.step.schedule import (
     FILL,
     FORWARD_TURN,
     LOSS,
+    OUTPUT,
+    SEND_DX,
+    SEND_X,
     Schedule,
 )
 
-# A tick sends dx and y, 'XY', waits for them, 'xy' or 'z' for y beside a product, has turns, loss.
-EVENTS = {FORWARD_TURN: "f", BACKWARD_TURN: "b", LOSS: "l"}
-TICK = re.compile(rf"{BOTH}/while/body/\w+/(?:(\w+)/while|ppermute)$")
-ORDER = "YfzXbxl"  # as the executor writes it
-SLACK = 0.5  # turns that 'z' may come late: 405B's products leave 0.6 ms, a turn has 0.3 to 1.1
+# A tick sends dx and y, 'XY', waits for them, 'xy', has turns, and the loss.
+EVENTS = {FORWARD_TURN: "f", BACKWARD_TURN: "b", LOSS: "l", OUTPUT: "bl", SEND_X: "y", SEND_DX: "x"}
+TICK = re.compile(rf"{BOTH}/while/body/\w+/(\w+)/(?:while|ppermute)$")
+ORDER = "YfyXblx"  # as the executor writes it
+Turns, Early = Mapping[str, float], Mapping[hlo.Op, float]  # of simulate.Timeline
+NOW: Early = {}
+TURNS = {FORWARD_TURN: 1.0, BACKWARD_TURN: 3.0}  # their lengths: weights, and the sums both ways
 
 
-def shares(plan: Schedule, program: hlo.Program | None = None) -> dict[str, tuple[float, float]]:
+def shares(
+    plan: Schedule, program: hlo.Program | None = None, first=None
+) -> dict[str, tuple[float, float]]:
     """Of each phase, how much of a tick's work is for something, and how much for nothing; of each
     conditional, how often such work has it, and how often it waits for that of others. A turn is
     waited for by the stages beside, too: it is counted that much more often.
+
+    `first` is the program's Timeline by shares without it: how long turns are there, and y early.
     """
-    found = {}
+    found, work = {}, {}
     for name, ticks in plan.phases.items():
         ways = {FILL: "f", BOTH: "fbb", DRAIN: "b"}[name]  # backward is as long as two forward
-        work = [(plan.column(f"{way}_micro")[ticks] >= 0).mean() for way in ways if ticks]
-        done = float(np.mean(work)) if work else 1.0
-        found[name] = done, 1 - done
-    work = {name: len(ticks) * found[name][0] for name, ticks in plan.phases.items()}
-    delay = max(turn_delay(plan, order) for order in (program and orders(program)) or [ORDER])
+        busy = [(plan.column(f"{way}_micro")[ticks] >= 0).mean() for way in ways if ticks]
+        done = float(np.mean(busy)) if busy else 1.0
+        found[name], work[name] = (done, 1 - done), len(ticks) * done
+    lengths, early = (first.branches, first.early) if first else (TURNS, NOW)
+    ways = (program and orders(program, early)) or {ORDER: 0.0}
+    delay = max(turn_delay(plan, order, lengths, late) for order, late in ways.items())
     ends = {"f": {EMBED: 1, LOSS: plan.together}, "b": {EMBED_BACKWARD: 1}}
     for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
         among = sum(n for name, n in work.items() if name != idle)
         often = (plan.column(f"{way}_load") >= 0).sum() / plan.pp / among
         found[turn] = float(min(delay * often, 1)), 0.0
         found |= {n: (plan.microbatches / of / among, 0.0) for n, of in ends[way].items()}
-    return found
+    inside = EMBED_BACKWARD, BACKWARD_TURN, LOSS
+    some = min(sum(found[name][0] for name in inside), 1.0)
+    return found | {name: (found[name][0] / some, 0.0) for name in inside} | {OUTPUT: (some, 0.0)}
 
 
-def orders(program: hlo.Program) -> set[str]:
-    """In which orders ticks of both passes have their EVENTS in a program."""
-    found = set()
+def orders(program: hlo.Program, early: Early = NOW) -> dict[str, float]:
+    """In which orders ticks of both passes have their EVENTS, and how late y may come there."""
+    found = {}
     for where in program.computations.values():
-        seen = "".join(_event(where, i) for i in range(len(where.ops)))
-        while "b" in seen:
+        events = [(event, op) for op in where.ops for event in _events(where, op)]
+        while "b" in (seen := "".join(event for event, _ in events)):
             tick = next((seen[:i] for i in range(len(seen)) if seen[i] in seen[:i]), seen)
-            found.add(tick)
-            seen = seen.removeprefix(tick)
+            these, events = events[: len(tick)], events[len(tick) :]
+            late = [early.get(op, 0.0) for event, op in these if event == "y"]
+            found[tick] = min([*late, found.get(tick, math.inf)])
     return found
 
 
-def _event(where: hlo.Computation, i: int) -> str:
-    op = where.ops[i]
-    name = TICK.search(op.op_name)
-    if name and op.opcode == "while":
-        return EVENTS.get(name[1], "")
-    start = where.operands(op)[0] if op.is_done else op
-    if not name or start.opcode != "collective-permute-start":
+def _events(where: hlo.Computation, op: hlo.Op) -> str:
+    if op.opcode not in ("while", "collective-permute-start", "collective-permute-done"):
         return ""
-    source, to = start.pairs[1]  # not those of the first stage: its dx goes to the last
-    beside = any(map(is_gemm, where.ops[where.ops.index(start) : i]))
-    event = "x" if to < source else "z" if beside else "y"
-    return event if op.is_done else event.upper()
+    name = TICK.search(op.op_name)
+    events = EVENTS.get(name[1], "") if name else ""
+    return events.upper() if op.opcode.endswith("-start") else events
 
 
-def turn_delay(plan: Schedule, order: str = ORDER) -> float:
+def turn_delay(plan: Schedule, order=ORDER, lengths: Turns = TURNS, slack: float = 0.0) -> float:
     """How much longer a step takes for turns, in units of the turns that one stage has.
 
-    Clocks of all stages, each with its EVENTS in this order. A backward turn is the next tick's and
-    counts three, weights and the sums both ways; a forward one weights. For a loss all meet.
+    Clocks of all stages, each with its EVENTS in this order. A backward turn is the next tick's; y
+    may come late by `slack`, in the unit of `lengths`. For a loss all meet.
     """
-    forward, backward = plan.column("f_load") >= 0, 3 * (plan.column("b_load") >= 0)
+    forward, backward = (plan.column(f"{way}_load") >= 0 for way in "fb")
+    turns = {"f": lengths[FORWARD_TURN] * forward}
+    turns["b"] = lengths[BACKWARD_TURN] * np.roll(backward, -1, 0)
     late, meets = np.zeros(plan.pp), plan.column("loss")[:, 0] >= 0
     sent = {1: late, -1: late}
-    for on, back, meet in zip(forward, np.roll(backward, -1, 0), meets, strict=True):
+    for tick, meet in enumerate(meets):
         for event in order:
             way = -1 if event in "Xx" else 1
             if event in "XY":
                 sent[way] = late
-            elif event in "xyz":
-                late = np.maximum(late, np.roll(sent[way], way) - SLACK * (event == "z"))
-            elif event in "bf":
-                late = late + (back if event == "b" else on)
+            elif event in "xy":
+                late = np.maximum(late, np.roll(sent[way], way) - slack * (event == "y"))
+            elif event in turns:
+                late = late + turns[event][tick]
             elif meet:
                 late = np.full(plan.pp, late.max())
-    return float(late.max() / (forward + backward).sum(0).mean())
+    return float(late.max() / sum(turns.values()).sum(0).mean())
 
 
 def kinds(often: dict[str, float]) -> list[tuple[float, set[str]]]:

@@ -15,20 +15,20 @@ from maxbench.spec.run import Run
 
 # What a half that goes forward gathers or scatters -> the product beside which it does, of the half
 # that goes back before it in the same tick, for dx or its weight (linear.Turn). The last scatter is
-# left to the next two.
-BESIDE = {"qkv": "down", "out": "up wgrad", "up": "out"}
-# Of a tick's first layer: 'down' has y beside it, that comes from the neighbour.
-FIRST = BESIDE | {"qkv": "up wgrad", "out": "down wgrad"}
-# And of later ones, where products are as long as BF16's: x is scattered beside 'down', so that the
-# gradient which 'down' gathers has the last products of the layer before for itself.
-LATER = {"x": "down", "qkv": "up wgrad", "up": "out"}
+# left to the next two; y comes from the neighbour beside the product of 'up' for dx.
+BESIDE = {"qkv": "up wgrad", "out": "down wgrad", "up": "out"}
+# Experts' own communication takes turns with these.
+EXPERTS = {"qkv": "down", "out": "up wgrad", "up": "out"}
+# Of a tick's later layers. Where products are as long as BF16's x is scattered beside 'down', so
+# that the gradient which 'down' gathers has the last products of the layer before for itself.
+LATER, LONG = BESIDE | {"qkv": "down"}, BESIDE | {"x": "down"}
 
 
 def beside_of(run: Run, i: int) -> dict[str, str]:
-    """Which of these a tick's i-th layer has. Experts' own communication takes the place of y's."""
-    if i:
-        return LATER if run.format.bytes > 1 else BESIDE
-    return BESIDE if run.model.experts else FIRST
+    """Which of these a tick's i-th layer has."""
+    if run.model.experts:
+        return EXPERTS
+    return BESIDE if i == 0 else LONG if run.format.bytes > 1 else LATER
 
 
 class Half:

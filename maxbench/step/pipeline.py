@@ -30,22 +30,10 @@ from maxbench.mesh import collectives
 from maxbench.model import network
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
-from maxbench.step import slots
+from maxbench.step import schedule, slots
 from maxbench.step.ends import NAMES, Ends
 from maxbench.step.halves import Half, beside_of, but
 from maxbench.step.pieces import Pieces, rows
-from maxbench.step.schedule import (
-    BACKWARD_TURN,
-    BOTH,
-    COLUMNS,
-    DRAIN,
-    EMBED,
-    EMBED_BACKWARD,
-    FILL,
-    FORWARD_TURN,
-    LOSS,
-    schedule_of,
-)
 
 
 def gradients(run: Run, w, sums, batch, pieces: Pieces | None):
@@ -70,7 +58,7 @@ class _Pipeline:
     def __init__(self, run: Run, w, batch, pieces: Pieces | None):
         a = run.layout
         self.run, self.pieces = run, pieces
-        self.plan = schedule_of(run)
+        self.plan = schedule.schedule_of(run)
         # One stage of one chunk, whose turn it always is: its layers come as a tuple of trees.
         self.alone, self.fixed = a.pp == 1, {}
         self.ends = Ends(run, w, batch)
@@ -87,14 +75,14 @@ class _Pipeline:
         carry, nothing = self.start(sums), ((0, 1), (0, 0), (0, 0))  # after the last tick
         rows = jnp.pad(self.plan.table, nothing, constant_values=-1)[:, collectives.index("pp")]
         for name, ticks in self.plan.phases.items():
-            if name == BOTH and not self.alone:
+            if name == schedule.BOTH and not self.alone:
                 # All begin with the last chunk. Copied before the fill, that would keep it.
                 weights = but("col", carry["weights"])
                 carry["w_backward"] = self.take_chunk(weights, self.run.layout.vp - 1)
                 carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
-            if name == DRAIN:
+            if name == schedule.DRAIN:
                 self.keep(carry)
-            tick = functools.partial(self.tick, name != DRAIN, name != FILL)
+            tick = functools.partial(self.tick, name != schedule.DRAIN, name != schedule.FILL)
             these, then = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
             with jax.named_scope(name):
                 carry, _ = lax.scan(tick, carry, (these, then))
@@ -145,7 +133,7 @@ class _Pipeline:
 
         What has communication under a condition is by itself (collectives.after).
         """
-        at, then = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+        at, then = (dict(zip(schedule.COLUMNS, row, strict=True)) for row in rows)
         given, carry = carry, self.fixed | carry
         x = dy = held = read = None
         made, kept, sent = jnp.zeros(()), {half: [] for half in network.HALVES}, []
@@ -177,20 +165,14 @@ class _Pipeline:
                 sent, arrived = sent + pieces, collectives.zero(pieces)
                 x, dy = (y if y is None else collectives.beside(y, arrived) for y in (x, dy))
         if forward:
-            carry["y"] = x
-            carry |= {"kept": kept, "kept_at": at["f_keep"]}
+            ys = _put(carry["ys"], at["f_micro"] % self.plan.together, x)
+            carry |= {"y": x, "ys": ys, "kept": kept, "kept_at": at["f_keep"]}
         if sent and forward:
             carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
         elif sent:
             carry["stack"] = self.pieces.put_gradients(carry["stack"], sent, at["reduce"])
         at = collectives.after([carry[x] for x in ("sums", "y", "out")] + [dy, *sent], at)
-        if backward:
-            self.embed_back(carry, at, dy)
-            at = collectives.after(carry["ends"], at)
-        if forward:
-            self.loss(carry, at)
-        if backward:
-            self.output(carry, then, dy, made)
+        self.output(forward, carry, at, then, dy, made)
         return {name: carry[name] for name in given}, None
 
     def input(self, carry, at, held, filled):
@@ -198,51 +180,86 @@ class _Pipeline:
         the network's first chunk embeds. `filled` is keep()'s zero.
 
         Where there is a backward piece, `held` are the zeros of its first half: y is sent when the
-        gradient that this gathers is there, and has a product's time to travel. The turn is had
+        gradient that this gathers is there, and has two products' time to travel. The turn is had
         after it is sent, or the neighbour would wait for the turn, too; and where what arrives is
         put is known when the turn is over, so that it is had meanwhile.
         """
+        embed = lambda: self.ends.embed(at["f_micro"])
+        if self.alone:
+            return jnp.where(at["f_micro"] >= 0, embed(), 0)
         y = collectives.after((carry["out"], carry["ends"]), carry["y"])
-        arrived = collectives.rotate(collectives.beside(y, held and held["down x"]), "pp")
+        with jax.named_scope(schedule.SEND_X):
+            arrived = collectives.rotate(collectives.beside(y, held and held["down x"]), "pp")
         put, turn = at["x_put"] + _number(filled), at["f_load"]
-        if not self.alone:
-            turn += _number(held["down x"]) if held else 0
-            load = lambda _: self.take_chunk(but("row", carry["weights"]), turn)
-            with jax.named_scope(FORWARD_TURN):
-                carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
-            put += _number(jax.tree.leaves(carry["w_forward"])[0])
+        if held:
+            put, turn = put + _number(held["up"]), turn + _number(held["down x"])
+        load = lambda _: self.take_chunk(but("row", carry["weights"]), turn)
+        with jax.named_scope(schedule.FORWARD_TURN):
+            carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
+        put += _number(jax.tree.leaves(carry["w_forward"])[0])
         carry["inbox"] = _put(carry["inbox"], put, arrived)
         first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
-        with jax.named_scope(EMBED):
-            embed = lambda: self.ends.embed(at["f_micro"])
-            x = embed() if self.alone else lax.cond((at["f_micro"] >= 0) & first, embed, take)
+        with jax.named_scope(schedule.EMBED):
+            x = lax.cond((at["f_micro"] >= 0) & first, embed, take)
         return jnp.where(at["f_micro"] >= 0, x, 0)
 
-    def output(self, carry, at, dx, made):
-        """What the backward piece leaves, by the row of the next tick: dx goes to the neighbour;
-        while it is on its way a turn is had, as in input().
+    def output(self, forward: bool, carry, at, then, dx, made):
+        """What a tick leaves when its pieces are done. dx goes to the neighbour. Few ticks have the
+        gradient of the embedding, a turn, which is had while dx is on its way, as in input(), or
+        the loss: one decision says that there is none of them, not one each. It takes the host as
+        long as a small kernel takes the GPU. `then` is the row of the next tick.
 
         A zero says that all has been read that is written, or XLA would copy it. It is behind a
         barrier, or each reader would make it anew.
         """
-        put = at["g_put"]
-        if not self.alone:
+        few, back = {}, dx is not None
+        if back:
+            first = (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
+            embed = functools.partial(self.embed_back, at, dx)
+            few[schedule.EMBED_BACKWARD] = self.alone or (at["b_micro"] >= 0) & first, embed
+        if back and not self.alone:
             read = lax.optimization_barrier(_number((dx, carry["sums"], made)))
-            begins = at["b_load"] + read
+            turn = functools.partial(self.turn, carry["weights"], then, read)
+            few[schedule.BACKWARD_TURN] = then["b_load"] + read >= 0, turn
+        if forward:
+            loss = functools.partial(self.loss, at, carry["ys"])
+            few[schedule.LOSS] = self.alone or at["loss"] >= 0, loss
 
-            def change(turn):
-                stack = self.put_chunk(turn["stack"], at["b_last"], turn["sums"])
-                given = but("col", carry["weights"]), stack
-                w, sums = (self.take_chunk(x, begins) for x in given)
-                return {"stack": stack, "sums": sums, "w_backward": w}
+        def change(state):
+            for name, (condition, one) in few.items():
+                state = state | {"out": collectives.after(state["ends"], state["out"])}
+                with jax.named_scope(name):
+                    state = _once(condition, one, state)
+            return state
 
-            turn = {name: carry[name] for name in ("stack", "sums", "w_backward")}
-            with jax.named_scope(BACKWARD_TURN):
-                carry |= _once(begins >= 0, change, turn)
-            put += _number(jax.tree.leaves(carry["w_backward"])[0])
-        dx = collectives.after((carry["out"], carry["ends"]), dx)
-        arrived = collectives.rotate(dx, "pp", -1)
-        carry["grads"] = _put(carry["grads"], put, arrived)
+        some = self.alone or functools.reduce(jnp.logical_or, [had for had, _ in few.values()])
+        names = {"ends", "out", "grads", "stack", "sums", "w_backward"} & carry.keys()
+        with jax.named_scope(schedule.OUTPUT):
+            carry |= _once(some, change, {name: carry[name] for name in sorted(names)})
+        if back:
+            put, dx = then["g_put"], collectives.after((carry["out"], carry["ends"]), dx)
+            put += 0 if self.alone else _number(jax.tree.leaves(carry["w_backward"])[0])
+            with jax.named_scope(schedule.SEND_DX):
+                arrived = collectives.rotate(dx, "pp", -1)
+            carry["grads"] = _put(carry["grads"], put, arrived)
+
+    def embed_back(self, at, dx, state):
+        grads = self.ends.embed_backward(at["b_micro"], dx, state["ends"]["embed"])
+        return state | {"ends": state["ends"] | {"embed": grads}}
+
+    def turn(self, weights, then, read, state):
+        stack = self.put_chunk(state["stack"], then["b_last"], state["sums"])
+        given = but("col", weights), stack
+        w, sums = (self.take_chunk(x, then["b_load"] + read) for x in given)
+        return state | {"stack": stack, "sums": sums, "w_backward": w}
+
+    def loss(self, at, ys, state):
+        """When the network's last chunk is done for the microbatches of a loss: the loss, and the
+        gradients of what it gave them, on all stages together (Ends.loss)."""
+        at = collectives.after(state["out"], at)
+        loss, ends, dys = self.ends.loss(at["loss"], ys, state["ends"])
+        out = state["out"] | {"loss": state["out"]["loss"] + loss}
+        return state | {"ends": ends, "out": out, "grads": _put(state["grads"], at["f_grad"], dys)}
 
     def travel(self, forward: bool, carry, at, i, read):
         """The pieces of a tick that go beside its i-th layer: weights in the fill, gradients in the
@@ -283,29 +300,6 @@ class _Pipeline:
         put = lambda box, kept: _put(box, carry["kept_at"], kept)
         carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
         return collectives.zero(carry["keep"])
-
-    def embed_back(self, carry, at, dx):
-        """On the network's first chunk: the gradient of the embedding."""
-        embedded = lambda grads: self.ends.embed_backward(at["b_micro"], dx, grads)
-        with jax.named_scope(EMBED_BACKWARD):
-            first = (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
-            real = self.alone or (at["b_micro"] >= 0) & first
-            grads = _once(real, embedded, carry["ends"]["embed"])
-            carry["ends"] = carry["ends"] | {"embed": grads}
-
-    def loss(self, carry, at):
-        """When the network's last chunk is done for the microbatches of a loss: the loss, and the
-        gradients of what it gave them, on all stages together (Ends.loss)."""
-        carry["ys"] = _put(carry["ys"], at["f_micro"] % self.plan.together, carry["y"])
-
-        def lossy(given):
-            loss, ends, dys = self.ends.loss(at["loss"], carry["ys"], given[1])
-            return loss, ends, _put(given[2], at["f_grad"], dys)
-
-        with jax.named_scope(LOSS):
-            none = jnp.zeros(()), carry["ends"], carry["grads"]
-            loss, carry["ends"], carry["grads"] = _once(self.alone or at["loss"] >= 0, lossy, none)
-        carry["out"] = carry["out"] | {"loss": carry["out"]["loss"] + loss}
 
     # Chunks: trees, one for each of their layers.
 

@@ -43,6 +43,8 @@ COLUMNS = (
 PHASES = FILL, BOTH, DRAIN = "pipeline_fill", "pipeline_both", "pipeline_drain"
 FORWARD_TURN, BACKWARD_TURN = "pipeline_forward_turn", "pipeline_backward_turn"
 EMBED, LOSS, EMBED_BACKWARD = "pipeline_embed", "pipeline_loss", "pipeline_embed_backward"
+OUTPUT = "pipeline_output"  # the backward turn, the loss and the embedding's gradient are in it
+SEND_X, SEND_DX = "pipeline_send_x", "pipeline_send_dx"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +131,12 @@ def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[
 
 
 def together(name: str, pp: int, vp: int, microbatches: int, turn: int) -> int:
-    """Of how many microbatches a loss is: of up to four that come one after the other. For a loss
-    all stages wait for all, as two stages do in any tick."""
+    """Of how many microbatches a loss is: of four that come one after the other, or two. For a loss
+    all stages wait for all, as two stages do in any tick. Of many on many stages it is of eight:
+    the fill is so much longer, and half as many losses are waited for."""
     fits = lambda n: microbatches % n == 0 and (vp == 1 or turn % n == 0)
-    return 1 if name == "gpipe" or pp <= 2 else next(filter(fits, (4, 2, 1)))
+    sizes = (8, 4, 2, 1) if pp >= 8 and microbatches >= 64 else (4, 2, 1)
+    return 1 if name == "gpipe" or pp <= 2 else next(filter(fits, sizes))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -79,6 +80,15 @@ def test_collectives_of_one_stream_run_one_after_the_other():
     assert t.seconds == pytest.approx(2 * GATHER_S)
     assert t.traffic["all-gather", "dp"].count == 2
     assert t.traffic["all-gather", "dp"].bytes == 2 * 2**30
+
+
+def test_a_collective_may_be_as_late_as_what_is_queued_behind_it():
+    """The first would have the time of two kernels more, but the second waits for it."""
+    kernels = " ".join(f"k{i}" for i in range(math.ceil(2 * GATHER_S / KERNEL_S)))
+    t = play(script(f"s1 s2 {kernels} d2 ka kb d1 s3 d3"))
+    early = {op.name: seconds for op, seconds in t.early.items()}
+    over = len(kernels.split()) * KERNEL_S - 2 * GATHER_S
+    assert early == {"done1": pytest.approx(over), "done2": pytest.approx(over), "done3": 0}
 
 
 def test_permutes_queue_behind_collectives():
@@ -223,6 +233,7 @@ def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     shares = {"pipeline_backward_turn": (0.25, 0.5)}
     t = play(loop, price, others=others, shares=shares)
     assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
+    assert t.branches == {"pipeline_backward_turn": pytest.approx(KERNEL_S)}
     assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
     assert t.idle_s == pytest.approx(0.5 * KERNEL_S)
     assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
