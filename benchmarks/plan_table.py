@@ -45,6 +45,8 @@ COLUMNS = {
     "mfu_pct": "MFU %",
     "exposed_pct": "exposed %",
     "copies_pct": "copies %",
+    "decisions_pct": "decisions %",
+    "bubble_pct": "bubble %",
     "as_published_s": "as published s",
     "error_as_published_pct": "error as published %",
     "fp8_ratio": "FP8/BF16",
@@ -131,7 +133,7 @@ def _s(seconds: float) -> str:
 def _columns(plan: dict) -> dict:
     known = plan["published"] or {}
     same = "error" in known
-    share = lambda part: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.1f}"
+    share = lambda part, n=1: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.{n}f}"
     return {
         "remat": plan["remat"],
         "memory_gib": f"{plan['memory']['total'] / GIB:.1f}",
@@ -142,6 +144,8 @@ def _columns(plan: dict) -> dict:
         "mfu_pct": f"{plan['mfu']['full'] * 100:.1f}",
         "exposed_pct": share("exposed"),
         "copies_pct": share("copy"),
+        "decisions_pct": share("host", 2),
+        "bubble_pct": share("idle"),
         "as_published_s": _s(known["as_published_s"]) if same else "",
         "error_as_published_pct": f"{known['error_as_published'] * 100:+.1f}" if same else "",
     }
