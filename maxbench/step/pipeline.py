@@ -227,6 +227,7 @@ class _Pipeline:
 
         def change(state):
             for name, (condition, one) in few.items():
+                # One after the other on a CPU, too.
                 state = state | {"out": collectives.after(state["ends"], state["out"])}
                 with jax.named_scope(name):
                     state = _once(condition, one, state)
@@ -254,12 +255,13 @@ class _Pipeline:
         return state | {"stack": stack, "sums": sums, "w_backward": w}
 
     def loss(self, at, ys, state):
-        """When the network's last chunk is done for the microbatches of a loss: the loss, and the
-        gradients of what it gave them, on all stages together (Ends.loss)."""
+        """When the last chunk is done for the microbatches of a loss: it, and the gradients of what
+        that gave them (Ends.loss). Left alone, jax 0.12 turns boxes round for it in each tick."""
         at = collectives.after(state["out"], at)
-        loss, ends, dys = self.ends.loss(at["loss"], ys, state["ends"])
+        loss, ends, dys = self.ends.loss(at["loss"], rows(ys), state["ends"])
         out = state["out"] | {"loss": state["out"]["loss"] + loss}
-        return state | {"ends": ends, "out": out, "grads": _put(state["grads"], at["f_grad"], dys)}
+        grads = _put(state["grads"], at["f_grad"], rows(dys))
+        return state | {"ends": ends, "out": out, "grads": grads}
 
     def travel(self, forward: bool, carry, at, i, read):
         """The pieces of a tick that go beside its i-th layer: weights in the fill, gradients in the
