@@ -304,11 +304,11 @@ class Run:
         split |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
         for (_, kind), (field, axes) in itertools.product(m.stacks, split.items()):
             degrees = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
-            degree, axis = math.prod(degrees.values()), " x ".join(degrees)
-            if (value := getattr(kind, field)) % degree:
+            if (value := getattr(kind, field)) % math.prod(degrees.values()):
+                given = " x ".join(f"{axis}={n}" for axis, n in degrees.items())
                 raise UserError(
-                    f"{axis}={degree} does not divide model.{field}={value}; "
-                    f"{axis} that works: {divisors(value)}"
+                    f"{given} does not divide model.{field}={value}; "
+                    f"{' x '.join(degrees)} that works: {divisors(value)}"
                 )
         parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
         if t.seq % parts:

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from maxbench import train
@@ -219,7 +219,7 @@ BAD = {
     "axis": (["--config", LLAMA, "--tp", "0"], ["tp=0", "at least 1"]),
     "columns": (
         ["--config", LLAMA, "--tp", "8", "--fsdp", "16", "--config.model.embed=8256"],
-        ["tp x fsdp=128", "model.embed=8256", "64, 86"],
+        ["tp=8 x fsdp=16 does not divide model.embed=8256", "tp x fsdp that works", "64, 86"],
     ),
     "heads": (["--config", LLAMA, "--tp", "3"], ["tp=3", "model.heads=64", "1, 2, 4, 8"]),
     "kv heads": (["--config", LLAMA, "--tp", "16"], ["tp=16", "model.kv_heads=8"]),
@@ -410,6 +410,7 @@ def test_layers_that_differ_are_refused_where_they_cannot_be(setting, flags, tex
     gpu=st.sampled_from([*GPUS, "h1000"]),
     workload=st.sampled_from(WORKLOADS),
 )
+@example(axes={"fsdp": 3, "tp": 2}, gpu="h100", workload="llama2_70b")
 def test_any_layout_is_either_whole_or_refused_with_its_value(axes, gpu, workload):
     try:
         run = resolve(workload, gpu_type=gpu, **axes)
