@@ -68,8 +68,8 @@ class Timeline:
       idle_s: time in which other stages have work (pipeline bubble).
       flops: of matrix products and attention on one GPU, what the hardware executes.
       spans: bars, when they were asked for.
-      early: of collectives' done ops, by how many seconds they and what is queued behind them
-        could be over later and not be waited for; of a loop over ticks, in the commonest one.
+      early: of collectives, by the name of their start, how many seconds later they could be over
+        and nothing queued behind them be waited for; of a loop over ticks, in the commonest one.
       branches: of conditionals, by name(), seconds of the longest branch.
     """
 
@@ -79,7 +79,7 @@ class Timeline:
     idle_s: float = 0
     flops: float = 0
     spans: list[Span] = dataclasses.field(default_factory=list)
-    early: dict[hlo.Op, float] = dataclasses.field(default_factory=dict)
+    early: dict[str, float] = dataclasses.field(default_factory=dict)
     branches: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -98,8 +98,8 @@ class Running:
     end: float
     bytes: int = 0
     traffic: Traffic | None = None  # None: a kernel
-    # Done ops of what must be over before it can begin, itself among them -> idle time between.
-    queued: dict[hlo.Op, float] = dataclasses.field(default_factory=dict)
+    # Names of what must be over before this is, itself among them -> idle time between.
+    queued: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 Shares = Mapping[str, tuple[float, float]]  # of play()
@@ -272,9 +272,9 @@ class _Player:
         running = Running(name, kind, begin, self.free, max(sent, received), traffic)
         if op.sync or not op.opcode.endswith("-start"):
             return self._wait(running, now, times)
-        before = (each for one in pending.values() for each in list(one.queued)[:1])
-        running.queued = {done: 0.0} | dict.fromkeys(before, idle)
-        self.timeline.early[done], pending[op.name] = math.inf, running
+        before = (name for name, one in pending.items() if one.traffic)
+        running.queued = dict.fromkeys(before, idle) | {op.name: 0.0}
+        self.timeline.early[op.name], pending[op.name] = math.inf, running
         self.queue.append(running)
         return now
 

@@ -28,8 +28,8 @@ from maxbench.step.schedule import (
 EVENTS = {FORWARD_TURN: "f", BACKWARD_TURN: "b", LOSS: "l", OUTPUT: "bl", SEND_X: "y", SEND_DX: "x"}
 TICK = re.compile(rf"{BOTH}/while/body/\w+/(\w+)/(?:while|ppermute)$")
 ORDER = "YfyXblx"  # as the executor writes it
-Turns, Early = Mapping[str, float], Mapping[hlo.Op, float]  # of simulate.Timeline
-NOW: Early = {}
+Seconds = Mapping[str, float]  # Timeline.branches, by name, and Timeline.early
+NOW: Seconds = {}  # nothing may be late
 TURNS = {FORWARD_TURN: 1.0, BACKWARD_TURN: 3.0}  # their lengths: weights, and the sums both ways
 
 
@@ -62,7 +62,7 @@ def shares(
     return found | {name: (found[name][0] / some, 0.0) for name in inside} | {OUTPUT: (some, 0.0)}
 
 
-def orders(program: hlo.Program, early: Early = NOW) -> dict[str, float]:
+def orders(program: hlo.Program, early: Seconds = NOW) -> dict[str, float]:
     """In which orders ticks of both passes have their EVENTS, and how late y may come there."""
     found = {}
     for where in program.computations.values():
@@ -70,7 +70,7 @@ def orders(program: hlo.Program, early: Early = NOW) -> dict[str, float]:
         while "b" in (seen := "".join(event for event, _ in events)):
             tick = next((seen[:i] for i in range(len(seen)) if seen[i] in seen[:i]), seen)
             these, events = events[: len(tick)], events[len(tick) :]
-            late = [early.get(op, 0.0) for event, op in these if event == "y"]
+            late = [early.get(op.operands[0], 0.0) for event, op in these if event == "y"]
             found[tick] = min([*late, found.get(tick, math.inf)])
     return found
 
@@ -83,7 +83,7 @@ def _events(where: hlo.Computation, op: hlo.Op) -> str:
     return events.upper() if op.opcode.endswith("-start") else events
 
 
-def turn_delay(plan: Schedule, order=ORDER, lengths: Turns = TURNS, slack: float = 0.0) -> float:
+def turn_delay(plan: Schedule, order=ORDER, lengths: Seconds = TURNS, slack: float = 0.0) -> float:
     """How much longer a step takes for turns, in units of the turns that one stage has.
 
     Clocks of all stages, each with its EVENTS in this order. A backward turn is the next tick's; y
