@@ -49,8 +49,7 @@ class Moe(nn.Module):
     def in_slots(self, x_jd, gate_jk, expert_jk, turns):
         slot_jk, token_ec = map(decided, assign(self.model, gate_jk, expert_jk))
         y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns)
-        y_ecd = keep(y_ecd, "mlp_down")
-        return combine(y_ecd, gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
+        return combine(keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
 
     def experts(self, x_ecd, turns):
         m = self.model
@@ -193,6 +192,5 @@ def balance_loss(m: Model, probs_je, expert_jk, batch: int):
     chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
     share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
     # One factor of all GPUs is enough: the sum over these makes the other, and the gradient.
-    share_be = collectives.total(share_be, "cp", "tp")
-    share_be = decided(share_be)
+    share_be = decided(collectives.total(share_be, "cp", "tp"))
     return m.aux_loss * m.experts * jnp.sum(share_be * probs_be)

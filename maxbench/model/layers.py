@@ -116,10 +116,8 @@ class Norm(nn.Module):
     def __call__(self, x_btd):
         m, center = self.model, self.model.norm == "layernorm1p"
         scale_d = weight(self, "scale", "width", fill=0.0 if center else 1.0).astype(jnp.float32)
-        if not center:
-            return normalize(x_btd, scale_d, None, m.norm_eps)
-        bias_d = weight(self, "bias", "width").astype(jnp.float32)
-        return normalize(x_btd, scale_d + 1, bias_d, m.norm_eps)
+        bias_d = weight(self, "bias", "width").astype(jnp.float32) if center else None
+        return normalize(x_btd, scale_d + 1 if center else scale_d, bias_d, m.norm_eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -196,6 +194,11 @@ def rotate(x_bthk, cos_tk, sin_tk):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_bthk.dtype)
 
 
+def turned(x):
+    """[b, t, ...] as [t, b, ...], and back, where tp splits t: what travels lies in one piece."""
+    return x.swapaxes(0, 1) if collectives.degree("tp") > 1 else x
+
+
 class Attention(nn.Module):
     """Grouped-query attention; its one fused projection is grouped by KV head for tp to split.
 
@@ -210,26 +213,23 @@ class Attention(nn.Module):
         m = self.model
         equal = m.value_width == m.head_dim
         axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(x_bud, turns["qkv"])
-        q_btgrk, k_btgk, v_btgk = split_heads(qkv) if equal else split_widths(m, qkv)
+        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(turned(x_bud), turns["qkv"])
+        q_btgrk, k_btgk, v_btgk = split(m, turned(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
-        y_bud, made = out(o_bthk, turns["out"])
-        return keep(y_bud, "attn_out"), {"qkv": there, "out": made}
+        y_ubd, made = out(turned(o_bthk), turns["out"])
+        return keep(turned(y_ubd), "attn_out"), {"qkv": there, "out": made}
 
 
-def split_heads(qkv_btgqk):
-    """Queries, key and value of each group, all of one width."""
-    return qkv_btgqk[..., :-2, :], qkv_btgqk[..., -2, :], qkv_btgqk[..., -1, :]
-
-
-def split_widths(m: Model, qkv_btgw):
-    """Queries, key and value of each group, the value of its own width."""
+def split(m: Model, qkv):
+    """Queries, key and value of each group, btgqk; or btgw where the value has its own width."""
+    if qkv.ndim == 5:
+        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
     key, value = m.group_width - m.value_width - m.head_dim, m.group_width - m.value_width
-    q, k, v = jnp.split(qkv_btgw, (key, value), -1)
+    q, k, v = jnp.split(qkv, (key, value), -1)
     return q.reshape(*q.shape[:-1], -1, m.head_dim), k, v
 
 
@@ -269,9 +269,9 @@ class Mlp(nn.Module):
         m = self.model
         up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        up_bngf, there = up(x_bud, turns["up"])
-        y_bud, made = down(activate(m, keep(up_bngf, "mlp_up"), 2), turns["down"])
-        return keep(y_bud, "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
+        up_tbgf, there = up(turned(x_bud), turns["up"])
+        y_ubd, made = down(activate(m, keep(up_tbgf, "mlp_up"), 2), turns["down"])
+        return keep(turned(y_ubd), "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
 
 
 class Embed(nn.Module):

@@ -24,8 +24,9 @@ class Gemm(NamedTuple):
 
     ins: int
     batch: int = 0  # dims of experts
-    # Dim 1 of x is split over tp, and 'gather'ed first; or the sum over tp is 'scatter'ed along it.
-    # Slots of experts go to the GPUs of ep that have these before, or come back after.
+    # The first dim of rows is split over tp, and 'gather'ed first; or the sum over tp is
+    # 'scatter'ed along it. Slots of experts go to the GPUs of ep that have these before, or come
+    # back after.
     sequence: str = ""
     fsdp: int | None = None  # dim of w that is split over fsdp, and gathered first
     saved: str = ""  # name under which a remat policy may save what the backward pass needs of x
@@ -104,12 +105,13 @@ def linear(x, w, sums, gemm: Gemm, turn: Turn = ANY):
     # What is split over fsdp, embed, is a dim by itself.
     fsdp = None if gemm.fsdp is None else gemm.batch + (gemm.fsdp >= first)
     rows = x.shape[: x.ndim - gemm.ins]
-    alone = local() and not gemm.batch  # its rows are a matrix too (network.add)
-    x = x.reshape(-1, k) if alone else x.reshape(*rows, -1)
+    # Rows are a matrix too, where network.add or a format wants one.
+    one = not gemm.batch and (local() or _read(w).arithmetic.matrices)
+    x = x.reshape(*([math.prod(rows)] if one else rows), -1)
     y, made = _linear(x, w, grad, amax, turn, gemm._replace(ins=1, fsdp=fsdp))
-    rows = rows if alone else y.shape[:-1]
-    y = y if len(shape) - first == 1 and not alone else y.reshape(*rows, *shape[first:])
-    return y, made
+    rows = (-1, *rows[1:]) if one else y.shape[:-1]
+    outs = shape[first:] if len(shape) > first + 1 else y.shape[-1:]  # one may be split over fsdp
+    return y.reshape(*rows, *outs), made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -133,12 +135,12 @@ def _forward(x, w, grad, amax, turn, gemm):
         dim = gemm.batch if how.by_outs else dims.index(dim)
     col = _gather(how, weight.col, "fsdp", dim)
     held = None if turn.held is None else turn.held[0]
-    row = _joint(how, row, held) if joined else row
+    row = _joint(how, row, held, gemm) if joined else row
     ins = tuple(dims.index(d) for d in range(gemm.batch, first))
     y = _product(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
     made = None if turn.made is None else turn.made + collectives.zero(row if joined else y)
     if gemm.sequence == "scatter":
-        y = collectives.beside(_from_experts(collectives.scatter(y, "tp", 1), gemm), held)
+        y = collectives.beside(_from_experts(collectives.scatter(y, "tp", gemm.batch), gemm), held)
     given = Turn(*(None if zero is None else () for zero in turn))
     return (y, made), (saved, amax_x, w, grad, amax, given)
 
@@ -151,7 +153,7 @@ def _backward(gemm, residuals, gradients):
     rows, joined = dy.ndim - len(outs), gemm.sequence == "scatter"
     columns = tuple(range(rows, dy.ndim))
     gathered = gemm.sequence == "gather"
-    x = _gather(how, x, "tp", 1 if gathered else None)
+    x = _gather(how, x, "tp", gemm.batch if gathered else None)
     apart = gathered and collectives.degree("tp") > 1
     came = collectives.zero(x) if apart else None
     # x comes beside the product before: beside this one it would be dx's turn. Experts' dy is held
@@ -163,13 +165,13 @@ def _backward(gemm, residuals, gradients):
         row, col = _both(lambda dy: _held(dy, came), row, col)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if joined:
-        row, col = _both(lambda dy: _joint(how, _to_experts(how, dy, gemm), later), row, col)
+        row, col = _both(lambda dy: _joint(how, _to_experts(how, dy, gemm), later, gemm), row, col)
         came = collectives.zero(row)
     whole = _gather(how, weight.row, "fsdp", gemm.fsdp)
     dx = _product(how, row, whole, (columns, outs), gemm, dtype, exact=True)
     made = collectives.zero(dx)
     if gathered:
-        dx = collectives.scatter(dx, "tp", 1)
+        dx = collectives.scatter(dx, "tp", gemm.batch)
     over = tuple(range(gemm.batch, rows))
     # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
     wide = dtype if sums is None else jnp.promote_types(dtype, sums.dtype)
@@ -202,9 +204,9 @@ def _gather(how, x, axis: str, dim: int | None):
     return x if dim is None else how.move(x, lambda a: collectives.gather(a, axis, dim))
 
 
-def _joint(how, x, zero):
+def _joint(how, x, zero, gemm: Gemm):
     """Gathered over tp, needed only once `zero` is known."""
-    return how.move(x, lambda a: collectives.gather_beside(a, "tp", 1, zero))
+    return how.move(x, lambda a: collectives.gather_beside(a, "tp", gemm.batch, zero))
 
 
 def _held(x, zero):

@@ -19,16 +19,16 @@ from maxbench.spec.run import Run
 BESIDE = {"qkv": "up wgrad", "out": "down wgrad", "up": "out"}
 # Experts' own communication takes turns with these.
 EXPERTS = {"qkv": "down", "out": "up wgrad", "up": "out"}
-# Of a tick's later layers. Where products are as long as BF16's x is scattered beside 'down', so
-# that the gradient which 'down' gathers has the last products of the layer before for itself.
-LATER, LONG = BESIDE | {"qkv": "down"}, BESIDE | {"x": "down"}
+# Of a tick's later layers in BF16, whose products are twice as long: x is scattered beside 'down',
+# so that the gradient which that gathers has the last products of the layer before for itself.
+LATER = BESIDE | {"x": "down"}
 
 
 def beside_of(run: Run, i: int) -> dict[str, str]:
     """Which of these a tick's i-th layer has."""
     if run.model.experts:
         return EXPERTS
-    return BESIDE if i == 0 else LONG if run.format.bytes > 1 else LATER
+    return LATER if i > 0 and run.format.bytes > 1 else BESIDE
 
 
 class Half:

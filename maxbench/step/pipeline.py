@@ -288,7 +288,7 @@ class _Pipeline:
         products."""
         real = self.is_real(at["b_chunk"], i)
         work = real & (at["b_micro"] >= 0)
-        residuals = jax.tree.map(lambda box: _take(box, at["b_keep"]), carry["keep"][half][i])
+        residuals = jax.tree.map(lambda box: rows(_take(box, at["b_keep"])), carry["keep"][half][i])
         w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
         new, dx, held, made = self.halves[half].backward(w, sums[i], residuals, dy, daux, made)
@@ -298,8 +298,8 @@ class _Pipeline:
 
     def keep(self, carry):
         """Puts the residuals of the tick before into their slots, which that has read, while dy is
-        gathered. Returns a zero that is known then."""
-        put = lambda box, kept: _put(box, carry["kept_at"], kept)
+        gathered; by rows, or XLA turns the boxes round. Returns a zero that is known then."""
+        put = lambda box, kept: _put(box, carry["kept_at"], rows(kept))
         carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
         return collectives.zero(carry["keep"])
 
