@@ -227,7 +227,7 @@ def _waits(row: published.Published) -> float:
     """Seconds of the term at a spread of 1."""
     run = run_of(row)
     physics = dataclasses.replace(GPUS["h100"].physics, spread=1.0)
-    replicas, times = terms.agreements(run)
+    replicas, times = terms.agreements(run, row)
     return planner.costs_of(run, physics).waits(row.step_s, times, replicas)
 
 

@@ -20,17 +20,21 @@ XAI = {
     }
 }
 
+# Microbatches of as many sequences as memory has room for.
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
-h100      bf16,fp8  weak        8       2  4096   1   1   1     1   2   1   4    1  1024
-h100      bf16,fp8  weak       16       4  4096   1   1   1     1   4   1   4    1  1024
-h100      bf16,fp8  weak       32       4  4096   1   1   1     1   8   1   4    1  1024
-h100      bf16,fp8  weak       64       8  8192   1   1   1     1   8   2   4    1  1024
-h100      bf16,fp8  weak      128      16  8192   2   8   1     1   8   2   4    1  1024
-h100      bf16,fp8  weak      256      32  8192   4   8   1     1   8   2   4    1  1024
-h100      bf16,fp8  weak      512      64  8192   8   8   1     1   8   2   4    1  1024
-h100      bf16,fp8  weak     1024      64  8192   8   8   2     1   8   2   4    1  2048
-h100      bf16,fp8  weak     2048      64  8192   8   8   4     1   8   2   4    1  4096
+h100      bf16,fp8  weak        8       2  4096   1   1   1     1   2   1   4    4  1024
+h100      bf16,fp8  weak       16       4  4096   1   1   1     1   4   1   4    4  1024
+h100      bf16,fp8  weak       32       4  4096   1   1   1     1   8   1   4    4  1024
+h100      bf16,fp8  weak       64       8  8192   1   1   1     1   8   2   4    4  1024
+h100      bf16,fp8  weak      128      16  8192   2   8   1     1   8   2   4    2  1024
+h100      bf16,fp8  weak      256      32  8192   4   8   1     1   8   2   4    2  1024
+h100      bf16      weak      512      64  8192   8   8   1     1   8   2   4    2  1024
+h100      fp8       weak      512      64  8192   8   8   1     1   8   2   4    1  1024
+h100      bf16      weak     1024      64  8192   8   8   2     1   8   2   4    2  2048
+h100      fp8       weak     1024      64  8192   8   8   2     1   8   2   4    1  2048
+h100      bf16      weak     2048      64  8192   8   8   4     1   8   2   4    2  4096
+h100      fp8       weak     2048      64  8192   8   8   4     1   8   2   4    1  4096
 """
 
 

@@ -2,11 +2,11 @@
 
 from maxbench.spec.recipes import workload
 
-# GPUs in pipelines of 4 stages have room for what fewer turns keep, but those of 128 in FP8.
+# Microbatches of more than one sequence, or longer turns, where memory has room for what they keep.
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  turn
-h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2   8    1    64     0
-h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2   8    1    64     8
+h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2   8    4    64     0
+h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2   8    2    64     0
 h100      bf16      weak      128      62  8192   4   8   2     1   1   2   8    1   128     8
 h100      fp8       weak      128      62  8192   4   8   2     1   1   2   8    1   128     0
 h100      bf16,fp8  weak      512     126  8192   8   8   4     1   1   2   8    1   256     0

@@ -6,33 +6,35 @@ computed in fp32.
 
 from maxbench.spec.recipes import workload
 
+# Microbatches of as many sequences as memory has room for; of two, a longer turn hides more of what
+# goes over dp.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs
-h100      bf16,fp8  weak      128      96  4096   8  12   2     1   1   1   8    1   32
-h100      bf16,fp8  weak      256      96  4096   8  12   4     1   1   1   8    1   64
-h100      bf16,fp8  weak      512      96  4096   8  12   8     1   1   1   8    1  128
-h100      bf16,fp8  weak     1024      96  4096   8  12  16     1   1   1   8    1  256
-h100      bf16,fp8  weak     2048      96  4096   8  12  32     1   1   1   8    1  512
-gb200     bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    1   32
-gb200     bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    1   64
-gb200     bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    1  128
-gb200     bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    1  512
-gb200     bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    1  512
-gb200     bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    1  512
-gb300     bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    1   32
-gb300     bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    1   64
-gb300     bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    1  128
-gb300     bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    1  512
-gb300     bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    1  512
-gb300     bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    1  512
-b200      bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    1   32
-b200      bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    1   64
-b200      bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    1  128
-b200      bf16,fp8  weak     1024      96  4096   4  12  32     1   1   1   8    1  256
-b200      bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    1  512
-b200      bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    1  512
-b200      bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    1  512
-b200      bf16,fp8  strong   1024      96  4096   4  12  32     1   1   1   8    1  512
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs  turn
+h100      bf16,fp8  weak      128      96  4096   8  12   2     1   1   1   8    1   32     0
+h100      bf16,fp8  weak      256      96  4096   8  12   4     1   1   1   8    1   64     0
+h100      bf16,fp8  weak      512      96  4096   8  12   8     1   1   1   8    1  128     0
+h100      bf16,fp8  weak     1024      96  4096   8  12  16     1   1   1   8    1  256     0
+h100      bf16,fp8  weak     2048      96  4096   8  12  32     1   1   1   8    1  512     0
+gb200     bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    2   32     0
+gb200     bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    2   64     0
+gb200     bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    2  128     0
+gb200     bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    4  512     0
+gb200     bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    4  512     0
+gb200     bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    4  512     0
+gb300     bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    2   32     0
+gb300     bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    2   64     0
+gb300     bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    2  128     0
+gb300     bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    4  512     0
+gb300     bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    4  512     0
+gb300     bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    4  512     0
+b200      bf16,fp8  weak      128      96  4096   4  12   4     1   1   1   8    2   32     0
+b200      bf16,fp8  weak      256      96  4096   4  12   8     1   1   1   8    2   64     0
+b200      bf16,fp8  weak      512      96  4096   4  12  16     1   1   1   8    2  128     0
+b200      bf16,fp8  weak     1024      96  4096   4  12  32     1   1   1   8    2  256     0
+b200      bf16,fp8  strong    128      96  4096   4  12   4     1   1   1   8    4  512     0
+b200      bf16,fp8  strong    256      96  4096   4  12   8     1   1   1   8    4  512     0
+b200      bf16,fp8  strong    512      96  4096   4  12  16     1   1   1   8    4  512     0
+b200      bf16,fp8  strong   1024      96  4096   4  12  32     1   1   1   8    2  512     8
 """
 
 

@@ -13,13 +13,11 @@ from maxbench.plan import planner
 from maxbench.plan.planner import Plan, plan
 from maxbench.predict import memory
 from maxbench.predict.memory import GIB
-from maxbench.spec import flops
+from maxbench.spec import flops, program
 from maxbench.spec.errors import UserError
 from maxbench.spec.run import AXES, Run
 
-MOST_TP = 16  # GPUs that split one matrix product, at most
-MOST_PP = 16
-MOST_CP = 8
+MOST_TP, MOST_PP, MOST_CP = 16, 16, 8  # GPUs that split one thing, at most
 first = operator.itemgetter(0)
 WIDTH = 2  # bytes of a number in the forward and backward pass
 LOGITS = 3 << 30  # bytes of a chunk's logits, their gradient and what the loss makes of them
@@ -97,8 +95,7 @@ def seconds(run: Run) -> float:
         work += costs.offload(memory.activation_bytes(here) - memory.activation_bytes(run))
     if a.pp > 1:  # each chunk's turn: weights twice and sums, and a neighbour's
         work += 2 * costs.memory(8 * WIDTH * weights) / max(run.train.turn, a.pp)
-    loss = head * share / a.pp / costs.rate("bf16")
-    loss += costs.memory(MOVED * ends)
+    loss = head * share / a.pp / costs.rate("bf16") + costs.memory(MOVED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
     # Gradients reduced and weights gathered, once.
     return step + 2 * link("all-gather", int(WIDTH * (weights + ends) / a.fsdp), "dp", "cp")
@@ -111,12 +108,15 @@ def held(run: Run) -> float:
     slots = 0 if m.layers % (a.pp * a.vp) == 0 else 2 / m.layers  # empty ones
     # Experts' gradients once more, turned round.
     more = 2 * slots * weights + (m.experts > 0 and a.pp == 1) * (weights + ends)
-    layer = weights * a.pp / m.layers
-    gathered = 4 * WIDTH * layer if a.fsdp > 1 else 0
+    gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # the chunks whose turn it is
     rows = a.mbs * run.train.seq // a.cp
     widest = m.gates * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
+    if m.experts and program.as_code(run):
+        # XLA puts off the products for the weights of all layers, and keeps what they read.
+        read = rows * m.rows(a.ep) * (2 * m.embed + (m.gates + 1) * m.mlp / a.tp)
+        scratch += (m.layers - 1) * run.format.bytes * read
     return memory.least(run) + WIDTH * more / a.fsdp + gathered + LOGITS / 2 + scratch
 
 

@@ -5,8 +5,7 @@ published program takes longer; predicted as published = predicted - all terms. 
 programs differ, the same for every workload.
 
   recomputation      what the backward pass computes again, ours less theirs (arithmetic)
-  larger microbatches  than theirs: products that fill their last round better, and fewer gaps
-                     between kernels. Of dense layers
+  larger microbatches  than theirs: products fill their last rounds better, gaps are fewer
 
 Published by NeMo (Megatron-LM and Transformer Engine):
 
@@ -54,8 +53,7 @@ def terms(
     share, theirs = map(memory.recomputed, (run, memory.with_remat(run, row.remat)))
     products = t.compute["gemm"] + t.compute["attention"]
     found = {"recomputation": products * (share - theirs) / (3 + share)}
-    if not run.model.experts:
-        found["larger microbatches"] = -_divided(run, t, run.layout.mbs / row.mbs, costs)
+    found["larger microbatches"] = -_divided(run, t, run.layout.mbs / row.mbs, costs)
     if "nemo" in row.source:
         found |= {"copies": t.compute["copy"], "host decisions": t.compute["host"]}
         found |= _waiting(run, t, hidden)
@@ -63,22 +61,23 @@ def terms(
         if any(release in row.source for release in UNFUSED):
             found["FlashAttention 2"] = -t.compute["attention"] * (1 / FLASH_2 - 1)
         if run.format.quantized:
-            found |= _fp8(run, t, costs)
+            found |= _fp8(run, t, costs, row)
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
 def _divided(run: Run, t: Timeline, times: float, costs: Costs) -> float:
     """What so many times as many microbatches, each as much smaller, take longer."""
     a, m, rows = run.layout, run.model, run.layout.mbs * run.train.seq // run.layout.cp
-    joined = m.embed, m.kv_heads * m.group_width // a.tp, m.gates * m.mlp // a.tp
-    split = m.embed, m.heads * m.value_width // a.tp, m.mlp // a.tp
-    weights = [(x[0], width) for x in (joined, split) for width in x[1:]]
+    experts = m.experts // a.ep or 1  # of a GPU
+    weights = [(m.kv_heads * m.group_width, 1, 1), (m.heads * m.value_width, 1, 1)]
+    weights += [(n, m.rows(a.ep) / experts, experts) for n in (m.gates * m.mlp, m.mlp)]
 
     def products(rows):
-        each = [size for k, n in weights for size in ((rows, n, k), (rows, k, n), (k, n, rows))]
-        return sum(costs.gemm(*size, dtype=run.format.reads[0]) for size in each)
+        ways = lambda r, n, of: ((r, n, m.embed, of), (r, m.embed, n, of), (m.embed, n, r, of))
+        each = [ways(round(rows * share), n // a.tp, of) for n, share, of in weights]
+        return sum(costs.gemm(*g, dtype=run.format.reads[0]) for some in each for g in some)
 
-    longer = times * products(round(rows / times)) - products(rows)
+    longer = times * products(rows / times) - products(rows)
     return a.microbatches * m.layers / a.pp * longer + (times - 1) * t.compute["launch"]
 
 
@@ -111,16 +110,16 @@ def _on_one_stage(run: Run, costs: Costs) -> float:
     return a.microbatches * (products(rows) - products(-(-rows // a.pp) * of) / of)
 
 
-def agreements(run: Run) -> tuple[int, int]:
+def agreements(run: Run, row: Published) -> tuple[int, int]:
     """How many GPUs, apart from tp's, agree on FP8 scales in NeMo, and how often in a step."""
     a = run.layout
-    return a.dp * a.fsdp * a.ep * a.cp, 2 * a.microbatches * a.vp
+    return a.dp * a.fsdp * a.ep * a.cp, 2 * (a.microbatches * a.mbs // row.mbs) * a.vp
 
 
-def _fp8(run: Run, t: Timeline, costs: Costs) -> dict[str, float]:
+def _fp8(run: Run, t: Timeline, costs: Costs, row: Published) -> dict[str, float]:
     """What NeMo's FP8 takes longer."""
     a, m = run.layout, run.model
-    replicas, times = agreements(run)
+    replicas, times = agreements(run, row)
     found = {"waits for scales": -costs.waits(t.seconds, times, replicas)}
     if m.experts:
         times = 2 * a.microbatches * m.layers // a.pp  # forward, and the gradient of the way back

@@ -89,7 +89,7 @@ def test_terms_of_nemo():
 
 def test_nothing_runs_beside_what_experts_send():
     """A gather of which half is hidden here is exposed whole there."""
-    run = run_of("grok1_314b.py --gpus 32")
+    run = run_of("grok1_314b.py --gpus 32 --mbs 1")
     t, costs = timeline_of(tp=8)
     (gather,) = t.traffic.values()
     gather.exposed_s /= 2
@@ -129,7 +129,7 @@ def test_the_last_of_their_stages_has_the_loss_alone():
 
 
 def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
-    run = run_of("grok1_314b.py --gpus 128 --dtype fp8")
+    run = run_of("grok1_314b.py --gpus 128 --dtype fp8 --mbs 1")
     a = run.layout
     t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
     row = row_of(run, "nemo:dev")
@@ -151,6 +151,24 @@ def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
 
 def test_maxtext_is_the_same_compiler():
     assert terms_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
+
+
+def test_smaller_microbatches_fill_experts_less():
+    """Of each layer of Grok-1 with one expert on a GPU, which has two slots for each token of tp's
+    group: 32 microbatches of 4 sequences here, 128 of one there."""
+    run = run_of("grok1_314b.py --gpus 32")
+    assert (run.layout.mbs, run.layout.microbatches, run.layout.ep) == (4, 32, 8)
+    costs = planner.costs_of(run)
+    ways = lambda rows, k, n: ((rows, n, k), (rows, k, n), (k, n, rows))
+    attn, mlp = ((6144, 2048), (1536, 6144)), ((6144, 16384), (8192, 6144))
+
+    def layer(rows):
+        each = [ways(rows, *w) for w in attn] + [ways(2 * rows, *w) for w in mlp]
+        return sum(costs.gemm(*g) for some in each for g in some)
+
+    longer = 4 * (128 * layer(4096) - 32 * layer(16384))  # of four layers
+    found = terms.terms(run, simulate.Timeline(), row_of(run, "MaxText", mbs=1), costs)
+    assert found == {"larger microbatches": pytest.approx(-longer)}
 
 
 def test_smaller_microbatches_fill_products_less_and_have_more_gaps():
