@@ -194,7 +194,7 @@ def rotate(x_bthk, cos_tk, sin_tk):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_bthk.dtype)
 
 
-def turned(x):
+def swap(x):
     """[b, t, ...] as [t, b, ...], and back, where tp splits t: what travels lies in one piece."""
     return x.swapaxes(0, 1) if collectives.degree("tp") > 1 else x
 
@@ -213,15 +213,15 @@ class Attention(nn.Module):
         m = self.model
         equal = m.value_width == m.head_dim
         axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(turned(x_bud), turns["qkv"])
-        q_btgrk, k_btgk, v_btgk = split(m, turned(qkv))
+        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(swap(x_bud), turns["qkv"])
+        q_btgrk, k_btgk, v_btgk = split(m, swap(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
-        y_ubd, made = out(turned(o_bthk), turns["out"])
-        return keep(turned(y_ubd), "attn_out"), {"qkv": there, "out": made}
+        y_ubd, made = out(swap(o_bthk), turns["out"])
+        return keep(swap(y_ubd), "attn_out"), {"qkv": there, "out": made}
 
 
 def split(m: Model, qkv):
@@ -269,9 +269,9 @@ class Mlp(nn.Module):
         m = self.model
         up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        up_tbgf, there = up(turned(x_bud), turns["up"])
+        up_tbgf, there = up(swap(x_bud), turns["up"])
         y_ubd, made = down(activate(m, keep(up_tbgf, "mlp_up"), 2), turns["down"])
-        return keep(turned(y_ubd), "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
+        return keep(swap(y_ubd), "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
 
 
 class Embed(nn.Module):

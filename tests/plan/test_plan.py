@@ -282,7 +282,7 @@ def test_llama31_405b_in_four_stages():
     # Each microbatch, each way for each of a stage's 8 chunks.
     sent, times = 2 * tokens * 16384 // 8, 2 * 32 * 8
     assert by["permute", "pp"]["count"] == pytest.approx(times, rel=1e-4)
-    assert by["permute", "pp"]["bytes"] == pytest.approx(times * sent, rel=1e-3)
+    assert by["permute", "pp"]["bytes"] == pytest.approx(times * sent, rel=2e-4)  # ticks' averages
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]
