@@ -28,7 +28,7 @@ from maxbench.model.loss import cross_entropy
 from maxbench.model.sums import add_to
 from maxbench.spec import program
 from maxbench.spec.model import Model
-from maxbench.spec.run import PRODUCTS, Run
+from maxbench.spec.run import Run
 
 # The halves of a layer, and their products that communicate over tp. Names of a half's weights
 # begin with its own.
@@ -210,7 +210,7 @@ def apply(run: Run, w, tokens_bt, sums=None):
     rope = rope_angles(m, axes.chunks(run.train.seq))
     x_bud = embed(m, w, tokens_bt)
     step = lambda run, kind, x_bud, w: layer(run, kind, *w, x_bud, rope)[::2]
-    train = dataclasses.replace(run.train, remat=",".join(PRODUCTS), offload="", remat_layers=0)
+    train = dataclasses.replace(run.train, remat="products", offload="", remat_layers=0)
     more = functools.partial(step, dataclasses.replace(run, train=train))
     then = m.layers - program.recomputing(run), more
     return stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, then)

@@ -128,15 +128,16 @@ def sensitivity(p: Plan) -> dict[str, list[float]]:
 
 
 def best_remat(run: Run) -> Plan:
-    """The plan with the policy that keeps most and still fits, in the room that is left with as few
-    layers as need it; else the policy that keeps least.
+    """The plan with the policy that computes least again and still fits, in the room that is left
+    with as few layers as need it; else the policy that keeps least.
 
     What a policy keeps is arithmetic, so three or four programs are compiled, not all.
     """
-    least = memory.policies(run)[-1]
-    last = plan(least)
-    room = last.memory.spare + memory.activation_bytes(least)
-    plans = (plan(one) for one in memory.policies(run, room * 1.05) if one != least)
+    most, *_, least = memory.policies(run)
+    last, layer = plan(least), memory.activation_bytes(most) / run.model.layers  # made again: whole
+    room = last.memory.spare + memory.activation_bytes(least) + layer
+    tried = sorted(memory.policies(run, room * 1.05), key=memory.recomputed)
+    plans = (plan(one) for one in tried if one != least)
     found = next((p for p in plans if p.fits), last)
     room = 0.95 * found.memory.spare
     while (more := memory.with_more(found.run, room)) != found.run:
@@ -328,10 +329,7 @@ def verdict(p: Plan) -> str:
     if p.fits:
         return f"fits, {spare:.1f} GiB spare"
     # What is over has to go from what this policy keeps, both by the same arithmetic.
-    would = memory.policies(p.run, memory.activation_bytes(p.run) + p.memory.spare)
-    hint = (
-        f"--config.train.remat={would[0].train.remat}"
-        if would
-        else "more fsdp, tp or cp; smaller mbs"
-    )
+    would = memory.least_recomputed(p.run, memory.activation_bytes(p.run) + p.memory.spare)
+    other = "more fsdp, tp or cp; smaller mbs"
+    hint = f"--config.train.remat={would.train.remat}" if would else other
     return f"does not fit: {-spare:.1f} GiB over; what would: {hint}"

@@ -13,7 +13,7 @@ from maxbench.predict import hlo
 from maxbench.predict.artifact import Compiled
 from maxbench.spec import flops, program
 from maxbench.spec.formats import FORMATS
-from maxbench.spec.run import PRODUCTS, REMATS, Run
+from maxbench.spec.run import REMATS, Run
 from maxbench.step.schedule import schedule_of, together
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
@@ -114,7 +114,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
     if a.pp == 1:
         more = 0 if remat else run.model.layers - program.recomputing(run)
-        more *= kept(run.model, PRODUCTS) - kept(run.model)
+        more *= kept(run.model, REMATS["products"]) - kept(run.model)
         return int(tokens * width * (sum(kept(kind) * n for n, kind in run.model.stacks) + more))
     layers = -(-run.model.layers // (a.pp * a.vp))
     return int(tokens * width * kept(run.model) * (in_flight(run) + 1) * layers)

@@ -20,12 +20,12 @@ SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
 
 # Tensors of a block that a remat policy may keep, in the order they are made.
 TENSORS = ("query", "key", "value", "context", "attn_out", "slots", "mlp_up", "mlp_act", "mlp_down")
-PRODUCTS = tuple(name for name in TENSORS if name != "mlp_act")  # with these none is made again
 # What the backward pass finds saved; everything else it computes again.
 REMATS = {
     "full": (),
     "none": TENSORS,  # and every other intermediate but gathered weights and sequences
     "norms": TENSORS,  # and none of the others; as none where layers are no code
+    "products": tuple(t for t in TENSORS if t != "mlp_act"),  # none of them is made again
     "selective": ("query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
     "save_qkv_proj": ("query", "key", "value"),
     "save_dot_except_mlp": ("query", "key", "value", "attn_out"),
@@ -107,7 +107,7 @@ class Train:
     # microbatches that a chunk of layers takes at a time, at least pp: fewer turns, more memory
     turn: int = setting(0, at_least=0)
     remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
-    # layers that it is for, the first of a loop; the others keep PRODUCTS. 0 = for all
+    # layers that it is for, the first of a loop; the others are of products. 0 = for all
     remat_layers: int = setting(0, at_least=0)
     offload: str = ""  # what of them waits in the host's memory: all, or names joined by commas
     # auto: the fastest of model/attention.KERNELS that the GPU has
