@@ -42,16 +42,17 @@ class Moe(nn.Module):
         logits_je, _ = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
         through = self.in_slots if m.capacity_factor else self.dropless
-        y_jd, made = through(x_jd, gate_jk, expert_jk, turns)
-        aux = balance_loss(m, probs_je, expert_jk, x_bud.shape[0]) if m.aux_loss else jnp.zeros(())
+        share_be = shares(m, expert_jk, len(x_bud)) if m.aux_loss else None
+        y_jd, made = through(x_jd, gate_jk, expert_jk, turns, share_be)
+        aux = balance_loss(m, probs_je, share_be) if m.aux_loss else jnp.zeros(())
         return y_jd.reshape(x_bud.shape), made, aux
 
-    def in_slots(self, x_jd, gate_jk, expert_jk, turns):
+    def in_slots(self, x_jd, gate_jk, expert_jk, turns, share_be):
         slot_jk, token_ec = map(decided, assign(self.model, gate_jk, expert_jk))
-        y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns)
+        y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns, share_be)
         return combine(keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
 
-    def experts(self, x_ecd, turns):
+    def experts(self, x_ecd, turns, share_be):
         m = self.model
         dot = functools.partial(product, self, batch=1)
         up, down = "experts embed -> gates mlp", "experts mlp -> embed"
@@ -59,12 +60,15 @@ class Moe(nn.Module):
         up_ecnf, there = dot(
             x_ecd, "up", up, m.init_std, turn=turns["up"], sequence="gather", saved="slots"
         )
-        h_ecf = activate(m, keep(up_ecnf, "mlp_up"), 2)
+        # Summed beside 'up': XLA does it behind dx on its way, or where decided() says.
+        summed = collectives.zero(share_be if collectives.degree("pp") > 1 else None)
+        up_ecnf = collectives.beside(keep(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
+        h_ecf = activate(m, up_ecnf, 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
         y_ecd, made = dot(h_ecf, "down", down, out_std(m), turn=turns["down"], **how)
         return y_ecd, {"up": there, "down": made}
 
-    def dropless(self, x_jd, gate_jk, expert_jk, turns):
+    def dropless(self, x_jd, gate_jk, expert_jk, turns, _):
         m = self.model
         gather = lambda x: collectives.gather(collectives.gather(x, "tp", 0), "ep", 0)
         x_jd, expert_jk = gather(x_jd), gather(expert_jk)
@@ -180,17 +184,21 @@ def _combine_backward(saved, dy_jd):
 combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
 
 
-def balance_loss(m: Model, probs_je, expert_jk, batch: int):
+def shares(m: Model, expert_jk, batch: int):
+    """Of each sequence, the share of its choices that each expert got: share_be, over all GPUs."""
+    parts = collectives.degree("cp") * collectives.degree("tp")
+    chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
+    share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
+    return decided(collectives.total(share_be, "cp", "tp"))
+
+
+def balance_loss(m: Model, probs_je, share_be):
     """This GPU's share of the load-balancing loss, summed over its sequences.
 
     For each sequence: experts x sum over e of (share of choices that e got) x (its mean
     probability), as in Switch Transformers (arXiv:2101.03961). Taken per sequence, it does not
-    depend on how a batch is split.
+    depend on how a batch is split. The sum over GPUs makes the means, and the gradient.
     """
     parts = collectives.degree("cp") * collectives.degree("tp")
-    probs_be = jnp.mean(probs_je.reshape(batch, -1, m.experts), 1) / parts
-    chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
-    share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
-    # One factor of all GPUs is enough: the sum over these makes the other, and the gradient.
-    share_be = decided(collectives.total(share_be, "cp", "tp"))
+    probs_be = jnp.mean(probs_je.reshape(len(share_be), -1, m.experts), 1) / parts
     return m.aux_loss * m.experts * jnp.sum(share_be * probs_be)

@@ -62,16 +62,7 @@ def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fi
 
 
 def product(
-    module,
-    x,
-    name,
-    axes: str,
-    std: float,
-    batch=0,
-    plain=False,
-    sums=None,
-    turn=linear.ANY,
-    **how,
+    module, x, name, axes: str, std: float, batch=0, plain=False, sums=None, turn=linear.ANY, **how
 ):
     """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
 
