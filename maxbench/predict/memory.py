@@ -126,7 +126,7 @@ def in_flight(run: Run) -> int:
     a = run.layout
     work = a.microbatches * a.vp
     turn = min(max(run.train.turn, a.pp), a.microbatches) if a.vp > 1 else a.pp
-    of = together(run.train.schedule, a.pp, a.vp, a.microbatches, turn)
+    of = together(run.train.schedule, a.pp, a.vp, a.microbatches, turn, a.mbs)
     most = a.vp * turn + a.pp - 2 + max(of + a.pp - turn, 1)  # longer ones wait for a loss anyway
     return min(work, most) if run.train.schedule == "1f1b" else work
 

@@ -22,13 +22,16 @@ EXPERTS = {"qkv": "down", "out": "up wgrad", "up": "out"}
 # Of a tick's later layers in BF16, whose products are twice as long: x is scattered beside 'down',
 # so that the gradient which that gathers has the last products of the layer before for itself.
 LATER = BESIDE | {"x": "down"}
+# In FP8 with scales known before, in microbatches of many tokens: x has one more product to come.
+LATER_FP8, MANY = BESIDE | {"qkv": "down wgrad"}, 8192
 
 
 def beside_of(run: Run, i: int) -> dict[str, str]:
     """Which of these a tick's i-th layer has."""
-    if run.model.experts:
-        return EXPERTS
-    return LATER if i > 0 and run.format.bytes > 1 else BESIDE
+    a = run.layout
+    many = run.format.remembers and a.mbs * run.train.seq // a.cp >= MANY
+    later = LATER if run.format.bytes > 1 else LATER_FP8 if many else BESIDE
+    return EXPERTS if run.model.experts else later if i > 0 else BESIDE
 
 
 class Half:

@@ -116,7 +116,7 @@ class Schedule:
 def schedule_of(run: Run) -> Schedule:
     """The schedule of a run's pipeline; without one, of a pipeline of one stage."""
     a, t = run.layout, run.train
-    return schedule(t.schedule if a.pp > 1 else "1f1b", a.pp, a.vp, a.microbatches, t.turn)
+    return schedule(t.schedule if a.pp > 1 else "1f1b", a.pp, a.vp, a.microbatches, t.turn, a.mbs)
 
 
 def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[int, int]]:
@@ -130,17 +130,17 @@ def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[
     ]
 
 
-def together(name: str, pp: int, vp: int, microbatches: int, turn: int) -> int:
-    """Of how many microbatches a loss is: of four that come one after the other, or two. For a loss
-    all stages wait for all, as two stages do in any tick. Of many on many stages it is of eight:
-    the fill is so much longer, and half as many losses are waited for."""
-    fits = lambda n: microbatches % n == 0 and (vp == 1 or turn % n == 0)
-    sizes = (8, 4, 2, 1) if pp >= 8 and microbatches >= 64 else (4, 2, 1)
-    return 1 if name == "gpipe" or pp <= 2 else next(filter(fits, sizes))
+def together(name: str, pp: int, vp: int, microbatches: int, turn: int, mbs: int) -> int:
+    """Of how many microbatches a loss is: of two that come one after the other, or as many as have
+    four sequences. For a loss all stages wait for all, as two stages do in any tick. Of many on
+    many stages it is of eight: the fill is so much longer, and half as many are waited for."""
+    most = max(2, (8 if pp >= 8 and microbatches >= 64 else 4) // mbs)
+    fits = lambda n: n <= most and microbatches % n == 0 and (vp == 1 or turn % n == 0)
+    return 1 if name == "gpipe" or pp <= 2 else next(filter(fits, (8, 4, 2)), 1)
 
 
 @functools.cache
-def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> Schedule:
+def schedule(name: str, pp: int, vp: int, microbatches: int, turn=0, mbs=1) -> Schedule:
     """Makes a schedule: 'gpipe', or '1f1b', which with vp > 1 is the interleaved one.
 
     A chunk's turn is `turn` microbatches long, pp at least, which is the default and holds least.
@@ -155,7 +155,7 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn: int = 0) -> S
     """
     assert name in SCHEDULES
     turn = min(max(turn, pp), microbatches) if vp > 1 else pp
-    of = together(name, pp, vp, microbatches, turn)
+    of = together(name, pp, vp, microbatches, turn, mbs)
     forward = _order(turn, vp, microbatches, backward=False)
     backward = _order(turn, vp, microbatches, backward=True)
     parts, total = pp * vp, len(forward)

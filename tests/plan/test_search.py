@@ -10,7 +10,7 @@ from maxbench.plan import search
 from maxbench.predict import memory
 from maxbench.predict.memory import GIB
 from maxbench.spec import cli, recipes
-from maxbench.step.schedule import schedule
+from maxbench.step.schedule import schedule_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -51,7 +51,7 @@ def test_work_in_flight_is_the_schedules(pp, vp, name):
         how = f"--config.train.schedule={name} --config.train.turn={turn}"
         run = run_of(f"llama2_70b.py:tiny {axes} {how}")
         assert run.layout.microbatches == 4 * pp
-        assert memory.in_flight(run) == schedule(name, pp, vp, 4 * pp, turn).keep
+        assert memory.in_flight(run) == schedule_of(run).keep
 
 
 def test_the_arithmetic_is_near_what_was_compiled():

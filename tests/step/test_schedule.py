@@ -136,17 +136,20 @@ def test_slots_do_not_grow_with_microbatches():
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(SCHEDULES), **SIZES, **TURNS)
-@example(name="1f1b", pp=8, vp=2, extra=56, longer=0)
-def test_a_loss_is_of_as_many_microbatches_as_come_together(name, pp, vp, extra, longer):
+@given(name=st.sampled_from(SCHEDULES), mbs=st.integers(1, 5), **SIZES, **TURNS)
+@example(name="1f1b", pp=8, vp=2, extra=56, longer=0, mbs=1)
+@example(name="1f1b", pp=8, vp=2, extra=56, longer=0, mbs=2)
+def test_a_loss_is_of_as_many_microbatches_as_come_together(name, pp, vp, extra, longer, mbs):
     micro = pp + extra
-    s = schedule(name, pp, vp, micro, pp + longer)
+    s = schedule(name, pp, vp, micro, pp + longer, mbs)
     losses = s.column("loss")
     assert np.flatnonzero(losses[:, 0] >= 0).size == micro // s.together
     assert sorted(losses[losses[:, 0] >= 0, 0]) == list(range(s.together - 1, micro, s.together))
     turn = pp if vp == 1 else min(pp + longer, micro)
     most = 1 if name == "gpipe" or pp <= 2 else 8 if pp >= 8 and micro >= 64 else 4
-    whole = [n for n in (1, 2, 4, 8) if n <= most and micro % n == 0 and (vp == 1 or turn % n == 0)]
+    most = max(most // mbs, 2) if most > 1 else 1
+    fits = lambda n: n <= most and micro % n == 0 and (vp == 1 or turn % n == 0)
+    whole = [1, *filter(fits, (2, 4, 8))]
     assert s.together == whole[-1]
 
 
