@@ -16,9 +16,6 @@ XLA_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_command_buffer": "",
     "xla_gpu_enable_highest_priority_async_stream": True,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 2 << 30,
-    "xla_gpu_all_gather_combine_threshold_bytes": 2 << 30,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20,
     # Keys and values go round cp together: one after the other, the first would be waited for.
     "xla_gpu_collective_permute_combine_threshold_bytes": 1 << 30,
     "xla_gpu_enable_all_gather_combine_by_dim": False,
