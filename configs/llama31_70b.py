@@ -5,14 +5,15 @@ The recipe leaves out 3.1's rope scaling.
 
 from maxbench.spec.recipes import workload
 
+# In BF16, microbatches of two sequences: memory has room for them.
 LAYOUTS = """
 gpu_type  dtype  scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
-h100      bf16   weak       64      80  8192   4   5   2     1   1   2   4    1   128
-h100      bf16   weak      128      80  8192   4   5   4     1   1   2   4    1   256
-h100      bf16   weak      256      80  8192   4   5   8     1   1   2   4    1   512
-h100      bf16   weak      512      80  8192   4   5  16     1   1   2   4    1  1024
-h100      bf16   weak     1024      80  8192   4   5  32     1   1   2   4    1  2048
-h100      bf16   weak     2048      80  8192   4   5  64     1   1   2   4    1  4096
+h100      bf16   weak       64      80  8192   4   5   2     1   1   2   4    2   128
+h100      bf16   weak      128      80  8192   4   5   4     1   1   2   4    2   256
+h100      bf16   weak      256      80  8192   4   5   8     1   1   2   4    2   512
+h100      bf16   weak      512      80  8192   4   5  16     1   1   2   4    2  1024
+h100      bf16   weak     1024      80  8192   4   5  32     1   1   2   4    2  2048
+h100      bf16   weak     2048      80  8192   4   5  64     1   1   2   4    2  4096
 h100      fp8    weak       64      80  8192   8   5   2     1   1   1   4    1   128
 h100      fp8    weak      128      80  8192   8   5   4     1   1   1   4    1   256
 h100      fp8    weak      256      80  8192   8   5   8     1   1   1   4    1   512
@@ -41,7 +42,6 @@ def get_config(presets=""):
         train=dict(
             seq=8192,
             remat="none",
-            turn=8,  # BF16 has 4 stages: GPUs have room for what fewer turns keep
         ),
         fp8=dict(
             train=dict(combine=(2 << 30, 2 << 30, 64 << 20)),

@@ -210,9 +210,17 @@ def test_grok1_brings_tokens_to_their_experts():
     found = planned("--config configs/grok1_314b.py --gpus 16")  # a row of the table, below
     exchanged = traffic(found)["all-to-all", "ep"]
     assert exchanged["link"] == "network"
-    tokens = 4 * 4096 * 2 // 4  # of one GPU: mbs x seq / tp, top-2
-    assert exchanged["count"] >= 4 * 4 * 64  # of 4 layers and 64 microbatches
-    assert exchanged["bytes"] >= 4 * 4 * 64 * tokens * 6144 * 2
+    tokens = 8 * 4096 * 2 // 4  # of one GPU: mbs x seq / tp, top-2
+    assert exchanged["count"] >= 4 * 4 * 32  # of 4 layers and 32 microbatches
+    assert exchanged["bytes"] >= 4 * 4 * 32 * tokens * 6144 * 2
+
+
+@compiler
+def test_grok1_counts_choices_beside_a_product():
+    """In a pipeline: they came behind dx on its way over the network, and were waited for."""
+    counted = traffic(planned("--config configs/grok1_314b.py --gpus 128"))["all-reduce", "cp+tp"]
+    assert counted["count"] >= 8 * 32  # of a stage's 8 layers and 32 microbatches
+    assert counted["exposed_s"] < 0.05 * counted["busy_s"]
 
 
 @compiler
@@ -259,30 +267,30 @@ def test_without_a_pipeline_too_a_pass_hides_the_traffic_of_the_other():
 
 @compiler
 def test_llama31_405b_in_four_stages():
-    """30 layers of Llama 3.1 405B: residuals of 38 chunks of two sequences, one slot to spare."""
+    """30 layers of Llama 3.1 405B: residuals of 36 chunks of four sequences, one slot to spare."""
     row = "--config configs/llama31_405b.py --gpus 64"
     found = planned(row)
     m = found["memory"]
     assert found["fits"]
-    tokens = 2 * 8192 // 2  # over cp; the rest is over tp
+    tokens = 4 * 8192 // 2  # over cp; the rest is over tp
     layer = 2 * tokens * (3 * 16384 + 4 * 1024 + 2 * 53248) // 8  # x, q, o; k, v of two; mlp up
     one = layer + 2 * tokens * 16384 // 8
-    assert m["activations"] == pytest.approx(39 * one, rel=0.06)
+    assert m["activations"] == pytest.approx(37 * one, rel=0.06)
     ends = 2 * 128256 * 16384
     weights = 2 * (99_833_823_232 - ends) * 32 / 30 / 32  # bf16, pp 4 x tp 8, 30 + 2 slots
     assert m["gradients"] == pytest.approx(weights + 2 * ends / 8, rel=0.01)
     by = traffic(found)
     # In pieces beside the fill and the drain: once, but for what comes again in ticks without one,
-    # 36 of each for the pieces of 7 chunks in 4 ticks.
+    # 33 of each for the pieces of 7 chunks in 4 ticks.
     for kind in ("all-gather", "reduce-scatter"):
         travels = by[kind, "cp"]
-        assert weights <= travels["bytes"] < 36 / (7 * 4) * weights
+        assert weights <= travels["bytes"] < 33 / (7 * 4) * weights
         assert travels["count"] > 30
         assert travels["exposed_s"] < 0.6 * travels["busy_s"]
     # Each microbatch, each way for each of a stage's 8 chunks.
-    sent, times = 2 * tokens * 16384 // 8, 2 * 32 * 8
+    sent, times = 2 * tokens * 16384 // 8, 2 * 16 * 8
     assert by["permute", "pp"]["count"] == pytest.approx(times, rel=1e-4)
-    assert by["permute", "pp"]["bytes"] == pytest.approx(times * sent, rel=2e-4)  # ticks' averages
+    assert by["permute", "pp"]["bytes"] == pytest.approx(times * sent, rel=4e-4)  # ticks' averages
     assert found["parts_s"]["idle"] < 0.05 * found["step_s"]
     # Forward and backward pass hide each other's traffic: it was 15 % of the step.
     assert found["parts_s"]["exposed"] < 0.08 * found["step_s"]

@@ -123,7 +123,7 @@ def test_the_last_of_their_stages_has_the_loss_alone():
     a, row = run.layout, row_of(run, "nemo")
     costs = planner.costs_of(run)
     found = terms.terms(run, simulate.Timeline(), row, costs)
-    head = 6 * 128256 * 8192 / a.tp * 8192 / a.cp * a.microbatches / costs.rate("bf16")
+    head = 6 * 128256 * 8192 / a.tp * a.mbs * 8192 / a.cp * a.microbatches / costs.rate("bf16")
     assert set(found) == {"loss on one stage"}
     assert found["loss on one stage"] == pytest.approx(-head * 3 / 4, rel=0.1)
 
