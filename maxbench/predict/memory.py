@@ -13,7 +13,7 @@ from maxbench.predict import hlo
 from maxbench.predict.artifact import Compiled
 from maxbench.spec import flops, program
 from maxbench.spec.formats import FORMATS
-from maxbench.spec.run import REMATS, Run
+from maxbench.spec.run import REMATS, TENSORS, Run
 from maxbench.step.schedule import schedule_of, together
 
 FRACTION = 0.94  # of the GPU's memory that the step may take, as runtime.prepare sets it
@@ -172,7 +172,8 @@ def recomputed(run: Run, remat: str = "") -> float:
 
 def policies(run: Run, room: float = math.inf) -> list[Run]:
     """The run with each remat policy that keeps at most so many bytes, most of them first."""
-    names = [remat for remat in REMATS if remat != "norms" or program.as_code(run)]
+    apart = {"norms": program.as_code(run), "products": "mlp_act" in program.kept(run, TENSORS)}
+    names = [remat for remat in REMATS if apart.get(remat, True)]  # elsewhere they are 'none'
     size = {remat: activation_bytes(run, remat) for remat in names}
     fit = [remat for remat in size if size[remat] <= room]
     return [with_remat(run, one) for one in sorted(fit, key=size.__getitem__, reverse=True)]
