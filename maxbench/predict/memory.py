@@ -49,7 +49,7 @@ def capacity(gpu_type: str) -> int:
 
 def split(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     """The parts of the compiler's total."""
-    rows = schedule_of(run).keep + 1 if run.layout.pp > 1 else run.model.layers
+    rows = schedule_of(run).keep if run.layout.pp > 1 else run.model.layers
     carried, counted = saved(program, compiled.layer_shapes, rows), activation_bytes(run)
     # Where layers are code no loop carries them: arithmetic.
     kept = carried if carried > counted / 2 else counted
@@ -121,14 +121,14 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
 
 def in_flight(run: Run) -> int:
-    """Pieces of work (a microbatch in a chunk of layers) whose residuals the first stage of a
-    pipeline holds at once: schedule()'s `keep`, without making the table."""
+    """Slots for residuals of pieces of work (a microbatch in a chunk of layers) that a pipeline's
+    stage has: schedule()'s `keep`, without making the table."""
     a = run.layout
     work = a.microbatches * a.vp
     turn = min(max(run.train.turn, a.pp), a.microbatches) if a.vp > 1 else a.pp
     of = together(run.train.schedule, a.pp, a.vp, a.microbatches, turn, a.mbs)
     most = a.vp * turn + a.pp - 2 + max(of + a.pp - turn, 1)  # longer ones wait for a loss anyway
-    return min(work, most) if run.train.schedule == "1f1b" else work
+    return min(work, most) if run.train.schedule == "1f1b" else work + 1
 
 
 def least(run: Run) -> float:

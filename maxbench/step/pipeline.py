@@ -92,17 +92,13 @@ class _Pipeline:
         return {**ends, "layers": layers}, out
 
     def start(self, sums):
-        """Empty buffers. Each has one slot more than the schedule counts, for what is dropped: no
-        residuals are where there is one stage.
-
-        They are made when the weights are, whose way there takes memory too. Work for nothing reads
-        them, and a scale of 0 would make of its zeros what is no number. No two are of the same
-        one: XLA would make one box, and copy it.
+        """Empty buffers. They are made when the weights are, whose way there takes memory too. Work
+        for nothing reads them, and a scale of 0 would make of its zeros what is no number. No two
+        are of the same one: XLA would make one box, and copy it.
         """
         plan, x = self.plan, self.x
         ones = (1 + i % 64 / 64 + collectives.zero(self.layers) for i in itertools.count())
         box = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
-        spare = not self.alone
         zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
         forward = self.take_chunk(but("row", self.layers), 0)
@@ -115,11 +111,11 @@ class _Pipeline:
         kept = {n: [s for _ in forward] for n, s in jax.eval_shape(passes, x).items()}
         return turning | {
             "sums": zeros,
-            "keep": jax.tree.map(lambda s: box(plan.keep + spare, s), kept),
+            "keep": jax.tree.map(lambda s: box(plan.keep, s), kept),
             "kept": jax.tree.map(lambda s: box(1, s)[0], kept),
-            "kept_at": jnp.int32(-1),
-            "inbox": box(plan.inbox + 1, x),
-            "grads": box(plan.grads + plan.together, x),
+            "kept_at": jnp.int32(0),
+            "inbox": box(max(plan.inbox, 2), x),  # XLA waits for no number that can only be 0
+            "grads": box(max(plan.grads, 2), x),
             "y": jnp.zeros(x.shape, x.dtype),
             "ys": box(plan.together, x),
             "ends": {name: sums[name] for name in NAMES},
@@ -362,10 +358,8 @@ def _number(made):  # collectives.zero, to add to the number of a slot or a chun
 
 
 def _put(box, slot, value):
-    """box with a value in a slot, or values from it on; slot -1 is spare at the end, never read."""
-    value = value.reshape(-1, *box.shape[1:])
-    at = jnp.where(slot < 0, len(box) - len(value), slot)
-    return lax.dynamic_update_slice_in_dim(box, value, at, 0)
+    """box with a value in a slot, or values from it on."""
+    return lax.dynamic_update_slice_in_dim(box, value.reshape(-1, *box.shape[1:]), slot, 0)
 
 
 def _take(box, slot):

@@ -25,7 +25,7 @@ COLUMNS = (
     "f_load",  # the chunk whose turn begins, or -1
     "f_keep",  # residual slot that the forward fills
     "f_from",  # inbox slot of its input; -1 on the network's first chunk, which embeds tokens
-    "f_grad",  # first of the gradient slots that the loss fills; -1 but on the last stage
+    "f_grad",  # first of the gradient slots that the loss fills, which the last stage reads
     "loss",  # of which microbatch and those before; the same on all stages
     "b_micro",  # backward
     "b_chunk",
@@ -221,10 +221,16 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
         table[ticks[turns], p, at[f"{way}_load"]] = chunks[turns]
         if way == "b":
             table[ticks[turns], p, at["b_last"]] = np.where(before < 0, chunks, before)[turns]
+    # What a tick has done for nothing it puts into a slot all the same, one that is free.
+    for stays, column in ((keep, "f_keep"), (inbox, "x_put"), (grads, "g_put")):
+        full = {stay[:2] for stay in stays}
+        idle = (at for at in np.ndindex(pp, len(table)) if at not in full)
+        stays += [(p, tick, tick, {column: [tick]}) for p, tick in idle]
     # What a tick keeps is put away when it has read what it frees, and its loss comes after that;
     # other slots it fills first.
     fill = functools.partial(_fill_slots, table)
     counts = fill(keep, 1), fill(inbox, 0), fill(grads, 0, first=fill(losses, 1, of))
+    table[:, :, at["f_grad"]] = table[:, -1:, at["f_grad"]]
     made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of)
     made = dataclasses.replace(made, spread=_with_pieces(made))
     table.setflags(write=False)

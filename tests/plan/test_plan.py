@@ -275,7 +275,7 @@ def test_llama31_405b_in_four_stages():
     tokens = 4 * 8192 // 2  # over cp; the rest is over tp
     layer = 2 * tokens * (3 * 16384 + 4 * 1024 + 2 * 53248) // 8  # x, q, o; k, v of two; mlp up
     one = layer + 2 * tokens * 16384 // 8
-    assert m["activations"] == pytest.approx(37 * one, rel=0.06)
+    assert m["activations"] == pytest.approx(36 * one, rel=0.06)
     ends = 2 * 128256 * 16384
     weights = 2 * (99_833_823_232 - ends) * 32 / 30 / 32  # bf16, pp 4 x tp 8, 30 + 2 slots
     assert m["gradients"] == pytest.approx(weights + 2 * ends / 8, rel=0.01)
