@@ -5,12 +5,13 @@ per step, from the master copy, and travel so over dp, fsdp and cp; sequences to
 tokens to their experts, over ep, on their way into a GEMM. An arithmetic is a frozen object,
 carried by each Weight, with
 
-  turned     the forward pass reads weights [batch..., outs..., ins...]
+  turned     the forward pass reads weights as matrices [batch..., outs, ins]
   by_outs    and over fsdp gathers them along their outs, whichever dim of the weight is split
   matrices   product() knows those only
   scales(ws, lead, past)   an iterator of what each weight's scale needs of all weights of a step,
              and their largest magnitudes [gemms, ...] or None; `lead`: dims of layers in front
   weight(w, place, lead, scale)   the Weight, gathered, of a part of the master copy
+  col_of(row, gemm)   its other form, where weight() makes one
   operand(x, scales, gradient, axes)   x, or dy where `gradient`, as a factor of products over
              its last dims and over its rows, and its largest magnitude where the format remembers
              it, else None. `axes`: of the mesh, whose GPUs hold parts that it will be joined with
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench.mesh.places import gather_master
+from maxbench.mesh.places import Factor, gather_master
 from maxbench.spec.run import Run
 
 SCALE = "scale"  # checkpoint name of scales: a few bytes that save a pass over a tensor
@@ -49,12 +50,14 @@ class Scaled(NamedTuple):
 
 @flax.struct.dataclass
 class Weight:
-    """A weight as GEMMs of a format read it."""
+    """A weight as GEMMs of a format read it. In a pipeline both forms would be twice the memory:
+    one stands there, and `col` is None until a chunk's turn begins."""
 
     row: Any  # [batch..., ins..., outs...], for the gradient of x; blocks' scale: of matrices
-    col: Any  # [batch..., outs..., ins...] if turned, for the forward pass; blocks: of matrices
+    col: Any  # for the forward pass; if turned, matrices [batch..., outs, ins]
     arithmetic: Any = flax.struct.field(pytree_node=False)
     scales: jax.Array | None = None  # of x and of dy where they are known before, fp32 [2]
+    gemm: Factor | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:

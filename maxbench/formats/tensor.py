@@ -26,7 +26,7 @@ class Tensor:
     """Through XLA, which makes an FP8 GEMM of a product of dequantized operands."""
 
     delayed: bool
-    by_outs: bool = False  # over fsdp the turned form is split by its first dim, as it is gathered
+    by_outs: bool = True  # not in a pipeline: pieces.py cuts either dim, and one form is kept
     turned, matrices = True, False  # Hopper sums over the last dim of both operands only
 
     def quantize(self, x, dtype, scale):
@@ -49,19 +49,20 @@ class Tensor:
         return iter(scales.swapaxes(0, 1) if lead else scales.reshape(-1, 3)), amax
 
     def weight(self, w, place: Place, lead: int, scale) -> Weight:
-        old = None
-        if self.delayed:
-            old, scale = scale[..., :2], scale[..., 2]
+        old, scale = (scale[..., :2], scale[..., 2]) if self.delayed else (None, scale)
         shaped = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
         q = gather_master(place, quantize(w, shaped, FORWARD, saturate=self.delayed))
-        first = lead + place.gemm.batch
-        outs, dims = first + place.gemm.ins, tuple(range(w.ndim))
-        qt = q.transpose(dims[:first] + dims[outs:] + dims[first:outs])
+        row, gemm, first = Scaled(q, scale), place.gemm, lead + place.gemm.batch
+        col = self.col_of(row, gemm, lead) if self.by_outs else None
         # Once a step, not in each layer.
-        if self.by_outs and ("fsdp",) in place.compute[first:outs]:
-            qt = qt.reshape(*qt.shape[:first], -1, math.prod(q.shape[first:outs]))
-            qt = collectives.exchange(qt, "fsdp", first, first + 1)
-        return Weight(Scaled(q, scale), Scaled(qt, scale), self, old)
+        if self.by_outs and ("fsdp",) in place.compute[first : first + gemm.ins]:
+            col = col._replace(q=collectives.exchange(col.q, "fsdp", first, first + 1))
+        return Weight(row, col, self, old, gemm)
+
+    def col_of(self, row, gemm, lead=0):
+        first, shape = lead + gemm.batch, row.q.shape
+        matrices = *shape[:first], math.prod(shape[first : first + gemm.ins]), -1
+        return row._replace(q=jnp.swapaxes(row.q.reshape(matrices), -1, -2))
 
     def operand(self, x, scales, gradient, axes):
         dtype = GRADIENT if gradient else FORWARD
@@ -89,7 +90,7 @@ class OnTe(Tensor):
 
 def arithmetic(run: Run) -> Tensor:
     kind = OnTe if run.precision.backend == "te" else Tensor
-    return kind(run.format.remembers, by_outs=run.layout.pp == 1)  # pieces.py cuts either dim
+    return kind(run.format.remembers, by_outs=run.layout.pp == 1)
 
 
 def scale_of(x, dtype, axes=()):

@@ -14,7 +14,9 @@ from jax.experimental import topologies
 from maxbench.hardware.gpus import Chip
 from maxbench.mesh import axes, places
 from maxbench.predict import artifact, driver
-from maxbench.spec.run import DTYPES, Layout, Run
+from maxbench.spec import program
+from maxbench.spec.formats import FORMATS
+from maxbench.spec.run import Layout, Run
 from maxbench.step.step import Step
 
 # A program is read as it is scheduled. What comes after, more than half of a compile, is left out:
@@ -61,8 +63,8 @@ def compile_run(run: Run) -> artifact.Compiled:
         return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
     weights = jax.tree.map(held, step.places, step.abstract["params"])
-    elements = sum(w.size for w in jax.tree.leaves(weights))
-    width = lambda dtype: jax.numpy.dtype(DTYPES[dtype]).itemsize
+    count = lambda tree: sum(w.size for w in jax.tree.leaves(tree))
+    elements, layers = count(weights), count(weights["layers"])
     return artifact.Compiled(
         text=compiled.as_text(),
         weights=parts["params"],
@@ -70,8 +72,8 @@ def compile_run(run: Run) -> artifact.Compiled:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         host=memory.host_temp_size_in_bytes,
-        copy=elements * width(run.format.compute),
-        gradients=elements * width(run.precision.grads),
+        copy=program.copied(run, layers, elements - layers),
+        gradients=elements * FORMATS[run.precision.grads].bytes,
         layer_shapes=tuple(w.shape for w in jax.tree.leaves(weights["layers"])),
         attention=step.run.train.attention,
         lower_s=lower_s,

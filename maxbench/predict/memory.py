@@ -137,7 +137,7 @@ def least(run: Run) -> float:
     p, (weights, ends) = run.precision, stage_weights(run)
     width = lambda dtype: FORMATS[dtype].bytes
     state = flops.params(run.model) * (width(p.weights) + 2 * width(p.moments))
-    local = (weights + ends) * (width(run.format.compute) + width(p.grads))
+    local = program.copied(run, weights, ends) + (weights + ends) * width(p.grads)
     return state / run.layout.gpus + local / run.layout.fsdp
 
 

@@ -51,3 +51,11 @@ def kept(run: Run, saved: tuple[str, ...]) -> set[str]:
     names, width = {*saved} - {*run.train.offloaded}, run.format.bytes
     again = run.model.gates * FORMATS[run.format.compute].bytes + width < 4 * width
     return names - {"mlp_act"} if run.layout.pp > 1 and again and "mlp_up" in names else names
+
+
+def copied(run: Run, layers: float, ends: float) -> float:
+    """Bytes of the weights to compute with, of so many numbers in layers and at the network's ends.
+    Quantized they stand in two forms, in a pipeline in one (formats.Weight); of blocks in two."""
+    f, compute = run.format, FORMATS[run.format.compute].bytes
+    one = run.layout.pp > 1 and f.quantized and not f.blocks
+    return layers * (f.bytes if one else compute) + ends * compute

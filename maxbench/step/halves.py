@@ -12,6 +12,7 @@ from maxbench.mesh import axes, collectives
 from maxbench.model import network
 from maxbench.model.layers import rope_angles
 from maxbench.spec.run import Run
+from maxbench.step.pieces import rows
 
 # What a half that goes forward gathers or scatters -> the product beside which it does, of the half
 # that goes back before it in the same tick, for dx or its weight (linear.Turn). The last scatter is
@@ -87,9 +88,8 @@ class Half:
         first, last = network.HALVES[self.name]
         made = {first: jnp.zeros(()), last: made}
         new, dx, zeros, made = jax.tree.unflatten(tree, leaves)((dy, made, daux))
-        held = {name: zero[0] for name, zero in zeros.items()}
-        held |= {f"{name} x": zero[1] for name, zero in zeros.items()}
-        held |= {f"{name} wgrad": zero[2] for name, zero in zeros.items()}
+        at = {"": 0, " x": 1, " wgrad": 2}
+        held = {name + of: zero[i] for name, zero in zeros.items() for of, i in at.items()}
         return sums | new, dx, held, made
 
     def given(self, w, sums):
@@ -98,5 +98,17 @@ class Half:
 
 def but(form: str, layers):
     """Layers without one form of each Weight: the forward pass reads 'col', the backward 'row'."""
-    drop = lambda w: w.replace(**{form: None}) if isinstance(w, Weight) else w
-    return jax.tree.map(drop, layers, is_leaf=lambda w: isinstance(w, Weight))
+    return _weights(lambda w: w.replace(**{form: None}), layers)
+
+
+def with_col(layers):
+    """Layers with both forms of each Weight that stands in one. They lie by rows, or XLA would turn
+    the whole stack, in each tick."""
+    by_rows = lambda form: form._replace(q=rows(form.q))
+    made = lambda w: by_rows(w.arithmetic.col_of(by_rows(w.row), w.gemm))
+    return _weights(lambda w: w.replace(col=made(w)) if w.col is None else w, layers)
+
+
+def _weights(change, layers):
+    is_weight = lambda w: isinstance(w, Weight)
+    return jax.tree.map(lambda w: change(w) if is_weight(w) else w, layers, is_leaf=is_weight)

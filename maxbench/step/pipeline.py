@@ -8,7 +8,7 @@ does it for nothing, on zeros, while it would wait.
 
 Chunks take turns: the weights of those that have theirs, and the sums of their gradients, stand in
 buffers of their own, which the code names. They are copied when a turn begins, once in pp ticks
-or train.turn.
+or train.turn; an FP8 weight, which is kept once, is transposed on its way to the forward pass.
 
 Without a pipeline there may be one stage of one chunk (spec/program.py): the forward pass of each
 microbatch then goes beside the backward pass of the one before, and nothing takes turns.
@@ -25,14 +25,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxbench.formats import Weight
 from maxbench.mesh import collectives
 from maxbench.model import network
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
 from maxbench.step import schedule, slots
 from maxbench.step.ends import NAMES, Ends
-from maxbench.step.halves import Half, beside_of, but
+from maxbench.step.halves import Half, beside_of, but, with_col
 from maxbench.step.pieces import Pieces, rows
 
 
@@ -66,7 +65,7 @@ class _Pipeline:
         self.layers = jax.tree.map(rows, w["layers"])
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.size = self.real.shape[2]  # layers of a chunk
-        self.shapes = jax.eval_shape(lambda: self.take_chunk(self.layers, 0)[0])
+        self.shapes = jax.eval_shape(lambda: with_col(self.take_chunk(self.layers, 0)[0]))
         self.halves = {name: Half(run, name) for name in network.HALVES}
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
@@ -77,8 +76,8 @@ class _Pipeline:
         for name, ticks in self.plan.phases.items():
             if name == schedule.BOTH and not self.alone:
                 # All begin with the last chunk. Copied before the fill, that would keep it.
-                weights = but("col", carry["weights"])
-                carry["w_backward"] = self.take_chunk(weights, self.run.layout.vp - 1)
+                last = self.take_chunk(carry["weights"], self.plan.vp - 1)
+                carry["w_backward"] = but("col", last)
                 carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
             if name == schedule.DRAIN:
                 self.keep(carry)
@@ -101,11 +100,10 @@ class _Pipeline:
         box = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
         zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
-        forward = self.take_chunk(but("row", self.layers), 0)
+        forward = but("row", with_col(self.take_chunk(self.layers, 0)))
         turning = {"weights": self.layers, "w_forward": forward, "stack": sums["layers"]}
         if self.alone:
-            turning = {}
-            self.fixed = {"w_forward": forward, "w_backward": but("col", self.layers)}
+            turning, self.fixed = {}, {"w_forward": forward, "w_backward": but("col", self.layers)}
         w = self.both_forms(forward[0])
         passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves.items()}
         kept = {n: [s for _ in forward] for n, s in jax.eval_shape(passes, x).items()}
@@ -189,7 +187,7 @@ class _Pipeline:
         put, turn = at["x_put"] + _number(filled), at["f_load"]
         if held:
             put, turn = put + _number(held["up"]), turn + _number(held["down x"])
-        load = lambda _: self.take_chunk(but("row", carry["weights"]), turn)
+        load = lambda _: but("row", with_col(self.take_chunk(carry["weights"], turn)))
         with jax.named_scope(schedule.FORWARD_TURN):
             carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
         put += _number(jax.tree.leaves(carry["w_forward"])[0])
@@ -246,9 +244,8 @@ class _Pipeline:
 
     def turn(self, weights, then, read, state):
         stack = self.put_chunk(state["stack"], then["b_last"], state["sums"])
-        given = but("col", weights), stack
-        w, sums = (self.take_chunk(x, then["b_load"] + read) for x in given)
-        return state | {"stack": stack, "sums": sums, "w_backward": w}
+        w, sums = (self.take_chunk(x, then["b_load"] + read) for x in (weights, stack))
+        return state | {"stack": stack, "sums": sums, "w_backward": but("col", w)}
 
     def loss(self, at, ys, state):
         """When the last chunk is done for the microbatches of a loss: it, and the gradients of what
@@ -316,18 +313,9 @@ class _Pipeline:
         return stack
 
     def both_forms(self, layer):
-        """A layer with zeros for the form of each Weight that its pass does not read (_but)."""
-
-        def form(part, whole):
-            blank = lambda x: jnp.zeros(x.shape, x.dtype)
-            return jax.tree.map(blank, whole) if part is None else part
-
-        def whole(w, stack):
-            if not isinstance(w, Weight):
-                return w
-            return w.replace(row=form(w.row, stack.row), col=form(w.col, stack.col))
-
-        return jax.tree.map(whole, layer, self.shapes, is_leaf=lambda w: isinstance(w, Weight))
+        """A layer with zeros for the form of each Weight that its pass does not read (but)."""
+        form = lambda part, whole: jax.tree.map(jnp.zeros_like, whole) if part is None else part
+        return jax.tree.map(form, layer, self.shapes, is_leaf=lambda part: part is None)
 
     def is_real(self, chunk, i):
         """Whether slot i of a chunk of this stage holds a layer: one of zeros lets x and dy pass as
