@@ -194,14 +194,17 @@ class Step:
             layers = stack.repeat(run.model, layer, len(w["layers"]))
             places = places | {"layers": layers}
         layers = self.arithmetic, places["layers"], w["layers"]
-        w = {name: jax.tree.map(gather_master, places[name], w[name]) for name in ("embed", "head")}
+        gathered = lambda name: jax.tree.map(gather_master, places[name], w[name])
         pieces = None
         if run.layout.pp > 1:
             pieces = Pieces(run, *layers[:2], params["layers"], cast, past)
-            w["layers"], amax_w = pieces.start(), pieces.amax
+            made, amax_w = pieces.start(), pieces.amax
+            # The head is read last, when the fill is over: it comes when these have.
+            w["head"] = collectives.beside(w["head"], collectives.zero(made))
         else:
             scales, amax_w = formats.scales(*layers, stacked, past)
-            w["layers"] = formats.weights(*layers, scales, stacked)
+            made = formats.weights(*layers, scales, stacked)
+        w = {name: gathered(name) for name in ("embed", "head")} | {"layers": made}
         zeros = sums.zeros(w, DTYPES[run.precision.grads])
 
         def accumulate(sums, micro):
@@ -221,12 +224,9 @@ class Step:
         if amax is not None:
             amax = collectives.largest(amax, *(axis for axis in AXES if axis != "pp"))
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
-        if pieces:
-            layers = pieces.finish(grads["layers"])
-        else:
-            layers = jax.tree.map(reduce_grad, places["layers"], grads["layers"])
-        ends = lambda name: jax.tree.map(reduce_grad, places[name], grads[name])
-        grads = {name: ends(name) for name in ("embed", "head")} | {"layers": layers}
+        reduced = lambda name: jax.tree.map(reduce_grad, places[name], grads[name])
+        layers = pieces.finish(grads["layers"]) if pieces else reduced("layers")
+        grads = {name: reduced(name) for name in ("embed", "head")} | {"layers": layers}
         if not stacked:
             grads["layers"] = stack.stack(run.model, grads["layers"])
         return grads, jax.tree.map(lambda x: collectives.total(x, *self.mesh.axis_names), out), amax
