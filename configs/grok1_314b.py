@@ -33,10 +33,8 @@ h100      bf16      weak      256      32  8192   4   8   1     1   8   2   4   
 h100      fp8       weak      256      32  8192   4   8   1     1   8   2   4    4  1024  products
 h100      bf16      weak      512      64  8192   8   8   1     1   8   2   4    2  1024  none
 h100      fp8       weak      512      64  8192   8   8   1     1   8   2   4    2  1024  products
-h100      bf16      weak     1024      64  8192   8   8   2     1   8   2   4    2  2048  none
-h100      fp8       weak     1024      64  8192   8   8   2     1   8   2   4    2  2048  products
-h100      bf16      weak     2048      64  8192   8   8   4     1   8   2   4    2  4096  none
-h100      fp8       weak     2048      64  8192   8   8   4     1   8   2   4    2  4096  products
+h100      bf16,fp8  weak     1024      64  8192   8   8   2     1   8   2   4    2  2048  none
+h100      bf16,fp8  weak     2048      64  8192   8   8   4     1   8   2   4    2  4096  none
 """
 
 

@@ -4,14 +4,14 @@ from maxbench.spec.recipes import workload
 
 # Microbatches of more than one sequence, or longer turns, where memory has room for what they keep.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp tp mbs  gbs turn remat
-h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2  8   4   64    0 none
-h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2  8   4   64    0 none
-h100      bf16      weak      128      62  8192   4   8   2     1   1   2  8   1  128    8 none
-h100      fp8       weak      128      62  8192   4   8   2     1   1   2  8   2  128    0 products
-h100      bf16,fp8  weak      512     126  8192   8   8   4     1   1   2  8   1  256    0 none
-h100      bf16,fp8  weak     1024     126  8192   8   8   8     1   1   2  8   1  512    0 none
-h100      bf16,fp8  weak     2048     126  8192   8   8  16     1   1   2  8   1 1024    0 none
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  turn
+h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2   8    4    64     0
+h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2   8    4    64     0
+h100      bf16      weak      128      62  8192   4   8   2     1   1   2   8    1   128     8
+h100      fp8       weak      128      62  8192   4   8   2     1   1   2   8    2   128     0
+h100      bf16,fp8  weak      512     126  8192   8   8   4     1   1   2   8    1   256     0
+h100      bf16,fp8  weak     1024     126  8192   8   8   8     1   1   2   8    1   512     0
+h100      bf16,fp8  weak     2048     126  8192   8   8  16     1   1   2   8    1  1024     0
 """
 
 
