@@ -67,9 +67,11 @@ class Tensor:
     def operand(self, x, scales, gradient, axes):
         dtype = GRADIENT if gradient else FORWARD
         scale = scales[int(gradient)] if self.delayed else keep(scale_of(x, dtype, axes), SCALE)
-        q, amax = self.quantize(x, dtype, scale)
+        (q, amax), held = self.quantize(x, dtype, scale), jax.lax.optimization_barrier
+        # In a pipeline XLA would put the maximum off, and read x once more for it.
+        q, amax = (held(q), amax) if self.by_outs else held((q, amax))
         amax = keep(amax, SCALE) if self.delayed else None
-        q = Scaled(jax.lax.optimization_barrier(q), scale)
+        q = Scaled(q, scale)
         return q, q, amax
 
     def move(self, x, move):

@@ -102,23 +102,27 @@ class Norm(nn.Module):
     """RMSNorm, or LayerNorm with its weight stored minus one (layernorm1p). Computed in fp32."""
 
     model: Model
+    apart: bool = False  # as in normalize
 
     @nn.compact
     def __call__(self, x_btd):
         m, center = self.model, self.model.norm == "layernorm1p"
         scale_d = weight(self, "scale", "width", fill=0.0 if center else 1.0).astype(jnp.float32)
         bias_d = weight(self, "bias", "width").astype(jnp.float32) if center else None
-        return normalize(x_btd, scale_d + 1 if center else scale_d, bias_d, m.norm_eps)
+        scale_d = scale_d + 1 if center else scale_d
+        return normalize(x_btd, scale_d, bias_d, m.norm_eps, self.apart)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def normalize(x_btd, scale_d, bias_d, eps: float):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def normalize(x_btd, scale_d, bias_d, eps: float, apart: bool = False):
     """x / rms(x) x scale; with a bias, (x - mean(x)) / std(x) x scale + bias. In the dtype of x.
 
     All is computed in fp32, and backward by hand: of the plain form's gradient XLA makes a tensor
-    in fp32 that it writes, and reads twice.
+    in fp32 that it writes, and reads twice. `apart`: rms(x) is a kernel's own, as where y is
+    quantized: XLA would make one kernel of both, whose y in fp32 is then read twice, too.
     """
     x, inverse = _centered(x_btd, bias_d is not None, eps)
+    inverse = jax.lax.optimization_barrier(inverse) if apart else inverse
     y_btd = x * inverse * scale_d
     return (y_btd if bias_d is None else y_btd + bias_d).astype(x_btd.dtype)
 
@@ -132,7 +136,7 @@ def _centered(x_btd, center: bool, eps: float):
     return x, inverse
 
 
-def _normalize_backward(eps, saved, dy_btd):
+def _normalize_backward(eps, apart, saved, dy_btd):
     x_btd, scale_d, bias_d = saved
     center = bias_d is not None
     x, inverse = _centered(x_btd, center, eps)

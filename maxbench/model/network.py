@@ -52,12 +52,14 @@ class Block(nn.Module):
     in.
 
     `held` are zeros for its products, linear.Turn.held, or None, and `made` that of the layer or
-    half before. It returns x, those of its own products by name, and the auxiliary loss.
+    half before. `apart`: norms are (layers.normalize) whose y is quantized. It returns x, those of
+    its own products by name, and the auxiliary loss.
     """
 
     model: Model
     attention: str
     half: str = ""
+    apart: bool = False
 
     @nn.compact
     def __call__(self, x_bud, rope, held=None, made=None):
@@ -66,7 +68,7 @@ class Block(nn.Module):
             first, last = HALVES[half]
             zero = None if made is None else jnp.zeros(())
             turns = {first: Turn(held and held[first], zero), last: Turn(held and held[last], made)}
-            y_bud = Norm(m, name=f"{half}_norm")(x_bud)
+            y_bud = Norm(m, self.apart, name=f"{half}_norm")(x_bud)
             if half == "attn":
                 attend = Attention(m, self.attention, name="attn")
                 y_bud, done = attend(y_bud, rope, turns)
@@ -127,7 +129,9 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
             x_bud, zeros = behind(x_bud)
             held = dict.fromkeys(sum(HALVES.values(), ()), zeros)
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
-        return Block(kind, run.train.attention, half).apply(variables, x_bud, rope, held, made)
+        apart = run.format.remembers and run.precision.backend == "xla" and not kind.experts
+        block = Block(kind, run.train.attention, half, apart)
+        return block.apply(variables, x_bud, rope, held, made)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[*program.kept(run, run.train.saved), formats.SCALE],
