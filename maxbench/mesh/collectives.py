@@ -90,11 +90,19 @@ def gather_beside(x: jax.Array, axis: str, dim: int, zero) -> jax.Array:
     """
     if zero is None or degree(axis) == 1:
         return gather(x, axis, dim)
-    first = x[(slice(0, 1),) * x.ndim].astype(jnp.float32) + zero
     at = [0] * x.ndim
     at[dim] = index(axis) * x.shape[dim]
-    held = jax.lax.dynamic_update_slice(gather(x, axis, dim), first.astype(x.dtype), at)
-    return jax.lax.optimization_barrier(held)
+    return jax.lax.optimization_barrier(_with_first(gather(x, axis, dim), x, zero, at))
+
+
+def send_beside(x: jax.Array, axis: str, zero) -> jax.Array:
+    """rotate(x, axis), sent only once `zero` is known; likewise."""
+    return rotate(x if zero is None else _with_first(x, x, zero, [0] * x.ndim), axis)
+
+
+def _with_first(to, x, zero, at):
+    first = x[(slice(0, 1),) * x.ndim].astype(jnp.float32) + zero
+    return jax.lax.dynamic_update_slice(to, first.astype(x.dtype), at)
 
 
 def after(x, numbers):

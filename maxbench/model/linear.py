@@ -46,10 +46,12 @@ class Turn(NamedTuple):
     made: what linear() makes of it: when the product is, or what it gathers. Its gradient: when the
       product for the weight is. Where the forward pass scatters, it is given to the next such
       product of the network: dy is gathered beside the weight of that one.
+    free: (), and dx is not scattered beside the product for the weight, but beside any.
     """
 
     held: jax.Array | None = None
     made: jax.Array | None = None
+    free: tuple | None = None
 
 
 ANY = Turn()  # nothing is held
@@ -183,11 +185,12 @@ def _backward(gemm, residuals, gradients):
         dw = add(dw)
     last = collectives.zero(dw)
     if gathered:
-        dx = _from_experts(collectives.beside(dx, last if apart else None), gemm)
+        held = last if apart and turn.free is None else None
+        dx = _from_experts(collectives.beside(dx, held), gemm)
     if gemm.fsdp is not None:
         dw = collectives.scatter(dw, "fsdp", 0 if turned else gemm.fsdp)
         dw = add(dw.T if turned else dw)
-    zeros = jnp.stack([made, made if came is None else came, last]), last
+    zeros = jnp.stack([made, made if came is None else came, last]), last, ()
     turn = Turn(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
     return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
 

@@ -52,14 +52,15 @@ class Block(nn.Module):
     in.
 
     `held` are zeros for its products, linear.Turn.held, or None, and `made` that of the layer or
-    half before. `apart`: norms are (layers.normalize) whose y is quantized. It returns x, those of
-    its own products by name, and the auxiliary loss.
+    half before. `apart`: norms are (layers.normalize) whose y is quantized; `free` is its first
+    product's Turn's. It returns x, those of its own products by name, and the auxiliary loss.
     """
 
     model: Model
     attention: str
     half: str = ""
     apart: bool = False
+    free: tuple | None = None
 
     @nn.compact
     def __call__(self, x_bud, rope, held=None, made=None):
@@ -67,7 +68,8 @@ class Block(nn.Module):
         for half in (self.half,) if self.half else HALVES:
             first, last = HALVES[half]
             zero = None if made is None else jnp.zeros(())
-            turns = {first: Turn(held and held[first], zero), last: Turn(held and held[last], made)}
+            turns = {first: Turn(held and held[first], zero, self.free)}
+            turns |= {last: Turn(held and held[last], made)}
             y_bud = Norm(m, self.apart, name=f"{half}_norm")(x_bud)
             if half == "attn":
                 attend = Attention(m, self.attention, name="attn")
@@ -110,8 +112,8 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
     }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="half")
-def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, half=""):
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("half", "free"))
+def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, half="", free=None):
     """One layer of a kind, or a half of it; saves for the backward pass what train.remat says,
     where train.offload says.
 
@@ -130,7 +132,7 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
             held = dict.fromkeys(sum(HALVES.values(), ()), zeros)
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         apart = run.format.remembers and run.precision.backend == "xla" and not kind.experts
-        block = Block(kind, run.train.attention, half, apart)
+        block = Block(kind, run.train.attention, half, apart, free)
         return block.apply(variables, x_bud, rope, held, made)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -23,15 +23,15 @@ EXPERTS = {"qkv": "down", "out": "up wgrad", "up": "out"}
 # Of a tick's later layers in BF16, whose products are twice as long: x is scattered beside 'down',
 # so that the gradient which that gathers has the last products of the layer before for itself.
 LATER = BESIDE | {"x": "down"}
-# In FP8 with scales known before, in microbatches of many tokens: x has one more product to come.
-LATER_FP8, MANY = BESIDE | {"qkv": "down wgrad"}, 8192
+# In FP8, in microbatches of few tokens: x is gathered behind the gradient, which is needed first.
+LATER_FP8, MANY = BESIDE | {"x": "down x"}, 8192
 
 
 def beside_of(run: Run, i: int) -> dict[str, str]:
     """Which of these a tick's i-th layer has."""
     a = run.layout
-    many = run.format.remembers and a.mbs * run.train.seq // a.cp >= MANY
-    later = LATER if run.format.bytes > 1 else LATER_FP8 if many else BESIDE
+    many = a.mbs * run.train.seq // a.cp >= MANY
+    later = LATER if run.format.bytes > 1 else BESIDE if many else LATER_FP8
     return EXPERTS if run.model.experts else later if i > 0 else BESIDE
 
 
@@ -42,8 +42,12 @@ class Half:
     table, which the backward pass is given again: they would otherwise be kept once per microbatch.
     """
 
-    def __init__(self, run: Run, name: str):
+    def __init__(self, run: Run, name: str, layer: int):
         self.run, self.name = run, name
+        # In FP8 over cp a tick's last product for a weight runs beside y's scatter, which has half
+        # of what it needs otherwise. Without cp, `up` would then wait for x, behind dx.
+        fast = run.format.bytes == 1 and run.layout.cp > 1 and not run.model.experts
+        self.free = () if fast and (name, layer) == ("attn", 0) else None
         self.rope = rope_angles(run.model, axes.chunks(run.train.seq))
         self.structure = None
 
@@ -64,8 +68,9 @@ class Half:
             name: jnp.full(3, held[beside[name]] if held and name in beside else 0.0)
             for name in network.HALVES[self.name]
         }
+        how = {"half": self.name, "free": self.free}
         call = lambda sums, x, held, made: network.layer(
-            self.run, self.run.model, w, sums, x, self.rope, held, made, half=self.name
+            self.run, self.run.model, w, sums, x, self.rope, held, made, **how
         )
         (y, made, aux), vjp = jax.vjp(call, sums, x, held, jnp.zeros(()))
         leaves, tree = jax.tree.flatten(vjp)

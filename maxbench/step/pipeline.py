@@ -66,7 +66,8 @@ class _Pipeline:
         self.real = slots.filled(slots.order(run.model.layers, a.pp, a.vp), a.pp, a.vp)
         self.size = self.real.shape[2]  # layers of a chunk
         self.shapes = jax.eval_shape(lambda: with_col(self.take_chunk(self.layers, 0)[0]))
-        self.halves = {name: Half(run, name) for name in network.HALVES}
+        halves = lambda i: {name: Half(run, name, i) for name in network.HALVES}
+        self.halves = [halves(i) for i in range(self.size)]
         u = run.train.seq // (a.cp * a.tp)
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
@@ -105,7 +106,7 @@ class _Pipeline:
         if self.alone:
             turning, self.fixed = {}, {"w_forward": forward, "w_backward": but("col", self.layers)}
         w = self.both_forms(forward[0])
-        passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves.items()}
+        passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves[0].items()}
         kept = {n: [s for _ in forward] for n, s in jax.eval_shape(passes, x).items()}
         return turning | {
             "sums": zeros,
@@ -142,6 +143,8 @@ class _Pipeline:
                 if backward:
                     j = self.size - 1 - i
                     dy, held, made = self.half_back(carry, at, back, j, dy, made)
+                    if not (forward or self.run.model.experts):  # no half is free
+                        dy = collectives.beside(dy, held.get("qkv wgrad"))
                     if back == "mlp":
                         read = held["down"], held["up x"]
                 if forward and x is None:
@@ -183,7 +186,7 @@ class _Pipeline:
             return jnp.where(at["f_micro"] >= 0, embed(), 0)
         y = collectives.after((carry["out"], carry["ends"]), carry["y"])
         with jax.named_scope(schedule.SEND_X):
-            arrived = collectives.rotate(collectives.beside(y, held and held["down x"]), "pp")
+            arrived = collectives.send_beside(y, "pp", held and held["down x"])
         put, turn = at["x_put"] + _number(filled), at["f_load"]
         if held:
             put, turn = put + _number(held["up"]), turn + _number(held["down x"])
@@ -271,7 +274,7 @@ class _Pipeline:
         real = self.is_real(at["f_chunk"], i)
         w = self.both_forms(carry["w_forward"][i])
         beside = beside_of(self.run, i)
-        y, aux, kept, made = self.halves[half].forward(w, self.blank, x, held, beside)
+        y, aux, kept, made = self.halves[i][half].forward(w, self.blank, x, held, beside)
         aux = jnp.where(real & (at["f_micro"] >= 0), aux, 0) / self.run.layout.gbs
         carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
         return y, kept, made
@@ -284,7 +287,7 @@ class _Pipeline:
         residuals = jax.tree.map(lambda box: rows(_take(box, at["b_keep"])), carry["keep"][half][i])
         w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
-        new, dx, held, made = self.halves[half].backward(w, sums[i], residuals, dy, daux, made)
+        new, dx, held, made = self.halves[i][half].backward(w, sums[i], residuals, dy, daux, made)
         sums[i] = _unless(work, new, sums[i])
         carry["sums"] = tuple(sums)
         return dx, held, made
