@@ -51,13 +51,14 @@ def shares(
     lengths, early = (first.branches, first.early) if first else (TURNS, NOW)
     ways = (program and orders(program, early)) or {ORDER: 0.0}
     delay = max(turn_delay(plan, order, lengths, late) for order, late in ways.items())
-    ends = {"f": {EMBED: 1, LOSS: plan.together}, "b": {EMBED_BACKWARD: 1}}
+    ends = {"f": {EMBED: "embed", LOSS: "loss"}, "b": {EMBED_BACKWARD: "embed_back"}}
     for way, idle, turn in (("f", DRAIN, FORWARD_TURN), ("b", FILL, BACKWARD_TURN)):
         among = sum(n for name, n in work.items() if name != idle)
         often = (plan.column(f"{way}_load") >= 0).sum() / plan.pp / among
         found[turn] = float(min(delay * often, 1)), 0.0
-        found |= {n: (plan.microbatches / of / among, 0.0) for n, of in ends[way].items()}
-    inside = EMBED_BACKWARD, BACKWARD_TURN, LOSS
+        had = lambda column: (plan.column(column)[1:] >= 0).any(1).sum()  # the first is no tick's
+        found |= {n: (float(had(column) / among), 0.0) for n, column in ends[way].items()}
+    inside = EMBED, EMBED_BACKWARD, BACKWARD_TURN, LOSS
     some = min(sum(found[name][0] for name in inside), 1.0)
     return found | {name: (found[name][0] / some, 0.0) for name in inside} | {OUTPUT: (some, 0.0)}
 

@@ -21,13 +21,19 @@ class Ends:
         self.run, self.batch = run, batch
         self.w = {name: w[name] for name in NAMES}
 
-    def embed(self, micro, w=None):
-        """x of a microbatch."""
-        return network.embed(self.run.model, w or self.w, self.batch(micro)[0])
+    def embed(self, micro, count=1, w=None):
+        """x of `count` microbatches from `micro` on; of some beyond the last for nothing."""
+        last = self.run.layout.microbatches - 1
+        tokens = [self.batch(jnp.minimum(micro + i, last))[0] for i in range(count)]
+        return network.embed(self.run.model, w or self.w, jnp.concatenate(tokens))
 
-    def embed_backward(self, micro, dx, grads):
-        """The embedding's gradients with those of a microbatch."""
-        call = lambda w: self.embed(micro, {"embed": w})
+    def embed_backward(self, micro, dxs, grads):
+        """The embedding's gradients with those of the microbatches from `micro` on that dxs
+        [microbatches, b, u, d] are of, but for some beyond the last."""
+        count, b = dxs.shape[:2]
+        real = micro + jnp.repeat(jnp.arange(count), b) < self.run.layout.microbatches
+        dx = jnp.where(real[:, None, None], dxs.reshape(-1, *dxs.shape[2:]), 0)
+        call = lambda w: self.embed(micro, count, {"embed": w})
         return _add(grads, jax.vjp(call, self.w["embed"])[1](dx)[0])
 
     def loss(self, micro, ys, grads):

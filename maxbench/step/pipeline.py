@@ -23,6 +23,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from maxbench.mesh import collectives
@@ -72,12 +73,16 @@ class _Pipeline:
         self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
     def run_phases(self, sums):
-        carry, nothing = self.start(sums), ((0, 1), (0, 0), (0, 0))  # after the last tick
-        rows = jnp.pad(self.plan.table, nothing, constant_values=-1)[:, collectives.index("pp")]
-        for name, ticks in self.plan.phases.items():
+        plan, nothing = self.plan, ((0, 1), (0, 0), (0, 0))  # after the last tick
+        table = np.pad(plan.table, nothing, constant_values=-1)
+        newest = plan.microbatches - 1
+        if not self.alone:
+            table[-1, :, schedule.COLUMNS.index("g_put")] = newest % plan.ahead
+        rows, carry = jnp.asarray(table)[:, collectives.index("pp")], self.start(sums)
+        for name, ticks in plan.phases.items():
             if name == schedule.BOTH and not self.alone:
                 # All begin with the last chunk. Copied before the fill, that would keep it.
-                last = self.take_chunk(carry["weights"], self.plan.vp - 1)
+                last = self.take_chunk(carry["weights"], plan.vp - 1)
                 carry["w_backward"] = but("col", last)
                 carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
             if name == schedule.DRAIN:
@@ -87,7 +92,9 @@ class _Pipeline:
             with jax.named_scope(name):
                 carry, _ = lax.scan(tick, carry, (these, then))
         layers = carry["sums"]  # all stages end with chunk 0
-        layers = layers if self.alone else self.put_chunk(carry["stack"], 0, layers)
+        if not self.alone:
+            layers = self.put_chunk(carry["stack"], 0, layers)
+            carry = self.embed_back(newest - newest % plan.ahead, None, carry)
         ends, out = collectives.after(carry["grads"], (carry["ends"], carry["out"]))
         return {**ends, "layers": layers}, out
 
@@ -108,7 +115,7 @@ class _Pipeline:
         w = self.both_forms(forward[0])
         passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves[0].items()}
         kept = {n: [s for _ in forward] for n, s in jax.eval_shape(passes, x).items()}
-        return turning | {
+        carry = turning | {
             "sums": zeros,
             "keep": jax.tree.map(lambda s: box(plan.keep, s), kept),
             "kept": jax.tree.map(lambda s: box(1, s)[0], kept),
@@ -120,6 +127,7 @@ class _Pipeline:
             "ends": {name: sums[name] for name in NAMES},
             "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
         }
+        return carry if self.alone else self.embed(0, carry)
 
     def tick(self, forward: bool, backward: bool, carry, rows):
         """A tick of a phase that has forward work, backward work, or both: layer by layer, then
@@ -173,17 +181,16 @@ class _Pipeline:
         return {name: carry[name] for name in given}, None
 
     def input(self, carry, at, held, filled):
-        """x of the forward piece: y of the tick before comes from the neighbour, a turn is had, and
-        the network's first chunk embeds. `filled` is keep()'s zero.
+        """x of the forward piece: y of the tick before comes from the neighbour, and a turn is had.
+        `filled` is keep()'s zero.
 
         Where there is a backward piece, `held` are the zeros of its first half: y is sent when the
         gradient that this gathers is there, and has two products' time to travel. The turn is had
         after it is sent, or the neighbour would wait for the turn, too; and where what arrives is
         put is known when the turn is over, so that it is had meanwhile.
         """
-        embed = lambda: self.ends.embed(at["f_micro"])
         if self.alone:
-            return jnp.where(at["f_micro"] >= 0, embed(), 0)
+            return jnp.where(at["f_micro"] >= 0, self.ends.embed(at["f_micro"]), 0)
         y = collectives.after((carry["out"], carry["ends"]), carry["y"])
         with jax.named_scope(schedule.SEND_X):
             arrived = collectives.send_beside(y, "pp", held and held["down x"])
@@ -194,28 +201,33 @@ class _Pipeline:
         with jax.named_scope(schedule.FORWARD_TURN):
             carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
         put += _number(jax.tree.leaves(carry["w_forward"])[0])
-        carry["inbox"] = _put(carry["inbox"], put, arrived)
-        first, take = at["f_from"] < 0, lambda: _take(carry["inbox"], at["f_from"])
-        with jax.named_scope(schedule.EMBED):
-            x = lax.cond((at["f_micro"] >= 0) & first, embed, take)
-        return jnp.where(at["f_micro"] >= 0, x, 0)
+        # Behind a barrier, or XLA reads x in one kernel with residuals, which come later: each is
+        # a row of its box, by a number of the same table.
+        inbox = rows(_put(carry["inbox"], put, arrived)), at["f_micro"], at["f_from"]
+        carry["inbox"], micro, slot = lax.optimization_barrier(inbox)
+        return jnp.where(micro >= 0, _take(carry["inbox"], slot), 0)
 
     def output(self, forward: bool, carry, at, then, dx, made):
         """What a tick leaves when its pieces are done. dx goes to the neighbour. Few ticks have the
-        gradient of the embedding, a turn, which is had while dx is on its way, as in input(), or
-        the loss: one decision says that there is none of them, not one each. It takes the host as
-        long as a small kernel takes the GPU. `then` is the row of the next tick.
+        embedding, its gradient, a turn, which is had while dx is on its way, as in input(), or the
+        loss: one decision says that there is none of them, not one each. It takes the host as long
+        as a small kernel takes the GPU. `then` is the row of the next tick.
 
-        A zero says that all has been read that is written, or XLA would copy it. It is behind a
-        barrier, or each reader would make it anew.
+        A zero says that all has been read that is written, or XLA would copy it: dx waits for the
+        sums, but where the last product is free (Half). It is behind a barrier, or each reader
+        would make it anew.
         """
         few, back = {}, dx is not None
+        if forward and not self.alone:
+            embed = functools.partial(self.embed, then["embed"])
+            few[schedule.EMBED] = then["embed"] >= 0, embed
         if back:
-            first = (at["b_chunk"] == 0) & (collectives.index("pp") == 0)
-            embed = functools.partial(self.embed_back, at, dx)
-            few[schedule.EMBED_BACKWARD] = self.alone or (at["b_micro"] >= 0) & first, embed
+            micro, dxs = (at["b_micro"], dx[None]) if self.alone else (at["embed_back"], None)
+            embed_back = functools.partial(self.embed_back, micro, dxs)
+            few[schedule.EMBED_BACKWARD] = self.alone or micro >= 0, embed_back
         if back and not self.alone:
-            read = lax.optimization_barrier(_number((dx, carry["sums"], made)))
+            late = carry["sums"] if forward and self.halves[0]["attn"].free is not None else ()
+            read = lax.optimization_barrier(_number((dx, late, made)))
             turn = functools.partial(self.turn, carry["weights"], then, read)
             few[schedule.BACKWARD_TURN] = then["b_load"] + read >= 0, turn
         if forward:
@@ -231,7 +243,7 @@ class _Pipeline:
             return state
 
         some = self.alone or functools.reduce(jnp.logical_or, [had for had, _ in few.values()])
-        names = {"ends", "out", "grads", "stack", "sums", "w_backward"} & carry.keys()
+        names = {"ends", "out", "inbox", "grads", "stack", "sums", "w_backward"} & carry.keys()
         with jax.named_scope(schedule.OUTPUT):
             carry |= _once(some, change, {name: carry[name] for name in sorted(names)})
         if back:
@@ -241,8 +253,20 @@ class _Pipeline:
                 arrived = collectives.rotate(dx, "pp", -1)
             carry["grads"] = _put(carry["grads"], put, arrived)
 
-    def embed_back(self, at, dx, state):
-        grads = self.ends.embed_backward(at["b_micro"], dx, state["ends"]["embed"])
+    def embed(self, micro, state):
+        """x of the microbatches from `micro` on whose turn comes next, in the first inbox slots."""
+        x = self.ends.embed(collectives.after(state["out"], micro), self.plan.ahead)
+        out = collectives.after(x, state["out"])
+        return state | {"inbox": _put(state["inbox"], 0, rows(x)), "out": out}
+
+    def embed_back(self, micro, dxs, state):
+        """The embedding's gradients with those of the microbatches from `micro` on. In a pipeline
+        what the first stage gives comes round to the last, as dxs."""
+        if dxs is None:
+            last = collectives.index("pp") == self.plan.pp - 1
+            dxs = jnp.where(last, rows(state["grads"][: self.plan.ahead]), 0)
+        micro = collectives.after(state["out"], micro)
+        grads = self.ends.embed_backward(micro, dxs, state["ends"]["embed"])
         return state | {"ends": state["ends"] | {"embed": grads}}
 
     def turn(self, weights, then, read, state):

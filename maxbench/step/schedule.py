@@ -24,7 +24,7 @@ COLUMNS = (
     "f_chunk",
     "f_load",  # the chunk whose turn begins, or -1
     "f_keep",  # residual slot that the forward fills
-    "f_from",  # inbox slot of its input; -1 on the network's first chunk, which embeds tokens
+    "f_from",  # inbox slot of its input
     "f_grad",  # first of the gradient slots that the loss fills, which the last stage reads
     "loss",  # of which microbatch and those before; the same on all stages
     "b_micro",  # backward
@@ -35,6 +35,8 @@ COLUMNS = (
     "b_from",  # gradient slot of what it is given
     "x_put",  # inbox slot for what the stage before made in the last tick
     "g_put",  # gradient slot for what the stage after made in the last tick
+    "embed",  # first of the microbatches that are embedded before, into the first inbox slots
+    "embed_back",  # first of those whose embedding's gradients are whole, in the first of grads
     "gather",  # in the fill, where the weights of chunks 1 .. are (pieces.py), 0 .. spread x (vp-1)
     "reduce",  # in the drain, where the gradients of chunks vp-1 .. 1 are, likewise
 )
@@ -43,7 +45,7 @@ COLUMNS = (
 PHASES = FILL, BOTH, DRAIN = "pipeline_fill", "pipeline_both", "pipeline_drain"
 FORWARD_TURN, BACKWARD_TURN = "pipeline_forward_turn", "pipeline_backward_turn"
 EMBED, LOSS, EMBED_BACKWARD = "pipeline_embed", "pipeline_loss", "pipeline_embed_backward"
-OUTPUT = "pipeline_output"  # the backward turn, the loss and the embedding's gradient are in it
+OUTPUT = "pipeline_output"  # what few ticks have is in it: all of these but the forward turn
 SEND_X, SEND_DX = "pipeline_send_x", "pipeline_send_dx"
 
 
@@ -57,6 +59,8 @@ class Schedule:
       spread: ticks of the fill, and of the drain, in which the weights of a chunk can come, and its
         gradients go; 0 where there is but one chunk.
       together: microbatches of which a loss is.
+      ahead: microbatches that are embedded together, before their turn of the first chunk; what
+        goes back of these comes round to the last stage. 0 without a pipeline.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Schedule:
     grads: int
     spread: int
     together: int
+    ahead: int
 
     @property
     def ticks(self) -> int:
@@ -188,10 +193,11 @@ def schedule(name: str, pp: int, vp: int, microbatches: int, turn=0, mbs=1) -> S
                 b_next[p] += 1
         tick += 1
         assert tick <= 4 * (total + parts), "the schedule stands still"
-    return _with_slots(name, pp, vp, microbatches, f_tick, b_tick, tick, of)
+    ahead = turn if pp > 1 else 0
+    return _with_slots(name, pp, vp, microbatches, f_tick, b_tick, tick, of, ahead)
 
 
-def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedule:
+def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of, ahead) -> Schedule:
     """Fills the table: work where it was put, and the lowest free slot for all that waits."""
     table = np.full((ticks, pp, len(COLUMNS)), -1, np.int32)
     at = {c: i for i, c in enumerate(COLUMNS)}
@@ -213,6 +219,14 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
             assert f - f_tick[part, m + 1 - of] == of - 1
             read = [b_tick[part, m + 1 - of + i] for i in range(of)]
             losses.append((p, f, b, {"f_grad": [f], "b_from": read}))
+        if part == 0 and ahead:
+            table[f, p, at["f_from"]] = slot = m % ahead
+            if slot == 0:
+                table[f, p, at["embed"]] = m
+            if b + 1 < ticks:  # of the last microbatches all is whole after the last tick
+                table[b + 1, -1, at["g_put"]] = slot
+                if slot == ahead - 1:
+                    table[b + 1, -1, at["embed_back"]] = m - slot
     for way, p in itertools.product("fb", range(pp)):
         ticks = np.flatnonzero(table[:, p, at[f"{way}_micro"]] >= 0)
         chunks = table[ticks, p, at[f"{way}_chunk"]]
@@ -224,14 +238,15 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of) -> Schedu
     # What a tick has done for nothing it puts into a slot all the same, one that is free.
     for stays, column in ((keep, "f_keep"), (inbox, "x_put"), (grads, "g_put")):
         full = {stay[:2] for stay in stays}
-        idle = (at for at in np.ndindex(pp, len(table)) if at not in full)
-        stays += [(p, tick, tick, {column: [tick]}) for p, tick in idle]
+        free = map(tuple, np.argwhere(table[..., at[column]].T < 0).tolist())
+        stays += [(p, tick, tick, {column: [tick]}) for p, tick in free if (p, tick) not in full]
     # What a tick keeps is put away when it has read what it frees, and its loss comes after that;
     # other slots it fills first.
     fill = functools.partial(_fill_slots, table)
-    counts = fill(keep, 1), fill(inbox, 0), fill(grads, 0, first=fill(losses, 1, of))
+    losses_end = fill(losses, 1, of, first=ahead)
+    counts = fill(keep, 1), fill(inbox, 0, first=ahead), fill(grads, 0, first=losses_end)
     table[:, :, at["f_grad"]] = table[:, -1:, at["f_grad"]]
-    made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of)
+    made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of, ahead)
     made = dataclasses.replace(made, spread=_with_pieces(made))
     table.setflags(write=False)
     return made

@@ -47,6 +47,7 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
     keep, inbox, grads = ([[None] * n for _ in range(pp)] for n in (s.keep, s.inbox, s.grads))
     y, dx, made = [None] * pp, [None] * pp, [None] * s.together
     chunks = [{"f": None, "b": None} for _ in range(pp)]
+    whole = 0  # microbatches whose embedding has its gradients
     forward = [t for name in (FILL, BOTH) for t in s.phases[name]]
     backward = [t for name in (BOTH, DRAIN) for t in s.phases[name]]
     for tick in range(s.ticks):
@@ -54,6 +55,10 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
         for p, row in enumerate(at):
             inbox[p][row["x_put"]] = y[(p - 1) % pp]  # if need be for nothing, as the others
             grads[p][row["g_put"]] = dx[(p + 1) % pp]
+            if row["embed"] >= 0:  # at the end of the tick before, as what is put
+                assert p == 0
+                assert tick == 0 or tick - 1 in forward
+                inbox[p][: s.ahead] = [("embedded", row["embed"] + i) for i in range(s.ahead)]
             for way in "fb":
                 if row[f"{way}_load"] >= 0:
                     if way == "b":  # the first time there is nothing to put away
@@ -69,15 +74,19 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
                 assert keep[p][row["b_keep"]] == (part, m)
                 assert grads[p][row["b_from"]] == ("dx", part + 1, m)
                 dx[p] = ("dx", part, m)
+            if row["embed_back"] >= 0:
+                assert (p, row["embed_back"]) == (pp - 1, whole)
+                assert tick in backward
+                assert grads[p][: s.ahead] == [("dx", 0, whole + i) for i in range(s.ahead)]
+                whole += s.ahead
             if row["f_micro"] < 0:
                 keep[p][row["f_keep"]] = None
                 continue
             assert tick in forward
             assert row["f_chunk"] == chunks[p]["f"]
             part, m = row["f_chunk"] * pp + p, row["f_micro"]
-            if part > 0:
-                assert inbox[p][row["f_from"]] == ("y", part - 1, m)
-            assert (row["f_from"] < 0) == (part == 0)
+            given = ("y", part - 1, m) if part > 0 else ("embedded", m)
+            assert inbox[p][row["f_from"]] == given
             keep[p][row["f_keep"]] = (part, m)
             y[p] = ("y", part, m)
         # The loss: of what the last stage has made in this tick, and maybe in those before.
@@ -90,6 +99,10 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
             assert made == [("y", pp * vp - 1, m) for m in these]
             for p in range(pp):
                 grads[p][slots] = [("dx", pp * vp, m) for m in these]
+    last = range(whole, pp + extra)  # their embedding's gradients come after the last tick
+    grads[-1][(pp + extra - 1) % s.ahead] = dx[0]
+    assert grads[-1][: len(last)] == [("dx", 0, m) for m in last]
+    assert 0 < len(last) <= s.ahead
     assert {c["b"] for c in chunks} == {0}  # whose sums are put away at the end
 
 
