@@ -21,7 +21,7 @@ ROOMS = {
     "mesh": (300, True),
     "formats": (535, True),
     "model": (1740, True),
-    "step": (1525, True),
+    "step": (1645, True),
     "machine": (1370, True),
     "run": (1510, True),
     "predict": (1950, True),

@@ -32,6 +32,7 @@ RULES = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "columns": ("tp", "fsdp"),
+    "stage_columns": ("tp", "fsdp", "pp"),  # in place of columns, if program.columns_over_pp
     # whole on every GPU
     "words": (),
     "qkv": (),
@@ -64,6 +65,16 @@ class Place:
     @property
     def master_spec(self) -> P:
         return P(*(c + z or None for c, z in zip(self.compute, self.zero, strict=True)))
+
+    @property
+    def whole(self) -> "Place":
+        """Of one that is gathered, and whose gradient is reduced, elsewhere."""
+        return dataclasses.replace(self, zero=((),) * len(self.zero), summed=())
+
+    def gathered(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Master shard -> compute shard, of shapes, within the mesh."""
+        degrees = [math.prod(map(degree, axes)) for axes in self.zero]
+        return tuple(n * more for n, more in zip(shape, degrees, strict=True))
 
     @property
     def layer(self) -> "Place":

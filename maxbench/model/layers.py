@@ -272,15 +272,16 @@ class Mlp(nn.Module):
 class Embed(nn.Module):
     """Token embedding. Tokens travel, not the table: each GPU of fsdp and tp looks all of them up
     in its columns, and is sent its part of the sequence. A table that is the head, too, is split by
-    its rows over tp: their sum over tp leaves the sequence split.
+    its rows over tp: their sum over tp leaves the sequence split. `columns` are a rule of places.
     """
 
     model: Model
+    columns: str = "columns"
 
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
-        w_vd = weight(self, "w", "vocab embed" if m.tied else "words columns", m.init_std)
+        w_vd = weight(self, "w", "vocab embed" if m.tied else f"words {self.columns}", m.init_std)
         w_vd, tokens_bt = w_vd.astype(dtype), collectives.gather(tokens_bt, "fsdp", 0)
         if m.tied:
             local_bt = tokens_bt - collectives.index("tp") * w_vd.shape[0]
@@ -288,7 +289,9 @@ class Embed(nn.Module):
             x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
             x_bud = collectives.scatter(collectives.exchange(x_btd, "fsdp", 0, 2), "tp", 1)
         else:
-            x_btd = collectives.exchange(w_vd[tokens_bt], "fsdp", 0, 2)
+            x_btd, over_pp = w_vd[tokens_bt], "pp" in places.RULES[self.columns]
+            x_btd = collectives.gather(x_btd, "pp", 2) if over_pp else x_btd
+            x_btd = collectives.exchange(x_btd, "fsdp", 0, 2)
             x_bud = collectives.exchange(x_btd, "tp", 1, 2)
         return x_bud * jnp.asarray(m.embed_multiplier, dtype)
 

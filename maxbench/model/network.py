@@ -19,7 +19,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench import formats
-from maxbench.mesh import axes
+from maxbench.mesh import axes, places
 from maxbench.model import stack
 from maxbench.model.experts import Moe
 from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
@@ -178,7 +178,10 @@ class Transformer(nn.Module):
 
 def embed(m: Model, w, tokens_bt):
     """Embedded tokens, x_bud. `w` holds at least 'embed'."""
-    return Embed(m).apply({"params": w["embed"]}, tokens_bt, w["embed"]["w"].dtype)
+    w_vd = w["embed"]["w"]
+    fewer = w_vd.shape[1] < places.local("columns", m.embed) and not m.tied
+    columns = "stage_columns" if fewer else "columns"
+    return Embed(m, columns).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
 
 
 def head(m: Model, w, x_bud, sums=None):

@@ -19,7 +19,7 @@ from maxbench.spec.run import Run
 from maxbench.step import compiler
 
 # What builds the step: everything else reads it, runs it, or never sees it.
-BUILDERS = ("spec/model.py", "spec/run.py", "mesh/*.py", "formats/*.py")
+BUILDERS = ("spec/model.py", "spec/program.py", "spec/run.py", "mesh/*.py", "formats/*.py")
 BUILDERS += ("model/*.py", "step/*.py")
 BUILDERS += ("predict/aot.py", "predict/target.pbtxt")
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")

@@ -144,10 +144,11 @@ def least(run: Run) -> float:
 def stage_weights(run: Run) -> tuple[float, float]:
     """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
     a, m = run.layout, run.model
-    ends = m.vocab * m.embed * (1 if m.tied else 2)
+    table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
     experts = sum(n * k.experts * k.embed * k.mlp * (k.gates + 1) for n, k in m.stacks)
     layers = flops.params(m) - ends - experts + experts / a.ep
-    return layers / (a.pp * a.tp), ends / a.tp
+    elsewhere = table * (1 - 1 / a.pp) if program.columns_over_pp(run) else 0
+    return layers / (a.pp * a.tp), (ends - elsewhere) / a.tp
 
 
 def recomputed(run: Run, remat: str = "") -> float:

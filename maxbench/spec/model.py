@@ -93,7 +93,7 @@ class Model:
     # Sizes by another name, for axes of weights that are split otherwise (mesh.places.RULES): of an
     # embedding table that is no head, and of what every GPU holds whole, norms and the router.
     words = property(lambda self: self.vocab)
-    columns = property(lambda self: self.embed)
+    columns = stage_columns = property(lambda self: self.embed)
     width = property(lambda self: self.embed)
     routes = property(lambda self: self.experts)
 

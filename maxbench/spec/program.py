@@ -42,6 +42,14 @@ def paired(run: Run) -> bool:
     return a.pp > 1 or (work and as_code(run))
 
 
+def columns_over_pp(run: Run) -> bool:
+    """Whether stages have parts of the embedding's columns: its tokens then travel over pp, and not
+    the table, which has more rows than a GPU has tokens in a step."""
+    a, m = run.layout, run.model
+    fewer = a.microbatches * a.mbs * run.train.seq // a.cp < m.vocab
+    return a.pp > 1 and fewer and not m.tied and m.embed % (a.tp * a.fsdp * a.pp) == 0
+
+
 def kept(run: Run, saved: tuple[str, ...]) -> set[str]:
     """Of the tensors that a remat policy saves, those that the GPU keeps.
 

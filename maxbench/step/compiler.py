@@ -76,8 +76,10 @@ def xla_options(platform_name: str, run: Run) -> dict:
     dtype = "fp8" if run.format.quantized else "bf16"
     reduce, gather, scatter = run.train.combine or COMBINE[dtype]
     if run.layout.tp > 1:
-        # Joined, a sequence's would wait for the last of them, and x's scale for that of dy.
-        gather = scatter = reduce = 1
+        # Joined, a sequence's would wait for the last of them, and x's scale for that of dy; in FP8
+        # without a pipeline that saves more launches than it waits.
+        gather = scatter = 1
+        reduce = 1 if run.layout.pp > 1 or not run.format.quantized else reduce
         if run.layout.pp > 1:  # less than two sequences: those of a piece's weights (pieces.py)
             tokens = run.layout.mbs * run.train.seq // run.layout.cp
             gather = int(tokens * run.model.embed * run.format.bytes)

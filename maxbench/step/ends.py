@@ -36,9 +36,9 @@ class Ends:
         call = lambda w: self.embed(micro, count, {"embed": w})
         return _add(grads, jax.vjp(call, self.w["embed"])[1](dx)[0])
 
-    def loss(self, micro, ys, grads):
+    def loss(self, micro, ys, grads, head):
         """The loss of the microbatches up to `micro` that ys [microbatches, b, u, d] are of, the
-        gradients of the ends with theirs, and those of ys.
+        gradients of the ends with theirs, and those of ys. `head` is its weight, if not w's.
 
         Each stage of a pipeline has the head's products of its part of the tokens: the last one
         alone would have all others wait, pp times as long. Padding makes the parts equal.
@@ -56,7 +56,8 @@ class Ends:
             y = collectives.scatter(y, "pp", 1)
             return network.head_loss(self.run, w, y, targets, padded=more != none)
 
-        loss, vjp = jax.vjp(call, self.w, ys)
+        w = self.w if head is None else self.w | {"head": self.w["head"] | {"w": head}}
+        loss, vjp = jax.vjp(call, w, ys)
         dw, dys = vjp(jnp.ones(()))
         return loss, _add(grads, dw), dys
 

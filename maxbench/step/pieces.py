@@ -1,4 +1,4 @@
-"""Weights and gradients of a pipeline's layers over dp, in pieces beside its fill and its drain.
+"""A pipeline's weights and gradients over dp, in pieces beside its fill and its drain.
 
 A chunk's weights are read when its first turn begins, and its gradients are ready when its last is
 over. So those of all but one chunk can travel while others compute: in each tick of the fill a
@@ -6,28 +6,31 @@ piece of the chunk that comes next is gathered, in each tick of the drain one of
 done last is reduced. A whole chunk would be in the way: all collectives wait in one queue, those of
 tp too.
 
-A piece is a part of each GEMM's weight of a layer, cut along a dim that dp does not split. What
-else there is travels before the first tick and after the last.
+A piece is a part of each GEMM's weight of a layer, cut along a dim that dp does not split. The
+head, which the first loss reads first and the last one last, has parts of its own. What else there
+is travels before the first tick and after the last.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import layout
 
 from maxbench import formats
 from maxbench.formats import Weight
-from maxbench.mesh.places import Place, reduce_grad
+from maxbench.mesh.places import Place, gather_master, reduce_grad
 from maxbench.model.sums import Sums, gradients
 from maxbench.spec.run import Run
-from maxbench.step.schedule import schedule_of
+from maxbench.step.schedule import DRAIN, FILL, schedule_of
 
 # What a layer's products reach of the GPU's peak, and bytes/s of a network, one adapter of 400 Gb/s
 # for each GPU: they must take as long as a piece that goes beside them. Of the real network the
 # program knows nothing; a plan for another one is of the same program.
 PEAK, NETWORK = 0.7, 50e9
+HOP = 6e-6  # seconds that a collective takes longer for each GPU more
 
 
 class Pieces:
@@ -38,15 +41,17 @@ class Pieces:
       masters: this GPU's part of the master weights, [slots, ...].
       cast: Place, part of a master -> the same in the compute dtype.
       past: as formats.scales has it.
+      head: Place of the head's weight, and this GPU's part of it, in the compute dtype, or None.
 
     Attributes:
       amax: the largest magnitudes of weights, as formats.scales gives them.
       parts: of a layer; 0 where nothing travels in pieces.
       each: pieces of a tick.
       cuts: which leaves do -> the dim of a layer's that they are cut along.
+      head: HeadPieces, or None where there is no such weight, or no room for a part of it.
     """
 
-    def __init__(self, run: Run, arithmetic, places, masters, cast, past):
+    def __init__(self, run: Run, arithmetic, places, masters, cast, past, head=None):
         self.arithmetic, self.cast, plan = arithmetic, cast, schedule_of(run)
         self.masters, self.tree = jax.tree.flatten(masters)
         self.stacked = jax.tree.leaves(places)
@@ -55,17 +60,26 @@ class Pieces:
         self.scales, self.amax = formats.scales(arithmetic, self.stacked, self.ready, True, past)
         self.chunks, self.size = plan.vp, len(self.ready[0]) // plan.vp  # layers of a chunk
         self.spread = plan.spread
-        self.parts, self.each, self.cuts = self._cuts(run)
+        tokens = run.layout.mbs * run.train.seq // run.layout.cp
+        least = PEAK * run.layout.gpu.bf16_tflops * 1e12 / NETWORK / tokens
+        self.parts, self.each, self.cuts = self._cuts(run, math.ceil(least))
+        of = lambda i: math.prod(self.places[i].gathered(self.ready[i].shape[1:]))
+        numbers = lambda ids: sum(map(of, ids))
+        all_of = [i for i, p in enumerate(self.places) if p.gemm]
+        # Numbers that could travel in a tick beside these.
+        room = numbers(all_of) * self.size / max(least, 1e-9)
+        room -= numbers(self.cuts) * self.each / max(self.parts, 1)
+        head = head and HeadPieces(run, *head)
+        self.head = head if head and math.prod(head.shape) < head.parts * room else None
 
-    def _cuts(self, run: Run) -> tuple[int, int, dict[int, int]]:
+    def _cuts(self, run: Run, least: int) -> tuple[int, int, dict[int, int]]:
         """Parts of a layer, pieces of a tick, and cuts: such that the fewest ticks bring again what
         is there, and then as small as they can be. None where half the ticks would, or where a
         piece takes longer than a layer's products: for each number of a weight 2 bytes (its FP8
         takes half, and so do the products), and they 2 FLOPs per token."""
-        a, block = run.layout, run.format.multiple if run.format.blocks else 1
+        block = run.format.multiple if run.format.blocks else 1
         moved = [i for i, p in enumerate(self.places) if p.gemm and any(p.zero)]
-        best, tokens = (0.5, 0, 0, {}), a.mbs * run.train.seq // a.cp
-        least = math.ceil(PEAK * a.gpu.bf16_tflops * 1e12 / NETWORK / tokens)
+        best = 0.5, 0, 0, {}
         for parts in range(max(1, least), 1 + self.spread if moved else 0):
             cuts = {i: _cut(self.places[i], self.ready[i].shape[1:], parts, block) for i in moved}
             each = -(-self.size * parts // self.spread)
@@ -158,6 +172,49 @@ class Pieces:
             return sent
 
         return self.tree.unflatten([one(i, place) for i, place in enumerate(self.stacked)])
+
+
+class HeadPieces:
+    """The head's weight on its way, a part of it in each tick of the fill, and its gradient, a part
+    in each of the drain.
+
+    Args:
+      place: of the weight, and `w` this GPU's part of it as a master, in the compute dtype.
+
+    Attributes:
+      parts: in which it travels; 0 where it does not, cannot be cut, or a part would take more than
+        twice as long for its way to all GPUs that have one as for its bytes.
+      shape: of the compute weight.
+    """
+
+    def __init__(self, run: Run, place: Place, w):
+        plan, self.place, self.w = schedule_of(run), place, w
+        self.shape = place.gathered(w.shape)
+        first = 1 + int(np.argmax(plan.column("loss")[:, 0] >= 0))
+        ticks = min(first, *(len(plan.phases[name]) for name in (FILL, DRAIN)))
+        dims = [d for d, axes in enumerate(place.zero) if not axes]
+        fits = [(n, d) for d in dims for n in range(1, ticks + 1) if w.shape[d] % n == 0]
+        self.parts, self.dim = max(fits, default=(0, 0)) if len(dims) < w.ndim else (0, 0)
+        numbers, gpus = math.prod(self.shape), math.prod(self.shape) // w.size
+        if HOP * gpus * self.parts > 2 * 2 * numbers / NETWORK:
+            self.parts = 0
+
+    def gather(self, box, tick):
+        """The compute weight with the part of a tick of the fill. Where none is left the last one
+        comes again."""
+        part = jnp.minimum(tick, self.parts - 1)
+        w = _take(self.w[None], 0, self.dim, part, self.parts)
+        return self._put(box, gather_master(self.place, w), part)
+
+    def reduce(self, box, grad, tick):
+        """Likewise of the gradient, as the master lies, in the drain."""
+        part = jnp.minimum(tick, self.parts - 1)
+        g = rows(_take(grad[None], 0, self.dim, part, self.parts))
+        return self._put(box, reduce_grad(self.place, g), part)
+
+    def _put(self, box, new, part):
+        at = part * new.shape[self.dim]
+        return lax.dynamic_update_slice_in_dim(box, rows(new), at, self.dim)
 
 
 def rows(x):

@@ -30,7 +30,7 @@ from maxbench.mesh import collectives
 from maxbench.model import network
 from maxbench.model.sums import Sums
 from maxbench.spec.run import Run
-from maxbench.step import schedule, slots
+from maxbench.step import boxes, schedule, slots
 from maxbench.step.ends import NAMES, Ends
 from maxbench.step.halves import Half, beside_of, but, with_col
 from maxbench.step.pieces import Pieces, rows
@@ -58,6 +58,7 @@ class _Pipeline:
     def __init__(self, run: Run, w, batch, pieces: Pieces | None):
         a = run.layout
         self.run, self.pieces = run, pieces
+        self.head = pieces and pieces.head
         self.plan = schedule.schedule_of(run)
         # One stage of one chunk, whose turn it always is: its layers come as a tuple of trees.
         self.alone, self.fixed = a.pp == 1, {}
@@ -76,7 +77,7 @@ class _Pipeline:
         plan, nothing = self.plan, ((0, 1), (0, 0), (0, 0))  # after the last tick
         table = np.pad(plan.table, nothing, constant_values=-1)
         newest = plan.microbatches - 1
-        if not self.alone:
+        if not self.alone:  # what goes back of the newest comes round when all ticks are over
             table[-1, :, schedule.COLUMNS.index("g_put")] = newest % plan.ahead
         rows, carry = jnp.asarray(table)[:, collectives.index("pp")], self.start(sums)
         for name, ticks in plan.phases.items():
@@ -87,6 +88,9 @@ class _Pipeline:
                 carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
             if name == schedule.DRAIN:
                 self.keep(carry)
+                if self.head:  # the weight has been read: from here on its gradient, reduced
+                    grad = carry["ends"]["head"]["w"]
+                    carry["head"] = jnp.zeros(self.head.w.shape, grad.dtype)
             tick = functools.partial(self.tick, name != schedule.DRAIN, name != schedule.FILL)
             these, then = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
             with jax.named_scope(name):
@@ -96,15 +100,19 @@ class _Pipeline:
             layers = self.put_chunk(carry["stack"], 0, layers)
             carry = self.embed_back(newest - newest % plan.ahead, None, carry)
         ends, out = collectives.after(carry["grads"], (carry["ends"], carry["out"]))
+        if self.head:
+            ends["head"] = ends["head"] | {"w": carry["head"]}
         return {**ends, "layers": layers}, out
 
     def start(self, sums):
-        """Empty buffers. They are made when the weights are, whose way there takes memory too. Work
-        for nothing reads them, and a scale of 0 would make of its zeros what is no number. No two
-        are of the same one: XLA would make one box, and copy it.
+        """Empty buffers. They are made when the weights are, whose way there takes memory too, but
+        beside the first where the head, beside which they were made, comes later. Work for nothing
+        reads them, and a scale of 0 would make of its zeros what is no number. No two are of the
+        same one: XLA would make one box, and copy it.
         """
         plan, x = self.plan, self.x
-        ones = (1 + i % 64 / 64 + collectives.zero(self.layers) for i in itertools.count())
+        ready = collectives.zero([] if self.head else self.layers)
+        ones = (1 + i % 64 / 64 + ready for i in itertools.count())
         box = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
         zeros = self.take_chunk(sums["layers"], 0)
         self.blank = zeros[0]
@@ -127,6 +135,9 @@ class _Pipeline:
             "ends": {name: sums[name] for name in NAMES},
             "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
         }
+        if self.head:
+            w = jax.ShapeDtypeStruct(self.head.shape, self.head.w.dtype)
+            carry["head"] = box(1, w)[0]
         return carry if self.alone else self.embed(0, carry)
 
     def tick(self, forward: bool, backward: bool, carry, rows):
@@ -138,13 +149,13 @@ class _Pipeline:
         """
         at, then = (dict(zip(schedule.COLUMNS, row, strict=True)) for row in rows)
         given, carry = carry, self.fixed | carry
-        x = dy = held = read = None
+        x = dy = held = read = late = None
         made, kept, sent = jnp.zeros(()), {half: [] for half in network.HALVES}, []
         if forward:
             made = filled = self.keep(carry)
-        travels = forward != backward and self.pieces and self.pieces.parts
+        travels = forward != backward and self.pieces
         if backward:
-            dy = _take(carry["grads"], at["b_from"])
+            dy = boxes.take(carry["grads"], at["b_from"])
             dy = jnp.where(at["b_micro"] >= 0, dy, 0)
         for i in range(self.size):
             for back, on in (("mlp", "attn"), ("attn", "mlp")):
@@ -155,6 +166,8 @@ class _Pipeline:
                         dy = collectives.beside(dy, held.get("qkv wgrad"))
                     if back == "mlp":
                         read = held["down"], held["up x"]
+                    else:  # when what goes beside these has arrived
+                        late = held["out x"]
                 if forward and x is None:
                     at = collectives.after((dy, held, carry["sums"]), at)
                     x = self.input(carry, at, held, filled)
@@ -164,19 +177,23 @@ class _Pipeline:
                     kept[on].append(residuals)
                     made += collectives.zero(x) if on == "attn" else done["down"]
             if forward:
-                read = done["up"]  # what its longest product reads has come
+                read = late = done["up"]  # what its longest product reads has come
             if travels:
                 pieces = self.travel(forward, carry, at, i, read)
                 sent, arrived = sent + pieces, collectives.zero(pieces)
+                if self.head and i == 0:
+                    self.travel_head(forward, carry, at, late)
+                    arrived += collectives.zero(carry["head"])
                 x, dy = (y if y is None else collectives.beside(y, arrived) for y in (x, dy))
         if forward:
-            ys = _put(carry["ys"], at["f_micro"] % self.plan.together, x)
+            ys = boxes.put(carry["ys"], at["f_micro"] % self.plan.together, x)
             carry |= {"y": x, "ys": ys, "kept": kept, "kept_at": at["f_keep"]}
         if sent and forward:
             carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
         elif sent:
             carry["stack"] = self.pieces.put_gradients(carry["stack"], sent, at["reduce"])
-        at = collectives.after([carry[x] for x in ("sums", "y", "out")] + [dy, *sent], at)
+        done = [carry.get(x) for x in ("sums", "y", "out", "head")]
+        at = collectives.after([*done, dy, *sent], at)
         self.output(forward, carry, at, then, dy, made)
         return {name: carry[name] for name in given}, None
 
@@ -194,18 +211,18 @@ class _Pipeline:
         y = collectives.after((carry["out"], carry["ends"]), carry["y"])
         with jax.named_scope(schedule.SEND_X):
             arrived = collectives.send_beside(y, "pp", held and held["down x"])
-        put, turn = at["x_put"] + _number(filled), at["f_load"]
+        put, turn = at["x_put"] + boxes.number(filled), at["f_load"]
         if held:
-            put, turn = put + _number(held["up"]), turn + _number(held["down x"])
+            put, turn = put + boxes.number(held["up"]), turn + boxes.number(held["down x"])
         load = lambda _: but("row", with_col(self.take_chunk(carry["weights"], turn)))
         with jax.named_scope(schedule.FORWARD_TURN):
-            carry["w_forward"] = _once(turn >= 0, load, carry["w_forward"])
-        put += _number(jax.tree.leaves(carry["w_forward"])[0])
+            carry["w_forward"] = boxes.once(turn >= 0, load, carry["w_forward"])
+        put += boxes.number(jax.tree.leaves(carry["w_forward"])[0])
         # Behind a barrier, or XLA reads x in one kernel with residuals, which come later: each is
         # a row of its box, by a number of the same table.
-        inbox = rows(_put(carry["inbox"], put, arrived)), at["f_micro"], at["f_from"]
+        inbox = rows(boxes.put(carry["inbox"], put, arrived)), at["f_micro"], at["f_from"]
         carry["inbox"], micro, slot = lax.optimization_barrier(inbox)
-        return jnp.where(micro >= 0, _take(carry["inbox"], slot), 0)
+        return jnp.where(micro >= 0, boxes.take(carry["inbox"], slot), 0)
 
     def output(self, forward: bool, carry, at, then, dx, made):
         """What a tick leaves when its pieces are done. dx goes to the neighbour. Few ticks have the
@@ -227,11 +244,12 @@ class _Pipeline:
             few[schedule.EMBED_BACKWARD] = self.alone or micro >= 0, embed_back
         if back and not self.alone:
             late = carry["sums"] if forward and self.halves[0]["attn"].free is not None else ()
-            read = lax.optimization_barrier(_number((dx, late, made)))
+            all_read = (dx, late, made) if forward else dx
+            read = lax.optimization_barrier(boxes.number(all_read))
             turn = functools.partial(self.turn, carry["weights"], then, read)
             few[schedule.BACKWARD_TURN] = then["b_load"] + read >= 0, turn
         if forward:
-            loss = functools.partial(self.loss, at, carry["ys"])
+            loss = functools.partial(self.loss, at, carry["ys"], carry.get("head"))
             few[schedule.LOSS] = self.alone or at["loss"] >= 0, loss
 
         def change(state):
@@ -239,25 +257,25 @@ class _Pipeline:
                 # One after the other on a CPU, too.
                 state = state | {"out": collectives.after(state["ends"], state["out"])}
                 with jax.named_scope(name):
-                    state = _once(condition, one, state)
+                    state = boxes.once(condition, one, state)
             return state
 
         some = self.alone or functools.reduce(jnp.logical_or, [had for had, _ in few.values()])
         names = {"ends", "out", "inbox", "grads", "stack", "sums", "w_backward"} & carry.keys()
         with jax.named_scope(schedule.OUTPUT):
-            carry |= _once(some, change, {name: carry[name] for name in sorted(names)})
+            carry |= boxes.once(some, change, {name: carry[name] for name in sorted(names)})
         if back:
             put, dx = then["g_put"], collectives.after((carry["out"], carry["ends"]), dx)
-            put += 0 if self.alone else _number(jax.tree.leaves(carry["w_backward"])[0])
+            put += 0 if self.alone else boxes.number(jax.tree.leaves(carry["w_backward"])[0])
             with jax.named_scope(schedule.SEND_DX):
                 arrived = collectives.rotate(dx, "pp", -1)
-            carry["grads"] = _put(carry["grads"], put, arrived)
+            carry["grads"] = boxes.put(carry["grads"], put, arrived)
 
     def embed(self, micro, state):
         """x of the microbatches from `micro` on whose turn comes next, in the first inbox slots."""
         x = self.ends.embed(collectives.after(state["out"], micro), self.plan.ahead)
         out = collectives.after(x, state["out"])
-        return state | {"inbox": _put(state["inbox"], 0, rows(x)), "out": out}
+        return state | {"inbox": boxes.put(state["inbox"], 0, rows(x)), "out": out}
 
     def embed_back(self, micro, dxs, state):
         """The embedding's gradients with those of the microbatches from `micro` on. In a pipeline
@@ -274,13 +292,13 @@ class _Pipeline:
         w, sums = (self.take_chunk(x, then["b_load"] + read) for x in (weights, stack))
         return state | {"stack": stack, "sums": sums, "w_backward": but("col", w)}
 
-    def loss(self, at, ys, state):
+    def loss(self, at, ys, head, state):
         """When the last chunk is done for the microbatches of a loss: it, and the gradients of what
         that gave them (Ends.loss). Left alone, jax 0.12 turns boxes round for it in each tick."""
         at = collectives.after(state["out"], at)
-        loss, ends, dys = self.ends.loss(at["loss"], rows(ys), state["ends"])
+        loss, ends, dys = self.ends.loss(at["loss"], rows(ys), state["ends"], head)
         out = state["out"] | {"loss": state["out"]["loss"] + loss}
-        grads = _put(state["grads"], at["f_grad"], rows(dys))
+        grads = boxes.put(state["grads"], at["f_grad"], rows(dys))
         return state | {"ends": ends, "out": out, "grads": grads}
 
     def travel(self, forward: bool, carry, at, i, read):
@@ -288,10 +306,22 @@ class _Pipeline:
         drain. They start when `read` is known, and what the layer gives waits for them: left alone,
         XLA brings them all at once, before what a layer needs next. A turn is over by then; the
         boxes that it reads or writes would be copied otherwise."""
-        held = lax.optimization_barrier(_number(read))
+        held = lax.optimization_barrier(boxes.number(read))
+        if not self.pieces.parts:
+            return []
         if forward:
             return self.pieces.gather(at["gather"] + held, i)
         return self.pieces.reduce(carry["stack"], at["reduce"] + held, i)
+
+    def travel_head(self, forward: bool, carry, at, late):
+        """Likewise a tick's part of the head's weight, or of its gradient, beside its first layer:
+        in the drain beside attention, where no piece goes."""
+        tick = at["since"] + lax.optimization_barrier(boxes.number(late))
+        if forward:
+            carry["head"] = self.head.gather(carry["head"], tick)
+        else:
+            grad = carry["ends"]["head"]["w"]
+            carry["head"] = self.head.reduce(carry["head"], grad, tick)
 
     def half_on(self, carry, at, half, i, x, held):
         """x through a half of layer i of the chunk, its residuals, and its products' zeros."""
@@ -308,7 +338,8 @@ class _Pipeline:
         products."""
         real = self.is_real(at["b_chunk"], i)
         work = real & (at["b_micro"] >= 0)
-        residuals = jax.tree.map(lambda box: rows(_take(box, at["b_keep"])), carry["keep"][half][i])
+        kept = lambda box: rows(boxes.take(box, at["b_keep"]))
+        residuals = jax.tree.map(kept, carry["keep"][half][i])
         w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
         daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
         new, dx, held, made = self.halves[i][half].backward(w, sums[i], residuals, dy, daux, made)
@@ -319,7 +350,7 @@ class _Pipeline:
     def keep(self, carry):
         """Puts the residuals of the tick before into their slots, which that has read, while dy is
         gathered; by rows, or XLA turns the boxes round. Returns a zero that is known then."""
-        put = lambda box, kept: _put(box, carry["kept_at"], rows(kept))
+        put = lambda box, kept: boxes.put(box, carry["kept_at"], rows(kept))
         carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
         return collectives.zero(carry["keep"])
 
@@ -329,14 +360,14 @@ class _Pipeline:
         """The layers of a chunk, of a stack of all."""
         if self.alone:
             return stack
-        layer = lambda i: jax.tree.map(lambda x: _take(x, chunk * self.size + i), stack)
+        layer = lambda i: jax.tree.map(lambda x: boxes.take(x, chunk * self.size + i), stack)
         return tuple(map(layer, range(self.size)))
 
     def put_chunk(self, stack, chunk, layers):
         """The stack with the layers of a chunk replaced."""
         for i, layer in enumerate(layers):
             at = chunk * len(layers) + i
-            stack = jax.tree.map(lambda box, x, at=at: _put(box, at, x), stack, layer)
+            stack = jax.tree.map(lambda box, x, at=at: boxes.put(box, at, x), stack, layer)
         return stack
 
     def both_forms(self, layer):
@@ -351,31 +382,9 @@ class _Pipeline:
         return True if real.all() else jnp.asarray(real)[collectives.index("pp"), chunk]
 
 
-def _once(condition, change, state):
-    """change(state) or state: a loop that runs once or not at all writes in place, a conditional
-    would copy, even where it changes nothing."""
-    if condition is True:
-        return change(state)
-    body = lambda carried: (False, change(carried[1]))
-    return lax.while_loop(lambda carried: carried[0], body, (condition, state))[1]
-
-
 def _unless(real, new, old):
     """Sums whose largest magnitudes are of real work alone. Gradients of other are zeros."""
     is_sums = lambda x: isinstance(x, Sums)
     keep = lambda new, old: new._replace(amax=jnp.where(real, new.amax, old.amax))
     each = lambda new, old: keep(new, old) if is_sums(new) else new
     return jax.tree.map(each, new, old, is_leaf=is_sums)
-
-
-def _number(made):  # collectives.zero, to add to the number of a slot or a chunk
-    return collectives.zero(made).astype(jnp.int32)
-
-
-def _put(box, slot, value):
-    """box with a value in a slot, or values from it on."""
-    return lax.dynamic_update_slice_in_dim(box, value.reshape(-1, *box.shape[1:]), slot, 0)
-
-
-def _take(box, slot):
-    return lax.dynamic_index_in_dim(box, slot, keepdims=False)

@@ -35,10 +35,12 @@ COLUMNS = (
     "b_from",  # gradient slot of what it is given
     "x_put",  # inbox slot for what the stage before made in the last tick
     "g_put",  # gradient slot for what the stage after made in the last tick
+    # The same on all stages, of which the first reads the former and the last has the latter:
     "embed",  # first of the microbatches that are embedded before, into the first inbox slots
     "embed_back",  # first of those whose embedding's gradients are whole, in the first of grads
     "gather",  # in the fill, where the weights of chunks 1 .. are (pieces.py), 0 .. spread x (vp-1)
     "reduce",  # in the drain, where the gradients of chunks vp-1 .. 1 are, likewise
+    "since",  # ticks since the phase began
 )
 
 # Names of the executor's loops and conditionals in the compiled program.
@@ -222,11 +224,11 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of, ahead) ->
         if part == 0 and ahead:
             table[f, p, at["f_from"]] = slot = m % ahead
             if slot == 0:
-                table[f, p, at["embed"]] = m
+                table[f, :, at["embed"]] = m
             if b + 1 < ticks:  # of the last microbatches all is whole after the last tick
                 table[b + 1, -1, at["g_put"]] = slot
                 if slot == ahead - 1:
-                    table[b + 1, -1, at["embed_back"]] = m - slot
+                    table[b + 1, :, at["embed_back"]] = m - slot
     for way, p in itertools.product("fb", range(pp)):
         ticks = np.flatnonzero(table[:, p, at[f"{way}_micro"]] >= 0)
         chunks = table[ticks, p, at[f"{way}_chunk"]]
@@ -248,6 +250,8 @@ def _with_slots(name, pp, vp, microbatches, f_tick, b_tick, ticks, of, ahead) ->
     table[:, :, at["f_grad"]] = table[:, -1:, at["f_grad"]]
     made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of, ahead)
     made = dataclasses.replace(made, spread=_with_pieces(made))
+    for phase in made.phases.values():
+        table[phase, :, at["since"]] = np.arange(len(phase))[:, None]
     table.setflags(write=False)
     return made
 

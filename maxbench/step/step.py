@@ -68,7 +68,9 @@ class Step:
         self.run, self.mesh = for_device(run, device), devices
         self.arithmetic, self.tx = formats.arithmetic(self.run), optimizer.transform(run)
         self.order = slots.order(run.model.layers, run.layout.pp, run.layout.vp)
-        self.places = self._places(self.order, RULES)
+        over_pp = program.columns_over_pp(self.run)
+        self.rules = RULES | ({"columns": RULES["stage_columns"]} if over_pp else {})
+        self.places = self._places(self.order, self.rules)
         self.abstract = self._abstract(self.order, self.places)
 
     def _places(self, order, rules):
@@ -114,7 +116,7 @@ class Step:
     def in_order(self, order):
         """The abstract state with its layers in another order, for reorder()."""
         # Its slots may not divide by pp: split other dims over it instead.
-        return self._abstract(order, self._places(order, RULES | {"layers": ()}))
+        return self._abstract(order, self._places(order, self.rules | {"layers": ()}))
 
     def reorder(self, state, order):
         """A state whose layers are in `order` -> the same state in the order of this step."""
@@ -197,7 +199,12 @@ class Step:
         gathered = lambda name: jax.tree.map(gather_master, places[name], w[name])
         pieces = None
         if run.layout.pp > 1:
-            pieces = Pieces(run, *layers[:2], params["layers"], cast, past)
+            head = None if run.model.tied else (places["head"]["w"], w["head"]["w"])
+            pieces = Pieces(run, *layers[:2], params["layers"], cast, past, head)
+            if pieces.head:
+                place, box = head[0].whole, jnp.zeros(pieces.head.shape, head[1].dtype)
+                places = places | {"head": places["head"] | {"w": place}}
+                w = w | {"head": w["head"] | {"w": box}}
             made, amax_w = pieces.start(), pieces.amax
             # The head is read last, when the fill is over: it comes when these have.
             w["head"] = collectives.beside(w["head"], collectives.zero(made))

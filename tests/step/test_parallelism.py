@@ -16,6 +16,7 @@ from maxbench.mesh import places
 from maxbench.model import network
 from maxbench.spec.model import Kind
 from maxbench.step import data, pieces, slots
+from maxbench.step.schedule import schedule_of
 from maxbench.step.step import Step
 from tests.conftest import resolve
 
@@ -372,7 +373,7 @@ def test_a_tied_head_is_one_weight_on_every_mesh():
 
 
 def test_pp_sends_sequences_between_stages_and_holds_no_more_for_more_microbatches():
-    few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (8, 32))
+    few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (16, 64))
     programs = [step.lower().compile() for step in (few, many)]
     found, m = collectives(few, programs[0]), few.run.model
     assert sizes(found, "collective-permute") == {SEQ * m.embed}
@@ -383,3 +384,17 @@ def test_pp_sends_sequences_between_stages_and_holds_no_more_for_more_microbatch
     assert SEQ // 2 * m.embed in sizes(found, "reduce-scatter")  # y's tokens, for the loss
     memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
     assert memory[1] <= memory[0] * 1.02
+
+
+def test_tokens_travel_between_stages_where_they_are_fewer_than_words():
+    """The table has a part of its columns on each stage, and neither it nor its gradient goes
+    over pp."""
+    few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (8, 32))
+    m, ahead = few.run.model, schedule_of(few.run).ahead
+    assert [step.places["embed"]["w"].compute[1] for step in (few, many)] == [("pp",), ()]
+    table = m.vocab * m.embed
+    gathered, reduced = (sizes(collectives(few), op) for op in ("all-gather", "reduce-scatter"))
+    assert ahead * SEQ * m.embed in gathered
+    assert table not in gathered
+    assert table // 2 not in reduced
+    assert table in sizes(collectives(many), "all-gather")
