@@ -62,6 +62,7 @@ CASES = [
 def in_pieces(monkeypatch):
     """Weights and gradients over dp travel in pieces, however short toy layers are."""
     monkeypatch.setattr(pieces, "NETWORK", math.inf)
+    monkeypatch.setattr(pieces, "HOP", 0)
 
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
