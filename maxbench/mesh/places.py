@@ -66,11 +66,6 @@ class Place:
     def master_spec(self) -> P:
         return P(*(c + z or None for c, z in zip(self.compute, self.zero, strict=True)))
 
-    @property
-    def whole(self) -> "Place":
-        """Of one that is gathered, and whose gradient is reduced, elsewhere."""
-        return dataclasses.replace(self, zero=((),) * len(self.zero), summed=())
-
     def gathered(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Master shard -> compute shard, of shapes, within the mesh."""
         degrees = [math.prod(map(degree, axes)) for axes in self.zero]

@@ -179,6 +179,7 @@ class Transformer(nn.Module):
 def embed(m: Model, w, tokens_bt):
     """Embedded tokens, x_bud. `w` holds at least 'embed'."""
     w_vd = w["embed"]["w"]
+    # Whose columns it has, its width says (program.columns_over_pp).
     fewer = w_vd.shape[1] < places.local("columns", m.embed) and not m.tied
     columns = "stage_columns" if fewer else "columns"
     return Embed(m, columns).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)

@@ -7,8 +7,8 @@ done last is reduced. A whole chunk would be in the way: all collectives wait in
 tp too.
 
 A piece is a part of each GEMM's weight of a layer, cut along a dim that dp does not split. The
-head, which the first loss reads first and the last one last, has parts of its own. What else there
-is travels before the first tick and after the last.
+head's weight, which the first loss reads, has parts of its own. What else there is travels before
+the first tick and after the last.
 """
 
 import math
@@ -24,13 +24,12 @@ from maxbench.formats import Weight
 from maxbench.mesh.places import Place, gather_master, reduce_grad
 from maxbench.model.sums import Sums, gradients
 from maxbench.spec.run import Run
-from maxbench.step.schedule import DRAIN, FILL, schedule_of
+from maxbench.step.schedule import FILL, schedule_of
 
 # What a layer's products reach of the GPU's peak, and bytes/s of a network, one adapter of 400 Gb/s
 # for each GPU: they must take as long as a piece that goes beside them. Of the real network the
 # program knows nothing; a plan for another one is of the same program.
 PEAK, NETWORK = 0.7, 50e9
-HOP = 6e-6  # seconds that a collective takes longer for each GPU more
 
 
 class Pieces:
@@ -63,14 +62,9 @@ class Pieces:
         tokens = run.layout.mbs * run.train.seq // run.layout.cp
         least = PEAK * run.layout.gpu.bf16_tflops * 1e12 / NETWORK / tokens
         self.parts, self.each, self.cuts = self._cuts(run, math.ceil(least))
-        of = lambda i: math.prod(self.places[i].gathered(self.ready[i].shape[1:]))
-        numbers = lambda ids: sum(map(of, ids))
-        all_of = [i for i, p in enumerate(self.places) if p.gemm]
-        # Numbers that could travel in a tick beside these.
-        room = numbers(all_of) * self.size / max(least, 1e-9)
-        room -= numbers(self.cuts) * self.each / max(self.parts, 1)
         head = head and HeadPieces(run, *head)
-        self.head = head if head and math.prod(head.shape) < head.parts * room else None
+        fits = head and math.prod(head.shape) < head.parts * self._room(least)
+        self.head = head if fits else None
 
     def _cuts(self, run: Run, least: int) -> tuple[int, int, dict[int, int]]:
         """Parts of a layer, pieces of a tick, and cuts: such that the fewest ticks bring again what
@@ -87,6 +81,15 @@ class Pieces:
             if None not in cuts.values() and used >= best[0]:
                 best = used, parts, each, cuts
         return best[1:]
+
+    def _room(self, least: float) -> float:
+        """Numbers of weights that could travel in a tick beside its pieces: those of its layers, of
+        which one in `least` goes while they compute."""
+        of = lambda i: math.prod(self.places[i].gathered(self.ready[i].shape[1:]))
+        numbers = lambda ids: sum(map(of, ids))
+        all_of = [i for i, place in enumerate(self.places) if place.gemm]
+        gone = numbers(self.cuts) * self.each / max(self.parts, 1)
+        return numbers(all_of) * self.size / max(least, 1e-9) - gone
 
     def start(self):
         """The compute weights, [slots, ...]; of those that come in pieces, the first chunk's."""
@@ -175,15 +178,13 @@ class Pieces:
 
 
 class HeadPieces:
-    """The head's weight on its way, a part of it in each tick of the fill, and its gradient, a part
-    in each of the drain.
+    """The head's weight on its way, a part of it in each tick of the fill.
 
     Args:
       place: of the weight, and `w` this GPU's part of it as a master, in the compute dtype.
 
     Attributes:
-      parts: in which it travels; 0 where it does not, cannot be cut, or a part would take more than
-        twice as long for its way to all GPUs that have one as for its bytes.
+      parts: in which it travels; 0 where it does not, or cannot be cut.
       shape: of the compute weight.
     """
 
@@ -191,30 +192,17 @@ class HeadPieces:
         plan, self.place, self.w = schedule_of(run), place, w
         self.shape = place.gathered(w.shape)
         first = 1 + int(np.argmax(plan.column("loss")[:, 0] >= 0))
-        ticks = min(first, *(len(plan.phases[name]) for name in (FILL, DRAIN)))
+        ticks = min(first, len(plan.phases[FILL]))
         dims = [d for d, axes in enumerate(place.zero) if not axes]
         fits = [(n, d) for d in dims for n in range(1, ticks + 1) if w.shape[d] % n == 0]
         self.parts, self.dim = max(fits, default=(0, 0)) if len(dims) < w.ndim else (0, 0)
-        numbers, gpus = math.prod(self.shape), math.prod(self.shape) // w.size
-        if HOP * gpus * self.parts > 2 * 2 * numbers / NETWORK:
-            self.parts = 0
 
     def gather(self, box, tick):
         """The compute weight with the part of a tick of the fill. Where none is left the last one
         comes again."""
         part = jnp.minimum(tick, self.parts - 1)
-        w = _take(self.w[None], 0, self.dim, part, self.parts)
-        return self._put(box, gather_master(self.place, w), part)
-
-    def reduce(self, box, grad, tick):
-        """Likewise of the gradient, as the master lies, in the drain."""
-        part = jnp.minimum(tick, self.parts - 1)
-        g = rows(_take(grad[None], 0, self.dim, part, self.parts))
-        return self._put(box, reduce_grad(self.place, g), part)
-
-    def _put(self, box, new, part):
-        at = part * new.shape[self.dim]
-        return lax.dynamic_update_slice_in_dim(box, rows(new), at, self.dim)
+        w = gather_master(self.place, _take(self.w[None], 0, self.dim, part, self.parts))
+        return lax.dynamic_update_slice_in_dim(box, rows(w), part * w.shape[self.dim], self.dim)
 
 
 def rows(x):

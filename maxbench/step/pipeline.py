@@ -88,9 +88,7 @@ class _Pipeline:
                 carry["sums"] = collectives.beside(carry["sums"], collectives.zero(carry["y"]))
             if name == schedule.DRAIN:
                 self.keep(carry)
-                if self.head:  # the weight has been read: from here on its gradient, reduced
-                    grad = carry["ends"]["head"]["w"]
-                    carry["head"] = jnp.zeros(self.head.w.shape, grad.dtype)
+                carry.pop("head", None)  # the last loss has read it
             tick = functools.partial(self.tick, name != schedule.DRAIN, name != schedule.FILL)
             these, then = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
             with jax.named_scope(name):
@@ -100,15 +98,13 @@ class _Pipeline:
             layers = self.put_chunk(carry["stack"], 0, layers)
             carry = self.embed_back(newest - newest % plan.ahead, None, carry)
         ends, out = collectives.after(carry["grads"], (carry["ends"], carry["out"]))
-        if self.head:
-            ends["head"] = ends["head"] | {"w": carry["head"]}
         return {**ends, "layers": layers}, out
 
     def start(self, sums):
-        """Empty buffers. They are made when the weights are, whose way there takes memory too, but
-        beside the first where the head, beside which they were made, comes later. Work for nothing
-        reads them, and a scale of 0 would make of its zeros what is no number. No two are of the
-        same one: XLA would make one box, and copy it.
+        """Empty buffers. They are made when the layers' weights have come, whose way there takes
+        memory too, while the head's does; where that comes in parts, beside the former. Work for
+        nothing reads them, and a scale of 0 would make of its zeros what is no number. No two are
+        of the same one: XLA would make one box, and copy it.
         """
         plan, x = self.plan, self.x
         ready = collectives.zero([] if self.head else self.layers)
@@ -149,7 +145,7 @@ class _Pipeline:
         """
         at, then = (dict(zip(schedule.COLUMNS, row, strict=True)) for row in rows)
         given, carry = carry, self.fixed | carry
-        x = dy = held = read = late = None
+        x = dy = held = read = None
         made, kept, sent = jnp.zeros(()), {half: [] for half in network.HALVES}, []
         if forward:
             made = filled = self.keep(carry)
@@ -166,8 +162,6 @@ class _Pipeline:
                         dy = collectives.beside(dy, held.get("qkv wgrad"))
                     if back == "mlp":
                         read = held["down"], held["up x"]
-                    else:  # when what goes beside these has arrived
-                        late = held["out x"]
                 if forward and x is None:
                     at = collectives.after((dy, held, carry["sums"]), at)
                     x = self.input(carry, at, held, filled)
@@ -177,12 +171,13 @@ class _Pipeline:
                     kept[on].append(residuals)
                     made += collectives.zero(x) if on == "attn" else done["down"]
             if forward:
-                read = late = done["up"]  # what its longest product reads has come
+                read = done["up"]  # what its longest product reads has come
             if travels:
                 pieces = self.travel(forward, carry, at, i, read)
                 sent, arrived = sent + pieces, collectives.zero(pieces)
-                if self.head and i == 0:
-                    self.travel_head(forward, carry, at, late)
+                if self.head and forward and i == 0:  # likewise
+                    tick = at["since"] + lax.optimization_barrier(boxes.number(read))
+                    carry["head"] = self.head.gather(carry["head"], tick)
                     arrived += collectives.zero(carry["head"])
                 x, dy = (y if y is None else collectives.beside(y, arrived) for y in (x, dy))
         if forward:
@@ -312,16 +307,6 @@ class _Pipeline:
         if forward:
             return self.pieces.gather(at["gather"] + held, i)
         return self.pieces.reduce(carry["stack"], at["reduce"] + held, i)
-
-    def travel_head(self, forward: bool, carry, at, late):
-        """Likewise a tick's part of the head's weight, or of its gradient, beside its first layer:
-        in the drain beside attention, where no piece goes."""
-        tick = at["since"] + lax.optimization_barrier(boxes.number(late))
-        if forward:
-            carry["head"] = self.head.gather(carry["head"], tick)
-        else:
-            grad = carry["ends"]["head"]["w"]
-            carry["head"] = self.head.reduce(carry["head"], grad, tick)
 
     def half_on(self, carry, at, half, i, x, held):
         """x through a half of layer i of the chunk, its residuals, and its products' zeros."""

@@ -201,12 +201,9 @@ class Step:
         if run.layout.pp > 1:
             head = None if run.model.tied else (places["head"]["w"], w["head"]["w"])
             pieces = Pieces(run, *layers[:2], params["layers"], cast, past, head)
-            if pieces.head:
-                place, box = head[0].whole, jnp.zeros(pieces.head.shape, head[1].dtype)
-                places = places | {"head": places["head"] | {"w": place}}
-                w = w | {"head": w["head"] | {"w": box}}
             made, amax_w = pieces.start(), pieces.amax
-            # The head is read last, when the fill is over: it comes when these have.
+            # The head is read last, when the fill is over: it comes when these have. If its weight
+            # comes in parts, nothing reads what is gathered here, and XLA leaves it out.
             w["head"] = collectives.beside(w["head"], collectives.zero(made))
         else:
             scales, amax_w = formats.scales(*layers, stacked, past)

@@ -115,6 +115,8 @@ def test_weights_come_before_they_are_read_and_gradients_go_when_they_are_whole(
 ):
     s = schedule(name, pp, vp, pp + extra, pp + longer)
     assert (s.spread > 0) == (vp > 1)
+    for phase in s.phases.values():
+        assert all(row.tolist() == [i] * pp for i, row in enumerate(s.column("since")[phase]))
     for p in range(pp):
         gather, reduce, load, last = (
             s.column(c)[:, p].tolist() for c in ("gather", "reduce", "f_load", "b_load")
