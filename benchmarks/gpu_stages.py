@@ -404,7 +404,7 @@ def mocked(small: bool) -> Cases:
 
     def row(family, count):
         if os.environ.get("JAX_PLATFORMS") != "cpu":  # before jax looks for its devices
-            jax.config.update("jax_mock_gpu_topology", f"1x{count}x1")
+            jax.config.update("jax_mock_gpu_topology", gpus.GPUS["h100"].topology(count, 1))
         needs_gpu()
         return workload(family, ":tiny" * small, f"--gpus={count}")
 

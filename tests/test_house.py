@@ -15,7 +15,7 @@ PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 # A room may import from those above it here and from itself; doors, which are in none, from all.
 # Beside each: how many lines it may have, and whether importing it may load jax and numpy.
 ROOMS = {
-    "hardware": (380, False),
+    "hardware": (390, False),
     "spec": (1810, False),
     "logs": (690, False),
     "mesh": (305, True),

@@ -7,6 +7,7 @@ are GB/s (1e9 bytes per second). NVLink counts both directions, the network one.
 
 import dataclasses
 import difflib
+import math
 import pathlib
 import re
 import tomllib
@@ -96,6 +97,17 @@ class Gpu:
     def nvlink_domain(self, gpus: int) -> int:
         """GPUs of a job of so many that share one NVLink domain."""
         return self.segment(-(-gpus // self.gpus_per_node)) * self.gpus_per_node
+
+    def topology(self, gpus: int, of_host: int = 0) -> str:
+        """Of a job, as XLA wants it: NVLink domains x hosts of each x GPUs of a host, a node's or
+        `of_host`.
+
+        A cluster tells XLA its domains: hosts of one fabric, by NVML, or else each host
+        (openxla/xla, xla/pjrt/distributed/topology_util.cc). Since jax 0.12 it schedules by them.
+        """
+        domain = math.gcd(gpus, self.nvlink_domain(gpus))
+        host = of_host or math.gcd(domain, self.gpus_per_node)
+        return f"{gpus // domain}x{domain // host}x{host}"
 
 
 GPUS: dict[str, Gpu] = {}  # gpus.toml's, and those of users' files

@@ -156,7 +156,7 @@ def connect(run: Run) -> peers.Peers | None:
 
     r, found = run.runtime, None
     if r.mock_gpus:
-        jax.config.update("jax_mock_gpu_topology", f"1x{r.mock_gpus}x1")  # a host has what is here
+        jax.config.update("jax_mock_gpu_topology", run.layout.gpu.topology(r.mock_gpus, 1))
     address, count, process, devices = _place(run)
     if count > 1:
         wait = r.wait or peers.seconds(count)

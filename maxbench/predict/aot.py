@@ -39,12 +39,10 @@ def target(chip: Chip) -> str:
 
 def devices(layout: Layout) -> list:
     """Compile-only devices for a layout, in the order of nodes."""
-    node = min(layout.gpus, layout.gpu.gpus_per_node)
-    hosts = -(-layout.gpus // node)
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=target(layout.gpu.chip),
-        topology=f"1x{hosts}x{node}",
+        topology=layout.gpu.topology(layout.gpus),
     )
     return topology.devices
 

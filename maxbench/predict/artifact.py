@@ -82,7 +82,8 @@ def key(run: Run) -> str:
     """Name of the run's program, the same wherever it is compiled."""
     about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
     gpu = run.layout.gpu  # of it, what the compiler sees; its options are among the options
-    about["target"] = dataclasses.asdict(gpu.chip), gpu.gpus_per_node, gpu.bf16_tflops
+    topology = gpu.topology(run.layout.gpus)
+    about["target"] = dataclasses.asdict(gpu.chip), topology, gpu.bf16_tflops
     about |= {"options": compiler.xla_options("gpu", run)}
     about |= {"sources": _sources(), "versions": versions()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
