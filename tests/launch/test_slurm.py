@@ -88,9 +88,13 @@ class Jobs:
         files.append(self.slurm.root / "slurmctld.log")
         return "\n".join(f"{f}:\n{f.read_text(errors='replace')}" for f in files)
 
+    def metrics(self) -> list[pathlib.Path]:
+        """Of all runs. rglob would stumble on checkpoints, which come and go beside them."""
+        return list(self.out.glob("experiments/*/*/metrics.jsonl"))
+
     def wait_for_step(self, step: int, seconds: float = 90) -> None:
         end = time.monotonic() + seconds
-        while not any(f'"step": {step},' in f.read_text() for f in self.out.rglob("metrics.jsonl")):
+        while not any(f'"step": {step},' in f.read_text() for f in self.metrics()):
             assert time.monotonic() < end, f"no step {step} in {seconds} s\n{self.log()}"
             time.sleep(0.3)
 
@@ -235,10 +239,10 @@ def test_a_job_told_to_end_saves_is_requeued_and_goes_on(jobs):
     jobs.wait_for_step(7)
     jobs.slurm.run("scancel", "--signal=TERM", number)
     end = time.monotonic() + 120
-    while len(list(jobs.out.rglob("metrics.jsonl"))) < 2:
+    while len(jobs.metrics()) < 2:
         assert time.monotonic() < end, jobs.log()
         time.sleep(0.5)
-    first, second = sorted(jobs.out.rglob("metrics.jsonl"), key=lambda p: p.stat().st_ctime)
+    first, second = sorted(jobs.metrics(), key=lambda p: p.stat().st_ctime)
     while not second.read_text():
         assert time.monotonic() < end, jobs.log()
         time.sleep(0.5)
