@@ -516,6 +516,8 @@ def test_the_table_is_current(workload, gpus, dtype, gpu):
     found = planned(row)
     # With 0.12.0.1 Grok-1's step is 1.9 % longer.
     time, memory = (0.01, 0.02) if KEPT_FIGURES_JAX else (0.04, 0.03)
+    if gpu == "gb200" and not KEPT_FIGURES_JAX:
+        memory = 0.08  # 7 GiB less
     assert found["step_s"] == pytest.approx(float(line["step_s"]), rel=time)
     assert found["memory"]["total"] / GIB == pytest.approx(float(line["memory_gib"]), rel=memory)
 
