@@ -169,7 +169,7 @@ class Pieces:
             if not (place.gemm and any(place.zero)):
                 return reduce_grad(place, leaves[i])
             sent = lax.slice(leaves[i], [0] * leaves[i].ndim, self.masters[i].shape)
-            # Of a stack XLA would turn round all, the state too, and jax 0.12 in each turn.
+            # Of a stack XLA would turn round all, the state too, and jax 0.12 copy it in each turn.
             for j in range(self.size if i in self.cuts else len(sent)):
                 g = rows(reduce_grad(self.places[i], rows(leaves[i][j])))
                 sent = lax.dynamic_update_index_in_dim(sent, g, j, 0)
