@@ -23,16 +23,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # it need 
 
 import jax
 
-from maxbench import calibrate as door
+from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
+from maxbench.cli import calibrate as door
+from maxbench.config import recipes
+from maxbench.config.run import AXES, Run
+from maxbench.cost_model import hlo, simulate
+from maxbench.cost_model.costs import Costs, Table
 from maxbench.hardware import gpus
-from maxbench.machine import measure
-from maxbench.mesh import axes
-from maxbench.plan import calibrate, fit, learn, planner
-from maxbench.predict import hlo, simulate
-from maxbench.predict.costs import Costs, Table
-from maxbench.spec import recipes
-from maxbench.spec.run import AXES, Run
-from maxbench.step.step import Step
+from maxbench.planning import planner
+from maxbench.sharding import mesh
+from maxbench.step.train_step import Step
 
 RUNS = (
     *(("llama31_8b", x) for x in ({}, {"dp": 2}, {"fsdp": 4}, {"tp": 2}, {"cp": 2}, {"gbs": 8})),
@@ -60,10 +60,12 @@ def main() -> None:
     found = calibrated()
     cases = []
     for name, flags in RUNS:
-        run = recipes.resolve(recipes.named(f"{name}:tiny"), flags={"dtype": "fp32"} | flags)
+        run = recipes.build_run(
+            recipes.load_workload(f"{name}:tiny"), flags={"dtype": "fp32"} | flags
+        )
         cases.append(case(run, f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}"))
-        print(line(cases[-1], found.physics), flush=True)
-    errors = [case.error(found.physics) for case in cases]
+        print(line(cases[-1], found.efficiency), flush=True)
+    errors = [case.error(found.efficiency) for case in cases]
     record = {"device": fit.describe(f"{jax.device_count()} x cpu"), "programs": len(cases)}
     record |= {"calibrated": spread(errors), "products": len(found.products)}
     alone, beside = products_left_out(found.products)
@@ -78,30 +80,34 @@ def main() -> None:
     print(json.dumps({k: v for k, v in record.items() if k != "runs"}, indent=1))
 
 
-def calibrated() -> calibrate.Found:
+def calibrated() -> from_device.DeviceFit:
     """Makes a GPU type of this CPU, with its tables."""
-    ran = [*measure.everything(measure.SMALL, jax.devices(), jax.device_count())]
+    ran = [
+        *microbenchmarks.all_microbenchmarks(
+            microbenchmarks.SMALL, jax.devices(), jax.device_count()
+        )
+    ]
     memory = door.host_bytes() // jax.device_count()
-    made = gpus.GPUS["cpu"] = calibrate.made(ran, "cpu", 1, memory, jax.device_count())
-    found = calibrate.calibrate(ran, "cpu", new=True)
+    made = gpus.GPUS["cpu"] = from_device.made(ran, "cpu", 1, memory, jax.device_count())
+    found = from_device.fit_device(ran, "cpu", new=True)
     tables = {"products": found.products, "kernels": found.kernels}
-    gpus.GPUS["cpu"] = dataclasses.replace(made, physics=found.physics, **tables)
+    gpus.GPUS["cpu"] = dataclasses.replace(made, efficiency=found.efficiency, **tables)
     return found
 
 
-def case(run: Run, name: str) -> fit.Case:
+def case(run: Run, name: str) -> fit.Observation:
     """A run's step, and what is predicted of it; nobody waits while only work is counted."""
-    step = Step(run, axes.make_mesh(run.layout))
+    step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())
-    shares = planner.shares(run, program)
+    shares = planner.branch_frequencies(run, program)
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
 
-    def predict(physics):
-        t = simulate.play(program, Costs("cpu", degrees, physics), shares)
+    def predict(efficiency):
+        t = simulate.simulate(program, Costs("cpu", degrees, efficiency), shares)
         return t.seconds - t.compute["slowest"]
 
-    return fit.Case(name, seconds(compiled, step.init()) / run.layout.gpus, predict)
+    return fit.Observation(name, seconds(compiled, step.init()) / run.layout.gpus, predict)
 
 
 def seconds(compiled, state) -> float:
@@ -120,12 +126,14 @@ def seconds(compiled, state) -> float:
     return statistics.median(row(times)[0] for _ in range(ROWS))
 
 
-def left_out(cases: list[fit.Case], names: tuple[str, ...], found: calibrate.Found) -> list[float]:
+def left_out(
+    cases: list[fit.Observation], names: tuple[str, ...], found: from_device.DeviceFit
+) -> list[float]:
     """Errors of each run with constants fitted to the others."""
-    near, errors = [learn.tangent(case, names, found.physics) for case in cases], []
+    near, errors = [from_runs.linearize(case, names, found.efficiency) for case in cases], []
     for i, one in enumerate(cases):
         about = dict.fromkeys(names, near[:i] + near[i + 1 :])
-        errors.append(one.error(fit.fit(about, found.physics, learn.FAR)[0]))
+        errors.append(one.error(fit.fit(about, found.efficiency, from_runs.FAR)[0]))
     return errors
 
 
@@ -142,9 +150,9 @@ def spread(errors: list[float]) -> dict[str, float]:
     return {"median": statistics.median(map(abs, errors)), "worst": max(map(abs, errors))}
 
 
-def line(case: fit.Case, physics: gpus.Physics) -> str:
+def line(case: fit.Observation, efficiency: gpus.Efficiency) -> str:
     ms = case.seconds * 1e3
-    return f"{case.name:<40} {ms:8.2f} ms measured, predicted {case.error(physics):+.1%}"
+    return f"{case.name:<40} {ms:8.2f} ms measured, predicted {case.error(efficiency):+.1%}"
 
 
 if __name__ == "__main__":

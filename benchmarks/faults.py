@@ -34,12 +34,12 @@ import orbax.checkpoint as ocp
 
 from benchmarks import kills
 from benchmarks.fuzz import Wrong, check, shown
-from maxbench.machine import hosts, peers, runtime
-from maxbench.mesh import axes
-from maxbench.run import checkpoint, loop, metrics, profile, terminal
-from maxbench.spec import cli
-from maxbench.spec.errors import UserError
-from maxbench.step.step import Step
+from maxbench.config import command_line
+from maxbench.config.errors import UserError
+from maxbench.distributed import rendezvous, runtime, stragglers
+from maxbench.run import checkpoint, log_writer, loop, profile, terminal
+from maxbench.sharding import mesh
+from maxbench.step.train_step import Step
 
 STEPS = 3
 
@@ -65,23 +65,23 @@ class Once(Step):
 
 # What may fail, of a run on its way from nothing to its results.
 POINTS = (
-    (axes, "make_mesh"),
+    (mesh, "make_mesh"),
     (Once, "__init__"),
     (Once, "compile"),
     (loop, "compile_step"),
     (loop, "stop_requests"),
-    (loop.Queue, "add"),
-    (loop.Queue, "_record"),
+    (loop.StepTimer, "add"),
+    (loop.StepTimer, "_record"),
     (jax, "block_until_ready"),
-    (metrics, "make_folder"),
-    (metrics, "since_start_s"),
-    (metrics, "memory_bytes"),
+    (log_writer, "make_folder"),
+    (log_writer, "since_start_s"),
+    (log_writer, "memory_bytes"),
     (terminal, "closing"),
-    (metrics, "window"),
-    (metrics.Log, "line"),
-    (metrics.Log, "step"),
-    (metrics.Log, "summary"),
-    (metrics.Log, "write_result"),
+    (log_writer, "window"),
+    (log_writer.Log, "line"),
+    (log_writer.Log, "step"),
+    (log_writer.Log, "summary"),
+    (log_writer.Log, "write_result"),
     (checkpoint, "fingerprints"),
     (checkpoint, "restore"),
     (checkpoint, "locate"),
@@ -97,7 +97,7 @@ POINTS = (
     (ocp.StandardCheckpointHandler, "restore"),
     (ocp.StandardCheckpointHandler, "async_save"),
     (ocp.JsonCheckpointHandler, "async_save"),
-    (hosts, "gather"),
+    (stragglers, "gather"),
     (runtime, "connect"),
     (runtime, "versions"),
     (profile.Window, "before"),
@@ -121,13 +121,13 @@ ERRORS = (
     lambda: MemoryError(),
 )
 # Where these fail for good no result can be written.
-RESULTS = ((metrics.Log, "write_result"), (os, "replace"), (pathlib.Path, "write_text"))
+RESULTS = ((log_writer.Log, "write_result"), (os, "replace"), (pathlib.Path, "write_text"))
 RESULTS += ((json, "dumps"),)
 
 
 MEETING = (
-    (peers, "_hear"),
-    (peers, "_keep"),
+    (rendezvous, "_hear"),
+    (rendezvous, "_keep"),
     (socket, "create_connection"),
     (socket, "create_server"),
     (socket.socket, "accept"),
@@ -162,7 +162,7 @@ class Fault:
 def run(out: pathlib.Path, *more: str) -> tuple[int | BaseException, str]:
     """A run in this process: its exit code or what it raised, and what it printed."""
     words = [*kills.WORDS, "--steps", str(STEPS), *kills.SAVES, "--output_dir", str(out), *more]
-    made, said = cli.run_of(words), io.StringIO()
+    made, said = command_line.run_of(words), io.StringIO()
     handler = signal.getsignal(signal.SIGTERM)
     with (
         mock.patch.object(loop, "Step", Once),
@@ -181,7 +181,7 @@ class Program:
     """A run that goes on from its first step, and what it gives without trouble."""
 
     def __init__(self, base: pathlib.Path):
-        code, said = run(base / "first", "--config.output.keep=9")
+        code, said = run(base / "first", "--config.output.max_to_keep=9")
         check(code == 0, "a run without a fault", (code, said))
         (folder,) = kills.folders(base / "first")
         self.losses, saves = kills.losses(folder), folder / "checkpoints"
@@ -240,12 +240,14 @@ class Program:
     def keeps(self, folder: pathlib.Path) -> None:
         """Raises Wrong unless the newest checkpoint that was told to be saved is there, whole."""
         if step := kills.saved(folder):
-            found, skipped = checkpoint.locate(str(folder), cli.run_of([*kills.WORDS, "--steps=9"]))
+            found, skipped = checkpoint.find_checkpoints(
+                str(folder), command_line.run_of([*kills.WORDS, "--steps=9"])
+            )
             read = checkpoint.read_onto(lambda order: Once.made[0].abstract)
             kept, state = checkpoint.restore(found, skipped, read)
             at = kept.about["step"]
             check(at >= step and not skipped, f"step {step} was saved", (at, skipped))
-            check(checkpoint.fingerprints(state) == self.prints[at], "other bits", at)
+            check(checkpoint.array_checksums(state) == self.prints[at], "other bits", at)
 
 
 def meeting(rng: random.Random) -> str:
@@ -255,21 +257,21 @@ def meeting(rng: random.Random) -> str:
     fault, address = Fault(rng.randint(1, 6), error), kills.free_address()
     quiet = contextlib.redirect_stderr(io.StringIO())
     with quiet, fault.at(owner, name), futures.ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(peers.meet, address, 3, i, 0.3, f"n{i}") for i in range(3)]
+        calls = [pool.submit(rendezvous.rendezvous, address, 3, i, 0.3, f"n{i}") for i in range(3)]
         told = [call.exception(60) or call.result() for call in calls]
-    met = [one for one in told if isinstance(one, peers.Peers)]
-    wrong = [one for one in told if not isinstance(one, (peers.Peers, UserError))]
+    met = [one for one in told if isinstance(one, rendezvous.PeerWatch)]
+    wrong = [one for one in told if not isinstance(one, (rendezvous.PeerWatch, UserError))]
     check(not wrong, f"{name}, call {fault.n}", wrong)
     for one in met:
-        one.leave("the end of the test")
+        one.close("the end of the test")
     return "all met" if len(met) == 3 else "did not meet, with a reason"
 
 
 def faults(count: int, seed: int) -> collections.Counter:
     """Runs with so many faults, counted by how they ended."""
     ended = collections.Counter()
-    silent = mock.patch.object(peers.os, "_exit", return_value=None)
-    grace = mock.patch.object(peers, "GRACE", 0.05)
+    silent = mock.patch.object(rendezvous.os, "_exit", return_value=None)
+    grace = mock.patch.object(rendezvous, "GRACE", 0.05)
     with tempfile.TemporaryDirectory() as name, silent, grace:
         program = Program(pathlib.Path(name))
         if count > len(POINTS):

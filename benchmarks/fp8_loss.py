@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 
-from maxbench.report.plots import Frame, ticks
+from maxbench.reporting.plots import Frame, ticks
 from maxbench.step.data import SUCCESSORS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -41,7 +41,13 @@ FLAGS += ["--config.optim.lr=0.002", "--config.optim.lr_min=0.0002", "--cpu_devi
 def losses(flags: list[str], steps: int) -> list[float]:
     """Loss of every step of one training run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
+        command = [
+            sys.executable,
+            "-m",
+            "maxbench.train",
+            "--config",
+            "configs/llama31_8b.py:tiny",
+        ]
         command += [*FLAGS, *flags, "--steps", str(steps), "--output_dir", folder]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         (log,) = pathlib.Path(folder).rglob("metrics.jsonl")

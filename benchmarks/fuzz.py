@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from unittest import mock
 
-from maxbench import train
+from maxbench.cli import report as report
+from maxbench.cli import train
+from maxbench.config import command_line, recipes
 from maxbench.hardware import gpus
-from maxbench.logs import runlogs, textlogs
-from maxbench.report import __main__ as report
-from maxbench.report import reading
-from maxbench.spec import cli, recipes
+from maxbench.reporting import build_report
+from maxbench.run_logs import readers, text_logs
 
 VALUES = """
 0 1 2 3 4 8 16 64 100 4096 -1 -7 0.5 1.5 1e-5 1e38 1e39 1e999 nan inf -inf NaN 0x10 1_000 1e3 007 +8
@@ -101,7 +101,7 @@ def command(rng: random.Random, folder: pathlib.Path) -> list[str]:
     presets = rng.choice(["", "", ":tiny", ":tiny,fp8", ":proxy", ":rehearse", ":", ":tny", ":a:b"])
     words = [f"--gpus={rng.choice([8, 64, 128, 512])}"] * rng.randrange(2)
     for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
-        words += flag(rng, FLAGS, [*cli.SETTINGS])
+        words += flag(rng, FLAGS, [*command_line.SETTINGS])
     rng.shuffle(words)
     if rng.random() < 0.07:
         text = path.read_bytes()
@@ -196,7 +196,7 @@ ENDS = (
 
 def folder_of(rng: random.Random, base: pathlib.Path) -> pathlib.Path:
     """A run's folder as a run leaves it, whole."""
-    run = cli.run_of(["--config", f"{recipes.ROOT}/configs/llama31_8b.py", "--gpus=8"])
+    run = command_line.run_of(["--config", f"{recipes.ROOT}/configs/llama31_8b.py", "--gpus=8"])
     tool = rng.choice(["", "", "nccltrace"])
     config = run.asdict() | {"profile": {"tool": tool}}
     path = base / run.name / f"{run.name}_1"
@@ -263,7 +263,7 @@ def damaged(rng: random.Random, base: pathlib.Path) -> int:
 def _lines(path: pathlib.Path) -> list[bytes]:
     """The lines of a file that tell of a step."""
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    return [x for x in lines if any(word in x for word in (b'"step_s"', *textlogs.TIMES))]
+    return [x for x in lines if any(word in x for word in (b'"step_s"', *text_logs.TIMES))]
 
 
 def logs(count: int, seed: int) -> collections.Counter:
@@ -276,9 +276,9 @@ def logs(count: int, seed: int) -> collections.Counter:
             base.mkdir()
             whole = damaged(rng, base)
             try:
-                read = sum(len(record.step_s) for record in runlogs.read([base]))
+                read = sum(len(record.step_s) for record in readers.read([base]))
                 check(read >= whole, "steps of whole lines that are not read", (whole, read))
-                for kind in ("json", rng.choice([*reading.FORMATS])):
+                for kind in ("json", rng.choice([*build_report.FORMATS])):
                     flags = ["--cost=2.5", "--gpu_type=h100", f"--format={kind}"]
                     code = reported(kind, *said(report.main, [*flags, str(base)]))
             except Exception as e:

@@ -26,19 +26,20 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from maxbench.formats import Scaled, te, tensor
+from maxbench.config import command_line, recipes
+from maxbench.config.errors import UserError
+from maxbench.config.run import Run
+from maxbench.cost_model import memory
+from maxbench.distributed import runtime
 from maxbench.hardware import gpus
-from maxbench.machine import runtime
-from maxbench.mesh import axes
+from maxbench.metrics import flops, step_stats
 from maxbench.model import attention as kernels
-from maxbench.plan import planner
-from maxbench.predict import memory
-from maxbench.run import loop, metrics
-from maxbench.spec import cli, flops, recipes
-from maxbench.spec.errors import UserError
-from maxbench.spec.run import Run
-from maxbench.step import compiler
-from maxbench.step.step import Step
+from maxbench.planning import planner
+from maxbench.quantization import QuantizedArray, fp8_per_tensor, transformer_engine
+from maxbench.run import loop
+from maxbench.sharding import mesh
+from maxbench.step import xla_options
+from maxbench.step.train_step import Step
 
 Cases = Iterator[tuple[str, Callable[[], dict]]]
 GIB, BF16, FP32 = 2**30, jnp.bfloat16, jnp.float32
@@ -99,8 +100,8 @@ def options(small: bool) -> Cases:
         for row in recipes.table(config.layouts):
             words = [f"--{flag}={row[flag]}" for flag in ("gpus", "gpu_type", "dtype")]
             words += ["--strong_scaling"] * (row["scaling"] == "strong")
-            run = cli.run_of([f"--config={path}", *words])
-            for name, value in compiler.xla_options("gpu", run).items():
+            run = command_line.run_of([f"--config={path}", *words])
+            for name, value in xla_options.xla_options("gpu", run).items():
                 found[name][value] = None
 
     def compiles(name):
@@ -200,7 +201,7 @@ def ceilings(small: bool) -> Cases:
     yield "copy", functools.partial(copy, side * side * 16)
     for path, config in recipes.workloads().items():
         most = max(row["gpus"] for row in recipes.table(config.layouts))
-        run = cli.run_of([f"--config={path}", f"--gpus={most}"])
+        run = command_line.run_of([f"--config={path}", f"--gpus={most}"])
         for name in ("bf16", "fp8 fast"):
             yield f"{path.stem} {name}", functools.partial(layer, run, sums[name], small)
 
@@ -211,8 +212,8 @@ def product(m: int, k: int, n: int, exact: bool | None) -> dict:
     over, options = (((1,), (1,)), ((), ())), {"xla_gpu_enable_triton_gemm": False}
     multiply = lambda a, b: jax.lax.dot_general(a, b, over)
     if exact is not None:
-        a, b = (Scaled(x.astype(tensor.FORWARD), FP32(1)) for x in (a, b))
-        multiply = lambda a, b: tensor.Tensor(False).product(a, b, over, BF16, exact)
+        a, b = (QuantizedArray(x.astype(fp8_per_tensor.FORWARD), FP32(1)) for x in (a, b))
+        multiply = lambda a, b: fp8_per_tensor.PerTensor(False).product(a, b, over, BF16, exact)
     program = jax.jit(multiply, compiler_options=options).lower(a, b).compile()
     text, tflops = program.as_text(), 2 * m * k * n / timed(program, a, b) / 1e12
     called = {*re.findall(r'custom_call_target="(__cu[^"]*)"', text)}
@@ -245,7 +246,7 @@ def layer(run: Run, exact: bool | None, small: bool) -> dict:
 
 def workload(family: str, presets: str, *words: str) -> list[str]:
     """Flags of a workload on the GPU that is here; of none, on an H100."""
-    kind = gpus.named(jax.devices()[0].device_kind) or "h100"
+    kind = gpus.gpu_type_of(jax.devices()[0].device_kind) or "h100"
     return [f"--config={recipes.ROOT}/configs/{family}.py{presets}", f"--gpu_type={kind}", *words]
 
 
@@ -259,7 +260,7 @@ def proxy(family: str, small: bool, *words: str) -> list[str]:
     # Bytes for each weight: itself, two moments, gradient, and the copy that computes.
     for layers, (each, state) in itertools.product((4, 2, 1), ((16, []), (8, bf16))):
         found = workload(family, ":proxy", f"--layers={layers}", *state, *words)
-        run = cli.run_of(found)
+        run = command_line.run_of(found)
         size = each * flops.params(run.model) + memory.activation_bytes(run, run.train.remat)
         if 1.05 * size < room:
             return found
@@ -268,8 +269,8 @@ def proxy(family: str, small: bool, *words: str) -> list[str]:
 
 def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
     """Trains with a wait after each step: the record, and what starts one more step."""
-    run, seconds = cli.run_of(words), []
-    step, device = Step(run, axes.make_mesh(run.layout)), jax.local_devices()[0]
+    run, seconds = command_line.run_of(words), []
+    step, device = Step(run, mesh.make_mesh(run.layout)), jax.local_devices()[0]
     compiled, lower_s, compile_s = step.compile()
     record = {"layers": run.model.layers, "attention": step.run.train.attention}
     if run.format.quantized and step.run.precision.backend == "xla":
@@ -287,9 +288,9 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
         out = jax.block_until_ready(once())
         seconds.append(time.perf_counter() - start)
     assert run.runtime.mock_gpus or math.isfinite(out["loss"]), f"the loss is {out['loss']}"
-    about = metrics.Devices(device.platform, device.device_kind, run.layout.gpus)
+    about = step_stats.Devices(device.platform, device.device_kind, run.layout.gpus)
     step_s = statistics.median(seconds[1:])
-    rates = metrics.figures(run, about.gpu_type, step_s)
+    rates = step_stats.performance_figures(run, about.gpu_type, step_s)
     record |= {"step_s": step_s, "tflops": rates["tflops_per_gpu"]["full"]}
     record |= {"mfu": rates["mfu"]["full"]}
     record |= {"seconds": seconds, "compile_s": lower_s + compile_s}
@@ -307,7 +308,7 @@ def stamps(small: bool) -> Cases:
         words = proxy(FAMILY, toys, f"--steps={4 if small else 20}")
         waited = trained(words, 4 if small else 20)[0]["seconds"]
         with tempfile.TemporaryDirectory() as folder:
-            assert loop.train(cli.run_of([*words, f"--output_dir={folder}"])) == 0
+            assert loop.train(command_line.run_of([*words, f"--output_dir={folder}"])) == 0
             log = next(pathlib.Path(folder).rglob("metrics.jsonl")).read_text().splitlines()
         record = {}
         stamped = [json.loads(line)["step_s"] for line in log]
@@ -327,7 +328,7 @@ def fp8(small: bool) -> Cases:
     def quantized(backend, scaling):
         if backend == "te":
             needs_gpu()
-            te.load()
+            transformer_engine.load()
         how = [f"--config.precision.backend={backend}", f"--config.precision.scaling={scaling}"]
         return trained(proxy(FAMILY, small, "--dtype=fp8", *how))[0]
 
@@ -345,7 +346,7 @@ def beside_plan(name: str, words: Callable[[], list[str]], steps: int, *more: st
         return ran
 
     def plan():
-        p = planner.plan(cli.run_of(words()))
+        p = planner.plan(command_line.run_of(words()))
         step_s = p.step_s - p.timeline.exposed_s - p.timeline.idle_s
         said = {"step_s": step_s, "peak_gib": p.memory.total / GIB}
         return said | {f"{k}_off": x / ran[k] - 1 for k, x in said.items() if ran and on_gpu()}
@@ -363,7 +364,7 @@ def families(small: bool) -> Cases:
 def unrolled(small: bool) -> Cases:
     """The same layers as a loop and as code."""
     for name, most in (("loop", 0), ("code", 40)):
-        words = f"--layers={1 if small else 8}", f"--config.train.unroll={most}"
+        words = f"--layers={1 if small else 8}", f"--config.train.unroll_layers={most}"
         yield name, lambda words=words: trained(proxy(FAMILY, small, *words))[0]
 
 

@@ -28,11 +28,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from maxbench import train
-from maxbench.mesh import axes
+from maxbench.cli import train
+from maxbench.config import command_line
 from maxbench.run import checkpoint, loop
-from maxbench.spec import cli
-from maxbench.step.step import Step
+from maxbench.sharding import mesh
+from maxbench.step.train_step import Step
 
 WORDS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32", "--layers", "1"]
 WORDS += ["--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
@@ -275,8 +275,8 @@ def damage(folder: pathlib.Path, kind_: str, how: str, chance: random.Random) ->
 def damaged(out: pathlib.Path, times: int, chance: random.Random) -> collections.Counter:
     """Damages the newer of two checkpoints so many times, kind after kind of files, way after way;
     returns how often it was passed over, and how often it was whole in spite of it."""
-    run = cli.run_of([*WORDS, "--steps", "9"])
-    step = Step(run, axes.make_mesh(run.layout))
+    run = command_line.run_of([*WORDS, "--steps", "9"])
+    step = Step(run, mesh.make_mesh(run.layout))
     with checkpoint.Saver(out / "whole", run) as saver:
         state = step.init()
         for i in (1, 2):
@@ -291,11 +291,11 @@ def damaged(out: pathlib.Path, times: int, chance: random.Random) -> collections
         copy = out / str(i)
         shutil.copytree(out / "whole", copy)
         what = damage(copy / "2", which, how, chance)
-        found, skipped = checkpoint.locate(str(copy), run)
+        found, skipped = checkpoint.find_checkpoints(str(copy), run)
         read = checkpoint.read_onto(lambda order: step.abstract)
         kept, state = checkpoint.restore(found, skipped, read)
         at = kept.about["step"]
-        assert checkpoint.fingerprints(state) == prints[at], what
+        assert checkpoint.array_checksums(state) == prints[at], what
         assert len(skipped) == 2 - at, (what, skipped)
         assert at == 2 or str(copy / "2") in skipped[0], skipped
         seen["passed over" if skipped else "whole"] += 1

@@ -10,10 +10,10 @@ import collections
 import re
 import sys
 
-from maxbench.plan import planner
-from maxbench.predict import hlo, simulate
-from maxbench.predict.costs import moved
-from maxbench.spec import cli
+from maxbench.config import command_line
+from maxbench.cost_model import hlo, simulate
+from maxbench.cost_model.costs import bytes_moved
+from maxbench.planning import planner
 
 KINDS = {"memory", "amax", "copy"}
 
@@ -25,14 +25,14 @@ class Counter(simulate._Player):
         end = super()._kernel(where, op, now, times)
         found = re.search(r"Block/(\w+)", op.op_name or "")
         if found and self.prices[op][0] in KINDS:
-            self.parts[found[1]] += moved(self.program, where, op) * times
+            self.parts[found[1]] += bytes_moved(self.program, where, op) * times
         return end
 
 
 def main():
-    run = cli.run_of(sys.argv[1:])
+    run = command_line.run_of(sys.argv[1:])
     program = hlo.parse(planner.plan(run).compiled.text)
-    counter = Counter(program, planner.costs_of(run), planner.shares(run, program))
+    counter = Counter(program, planner.costs_of(run), planner.branch_frequencies(run, program))
     counter.parts = collections.Counter()
     counter.run(program.entry, 0.0, 1)
     m, a = run.model, run.layout

@@ -3,7 +3,7 @@
   python benchmarks/plan_errors.py
 
 Three times: of our program as it is compiled; as published, without the terms by which the
-published programs differ (maxbench/predict/terms.py); and as published with constants fitted to the
+published programs differ (maxbench/cost_model/published_deltas.py); and as published with constants fitted to the
 other workloads alone (maxbench/hardware/errors.csv). Of the rows that have the prices which most
 have. Rows that run the same program but for more copies of it count as one. A trend is a ratio of
 two rows, its error that of the predicted ratio: the same model on more GPUs (weak scaling, against

@@ -21,15 +21,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from maxbench.predict import artifact
-from maxbench.predict.memory import GIB
-from maxbench.spec import cli, recipes
+from maxbench.config import command_line, recipes
+from maxbench.cost_model import compile_cache
+from maxbench.cost_model.memory import GIB
 
 TABLE = "## Fifteen rows"  # the heading of docs/plan.md that the generated table follows
 CSV = pathlib.Path("docs/plan.csv")
 # What decides a prediction of a program.
-PRICES = ("hardware/gpus.toml", "predict/costs.py", "predict/simulate.py", "predict/terms.py")
-PRICES += ("predict/ticks.py",)
+PRICES = (
+    "hardware/gpus.toml",
+    "cost_model/costs.py",
+    "cost_model/simulate.py",
+    "cost_model/published_deltas.py",
+)
+PRICES += ("cost_model/pipeline_timing.py",)
 COLUMNS = {
     "workload": "workload",
     "gpu_type": "GPU",
@@ -91,7 +96,7 @@ def rows(configs: list[str]) -> list[Row]:
 
 def prices() -> str:
     """The revision of the prices."""
-    package = pathlib.Path(artifact.__file__).parents[1]
+    package = pathlib.Path(compile_cache.__file__).parents[1]
     return hashlib.sha256(b"".join((package / p).read_bytes() for p in PRICES)).hexdigest()[:8]
 
 
@@ -198,7 +203,7 @@ def as_markdown(lines: list[dict]) -> str:
 
 def cached(row: Row) -> bool:
     """Whether the row's program is there."""
-    return artifact.load(cli.run_of(row.flags)) is not None
+    return compile_cache.load(command_line.run_of(row.flags)) is not None
 
 
 def main() -> None:

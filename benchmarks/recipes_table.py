@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from ml_collections import ConfigDict
 
+from maxbench.config.recipes import table, workloads
 from maxbench.hardware import published
-from maxbench.spec.recipes import table, workloads
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/recipes.md"
 TEXT = """# Recipes and published figures
@@ -55,7 +55,7 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
     A line holds the rows that differ in scale alone; its GPUs, gbs, dp and fsdp go together.
     """
     head = ["gpu_type", "dtype", "scaling", "layers", "seq", "pp", "vp", "ep", "cp", "tp", "mbs"]
-    head += ["turn", "remat", "remat_layers"]  # of tables that have them
+    head += ["microbatch_group_size", "remat", "remat_layers"]  # of tables that have them
     scale = ["gpus", "dp", "fsdp", "gbs"]
     lines = ["| workload | " + " | ".join([*head, *scale]) + " |"]
     lines.append("|---" * (1 + len(head) + len(scale)) + "|")

@@ -14,12 +14,12 @@ import re
 import tempfile
 from collections.abc import Callable
 
+from maxbench.config import recipes
+from maxbench.config.run import Run
 from maxbench.hardware import published
-from maxbench.logs import runlogs
-from maxbench.plan import planner
-from maxbench.report import compare, page
-from maxbench.spec import recipes
-from maxbench.spec.run import Run
+from maxbench.planning import planner
+from maxbench.reporting import compare, page
+from maxbench.run_logs import readers
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/report.html"
 PLANS = pathlib.Path(__file__).with_name("results") / "sample_plans.json"
@@ -64,7 +64,7 @@ PLANNED = (0, 5, 6)  # of RUNS
 def run_of(made: Made) -> Run:
     """What would have run."""
     config = recipes.load(recipes.CONFIGS / f"{made.workload}.py")
-    return recipes.resolve(
+    return recipes.build_run(
         config, gpus=made.gpus, flags={"dtype": made.dtype}, overrides=made.overrides
     )
 
@@ -122,8 +122,8 @@ def html() -> str:
     with tempfile.TemporaryDirectory() as name:
         for number, made in enumerate(RUNS):
             write(pathlib.Path(name), number, made)
-        settings = compare.Settings(paths=(name,), cost=2.5, title=TITLE)
-        rows = [compare.row(record, settings) for record in runlogs.read([name])]
+        settings = compare.ReportOptions(paths=(name,), cost=2.5, title=TITLE)
+        rows = [compare.summarize(record, settings) for record in readers.read([name])]
         for row in rows:
             row.planned = plans.get(row.record.name) if row.step else None
             row.unplanned = "" if row.planned else "not planned for this sample"

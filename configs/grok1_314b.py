@@ -3,7 +3,7 @@
 The preset `xai` is the model as xAI released it.
 """
 
-from maxbench.spec.recipes import workload
+from maxbench.config.recipes import workload
 
 XAI = {
     "model": {
@@ -30,9 +30,9 @@ h100      bf16,fp8  weak       32       4  4096   1   1   1     1   8   1   4   
 h100      bf16,fp8  weak       64       8  8192   1   1   1     1   8   2   4    4  1024  none
 h100      bf16,fp8  weak      128      16  8192   2   8   1     1   8   2   4    4  1024  none
 h100      bf16      weak      256      32  8192   4   8   1     1   8   2   4    4  1024  none
-h100      fp8       weak      256      32  8192   4   8   1     1   8   2   4    4  1024  products
+h100      fp8       weak      256      32  8192   4   8   1     1   8   2   4    4  1024  save_gemms_recompute_act
 h100      bf16      weak      512      64  8192   8   8   1     1   8   2   4    2  1024  none
-h100      fp8       weak      512      64  8192   8   8   1     1   8   2   4    2  1024  products
+h100      fp8       weak      512      64  8192   8   8   1     1   8   2   4    2  1024  save_gemms_recompute_act
 h100      bf16,fp8  weak     1024      64  8192   8   8   2     1   8   2   4    2  2048  none
 h100      bf16,fp8  weak     2048      64  8192   8   8   4     1   8   2   4    2  4096  none
 """
@@ -64,7 +64,9 @@ def get_config(presets=""):
             remat="none",
         ),
         fp8=dict(precision=dict(scaling="delayed")),
-        optim=dict(lr=1.2e-4, lr_min=1.2e-5, warmup=636, warmup_offset=0, constant=11873, eps=1e-8),
+        optim=dict(
+            lr=1.2e-4, lr_min=1.2e-5, warmup=636, warmup_offset=0, constant_steps=11873, eps=1e-8
+        ),
         layouts=LAYOUTS,
         launch=dict(rank=6, aliases=("grok",), dtype="fp8", stops=False),
         published=dict(convention="causal"),

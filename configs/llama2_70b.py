@@ -1,6 +1,6 @@
 """Llama 2 70B, https://arxiv.org/abs/2307.09288, as NVIDIA's MaxText recipe trains it."""
 
-from maxbench.spec.recipes import workload
+from maxbench.config.recipes import workload
 
 # GPUs have room for what the last layers then keep.
 LAYOUTS = """

@@ -1,10 +1,10 @@
 """Llama 3.1 405B, https://arxiv.org/abs/2407.21783, as NVIDIA's NeMo recipe trains it."""
 
-from maxbench.spec.recipes import workload
+from maxbench.config.recipes import workload
 
 # Microbatches of more than one sequence, or longer turns, where memory has room for what they keep.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  turn
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  microbatch_group_size
 h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2   8    4    64     0
 h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2   8    4    64     0
 h100      bf16      weak      128      62  8192   4   8   2     1   1   2   8    1   128     8
@@ -37,7 +37,7 @@ def get_config(presets=""):
             remat="none",
         ),
         fp8=dict(
-            train=dict(combine=(2 << 30, 2 << 30, 64 << 20)),
+            train=dict(collective_combine_bytes=(2 << 30, 2 << 30, 64 << 20)),
             precision=dict(scaling="delayed"),
         ),
         optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),

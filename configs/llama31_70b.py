@@ -3,7 +3,7 @@
 The recipe leaves out 3.1's rope scaling.
 """
 
-from maxbench.spec.recipes import workload
+from maxbench.config.recipes import workload
 
 # In BF16, microbatches of two sequences: memory has room for them.
 LAYOUTS = """
@@ -44,7 +44,7 @@ def get_config(presets=""):
             remat="none",
         ),
         fp8=dict(
-            train=dict(combine=(2 << 30, 2 << 30, 64 << 20)),
+            train=dict(collective_combine_bytes=(2 << 30, 2 << 30, 64 << 20)),
             precision=dict(scaling="delayed"),
         ),
         optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),

@@ -3,14 +3,14 @@
 The recipe leaves out 3.1's rope scaling.
 """
 
-from maxbench.spec.recipes import workload
+from maxbench.config.recipes import workload
 
 # Microbatches of two sequences, which fill the products' last rounds better. Where memory has less
 # room, norms are made again for them.
 LAYOUTS = """
 gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  remat
-h100      bf16,fp8  weak        8      32  8192   1   1   4     1   1   2   1    2   128  norms
-h100      bf16      weak       16      32  8192   1   1   8     1   1   2   1    2   256  norms
+h100      bf16,fp8  weak        8      32  8192   1   1   4     1   1   2   1    2   128  save_gemms_only
+h100      bf16      weak       16      32  8192   1   1   8     1   1   2   1    2   256  save_gemms_only
 h100      fp8       weak       16      32  8192   1   1   8     1   1   2   1    2   256   none
 h100      bf16,fp8  weak       32      32  8192   1   1  16     1   1   2   1    2   512   none
 h100      bf16,fp8  weak       64      32  8192   1   1  32     1   1   2   1    2  1024   none
@@ -37,7 +37,7 @@ def get_config(presets=""):
         train=dict(
             seq=8192,
             remat="none",
-            combine=(2 << 30, 2 << 30, 256 << 20),
+            collective_combine_bytes=(2 << 30, 2 << 30, 256 << 20),
         ),
         fp8=dict(precision=dict(scaling="delayed")),
         optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),

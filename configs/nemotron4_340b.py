@@ -4,12 +4,12 @@ The preset `bf16_state` is the older recipe's optimizer: no fp32 master, moments
 computed in fp32.
 """
 
-from maxbench.spec.recipes import workload
+from maxbench.config.recipes import workload
 
 # Microbatches of as many sequences as memory has room for; of two, a longer turn hides more of what
 # goes over dp.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs  turn
+gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs  microbatch_group_size
 h100      bf16,fp8  weak      128      96  4096   8  12   2     1   1   1   8    1   32     0
 h100      bf16,fp8  weak      256      96  4096   8  12   4     1   1   1   8    1   64     0
 h100      bf16,fp8  weak      512      96  4096   8  12   8     1   1   1   8    1  128     0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from maxbench.spec import commands
+from maxbench.config import commands
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     known = commands.commands()
     try:
         if name in ("--help", "-h", "help"):
-            print(commands.listed(), flush=True)
+            print(commands.command_list(), flush=True)
         elif name == "--version":
             print(version(), flush=True)
         elif name not in known:
@@ -26,7 +26,7 @@ def main() -> int:
             there = ", ".join(known)
             print(f"maxbench: error: no command {name!r}; {hint}there are {there}", file=sys.stderr)
             return 2
-        elif not known[name].own_help and commands.helped(name, ["maxbench", *words]):
+        elif not known[name].own_help and commands.print_help_if_asked(name, ["maxbench", *words]):
             sys.stdout.flush()
         else:
             run: Callable[[Sequence[str]], int] = importlib.import_module(known[name].module).main

@@ -9,12 +9,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbench import plan, train
-from maxbench.report import tables
-from maxbench.spec import commands, notebook, recipes
-from maxbench.spec.errors import UserError, choose
+from maxbench import planning
+from maxbench.cli import train
+from maxbench.config import commands, python_api, recipes
+from maxbench.config.errors import UserError, check_choice
+from maxbench.reporting import tables
 
-CALLS = {"plan": plan, "train": train}
+CALLS = {"plan": planning, "train": train}
 # What people are shown of one, beside what it was given.
 SHOWN = {
     "fits": "", "step_s": ".3f", "tokens_per_s": ",.0f", "mfu_full": ".1%", "memory_gib": ".2f",
@@ -23,11 +24,11 @@ SHOWN = {
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Sweep(notebook.Records):
+class Sweep(python_api.Records):
     """Several plans or runs. Prints as a table, a line for each; in a notebook as a table."""
 
     given: Sequence[Mapping[str, Any]]  # of each: config, flags, settings
-    answers: Sequence[Any]  # of each: what maxbench.plan or .train returned; None if it raised
+    answers: Sequence[Any]  # of each: what maxbench.planning or .train returned; None if it raised
     errors: Sequence[str]  # of each: why it failed, or ''
 
     def records(self) -> list[dict[str, Any]]:
@@ -48,7 +49,7 @@ class Sweep(notebook.Records):
         return "\n".join(line.rstrip() for line in tables.layout(*self.cells()))
 
     def _repr_html_(self) -> str:
-        return notebook.table(*self.cells())
+        return python_api.table(*self.cells())
 
 
 def figures(answer) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def figures(answer) -> dict[str, Any]:
     if not hasattr(answer, "result"):
         return answer.records()[0]
     r = answer.result
-    made = {"layout": recipes.run_again(r["config"]).layout.describe(), "status": r["status"]}
+    made = {"layout": recipes.run_from_dict(r["config"]).layout.describe(), "status": r["status"]}
     if "step_s" in r:
         made |= {"step_s": r["step_s"]["mean"], "tokens_per_s": r["tokens_per_s"]}
         made |= {f"mfu_{c}": share for c, share in r["mfu"].items()}
@@ -80,7 +81,7 @@ def sweep(
 
     Args:
       kind: 'plan' or 'train'.
-      config: a workload, as maxbench.plan takes it, or several.
+      config: a workload, as maxbench.planning takes it, or several.
       layouts: flags that go together, [{'fsdp': 8}, {'fsdp': 4, 'tp': 2}].
       settings: any setting by its place; as of flags, a list is tried value by value.
       show: print a line for each that is done.
@@ -89,7 +90,7 @@ def sweep(
     Raises:
       UserError: there is no such kind, or no such flag.
     """
-    choose("kind", kind, CALLS)
+    check_choice("kind", kind, CALLS)
     for name in {*given, *itertools.chain(*layouts)} - {*commands.flag_names(kind)}:
         raise UserError(f"unknown flag {name!r} of maxbench {kind}")
     axes = [[{"config": one} for one in ([config] if isinstance(config, str) else config)], layouts]
@@ -119,4 +120,4 @@ def attempt(kind: str, given: Mapping[str, Any]) -> tuple[Any, str]:
     return answer, "" if result["status"] == "done" else result["reason"]
 
 
-notebook.make_callable(__name__, "maxbench.sweep.sweep")
+python_api.make_callable(__name__, "maxbench.sweep.sweep")

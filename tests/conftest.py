@@ -31,8 +31,8 @@ KEPT_FIGURES_JAX = metadata.version("jax") == "0.10.2"
 import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-from maxbench.spec import recipes  # noqa: E402
-from maxbench.spec.run import Run  # noqa: E402
+from maxbench.config import recipes  # noqa: E402
+from maxbench.config.run import Run  # noqa: E402
 
 WORKLOADS = (
     "llama2_70b",
@@ -82,10 +82,10 @@ def keeping(folder: pathlib.Path = CACHE / "jax"):
 
 def config(name: str, presets: str = ""):
     """The ConfigDict of a workload file."""
-    return recipes.named(f"{name}:{presets}")
+    return recipes.load_workload(f"{name}:{presets}")
 
 
 def resolve(name: str, presets: str = "", overrides: dict | None = None, **flags) -> Run:
     """The Run of a workload, as the command line would build it."""
     first = {k: flags.pop(k) for k in ("gpus", "strong_scaling") if k in flags}
-    return recipes.resolve(config(name, presets), flags=flags, overrides=overrides, **first)
+    return recipes.build_run(config(name, presets), flags=flags, overrides=overrides, **first)

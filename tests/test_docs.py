@@ -13,16 +13,17 @@ import sys
 import pytest
 
 from benchmarks import pictures
-from maxbench.convert import from_hugging_face
-from maxbench.plan.answer import Answer, plan
-from maxbench.report.reading import Report, report
-from maxbench.run.child import Training, train
-from maxbench.spec import flops, recipes
+from maxbench.config import recipes
+from maxbench.metrics import flops
+from maxbench.model.hugging_face import from_hugging_face
+from maxbench.planning.result import PlanResult, plan
+from maxbench.reporting.build_report import Report, report
+from maxbench.run.subprocess_run import TrainResult, train
 from maxbench.sweep import Sweep, sweep
 
 DOCS = pathlib.Path("docs")
-PUBLIC = (plan, train, report, sweep, Answer.to_dataframe, Training.records, Report.text,
-          Sweep.cells, recipes.resolve, flops.per_sequence, from_hugging_face)  # fmt: skip
+PUBLIC = (plan, train, report, sweep, PlanResult.to_dataframe, TrainResult.records, Report.text,
+          Sweep.cells, recipes.build_run, flops.per_sequence, from_hugging_face)  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("docs")  # one worker builds the site
 
@@ -92,7 +93,7 @@ def test_the_model_of_the_page_is_a_workload(tmp_path):
     page = (DOCS / "adding_a_model.md").read_text()
     file = tmp_path / "llama32_1b.py"
     file.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    run = recipes.resolve(recipes.named(f"{file}:fp8"), gpus=8)
+    run = recipes.build_run(recipes.load_workload(f"{file}:fp8"), gpus=8)
     assert (run.layout.fsdp, run.precision.dtype) == (8, "fp8")
     assert f"{flops.params(run.model):,} parameters" in page
 

@@ -14,9 +14,9 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, NewType
 
-Reach = NewType("Reach", float)  # above 0 and up to 1
-Share = NewType("Share", float)  # from 0 to 1
-Latency = NewType("Latency", float)  # microseconds, from 0
+PeakFraction = NewType("Reach", float)  # above 0 and up to 1
+Fraction = NewType("Share", float)  # from 0 to 1
+Microseconds = NewType("Latency", float)  # microseconds, from 0
 # Rows that `maxbench calibrate` measured, last in each how many times as long it took as by the
 # constants: operands as HLO calls them, layout (nn, nt or tn), m, n, k and batch of a product; kind
 # (plain, turned or joined) of another kernel, and the bytes it moves.
@@ -37,26 +37,30 @@ class Chip:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Physics:
+class Efficiency:
     """What programs reach of a GPU's datasheet. One set per GPU type, none per workload.
 
     Fractions are of the figure in Gpu that each names.
     """
 
-    gemm_bf16: Reach  # of bf16_tflops, a large matrix product inside a training step
-    gemm_fp8: Reach  # of fp8_tflops
-    attention_forward: Reach  # of bf16_tflops, causal FLOPs counted once
-    attention_backward: Reach
-    memory: Reach  # of memory_gbps, kernels that stream
-    nvlink: Reach  # of nvlink_gbps / 2, a ring collective's bus bandwidth
-    network: Reach  # of network_gbps
-    nvlink_us: Latency  # of one step of a collective with NCCL's Simple protocol
-    network_us: Latency
-    round_us: Latency  # of a round of a matrix product's tiles, beside its loop over k
-    launch_us: Latency  # from one kernel's end to the next one's start
-    host_us: Latency  # idle while the host reads a condition: a branch, a loop of unknown length
-    contention: Share  # a kernel and a collective beside it each run longer by this fraction
-    spread: Share  # standard deviation of a GPU's time for a second's work, each second anew
+    gemm_bf16: PeakFraction  # of bf16_tflops, a large matrix product inside a training step
+    gemm_fp8: PeakFraction  # of fp8_tflops
+    attention_forward: PeakFraction  # of bf16_tflops, causal FLOPs counted once
+    attention_backward: PeakFraction
+    memory: PeakFraction  # of memory_gbps, kernels that stream
+    nvlink: PeakFraction  # of nvlink_gbps / 2, a ring collective's bus bandwidth
+    network: PeakFraction  # of network_gbps
+    nvlink_us: Microseconds  # of one step of a collective with NCCL's Simple protocol
+    network_us: Microseconds
+    wave_us: Microseconds  # of a round of a matrix product's tiles, beside its loop over k
+    launch_us: Microseconds  # from one kernel's end to the next one's start
+    host_sync_us: (
+        Microseconds  # idle while the host reads a condition: a branch, a loop of unknown length
+    )
+    contention: Fraction  # a kernel and a collective beside it each run longer by this fraction
+    step_jitter: (
+        Fraction  # standard deviation of a GPU's time for a second's work, each second anew
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,14 +76,14 @@ class Gpu:
     gpus_per_node: int
     network_gbps: float  # per GPU, one direction
     host_gbps: float  # per GPU, one direction, to and from its host's memory
-    memory_margin: Share  # of its memory that a plan leaves free, beside what the runtime keeps
+    memory_margin: Fraction  # of its memory that a plan leaves free, beside what the runtime keeps
     recipes: str  # the GPU type whose rows it takes of the workloads' tables, its own as a rule
-    xla_options: dict[str, str]  # options of XLA's that differ from step/compiler.py's
+    xla_options: dict[str, str]  # options of XLA's that differ from step/xla_options.py's
     environment: dict[str, str]  # variables of a job
-    products: Products  # none: by its physics alone
+    products: Products  # none: by its efficiency alone
     kernels: Kernels
     chip: Chip
-    physics: Physics
+    efficiency: Efficiency
 
     def peak_tflops(self, peak: str) -> float:
         """Dense peak in TFLOP/s for 'fp8' or 'bf16', Format.peak."""
@@ -120,9 +124,9 @@ KINDS = {
     str: (lambda v: isinstance(v, str) and v, "text"),
     int: (lambda v: type(v) is int and v >= 1, "a whole number, at least 1"),
     float: (lambda v: _number(v, 1e-9, 1e30), "a number above 0"),
-    Reach: (lambda v: _number(v, 1e-9, 1), "a number above 0 and up to 1"),
-    Share: (lambda v: _number(v, 0, 1), "a number from 0 and up to 1"),
-    Latency: (lambda v: _number(v, 0, 1e30), "a number from 0"),
+    PeakFraction: (lambda v: _number(v, 1e-9, 1), "a number above 0 and up to 1"),
+    Fraction: (lambda v: _number(v, 0, 1), "a number from 0 and up to 1"),
+    Microseconds: (lambda v: _number(v, 0, 1e30), "a number from 0"),
     Products: (
         lambda v: isinstance(v, list) and _rows(v, (1, 1, 0, 0, 0, 0, 0)),
         'as ["bf16", "nt", 4096, 4096, 4096, 1, 1.05], row by row',
@@ -139,11 +143,11 @@ KINDS = {
         lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
         'a table of texts, { NAME = "value" }',
     ),
-    **dict.fromkeys((Chip, Physics), (lambda v: isinstance(v, dict), "a table")),
+    **dict.fromkeys((Chip, Efficiency), (lambda v: isinstance(v, dict), "a table")),
 }
 
 
-def add(path: str | pathlib.Path) -> None:
+def add_file(path: str | pathlib.Path) -> None:
     """Puts the GPU types of a file into GPUS; one that is there already is replaced.
 
     Raises:
@@ -160,7 +164,7 @@ def add(path: str | pathlib.Path) -> None:
             raise ValueError(f"[{name}] {e}") from None
 
 
-def change(name: str, values: Mapping[str, Any]) -> None:
+def override(name: str, values: Mapping[str, Any]) -> None:
     """Gives some figures of a GPU type another value, in this process.
 
     Raises:
@@ -169,7 +173,7 @@ def change(name: str, values: Mapping[str, Any]) -> None:
     GPUS[name] = _gpu({"like": name, **values})
 
 
-def named(text: str) -> str:
+def gpu_type_of(text: str) -> str:
     """The GPU type that a driver's name of a device, a path or a line of a log names, or ''."""
     for name in reversed(GPUS):
         if GPUS[name].chip.name == text:
@@ -181,7 +185,7 @@ def named(text: str) -> str:
 
 def _gpu(values: Mapping[str, Any]) -> Gpu:
     """The Gpu of a table, checked."""
-    values = {"chip": {}, "physics": {}} | values
+    values = {"chip": {}, "efficiency": {}} | values
     if (like := values.pop("like", "")) and like not in GPUS:
         raise ValueError(f"like={like!r} is not one of {', '.join(GPUS)}")
     gpu = _record(Gpu, values, GPUS.get(like))
@@ -221,4 +225,4 @@ def _record(cls: type, given: Mapping, base: Any, prefix: str = "") -> Any:
     return cls(**values)
 
 
-add(pathlib.Path(__file__).with_name("gpus.toml"))
+add_file(pathlib.Path(__file__).with_name("gpus.toml"))

@@ -1,7 +1,7 @@
 """Published step times: published.csv, each row with its source and FLOPs convention.
 
 And how far off predictions of them are: errors.csv, each row's error with constants that were
-fitted to other workloads, as benchmarks/fit_physics.py writes it.
+fitted to other workloads, as benchmarks/fit_constants.py writes it.
 """
 
 import csv
@@ -101,7 +101,7 @@ class Error(NamedTuple):
     error: float  # predicted over published, less 1
 
 
-class Band(NamedTuple):
+class ErrorBand(NamedTuple):
     """Where a step is in nine of ten published rows like it: between predicted / factor and
     predicted x factor."""
 
@@ -117,7 +117,7 @@ def parallelism(experts: bool, pp: int, tp: int, fsdp: int) -> str:
     return next((kind for kind, there in kinds.items() if there), "dp")
 
 
-def band(gpu_type: str, dtype: str, parallelism: str) -> Band:
+def error_band(gpu_type: str, dtype: str, parallelism: str) -> ErrorBand:
     """How far off predictions of the nearest kind are that has ENOUGH programs.
 
     Where those are of one workload only, not less than of the next kind.
@@ -136,7 +136,7 @@ def band(gpu_type: str, dtype: str, parallelism: str) -> Band:
             factor, like, programs = math.exp(most), " ".join(wanted[k] for k in kind), count
         if len({(e.model, e.size) for e in found}) > 1:
             break
-    return Band(factor, like, programs, any(e.gpu_type == gpu_type for e in errors()))
+    return ErrorBand(factor, like, programs, any(e.gpu_type == gpu_type for e in errors()))
 
 
 @functools.cache

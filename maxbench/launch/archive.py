@@ -8,19 +8,19 @@ import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 
-from maxbench.spec import cli, commands
-from maxbench.spec.errors import UserError
+from maxbench.config import command_line, commands
+from maxbench.config.errors import UserError
 
 LEFT_OUT = {"checkpoints", "nsys_profile", "xplane", "cache"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the archive; returns the exit code."""
-    if commands.helped("archive", argv):
+    if commands.print_help_if_asked("archive", argv):
         return 0
     fv = commands.define("archive")
-    with cli.clear_errors("archive"):
-        places = cli.flags_of(fv, argv)[1:]
+    with command_line.clear_errors("archive"):
+        places = command_line.flags_of(fv, argv)[1:]
         target = pathlib.Path(fv["to"].value)
         count, size = write([*map(pathlib.Path, places)], target)
     print(f"{target}: {count} files, {size / 2**20:.1f} MiB of them")

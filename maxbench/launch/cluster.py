@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from maxbench.config import command_line, commands
+from maxbench.config.errors import UserError
 from maxbench.hardware import gpus
-from maxbench.launch import files, slurm, variables
-from maxbench.machine import checks
-from maxbench.spec import cli, commands
-from maxbench.spec.errors import UserError
+from maxbench.launch import job_file, slurm, variables
+from maxbench.preflight import checks
 
 HEAD = """\
 # What jobs on this cluster take where the environment says nothing else; maxbench cluster wrote it.
@@ -45,13 +45,13 @@ class Kind(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Writes and shows the file; returns the exit code."""
-    if commands.helped("cluster", argv):
+    if commands.print_help_if_asked("cluster", argv):
         return 0
-    with cli.clear_errors("cluster"):
-        if rest := cli.flags_of(commands.define("cluster"), argv)[1:]:
+    with command_line.clear_errors("cluster"):
+        if rest := command_line.flags_of(commands.define("cluster"), argv)[1:]:
             raise UserError(f"unexpected {rest[0]!r}: values are set as variables, GPU_TYPE=h100")
-        file = files.cluster_file(os.environ).absolute()
-        there, lacking = files.of_cluster(os.environ), {}
+        file = job_file.cluster_file(os.environ).absolute()
+        there, lacking = job_file.cluster_values(os.environ), {}
 
         def ask(name: str, choices: Mapping[str, str]) -> str:
             answer = asked(name, choices) if sys.stdin.isatty() else ""
@@ -59,14 +59,14 @@ def main(argv: Sequence[str]) -> int:
                 lacking[name] = choices
             return answer
 
-        env = files.over(there, os.environ)
-        cli.add_hardware(files.said(env, "HARDWARE"))
+        env = job_file.overlay(there, os.environ)
+        command_line.add_hardware(job_file.env_value(env, "HARDWARE"))
         found = detect(env, nodes(), ask)
         if lacking:
             raise UserError("; ".join(f"set {n}: one of {_words(c)}" for n, c in lacking.items()))
         for name in (n for n in there if os.environ.get(n, there[n]) != there[n]):
             print(f"note: {name}={os.environ[name]} is set, which wins over the file's")
-        named = {files.NAMED.get(n) for n in there}
+        named = {job_file.NAMED.get(n) for n in there}
         write(file, {n: value for n, value in found.items() if n not in named})
         print(f"{file}:\n{file.read_text().strip()}")
     return 0
@@ -107,7 +107,7 @@ def nodes() -> collections.Counter[Kind]:
     for line in lines:
         fields = dict(reversed(FIELD.findall(line)))  # the first of a name: comments come later
         gres = GPU_GRES.search(fields.get("Gres", ""))
-        named = gpus.named(f"{gres[1] if gres else ''} {fields.get('AvailableFeatures', '')}")
+        named = gpus.gpu_type_of(f"{gres[1] if gres else ''} {fields.get('AvailableFeatures', '')}")
         count, architecture = int(gres[2]) if gres else 0, fields.get("Arch", "")
         for partition in filter(None, fields.get("Partitions", "").split(",")):
             found[Kind(partition, named, count, architecture)] += 1
@@ -146,13 +146,13 @@ def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[
     Raises:
       UserError: a variable of env cannot be.
     """
-    found = {n: text for n in ADDED if (text := files.said(env, n))}
+    found = {n: text for n in ADDED if (text := job_file.env_value(env, n))}
     in_job = bool(env.get("SLURM_JOB_ID"))
     here = checks.gpus_here() if in_job else []
 
     def settle(name: str, own: str, choices: Mapping[str, str]) -> str:
         """The value by the environment, by the job, as the only one that may be, or by asking."""
-        value = files.said(env, name) or (own if in_job else "")
+        value = job_file.env_value(env, name) or (own if in_job else "")
         if not value:
             value = ask(name, choices) if len(choices) > 1 else next(iter(choices), "")
         if value:
@@ -168,7 +168,7 @@ def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[
     mine = [k for k in with_gpus if k.partition == partition] or [*with_gpus]
 
     types = dict.fromkeys((k.gpu_type for k in mine if k.gpu_type), "")
-    own = gpus.named(here[0]["name"]) if here else ""
+    own = gpus.gpu_type_of(here[0]["name"]) if here else ""
     kind = settle("GPU_TYPE", own, types or dict.fromkeys(gpus.GPUS, ""))
     mine = [k for k in mine if k.gpu_type in ("", kind)] or mine
     counts = dict.fromkeys((str(k.gpus) for k in mine if k.gpus), "")
@@ -178,7 +178,7 @@ def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[
     settle("ARCHITECTURE", platform.machine(), kinds)
     settle("SBATCH_ACCOUNT", env.get("SLURM_JOB_ACCOUNT", ""), accounts())
     if shutil.which("sbatch"):
-        settle("SEGMENT", "", {str(slurm.knows("--segment")).lower(): ""})
+        settle("SEGMENT", "", {str(slurm.sbatch_supports("--segment")).lower(): ""})
     return found
 
 

@@ -2,11 +2,11 @@
 
 import os
 
-from maxbench.launch.variables import Settings, printable
-from maxbench.spec.errors import UserError
+from maxbench.config.errors import UserError
+from maxbench.launch.variables import JobConfig, check_printable
 
 
-def kinds(s: Settings) -> list[str]:
+def job_kinds(s: JobConfig) -> list[str]:
     """The jobs to run: profile and trace apart, because their overhead spoils figures.
 
     Raises:
@@ -30,12 +30,12 @@ def kinds(s: Settings) -> list[str]:
     return jobs
 
 
-def name(s: Settings, kind: str) -> str:
+def job_name(s: JobConfig, kind: str) -> str:
     """The job's name, which is its folder's: the run's, and what else it does."""
     return s.run.name + (f"_{kind}" if kind else "")
 
 
-def train_flags(s: Settings, kind: str) -> list[str]:
+def train_flags(s: JobConfig, kind: str) -> list[str]:
     """Flags of maxbench.train for a job of this kind."""
     if not kind:
         return list(s.flags)
@@ -50,20 +50,20 @@ def train_flags(s: Settings, kind: str) -> list[str]:
     return [*flags, "--steps", str(stop if s.launch.stops else max(stop, steps))]
 
 
-def command(s: Settings, kind: str, python: str = "python3") -> list[str]:
+def command(s: JobConfig, kind: str, python: str = "python3") -> list[str]:
     """The command that every process of a job runs."""
     return [python, "-m", "maxbench.train", *train_flags(s, kind)]
 
 
-def environment(s: Settings, kind: str) -> dict[str, str]:
+def environment(s: JobConfig, kind: str) -> dict[str, str]:
     """Variables of the job by GPU type and layout; what the user has set already wins."""
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", "NVTE_FUSED_ATTN": "1"}
     env |= s.run.layout.gpu.environment
     # Of jobs of a name, one runs at a time: no process finds what another job has just put there.
-    env["JAX_COMPILATION_CACHE_DIR"] = f"{s.out}/cache/{name(s, kind)}"
+    env["JAX_COMPILATION_CACHE_DIR"] = f"{s.out}/cache/{job_name(s, kind)}"
     if s.run.layout.pp > 1:
         env["NCCL_P2P_NET_CHUNKSIZE"] = str(2 << 20)
-    env = {k: printable(k, os.environ.get(k, v)) for k, v in env.items()}
+    env = {k: check_printable(k, os.environ.get(k, v)) for k, v in env.items()}
     if kind == "nccltrace":
         env |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET,INIT"}
     return env

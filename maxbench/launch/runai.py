@@ -15,14 +15,14 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from maxbench.launch.jobs import command, environment, kinds
-from maxbench.launch.variables import SECRETS, VARIABLES, Settings
-from maxbench.spec.errors import UserError
+from maxbench.config.errors import UserError
+from maxbench.launch.jobs import command, environment, job_kinds
+from maxbench.launch.variables import SECRETS, VARIABLES, JobConfig
 
 NEEDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR")
 
 
-def submissions(s: Settings) -> list[list[str]]:
+def submissions(s: JobConfig) -> list[list[str]]:
     """The `runai` command of each job, from the job's own environment and command.
 
     Raises:
@@ -35,13 +35,13 @@ def submissions(s: Settings) -> list[list[str]]:
             f"{lacking} is {VARIABLES[lacking].meaning}"
         )
     pvc, mounts = s.values["PVC_DIR"], _claims(s)
-    if "nsys" in kinds(s):
+    if "nsys" in job_kinds(s):
         raise UserError(
             "PROFILER='nsys' is started by Slurm's job script alone; with CLUSTER_TYPE=runai use "
             "PROFILER=xplane"
         )
     made = []
-    for kind in kinds(s):
+    for kind in job_kinds(s):
         words = ["runai", "training", "pytorch", "submit", workload_name(s, kind)]
         words += ["--project", s.values["PROJECT_NAME"], "--image", s.values["RUN_CONF_IMAGE"]]
         gpus = min(s.number("GPUS_PER_NODE"), s.run.layout.gpus)
@@ -58,7 +58,7 @@ def submissions(s: Settings) -> list[list[str]]:
     return made
 
 
-def _claims(s: Settings) -> list[tuple[str, str]]:
+def _claims(s: JobConfig) -> list[tuple[str, str]]:
     """(claim, path) of RUN_CONF_MOUNTS."""
     found = []
     for mount in s.values["RUN_CONF_MOUNTS"].split(","):
@@ -77,19 +77,19 @@ def _claims(s: Settings) -> list[tuple[str, str]]:
     return found
 
 
-def workload_name(s: Settings, kind: str) -> str:
+def workload_name(s: JobConfig, kind: str) -> str:
     """A name that Kubernetes accepts: lower case, 63 characters, no underscore."""
     run = s.run
     words = (run.model.name, run.model.size, run.precision.dtype, f"{run.layout.gpus}g", kind)
     return re.sub(r"[^a-z0-9]+", "-", "-".join(filter(None, ("maxbench", *words))).lower())[:50]
 
 
-def dry_run(runs: Sequence[Settings]) -> str:
+def dry_run(runs: Sequence[JobConfig]) -> str:
     """Commands as they would be given."""
     return "\n\n".join(shlex.join(words) for s in runs for words in submissions(s))
 
 
-def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
+def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     """Submits the jobs; returns the first exit code that is not 0. Nothing waits for their end.
 
     Raises:

@@ -16,21 +16,21 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from maxbench.launch import files
-from maxbench.launch.jobs import command, environment, kinds, name
-from maxbench.launch.variables import SECRETS, Settings
-from maxbench.machine import checks
-from maxbench.run import metrics
+from maxbench.config import folders
+from maxbench.config.errors import UserError
+from maxbench.config.recipes import ROOT
+from maxbench.launch import job_file
+from maxbench.launch.jobs import command, environment, job_kinds, job_name
+from maxbench.launch.variables import SECRETS, JobConfig
+from maxbench.preflight import checks
 from maxbench.run.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
-from maxbench.spec.errors import UserError
-from maxbench.spec.recipes import ROOT
 
 SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that can go on, and saves before its end
 
 
-def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
+def sbatch_options(s: JobConfig, kind: str, folder: pathlib.Path) -> list[str]:
     """Options of sbatch, as they stand in the script."""
-    v, job = s.values, name(s, kind)
+    v, job = s.values, job_name(s, kind)
     options = [f"--job-name={job}", f"--nodes={s.nodes}", "--exclusive", "--mem=0"]
     options += [f"--ntasks-per-node={s.tasks_per_node}", "--open-mode=append"]
     options.append(f"--time={'00:15:00' if kind == 'nccltrace' else v['TIME_LIMIT']}")
@@ -43,12 +43,12 @@ def sbatch_options(s: Settings, kind: str, folder: pathlib.Path) -> list[str]:
     # A run that saves goes on after a requeue, and gets time to save before its time limit.
     saves = "--checkpoint" in s.flags and not kind
     options += SAVES if saves else ["--no-requeue"]
-    if (together := segment(s)) and not apart(s):
+    if (together := segment(s)) and not segment_disabled_because(s):
         options += together
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
-def segment(s: Settings) -> list[str]:
+def segment(s: JobConfig) -> list[str]:
     """The option that keeps nodes of one NVLink domain together, where that is a question."""
     gpu = s.run.layout.gpu
     domain = gpu.nvlink_gpus // gpu.gpus_per_node
@@ -56,7 +56,7 @@ def segment(s: Settings) -> list[str]:
 
 
 @functools.cache
-def knows(option: str) -> bool:
+def sbatch_supports(option: str) -> bool:
     """Whether this machine's sbatch has an option; yes where there is none that answers."""
     try:
         done = subprocess.run(["sbatch", "--help"], capture_output=True, text=True, timeout=10)
@@ -65,32 +65,36 @@ def knows(option: str) -> bool:
     return option in done.stdout or done.returncode != 0
 
 
-def apart(s: Settings) -> str:
+def segment_disabled_because(s: JobConfig) -> str:
     """Why sbatch is not asked for nodes that share NVLink, or ''."""
     if asked := s.values["SEGMENT"]:
         return "" if asked == "true" else "SEGMENT=false"
-    return "" if knows("--segment") else "this sbatch does not know it (Slurm 23.11 does)"
+    return "" if sbatch_supports("--segment") else "this sbatch does not know it (Slurm 23.11 does)"
 
 
-def notes(s: Settings) -> list[str]:
+def notes(s: JobConfig) -> list[str]:
     """What sbatch will not be asked for."""
-    return [f"{left[0]} is left out: {why}"] if (left := segment(s)) and (why := apart(s)) else []
+    return (
+        [f"{left[0]} is left out: {why}"]
+        if (left := segment(s)) and (why := segment_disabled_because(s))
+        else []
+    )
 
 
-def late(s: Settings) -> list[str]:
+def options_missing_in_job(s: JobConfig) -> list[str]:
     """Options of sbatch that come too late where sbatch has started launch.sh itself."""
     v, ours = s.values, {"TIME_LIMIT": "time", "EXCLUDE_NODES": "exclude"}
-    asked = files.over(files.of_cluster(os.environ), os.environ)
+    asked = job_file.overlay(job_file.cluster_values(os.environ), os.environ)
     options = [f"--{o}={v[name]}" for name, o in ours.items() if asked.get(name)]
     options += SAVES if "--checkpoint" in s.flags else []
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
-def script(s: Settings, kind: str, stamp: int) -> str:
+def script(s: JobConfig, kind: str, stamp: int) -> str:
     """The whole job script. stamp names the folder of results; 0 lets the job choose."""
     v = s.values
     python = "python3" if v["RUN_CONF_IMAGE"] else python_of_nodes()  # the container's own
-    folder = s.out / "experiments" / name(s, kind) / f"{name(s, kind)}_{stamp}"
+    folder = s.out / "experiments" / job_name(s, kind) / f"{job_name(s, kind)}_{stamp}"
     config = pathlib.Path(s.flags[1].partition(":")[0])  # the files of one's own, too
     own = {p.parent for p in (ROOT / config, pathlib.Path(v["HARDWARE"])) if p.is_file()}
     places = [s.out, ROOT, *sorted(p for p in own if not p.is_relative_to(ROOT))]
@@ -101,7 +105,7 @@ def script(s: Settings, kind: str, stamp: int) -> str:
     header = {
         "MB_ROOT": str(ROOT),
         "MB_OUT": str(s.out),
-        "MB_NAME": name(s, kind),
+        "MB_NAME": job_name(s, kind),
         "MB_STAMP": str(stamp),
         "MB_NODES": str(s.nodes),
         "MB_TASKS_PER_NODE": str(s.tasks_per_node),
@@ -139,7 +143,7 @@ def _words(command: Sequence[str]) -> str:
     )
 
 
-def nsys_variables(s: Settings) -> dict[str, str]:
+def nsys_variables(s: JobConfig) -> dict[str, str]:
     """What task.sh needs to start Nsight Systems."""
     model, dtype = s.run.model, s.run.precision.dtype
     return {
@@ -169,9 +173,9 @@ def additional(text: str) -> list[str]:
     return options
 
 
-def dry_run(runs: Sequence[Settings]) -> str:
+def dry_run(runs: Sequence[JobConfig]) -> str:
     """Scripts and commands as they would be submitted."""
-    each = [(name(s, kind), s, kind) for s in runs for kind in kinds(s)]
+    each = [(job_name(s, kind), s, kind) for s in runs for kind in job_kinds(s)]
     times = Counter((job, f": {s.expect}" if s.expect else "") for job, s, _ in each)
     listed = [f"# {n} x {job}{asked}" for (job, asked), n in times.items()]
     parts = ["\n".join(listed)] if len(runs) > 1 else []
@@ -182,7 +186,7 @@ def dry_run(runs: Sequence[Settings]) -> str:
     return "\n\n".join(parts)
 
 
-def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
+def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     """Writes the scripts and submits them; returns sbatch's exit code.
 
     Args:
@@ -191,20 +195,20 @@ def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
     Raises:
       UserError: sbatch or what the jobs need is not there.
     """
-    needed(runs)
+    check_prerequisites(runs)
     for note in dict.fromkeys(note for s in runs for note in notes(s)):
         print(f"launch.sh: note: {note}", file=sys.stderr)
     # sbatch and srun would read these themselves, before the script's options, and fail on 'null'.
     ours = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
     clean = {k: v for k, v in os.environ.items() if k not in ours}
     results, running, listed = runs[0].out / "experiments", [], None
-    each = [(s, kind) for s in runs for kind in kinds(s)]
+    each = [(s, kind) for s in runs for kind in job_kinds(s)]
     if suite:
         planned = [s for s, kind in each if not kind]
         listed = Listed(results / f"suite_{suite}_{int(time.time())}.json", suite, planned)
     for s, kind in each:
-        job = name(s, kind)
-        folder, stamp = metrics.new_folder(s.out, job)
+        job = job_name(s, kind)
+        folder, stamp = folders.new_folder(s.out, job)
         file = folder / f"sbatch_{job}.sh"
         file.write_text(script(s, kind, stamp))
         if listed and not kind:
@@ -222,13 +226,13 @@ def submit(runs: Sequence[Settings], wait: bool, suite: str = "") -> int:
 
 
 class Listed:
-    """The file of a suite's runs and of what each is to reach, which report/suite.py reads.
+    """The file of a suite's runs and of what each is to reach, which reporting/suite.py reads.
 
     It is written before each submission: one that is refused leaves what went before.
     """
 
-    def __init__(self, file: pathlib.Path, suite: str, runs: Sequence[Settings]):
-        asked = [{"run": name(s, ""), "expect": dataclasses.asdict(s.expect)} for s in runs]
+    def __init__(self, file: pathlib.Path, suite: str, runs: Sequence[JobConfig]):
+        asked = [{"run": job_name(s, ""), "expect": dataclasses.asdict(s.expect)} for s in runs]
         self.file, self.about, self.next = file, {"suite": suite, "runs": asked}, iter(asked)
 
     def add(self, folder: pathlib.Path) -> None:
@@ -248,14 +252,14 @@ def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int
     raise UserError(f"sbatch refused {folder}/sbatch_{job}.sh (exit code {code}), see above")
 
 
-def needed(runs: Sequence[Settings]) -> None:
+def check_prerequisites(runs: Sequence[JobConfig]) -> None:
     """Raises UserError for a missing tool, with what to do without it, or a wrong XLA flag."""
     s = runs[0]
     additional(s.values["ADDITIONAL_SLURM_PARAMS"])
     if importlib.util.find_spec("jaxlib") and (wrong := checks.lint_runs(*(s.run for s in runs))):
         raise UserError("; ".join(wrong))
     if not shutil.which("sbatch"):
-        train = shlex.join(command(s, kinds(s)[0]))
+        train = shlex.join(command(s, job_kinds(s)[0]))
         raise UserError(
             "sbatch is not on PATH: submit from a login node of the cluster (module load slurm?), "
             f"or train on this machine without Slurm: {train}"
@@ -271,7 +275,7 @@ def needed(runs: Sequence[Settings]) -> None:
         _environment_is_there(one)
 
 
-def _environment_is_there(s: Settings) -> None:
+def _environment_is_there(s: JobConfig) -> None:
     """Raises UserError where the nodes would find neither the image nor their environment."""
     image, kind = s.values["RUN_CONF_IMAGE"], s.values["ARCHITECTURE"]
     if image.endswith(".sqsh") and not pathlib.Path(image).exists():

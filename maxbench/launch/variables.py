@@ -13,16 +13,16 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 
+from maxbench.config import command_line, recipes
+from maxbench.config.errors import UserError, check_choice
+from maxbench.config.recipes import ROOT, Launch
+from maxbench.config.run import Run
+from maxbench.config.validation import field, validate
 from maxbench.hardware.gpus import GPUS
-from maxbench.spec import cli, recipes
-from maxbench.spec.errors import UserError, choose
-from maxbench.spec.fields import judge, setting
-from maxbench.spec.recipes import ROOT, Launch
-from maxbench.spec.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Variable:
+class EnvVar:
     """What is known of a variable."""
 
     meaning: str = ""
@@ -37,7 +37,7 @@ class Variable:
 
 
 _TABLE = tomllib.loads(pathlib.Path(__file__).with_name("variables.toml").read_text())
-_ALL = {name: Variable(**values) for name, values in _TABLE.items()}
+_ALL = {name: EnvVar(**values) for name, values in _TABLE.items()}
 VARIABLES = {name: v for name, v in _ALL.items() if not (v.unused or v.refused)}
 UNUSED = {name: v.unused for name, v in _ALL.items() if v.unused}
 REFUSED = {name: v.refused for name, v in _ALL.items() if v.refused}
@@ -58,15 +58,15 @@ ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they pick the rec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Expect:
+class Expectation:
     """What a run of a suite must reach, beside its last step and finite losses; 0 asks nothing."""
 
-    published: float = setting(0.0, at_least=0, at_most=10)  # share of the published tokens/s
-    step_s: float = setting(0.0, at_least=0)  # seconds that a step may take, on average
-    loss: float = setting(0.0, at_least=0)  # that the last step may have
+    published: float = field(0.0, at_least=0, at_most=10)  # share of the published tokens/s
+    step_s: float = field(0.0, at_least=0)  # seconds that a step may take, on average
+    loss: float = field(0.0, at_least=0)  # that the last step may have
 
     def __post_init__(self):
-        judge(self)
+        validate(self)
 
     def __str__(self) -> str:
         asked = {"at least {:.0%} of published": self.published, "loss at most {:g}": self.loss}
@@ -75,7 +75,7 @@ class Expect:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class JobConfig:
     """What was asked for, checked."""
 
     values: dict[str, str]  # of VARIABLES, defaults filled in
@@ -86,7 +86,7 @@ class Settings:
     tasks_per_node: int
     out: pathlib.Path
     notes: tuple[str, ...] = ()
-    expect: Expect | None = None  # of a suite
+    expect: Expectation | None = None  # of a suite
 
     def on(self, name: str) -> bool:
         """A boolean variable."""
@@ -97,7 +97,7 @@ class Settings:
         return int(self.values[name])
 
 
-def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
+def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     """Checks the variables in env, and further flags for the trainer.
 
     Raises:
@@ -107,18 +107,18 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
     values = {name: _given(env, name, v) for name, v in VARIABLES.items()}
     if values["HARDWARE"]:
         values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
-        cli.add_hardware(values["HARDWARE"])
+        command_line.add_hardware(values["HARDWARE"])
     for name, v in VARIABLES.items():
         if values[name] not in ("", v.default):
             values[name] = checked(name, values[name], v)
     for word in extra:
-        printable("a word after --", word)
+        check_printable("a word after --", word)
     path = _workload(values, notes)
     launch = Launch(**recipes.load(path).launch)
     per_node = _defaults(values, launch, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
     for what, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
-        checked(what, str(folder), Variable(kind="path"))
+        checked(what, str(folder), EnvVar(kind="path"))
     flags = [*_flags(values, path, out, extra), *extra]
     run = _run(flags)
     if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # a folder, a job, a word of the script
@@ -130,7 +130,7 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
             f"nearest that works: {round(devices / per_node) * per_node}"
         )
     one = values["PROCESSES"] == "node" or int(values["CPU_DEVICES"])
-    return Settings(
+    return JobConfig(
         values=values,
         launch=launch,
         run=run,
@@ -142,15 +142,15 @@ def settle(env: Mapping[str, str], extra: Sequence[str] = ()) -> Settings:
     )
 
 
-def _given(env: Mapping[str, str], name: str, v: Variable) -> str:
+def _given(env: Mapping[str, str], name: str, v: EnvVar) -> str:
     """The text of a variable, by the first of its names that is set, or its default."""
     for n in (name, *v.also):
-        if text := printable(n, env.get(n, "")).strip(" "):
+        if text := check_printable(n, env.get(n, "")).strip(" "):
             return env[n] if v.kind == "path" else text
     return v.default
 
 
-def printable(name: str, text: str) -> str:
+def check_printable(name: str, text: str) -> str:
     """The text, which may stand in a line of a script.
 
     Raises:
@@ -161,11 +161,11 @@ def printable(name: str, text: str) -> str:
     return text
 
 
-def checked(name: str, text: str, v: Variable) -> str:
+def checked(name: str, text: str, v: EnvVar) -> str:
     """The text of a variable in the form that is used."""
     choices = {"bool": BOOLS, "gpu type": GPUS}.get(v.kind, v.choices)
     if choices:
-        choose(name, text.lower(), choices)
+        check_choice(name, text.lower(), choices)
         return BOOLS[text.lower()] if v.kind == "bool" else text.lower()
     if v.kind == "gres" and text.lower() in ("none", "null"):  # the original recipes say null
         return "none"
@@ -208,11 +208,11 @@ def _workload(values: dict[str, str], notes: list[str]) -> pathlib.Path:
             raise UserError(f"MODEL={model!r}: there is no such workload file")
         chosen = recipes.load(path).model
         if size != "*":
-            choose(f"MODEL={model} MODEL_SIZE", size, [chosen.size])
+            check_choice(f"MODEL={model} MODEL_SIZE", size, [chosen.size])
         values |= {"MODEL": chosen.name, "MODEL_SIZE": chosen.size}
         return path
     if size != "*":
-        choose("MODEL_SIZE", size, recipes.sizes())
+        check_choice("MODEL_SIZE", size, recipes.sizes())
     model = recipes.model_names().get(model.lower(), model.lower())
     if model == "*":
         having = [m for m in recipes.models() if size in ("*", *recipes.sizes(m))]
@@ -223,11 +223,11 @@ def _workload(values: dict[str, str], notes: list[str]) -> pathlib.Path:
             notes.append(f"MODEL={model}, the only one with a recipe for {here}")
         elif size != "*" and len(having) > 1:
             notes.append(f"MODEL_SIZE={size} is taken as MODEL={model}; there is {having[1]} too")
-    choose("MODEL", model, recipes.models())
+    check_choice("MODEL", model, recipes.models())
     size = recipes.sizes(model)[0] if size == "*" else size
-    choose(f"MODEL={model} MODEL_SIZE", size, recipes.sizes(model))
+    check_choice(f"MODEL={model} MODEL_SIZE", size, recipes.sizes(model))
     values |= {"MODEL": model, "MODEL_SIZE": size}
-    files = recipes.find(model, size)
+    files = recipes.find_workloads(model, size)
     if len(files) > 1:
         both = " and ".join(f"configs/{path.name}" for path in files)
         raise UserError(f"MODEL={model} MODEL_SIZE={size} is {both}: give MODEL the path of one")
@@ -286,7 +286,7 @@ def _flags(
     row = [w for name in taken if name in ROW for w in plain[name]]
     row += ["--strong_scaling"] if values["STRONG_SCALING"] == "true" else []
     row += ["--cpu_devices", n] if (n := values["CPU_DEVICES"]) != "0" else []
-    flags += [*row, *_rest(values, [*flags, *row])]
+    flags += [*row, *_fill_data_axes(values, [*flags, *row])]
     flags += [w for name in taken if name not in ROW for w in plain[name]]
     flags += {"true": ["--tp_overlap"], "false": ["--notp_overlap"]}.get(
         values["TP_COMM_OVERLAP"], []
@@ -299,7 +299,7 @@ def _flags(
     return flags + ([f"--config.output.checkpoint_every={every}"] if every != "0" else [])
 
 
-def _rest(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
+def _fill_data_axes(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
     """dp, fsdp and vp where TP, PP, CP or EP change the recipe's row: its GPUs stay as many."""
     given = {n.lower(): int(values[n]) for n in ("TP", "PP", "CP", "EP") if values[n]}
     if not given:
@@ -320,7 +320,7 @@ def _rest(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
 def _run(flags: Sequence[str]) -> Run:
     """The Run of flags of the trainer, from any folder; an error in the words of launch.sh."""
     try:
-        return cli.run_of([flags[0], str(ROOT / flags[1]), *flags[2:]])
+        return command_line.run_of([flags[0], str(ROOT / flags[1]), *flags[2:]])
     except UserError as e:
         message = re.sub(r"^gpus=", "JOB_TOTAL_GPUS=", str(e))
         message = re.sub(r"(?<!plan )--gpus (\d+)", r"JOB_TOTAL_GPUS=\1", message)

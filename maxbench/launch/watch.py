@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from maxbench.launch import follow
-from maxbench.spec import cli, commands
-from maxbench.spec.errors import UserError
+from maxbench.config import command_line, commands
+from maxbench.config.errors import UserError
+from maxbench.launch import job_status
 
 PAUSE_S = 5  # Slurm's controller answers many
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
@@ -16,10 +16,10 @@ ENDED += ("DEADLINE", "OUT_OF_MEMORY", "REVOKED")
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per change; returns the exit code."""
-    if commands.helped("watch", argv):
+    if commands.print_help_if_asked("watch", argv):
         return 0
-    with cli.clear_errors("watch"):
-        job, *places = cli.flags_of(commands.define("watch"), argv)[1:] or [""]
+    with command_line.clear_errors("watch"):
+        job, *places = command_line.flags_of(commands.define("watch"), argv)[1:] or [""]
         if not job.isdecimal():
             raise UserError(f"JOB={job!r} must be a job's number, as `maxbench jobs` lists them")
         try:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 def changes(
     job: str, places: Sequence[str | pathlib.Path], pause: Callable[[], None]
-) -> Iterator[tuple[pathlib.Path | None, follow.Row]]:
+) -> Iterator[tuple[pathlib.Path | None, job_status.Row]]:
     """What has changed of a job until it has ended, and its folder where that has.
 
     Raises:
@@ -47,24 +47,24 @@ def changes(
         if last:
             pause()
         # A requeue makes a new folder beside the last one: no need to look at all others again.
-        found = follow.folders([folder.parent] if folder else places)
-        here = next((f for f in found if follow.number(f) == job), folder)
+        found = job_status.folders([folder.parent] if folder else places)
+        here = next((f for f in found if job_status.number(f) == job), folder)
         row = _look(job, here, last)
         if row != last:
             yield (here if here != folder else None), row
         folder, last = here, row
 
 
-def _look(job: str, folder: pathlib.Path | None, last: follow.Row | None) -> follow.Row:
+def _look(job: str, folder: pathlib.Path | None, last: job_status.Row | None) -> job_status.Row:
     """How a job is now; as it was where Slurm does not answer and its folder does not tell more."""
-    word = follow.states({job}).get(job)
+    word = job_status.states({job}).get(job)
     if not (word or folder or last):
         raise UserError(f"job {job} is not known to Slurm, and no folder of a run is of it")
-    if not word and last and not (folder and follow.ended(folder)[0] in ENDED):
+    if not word and last and not (folder and job_status.ended(folder)[0] in ENDED):
         word = (last.state, last.why)
     if folder:
-        return follow.look(folder, job, word or ("", ""))
-    return follow.Row(job, word[0], "-", "-", "-", word[1])
+        return job_status.look(folder, job, word or ("", ""))
+    return job_status.Row(job, word[0], "-", "-", "-", word[1])
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from absl import logging
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxbench.mesh import collectives
-from maxbench.spec.errors import UserError
-from maxbench.spec.model import Model
-from maxbench.spec.run import DTYPES, Run
+from maxbench.config.errors import UserError
+from maxbench.config.model import Model
+from maxbench.config.run import DTYPES, Run
+from maxbench.sharding import collectives, ordering
 
 # jax 0.12 has a further keyword, which must be given.
 _KEYWORDS = inspect.signature(cudnn._dot_product_attention).parameters
@@ -33,7 +33,7 @@ BLOCK = 256  # queries whose scores stand in memory at once, XLA form
 HALF = 128  # dims of values that cuDNN's backward pass takes at once with keys of 192 on Blackwell
 
 
-def choose(run: Run, device) -> str:
+def select_kernel(run: Run, device) -> str:
     """The name in KERNELS of what run.train.attention asks for, on a device, here or not.
 
     cuDNN's rule is asked as numbers, and of a GPU that is here by compiling too: XLA has cuDNN plan
@@ -47,8 +47,8 @@ def choose(run: Run, device) -> str:
     if wanted == "xla" or (wanted == "auto" and not gpu):
         return "xla"
     version = getattr(device, "compute_capability", "0.0")
-    kind = suited(m, dtype, tuple(int(n) for n in version.split(".")))
-    why = _refused(kind, run) if kind != "xla" and device in jax.devices() else ""
+    kind = kernel_for(m, dtype, tuple(int(n) for n in version.split(".")))
+    why = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
     if kind != "xla" and not why:
         return kind
     none = (
@@ -61,7 +61,7 @@ def choose(run: Run, device) -> str:
     return "xla"
 
 
-def suited(m: Model, dtype: str, capability: tuple[int, int]) -> str:
+def kernel_for(m: Model, dtype: str, capability: tuple[int, int]) -> str:
     """The fastest of KERNELS for m computed in dtype, on GPUs of a compute capability.
 
     The rule is that of cuDNN's backward pass, from 9.12 on: its forward pass takes more.
@@ -76,7 +76,7 @@ def suited(m: Model, dtype: str, capability: tuple[int, int]) -> str:
     return "xla"
 
 
-def _refused(kind: str, run: Run) -> str:
+def _compile_error(kind: str, run: Run) -> str:
     """What the device that is here has against a kernel for the run's shapes, or ''."""
     m, a, tokens = run.model, run.layout, run.train.seq // run.layout.cp
     widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
@@ -128,42 +128,44 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _ring_forward(kind, softcap, q, k, v):
-    n, kv = collectives.degree("cp"), (k, v)
-    ahead = collectives.rotate(kv, "cp")
+    n, kv = collectives.axis_size("cp"), (k, v)
+    ahead = collectives.ppermute_shift(kv, "cp")
     o, lse = KERNELS[kind][0](q, k, v, True, softcap)
     if n == 1:
         return o, lse, ()
-    kv = collectives.beside(ahead, collectives.zero(lse))
+    kv = ordering.after(ahead, ordering.token(lse))
     o, q = o.astype(jnp.float32), jnp.split(q, 2, 1)
     for hop in range(1, n):
-        last, ahead = ahead, collectives.rotate(kv, "cp") if hop < n - 1 else ahead
-        earlier = collectives.index("cp") >= hop
+        last, ahead = ahead, collectives.ppermute_shift(kv, "cp") if hop < n - 1 else ahead
+        earlier = collectives.axis_index("cp") >= hop
         pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
         o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
-        kv = collectives.beside(ahead, collectives.zero(lse_pair))
+        kv = ordering.after(ahead, ordering.token(lse_pair))
         o, lse = _merge(earlier, o, lse, o_pair, lse_pair)
     return o.astype(k.dtype), lse, last
 
 
 def _ring_backward(kind, softcap, q, k, v, o, lse, last, do):
-    n, kv, backward = collectives.degree("cp"), last, KERNELS[kind][1]
+    n, kv, backward = collectives.axis_size("cp"), last, KERNELS[kind][1]
     halves, others = lambda x: jnp.split(x, 2, 1), []
     for hop in reversed(range(1, n)):
-        kv = kv if hop == n - 1 else collectives.rotate(kv, "cp", -1)
-        earlier = collectives.index("cp") >= hop
+        kv = kv if hop == n - 1 else collectives.ppermute_shift(kv, "cp", -1)
+        earlier = collectives.axis_index("cp") >= hop
         ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
         grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
-        home = collectives.rotate(grads[1:], "cp", -hop)
-        ours_are = collectives.index("cp") + hop < n  # earlier than the queries of what comes home
+        home = collectives.ppermute_shift(grads[1:], "cp", -hop)
+        ours_are = (
+            collectives.axis_index("cp") + hop < n
+        )  # earlier than the queries of what comes home
         others.append((earlier, ours_are, grads[0], home))
-        lse += collectives.zero(grads[0])
+        lse += ordering.token(grads[0])
     grads = backward(q, k, v, o, lse, do, True, softcap)
     if n == 1:
         return grads
     dq, *dkv = (x.astype(jnp.float32) for x in grads)
     for earlier, ours_are, dq_pair, home in others:
         dq += _unpair(earlier, dq_pair, 1)
-        home = collectives.beside(home, collectives.zero(grads[0]))
+        home = ordering.after(home, ordering.token(grads[0]))
         dkv = [d + _unpair(ours_are, x, 0) for d, x in zip(dkv, home, strict=True)]
     return tuple(d.astype(k.dtype) for d in (dq, *dkv))
 

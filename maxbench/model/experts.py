@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench import formats
-from maxbench.mesh import collectives, places
-from maxbench.model import blocks
-from maxbench.model.blocks import take
-from maxbench.model.layers import Linear, activate, out_std, product, weight
-from maxbench.spec.model import Model
+from maxbench import quantization
+from maxbench.config.model import Model
+from maxbench.model import grouped_matmul
+from maxbench.model.grouped_matmul import take
+from maxbench.model.layers import Linear, activate, matmul, out_std, param_value
+from maxbench.sharding import collectives, ordering, rules
 
 
 class Moe(nn.Module):
@@ -41,28 +41,28 @@ class Moe(nn.Module):
         router = Linear(m, "width -> routes", m.init_std, plain=True, name="router")
         logits_je, _ = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
-        through = self.in_slots if m.capacity_factor else self.dropless
-        share_be = shares(m, expert_jk, len(x_bud)) if m.aux_loss else None
+        through = self.with_capacity if m.capacity_factor else self.dropless
+        share_be = expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
         y_jd, made = through(x_jd, gate_jk, expert_jk, turns, share_be)
         aux = balance_loss(m, probs_je, share_be) if m.aux_loss else jnp.zeros(())
         return y_jd.reshape(x_bud.shape), made, aux
 
-    def in_slots(self, x_jd, gate_jk, expert_jk, turns, share_be):
-        slot_jk, token_ec = map(decided, assign(self.model, gate_jk, expert_jk))
+    def with_capacity(self, x_jd, gate_jk, expert_jk, turns, share_be):
+        slot_jk, token_ec = map(save_routing, assign_slots(self.model, gate_jk, expert_jk))
         y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns, share_be)
         return combine(keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
 
     def experts(self, x_ecd, turns, share_be):
         m = self.model
-        dot = functools.partial(product, self, batch=1)
+        dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> gates mlp", "experts mlp -> embed"
-        x_ecd, sums = hold(x_ecd, self.get_variable("sums", "down"))
+        x_ecd, sums = grad_after_wgrad(x_ecd, self.get_variable("sums", "down"))
         up_ecnf, there = dot(
             x_ecd, "up", up, m.init_std, turn=turns["up"], sequence="gather", saved="slots"
         )
         # Summed beside 'up': XLA does it behind dx on its way, or where decided() says.
-        summed = collectives.zero(share_be if collectives.degree("pp") > 1 else None)
-        up_ecnf = collectives.beside(keep(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
+        summed = ordering.token(share_be if collectives.axis_size("pp") > 1 else None)
+        up_ecnf = ordering.after(keep(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
         y_ecd, made = dot(h_ecf, "down", down, out_std(m), turn=turns["down"], **how)
@@ -70,44 +70,46 @@ class Moe(nn.Module):
 
     def dropless(self, x_jd, gate_jk, expert_jk, turns, _):
         m = self.model
-        gather = lambda x: collectives.gather(collectives.gather(x, "tp", 0), "ep", 0)
+        gather = lambda x: collectives.all_gather(collectives.all_gather(x, "tp", 0), "ep", 0)
         x_jd, expert_jk = gather(x_jd), gather(expert_jk)
         gate_jk = gather(gate_jk.astype(x_jd.dtype))
-        held = places.local("experts", m.experts)
-        plan = blocks.plan(expert_jk - collectives.index("ep") * held, held)
+        held = rules.local_size("experts", m.experts)
+        plan = grouped_matmul.assign_blocks(expert_jk - collectives.axis_index("ep") * held, held)
         w_edx = self.whole("up", "experts embed gates mlp", m.init_std, x_jd.dtype)
-        x_ncd = blocks.dispatch(x_jd, plan)
-        up_ncx = blocks.product(x_ncd, w_edx.reshape(*w_edx.shape[:2], -1), plan)
+        x_ncd = grouped_matmul.dispatch(x_jd, plan)
+        up_ncx = grouped_matmul.grouped_matmul(x_ncd, w_edx.reshape(*w_edx.shape[:2], -1), plan)
         up_ncgf = keep(up_ncx, "mlp_up").reshape(*up_ncx.shape[:2], *w_edx.shape[2:])
         # Weighted here, where rows are narrow, so that what comes back is a plain sum.
-        h_ncf = activate(m, up_ncgf, 2) * blocks.gates(gate_jk, plan)[..., None]
+        h_ncf = activate(m, up_ncgf, 2) * grouped_matmul.block_gates(gate_jk, plan)[..., None]
         w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
-        y_jd = blocks.combine(blocks.product(keep(h_ncf, "mlp_act"), w_efd, plan), plan)
-        y_jd = collectives.scatter(collectives.scatter(y_jd, "ep", 0), "tp", 0)
-        return keep(y_jd, "mlp_down"), {name: turn.made for name, turn in turns.items()}
+        y_jd = grouped_matmul.combine(
+            grouped_matmul.grouped_matmul(keep(h_ncf, "mlp_act"), w_efd, plan), plan
+        )
+        y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
+        return keep(y_jd, "mlp_down"), {name: turn.issued for name, turn in turns.items()}
 
     def whole(self, name, axes, std, dtype):
         """A weight of this GPU's experts, gathered over fsdp."""
-        w = jnp.asarray(weight(self, name, axes, std), dtype)
-        return collectives.gather(w, "fsdp", axes.split().index("embed"))
+        w = jnp.asarray(param_value(self, name, axes, std), dtype)
+        return collectives.all_gather(w, "fsdp", axes.split().index("embed"))
 
 
 @jax.custom_vjp
-def hold(x_ecd, sums):
+def grad_after_wgrad(x_ecd, sums):
     """Both as they are. The gradient of x_ecd comes back from ep beside the product for that of
     `sums`, which XLA would put last. Of one expert alone: of more, XLA would add to the sums in a
     pass of its own."""
     return x_ecd, sums
 
 
-def _hold_backward(_, gradients):
+def _grad_after_wgrad_backward(_, gradients):
     dx_ecd, sums = gradients
-    if sums is not None and collectives.degree("ep") == len(dx_ecd):
-        dx_ecd = collectives.beside(dx_ecd, collectives.zero(sums))
+    if sums is not None and collectives.axis_size("ep") == len(dx_ecd):
+        dx_ecd = ordering.after(dx_ecd, ordering.token(sums))
     return dx_ecd, sums
 
 
-hold.defvjp(lambda *args: (hold(*args), None), _hold_backward)
+grad_after_wgrad.defvjp(lambda *args: (grad_after_wgrad(*args), None), _grad_after_wgrad_backward)
 
 
 def route(m: Model, logits_je):
@@ -115,22 +117,22 @@ def route(m: Model, logits_je):
     probs_je = jax.nn.softmax(logits_je)
     whole = m.router == "softmax_topk"
     each_je = probs_je if whole else logits_je
-    expert_jk = decided(jax.lax.top_k(jax.lax.stop_gradient(each_je), m.top_k)[1])
+    expert_jk = save_routing(jax.lax.top_k(jax.lax.stop_gradient(each_je), m.top_k)[1])
     top_jk = jnp.take_along_axis(each_je, expert_jk, 1)
     return top_jk if whole else jax.nn.softmax(top_jk), expert_jk, probs_je
 
 
-def decided(x):
+def save_routing(x):
     """What was decided, as the backward pass has it, in a pipeline: made again there, of an x that
     was rounded otherwise, another slot could be a token's than where it went.
 
     Without a pipeline it is made again: XLA moves what the loss alone needs into the next
     microbatch's iteration, and then runs the two beside each other.
     """
-    return keep(x, formats.SCALE) if collectives.degree("pp") > 1 else x
+    return keep(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
 
 
-def assign(m: Model, gate_jk, expert_jk):
+def assign_slots(m: Model, gate_jk, expert_jk):
     """A slot for each choice and the token of each slot.
 
     Returns slot_jk, numbered e x capacity + c or -1 when dropped, and token_ec, -1 when empty.
@@ -138,7 +140,9 @@ def assign(m: Model, gate_jk, expert_jk):
     j, e, c = len(expert_jk), m.experts, m.capacity(len(expert_jk))
     token_j1 = jnp.arange(j, dtype=jnp.int32)[:, None]
     # Of equals, top_k takes the first: by position all choices are equal.
-    rank_jk = jax.lax.stop_gradient(gate_jk) if m.drop == "probs" else jnp.zeros_like(gate_jk)
+    rank_jk = (
+        jax.lax.stop_gradient(gate_jk) if m.drop_policy == "probs" else jnp.zeros_like(gate_jk)
+    )
     rank_ej = jnp.full((e, j), -1.0).at[expert_jk, token_j1].set(rank_jk)
     rank_ec, token_ec = jax.lax.top_k(rank_ej, c)
     token_ec = jnp.where(rank_ec < 0, -1, token_ec)
@@ -184,12 +188,12 @@ def _combine_backward(saved, dy_jd):
 combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
 
 
-def shares(m: Model, expert_jk, batch: int):
+def expert_load(m: Model, expert_jk, batch: int):
     """Of each sequence, the share of its choices that each expert got: share_be, over all GPUs."""
-    parts = collectives.degree("cp") * collectives.degree("tp")
+    parts = collectives.axis_size("cp") * collectives.axis_size("tp")
     chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
     share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
-    return decided(collectives.total(share_be, "cp", "tp"))
+    return save_routing(collectives.psum(share_be, "cp", "tp"))
 
 
 def balance_loss(m: Model, probs_je, share_be):
@@ -199,6 +203,6 @@ def balance_loss(m: Model, probs_je, share_be):
     probability), as in Switch Transformers (arXiv:2101.03961). Taken per sequence, it does not
     depend on how a batch is split. The sum over GPUs makes the means, and the gradient.
     """
-    parts = collectives.degree("cp") * collectives.degree("tp")
+    parts = collectives.axis_size("cp") * collectives.axis_size("tp")
     probs_be = jnp.mean(probs_je.reshape(len(share_be), -1, m.experts), 1) / parts
     return m.aux_loss * m.experts * jnp.sum(share_be * probs_be)

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name as keep
 
-from maxbench.mesh import collectives, places
+from maxbench.config.model import Model
 from maxbench.model import linear
 from maxbench.model.attention import attend
-from maxbench.model.sums import add_to
-from maxbench.spec.model import Model
+from maxbench.model.grad_accumulation import accumulate_into
+from maxbench.sharding import collectives, rules
 
 ACTS: dict[str, Callable] = {
     "swiglu": jax.nn.silu,
@@ -34,13 +34,13 @@ ACTS: dict[str, Callable] = {
 }
 
 
-class Declared(nn.Partitioned):
+class GemmParam(nn.Partitioned):
     """A weight, its logical axes, and whether it is a factor of a GEMM in the run's format."""
 
-    gemm: places.Factor | None = flax.struct.field(default=None, pytree_node=False)
+    gemm: rules.GemmDims | None = flax.struct.field(default=None, pytree_node=False)
 
 
-def declare(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=None):
+def param(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=None):
     """Declares a weight by its axes alone: sizes come from Model, its place from places.RULES.
 
     It starts as normal(0, std), or as `fill` where std is None; `gemm` is that of Declared.
@@ -49,20 +49,31 @@ def declare(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=No
       This GPU's part of the weight, and its sums (sums.py) or None.
     """
     names = tuple(axes.split())
-    shape = tuple(places.local(a, getattr(module.model, a)) for a in names)
+    shape = tuple(rules.local_size(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
-    declared = lambda *args: Declared(init(*args), names, gemm=gemm)
+    declared = lambda *args: GemmParam(init(*args), names, gemm=gemm)
     return module.param(name, declared, shape, jnp.float32), module.get_variable("sums", name)
 
 
-def weight(module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0):
+def param_value(
+    module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0
+):
     """A weight that is no factor of linear(); see declare."""
-    w, sums = declare(module, name, axes, std, fill)
-    return w if sums is None else add_to(sums, w)
+    w, sums = param(module, name, axes, std, fill)
+    return w if sums is None else accumulate_into(sums, w)
 
 
-def product(
-    module, x, name, axes: str, std: float, batch=0, plain=False, sums=None, turn=linear.ANY, **how
+def matmul(
+    module,
+    x,
+    name,
+    axes: str,
+    std: float,
+    batch=0,
+    plain=False,
+    sums=None,
+    turn=linear.UNORDERED,
+    **how,
 ):
     """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
 
@@ -71,11 +82,11 @@ def product(
     """
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
-    factor = places.Factor(batch, len(ins.split()) - batch)
-    w, own = declare(module, name, " ".join(names), std, gemm=None if plain else factor)
-    split = "embed" in names and collectives.degree("fsdp") > 1
+    factor = rules.GemmDims(batch, len(ins.split()) - batch)
+    w, own = param(module, name, " ".join(names), std, gemm=None if plain else factor)
+    split = "embed" in names and collectives.axis_size("fsdp") > 1
     fsdp = names.index("embed") if split else None
-    gemm = linear.Gemm(factor.ins, batch, fsdp=fsdp, **how)
+    gemm = linear.MatmulSpec(factor.ins, batch, fsdp=fsdp, **how)
     return linear.linear(x, w, own if sums is None else sums, gemm, turn)
 
 
@@ -93,9 +104,9 @@ class Linear(nn.Module):
     plain: bool = False
 
     @nn.compact
-    def __call__(self, x, turn=linear.ANY):
+    def __call__(self, x, turn=linear.UNORDERED):
         how = {"sequence": self.sequence, "saved": self.saved, "plain": self.plain}
-        return product(self, x, "w", self.axes, self.std, turn=turn, **how)
+        return matmul(self, x, "w", self.axes, self.std, turn=turn, **how)
 
 
 class Norm(nn.Module):
@@ -107,8 +118,10 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x_btd):
         m, center = self.model, self.model.norm == "layernorm1p"
-        scale_d = weight(self, "scale", "width", fill=0.0 if center else 1.0).astype(jnp.float32)
-        bias_d = weight(self, "bias", "width").astype(jnp.float32) if center else None
+        scale_d = param_value(self, "scale", "width", fill=0.0 if center else 1.0).astype(
+            jnp.float32
+        )
+        bias_d = param_value(self, "bias", "width").astype(jnp.float32) if center else None
         scale_d = scale_d + 1 if center else scale_d
         return normalize(x_btd, scale_d, bias_d, m.norm_eps, self.apart)
 
@@ -146,7 +159,7 @@ def _normalize_backward(eps, apart, saved, dy_btd):
     mean = lambda x: jnp.mean(dunit * x, -1, keepdims=True)
     # Of x, so that one pass takes this and the mean of squares. Where products travel, x is wanted
     # again before dy has come, and does not wait for it.
-    dx = dunit - unit_btd * (inverse * mean(x) if linear.local() else mean(unit_btd))
+    dx = dunit - unit_btd * (inverse * mean(x) if linear.no_comm() else mean(unit_btd))
     if center:
         dx -= jnp.mean(dunit, -1, keepdims=True)
     dx_btd = (dx * inverse).astype(x_btd.dtype)
@@ -189,9 +202,9 @@ def rotate(x_bthk, cos_tk, sin_tk):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_bthk.dtype)
 
 
-def swap(x):
+def seq_major(x):
     """[b, t, ...] as [t, b, ...], and back, where tp splits t: what travels lies in one piece."""
-    return x.swapaxes(0, 1) if collectives.degree("tp") > 1 else x
+    return x.swapaxes(0, 1) if collectives.axis_size("tp") > 1 else x
 
 
 class Attention(nn.Module):
@@ -208,18 +221,20 @@ class Attention(nn.Module):
         m = self.model
         equal = m.value_width == m.head_dim
         axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(swap(x_bud), turns["qkv"])
-        q_btgrk, k_btgk, v_btgk = split(m, swap(qkv))
+        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(
+            seq_major(x_bud), turns["qkv"]
+        )
+        q_btgrk, k_btgk, v_btgk = split_qkv(m, seq_major(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         q_bthk = keep(rotate(q_bthk, *rope), "query")
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
-        y_ubd, made = out(swap(o_bthk), turns["out"])
-        return keep(swap(y_ubd), "attn_out"), {"qkv": there, "out": made}
+        y_ubd, made = out(seq_major(o_bthk), turns["out"])
+        return keep(seq_major(y_ubd), "attn_out"), {"qkv": there, "out": made}
 
 
-def split(m: Model, qkv):
+def split_qkv(m: Model, qkv):
     """Queries, key and value of each group, btgqk; or btgw where the value has its own width."""
     if qkv.ndim == 5:
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -264,9 +279,9 @@ class Mlp(nn.Module):
         m = self.model
         up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        up_tbgf, there = up(swap(x_bud), turns["up"])
+        up_tbgf, there = up(seq_major(x_bud), turns["up"])
         y_ubd, made = down(activate(m, keep(up_tbgf, "mlp_up"), 2), turns["down"])
-        return keep(swap(y_ubd), "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
+        return keep(seq_major(y_ubd), "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
 
 
 class Embed(nn.Module):
@@ -281,18 +296,20 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
-        w_vd = weight(self, "w", "vocab embed" if m.tied else f"words {self.columns}", m.init_std)
-        w_vd, tokens_bt = w_vd.astype(dtype), collectives.gather(tokens_bt, "fsdp", 0)
+        w_vd = param_value(
+            self, "w", "vocab embed" if m.tied else f"words {self.columns}", m.init_std
+        )
+        w_vd, tokens_bt = w_vd.astype(dtype), collectives.all_gather(tokens_bt, "fsdp", 0)
         if m.tied:
-            local_bt = tokens_bt - collectives.index("tp") * w_vd.shape[0]
+            local_bt = tokens_bt - collectives.axis_index("tp") * w_vd.shape[0]
             here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
             x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
-            x_bud = collectives.scatter(collectives.exchange(x_btd, "fsdp", 0, 2), "tp", 1)
+            x_bud = collectives.reduce_scatter(collectives.all_to_all(x_btd, "fsdp", 0, 2), "tp", 1)
         else:
-            x_btd, over_pp = w_vd[tokens_bt], "pp" in places.RULES[self.columns]
-            x_btd = collectives.gather(x_btd, "pp", 2) if over_pp else x_btd
-            x_btd = collectives.exchange(x_btd, "fsdp", 0, 2)
-            x_bud = collectives.exchange(x_btd, "tp", 1, 2)
+            x_btd, over_pp = w_vd[tokens_bt], "pp" in rules.RULES[self.columns]
+            x_btd = collectives.all_gather(x_btd, "pp", 2) if over_pp else x_btd
+            x_btd = collectives.all_to_all(x_btd, "fsdp", 0, 2)
+            x_bud = collectives.all_to_all(x_btd, "tp", 1, 2)
         return x_bud * jnp.asarray(m.embed_multiplier, dtype)
 
 
@@ -304,11 +321,11 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x_bud, embed_vd=None):
         m, sums = self.model, None
-        x_btd = collectives.gather(Norm(m, name="norm")(x_bud), "tp", 1)
+        x_btd = collectives.all_gather(Norm(m, name="norm")(x_bud), "tp", 1)
         if m.tied:
             w_dv = embed_vd.T
         else:
-            w_dv, sums = declare(self, "w", "embed vocab", m.init_std)
-        if sums is not None and collectives.degree("fsdp") > 1:  # they are of this GPU's part
-            w_dv, sums = add_to(sums, w_dv), None
-        return x_btd, collectives.gather(w_dv, "fsdp", 0), sums
+            w_dv, sums = param(self, "w", "embed vocab", m.init_std)
+        if sums is not None and collectives.axis_size("fsdp") > 1:  # they are of this GPU's part
+            w_dv, sums = accumulate_into(sums, w_dv), None
+        return x_btd, collectives.all_gather(w_dv, "fsdp", 0), sums

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxbench.mesh import collectives
+from maxbench.sharding import collectives
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
@@ -73,18 +73,18 @@ def _chunk(w_dv, z_loss, multiplier, share, padded, grads, carry, chunk):
     x_jd, target_j = chunk
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     logits_jv = dot("jd,dv->jv", x_jd, w_dv) * multiplier
-    local_j = target_j - collectives.index("tp") * w_dv.shape[1]
+    local_j = target_j - collectives.axis_index("tp") * w_dv.shape[1]
     here_j = (local_j >= 0) & (local_j < w_dv.shape[1])
     hit_j = jnp.take_along_axis(logits_jv, jnp.where(here_j, local_j, 0)[:, None], 1)[:, 0]
     top_j, sum_j = jax.lax.platform_dependent(logits_jv, cuda=_in_one_pass, default=_in_two)
-    if collectives.degree("tp") > 1:
+    if collectives.axis_size("tp") > 1:
         own_j, top_j = top_j, jax.lax.pmax(top_j, "tp")
         sum_j *= jnp.exp(own_j - top_j)
-    sum_j, hit_j = collectives.total(jnp.stack([sum_j, jnp.where(here_j, hit_j, 0)]), "tp")
+    sum_j, hit_j = collectives.psum(jnp.stack([sum_j, jnp.where(here_j, hit_j, 0)]), "tp")
     lse_j = jnp.log(sum_j) + top_j
     counts = lambda x_j: jnp.where(target_j >= 0, x_j, 0) if padded else x_j
     loss_j = counts(lse_j - hit_j + z_loss * lse_j**2)
-    loss += jnp.sum(loss_j) * (share / collectives.degree("tp"))
+    loss += jnp.sum(loss_j) * (share / collectives.axis_size("tp"))
     if not grads:
         return (loss, dw), jnp.zeros(())
     p_jv = jnp.exp(logits_jv - lse_j[:, None]) * counts(1 + 2 * z_loss * lse_j)[:, None]

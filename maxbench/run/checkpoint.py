@@ -26,11 +26,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from maxbench.machine import hosts, runtime
-from maxbench.spec.errors import UserError
-from maxbench.spec.model import Model
-from maxbench.spec.run import Precision, Run
-from maxbench.step import slots
+from maxbench.config.errors import UserError
+from maxbench.config.model import Model
+from maxbench.config.run import Precision, Run
+from maxbench.distributed import runtime, stragglers
+from maxbench.pipeline import layer_order
 
 PLACE = 0x9E3779B1  # a place in an array: its indices, each added to what this makes of the last
 
@@ -44,11 +44,11 @@ class Saver:
     """
 
     def __init__(self, folder: pathlib.Path, run: Run, tell: Callable[[dict], None] = lambda _: 0):
-        keep = [checkpoint_managers.LatestN(run.output.keep)]
-        if every := run.output.keep_every:
+        keep = [checkpoint_managers.LatestN(run.output.max_to_keep)]
+        if every := run.output.keep_period:
             keep.append(checkpoint_managers.EveryNSteps(every))
         policy = checkpoint_managers.AnyPreservationPolicy(keep)
-        _say_once()
+        _silence_orbax_shutdown()
         self.manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(preservation_policy=policy),
@@ -72,8 +72,8 @@ class Saver:
         about = {
             "run": self.run.asdict(),
             "step": step,
-            "layer_order": slots.order(self.run.model.layers, a.pp, a.vp).tolist(),
-            "fingerprints": fingerprints(state),
+            "layer_order": layer_order.layer_order(self.run.model.layers, a.pp, a.vp).tolist(),
+            "fingerprints": array_checksums(state),
         }
         about = ocp.args.JsonSave(about | {"crc32": _crc32(about)})
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=about)
@@ -118,7 +118,7 @@ class Saved(NamedTuple):
     about: dict
 
 
-def locate(path: str, run: Run) -> tuple[list[Saved], list[str]]:
+def find_checkpoints(path: str, run: Run) -> tuple[list[Saved], list[str]]:
     """Checkpoints at or below path that the run may start from, newest first; and, of those that
     were passed over, why.
 
@@ -149,7 +149,7 @@ def _fits(saved: Saved, run: Run) -> None:
                 f"{at}: its {field} are {precision[field]}; "
                 f"use --config.precision.{field}={precision[field]}"
             )
-    theirs, ours = Precision(**precision).remembered, run.precision.remembered
+    theirs, ours = Precision(**precision).amax_history_len, run.precision.amax_history_len
     if theirs != ours:
         need = f"delayed --config.precision.history={theirs} --dtype fp8" if theirs else "current"
         raise UserError(
@@ -163,7 +163,7 @@ def _fits(saved: Saved, run: Run) -> None:
         )
 
 
-def differences(about: dict, run: Run) -> list[str]:
+def config_diff(about: dict, run: Run) -> list[str]:
     """What the run does otherwise than the one that saved: allowed, but not to be overlooked."""
     theirs, ours = about["run"], _plain(run.asdict())
     return [
@@ -194,7 +194,7 @@ def weights(path: str) -> tuple[Model, dict]:
 
     saved, state = restore(*_find(path), read)
     m, params = Model(**saved.about["run"]["model"]), state["params"]
-    layers = slots.move(params["layers"], range(m.layers), saved.about["layer_order"])
+    layers = layer_order.permute(params["layers"], range(m.layers), saved.about["layer_order"])
     return m, params | {"layers": layers}
 
 
@@ -207,7 +207,7 @@ def _find(path: str) -> tuple[list[Saved], list[str]]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
             why = f"run.json is missing, damaged or foreign ({type(e).__name__}: {e})"
             skipped.append(f"{place}: {why}")
-    seen = hosts.gather({"found": found, "skipped": skipped})[0]
+    seen = stragglers.allgather_json({"found": found, "skipped": skipped})[0]
     if not seen["found"]:
         there = pathlib.Path(path).exists() or "," in path
         why = "; ".join(seen["skipped"]) or ("none is complete" if there else "it does not exist")
@@ -250,10 +250,12 @@ def restore(
     """
     for saved in found:
         state, damage = _attempt(read, saved)
-        damage = next(filter(None, (x["damage"] for x in hosts.gather({"damage": damage}))), "")
+        damage = next(
+            filter(None, (x["damage"] for x in stragglers.allgather_json({"damage": damage}))), ""
+        )
         if not damage:
             prints = saved.about["fingerprints"]
-            wrong = [n for n, value in fingerprints(state).items() if prints.get(n) != value]
+            wrong = [n for n, value in array_checksums(state).items() if prints.get(n) != value]
             if not wrong:
                 return saved, state
             damage = f"other bits than were saved in {wrong[0]}"
@@ -276,7 +278,7 @@ def read_onto(abstract: Callable[[list[int]], Any]) -> Callable[[Saved], Any]:
 
 def _attempt(read: Callable[[Saved], Any], saved: Saved) -> tuple[Any, str]:
     """What was read, or None and why not."""
-    _say_once()  # before the read: its threads complain while it fails
+    _silence_orbax_shutdown()  # before the read: its threads complain while it fails
     try:
         return read(saved), ""
     except Exception as e:  # orbax and tensorstore raise whatever the damage makes them trip over
@@ -287,7 +289,7 @@ def _attempt(read: Callable[[Saved], Any], saved: Saved) -> tuple[Any, str]:
 
 
 @functools.cache
-def _say_once() -> None:
+def _silence_orbax_shutdown() -> None:
     """What fails in orbax is raised, and need not be logged too; what others log is heard as
     before. It also closes its loop under reads and writes that are still under way. Each complains
     at length, when it is done or thrown away, now or at the end of the process: nobody waits for
@@ -305,7 +307,7 @@ def size(folder: pathlib.Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
-def fingerprints(state) -> dict[str, int]:
+def array_checksums(state) -> dict[str, int]:
     """For each array, a sum over its elements of their bits hashed with their place: the same on
     every mesh, and another when elements change, or change places."""
     leaves = jax.tree_util.tree_leaves_with_path(state)

@@ -18,22 +18,24 @@ import numpy as np
 from jax import monitoring
 from jax.experimental import multihost_utils
 
-from maxbench.machine import hosts, peers, runtime
-from maxbench.mesh import axes, places
-from maxbench.run import checkpoint, metrics, profile, sinks, terminal
-from maxbench.spec.errors import UserError
-from maxbench.spec.run import Run
-from maxbench.step import compiler
-from maxbench.step.step import Step
+from maxbench.config import folders
+from maxbench.config.errors import UserError
+from maxbench.config.run import Run
+from maxbench.distributed import rendezvous, runtime, stragglers
+from maxbench.metrics import step_stats
+from maxbench.run import checkpoint, log_writer, metric_writers, profile, terminal
+from maxbench.sharding import mesh, rules
+from maxbench.step import xla_options
+from maxbench.step.train_step import Step
 
 # What Slurm says about the job, for result.json.
 JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
 
 
-AGAIN = 75  # sysexits.h: the same, later
+EX_TEMPFAIL = 75  # sysexits.h: the same, later
 
 
-class Failed(Exception):
+class RunFailed(Exception):
     """A run that must not go on; its message is the reason."""
 
 
@@ -42,15 +44,15 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     AGAIN of a run that SIGTERM has stopped."""
     log = others = None
     try:
-        others = runtime.connect(run)
+        others = runtime.init_distributed(run)
         stop = stop_requests(others)  # in place of jax's, which heeds it now and then
-        found = checkpoint.locate(run.output.resume, run) if run.output.resume else None
-        devices = axes.make_mesh(run.layout)
+        found = checkpoint.find_checkpoints(run.output.resume, run) if run.output.resume else None
+        devices = mesh.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
         log = start_log(run, devices, screen)
         if others:
-            others.on_loss(log.rescue)
+            others.on_peer_loss(log.write_result_for_lost_peer)
         stopped = _train(step, found, stop, log)
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
@@ -65,18 +67,18 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         if others:  # jax would wait for all to end well
             if not code:
                 traceback.print_exc()
-            others.leave(reason)
+            others.close(reason)
             sys.stdout.flush()
             os._exit(code or 1)
         if not code:
             raise
         return code
     if others:
-        others.leave()
-    return AGAIN if stopped else 0
+        others.close()
+    return EX_TEMPFAIL if stopped else 0
 
 
-def _train(step: Step, found, stop: Callable[[int], str], log: metrics.Log) -> str:
+def _train(step: Step, found, stop: Callable[[int], str], log: log_writer.Log) -> str:
     """Compiles, starts or resumes, trains; returns why it stopped, or ''."""
     run = step.run
     compiled = compile_step(step, log)
@@ -84,7 +86,9 @@ def _train(step: Step, found, stop: Callable[[int], str], log: metrics.Log) -> s
     with saver(run, log) as save:
         stopped = steps(run, log, stop, compiled, state, save)
     if runtime.processes() > 1 or step.platform in ("gpu", "cuda"):
-        log.result |= hosts.survey(metrics.window(run.train.window, log.times)[1])
+        log.result |= stragglers.compare_hosts(
+            step_stats.measured_window(run.train.window, log.times)[1]
+        )
     return stopped
 
 
@@ -97,9 +101,9 @@ def verdict(e: BaseException, run: Run, log, others) -> tuple[str, str, int]:
         return "stopped", f"stopped by you {when}", 130
     if isinstance(e, UserError):
         return "failed", str(e), 2
-    if isinstance(e, Failed):
+    if isinstance(e, RunFailed):
         return "failed", str(e), 1
-    if others and others.lost.wait(peers.GRACE):  # what was raised is only what came of it
+    if others and others.lost.wait(rendezvous.GRACE):  # what was raised is only what came of it
         return "failed", others.why, 1
     for full in ("No space left on device", "Disk quota exceeded"):
         if full in str(e):  # tensorstore's is no OSError
@@ -123,31 +127,31 @@ def check_processes(run: Run, devices) -> None:
         )
 
 
-def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> metrics.Log:
+def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> log_writer.Log:
     first = devices.devices.flat[0]
-    found = metrics.Devices(first.platform, first.device_kind, run.layout.gpus)
+    found = step_stats.Devices(first.platform, first.device_kind, run.layout.gpus)
     about = {
         "versions": runtime.versions(),
         "git": runtime.git_revision(),
         "environment": runtime.environment(),
-        "xla_options": compiler.xla_options(first.platform, run),
+        "xla_options": xla_options.xla_options(first.platform, run),
         "processes": runtime.processes(),
         "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
-        "flops_conventions": list(metrics.flops.CONVENTIONS),
+        "flops_conventions": list(log_writer.flops.CONVENTIONS),
     }
     process = jax.process_index()
-    stamp = metrics.make_folder(run) if process == 0 else 0
+    stamp = folders.make_folder(run) if process == 0 else 0
     if runtime.processes() > 1:  # before anything stands there: another process may have to end it
         stamp = int(multihost_utils.broadcast_one_to_all(stamp))
-    log = metrics.Log(run, found, sys.argv, process, metrics.run_folder(run, stamp), about)
+    log = log_writer.Log(run, found, sys.argv, process, folders.run_folder(run, stamp), about)
     log.screen = screen
     if log.writes:
-        log.sinks = sinks.Sinks(run, log.folder, log.line)
+        log.writers = metric_writers.MetricWriters(run, log.folder, log.line)
     log.line(f"{run.name}: {run.layout.describe()}; {found.kind}, {run.precision.dtype}")
     return log
 
 
-def compile_step(step: Step, log: metrics.Log):
+def compile_step(step: Step, log: log_writer.Log):
     """Compiles the step and says what memory it needs, before any weight exists."""
     log.phase("compile")
     events = []
@@ -155,7 +159,7 @@ def compile_step(step: Step, log: metrics.Log):
     monitoring.register_event_listener(listen)
     compiled, lower_s, compile_s = step.compile()
     monitoring.unregister_event_listener(listen)
-    state_gib = places.size_gib(step.abstract)
+    state_gib = rules.size_gib(step.abstract)
     temporary_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
     train = step.run.train
     log.result |= {"lower_s": lower_s, "compile_s": compile_s, "state_gib": state_gib}
@@ -176,7 +180,7 @@ def compile_step(step: Step, log: metrics.Log):
     return compiled
 
 
-def load(step: Step, found, log: metrics.Log):
+def load(step: Step, found, log: log_writer.Log):
     """The state of the newest checkpoint that is whole; says which are not, and what is changed."""
     start, (checkpoints, skipped) = time.time(), found
 
@@ -190,7 +194,7 @@ def load(step: Step, found, log: metrics.Log):
             log.line(f"resume: passed over {why}")
     order = saved.about["layer_order"]
     state = state if np.array_equal(order, step.order) else step.reorder(state, order)
-    seconds, changed = time.time() - start, checkpoint.differences(saved.about, step.run)
+    seconds, changed = time.time() - start, checkpoint.config_diff(saved.about, step.run)
     size = checkpoint.size(saved.path)
     log.line(
         f"Global Checkpoint Load : Rank : 0 : Start time : {start:.3f}s : "
@@ -203,7 +207,7 @@ def load(step: Step, found, log: metrics.Log):
     return state
 
 
-def saver(run: Run, log: metrics.Log):
+def saver(run: Run, log: log_writer.Log):
     """What saves this run's states, each with a line in the log; None where none was asked for."""
     if not (run.output.checkpoint or run.output.checkpoint_every):
         return contextlib.nullcontext()
@@ -225,12 +229,12 @@ def rate(size: int, seconds: float) -> str:
 
 
 def steps(
-    run: Run, log: metrics.Log, stop: Callable[[int], str], compiled, state, saver=None
+    run: Run, log: log_writer.Log, stop: Callable[[int], str], compiled, state, saver=None
 ) -> str:
     """Trains to the last step, or to where a stop was asked for; returns why it stopped, or ''."""
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     window = profile.Window(run.profile, jax.process_index(), log.folder)
-    queue = Queue(log)
+    queue = StepTimer(log)
     log.phase("steps", i, run.train.steps)
     while i < run.train.steps and not reason:
         reason = stop(i)
@@ -255,12 +259,12 @@ def steps(
     return f"{reason} after step {i - 1}: {saved}" if reason and i < run.train.steps else ""
 
 
-class Queue:
+class StepTimer:
     """Steps that were started. A thread of its own waits for each in turn and stamps it when it is
     done: on a GPU, whose launch queue is short, the call that starts a step may return near that
     step's end."""
 
-    def __init__(self, log: metrics.Log):
+    def __init__(self, log: log_writer.Log):
         self.log, self.device = log, jax.local_devices()[0]
         self.thread = futures.ThreadPoolExecutor(1)
         self.newest = self.thread.submit(lambda: None)
@@ -286,16 +290,18 @@ class Queue:
         now = time.perf_counter()
         step_s, self.last_done = now - self.last_done, now
         if not self.log.times:
-            self.log.result["start_to_first_step_s"] = metrics.since_start_s()
+            self.log.result["start_to_first_step_s"] = log_writer.since_start_s()
         out = {k: float(v) for k, v in out.items()}
-        self.log.step(i, step_s, out, metrics.memory_bytes(self.device))
+        self.log.step(i, step_s, out, log_writer.memory_bytes(self.device))
         for name in ("loss", "grad_norm"):
             # A mocked network leaves what it should have brought unwritten.
             if not math.isfinite(out[name]) and not self.log.result.get("mocked"):
-                raise Failed(f"{name} is {out[name]} at step {i}: nothing after it means anything")
+                raise RunFailed(
+                    f"{name} is {out[name]} at step {i}: nothing after it means anything"
+                )
 
 
-def stop_requests(others: peers.Peers | None) -> Callable[[int], str]:
+def stop_requests(others: rendezvous.PeerWatch | None) -> Callable[[int], str]:
     """SIGTERM: finish the step, save if checkpoints were asked for, exit. Several processes agree
     on the step, whichever of them it was sent to.
 

@@ -5,8 +5,8 @@ import ctypes
 import pathlib
 import sys
 
-from maxbench.spec.errors import UserError
-from maxbench.spec.run import Profile
+from maxbench.config.errors import UserError
+from maxbench.config.run import Profile
 
 # Options of `nsys profile`: the recipes', and what else is sampled with and without CPU metrics.
 NSYS = (

@@ -7,8 +7,8 @@ fixed Markov source, on which a loss can show what a number format does to train
 import jax
 import jax.numpy as jnp
 
-from maxbench.mesh import axes
-from maxbench.spec.run import Run
+from maxbench.config.run import Run
+from maxbench.sharding import mesh
 
 SUCCESSORS = 4  # of each token in the Markov source, all as likely: no loss is below its logarithm
 
@@ -22,8 +22,8 @@ def batch(run: Run, step: jax.Array, micro: jax.Array | int) -> tuple[jax.Array,
     key = jax.random.fold_in(jax.random.key(run.train.seed), step)
     source = {"random": _random, "markov": _markov}[run.train.data]
     draw = lambda row: source(jax.random.fold_in(key, row), run.train.seq + 1, run.model.vocab)
-    tokens_bt = jax.vmap(draw)(axes.rows(run.layout, micro))
-    here = jnp.asarray(axes.chunks(run.train.seq))
+    tokens_bt = jax.vmap(draw)(mesh.sequence_ids(run.layout, micro))
+    here = jnp.asarray(mesh.token_positions(run.train.seq))
     return tokens_bt[:, here], tokens_bt[:, here + 1]
 
 

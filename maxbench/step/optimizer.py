@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxbench.spec.run import DTYPES, Run
+from maxbench.config.run import DTYPES, Run
 
 
 def learning_rate(run: Run):
@@ -15,7 +15,7 @@ def learning_rate(run: Run):
     """
     o, steps = run.optim, run.train.steps
     warmup = int(o.warmup * steps) if 0 < o.warmup < 1 else o.warmup
-    decay = max(1, steps - warmup - o.constant)
+    decay = max(1, steps - warmup - o.constant_steps)
 
     def rate(step):
         rising = o.lr * (step + o.warmup_offset) / max(1, warmup + o.warmup_offset)

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from maxbench.launch import cluster, files, slurm
+from maxbench.launch import cluster, job_file, slurm
 from tests.launch.test_launch import tool
 
 HERE = platform.machine()
@@ -37,9 +37,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     for name in ("sacctmgr", "sbatch", "nvidia-smi"):
         tool(tmp_path / "bin", name, "exit 1")
-    slurm.knows.cache_clear()
+    slurm.sbatch_supports.cache_clear()
     yield tmp_path
-    slurm.knows.cache_clear()
+    slurm.sbatch_supports.cache_clear()
 
 
 def slurm_says(place: pathlib.Path, nodes: list[str], accounts: str = "", default: str = ""):
@@ -76,7 +76,7 @@ def test_what_slurm_tells_is_written_and_taken(place, capsys, monkeypatch):
         "SEGMENT": "true",
     }  # fmt: skip
     assert f"{place}/a b/cluster.toml:" in capsys.readouterr().out
-    (s,) = files.settle_all({"STAGE_PATH": str(place / "a b")})
+    (s,) = job_file.resolve_jobs({"STAGE_PATH": str(place / "a b")})
     options = slurm.sbatch_options(s, "", pathlib.Path("x"))
     assert {"--partition=batch", "--account=acct", "--gres=gpu:8"} <= {*options}
 

@@ -9,8 +9,8 @@ import tempfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxbench.config.errors import UserError
 from maxbench.launch import jobs, slurm, variables
-from maxbench.spec.errors import UserError
 from tests.launch.test_launch import LAUNCH, plain_env, tool
 
 # What a shell, sbatch or a container's mounts would take for their own.
@@ -68,7 +68,7 @@ def test_values_arrive_unchanged_or_are_refused(env, extra, place):
         extra = [f"--config.output.resume={word}" for word in extra]
         env = {"STAGE_PATH": f"{folder}/{place.replace('/', '')}"} | env
         try:
-            s = variables.settle(env, extra)
+            s = variables.resolve_job(env, extra)
             script = slurm.script(s, "", 7)
         except UserError:
             return

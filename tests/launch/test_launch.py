@@ -16,15 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbench.launch import __main__ as door
+from maxbench.cli import launch as door
+from maxbench.config import recipes
+from maxbench.config.errors import UserError
+from maxbench.config.run import Profile
+from maxbench.distributed import rendezvous, runtime, stragglers
 from maxbench.launch import jobs, slurm, variables
-from maxbench.logs import nccl
-from maxbench.machine import checks, hosts, peers, runtime
+from maxbench.preflight import checks
 from maxbench.run import profile
-from maxbench.spec import recipes
-from maxbench.spec.errors import UserError
-from maxbench.spec.run import Profile
-from maxbench.step import compiler
+from maxbench.run_logs import nccl
+from maxbench.step import xla_options
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch" / "launch.sh"
@@ -90,24 +91,24 @@ def tool(folder: pathlib.Path, name: str, body: str) -> None:
     ],
 )  # fmt: skip
 def test_commands_of_the_seeds(env, name, nodes, tasks, more):
-    s = variables.settle(env)
+    s = variables.resolve_job(env)
     assert s.run.name.startswith(name)
     assert (s.nodes, s.tasks_per_node) == (nodes, tasks)
     assert {k: s.values[k] for k in more} == more
 
 
 def test_every_default_of_the_seeds():
-    s = variables.settle({})
+    s = variables.resolve_job({})
     v = s.values
     assert (v["DTYPE"], v["MODEL_SIZE"], v["JOB_TOTAL_GPUS"]) == ("bf16", "8b", "8")
     assert (v["GPU_TYPE"], v["CLUSTER_TYPE"], v["MAX_STEPS"]) == ("h100", "slurm", "50")
     assert (v["PROFILE_START_STEP"], v["PROFILE_STOP_STEP"]) == ("20", "25")
     assert v["RUN_CONF_PROFILE_RANKS"] == "0,1,2,3,4,5,6,7"
-    s = variables.settle({"MODEL": "nemotron4", "JOB_TOTAL_GPUS": "128"})
+    s = variables.resolve_job({"MODEL": "nemotron4", "JOB_TOTAL_GPUS": "128"})
     steps = [s.values[f"PROFILE_{which}_STEP"] for which in ("START", "STOP")]
     assert (s.values["DTYPE"], s.values["TIME_LIMIT"], steps) == ("fp8", "00:25:00", ["45", "50"])
     strong = {"GPU_TYPE": "gb200", "STRONG_SCALING": "true"}
-    s = variables.settle({"MODEL": "nemotron", "JOB_TOTAL_GPUS": "128"} | strong)
+    s = variables.resolve_job({"MODEL": "nemotron", "JOB_TOTAL_GPUS": "128"} | strong)
     assert (s.run.layout.gbs, s.values["TIME_LIMIT"]) == (512, "00:35:00")
 
 
@@ -161,13 +162,13 @@ SEEDS = {
 def test_the_variables_of_each_seed(seed):
     env, table = SEEDS[seed]
     named = {n: name for name, v in variables.VARIABLES.items() for n in (name, *v.also)}
-    values = variables.settle(env).values
+    values = variables.resolve_job(env).values
     for name, _, wanted in (word.partition("=") for word in table.split()):
         if wanted == "!":
             with pytest.raises(UserError, match=f"^{name}='7' is not taken: "):
-                variables.settle(env | {name: "7"})
+                variables.resolve_job(env | {name: "7"})
         elif wanted == "-":
-            notes = variables.settle(env | {name: "7"}).notes
+            notes = variables.resolve_job(env | {name: "7"}).notes
             assert [n for n in notes if n.startswith(f"{name} is not used: ")]
         else:
             assert name in {*named, *variables.SECRETS}, name
@@ -175,7 +176,7 @@ def test_the_variables_of_each_seed(seed):
 
 
 def test_axes_by_variables_leave_the_rest_to_data_parallelism():
-    layout = lambda **env: variables.settle(env).run.layout
+    layout = lambda **env: variables.resolve_job(env).run.layout
     two = layout(TP="2", MBS="2", GBS="64")
     assert (two.tp, two.cp, two.dp, two.mbs, two.gbs, two.gpus) == (2, 2, 2, 2, 64, 8)
     sharded = layout(MODEL="llama2", JOB_TOTAL_GPUS="512", TP="2")
@@ -184,29 +185,29 @@ def test_axes_by_variables_leave_the_rest_to_data_parallelism():
     flat = layout(MODEL_SIZE="405b", JOB_TOTAL_GPUS="512", PP="1")
     assert (flat.pp, flat.vp, flat.dp) == (1, 1, 32)
     assert layout(PRESET="tiny", JOB_TOTAL_GPUS="8", CP="2").fsdp == 4
-    assert variables.settle({"NUM_LAYERS": "8"}).run.model.layers == 8
+    assert variables.resolve_job({"NUM_LAYERS": "8"}).run.model.layers == 8
 
 
 def test_the_only_model_with_a_recipe_for_such_gpus_is_taken():
     for more in ({}, {"STRONG_SCALING": "true"}):
-        s = variables.settle({"JOB_TOTAL_GPUS": "256", "GPU_TYPE": "gb200"} | more)
+        s = variables.resolve_job({"JOB_TOTAL_GPUS": "256", "GPU_TYPE": "gb200"} | more)
         assert (s.run.model.name, s.run.precision.dtype) == ("nemotron4", "fp8")
         assert "MODEL=nemotron4, the only one with a recipe for 256 gb200" in s.notes
-    assert variables.settle({"JOB_TOTAL_GPUS": "64"}).run.model.size == "8b"
+    assert variables.resolve_job({"JOB_TOTAL_GPUS": "64"}).run.model.size == "8b"
 
 
 def test_words_that_may_be_anybodys_are_no_error():
-    s = variables.settle({"MODE": "fast", "PROFILE": "y", "DYTPE": "fp8"})
+    s = variables.resolve_job({"MODE": "fast", "PROFILE": "y", "DYTPE": "fp8"})
     assert "MODE is set, which nothing reads; did you mean MODEL?" in s.notes
     assert "DYTPE is set, which nothing reads; did you mean DTYPE?" in s.notes
 
 
 def test_a_process_takes_the_gpus_that_its_node_has_of_the_job(monkeypatch):
     """Not as many as the GPU type has: GPUS_PER_NODE=4 PROCESSES=node."""
-    s = variables.settle({"GPUS_PER_NODE": "4", "PROCESSES": "node"})
+    s = variables.resolve_job({"GPUS_PER_NODE": "4", "PROCESSES": "node"})
     assert (s.nodes, s.tasks_per_node) == (2, 1)
     said = []
-    monkeypatch.setattr(peers, "meet", lambda *of: said.append(of))
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *of: said.append(of))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *at, **given: said.append(given))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -214,7 +215,7 @@ def test_a_process_takes_the_gpus_that_its_node_has_of_the_job(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(s.nodes * s.tasks_per_node))
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
     monkeypatch.setenv("SLURM_PROCID", "1")
-    runtime.connect(s.run)
+    runtime.init_distributed(s.run)
     met, given = said  # by an address that Slurm's variables give
     assert (met[0], met[2], met[-1]) == ("n1:61447", 1, ["n1", "n2"])
     assert given["local_device_ids"] == [0, 1, 2, 3]
@@ -252,13 +253,13 @@ def test_the_environment_of_a_laptop_is_found(tmp_path):
 
 
 def test_gb200_has_four_gpus_per_node(monkeypatch):
-    monkeypatch.setattr(slurm, "knows", lambda option: True)
+    monkeypatch.setattr(slurm, "sbatch_supports", lambda option: True)
     env = {"MODEL": "nemotron4", "GPU_TYPE": "gb200", "JOB_TOTAL_GPUS": "128"}
-    s = variables.settle(env)
+    s = variables.resolve_job(env)
     assert (s.nodes, s.tasks_per_node) == (32, 4)
     assert "--segment=16" in slurm.sbatch_options(s, "", pathlib.Path("x"))
     assert not slurm.notes(s)
-    monkeypatch.setattr(slurm, "knows", lambda option: False)  # as Slurm 22.05
+    monkeypatch.setattr(slurm, "sbatch_supports", lambda option: False)  # as Slurm 22.05
     assert "--segment=16" not in slurm.sbatch_options(s, "", pathlib.Path("x"))
     assert slurm.notes(s)[0].startswith("--segment=16 is left out: this sbatch does not know it")
     env = jobs.environment(s, "")
@@ -329,8 +330,8 @@ def test_a_wrong_variable_is_named_with_what_would_work(env, message):
 )
 def test_any_variable_gives_settings_or_a_message(env):
     try:
-        s = variables.settle(env)
-        for kind in jobs.kinds(s):
+        s = variables.resolve_job(env)
+        for kind in jobs.job_kinds(s):
             script = slurm.script(s, kind, 7)
             done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
             assert done.returncode == 0, done.stderr
@@ -364,7 +365,7 @@ def test_dry_run_in_under_a_second_without_jax(tmp_path):
 
 
 def test_slurm_parameters_reach_sbatch():
-    s = variables.settle(
+    s = variables.resolve_job(
         {
             "ADDITIONAL_SLURM_PARAMS": "nodelist=node001,node002;constraint=gpu&memory;exclusive",
             "SBATCH_GPUS_PER_NODE": "8", "SBATCH_ACCOUNT": "acct", "SBATCH_PARTITION": "batch",
@@ -384,16 +385,16 @@ def test_loading_a_checkpoint_trains_one_step(tmp_path):
     step = tmp_path / "run" / "checkpoints" / "50" / "about"
     step.mkdir(parents=True)
     (step / "run.json").write_text('{"step": 50}')
-    s = variables.settle({"LOAD_CHECKPOINT_PATH": str(tmp_path / "run")})
+    s = variables.resolve_job({"LOAD_CHECKPOINT_PATH": str(tmp_path / "run")})
     assert s.run.train.steps == 51
     assert s.run.output.resume == str(tmp_path / "run")
 
 
 def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
-    s = variables.settle({"CHECKPOINT_EVERY": "20", "ENABLE_NCCL_TRACE": "true"})
-    perf, trace = (jobs.train_flags(s, kind) for kind in jobs.kinds(s))
+    s = variables.resolve_job({"CHECKPOINT_EVERY": "20", "ENABLE_NCCL_TRACE": "true"})
+    perf, trace = (jobs.train_flags(s, kind) for kind in jobs.job_kinds(s))
     assert "--nocheckpoint" not in perf
-    again = variables.settle({}, trace[trace.index("--profile=nccltrace") :])
+    again = variables.resolve_job({}, trace[trace.index("--profile=nccltrace") :])
     assert (again.run.output.checkpoint, again.run.output.checkpoint_every) == (False, 0)
     assert "--requeue" in slurm.sbatch_options(s, "", tmp_path)
     assert "--no-requeue" in slurm.sbatch_options(s, "nccltrace", tmp_path)
@@ -409,7 +410,7 @@ def test_one_step_after_a_checkpoint_is_not_profiled(tmp_path):
 def test_shellcheck_passes_on_every_script(tmp_path):
     assert shutil.which("shellcheck"), "shellcheck is not installed: apt-get install shellcheck"
     made = tmp_path / "job.sh"
-    s = variables.settle({"ENABLE_PROFILE": "true"})
+    s = variables.resolve_job({"ENABLE_PROFILE": "true"})
     made.write_text(slurm.script(s, "nsys", 1))
     scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh"), made]
     done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
@@ -520,8 +521,8 @@ def test_a_wrong_xla_flag_is_refused_before_submitting(tmp_path, fake_sbatch):
 
 
 def test_xla_options_by_gpu_and_scale():
-    options = lambda *flags, **env: compiler.xla_options(
-        "gpu", variables.settle(env, list(flags)).run
+    options = lambda *flags, **env: xla_options.xla_options(
+        "gpu", variables.resolve_job(env, list(flags)).run
     )
     scatter, command = (
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
@@ -537,7 +538,7 @@ def test_xla_options_by_gpu_and_scale():
     alone = "xla_gpu_disable_async_collectives"
     assert alone not in options(*wide, TP_COMM_OVERLAP="true")
     assert options(*wide, TP_COMM_OVERLAP="false")[alone] == "ALLGATHER,REDUCESCATTER"
-    assert compiler.xla_options("cpu", variables.settle({}).run) == {}
+    assert xla_options.xla_options("cpu", variables.resolve_job({}).run) == {}
 
 
 def test_a_stage_that_cannot_be_written_is_named(tmp_path, fake_sbatch):
@@ -597,7 +598,7 @@ def test_runai_jobs_of_one_node_and_of_other_kinds():
 
 def test_a_process_is_started_under_nsys_on_chosen_ranks(tmp_path):
     tool(tmp_path, "nsys", 'echo nsys "$@"')
-    s = variables.settle({"RUN_CONF_PROFILE_RANKS": "0,3", "ENABLE_GPU_METRICS": "true"})
+    s = variables.resolve_job({"RUN_CONF_PROFILE_RANKS": "0,3", "ENABLE_GPU_METRICS": "true"})
     task = [str(ROOT / "launch" / "task.sh"), "echo", "train"]
 
     def said(rank: str) -> str:
@@ -618,7 +619,7 @@ def test_a_process_is_started_under_nsys_on_chosen_ranks(tmp_path):
 
 
 def test_missing_nsys_is_named_with_what_to_do(tmp_path):
-    s = variables.settle({})
+    s = variables.resolve_job({})
     for name in ("bash", "uname"):
         (tmp_path / name).symlink_to(shutil.which(name))
     env = slurm.nsys_variables(s) | {"PATH": str(tmp_path), "MB_PROFILE": "nsys"}
@@ -771,7 +772,7 @@ def test_nccl_trace_beside_the_plan():
         plan("all-gather", "dp", 8, 1, 16384), plan("permute", "pp", 2, 1, 80),
         plan("permute", "cp", 2, 1, 20), plan("all-reduce", "tp", 4, 3, 5),
     ]  # fmt: skip
-    gather, permute, reduce = nccl.against(rows, planned, steps=2)
+    gather, permute, reduce = nccl.compare_with_plan(rows, planned, steps=2)
     assert (gather["axes"], gather["traced"], gather["traced_bytes"]) == (["dp"], 1, 16384)
     assert gather["planned_bytes"] == gather["traced_bytes"]
     assert (permute["axes"], permute["planned"], permute["planned_bytes"]) == (["pp", "cp"], 2, 100)
@@ -779,7 +780,7 @@ def test_nccl_trace_beside_the_plan():
     assert (reduce["traced"], reduce["planned"]) == (0, 3)
     _, cells = nccl.beside_plan([gather, permute, reduce])
     assert [c[-1] for c in cells] == ["100.0%", "50.0%", "not traced"]
-    _, (alone,) = nccl.beside_plan(nccl.against(rows[:1], [], steps=2))
+    _, (alone,) = nccl.beside_plan(nccl.compare_with_plan(rows[:1], [], steps=2))
     assert (alone[2], alone[-1]) == ("not in the plan", "-")
 
 
@@ -787,17 +788,17 @@ def test_a_fall_back_to_tcp_is_seen():
     ways = nccl.transports(
         "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0"
     )
-    assert "NCCL talks TCP" in nccl.falls_back(ways, nodes=2)
-    assert not nccl.falls_back(ways, nodes=1)
+    assert "NCCL talks TCP" in nccl.uses_slow_transport(ways, nodes=2)
+    assert not nccl.uses_slow_transport(ways, nodes=1)
     ways = nccl.transports("x NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA")
     assert ways == {"NET/IB": 1}
-    assert not nccl.falls_back(ways, nodes=2)
+    assert not nccl.uses_slow_transport(ways, nodes=2)
 
 
 def test_flags_that_xla_does_not_know_are_named_with_their_replacement():
     (said,) = checks.lint({}, ["--xla_gpu_graph_level=0"])
     assert "use --xla_gpu_enable_command_buffer=" in said
-    s = variables.settle({})
+    s = variables.resolve_job({})
     assert checks.lint_runs(s.run) == []
     (said,) = checks.lint({"xla_gpu_no_such_option": True}, [])
     assert "No such compile option: 'xla_gpu_no_such_option'" in said
@@ -811,19 +812,19 @@ def node(host: str, **changes) -> dict:
 
 
 def test_what_the_preflight_complains_about():
-    run_ = variables.settle({}).run
-    assert checks.complaints(run_, [node("a"), node("b")]) == []
+    run_ = variables.resolve_job({}).run
+    assert checks.errors(run_, [node("a"), node("b")]) == []
     old = node("b", versions={"jax": "0.9"})
-    assert checks.complaints(run_, [node("a"), old]) == [
+    assert checks.errors(run_, [node("a"), old]) == [
         "jax differ: 0.10.2 on a; 0.9 on b"
     ]  # fmt: skip
     sick = node("b")
     sick["gpus"][2]["ecc"] = "3"
     sick["gpus"][3]["slowdown"] = "Active"
-    said = checks.complaints(run_, [node("a"), sick])
+    said = checks.errors(run_, [node("a"), sick])
     assert said[0] == "b: GPU 2 has 3 uncorrected memory errors"
     assert "slowed down by its hardware" in said[1]
-    assert "needs 8 devices, 4 are there" in checks.complaints(run_, [node("a")])[0]
+    assert "needs 8 devices, 4 are there" in checks.errors(run_, [node("a")])[0]
     assert "P2P x 2" in checks.table(run_, [node("a"), node("b")])
 
 
@@ -831,24 +832,24 @@ def test_jax_must_run_on_the_gpus_that_nvidia_smi_counts(tmp_path, monkeypatch):
     line = "NVIDIA H100 80GB HBM3, 580.65.06, 0, 31, Not Active"
     tool(tmp_path, "nvidia-smi", f"for i in 0 1 2 3; do echo '{line}'; done")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    run_, there = variables.settle({}).run, checks.gpus_here()
+    run_, there = variables.resolve_job({}).run, checks.gpus_here()
     assert [gpu["driver"] for gpu in there] == ["580.65.06"] * 4
     a, b = (node(host, gpus=there) for host in "ab")
-    assert checks.complaints(run_, [a, b]) == []
-    fewer = checks.complaints(run_, [a, node("b", gpus=there, devices=3)])
+    assert checks.errors(run_, [a, b]) == []
+    fewer = checks.errors(run_, [a, node("b", gpus=there, devices=3)])
     assert "b: nvidia-smi counts 4 GPUs and jax 3: unset CUDA_VISIBLE_DEVICES" in fewer[0]
     # Four processes with a GPU each; and a run that needs no more than jax sees.
     each = [node("b", gpus=there, devices=1) for _ in range(4)]
-    assert checks.complaints(run_, [a, *each]) == ["devices differ: 1 x H100 on b; 4 x H100 on a"]
-    part = variables.settle({"JOB_TOTAL_GPUS": "2", "PRESET": "tiny"}).run
-    assert checks.complaints(part, [node("a", gpus=there, devices=2)]) == []
+    assert checks.errors(run_, [a, *each]) == ["devices differ: 1 x H100 on b; 4 x H100 on a"]
+    part = variables.resolve_job({"JOB_TOTAL_GPUS": "2", "PRESET": "tiny"}).run
+    assert checks.errors(part, [node("a", gpus=there, devices=2)]) == []
     cpu = [node(host, platform="cpu", gpus=[]) for host in "ab"]
-    for toy in (run_, variables.settle({"PRESET": "tiny"}).run):
-        (said,) = checks.complaints(toy, cpu)
+    for toy in (run_, variables.resolve_job({"PRESET": "tiny"}).run):
+        (said,) = checks.errors(toy, cpu)
         assert "jax runs on cpu: " in said
         assert "--cpu_devices N says that a CPU is wanted" in said
-    asked = variables.settle({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
-    assert checks.complaints(asked, cpu) == []
+    asked = variables.resolve_job({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
+    assert checks.errors(asked, cpu) == []
 
 
 def test_a_product_is_scored_on_matrices_that_its_device_made(monkeypatch):
@@ -856,14 +857,14 @@ def test_a_product_is_scored_on_matrices_that_its_device_made(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     moved = []
     monkeypatch.setattr(jax, "device_put", lambda x, to: put(moved.append((x, to)) or x, to))
-    assert min(hosts.gemm_tflops()) > 0
+    assert min(stragglers.gemm_tflops()) > 0
     assert [to for _, to in moved] == devices
     assert {type(x).__name__ for x, _ in moved} == {"ArrayImpl"}
 
 
 def test_the_slow_host_is_named():
     scores = {f"n{i}": 750.0 + i for i in range(8)}
-    assert hosts.slow(scores) == []
-    assert hosts.slow(scores | {"n3": 600.0, "n5": 500.0}) == ["n5", "n3"]
-    assert hosts.slow({"n0": 750.0}) == []
-    assert hosts.slow({"n0": 750.0, "n1": 600.0}) == ["n1"]
+    assert stragglers.slow_hosts(scores) == []
+    assert stragglers.slow_hosts(scores | {"n3": 600.0, "n5": 500.0}) == ["n5", "n3"]
+    assert stragglers.slow_hosts({"n0": 750.0}) == []
+    assert stragglers.slow_hosts({"n0": 750.0, "n1": 600.0}) == ["n1"]

@@ -13,8 +13,8 @@ import tomllib
 
 import pytest
 
-from maxbench.logs import runlogs
-from maxbench.report import compare
+from maxbench.reporting import compare
+from maxbench.run_logs import readers
 from tests.conftest import processes
 from tests.launch import slurm_cluster
 
@@ -98,9 +98,9 @@ class Jobs:
             assert time.monotonic() < end, f"no step {step} in {seconds} s\n{self.log()}"
             time.sleep(0.3)
 
-    def run(self) -> runlogs.Record:
+    def run(self) -> readers.RunRecord:
         """The one there is: no job was started twice."""
-        runs = runlogs.read([self.out])
+        runs = readers.read([self.out])
         assert len(runs) == 1, f"{[r.path.name for r in runs]}\n{self.log()}"
         return runs[0]
 
@@ -181,7 +181,7 @@ def test_cancelled_job_stops_after_its_step(jobs):
     jobs.slurm.run("scancel", number)
     assert jobs.slurm.wait(number, 60)["JobState"] == "CANCELLED"
     run = jobs.run()
-    row = compare.row(run, compare.Settings())
+    row = compare.summarize(run, compare.ReportOptions())
     assert run.last >= 2
     assert row.verdict == "DIED"
     assert "SIGTERM" in row.why or "CANCELLED" in row.why, f"{row.why}\n{jobs.log()}"
@@ -197,9 +197,9 @@ def test_killed_process_ends_the_job(jobs):
     os.kill(victim, signal.SIGKILL)
     assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
     (said,) = jobs.out.glob("slurm-*.out")  # it may repeat steps, and is no second run
-    assert runlogs.OF_A_JOB in said.read_bytes()
+    assert readers.OF_A_JOB in said.read_bytes()
     run = jobs.run()
-    row = compare.row(run, compare.Settings())
+    row = compare.summarize(run, compare.ReportOptions())
     assert row.verdict == "DIED"
     assert run.last >= 2
     assert run.gpus == 8
@@ -228,7 +228,7 @@ def test_killed_node_is_named(jobs):
     state = jobs.slurm.wait(number, 90)["JobState"]
     assert state in ("NODE_FAIL", "FAILED"), jobs.log()
     run = jobs.run()
-    assert compare.row(run, compare.Settings()).verdict == "DIED"
+    assert compare.summarize(run, compare.ReportOptions()).verdict == "DIED"
     assert run.reason, jobs.log()
 
 
@@ -264,7 +264,7 @@ def test_time_limit_is_told(jobs):
         os.kill(trainer, signal.SIGSTOP)
     assert jobs.slurm.wait(number, 90)["JobState"] == "TIMEOUT", jobs.log()
     run = jobs.run()
-    row = compare.row(run, compare.Settings())
+    row = compare.summarize(run, compare.ReportOptions())
     assert row.verdict == "DIED"
     assert "TIME LIMIT" in row.why, f"{row.why}\n{jobs.log()}"
 
@@ -275,7 +275,7 @@ def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
     assert "use --xla_gpu_enable_command_buffer=" in jobs.log()
     run = jobs.run()
-    assert "preflight: error: XLA_FLAGS" in compare.row(run, compare.Settings()).why
+    assert "preflight: error: XLA_FLAGS" in compare.summarize(run, compare.ReportOptions()).why
 
 
 def test_too_few_nodes(jobs):

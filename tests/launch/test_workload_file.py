@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from maxbench.predict import artifact
-from maxbench.spec import recipes
-from maxbench.spec.errors import UserError
+from maxbench.config import recipes
+from maxbench.config.errors import UserError
+from maxbench.cost_model import compile_cache
 from tests.launch.test_launch import LAUNCH, plain_env
-from tests.report.test_report import nemo_line
+from tests.reporting.test_report import nemo_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEW = {'name="llama31"': 'name="madeup"', 'size="8b"': 'size="3b-a1b"', '"llama3.1"': '"made-up"'}
@@ -59,7 +59,7 @@ def test_a_copied_file_trains_and_is_reported(clone):
     assert "nothing published for madeup 3b-a1b bf16 on h100" in told  # all of the log's name
 
 
-@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="no GPU compiler")
+@pytest.mark.skipif(not compile_cache.versions()["jax-cuda13-plugin"], reason="no GPU compiler")
 def test_a_copied_file_is_planned(clone, tmp_path):
     plan = (sys.executable, "-m", "maxbench.plan", "--config", "configs/copy.py:tiny", "--json")
     found = json.loads(said(clone, *plan, "--layers", "1", MAXBENCH_CACHE=str(tmp_path)))

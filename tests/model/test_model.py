@@ -11,14 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from maxbench import convert
-from maxbench.mesh import axes
-from maxbench.model import network
+from maxbench.config.errors import UserError
+from maxbench.config.model import LayerGroup, Model
+from maxbench.model import hugging_face, transformer
 from maxbench.run import checkpoint
-from maxbench.spec.errors import UserError
-from maxbench.spec.model import Kind, Model
+from maxbench.sharding import mesh
 from maxbench.step import data
-from maxbench.step.step import Step
+from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
@@ -33,7 +32,7 @@ CASES = {
 
 
 def logits(m: Model, params, tokens_bt):
-    return np.asarray(jax.jit(network.Transformer(m).apply)({"params": params}, tokens_bt))
+    return np.asarray(jax.jit(transformer.Transformer(m).apply)({"params": params}, tokens_bt))
 
 
 @pytest.mark.core
@@ -42,11 +41,11 @@ def test_logits_equal_hugging_face(name):
     hf = dict(np.load(GOLDEN / f"{name}.npz"))
     m = Model(name="golden", size=name, **CASES[name])
     tokens_bt, expected, _ = (hf.pop(x) for x in ("tokens", "logits", "versions"))
-    params = convert.from_hugging_face(m, hf)
+    params = hugging_face.from_hugging_face(m, hf)
     np.testing.assert_allclose(logits(m, params, tokens_bt), expected, atol=1e-4)
     short = logits(m, params, tokens_bt[:1, :7])  # any length; what follows changes nothing
     np.testing.assert_allclose(short, expected[:1, :7], atol=1e-4)
-    back = convert.to_hugging_face(m, params)
+    back = hugging_face.to_hugging_face(m, params)
     assert back.keys() == hf.keys()
     jax.tree.map(np.testing.assert_array_equal, back, hf)
 
@@ -109,30 +108,30 @@ def test_xai_preset_is_the_released_grok():
     m = dataclasses.replace(m, init_std=0.2)
     random = np.random.default_rng(0)
     tokens_bt = random.integers(0, m.vocab, (2, 16))
-    params = network.Transformer(m).init(jax.random.key(0), tokens_bt)["params"]
+    params = transformer.Transformer(m).init(jax.random.key(0), tokens_bt)["params"]
     noisy = lambda x: np.float64(x) * (1 + 0.2 * random.standard_normal(x.shape))
     params = jax.tree.map(noisy, params)
     ours = logits(m, jax.tree.map(jnp.float32, params), tokens_bt)
     np.testing.assert_allclose(ours, numpy_grok(m, params, tokens_bt), rtol=2e-4, atol=2e-4)
-    tensors = convert.to_hugging_face(m, params)
+    tensors = hugging_face.to_hugging_face(m, params)
     up = params["layers"]["mlp"]["up"][1, 3]
     np.testing.assert_array_equal(tensors[f"{GROK}.linear.weight"], up[:, 0].T)  # gelu's
     np.testing.assert_array_equal(tensors[f"{GROK}.linear_v.weight"], up[:, 1].T)
-    back = convert.from_hugging_face(m, tensors, np.float64)
+    back = hugging_face.from_hugging_face(m, tensors, np.float64)
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
 def test_the_module_has_the_weights_and_the_loss_of_training():
     """Layers of several kinds included; a checkpoint's weights are its weights."""
-    kinds = {"model.kinds": (Kind(1, 192), Kind(1, 64, 4)), "model.value_dim": 8}
+    kinds = {"model.layer_groups": (LayerGroup(1, 192), LayerGroup(1, 64, 4)), "model.value_dim": 8}
     run = resolve("grok1_314b", "tiny", kinds, dtype="fp32", layers=2, seq=16, mbs=2)
-    step = Step(run, axes.make_mesh(run.layout))
+    step = Step(run, mesh.make_mesh(run.layout))
     params, (tokens_bt, targets_bt) = step.init()["params"], data.batch(run, 3, 0)
     _, out, _ = jax.jit(step.gradients)(params, 3)
     found = logits(run.model, params, tokens_bt)
     each = optax.softmax_cross_entropy_with_integer_labels(found, targets_bt)
     assert float(each.mean()) == pytest.approx(float(out["loss"]), rel=1e-5)
-    made = network.Transformer(run.model).init(jax.random.key(0), tokens_bt[:1, :3])["params"]
+    made = transformer.Transformer(run.model).init(jax.random.key(0), tokens_bt[:1, :3])["params"]
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
 
@@ -142,7 +141,7 @@ def test_a_checkpoint_of_any_mesh_gives_the_weights(tmp_path):
         resolve("llama31_8b", "tiny", dtype="fp32", layers=6, gbs=8, **axes)
         for axes in (dict(mbs=8), dict(pp=2, vp=2, mbs=1))
     )
-    one, two = (Step(run, axes.make_mesh(run.layout)) for run in (one, two))
+    one, two = (Step(run, mesh.make_mesh(run.layout)) for run in (one, two))
     with checkpoint.Saver(tmp_path, two.run) as saver:
         saver.save(two.init())
     about = json.loads((tmp_path / "0/about/run.json").read_text())
@@ -166,7 +165,7 @@ def test_tensors_that_do_not_fit_are_named():
         (dataclasses.replace(m, value_dim=4), hf, "no Hugging Face form"),
     ):
         with pytest.raises(UserError, match=text):
-            convert.from_hugging_face(model, tensors)
+            hugging_face.from_hugging_face(model, tensors)
 
 
 @pytest.mark.core

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbench.mesh import axes as mesh
-from maxbench.mesh import places
-from maxbench.model import attention, experts, layers, linear, loss, network
-from maxbench.predict import aot, artifact, hlo
-from maxbench.spec.errors import UserError
-from maxbench.spec.run import AXES, Layout
+from maxbench.config.errors import UserError
+from maxbench.config.run import AXES, Layout
+from maxbench.cost_model import aot, compile_cache, hlo
+from maxbench.model import attention, experts, layers, linear, loss, transformer
+from maxbench.sharding import mesh as mesh
+from maxbench.sharding import rules
 from maxbench.step import data, optimizer
-from maxbench.step.step import Step
+from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
 
@@ -67,7 +67,7 @@ WIDTHS = [
 def test_attention_is_a_kernel_that_the_gpu_has(capability, taken):
     def kind(keys, values, dtype="bf16", **others):
         m = dataclasses.replace(model, head_dim=keys, value_dim=values, **others)
-        return attention.suited(m, dtype, capability)
+        return attention.kernel_for(m, dtype, capability)
 
     model = resolve("llama2_70b").model
     assert {kind(*each) for each in WIDTHS[:taken]} == {"cudnn"}
@@ -81,13 +81,13 @@ def test_a_gpu_that_refuses_the_kernel_gets_xlas(monkeypatch, caplog):
     """The device is no GPU: cuDNN's kernel does not compile for it."""
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H999")
     run = resolve("llama2_70b", "tiny")
-    assert attention.choose(run, gpu) == "cudnn"
-    assert attention.choose(run, jax.devices()[0]) == "xla"
+    assert attention.select_kernel(run, gpu) == "cudnn"
+    assert attention.select_kernel(run, jax.devices()[0]) == "xla"
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    assert attention.choose(run, gpu) == "xla"
+    assert attention.select_kernel(run, gpu) == "xla"
     assert "cuDNN has no attention for H999, bf16, heads of" in caplog.text
     with pytest.raises(UserError, match=r"use train\.attention=xla"):
-        attention.choose(resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}), gpu)
+        attention.select_kernel(resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}), gpu)
 
 
 def test_the_backward_pass_of_split_values_is_that_of_the_whole(monkeypatch):
@@ -112,12 +112,12 @@ def test_the_backward_pass_of_split_values_is_that_of_the_whole(monkeypatch):
     assert widths == [(192, 128)] * 2
 
 
-@pytest.mark.skipif(not artifact.versions()["jax-cuda13-plugin"], reason="needs .[plan]")
+@pytest.mark.skipif(not compile_cache.versions()["jax-cuda13-plugin"], reason="needs .[plan]")
 def test_the_program_of_heads_of_192_on_blackwell():
     """cuDNN's backward pass takes 128 dims of their values there, so there are two."""
     run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
     device = aot.devices(run.layout)[0]
-    kind = attention.choose(run, device)
+    kind = attention.select_kernel(run, device)
     grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
     temporaries = []
     for seq in (1024, 2048):
@@ -249,7 +249,7 @@ def plain_moe(m, x_jd, w, capacity):
     choices = list(
         zip(gates.ravel(), np.arange(gates.size) // m.top_k, chosen.ravel(), strict=True)
     )
-    if m.drop == "probs":
+    if m.drop_policy == "probs":
         choices.sort(key=lambda choice: -choice[0])
     for gate, j, e in choices:
         taken[e] += 1
@@ -259,7 +259,7 @@ def plain_moe(m, x_jd, w, capacity):
     return out, taken
 
 
-FREE = dict.fromkeys(sum(network.HALVES.values(), ()), linear.ANY)
+FREE = dict.fromkeys(sum(transformer.SUBLAYERS.values(), ()), linear.UNORDERED)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
@@ -268,7 +268,9 @@ FREE = dict.fromkeys(sum(network.HALVES.values(), ()), linear.ANY)
 )
 def test_experts_take_their_tokens_in_order_up_to_capacity(factor, router, drop):
     m = resolve("grok1_314b", "tiny").model
-    m = dataclasses.replace(m, capacity_factor=factor, router=router, drop=drop, init_std=0.3)
+    m = dataclasses.replace(
+        m, capacity_factor=factor, router=router, drop_policy=drop, init_std=0.3
+    )
     x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
     w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x, FREE)["params"])
     w = jax.tree.map(
@@ -330,7 +332,7 @@ def test_dispatch_and_combine_have_the_gradients_of_plain_indexing():
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = experts.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
-    slot, token = experts.assign(m, gate, expert)
+    slot, token = experts.assign_slots(m, gate, expert)
 
     def ours(x, gate):
         y = jnp.sin(experts.dispatch(x, slot, token))
@@ -349,27 +351,27 @@ def test_balance_loss_is_lowest_when_balanced():
     m = dataclasses.replace(resolve("grok1_314b", "tiny").model, aux_loss=1.0)
     even = jnp.full((8, m.experts), 1 / m.experts)
     choices = jnp.stack([jnp.arange(8) % m.experts, (jnp.arange(8) + 1) % m.experts], 1)
-    loss = lambda probs, choices: experts.balance_loss(m, probs, experts.shares(m, choices, 1))
+    loss = lambda probs, choices: experts.balance_loss(m, probs, experts.expert_load(m, choices, 1))
     assert loss(even, choices) == pytest.approx(1.0)
     skewed = jax.nn.softmax(jnp.tile(jnp.array([4.0, 4.0] + [0.0] * (m.experts - 2)), (8, 1)))
     assert loss(skewed, jnp.tile(jnp.array([[0, 1]]), (8, 1))) > 1.5
 
 
 @given(
-    names=st.lists(st.sampled_from(sorted(places.RULES)), min_size=1, max_size=4, unique=True),
+    names=st.lists(st.sampled_from(sorted(rules.RULES)), min_size=1, max_size=4, unique=True),
     sizes=st.lists(st.sampled_from([1, 3, 8, 64, 96]), min_size=4, max_size=4),
     degrees=st.fixed_dictionaries({a: st.sampled_from([1, 2, 4]) for a in AXES}),
 )
 def test_places_split_evenly_and_use_each_axis_once(names, sizes, degrees):
     times = lambda axes: math.prod(degrees[a] for a in axes)
-    shape = [size * times(places.RULES[n]) for n, size in zip(names, sizes, strict=False)]
-    axes = [a for n in names for a in places.RULES[n]]
+    shape = [size * times(rules.RULES[n]) for n, size in zip(names, sizes, strict=False)]
+    axes = [a for n in names for a in rules.RULES[n]]
     if len(set(axes)) < len(axes):
         return  # no weight has two dims on one mesh axis
-    place = places.place(tuple(names), tuple(shape), degrees)
-    used = [*itertools.chain(*place.compute, *place.zero), *place.summed]
+    place = rules.shard_weight(tuple(names), tuple(shape), degrees)
+    used = [*itertools.chain(*place.compute_axes, *place.zero1_axes), *place.psum_axes]
     assert sorted(used) == sorted(a for a in AXES if degrees[a] > 1)
-    for size, compute, zero in zip(shape, place.compute, place.zero, strict=True):
+    for size, compute, zero in zip(shape, place.compute_axes, place.zero1_axes, strict=True):
         assert size % times(compute + zero) == 0
 
 

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from maxbench.mesh.axes import make_mesh
-from maxbench.predict import hlo
+from maxbench.config import command_line, recipes
+from maxbench.cost_model import hlo
 from maxbench.run import loop
-from maxbench.spec import cli, recipes
-from maxbench.step.step import Step
+from maxbench.sharding.mesh import make_mesh
+from maxbench.step.train_step import Step
 from tests.conftest import WORKLOADS, config, keeping, resolve
 
 
@@ -80,7 +80,9 @@ def test_a_row_trains(tmp_path):
     """A pipeline with experts, all axes at once."""
     expected, flags = CASES[TRAINED]
     words = ["--config", "configs/grok1_314b.py:rehearse", *flags]
-    run = cli.run_of([*words, "--steps", "2", "--seq", "16", "--output_dir", str(tmp_path)])
+    run = command_line.run_of(
+        [*words, "--steps", "2", "--seq", "16", "--output_dir", str(tmp_path)]
+    )
     assert (run.layout, run.model) == (expected.layout, expected.model)
     with keeping():
         assert loop.train(run) == 0

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 
-from maxbench.run import metrics, terminal
+from maxbench.config import folders
+from maxbench.metrics import step_stats
+from maxbench.run import log_writer, terminal
 from tests.conftest import resolve
 
 NAME = "pretrain_llama31_8b_bf16_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128"
-H100 = metrics.Devices("gpu", "NVIDIA H100 80GB HBM3", 8)
+H100 = step_stats.Devices("gpu", "NVIDIA H100 80GB HBM3", 8)
 OUT = {"loss": 11.7634, "grad_norm": 1.5, "lr": 3e-7}
 
 
@@ -26,8 +28,8 @@ def seen(monkeypatch, tmp_path, columns: int, devices=H100, ending="done") -> tu
     monkeypatch.setattr(sys, "stdout", Tty())
     run = resolve("llama31_8b", gpus=8, steps=3, output_dir=str(tmp_path))
     screen = terminal.on_screen()
-    folder = metrics.run_folder(run, metrics.make_folder(run))
-    log = metrics.Log(run, devices, ["x"], 0, folder, {})
+    folder = folders.run_folder(run, folders.make_folder(run))
+    log = log_writer.Log(run, devices, ["x"], 0, folder, {})
     log.screen = screen
     log.line("compiled in 4.0 s")
     log.phase("compile")
@@ -62,7 +64,7 @@ def test_a_terminal_keeps_a_line_per_step_and_the_log_both_formats(monkeypatch, 
 
 
 def test_a_cpu_is_told_no_rate_that_means_nothing(monkeypatch, tmp_path):
-    screen, log = seen(monkeypatch, tmp_path, 80, metrics.Devices("cpu", "cpu", 8))
+    screen, log = seen(monkeypatch, tmp_path, 80, step_stats.Devices("cpu", "cpu", 8))
     for text in ("TFLOP/s per GPU", "MFU", "days to", "  GiB", "/GPU"):
         assert text not in screen
         assert text not in log.partition("measured\n")[2]

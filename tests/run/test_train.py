@@ -17,9 +17,9 @@ import pytest
 from absl import logging
 
 from benchmarks import kills
-from maxbench.machine import hosts, runtime
-from maxbench.mesh import axes
-from maxbench.run import checkpoint, loop, metrics
+from maxbench.distributed import runtime, stragglers
+from maxbench.run import checkpoint, log_writer, loop
+from maxbench.sharding import mesh
 from tests.conftest import keeping, processes, resolve
 
 TINY = "configs/llama31_8b.py:tiny"
@@ -63,14 +63,14 @@ def losses(folder) -> dict[int, float]:
 
 def signals_itself(monkeypatch, number: signal.Signals, step: int) -> None:
     """This process gets a signal as soon as a step is recorded."""
-    record = metrics.Log.step
+    record = log_writer.Log.step
 
     def recorded(log, i, *rest):
         record(log, i, *rest)
         if i == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(metrics.Log, "step", recorded)
+    monkeypatch.setattr(log_writer.Log, "step", recorded)
 
 
 @pytest.mark.core
@@ -247,7 +247,7 @@ def test_killed_runs_go_on_as_if_nothing_had_been(tmp_path):
 
 
 def test_checkpoints_are_saved_once_in_the_background_and_the_last_are_kept(tmp_path):
-    every = {"output.checkpoint_every": 1, "output.keep": 1, "output.keep_every": 3}
+    every = {"output.checkpoint_every": 1, "output.max_to_keep": 1, "output.keep_period": 3}
     run, told = resolve("llama31_8b", "tiny", every), []
     with checkpoint.Saver(tmp_path, run, told.append) as saver:
         for step in (1, 2, 3, 4, 5, 5):
@@ -264,7 +264,7 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, capsys, monkeypatch
         code, out = run_here(tmp_path, capsys, steps=100_000, checkpoint=True)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert code == loop.AGAIN == 75
+    assert code == loop.EX_TEMPFAIL == 75
     folder = folder_of(tmp_path)
     result = json.loads((folder / "result.json").read_text())
     last = max(losses(folder))
@@ -347,15 +347,15 @@ def test_ctrl_c_keeps_the_results(tmp_path, capsys, monkeypatch):
 
 
 def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
-    made = metrics.Log.__init__
+    made = log_writer.Log.__init__
 
     def full(log, *args):
         made(log, *args)
-        assert os.fstat(log.room.fileno()).st_size == metrics.ROOM
+        assert os.fstat(log.reserved_disk.fileno()).st_size == log_writer.RESERVED_BYTES
         log.jsonl.close()
         log.jsonl = open("/dev/full", "a", buffering=1)  # noqa: SIM115
 
-    monkeypatch.setattr(metrics.Log, "__init__", full)
+    monkeypatch.setattr(log_writer.Log, "__init__", full)
     code, out = run_here(tmp_path, capsys, steps=9)
     assert code == 1
     assert "Traceback" not in out
@@ -368,13 +368,13 @@ def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
 
 
 def test_figures_that_fail_do_not_hide_how_the_run_ended(tmp_path, capsys, monkeypatch):
-    whole = metrics.Log.summary
+    whole = log_writer.Log.summary
 
     def fail(log):
-        monkeypatch.setattr(metrics.Log, "summary", whole)
+        monkeypatch.setattr(log_writer.Log, "summary", whole)
         raise ValueError("no figures")
 
-    monkeypatch.setattr(metrics.Log, "summary", fail)
+    monkeypatch.setattr(log_writer.Log, "summary", fail)
     with pytest.raises(ValueError, match="no figures"):
         run_here(tmp_path, capsys, steps=1)
     result = json.loads((folder_of(tmp_path) / "result.json").read_text())
@@ -407,25 +407,25 @@ def test_a_mocked_network_has_no_other_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 8)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        runtime.connect(run)
+        runtime.init_distributed(run)
         assert jax.config.read("jax_mock_gpu_topology") == "1x8x1"  # a host has what is here
-        mesh = axes.make_mesh(run.layout)
-        loop.check_processes(run, mesh)
-        log = loop.start_log(run, mesh)
-        assert hosts.gather({"host": "a"}) == [{"host": "a"}]
+        devices = mesh.make_mesh(run.layout)
+        loop.check_processes(run, devices)
+        log = loop.start_log(run, devices)
+        assert stragglers.allgather_json({"host": "a"}) == [{"host": "a"}]
         assert loop.stop_requests(None)(0) == ""
     finally:
         jax.config.update("jax_mock_gpu_topology", "")
         signal.signal(signal.SIGTERM, handler)
     assert (log.result["processes"], log.result["mocked"]) == (1, True)
     numbers = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.0}
-    queue = loop.Queue(log)
+    queue = loop.StepTimer(log)
     queue.add(0, numbers)
     queue.drain()
     assert [*log.times] == [0]
     log.result |= {"mocked": False, "compile_s": 0.0}
     queue.add(1, numbers)
-    with pytest.raises(loop.Failed, match="loss is nan at step 1"):
+    with pytest.raises(loop.RunFailed, match="loss is nan at step 1"):
         queue.drain()
     log.close("failed")
 

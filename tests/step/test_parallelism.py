@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbench.mesh import axes as mesh
-from maxbench.mesh import places
-from maxbench.model import network
-from maxbench.spec.model import Kind
-from maxbench.step import data, pieces, slots
-from maxbench.step.schedule import schedule_of
-from maxbench.step.step import Step
+from maxbench.config.model import LayerGroup
+from maxbench.model import transformer
+from maxbench.pipeline import layer_order, zero_overlap
+from maxbench.pipeline.schedule import schedule_for
+from maxbench.sharding import mesh as mesh
+from maxbench.sharding import rules
+from maxbench.step import data
+from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
 # Room for all tokens on each of tiny's 4 experts, 2 of them for a token: none is dropped.
@@ -32,7 +33,7 @@ FAMILIES = {
         "grok1_314b",
         {
             "model.capacity_factor": 0.0,
-            "model.kinds": (Kind(1, 192), Kind(2, 64, 4), Kind(1, 96, 2)),
+            "model.layer_groups": (LayerGroup(1, 192), LayerGroup(2, 64, 4), LayerGroup(1, 96, 2)),
             "model.head_dim": 24,
             "model.value_dim": 16,
         },
@@ -61,11 +62,11 @@ CASES = [
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch):
     """Weights and gradients over dp travel in pieces, however short toy layers are."""
-    monkeypatch.setattr(pieces, "NETWORK", math.inf)
+    monkeypatch.setattr(zero_overlap, "NETWORK", math.inf)
 
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
-    degrees = math.prod(axes.get(a, 1) for a in mesh.DATA)
+    degrees = math.prod(axes.get(a, 1) for a in mesh.DATA_AXES)
     axes = {"mbs": GBS // degrees, **axes}
     axes = {"layers": 4, "gbs": GBS, **axes}
     workload, own = FAMILIES[family]
@@ -80,11 +81,11 @@ def gradients(step: Step, params):
     """Gradients and loss from weights in the order of the layers, and in that order."""
     order, layers = step.order, step.run.model.layers
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
-    params = params | {"layers": slots.move(params["layers"], order)}
+    params = params | {"layers": layer_order.permute(params["layers"], order)}
     grads, out, _ = jax.device_get(jax.jit(step.gradients)(jax.device_put(params, shardings), 3))
     if (order < 0).any():
         jax.tree.map(lambda g: np.testing.assert_array_equal(g[order < 0], 0), grads["layers"])
-    back = jax.device_get(slots.move(grads["layers"], range(layers), order))
+    back = jax.device_get(layer_order.permute(grads["layers"], range(layers), order))
     return grads | {"layers": back}, out
 
 
@@ -152,7 +153,7 @@ def test_remat_changes_nothing_but_memory(family, axes, how):
 
 def unrolled(step: Step, remat: str = "full") -> Step:
     """The same step with layers as code, as on a GPU."""
-    train = dataclasses.replace(step.run.train, remat=remat, unroll=step.run.model.layers)
+    train = dataclasses.replace(step.run.train, remat=remat, unroll_layers=step.run.model.layers)
     return Step(dataclasses.replace(step.run, train=train), step.mesh)
 
 
@@ -160,7 +161,7 @@ def unrolled(step: Step, remat: str = "full") -> Step:
     ("family", "axes", "remat"),
     [
         ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
-        ("llama", dict(cp=4), "norms"),
+        ("llama", dict(cp=4), "save_gemms_only"),
         ("grok", dict(ep=2, tp=2), "full"),
         ("mixed", dict(ep=2, tp=2), "none"),
     ],
@@ -209,7 +210,7 @@ def test_master_state_is_split_over_every_axis_that_would_hold_copies():
     for axes in (dict(dp=2, cp=2, tp=2), dict(ep=4, dp=2), dict(pp=2, fsdp=2, cp=2, mbs=1)):
         step = build("grok", **axes)
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
-        share = places.size_gib(step.abstract) * 2**30
+        share = rules.size_gib(step.abstract) * 2**30
         assert share == pytest.approx(whole / 8, rel=1e-3), axes
 
 
@@ -224,11 +225,11 @@ def test_master_state_is_split_over_every_axis_that_would_hold_copies():
     ],
 )
 def test_what_travels_lies_in_one_piece(names, shape, dp, zero):
-    made = places.place(names, shape, dict.fromkeys(places.AXES, 1) | {"dp": dp, "tp": 8})
-    assert [i for i, axes in enumerate(made.zero) if "dp" in axes] == (
+    made = rules.shard_weight(names, shape, dict.fromkeys(rules.AXES, 1) | {"dp": dp, "tp": 8})
+    assert [i for i, axes in enumerate(made.zero1_axes) if "dp" in axes] == (
         [] if zero is None else [zero]
     )
-    assert ("dp" in made.summed) == (zero is None)
+    assert ("dp" in made.psum_axes) == (zero is None)
 
 
 # Collectives of the compiled program: (operation, shape of its result) -> how often it stands.
@@ -251,11 +252,11 @@ def weight_sizes(step: Step) -> set[int]:
     found = set()
     for x, p in zip(
         jax.tree.leaves(step.abstract["params"]),
-        jax.tree.leaves(step.places, is_leaf=lambda p: isinstance(p, places.Place)),
+        jax.tree.leaves(step.places, is_leaf=lambda p: isinstance(p, rules.WeightSharding)),
         strict=True,
     ):
-        split = math.prod(step.mesh.shape[a] for axes in p.compute for a in axes)
-        fsdp = step.mesh.shape["fsdp"] if ("fsdp",) in p.compute else 1
+        split = math.prod(step.mesh.shape[a] for axes in p.compute_axes for a in axes)
+        fsdp = step.mesh.shape["fsdp"] if ("fsdp",) in p.compute_axes else 1
         found |= {x.size // split, x.size // split * fsdp, x.size // split * fsdp // x.shape[0]}
     return found
 
@@ -336,7 +337,7 @@ def per_gpu_oracle(step, params):
 
     @jax.jit
     def gradients(tokens_bt, targets_bt):
-        total = lambda sums: network.objective(one, params, tokens_bt, targets_bt, sums)
+        total = lambda sums: transformer.loss_fn(one, params, tokens_bt, targets_bt, sums)
         return jax.grad(total, has_aux=True)(jax.tree.map(jnp.zeros_like, params))
 
     whole = dataclasses.replace(run, layout=dataclasses.replace(alone, mbs=GBS, gbs=GBS))
@@ -390,8 +391,8 @@ def test_tokens_travel_between_stages_where_they_are_fewer_than_words():
     """The table has a part of its columns on each stage, and neither it nor its gradient goes
     over pp; the gradient of the head, which is as large, does."""
     few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (8, 32))
-    m, ahead = few.run.model, schedule_of(few.run).ahead
-    assert [step.places["embed"]["w"].compute[1] for step in (few, many)] == [("pp",), ()]
+    m, ahead = few.run.model, schedule_for(few.run).microbatches_per_embedding
+    assert [step.places["embed"]["w"].compute_axes[1] for step in (few, many)] == [("pp",), ()]
     table = m.vocab * m.embed
     found = [collectives(step) for step in (few, many)]
     gathered = [sizes(one, "all-gather") for one in found]

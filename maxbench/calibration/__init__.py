@@ -1,0 +1,1 @@
+"""Constants of the cost model, fitted to measurements on a device or to finished runs."""

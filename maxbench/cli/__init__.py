@@ -1,0 +1,1 @@
+"""The commands: one module each, whose main(argv) returns an exit code."""

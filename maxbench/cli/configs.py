@@ -1,0 +1,61 @@
+"""Lists the workloads: `maxbench configs`."""
+
+from collections.abc import Iterator, Sequence
+
+from ml_collections import ConfigDict
+
+from maxbench.config import command_line, commands, recipes
+from maxbench.config.model import Model
+from maxbench.hardware import published
+from maxbench.metrics import flops
+
+MARK = "*"  # behind a number of GPUs with a published figure
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the workloads; returns the exit code."""
+    if commands.print_help_if_asked("configs", argv):
+        return 0
+    with command_line.clear_errors("configs"):
+        command_line.no_words(command_line.flags_of(commands.define("configs"), argv))
+        print(table())
+    return 0
+
+
+def table() -> str:
+    """Each workload with its sizes, and what every one has."""
+    rows = [(path.stem, Model(**w.model), w) for path, w in recipes.workloads().items()]
+    wide = max(len(name) for name, _, _ in rows)
+    lines = []
+    for name, model, w in rows:
+        size = f"{flops.params(model) / 1e9:.1f} billion parameters, {model.layers} layers"
+        own = sorted({*w.known} - {*recipes.PRESETS})
+        presets = f", presets of its own: {', '.join(own)}" if own else ""
+        lines.append(f"{name:<{wide}}  {size}, seq {w.train.seq}{presets}")
+        lines += [f"{'':<{wide}}    {line}" for line in scales(w)]
+    presets = ", ".join(recipes.PRESETS)
+    return "\n".join([
+        *lines,
+        "",
+        f"GPUs that have a recipe, --gpus N; {MARK} a figure is published for so many.",
+        f"Presets of every workload, as --config {rows[0][0]}:tiny: {presets}.",
+    ])  # fmt: skip
+
+
+def scales(w: ConfigDict) -> Iterator[str]:
+    """A line for each kind of row that a table of layouts has: 'h100 bf16, fp8: 8* 16* 32'."""
+    known = {
+        (p.gpu_type, p.dtype, p.scaling, p.gpus)
+        for p in published.rows()
+        if (p.model, p.size) == (w.model.name, w.model.size)
+    }
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}  # GPU type, scaling -> dtype -> GPUs
+    for row in recipes.table(w.layouts):
+        key = tuple(row[name] for name in ("gpu_type", "dtype", "scaling", "gpus"))
+        of_kind = rows.setdefault((row["gpu_type"], row["scaling"]), {})
+        of_kind.setdefault(row["dtype"], []).append(f"{row['gpus']}{MARK * (key in known)}")
+    for (gpu_type, scaling), dtypes in sorted(rows.items()):
+        strong = ", --strong_scaling" if scaling == "strong" else ""
+        for gpus in dict.fromkeys(" ".join(found) for found in dtypes.values()):
+            same = ", ".join(dtype for dtype, found in dtypes.items() if " ".join(found) == gpus)
+            yield f"{gpu_type} {same}{strong}: {gpus}"

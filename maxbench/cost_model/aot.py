@@ -1,0 +1,82 @@
+"""Compiles a run's step with XLA's GPU compiler for a cluster that is not here.
+
+The same Step as training, on devices that can only be compiled for.
+"""
+
+import dataclasses
+import pathlib
+import resource
+import string
+
+import jax
+from jax.experimental import topologies
+
+from maxbench.config import lowering
+from maxbench.config.number_formats import FORMATS
+from maxbench.config.run import Layout, Run
+from maxbench.cost_model import compile_cache, stub_libcuda
+from maxbench.hardware.gpus import Chip
+from maxbench.sharding import mesh, rules
+from maxbench.step.train_step import Step
+
+# A program is read as it is scheduled. What comes after, more than half of a compile, is left out:
+# LLVM hurries, the assembler is one that writes nothing (cuda/bin/ptxas), and the autotuner, which
+# has no GPU to try anything on, compiles nothing. tests/planning/test_plan.py: the program is the same.
+PROGRAM_ONLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+    "xla_gpu_cuda_data_dir": str(pathlib.Path(__file__).with_name("cuda")),
+}
+
+
+def target(chip: Chip) -> str:
+    """A GPU as the compiler wants it: a GpuTargetConfigProto in text form."""
+    text = pathlib.Path(__file__).with_name("target.pbtxt").read_text()
+    major, minor = chip.capability
+    return string.Template(text).substitute(dataclasses.asdict(chip), major=major, minor=minor)
+
+
+def devices(layout: Layout) -> list:
+    """Compile-only devices for a layout, in the order of nodes."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=target(layout.gpu.chip),
+        topology=layout.gpu.topology(layout.gpus),
+    )
+    return topology.devices
+
+
+def compile_run(run: Run) -> compile_cache.Compiled:
+    """Compiles the run's step for its GPUs."""
+    if run.format.quantized and run.precision.backend == "te":
+        stub_libcuda.install(run.layout.gpu.chip.capability)
+    step = Step(run, mesh.make_mesh(run.layout, devices(run.layout)))
+    compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
+    memory = compiled.memory_analysis()
+    parts = {name: round(rules.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}
+
+    def held(place, leaf):  # a compute weight as one GPU holds it, its shape alone
+        sharding = jax.sharding.NamedSharding(
+            step.mesh, jax.sharding.PartitionSpec(*place.compute_axes)
+        )
+        return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    weights = jax.tree.map(held, step.places, step.abstract["params"])
+    count = lambda tree: sum(w.size for w in jax.tree.leaves(tree))
+    elements, layers = count(weights), count(weights["layers"])
+    return compile_cache.Compiled(
+        text=compiled.as_text(),
+        weights=parts["params"],
+        optimizer=parts["opt"],
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        host=memory.host_temp_size_in_bytes,
+        copy=lowering.compute_weight_bytes(run, layers, elements - layers),
+        gradients=elements * FORMATS[run.precision.grads].bytes,
+        layer_shapes=tuple(w.shape for w in jax.tree.leaves(weights["layers"])),
+        attention=step.run.train.attention,
+        lower_s=lower_s,
+        compile_s=compile_s,
+        peak_rss_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    )

@@ -1,0 +1,310 @@
+"""Reader of scheduled HLO text, the compiled program as XLA prints it.
+
+    Program -> computations -> ops in the order they run
+
+It knows what a timeline needs: shapes and bytes, loops with their trip counts, conditionals, the
+two halves of an asynchronous op, who talks to whom, matrix products, attention and fusions. All
+sizes are of one GPU: the text is the program that each of them runs.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+import re
+
+import numpy as np
+
+NUMBERLESS = {"pred": 8, "token": 0, "opaque": 0}  # bits of dtypes whose name does not say
+# Opcode without -start -> the word that the rest of the package uses.
+COLLECTIVES = {
+    "all-gather": "all-gather",
+    "all-reduce": "all-reduce",
+    "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
+}
+HOST = "S(5)"  # a layout's memory space: the host's memory
+# Ops that are only a name for memory, or that the host does: no kernel runs.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "add-dependency", "domain", "async-update",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array: dtype as HLO writes it ('bf16'), dims, and whether the host's memory has it."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    host: bool = False
+
+    @functools.cached_property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # 'bf16', 'f8e4m3fn'
+        return self.elements * (int(bits[0]) if bits else NUMBERLESS[self.dtype]) // 8
+
+
+def leaves(shape: "Shape | tuple") -> list[Shape]:
+    """All arrays of a shape, which may be a tuple of tuples."""
+    return [shape] if isinstance(shape, Shape) else [x for part in shape for x in leaves(part)]
+
+
+def size(shape: "Shape | tuple") -> int:
+    """Bytes of all arrays of a shape."""
+    return sum(s.bytes for s in leaves(shape))
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One instruction. `attrs` is what stands after its operands, read on demand."""
+
+    name: str
+    opcode: str
+    shape: Shape | tuple
+    operands: tuple[str, ...]
+    attrs: str
+    root: bool
+    literal: str = ""  # text between the parentheses of a parameter or constant
+
+    def attr(self, key: str) -> str:
+        """A computation's name, a number, a word or a text: 'body=%b' -> 'b'; '' when absent."""
+        found = re.search(rf'(?:^|[\s,{{]){key}=(?:"([^"]*)"|%?([\w.\-$]+))', self.attrs)
+        return (found[1] or found[2] or "") if found else ""
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """Where in the Python code it comes from, as JAX names it."""
+        return self.attr("op_name")
+
+    @functools.cached_property
+    def target(self) -> str:
+        """Library routine of a custom call, '__cublas$lt$matmul'."""
+        return self.attr("custom_call_target")
+
+    @functools.cached_property
+    def branches(self) -> list[str]:
+        """Computations of a conditional, in order: of a predicate, true first."""
+        if found := re.search(r"branch_computations=\{([^}]*)\}", self.attrs):
+            return re.findall(r"%?([\w.\-$]+)", found[1])
+        return [b for key in ("true_computation", "false_computation") if (b := self.attr(key))]
+
+    @functools.cached_property
+    def sync(self) -> bool:
+        """A collective that the compiler runs in line: nothing overlaps with it."""
+        return '"is_sync":true' in self.attrs
+
+    @functools.cached_property
+    def base(self) -> str:
+        """The opcode, of either half of an asynchronous op that of the whole."""
+        return self.opcode.removesuffix("-start").removesuffix("-done")
+
+    @property
+    def is_done(self) -> bool:
+        return self.opcode.endswith("-done")
+
+    @functools.cached_property
+    def groups(self) -> np.ndarray:
+        """Devices that take part together, [groups, members]; [0, 0] means all of them.
+
+        In any of its forms: {{0,1},{2,3}}; [2,2]<=[2,2]T(1,0), which counts up over the shape on
+        the right, transposes it, and reads it by rows; mesh['a'=2,'b'=2] {'b'}, groups along axes
+        of a mesh of such ids, which jax 0.12 writes.
+
+        Raises:
+          ValueError: another form.
+        """
+        if found := re.search(rf"replica_groups=\[([\d,]+)\]<={IOTA}", self.attrs):
+            to, *ids = found.groups()
+            return _iota(*ids).reshape(_numbers(to))
+        if found := re.search(f"replica_groups{MESH}", self.attrs):
+            axes, over, order, along = found.groups()
+            sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
+            names = re.findall(r"'([^']+)'", along)
+            ids = _iota(over or str(math.prod(sizes.values())), order).reshape([*sizes.values()])
+            last = [[*sizes].index(name) for name in names]
+            size = math.prod(sizes[name] for name in names)
+            return np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, size)
+        found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.attrs)
+        if not found and "replica_groups=" in self.attrs:
+            raise ValueError(f"replica groups of an unknown form: {self.attrs[:200]}")
+        rows = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
+        return np.array([*map(_numbers, rows)] or np.zeros((0, 0)), int)
+
+    @functools.cached_property
+    def pairs(self) -> np.ndarray:
+        """Source and target of each message of a permute, [messages, 2]."""
+        found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", self.attrs)
+        return np.array(_numbers(found[1] if found else ""), int).reshape(-1, 2)
+
+    def dims(self, key: str) -> tuple[int, ...]:
+        """A list of dims in a library call's settings: dims('lhs_contracting_dimensions')."""
+        found = re.search(rf'"{key}":\s*\[([^\]]*)\]', self.attrs)
+        if not found:  # a plain dot writes it as an attribute
+            found = re.search(rf"{key.replace('dimensions', 'dims')}=\{{([^}}]*)\}}", self.attrs)
+        return _numbers(found[1] if found else "")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))
+
+
+IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+MESH = rf"=mesh\[([^\]]*)\](?:, device_ids=\({IOTA}\))? \{{((?:'[^']+',?)+)\}}"
+
+
+def _iota(over: str, order: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_numbers(over))).reshape(_numbers(over))
+    return ids.transpose(_numbers(order or "") or range(ids.ndim))
+
+
+class Computation:
+    """Ops in the order they run."""
+
+    def __init__(self, name: str, ops: list[Op]):
+        self.name, self.ops = name, ops
+        self.by_name = {op.name: op for op in ops}
+
+    @property
+    def root(self) -> Op:
+        return next((op for op in self.ops if op.root), self.ops[-1])
+
+    def operands(self, op: Op) -> list[Op]:
+        return [self.by_name[name] for name in op.operands]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Op]]:
+        """Op's name -> the ops that read it."""
+        users: dict[str, list[Op]] = {op.name: [] for op in self.ops}
+        for op in self.ops:
+            for name in dict.fromkeys(op.operands):
+                users[name].append(op)
+        return users
+
+
+class Program:
+    """A module: its computations by name, and the one that runs first."""
+
+    def __init__(self, computations: dict[str, Computation], entry: str):
+        self.computations, self.entry = computations, computations[entry]
+
+    def called(self, op: Op, key: str = "calls") -> Computation:
+        return self.computations[op.attr(key)]
+
+    @staticmethod
+    def counts(loop: Op) -> bool:
+        """Whether a while loop counts its trips, and does not end by what its data say."""
+        return "known_trip_count" in loop.attrs or "known_induction_variable" in loop.attrs
+
+    def trips(self, where: Computation, loop: Op) -> int:
+        """How often a while loop runs its body.
+
+        Raises:
+          ValueError: it depends on data, so that no time can be given.
+        """
+        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attrs):
+            return int(found[1])
+        if found := re.search(r"/about_(\d+)_trips/", loop.op_name):  # model/grouped_matmul.py
+            return int(found[1])
+        counter = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"', loop.attrs)
+        if not counter:
+            raise ValueError(f"loop {loop.name} has no known trip count: it depends on data")
+        # A loop that the compiler moved parts of: count its counter from start to end.
+        index = int(counter[1])
+        condition, body = self.called(loop, "condition"), self.called(loop, "body")
+        value = self._scalar(where, where.by_name[loop.operands[0]], {}.__getitem__, index)
+        for count in range(1 << 20):
+            state = {index: value}.__getitem__
+            if not self._scalar(condition, condition.root, state):
+                return count
+            value = self._scalar(body, body.root, state, index)
+        raise ValueError(f"loop {loop.name} does not end")
+
+    def _scalar(self, where: Computation, op: Op, read, element: int = 0) -> int:
+        """An integer made from constants and parameters; `element` of it where op is a tuple.
+
+        `read` gives a parameter by its number, or an element of a parameter that is a tuple.
+        """
+        follow = lambda i=0, element=element: self._scalar(
+            where, where.by_name[op.operands[i]], read, element
+        )
+        match op.opcode:
+            case "constant":
+                return int(op.literal)
+            case "parameter":
+                return read(element if isinstance(op.shape, tuple) else int(op.literal))
+            case "copy" | "bitcast" | "convert":
+                return follow()
+            case "tuple":
+                return follow(element)
+            case "get-tuple-element":
+                return follow(0, int(op.attr("index")))
+            case "fusion":
+                callee = self.called(op)
+                return self._scalar(callee, callee.root, follow, element)
+            case "add":
+                return follow(0) + follow(1)
+            case "compare":
+                less = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "NE": operator.ne}
+                return less[op.attr("direction")](follow(0), follow(1))
+        raise ValueError(f"{op.name}: a trip count made by {op.opcode} is not followed")
+
+
+def parse(text: str) -> Program:
+    """Reads a module's text.
+
+    Raises:
+      ValueError: not a scheduled module; without a schedule there is no order to simulate.
+    """
+    if "is_scheduled=true" not in text[:1000]:
+        raise ValueError("this is no scheduled HLO module (is_scheduled=true is missing)")
+    computations: dict[str, Computation] = {}
+    name, ops, entry = "", [], ""
+    for line in text.splitlines():
+        if line.startswith((" ", "\t")) and " = " in line:
+            ops.append(_op(line))
+        elif line.endswith("{") and (found := re.match(r"(ENTRY )?%?([\w.\-$]+) \(", line)):
+            name, ops = found[2], []
+            entry = name if found[1] else entry
+        elif line.startswith("}") and name:
+            computations[name], name = Computation(name, ops), ""
+    return Program(computations, entry)
+
+
+_COMMENT = re.compile(r"/\*.*?\*/")
+_NAME = re.compile(r"%([\w.\-$]+)")
+# ROOT, name, shape, opcode, what stands between its parentheses, attributes.
+_OP = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?")
+
+
+def _op(line: str) -> Op:
+    found = _OP.fullmatch(_COMMENT.sub("", line))
+    if not found:
+        raise ValueError(f"this is no instruction: {line[:80]!r}")
+    root, name, shape, opcode, inside, attrs = found.groups("")
+    literal = inside if opcode in ("parameter", "constant") else ""
+    operands = () if literal else tuple(_NAME.findall(inside))
+    return Op(name, opcode, parse_shape(shape), operands, attrs, bool(root), literal)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_shape(text: str) -> Shape | tuple:
+    """'bf16[2,8]{1,0}' -> Shape; '(f32[], (s32[2]))' -> nested tuples of them."""
+    open_tuples: list[list] = [[]]
+    for part in re.finditer(r"[()]|(\w+)\[([\d,]*)\](\{[^}]*\})?", text):
+        if part[0] == "(":
+            open_tuples.append([])
+        elif part[0] == ")":
+            done = tuple(open_tuples.pop())
+            open_tuples[-1].append(done)
+        else:
+            shape = Shape(part[1], _numbers(part[2]), HOST in (part[3] or ""))
+            open_tuples[-1].append(shape)
+    return open_tuples[0][0]

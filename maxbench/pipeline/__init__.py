@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, their executor, and the overlap of forward and backward pass."""

@@ -1,0 +1,1 @@
+"""Checks of the nodes before the first step."""

@@ -1,0 +1,34 @@
+"""Products of numbers as they are, bf16 or fp32; a weight is an array."""
+
+import itertools
+
+import jax
+
+from maxbench.config.run import Run
+from maxbench.sharding.rules import gather_master
+
+
+class Plain:
+    fprop_transposed, gather_along_outputs, needs_2d = False, False, False
+
+    def scales(self, ws, lead, past):
+        return itertools.repeat(None), None
+
+    def weight(self, w, place, lead, scale):
+        return gather_master(place, w)
+
+    def quantize_operand(self, x, scales, gradient, axes):
+        return x, x, None
+
+    def map_arrays(self, x, move):
+        return move(x)
+
+    def product(self, a, b, over, dtype, exact=False):
+        return jax.lax.dot_general(a, b, over, None, dtype)
+
+
+PLAIN = Plain()
+
+
+def arithmetic(run: Run) -> Plain:
+    return PLAIN

@@ -1,0 +1,1 @@
+"""Runs that are over: compared, judged, shown."""

@@ -1,0 +1,133 @@
+"""What `maxbench report` and `maxbench.report(...)` read back: runs with their figures, as text in
+any format, as tables."""
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from maxbench.config import command_line, commands, python_api
+from maxbench.config.errors import UserError, check_choice, escape_control
+from maxbench.hardware.gpus import GPUS
+from maxbench.reporting import compare, page, suite, tables
+from maxbench.reporting.compare import ReportOptions, RunSummary
+from maxbench.reporting.predictions import look_inside
+from maxbench.run_logs import readers
+
+# Name -> what makes the text of it, from rows and settings.
+FORMATS = {
+    "table": tables.text,
+    "csv": tables.to_csv,
+    "json": tables.to_json,
+    "md": tables.markdown,
+    "html": page.html,
+}
+HEADS = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Loss", "Verdict")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(python_api.Records):
+    """Runs that are over. Prints as the table of the terminal; in a notebook as a table."""
+
+    rows: Sequence[RunSummary]
+    settings: ReportOptions
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run has succeeded or goes on; of a suite, whether all that it asks for is
+        reached."""
+        if self.settings.suite:
+            return suite.judge(self.settings.suite, self.rows).ok
+        return any(one.ok or one.record.status == "running" for one in self.rows)
+
+    def text(self, form: str = "table", diff: bool = False) -> str:
+        """The report in one of FORMATS, or what moved between its two runs.
+
+        Raises:
+          UserError: two runs were to be compared, and there are not two.
+        """
+        look_inside(self.rows, every=form == "html")
+        make = tables.difference if diff else FORMATS[form]
+        return "\n".join(map(escape_control, make(self.rows, self.settings).split("\n")))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        told = [tables.cells(one) for one in self.rows]
+        heads = [head for head in HEADS if any(c.get(head, "-") != "-" for c in told)]
+        body = [
+            [page.label(one), *(c.get(head, "") for head in heads), one.said]
+            for one, c in zip(self.rows, told, strict=True)
+        ]
+        return python_api.table(["Run", *heads, "Why"], body)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row of figures for each run: the columns of --format=csv."""
+        return [tables.record(one) for one in self.rows]
+
+
+def report(*paths: str, **given: Any) -> Report:
+    """Reads runs back, at and below paths (default: experiments).
+
+    `maxbench.report("experiments", cost=2.5)` is `maxbench report --cost 2.5 experiments`.
+
+    Args:
+      paths: folders of runs, and logs of NeMo, Megatron-Bridge and MaxText.
+      given: flags of the command that say what counts: window, gpu_type, cost, interval, mtbf, ...
+
+    Raises:
+      UserError: what cannot be, as the command would say it.
+    """
+    if wrong := {"format", "output", "diff"} & {*given}:
+        raise UserError(f"{wrong.pop()} is of the command line; .text(format) is the same here")
+    words = python_api.words(
+        {name.replace("full_names", "full-names"): v for name, v in given.items()}
+    )
+    return report_from_flags(
+        commands.define("report"), ["maxbench", *words, "--", *map(str, paths)]
+    )
+
+
+def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
+    """The runs that flags and paths of the command name.
+
+    Raises:
+      UserError: what cannot be; there is no run.
+    """
+    given, listed = command_line.flags_of(fv, argv)[1:], fv["suite"].value
+    paths = _of_suite(listed, given) if listed else given or ["experiments"]
+    chosen = options_from(fv, paths)
+    rows = [compare.summarize(r, chosen) for r in readers.read(paths)]
+    if not (rows or listed):
+        raise UserError(f"no run and no log at or below {', '.join(paths)}")
+    return Report(rows, chosen)
+
+
+def _of_suite(file: str, paths: Sequence[str]) -> list[str]:
+    """The folders of a suite's runs."""
+    if paths:
+        raise UserError(f"--suite names its runs itself; leave {paths[0]!r} out")
+    return [*map(str, suite.folders(suite.read(file)[1]))]
+
+
+def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
+    """The flags, checked.
+
+    Raises:
+      UserError: a flag that cannot be, with what would work.
+    """
+    check_choice("format", fv["format"].value, FORMATS)
+    command_line.add_hardware(fv["hardware"].value)
+    if fv["gpu_type"].value:
+        check_choice("gpu_type", fv["gpu_type"].value, GPUS)
+    as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
+    given: Mapping[str, Any] = {name: fv[name].value for name in as_given}
+    wide = sys.stdout.isatty() and not fv["output"].value
+    width = shutil.get_terminal_size().columns if wide else 0
+    return ReportOptions(
+        paths=tuple(paths), full_names=fv["full-names"].value, width=width, **given
+    )

@@ -1,0 +1,223 @@
+"""Constants from measurements: of devices that are here, and of runs."""
+
+import dataclasses
+import datetime
+import json
+import os
+import re
+import tomllib
+import types
+
+import jax
+import pytest
+
+from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
+from maxbench.cli import calibrate as door
+from maxbench.cli import plan as plan
+from maxbench.config.errors import UserError
+from maxbench.config.run import AXES
+from maxbench.cost_model import costs
+from maxbench.cost_model.costs import Costs
+from maxbench.hardware import gpus
+from maxbench.hardware.gpus import GPUS
+from tests.conftest import resolve
+from tests.launch.test_launch import tool
+
+pytestmark = pytest.mark.xdist_group("calibrate")  # one worker measures
+SIZES = microbenchmarks.Sizes(
+    products=((128, 128, 128, 1), (64, 64, 64, 2)),
+    attention=(64, 2, 32),
+    copies=(1 << 20,),
+    kernels=(1 << 16,),
+    messages=(1 << 10, 1 << 17),
+    times=4,
+    row_s=1e-3,
+)
+TRUE = dict(memory=0.7, launch_us=5.0, gemm_bf16=0.5, host_sync_us=60.0)
+TRUE |= dict(nvlink=0.6, nvlink_us=30.0, network=0.5, network_us=90.0)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Two domains of two devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(microbenchmarks, "KINDS", {"all-gather": microbenchmarks.KINDS["all-gather"]})
+        return [*microbenchmarks.all_microbenchmarks(SIZES, jax.devices()[:4], 2)]
+
+
+def test_every_kind_is_measured(measured):
+    kinds = {one.kind for one in measured}
+    assert kinds - {"kernel"} == {kind for kinds in from_device.ABOUT.values() for kind in kinds}
+    assert all(one.seconds > 0 for one in measured)
+    links = [one for one in measured if one.kind == "network"]
+    assert {(one.degrees["dp"], one.degrees["tp"]) for one in links} == {(2, 2)}
+
+
+def test_constants_are_found_again(measured, monkeypatch):
+    """Programs that took as long as other constants predict of them give those constants."""
+    rates = dict(bf16_tflops=0.5, memory_gbps=5, nvlink_gbps=4, network_gbps=0.5)
+    slow = dataclasses.replace(GPUS["h100"], nvlink_gpus=2, gpus_per_node=2, **rates)
+    monkeypatch.setitem(GPUS, "h100", slow)
+    true = dataclasses.replace(slow.efficiency, **TRUE)
+    told = lambda one: from_device.case(one, "h100").predict(true)
+    found = from_device.fit_device(
+        [dataclasses.replace(one, seconds=told(one)) for one in measured], "h100"
+    )
+    assert {*TRUE} <= {*found.names}
+    for name, value in TRUE.items():
+        assert getattr(found.efficiency, name) == pytest.approx(value, rel=0.05), name
+    every = [case for cases in found.cases.values() for case in cases]
+    assert fit.median_error(every, found.efficiency) < 0.01
+
+
+def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "GPUS", dict(GPUS))
+    monkeypatch.setattr(from_device, "GPUS", gpus.GPUS)
+    monkeypatch.setattr(costs, "GPUS", gpus.GPUS)
+    monkeypatch.setattr(microbenchmarks, "all_microbenchmarks", lambda *_: measured)
+    text, table = door.measure("abacus", small=True)
+    assert "copy, 1 MiB" in table
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    made = gpus.GPUS.pop("abacus")
+    gpus.add_file(file)
+    read = gpus.GPUS["abacus"]
+    assert gpus.gpu_type_of("cpu") == "abacus"  # as the device says it
+    assert read.bf16_tflops == pytest.approx(made.bf16_tflops, rel=1e-3)
+    assert 0.1 < read.efficiency.gemm_bf16 <= 1  # of the best that was seen
+    products = [tuple(row[:6]) for row in read.products]
+    assert {row for row in products if row[0] == "f32"} == {
+        ("f32", layout, *sizes) for layout in ("nn", "nt", "tn") for sizes in SIZES.products
+    }
+    assert {row[0] for row in products} <= {"f32", "bf16"}  # a later jax multiplies some as bf16
+    assert [row[0] for row in read.kernels] == [*microbenchmarks.KERNELS]
+    one = next(
+        one for one in measured if one.name == "128 x 128 x 128 x 1 nt" and "f32" in one.kind
+    )
+    assert abs(from_device.case(one, "abacus").error(read.efficiency)) < 0.15  # its other kernels'
+    marked = f"measured {datetime.date.today()}, {jax.device_count()} x cpu, jax {jax.__version__}"
+    values = [line for line in text.splitlines() if " = " in line]
+    assert [line for line in values if marked not in line] == ['like = "h100"']
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--write mine.txt", "must be a .toml file"),
+        ("--gpu_type H100", "small letters and digits"),
+        ("--cpu_devices many", "cpu_devices=many must be a whole number"),
+        ("--tp 4", "--tp is of train alone"),
+    ],
+)
+def test_bad_input(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        door.main(["calibrate", *words.split()])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """H100 with three products and two kernels that were measured."""
+    products = (["bf16", "nn", 4096, 4096, 4096, 1, 1.5], ["bf16", "nn", 4096, 4096, 1024, 1, 3.0])
+    products += (["bf16", "nt", 4096, 4096, 4096, 1, 2.0],)
+    kernels = (["plain", 1 << 16, 4.0], ["plain", 1 << 24, 1.0])
+    told = dataclasses.replace(GPUS["h100"], products=products, kernels=kernels)
+    monkeypatch.setitem(GPUS, "told", told)
+    return [Costs(name, dict.fromkeys(AXES, 1)) for name in ("told", "h100")]
+
+
+def test_a_table_says_how_far_the_model_is_off(table):
+    told, model = table
+    ratio = lambda *x: told.gemm(*x) / model.gemm(*x)
+    assert ratio(4096, 4096, 4096) == pytest.approx(1.5)
+    assert ratio(4096, 4096, 4096, 1, "bf16", "nt") == pytest.approx(2.0)
+    assert 1.5 < ratio(4096, 4096, 3000) < 2.25 < ratio(4096, 4096, 1400) < 3.0
+    assert ratio(4096, 4096, 4096, 1, "f8e4m3fn", "nt") == 1.0
+    assert told.kernel(1 << 20, "plain") / told.memory(1 << 20) == pytest.approx(2.0)
+    assert told.kernel(1 << 20, "turned") == told.memory(1 << 20)
+
+
+def test_clocks_under_load(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool(tmp_path, "nvidia-smi", "echo '[N/A], [N/A]'")
+    assert door.busy(door.draws()) == ""
+    tool(tmp_path, "nvidia-smi", "echo '120.55, 1980'; echo '690.10, 1740'")
+    monkeypatch.setattr(microbenchmarks, "WARM", 0.0)
+    said = door.busy(microbenchmarks.sample_under_load(SIZES, door.draws))
+    assert said == "1740 MHz and 690 W under its longest product"
+
+
+# Runs.
+
+
+def program(wide: int, numbers: int) -> str:
+    """A step of a product and a copy."""
+    return (
+        "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
+        f"  %a = bf16[{wide},{wide}]{{1,0}} parameter(0)\n"
+        f"  %b = bf16[{numbers}]{{0}} parameter(1)\n"
+        f"  %d = bf16[{wide},{wide}]{{1,0}} dot(%a, %a), lhs_contracting_dims={{1}}\n"
+        f"  ROOT %c = bf16[{numbers}]{{0}} negate(%b)\n}}\n"
+    )
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """Writes result.json of runs whose steps were as long as other constants predict."""
+    texts = {2: program(8192, 1 << 20), 4: program(4096, 1 << 30), 8: program(8192, 1 << 29)}
+    texts[16] = program(4096, 1 << 28)
+
+    def planned(run):
+        compiled = types.SimpleNamespace(text=texts[run.layout.dp])
+        return types.SimpleNamespace(compiled=compiled)
+
+    monkeypatch.setattr(from_runs.planner, "plan", planned)
+    true = dataclasses.replace(GPUS["h100"].efficiency, gemm_bf16=0.5, memory=0.7)
+
+    def write(dp: int, **changed) -> str:
+        run = resolve("llama31_8b", dp=dp)
+        seconds = from_runs.case(run, 1.0).predict(true)
+        result = {"status": "done", "mocked": False, "device": {"gpu_type": "h100", "kind": "H100"}}
+        result |= {"step_s": {"median": seconds}, "config": run.asdict()} | changed
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "result.json").write_text(json.dumps(result))
+        return str(folder)
+
+    return write
+
+
+def test_runs_settle_the_constants_that_move_them(ran, tmp_path, capsys):
+    file = tmp_path / "fitted.toml"
+    runs = [ran(dp) for dp in (2, 4, 8, 16, 2)]
+    assert plan.main(["plan", "--calibrate", *runs, "--write", str(file)]) == 0
+    found = tomllib.loads(file.read_text())["h100"]["efficiency"]
+    assert found == {"gemm_bf16": pytest.approx(0.5, rel=0.02), "memory": pytest.approx(0.7, 0.02)}
+    shown = capsys.readouterr().out
+    assert "5 runs of 4 programs on h100" in shown
+    assert re.search(r"median error \d\d\.\d% -> 0\.\d%; of a program left out 0\.\d%", shown)
+
+
+def test_two_programs_settle_one_constant(ran):
+    found = from_runs.fit_runs([ran(2), ran(8)])
+    assert len(found.names) == 1
+    assert "4 programs settle" in from_runs.screen(found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "1 run of 1 program; 2 programs that differ .* settle one constant, 4 two"),
+        ({"status": "failed"}, "is 'failed'; give runs that are 'done'"),
+        ({"mocked": True}, "with its network mocked"),
+        (
+            {"device": {"gpu_type": None, "kind": "cpu"}},
+            "on cpu, a plan would be for h100",
+        ),
+        ({"config": {"model": {}}}, "is of another version"),
+    ],
+)
+def test_runs_that_cannot_be_taken(ran, changed, message):
+    with pytest.raises(UserError, match=message):
+        from_runs.fit_runs([ran(2, **changed)])

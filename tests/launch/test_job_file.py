@@ -1,0 +1,269 @@
+"""Variables that stand in files: jobs of one call, a suite, and what the cluster's file says."""
+
+import copy
+import json
+import pathlib
+import subprocess
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxbench.cli import launch as door
+from maxbench.config.errors import UserError
+from maxbench.launch import job_file, slurm
+from maxbench.launch.variables import Expectation
+from maxbench.metrics import step_stats
+from tests.launch.test_launch import LAUNCH, ROOT, RUNAI, plain_env, run, tool
+
+JOBS = """
+[defaults]
+MAX_STEPS = 20
+DTYPE = "fp8"
+REPEATS = 2
+
+[[jobs]]
+MODEL_SIZE = "8b"
+JOB_TOTAL_GPUS = [8, 16]
+MBS = [1, 2]
+
+[[jobs]]
+MODEL = "llama2"
+JOB_TOTAL_GPUS = "64"
+DTYPE = ["bf16", "fp8"]
+REPEATS = 1
+"""
+
+
+def write(folder: pathlib.Path, text: str, name: str = "jobs.toml") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def sizes(settled) -> list[tuple]:
+    return [(s.run.layout.gpus, s.run.precision.dtype, s.run.layout.mbs) for s in settled]
+
+
+def test_jobs_of_a_file_are_all_combinations_largest_first(tmp_path):
+    made = job_file.resolve_jobs({}, file=write(tmp_path, JOBS))
+    small = [(gpus, "fp8", mbs) for gpus in (16, 8) for mbs in (1, 1, 2, 2)]
+    assert sizes(made) == [(64, "bf16", 2), (64, "fp8", 2), *small]
+    assert {s.run.train.steps for s in made} == {20}
+    assert not any(s.expect for s in made)
+
+
+def test_a_job_goes_before_the_environment_and_that_before_defaults(tmp_path):
+    (tmp_path / "cluster.toml").write_text('MAX_STEPS = 7\nSLURM_ACCOUNT = "acct"\n')
+    env = {"STAGE_PATH": str(tmp_path), "DTYPE": "bf16", "MODEL_SIZE": "70b"}
+    made = job_file.resolve_jobs(env | {"RUN_CONF_MAX_STEPS": "30"}, file=write(tmp_path, JOBS))
+    assert {s.run.train.steps for s in made} == {30}
+    assert [s.run.precision.dtype for s in made][:3] == ["bf16", "fp8", "bf16"]
+    assert {s.values["SBATCH_ACCOUNT"] for s in made} == {"acct"}
+    notes = {note for s in made for note in s.notes}
+    assert "MODEL_SIZE of the environment is not used: jobs.toml job 1 says it" in notes
+    assert "DTYPE of the environment is not used: jobs.toml job 2 says it" in notes
+    alone = {"STAGE_PATH": str(tmp_path), "MODEL_SIZE": "8b"}
+    assert {s.run.train.steps for s in job_file.resolve_jobs(alone)} == {7}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("jobs = 3", "jobs.toml has no job; a job is [[jobs]]"),
+        ("", "jobs.toml has no job"),
+        ("[[job]]", "a part='job' is not one of defaults, expect, jobs; did you mean 'jobs'"),
+        ("[[jobs]", "jobs.toml' is no TOML: "),
+        ("defaults = 1\n[[jobs]]", "defaults must be a table, [defaults]"),
+        ("[[jobs]]\nMODLE = 1", "jobs.toml job 1: MODLE is no variable; did you mean MODEL?"),
+        ("[[jobs]]\nMAX_STEPS = 1.5", "MAX_STEPS=1.5 must be text, a whole number, true, false"),
+        ("[[jobs]]\nDTYPE = []", "DTYPE=[] must be text"),
+        ("[[jobs]]\nDTYPE = [{}]", "DTYPE=[{}] must be text"),
+        ("[[jobs]]\n[[jobs]]\nDTYPE = 'fp16'", "jobs.toml job 2: DTYPE='fp16' is not one of"),
+        ("[[jobs]]\nDP = 2", "jobs.toml job 1: DP='2' is not taken: "),
+        ("[[jobs]]\nCLUSTER_TYPE = 'runai'", "CLUSTER_TYPE is not said here; set it in the"),
+        ("[defaults]\nSTAGE_PATH = '/x'\n[[jobs]]", "[defaults]: STAGE_PATH is not said here"),
+        ("[[jobs]]\nexpect = 1", "jobs.toml job 1: expect=1 must be a table"),
+    ],
+)
+def test_what_cannot_be_in_a_file_of_jobs(tmp_path, text, message):
+    with pytest.raises(UserError) as e:
+        job_file.resolve_jobs({}, file=write(tmp_path, text))
+    assert message in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("expect", "message"),
+    [
+        ("", "job 1: nothing is expected of it; [expect] published = 0.95 does"),
+        ("[expect]\nshare = 1", "expect='share' is not one of published, step_s, loss"),
+        ("[expect]\npublished = -1", "job 1: expect.published=-1 must be a finite number, at"),
+        ("[expect]\nloss = true", "job 1: expect.loss=True must be a finite number"),
+    ],
+)
+def test_a_suite_says_what_it_expects(tmp_path, expect, message):
+    file = write(tmp_path, f"{expect}\n[[jobs]]")
+    with pytest.raises(UserError) as e:
+        job_file.resolve_jobs({}, file=file, suite=True)
+    assert message in str(e.value)
+    if not expect:
+        assert job_file.resolve_jobs({}, file=file)
+
+
+NAMES = [*job_file.NAMED, "defaults", "expect", "jobs", "published", "loss"]
+TOML = st.recursive(
+    st.text(max_size=5)
+    | st.integers()
+    | st.booleans()
+    | st.floats()
+    | st.sampled_from(["8b", "8"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.fixed_dictionaries(
+        {"jobs": st.lists(st.dictionaries(st.sampled_from(NAMES), TOML, max_size=2)) | TOML},
+        optional={"defaults": TOML, "expect": TOML, "other": TOML},
+    ),
+    st.booleans(),
+)
+def test_any_file_of_jobs_gives_settings_or_a_message(monkeypatch, data, suite):
+    monkeypatch.setattr(job_file, "load", lambda file: copy.deepcopy(data))
+    made, message = [], ""
+    try:
+        made = job_file.resolve_jobs({"MODEL_SIZE": "8b"}, file="jobs.toml", suite=suite)
+    except UserError as e:
+        message = str(e)
+    assert made or message.startswith("jobs.toml")
+    assert all(isinstance(s.expect, Expectation) == suite for s in made)
+
+
+def test_the_exemplar_has_a_published_figure_for_each_of_its_runs():
+    made = job_file.resolve_jobs({}, file=str(ROOT / "launch" / "exemplar.toml"), suite=True)
+    assert len(made) == 36
+    assert {s.expect for s in made} == {Expectation(published=0.95)}
+    for s in made:
+        assert not step_stats.compare_with_published(s.run, "h100").refusal
+    assert len({(s.run.model.name, s.run.model.size) for s in made}) == 6
+
+
+def test_a_suite_is_submitted_and_listed_up_to_what_sbatch_refuses(tmp_path):
+    """launch.sh: looked at with --dry_run, then submitted; the third sbatch is refused."""
+    bin_, stage = tmp_path / "bin", tmp_path / "stage"
+    bin_.mkdir()
+    count = f"echo x >> {tmp_path}/n; [[ $(wc -l < {tmp_path}/n) -lt 3 ]] && echo 4711"
+    tool(bin_, "sbatch", count)
+    asked = "[expect]\npublished = 0.9\nloss = 11\n[[jobs]]\nMODEL_SIZE = '8b'\nREPEATS = 4\n"
+    write(tmp_path, asked + "[[jobs]]\nMODEL_SIZE = '8b'\nexpect = {loss = 12}", "try.toml")
+    env = {"PATH": f"{bin_}:{plain_env()['PATH']}", "STAGE_PATH": str(stage)}
+    said = run("--suite", "try.toml", "--dry_run", **env, cwd=tmp_path)
+    assert said.startswith("# 4 x pretrain_llama31_8b_bf16_gpus8_")
+    assert "gbs128: at least 90% of published, loss at most 11\n# 1 x pretrain_llama31_8b" in said
+    assert not stage.exists()
+    assert "sbatch refused" in run("--suite=try.toml", code=2, **env, cwd=tmp_path)
+    (listed,) = (stage / "experiments").glob("suite_try_*.json")
+    made = json.loads(listed.read_text())
+    assert made["suite"] == "try"
+    assert [one["expect"]["loss"] for one in made["runs"]] == [11.0] * 4 + [12.0]
+    folders = [listed.parent / one["folder"] for one in made["runs"] if "folder" in one]
+    assert [(folder / "job_id").is_file() for folder in folders] == [True, True, False]
+
+
+def refused(capsys, *words: str) -> str:
+    """What `maxbench launch` says of words that cannot be."""
+    with pytest.raises(SystemExit, match="2"):
+        door.main(["maxbench launch", *words])
+    return capsys.readouterr().err
+
+
+def test_words_of_the_command_line(tmp_path, capsys, monkeypatch):
+    file = write(tmp_path, JOBS)
+    assert "give one of --file and --suite" in refused(capsys, "--file", file, "--suite", file)
+    assert "flag --file" in refused(capsys, "--file")
+    assert "there is no file 'no.toml'" in refused(capsys, "--file", "no.toml", "--dry-run")
+    assert "there is no file 'a b.toml'" in refused(capsys, "--file=a b.toml", "--dry_run")
+    assert "--wait=3 must be true or false" in refused(capsys, "--wait=3")
+    said = refused(capsys, "--layers", "8")
+    assert "of train alone, and changes nothing here; flags of the trainer stand after --" in said
+    listed = write(tmp_path, "[expect]\nloss = 1\n[[jobs]]\nMODEL_SIZE = '8b'", "a.toml")
+    with monkeypatch.context() as only:
+        only.setenv("DISABLE_PERFRUN", "true")
+        only.setenv("ENABLE_PROFILE", "true")
+        assert "DISABLE_PERFRUN=true leaves out the runs" in refused(capsys, "--suite", listed)
+    for name, value in RUNAI.items():
+        monkeypatch.setenv(name, value)
+    assert "--suite lists the folders of jobs" in refused(capsys, "--suite", listed)
+
+
+# --- the cluster's file ---
+
+
+def test_what_the_cluster_says_is_taken_where_nothing_else_is_said(tmp_path):
+    text = 'SBATCH_PARTITION = "batch"\nSBATCH_ACCOUNT = "acct"\nSBATCH_GPUS_PER_NODE = 4\n'
+    (tmp_path / "cluster.toml").write_text(text + 'GPU_TYPE = "h200"\nTIME_LIMIT = "01:00:00"\n')
+    env = {"STAGE_PATH": str(tmp_path), "SLURM_ACCOUNT": "mine", "SLURM_GPUS_PER_NODE": "null"}
+    (s,) = job_file.resolve_jobs(env)
+    options = slurm.sbatch_options(s, "", pathlib.Path("x"))
+    assert {"--partition=batch", "--account=mine", "--time=01:00:00"} <= {*options}
+    assert s.run.layout.gpu_type == "h200"
+    assert not [option for option in options if option.startswith("--gres")]
+    (s,) = job_file.resolve_jobs(env | {"SBATCH_PARTITION": ""})  # set, though to nothing
+    assert "--partition=batch" not in slurm.sbatch_options(s, "", pathlib.Path("x"))
+    said = run("--dry-run", STAGE_PATH=str(tmp_path))
+    assert "#SBATCH --account=acct" in said
+    assert "#SBATCH --gres=gpu:4" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("GPU_TYP = 'h100'", "cluster.toml: GPU_TYP is no variable; did you mean GPU_TYPE?"),
+        ("GPU_TYPE = ['h100', 'b200']", "cluster.toml: GPU_TYPE is a list; a cluster has one"),
+        ("STAGE_PATH = '/x'", "cluster.toml: STAGE_PATH is not said here"),
+        ("GPU_TYPE = h100", "cluster.toml' is no TOML: Invalid value"),
+        ("GPU_TYPE = 'a100'", "GPU_TYPE='a100' is not one of h100"),
+    ],
+)
+def test_what_cannot_be_in_the_file_of_a_cluster(tmp_path, text, message):
+    (tmp_path / "cluster.toml").write_text(text)
+    assert message in run("--dry-run", code=2, STAGE_PATH=str(tmp_path))
+
+
+def test_nodes_that_share_nvlink_are_asked_for_as_the_cluster_says(monkeypatch):
+    monkeypatch.setattr(slurm, "sbatch_supports", lambda option: False)
+    env = {"MODEL": "nemotron4", "GPU_TYPE": "gb200", "JOB_TOTAL_GPUS": "128"}
+    for asked, said in (("true", []), ("false", ["--segment=16 is left out: SEGMENT=false"])):
+        (s,) = job_file.resolve_jobs(env | {"SEGMENT": asked})
+        options = slurm.sbatch_options(s, "", pathlib.Path("x"))
+        assert ("--segment=16" in options) == (asked == "true")
+        assert slurm.notes(s) == said
+
+
+def test_nodes_of_another_architecture_need_their_own_environment(tmp_path, monkeypatch):
+    """setup.sh has run on the login node alone; the door is what a job calls."""
+    here = slurm.platform.machine()
+    for name in ("venv", f"venv-{here}"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").touch()
+    monkeypatch.setenv("MAXBENCH_PYTHON", f"{tmp_path}/venv-{here}/bin/python")
+    assert slurm.python_of_nodes() == f"{tmp_path}/venv/bin/python"
+    settled = lambda kind: job_file.resolve_jobs({"ARCHITECTURE": kind})[0]
+    slurm._environment_is_there(settled(here))
+    with pytest.raises(UserError, match=f"are riscv and there is no {tmp_path}/venv-riscv: sbatch"):
+        slurm._environment_is_there(settled("riscv"))
+    monkeypatch.setenv("MAXBENCH_PYTHON", "/bin/python")
+    slurm._environment_is_there(settled("riscv"))
+
+
+def test_in_the_shell_of_an_allocation_a_file_is_submitted(tmp_path):
+    env = plain_env(SLURM_JOB_ID="7", SLURM_CONF="")
+    command = [str(LAUNCH), "--file=none.toml"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert "there is no file 'none.toml'" in done.stderr
+    assert "--inside" not in done.stderr

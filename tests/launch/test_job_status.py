@@ -1,0 +1,168 @@
+"""maxbench jobs and archive: runs while they are there, and what is kept of them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import tarfile
+import time
+import types
+
+import pytest
+
+from maxbench.launch import archive, job_status, watch
+from tests.launch.test_launch import tool
+
+
+def folder(place: pathlib.Path, stamp: int, **files: object) -> pathlib.Path:
+    """A run's folder with JSON files in it."""
+    made = place / "experiments" / "run" / f"run_{stamp}"
+    made.mkdir(parents=True)
+    for name, what in files.items():
+        (made / f"{name}.json").write_text(json.dumps(what))
+    return made
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Four jobs: one waits, one runs after a requeue, one has failed, one is done."""
+    (folder(tmp_path, 4) / "job_id").write_text("14")
+    folder(tmp_path, 1, job={"job": "11"})
+    running = folder(tmp_path, 3, job={"job": "11", "restart": 1})
+    steps = [json.dumps({"step": i, "step_s": float(i)}) for i in range(2000)]
+    (running / "metrics.jsonl").write_text("\n".join([*steps, '{"step": 2000, "st']))
+    left = {"code": 1, "reason": "DUE TO TIME LIMIT"}
+    folder(tmp_path, 2, job={"job": "12"}, exit=left, result={"reason": "loss is\x1b NaN"})
+    folder(tmp_path, 0, job={"job": "10"}, exit={"code": 0})
+    return tmp_path / "experiments"
+
+
+def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, monkeypatch, capsys):
+    tool(tmp_path, "squeue", "echo '14|PENDING|Resources'; echo '11|RUNNING|None'")
+    tool(tmp_path, "sacct", "echo '12|FAILED|None'; echo '11|PENDING|None'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert job_status.table(job_status.folders([runs])) == [
+        ("14", "PENDING", "-", "-", "run_4", "Resources"),
+        ("11", "RUNNING", "1999", job_status.progress(runs / "run" / "run_3")[1], "run_3", ""),
+        ("12", "FAILED", "-", "-", "run_2", "loss is\\x1b NaN"),
+        ("11", "REQUEUED", "-", "-", "run_1", ""),
+        ("10", "COMPLETED", "-", "-", "run_0", ""),
+    ]
+    assert 1600 < float(job_status.progress(runs / "run" / "run_3")[1]) < 1999  # of the last steps
+    assert job_status.main(["jobs", str(runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("run_4  Resources")
+
+
+def test_without_slurm_the_folders_say_it(runs, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    said = [row[1] for row in job_status.table(job_status.folders([runs]))]
+    assert said == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
+    with pytest.raises(SystemExit, match="2"):
+        job_status.main(["jobs", "/nowhere"])
+
+
+def test_folders_that_come_and_go_are_no_matter(runs, monkeypatch):
+    """Checkpoints are written and removed below a run while others look."""
+    looked, scan = [], os.scandir
+
+    def scandir(path):
+        looked.append(pathlib.Path(path).name)
+        if "gone" in looked[-1]:
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    for name in ("gone", "run/run_3/checkpoints"):
+        (runs / name).mkdir()
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert len(job_status.folders([runs])) == 5
+    assert "gone" in looked
+    assert "checkpoints" not in looked
+
+
+def clock(sleep) -> types.SimpleNamespace:
+    """In place of the module time."""
+    return types.SimpleNamespace(sleep=sleep, strftime=time.strftime)
+
+
+def test_one_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
+    """It waits, steps, is requeued into another folder, and is done; once Slurm does not answer."""
+    first = folder(tmp_path, 1)
+    (first / "job_id").write_text("11")
+    tool(tmp_path, "squeue", f"cat {tmp_path}/word")
+    tool(tmp_path, "sacct", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def slurm(word: str):
+        (tmp_path / "word").write_text(word and f"11|{word}\n12|RUNNING|None\n")
+
+    def step(place: pathlib.Path, number: int):
+        (place / "metrics.jsonl").write_text(f'{{"step": {number}, "step_s": 1.5}}\n')
+
+    def requeued():
+        slurm("PENDING|BeginTime")
+        (first / "exit.json").write_text('{"code": 1, "reason": "NODE FAILURE"}')
+
+    def second():
+        slurm("RUNNING|None")
+        step(folder(tmp_path, 2, job={"job": "11", "restart": 1}), 8)
+
+    moves = [
+        lambda: slurm("RUNNING|None"),
+        lambda: step(first, 7),
+        lambda: slurm(""),  # no answer: nothing has changed
+        requeued,
+        second,
+        lambda: slurm("COMPLETED|None"),
+    ]
+    slurm("PENDING|Resources")
+    monkeypatch.setattr(watch, "time", clock(lambda _: moves.pop(0)()))
+    assert watch.main(["watch", "11", str(tmp_path)]) == 0
+    assert [line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        str(first),
+        "PENDING  Resources",
+        "RUNNING",
+        "RUNNING  step 7, 1.500 s/step",
+        "PENDING  step 7, 1.500 s/step  NODE FAILURE",
+        str(first.parent / "run_2"),
+        "RUNNING  step 8, 1.500 s/step",
+        "COMPLETED  step 8, 1.500 s/step",
+    ]
+    assert moves == []
+
+
+def test_how_watching_ends(runs, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert watch.main(["watch", "10", str(runs)]) == 0
+    assert watch.main(["watch", "12", str(runs)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  FAILED  loss is\\x1b NaN")
+    for words in (["12x", str(runs)], [], ["99", str(runs)], ["10", "/nowhere"]):
+        with pytest.raises(SystemExit, match="2"):
+            watch.main(["watch", *words])
+    assert "job 99 is not known to Slurm, and no folder" in capsys.readouterr().err
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "time", clock(interrupt))
+    assert watch.main(["watch", "14", str(runs)]) == 130
+
+
+def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):
+    for name in ("checkpoints/5", "nsys_profile", "xplane"):
+        (runs / "run" / "run_3" / name).mkdir(parents=True)
+        (runs / "run" / "run_3" / name / "large").write_text("x")
+    (runs / "link").symlink_to("/etc/passwd")
+    os.mkfifo(runs / "pipe")
+    target = runs / "kept.tar.gz"  # which is not in itself
+    assert archive.main(["archive", str(runs), "--to", str(target)]) == 0
+    with tarfile.open(target) as tar:
+        names = {*tar.getnames()}
+    (tmp_path / "out").mkdir()
+    subprocess.run(["tar", "-xf", target, "-C", tmp_path / "out"], check=True)
+    assert len(names) == 10  # with the sums
+    assert "experiments/run/run_3/metrics.jsonl" in names
+    assert not [n for n in names if "large" in n or "link" in n or "pipe" in n]
+    subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
+    for words in ([str(runs), "--to", str(target)], [], ["/nowhere"], [str(runs), "--to"]):
+        with pytest.raises(SystemExit, match="2"):
+            archive.main(["archive", *words])

@@ -1,0 +1,125 @@
+"""The arithmetic that decides what --search compiles."""
+
+import csv
+import pathlib
+import re
+
+import pytest
+
+from maxbench.config import command_line, recipes
+from maxbench.cost_model import memory
+from maxbench.cost_model.memory import GIB
+from maxbench.pipeline.schedule import schedule_for
+from maxbench.planning import search
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+def run_of(arguments: str):
+    words = f"--config configs/{arguments}".split()
+    return command_line.run_of(words)
+
+
+def test_pipelines_divide_the_layers_or_the_layers_and_two_slots():
+    assert search.pipelines(4, [1, 2, 4]) == [(1, 1), (2, 1), (2, 2), (2, 3), (4, 1)]
+    of_405b = search.pipelines(126, search.degrees(9 * 8, 16))
+    assert (8, 8) in of_405b  # 126 + 2 slots
+    assert (9, 14) in of_405b
+    assert (2, 63) in of_405b
+    assert (8, 9) not in of_405b
+
+
+@pytest.mark.parametrize(
+    "arguments", ["llama31_405b.py --gpus 512", "nemotron4_340b.py --gpus 128"]
+)
+def test_the_published_layout_is_among_the_legal_ones(arguments):
+    run = run_of(arguments)
+    found = set(search.layouts(run, run.layout.gpus, run.layout.gbs))
+    assert run in found
+    assert len(found) > 1000
+    assert {x.layout.pp for x in found} == {1, 2, 4, 8, 16}
+    assert all(x.layout.gpus == run.layout.gpus for x in found)
+    assert all(x.layout.gbs == run.layout.gbs for x in found)
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("vp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_work_in_flight_is_the_schedules(pp, vp, name):
+    axes = f"--pp {pp} --vp {vp} --layers 32 --gbs {2 * 4 * pp} --mbs 2"
+    for turn in (0, 1, pp + 2):
+        how = f"--config.train.schedule={name} --config.train.microbatch_group_size={turn}"
+        run = run_of(f"llama2_70b.py:tiny {axes} {how}")
+        assert run.layout.microbatches == 4 * pp
+        assert memory.stash_slots(run) == schedule_for(run).stash_slots
+
+
+def test_the_arithmetic_is_near_what_was_compiled():
+    """Every row of the table: time within a third, memory within a fifth."""
+    with pathlib.Path("docs/plan.csv").open(newline="") as f:
+        table = [row for row in csv.DictReader(f) if row["gpu_type"] == "h100"]
+    assert len(table) == 74
+    for row in table:
+        flags = f"--gpus {row['gpus']} --dtype {row['dtype']}"
+        run = run_of(f"{row['workload']}.py {flags}")
+        assert search.estimate_step_s(run) == pytest.approx(float(row["step_s"]), rel=0.33), flags
+        held = search.estimate_bytes(run) + memory.activation_bytes(run)
+        assert held / GIB == pytest.approx(float(row["memory_gib"]), rel=0.2), flags
+
+
+def test_candidates_fit_by_arithmetic_and_differ():
+    run = run_of("llama31_8b.py --gpus 8")
+    found = search.shortlist(run, 4)
+    assert found[0] == run
+    assert len(set(found)) == 5
+    room = lambda one: (
+        memory.capacity("h100") - search.estimate_bytes(one) - memory.activation_bytes(one)
+    )
+    assert all(room(one) > 0 for one in found[1:])
+    assert [search.estimate_step_s(one) for one in found[1:]] == sorted(
+        map(search.estimate_step_s, found[1:])
+    )
+
+
+def test_what_does_not_fit_may_wait_in_the_hosts_memory():
+    """The fewest tensors, largest first; about half of the way there and back is waited for."""
+    run = run_of("llama2_70b.py --gpus 64")
+    size = memory.activation_bytes
+    whole = memory.with_remat(run, "none")
+    one = memory.offloaded(run, 0.9 * size(whole))
+    assert (one.train.remat, one.train.offload) == ("none", "mlp_up")
+    assert size(one) == size(whole) - 80 * 8192 * 2 * 2 * 28672
+    assert memory.offloaded(run, 0.01 * size(whole)) is None
+    assert memory.offloaded(run_of("llama31_405b.py --gpus 512"), 1e12) is None
+    there = (size(whole) - size(one)) / (64e9 * run.layout.gpu.efficiency.memory)
+    assert search.estimate_step_s(one) == pytest.approx(search.estimate_step_s(whole) + there)
+
+
+def test_a_number_of_gpus_that_no_table_has():
+    """Nine stages and three copies of the weights: no power of two."""
+    run = run_of("llama31_405b.py --gpus 512")
+    found = search.at(run, 576, 4)
+    assert [search.estimate_step_s(one) for one in found] == sorted(
+        map(search.estimate_step_s, found)
+    )
+    assert {(one.layout.gpus, one.layout.gbs) for one in found} == {(576, 288)}
+    assert any(one.layout.pp == 9 for one in found)
+
+
+def test_what_cannot_fit_is_said_with_what_would():
+    """405B in 12 + 4 bytes a weight: 16 GPUs would hold 406 GB each."""
+    run = run_of("llama31_405b.py --tp 8 --pp 2 --gbs 8")
+    assert memory.lower_bound(run) == pytest.approx((12 / 16 + 4 / 16) * 405.9e9, rel=0.02)
+    said = search.why_it_cannot_fit(run)
+    assert re.match(
+        r"does not fit: .* alone take 37\d GiB of each GPU, which has 74; .* 128 do", said
+    )
+    axes = said.partition("do: ")[2]
+    assert not search.why_it_cannot_fit(run_of(f"llama31_405b.py {axes}"))
+    assert not search.why_it_cannot_fit(run_of("llama31_405b.py --gpus 512"))
+
+
+def test_the_table_has_no_such_row():
+    with pytest.raises(recipes.NoRow, match="maxbench plan --gpus 96 finds them") as e:
+        run_of("llama31_405b.py --gpus 96")
+    assert e.value.nearest == 512  # 128 and fewer are of fewer layers

@@ -1,0 +1,107 @@
+"""What is alive when, and the pictures of a plan, against what is known by hand."""
+
+import re
+import types
+import xml.etree.ElementTree
+
+import pytest
+
+from maxbench.config.run import AXES
+from maxbench.cost_model import buffer_liveness, hlo
+from maxbench.cost_model.costs import Costs
+from maxbench.pipeline.schedule import build_schedule
+from maxbench.planning import scaling, search, svg
+from tests.conftest import resolve
+
+# A loop fills a stack of 4 rows of 1 KiB, each from a temporary of 2 KiB; then a sum of 4 KiB.
+PROGRAM = """HloModule m, is_scheduled=true
+
+%put (a: f32[4,256], b: s32[], c: f32[512]) -> f32[4,256] {
+  %a = f32[4,256]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %c = f32[512]{0} parameter(2)
+  %part = f32[1,256]{1,0} slice(%c), slice={[0:256]}
+  ROOT %u = f32[4,256]{1,0} dynamic-update-slice(%a, %part, %b, %b)
+}
+
+%body (state: (s32[], f32[4,256])) -> (s32[], f32[4,256]) {
+  %state = (s32[], f32[4,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = f32[4,256]{1,0} get-tuple-element(%state), index=1
+  %wide = f32[512]{0} broadcast(%i), metadata={op_name="jit/jvp(x)/Block/mlp/up/mul"}
+  %filled = f32[4,256]{1,0} fusion(%stack, %i, %wide), kind=kLoop, calls=%put
+  %next = s32[] add(%i, %i)
+  ROOT %out = (s32[], f32[4,256]{1,0}) tuple(%next, %filled)
+}
+
+%more (state: (s32[], f32[4,256])) -> pred[] {
+  %state = (s32[], f32[4,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %less = pred[] compare(%i, %i), direction=LT
+}
+
+ENTRY %main (w: f32[1024], m: f32[2048]) -> f32[1024] {
+  %w = f32[1024]{0} parameter(0), metadata={op_name="state['params']['w']"}
+  %m = f32[2048]{0} parameter(1), metadata={op_name="state['opt'][1].mu['w']"}
+  %zero = s32[] constant(0)
+  %empty = f32[4,256]{1,0} broadcast(%zero), metadata={op_name="jit/broadcast"}
+  %start = (s32[], f32[4,256]{1,0}) tuple(%zero, %empty)
+  %loop = (s32[], f32[4,256]{1,0}) while(%start), condition=%more, body=%body, \
+backend_config={"known_trip_count":{"n":"4"}}
+  %kept = f32[4,256]{1,0} get-tuple-element(%loop), index=1
+  %flat = f32[1024]{0} bitcast(%kept)
+  ROOT %sum = f32[1024]{0} add(%w, %flat)
+}
+"""
+
+
+def alive():
+    return buffer_liveness.liveness(hlo.parse(PROGRAM), Costs("h100", dict.fromkeys(AXES, 1)))
+
+
+def test_buffers_live_from_the_first_write_to_the_last_read():
+    """The stack keeps its place in the loop, and the result takes that of the weights."""
+    found = alive()
+    at, names = found.peak()
+    assert names == {"optimizer": 8192, "weights": 4096, "forward mlp/up": 4096 + 2048}
+    assert max(found.total()) - sum(names.values()) in range(0, 8)  # the counter
+    assert found.total()[0] == found.total()[-1] - 4096 == 8192 + 4096
+    assert len(found.seconds) == len(found.total()) > at
+
+
+def test_a_picture_of_memory_names_what_is_alive_at_the_peak():
+    picture = svg.memory(alive(), "toy", 18 << 10, 1 << 15)
+    words = [text.text for text in xml.etree.ElementTree.fromstring(picture) if text.text]
+    assert any("forward mlp/up" in text for text in words)
+    assert any("optimizer" in text for text in words)
+
+
+@pytest.mark.parametrize(("pp", "vp", "micro"), [(4, 2, 8), (2, 1, 2), (8, 1, 64)])
+def test_the_shaded_part_of_a_schedule_is_its_bubble(pp, vp, micro):
+    s = build_schedule("1f1b", pp, vp, micro)
+    picture = svg.schedule(s, "toy")
+    drawn = re.findall(r'd="M[\d. ]+h([\d.]+)v26[^"]*" fill="(#\w+)"', picture)
+    widths = lambda *colors: sum(float(w) for w, color in drawn if color in colors)
+    whole = widths(svg.IDLE, *svg.COLORS[:2])
+    if s.ticks <= svg.MOST_TICKS:
+        assert widths(svg.IDLE) / whole == pytest.approx(s.bubble(), abs=0.01)
+    else:
+        assert "ticks left out" in picture
+
+
+def test_scaling_starts_from_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "SIZES", [1, 8, 16, 4096, 65536])
+    monkeypatch.setattr(scaling, "SEARCHED", 16)
+    run = resolve("llama31_8b", gpus=8)
+    plan = types.SimpleNamespace(run=run, step_s=2 * search.estimate_step_s(run))
+    found = scaling.scaling(plan)
+    best, seconds = found["weak"][8]
+    assert seconds == pytest.approx(2 * search.estimate_step_s(best))
+    assert seconds <= plan.step_s
+    assert [*found["weak"]] == [8, 16, 4096, 65536]
+    assert "no layout is legal and fits on so many GPUs: 1\n" in scaling.table(found)
+    assert found["weak"][65536][0].layout.gbs == 128 * 65536 // 8
+    assert max(found["strong"]) < 65536  # 128 sequences are too few for so many
+    assert {r.layout.gbs for r, _ in found["strong"].values()} == {128}
+    scaling.draw(plan, found, tmp_path / "x.svg")
+    xml.etree.ElementTree.fromstring((tmp_path / "x.svg").read_text())

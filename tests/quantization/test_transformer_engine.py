@@ -1,0 +1,71 @@
+"""Transformer Engine: what is said where it is missing, and its checks where it is there."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import jax
+import pytest
+
+from maxbench.cost_model import stub_libcuda
+from maxbench.quantization import transformer_engine
+
+INSTALLED = importlib.util.find_spec("transformer_engine") is not None
+needs_te = pytest.mark.skipif(not INSTALLED, reason="./install_te.sh not run")
+
+
+def test_absent_names_the_install_command(monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ValueError, match=r"not installed.*install_te\.sh"):
+        transformer_engine.load.__wrapped__()
+
+
+@pytest.mark.parametrize("found", ["1.13.0", "2.9.1", "2.16.0+abc"])
+def test_too_old_names_the_oldest(found, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: found)
+    with pytest.raises(ValueError, match=r"older than 2\.17.*install_te\.sh"):
+        transformer_engine.load.__wrapped__()
+
+
+@pytest.mark.parametrize("error", [OSError("libcuda.so.1"), ImportError("no module")])
+def test_what_does_not_load_says_why(error, monkeypatch):
+    def fail(name):
+        raise error
+
+    jax.devices()  # imports JAX's own plugins
+    monkeypatch.setattr(metadata, "version", lambda name: "2.20.2")
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ValueError, match=f"does not load.*{error}"):
+        transformer_engine.load.__wrapped__()
+
+
+def test_without_driver_or_compiler_plan_says_what_te_wants(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"C compiler.*backend=xla needs neither"):
+        stub_libcuda.stand_in(tmp_path)
+
+
+@needs_te
+def test_transformer_engine_on_the_cpu(tmp_path):
+    """In a process of its own: without a driver, and where TE can be loaded once."""
+    environment = os.environ | {
+        "MAXBENCH_CACHE": str(tmp_path),
+        "NVTE_JAX_CUSTOM_CALLS": "false",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    }
+    # TE 2.20 reads a name that JAX has deprecated, when it is imported.
+    ours = ["-p", "no:cacheprovider", "-W", "ignore:jax.interpreters.pxla:DeprecationWarning"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", *ours, "tests/quantization/with_te.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout

@@ -1,0 +1,253 @@
+"""The page: what it answers, in a browser on a desk, on a phone and in the dark, its size, its
+sample in the docs."""
+
+import html
+import json
+import math
+import pathlib
+import re
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import sample_report
+from maxbench.reporting import compare, details, diagnosis, page, plots
+from tests.reporting.test_report import H100, ROOT, nemo, ours, planned_run, program, rows
+
+__all__ = ["program"]  # a fixture
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LOOKED_AT = pytest.mark.skipif(
+    not CHROMIUM, reason="NO CHROMIUM: the page is not looked at; apt-get chromium"
+)
+# What the browser finds: what is too wide, too small or too faint, and what the script does.
+PROBE = """
+const lum = c => { const [r, g, b] = c.match(/[0-9.]+/g).map(x => x / 255)
+  .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const ratio = (a, b) => { const [x, y] = [lum(a), lum(b)].sort((p, q) => q - p);
+  return (x + 0.05) / (y + 0.05); };
+const behind = e => { const c = getComputedStyle(e).backgroundColor;
+  return c === "rgba(0, 0, 0, 0)" ? behind(e.parentElement) : c; };
+document.querySelectorAll("details").forEach(e => { e.open = true; });
+const faint = [], small = [];
+for (const e of document.querySelectorAll("body *")) {
+  const own = [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+  if (!own || !e.getClientRects().length || /^(SCRIPT|title|OPTION)$/.test(e.tagName)) continue;
+  const style = getComputedStyle(e), drawn = e.ownerSVGElement;
+  const scale = drawn ? drawn.getBoundingClientRect().width / drawn.viewBox.baseVal.width : 1;
+  const named = `${e.tagName}.${e.getAttribute("class")} ${e.textContent.trim().slice(0, 30)}`;
+  if (parseFloat(style.fontSize) * scale < 11) small.push(named);
+  if (ratio(drawn ? style.fill : style.color, behind(e)) < 4.5) faint.push(named);
+}
+const found = { faint, small };
+const body = document.querySelector("table.sorted").tBodies[0];
+const said = () => [...body.rows].filter(r => !r.hidden).map(r => r.querySelector("a").textContent);
+const find = document.querySelector("input");
+find.value = "16 gpus pass"; find.dispatchEvent(new Event("input")); found.filtered = said();
+find.value = ""; find.dispatchEvent(new Event("input"));
+const sort = [...document.querySelectorAll("th button")].find(x => x.textContent === "Step, s");
+found.sortable = sort.getClientRects().length;
+sort.click(); sort.click(); found.sorted = said();
+const [first, second] = document.querySelectorAll("select");
+const choose = (select, text) => { select.selectedIndex =
+  [...select.options].findIndex(option => option.textContent.includes(text)); };
+choose(first, "16 GPUs, GBS 256, run 1"); choose(second, "8 GPUs, GBS 128, run 2");
+first.dispatchEvent(new Event("change"));
+found.pair = Object.fromEntries([...document.querySelectorAll("#pair tbody tr")]
+  .map(r => [r.cells[0].textContent, r.cells[1].textContent + " | " + r.cells[2].textContent]));
+const svg = document.querySelector("#overlay ~ .card svg.frame");
+const line = svg.querySelector(".line0");
+const at = new DOMPoint(line.points[5].x, line.points[5].y).matrixTransform(svg.getScreenCTM());
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: at.x, clientY: at.y }));
+found.tip = document.getElementById("tip").textContent;
+found.scopes = document.querySelectorAll("th:not([scope])").length;
+found.wide = [document.documentElement.scrollWidth, innerWidth];
+parent.document.body.append(Object.assign(parent.document.createElement("pre"), { id: "probe",
+  textContent: JSON.stringify(found) }));
+"""
+
+
+def made(folder: pathlib.Path) -> str:
+    found = rows(folder)
+    return page.html(found, H100)
+
+
+def browser(file: pathlib.Path, *flags: str) -> str:
+    """What Chromium prints of a page."""
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *flags]
+    command += [f"--user-data-dir={file.parent}/profile", file.as_uri()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@LOOKED_AT
+@pytest.mark.parametrize(("wide", "scheme"), [(1280, 1), (390, 1), (1280, 0)])
+def test_the_page_in_a_browser(tmp_path, wide, scheme):
+    """Nothing fetched, too wide, too small or too faint; the table sorts and filters, two runs
+    stand beside each other."""
+    ours(tmp_path)
+    ours(tmp_path, gpus=16, gbs=256, step_s=11.5)
+    ours(tmp_path, gpus=16, gbs=256, step_s=lambda i: 9.4 + 0.3 * (i % 2), stamp=2)
+    nemo(tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out", 20, 9.4)
+    text = made(tmp_path)
+    assert not re.search(r'src\s*=|href="?[^#"]|https?://|@import|url\(', text)
+    file = tmp_path / "probe.html"
+    inner = html.escape(text.replace("</body>", f"<script>{PROBE}</script></body>"))
+    # A frame, because no window of this browser is narrower than 500 px.
+    file.write_text(f'<iframe width="{wide}" height="1600" srcdoc="{inner}"></iframe>')
+    flags = ["--hide-scrollbars", "--window-size=1400,1700", "--dump-dom"]
+    said = browser(file, *flags, f"--blink-settings=preferredColorScheme={scheme}")
+    found = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', said)[1]))
+    assert (found["faint"], found["small"], found["scopes"]) == ([], [], 0)
+    assert found["wide"][0] <= found["wide"][1] == wide
+    assert found["sortable"]
+    assert found["filtered"] == ["Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 2"]
+    assert [x.partition(",")[2] for x in found["sorted"]] == [
+        " 16 GPUs, GBS 256, run 1", " 16 GPUs, GBS 256, run 2", " 8 GPUs, GBS 128, run 2",
+    ]  # fmt: skip
+    assert found["pair"]["config.layout.gbs"] == "256 | 128"
+    assert "config.layout.cp" not in found["pair"]  # the same
+    assert found["tip"] == "Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
+
+
+@LOOKED_AT
+def test_paper_has_what_is_folded(tmp_path):
+    """Without scripts too: a page whose runs stay folded has fewer sheets."""
+    for stamp in range(4):
+        ours(tmp_path, stamp=stamp)
+    text, sheets = made(tmp_path).replace("<script", "<template"), []
+    for style in (text, text.replace("details::details-content", "details::no")):
+        file, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
+        file.write_text(style)
+        browser(file, f"--print-to-pdf={pdf}")
+        sheets.append(len(re.findall(rb"/Type /Page\b", pdf.read_bytes())))
+    assert sheets[0] > sheets[1] > 0
+
+
+def test_nothing_of_a_log_is_markup_on_the_page(tmp_path):
+    ours(tmp_path, slow_hosts=["<script>"], versions={"<i>": "&"}, hosts={"<script>": {}})
+    nemo(tmp_path / "log-pretrain_a<b>.out", 3, 9.4, end="ValueError: <script>'\"&\n")
+    text = made(tmp_path)
+    assert text.count("<script") == 1
+    assert "<i>" not in text
+    assert "pretrain_a&lt;b&gt;" in text
+    assert "ValueError: &lt;script&gt;&#39;&#34;&amp;" in text
+
+
+def test_the_answer_comes_first_and_says_why(tmp_path):
+    ours(tmp_path)
+    ours(tmp_path, gpus=16, gbs=256, step_s=11.4, slow_hosts=["node3"])
+    ours(tmp_path, gpus=32, gbs=512, step_s=lambda i: 9.4 if i != 40 else 40.0)
+    text = re.sub(r"<[^>]+>|\s+", " ", made(tmp_path))
+    said = text.partition("3 runs, made")[2]
+    assert re.search(
+        r"1 of 3 runs are as fast as published; +Llama 3.1 8B fp8, 32 GPUs, GBS 512 +is at 76%, "
+        r"because a few of its steps are slow: with its median step it would be at \d+%",
+        re.sub(" +", " ", said),
+    )
+    assert re.search(r"16 GPUs, GBS 256 +is at 8\d%, because it has slow hosts \(node3\)", said)
+    tile = re.search(r"FAIL +Llama 3.1 8B fp8, 32 GPUs", said)
+    assert tile  # named, not counted
+
+
+@pytest.mark.parametrize(
+    ("predicted", "why"),
+    [
+        (9.3, "its step takes 29% longer than plan predicts"),
+        (11.7, "plan expects no more than 80% of this layout, and plan gives 20% of the step to "
+               "communication"),
+    ],
+)  # fmt: skip
+def test_what_plan_knows_is_said(tmp_path, predicted, why):
+    ours(tmp_path, step_s=12.0)
+    (row,) = found = rows(tmp_path)
+    parts = {"matrix products": 0.8 * predicted, "exposed communication": 0.2 * predicted}
+    row.planned = {"step_s": predicted, "parts": parts}
+    assert ", and ".join(diagnosis.reasons(row, found, [])).startswith(why)
+    assert diagnosis.split(parts).keys() == {"computing", "communication"}
+
+
+def test_where_the_data_is_silent_nothing_is_guessed(tmp_path):
+    ours(tmp_path, step_s=10.5)
+    assert "is at 89%, and its data does not say why" in made(tmp_path)
+    ours(tmp_path, stamp=2)
+    assert "because another start of it reached 99%" in made(tmp_path)
+    assert "No run can be held against a published figure: GBS 64, published 128" in page.html(
+        rows(ours(tmp_path, gbs=64)), H100
+    )
+
+
+def test_mfu_stands_beside_the_published_one_in_its_convention(tmp_path):
+    (row,) = rows(ours(tmp_path))
+    theirs = row.baseline.mfu_pct / 100
+    assert page.mfu(row)["full"] == (row.mfu["full"], theirs)
+    row.baseline = compare.dataclasses.replace(row.baseline, convention="full, 16 KV heads")
+    ours_in_theirs, published = page.mfu(row)["full, 16 KV heads"]
+    assert ours_in_theirs == pytest.approx(published * row.share)
+
+
+def test_a_run_stands_beside_its_recipe(tmp_path, program):
+    path = planned_run(tmp_path)
+    result = json.loads((path / "result.json").read_text())
+    (row,) = rows(tmp_path)
+    assert details.beside_recipe(row) == ("llama31_8b, 8 h100, fp8", [])
+    result["config"]["layout"] |= {"cp": 1, "dp": 8}
+    (path / "result.json").write_text(json.dumps(result))
+    (row,) = rows(tmp_path)
+    assert details.beside_recipe(row)[1] == [("layout.cp", "1", "2"), ("layout.dp", "8", "4")]
+
+
+def test_what_most_runs_share_is_said_once():
+    told = [{"config.a": "1", "config.b": str(i // 2)} for i in range(3)]
+    usual = details.usual(told)
+    assert usual == {"config.a": "1", "config.b": "0"}
+    assert [details.apart(one, usual) for one in told] == [{}, {}, {"config.b": "1"}]
+    assert details.apart({"gpus": "8"}, usual | {"gpus": "8"}) == {}  # a log that names little
+
+
+def test_flat_runs_are_grouped_and_lines_are_thinned(tmp_path):
+    ours(tmp_path)
+    ours(tmp_path, gpus=16, gbs=256, step_s=lambda i: 9.4 + 0.05 * i)
+    text = made(tmp_path)
+    assert "1 run flat" in text
+    points = [(i, float(i % 7)) for i in range(9999)]
+    kept = plots.thin(points, 100)
+    assert 50 < len(kept) <= 100
+    assert kept == sorted(kept)
+    assert {y for _, y in kept} == {0.0, 6.0}
+
+
+def test_what_is_no_figure_breaks_no_plot(tmp_path):
+    hosts = {"a": 1, "b": {"gemm_tflops": ["x", math.nan, True]}, "<c>": {"step_s": -1}}
+    path = ours(tmp_path, hosts=hosts, slow_hosts=[["a"]], ended=1e300, started=-5)
+    lines = (path / "metrics.jsonl").read_text().replace("2.0", "1.7e308", 9).replace("2.0", "-1")
+    (path / "metrics.jsonl").write_text(lines)
+    assert "&lt;c&gt;" in made(tmp_path)
+    assert plots.finite({0: math.nan, 1: -math.inf, 2: 1e300, 3: 1.0}) == {3: 1.0}
+
+
+def test_a_thousand_runs_in_five_seconds_and_three_megabytes(tmp_path):
+    for i in range(1000):
+        n = (8, 16, 32)[i % 3]
+        ours(tmp_path, gpus=n, gbs=16 * n, stamp=i, step_s=lambda s, i=i: 9.4 + (s * i % 17) / 50)
+    code = (
+        "import sys\n"
+        "from maxbench.cli import report\nfrom maxbench.run import log_writer\n"
+        f"report.main(['report', '--format=html', '--output={tmp_path}/r.html', '{tmp_path}'])\n"
+        "assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
+        "print(log_writer.process_peak_bytes())\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert seconds < 5
+    assert int(done.stdout) < 500e6
+    assert (tmp_path / "r.html").stat().st_size < 3e6
+
+
+def test_the_sample_in_the_docs_is_of_this_revision():
+    """If not: python -m benchmarks.sample_report."""
+    assert sample_report.PAGE.read_text() == sample_report.html()

@@ -1,0 +1,114 @@
+"""Structure of the code: which package imports which, where no jax is imported, what is installed."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from benchmarks import recipes_table
+
+PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
+# Package -> the packages that it may import, besides itself. docs/architecture.md shows them.
+IMPORTS = {
+    "hardware": "",
+    "config": "hardware",
+    "metrics": "hardware config",
+    "run_logs": "hardware config metrics",
+    "distributed": "hardware config",
+    "sharding": "config",
+    "quantization": "config sharding",
+    "model": "config sharding quantization",
+    "pipeline": "config sharding quantization model",
+    "step": "config sharding quantization model pipeline",
+    "run": "hardware config metrics distributed sharding pipeline step",
+    "cost_model": "hardware config metrics sharding quantization pipeline step",
+    "planning": "hardware config metrics pipeline cost_model",
+    "preflight": "hardware config run_logs distributed model step",
+    "calibration": "hardware config run_logs distributed sharding quantization model step "
+    "cost_model planning preflight",
+    "launch": "hardware config metrics run_logs",
+    "reporting": "hardware config metrics run_logs cost_model planning",
+}
+ABOVE = {"cli", "api", "__main__"}  # may import all
+WITHOUT_JAX = ("hardware", "config", "metrics", "run_logs", "launch", "reporting", "cli")
+PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
+
+
+def package(path: pathlib.Path) -> str:
+    return path.parts[1] if len(path.parts) > 2 else path.stem
+
+
+def imports(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return found
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_packages_import_only_what_the_table_allows(name):
+    allowed = {name, *IMPORTS[name].split()}
+    for path in (p for p in PACKAGE if package(p) == name and p.stem != "__main__"):
+        ours = {i.split(".")[1] for i in imports(PARSED[path]) if i.startswith("maxbench.")}
+        assert ours <= allowed, path
+
+
+def test_the_table_has_every_package_and_no_cycle():
+    assert {package(p) for p in PACKAGE if len(p.parts) > 2} == {*IMPORTS, "cli"}
+    order = [*IMPORTS]
+    for name, allowed in IMPORTS.items():
+        assert all(order.index(other) < order.index(name) for other in allowed.split())
+
+
+@pytest.mark.parametrize("name", WITHOUT_JAX)
+def test_importing_it_loads_neither_jax_nor_numpy(name):
+    """A wrong flag is refused, and a report read, where neither is installed or loaded."""
+    files = [p for p in PACKAGE if package(p) == name and p.stem not in ("__init__", "__main__")]
+    modules = [".".join(p.with_suffix("").parts) for p in files]
+    code = f"import sys, {', '.join(modules)}\n"
+    code += "print({'jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_every_module_has_a_docstring():
+    assert [str(p) for p, tree in PARSED.items() if not ast.get_docstring(tree)] == []
+
+
+def test_an_installation_has_every_package():
+    """The workload files too, which a checkout has outside the package."""
+    tool = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["tool"]["setuptools"]
+    there = {".".join(p.parent.parts) for p in PACKAGE}
+    assert {*tool["packages"]} == there | {*tool["package-dir"]}
+    assert tool["package-dir"] == {"maxbench.configs": "configs"}
+
+
+def test_files_that_are_named_exist():
+    """In README, docs, docstrings and comments; capitals and copies are examples."""
+    named = r"(?<!/)\b(?:tests|maxbench|benchmarks|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
+    texts = [pathlib.Path("README.md"), *pathlib.Path("docs").glob("*.md"), *PACKAGE]
+    texts += [p for folder in ("benchmarks", "tests") for p in pathlib.Path(folder).rglob("*.py")]
+    examples = {"configs/copy.py", "configs/twin.py", "configs/llama2_7b.py"}
+    examples |= {"configs/base.yml"}  # MaxText's
+    found = {name for p in texts for name in re.findall(named, p.read_text())} - examples
+    assert {name for name in found if not pathlib.Path(name).exists()} == set()
+
+
+def test_the_recipes_in_the_docs_are_of_this_revision():
+    """If not: python -m benchmarks.recipes_table."""
+    assert recipes_table.PAGE.read_text() == recipes_table.page()
+
+
+@pytest.mark.parametrize("family", ["own"])
+def test_tests_of_one_family_run_on_one_worker(request, family):
+    """Otherwise every worker computes every reference, and all tests pass, later."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("one process")
+    assert request.node.nodeid.endswith(f"@test_codebase {family}")
