@@ -4,8 +4,10 @@ import contextlib
 import gc
 import os
 import pathlib
+import shutil
 from collections.abc import Mapping
 from importlib import metadata
+from typing import NoReturn
 
 import pytest
 
@@ -42,6 +44,25 @@ WORKLOADS = (
     "nemotron4_340b",
     "grok1_314b",
 )
+
+
+def needs(*programs: str) -> str:
+    """Path of the first of these programs that is installed; without one, the test is skipped.
+
+    To be called in a test or a fixture. With MAXBENCH_REQUIRE_ALL=1, which .ci/run sets, the test
+    fails instead: the gate installs every program, and a skip there would hide an untested part.
+    """
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where Debian has daemons
+    if found := next(filter(None, (shutil.which(name, path=path) for name in programs)), None):
+        return found
+    return unavailable(f"{' or '.join(programs)} is not installed")
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skips the test; with MAXBENCH_REQUIRE_ALL=1, fails it."""
+    if os.environ.get("MAXBENCH_REQUIRE_ALL") == "1":
+        pytest.fail(f"MAXBENCH_REQUIRE_ALL=1, but {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -60,11 +60,6 @@ PartitionName=batch Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing() -> list[str]:
-    """Commands that are not installed; the packages are slurm-wlm and munge."""
-    return [name for name in NEEDED if not _which(name)]
-
-
 def _which(name: str) -> str | None:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from maxbench.reporting import compare
 from maxbench.run_logs import readers
-from tests.conftest import processes
+from tests.conftest import needs, processes
 from tests.launch import slurm_cluster
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,16 +25,14 @@ LONG = {"MAX_STEPS": "100000"}  # never ends by itself
 
 pytestmark = [
     pytest.mark.xdist_group("slurm"),  # one cluster, one after the other
-    pytest.mark.skipif(
-        bool(slurm_cluster.missing()),
-        reason=f"NO SLURM: {', '.join(slurm_cluster.missing())} not installed; the launcher is "
-        "untested. apt-get install slurm-wlm munge",
-    ),
+    pytest.mark.slurm,
 ]
 
 
 @pytest.fixture(scope="module")
 def slurm():
+    for program in slurm_cluster.NEEDED:  # of the Debian packages slurm-wlm and munge
+        needs(program)
     with slurm_cluster.cluster() as up:
         yield up
 
@@ -282,7 +279,3 @@ def test_too_few_nodes(jobs):
     number = jobs.sbatch({}, "-N", "1")
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
     assert "needs 2 nodes, and this job has 1: sbatch -N 2 launch.sh" in jobs.log()
-
-
-if shutil.which("sbatch") is None:  # said once more at the end of the run, where it is read
-    print("NO SLURM on this machine: tests/launch/test_slurm.py is skipped", file=sys.stderr)

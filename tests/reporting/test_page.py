@@ -7,7 +7,6 @@ import math
 import pathlib
 import re
 import resource
-import shutil
 import subprocess
 import sys
 
@@ -15,13 +14,10 @@ import pytest
 
 from benchmarks import sample_report
 from maxbench.reporting import compare, details, diagnosis, page, plots
+from tests.conftest import needs
 from tests.reporting.test_report import H100, ROOT, nemo, ours, planned_run, program, rows
 
 __all__ = ["program"]  # a fixture
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-LOOKED_AT = pytest.mark.skipif(
-    not CHROMIUM, reason="NO CHROMIUM: the page is not looked at; apt-get chromium"
-)
 # What the browser finds: what is too wide, too small or too faint, and what the script does.
 PROBE = """
 const lum = c => { const [r, g, b] = c.match(/[0-9.]+/g).map(x => x / 255)
@@ -77,12 +73,12 @@ def made(folder: pathlib.Path) -> str:
 
 def browser(file: pathlib.Path, *flags: str) -> str:
     """What Chromium prints of a page."""
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *flags]
+    chromium = needs("chromium", "chromium-browser", "google-chrome")
+    command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", *flags]
     command += [f"--user-data-dir={file.parent}/profile", file.as_uri()]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-@LOOKED_AT
 @pytest.mark.parametrize(("wide", "scheme"), [(1280, 1), (390, 1), (1280, 0)])
 def test_the_page_in_a_browser(tmp_path, wide, scheme):
     """Nothing fetched, too wide, too small or too faint; the table sorts and filters, two runs
@@ -112,7 +108,6 @@ def test_the_page_in_a_browser(tmp_path, wide, scheme):
     assert found["tip"] == "Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
 
 
-@LOOKED_AT
 def test_paper_has_what_is_folded(tmp_path):
     """Without scripts too: a page whose runs stay folded has fewer sheets."""
     for stamp in range(4):

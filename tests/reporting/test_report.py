@@ -24,6 +24,7 @@ from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
 from maxbench.reporting import build_report, compare, page, predictions, tables
 from maxbench.run_logs import readers
+from tests.conftest import needs
 
 ROOT = pathlib.Path(__file__).parents[2]
 H100 = compare.ReportOptions(gpu_type="h100")
@@ -789,8 +790,7 @@ END {
 
 def test_the_seeds_parser_reads_our_log(tmp_path):
     """A real run of 50 steps, read with gawk, gives the same mean as result.json."""
-    gawk = shutil.which("gawk")
-    assert gawk, "gawk is not installed: apt-get install gawk"
+    gawk = needs("gawk")
     command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
     command += ["--cpu_devices", "1", "--steps", "50", "--layers", "1", "--seq", "16"]
     command += ["--output_dir", str(tmp_path)]
