@@ -2,7 +2,7 @@
 
   python benchmarks/fp8_loss.py            2,000 steps each; on a CPU, some minutes
 
-Writes benchmarks/results/fp8_loss.json and docs/fp8_loss.svg, and prints one table. The text is of
+Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, prints a table. The text is of
 a Markov source (maxbench/step/data.py), so the least possible loss is known.
 """
 
@@ -108,7 +108,7 @@ def main() -> None:
     results.mkdir(exist_ok=True)
     about = {"steps": steps, "smooth": SMOOTH, "flags": FLAGS, "rows": rows, "curves": curves}
     (results / "fp8_loss.json").write_text(json.dumps(about, indent=1) + "\n")
-    (ROOT / "docs" / "fp8_loss.svg").write_text(picture(curves))
+    (ROOT / "docs/images/fp8_loss.svg").write_text(picture(curves))
     print(f"{'run':<14}{'final loss':>12}{'apart':>9}{'at most':>9}")
     for name, row in rows.items():
         print(f"{name:<14}{row['final']:>12.4f}{row['apart_final']:>9.2%}{row['apart_most']:>9.2%}")

@@ -8,7 +8,7 @@ A stage is a process of its own, and another one after a crash: neither that nor
 rest. benchmarks/results/<device>-<jax>.json (in $OUT where that is set) is written after every
 case, errors whole; stages that are not run again stay in it. Ctrl-C and SIGTERM leave the table of
 what is done. Exit code: 0 all went well, 1 something failed, 2 jax has no GPU, 130 stopped. What it
-needs, and how to bring that to a machine without network: docs/first_contact.md.
+needs, and how to bring that to a machine without network: docs/how-to/first_hour_on_a_gpu.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Runs docs/notebook.ipynb, and keeps what its cells print.
+"""Runs docs/tutorial/notebook.ipynb, and keeps what its cells print.
 
 python -m benchmarks.notebook
 """
@@ -10,7 +10,7 @@ import tempfile
 import nbclient
 import nbformat
 
-NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/notebook.ipynb"
+NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/tutorial/notebook.ipynb"
 
 
 def run(folder: str | pathlib.Path) -> nbformat.NotebookNode:

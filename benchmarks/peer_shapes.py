@@ -1,4 +1,4 @@
-"""The peer's CPU shapes (MaxText, see docs/performance.md): step time, peak memory, start-up.
+"""MaxText's CPU shapes (docs/reference/measurements.md): step time, peak memory, start-up.
 
     python benchmarks/peer_shapes.py [A B C tiny]
 

@@ -3,7 +3,7 @@
   python -m benchmarks.pictures          from what is kept of a run, and from docs/report.html
   python -m benchmarks.pictures --run    trains the toy of the terminal again
 
-docs/pictures.json says of each what it was made from, so that a test can tell when it is stale.
+docs/images/pictures.json has the digest of each one's source, so that a test finds a stale one.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ import maxbench
 from maxbench.run import terminal
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
+IMAGES = DOCS / "images"
 KEPT = pathlib.Path(__file__).with_name("results") / "terminal.json"
-MADE_FROM = DOCS / "pictures.json"
+MADE_FROM = IMAGES / "pictures.json"
 COMMAND = "maxbench train --config llama31_8b:tiny --steps 12"
 COLUMNS = 92
 WINDOW = (1240, 700)  # pixels of the page that are shown
@@ -90,6 +91,6 @@ def photograph(page: pathlib.Path, out: pathlib.Path) -> None:
 if __name__ == "__main__":
     if "--run" in sys.argv:
         KEPT.write_text(json.dumps(trained(), indent=1) + "\n")
-    (DOCS / "terminal.svg").write_text(svg(json.loads(KEPT.read_text())))
-    photograph(DOCS / "report.html", DOCS / "report.png")
+    (IMAGES / "terminal.svg").write_text(svg(json.loads(KEPT.read_text())))
+    photograph(DOCS / "report.html", IMAGES / "report.png")
     MADE_FROM.write_text(json.dumps(made_from(), indent=1) + "\n")

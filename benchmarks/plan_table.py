@@ -1,5 +1,5 @@
 """Plans every row of the recipe tables, in several processes, into docs/plan.csv, and 15 of them
-into docs/plan.md.
+into docs/reference/plan_table.md.
 
   python benchmarks/plan_table.py [--jobs 2] [--cached]
 
@@ -25,7 +25,7 @@ from maxbench.config import command_line, recipes
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.memory import GIB
 
-TABLE = "## Fifteen rows"  # the heading of docs/plan.md that the generated table follows
+TABLE = "## Fifteen rows"  # heading in docs/reference/plan_table.md, above the generated table
 CSV = pathlib.Path("docs/plan.csv")
 # What decides a prediction of a program.
 PRICES = (
@@ -219,7 +219,7 @@ def main() -> None:
     lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(some, asked.jobs, say)}
     ordered = [lines[tuple(key(row).values())] for row in every]
     CSV.write_text(as_csv(ordered))
-    page = pathlib.Path("docs/plan.md")
+    page = pathlib.Path("docs/reference/plan_table.md")
     head, _, tail = page.read_text().partition(TABLE)
     _, heading, after = tail.partition("\n## ")
     page.write_text(f"{head}{TABLE}\n\n{as_markdown(ordered)}{heading}{after}")

@@ -1,4 +1,4 @@
-"""Makes docs/recipes.md: the layouts of the workload files, and the figures that are published.
+"""Writes docs/reference/recipes.md: the workload files' layouts, and the published figures.
 
 python -m benchmarks.recipes_table
 """
@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from maxbench.config.recipes import table, workloads
 from maxbench.hardware import published
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs/recipes.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/recipes.md"
 TEXT = """# Recipes and published figures
 
 `python -m benchmarks.recipes_table` makes this page from the workload files and from published.csv.
@@ -28,8 +28,8 @@ sizes alone.
 
 What others have published, with its source; `maxbench report` holds a run against the row of its
 own work. Seconds are of one step, tokens/s over all GPUs, and MFU is in the convention of the
-publication ([Reading a report](reading_a_report.md#conventions-of-flops)). A cell is empty where
-the source has none.
+publication ([Read a report](../how-to/read_a_report.md#conventions-of-flops)). A cell is empty
+where the source has none.
 
 {figures}
 """

@@ -1,18 +1,21 @@
-"""The documentation as a site: `sphinx-build -W docs build/docs`, from `pip install '.[docs]'`.
+"""Configuration of the documentation site: `sphinx-build -W docs build/docs`.
 
-A link or an anchor that leads nowhere fails the build. What it makes fetches nothing from a
-network, search included, and opens from a disk.
+Needs `pip install '.[docs]'`. A dead link or anchor fails the build. The site loads nothing from a
+network, has its own search, and can be opened from a disk.
 """
 
+import html
 import json
 import os
 import pathlib
 import re
+import tomllib
 
 from sphinx.util import logging
 
-ROOT = pathlib.Path(__file__).parents[1]
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # docstrings are read by importing
+DOCS = pathlib.Path(__file__).parent
+ROOT = DOCS.parent
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # autodoc imports the package
 
 project = "maxbench"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -21,9 +24,10 @@ html_title = "maxbench"
 html_show_sphinx = html_show_copyright = html_copy_source = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
-html_extra_path = ["report.html", "plan.csv", "notebook.ipynb"]
+# Copied to the root of the site, whatever their folder here.
+html_extra_path = ["report.html", "plan.csv", "experiments.csv", "tutorial/notebook.ipynb"]
 myst_heading_anchors = 3
-smartquotes = False  # a quote is what one types
+smartquotes = False  # quotation marks are part of commands
 default_role = "code"  # `of docstrings`
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -33,38 +37,66 @@ log = logging.getLogger(__name__)
 
 
 def setup(app):
-    """What these pages hold that Sphinx does not know."""
-    app.connect("source-read", read)
+    """Registers the changes of a page's source that are made before Sphinx parses it."""
+    app.connect("source-read", prepare)
 
 
-def read(app, name: str, source: list[str]) -> None:
-    """The notebook becomes a page; links out of docs/ become the names of the files."""
-    if name == "notebook":
-        cells = json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"]
-        source[0] += "\n\n".join(map(shown, cells))
+def prepare(app, page: str, source: list[str]) -> None:
+    """Appends generated text to two pages, and rewrites the links that Sphinx cannot resolve."""
+    if page == "tutorial/notebook":
+        cells = json.loads((DOCS / "tutorial/notebook.ipynb").read_text())["cells"]
+        source[0] += "\n\n".join(map(cell_markdown, cells))
+    if page == "reference/command_line":
+        commands = tomllib.loads((ROOT / "maxbench/config/commands.toml").read_text())
+        source[0] += "\n\n".join(command_markdown(*item) for item in commands.items())
+    folder = (DOCS / page).parent
+    extra = {(DOCS / path).resolve(): pathlib.Path(path).name for path in html_extra_path}
 
-    def outside(link: re.Match) -> str:
-        if not (ROOT / "docs" / link[1]).exists():
-            log.warning("there is no %s", link[1], location=name)
-        return f"`{link[1].removeprefix('../')}`"
+    def link(match: re.Match) -> str:
+        text, path = match[1], match[2].partition("#")[0]
+        target = (folder / path).resolve()
+        if target in extra:
+            name = os.path.relpath(DOCS / extra[target], folder)
+            return f'<a href="{name}">{html.escape(text)}</a>'
+        if target.is_relative_to(DOCS):
+            return match[0]
+        if not target.exists():
+            log.warning("there is no %s", path, location=page)
+        return f"`{os.path.relpath(target, ROOT)}`"
 
-    source[0] = re.sub(r"\[[^]]*\]\((\.\./[^)#]*)[^)]*\)", outside, source[0])
-    # Pages that are made elsewhere, and files, are beside the pages of the site.
-    beside = "|".join(map(re.escape, html_extra_path))
-    source[0] = re.sub(rf"\[([^]]*)\]\(({beside})\)", r'<a href="\2">\1</a>', source[0])
+    source[0] = re.sub(r"(?<!!)\[([^]]*)\]\(((?!https?:|#)[^)\s]+)\)", link, source[0])
 
 
-def shown(cell: dict) -> str:
-    """A cell of a notebook in Markdown."""
+def command_markdown(name: str, command: dict) -> str:
+    """Purpose, examples, own flags and notes of a command of commands.toml, in Markdown."""
+    lines = [f"## maxbench {name}", command["does"], "```bash", *command["examples"], "```"]
+    for group, flags in command.get("flags", {}).items():
+        lines += ["", f"| {group} | meaning |", "|---|---|"]
+        lines += [f"| `--{flag}` | {flag_text(about)} |" for flag, about in flags.items()]
+    return "\n".join([*lines, "", command.get("notes", "").strip()])
+
+
+def flag_text(about: dict) -> str:
+    """Meaning of a flag, with its choices and its default, for a cell of a table."""
+    text = about["text"]
+    if about.get("choices"):
+        text += f" ({', '.join(about['choices'])})"
+    if about.get("default") not in (None, ""):
+        text += f"; default {about['default']}"
+    return text.replace("|", "\\|")
+
+
+def cell_markdown(cell: dict) -> str:
+    """A cell of a notebook, with its outputs, in Markdown."""
     text = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return text
-    return "\n\n".join([f"```python\n{text}\n```", *map(output, cell["outputs"])])
+    return "\n\n".join([f"```python\n{text}\n```", *map(output_markdown, cell["outputs"])])
 
 
-def output(out: dict) -> str:
-    """What a cell has left: HTML, as in a notebook, else text."""
-    data = out.get("data", {})
+def output_markdown(output: dict) -> str:
+    """An output of a notebook's cell: its HTML where it has one, else its text."""
+    data = output.get("data", {})
     if "text/html" in data:
         return f'<div class="output">{"".join(data["text/html"])}</div>'
-    return f"```text\n{''.join(out.get('text') or data['text/plain'])}\n```"
+    return f"```text\n{''.join(output.get('text') or data['text/plain'])}\n```"

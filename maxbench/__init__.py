@@ -2,7 +2,7 @@
 
 In Python, `maxbench.plan(...)`, `maxbench.train(...)` and `maxbench.report(...)` do what the
 commands of these names do, `maxbench.sweep(...)` many of them, and return what prints itself:
-docs/python.md.
+docs/how-to/use_from_python.md.
 """
 
 import importlib

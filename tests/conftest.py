@@ -26,7 +26,7 @@ gc.set_threshold(50_000, 20, 50)
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench/tests"
 os.environ["MAXBENCH_CACHE"] = str(CACHE / "plan")
 KEPT = 1 << 30  # bytes; with a limit, what jax keeps is locked too
-# Kept figures are of this one; what others make of a program is a little slower (docs/plan.md).
+# Kept figures are of this one; others' programs are a little slower.
 KEPT_FIGURES_JAX = metadata.version("jax") == "0.10.2"
 
 

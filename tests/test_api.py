@@ -1,4 +1,4 @@
-"""The commands as functions: what docs/python.md shows, and that there is no second way."""
+"""The commands as functions, as docs/how-to/use_from_python.md shows them."""
 
 import pathlib
 import re
@@ -21,7 +21,7 @@ from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
 
 
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
-    page = pathlib.Path("docs/python.md").read_text()
+    page = pathlib.Path("docs/how-to/use_from_python.md").read_text()
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():
         monkeypatch.setenv(name, value)

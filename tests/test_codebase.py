@@ -12,7 +12,7 @@ import pytest
 from benchmarks import recipes_table
 
 PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
-# Package -> the packages that it may import, besides itself. docs/architecture.md shows them.
+# Package -> the packages that it may import, besides itself: docs/explanation/architecture.md.
 IMPORTS = {
     "hardware": "",
     "config": "hardware",
@@ -93,7 +93,7 @@ def test_an_installation_has_every_package():
 def test_files_that_are_named_exist():
     """In README, docs, docstrings and comments; capitals and copies are examples."""
     named = r"(?<!/)\b(?:tests|maxbench|benchmarks|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
-    texts = [pathlib.Path("README.md"), *pathlib.Path("docs").glob("*.md"), *PACKAGE]
+    texts = [pathlib.Path("README.md"), *pathlib.Path("docs").rglob("*.md"), *PACKAGE]
     texts += [p for folder in ("benchmarks", "tests") for p in pathlib.Path(folder).rglob("*.py")]
     examples = {"configs/copy.py", "configs/twin.py", "configs/llama2_7b.py"}
     examples |= {"configs/base.yml"}  # MaxText's

@@ -170,8 +170,8 @@ def test_tensors_that_do_not_fit_are_named():
 
 @pytest.mark.core
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
-    """docs/model.md: its code blocks, one after another, as a reader would paste them."""
-    page = pathlib.Path("docs/model.md").read_text()
+    """The code blocks of docs/how-to/use_the_network.md run one after another."""
+    page = pathlib.Path("docs/how-to/use_the_network.md").read_text()
     monkeypatch.syspath_prepend(pathlib.Path.cwd())
     monkeypatch.chdir(tmp_path)
     names = {}

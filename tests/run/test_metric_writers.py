@@ -79,7 +79,7 @@ def test_openmetrics_has_the_last_step_in_base_units(tmp_path):
 
 
 def test_the_page_has_every_metric():
-    page = pathlib.Path("docs/metrics.md").read_text()
+    page = pathlib.Path("docs/reference/metrics_and_files.md").read_text()
     for name, (metric, _) in metric_writers.NAMES.items():
         assert re.search(rf"^\| `?{name}`? \| `maxbench_{metric}` \|", page, re.M), name
 
