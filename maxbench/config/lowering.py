@@ -7,6 +7,7 @@ backward pass of two at once (pipeline/executor.py), and of what could be kept s
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
 
+LAYERS = "layers"  # named scope of the scan over layers in the compiled program
 MAX_OVERLAPPED_LAYERS = 16  # layers of a chunk, at most, outside of a pipeline
 MAX_UNROLLED_LAYERS = (
     40  # layers that a GPU's program has as code, unless train.unroll_layers says; a CPU's has none

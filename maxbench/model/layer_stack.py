@@ -11,6 +11,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+from maxbench.config import lowering
 from maxbench.config.model import Model
 
 # A model of one kind of layers has one stack; of several (Model.layer_groups) a dict of them, one for each
@@ -68,6 +69,7 @@ def run_layers(m: Model, step, x, layers, sums, then=(0, None)):
         for part, how in ((slice(0, n - then[0]), step), (slice(n - then[0], n), then[1])):
             if part.start < part.stop:
                 mine = jax.tree.map(lambda x, part=part: x[part], tuple(one))
-                x, aux = jax.lax.scan(functools.partial(how, kind), x, mine)
+                with jax.named_scope(lowering.LAYERS):  # cost_model/memory.py looks for it
+                    x, aux = jax.lax.scan(functools.partial(how, kind), x, mine)
                 losses.append(jnp.sum(aux))
     return x, functools.reduce(jnp.add, losses)

@@ -367,7 +367,8 @@ class _Pipeline:
         """Puts the residuals of the tick before into their slots, which that has read, while dy is
         gathered; by rows, or XLA turns the boxes round. Returns a zero that is known then."""
         put = lambda box, kept: buffers.write(box, carry["kept_at"], row_major(kept))
-        carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
+        with jax.named_scope(schedule.STASH):
+            carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
         return ordering.token(carry["keep"])
 
     # Chunks: trees, one for each of their layers.

@@ -56,6 +56,7 @@ END_OF_TICK = (
     "pipeline_end_of_tick"  # what few ticks have is in it: all of these but the forward turn
 )
 SEND_X, SEND_DX = "pipeline_send_x", "pipeline_send_dx"
+STASH = "pipeline_stash"  # writes to the activation stash; cost_model/memory.py looks for it
 
 
 @dataclasses.dataclass(frozen=True)
