@@ -26,11 +26,10 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, environment, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory
-from maxbench.distributed import runtime
 from maxbench.hardware import gpus
 from maxbench.metrics import flops, step_stats
 from maxbench.model import attention as kernels
@@ -77,9 +76,9 @@ def machine(small: bool) -> Cases:
     """What runs here."""
 
     def about():
-        device, versions = jax.devices()[0], runtime.versions()
+        device, versions = jax.devices()[0], environment.versions()
         known = {"device": device.device_kind, "platform": device.platform}
-        return known | {"git": runtime.git_revision(), "versions": versions}
+        return known | {"git": environment.git_revision(), "versions": versions}
 
     yield "jax", about
 

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from maxbench.distributed import runtime
+from maxbench.config import environment
 from maxbench.hardware.gpus import GPUS, Efficiency, Fraction, Gpu, Microseconds, PeakFraction
 
 ROUNDS = 12  # over all constants, at most: some depend on others
@@ -160,7 +160,7 @@ def toml(
 
 def describe(what: str) -> str:
     """'2026-01-31, 8 x NVIDIA H100 80GB HBM3, jax 0.10.2, python 3.11.7, ...'."""
-    known = runtime.versions()
+    known = environment.versions()
     versions = {"jax": known.pop("jax")} | known
     words = (f"{name} {version}" for name, version in versions.items())
     return ", ".join([datetime.date.today().isoformat(), what, *words])

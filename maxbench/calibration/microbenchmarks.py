@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench.distributed import runtime, stragglers
+from maxbench.config import environment
+from maxbench.distributed import stragglers
 from maxbench.hardware.gpus import Gpu
 from maxbench.model import attention
 from maxbench.quantization import fp8_per_tensor
@@ -120,7 +121,7 @@ def all_microbenchmarks(sizes: Sizes, devices: Sequence, inside: int) -> Iterato
 
 def node_size() -> tuple[int, int]:
     """Devices of one host, and how many hosts there are; all processes must call it."""
-    names = {found["host"] for found in stragglers.allgather_json({"host": runtime.hostname()})}
+    names = {found["host"] for found in stragglers.allgather_json({"host": environment.hostname()})}
     return jax.device_count() // len(names), len(names)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, commands, environment, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
@@ -103,7 +103,7 @@ def measure(name: str | None, small: bool) -> tuple[str, str]:
 
 def draws() -> list[tuple[float, float]]:
     """Watts and MHz of each GPU of this node; none without nvidia-smi."""
-    each = node_health.query_nvidia_smi("power.draw", "clocks.sm")
+    each = environment.query_nvidia_smi("power.draw", "clocks.sm")
     return [tuple(map(node_health.number, one.values())) for one in each]
 
 

@@ -14,6 +14,7 @@ Variables (other names that are understood in brackets; the last ones are NVIDIA
 without effect here):
 """
 
+import importlib.util
 import os
 import pathlib
 import shlex
@@ -26,6 +27,7 @@ from maxbench.hardware.gpus import GPUS
 from maxbench.launch import jobs, runai, slurm
 from maxbench.launch.job_file import resolve_jobs
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, JobConfig
+from maxbench.preflight import checks
 
 # CLUSTER_TYPE -> what submits. It has dry_run(runs), the text of what would be submitted for their
 # Settings, and submit(runs, wait, suite), which returns an exit code; suite is a name or ''.
@@ -63,8 +65,18 @@ def main(argv: Sequence[str]) -> int:
         elif fv["dry-run"].value:
             print(scheduler.dry_run(every))
         else:
+            _check_xla_flags(every)
             return scheduler.submit(every, fv["wait"].value, pathlib.Path(suite).stem)
     return 0
+
+
+def _check_xla_flags(every: Sequence[JobConfig]) -> None:
+    """Raises UserError for XLA flags or compiler options that XLA does not know.
+
+    A login node without jaxlib cannot check them; the job's preflight does.
+    """
+    if importlib.util.find_spec("jaxlib") and (wrong := checks.lint_runs(*(s.run for s in every))):
+        raise UserError("; ".join(wrong))
 
 
 def _inside(every: Sequence[JobConfig]) -> str:

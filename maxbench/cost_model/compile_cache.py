@@ -15,10 +15,10 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
-from maxbench.distributed import runtime
 from maxbench.step import xla_options
 
 # Programs depend on the code of the step and of all that it imports, of the modules that it loads
@@ -60,7 +60,7 @@ class Compiled:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of what compiles; '' for what is not installed."""
-    return {name: runtime.version(name) for name in VERSIONS}
+    return {name: environment.version(name) for name in VERSIONS}
 
 
 def require_compiler() -> None:
@@ -132,7 +132,7 @@ def key(run: Run) -> str:
 def load(run: Run) -> Compiled | None:
     """The run's program from the cache; None when it is not there, or cannot be read."""
     try:
-        with gzip.open(runtime.cache_dir() / f"{key(run)}.json.gz", "rt") as f:
+        with gzip.open(environment.cache_dir() / f"{key(run)}.json.gz", "rt") as f:
             values = json.load(f)
         values["layer_shapes"] = tuple(map(tuple, values["layer_shapes"]))
         return Compiled(**values)
@@ -142,7 +142,7 @@ def load(run: Run) -> Compiled | None:
 
 def store(run: Run, compiled: Compiled) -> None:
     """Puts a program into the cache, whole or not at all; without a cache where none can be."""
-    path = runtime.cache_dir() / f"{key(run)}.json.gz"
+    path = environment.cache_dir() / f"{key(run)}.json.gz"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")

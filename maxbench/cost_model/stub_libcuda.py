@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import tempfile
 
+from maxbench.config import environment
 from maxbench.config.errors import UserError
-from maxbench.distributed import runtime
 from maxbench.quantization import transformer_engine
 
 NAME = "libcuda.so.1"
@@ -30,7 +30,7 @@ def install(capability: tuple[int, int]) -> None:
     try:
         ctypes.CDLL(NAME)
     except OSError:  # no driver; TE finds by its name what is loaded
-        ctypes.CDLL(str(stand_in(runtime.cache_dir())), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(stand_in(environment.cache_dir())), ctypes.RTLD_GLOBAL)
     modules = transformer_engine.load()
     utils = importlib.import_module("transformer_engine.jax.quantize.device_utils")
     answer = lambda gpu=0: capability[0] * 10 + capability[1]

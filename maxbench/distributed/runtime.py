@@ -7,22 +7,17 @@ import contextlib
 import ctypes
 import glob
 import os
-import pathlib
-import platform
 import stat
-import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from importlib.util import find_spec
 
+from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import rendezvous, slurm_env
 
 JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
-PACKAGES += ("transformer-engine",)
 DRIVERS = {12: 525, 13: 580}  # CUDA of jax's wheels -> the first driver that runs it
 
 
@@ -41,7 +36,7 @@ def set_environment(run: Run) -> None:
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(environment.GPU_MEMORY_FRACTION))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     if run.runtime.mock_gpus:  # else the compiler waits for what mocked processes have tuned
         flags = os.environ.get("XLA_FLAGS", "")
@@ -63,34 +58,19 @@ def _make(folder: str) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def cache_dir() -> pathlib.Path:
-    """Where programs are kept: $MAXBENCH_CACHE, $STAGE_PATH/cache, or in the user's cache."""
-    stage, home = os.environ.get("STAGE_PATH"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    usual = f"{stage}/cache" if stage else f"{home}/maxbench"
-    return pathlib.Path(os.environ.get("MAXBENCH_CACHE", usual)).expanduser()
-
-
 def _keep_programs(run: Run) -> None:
     """Has jax keep what it compiles, and XLA what it tunes, where that can be written."""
     env, own = os.environ, os.environ.get("JAX_COMPILATION_CACHE_DIR")
     counts = (env.get(name, "1") for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"))
     if not own and max(run.runtime.processes, *map(int, counts)) > 1:
         return  # they tune together, so all must find a program, or none: not in any folder
-    folder = env["JAX_COMPILATION_CACHE_DIR"] = own or str(cache_dir() / "jax")
+    folder = env["JAX_COMPILATION_CACHE_DIR"] = own or str(environment.cache_dir() / "jax")
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     try:
         _make(folder)
     except OSError as e:
         env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
         print(f"maxbench: no program is kept, {folder}: {e.strerror}", file=sys.stderr)
-
-
-def prepare_compiler() -> None:
-    """Sets the environment for compiling for GPUs that are not here."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is not here cannot be read back
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def no_gpu() -> str:
@@ -111,7 +91,7 @@ def no_gpu() -> str:
     if find_spec("jax_plugins") is None:
         return "jax's CUDA plugin is not installed: pip install 'maxbench[gpu]'"
     for cuda, first in DRIVERS.items():
-        if version(f"jax-cuda{cuda}-plugin") and known.value // 1000 < cuda:
+        if environment.version(f"jax-cuda{cuda}-plugin") and known.value // 1000 < cuda:
             return (
                 f"the driver knows CUDA up to {known.value // 1000}, and jax's wheels are for CUDA "
                 f"{cuda}: install driver {first} or later, or wheels for an older one (jax[cuda12])"
@@ -124,14 +104,9 @@ def _refuse(run: Run, why: str) -> None:
     """Raises UserError unless the run may do without a GPU."""
     if run.runtime.mock_gpus or not (run.runtime.cpu_devices or run.runtime.any_device):
         raise UserError(
-            f"no GPU on {hostname()}: {why}; a run on {run.layout.describe()} is for GPUs: "
+            f"no GPU on {environment.hostname()}: {why}; a run on {run.layout.describe()} is for GPUs: "
             "--cpu_devices N says that a CPU is wanted, :tiny takes whatever is there"
         )
-
-
-def hostname() -> str:
-    """This host, as Slurm knows it where there is one."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def log_path() -> str:
@@ -161,7 +136,7 @@ def init_distributed(run: Run) -> rendezvous.PeerWatch | None:
     if count > 1:
         wait = r.rendezvous_timeout_s or rendezvous.seconds(count)
         found = rendezvous.rendezvous(
-            address, count, process, wait, hostname(), log_path(), slurm_env.places()
+            address, count, process, wait, environment.hostname(), log_path(), slurm_env.places()
         )
         jax.distributed.initialize(
             address,
@@ -203,37 +178,3 @@ def processes() -> int:
     import jax
 
     return 1 if jax.config.read("jax_mock_gpu_topology") else jax.process_count()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    return {name: text for name, text in found.items() if text}
-
-
-def version(package: str) -> str:
-    """Of an installed package; '' for one that is not."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return ""
-
-
-def git_revision() -> str:
-    """The revision of the code, with '-dirty' when it was changed; '' outside of a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return "".join(run_lines(*command, cwd=os.path.dirname(os.path.abspath(__file__))))
-
-
-def run_lines(*command: str, cwd: str | None = None) -> list[str]:
-    """Lines that a command printed; none where it is not there, fails, or takes half a minute."""
-    try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def environment() -> dict[str, str]:
-    """Variables that change what is measured."""
-    prefixes = ("XLA_", "JAX_", "NCCL_", "NVTE_", "CUDA_", "TF_CPP_")
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxbench.config import environment
 from maxbench.distributed import runtime
 
 SLOW = 0.93  # of the median score
@@ -66,7 +67,7 @@ def compare_hosts(step_s: Sequence[float]) -> dict:
     Args:
       step_s: seconds of the steps that count, as this process saw them.
     """
-    mine = {"host": runtime.hostname(), "gemm_tflops": gemm_tflops()}
+    mine = {"host": environment.hostname(), "gemm_tflops": gemm_tflops()}
     mine["step_s"] = statistics.median(step_s) if step_s else None
     found: dict[str, dict] = {}
     for one in allgather_json(mine):

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, commands, environment
 from maxbench.config.errors import UserError
 from maxbench.hardware import gpus
 from maxbench.launch import job_file, slurm, variables
-from maxbench.preflight import checks
 
 HEAD = """\
 # What jobs on this cluster take where the environment says nothing else; maxbench cluster wrote it.
@@ -148,7 +147,7 @@ def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[
     """
     found = {n: text for n in ADDED if (text := job_file.env_value(env, n))}
     in_job = bool(env.get("SLURM_JOB_ID"))
-    here = checks.gpus_here() if in_job else []
+    here = environment.query_nvidia_smi("name") if in_job else []
 
     def settle(name: str, own: str, choices: Mapping[str, str]) -> str:
         """The value by the environment, by the job, as the only one that may be, or by asking."""

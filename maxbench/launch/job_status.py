@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, commands, environment
 from maxbench.config.errors import UserError, escape_control
-from maxbench.distributed import runtime
 from maxbench.run_logs.record import parse_json
 
 
@@ -99,7 +98,9 @@ def states(jobs: set[str]) -> dict[str, tuple[str, str]]:
     ask += [["squeue", "-h", "-u", getpass.getuser(), "-t", "all", "-o", "%i|%T|%r"]]
     found = {}
     for command in ask if listed else []:
-        for job, state, why in (x.split("|", 2) for x in runtime.run_lines(*command) if "|" in x):
+        for job, state, why in (
+            x.split("|", 2) for x in environment.run_lines(*command) if "|" in x
+        ):
             found[job] = (state, "" if why == "None" else why)
     return found
 

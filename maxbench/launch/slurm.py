@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -21,9 +20,8 @@ from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
 from maxbench.launch import job_file
 from maxbench.launch.jobs import command, environment, job_kinds, job_name
+from maxbench.launch.nsight import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.launch.variables import SECRETS, JobConfig
-from maxbench.preflight import checks
-from maxbench.run.profile import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 
 SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that can go on, and saves before its end
 
@@ -253,11 +251,9 @@ def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int
 
 
 def check_prerequisites(runs: Sequence[JobConfig]) -> None:
-    """Raises UserError for a missing tool, with what to do without it, or a wrong XLA flag."""
+    """Raises UserError for a missing tool, with what to do without it."""
     s = runs[0]
     additional(s.values["ADDITIONAL_SLURM_PARAMS"])
-    if importlib.util.find_spec("jaxlib") and (wrong := checks.lint_runs(*(s.run for s in runs))):
-        raise UserError("; ".join(wrong))
     if not shutil.which("sbatch"):
         train = shlex.join(command(s, job_kinds(s)[0]))
         raise UserError(

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from maxbench.config import recipes
+from maxbench.config import environment, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES, Run
 from maxbench.cost_model import (
@@ -19,7 +19,6 @@ from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.memory import GIB, Memory
 from maxbench.cost_model.simulate import Timeline
-from maxbench.distributed import runtime
 from maxbench.hardware.gpus import Efficiency
 from maxbench.hardware.published import Comparison, ErrorBand, error_band, parallelism
 from maxbench.metrics import step_stats
@@ -93,7 +92,7 @@ def plan(run: Run) -> Plan:
     if compiled is None:
         compile_cache.require_compiler()
         if "jax" not in sys.modules:
-            runtime.prepare_compiler()
+            environment.set_for_compile_only()
         from maxbench.cost_model import aot  # late: what is cached is planned without jax
 
         compiled = aot.compile_run(run)

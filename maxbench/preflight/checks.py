@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from maxbench.config import environment
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
 from maxbench.preflight import node_health
@@ -84,7 +85,7 @@ def gpus_here() -> list[dict[str, str]]:
     """What nvidia-smi tells of the GPUs of this node; [] without it."""
     return [
         dict(zip(SMI, one.values(), strict=True))
-        for one in node_health.query_nvidia_smi(*SMI.values())
+        for one in environment.query_nvidia_smi(*SMI.values())
     ]
 
 
@@ -199,11 +200,11 @@ def collect(log: str, out: str) -> list[dict]:
     from maxbench.run_logs import nccl
 
     mine = {
-        "host": runtime.hostname(),
+        "host": environment.hostname(),
         "platform": jax.default_backend(),
         "devices": jax.local_device_count(),
         "kind": jax.local_devices()[0].device_kind,
-        "versions": runtime.versions(),
+        "versions": environment.versions(),
         "gpus": gpus_here(),
         "node": node_health.facts_once_per_node(out),
         "gemm": stragglers.gemm_tflops(),

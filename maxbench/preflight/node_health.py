@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
-from maxbench.distributed import runtime
+from maxbench.config import environment
 from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPUS, Gpu
 
@@ -36,25 +36,17 @@ ENOUGH = (1, 10)  # GiB free: below the first a run fails, below the second it m
 
 def facts(out: str, root: pathlib.Path = pathlib.Path("/")) -> dict:
     """Of this node: GPUs, links, network ports, CPU governors, and GiB free where results go."""
-    links = runtime.run_lines("nvidia-smi", "nvlink", "--status")
+    links = environment.run_lines("nvidia-smi", "nvlink", "--status")
     there = next((p for p in (pathlib.Path(out), *pathlib.Path(out).parents) if p.exists()), None)
     cpus = root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
     return {
-        "gpus": query_nvidia_smi(*SMI),
+        "gpus": environment.query_nvidia_smi(*SMI),
         "links": [line.split(":", 1)[1].strip() for line in links if "Link" in line],
         "ports": dict(_ports(root / "sys/class/infiniband")),
         "governors": sorted({_text(path) for path in cpus}),
         "imex": any(root.glob("dev/nvidia-caps-imex-channels/channel*")),
         "free_gib": round(shutil.disk_usage(there).free / 2**30, 1) if there else 0.0,
     }
-
-
-def query_nvidia_smi(*names: str) -> list[dict[str, str]]:
-    """What nvidia-smi tells of each GPU of this node, by its own names; [] without it."""
-    query = f"--query-gpu={','.join(names)}"
-    lines = runtime.run_lines("nvidia-smi", query, "--format=csv,noheader,nounits")
-    each = [line.strip().split(", ") for line in lines]
-    return [dict(zip(names, cells, strict=True)) for cells in each if len(cells) == len(names)]
 
 
 def _ports(folder: pathlib.Path) -> Iterator[tuple[str, list]]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import monitoring
 from jax.experimental import multihost_utils
 
-from maxbench.config import folders
+from maxbench.config import environment, folders
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import rendezvous, runtime, stragglers
@@ -131,9 +131,9 @@ def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> log_w
     first = devices.devices.flat[0]
     found = step_stats.Devices(first.platform, first.device_kind, run.layout.gpus)
     about = {
-        "versions": runtime.versions(),
-        "git": runtime.git_revision(),
-        "environment": runtime.environment(),
+        "versions": environment.versions(),
+        "git": environment.git_revision(),
+        "environment": environment.variables(),
         "xla_options": xla_options.xla_options(first.platform, run),
         "processes": runtime.processes(),
         "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},

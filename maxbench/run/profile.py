@@ -8,18 +8,6 @@ import sys
 from maxbench.config.errors import UserError
 from maxbench.config.run import Profile
 
-# Options of `nsys profile`: the recipes', and what else is sampled with and without CPU metrics.
-NSYS = (
-    "--force-overwrite=true --capture-range=cudaProfilerApi --capture-range-end=stop "
-    "--cuda-graph-trace=node --cuda-event-trace=false --inherit-environment=true "
-    "--stop-on-exit=true --trace=cuda,nvtx "
-)
-NSYS_OPTIONS = NSYS + "--sample=none --cpuctxsw=none"
-NSYS_CPU_OPTIONS = NSYS + (
-    "--sample=process-tree --cpuctxsw=process-tree --event-sample=system-wide --backtrace=lbr "
-    "--event-sampling-interval=3 --samples-per-backtrace=1"
-)
-
 
 class Window:
     """Opens the profiler before its first step and closes it after its last, on chosen processes.

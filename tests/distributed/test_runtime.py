@@ -10,6 +10,7 @@ import types
 import jax
 import pytest
 
+from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.distributed import runtime
 from maxbench.run import loop
@@ -32,7 +33,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(glob, "glob", lambda pattern: list(files) * ("nvidia" in pattern))
         monkeypatch.setattr(ctypes, "CDLL", load)
         monkeypatch.setattr(runtime, "find_spec", lambda name: wheels or None)
-        monkeypatch.setattr(runtime, "version", lambda name: "0.10.2" * (name == plugin))
+        monkeypatch.setattr(environment, "version", lambda name: "0.10.2" * (name == plugin))
         monkeypatch.setattr(os, "environ", {"MAXBENCH_CACHE": str(tmp_path / "kept")} | env)
 
     return make

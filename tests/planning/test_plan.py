@@ -19,10 +19,9 @@ import pytest
 import maxbench
 from benchmarks import plan_table
 from maxbench.cli.plan import main
-from maxbench.config import command_line
+from maxbench.config import command_line, environment
 from maxbench.cost_model import aot, compile_cache, hlo, memory, pipeline_timing, simulate
 from maxbench.cost_model.memory import GIB
-from maxbench.distributed import runtime
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPUS
 from maxbench.pipeline.schedule import STEADY
@@ -73,7 +72,7 @@ def traffic(found: dict) -> dict:
 
 
 @compiler
-@pytest.mark.skipif(not runtime.version("nvidia-cuda-nvcc"), reason="needs a real ptxas")
+@pytest.mark.skipif(not environment.version("nvidia-cuda-nvcc"), reason="needs a real ptxas")
 def test_the_program_is_the_one_that_machine_code_is_made_of():
     overrides = {"model.layers": 1}
     run = resolve("llama31_8b", "tiny", overrides, gpu_type="h100", dp=2, gbs=8)
