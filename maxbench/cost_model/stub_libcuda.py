@@ -2,7 +2,6 @@
 runs."""
 
 import ctypes
-import importlib
 import pathlib
 import shutil
 import subprocess
@@ -31,13 +30,7 @@ def install(capability: tuple[int, int]) -> None:
         ctypes.CDLL(NAME)
     except OSError:  # no driver; TE finds by its name what is loaded
         ctypes.CDLL(str(stand_in(environment.cache_dir())), ctypes.RTLD_GLOBAL)
-    modules = transformer_engine.load()
-    utils = importlib.import_module("transformer_engine.jax.quantize.device_utils")
-    answer = lambda gpu=0: capability[0] * 10 + capability[1]
-    for module in (importlib.import_module("transformer_engine_jax"), modules.gemm):
-        module.get_device_compute_capability = answer
-    utils.get_device_compute_capability.cache_clear()
-    utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
+    transformer_engine.set_compute_capability(capability)
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:

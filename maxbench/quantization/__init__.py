@@ -1,64 +1,63 @@
-"""Number formats of matrix products: one module for each kind of arithmetic.
+"""Number formats of GEMMs: the Arithmetic protocol, and quantized arrays and weights.
 
-Numbers are quantized around a GEMM only; elsewhere they are of Format.compute. Weights are so once
-per step, from the master copy, and travel so over dp, fsdp and cp; sequences too, over tp, and
-tokens to their experts, over ep, on their way into a GEMM. An arithmetic is a frozen object,
-carried by each Weight, with
+Only the operands of GEMMs are quantized; all other arithmetic is in Format.compute (config/
+number_formats.py). Weights are quantized once per step, from the master copy, and their all-gathers
+over dp, fsdp and cp carry the quantized values; so do the all-gathers of activations over tp and
+the all-to-alls of tokens over ep that feed a GEMM.
 
-  fprop_transposed      the forward pass reads weights as matrices [batch..., outs, ins]
-  gather_along_outputs  and over fsdp gathers them along their outs, whichever dim of the weight is split
-  needs_2d              product() knows those only
-  scales(ws, lead, past)   an iterator of what each weight's scale needs of all weights of a step,
-             and their largest magnitudes [gemms, ...] or None; `lead`: dims of layers in front
-  weight(w, place, lead, scale)   the Weight, gathered, of a part of the master copy
-  col_of(row, gemm)   its other form, where weight() makes one
-  operand(x, scales, gradient, axes)   x, or dy where `gradient`, as a factor of products over
-             its last dims and over its rows, and its largest magnitude where the format remembers
-             it, else None. `axes`: of the mesh, whose GPUs hold parts that it will be joined with
-  move(x, move)   a factor, with all that travels of it moved: gathered or reshaped
-  product(a, b, over, dtype, exact)   over: lax.dot_general's dimension numbers; of matrices [...,
-             left, right] 'nt', a b^T, or 'tn', a^T b. `exact`: Hopper's FP8 units add up in fewer
-             than 32 bits unless asked; gradients want all of them
-
-A scale is a power of two. Dividing by it and multiplying with it are then exact in bf16, rounding
-is the only error, and a product of dequantized operands is the same number whether it is computed
-in FP8 or in bf16: XLA's GPU compiler turns it into an FP8 GEMM, a CPU does not.
+Scales are powers of two. Dividing and multiplying by one is exact in bf16, so rounding to the
+format is the only error, and a GEMM of dequantized operands gives the same numbers as an FP8 GEMM.
+XLA's GPU compiler rewrites dequantize + dot into an FP8 GEMM; a CPU runs the dot as written.
 """
 
 import importlib
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name as keep
+from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.run import Run
-from maxbench.sharding.rules import GemmDims, gather_master
+from maxbench.sharding.rules import GemmDims, WeightSharding, gather_master
 
-SCALE = "scale"  # checkpoint name of scales: a few bytes that save a pass over a tensor
+# Remat name of scales and routing decisions: saving a few bytes avoids a pass over a tensor.
+SCALE = "scale"
 
 
 class QuantizedArray(NamedTuple):
-    """A quantized tensor: q x scale."""
+    """A quantized tensor: its value is q x scale.
+
+    Per-tensor scaling: scale is fp32 without dims. Block scaling: scale has the shape of q with the
+    blocked dim divided by 32, and holds e8m0 bits as uint8, because neither jax.checkpoint nor
+    every collective supports the e8m0 dtype.
+    """
 
     q: jax.Array
-    # Of the tensor: fp32 without dims. Of blocks: like q, one dim 32 times smaller, the bits of
-    # e8m0 as uint8 (remat and collectives may not know the type).
     scale: jax.Array
 
 
 @flax.struct.dataclass
 class Weight:
-    """A weight as GEMMs of a format read it. In a pipeline both forms would be twice the memory:
-    one stands there, and `col` is None until a chunk's turn begins."""
+    """A quantized weight, in the layouts that the dgrad and fprop GEMMs read.
 
-    dgrad_operand: (
-        Any  # [batch..., ins..., outs...], for the gradient of x; blocks' scale: of matrices
-    )
-    fprop_operand: Any  # for the forward pass; if turned, matrices [batch..., outs, ins]
+    A pipeline stores dgrad_operand only and builds fprop_operand (Arithmetic.make_fprop_operand)
+    at each chunk switch: both at once would take twice the memory.
+
+    Attributes:
+      dgrad_operand: [batch..., ins..., outs...]; block scales are [batch..., ins, outs] matrices.
+      fprop_operand: the same values for the forward pass; as matrices [batch..., outs, ins] if
+        arithmetic.fprop_transposed. None while a pipeline has not built it.
+      arithmetic: the Arithmetic that quantized the weight and multiplies it.
+      scales: of x and dy, fp32 [2], with delayed scaling; else None.
+      gemm: which dims are batch and contracted dims, where make_fprop_operand needs them.
+    """
+
+    dgrad_operand: Any
+    fprop_operand: Any
     arithmetic: Any = flax.struct.field(pytree_node=False)
-    scales: jax.Array | None = None  # of x and of dy where they are known before, fp32 [2]
+    scales: jax.Array | None = None
     gemm: GemmDims | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
@@ -66,58 +65,126 @@ class Weight:
         return jax.tree.leaves(self.dgrad_operand)[0].shape
 
 
-def arithmetic(run: Run):
+class Arithmetic(Protocol):
+    """Quantization and GEMMs of one number format; each Weight carries its own. Hashable.
+
+    Attributes:
+      fprop_transposed: the forward pass reads weights as matrices [batch..., outs, ins], because
+        Hopper's FP8 GEMMs contract the last dim of both operands ("TN" layout) only.
+      gather_along_outputs: fprop_operand is all-gathered over fsdp along outs, whichever dim of the
+        master weight fsdp splits.
+      needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' in place of dimension
+        numbers.
+    """
+
+    fprop_transposed: bool
+    gather_along_outputs: bool
+    needs_2d: bool
+
+    def scales(self, ws: list, lead: int, past) -> tuple[Iterator, jax.Array | None]:
+        """What the scale of each weight depends on across GPUs, computed for all weights at once.
+
+        Args:
+          ws: this GPU's parts of the master weights, in the compute dtype.
+          lead: stacked layer dims in front of each weight.
+          past: maxima of the amax history, fp32 [layers, gemms, 3], or None.
+
+        Returns:
+          One scale argument of weight() for each of ws, and their amax [gemms, ...] or None.
+        """
+
+    def weight(self, w, place: WeightSharding, lead: int, scale) -> Any:
+        """Quantizes this GPU's part of a master weight and all-gathers it: a Weight, or an array
+        where the format does not quantize."""
+
+    def make_fprop_operand(self, dgrad_operand, gemm: GemmDims, lead: int = 0) -> Any:
+        """fprop_operand from dgrad_operand; per-tensor formats only."""
+
+    def quantize_operand(self, x, scales, gradient: bool, axes) -> tuple[Any, Any, Any]:
+        """Quantizes an activation, or an output gradient if `gradient`.
+
+        Args:
+          x: [rows..., columns...].
+          scales: Weight.scales.
+          axes: mesh axes over which the result is all-gathered, so that its scale must agree.
+
+        Returns:
+          The operand of GEMMs that contract columns, that of GEMMs that contract rows (wgrad), and
+          its amax if the format has an amax history, else None.
+        """
+
+    def map_arrays(self, operand, move) -> Any:
+        """Applies a collective or a reshape to each array of an operand that has the full shape."""
+
+    def product(self, a, b, over, dtype, exact: bool = False) -> jax.Array:
+        """A GEMM of two operands, with fp32 accumulation.
+
+        Args:
+          over: lax.dot_general's dimension numbers; if needs_2d, 'nt' for a b^T or 'tn' for a^T b
+            of [..., left, right].
+          dtype: of the result.
+          exact: accumulates every partial sum in fp32 (TE's use_split_accumulator). Hopper's FP8
+            tensor cores use fewer bits otherwise; NVIDIA's recipes set it for dgrad and wgrad.
+        """
+
+
+def arithmetic(run: Run) -> Arithmetic:
     """The arithmetic of a run's format, on the kernels of precision.backend."""
     module = importlib.import_module(f"{__name__}.{run.format.arithmetic}")
     return module.arithmetic(run)
 
 
-def scales(arithmetic, places, masters, stacked: bool, past=None):
-    """What weights() needs to know of all GPUs' parts of each weight of layers, at once.
+def scales(arithmetic: Arithmetic, places, masters, stacked: bool, past=None):
+    """What weights() needs to know about all GPUs' parts of each weight, in one collective.
 
     Args:
-      places: tree of Place like masters.
+      places: tree of WeightSharding like masters.
       masters: this GPU's part of the master weights, in the compute dtype: one tree stacked
-        [layers, ...], or a tuple of trees.
+        [layers, ...], or a tuple of trees, one for each layer.
       stacked: which of the two.
-      past: the format's state, if any: the largest of it, fp32 [layers, gemms, 3] (tensor.py).
+      past: maxima of the amax history, fp32 [layers, gemms, 3] (fp8_per_tensor.py), or None.
 
     Returns:
-      A list for the leaves of masters, and the largest magnitudes of factors of GEMMs, [layers,
-      gemms] or None.
+      A list over the leaves of masters, None for weights that are not quantized; and the amax of
+      the quantized ones, fp32 [layers, gemms], or None.
     """
     leaves, places = jax.tree.leaves(masters), jax.tree.leaves(places)
-    factors = [w for w, place in zip(leaves, places, strict=True) if place.gemm]
-    found, amax = arithmetic.scales(factors, int(stacked), past)
+    gemm_weights = [w for w, place in zip(leaves, places, strict=True) if place.gemm]
+    by_gemm, amax = arithmetic.scales(gemm_weights, int(stacked), past)
     amax = amax if amax is None else by_layer(amax, None if stacked else len(masters))
-    return [next(found) if place.gemm else None for place in places], amax
+    return [next(by_gemm) if place.gemm else None for place in places], amax
 
 
-def weights(arithmetic, places, masters, scales, stacked: bool):
-    """The compute copy of layers' weights, each gathered over the GPUs that split its master copy.
+def weights(arithmetic: Arithmetic, places, masters, scales, stacked: bool):
+    """The compute copy of layers' weights: quantized, and all-gathered from their master shards.
 
-    A tree like masters, factors of GEMMs as arithmetic.weight makes them: the same numbers on every
-    mesh. Arguments as in scales(), whose list `scales` is.
+    Arguments are those of scales(), and the list that it returned. Returns a tree like masters,
+    whose GEMM weights are what Arithmetic.weight returns; the same numbers on every mesh.
     """
     leaves, tree = jax.tree.flatten(masters)
 
-    def one(w, place, scale):
+    def compute_copy(w, place, scale):
         if not place.gemm:
             return gather_master(place, w)
         return arithmetic.weight(w, place, int(stacked), scale)
 
-    return tree.unflatten(map(one, leaves, jax.tree.leaves(places), scales))
+    return tree.unflatten(map(compute_copy, leaves, jax.tree.leaves(places), scales))
 
 
-def by_layer(found, layers: int | None):
-    """[layers x gemms, ...], or of stacked layers [gemms, layers, ...] -> [layers, gemms, ...]."""
-    return found.reshape(layers, -1, *found.shape[1:]) if layers else found.swapaxes(0, 1)
+def by_layer(values, layers: int | None):
+    """[layers x gemms, ...], or [gemms, layers, ...] if layers is None -> [layers, gemms, ...]."""
+    if layers:
+        return values.reshape(layers, -1, *values.shape[1:])
+    return values.swapaxes(0, 1)
 
 
-def checkpoint_fp8(q, saved: str):
-    """q, named for remat policies, FP8 as bits: jax.checkpoint passes floats that it saves through
-    lax.reduce_precision, which makes infinities of the upper half of e4m3fn's range."""
-    if not saved or q.dtype.itemsize > 1:
-        return keep(q, saved) if saved else q
-    bits = keep(jax.lax.bitcast_convert_type(q, jnp.uint8), saved)
+def checkpoint_fp8(q, name: str):
+    """q under a name that remat policies know; '' leaves q unnamed.
+
+    FP8 arrays are saved as uint8 bits: jax.checkpoint passes saved floats through
+    lax.reduce_precision, which turns the upper half of e4m3fn's range into infinities.
+    """
+    if not name or q.dtype.itemsize > 1:
+        return checkpoint_name(q, name) if name else q
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(q, jnp.uint8), name)
     return jax.lax.bitcast_convert_type(bits, q.dtype)

@@ -1,9 +1,12 @@
-"""FP8 with one scale for a tensor.
+"""FP8 with one scale per tensor: current and delayed scaling.
 
-  current   from its own largest magnitude at the moment of use
-  delayed   from the largest of past steps, a state that the step keeps (start, remember)
+  current   the scale of a tensor is computed from its own amax, when it is quantized
+  delayed   the scale is computed from the largest amax of past steps: the amax history, which is
+            non-trainable state of the step (init_amax_history, update_amax_history)
 
-Operands of the forward pass are e4m3, gradients e5m2, as in NVIDIA's recipes.
+Operands of the forward pass are e4m3, gradients are e5m2 (arXiv:2209.05433), as in Transformer
+Engine's Float8CurrentScaling and DelayedScaling recipes with Format.HYBRID. Scales are rounded up
+to powers of two, which makes scaling exact (TE: power_2_scale).
 """
 
 import dataclasses
@@ -11,7 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name as keep
+from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.run import AXES, Run
 from maxbench.quantization import SCALE, QuantizedArray, Weight, transformer_engine
@@ -23,16 +26,18 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 @dataclasses.dataclass(frozen=True)
 class PerTensor:
-    """Through XLA, which makes an FP8 GEMM of a product of dequantized operands."""
+    """The Arithmetic on XLA's kernels: XLA rewrites a dot of dequantized operands into an FP8 GEMM.
+
+    gather_along_outputs is False in a pipeline: zero_overlap.py slices a weight along either dim,
+    and a stage stores one layout of it.
+    """
 
     delayed: bool
-    gather_along_outputs: bool = (
-        True  # not in a pipeline: pieces.py cuts either dim, and one form is kept
-    )
-    fprop_transposed, needs_2d = True, False  # Hopper sums over the last dim of both operands only
+    gather_along_outputs: bool = True
+    fprop_transposed, needs_2d = True, False
 
     def quantize(self, x, dtype, scale):
-        """x in an FP8 dtype, and where scaling is delayed its largest magnitude."""
+        """x in an FP8 dtype, and its amax if scaling is delayed, else None."""
         q = quantize(x, scale, dtype, saturate=self.delayed)
         return q, amax_of(x) if self.delayed else None
 
@@ -42,68 +47,75 @@ class PerTensor:
         return jax.lax.dot_general(a, b, over, precision, dtype)
 
     def scales(self, ws, lead, past):
+        """Current: iterates over scales [layers]; delayed: over scales of x, dy, w [layers, 3]."""
         amax = [amax_of(w, tuple(range(lead, w.ndim))) for w in ws]
-        amax = collectives.pmax(jnp.stack(amax), *AXES[1:])  # one all-reduce
+        amax = collectives.pmax(jnp.stack(amax), *AXES[1:])  # one all-reduce for all weights
         if past is None:
             return iter(_scale(amax, _top(FORWARD))), amax
-        # All at once: one by one they would be hundreds of kernels for a handful of numbers.
+        # All at once: one by one they would be hundreds of kernels over a few numbers each.
         scales = _scale(past, jnp.array([_top(FORWARD), _top(GRADIENT), _top(FORWARD)]))
         return iter(scales.swapaxes(0, 1) if lead else scales.reshape(-1, 3)), amax
 
     def weight(self, w, place: WeightSharding, lead: int, scale) -> Weight:
-        old, scale = (scale[..., :2], scale[..., 2]) if self.delayed else (None, scale)
-        shaped = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
-        q = gather_master(place, quantize(w, shaped, FORWARD, saturate=self.delayed))
-        row, gemm, first = QuantizedArray(q, scale), place.gemm, lead + place.gemm.batch
-        col = self.make_fprop_operand(row, gemm, lead) if self.gather_along_outputs else None
-        # Once a step, not in each layer.
-        if self.gather_along_outputs and ("fsdp",) in place.compute_axes[first : first + gemm.ins]:
-            col = col._replace(q=collectives.all_to_all(col.q, "fsdp", first, first + 1))
-        return Weight(row, col, self, old, gemm)
+        xdy_scales, scale = (scale[..., :2], scale[..., 2]) if self.delayed else (None, scale)
+        per_layer = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
+        q = gather_master(place, quantize(w, per_layer, FORWARD, saturate=self.delayed))
+        dgrad, gemm = QuantizedArray(q, scale), place.gemm
+        if not self.gather_along_outputs:
+            return Weight(dgrad, None, self, xdy_scales, gemm)
+        fprop, first = self.make_fprop_operand(dgrad, gemm, lead), lead + gemm.batch
+        # fsdp splits ins: split outs instead, once per step and not in each layer.
+        if ("fsdp",) in place.compute_axes[first : first + gemm.ins]:
+            fprop = fprop._replace(q=collectives.all_to_all(fprop.q, "fsdp", first, first + 1))
+        return Weight(dgrad, fprop, self, xdy_scales, gemm)
 
-    def make_fprop_operand(self, row, gemm, lead=0):
-        first, shape = lead + gemm.batch, row.q.shape
+    def make_fprop_operand(self, dgrad_operand, gemm, lead=0):
+        first, shape = lead + gemm.batch, dgrad_operand.q.shape
         matrices = *shape[:first], math.prod(shape[first : first + gemm.ins]), -1
-        return row._replace(q=jnp.swapaxes(row.q.reshape(matrices), -1, -2))
+        return dgrad_operand._replace(q=jnp.swapaxes(dgrad_operand.q.reshape(matrices), -1, -2))
 
     def quantize_operand(self, x, scales, gradient, axes):
         dtype = GRADIENT if gradient else FORWARD
-        scale = scales[int(gradient)] if self.delayed else keep(scale_of(x, dtype, axes), SCALE)
-        (q, amax), held = self.quantize(x, dtype, scale), jax.lax.optimization_barrier
-        # In a pipeline XLA would put the maximum off, and read x once more for it.
-        q, amax = (held(q), amax) if self.gather_along_outputs else held((q, amax))
-        amax = keep(amax, SCALE) if self.delayed else None
-        q = QuantizedArray(q, scale)
-        return q, q, amax
+        if self.delayed:
+            scale = scales[int(gradient)]
+        else:
+            scale = checkpoint_name(scale_of(x, dtype, axes), SCALE)
+        (q, amax), barrier = self.quantize(x, dtype, scale), jax.lax.optimization_barrier
+        # In a pipeline XLA would delay the amax, and read x a second time for it.
+        q, amax = (barrier(q), amax) if self.gather_along_outputs else barrier((q, amax))
+        amax = checkpoint_name(amax, SCALE) if self.delayed else None
+        operand = QuantizedArray(q, scale)
+        return operand, operand, amax
 
-    def map_arrays(self, x, move):
-        return QuantizedArray(move(x.q), x.scale)
+    def map_arrays(self, operand, move):
+        return QuantizedArray(move(operand.q), operand.scale)
 
 
-class OnTe(PerTensor):
-    """On Transformer Engine's kernels."""
+class TePerTensor(PerTensor):
+    """The Arithmetic on Transformer Engine's kernels."""
 
     needs_2d = True
 
     def quantize(self, x, dtype, scale):
-        return transformer_engine.quantize(x, dtype, scale)
+        return transformer_engine.quantize_per_tensor(x, dtype, scale)
 
     def product(self, a, b, over, dtype, exact=False):
         return transformer_engine.gemm(a, b, over, dtype, exact)
 
 
 def arithmetic(run: Run) -> PerTensor:
-    kind = OnTe if run.precision.backend == "te" else PerTensor
+    kind = TePerTensor if run.precision.backend == "te" else PerTensor
     return kind(run.format.amax_history, gather_along_outputs=run.layout.pp == 1)
 
 
 def scale_of(x, dtype, axes=()):
-    """The smallest power of two that brings x, on all GPUs of mesh axes, into the range of an FP8
-    dtype: fp32; 1 for zeros."""
+    """The smallest power of two s such that x / s fits an FP8 dtype, over all GPUs of mesh axes;
+    fp32, 1 if x is all zeros."""
     return _scale(collectives.pmax(amax_of(x), *axes), _top(dtype))
 
 
 def amax_of(x, dims=None):
+    """max |x| over dims (default: all), fp32."""
     return jnp.max(jnp.abs(x.astype(jnp.float32)), dims)
 
 
@@ -113,32 +125,33 @@ def _top(dtype) -> float:
 
 def _scale(amax, top):
     bits = jax.lax.bitcast_convert_type(amax / top, jnp.int32)
-    # Up to the next power of two: carry any mantissa into the exponent, then drop it.
+    # Round up to a power of two: carry any mantissa into the exponent, then clear the mantissa.
     scale = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
     return jnp.where(scale > 0, scale, 1)
 
 
 def quantize(x, scale, dtype, saturate: bool = False):
-    """x / scale, rounded to an FP8 dtype. `saturate`: the scale is not of x itself, which may be
-    out of range."""
+    """x / scale, rounded to an FP8 dtype. `saturate` clips to its range first: with delayed scaling
+    the scale comes from other tensors, and x may exceed it."""
     x = x * (1 / scale).astype(x.dtype)
     top = _top(dtype)
     return (jnp.clip(x, -top, top) if saturate else x).astype(dtype)
 
 
 def dequantize(q, scale, dtype):
-    """q x scale. XLA looks for this before a product: convert, multiply with a scalar."""
+    """q x scale. XLA's GEMM rewriter matches this pattern before a dot: convert, multiply by a
+    broadcast scalar."""
     return q.astype(dtype) * scale.astype(dtype)
 
 
 def init_amax_history(slots: int, gemms: int, steps: int):
-    """Delayed scaling's state: the largest magnitudes of x, dy and w of each GEMM, oldest first.
+    """Delayed scaling's state: amax of x, dy and w of each GEMM in past steps, oldest first.
 
-    fp32 [slots, gemms, 3, steps]; gemms in the order of the weights in a layer's tree.
+    fp32 zeros [slots, gemms, 3, steps]; gemms in the order of the weights in a layer's tree.
     """
     return jnp.zeros((slots, gemms, 3, steps), jnp.float32)
 
 
-def update_amax_history(past, amax):
-    """The state with this step's magnitudes [slots, gemms, 3] in the place of the oldest."""
-    return jnp.concatenate([past[..., 1:], amax[..., None]], -1)
+def update_amax_history(history, amax):
+    """Replaces the oldest step of the history by this step's amax [slots, gemms, 3]."""
+    return jnp.concatenate([history[..., 1:], amax[..., None]], -1)

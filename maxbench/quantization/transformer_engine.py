@@ -1,13 +1,14 @@
-"""Transformer Engine's FP8 kernels, for the formats of tensor.py and mxfp8.py.
+"""Transformer Engine's quantization and GEMM kernels, and every private name of TE.
 
-TE is imported when first asked for. Its state, recipes and layers stay out: a scale is given from
-outside (tensor scaling, current or delayed: whoever calls knows which) or is of blocks (MXFP8).
+TE is imported on first use. Its recipes, layers and state are not used: fp8_per_tensor.py computes
+the scales, mxfp8.py has none, and both call these kernels in place of XLA's.
 """
 
 import functools
 import importlib
 from importlib import metadata
-from types import SimpleNamespace
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,26 @@ import jax.numpy as jnp
 from maxbench.config.errors import UserError
 from maxbench.quantization import QuantizedArray
 
-BLOCK = 32  # of MXFP8
-OLDEST = (2, 17)  # the first whose attention runs inside shard_map; 2.14 knows JAX after 0.9.1
+BLOCK = 32  # elements of an MXFP8 block
+# 2.17: the first whose attention runs inside shard_map. 2.14: the first that supports JAX > 0.9.1.
+OLDEST = (2, 17)
 INSTALL = "./install_te.sh builds it; --config.precision.backend=xla needs none"
 
 
+class Modules(NamedTuple):
+    """Modules of transformer_engine.jax."""
+
+    cpp_extensions: ModuleType
+    gemm: ModuleType
+    quantize: ModuleType
+
+
 @functools.cache
-def load() -> SimpleNamespace:
-    """TE's modules.
+def load() -> Modules:
+    """Imports TE.
 
     Raises:
-      UserError: TE is absent, too old, or does not load here (no driver, another CUDA).
+      UserError: TE is absent, too old, or fails to load (no driver, another CUDA version).
     """
     try:
         version = metadata.version("transformer-engine")
@@ -34,73 +44,100 @@ def load() -> SimpleNamespace:
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UserError(f"Transformer Engine {version} is older than {oldest}: {INSTALL}")
-    jax.devices()  # JAX brings the NCCL that TE's library is linked to
+    jax.devices()  # loads JAX's plugin, and with it the NCCL that TE's library is linked to
     module = lambda name: importlib.import_module(f"transformer_engine.jax.{name}")
     try:
-        return SimpleNamespace(
-            tex=module("cpp_extensions"), gemm=module("cpp_extensions.gemm"), q=module("quantize")
-        )
+        return Modules(*map(module, ("cpp_extensions", "cpp_extensions.gemm", "quantize")))
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"Transformer Engine {version} does not load ({error}): {INSTALL}"
         ) from error
 
 
-def quantize(x, dtype, scale) -> tuple[jax.Array, jax.Array]:
-    """x [..., right], bf16, as x / scale, saturated to dtype; and the largest magnitude of x.
+def set_compute_capability(capability: tuple[int, int]) -> None:
+    """Makes TE compile for a GPU of this compute capability, whatever GPU the driver reports.
 
-    `scale` is of the tensor: fp32, no dims.
+    Raises:
+      UserError: as load().
     """
-    q, te = load().q, load().tex
-    how = {"scaling_mode": q.ScalingMode.DELAYED_TENSOR_SCALING, "scale": (1 / scale).reshape(1)}
-    quantizer = q.QuantizerFactory.create(q_dtype=dtype, q_layout=q.QuantizeLayout.ROWWISE, **how)
-    made = te.quantize(x.reshape(-1, x.shape[-1]), quantizer, flatten_axis=1)
-    # TE's kernel and its plain form both leave the largest magnitude at the history's end.
-    return made.data.reshape(x.shape), quantizer.amax_history[-1]
+    gemm = load().gemm
+    utils = importlib.import_module("transformer_engine.jax.quantize.device_utils")
+    extension = importlib.import_module("transformer_engine_jax")
+    for module in (extension, gemm):
+        module.get_device_compute_capability = lambda gpu=0: capability[0] * 10 + capability[1]
+    utils.get_device_compute_capability.cache_clear()
+    utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
 
 
-def blocks(x, dtype) -> tuple[QuantizedArray, QuantizedArray]:
-    """x [..., left, right], bf16, in blocks along right, and along left: one kernel makes both.
+def quantize_per_tensor(x, dtype, scale) -> tuple[jax.Array, jax.Array]:
+    """x / scale, saturated to an FP8 dtype, and the amax of x.
 
-    Both dims divide by 32.
+    Args:
+      x: [..., right], bf16.
+      scale: of the whole tensor, fp32 without dims; current or delayed.
     """
-    q, (*lead, left, right) = load().q, x.shape
-    layout, mode = q.QuantizeLayout.ROWWISE_COLWISE, q.ScalingMode.MXFP8_1D_SCALING
-    quantizer = q.QuantizerFactory.create(q_dtype=dtype, q_layout=layout, scaling_mode=mode)
-    made = load().tex.quantize(x.reshape(-1, right), quantizer, flatten_axis=1)
+    te = load().quantize
+    quantizer = te.QuantizerFactory.create(
+        q_dtype=dtype,
+        q_layout=te.QuantizeLayout.ROWWISE,
+        scaling_mode=te.ScalingMode.DELAYED_TENSOR_SCALING,
+        scale=(1 / scale).reshape(1),
+    )
+    matrix = x.reshape(-1, x.shape[-1])
+    scaled = load().cpp_extensions.quantize(matrix, quantizer, flatten_axis=1)
+    # Both TE's kernel and its JAX implementation write the amax to the end of the history.
+    return scaled.data.reshape(x.shape), quantizer.amax_history[-1]
 
-    def part(t, *dims):
-        bits = jax.lax.bitcast_convert_type(t.scale_inv, jnp.uint8)
-        return QuantizedArray(t.data.reshape(x.shape), bits.reshape(*lead, *dims))
 
-    row = part(made.rowwise_tensor, left, right // BLOCK)
-    return row, part(made.colwise_tensor, left // BLOCK, right)
+def quantize_mxfp8(x, dtype) -> tuple[QuantizedArray, QuantizedArray]:
+    """x [..., left, right], bf16, in blocks along right and in blocks along left, by one kernel.
+
+    Both dims are multiples of 32.
+    """
+    te, (*lead, left, right) = load().quantize, x.shape
+    quantizer = te.QuantizerFactory.create(
+        q_dtype=dtype,
+        q_layout=te.QuantizeLayout.ROWWISE_COLWISE,
+        scaling_mode=te.ScalingMode.MXFP8_1D_SCALING,
+    )
+    scaled = load().cpp_extensions.quantize(x.reshape(-1, right), quantizer, flatten_axis=1)
+
+    def operand(tensor, *scale_dims):
+        bits = jax.lax.bitcast_convert_type(tensor.scale_inv, jnp.uint8)
+        return QuantizedArray(tensor.data.reshape(x.shape), bits.reshape(*lead, *scale_dims))
+
+    rowwise = operand(scaled.rowwise_tensor, left, right // BLOCK)
+    return rowwise, operand(scaled.colwise_tensor, left // BLOCK, right)
 
 
 def gemm(
     a: QuantizedArray, b: QuantizedArray, over: str, dtype=jnp.bfloat16, exact=False, blocks=False
 ):
-    """'nt' or 'tn' of [..., left, right] matrices, as mxfp8.gemm; `blocks`: scales are of those.
+    """GEMM of matrices [..., left, right] with equal leading dims, as mxfp8.gemm.
 
-    What a product sums over divides by 16, in MXFP8 by 32, which has no form for a CPU.
+    Experts (leading dims) are separate GEMMs: their sizes are static, and TE's grouped GEMM for
+    per-tensor scaling copies the sizes to the host.
 
-    `exact` adds up in fp32 on Hopper too, for gradients. Experts are products of their own: their
-    sizes are static, and TE's grouped product for tensor scaling reads sizes back to the host.
+    Args:
+      over: 'nt' is a b^T, 'tn' is a^T b. The contracted dim is a multiple of 16; of 32 in MXFP8,
+        whose GEMM has no CPU implementation.
+      exact: accumulates in fp32 on Hopper too (use_split_accumulator), as recipes do for gradients.
+      blocks: scales are MXFP8's, not per-tensor.
     """
     if a.q.ndim > 2:
         part = lambda x, i: QuantizedArray(x.q[i], x.scale[i] if blocks else x.scale)
-        each = [(part(a, i), part(b, i)) for i in range(len(a.q))]
-        return jnp.stack([gemm(a, b, over, dtype, exact, blocks) for a, b in each])
+        pairs = [(part(a, i), part(b, i)) for i in range(len(a.q))]
+        return jnp.stack([gemm(a, b, over, dtype, exact, blocks) for a, b in pairs])
     te = load()
-    if over == "tn" and not blocks:  # Hopper sums over the last dim of both alone
+    if over == "tn" and not blocks:  # Hopper's FP8 GEMMs contract the last dim of both only
         a, b, over = QuantizedArray(a.q.T, a.scale), QuantizedArray(b.q.T, b.scale), "nt"
-    mode = te.q.ScalingMode
+    mode = te.quantize.ScalingMode
     mode = mode.MXFP8_1D_SCALING if blocks else mode.DELAYED_TENSOR_SCALING
-    scale = lambda x: jax.lax.bitcast_convert_type(x, jnp.float8_e8m0fnu)
-    parts = [
-        te.q.ScaledTensorFactory.create_1x(
+    e8m0 = lambda scale: jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
+    operands = [
+        te.quantize.ScaledTensorFactory.create_1x(
             data=x.q,
-            scale_inv=scale(x.scale) if blocks else x.scale.reshape(1),
+            scale_inv=e8m0(x.scale) if blocks else x.scale.reshape(1),
             scaling_mode=mode,
             dq_dtype=dtype,
             is_colwise=over == "tn",
@@ -109,6 +146,6 @@ def gemm(
         for x in (a, b)
     ]
     dims = ((0,), (0,)) if over == "tn" else ((1,), (1,))
-    # Not tex.gemm: how to add up would be one environment variable for all products.
+    # Private, because tex.gemm takes use_split_accumulator from one environment variable for all.
     call = te.gemm._te_gemm if te.gemm.GemmPrimitive.enabled() else te.gemm._jax_gemm
-    return call(*parts, contracting_dims=dims, use_split_accumulator=exact)
+    return call(*operands, contracting_dims=dims, use_split_accumulator=exact)

@@ -1,4 +1,4 @@
-"""Products of numbers as they are, bf16 or fp32; a weight is an array."""
+"""GEMMs without quantization, in bf16 or fp32: a weight is an array."""
 
 import itertools
 
@@ -9,6 +9,8 @@ from maxbench.sharding.rules import gather_master
 
 
 class Plain:
+    """The Arithmetic of unquantized formats."""
+
     fprop_transposed, gather_along_outputs, needs_2d = False, False, False
 
     def scales(self, ws, lead, past):
@@ -20,8 +22,8 @@ class Plain:
     def quantize_operand(self, x, scales, gradient, axes):
         return x, x, None
 
-    def map_arrays(self, x, move):
-        return move(x)
+    def map_arrays(self, operand, move):
+        return move(operand)
 
     def product(self, a, b, over, dtype, exact=False):
         return jax.lax.dot_general(a, b, over, None, dtype)

@@ -36,7 +36,7 @@ def products(x, w, dy):
     """Forward, and the gradients of x and w."""
     row, col = (lambda a, dim=dim: mxfp8.quantize(a, E4M3, dim) for dim in (-1, -2))
     return (
-        mxfp8.gemm(row(x), mxfp8.turned(col(w)), "nt"),
+        mxfp8.gemm(row(x), mxfp8.transpose(col(w)), "nt"),
         mxfp8.gemm(row(dy), row(w), "nt"),
         mxfp8.gemm(col(x), col(dy), "tn"),
     )

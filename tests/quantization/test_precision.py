@@ -58,7 +58,7 @@ def integers(key: int, *shape: int) -> np.ndarray:
 HOW = {
     "current": fp8_per_tensor.PerTensor(False),
     "delayed": fp8_per_tensor.PerTensor(True),
-    "mxfp8": mxfp8.Blocks(),
+    "mxfp8": mxfp8.Mxfp8(),
 }
 
 

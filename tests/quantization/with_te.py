@@ -57,7 +57,8 @@ def test_quantized_bits_and_the_largest_magnitude(dtype, scale):
     x = np.random.default_rng(0).normal(size=(3, 32, 48)) * 4
     x = np.asarray(bf16(x))
     given = scale_of(bf16(x), dtype) if scale is None else jnp.float32(scale)
-    made, amax = jax.jit(lambda x, s: transformer_engine.quantize(x, dtype, s))(bf16(x), given)
+    quantize = jax.jit(lambda x, s: transformer_engine.quantize_per_tensor(x, dtype, s))
+    made, amax = quantize(bf16(x), given)
     top = float(ml_dtypes.finfo(BITS[dtype]).max)
     scaled = x.astype(np.float32) * (np.float32(1) / np.float32(given))
     expected = np.clip(scaled, -top, top).astype(BITS[dtype])
@@ -89,7 +90,7 @@ linear.defvjp(forward, backward)
 
 def scaled(x, dtype, current=True):
     scale = scale_of(x, dtype) if current else jnp.float32(0.25)
-    return QuantizedArray(transformer_engine.quantize(x, dtype, scale)[0], scale)
+    return QuantizedArray(transformer_engine.quantize_per_tensor(x, dtype, scale)[0], scale)
 
 
 def rounded(x, dtype, current) -> np.ndarray:
@@ -158,7 +159,7 @@ def test_layers_scanned_and_recomputed_in_shard_map_over_eight_devices():
 def test_blocks_have_the_bits_of_xlas(batch, dtype):
     x = np.random.default_rng(0).normal(size=(*batch, 64, 96)) ** 9
     x[..., :32, :32] = 0
-    row, col = jax.jit(lambda x: transformer_engine.blocks(x, dtype))(bf16(x))
+    row, col = jax.jit(lambda x: transformer_engine.quantize_mxfp8(x, dtype))(bf16(x))
     for ours, dim in ((row, -1), (col, -2)):
         for a, b in zip(ours, mxfp8.quantize(bf16(x), dtype, dim), strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
@@ -179,7 +180,8 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     mesh = topologies.make_mesh(topology, (4,), ("fsdp",))
 
     def share(w, wt, dy, x):
-        forms = lambda x, d: transformer_engine.blocks(x, d) if blocks else [scaled(x, d)] * 2
+        mxfp8_forms = transformer_engine.quantize_mxfp8
+        forms = lambda x, d: mxfp8_forms(x, d) if blocks else [scaled(x, d)] * 2
         (x, x_col), (w, _), (wt, _) = forms(x, E4M3), forms(w, E4M3), forms(wt, E4M3)
         dy, dy_col = forms(dy, E4M3 if blocks else E5M2)
         gemm = functools.partial(transformer_engine.gemm, blocks=blocks)
