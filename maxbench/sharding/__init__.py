@@ -1,1 +1,1 @@
-"""Where things live: the mesh of devices, the place of each weight, collectives between GPUs."""
+"""The device mesh, the sharding of each weight, collectives, and ordering tokens."""

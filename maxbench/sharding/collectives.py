@@ -1,14 +1,14 @@
-"""The collectives of the step: it is one shard_map over all mesh axes, so every collective in the
-program is one of these; nothing is left for a partitioner to guess.
+"""Collectives of the step, which is one shard_map over all mesh axes.
 
-Each is the identity on an axis of degree 1 and outside shard_map.
+Every collective in the program is a call of one of these functions; no partitioner inserts others.
+Each is the identity on an axis of size 1 and outside shard_map.
 """
 
 import jax
 
 
 def axis_size(axis: str | None) -> int:
-    """GPUs along a mesh axis (or none) of the enclosing shard_map; 1 outside of one."""
+    """GPUs along a mesh axis of the enclosing shard_map; 1 for None and outside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.manual_axes else 1
 
@@ -19,12 +19,12 @@ def axis_index(axis: str) -> jax.Array | int:
 
 
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """All-gather along dim; the gradient is reduce-scattered."""
+    """All-gather, concatenated along dim. Its gradient is reduce-scattered."""
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True) if axis_size(axis) > 1 else x
 
 
 def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Reduce-scatter along dim; the gradient is all-gathered."""
+    """Sum over axis, split along dim. Its gradient is all-gathered."""
     if axis_size(axis) == 1:
         return x
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
@@ -43,12 +43,13 @@ def pmax(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, axis: str, split: int = 0, join: int = 0) -> jax.Array:
-    """All-to-all: part i of dim `split` goes to GPU i; part j of dim `join` comes from GPU j."""
+    """All-to-all: sends part i of dim `split` to GPU i, and concatenates what it receives along dim
+    `join`, in the order of the senders."""
     return jax.lax.all_to_all(x, axis, split, join, tiled=True) if axis_size(axis) > 1 else x
 
 
 def ppermute_shift(tree, axis: str, by: int = 1):
-    """Every array of the tree goes to the GPU `by` further along the axis, round its end."""
+    """Sends each array of a tree to the GPU `by` positions further along the axis, cyclically."""
     n = axis_size(axis)
     if n == 1:
         return tree

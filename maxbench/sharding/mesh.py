@@ -1,4 +1,4 @@
-"""The mesh: its devices, and which sequences and tokens each of them works on."""
+"""The device mesh, and the sequences and token positions of each GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ DATA_AXES = ("dp", "fsdp", "ep")  # axes that split the batch
 
 
 def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
-    """The mesh of a layout over devices (default: all that JAX sees), slowest axis first.
+    """The mesh of a layout over devices (default: jax.devices()), slowest axis first.
 
     Raises:
       UserError: fewer devices than the layout needs.
@@ -21,30 +21,31 @@ def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < layout.gpus:
         raise UserError(
-            f"{layout.describe()}: {layout.gpus} are needed and {len(devices)} present "
-            f"({devices[0].device_kind}); --cpu_devices {layout.gpus} makes virtual ones, and the "
-            "presets :tiny and :rehearse fit a laptop; maxbench plan needs no devices at all"
+            f"{layout.describe()}: {layout.gpus} devices are needed and {len(devices)} are present "
+            f"({devices[0].device_kind}); use --cpu_devices {layout.gpus} for virtual ones with "
+            "the presets :tiny and :rehearse, or maxbench plan, which needs no devices"
         )
-    degrees = [getattr(layout, axis) for axis in AXES]
-    auto = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(degrees, AXES, axis_types=auto, devices=devices[: layout.gpus])
+    axis_sizes = [getattr(layout, axis) for axis in AXES]
+    auto = (AxisType.Auto,) * len(AXES)  # the default, Explicit, would put shardings into types
+    return jax.make_mesh(axis_sizes, AXES, axis_types=auto, devices=devices[: layout.gpus])
 
 
 def token_positions(seq: int) -> np.ndarray | jax.Array:
-    """Positions of this GPU's tokens over cp: chunk i and chunk 2 cp - 1 - i of 2 cp.
+    """Positions of this GPU's tokens, [seq / cp]: chunks i and 2 cp - 1 - i of 2 cp equal chunks.
 
-    A causal mask gives late tokens more work than early ones; the pair is the same for all.
+    Megatron's load balancing for context parallelism: under a causal mask later queries attend to
+    more keys, and each such pair of chunks has the same work.
     """
     n = axis_size("cp")
     if n == 1:
         return np.arange(seq)
     size, i = seq // (2 * n), axis_index("cp")
-    first = jnp.arange(size)
-    return jnp.concatenate([first + i * size, first + (2 * n - 1 - i) * size])
+    offset = jnp.arange(size)
+    return jnp.concatenate([offset + i * size, offset + (2 * n - 1 - i) * size])
 
 
 def sequence_ids(layout: Layout, micro: jax.Array | int) -> jax.Array:
-    """Numbers, within the global batch, of this GPU's sequences in a microbatch."""
+    """Indices within the global batch of this GPU's sequences in a microbatch, [mbs]."""
     shard = 0
     for axis in DATA_AXES:
         shard = shard * axis_size(axis) + axis_index(axis)

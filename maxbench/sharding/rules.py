@@ -1,10 +1,14 @@
-"""The place of each weight: one table of rules, from logical axes to mesh axes.
+"""Sharding of each weight: one table of rules, from logical axes to mesh axes.
 
-A weight has two places:
+A weight has two shardings:
 
-  compute   split as the layers use it (RULES), in the compute precision unless exact
-  master    split further over every axis that would only hold a copy (ZeRO-1): the fp32 weight,
-            its gradient and its optimizer state
+  compute   as the layers use it (RULES), in the compute dtype unless full_precision
+  master    the compute sharding, split further over every mesh axis that would otherwise store a
+            copy: the stored weight, its gradient and its optimizer state. This is ZeRO stage 1
+            (arXiv:1910.02054), Megatron's distributed optimizer, over all such axes.
+
+The step all-gathers the compute weights from the master shards once, and reduce-scatters the
+gradients onto them once (gather_master, reduce_grad).
 """
 
 import dataclasses
@@ -19,10 +23,9 @@ from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES
 from maxbench.sharding.collectives import axis_size
 
-BLOCK = max(f.multiple for f in FORMATS.values())  # what a split dim is best a multiple of
+BLOCK = max(f.multiple for f in FORMATS.values())  # preferred multiple of a shard's dim
 
-# Logical axis of a weight -> mesh axes, the last changing fastest. The only table of placements
-# there is.
+# Logical axis of a weight -> mesh axes that split it, the last one varying fastest.
 RULES = {
     "layers": ("pp",),
     "embed": ("fsdp",),
@@ -32,8 +35,8 @@ RULES = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "columns": ("tp", "fsdp"),
-    "stage_columns": ("tp", "fsdp", "pp"),  # in place of columns, if program.columns_over_pp
-    # whole on every GPU
+    "stage_columns": ("tp", "fsdp", "pp"),  # if lowering.embedding_sharded_over_pp
+    # replicated
     "words": (),
     "qkv": (),
     "head_dim": (),
@@ -46,75 +49,90 @@ RULES = {
 
 
 class GemmDims(NamedTuple):
-    """A weight [batch..., ins..., outs...] of a layer that is multiplied in the run's format."""
+    """Dims of a weight [batch..., ins..., outs...] that GEMMs read in the run's number format."""
 
-    batch: int  # dims
-    ins: int  # dims that the product sums over
+    batch: int  # number of batch dims (experts)
+    ins: int  # number of dims that the forward GEMM contracts
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightSharding:
-    """Where one weight lives. `compute[i]` and `zero[i]` are the mesh axes that split dim i."""
+    """Compute and master sharding of one weight.
+
+    Attributes:
+      compute_axes: mesh axes that split each dim of the compute copy.
+      zero1_axes: further mesh axes that split each dim of the master copy, varying faster.
+      psum_axes: mesh axes over which the master is replicated, and its gradient all-reduced.
+      gemm: set if the weight is a GEMM operand in the run's number format.
+      full_precision: layers use the master weight, not a copy in the compute dtype.
+    """
 
     compute_axes: tuple[tuple[str, ...], ...]
-    zero1_axes: tuple[tuple[str, ...], ...]  # further axes of the master copy, minor to compute's
-    psum_axes: tuple[str, ...]  # axes over which its gradient is summed without being split
+    zero1_axes: tuple[tuple[str, ...], ...]
+    psum_axes: tuple[str, ...]
     gemm: GemmDims | None = None
-    exact: bool = False  # layers see the master weight, not a copy in the compute precision
+    full_precision: bool = False
 
     @property
     def master_spec(self) -> P:
+        """PartitionSpec of the master copy."""
         return P(*(c + z or None for c, z in zip(self.compute_axes, self.zero1_axes, strict=True)))
 
     def compute_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Master shard -> compute shard, of shapes, within the mesh."""
-        degrees = [math.prod(map(axis_size, axes)) for axes in self.zero1_axes]
-        return tuple(n * more for n, more in zip(shape, degrees, strict=True))
+        """Shape of the compute shard, from that of the master shard; inside shard_map."""
+        shards = [math.prod(map(axis_size, axes)) for axes in self.zero1_axes]
+        return tuple(size * n for size, n in zip(shape, shards, strict=True))
 
     @property
     def layer(self) -> "WeightSharding":
-        """Of one layer of a stacked weight."""
+        """The sharding of one layer of a stacked weight."""
         return dataclasses.replace(
             self, compute_axes=self.compute_axes[1:], zero1_axes=self.zero1_axes[1:]
         )
 
 
 def shard_weight(
-    names: tuple[str, ...], shape: tuple[int, ...], degrees, rules=RULES, gemm=None
+    names: tuple[str, ...], shape: tuple[int, ...], mesh_shape, rules=RULES, gemm=None
 ) -> WeightSharding:
-    """The place of a weight from its logical axes.
+    """The sharding of a weight from its logical axes.
 
-    Each axis that would hold a copy of the weight splits the first dim of a layer that it divides
-    into whole blocks of a number format: what is gathered and scattered then lies in one piece.
-    Another dim costs a transpose, and where the compiler moves that into the loop over
-    microbatches, one for each. Without such a dim it splits the largest that it divides; what it
-    divides nowhere (a tiny norm on a large mesh) stays a copy.
+    A mesh axis that does not split the compute copy splits the master: the first dim of a layer
+    that it divides into whole blocks of a number format, so that each all-gather and reduce-scatter
+    is contiguous. A later dim costs a transpose, which the compiler may move into the loop over
+    microbatches. If no dim has whole blocks, it splits the largest dim that it divides; if it
+    divides none (a small norm on a large mesh), the master is replicated over it.
+
+    Args:
+      names: logical axes of the weight; 'layers' is never split further.
+      shape: global shape.
+      mesh_shape: mesh axis -> size.
     """
-    compute = tuple(tuple(a for a in rules[n] if degrees[a] > 1) for n in names)
-    parts = [math.prod(degrees[a] for a in axes) for axes in compute]
-    left = [size // n for size, n in zip(shape, parts, strict=True)]
-    zero: list[tuple[str, ...]] = [()] * len(names)
-    summed = []
+    compute = tuple(tuple(a for a in rules[n] if mesh_shape[a] > 1) for n in names)
+    shards = [math.prod(mesh_shape[a] for a in axes) for axes in compute]
+    local = [size // n for size, n in zip(shape, shards, strict=True)]
+    zero1: list[tuple[str, ...]] = [()] * len(names)
+    replicated = []
     for axis in AXES:
-        if degrees[axis] == 1 or axis in itertools.chain(*compute):
+        size = mesh_shape[axis]
+        if size == 1 or axis in itertools.chain(*compute):
             continue
-        within = [i for i, name in enumerate(names) if name != "layers"]
-        fits = [i for i in within if left[i] % degrees[axis] == 0]
-        if not fits:
-            summed.append(axis)
+        dims = [i for i, name in enumerate(names) if name != "layers" and local[i] % size == 0]
+        if not dims:
+            replicated.append(axis)
             continue
-        whole = [i for i in fits if left[i] // degrees[axis] % BLOCK == 0]
-        # The dim already split this way keeps a weight's master in one dim: one collective.
-        first = min(whole) if whole else max(fits, key=lambda i: left[i])
-        dim = next((i for i in fits if zero[i]), first)
-        zero[dim] += (axis,)
-        left[dim] //= degrees[axis]
-    # Which expert a token takes is discrete: a router keeps all the bits of its weight.
-    return WeightSharding(compute, tuple(zero), tuple(summed), gemm, exact="routes" in names)
+        whole_blocks = [i for i in dims if local[i] // size % BLOCK == 0]
+        first = min(whole_blocks) if whole_blocks else max(dims, key=lambda i: local[i])
+        # Prefer a dim that another axis splits already: one collective for both.
+        dim = next((i for i in dims if zero1[i]), first)
+        zero1[dim] += (axis,)
+        local[dim] //= size
+    # A token's choice of experts is discrete: rounding the router's weight would change it.
+    router = "routes" in names
+    return WeightSharding(compute, tuple(zero1), tuple(replicated), gemm, full_precision=router)
 
 
 def gather_master(place: WeightSharding, w: jax.Array) -> jax.Array:
-    """Master shard -> compute shard."""
+    """All-gathers a master shard to the compute shard."""
     for dim, axes in enumerate(place.zero1_axes):
         if axes:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
@@ -122,7 +140,7 @@ def gather_master(place: WeightSharding, w: jax.Array) -> jax.Array:
 
 
 def reduce_grad(place: WeightSharding, g: jax.Array) -> jax.Array:
-    """Gradient of the compute shard on each GPU -> its sum over GPUs, split as the master."""
+    """Sums each GPU's gradient of the compute shard, and scatters the sum as the master shard."""
     for dim, axes in enumerate(place.zero1_axes):
         if axes:
             g = jax.lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
@@ -130,11 +148,11 @@ def reduce_grad(place: WeightSharding, g: jax.Array) -> jax.Array:
 
 
 def local_size(name: str, size: int) -> int:
-    """What one GPU holds of a weight's logical axis between two uses."""
+    """Size of one GPU's shard of a logical axis; inside shard_map."""
     return size // math.prod(map(axis_size, RULES[name]))
 
 
 def size_gib(tree) -> float:
-    """Bytes that one device holds of a tree of arrays or ShapeDtypeStructs with shardings, GiB."""
-    leaf = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    return sum(map(leaf, jax.tree.leaves(tree))) / 2**30
+    """GiB per device of a tree of arrays or ShapeDtypeStructs with shardings."""
+    shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(map(shard_bytes, jax.tree.leaves(tree))) / 2**30

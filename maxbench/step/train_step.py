@@ -194,7 +194,7 @@ class Step:
         run = self.run
         # The compute copy is gathered once, and gradients are reduced once, however many
         # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        cast = lambda place, w: w if place.exact else w.astype(DTYPES[run.format.compute])
+        cast = lambda place, w: w if place.full_precision else w.astype(DTYPES[run.format.compute])
         w, places = jax.tree.map(cast, self.places, params), self.places
         stacked = not lowering.layers_unrolled(run)
         if not stacked:

@@ -41,7 +41,7 @@ def test_pieces_make_the_whole(family, how, axes, monkeypatch):
     travelled = []
 
     def local(masters):
-        cast = lambda place, w: w if place.exact else w.astype(jnp.bfloat16)
+        cast = lambda place, w: w if place.full_precision else w.astype(jnp.bfloat16)
         past = jnp.ones((len(jax.tree.leaves(masters)[0]), 4, 3))
         past = past if step.run.precision.amax_history_len else None
         going = zero_overlap.ZeroOverlap(step.run, step.arithmetic, places, masters, cast, past)
