@@ -12,23 +12,18 @@ k head_dim (a value's may be another).
 """
 
 import functools
-import inspect
 import math
 
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import DTYPES, Run
-from maxbench.sharding import collectives, ordering
+from maxbench.sharding import collectives, jax_compat, ordering
 
-# jax 0.12 has a further keyword, which must be given.
-_KEYWORDS = inspect.signature(cudnn._dot_product_attention).parameters
-NO_SCORE_MOD = {"score_mod": None} if "score_mod" in _KEYWORDS else {}
 BLOCK = 256  # queries whose scores stand in memory at once, XLA form
 HALF = 128  # dims of values that cuDNN's backward pass takes at once with keys of 192 on Blackwell
 
@@ -272,22 +267,13 @@ def _blocks(t: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
 
 
-def _cudnn(primitive, q, k, v, causal, *saved, **options):
-    """Binds a primitive of jax's, without bias, lengths, offsets and page tables."""
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    options |= NO_SCORE_MOD | dict(mask_type=mask, layout=cudnn.AttentionLayout.BTNH.value)
-    options |= dict(scale=1 / math.sqrt(q.shape[-1]), seed=42, dropout_rate=0.0)
-    options |= dict(variadic_args=(False, False), sliding_window_length=None)
-    return tuple(primitive.bind(q, k, v, *(jnp.zeros(0, q.dtype),) * 7, *saved, **options))
-
-
 def _cudnn_forward(q, k, v, causal, softcap):
     assert not softcap  # cuDNN through jax has no cap
-    return _cudnn(cudnn._dot_product_attention_fwd_p_wrapper, q, k, v, causal, is_training=True)
+    return jax_compat.cudnn_attention(q, k, v, causal)
 
 
 def _cudnn_backward(q, k, v, o, lse, do, causal, softcap):
-    return _cudnn(cudnn._dot_product_attention_bwd_p_wrapper, q, k, v, causal, lse, o, do)
+    return jax_compat.cudnn_attention_grad(q, k, v, o, lse, do, causal)
 
 
 def _split_backward(q, k, v, o, lse, do, causal, softcap):

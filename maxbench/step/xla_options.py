@@ -4,11 +4,9 @@ They are given to the compiler with the program, not through XLA_FLAGS, where an
 end the process.
 """
 
-import functools
-from importlib import metadata
-
 from maxbench.config import lowering
 from maxbench.config.run import Run
+from maxbench.sharding import jax_compat
 
 # Compiler options for GPUs: NVIDIA's recipe for Llama 2 on JAX, as far as today's XLA knows them.
 XLA_OPTIONS = {
@@ -36,24 +34,6 @@ COMBINE = {
 MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
 
 
-@functools.cache
-def _version() -> tuple[int, ...]:
-    """Of the compiler; (0, 0) where there is none."""
-    try:
-        return tuple(int(n) for n in metadata.version("jaxlib").split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return 0, 0
-
-
-def pipelined(**kinds: bool) -> dict:
-    """Whether collectives of each kind are moved over the iterations of a loop, as this version of
-    XLA calls it."""
-    if _version() < (0, 11):
-        return {f"xla_gpu_enable_pipelined_{kind}": on for kind, on in kinds.items()}
-    mode = lambda on: f"COLLECTIVE_PIPELINING_MODE_{'ON' if on else 'OFF'}"
-    return {f"xla_gpu_pipeline_{kind}": mode(on) for kind, on in kinds.items()}
-
-
 def xla_options(platform_name: str, run: Run) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cpu'), by GPU type and workload."""
     if platform_name not in ("gpu", "cuda"):
@@ -63,7 +43,9 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
     # over microbatches, and run the forward pass twice to do so.
     gathers = run.layout.fsdp > 1
-    options |= pipelined(reduce_scatter=True, all_reduce=True, all_gather=gathers)
+    options |= jax_compat.collective_pipelining(
+        reduce_scatter=True, all_reduce=True, all_gather=gathers
+    )
     # Saves copies from one iteration to the next, 3 to 7 % of Grok-1's and Nemotron's steps; where
     # a microbatch's code is long it saves nothing, and is compiled twice.
     long = run.layout.pp == 1 and not gathers and run.model.layers > 16
@@ -88,8 +70,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
         scatter //= 2
     for name, size in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):
         options[f"xla_gpu_{name}_combine_threshold_bytes"] = size
-    if _version() >= (0, 12):  # its own kernel for small sums ends the process over 4 x 12 scales
-        options["xla_gpu_experimental_use_collective_kernels"] = ""
+    options |= jax_compat.collective_kernels_off()
     options |= gpu.xla_options
     if run.layout.tp > 1 and not run.runtime.tp_overlap:
         options["xla_gpu_disable_async_collectives"] = "ALLGATHER,REDUCESCATTER"

@@ -1,0 +1,90 @@
+"""JAX's private names, and whatever differs between the supported versions of jax and XLA.
+
+No other module of the package imports jax._src or compares versions (tests/test_codebase.py).
+Importing this module needs no jax: preflight checks compiler options without it.
+"""
+
+import functools
+import inspect
+import math
+from importlib import metadata
+
+
+@functools.cache
+def jaxlib_version() -> tuple[int, int]:
+    """(major, minor) of the installed jaxlib, which contains XLA; (0, 0) if there is none."""
+    try:
+        major, minor = metadata.version("jaxlib").split(".")[:2]
+        return int(major), int(minor)
+    except metadata.PackageNotFoundError:
+        return 0, 0
+
+
+def collective_pipelining(**enabled: bool) -> dict[str, object]:
+    """XLA options that move collectives across loop iterations; the names changed in jaxlib 0.11.
+
+    Args:
+      enabled: by kind of collective, as all_gather=True.
+    """
+    if jaxlib_version() < (0, 11):
+        return {f"xla_gpu_enable_pipelined_{kind}": on for kind, on in enabled.items()}
+    mode = lambda on: f"COLLECTIVE_PIPELINING_MODE_{'ON' if on else 'OFF'}"
+    return {f"xla_gpu_pipeline_{kind}": mode(on) for kind, on in enabled.items()}
+
+
+def collective_kernels_off() -> dict[str, object]:
+    """XLA options that leave small all-reduces to NCCL instead of XLA's own kernels.
+
+    jaxlib 0.12 cannot compile its kernel for the maximum of 4 x 12 FP8 scales, and aborts.
+    """
+    if jaxlib_version() < (0, 12):
+        return {}
+    return {"xla_gpu_experimental_use_collective_kernels": ""}
+
+
+def cudnn_attention(q, k, v, causal: bool):
+    """cuDNN's flash attention.
+
+    jax.nn.dot_product_attention is the same kernel by a public name, but its VJP takes no
+    logsumexp, which ring attention needs (model/attention.py).
+
+    Args:
+      q, k, v: [b, t, h, k], [b, s, g, k], [b, s, g, k of the values].
+
+    Returns:
+      The output [b, t, h, k of the values], and the logsumexp [b, h, t] in fp32.
+    """
+    primitive = _cudnn()._dot_product_attention_fwd_p_wrapper
+    return _bind_attention(primitive, q, k, v, causal, is_training=True)
+
+
+def cudnn_attention_grad(q, k, v, o, lse, do, causal: bool):
+    """Gradients of q, k and v, from the output o, its gradient do, and the logsumexp."""
+    primitive = _cudnn()._dot_product_attention_bwd_p_wrapper
+    return _bind_attention(primitive, q, k, v, causal, lse, o, do)
+
+
+def _cudnn():
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def _bind_attention(primitive, q, k, v, causal: bool, *saved, **options) -> tuple:
+    """Binds a primitive without bias, lengths, offsets and page tables."""
+    import jax.numpy as jnp
+
+    cudnn = _cudnn()
+    options |= {
+        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "scale": 1 / math.sqrt(q.shape[-1]),
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "sliding_window_length": None,
+    }
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:
+        options["score_mod"] = None  # required since jax 0.12
+    unused = (jnp.zeros(0, q.dtype),) * 7
+    return tuple(primitive.bind(q, k, v, *unused, *saved, **options))
