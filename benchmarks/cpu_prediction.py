@@ -29,7 +29,7 @@ from maxbench.config import recipes
 from maxbench.config.run import AXES, Run
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table
-from maxbench.hardware import gpus
+from maxbench.hardware.gpus import Efficiency, Gpu
 from maxbench.planning import planner
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
@@ -57,13 +57,13 @@ PATH = pathlib.Path(__file__).parent / "results" / "cpu_prediction.json"
 
 
 def main() -> None:
-    found = calibrated()
+    found, cpu = calibrated()
     cases = []
     for name, flags in RUNS:
         run = recipes.build_run(
             recipes.load_workload(f"{name}:tiny"), flags={"dtype": "fp32"} | flags
         )
-        cases.append(case(run, f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}"))
+        cases.append(case(run, f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}", cpu))
         print(line(cases[-1], found.efficiency), flush=True)
     errors = [case.error(found.efficiency) for case in cases]
     record = {"device": fit.describe(f"{jax.device_count()} x cpu"), "programs": len(cases)}
@@ -80,7 +80,7 @@ def main() -> None:
     print(json.dumps({k: v for k, v in record.items() if k != "runs"}, indent=1))
 
 
-def calibrated() -> from_device.DeviceFit:
+def calibrated() -> tuple[from_device.DeviceFit, Gpu]:
     """Makes a GPU type of this CPU, with its tables."""
     ran = [
         *microbenchmarks.all_microbenchmarks(
@@ -88,14 +88,13 @@ def calibrated() -> from_device.DeviceFit:
         )
     ]
     memory = door.host_bytes() // jax.device_count()
-    made = gpus.GPUS["cpu"] = from_device.made(ran, "cpu", 1, memory, jax.device_count())
-    found = from_device.fit_device(ran, "cpu", new=True)
+    cpu = from_device.made(ran, "cpu", 1, memory, jax.device_count())
+    found = from_device.fit_device(ran, cpu, new=True)
     tables = {"products": found.products, "kernels": found.kernels}
-    gpus.GPUS["cpu"] = dataclasses.replace(made, efficiency=found.efficiency, **tables)
-    return found
+    return found, dataclasses.replace(cpu, efficiency=found.efficiency, **tables)
 
 
-def case(run: Run, name: str) -> fit.Observation:
+def case(run: Run, name: str, cpu: Gpu) -> fit.Observation:
     """A run's step, and what is predicted of it; nobody waits while only work is counted."""
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
@@ -104,7 +103,7 @@ def case(run: Run, name: str) -> fit.Observation:
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
 
     def predict(efficiency):
-        t = simulate.simulate(program, Costs("cpu", degrees, efficiency), shares)
+        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), shares)
         return t.seconds - t.compute["slowest"]
 
     return fit.Observation(name, seconds(compiled, step.init()) / run.layout.gpus, predict)
@@ -150,7 +149,7 @@ def spread(errors: list[float]) -> dict[str, float]:
     return {"median": statistics.median(map(abs, errors)), "worst": max(map(abs, errors))}
 
 
-def line(case: fit.Observation, efficiency: gpus.Efficiency) -> str:
+def line(case: fit.Observation, efficiency: Efficiency) -> str:
     ms = case.seconds * 1e3
     return f"{case.name:<40} {ms:8.2f} ms measured, predicted {case.error(efficiency):+.1%}"
 

@@ -34,7 +34,7 @@ from maxbench.config import command_line, recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo, published_deltas
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS, Efficiency
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency
 from maxbench.planning import planner
 
 # The lowest and the highest plausible value of every constant in [h100.efficiency].
@@ -94,7 +94,7 @@ class Row:
 
 def standing() -> list[float]:
     """FITTED as they stand in gpus.toml and terms.py."""
-    return [getattr(GPUS["h100"].efficiency, n, published_deltas.HIDDEN) for n in FITTED]
+    return [getattr(GPU_TYPES["h100"].efficiency, n, published_deltas.HIDDEN) for n in FITTED]
 
 
 def scale(constants: Sequence[float]) -> np.ndarray:
@@ -226,7 +226,7 @@ def spreads() -> dict[str, float]:
 def _waits(row: published.Published) -> float:
     """Seconds of the term at a spread of 1."""
     run = run_of(row)
-    efficiency = dataclasses.replace(GPUS["h100"].efficiency, step_jitter=1.0)
+    efficiency = dataclasses.replace(GPU_TYPES["h100"].efficiency, step_jitter=1.0)
     replicas, times = published_deltas.agreements(run, row)
     return planner.costs_of(run, efficiency).straggler_s(row.step_s, times, replicas)
 
@@ -258,7 +258,7 @@ def line(name: str, rows: Sequence[Row]) -> None:
 def effects(rows: Sequence[Row], again: Callable[[Efficiency], list[Row]]) -> None:
     """Prints what each price and term does to the errors of the rows."""
     for name, off in WITHOUT.items():
-        line(f"without {name}", again(dataclasses.replace(GPUS["h100"].efficiency, **off)))
+        line(f"without {name}", again(dataclasses.replace(GPU_TYPES["h100"].efficiency, **off)))
     for name in dict.fromkeys(n for r in rows for n in r.parts if n != "compiled"):
         line(f"without term: {name}", without(rows, name))
 
@@ -281,7 +281,7 @@ def main() -> None:
             for row, run in some
         ]
 
-    rows = played(GPUS["h100"].efficiency, runs)
+    rows = played(GPU_TYPES["h100"].efficiency, runs)
     write(rows, say)
     for row, pair in zip(rows, runs, strict=True):
         programs.setdefault(row.program, pair)

@@ -30,7 +30,7 @@ from maxbench.config import command_line, environment, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory
-from maxbench.hardware import gpus
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops, step_stats
 from maxbench.model import attention as kernels
 from maxbench.planning import planner
@@ -245,7 +245,7 @@ def layer(run: Run, exact: bool | None, small: bool) -> dict:
 
 def workload(family: str, presets: str, *words: str) -> list[str]:
     """Flags of a workload on the GPU that is here; of none, on an H100."""
-    kind = gpus.gpu_type_of(jax.devices()[0].device_kind) or "h100"
+    kind = GPU_TYPES.type_of(jax.devices()[0].device_kind) or "h100"
     return [f"--config={recipes.ROOT}/configs/{family}.py{presets}", f"--gpu_type={kind}", *words]
 
 
@@ -287,9 +287,9 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
         out = jax.block_until_ready(once())
         seconds.append(time.perf_counter() - start)
     assert run.runtime.mock_gpus or math.isfinite(out["loss"]), f"the loss is {out['loss']}"
-    about = step_stats.Devices(device.platform, device.device_kind, run.layout.gpus)
+    gpu_type = run.gpu_types.type_of(device.device_kind) or None
     step_s = statistics.median(seconds[1:])
-    rates = step_stats.performance_figures(run, about.gpu_type, step_s)
+    rates = step_stats.performance_figures(run, gpu_type, step_s)
     record |= {"step_s": step_s, "tflops": rates["tflops_per_gpu"]["full"]}
     record |= {"mfu": rates["mfu"]["full"]}
     record |= {"seconds": seconds, "compile_s": lower_s + compile_s}
@@ -404,7 +404,7 @@ def mocked(small: bool) -> Cases:
 
     def row(family, count):
         if os.environ.get("JAX_PLATFORMS") != "cpu":  # before jax looks for its devices
-            jax.config.update("jax_mock_gpu_topology", gpus.GPUS["h100"].topology(count, 1))
+            jax.config.update("jax_mock_gpu_topology", GPU_TYPES["h100"].topology(count, 1))
         needs_gpu()
         return workload(family, ":tiny" * small, f"--gpus={count}")
 

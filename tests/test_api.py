@@ -14,7 +14,7 @@ from benchmarks import notebook as notebook_file
 from maxbench import sweep
 from maxbench.config import command_line, python_api
 from maxbench.config.errors import UserError
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import result
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
@@ -128,17 +128,16 @@ def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
 
 
 def test_another_cluster_is_not_for_the_next_plan(monkeypatch):
-    seen, before = [], dict(GPUS)
+    seen = []
 
     def ask(fv, argv):
-        result.given_run(fv, argv)
-        seen.append(GPUS["h100"].network_gbps)
+        run, _ = result.given_run(fv, argv)
+        seen.append(run.gpu.network_gbps)
 
     monkeypatch.setattr(result, "plan_from_flags", ask)
     maxbench.plan("llama31_8b", gpus=8, network_gbps=25)
     maxbench.plan("llama31_8b", gpus=8)
-    assert seen == [25, before["h100"].network_gbps]
-    assert before == GPUS
+    assert seen == [25, GPU_TYPES["h100"].network_gbps]
 
 
 def test_a_sweep_tries_every_choice_and_loses_none(monkeypatch, capsys):

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from maxbench.config import environment
-from maxbench.hardware.gpus import GPUS, Efficiency, Fraction, Gpu, Microseconds, PeakFraction
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Fraction, Gpu, Microseconds, PeakFraction
 
 ROUNDS = 12  # over all constants, at most: some depend on others
 FOUND = 0.005  # a constant is found to so many of its value
@@ -148,7 +148,7 @@ def toml(
     lines = [f"# {how.capitalize()} by maxbench: {about}.", f"[{name}]"]
     lines.append(f'like = "{"h100" if gpu else name}"')
     if gpu:
-        like = GPUS["h100"]
+        like = GPU_TYPES["h100"]
         lines += [line(gpu, key) for key in MADE if getattr(gpu, key) != getattr(like, key)]
     for key, rows in tables.items():
         lines += [f"{key} = [  # {how} {mark}", *(f"  {json.dumps(row)}," for row in rows), "]"]

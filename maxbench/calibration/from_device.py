@@ -15,7 +15,7 @@ from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table, gemm_sizes, is_gemm
 from maxbench.cost_model.simulate import Timeline
-from maxbench.hardware.gpus import GPUS, Efficiency, Gpu
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu
 
 # Constant -> kinds of programs that it is found from, in this order: each leans on those before.
 ABOUT = {
@@ -54,19 +54,19 @@ class DeviceFit:
     kernels: list[list]
 
 
-def fit_device(measured: Sequence[Measured], name: str, new: bool = False) -> DeviceFit:
-    """Finds the constants of GPUS[name]; of a new type those too that were found to be none."""
-    cases = [(one.kind, case(one, name)) for one in measured]
+def fit_device(measured: Sequence[Measured], gpu: Gpu, new: bool = False) -> DeviceFit:
+    """Finds the constants of a GPU type; of a new type those too that were found to be none."""
+    cases = [(one.kind, case(one, gpu)) for one in measured]
     about = {
         constant: [case for kind, case in cases if kind in kinds]
         for constant, kinds in ABOUT.items()
     }
-    before = GPUS[name].efficiency
+    before = gpu.efficiency
     efficiency, names = fit.fit(about, before)
     seen = [name for name in names if new or not fit.hidden(name, efficiency)]
     for constant in {*names} - {*seen}:
         efficiency = fit.with_constant(efficiency, constant, getattr(before, constant))
-    alone = Costs(name, dict.fromkeys(AXES, 1), efficiency)
+    alone = Costs(gpu, dict.fromkeys(AXES, 1), efficiency)
     kernels = [kernel(one, alone) for one in measured if one.kind == "kernel"]
     alone.kernels = Table((kind, "", *row) for kind, *row in kernels)
     products = [row for one in measured if "product" in one.kind and (row := product(one, alone))]
@@ -98,12 +98,10 @@ def ratio(one: Measured, t: Timeline, priced: float, modelled: float) -> float:
     return float(f"{left / modelled:.3g}")
 
 
-def case(one: Measured, name: str) -> Observation:
+def case(one: Measured, gpu: Gpu) -> Observation:
     """A program that ran, and what is predicted of it."""
     program, degrees = hlo.parse(one.text), dict.fromkeys(AXES, 1) | one.degrees
-    predict = lambda efficiency: (
-        simulate.simulate(program, Costs(name, degrees, efficiency)).seconds
-    )
+    predict = lambda efficiency: simulate.simulate(program, Costs(gpu, degrees, efficiency)).seconds
     return Observation(f"{one.kind}, {one.name}", one.seconds, predict)
 
 
@@ -117,14 +115,14 @@ def made(measured: Sequence[Measured], device: str, cores: int, memory: int, nod
       memory: bytes.
       node: devices of one node.
     """
-    like = GPUS["h100"]
+    like = GPU_TYPES["h100"]
     degrees = dict.fromkeys(AXES, 1)
 
     def most(kind: str, amount: Callable[[Timeline], float], otherwise: float) -> float:
         """The highest rate at which programs of a kind did so much of something, per second."""
         ran = [one for one in measured if one.kind == kind]
         play = lambda one: simulate.simulate(
-            hlo.parse(one.text), Costs("h100", degrees | one.degrees)
+            hlo.parse(one.text), Costs(like, degrees | one.degrees)
         )
         return max((amount(play(one)) / one.seconds for one in ran), default=otherwise)
 

@@ -15,7 +15,7 @@ from maxbench.calibration.fit import Observation
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.cost_model import compile_cache, hlo
-from maxbench.hardware.gpus import GPUS, Efficiency, PeakFraction
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
 from maxbench.planning import planner
 from maxbench.run_logs import readers
 from maxbench.run_logs.record import RunRecord, dig
@@ -50,16 +50,17 @@ class RunFit:
     left_out: list[float]
 
 
-def fit_runs(paths: Sequence[str]) -> RunFit:
+def fit_runs(paths: Sequence[str], gpu_types: GpuTypes = GPU_TYPES) -> RunFit:
     """Fits what runs can settle.
 
     Args:
       paths: of result.json, or of folders that hold some.
+      gpu_types: those that the runs may name.
 
     Raises:
       UserError: a run that cannot be taken, or too few.
     """
-    runs = [*map(finished, readers.read(paths))]
+    runs = [finished(record, gpu_types) for record in readers.read(paths, gpu_types)]
     kinds = sorted({run.layout.gpu_type for run, _ in runs})
     if len(kinds) > 1:
         raise UserError(f"calibrate: the runs are of {', '.join(kinds)}; give those of one type")
@@ -74,7 +75,7 @@ def fit_runs(paths: Sequence[str]) -> RunFit:
         )
     programs = {compile_cache.key(run): run for run, _ in runs}
     cases = [case(run, statistics.median(seconds[key])) for key, run in programs.items()]
-    before = GPUS[kinds[0]].efficiency
+    before = gpu_types[kinds[0]].efficiency
     moves = {f.name: sensitivity(f.name, cases, before) for f in dataclasses.fields(Efficiency)}
     moves = dict(sorted(moves.items(), key=lambda item: -item[1]))
     names = [name for name, share in moves.items() if share > MATTERS]
@@ -90,14 +91,14 @@ def fit_runs(paths: Sequence[str]) -> RunFit:
     return RunFit(kinds[0], len(runs), before, efficiency, moves, names, cases, left_out)
 
 
-def finished(r: RunRecord) -> tuple[Run, float]:
+def finished(r: RunRecord, gpu_types: GpuTypes) -> tuple[Run, float]:
     """A finished run, and the median of its steps.
 
     Raises:
       UserError: it is none, or nothing that plan could predict.
     """
     try:
-        run = r.to_run()
+        run = r.to_run(gpu_types)
     except UserError as e:
         raise UserError(f"calibrate: {str(r.path)!r}: {e}") from None
     step_s = dig(r.result, "step_s.median", 0.0)

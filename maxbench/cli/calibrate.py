@@ -18,7 +18,7 @@ from maxbench.config import command_line, commands, environment, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
-from maxbench.hardware import gpus
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.preflight import node_health
 
 PLACE = tuple(recipes.FLAG_GROUPS["devices and processes"])
@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
         run, path = given(fv, argv, folder)
         runtime.set_environment(run)
         others = runtime.init_distributed(run)
-        text, table = measure(fv["gpu_type"].value, fv["small"].value)
+        gpu_types = command_line.gpu_types(fv["hardware"].value)
+        text, table = measure(fv["gpu_type"].value, fv["small"].value, gpu_types)
     import jax
 
     if jax.process_index() == 0:
@@ -57,7 +58,7 @@ def given(
     command_line.no_words(command_line.flags_of(fv, argv))
     if fv["mock_gpus"].present:
         raise UserError("mock_gpus has no network to measure; leave it out")
-    command_line.add_hardware(fv["hardware"].value)
+    command_line.gpu_types(fv["hardware"].value)
     path = command_line.writable("write", fv["write"].value, ".toml")
     if (name := fv["gpu_type"].value) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
         raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")
@@ -66,7 +67,7 @@ def given(
     return recipes.build_run(config, flags=place | {"output_dir": folder}), path
 
 
-def measure(name: str | None, small: bool) -> tuple[str, str]:
+def measure(name: str | None, small: bool, gpu_types: GpuTypes = GPU_TYPES) -> tuple[str, str]:
     """The text of a file for --hardware, and a table of what ran; all processes call it."""
     import jax
 
@@ -74,8 +75,8 @@ def measure(name: str | None, small: bool) -> tuple[str, str]:
 
     device = jax.local_devices()[0]
     kind, count = device.device_kind, jax.device_count()
-    name = name or gpus.gpu_type_of(kind) or re.sub("[^a-z0-9]", "", kind.lower())
-    known = gpus.GPUS.get(name)
+    name = name or gpu_types.type_of(kind) or re.sub("[^a-z0-9]", "", kind.lower())
+    known = gpu_types.get(name)
     sizes = microbenchmarks.SMALL if small or device.platform == "cpu" else microbenchmarks.LARGE
     found = []
     for one in microbenchmarks.all_microbenchmarks(
@@ -86,12 +87,12 @@ def measure(name: str | None, small: bool) -> tuple[str, str]:
             print(f"\r{len(found)} measured, last {one.name:<50}", end="", file=sys.stderr)
     made = None
     if known:  # constants are found without what was measured before
-        gpus.GPUS[name] = dataclasses.replace(known, products=(), kernels=())
+        gpu = dataclasses.replace(known, products=(), kernels=())
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit") or host_bytes() // count
         node, cores = microbenchmarks.node_size()[0], getattr(device, "core_count", 1)
-        made = gpus.GPUS[name] = from_device.made(found, kind, cores, memory, node)
-    result = from_device.fit_device(found, name, new=bool(made))
+        gpu = made = from_device.made(found, kind, cores, memory, node)
+    result = from_device.fit_device(found, gpu, new=bool(made))
     tables = {"products": result.products, "kernels": result.kernels}
     about, table = fit.describe(f"{count} x {kind}"), from_device.table(result)
     if shutil.which("nvidia-smi") and (

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from maxbench.config import command_line, commands, recipes
 from maxbench.config.errors import UserError, check_choice
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.launch import jobs, runai, slurm
 from maxbench.launch.job_file import resolve_jobs
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, JobConfig
@@ -105,7 +105,7 @@ def help_text() -> str:
     known["schedulers"] = SCHEDULERS
     listed = {name: " | ".join(words) for name, words in known.items()}
     for name, v in VARIABLES.items():
-        choices = " | ".join(GPUS if v.kind == "gpu type" else v.choices)
+        choices = " | ".join(GPU_TYPES if v.kind == "gpu type" else v.choices)
         meaning = ": ".join(filter(None, (choices, v.meaning.format(**listed))))
         default = {"*": "(by workload)", "": ""}.get(v.default, f"({v.default})")
         also = f" [{', '.join(v.also)}]" if v.also else ""

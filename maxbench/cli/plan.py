@@ -69,9 +69,9 @@ def calibrate(fv: flags.FlagValues, argv: Sequence[str]) -> int:
       UserError: runs that cannot be taken, or too few; a file that cannot be written.
     """
     _, *more = command_line.flags_of(fv, argv)
-    command_line.add_hardware(fv["hardware"].value)
+    gpu_types = command_line.gpu_types(fv["hardware"].value)
     path = command_line.writable("write", fv["write"].value, ".toml")
-    found = from_runs.fit_runs([fv["calibrate"].value, *more])
+    found = from_runs.fit_runs([fv["calibrate"].value, *more], gpu_types)
     print(from_runs.screen(found))
     if path:
         about = fit.describe(f"{found.runs} runs of {len(found.cases)} programs")

@@ -54,7 +54,7 @@ def page(run: Run) -> terminal.Parts:
 
         held, room = (
             search.estimate_bytes(run) + memory.activation_bytes(run),
-            memory.capacity(a.gpu_type),
+            memory.capacity(run.gpu),
         )
         rows["memory"] = f"about {held / 2**30:.0f} GiB of {room / 2**30:.0f} on each GPU, by "
         rows["memory"] += "arithmetic; `maxbench plan` with the same flags compiles it"

@@ -14,7 +14,7 @@ from maxbench.config import recipes
 from maxbench.config.errors import UserError, escape_control
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.run import Run
-from maxbench.hardware import gpus
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 # Of each setting, --config.section.field, its field.
 SETTINGS = {
@@ -54,7 +54,6 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     no_words(rest)
     if fv["config"].value is None:
         raise UserError("--config is missing; for example --config llama31_8b:tiny")
-    add_hardware(fv["hardware"].value)
     given = lambda names: {n: fv[n].value for n in names if n in fv and fv[n].present}
     return recipes.build_run(
         recipes.load_workload(fv["config"].value),
@@ -62,6 +61,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
         strong_scaling=fv["strong_scaling"].value,
         flags=given(recipes.FLAGS),
         overrides={k.removeprefix("config."): value for k, value in given(SETTINGS).items()},
+        gpu_types=gpu_types(fv["hardware"].value),
     )
 
 
@@ -71,15 +71,14 @@ def no_words(rest: Sequence[str]) -> None:
         raise UserError(f"unexpected argument {rest[1]!r}: every setting is a flag, --name value")
 
 
-def add_hardware(path: str | None) -> None:
-    """Adds the GPU types of a user's file, if one is given, to those that gpu_type may name.
+def gpu_types(path: str | None) -> GpuTypes:
+    """The built-in GPU types, and those of the file of --hardware, if there is one.
 
     Raises:
-      UserError: there is no such file, or a key of it cannot be.
+      UserError: the file cannot be read, or an entry of it is invalid.
     """
     try:
-        if path:
-            gpus.add_file(path)
+        return GPU_TYPES.read(path) if path else GPU_TYPES
     except OSError as e:
         raise UserError(f"hardware={path!r} cannot be read: {e.strerror}") from None
     except ValueError as e:
@@ -135,7 +134,7 @@ def flags_of(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
 def options(flag: str) -> tuple[str, ...]:
     """What a flag that describes a run may be, where these are few names."""
     path = recipes.FLAGS[flag]
-    known = {"precision.dtype": DTYPES} | {"layout.gpu_type": gpus.GPUS}
+    known = {"precision.dtype": DTYPES} | {"layout.gpu_type": GPU_TYPES}
     return tuple(known.get(path) or SETTINGS[f"config.{path}"].metadata.get("options", ()))
 
 

@@ -6,7 +6,7 @@ How a format computes is its module in maxbench/formats. A new one is an entry h
 import dataclasses
 
 from maxbench.config.errors import UserError
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,9 @@ PEAKS = {f.dtype: f.peak for f in FORMATS.values()}  # of a run's dtype
 SCALINGS = tuple(f.name for f in FORMATS.values() if f.quantized)
 
 
-def resolve_format(dtype: str, scaling: str, gpu_type: str) -> Format:
+def resolve_format(
+    dtype: str, scaling: str, gpu_type: str, gpu_types: GpuTypes = GPU_TYPES
+) -> Format:
     """The format that precision.dtype and .scaling ask for; where that is open, the GPU decides.
 
     Raises:
@@ -61,13 +63,13 @@ def resolve_format(dtype: str, scaling: str, gpu_type: str) -> Format:
     """
     alike = [f for f in FORMATS.values() if f.dtype == dtype]
     asked = [f for f in alike if f.name == scaling] or alike
-    has = lambda gpu, f: GPUS[gpu].chip.capability >= f.capability
+    has = lambda gpu, f: gpu_types[gpu].chip.capability >= f.capability
     found = next((f for f in asked if has(gpu_type, f)), None)
     if found is None:
         others = " or ".join(f.name for f in alike if has(gpu_type, f))
         raise UserError(
             f"precision.scaling={asked[0].name!r} and gpu_type={gpu_type!r}: only "
-            f"{', '.join(gpu for gpu in GPUS if has(gpu, asked[0]))} multiply such numbers; use "
+            f"{', '.join(gpu for gpu in gpu_types if has(gpu, asked[0]))} multiply such numbers; use "
             + (f"precision.scaling={others}" if others else "another dtype")
         )
     return found

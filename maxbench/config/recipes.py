@@ -23,14 +23,14 @@ from ml_collections import ConfigDict
 from maxbench.config import run as c
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.number_formats import DTYPES
+from maxbench.config.run import SECTIONS
 from maxbench.config.validation import field, parse
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.hardware.published import rows as published_rows
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
 CONFIGS = next(path / "configs" for path in (PACKAGE, ROOT) if (path / "configs").is_dir())
-SECTIONS = {f.name: f.type for f in dataclasses.fields(c.Run)}
 TOY_SIZES = {
     "model": dict(layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=256, vocab=512),
     "train": dict(seq=64, steps=20),
@@ -63,7 +63,7 @@ FLAG_GROUPS = {
             f"workload, or path of one's file: NAME[:preset,...] of {', '.join(PRESETS)}",
         ),
         "gpus": ("", "take the recipe's row for this many GPUs"),
-        "gpu_type": ("layout.gpu_type", " | ".join(GPUS)),
+        "gpu_type": ("layout.gpu_type", " | ".join(GPU_TYPES)),
         "dtype": ("precision.dtype", " | ".join(DTYPES)),
         "strong_scaling": ("", "rows whose global batch stays constant"),
         "seq": ("train.seq", "tokens per sequence"),
@@ -218,6 +218,7 @@ def build_run(
     strong_scaling: bool = False,
     flags: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    gpu_types: GpuTypes = GPU_TYPES,
 ) -> c.Run:
     """Builds the Run.
 
@@ -227,6 +228,7 @@ def build_run(
       strong_scaling: of the rows with constant global batch.
       flags: shorthand flags that were given, by their names in FLAGS.
       overrides: 'section.field' -> value, applied last.
+      gpu_types: those that layout.gpu_type may name.
 
     Raises:
       NoRow: the table has none for so many GPUs, and no axes are given.
@@ -243,6 +245,8 @@ def build_run(
         _update(values, config.fp8)
     names = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
     if gpus is not None:
+        check_choice("gpu_type", wanted["gpu_type"], gpu_types)
+        wanted["recipes"] = gpu_types[wanted["gpu_type"]].recipes
         row = _row(config, gpus, strong_scaling, wanted, by_hand={*(flags or ())} & {*c.AXES})
         values["model"]["layers"] = row.pop("layers")
         train = {
@@ -264,7 +268,8 @@ def build_run(
     values["model"]["size"] = "-".join([values["model"]["size"], *shown])
     if "rehearse" in names and "runtime.cpu_devices" not in given:
         values["runtime"]["cpu_devices"] = c.Layout(**values["layout"]).gpus
-    run = c.Run(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
+    sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
+    run = c.Run(**sections, gpu_types=gpu_types)
     if gpus is not None and "rehearse" not in names and run.layout.gpus != gpus:
         raise UserError(
             f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
@@ -273,10 +278,11 @@ def build_run(
     return run
 
 
-def run_from_dict(config: Mapping) -> c.Run:
+def run_from_dict(config: Mapping, gpu_types: GpuTypes = GPU_TYPES) -> c.Run:
     """The Run of a result.json's config, without what differs between starts of one program."""
     same = {"output": {}, "profile": {}, "runtime": {"tp_overlap": config["runtime"]["tp_overlap"]}}
-    return c.Run(**{name: cls(**same.get(name, config[name])) for name, cls in SECTIONS.items()})
+    sections = {name: cls(**same.get(name, config[name])) for name, cls in SECTIONS.items()}
+    return c.Run(**sections, gpu_types=gpu_types)
 
 
 def _wanted(config: ConfigDict, given: Mapping) -> dict[str, Any]:
@@ -296,12 +302,11 @@ def _update(values: dict, given: Mapping) -> None:
 def _row(config: ConfigDict, gpus: int, strong: bool, wanted: Mapping, by_hand: set) -> dict:
     """The table's row for so many GPUs, as layout fields with 'layers' and 'seq'."""
     gpu_type, dtype = wanted["gpu_type"], wanted["dtype"]
-    check_choice("gpu_type", gpu_type, GPUS)
     check_choice("dtype", dtype, DTYPES)
     scaling = "strong" if strong else "weak"
     dtype = "bf16" if dtype == "fp32" else dtype
     kind = [r for r in table(config.layouts) if (r["dtype"], r["scaling"]) == (dtype, scaling)]
-    there = [r for r in kind if r["gpu_type"] == GPUS[gpu_type].recipes]
+    there = [r for r in kind if r["gpu_type"] == wanted["recipes"]]
     for row in there:
         if row["gpus"] == gpus:
             layout = {k: v for k, v in row.items() if k not in ("gpus", "dtype", "scaling")}

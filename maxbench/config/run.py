@@ -12,7 +12,7 @@ from maxbench.config.errors import UserError, check_choice, divisors, nearest
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS, Format
 from maxbench.config.validation import ADDRESS, COMBINE, RANKS, WINDOW, field, validate
-from maxbench.hardware.gpus import GPUS, Gpu
+from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -40,7 +40,7 @@ REMATS = {
 class Layout:
     """How the work is spread: the degree of each mesh axis, and the batch."""
 
-    gpu_type: str = field("h100", options=GPUS)
+    gpu_type: str = "h100"  # a name of Run.gpu_types
     pp: int = field(1, at_least=1)
     vp: int = field(1, at_least=1)  # virtual stages (chunks of layers) per pipeline stage
     dp: int = field(1, at_least=1)
@@ -51,11 +51,6 @@ class Layout:
     mbs: int = field(1, at_least=1)  # sequences per data-parallel GPU and microbatch
     # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
     gbs: int = field(0, at_least=0)
-
-    @property
-    def gpu(self) -> Gpu:
-        """The record of the GPU type."""
-        return GPUS[self.gpu_type]
 
     @property
     def gpus(self) -> int:
@@ -273,6 +268,12 @@ class Run:
     output: Output = Output()
     runtime: Runtime = Runtime()
     profile: Profile = Profile()
+    gpu_types: GpuTypes = GPU_TYPES
+
+    @property
+    def gpu(self) -> Gpu:
+        """The record of the layout's GPU type."""
+        return self.gpu_types[self.layout.gpu_type]
 
     @property
     def name(self) -> str:
@@ -288,14 +289,15 @@ class Run:
     def format(self) -> Format:
         """The number format of layers' GEMMs, settled."""
         return number_formats.resolve_format(
-            self.precision.dtype, self.precision.scaling, self.layout.gpu_type
+            self.precision.dtype, self.precision.scaling, self.layout.gpu_type, self.gpu_types
         )
 
     def asdict(self) -> dict:
-        """The run as nested plain dicts, for JSON."""
-        return dataclasses.asdict(self)
+        """All sections as nested plain dicts, for JSON; GPU types only by the layout's name."""
+        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
 
     def __post_init__(self):
+        check_choice("gpu_type", self.layout.gpu_type, self.gpu_types)
         m, a, t, o = self.model, self.layout, self.train, self.output
         if self.runtime.mock_gpus and (o.checkpoint or o.checkpoint_every or o.resume):
             raise UserError("mock_gpus holds a part of the state alone; leave checkpoints out")
@@ -401,3 +403,6 @@ class Run:
                 f"gbs={a.gbs} is {a.microbatches} microbatches, too few for pp={a.pp} stages to "
                 f"work at once; nearest that works: gbs={a.mbs * a.shards * a.pp}"
             )
+
+
+SECTIONS = {f.name: f.type for f in dataclasses.fields(Run) if f.type is not GpuTypes}

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from maxbench.config import lowering
 from maxbench.config.number_formats import FORMATS
-from maxbench.config.run import Layout, Run
+from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, stub_libcuda
 from maxbench.hardware.gpus import Chip
 from maxbench.sharding import mesh, rules
@@ -37,12 +37,12 @@ def target(chip: Chip) -> str:
     return string.Template(text).substitute(dataclasses.asdict(chip), major=major, minor=minor)
 
 
-def devices(layout: Layout) -> list:
-    """Compile-only devices for a layout, in the order of nodes."""
+def devices(run: Run) -> list:
+    """Compile-only devices for a run, in the order of nodes."""
     topology = topologies.get_topology_desc(
         platform="cuda",
-        target_config=target(layout.gpu.chip),
-        topology=layout.gpu.topology(layout.gpus),
+        target_config=target(run.gpu.chip),
+        topology=run.gpu.topology(run.layout.gpus),
     )
     return topology.devices
 
@@ -50,8 +50,8 @@ def devices(layout: Layout) -> list:
 def compile_run(run: Run) -> compile_cache.Compiled:
     """Compiles the run's step for its GPUs."""
     if run.format.quantized and run.precision.backend == "te":
-        stub_libcuda.install(run.layout.gpu.chip.capability)
-    step = Step(run, mesh.make_mesh(run.layout, devices(run.layout)))
+        stub_libcuda.install(run.gpu.chip.capability)
+    step = Step(run, mesh.make_mesh(run.layout, devices(run)))
     compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
     memory = compiled.memory_analysis()
     parts = {name: round(rules.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}

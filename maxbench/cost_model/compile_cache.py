@@ -121,7 +121,7 @@ def _sources() -> str:
 def key(run: Run) -> str:
     """Name of the run's program, the same wherever it is compiled."""
     about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
-    gpu = run.layout.gpu  # of it, what the compiler sees; its options are among the options
+    gpu = run.gpu  # of it, what the compiler sees; its options are among the options
     topology = gpu.topology(run.layout.gpus)
     about["target"] = dataclasses.asdict(gpu.chip), topology, gpu.bf16_tflops
     about |= {"options": xla_options.xla_options("gpu", run)}

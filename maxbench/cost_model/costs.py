@@ -14,7 +14,7 @@ import numpy as np
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo
-from maxbench.hardware.gpus import GPUS, Efficiency
+from maxbench.hardware.gpus import Efficiency, Gpu
 
 PEAKS = {dtype: f.peak for f in FORMATS.values() for dtype in f.reads}  # by a GEMM's operands
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # of the output, one core each, in cuBLAS
@@ -72,15 +72,12 @@ class Costs:
     """Prices of ops for one GPU type and layout.
 
     Args:
-      gpu_type: a name of gpus.GPUS.
       degrees: mesh axis -> GPUs along it, for all of config.AXES.
       efficiency: in place of the GPU type's own constants.
     """
 
-    def __init__(
-        self, gpu_type: str, degrees: dict[str, int], efficiency: Efficiency | None = None
-    ):
-        self.gpu = GPUS[gpu_type]
+    def __init__(self, gpu: Gpu, degrees: dict[str, int], efficiency: Efficiency | None = None):
+        self.gpu = gpu
         self.chip, self.efficiency = self.gpu.chip, efficiency or self.gpu.efficiency
         self.degrees = [degrees[axis] for axis in AXES]
         self.gpus = math.prod(self.degrees)

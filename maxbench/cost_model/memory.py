@@ -13,7 +13,7 @@ from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, TENSORS, Run
 from maxbench.cost_model import hlo
 from maxbench.cost_model.compile_cache import Compiled
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import Gpu
 from maxbench.metrics import flops
 from maxbench.pipeline.schedule import loss_group_size, schedule_for
 
@@ -42,9 +42,8 @@ class Memory:
         return self.capacity - self.total
 
 
-def capacity(gpu_type: str) -> int:
+def capacity(gpu: Gpu) -> int:
     """Bytes that a step may take."""
-    gpu = GPUS[gpu_type]
     return int(gpu.chip.memory_bytes * (FRACTION - gpu.memory_margin))
 
 
@@ -65,7 +64,7 @@ def breakdown(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
         gradients=gradients,
         activations=activations,
         workspace=left - copy + compiled.arguments - compiled.weights - compiled.optimizer,
-        capacity=capacity(run.layout.gpu_type),
+        capacity=capacity(run.gpu),
     )
 
 

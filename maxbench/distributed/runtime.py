@@ -131,7 +131,7 @@ def init_distributed(run: Run) -> rendezvous.PeerWatch | None:
 
     r, found = run.runtime, None
     if r.mock_gpus:
-        jax.config.update("jax_mock_gpu_topology", run.layout.gpu.topology(r.mock_gpus, 1))
+        jax.config.update("jax_mock_gpu_topology", run.gpu.topology(r.mock_gpus, 1))
     address, count, process, devices = _place(run)
     if count > 1:
         wait = r.rendezvous_timeout_s or rendezvous.seconds(count)

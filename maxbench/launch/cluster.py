@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from maxbench.config import command_line, commands, environment
 from maxbench.config.errors import UserError
-from maxbench.hardware import gpus
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.launch import job_file, slurm, variables
 
 HEAD = """\
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     """Nodes of a partition that are alike; '' and 0 stand for what Slurm does not tell."""
 
     partition: str
-    gpu_type: str  # a name of gpus.GPUS
+    gpu_type: str
     gpus: int  # of a node
     architecture: str
 
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
             return answer
 
         env = job_file.overlay(there, os.environ)
-        command_line.add_hardware(job_file.env_value(env, "HARDWARE"))
-        found = detect(env, nodes(), ask)
+        gpu_types = command_line.gpu_types(job_file.env_value(env, "HARDWARE"))
+        found = detect(env, nodes(gpu_types), ask, gpu_types)
         if lacking:
             raise UserError("; ".join(f"set {n}: one of {_words(c)}" for n, c in lacking.items()))
         for name in (n for n in there if os.environ.get(n, there[n]) != there[n]):
@@ -91,7 +91,7 @@ def asked(name: str, choices: Mapping[str, str]) -> str:
     return answer
 
 
-def nodes() -> collections.Counter[Kind]:
+def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
     """How many nodes of each kind there are.
 
     Raises:
@@ -106,7 +106,8 @@ def nodes() -> collections.Counter[Kind]:
     for line in lines:
         fields = dict(reversed(FIELD.findall(line)))  # the first of a name: comments come later
         gres = GPU_GRES.search(fields.get("Gres", ""))
-        named = gpus.gpu_type_of(f"{gres[1] if gres else ''} {fields.get('AvailableFeatures', '')}")
+        features = fields.get("AvailableFeatures", "")
+        named = gpu_types.type_of(f"{gres[1] if gres else ''} {features}")
         count, architecture = int(gres[2]) if gres else 0, fields.get("Arch", "")
         for partition in filter(None, fields.get("Partitions", "").split(",")):
             found[Kind(partition, named, count, architecture)] += 1
@@ -134,7 +135,12 @@ def _said(*command: str) -> tuple[list[str], str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()], ""
 
 
-def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[str, str]:
+def detect(
+    env: Mapping[str, str],
+    there: Mapping[Kind, int],
+    ask: Ask,
+    gpu_types: GpuTypes = GPU_TYPES,
+) -> dict[str, str]:
     """The cluster's variables.
 
     Args:
@@ -155,7 +161,7 @@ def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[
         if not value:
             value = ask(name, choices) if len(choices) > 1 else next(iter(choices), "")
         if value:
-            found[name] = variables.checked(name, value, variables.VARIABLES[name])
+            found[name] = variables.checked(name, value, variables.VARIABLES[name], gpu_types)
         return found.get(name, "")
 
     with_gpus = {kind: n for kind, n in there.items() if kind.gpus} or there
@@ -167,8 +173,8 @@ def detect(env: Mapping[str, str], there: Mapping[Kind, int], ask: Ask) -> dict[
     mine = [k for k in with_gpus if k.partition == partition] or [*with_gpus]
 
     types = dict.fromkeys((k.gpu_type for k in mine if k.gpu_type), "")
-    own = gpus.gpu_type_of(here[0]["name"]) if here else ""
-    kind = settle("GPU_TYPE", own, types or dict.fromkeys(gpus.GPUS, ""))
+    own = gpu_types.type_of(here[0]["name"]) if here else ""
+    kind = settle("GPU_TYPE", own, types or dict.fromkeys(gpu_types, ""))
     mine = [k for k in mine if k.gpu_type in ("", kind)] or mine
     counts = dict.fromkeys((str(k.gpus) for k in mine if k.gpus), "")
     count = settle("GPUS_PER_NODE", str(len(here) or ""), counts)

@@ -58,7 +58,7 @@ def command(s: JobConfig, kind: str, python: str = "python3") -> list[str]:
 def environment(s: JobConfig, kind: str) -> dict[str, str]:
     """Variables of the job by GPU type and layout; what the user has set already wins."""
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", "NVTE_FUSED_ATTN": "1"}
-    env |= s.run.layout.gpu.environment
+    env |= s.run.gpu.environment
     # Of jobs of a name, one runs at a time: no process finds what another job has just put there.
     env["JAX_COMPILATION_CACHE_DIR"] = f"{s.out}/cache/{job_name(s, kind)}"
     if s.run.layout.pp > 1:

@@ -48,7 +48,7 @@ def sbatch_options(s: JobConfig, kind: str, folder: pathlib.Path) -> list[str]:
 
 def segment(s: JobConfig) -> list[str]:
     """The option that keeps nodes of one NVLink domain together, where that is a question."""
-    gpu = s.run.layout.gpu
+    gpu = s.run.gpu
     domain = gpu.nvlink_gpus // gpu.gpus_per_node
     return [f"--segment={gpu.segment(s.nodes)}"] if 1 < domain < s.nodes else []
 

@@ -18,7 +18,7 @@ from maxbench.config.errors import UserError, check_choice
 from maxbench.config.recipes import ROOT, Launch
 from maxbench.config.run import Run
 from maxbench.config.validation import field, validate
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,19 +107,19 @@ def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     values = {name: _given(env, name, v) for name, v in VARIABLES.items()}
     if values["HARDWARE"]:
         values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
-        command_line.add_hardware(values["HARDWARE"])
+    gpu_types = command_line.gpu_types(values["HARDWARE"])
     for name, v in VARIABLES.items():
         if values[name] not in ("", v.default):
-            values[name] = checked(name, values[name], v)
+            values[name] = checked(name, values[name], v, gpu_types)
     for word in extra:
         check_printable("a word after --", word)
-    path = _workload(values, notes)
-    launch = Launch(**recipes.load(path).launch)
-    per_node = _defaults(values, launch, env.get("SLURM_JOB_NUM_NODES", ""))
+    path = _workload(values, notes, gpu_types)
+    launch, gpu = Launch(**recipes.load(path).launch), gpu_types[values["GPU_TYPE"]]
+    per_node = _defaults(values, launch, gpu, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
     for what, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
         checked(what, str(folder), EnvVar(kind="path"))
-    flags = [*_flags(values, path, out, extra), *extra]
+    flags = [*_flags(values, path, out, extra, gpu), *extra]
     run = _run(flags)
     if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # a folder, a job, a word of the script
         raise UserError(f"model.name and model.size make {run.name!r}: one word of a-z, 0-9, . _ -")
@@ -161,9 +161,9 @@ def check_printable(name: str, text: str) -> str:
     return text
 
 
-def checked(name: str, text: str, v: EnvVar) -> str:
+def checked(name: str, text: str, v: EnvVar, gpu_types: GpuTypes = GPU_TYPES) -> str:
     """The text of a variable in the form that is used."""
-    choices = {"bool": BOOLS, "gpu type": GPUS}.get(v.kind, v.choices)
+    choices = {"bool": BOOLS, "gpu type": gpu_types}.get(v.kind, v.choices)
     if choices:
         check_choice(name, text.lower(), choices)
         return BOOLS[text.lower()] if v.kind == "bool" else text.lower()
@@ -197,7 +197,7 @@ def _not_ours(env: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _workload(values: dict[str, str], notes: list[str]) -> pathlib.Path:
+def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> pathlib.Path:
     """The file that MODEL and MODEL_SIZE name; notes why, where more than one could be meant.
 
     Puts the model's name and size from the file in their place.
@@ -216,7 +216,7 @@ def _workload(values: dict[str, str], notes: list[str]) -> pathlib.Path:
     model = recipes.model_names().get(model.lower(), model.lower())
     if model == "*":
         having = [m for m in recipes.models() if size in ("*", *recipes.sizes(m))]
-        alone = [m for m in having if _rows(m, values)]
+        alone = [m for m in having if _rows(m, values, gpu_types[values["GPU_TYPE"]])]
         model = alone[0] if len(alone) == 1 else having[0]
         if model != having[0]:
             here = f"{values['JOB_TOTAL_GPUS']} {values['GPU_TYPE']}"
@@ -234,16 +234,16 @@ def _workload(values: dict[str, str], notes: list[str]) -> pathlib.Path:
     return files[0]
 
 
-def _rows(model: str, values: Mapping[str, str]) -> bool:
+def _rows(model: str, values: Mapping[str, str], gpu: Gpu) -> bool:
     """Whether a model has a recipe for JOB_TOTAL_GPUS of GPU_TYPE."""
     tables = (w.layouts for w in recipes.workloads().values() if w.model.name == model)
-    wanted = {"gpus": values["JOB_TOTAL_GPUS"], "gpu_type": GPUS[values["GPU_TYPE"]].recipes}
+    wanted = {"gpus": values["JOB_TOTAL_GPUS"], "gpu_type": gpu.recipes}
     wanted["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
     rows = (row for table in tables for row in recipes.table(table))
     return any(all(str(row[k]) == v for k, v in wanted.items()) for row in rows)
 
 
-def _defaults(values: dict[str, str], launch: Launch, nodes: str) -> int:
+def _defaults(values: dict[str, str], launch: Launch, gpu: Gpu, nodes: str) -> int:
     """Fills in what depends on workload, GPU type and allocation; returns devices per node.
 
     nodes: of the allocation that `sbatch -N 8 launch.sh` has made, or ''.
@@ -252,7 +252,7 @@ def _defaults(values: dict[str, str], launch: Launch, nodes: str) -> int:
     own = {
         "DTYPE": launch.dtype,
         "TIME_LIMIT": (strong and launch.strong_time) or launch.time,
-        "GPUS_PER_NODE": str(GPUS[values["GPU_TYPE"]].gpus_per_node),
+        "GPUS_PER_NODE": str(gpu.gpus_per_node),
         "PROFILE_START_STEP": str(launch.profile[0]),
         "PROFILE_STOP_STEP": str(launch.profile[1]),
     }
@@ -268,7 +268,11 @@ def _defaults(values: dict[str, str], launch: Launch, nodes: str) -> int:
 
 
 def _flags(
-    values: Mapping[str, str], path: pathlib.Path, out: pathlib.Path, extra: Sequence[str]
+    values: Mapping[str, str],
+    path: pathlib.Path,
+    out: pathlib.Path,
+    extra: Sequence[str],
+    gpu: Gpu,
 ) -> list[str]:
     """What the variables say, as flags of the trainer."""
     presets = values["PRESET"].replace(" ", "")
@@ -280,7 +284,7 @@ def _flags(
     if total and not (sizes_only and by_hand):
         flags += ["--fsdp" if sizes_only else "--gpus", total]
     elif not total and not presets and not by_hand:
-        raise UserError(_scales(path, values))
+        raise UserError(_scales(path, values, gpu))
     plain = {name: [v.flag, values[name]] for name, v in VARIABLES.items() if v.flag}
     taken = [name for name in plain if values[name]]
     row = [w for name in taken if name in ROW for w in plain[name]]
@@ -330,10 +334,10 @@ def _run(flags: Sequence[str]) -> Run:
         raise UserError(re.sub(r"^train\.steps=", "MAX_STEPS=", message)) from None
 
 
-def _scales(path: pathlib.Path, values: Mapping[str, str]) -> str:
+def _scales(path: pathlib.Path, values: Mapping[str, str], gpu: Gpu) -> str:
     """What JOB_TOTAL_GPUS may be, for a message."""
     rows = recipes.table(recipes.load(path).layouts)
-    fits = {"gpu_type": GPUS[values["GPU_TYPE"]].recipes, "dtype": values["DTYPE"]}
+    fits = {"gpu_type": gpu.recipes, "dtype": values["DTYPE"]}
     fits["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
     scales = {r["gpus"] for r in rows if all(r[k] == v for k, v in fits.items())}
     name = f"{values['MODEL']} {values['MODEL_SIZE']} {values['DTYPE']} on {values['GPU_TYPE']}"

@@ -6,27 +6,23 @@ from collections.abc import Mapping
 
 from maxbench.config.run import Run
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS, gpu_type_of
 from maxbench.metrics import flops
 
 
 @dataclasses.dataclass
 class Devices:
-    """What the run found: kind as the driver names it, and which of gpus.GPUS that is."""
+    """Devices of a run."""
 
-    platform: str
-    kind: str
+    platform: str  # jax's name: gpu, cpu
+    kind: str  # as the driver reports it
     count: int
-
-    @property
-    def gpu_type(self) -> str | None:
-        """A name of gpus.GPUS, or None for what has no peak to be held against."""
-        return gpu_type_of(self.kind) or None
+    gpu_type: str | None  # a name of Run.gpu_types; None for devices of no known type
 
 
 def performance_figures(run: Run, gpu_type: str | None, step_s: float) -> dict:
-    """flops.figures() of a run on GPUs of a type of gpus.GPUS, or on devices without a peak."""
-    a, peak = run.layout, GPUS[gpu_type].peak_tflops(run.format.peak) if gpu_type else 0
+    """flops.figures() of a run on GPUs of a type; on devices without a known peak if None."""
+    a = run.layout
+    peak = run.gpu_types[gpu_type].peak_tflops(run.format.peak) if gpu_type else 0
     return flops.figures(run.model, run.train.seq, a.gbs, a.gpus, step_s, peak)
 
 
@@ -56,7 +52,7 @@ def statistics_of(values: list[float]) -> dict[str, float]:
 
 
 def compare_with_published(run: Run, gpu_type: str) -> published.Comparison:
-    """The run on GPUs of a type of gpus.GPUS, beside the published row of the same work."""
+    """The run on GPUs of a type, and the published row of the same workload."""
     model, layout = run.model, run.layout
     return published.compare(
         model.name, model.size, run.precision.dtype, gpu_type,

@@ -62,7 +62,7 @@ class ZeroOverlap:
         self.chunks, self.size = plan.vp, len(self.ready[0]) // plan.vp  # layers of a chunk
         self.zero_overlap_ticks = plan.zero_overlap_ticks
         tokens = run.layout.mbs * run.train.seq // run.layout.cp
-        least = PEAK * run.layout.gpu.bf16_tflops * 1e12 / NETWORK / tokens
+        least = PEAK * run.gpu.bf16_tflops * 1e12 / NETWORK / tokens
         self.parts, self.each, self.cuts = self._cuts(run, math.ceil(least))
         head = head and HeadPrefetch(run, *head)
         fits = head and math.prod(head.shape) < head.parts * self._room(least)

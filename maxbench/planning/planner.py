@@ -129,14 +129,12 @@ def branch_frequencies(
 
 def costs_of(run: Run, efficiency: Efficiency | None = None) -> Costs:
     """Prices for the run's GPU type and layout."""
-    return Costs(
-        run.layout.gpu_type, {axis: getattr(run.layout, axis) for axis in AXES}, efficiency
-    )
+    return Costs(run.gpu, {axis: getattr(run.layout, axis) for axis in AXES}, efficiency)
 
 
 def sensitivity(p: Plan) -> dict[str, list[float]]:
     """Seconds of a step if a part of the cluster were slower or faster by each of FACTORS."""
-    program, efficiency = hlo.parse(p.compiled.text), p.run.layout.gpu.efficiency
+    program, efficiency = hlo.parse(p.compiled.text), p.run.gpu.efficiency
 
     def seconds(names, factor):
         other = {name: getattr(efficiency, name) * factor for name in names}
@@ -177,7 +175,7 @@ def figures(p: Plan) -> dict:
         | {"busy_s": x.busy_s, "exposed_s": x.exposed_s}
         for x in t.traffic.values()
     ]
-    peak = run.layout.gpu.peak_tflops(run.format.peak)
+    peak = run.gpu.peak_tflops(run.format.peak)
     parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
     return {
         "name": run.name,

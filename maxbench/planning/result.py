@@ -14,7 +14,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory
 from maxbench.cost_model.memory import GIB
-from maxbench.hardware import gpus
+from maxbench.hardware.gpus import Gpu
 from maxbench.planning import budget, planner, scaling, search
 from maxbench.planning.planner import Plan
 
@@ -116,8 +116,7 @@ def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any
     if wrong := {"json", "schedule", "timeline", "calibrate", "write"} & {*given}:
         raise UserError(f"{wrong.pop()} is of the command line: the answer prints itself")
     fv = commands.define("plan")
-    command_line.add_hardware(given.get("hardware"))
-    before, types = dict(os.environ), dict(gpus.GPUS)
+    before = dict(os.environ)
     try:
         return plan_from_flags(
             fv, ["maxbench", *python_api.words({"config": config, **given}, settings)]
@@ -125,7 +124,6 @@ def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any
     finally:  # what compiling sets is not for the processes that this one starts
         os.environ.clear()
         os.environ.update(before)
-        gpus.GPUS.update(types)  # nor is another cluster for the next plan
 
 
 def plan_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> PlanResult:
@@ -165,29 +163,28 @@ def given_run(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list[Run]
     """The run; or where the table has no row for so many GPUs, the nearest row's, and the runs that
     promise most on so many."""
     try:
-        run = command_line.parse(fv, argv)
-        change_cluster(fv, run.layout.gpu_type)
-        return run, []
+        return with_cluster(command_line.parse(fv, argv), fv), []
     except recipes.NoRow as e:
         if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
             raise  # they are of the layout that was meant
-        count, near = int(fv["gpus"].value), command_line.parse(fv, argv, e.nearest)
-        change_cluster(fv, near.layout.gpu_type)
+        count = int(fv["gpus"].value)
+        near = with_cluster(command_line.parse(fv, argv, e.nearest), fv)
         return near, search.at(near, count, fv["compiled"].value)
 
 
-def change_cluster(fv: flags.FlagValues, gpu_type: str) -> None:
-    """Takes what flags say of the cluster.
+def with_cluster(run: Run, fv: flags.FlagValues) -> Run:
+    """The run on a cluster with the figures that flags give (CLUSTER).
 
     Raises:
-      UserError: what cannot be.
+      UserError: a figure is invalid.
     """
-    kinds, found = {f.name: f.type for f in dataclasses.fields(gpus.Gpu)}, {}
+    kinds, found = {f.name: f.type for f in dataclasses.fields(Gpu)}, {}
     for name in CLUSTER:
         if (text := fv[name].value) is not None:
             rules = {"below": memory.FRACTION} if name == "memory_margin" else {}
             found[name] = validation.parse(name, int if kinds[name] is int else float, text, rules)
     try:
-        gpus.override(gpu_type, found)
+        gpu_types = run.gpu_types.override(run.layout.gpu_type, found)
     except ValueError as e:
         raise UserError(str(e)) from None
+    return dataclasses.replace(run, gpu_types=gpu_types)

@@ -128,7 +128,7 @@ def rank_layouts(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
 
     Of those that differ in vp, mbs, policy, or the degrees of fsdp and cp alone, the best.
     """
-    capacity = memory.capacity(run.layout.gpu_type)
+    capacity = memory.capacity(run.gpu)
     best: dict[tuple, tuple[float, Run]] = {}
     for other in layouts(run, gpus, gbs or run.layout.gbs):
         a = other.layout
@@ -165,7 +165,7 @@ def at(run: Run, gpus: int, keep: int) -> list[Run]:
 def smallest_fit(run: Run, gpus: int) -> str:
     """What would hold the run: other axes, or about as many GPUs in whole nodes, or the fewest in
     doublings of those given."""
-    node = run.layout.gpu.gpus_per_node
+    node = run.gpu.gpus_per_node
     near = [n for n in range(node, 2 * gpus, node) if 0 < abs(n / gpus - 1) < 0.15]
     near.sort(key=lambda n: abs(n - gpus))
     for n in (gpus, *near, *(gpus << i for i in range(1, 12))):
@@ -181,7 +181,7 @@ def smallest_fit(run: Run, gpus: int) -> str:
 
 def why_it_cannot_fit(run: Run) -> str:
     """Why the run cannot fit however it is compiled, and what would; '' where it may."""
-    least, capacity = memory.lower_bound(run), memory.capacity(run.layout.gpu_type)
+    least, capacity = memory.lower_bound(run), memory.capacity(run.gpu)
     if least < capacity:
         return ""
     return (

@@ -141,7 +141,7 @@ def by_host(found: Sequence[dict]) -> dict[str, list[dict]]:
 def screened(run: Run, found: Sequence[dict]) -> list[tuple[str, str, str]]:
     """What prescreen finds of the nodes, by the one process of each that has looked."""
     nodes = {one["host"]: one["node"] for one in found if one["node"]}
-    return node_health.judge(nodes, run.layout.gpu_type)
+    return node_health.judge(nodes, run.layout.gpu_type, run.gpu_types)
 
 
 def all_reduce_gbps() -> float:
@@ -166,7 +166,7 @@ def all_reduce_gbps() -> float:
 
 def table(run: Run, found: Sequence[dict]) -> str:
     """Scores beside their ceilings, a line per host, worst device each."""
-    gpu, each_host = run.layout.gpu, by_host(found)
+    gpu, each_host = run.gpu, by_host(found)
     on_gpu = found[0]["platform"] == "gpu"
     out = [f"{'host':<24} {'devices':<22} {'gemm TFLOP/s':>13}"]
     for host, each in each_host.items():

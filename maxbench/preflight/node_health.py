@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 
 from maxbench.config import environment
-from maxbench.hardware import gpus
-from maxbench.hardware.gpus import GPUS, Gpu
+from maxbench.hardware.gpus import Gpu, GpuTypes
 
 # What is checked -> why it matters.
 WHY = {
@@ -64,11 +63,16 @@ def _text(path: pathlib.Path) -> str:
         return ""
 
 
-def judge(hosts: Mapping[str, dict], gpu_type: str) -> list[tuple[str, str, str]]:
+def judge(
+    hosts: Mapping[str, dict], gpu_type: str, gpu_types: GpuTypes
+) -> list[tuple[str, str, str]]:
     """(pass | warn | fail, check, what was found and where) of facts by host."""
-    gpu, found = GPUS[gpu_type], collections.defaultdict(list)
+    gpu, found = gpu_types[gpu_type], collections.defaultdict(list)
     for host, one in hosts.items():
-        for verdict, check, what in (*_gpus(one, gpu_type), *_node(one, gpu, len(hosts))):
+        for verdict, check, what in (
+            *_gpus(one, gpu_type, gpu_types),
+            *_node(one, gpu, len(hosts)),
+        ):
             found[verdict, check, what].append(host)
     many = collections.Counter(check for _, check, _ in found)
     made = []
@@ -78,14 +82,14 @@ def judge(hosts: Mapping[str, dict], gpu_type: str) -> list[tuple[str, str, str]
     return sorted(made, key=lambda row: (list(WHY).index(row[1]), row[2]))
 
 
-def _gpus(one: dict, gpu_type: str) -> Iterator[tuple[str, str, str]]:
+def _gpus(one: dict, gpu_type: str, gpu_types: GpuTypes) -> Iterator[tuple[str, str, str]]:
     """Verdicts on the GPUs of a node."""
     every = lambda name: sorted({gpu[name] for gpu in one["gpus"]})
     if not one["gpus"]:
         return
     names = every("name")
     said = f"{len(one['gpus'])} x {', '.join(names)}"
-    right = {gpus.gpu_type_of(name) for name in names} == {gpu_type}
+    right = {gpu_types.type_of(name) for name in names} == {gpu_type}
     yield ("pass", "gpu type", said) if right else ("warn", "gpu type", f"{said}, not {gpu_type}")
     for check, name, bad, verdict in (
         ("driver", "driver_version", "", ""),

@@ -11,7 +11,6 @@ from absl import flags
 
 from maxbench.config import command_line, commands, python_api
 from maxbench.config.errors import UserError, check_choice, escape_control
-from maxbench.hardware.gpus import GPUS
 from maxbench.reporting import compare, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.reporting.predictions import look_inside
@@ -49,7 +48,7 @@ class Report(python_api.Records):
         Raises:
           UserError: two runs were to be compared, and there are not two.
         """
-        look_inside(self.rows, every=form == "html")
+        look_inside(self.rows, self.settings.gpu_types, every=form == "html")
         make = tables.difference if diff else FORMATS[form]
         return "\n".join(map(escape_control, make(self.rows, self.settings).split("\n")))
 
@@ -101,7 +100,7 @@ def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
     given, listed = command_line.flags_of(fv, argv)[1:], fv["suite"].value
     paths = _of_suite(listed, given) if listed else given or ["experiments"]
     chosen = options_from(fv, paths)
-    rows = [compare.summarize(r, chosen) for r in readers.read(paths)]
+    rows = [compare.summarize(r, chosen) for r in readers.read(paths, chosen.gpu_types)]
     if not (rows or listed):
         raise UserError(f"no run and no log at or below {', '.join(paths)}")
     return Report(rows, chosen)
@@ -121,13 +120,14 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
       UserError: a flag that cannot be, with what would work.
     """
     check_choice("format", fv["format"].value, FORMATS)
-    command_line.add_hardware(fv["hardware"].value)
+    gpu_types = command_line.gpu_types(fv["hardware"].value)
     if fv["gpu_type"].value:
-        check_choice("gpu_type", fv["gpu_type"].value, GPUS)
+        check_choice("gpu_type", fv["gpu_type"].value, gpu_types)
     as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     given: Mapping[str, Any] = {name: fv[name].value for name in as_given}
     wide = sys.stdout.isatty() and not fv["output"].value
     width = shutil.get_terminal_size().columns if wide else 0
     return ReportOptions(
-        paths=tuple(paths), full_names=fv["full-names"].value, width=width, **given
-    )
+        paths=tuple(paths), full_names=fv["full-names"].value, width=width,
+        gpu_types=gpu_types, **given,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from maxbench.config.model import Model
 from maxbench.config.run import WINDOW
 from maxbench.config.validation import field, validate
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import flops, step_stats
 from maxbench.run_logs.record import RunRecord, dig
 
@@ -35,6 +35,7 @@ class ReportOptions:
     window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
     cost: float = field(0.0, at_least=0)  # dollars per GPU hour
     gpu_type: str = ""  # of logs that do not name it
+    gpu_types: GpuTypes = GPU_TYPES
     # minutes between checkpoints; 0 = the best by Young and Daly
     interval: float = field(0.0, at_least=0, at_most=1e9)
     mtbf: float = field(24.0, above=0, at_most=1e9)  # mean hours between failures of the job
@@ -148,7 +149,7 @@ def summarize(r: RunRecord, s: ReportOptions) -> RunSummary:
     made.peak_gib = r.peak_bytes / 2**30 or None
     _figures(made, kept, s)
     if made.ok:
-        made.verdict, made.why = _verdict(made)
+        made.verdict, made.why = _verdict(made, s.gpu_types)
         made.notes += alarms(times)
         if slow := dig(r.result, "slow_hosts", []):
             made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
@@ -174,8 +175,8 @@ def _figures(made: RunSummary, kept: list[int], s: ReportOptions) -> None:
     if not (r.gbs and r.seq):
         return
     model = _model(r) if r.gpus else None
-    known = model and r.gpu_type in GPUS and r.dtype in number_formats.PEAKS
-    peak = GPUS[r.gpu_type].peak_tflops(number_formats.PEAKS[r.dtype]) if known else 0
+    known = model and r.gpu_type in s.gpu_types and r.dtype in number_formats.PEAKS
+    peak = s.gpu_types[r.gpu_type].peak_tflops(number_formats.PEAKS[r.dtype]) if known else 0
     figures = functools.partial(flops.figures, model, r.seq, r.gbs, r.gpus, peak_tflops=peak)
     found = figures(step_s)
     made.tokens_s, made.days = found["tokens_per_s"], found["days_to_1t_tokens"]
@@ -189,14 +190,14 @@ def _figures(made: RunSummary, kept: list[int], s: ReportOptions) -> None:
         made.joules = r.power_w * r.gpus / made.tokens_s
 
 
-def _verdict(made: RunSummary) -> tuple[str, str]:
+def _verdict(made: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
     """PASS, WARN, FAIL or '-', and the reason."""
     r = made.record
     if r.profiled:
         return "-", f"not comparable: under {r.profiled}"
     if r.mocked:
         return "-", "not comparable: the network was mocked"
-    if r.gpu_type not in GPUS:
+    if r.gpu_type not in gpu_types:
         where = f"ran on {r.device}" if r.device else "GPU type not in the log, give --gpu_type"
         return "-", f"not comparable: {where}"
     needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}

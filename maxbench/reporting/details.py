@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.reporting import tables
 from maxbench.reporting.compare import RunSummary
 from maxbench.run_logs.record import RunRecord, dig
@@ -46,14 +47,16 @@ def apart(mine: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
 
 
 @functools.cache
-def _recipe(model: str, size: str, dtype: str, gpu_type: str, gpus: int, gbs: int):
+def _recipe(
+    model: str, size: str, dtype: str, gpu_type: str, gpus: int, gbs: int, gpu_types: GpuTypes
+):
     """The recipe with the nearest GPU count: its name and its settings; None where none is."""
     path = next(iter(recipes.find_workloads(model, size)), None)
     made = []
     for strong in (False, True) if path else ():
         ask = functools.partial(
             recipes.build_run, recipes.workloads()[path], strong_scaling=strong,
-            flags={"dtype": dtype}, overrides={"layout.gpu_type": gpu_type},
+            flags={"dtype": dtype}, overrides={"layout.gpu_type": gpu_type}, gpu_types=gpu_types,
         )  # fmt: skip
         try:
             made.append((strong, ask(gpus=gpus)))
@@ -69,14 +72,16 @@ def _recipe(model: str, size: str, dtype: str, gpu_type: str, gpus: int, gbs: in
     return name, dict(tables.leaves({"config": json.loads(json.dumps(run.asdict()))}))
 
 
-def beside_recipe(one: RunSummary) -> tuple[str, list[tuple[str, str, str]]] | None:
+def beside_recipe(
+    one: RunSummary, gpu_types: GpuTypes = GPU_TYPES
+) -> tuple[str, list[tuple[str, str, str]]] | None:
     """The nearest recipe and each setting that differs: its name, ours, theirs. None for runs that
     are not ours, or of which there is no recipe."""
     r = one.record
     if not (dig(r.result, "config", {}) and r.gpu_type and r.gpus):
         return None
     try:
-        found = _recipe(r.model, r.size, r.dtype, r.gpu_type, r.gpus, r.gbs)
+        found = _recipe(r.model, r.size, r.dtype, r.gpu_type, r.gpus, r.gbs, gpu_types)
     except UserError:
         return None
     if not found:

@@ -80,6 +80,7 @@ def shown(i: int, one: RunSummary, name: str, s: ReportOptions) -> SimpleNamespa
     odd = any(note.startswith("step time") for note in one.notes)
     run.flat = bool(run.spread) and not odd and run.spread["p90"] - run.spread["p10"] < FLAT
     run.mfu = mfu(one)
+    run.recipe = details.beside_recipe(one, s.gpu_types)
     run.plotted = i < PLOTTED and len(one.record.step_s) > 2
     return run
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
+from maxbench.hardware.gpus import GpuTypes
 from maxbench.reporting import compare
 from maxbench.run_logs import nccl, readers
 from maxbench.run_logs.record import RunRecord, dig
@@ -18,12 +19,12 @@ from maxbench.run_logs.record import RunRecord, dig
 NOT_PLANNED = {*recipes.FLAG_GROUPS["this run"], *recipes.FLAG_GROUPS["devices and processes"]}
 
 
-def look_inside(rows: Sequence[compare.RunSummary], every: bool) -> None:
+def look_inside(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
     """Adds NCCL's calls to trace runs, and plan's prediction to them, or to every run."""
     for one in rows:
         r, traced = one.record, one.record.profiled == "nccltrace"
         if r.result.get("config") and (traced or (every and one.step)):
-            one.planned, one.unplanned = predict(r)
+            one.planned, one.unplanned = predict(r, gpu_types)
         if traced:
             logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
             calls, damaged = nccl.calls(_lines(logs, one.notes))
@@ -45,13 +46,13 @@ def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:
             notes += [note] if note not in notes else []
 
 
-def predict(r: RunRecord) -> tuple[dict | None, str]:
+def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
     """plan.figures() of the very step that ran, from plan's cache; or None, and why there is none.
 
     Nothing is compiled: that takes seconds, and a compiler which may not be here.
     """
     try:
-        run = r.to_run()
+        run = r.to_run(gpu_types)
     except UserError as e:
         return None, str(e)
     # The number of steps only bends the learning rate: a plan of the default is as good.

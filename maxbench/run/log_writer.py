@@ -59,7 +59,7 @@ class Log:
             "status": "running",
             "command": command,
             "started": time.time(),
-            "device": dataclasses.asdict(devices) | {"gpu_type": devices.gpu_type},
+            "device": dataclasses.asdict(devices),
             "mocked": bool(run.runtime.mock_gpus),
             "parameters": flops.params(run.model),
             "config": run.asdict(),

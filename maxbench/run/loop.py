@@ -129,7 +129,8 @@ def check_processes(run: Run, devices) -> None:
 
 def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> log_writer.Log:
     first = devices.devices.flat[0]
-    found = step_stats.Devices(first.platform, first.device_kind, run.layout.gpus)
+    gpu_type = run.gpu_types.type_of(first.device_kind) or None
+    found = step_stats.Devices(first.platform, first.device_kind, run.layout.gpus, gpu_type)
     about = {
         "versions": environment.versions(),
         "git": environment.git_revision(),

@@ -20,7 +20,8 @@ from typing import Any
 
 from maxbench.config import recipes
 from maxbench.config.errors import UserError, escape_control
-from maxbench.hardware import gpus, published
+from maxbench.hardware import published
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.run_logs import text_logs
 from maxbench.run_logs.record import RunRecord, dig, parse_json
 
@@ -34,7 +35,7 @@ GBS_NAMED = re.compile(r"_gbs(\d{1,7})")
 OF_A_JOB = b"] maxbench: JOB_ID="  # slurm.sh: what follows is of a run that has a folder
 
 
-def read(paths: Iterable[str | pathlib.Path]) -> list[RunRecord]:
+def read(paths: Iterable[str | pathlib.Path], gpu_types: GpuTypes = GPU_TYPES) -> list[RunRecord]:
     """All runs at and below the paths, in the order of their names and start.
 
     Raises:
@@ -50,7 +51,7 @@ def read(paths: Iterable[str | pathlib.Path]) -> list[RunRecord]:
         if not os.path.lexists(path):
             raise UserError(f"no such file or folder: {path}")
         for folder, files in _folders(path, lambda e: keep(_skipped(e.filename, e))):
-            for record in _in_folder(folder, files):
+            for record in _in_folder(folder, files, gpu_types):
                 keep(record)
     return sorted(records.values(), key=lambda r: (_natural(r.name), r.started, str(r.path)))
 
@@ -77,14 +78,14 @@ def _folders(
         yield pathlib.Path(folder), sorted(files)
 
 
-def _in_folder(folder: pathlib.Path, files: list[str]) -> Iterator[RunRecord]:
+def _in_folder(folder: pathlib.Path, files: list[str], gpu_types: GpuTypes) -> Iterator[RunRecord]:
     if {"result.json", "job.json", "metrics.jsonl"} & {*files} and (
-        record := _read_run_folder(folder, files)
+        record := _read_run_folder(folder, files, gpu_types)
     ):
         yield record
         return
     logs = (f for f in files if f.endswith(FOREIGN) and not NOT_RUNS.search(f))
-    yield from filter(None, (_read_text_log(folder / f) for f in logs))
+    yield from filter(None, (_read_text_log(folder / f, gpu_types) for f in logs))
 
 
 # --- files that may be damaged ---
@@ -136,7 +137,9 @@ def _json_of(record: RunRecord, name: str) -> dict:
 # --- our own folders ---
 
 
-def _read_run_folder(folder: pathlib.Path, files: list[str]) -> RunRecord | None:
+def _read_run_folder(
+    folder: pathlib.Path, files: list[str], gpu_types: GpuTypes
+) -> RunRecord | None:
     """A run's folder, whatever of it is left; None where it is not one of ours."""
     record = RunRecord(path=folder, name="", source="maxbench")
     found = _json_of(record, "result.json")
@@ -152,7 +155,7 @@ def _read_run_folder(folder: pathlib.Path, files: list[str]) -> RunRecord | None
             return None
         record.unread += ["result.json is damaged"] * bool(found)
         record.started = dig(_json_of(record, "job.json"), "started", 0.0)
-        _from_name(record, name)
+        _from_name(record, name, gpu_types)
     seconds = [dig(one, "seconds", 0.0) for one in dig(result, "checkpoint_saves", [])]
     record.saves = [*filter(None, seconds)]
     record.loads = [*filter(None, [dig(result, "checkpoint_load.seconds", 0.0)])]
@@ -229,7 +232,7 @@ def _power(record: RunRecord) -> None:
 # --- text logs ---
 
 
-def _read_text_log(path: pathlib.Path) -> RunRecord | None:
+def _read_text_log(path: pathlib.Path, gpu_types: GpuTypes) -> RunRecord | None:
     """A run from a text log; None where no line tells of a step or of training, and where a job of
     ours printed it: of a run that died it repeats the last lines."""
     record = RunRecord(path=path, name=_run_name(path), source="nemo")
@@ -248,7 +251,7 @@ def _read_text_log(path: pathlib.Path) -> RunRecord | None:
     looks = re.search(r"pretrain|nemo|maxtext|megatron|log-", path.name)
     if not record.step_s and not looks:
         return None
-    _from_name(record, f"{path.parent}/{path.name}")
+    _from_name(record, f"{path.parent}/{path.name}", gpu_types)
     tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
     record.profiled = next((tool for part, tool in tools.items() if part in str(path)), "")
     _ending(end, record)
@@ -275,7 +278,7 @@ def _named() -> re.Pattern:
     )
 
 
-def _from_name(record: RunRecord, text: str) -> None:
+def _from_name(record: RunRecord, text: str, gpu_types: GpuTypes) -> None:
     """Model, size, precision, GPUs and batch from a name; the rest from the published row."""
     if matches := list(_named().finditer(text)):
         named = max(matches, key=lambda m: len(m.group(0)))
@@ -288,7 +291,7 @@ def _from_name(record: RunRecord, text: str) -> None:
     for dtype, size, count in re.findall(r"(?:^|/)(bf16|fp8)/(\d{1,4}b)/(\d{1,6}(?=/))?", text):
         record.dtype, record.size = record.dtype or dtype, record.size or size
         record.gpus = record.gpus or int(count or 0)
-    record.gpu_type = record.gpu_type or gpus.gpu_type_of(text)
+    record.gpu_type = record.gpu_type or gpu_types.type_of(text)
     if not record.gbs and (gbs := GBS_NAMED.search(text)):
         record.gbs = int(gbs[1])
     near = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]

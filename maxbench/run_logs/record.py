@@ -8,6 +8,7 @@ from typing import Any
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 
 def dig(data: Any, path: str, default: Any) -> Any:
@@ -50,7 +51,7 @@ class RunRecord:
     model: str = _told("config.model.name")
     size: str = _told("config.model.size")
     dtype: str = _told("config.precision.dtype")
-    gpu_type: str = _told("device.gpu_type")  # a name of gpus.GPUS
+    gpu_type: str = _told("device.gpu_type")
     device: str = _told("device.kind")  # as the run called it
     gpus: int = _told("device.count", 0)
     gbs: int = _told("config.layout.gbs", 0)
@@ -76,14 +77,14 @@ class RunRecord:
         """The last step that was logged; -1 where there is none."""
         return max(self.step_s, default=-1)
 
-    def to_run(self) -> Run:
+    def to_run(self, gpu_types: GpuTypes = GPU_TYPES) -> Run:
         """The run of the same program, for plan.
 
         Raises:
           UserError: it is none of this version, or ran on something else than it was for.
         """
         try:
-            run = recipes.run_from_dict(self.result["config"])
+            run = recipes.run_from_dict(self.result["config"], gpu_types)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
             raise UserError("its configuration is of another version of maxbench") from None
         if self.mocked or self.gpu_type != run.layout.gpu_type:

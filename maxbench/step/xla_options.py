@@ -38,7 +38,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     """Compiler options for a platform as jax names it ('gpu', 'cpu'), by GPU type and workload."""
     if platform_name not in ("gpu", "cuda"):
         return {}
-    options, gpu = dict(XLA_OPTIONS), run.layout.gpu
+    options, gpu = dict(XLA_OPTIONS), run.gpu
     # Where weights are gathered layer by layer: gather the next layer's early, while the last
     # one's gradients are still reduced. Elsewhere XLA would pipeline the sequence's all-gathers
     # over microbatches, and run the forward pass twice to do so.

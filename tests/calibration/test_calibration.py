@@ -16,10 +16,8 @@ from maxbench.cli import calibrate as door
 from maxbench.cli import plan as plan
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES
-from maxbench.cost_model import costs
 from maxbench.cost_model.costs import Costs
-from maxbench.hardware import gpus
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import resolve
 from tests.launch.test_launch import tool
 
@@ -53,15 +51,14 @@ def test_every_kind_is_measured(measured):
     assert {(one.degrees["dp"], one.degrees["tp"]) for one in links} == {(2, 2)}
 
 
-def test_constants_are_found_again(measured, monkeypatch):
+def test_constants_are_found_again(measured):
     """Programs that took as long as other constants predict of them give those constants."""
     rates = dict(bf16_tflops=0.5, memory_gbps=5, nvlink_gbps=4, network_gbps=0.5)
-    slow = dataclasses.replace(GPUS["h100"], nvlink_gpus=2, gpus_per_node=2, **rates)
-    monkeypatch.setitem(GPUS, "h100", slow)
+    slow = dataclasses.replace(GPU_TYPES["h100"], nvlink_gpus=2, gpus_per_node=2, **rates)
     true = dataclasses.replace(slow.efficiency, **TRUE)
-    told = lambda one: from_device.case(one, "h100").predict(true)
+    told = lambda one: from_device.case(one, slow).predict(true)
     found = from_device.fit_device(
-        [dataclasses.replace(one, seconds=told(one)) for one in measured], "h100"
+        [dataclasses.replace(one, seconds=told(one)) for one in measured], slow
     )
     assert {*TRUE} <= {*found.names}
     for name, value in TRUE.items():
@@ -71,18 +68,15 @@ def test_constants_are_found_again(measured, monkeypatch):
 
 
 def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "GPUS", dict(GPUS))
-    monkeypatch.setattr(from_device, "GPUS", gpus.GPUS)
-    monkeypatch.setattr(costs, "GPUS", gpus.GPUS)
     monkeypatch.setattr(microbenchmarks, "all_microbenchmarks", lambda *_: measured)
     text, table = door.measure("abacus", small=True)
     assert "copy, 1 MiB" in table
     file = tmp_path / "mine.toml"
     file.write_text(text)
-    made = gpus.GPUS.pop("abacus")
-    gpus.add_file(file)
-    read = gpus.GPUS["abacus"]
-    assert gpus.gpu_type_of("cpu") == "abacus"  # as the device says it
+    made = from_device.made(measured, "cpu", 1, 1 << 30, 2)
+    gpu_types = GPU_TYPES.read(file)
+    read = gpu_types["abacus"]
+    assert gpu_types.type_of("cpu") == "abacus"  # as the driver reports it
     assert read.bf16_tflops == pytest.approx(made.bf16_tflops, rel=1e-3)
     assert 0.1 < read.efficiency.gemm_bf16 <= 1  # of the best that was seen
     products = [tuple(row[:6]) for row in read.products]
@@ -94,7 +88,7 @@ def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
     one = next(
         one for one in measured if one.name == "128 x 128 x 128 x 1 nt" and "f32" in one.kind
     )
-    assert abs(from_device.case(one, "abacus").error(read.efficiency)) < 0.15  # its other kernels'
+    assert abs(from_device.case(one, read).error(read.efficiency)) < 0.15  # its other kernels'
     marked = f"measured {datetime.date.today()}, {jax.device_count()} x cpu, jax {jax.__version__}"
     values = [line for line in text.splitlines() if " = " in line]
     assert [line for line in values if marked not in line] == ['like = "h100"']
@@ -117,14 +111,14 @@ def test_bad_input(words, message, capsys):
 
 
 @pytest.fixture
-def table(monkeypatch):
+def table():
     """H100 with three products and two kernels that were measured."""
     products = (["bf16", "nn", 4096, 4096, 4096, 1, 1.5], ["bf16", "nn", 4096, 4096, 1024, 1, 3.0])
     products += (["bf16", "nt", 4096, 4096, 4096, 1, 2.0],)
     kernels = (["plain", 1 << 16, 4.0], ["plain", 1 << 24, 1.0])
-    told = dataclasses.replace(GPUS["h100"], products=products, kernels=kernels)
-    monkeypatch.setitem(GPUS, "told", told)
-    return [Costs(name, dict.fromkeys(AXES, 1)) for name in ("told", "h100")]
+    h100 = GPU_TYPES["h100"]
+    measured = dataclasses.replace(h100, products=products, kernels=kernels)
+    return [Costs(gpu, dict.fromkeys(AXES, 1)) for gpu in (measured, h100)]
 
 
 def test_a_table_says_how_far_the_model_is_off(table):
@@ -173,7 +167,7 @@ def ran(tmp_path, monkeypatch):
         return types.SimpleNamespace(compiled=compiled)
 
     monkeypatch.setattr(from_runs.planner, "plan", planned)
-    true = dataclasses.replace(GPUS["h100"].efficiency, gemm_bf16=0.5, memory=0.7)
+    true = dataclasses.replace(GPU_TYPES["h100"].efficiency, gemm_bf16=0.5, memory=0.7)
 
     def write(dp: int, **changed) -> str:
         run = resolve("llama31_8b", dp=dp)

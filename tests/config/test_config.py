@@ -18,7 +18,8 @@ from maxbench.cli import train
 from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerGroup
-from maxbench.config.run import AXES, GPUS, Run
+from maxbench.config.run import AXES, Run
+from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import WORKLOADS, config, resolve
 
 
@@ -413,7 +414,7 @@ def test_layers_that_differ_are_refused_where_they_cannot_be(setting, flags, tex
 
 @given(
     axes=st.dictionaries(st.sampled_from([*AXES, "vp", "mbs", "gbs", "seq"]), st.integers(-3, 40)),
-    gpu=st.sampled_from([*GPUS, "h1000"]),
+    gpu=st.sampled_from([*GPU_TYPES, "h1000"]),
     workload=st.sampled_from(WORKLOADS),
 )
 @example(axes={"fsdp": 3, "tp": 2}, gpu="h100", workload="llama2_70b")

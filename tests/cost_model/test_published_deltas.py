@@ -10,6 +10,7 @@ from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, memory, published_deltas, simulate
 from maxbench.cost_model.costs import Costs, Link
 from maxbench.hardware import published
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -60,7 +61,7 @@ def run_of(arguments: str):
 
 
 def timeline_of(**degrees) -> tuple[simulate.Timeline, Costs]:
-    costs = Costs("h100", dict.fromkeys(AXES, 1) | degrees)
+    costs = Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1) | degrees)
     return simulate.simulate(hlo.parse(TEXT), costs), costs
 
 
@@ -113,7 +114,7 @@ def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
     several = [("reduce-scatter", "dp+cp", 1.5), ("permute", "pp", 0.5), ("permute", "cp", 0.25)]
     t.traffic = {(kind, axes): traffic(kind, axes, s, 1) for kind, axes, s in several}
     row = row_of(run, "nemo:25.02.01")
-    found = published_deltas.terms(run, t, row, Costs("h100", dict.fromkeys(AXES, 1)))
+    found = published_deltas.terms(run, t, row, Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1)))
     del found["loss on one stage"]
     assert found == {"other waiting": pytest.approx(0.75), "dp in pieces": pytest.approx(-1.5)}
 

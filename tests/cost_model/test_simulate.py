@@ -13,18 +13,18 @@ from maxbench import hardware
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import chrome_trace
 
 ONE = dict.fromkeys(AXES, 1)
-EFFICIENCY = GPUS["h100"].efficiency
+EFFICIENCY = GPU_TYPES["h100"].efficiency
 
 
 def costs(contention: float = 0.0, **degrees) -> Costs:
     """H100 with no gaps between kernels, no latency, and all GPUs alike."""
     none = dict.fromkeys(("launch_us", "host_sync_us", "nvlink_us", "network_us", "wave_us"), 0)
     efficiency = dataclasses.replace(EFFICIENCY, contention=contention, step_jitter=0, **none)
-    return Costs("h100", ONE | degrees, efficiency)
+    return Costs(GPU_TYPES["h100"], ONE | degrees, efficiency)
 
 
 EIGHT = costs(dp=8)
@@ -148,7 +148,9 @@ def test_copies_to_the_host_wait_for_each_other_and_for_their_link():
 
 def test_all_wait_for_the_slowest():
     """Of 2 GPUs the larger of two draws is 0.56 deviations off, of 1,024 it is 3.2."""
-    waits = Costs("h100", ONE, dataclasses.replace(EFFICIENCY, step_jitter=0.01)).straggler_s
+    waits = Costs(
+        GPU_TYPES["h100"], ONE, dataclasses.replace(EFFICIENCY, step_jitter=0.01)
+    ).straggler_s
     assert waits(1.0, 1, 1) == 0
     assert waits(1.0, 1, 2) == pytest.approx(0.0056, rel=0.06)
     assert waits(1.0, 1, 1024) == pytest.approx(0.032, rel=0.03)
@@ -228,7 +230,7 @@ def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     others = BODY.format(ops=script("k1"))
     name = 'metadata={op_name="jit(_step)/while/body/pipeline_bwd_chunk_switch/while"}'
     loop = f"{WHILE.partition(', backend_config')[0]}, {name}\n"
-    price = Costs("h100", ONE, dataclasses.replace(EIGHT.efficiency, host_sync_us=20))
+    price = Costs(GPU_TYPES["h100"], ONE, dataclasses.replace(EIGHT.efficiency, host_sync_us=20))
     shares = {"pipeline_bwd_chunk_switch": (0.25, 0.5)}
     t = play(loop, price, others=others, shares=shares)
     assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
@@ -312,14 +314,14 @@ def test_a_collective_over_nodes_is_as_fast_as_its_members_links_together():
 
 
 def test_nvlink_domains():
-    assert GPUS["h100"].nvlink_domain(1024) == 8
-    assert GPUS["gb200"].nvlink_domain(128) == 64  # 16 of 18 nodes divide 32
-    assert GPUS["gb200"].nvlink_domain(72) == 72
-    assert GPUS["h100"].nvlink_domain(4) == 8
-    assert GPUS["h100"].topology(128) == "16x1x8"
-    assert GPUS["h100"].topology(4) == "1x1x4"
-    assert GPUS["gb200"].topology(128) == "2x16x4"
-    assert GPUS["h100"].topology(16, 1) == "2x8x1"  # a host with one of a node's GPUs
+    assert GPU_TYPES["h100"].nvlink_domain(1024) == 8
+    assert GPU_TYPES["gb200"].nvlink_domain(128) == 64  # 16 of 18 nodes divide 32
+    assert GPU_TYPES["gb200"].nvlink_domain(72) == 72
+    assert GPU_TYPES["h100"].nvlink_domain(4) == 8
+    assert GPU_TYPES["h100"].topology(128) == "16x1x8"
+    assert GPU_TYPES["h100"].topology(4) == "1x1x4"
+    assert GPU_TYPES["gb200"].topology(128) == "2x16x4"
+    assert GPU_TYPES["h100"].topology(16, 1) == "2x8x1"  # a host with one of a node's GPUs
 
 
 def test_gemm_fills_rounds_of_cores():
@@ -335,7 +337,7 @@ def test_gemm_fills_rounds_of_cores():
 def test_a_small_collective_takes_the_protocol_and_the_way_of_least_latency():
     """As NCCL's tuner has it: 2.7 us a step between nodes and 0.6 within for a few bytes."""
     tuner = dataclasses.replace(EFFICIENCY, nvlink_us=3.4, network_us=14.0)
-    one = Costs("h100", ONE | {"dp": 1024}, tuner)
+    one = Costs(GPU_TYPES["h100"], ONE | {"dp": 1024}, tuner)
     link = one.axis_link("dp")
     tree = 1e-6 * (6.5 + 2 * (7 * 0.61 + 7 * 2.66))
     assert one.collective("all-reduce", link, 4, 4) == pytest.approx(tree, rel=0.01)
@@ -347,7 +349,7 @@ def test_a_small_collective_takes_the_protocol_and_the_way_of_least_latency():
 
 
 def test_a_product_with_little_to_add_up_is_slower():
-    p = Costs("h100", ONE)
+    p = Costs(GPU_TYPES["h100"], ONE)
     rate = lambda k: 2 * 8192 * 8192 * k / p.gemm(8192, 8192, k)
     assert rate(1024) < 0.9 * rate(8192)
     assert p.gemm(8192, 8192, 8192, dtype="f32") > 1.9 * p.gemm(8192, 8192, 8192)
@@ -357,7 +359,7 @@ def test_physics_is_plausible_and_small():
     names = [f.name for f in dataclasses.fields(EFFICIENCY)]
     assert len(names) <= 14
     assert set(names) == set(RANGES)
-    for gpu in GPUS.values():
+    for gpu in GPU_TYPES.values():
         for name, (low, high) in RANGES.items():
             assert low <= getattr(gpu.efficiency, name) <= high, name
     lines = (pathlib.Path(hardware.__path__[0]) / "gpus.toml").read_text().splitlines()

@@ -1,20 +1,20 @@
-"""GPU types from a user's file: added, taken everywhere, and refused by file and key."""
+"""GPU types of a user's file (--hardware): where they apply, and how bad entries are refused."""
 
 import json
 
 import pytest
 
-from maxbench.config import command_line
+from maxbench.config import command_line, recipes
+from maxbench.config.errors import UserError
 from maxbench.config.run import AXES
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.costs import Costs
-from maxbench.hardware import gpus
-from maxbench.metrics.step_stats import Devices
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.step import xla_options
 from tests.config.test_config import command
 
 LLAMA = ["--config", "configs/llama2_70b.py", "--gpus", "64"]
-MINE = """
+H300 = """
 [h300]
 like = "h100"
 bf16_tflops = 2000
@@ -25,49 +25,56 @@ cores = 144
 """
 
 
-@pytest.fixture(autouse=True)
-def registry():
-    before = dict(gpus.GPUS)
-    yield
-    gpus.GPUS.clear()
-    gpus.GPUS.update(before)
-
-
 @pytest.fixture
-def mine(tmp_path):
+def hardware_file(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(MINE)
+    path.write_text(H300)
     return path
 
 
-def test_a_type_of_ones_own_is_one_record_everywhere(mine):
-    flags = [*LLAMA, "--hardware", str(mine), "--gpu_type", "h300"]
+def test_new_type_is_used_by_recipe_compiler_and_cost_model(hardware_file):
+    flags = [*LLAMA, "--hardware", str(hardware_file), "--gpu_type", "h300"]
     code, out, _ = command(*flags, "--json")
     assert code == 0
-    assert json.loads(out)["config"]["layout"]["gpu_type"] == "h300"
-    ours, theirs = command_line.run_of(flags), command_line.run_of(LLAMA)
-    assert ours.layout.fsdp == 64  # h100's row
-    assert ours.layout.gpu.efficiency == theirs.layout.gpu.efficiency
-    assert ours.layout.gpu.chip.capability == (9, 0)
-    assert compile_cache.key(ours) != compile_cache.key(theirs)
-    options = xla_options.xla_options("gpu", ours)
+    config = json.loads(out)["config"]
+    assert config["layout"]["gpu_type"] == "h300"
+    h300, h100 = command_line.run_of(flags), command_line.run_of(LLAMA)
+    assert h300.layout.fsdp == 64  # h100's row
+    assert h300.gpu.efficiency == h100.gpu.efficiency
+    assert h300.gpu.chip.capability == (9, 0)
+    assert compile_cache.key(h300) != compile_cache.key(h100)
+    options = xla_options.xla_options("gpu", h300)
     assert options["xla_gpu_enable_command_buffer"] == "FUSION"
-    gemm = lambda name: Costs(name, dict.fromkeys(AXES, 1)).gemm(8192, 8192, 8192)
-    assert gemm("h300") == pytest.approx(gemm("h100") * 989 / 2000, rel=0.1)
-    assert Devices("gpu", "NVIDIA H300", 8).gpu_type == "h300"
-    assert gpus.gpu_type_of("runs/h300/log.out") == "h300"
+    gemm = lambda run: Costs(run.gpu, dict.fromkeys(AXES, 1)).gemm(8192, 8192, 8192)
+    assert gemm(h300) == pytest.approx(gemm(h100) * 989 / 2000, rel=0.1)
+    assert h300.gpu_types.type_of("NVIDIA H300") == "h300"
+    assert h300.gpu_types.type_of("runs/h300/log.out") == "h300"
+    assert recipes.run_from_dict(config, h300.gpu_types).gpu == h300.gpu
+    with pytest.raises(UserError, match="gpu_type='h300' is not one of"):
+        recipes.run_from_dict(config)
 
 
-def test_a_type_that_is_there_is_replaced(tmp_path):
-    path, usual = tmp_path / "mine.toml", command_line.run_of(LLAMA)
-    program, reach = compile_cache.key(usual), usual.layout.gpu.efficiency.memory
+def test_known_type_is_replaced_in_that_run_alone(tmp_path):
+    path, h100 = tmp_path / "mine.toml", command_line.run_of(LLAMA)
+    program = compile_cache.key(h100)
     path.write_text('[h100]\nlike = "h100"\n[h100.efficiency]\nmemory = 0.5\n')
     run = command_line.run_of([*LLAMA, "--hardware", str(path)])
-    assert run == usual
-    assert (reach, run.layout.gpu.efficiency.memory) == (0.88, 0.5)
-    assert compile_cache.key(run) == program  # what a GPU reaches of its memory changes no program
+    assert (h100.gpu.efficiency.memory, run.gpu.efficiency.memory) == (0.88, 0.5)
+    assert run != h100  # plans of the two differ
+    assert run.asdict() == h100.asdict()
+    assert compile_cache.key(run) == program  # efficiency is no part of the compiler's target
     path.write_text('[h100]\nlike = "h100"\n[h100.chip]\nl2_bytes = 1\n')
     assert compile_cache.key(command_line.run_of([*LLAMA, "--hardware", str(path)])) != program
+
+
+def test_gpu_types_are_immutable_and_hashable():
+    slower = GPU_TYPES.override("h100", {"network_gbps": 25})
+    assert (slower["h100"].network_gbps, GPU_TYPES["h100"].network_gbps) == (25, 50)
+    assert len({GPU_TYPES, slower, slower.override("h100", {"network_gbps": 50})}) == 2
+    with pytest.raises(TypeError):
+        GPU_TYPES["h100"] = slower["h100"]
+    with pytest.raises(TypeError):
+        GPU_TYPES["h100"].environment["A"] = "1"
 
 
 LIKE = '[h300]\nlike = "h100"\n'
@@ -109,7 +116,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_answered_in_one_line(name, tmp_path):
+def test_bad_file_is_refused_in_one_line(name, tmp_path):
     text, expected = BAD[name]
     path = tmp_path / "mine.toml"
     path.write_text(text)
@@ -121,7 +128,7 @@ def test_a_bad_file_is_answered_in_one_line(name, tmp_path):
         assert words in err
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     code, _, err = command(*LLAMA, "--hardware", str(tmp_path / "absent.toml"))
     assert code == 2
     assert "absent.toml' cannot be read: No such file" in err

@@ -10,7 +10,7 @@ import pytest
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerGroup
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
 from maxbench.model import layer_stack, transformer
 from tests.conftest import WORKLOADS, config, resolve
@@ -153,7 +153,7 @@ def test_published_cells_follow_from_their_step_time(row):
     name = convention.pop("convention", "full")
     m = resolve(NAMES[row.model, row.size], layers=row.layers).model
     m = dataclasses.replace(m, **convention)
-    peak = GPUS[row.gpu_type].peak_tflops(row.dtype)
+    peak = GPU_TYPES[row.gpu_type].peak_tflops(row.dtype)
     found = flops.figures(m, row.seq, row.gbs, row.gpus, row.step_s, peak)
     assert found["tokens_per_s"] == pytest.approx(row.tokens_per_s, rel=1.5e-3)
     if row.days_to_1t is not None:

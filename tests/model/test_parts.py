@@ -116,7 +116,7 @@ def test_the_backward_pass_of_split_values_is_that_of_the_whole(monkeypatch):
 def test_the_program_of_heads_of_192_on_blackwell():
     """cuDNN's backward pass takes 128 dims of their values there, so there are two."""
     run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
-    device = aot.devices(run.layout)[0]
+    device = aot.devices(run)[0]
     kind = attention.select_kernel(run, device)
     grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
     temporaries = []

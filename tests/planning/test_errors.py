@@ -94,9 +94,7 @@ def test_the_errors_that_stand_are_what_their_constants_predict():
     told = next(r for r in published.rows() if r.model == "llama2" and r.gpus == 128)
     run = fit_constants.run_of(told)
     plan = planner.plan(run)
-    found = fit_constants.play(
-        told, run, hlo.parse(plan.compiled.text), plan.run.layout.gpu.efficiency
-    )
+    found = fit_constants.play(told, run, hlo.parse(plan.compiled.text), plan.run.gpu.efficiency)
     constants = [float(line[name]) for name in fit_constants.FITTED]
     apart = 0.01 if KEPT_FIGURES_JAX else 0.04  # as rows of the table are
     assert found.error(constants) == pytest.approx(float(line["error"]), abs=apart)

@@ -23,7 +23,7 @@ from maxbench.config import command_line, environment
 from maxbench.cost_model import aot, compile_cache, hlo, memory, pipeline_timing, simulate
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware import published
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import STEADY
 from maxbench.planning import chrome_trace, planner
 from maxbench.sharding import mesh
@@ -52,7 +52,7 @@ def planned(arguments: str) -> dict:
     """The plan of a command line, made in this process, which has loaded jax; no other test of this
     run compiles the same program again."""
     said = io.StringIO()
-    with mock.patch.dict(GPUS), mock.patch.dict(os.environ), contextlib.redirect_stdout(said):
+    with mock.patch.dict(os.environ), contextlib.redirect_stdout(said):
         code = main(["plan", *arguments.split(), "--json"])
     found = json.loads(said.getvalue())
     assert code == (0 if found["fits"] else 3)
@@ -76,7 +76,7 @@ def traffic(found: dict) -> dict:
 def test_the_program_is_the_one_that_machine_code_is_made_of():
     overrides = {"model.layers": 1}
     run = resolve("llama31_8b", "tiny", overrides, gpu_type="h100", dp=2, gbs=8)
-    step = Step(run, mesh.make_mesh(run.layout, aot.devices(run.layout)))
+    step = Step(run, mesh.make_mesh(run.layout, aot.devices(run)))
     found = [step.compile(**more)[0] for more in ({}, aot.PROGRAM_ONLY)]
     whole, read = (re.sub(", metadata=.*", "", p.as_text()).split("\n", 1)[1] for p in found)
     assert "__cublas$lt$matmul" in read
@@ -181,7 +181,7 @@ def test_what_is_offloaded_waits_in_the_hosts_memory(tmp_path):
     per_token = 2 * 4096 + 2 * 1024 + 2 * 4096 + 14336  # input, q, k, v, context, attn_out, act
     kept = 4 * 2 * 8192 * 2 * per_token
     assert found["memory"]["activations"] == pytest.approx(kept, rel=0.02)
-    there = size / (64e9 * GPUS["h100"].efficiency.memory)
+    there = size / (64e9 * GPU_TYPES["h100"].efficiency.memory)
     assert 0 < found["parts_s"]["offload"] < 2 * there
     assert chrome_trace.COLORS["offload"] in (tmp_path / "step.svg").read_text()
     peak, compiled = said_of_memory(tmp_path)
@@ -194,7 +194,7 @@ def test_llama31_405b_on_b200_does_not_run_its_forward_pass_twice():
     """The tensor-parallel layers, 4 microbatches: FLOPs are the model's, causal, 3 passes."""
     row = "--config configs/llama31_405b.py --gpu_type b200 --tp 8 --cp 2 --gbs 4 --layers 4"
     found = planned(row)
-    executed = found["hfu"] * GPUS["b200"].bf16_tflops
+    executed = found["hfu"] * GPU_TYPES["b200"].bf16_tflops
     assert executed == pytest.approx(found["tflops_per_gpu"]["causal"], rel=0.05)
     by = traffic(found)
     assert by["all-gather", "tp"]["link"] == "NVLink"
@@ -312,7 +312,7 @@ def test_llama31_405b_in_four_stages():
     assert max(copies) < 0.6e9  # where the largest parts of a state have 3.5e9
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
-    assert found["parts_s"]["gemm"] > layers / 989e12 / GPUS["h100"].efficiency.gemm_bf16
+    assert found["parts_s"]["gemm"] > layers / 989e12 / GPU_TYPES["h100"].efficiency.gemm_bf16
     as_published = found["step_s"] - sum(found["terms_s"].values())
     assert found["published"]["as_published_s"] == pytest.approx(as_published)
     assert {"copies", "exposed tp"} <= set(found["terms_s"])
@@ -479,7 +479,7 @@ def test_policies_are_ordered_by_what_they_keep():
 
 
 def test_chips_and_gpus_are_the_same():
-    for gpu in GPUS.values():
+    for gpu in GPU_TYPES.values():
         assert gpu.chip.memory_bytes == pytest.approx(gpu.memory_gb * 1e9, rel=0.08)
         assert gpu.chip.memory_bytes_per_s == pytest.approx(gpu.memory_gbps * 1e9, rel=0.02)
 

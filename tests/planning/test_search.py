@@ -73,7 +73,7 @@ def test_candidates_fit_by_arithmetic_and_differ():
     assert found[0] == run
     assert len(set(found)) == 5
     room = lambda one: (
-        memory.capacity("h100") - search.estimate_bytes(one) - memory.activation_bytes(one)
+        memory.capacity(one.gpu) - search.estimate_bytes(one) - memory.activation_bytes(one)
     )
     assert all(room(one) > 0 for one in found[1:])
     assert [search.estimate_step_s(one) for one in found[1:]] == sorted(
@@ -91,7 +91,7 @@ def test_what_does_not_fit_may_wait_in_the_hosts_memory():
     assert size(one) == size(whole) - 80 * 8192 * 2 * 2 * 28672
     assert memory.offloaded(run, 0.01 * size(whole)) is None
     assert memory.offloaded(run_of("llama31_405b.py --gpus 512"), 1e12) is None
-    there = (size(whole) - size(one)) / (64e9 * run.layout.gpu.efficiency.memory)
+    there = (size(whole) - size(one)) / (64e9 * run.gpu.efficiency.memory)
     assert search.estimate_step_s(one) == pytest.approx(search.estimate_step_s(whole) + there)
 
 

@@ -9,6 +9,7 @@ import pytest
 from maxbench.config.run import AXES
 from maxbench.cost_model import buffer_liveness, hlo
 from maxbench.cost_model.costs import Costs
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import build_schedule
 from maxbench.planning import scaling, search, svg
 from tests.conftest import resolve
@@ -56,7 +57,9 @@ backend_config={"known_trip_count":{"n":"4"}}
 
 
 def alive():
-    return buffer_liveness.liveness(hlo.parse(PROGRAM), Costs("h100", dict.fromkeys(AXES, 1)))
+    return buffer_liveness.liveness(
+        hlo.parse(PROGRAM), Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1))
+    )
 
 
 def test_buffers_live_from_the_first_write_to_the_last_read():

@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.preflight import node_health
 from tests.launch.test_launch import tool
 
@@ -45,7 +46,7 @@ def node(**changes) -> dict:
 
 def judged(*nodes: dict, gpu: str = "h100") -> dict[str, list[str]]:
     """Of nodes n0, n1, ...: what is no pass, by check."""
-    rows = node_health.judge({f"n{i}": one for i, one in enumerate(nodes)}, gpu)
+    rows = node_health.judge({f"n{i}": one for i, one in enumerate(nodes)}, gpu, GPU_TYPES)
     assert {check for _, check, _ in rows} <= {*node_health.WHY}
     return {check: [verdict, what] for verdict, check, what in rows if verdict != "pass"}
 
@@ -81,7 +82,7 @@ def test_good_nodes_pass_and_others_are_named():
 
 
 def test_a_line_says_why_it_matters():
-    rows = node_health.judge({"n0": node(governors=["powersave"], gpus=[])}, "h100")
+    rows = node_health.judge({"n0": node(governors=["powersave"], gpus=[])}, "h100", GPU_TYPES)
     assert node_health.lines(rows) == [
         "warn  governor     powersave on n0: a CPU that sleeps starts kernels late",
         "pass  disk         10 GiB or more free on n0",

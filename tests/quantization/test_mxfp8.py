@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbench.cost_model import aot
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import mxfp8
 from tests.planning.test_plan import compiler
 
@@ -97,7 +97,7 @@ def test_what_is_no_number_stays_none():
 def test_blackwell_multiplies_blocks_as_they_are():
     """Inside shard_map, all three products. Other GPUs are refused such numbers."""
     topology = jax.experimental.topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(GPUS["gb200"].chip), topology="1x1x4"
+        platform="cuda", target_config=aot.target(GPU_TYPES["gb200"].chip), topology="1x1x4"
     )
     mesh = jax.experimental.topologies.make_mesh(topology, (4,), ("fsdp",))
 

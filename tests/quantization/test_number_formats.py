@@ -10,6 +10,7 @@ from maxbench.config import number_formats
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES, Precision
 from maxbench.cost_model.costs import Costs
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import Weight, unquantized
 from maxbench.sharding import mesh
 from maxbench.sharding.rules import gather_master
@@ -80,7 +81,7 @@ def test_what_a_gpu_lacks_is_refused_with_what_it_has():
 
 
 def test_operands_are_priced_by_their_format():
-    costs = Costs("h100", dict.fromkeys(AXES, 1))
+    costs = Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1))
     price = lambda dtype: costs.gemm(8192, 8192, 8192, dtype=dtype)
     assert price("f32") == pytest.approx(2 * price("bf16"), rel=0.05)  # as TF32
     for f in number_formats.FORMATS.values():

@@ -18,7 +18,7 @@ from maxbench.config.run import AXES
 from maxbench.cost_model import aot, hlo, stub_libcuda
 from maxbench.cost_model.costs import GEMM, TE_GEMM, Costs
 from maxbench.cost_model.simulate import kernel_cost
-from maxbench.hardware.gpus import GPUS
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import QuantizedArray, mxfp8, transformer_engine
 from maxbench.quantization.fp8_per_tensor import scale_of
 from maxbench.sharding.mesh import make_mesh
@@ -172,10 +172,10 @@ def test_blocks_have_the_bits_of_xlas(batch, dtype):
 def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     from jax.experimental import topologies
 
-    stub_libcuda.install(GPUS[gpu].chip.capability)
+    stub_libcuda.install(GPU_TYPES[gpu].chip.capability)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(GPUS[gpu].chip), topology="1x1x4"
+        platform="cuda", target_config=aot.target(GPU_TYPES[gpu].chip), topology="1x1x4"
     )
     mesh = topologies.make_mesh(topology, (4,), ("fsdp",))
 
@@ -259,7 +259,7 @@ def test_the_gpu_program_of_a_step_multiplies_with_te_alone(gpu, scaling, axes, 
     flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes
     run = resolve("llama31_405b", "tiny", how, dtype="fp8", **flags)
     program = hlo.parse(aot.compile_run(run).text)
-    prices = Costs(gpu, {axis: getattr(run.layout, axis) for axis in AXES})
+    prices = Costs(GPU_TYPES[gpu], {axis: getattr(run.layout, axis) for axis in AXES})
     products = [
         (op, kernel_cost(program, c, op, prices)[2])
         for c in program.computations.values()

@@ -22,6 +22,7 @@ from maxbench.cli import report as report
 from maxbench.config import recipes
 from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.reporting import build_report, compare, page, predictions, tables
 from maxbench.run_logs import readers
 from tests.conftest import needs
@@ -757,7 +758,7 @@ def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
     ))] = data.draw(JSON)  # fmt: skip
     (path / "result.json").write_text(json.dumps(result))
     found = rows(tmp_path, compare.ReportOptions(cost=1.0))
-    predictions.look_inside(found, every=True)
+    predictions.look_inside(found, GPU_TYPES, every=True)
     assert tables.text(found, H100)
     assert json.loads(tables.to_json(found, H100))
     assert "</html>" in page.html(found, H100)

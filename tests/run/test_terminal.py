@@ -12,7 +12,7 @@ from maxbench.run import log_writer, terminal
 from tests.conftest import resolve
 
 NAME = "pretrain_llama31_8b_bf16_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128"
-H100 = step_stats.Devices("gpu", "NVIDIA H100 80GB HBM3", 8)
+H100 = step_stats.Devices("gpu", "NVIDIA H100 80GB HBM3", 8, "h100")
 OUT = {"loss": 11.7634, "grad_norm": 1.5, "lr": 3e-7}
 
 
@@ -64,7 +64,7 @@ def test_a_terminal_keeps_a_line_per_step_and_the_log_both_formats(monkeypatch, 
 
 
 def test_a_cpu_is_told_no_rate_that_means_nothing(monkeypatch, tmp_path):
-    screen, log = seen(monkeypatch, tmp_path, 80, step_stats.Devices("cpu", "cpu", 8))
+    screen, log = seen(monkeypatch, tmp_path, 80, step_stats.Devices("cpu", "cpu", 8, None))
     for text in ("TFLOP/s per GPU", "MFU", "days to", "  GiB", "/GPU"):
         assert text not in screen
         assert text not in log.partition("measured\n")[2]
