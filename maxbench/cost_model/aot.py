@@ -62,7 +62,7 @@ def compile_run(run: Run) -> compile_cache.Compiled:
         )
         return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
-    weights = jax.tree.map(held, step.places, step.abstract["params"])
+    weights = jax.tree.map(held, step.shardings, step.abstract["params"])
     count = lambda tree: sum(w.size for w in jax.tree.leaves(tree))
     elements, layers = count(weights), count(weights["layers"])
     return compile_cache.Compiled(

@@ -73,7 +73,7 @@ class Arithmetic(Protocol):
         Hopper's FP8 GEMMs contract the last dim of both operands ("TN" layout) only.
       gather_along_outputs: fprop_operand is all-gathered over fsdp along outs, whichever dim of the
         master weight fsdp splits.
-      needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' in place of dimension
+      needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' instead of dimension
         numbers.
     """
 
@@ -93,7 +93,7 @@ class Arithmetic(Protocol):
           One scale argument of weight() for each of ws, and their amax [gemms, ...] or None.
         """
 
-    def weight(self, w, place: WeightSharding, lead: int, scale) -> Any:
+    def weight(self, w, sharding: WeightSharding, lead: int, scale) -> Any:
         """Quantizes this GPU's part of a master weight and all-gathers it: a Weight, or an array
         where the format does not quantize."""
 
@@ -134,11 +134,11 @@ def arithmetic(run: Run) -> Arithmetic:
     return module.arithmetic(run)
 
 
-def scales(arithmetic: Arithmetic, places, masters, stacked: bool, past=None):
+def scales(arithmetic: Arithmetic, shardings, masters, stacked: bool, past=None):
     """What weights() needs to know about all GPUs' parts of each weight, in one collective.
 
     Args:
-      places: tree of WeightSharding like masters.
+      shardings: tree of WeightSharding like masters.
       masters: this GPU's part of the master weights, in the compute dtype: one tree stacked
         [layers, ...], or a tuple of trees, one for each layer.
       stacked: which of the two.
@@ -148,14 +148,14 @@ def scales(arithmetic: Arithmetic, places, masters, stacked: bool, past=None):
       A list over the leaves of masters, None for weights that are not quantized; and the amax of
       the quantized ones, fp32 [layers, gemms], or None.
     """
-    leaves, places = jax.tree.leaves(masters), jax.tree.leaves(places)
-    gemm_weights = [w for w, place in zip(leaves, places, strict=True) if place.gemm]
+    leaves, shardings = jax.tree.leaves(masters), jax.tree.leaves(shardings)
+    gemm_weights = [w for w, sharding in zip(leaves, shardings, strict=True) if sharding.gemm]
     by_gemm, amax = arithmetic.scales(gemm_weights, int(stacked), past)
     amax = amax if amax is None else by_layer(amax, None if stacked else len(masters))
-    return [next(by_gemm) if place.gemm else None for place in places], amax
+    return [next(by_gemm) if sharding.gemm else None for sharding in shardings], amax
 
 
-def weights(arithmetic: Arithmetic, places, masters, scales, stacked: bool):
+def weights(arithmetic: Arithmetic, shardings, masters, scales, stacked: bool):
     """The compute copy of layers' weights: quantized, and all-gathered from their master shards.
 
     Arguments are those of scales(), and the list that it returned. Returns a tree like masters,
@@ -163,12 +163,12 @@ def weights(arithmetic: Arithmetic, places, masters, scales, stacked: bool):
     """
     leaves, tree = jax.tree.flatten(masters)
 
-    def compute_copy(w, place, scale):
-        if not place.gemm:
-            return gather_master(place, w)
-        return arithmetic.weight(w, place, int(stacked), scale)
+    def compute_copy(w, sharding, scale):
+        if not sharding.gemm:
+            return gather_master(sharding, w)
+        return arithmetic.weight(w, sharding, int(stacked), scale)
 
-    return tree.unflatten(map(compute_copy, leaves, jax.tree.leaves(places), scales))
+    return tree.unflatten(map(compute_copy, leaves, jax.tree.leaves(shardings), scales))
 
 
 def by_layer(values, layers: int | None):

@@ -56,16 +56,16 @@ class PerTensor:
         scales = _scale(past, jnp.array([_top(FORWARD), _top(GRADIENT), _top(FORWARD)]))
         return iter(scales.swapaxes(0, 1) if lead else scales.reshape(-1, 3)), amax
 
-    def weight(self, w, place: WeightSharding, lead: int, scale) -> Weight:
+    def weight(self, w, sharding: WeightSharding, lead: int, scale) -> Weight:
         xdy_scales, scale = (scale[..., :2], scale[..., 2]) if self.delayed else (None, scale)
         per_layer = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
-        q = gather_master(place, quantize(w, per_layer, FORWARD, saturate=self.delayed))
-        dgrad, gemm = QuantizedArray(q, scale), place.gemm
+        q = gather_master(sharding, quantize(w, per_layer, FORWARD, saturate=self.delayed))
+        dgrad, gemm = QuantizedArray(q, scale), sharding.gemm
         if not self.gather_along_outputs:
             return Weight(dgrad, None, self, xdy_scales, gemm)
         fprop, first = self.make_fprop_operand(dgrad, gemm, lead), lead + gemm.batch
         # fsdp splits ins: split outs instead, once per step and not in each layer.
-        if ("fsdp",) in place.compute_axes[first : first + gemm.ins]:
+        if ("fsdp",) in sharding.compute_axes[first : first + gemm.ins]:
             fprop = fprop._replace(q=collectives.all_to_all(fprop.q, "fsdp", first, first + 1))
         return Weight(dgrad, fprop, self, xdy_scales, gemm)
 

@@ -38,14 +38,14 @@ class Mxfp8:
     def scales(self, ws, lead, past):
         return itertools.repeat(None), None
 
-    def weight(self, w, place: WeightSharding, lead: int, scale) -> Weight:
+    def weight(self, w, sharding: WeightSharding, lead: int, scale) -> Weight:
         """If this GPU's part of the master weight has no whole blocks, the weight is all-gathered
         in the compute dtype and quantized afterwards."""
-        first = lead + place.gemm.batch
-        outs = first + place.gemm.ins
+        first = lead + sharding.gemm.batch
+        outs = first + sharding.gemm.ins
         blocked_dims = w.ndim - 1, outs - 1
         quantize_first = all(w.shape[dim] % BLOCK == 0 for dim in blocked_dims)
-        gather = functools.partial(gather_master, place)
+        gather = functools.partial(gather_master, sharding)
         w = w if quantize_first else gather(w)
         matrix = lambda x: x.reshape(*x.shape[:first], math.prod(x.shape[first:outs]), -1)
         operands = []

@@ -16,8 +16,8 @@ class Plain:
     def scales(self, ws, lead, past):
         return itertools.repeat(None), None
 
-    def weight(self, w, place, lead, scale):
-        return gather_master(place, w)
+    def weight(self, w, sharding, lead, scale):
+        return gather_master(sharding, w)
 
     def quantize_operand(self, x, scales, gradient, axes):
         return x, x, None

@@ -131,20 +131,20 @@ def shard_weight(
     return WeightSharding(compute, tuple(zero1), tuple(replicated), gemm, full_precision=router)
 
 
-def gather_master(place: WeightSharding, w: jax.Array) -> jax.Array:
+def gather_master(sharding: WeightSharding, w: jax.Array) -> jax.Array:
     """All-gathers a master shard to the compute shard."""
-    for dim, axes in enumerate(place.zero1_axes):
+    for dim, axes in enumerate(sharding.zero1_axes):
         if axes:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
     return w
 
 
-def reduce_grad(place: WeightSharding, g: jax.Array) -> jax.Array:
+def reduce_grad(sharding: WeightSharding, g: jax.Array) -> jax.Array:
     """Sums each GPU's gradient of the compute shard, and scatters the sum as the master shard."""
-    for dim, axes in enumerate(place.zero1_axes):
+    for dim, axes in enumerate(sharding.zero1_axes):
         if axes:
             g = jax.lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
-    return jax.lax.psum(g, place.psum_axes) if place.psum_axes else g
+    return jax.lax.psum(g, sharding.psum_axes) if sharding.psum_axes else g
 
 
 def local_size(name: str, size: int) -> int:

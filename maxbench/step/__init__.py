@@ -1,1 +1,1 @@
-"""When it is computed: data, microbatches, pipeline schedule, optimizer; one compiled step."""
+"""The training step: synthetic data, optimizer, XLA options, and one compiled program."""

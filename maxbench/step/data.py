@@ -1,7 +1,8 @@
-"""Synthetic tokens, made on the device from (seed, step, row): never the same batch twice.
+"""Synthetic batches, generated on the device from (seed, step, sequence), new in every step.
 
-They are random, so that there is nothing to learn and nothing but speed to measure; or text of a
-fixed Markov source, on which a loss can show what a number format does to training.
+train.data=random draws tokens uniformly, for measuring speed. train.data=markov draws them from a
+fixed Markov chain, which a model can learn: its loss shows the effect of a number format on
+training (benchmarks/fp8_loss.py).
 """
 
 import jax
@@ -10,21 +11,21 @@ import jax.numpy as jnp
 from maxbench.config.run import Run
 from maxbench.sharding import mesh
 
-SUCCESSORS = 4  # of each token in the Markov source, all as likely: no loss is below its logarithm
+SUCCESSORS = 4  # of each token in the Markov chain, equally likely: the minimum loss is ln 4
 
 
 def batch(run: Run, step: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """tokens_bt and targets_bt of this GPU for one microbatch.
+    """This GPU's tokens and targets in one microbatch, int32 [mbs, seq / cp] each; in shard_map.
 
-    A row of the global batch depends on (seed, step, row) alone, so every mesh trains on the same
-    tokens. Over cp each GPU keeps its part of the row, in the order of axes.chunks.
+    A sequence depends on (seed, step, its index in the global batch) only, so that every mesh
+    trains on the same tokens. Over cp each GPU has the positions of mesh.token_positions().
     """
     key = jax.random.fold_in(jax.random.key(run.train.seed), step)
     source = {"random": _random, "markov": _markov}[run.train.data]
-    draw = lambda row: source(jax.random.fold_in(key, row), run.train.seq + 1, run.model.vocab)
+    draw = lambda i: source(jax.random.fold_in(key, i), run.train.seq + 1, run.model.vocab)
     tokens_bt = jax.vmap(draw)(mesh.sequence_ids(run.layout, micro))
-    here = jnp.asarray(mesh.token_positions(run.train.seq))
-    return tokens_bt[:, here], tokens_bt[:, here + 1]
+    position_t = jnp.asarray(mesh.token_positions(run.train.seq))
+    return tokens_bt[:, position_t], tokens_bt[:, position_t + 1]
 
 
 def _random(key, length: int, vocab: int):

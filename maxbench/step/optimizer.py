@@ -1,4 +1,4 @@
-"""AdamW and its learning rate."""
+"""AdamW and its learning rate schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from maxbench.config.run import DTYPES, Run
 
 
 def learning_rate(run: Run):
-    """step -> learning rate: linear warmup, cosine down to lr_min, then constant.
+    """step -> learning rate: linear warm-up, cosine decay to lr_min, then constant_steps at lr_min.
 
-    Rates are NeMo's where warmup_offset is 1, or there is a constant part and it is 0; MaxText's
-    where it is 0.
+    Equals NeMo's CosineAnnealing with warmup_offset=1, or with constant_steps > 0 and
+    warmup_offset=0; equals MaxText's with warmup_offset=0.
     """
     o, steps = run.optim, run.train.steps
     warmup = int(o.warmup * steps) if 0 < o.warmup < 1 else o.warmup
@@ -19,17 +19,18 @@ def learning_rate(run: Run):
 
     def rate(step):
         rising = o.lr * (step + o.warmup_offset) / max(1, warmup + o.warmup_offset)
-        done = jnp.clip((step - warmup) / decay, 0, 1)
-        falling = o.lr_min + (o.lr - o.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+        fraction = jnp.clip((step - warmup) / decay, 0, 1)
+        falling = o.lr_min + (o.lr - o.lr_min) * 0.5 * (1 + jnp.cos(jnp.pi * fraction))
         return jnp.where(step < warmup, rising, falling)
 
     return rate
 
 
 def transform(run: Run) -> optax.GradientTransformation:
-    """Clip by global norm, Adam, weight decay, learning rate.
+    """AdamW: clipping by global norm, Adam, decoupled weight decay, learning rate.
 
-    Moments have the precision of the tree that init and update are given.
+    Moments have the dtypes of the tree that is passed to init and update. Weight decay skips norms
+    unless optim.decay_norms.
     """
     o = run.optim
     is_norm = lambda path: jax.tree_util.keystr(path[-1:], simple=True) in ("scale", "bias")
@@ -44,6 +45,6 @@ def transform(run: Run) -> optax.GradientTransformation:
 
 
 def cast(tree, precision: str):
-    """All floats of a tree as 'bf16' or 'fp32'."""
+    """Casts the floating-point leaves of a tree to 'bf16' or 'fp32'."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(DTYPES[precision]) if is_float(x) else x, tree)

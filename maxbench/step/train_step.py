@@ -1,15 +1,16 @@
-"""The state and one training step, compiled once, ahead of time.
+"""The training state, and the training step, compiled once ahead of time.
 
     state = {'step': int32, 'params': master weights, 'opt': optimizer state}
-    and, where FP8 scaling is delayed, 'fp8': {'layers': [slots, gemms, 3, history]} (tensor.py)
-    state, out = step(state)        the state is donated; the batch is made inside
+            with delayed scaling also 'fp8': {'layers': amax history [slots, gemms, 3, steps]}
+    state, out = step(state)        donates the state, and generates the batch on the device
 
-Training and planning build the step the same way; only the devices differ.
+Training and planning build the step by the same code; only the devices differ.
 """
 
 import dataclasses
 import functools
 import time
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -30,18 +31,28 @@ from maxbench.sharding.rules import RULES, gather_master, reduce_grad, shard_wei
 from maxbench.step import data, optimizer, xla_options
 
 
+class _ComputeWeights(NamedTuple):
+    """One GPU's compute weights, and what reducing their gradients needs."""
+
+    weights: dict  # {'embed': ..., 'layers': ..., 'head': ...}
+    shardings: dict  # tree of WeightSharding like weights
+    overlap: ZeroOverlap | None  # in a pipeline: layers' all-gathers and reduce-scatters
+    amax: jax.Array | None  # of layers' weights, fp32 [layers, gemms], with per-tensor scales
+
+
 def for_device(run: Run, device) -> Run:
-    """The run with what it leaves open settled: attention, format, loss chunk, loop or no loop.
+    """The run with its automatic settings resolved for a device: attention kernel, number format,
+    chunk size of the loss, and how many layers are unrolled.
 
     Raises:
-      ValueError: Transformer Engine is wanted and absent, too old, or does not load.
-      UserError: attention has no such kernel on the device.
+      UserError: Transformer Engine is selected and absent, too old, or does not load; the selected
+        attention kernel does not support the model on this device.
     """
     t, gpu = run.train, device.platform in ("gpu", "cuda")
-    budget = 1 << 30 if gpu else 32 << 20  # bytes; on a CPU, what its cache may hold
-    # A power of two, as tokens mostly are: no chunk is padded, and none is left over.
-    most = max(1, budget // (4 * run.model.vocab // run.layout.tp))
-    chunk = 1 << (most.bit_length() - 1)
+    logits_bytes = 1 << 30 if gpu else 32 << 20  # of one chunk's fp32 logits; a CPU's cache size
+    # A power of two, as token counts mostly are: no chunk is padded, and no smaller one remains.
+    tokens = max(1, logits_bytes // (4 * run.model.vocab // run.layout.tp))
+    chunk = 1 << (tokens.bit_length() - 1)
     kind = attention.select_kernel(run, device)
     unroll = t.unroll_layers if t.unroll_layers >= 0 else lowering.MAX_UNROLLED_LAYERS * gpu
     train = dataclasses.replace(
@@ -56,13 +67,15 @@ def for_device(run: Run, device) -> Run:
 
 
 class Step:
-    """What a run on a mesh is made of: places, shardings, init, and the step itself.
+    """The training step of a run on a mesh: shardings, initial state, and the compiled program.
 
-    Building it costs no memory and no compilation.
+    The constructor allocates no device memory and compiles nothing.
 
     Attributes:
-      places: Place of each weight.
-      abstract: the state as ShapeDtypeStructs with their shardings.
+      run: resolved by for_device.
+      order: layer index of each slot of the stacked layers, -1 for an empty slot.
+      shardings: tree of WeightSharding like the weights.
+      abstract: the state as ShapeDtypeStructs with their NamedShardings.
     """
 
     def __init__(self, run: Run, devices: Mesh):
@@ -73,22 +86,22 @@ class Step:
         self.order = layer_order.layer_order(run.model.layers, run.layout.pp, run.layout.vp)
         over_pp = lowering.embedding_sharded_over_pp(self.run)
         self.rules = RULES | ({"columns": RULES["stage_columns"]} if over_pp else {})
-        self.places = self._places(self.order, self.rules)
-        self.abstract = self._abstract(self.order, self.places)
+        self.shardings = self._shardings(self.order, self.rules)
+        self.abstract = self._abstract(self.order, self.shardings)
 
-    def _places(self, order, rules):
+    def _shardings(self, order, rules):
         init = functools.partial(layer_order.init, self.run.model, order=order)
         boxed = jax.eval_shape(init, jax.random.key(0))
-        placed = lambda box: shard_weight(
+        shard = lambda box: shard_weight(
             box.names, box.value.shape, self.mesh.shape, rules, box.gemm
         )
-        return jax.tree.map(placed, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+        return jax.tree.map(shard, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
-    def _abstract(self, order, places):
+    def _abstract(self, order, shardings):
         shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
-        specs = jax.tree.map(lambda p: p.master_spec, places)
+        specs = jax.tree.map(lambda s: s.master_spec, shardings)
         by_slot = P(*jax.tree.leaves(specs["layers"])[0][:1])
-        # Optimizer state holds trees like the weights: their leaves end in the weights' paths.
+        # Optimizer state contains trees like the weights: the paths of its leaves end in theirs.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
         def sharded(path, leaf):
@@ -107,58 +120,58 @@ class Step:
         opt = self.tx.init(optimizer.cast(params, run.precision.moments))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
         if length := run.precision.amax_history_len:
-            gemms = sum(bool(place.gemm) for place in jax.tree.leaves(self.places["layers"]))
+            gemms = sum(bool(s.gemm) for s in jax.tree.leaves(self.shardings["layers"]))
             state["fp8"] = {"layers": fp8_per_tensor.init_amax_history(len(order), gemms, length)}
         return state
 
     def init(self):
-        """A new state, made in place on every device; the same numbers on every mesh."""
+        """The initial state, created sharded on the devices; the same numbers on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        # It runs once: XLA:CPU would take seconds to make the random numbers a little faster.
+        # It runs once: on a CPU, optimizing the program takes longer than running it.
         options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
         init = functools.partial(self._init, order=self.order)
         init = jax.jit(init, out_shardings=shardings, compiler_options=options)
         return init(jax.random.key(self.run.train.seed))
 
     def in_order(self, order):
-        """The abstract state with its layers in another order, for reorder()."""
-        # Its slots may not divide by pp: split other dims over it instead.
-        return self._abstract(order, self._places(order, self.rules | {"layers": ()}))
+        """The abstract state with the layers in another order, for reorder()."""
+        # The number of slots may not divide by pp: shard other dims over pp instead.
+        return self._abstract(order, self._shardings(order, self.rules | {"layers": ()}))
 
     def reorder(self, state, order):
-        """A state whose layers are in `order` -> the same state in the order of this step."""
+        """Permutes the layers of a state from `order` to this step's order. Donates the state."""
 
-        def take(path, x):
+        def permute(path, x):
             keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
             return layer_order.permute(x, self.order, order) if "layers" in keys else x
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        reorder = lambda state: jax.tree_util.tree_map_with_path(take, state)
+        reorder = lambda state: jax.tree_util.tree_map_with_path(permute, state)
         return jax.jit(reorder, out_shardings=shardings, donate_argnums=0)(state)
 
     def lower(self):
-        """The step, traced and lowered for the mesh."""
+        """The step as jax.stages.Lowered, for the mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
         return step.trace(self.abstract).lower()
 
-    def compile(self, **more) -> tuple[jax.stages.Compiled, float, float]:
-        """The step, compiled ahead of time, and the seconds that lowering and compiling took.
+    def compile(self, **compiler_options) -> tuple[jax.stages.Compiled, float, float]:
+        """The compiled step, the seconds of tracing and lowering, and the seconds of compilation.
 
-        `more` are compiler options beside those of the run.
+        compiler_options override those of xla_options().
         """
         start = time.perf_counter()
         lowered = self.lower()
         traced = time.perf_counter()
-        options = xla_options.xla_options(self.platform, self.run) | more
+        options = xla_options.xla_options(self.platform, self.run) | compiler_options
         compiled = lowered.compile(compiler_options=options)
         return compiled, traced - start, time.perf_counter() - traced
 
     def _step(self, state):
         p = self.run.precision
-        past = state["fp8"]["layers"] if p.amax_history_len else None
-        grads, out, amax = self.gradients(state["params"], state["step"], past)
-        # Computed in fp32, whatever it is kept in.
+        history = state["fp8"]["layers"] if p.amax_history_len else None
+        grads, out, amax = self.gradients(state["params"], state["step"], history)
+        # The update is computed in fp32, whatever the dtypes of the state.
         grads, opt, params = (
             optimizer.cast(x, "fp32") for x in (grads, state["opt"], state["params"])
         )
@@ -169,16 +182,23 @@ class Step:
         opt = optimizer.cast(opt, p.moments)
         state = {"step": state["step"] + 1, "params": params, "opt": opt}
         if p.amax_history_len:
-            state["fp8"] = {"layers": fp8_per_tensor.update_amax_history(past, amax)}
+            state["fp8"] = {"layers": fp8_per_tensor.update_amax_history(history, amax)}
         return state, out
 
-    def gradients(self, params, step, past=None):
-        """Gradients of the mean loss, placed as the master weights, and what is reported.
+    def gradients(self, params, step, history=None):
+        """Gradients of the mean loss over the global batch, and the metrics of the step.
 
-        With delayed scaling the past [slots, gemms, 3, history] decides the scales, and the third
-        result is this step's largest magnitudes [slots, gemms, 3]; else it is None.
+        Args:
+          params: master weights.
+          step: its number, which determines the batch.
+          history: with delayed scaling, the amax history [slots, gemms, 3, steps], from which the
+            scales follow.
+
+        Returns:
+          Gradients, sharded as the master weights; {'loss', 'aux'}, fp32 scalars; with delayed
+          scaling this step's amax [slots, gemms, 3], else None.
         """
-        masters = jax.tree.map(lambda p: p.master_spec, self.places)
+        masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
         by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
         grads = jax.shard_map(
             self._local_grads,
@@ -187,59 +207,70 @@ class Step:
             out_specs=(masters, P(), by_slot),
             check_vma=False,
         )
-        return grads(params, step, None if past is None else jnp.max(past, -1))
+        return grads(params, step, None if history is None else jnp.max(history, -1))
 
     def _local_grads(self, params, step, past):
-        """One GPU's part of gradients(): the whole of the forward and backward pass."""
-        run = self.run
-        # The compute copy is gathered once, and gradients are reduced once, however many
-        # microbatches there are. Cast first: half the bytes, and no casts to differentiate.
-        cast = lambda place, w: w if place.full_precision else w.astype(DTYPES[run.format.compute])
-        w, places = jax.tree.map(cast, self.places, params), self.places
-        stacked = not lowering.layers_unrolled(run)
-        if not stacked:
-            w = w | {"layers": layer_stack.unstack(run.model, w["layers"])}
-            layer = jax.tree.map(lambda place: place.layer, places["layers"])
-            layers = layer_stack.repeat(run.model, layer, len(w["layers"]))
-            places = places | {"layers": layers}
-        layers = self.arithmetic, places["layers"], w["layers"]
-        gathered = lambda name: jax.tree.map(gather_master, places[name], w[name])
-        pieces = None
-        if run.layout.pp > 1:
-            head = None if run.model.tied else (places["head"]["w"], w["head"]["w"])
-            pieces = ZeroOverlap(run, *layers[:2], params["layers"], cast, past, head)
-            made, amax_w = pieces.start(), pieces.amax
-            # The head is read last, when the fill is over: it comes when these have. If its weight
-            # comes in parts, nothing reads what is gathered here, and XLA leaves it out.
-            w["head"] = ordering.after(w["head"], ordering.token(made))
-        else:
-            scales, amax_w = quantization.scales(*layers, stacked, past)
-            made = quantization.weights(*layers, scales, stacked)
-        w = {name: gathered(name) for name in ("embed", "head")} | {"layers": made}
-        zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
-
-        def accumulate(sums, micro):
-            objective = lambda sums: transformer.loss_fn(
-                run, w, *data.batch(run, step, micro), sums
-            )
-            return jax.grad(objective, has_aux=True)(sums)
-
-        count = run.layout.microbatches
-        if lowering.overlaps_fwd_bwd(run):
-            batch = functools.partial(data.batch, run, step)
-            grads, out = executor.gradients(run, w, zeros, batch, pieces)
-        elif count == 1:
-            grads, out = accumulate(zeros, 0)
-        else:
-            grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
-            out = jax.tree.map(jnp.sum, out)
+        """gradients() on one GPU, inside shard_map; `past` is the history's maximum over steps."""
+        w, shardings, overlap, amax_w = self._compute_weights(params, past)
+        grads, out = self._accumulated_grads(w, step, overlap)
+        stacked = not lowering.layers_unrolled(self.run)
         grads, amax = grad_accumulation.grads_of(grads), grad_accumulation.amaxes_of(grads, stacked)
         if amax is not None:
             amax = collectives.pmax(amax, *(axis for axis in AXES if axis != "pp"))
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
-        reduced = lambda name: jax.tree.map(reduce_grad, places[name], grads[name])
-        layers = pieces.finish(grads["layers"]) if pieces else reduced("layers")
+        reduced = lambda name: jax.tree.map(reduce_grad, shardings[name], grads[name])
+        layers = overlap.finish(grads["layers"]) if overlap else reduced("layers")
         grads = {name: reduced(name) for name in ("embed", "head")} | {"layers": layers}
         if not stacked:
-            grads["layers"] = layer_stack.stack(run.model, grads["layers"])
+            grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         return grads, jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out), amax
+
+    def _compute_weights(self, params, past) -> _ComputeWeights:
+        """All-gathers (and quantizes) the compute weights from this GPU's master shards.
+
+        Once per step, as the reduction of the gradients is, however many microbatches there are.
+        """
+        run = self.run
+        # Cast before the all-gather: half the bytes, and no cast to differentiate.
+        cast = lambda s, w: w if s.full_precision else w.astype(DTYPES[run.format.compute])
+        w, shardings = jax.tree.map(cast, self.shardings, params), self.shardings
+        stacked = not lowering.layers_unrolled(run)
+        if not stacked:
+            w = w | {"layers": layer_stack.unstack(run.model, w["layers"])}
+            layer = jax.tree.map(lambda s: s.layer, shardings["layers"])
+            layers = layer_stack.repeat(run.model, layer, len(w["layers"]))
+            shardings = shardings | {"layers": layers}
+        args = self.arithmetic, shardings["layers"], w["layers"]
+        overlap = None
+        if run.layout.pp > 1:
+            head = None if run.model.tied else (shardings["head"]["w"], w["head"]["w"])
+            overlap = ZeroOverlap(run, *args[:2], params["layers"], cast, past, head)
+            layers, amax = overlap.start(), overlap.amax
+            # The head is read last, after the warm-up: its all-gather follows those of the layers.
+            # If ZeroOverlap gathers it in slices, nothing reads this result, and XLA drops it.
+            w["head"] = ordering.after(w["head"], ordering.token(layers))
+        else:
+            scales, amax = quantization.scales(*args, stacked, past)
+            layers = quantization.weights(*args, scales, stacked)
+        gathered = lambda name: jax.tree.map(gather_master, shardings[name], w[name])
+        weights = {name: gathered(name) for name in ("embed", "head")} | {"layers": layers}
+        return _ComputeWeights(weights, shardings, overlap, amax)
+
+    def _accumulated_grads(self, w, step, overlap: ZeroOverlap | None):
+        """Gradient accumulators after all microbatches, and this GPU's shares of the metrics."""
+        run = self.run
+        zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
+        if lowering.overlaps_fwd_bwd(run):
+            batch = functools.partial(data.batch, run, step)
+            return executor.gradients(run, w, zeros, batch, overlap)
+
+        def accumulate(accumulators, micro):
+            loss = lambda accumulators: transformer.loss_fn(
+                run, w, *data.batch(run, step, micro), accumulators
+            )
+            return jax.grad(loss, has_aux=True)(accumulators)
+
+        if run.layout.microbatches == 1:
+            return accumulate(zeros, 0)
+        grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(run.layout.microbatches))
+        return grads, jax.tree.map(jnp.sum, out)

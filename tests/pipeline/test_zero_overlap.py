@@ -37,7 +37,7 @@ def test_pieces_make_the_whole(family, how, axes, monkeypatch):
     gpu_type = "gb200" if "mxfp8" in how.values() else "h100"
     run = resolve(family, "tiny", how, gpu_type=gpu_type, **axes)
     step = Step(run, make_mesh(run.layout))
-    places, params = step.places["layers"], step.init()["params"]["layers"]
+    places, params = step.shardings["layers"], step.init()["params"]["layers"]
     travelled = []
 
     def local(masters):
@@ -85,7 +85,7 @@ def test_pieces_make_the_whole(family, how, axes, monkeypatch):
 def test_parts_of_the_head_make_the_whole(axes):
     run = resolve("llama31_405b", "tiny", {}, **axes, layers=8, mbs=1, gbs=16, seq=32)
     step = Step(run, make_mesh(run.layout))
-    place, master = step.places["head"]["w"], step.init()["params"]["head"]["w"]
+    place, master = step.shardings["head"]["w"], step.init()["params"]["head"]["w"]
     travelled = []
 
     def local(w):

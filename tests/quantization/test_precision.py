@@ -189,7 +189,7 @@ def test_what_layers_declare_as_factors_is_fp8(family):
     """The weights that a step quantizes: of attention, MLP and experts, never of the router."""
     step = build(FAMILIES[family])
     layers = jax.tree.map(lambda x: jnp.zeros(x.shape), step.abstract["params"]["layers"])
-    given = step.arithmetic, step.places["layers"], layers
+    given = step.arithmetic, step.shardings["layers"], layers
     made = quantization.weights(*given, quantization.scales(*given, True)[0], True)
     is_fp8 = lambda x: isinstance(x, quantization.Weight)
     paths = jax.tree_util.tree_leaves_with_path(made, is_leaf=is_fp8)
@@ -414,7 +414,7 @@ def test_weights_and_sequences_travel_as_fp8(scaling):
     fp8 = {"f8e4m3fn", "f8e5m2"} if scaling != "mxfp8" else {"f8e4m3fn", "u8"}
     assert within == fp8
     wide = {dims for kind, dims, _ in found if kind == "bf16"}
-    places = jax.tree.leaves(step.places["layers"])
+    places = jax.tree.leaves(step.shardings["layers"])
     for place, w in zip(places, jax.tree.leaves(step.abstract["params"]["layers"]), strict=True):
         split = [math.prod(step.mesh.shape[a] for a in axes) for axes in place.compute_axes]
         if w.ndim > 2:  # norms travel in bf16

@@ -252,7 +252,7 @@ def weight_sizes(step: Step) -> set[int]:
     found = set()
     for x, p in zip(
         jax.tree.leaves(step.abstract["params"]),
-        jax.tree.leaves(step.places, is_leaf=lambda p: isinstance(p, rules.WeightSharding)),
+        jax.tree.leaves(step.shardings, is_leaf=lambda p: isinstance(p, rules.WeightSharding)),
         strict=True,
     ):
         split = math.prod(step.mesh.shape[a] for axes in p.compute_axes for a in axes)
@@ -278,7 +278,7 @@ def test_dp_gathers_weights_once_and_reduces_gradients_once():
     one, four = (collectives(build("llama", dp=2, mbs=m)) for m in (4, 1))
     assert one == four
     assert sizes(one, "all-gather") <= weight_sizes(build("llama", dp=2))
-    weights = len(jax.tree.leaves(build("llama", dp=2).places))
+    weights = len(jax.tree.leaves(build("llama", dp=2).shardings))
     assert sum(n for (op, _), n in one.items() if op == "all-gather") <= weights
 
 
@@ -392,7 +392,7 @@ def test_tokens_travel_between_stages_where_they_are_fewer_than_words():
     over pp; the gradient of the head, which is as large, does."""
     few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (8, 32))
     m, ahead = few.run.model, schedule_for(few.run).microbatches_per_embedding
-    assert [step.places["embed"]["w"].compute_axes[1] for step in (few, many)] == [("pp",), ()]
+    assert [step.shardings["embed"]["w"].compute_axes[1] for step in (few, many)] == [("pp",), ()]
     table = m.vocab * m.embed
     found = [collectives(step) for step in (few, many)]
     gathered = [sizes(one, "all-gather") for one in found]
