@@ -235,7 +235,7 @@ def layer(run: Run, exact: bool | None, small: bool) -> dict:
     shapes = {
         "qkv": (rows, m.embed, m.kv_heads * m.group_width // a.tp),
         "out": (rows, m.heads * m.value_width // a.tp, m.embed),
-        "up": (routed, m.embed, m.gates * m.mlp // a.tp),
+        "up": (routed, m.embed, m.mlp_inputs * m.mlp // a.tp),
         "down": (routed, m.mlp // a.tp, m.embed),
         "head": (rows, m.embed, m.vocab // a.tp),
     }

@@ -66,7 +66,7 @@ def saved_on_device(run: Run, saved: tuple[str, ...]) -> set[str]:
     activation is made again where that moves less: it reads all gates and writes one.
     """
     names, width = {*saved} - {*run.train.offloaded}, run.format.bytes
-    again = run.model.gates * FORMATS[run.format.compute].bytes + width < 4 * width
+    again = run.model.mlp_inputs * FORMATS[run.format.compute].bytes + width < 4 * width
     return names - {"mlp_act"} if run.layout.pp > 1 and again and "mlp_up" in names else names
 
 

@@ -108,7 +108,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
             "context": m.heads * (m.value_width + 4 / width) / a.tp,
             "attn_out": m.embed / a.tp,
             "slots": slots * m.embed / a.tp * narrow,
-            "mlp_up": routed * m.gates * m.mlp / a.tp,
+            "mlp_up": routed * m.mlp_inputs * m.mlp / a.tp,
             "mlp_act": routed * m.mlp / a.tp * narrow,
             # For a second norm, the experts' weights. Dropless, it comes back summed.
             "mlp_down": (slots or 1) * m.embed / a.tp if m.post_norm or m.experts else 0,
@@ -148,7 +148,7 @@ def stage_weights(run: Run) -> tuple[float, float]:
     """Weights of one stage's layers, fsdp gathered, and of embedding and head, on one GPU."""
     a, m = run.layout, run.model
     table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    experts = sum(n * k.experts * k.embed * k.mlp * (k.gates + 1) for n, k in m.stacks)
+    experts = sum(n * k.experts * k.embed * k.mlp * (k.mlp_inputs + 1) for n, k in m.stacks)
     layers = flops.params(m) - ends - experts + experts / a.ep
     elsewhere = table * (1 - 1 / a.pp) if lowering.embedding_sharded_over_pp(run) else 0
     return layers / (a.pp * a.tp), (ends - elsewhere) / a.tp
@@ -167,7 +167,7 @@ def recomputed(run: Run, remat: str = "") -> float:
         # Two products, half of the scores.
         "context": run.train.seq * m.heads * (m.head_dim + m.value_width) / 2,
         "attn_out": m.embed * m.heads * m.value_width,
-        "mlp_up": m.embed * m.gates * active,
+        "mlp_up": m.embed * m.mlp_inputs * active,
     }
     total = sum(parts.values()) + m.embed * active
     share = 1 if remat else lowering.remat_layer_count(run) / m.layers

@@ -70,7 +70,7 @@ def _divided(run: Run, t: Timeline, times: float, costs: Costs) -> float:
     a, m, rows = run.layout, run.model, run.layout.mbs * run.train.seq // run.layout.cp
     experts = m.experts // a.ep or 1  # of a GPU
     weights = [(m.kv_heads * m.group_width, 1, 1), (m.heads * m.value_width, 1, 1)]
-    weights += [(n, m.rows(a.ep) / experts, experts) for n in (m.gates * m.mlp, m.mlp)]
+    weights += [(n, m.rows(a.ep) / experts, experts) for n in (m.mlp_inputs * m.mlp, m.mlp)]
 
     def products(rows):
         ways = lambda r, n, of: ((r, n, m.embed, of), (r, m.embed, n, of), (m.embed, n, r, of))

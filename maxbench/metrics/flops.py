@@ -30,7 +30,7 @@ def params(m: Model) -> int:
 
 def mlp_params(m: Model) -> int:
     """Weights of one layer's MLP, or of its experts and their router."""
-    mlp = m.embed * m.mlp * (m.gates + 1)
+    mlp = m.embed * m.mlp * (m.mlp_inputs + 1)
     return (mlp + m.embed) * m.experts if m.experts else mlp
 
 
@@ -39,7 +39,7 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     products = m.embed * (m.heads + m.kv_heads) + CONVENTIONS[convention] * seq * m.heads
     attention = 6 * m.layers * (m.head_dim + m.value_width) * products
     active = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
-    mlp = 6 * active * m.embed * (m.gates + 1)
+    mlp = 6 * active * m.embed * (m.mlp_inputs + 1)
     return seq * (attention + mlp + 6 * m.vocab * m.embed)
 
 

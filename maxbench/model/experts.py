@@ -13,7 +13,7 @@ it chose, and the sum over ep and tp takes it back.
 Shapes are static either way. Dispatch and combine are gathers, backward too.
 
 Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
-n gates, f mlp.
+n mlp_inputs, f mlp.
 """
 
 import functools
@@ -38,7 +38,9 @@ class Moe(nn.Module):
     def __call__(self, x_bud, turns):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
-        router = Linear(m, "width -> routes", m.init_std, plain=True, name="router")
+        router = Linear(
+            m, "embed_replicated -> experts_replicated", m.init_std, plain=True, name="router"
+        )
         logits_je, _ = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
         through = self.with_capacity if m.capacity_factor else self.dropless
@@ -55,7 +57,7 @@ class Moe(nn.Module):
     def experts(self, x_ecd, turns, share_be):
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
-        up, down = "experts embed -> gates mlp", "experts mlp -> embed"
+        up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
         x_ecd, sums = grad_after_wgrad(x_ecd, self.get_variable("sums", "down"))
         up_ecnf, there = dot(
             x_ecd, "up", up, m.init_std, turn=turns["up"], sequence="gather", saved="slots"
@@ -75,7 +77,7 @@ class Moe(nn.Module):
         gate_jk = gather(gate_jk.astype(x_jd.dtype))
         held = rules.local_size("experts", m.experts)
         plan = grouped_matmul.assign_blocks(expert_jk - collectives.axis_index("ep") * held, held)
-        w_edx = self.whole("up", "experts embed gates mlp", m.init_std, x_jd.dtype)
+        w_edx = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
         x_ncd = grouped_matmul.dispatch(x_jd, plan)
         up_ncx = grouped_matmul.grouped_matmul(x_ncd, w_edx.reshape(*w_edx.shape[:2], -1), plan)
         up_ncgf = keep(up_ncx, "mlp_up").reshape(*up_ncx.shape[:2], *w_edx.shape[2:])

@@ -93,7 +93,7 @@ def _layer(m: Model, at: str, w):
 
 def _mlp(m: Model, at: str, names, up_dnf, down_fd):
     gate, up, down = names
-    for i, name in enumerate((gate, up)[-m.gates :]):
+    for i, name in enumerate((gate, up)[-m.mlp_inputs :]):
         yield f"{at}.{name}.weight", up_dnf[:, i].T, (m.mlp, m.embed)
     yield f"{at}.{down}.weight", down_fd.T, (m.embed, m.mlp)
 

@@ -5,7 +5,7 @@ Between parts the sequence is split over tp too (sequence parallelism): a part's
 gathers it, its last scatters the sum of the partial results.
 
 Shape letters: b batch, t position (u: this GPU's tp-th of them), d embed, h heads, g KV heads,
-k head_dim, q heads per group in the fused projection, w their width together, n gates, f mlp,
+k head_dim, q heads per group in the fused projection, w their width together, n mlp_inputs, f mlp,
 v vocab. A name ends in its
 letters: x_btd.
 """
@@ -118,10 +118,12 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x_btd):
         m, center = self.model, self.model.norm == "layernorm1p"
-        scale_d = param_value(self, "scale", "width", fill=0.0 if center else 1.0).astype(
-            jnp.float32
+        scale_d = param_value(
+            self, "scale", "embed_replicated", fill=0.0 if center else 1.0
+        ).astype(jnp.float32)
+        bias_d = (
+            param_value(self, "bias", "embed_replicated").astype(jnp.float32) if center else None
         )
-        bias_d = param_value(self, "bias", "width").astype(jnp.float32) if center else None
         scale_d = scale_d + 1 if center else scale_d
         return normalize(x_btd, scale_d, bias_d, m.norm_eps, self.apart)
 
@@ -251,7 +253,7 @@ def out_std(m: Model) -> float:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def activate(m: Model, up_nf, axis: int):
     """The nonlinearity: gates along `axis`, the first of them activated. Computed in fp32."""
-    gate, *linear = jnp.split(up_nf.astype(jnp.float32), m.gates, axis)
+    gate, *linear = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
     h = ACTS[m.act](gate)
     return jnp.squeeze(h * linear[0] if linear else h, axis).astype(up_nf.dtype)
 
@@ -260,7 +262,7 @@ def _activate_backward(m, axis, up_nf, dh):
     """Each element by itself, from its own gate and the other: of parts that are put together XLA
     makes a kernel that does no more, and what is quantized next would be written and read first."""
     up, dh = (x.astype(jnp.float32) for x in (up_nf, jnp.expand_dims(dh, axis)))
-    if m.gates == 1:
+    if m.mlp_inputs == 1:
         return (jax.vjp(ACTS[m.act], up)[1](dh)[0].astype(up_nf.dtype),)
     other = jnp.flip(up, axis)
     first = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
@@ -277,7 +279,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x_bud, turns):
         m = self.model
-        up = Linear(m, "embed -> gates mlp", m.init_std, "gather", name="up")
+        up = Linear(m, "embed -> mlp_inputs mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
         up_tbgf, there = up(seq_major(x_bud), turns["up"])
         y_ubd, made = down(activate(m, keep(up_tbgf, "mlp_up"), 2), turns["down"])
@@ -285,19 +287,25 @@ class Mlp(nn.Module):
 
 
 class Embed(nn.Module):
-    """Token embedding. Tokens travel, not the table: each GPU of fsdp and tp looks all of them up
-    in its columns, and is sent its part of the sequence. A table that is the head, too, is split by
-    its rows over tp: their sum over tp leaves the sequence split. `columns` are a rule of places.
+    """Token embedding. Activations are exchanged, never the table: each GPU of fsdp and tp looks
+    all tokens up in its columns, and an all-to-all returns its part of the sequence. A tied table
+    is sharded by vocabulary over tp, and a reduce-scatter over tp leaves the sequence sharded.
+
+    Attributes:
+      embed_axis: logical axis of an untied table's columns (sharding.rules.RULES).
     """
 
     model: Model
-    columns: str = "columns"
+    embed_axis: str = "embed_sharded"
 
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
         w_vd = param_value(
-            self, "w", "vocab embed" if m.tied else f"words {self.columns}", m.init_std
+            self,
+            "w",
+            "vocab embed" if m.tied else f"vocab_replicated {self.embed_axis}",
+            m.init_std,
         )
         w_vd, tokens_bt = w_vd.astype(dtype), collectives.all_gather(tokens_bt, "fsdp", 0)
         if m.tied:
@@ -306,7 +314,7 @@ class Embed(nn.Module):
             x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
             x_bud = collectives.reduce_scatter(collectives.all_to_all(x_btd, "fsdp", 0, 2), "tp", 1)
         else:
-            x_btd, over_pp = w_vd[tokens_bt], "pp" in rules.RULES[self.columns]
+            x_btd, over_pp = w_vd[tokens_bt], "pp" in rules.RULES[self.embed_axis]
             x_btd = collectives.all_gather(x_btd, "pp", 2) if over_pp else x_btd
             x_btd = collectives.all_to_all(x_btd, "fsdp", 0, 2)
             x_bud = collectives.all_to_all(x_btd, "tp", 1, 2)

@@ -183,9 +183,9 @@ def embed(m: Model, w, tokens_bt):
     """Embedded tokens, x_bud. `w` holds at least 'embed'."""
     w_vd = w["embed"]["w"]
     # Whose columns it has, its width says (program.columns_over_pp).
-    fewer = w_vd.shape[1] < rules.local_size("columns", m.embed) and not m.tied
-    columns = "stage_columns" if fewer else "columns"
-    return Embed(m, columns).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
+    fewer = w_vd.shape[1] < rules.local_size("embed_sharded", m.embed) and not m.tied
+    embed_axis = "embed_sharded_pp" if fewer else "embed_sharded"
+    return Embed(m, embed_axis).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
 
 
 def head(m: Model, w, x_bud, sums=None):

@@ -78,7 +78,7 @@ def estimate_step_s(run: Run) -> float:
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
     layers *= 1 + memory.recomputed(run) / 3
     # Kernels between the products: numbers per layer, as counted in compiled programs.
-    routed = rows * (m.top_k if m.experts else 1) * m.gates * m.mlp / a.tp
+    routed = rows * (m.top_k if m.experts else 1) * m.mlp_inputs * m.mlp / a.tp
     moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * numbers + (7 + narrow) * routed
     # In a pipeline a tick's backward pass hides most of what the forward pass waits for.
     hops = 2 if a.pp > 1 else 6
@@ -112,11 +112,11 @@ def estimate_bytes(run: Run) -> float:
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # the chunks whose turn it is
     rows = a.mbs * run.train.seq // a.cp
-    widest = m.gates * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
+    widest = m.mlp_inputs * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
     if m.experts and lowering.layers_unrolled(run):
         # XLA puts off the products for the weights of all layers, and keeps what they read.
-        read = rows * m.rows(a.ep) * (2 * m.embed + (m.gates + 1) * m.mlp / a.tp)
+        read = rows * m.rows(a.ep) * (2 * m.embed + (m.mlp_inputs + 1) * m.mlp / a.tp)
         scratch += (m.layers - 1) * run.format.bytes * read
     return memory.lower_bound(run) + WIDTH * more / a.fsdp + gathered + LOGITS / 2 + scratch
 

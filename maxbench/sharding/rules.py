@@ -34,17 +34,17 @@ RULES = {
     "kv_heads": ("tp",),
     "mlp": ("tp",),
     "vocab": ("tp",),
-    "columns": ("tp", "fsdp"),
-    "stage_columns": ("tp", "fsdp", "pp"),  # if lowering.embedding_sharded_over_pp
+    "embed_sharded": ("tp", "fsdp"),
+    "embed_sharded_pp": ("tp", "fsdp", "pp"),  # if lowering.embedding_sharded_over_pp
     # replicated
-    "words": (),
+    "vocab_replicated": (),
     "qkv": (),
     "head_dim": (),
     "value_width": (),
     "group_width": (),
-    "gates": (),
-    "width": (),
-    "routes": (),
+    "mlp_inputs": (),
+    "embed_replicated": (),
+    "experts_replicated": (),
 }
 
 
@@ -127,7 +127,7 @@ def shard_weight(
         zero1[dim] += (axis,)
         local[dim] //= size
     # A token's choice of experts is discrete: rounding the router's weight would change it.
-    router = "routes" in names
+    router = "experts_replicated" in names
     return WeightSharding(compute, tuple(zero1), tuple(replicated), gemm, full_precision=router)
 
 

@@ -85,7 +85,7 @@ class Step:
         self.arithmetic, self.tx = quantization.arithmetic(self.run), optimizer.transform(run)
         self.order = layer_order.layer_order(run.model.layers, run.layout.pp, run.layout.vp)
         over_pp = lowering.embedding_sharded_over_pp(self.run)
-        self.rules = RULES | ({"columns": RULES["stage_columns"]} if over_pp else {})
+        self.rules = RULES | ({"embed_sharded": RULES["embed_sharded_pp"]} if over_pp else {})
         self.shardings = self._shardings(self.order, self.rules)
         self.abstract = self._abstract(self.order, self.shardings)
 

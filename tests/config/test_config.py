@@ -402,7 +402,7 @@ KINDS = (LayerGroup(1, 256), LayerGroup(3, 256, 4))
             dict(tp=128),
             "tp=128 does not divide",
         ),
-        ({"model.layer_groups": KINDS}, dict(layers=5), "layers=5 .* the kinds make layers=4"),
+        ({"model.layer_groups": KINDS}, dict(layers=5), "layers=5 differs from the layers=4 of"),
         ({"model.layer_groups": (LayerGroup(0, 256), *KINDS)}, {}, "must be .layers, mlp, experts"),
     ],
     ids=str,

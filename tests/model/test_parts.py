@@ -214,15 +214,15 @@ def test_one_pass_over_logits_finds_what_two_do(at):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("act", "gates"), [("swiglu", 2), ("geglu", 2), ("relu2", 1)])
-def test_the_gradient_of_an_activation_is_that_of_the_plain_form(act, gates, dtype):
-    m = types.SimpleNamespace(act=act, gates=gates)
-    up = jax.random.normal(jax.random.key(0), (2, 3, gates, 8)).astype(dtype)
+@pytest.mark.parametrize(("act", "mlp_inputs"), [("swiglu", 2), ("geglu", 2), ("relu2", 1)])
+def test_the_gradient_of_an_activation_is_that_of_the_plain_form(act, mlp_inputs, dtype):
+    m = types.SimpleNamespace(act=act, mlp_inputs=mlp_inputs)
+    up = jax.random.normal(jax.random.key(0), (2, 3, mlp_inputs, 8)).astype(dtype)
     dh = jax.random.normal(jax.random.key(1), (2, 3, 8)).astype(dtype)
 
     def plain(up):
         h = layers.ACTS[act](up[:, :, 0])
-        return h * up[:, :, 1] if gates == 2 else h
+        return h * up[:, :, 1] if mlp_inputs == 2 else h
 
     h, back = jax.vjp(lambda up: layers.activate(m, up, 2), up)
     expected, plain_back = jax.vjp(plain, up.astype(jnp.float32))

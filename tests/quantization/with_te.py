@@ -271,5 +271,5 @@ def test_the_gpu_program_of_a_step_multiplies_with_te_alone(gpu, scaling, axes, 
     m = run.model
     rows = axes["mbs"] * 256
     # Each of a layer's four products on one GPU, in whatever direction.
-    sizes = m.heads * m.head_dim, m.kv_heads * m.qkv * m.head_dim, m.mlp, m.gates * m.mlp
+    sizes = m.heads * m.head_dim, m.kv_heads * m.qkv * m.head_dim, m.mlp, m.mlp_inputs * m.mlp
     assert {f for _, f in products} <= {2.0 * rows * m.embed * n / 2 for n in sizes}

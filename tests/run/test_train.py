@@ -433,7 +433,12 @@ def test_a_mocked_network_has_no_other_processes(tmp_path, monkeypatch):
 def test_devices_that_are_not_there(tmp_path, capsys):
     code, out = run_here(tmp_path, capsys, fsdp=64)
     assert code == 2
-    for text in ("64 devices are needed and 32 are present", "--cpu_devices 64", ":tiny", ":rehearse"):
+    for text in (
+        "64 devices are needed and 32 are present",
+        "--cpu_devices 64",
+        ":tiny",
+        ":rehearse",
+    ):
         assert text in out
 
 

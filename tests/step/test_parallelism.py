@@ -217,7 +217,12 @@ def test_master_state_is_split_over_every_axis_that_would_hold_copies():
 @pytest.mark.parametrize(
     ("names", "shape", "dp", "zero"),
     [
-        (("layers", "embed", "gates", "mlp"), (32, 4096, 2, 14336), 8, 1),  # not mlp, the largest
+        (
+            ("layers", "embed", "mlp_inputs", "mlp"),
+            (32, 4096, 2, 14336),
+            8,
+            1,
+        ),  # not mlp, the largest
         # Neither 64 / 8 heads nor their dim divides by 64 into whole blocks.
         (("layers", "heads", "head_dim", "embed"), (80, 64, 128, 8192), 64, 3),
         (("layers", "embed"), (4, 64), 8, 1),  # no whole blocks anywhere: as it divides
