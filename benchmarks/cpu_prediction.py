@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # it need 
 import jax
 
 from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
-from maxbench.cli import calibrate as door
+from maxbench.cli import calibrate
 from maxbench.config import recipes
 from maxbench.config.run import AXES, Run
 from maxbench.cost_model import hlo, simulate
@@ -87,7 +87,7 @@ def calibrated() -> tuple[from_device.DeviceFit, Gpu]:
             microbenchmarks.SMALL, jax.devices(), jax.device_count()
         )
     ]
-    memory = door.host_bytes() // jax.device_count()
+    memory = calibrate.host_bytes() // jax.device_count()
     cpu = from_device.made(ran, "cpu", 1, memory, jax.device_count())
     found = from_device.fit_device(ran, cpu, new=True)
     tables = {"products": found.products, "kernels": found.kernels}

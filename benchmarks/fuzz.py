@@ -18,11 +18,10 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
-from maxbench.cli import report as report
-from maxbench.cli import train
+from maxbench.cli import entry, train
 from maxbench.config import command_line, recipes
 from maxbench.hardware import gpus
 from maxbench.reporting import build_report
@@ -47,14 +46,11 @@ class Wrong(AssertionError):
     """An answer that is none."""
 
 
-def said(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a door, as a process would have them."""
+def said(name: str, words: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, as a process would have them."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(["maxbench", *words])
-        except SystemExit as e:
-            code = e.code
+        code = entry.run(name, words)
     return code, out.getvalue(), err.getvalue()
 
 
@@ -129,15 +125,16 @@ def report_command(rng: random.Random, folder: pathlib.Path) -> list[str]:
 def commands(count: int, seed: int) -> collections.Counter:
     """Answers to so many command lines, counted by exit code."""
     answers = collections.Counter()
-    trains = mock.patch.object(train.runtime, "prepare", side_effect=Wrong("it would train"))
+    wrong = Wrong("it would train")
+    trains = mock.patch.object(train.runtime, "set_environment", side_effect=wrong)
     with tempfile.TemporaryDirectory() as name, trains:
         for i in range(count):
             rng = random.Random(f"{seed} {i}")
-            make, door = rng.choice([(command, train)] * 9 + [(report_command, report)])
+            make, door = rng.choice([(command, "train")] * 9 + [(report_command, "report")])
             words = make(rng, pathlib.Path(name))
             try:
-                code, out, err = said(door.main, words)
-                answered(door.__name__.split(".")[1], code, out, err)
+                code, out, err = said(door, words)
+                answered(door, code, out, err)
             except Exception as e:
                 raise Wrong(f"command {i} of seed {seed}, {shown(words)}: {shown(e)}") from e
             answers[code] += 1
@@ -278,7 +275,7 @@ def logs(count: int, seed: int) -> collections.Counter:
                 check(read >= whole, "steps of whole lines that are not read", (whole, read))
                 for kind in ("json", rng.choice([*build_report.FORMATS])):
                     flags = ["--cost=2.5", "--gpu_type=h100", f"--format={kind}"]
-                    code = reported(kind, *said(report.main, [*flags, str(base)]))
+                    code = reported(kind, *said("report", [*flags, str(base)]))
             except Exception as e:
                 raise Wrong(f"log {i} of seed {seed}: {shown(e)}") from e
             answers[code] += 1

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from maxbench.cli import train
+from maxbench.cli import entry
 from maxbench.config import command_line
 from maxbench.run import checkpoint, loop
 from maxbench.sharding import mesh
@@ -57,7 +57,7 @@ def forks():
     """What forks processes of a run: it knows no variable that this process gets later."""
     ours = dict(os.environ)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([train.__name__, loop.__name__])
+    context.set_forkserver_preload([entry.__name__, loop.__name__])
     try:
         os.environ.update(environment())
         process = context.Process(target=print)  # the first starts it
@@ -82,7 +82,7 @@ def _be(words, output, devices, variables) -> None:
     os.dup2(file, 2)
     os.environ.update(variables)
     jax.config.update("jax_num_cpu_devices", devices)  # --cpu_devices comes too late
-    sys.exit(train.main(["maxbench", *words]))
+    sys.exit(entry.run("train", words))
 
 
 class Start:

@@ -1,8 +1,8 @@
-"""`python -m maxbench.calibrate`: the command of that name (maxbench/cli/calibrate.py)."""
+"""`python -m maxbench.calibrate`: the command `maxbench calibrate`."""
 
 import sys
 
-from maxbench.cli.calibrate import main
+from maxbench.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run("calibrate", sys.argv[1:]))

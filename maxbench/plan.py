@@ -1,11 +1,11 @@
-"""`python -m maxbench.plan`: the command of that name (maxbench/cli/plan.py)."""
+"""`python -m maxbench.plan`: the command `maxbench plan`.
+
+Do not import it: this module would replace the function maxbench.plan.
+"""
 
 import sys
 
-from maxbench.cli.plan import main
-from maxbench.config.python_api import make_callable
-
-make_callable(__name__, "maxbench.planning.result.plan")
+from maxbench.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run("plan", sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""`python -m maxbench.report`: the command of that name (maxbench/cli/report.py)."""
+"""`python -m maxbench.report`: the command `maxbench report`.
+
+Do not import it: this module would replace the function maxbench.report.
+"""
 
 import sys
 
-from maxbench.cli.report import main
-from maxbench.config.python_api import make_callable
-
-make_callable(__name__, "maxbench.reporting.build_report.report")
+from maxbench.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run("report", sys.argv[1:]))

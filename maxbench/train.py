@@ -1,11 +1,11 @@
-"""`python -m maxbench.train`: the command of that name (maxbench/cli/train.py)."""
+"""`python -m maxbench.train`: the command `maxbench train`.
+
+Do not import it: this module would replace the function maxbench.train.
+"""
 
 import sys
 
-from maxbench.cli.train import main
-from maxbench.config.python_api import make_callable
-
-make_callable(__name__, "maxbench.run.subprocess_run.train")
+from maxbench.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run("train", sys.argv[1:]))

@@ -1,5 +1,6 @@
 """The commands as functions, as docs/how-to/use_from_python.md shows them."""
 
+import inspect
 import pathlib
 import re
 import subprocess
@@ -11,11 +12,12 @@ import pytest
 
 import maxbench
 from benchmarks import notebook as notebook_file
-from maxbench import sweep
-from maxbench.config import command_line, python_api
+from maxbench import api
+from maxbench.config import command_line, commands, records
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import result
+from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
 
@@ -66,21 +68,61 @@ def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
     assert predicted(kept) == pytest.approx(predicted(run), rel=apart)
 
 
-def test_importing_it_takes_no_time_and_rooms_stay_rooms():
-    code = "import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - before\n"
-    code += "assert {n.partition('.')[0] for n in new} == {'maxbench'}, new; assert len(new) == 1\n"
-    code += "from maxbench.planning import search; from maxbench import train, report\n"
-    code += "assert callable(train.main) and callable(maxbench.planning) and callable(train)\n"
-    code += "assert 'jax' not in sys.modules and maxbench.planning is sys.modules['maxbench.planning']\n"
+def test_import_is_light_and_functions_stay_functions():
+    """Importing every package leaves maxbench.plan a function, not the module maxbench/plan.py."""
+    code = """
+import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - before
+assert {n for n in new if n.startswith("maxbench")} == {"maxbench", "maxbench.api"}, new
+assert not {"jax", "numpy", "absl"} & new
+import maxbench.calibration.from_runs, maxbench.cli.plan, maxbench.cli.train, maxbench.cli.report
+import maxbench.cli.calibrate, maxbench.planning.result, maxbench.reporting.build_report
+import maxbench.run.subprocess_run, types
+assert "jax" not in sys.modules
+functions = [maxbench.plan, maxbench.train, maxbench.report, maxbench.sweep]
+assert all(isinstance(f, types.FunctionType) for f in functions), functions
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="has no 'plans'; it has plan, report, sweep, train"):
-        maxbench.__getattr__("plans")
 
 
-def test_keywords_are_the_flags_of_the_command():
+COMMAND_LINE_ONLY = {
+    "train": {"dry_run", "json"},
+    "plan": {"json", "schedule", "calibrate", "write"},
+    "report": {"format", "output", "diff"},
+}
+
+
+@pytest.mark.parametrize("name", COMMAND_LINE_ONLY)
+def test_keywords_are_the_flags_of_the_command(name):
+    flags = {flag.replace("-", "_") for flag in commands.flag_names(name)}
+    keywords = {*inspect.signature(getattr(maxbench, name)).parameters}
+    extra = {"paths"} if name == "report" else {"config", "settings"}
+    extra |= {"show"} & keywords
+    assert keywords - extra == flags - COMMAND_LINE_ONLY[name] - {"config"}
+
+
+def test_keywords_of_a_sweep_are_those_of_plan_and_train():
+    plan, train, sweep = (
+        inspect.signature(f).parameters for f in (maxbench.plan, maxbench.train, maxbench.sweep)
+    )
+    assert {*sweep} == {*plan} | {*train} | {"kind", "layouts"}
+
+
+@pytest.mark.parametrize("name", [*COMMAND_LINE_ONLY, "sweep"])
+def test_every_keyword_is_documented(name):
+    function = getattr(maxbench, name)
+    arguments = inspect.getdoc(function).partition("Args:")[2].partition("Returns:")[0]
+    documented = re.findall(r"^ +(\w+): ", arguments, re.M)
+    parameters = inspect.signature(function).parameters
+    if name == "sweep":  # which refers to plan() and train()
+        assert documented == ["kind", "config", "layouts", "settings", "show"]
+    else:
+        assert documented == [*parameters]
+
+
+def test_keywords_become_flags():
     given = {"config": "llama31_8b", "gpus": 8, "mbs": None, "tp_overlap": False}
-    words = python_api.words(given, {"train.remat": "full", "train.window": (1, 4)})
+    words = command_line.flag_words(given, {"train.remat": "full", "train.window": (1, 4)})
     assert words[:3] == ["--config=llama31_8b", "--gpus=8", "--notp_overlap"]
     overrides = {"train.remat": "full", "train.window": (1, 4), "runtime.tp_overlap": False}
     assert command_line.run_of(words) == resolve("llama31_8b", "", overrides, gpus=8)
@@ -88,31 +130,40 @@ def test_keywords_are_the_flags_of_the_command():
 
 WRONG = {
     "workload": (lambda: maxbench.train("llama31_8"), "closest first, there are llama31_8b"),
-    "flag": (lambda: maxbench.train("llama31_8b:tiny", stepz=3), "unknown flag 'stepz'"),
     "value": (lambda: maxbench.train("llama31_8b:tiny", steps=0), "train.steps=0"),
     "setting": (
         lambda: maxbench.train("llama31_8b:tiny", settings={"optim.lrr": 1}),
         "unknown flag 'config.optim.lrr'",
     ),
-    "dry run": (lambda: maxbench.train("llama31_8b", dry_run=True), "is of the command line"),
-    "plan": (lambda: maxbench.plan("llama31_8b", gpus=8, steps=3), "--steps is of train alone"),
+    "old setting": (
+        lambda: maxbench.plan("llama31_8b", gpus=8, settings={"train.turn": 8}),
+        r"^train\.turn is now train\.microbatch_group_size$",
+    ),
     "kind": (lambda: maxbench.sweep("plans", "llama31_8b"), "kind='plans' is not one of"),
     "flag of a sweep": (
         lambda: maxbench.sweep("plan", "llama31_8b", layouts=[{"fdsp": 8}]),
-        "unknown flag 'fdsp' of maxbench plan",
+        "maxbench plan has no flag 'fdsp'",
     ),
-    "screen": (lambda: maxbench.plan("llama31_8b", json=True), "json is of the command line"),
+    "flag of the other kind": (
+        lambda: maxbench.sweep("plan", "llama31_8b", steps=[3, 4]),
+        "maxbench plan has no flag 'steps'",
+    ),
+    "picture": (lambda: maxbench.plan("llama31_8b", gpus=8, scaling="x"), "must be a .svg file"),
     "path": (lambda: maxbench.report("nowhere"), "no such file or folder: nowhere"),
-    "format": (lambda: maxbench.report("x", format="md"), r"\.text\(format\) is the same"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_is_said_as_the_command_says_it(name, monkeypatch):
-    monkeypatch.setattr(subprocess_run.subprocess, "Popen", None)  # nothing is started
+def test_invalid_arguments_raise_the_message_of_the_command(name, monkeypatch):
+    monkeypatch.setattr(subprocess_run.subprocess, "Popen", None)  # no process starts
     call, message = WRONG[name]
     with pytest.raises(UserError, match=message):
         call()
+
+
+def test_unknown_keywords_are_type_errors():
+    with pytest.raises(TypeError, match="stepz"):
+        maxbench.train("llama31_8b:tiny", stepz=3)
 
 
 def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
@@ -151,7 +202,7 @@ def test_a_sweep_tries_every_choice_and_loses_none(monkeypatch, capsys):
         found = {"step_s": 1.25, "mfu_full": None, "fits": True, "layout": "devices"}
         return types.SimpleNamespace(records=lambda: [found])
 
-    monkeypatch.setitem(sweep.CALLS, "plan", plan)
+    monkeypatch.setattr(api, "plan", plan)
     found = maxbench.sweep(
         "plan", ["a", "b<i>"], gpus=[8, 16], layouts=[{"tp": 1}, {"tp": 2, "mbs": 4}], dtype="fp8",
         settings={"train.remat": ["full"], "train.window": (1, 4)},
@@ -170,11 +221,11 @@ def test_a_sweep_tries_every_choice_and_loses_none(monkeypatch, capsys):
 
 
 def test_tables_escape_and_frames_need_pandas(monkeypatch):
-    assert "<b>" not in python_api.table(["<b>", ""], [["<b>", 1]])
+    assert "<b>" not in records.html_table(["<b>", ""], [["<b>", 1]])
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match="needs pandas: pip install pandas"):
-        sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
+        reporting_sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
     made = types.SimpleNamespace(DataFrame=types.SimpleNamespace(from_records=list))
     monkeypatch.setitem(sys.modules, "pandas", made)
-    rows = sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
+    rows = reporting_sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
     assert rows == [{"a": 1, "error": "no"}]

@@ -13,13 +13,14 @@ import sys
 import pytest
 
 from benchmarks import pictures
+from maxbench import plan, report, sweep, train
 from maxbench.config import recipes
 from maxbench.metrics import flops
 from maxbench.model.hugging_face import from_hugging_face
-from maxbench.planning.result import PlanResult, plan
-from maxbench.reporting.build_report import Report, report
-from maxbench.run.subprocess_run import TrainResult, train
-from maxbench.sweep import Sweep, sweep
+from maxbench.planning.result import PlanResult
+from maxbench.reporting.build_report import Report
+from maxbench.reporting.sweep import Sweep
+from maxbench.run.subprocess_run import TrainResult
 
 DOCS = pathlib.Path("docs")
 PUBLIC = (plan, train, report, sweep, PlanResult.to_dataframe, TrainResult.records, Report.text,

@@ -1,1 +1,1 @@
-"""The commands: one module each, whose main(argv) returns an exit code."""
+"""The commands: one module each, whose main(argv) returns the exit code; entry.run() calls it."""

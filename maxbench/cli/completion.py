@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from maxbench.config import command_line, commands, recipes
 from maxbench.config.errors import UserError, check_choice
 
-# bash cuts words at = and :, zsh does not: a value of --config may be three words here, or one.
+# bash splits words at = and :, zsh does not: --config=NAME:PRESET is five words or one.
 SCRIPT = """\
 _maxbench() {
   local word=${COMP_WORDS[COMP_CWORD]} last=${COMP_WORDS[COMP_CWORD-1]} words=
@@ -34,35 +34,32 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def main(argv: Sequence[str]) -> int:
     """Prints the script for a shell; returns the exit code."""
-    if commands.print_help_if_asked("completion", argv):
-        return 0
-    with command_line.clear_errors("completion"):
-        shells = command_line.flags_of(commands.define("completion"), argv)[1:]
-        if len(shells) != 1:
-            raise UserError("give one shell: maxbench completion bash, or zsh")
-        check_choice("shell", shells[0], ("bash", "zsh"))
-        print((ZSH if shells[0] == "zsh" else "") + script(), end="")
+    shells = command_line.parse_flags(commands.define("completion"), argv)[1:]
+    if len(shells) != 1:
+        raise UserError("name one shell: maxbench completion bash, or zsh")
+    check_choice("shell", shells[0], ("bash", "zsh"))
+    print((ZSH if shells[0] == "zsh" else "") + script(), end="")
     return 0
 
 
 def script() -> str:
-    """What bash reads; zsh too, after ZSH."""
-    every = commands.commands()
-    values = {"config": sorted(path.stem for path in recipes.workloads())}
+    """The completion script for bash; zsh needs ZSH before it."""
+    all_commands = commands.commands()
+    values: dict[str, Iterable[str]] = {"config": sorted(p.stem for p in recipes.workloads())}
     values |= {name: command_line.options(name) for name in recipes.FLAGS}
-    own = (each.own.items() for each in every.values())
-    values |= {name: flag.choices for each in own for name, flag in each if flag.choices}
-    flags = {name: [*commands.flag_names(name), "help"] for name in every}
+    for command in all_commands.values():
+        values |= {name: flag.choices for name, flag in command.own.items() if flag.choices}
+    flags = {name: [*commands.flag_names(name), "help"] for name in all_commands}
     parts = {
-        "commands": _words(every),
+        "commands": _words(all_commands),
         "presets": _words(recipes.PRESETS),
-        "values": _cases({f"--{n}": _words(told) for n, told in values.items() if any(told)}),
-        "flags": _cases({n: _words(f"--{f}" for f in told) for n, told in flags.items()}),
+        "values": _cases({f"--{n}": _words(options) for n, options in values.items() if options}),
+        "flags": _cases({n: _words(f"--{f}" for f in names) for n, names in flags.items()}),
     }
-    made = SCRIPT
-    for name, text in parts.items():
-        made = made.replace(f"@{name}@", text)
-    return made
+    text = SCRIPT
+    for name, part in parts.items():
+        text = text.replace(f"@{name}@", part)
+    return text
 
 
 def _words(words: Iterable[str]) -> str:
@@ -70,4 +67,4 @@ def _words(words: Iterable[str]) -> str:
 
 
 def _cases(words: dict[str, str]) -> str:
-    return "\n".join(f"      {name}) words='{told}' ;;" for name, told in words.items())
+    return "\n".join(f"      {name}) words='{text}' ;;" for name, text in words.items())

@@ -9,41 +9,38 @@ from maxbench.config.model import Model
 from maxbench.hardware import published
 from maxbench.metrics import flops
 
-MARK = "*"  # behind a number of GPUs with a published figure
+MARK = "*"  # after a number of GPUs with a published figure
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the workloads; returns the exit code."""
-    if commands.print_help_if_asked("configs", argv):
-        return 0
-    with command_line.clear_errors("configs"):
-        command_line.no_words(command_line.flags_of(commands.define("configs"), argv))
-        print(table())
+    command_line.refuse_positional(command_line.parse_flags(commands.define("configs"), argv))
+    print(table())
     return 0
 
 
 def table() -> str:
-    """Each workload with its sizes, and what every one has."""
+    """A line per workload, the sizes of its recipes, and the presets."""
     rows = [(path.stem, Model(**w.model), w) for path, w in recipes.workloads().items()]
-    wide = max(len(name) for name, _, _ in rows)
+    width = max(len(name) for name, _, _ in rows)
     lines = []
     for name, model, w in rows:
         size = f"{flops.params(model) / 1e9:.1f} billion parameters, {model.layers} layers"
         own = sorted({*w.known} - {*recipes.PRESETS})
-        presets = f", presets of its own: {', '.join(own)}" if own else ""
-        lines.append(f"{name:<{wide}}  {size}, seq {w.train.seq}{presets}")
-        lines += [f"{'':<{wide}}    {line}" for line in scales(w)]
+        presets = f", presets of this workload: {', '.join(own)}" if own else ""
+        lines.append(f"{name:<{width}}  {size}, seq {w.train.seq}{presets}")
+        lines += [f"{'':<{width}}    {line}" for line in scales(w)]
     presets = ", ".join(recipes.PRESETS)
     return "\n".join([
         *lines,
         "",
-        f"GPUs that have a recipe, --gpus N; {MARK} a figure is published for so many.",
-        f"Presets of every workload, as --config {rows[0][0]}:tiny: {presets}.",
+        f"Numbers of GPUs that have a recipe, for --gpus; {MARK} = with a published figure.",
+        f"Presets of every workload, as in --config {rows[0][0]}:tiny: {presets}.",
     ])  # fmt: skip
 
 
 def scales(w: ConfigDict) -> Iterator[str]:
-    """A line for each kind of row that a table of layouts has: 'h100 bf16, fp8: 8* 16* 32'."""
+    """Lines 'h100 bf16, fp8: 8* 16* 32': a GPU type, dtypes, and their rows' numbers of GPUs."""
     known = {
         (p.gpu_type, p.dtype, p.scaling, p.gpus)
         for p in published.rows()
@@ -56,6 +53,6 @@ def scales(w: ConfigDict) -> Iterator[str]:
         of_kind.setdefault(row["dtype"], []).append(f"{row['gpus']}{MARK * (key in known)}")
     for (gpu_type, scaling), dtypes in sorted(rows.items()):
         strong = ", --strong_scaling" if scaling == "strong" else ""
-        for gpus in dict.fromkeys(" ".join(found) for found in dtypes.values()):
-            same = ", ".join(dtype for dtype, found in dtypes.items() if " ".join(found) == gpus)
+        for gpus in dict.fromkeys(" ".join(counts) for counts in dtypes.values()):
+            same = ", ".join(dtype for dtype, counts in dtypes.items() if " ".join(counts) == gpus)
             yield f"{gpu_type} {same}{strong}: {gpus}"

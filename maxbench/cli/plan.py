@@ -1,80 +1,110 @@
-"""Compiles a run for a cluster that is not there, and says whether it fits and how fast it is.
+"""Compiles a run for another cluster and predicts its memory and speed: `maxbench plan`.
 
-maxbench plan --config llama2_70b --gpus 128
+The functions import planning and calibration, which load numpy (0.2 s), after the flags are checked.
 """
 
+from __future__ import annotations
+
 import json
+import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from maxbench.calibration import fit, from_runs
 from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError
-from maxbench.pipeline.schedule import schedule_for
-from maxbench.planning import result, scaling, svg
 
-FITS, DOES_NOT_FIT = 0, 3  # exit codes; 2 is bad input, as of every command
+if TYPE_CHECKING:
+    from maxbench.planning.result import PlanResult
+
+FITS, DOES_NOT_FIT = 0, 3  # exit codes
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 fits, 3 does not fit, 2 bad input."""
-    if commands.print_help_if_asked("plan", argv):
-        return FITS
+    """Returns the exit code: 0 the run fits in memory, 3 it does not.
+
+    Raises:
+      UserError: invalid flags, or a run that cannot be.
+    """
     fv = commands.define("plan")
-    with command_line.clear_errors("plan"):
-        if any(word.partition("=")[0] == "--calibrate" for word in argv):
-            return calibrate(fv, argv)
-        command_line.flags_of(fv, argv)
-        curves = command_line.writable("scaling", fv["scaling"].value, ".svg")
-        timeline = fv["timeline"].value
-        if timeline and not timeline.endswith(".json"):
-            raise UserError(f"timeline={timeline!r} must end in .json; an .svg comes beside it")
-        if fv["schedule"].value:
-            print(schedule(fv, argv))
-            return FITS
-        try:
-            found = result.plan_from_flags(fv, argv)
-        except result.CannotFit as e:
-            print(f"maxbench plan: {e}", file=sys.stderr)
-            return DOES_NOT_FIT
-    print(json.dumps(found.data(), indent=1) if fv["json"].value else found)
+    if any(word.partition("=")[0] == "--calibrate" for word in argv):
+        return calibrate(fv, argv)
+    command_line.parse_flags(fv, argv)
+    if fv["schedule"].value:
+        print(schedule(fv, argv))
+        return FITS
+    from maxbench.planning.result import CannotFit
+
+    try:
+        plans, written = plan_and_draw(fv, argv)
+    except CannotFit as e:
+        print(f"maxbench plan: {e}", file=sys.stderr)
+        return DOES_NOT_FIT
+    print(json.dumps(plans.data(), indent=1) if fv["json"].value else plans)
+    for kind, path in written:
+        print(f"{kind}: {path}", file=sys.stderr)
+    return FITS if plans.best.fits else DOES_NOT_FIT
+
+
+def plan_and_draw(
+    fv: flags.FlagValues, argv: Sequence[str]
+) -> tuple[PlanResult, list[tuple[str, pathlib.Path]]]:
+    """The plan, and the files of --scaling and --timeline that were written: (flag, path) each.
+
+    Raises:
+      CannotFit: no program of the run can fit.
+      UserError: invalid flags, or a run that cannot be.
+    """
+    command_line.parse_flags(fv, argv)
+    curves = command_line.writable("scaling", fv["scaling"].value, ".svg")
+    timeline = command_line.writable("timeline", fv["timeline"].value, ".json")
+    from maxbench.planning import result, scaling, svg
+
+    plans = result.plan_from_flags(fv, argv)
+    written = []
     if curves:
-        scaling.draw(found.best, dict(found.curves), curves)
-        print(f"scaling: {curves}", file=sys.stderr)
+        scaling.draw(plans.best, dict(plans.curves), curves)
+        written.append(("scaling", curves))
     if timeline:
-        for path in svg.draw(found.best, timeline):
-            print(f"timeline: {path}", file=sys.stderr)
-    return FITS if found.best.fits else DOES_NOT_FIT
+        written += [("timeline", path) for path in svg.draw(plans.best, str(timeline))]
+    return plans, written
 
 
 def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
     """The pipeline's schedule as text, as wide as the terminal.
 
     Raises:
-      UserError: there is no pipeline.
+      UserError: the run has no pipeline.
     """
+    from maxbench.pipeline.schedule import schedule_for
+    from maxbench.planning import result
+
     run, _ = result.given_run(fv, argv)
     if run.layout.pp == 1:
-        raise UserError("schedule draws a pipeline, and pp=1 has none; give --pp 2 or more")
+        raise UserError("--schedule draws a pipeline, and pp=1 has none; use --pp 2 or more")
     return schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)
 
 
 def calibrate(fv: flags.FlagValues, argv: Sequence[str]) -> int:
-    """Fits constants to runs, prints what moved, and writes them.
+    """Fits constants to finished runs, prints the changes and writes them.
 
     Raises:
-      UserError: runs that cannot be taken, or too few; a file that cannot be written.
+      UserError: too few runs, or one that cannot be used; a file that cannot be written.
     """
-    _, *more = command_line.flags_of(fv, argv)
+    _, *paths = command_line.parse_flags(fv, argv)
     gpu_types = command_line.gpu_types(fv["hardware"].value)
-    path = command_line.writable("write", fv["write"].value, ".toml")
-    found = from_runs.fit_runs([fv["calibrate"].value, *more], gpu_types)
-    print(from_runs.screen(found))
-    if path:
-        about = fit.describe(f"{found.runs} runs of {len(found.cases)} programs")
-        path.write_text(fit.toml(found.gpu_type, found.efficiency, found.names, "fitted", about))
-        print(f"\nwritten: {path}; --hardware {path} reads it")
+    target = command_line.writable("write", fv["write"].value, ".toml")
+    from maxbench.calibration import fit, from_runs
+
+    fitted = from_runs.fit_runs([fv["calibrate"].value, *paths], gpu_types)
+    print(from_runs.screen(fitted))
+    if target:
+        about = fit.describe(f"{fitted.runs} runs of {len(fitted.cases)} programs")
+        target.write_text(
+            fit.toml(fitted.gpu_type, fitted.efficiency, fitted.names, "fitted", about)
+        )
+        print(f"\nwritten: {target}; --hardware {target} reads it")
     return FITS

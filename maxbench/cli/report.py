@@ -1,34 +1,27 @@
-"""Reads runs back: tables, plots, verdicts against the published figures.
+"""Reports finished runs: tables, plots, comparison with published figures: `maxbench report`."""
 
-maxbench report experiments
-"""
-
-import os
 import pathlib
-import sys
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import commands
 from maxbench.config.errors import UserError
 from maxbench.reporting import build_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 no run succeeded or a suite did not, 2 bad input."""
-    if commands.print_help_if_asked("report", argv):
-        return 0
+    """Returns the exit code: 0 done, 1 no run succeeded or a suite failed.
+
+    Raises:
+      UserError: invalid flags, or no run at the paths.
+    """
     fv = commands.define("report")
-    with command_line.clear_errors("report"):
-        found = build_report.report_from_flags(fv, argv)
-        made = found.text(fv["format"].value, fv["diff"].value)
-        if file := fv["output"].value:
-            try:
-                pathlib.Path(file).write_text(made + "\n", encoding="utf-8")
-            except OSError as e:
-                raise UserError(f"output={file!r} cannot be written: {e.strerror}") from None
-    if not fv["output"].value:
+    report = build_report.report_from_flags(fv, argv)
+    text = report.text(fv["format"].value, fv["diff"].value)
+    if file := fv["output"].value:
         try:
-            print(made, flush=True)
-        except BrokenPipeError:  # `| head` has seen enough; Python would complain at exit too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if found.ok else 1
+            pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
+        except OSError as e:
+            raise UserError(f"output={file!r} cannot be written: {e.strerror}") from None
+    else:
+        print(text)
+    return 0 if report.ok else 1

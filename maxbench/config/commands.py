@@ -96,12 +96,9 @@ def flag_names(name: str) -> list[str]:
     return [flag for each in commands()[name].groups().values() for flag in each]
 
 
-def print_help_if_asked(name: str, argv: Sequence[str]) -> bool:
-    """Whether help was asked for, which is then printed."""
-    asked = bool({"--help", "-h", "-help"} & {*argv[1:]})
-    if asked:
-        print(help_text(name))
-    return asked
+def help_requested(words: Sequence[str]) -> bool:
+    """Whether the words after a command's name ask for its help."""
+    return bool({"--help", "-h", "-help"} & {*words})
 
 
 def help_text(name: str) -> str:

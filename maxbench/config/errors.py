@@ -1,4 +1,4 @@
-"""What is wrong with what the user gave: said once, the same way everywhere."""
+"""Errors of the user's input, and the helpers that word them."""
 
 import difflib
 import re
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Input that cannot be. Its message names what was given, why not, and what would work.
+    """Invalid input. The message names the value, the reason and what would work.
 
-    The doors print it and end with exit code 2; every other exception is a defect of the program
-    and keeps its traceback.
+    Every command prints it as one line and exits with code 2 (cli/entry.py); any other exception is
+    a defect of the program and keeps its traceback.
     """
 
 
@@ -24,15 +24,21 @@ def check_choice(field: str, value: str, options: Iterable[str]) -> None:
 
 
 def escape_control(text: str) -> str:
-    """Text for one line of a terminal: what would move the cursor, or hide, is escaped."""
+    """Text for a terminal line: control and invisible characters are escaped."""
     return re.sub(r"[^ -~]", lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], text)
 
 
+def one_line(text: str, longest: int = 1000) -> str:
+    """A message as one line of a terminal; the middle of a longer one is left out."""
+    text = escape_control(" ".join(text.split()))
+    return text if len(text) < longest else f"{text[: longest - 200]} ... {text[-150:]}"
+
+
 def nearest(value: float, step: int) -> int:
-    """The positive multiple of step that is nearest, for messages that say what would work."""
+    """The nearest positive multiple of step, for messages."""
     return max(step, round(value / step) * step)
 
 
 def divisors(n: int) -> str:
-    """The divisors of n as text, for messages that say what would work."""
+    """The divisors of n as text, for messages."""
     return ", ".join(str(d) for d in range(1, min(n, 4096) + 1) if n % d == 0)

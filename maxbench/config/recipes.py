@@ -20,6 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from maxbench.config import renamed
 from maxbench.config import run as c
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.number_formats import DTYPES
@@ -173,6 +174,7 @@ def _sections(given: Mapping[str, Mapping]) -> dict[str, dict]:
 
 def _fields(cls: type, section: str, given: Mapping) -> dict:
     """Some fields of a section, each made what it is declared to be."""
+    renamed.check_section(section, given)
     fields, made = cls.__dataclass_fields__, {}
     for name, value in given.items():
         check_choice(f"a field of {section}", name, fields)
@@ -192,6 +194,7 @@ def _whole(cls: type, section: str, given: Mapping) -> dict:
 def table(layouts: str) -> list[dict[str, Any]]:
     """Rows of a table of layouts; a cell 'bf16,fp8' stands for one row each."""
     heads, *lines = [line.split() for line in layouts.splitlines() if line.strip()] or [[]]
+    renamed.check_columns(heads)
     if lines and (lacking := {*LAYOUT_COLUMNS} - {*heads}):
         raise UserError(f"layouts has no column {', '.join(sorted(lacking))}; it has {heads}")
     for cells in lines:
@@ -239,6 +242,9 @@ def build_run(
         given = {"train.remat_layers": 0} | given
     if gpus is not None:
         gpus = parse("gpus", int, gpus, {"at_least": 1})
+    for path, value in given.items():
+        renamed.check_name(path)
+        renamed.check_value(path, value)
     values = {name: dict(config[name]) for name in SECTIONS}
     wanted = _wanted(config, given)
     if wanted["dtype"] == "fp8":
@@ -280,6 +286,8 @@ def build_run(
 
 def run_from_dict(config: Mapping, gpu_types: GpuTypes = GPU_TYPES) -> c.Run:
     """The Run of a result.json's config, without what differs between starts of one program."""
+    for section, fields in config.items():
+        renamed.check_section(section, fields)
     same = {"output": {}, "profile": {}, "runtime": {"tp_overlap": config["runtime"]["tp_overlap"]}}
     sections = {name: cls(**same.get(name, config[name])) for name, cls in SECTIONS.items()}
     return c.Run(**sections, gpu_types=gpu_types)

@@ -1,8 +1,8 @@
-"""`python -m maxbench.launch`: the command of that name (maxbench/cli/launch.py)."""
+"""`python -m maxbench.launch`: the command `maxbench launch`."""
 
 import sys
 
-from maxbench.cli.launch import main
+from maxbench.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run("launch", sys.argv[1:]))

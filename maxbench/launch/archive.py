@@ -4,27 +4,12 @@ import hashlib
 import io
 import os
 import pathlib
-import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 
-from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError
 
 LEFT_OUT = {"checkpoints", "nsys_profile", "xplane", "cache"}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Writes the archive; returns the exit code."""
-    if commands.print_help_if_asked("archive", argv):
-        return 0
-    fv = commands.define("archive")
-    with command_line.clear_errors("archive"):
-        places = command_line.flags_of(fv, argv)[1:]
-        target = pathlib.Path(fv["to"].value)
-        count, size = write([*map(pathlib.Path, places)], target)
-    print(f"{target}: {count} files, {size / 2**20:.1f} MiB of them")
-    return 0
 
 
 def write(places: Sequence[pathlib.Path], target: pathlib.Path) -> tuple[int, int]:
@@ -72,7 +57,3 @@ def _add(tar: tarfile.TarFile, name: str, text: bytes, time: float) -> None:
     about = tarfile.TarInfo(name)
     about.size, about.mtime = len(text), int(time)
     tar.addfile(about, io.BytesIO(text))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

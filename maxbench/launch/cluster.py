@@ -3,17 +3,15 @@
 import collections
 import getpass
 import json
-import os
 import pathlib
 import platform
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxbench.config import command_line, commands, environment
+from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.launch import job_file, slurm, variables
@@ -40,55 +38,6 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         count = f"{self.gpus} {self.gpu_type or 'GPUs'}" if self.gpus else "no gres"
         return ", ".join(filter(None, [count, self.architecture]))
-
-
-def main(argv: Sequence[str]) -> int:
-    """Writes and shows the file; returns the exit code."""
-    if commands.print_help_if_asked("cluster", argv):
-        return 0
-    with command_line.clear_errors("cluster"):
-        if rest := command_line.flags_of(commands.define("cluster"), argv)[1:]:
-            raise UserError(f"unexpected {rest[0]!r}: values are set as variables, GPU_TYPE=h100")
-        file = job_file.cluster_file(os.environ).absolute()
-        there, lacking = job_file.cluster_values(os.environ), {}
-
-        def ask(name: str, choices: Mapping[str, str]) -> str:
-            answer = asked(name, choices) if sys.stdin.isatty() else ""
-            if not answer:
-                lacking[name] = choices
-            return answer
-
-        env = job_file.overlay(there, os.environ)
-        gpu_types = command_line.gpu_types(job_file.env_value(env, "HARDWARE"))
-        found = detect(env, nodes(gpu_types), ask, gpu_types)
-        if lacking:
-            raise UserError("; ".join(f"set {n}: one of {_words(c)}" for n, c in lacking.items()))
-        for name in (n for n in there if os.environ.get(n, there[n]) != there[n]):
-            print(f"note: {name}={os.environ[name]} is set, which wins over the file's")
-        named = {job_file.NAMED.get(n) for n in there}
-        write(file, {n: value for n, value in found.items() if n not in named})
-        print(f"{file}:\n{file.read_text().strip()}")
-    return 0
-
-
-def _words(choices: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({about})" if about else name for name, about in choices.items())
-
-
-def asked(name: str, choices: Mapping[str, str]) -> str:
-    """What is answered on the terminal; '' where nothing is."""
-    wide = max(map(len, choices))
-    print(f"{name}, which one?")
-    for choice, about in choices.items():
-        print(f"  {choice:<{wide}}  {about}".rstrip())
-    try:
-        while (answer := input("> ").strip()) not in choices:
-            if not answer:
-                return ""
-            print(f"{answer!r} is not one of {', '.join(choices)}")
-    except (EOFError, KeyboardInterrupt):
-        return ""
-    return answer
 
 
 def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
@@ -204,7 +153,3 @@ def write(file: pathlib.Path, values: Mapping[str, str]) -> None:
         part.replace(file)
     except OSError as e:
         raise UserError(f"{str(file)!r} cannot be written: {e.strerror}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

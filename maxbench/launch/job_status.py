@@ -5,11 +5,10 @@ import getpass
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from maxbench.config import command_line, commands, environment
+from maxbench.config import environment
 from maxbench.config.errors import UserError, escape_control
 from maxbench.run_logs.record import parse_json
 
@@ -27,18 +26,6 @@ class Row(NamedTuple):
 
 HEADS = Row("job", "state", "step", "s/step", "run", "why")
 TAIL = 1 << 14  # bytes of metrics.jsonl that are read: some 30 steps
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints a line per job, newest first; returns the exit code."""
-    if commands.print_help_if_asked("jobs", argv):
-        return 0
-    with command_line.clear_errors("jobs"):
-        rows = [HEADS, *table(folders(command_line.flags_of(commands.define("jobs"), argv)[1:]))]
-    wide = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        print("  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, wide, strict=False)), row.why]))
-    return 0
 
 
 def folders(places: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
@@ -132,7 +119,3 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         return parse_json(path.read_bytes())
     return {}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

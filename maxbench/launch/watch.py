@@ -1,37 +1,14 @@
 """Follows one job until it has ended: a line whenever its state, step or reason has changed."""
 
 import pathlib
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 
-from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError
 from maxbench.launch import job_status
 
 PAUSE_S = 5  # Slurm's controller answers many
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
 ENDED += ("DEADLINE", "OUT_OF_MEMORY", "REVOKED")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints a line per change; returns the exit code."""
-    if commands.print_help_if_asked("watch", argv):
-        return 0
-    with command_line.clear_errors("watch"):
-        job, *places = command_line.flags_of(commands.define("watch"), argv)[1:] or [""]
-        if not job.isdecimal():
-            raise UserError(f"JOB={job!r} must be a job's number, as `maxbench jobs` lists them")
-        try:
-            for folder, row in changes(job, places, lambda: time.sleep(PAUSE_S)):
-                clock = time.strftime("%H:%M:%S")
-                if folder:
-                    print(f"{clock}  {folder}")
-                step = f"step {row.step}, {row.seconds} s/step" if row.step != "-" else ""
-                print("  ".join(filter(None, [clock, row.state, step, row.why])), flush=True)
-        except KeyboardInterrupt:
-            return 130
-    return 0 if row.state == "COMPLETED" else 1
 
 
 def changes(
@@ -65,7 +42,3 @@ def _look(job: str, folder: pathlib.Path | None, last: job_status.Row | None) ->
     if folder:
         return job_status.look(folder, job, word or ("", ""))
     return job_status.Row(job, word[0], "-", "-", "-", word[1])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

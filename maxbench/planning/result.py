@@ -3,13 +3,12 @@ of them."""
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, commands, python_api, recipes, validation
+from maxbench.config import command_line, recipes, records, validation
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory
@@ -26,7 +25,7 @@ class CannotFit(UserError):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PlanResult(python_api.Records):
+class PlanResult(records.Records):
     """Plans of a run. Prints as one screen; in a notebook as tables."""
 
     run: Run  # as it was given
@@ -78,11 +77,11 @@ class PlanResult(python_api.Records):
         said = lambda s: f"{s:.3f} s" if s else "does not fit"
         changed = [(part, *map(said, xs)) for part, xs in self.sensitivity.items()]
         return "".join([
-            python_api.lines(told),
-            python_api.table([*forms], rows) if self.searched else "",
-            python_api.table(("predicted step", "s", "share"), shares),
-            python_api.table(("memory of a GPU", "GiB"), gib),
-            python_api.table(heads, changed) if changed else "",
+            records.html_lines(told),
+            records.html_table([*forms], rows) if self.searched else "",
+            records.html_table(("predicted step", "s", "share"), shares),
+            records.html_table(("memory of a GPU", "GiB"), gib),
+            records.html_table(heads, changed) if changed else "",
         ])  # fmt: skip
 
     def records(self) -> list[dict[str, Any]]:
@@ -97,33 +96,6 @@ def _record(p: Plan) -> dict[str, Any]:
     row |= {f"mfu_{c}": share for c, share in f["mfu"].items()}
     row |= {"memory_gib": p.memory.total / GIB, "spare_gib": p.memory.spare / GIB}
     return row | {"published_step_s": (f["published"] or {}).get("step_s")}
-
-
-def plan(config: str, *, settings: Mapping[str, Any] | None = None, **given: Any) -> PlanResult:
-    """Compiles a run for GPUs that are not here: does it fit, how fast is it, and why.
-
-    `maxbench.plan("llama31_405b", gpus=512)` is `maxbench plan --config llama31_405b --gpus 512`.
-    The first plan that is no cached one has the jax of this process be a compiler without GPUs.
-
-    Args:
-      config: a workload's name, or the path of its file, with presets: 'llama31_8b:fp8'.
-      settings: any setting by its place, {'train.remat': 'full'}.
-      given: flags of the command: gpus, gpu_type, dtype, best_remat, search, ...
-
-    Raises:
-      UserError: what cannot be, as the command would say it.
-    """
-    if wrong := {"json", "schedule", "timeline", "calibrate", "write"} & {*given}:
-        raise UserError(f"{wrong.pop()} is of the command line: the answer prints itself")
-    fv = commands.define("plan")
-    before = dict(os.environ)
-    try:
-        return plan_from_flags(
-            fv, ["maxbench", *python_api.words({"config": config, **given}, settings)]
-        )
-    finally:  # what compiling sets is not for the processes that this one starts
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def plan_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> PlanResult:

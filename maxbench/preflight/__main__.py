@@ -1,8 +1,8 @@
-"""`python -m maxbench.preflight`: the command of that name (maxbench/cli/preflight.py)."""
+"""`python -m maxbench.preflight`: the command `maxbench preflight`."""
 
 import sys
 
-from maxbench.cli.preflight import main
+from maxbench.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run("preflight", sys.argv[1:]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, commands, python_api
+from maxbench.config import command_line, records
 from maxbench.config.errors import UserError, check_choice, escape_control
 from maxbench.reporting import compare, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
@@ -28,7 +28,7 @@ HEADS = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Loss",
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report(python_api.Records):
+class Report(records.Records):
     """Runs that are over. Prints as the table of the terminal; in a notebook as a table."""
 
     rows: Sequence[RunSummary]
@@ -62,33 +62,11 @@ class Report(python_api.Records):
             [page.label(one), *(c.get(head, "") for head in heads), one.said]
             for one, c in zip(self.rows, told, strict=True)
         ]
-        return python_api.table(["Run", *heads, "Why"], body)
+        return records.html_table(["Run", *heads, "Why"], body)
 
     def records(self) -> list[dict[str, Any]]:
         """A row of figures for each run: the columns of --format=csv."""
         return [tables.record(one) for one in self.rows]
-
-
-def report(*paths: str, **given: Any) -> Report:
-    """Reads runs back, at and below paths (default: experiments).
-
-    `maxbench.report("experiments", cost=2.5)` is `maxbench report --cost 2.5 experiments`.
-
-    Args:
-      paths: folders of runs, and logs of NeMo, Megatron-Bridge and MaxText.
-      given: flags of the command that say what counts: window, gpu_type, cost, interval, mtbf, ...
-
-    Raises:
-      UserError: what cannot be, as the command would say it.
-    """
-    if wrong := {"format", "output", "diff"} & {*given}:
-        raise UserError(f"{wrong.pop()} is of the command line; .text(format) is the same here")
-    words = python_api.words(
-        {name.replace("full_names", "full-names"): v for name, v in given.items()}
-    )
-    return report_from_flags(
-        commands.define("report"), ["maxbench", *words, "--", *map(str, paths)]
-    )
 
 
 def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
@@ -97,7 +75,7 @@ def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
     Raises:
       UserError: what cannot be; there is no run.
     """
-    given, listed = command_line.flags_of(fv, argv)[1:], fv["suite"].value
+    given, listed = command_line.parse_flags(fv, argv)[1:], fv["suite"].value
     paths = _of_suite(listed, given) if listed else given or ["experiments"]
     chosen = options_from(fv, paths)
     rows = [compare.summarize(r, chosen) for r in readers.read(paths, chosen.gpu_types)]

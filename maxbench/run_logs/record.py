@@ -85,6 +85,8 @@ class RunRecord:
         """
         try:
             run = recipes.run_from_dict(self.result["config"], gpu_types)
+        except UserError as e:
+            raise UserError(f"its configuration is of another version of maxbench: {e}") from None
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
             raise UserError("its configuration is of another version of maxbench") from None
         if self.mocked or self.gpu_type != run.layout.gpu_type:

@@ -12,8 +12,7 @@ import jax
 import pytest
 
 from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
-from maxbench.cli import calibrate as door
-from maxbench.cli import plan as plan
+from maxbench.cli import calibrate, entry
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES
 from maxbench.cost_model.costs import Costs
@@ -69,7 +68,7 @@ def test_constants_are_found_again(measured):
 
 def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(microbenchmarks, "all_microbenchmarks", lambda *_: measured)
-    text, table = door.measure("abacus", small=True)
+    text, table = calibrate.measure("abacus", small=True)
     assert "copy, 1 MiB" in table
     file = tmp_path / "mine.toml"
     file.write_text(text)
@@ -100,13 +99,11 @@ def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
         ("--write mine.txt", "must be a .toml file"),
         ("--gpu_type H100", "small letters and digits"),
         ("--cpu_devices many", "cpu_devices=many must be a whole number"),
-        ("--tp 4", "--tp is of train alone"),
+        ("--tp 4", "--tp is a flag of maxbench train"),
     ],
 )
 def test_bad_input(words, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        door.main(["calibrate", *words.split()])
-    assert stopped.value.code == 2
+    assert entry.run("calibrate", words.split()) == 2
     assert message in capsys.readouterr().err
 
 
@@ -135,11 +132,11 @@ def test_a_table_says_how_far_the_model_is_off(table):
 def test_clocks_under_load(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     tool(tmp_path, "nvidia-smi", "echo '[N/A], [N/A]'")
-    assert door.busy(door.draws()) == ""
+    assert calibrate.under_load(calibrate.power_and_clocks()) == ""
     tool(tmp_path, "nvidia-smi", "echo '120.55, 1980'; echo '690.10, 1740'")
     monkeypatch.setattr(microbenchmarks, "WARM", 0.0)
-    said = door.busy(microbenchmarks.sample_under_load(SIZES, door.draws))
-    assert said == "1740 MHz and 690 W under its longest product"
+    load = microbenchmarks.sample_under_load(SIZES, calibrate.power_and_clocks)
+    assert calibrate.under_load(load) == "1740 MHz and 690 W under its longest GEMM"
 
 
 # Runs.
@@ -185,7 +182,7 @@ def ran(tmp_path, monkeypatch):
 def test_runs_settle_the_constants_that_move_them(ran, tmp_path, capsys):
     file = tmp_path / "fitted.toml"
     runs = [ran(dp) for dp in (2, 4, 8, 16, 2)]
-    assert plan.main(["plan", "--calibrate", *runs, "--write", str(file)]) == 0
+    assert entry.run("plan", ["--calibrate", *runs, "--write", str(file)]) == 0
     found = tomllib.loads(file.read_text())["h100"]["efficiency"]
     assert found == {"gemm_bf16": pytest.approx(0.5, rel=0.02), "memory": pytest.approx(0.7, 0.02)}
     shown = capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.cli import train
+from maxbench.cli import entry
 from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerGroup
@@ -24,13 +24,10 @@ from tests.conftest import WORKLOADS, config, resolve
 
 
 def command(*args: str) -> tuple[int, str, str]:
-    """train.main in this process; for what must stop before jax is needed."""
+    """`maxbench train` in this process, for runs that stop before jax is needed."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = train.main(["maxbench train", *args])
-        except SystemExit as e:
-            code = e.code
+        code = entry.run("train", args)
     return code, out.getvalue(), err.getvalue()
 
 
@@ -127,8 +124,8 @@ def test_order_of_settings():
 def test_the_data_of_a_run_is_quick_and_imports_no_jax():
     flags = ["--config", "configs/llama2_70b.py", "--gpus", "1024", "--json"]
     program = (
-        "import sys; from maxbench import train\n"
-        f"train.main(['train', *{flags}])\n"
+        "import sys; from maxbench.cli import entry\n"
+        f"entry.run('train', {flags})\n"
         "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     )
     start = time.perf_counter()
@@ -149,10 +146,10 @@ def test_a_dry_run_is_a_page_for_people():
     assert out.startswith("Llama 2 70B bf16 on 128 x H100\n")
     assert told["model"].startswith("68,976,648,192 parameters, 80 layers")
     assert told["layout"] == "fsdp 128"
-    assert "256 sequences, 1,048,576 tokens a step: 1 microbatch of 2 on each" in told["batch"]
+    assert "256 sequences, 1,048,576 tokens per step: 1 microbatch of 2 on each" in told["batch"]
     # plan compiles it to 71.4 GiB: docs/plan.csv
-    assert 64 < float(re.match(r"about (\d+) GiB of 74 on each GPU", told["memory"])[1]) < 79
-    assert told["published"].startswith("7.072 s a step on 128, NVIDIA recipe: MaxText")
+    assert 64 < float(re.match(r"about (\d+) of 74 GiB per GPU, estimated", told["memory"])[1]) < 79
+    assert told["published"].startswith("7.072 s per step on 128 GPUs, NVIDIA recipe: MaxText")
     assert told["results"].startswith("experiments/pretrain_llama2_70b_bf16_gpus128_")
     assert command("--config", "llama2_70b", "--layers", "8", "--dry_run")[1].count(
         "layers 8, publ"

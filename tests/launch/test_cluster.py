@@ -8,7 +8,9 @@ import tomllib
 
 import pytest
 
-from maxbench.launch import cluster, job_file, slurm
+from maxbench.cli import cluster as cli_cluster
+from maxbench.cli import entry
+from maxbench.launch import job_file, slurm
 from tests.launch.test_launch import tool
 
 HERE = platform.machine()
@@ -56,8 +58,7 @@ def made(place: pathlib.Path) -> dict[str, str]:
 
 
 def refused(capsys) -> str:
-    with pytest.raises(SystemExit, match="2"):
-        cluster.main(["maxbench cluster"])
+    assert entry.run("cluster", []) == 2
     return capsys.readouterr().err
 
 
@@ -69,7 +70,7 @@ def test_what_slurm_tells_is_written_and_taken(place, capsys, monkeypatch):
     assert f"set SBATCH_PARTITION: one of {about}" in said
     assert not (place / "a b").exists()
     monkeypatch.setenv("SBATCH_PARTITION", "batch")
-    assert cluster.main(["maxbench cluster"]) == 0
+    assert entry.run("cluster", []) == 0
     assert made(place) == {
         "SBATCH_PARTITION": "batch", "GPU_TYPE": "h100", "GPUS_PER_NODE": "8",
         "SBATCH_GPUS_PER_NODE": "8", "ARCHITECTURE": "x86_64", "SBATCH_ACCOUNT": "acct",
@@ -89,15 +90,15 @@ def test_what_stands_in_the_file_is_kept_and_the_rest_added(place, capsys, monke
     file.write_text(mine)
     monkeypatch.setenv("GPU_TYPE", "H100")
     monkeypatch.setenv("RUN_CONF_IMAGE", "/x/y.sqsh")
-    cluster.main(["maxbench cluster"])
-    assert "note: GPU_TYPE=H100 is set, which wins over the file's\n" in capsys.readouterr().out
+    entry.run("cluster", [])
+    assert "note: GPU_TYPE=H100 is set in the environment and wins\n" in capsys.readouterr().out
     assert file.read_text().startswith(mine + "\n")
     assert {*made(place)} == {
         "SLURM_PARTITION", "TIME_LIMIT", "GPU_TYPE", "GPUS_PER_NODE", "SBATCH_GPUS_PER_NODE",
         "ARCHITECTURE", "SEGMENT", "RUN_CONF_IMAGE",
     }  # fmt: skip
     before = file.read_text()
-    cluster.main(["maxbench cluster"])
+    entry.run("cluster", [])
     assert file.read_text() == before
 
 
@@ -106,9 +107,9 @@ def test_a_terminal_is_asked(place, capsys, monkeypatch):
     untyped = node("d1", "gpu:4", "dev", more="AvailableFeatures=ib,gb200", machine="aarch64")
     slurm_says(place, [*H100, untyped], accounts="b a c", default="b")
     answers, asked = ["dve", "dev", "a"], []
-    monkeypatch.setattr(cluster.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(cli_cluster.sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(builtins, "input", lambda _: asked.append(1) or answers.pop(0))
-    cluster.main(["maxbench cluster"])
+    entry.run("cluster", [])
     said = capsys.readouterr().out
     assert "SBATCH_PARTITION, which one?\n  batch  3 nodes of 8 h100, x86_64\n" in said
     assert "  dev    1 node of 4 gb200, aarch64\n" in said
@@ -118,7 +119,7 @@ def test_a_terminal_is_asked(place, capsys, monkeypatch):
     assert (kept["SBATCH_PARTITION"], kept["SBATCH_ACCOUNT"]) == ("dev", "a")
     assert (kept["GPU_TYPE"], kept["GPUS_PER_NODE"], kept["ARCHITECTURE"]) == (
         "gb200", "4", "aarch64")  # fmt: skip
-    cluster.main(["maxbench cluster"])  # asked once
+    entry.run("cluster", [])  # asked once
     assert len(asked) == 3
 
 
@@ -128,7 +129,7 @@ def test_an_answer_that_does_not_come(place, capsys, monkeypatch):
     def ended(_):
         raise EOFError
 
-    monkeypatch.setattr(cluster.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(cli_cluster.sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(builtins, "input", ended)
     said = refused(capsys)
     assert "set SBATCH_PARTITION: one of all (1 node of no gres, x86_64), cpu" in said
@@ -141,7 +142,7 @@ def test_in_a_job_the_job_is_what_it_is(place, monkeypatch):
     tool(place / "bin", "nvidia-smi", "for i in 1 2 3 4; do echo NVIDIA GB200; done")
     for name, value in {"ID": "7", "PARTITION": "other", "ACCOUNT": "b"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
-    cluster.main(["maxbench cluster"])
+    entry.run("cluster", [])
     assert made(place) == {
         "SBATCH_PARTITION": "other", "GPU_TYPE": "gb200", "GPUS_PER_NODE": "4",
         "SBATCH_GPUS_PER_NODE": "none", "ARCHITECTURE": HERE, "SBATCH_ACCOUNT": "b",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxbench.cli import launch as door
+from maxbench.cli import entry
 from maxbench.config.errors import UserError
 from maxbench.launch import job_file, slurm
 from maxbench.launch.variables import Expectation
@@ -177,8 +177,7 @@ def test_a_suite_is_submitted_and_listed_up_to_what_sbatch_refuses(tmp_path):
 
 def refused(capsys, *words: str) -> str:
     """What `maxbench launch` says of words that cannot be."""
-    with pytest.raises(SystemExit, match="2"):
-        door.main(["maxbench launch", *words])
+    assert entry.run("launch", words) == 2
     return capsys.readouterr().err
 
 
@@ -190,7 +189,8 @@ def test_words_of_the_command_line(tmp_path, capsys, monkeypatch):
     assert "there is no file 'a b.toml'" in refused(capsys, "--file=a b.toml", "--dry_run")
     assert "--wait=3 must be true or false" in refused(capsys, "--wait=3")
     said = refused(capsys, "--layers", "8")
-    assert "of train alone, and changes nothing here; flags of the trainer stand after --" in said
+    assert "--layers is a flag of maxbench train and has no effect here; " in said
+    assert "flags of maxbench train follow after --" in said
     listed = write(tmp_path, "[expect]\nloss = 1\n[[jobs]]\nMODEL_SIZE = '8b'", "a.toml")
     with monkeypatch.context() as only:
         only.setenv("DISABLE_PERFRUN", "true")

@@ -10,7 +10,9 @@ import types
 
 import pytest
 
-from maxbench.launch import archive, job_status, watch
+from maxbench.cli import entry
+from maxbench.cli import watch as cli_watch
+from maxbench.launch import job_status
 from tests.launch.test_launch import tool
 
 
@@ -49,16 +51,15 @@ def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, m
         ("10", "COMPLETED", "-", "-", "run_0", ""),
     ]
     assert 1600 < float(job_status.progress(runs / "run" / "run_3")[1]) < 1999  # of the last steps
-    assert job_status.main(["jobs", str(runs)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].endswith("run_4  Resources")
+    assert entry.run("jobs", [str(runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith("run_4  Resources")
 
 
 def test_without_slurm_the_folders_say_it(runs, monkeypatch):
     monkeypatch.setenv("PATH", "")
     said = [row[1] for row in job_status.table(job_status.folders([runs]))]
     assert said == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
-    with pytest.raises(SystemExit, match="2"):
-        job_status.main(["jobs", "/nowhere"])
+    assert entry.run("jobs", ["/nowhere"]) == 2
 
 
 def test_folders_that_come_and_go_are_no_matter(runs, monkeypatch):
@@ -115,8 +116,8 @@ def test_one_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
         lambda: slurm("COMPLETED|None"),
     ]
     slurm("PENDING|Resources")
-    monkeypatch.setattr(watch, "time", clock(lambda _: moves.pop(0)()))
-    assert watch.main(["watch", "11", str(tmp_path)]) == 0
+    monkeypatch.setattr(cli_watch, "time", clock(lambda _: moves.pop(0)()))
+    assert entry.run("watch", ["11", str(tmp_path)]) == 0
     assert [line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines()] == [
         str(first),
         "PENDING  Resources",
@@ -132,19 +133,18 @@ def test_one_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
 
 def test_how_watching_ends(runs, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
-    assert watch.main(["watch", "10", str(runs)]) == 0
-    assert watch.main(["watch", "12", str(runs)]) == 1
+    assert entry.run("watch", ["10", str(runs)]) == 0
+    assert entry.run("watch", ["12", str(runs)]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("  FAILED  loss is\\x1b NaN")
     for words in (["12x", str(runs)], [], ["99", str(runs)], ["10", "/nowhere"]):
-        with pytest.raises(SystemExit, match="2"):
-            watch.main(["watch", *words])
+        assert entry.run("watch", words) == 2
     assert "job 99 is not known to Slurm, and no folder" in capsys.readouterr().err
 
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch, "time", clock(interrupt))
-    assert watch.main(["watch", "14", str(runs)]) == 130
+    monkeypatch.setattr(cli_watch, "time", clock(interrupt))
+    assert entry.run("watch", ["14", str(runs)]) == 130
 
 
 def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):
@@ -154,7 +154,7 @@ def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):
     (runs / "link").symlink_to("/etc/passwd")
     os.mkfifo(runs / "pipe")
     target = runs / "kept.tar.gz"  # which is not in itself
-    assert archive.main(["archive", str(runs), "--to", str(target)]) == 0
+    assert entry.run("archive", [str(runs), "--to", str(target)]) == 0
     with tarfile.open(target) as tar:
         names = {*tar.getnames()}
     (tmp_path / "out").mkdir()
@@ -164,5 +164,4 @@ def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):
     assert not [n for n in names if "large" in n or "link" in n or "pipe" in n]
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     for words in ([str(runs), "--to", str(target)], [], ["/nowhere"], [str(runs), "--to"]):
-        with pytest.raises(SystemExit, match="2"):
-            archive.main(["archive", *words])
+        assert entry.run("archive", words) == 2

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbench.cli import launch as door
+from maxbench.cli import entry
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Profile
@@ -231,7 +231,7 @@ def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
     command = [str(LAUNCH)]
     done = subprocess.run(command, env=plain_env(**env), capture_output=True, text=True)
     options = "--time=00:10:00 --requeue --signal=TERM@120 --nodelist=n1"
-    assert f"this job has begun without {options}" in done.stderr
+    assert f"this job was submitted without {options}" in done.stderr
     assert f"sbatch {options} launch.sh" in done.stderr
 
 
@@ -349,8 +349,7 @@ def test_unknown_option():
 
 def test_an_installation_without_the_jobs_scripts_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
-    with pytest.raises(SystemExit):
-        door.main(["launch", "--dry-run"])
+    assert entry.run("launch", ["--dry-run"]) == 2
     assert "error: jobs run from a checkout" in capsys.readouterr().err
 
 

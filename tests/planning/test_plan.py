@@ -18,7 +18,7 @@ import pytest
 
 import maxbench
 from benchmarks import plan_table
-from maxbench.cli.plan import main
+from maxbench.cli import entry
 from maxbench.config import command_line, environment
 from maxbench.cost_model import aot, compile_cache, hlo, memory, pipeline_timing, simulate
 from maxbench.cost_model.memory import GIB
@@ -53,7 +53,7 @@ def planned(arguments: str) -> dict:
     run compiles the same program again."""
     said = io.StringIO()
     with mock.patch.dict(os.environ), contextlib.redirect_stdout(said):
-        code = main(["plan", *arguments.split(), "--json"])
+        code = entry.run("plan", [*arguments.split(), "--json"])
     found = json.loads(said.getvalue())
     assert code == (0 if found["fits"] else 3)
     return found
@@ -404,7 +404,7 @@ def test_search_finds_the_given_layout_among_others():
         ("--config configs/llama31_405b.py --gpus 100", "by arithmetic 112 do: --pp 14"),
         ("--config configs/llama2_70b.py --gpus 128 --dtype fp4", "dtype='fp4' is not one of"),
         ("--config configs/llama2_70b.py --gpus 128 --gpu_type h300", "did you mean"),
-        ("--config configs/llama2_70b.py --gpus 128 --timeline x.png", "must end in .json"),
+        ("--config configs/llama2_70b.py --gpus 128 --timeline x.png", "must be a .json file"),
         ("--config configs/llama2_70b.py --fsdq 128", "fsdp"),
         ("--config configs/llama2_70b.py --gpus 128 --schedule", "pp=1 has none"),
         ("--config configs/llama2_70b.py --gpus 128 --compiled 0", "compiled"),

@@ -229,8 +229,8 @@ def test_a_thousand_runs_in_five_seconds_and_three_megabytes(tmp_path):
         ours(tmp_path, gpus=n, gbs=16 * n, stamp=i, step_s=lambda s, i=i: 9.4 + (s * i % 17) / 50)
     code = (
         "import sys\n"
-        "from maxbench.cli import report\nfrom maxbench.run import log_writer\n"
-        f"report.main(['report', '--format=html', '--output={tmp_path}/r.html', '{tmp_path}'])\n"
+        "from maxbench.cli import entry\nfrom maxbench.run import log_writer\n"
+        f"entry.run('report', ['--format=html', '--output={tmp_path}/r.html', '{tmp_path}'])\n"
         "assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
         "print(log_writer.process_peak_bytes())\n"
     )

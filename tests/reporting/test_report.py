@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxbench.cli import report as report
+from maxbench.cli import entry
 from maxbench.config import recipes
 from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
@@ -229,7 +229,7 @@ def every_format(path: pathlib.Path, **kwargs) -> dict[str, str]:
     made = {}
     for name in build_report.FORMATS:
         out = path.parent / f"{name}.made"
-        report.main(["report", f"--format={name}", f"--output={out}", "--gpu_type=h100", str(path)])
+        entry.run("report", [f"--format={name}", f"--output={out}", "--gpu_type=h100", str(path)])
         made[name] = out.read_text()
     return made
 
@@ -355,7 +355,7 @@ def test_a_running_job_has_not_failed(tmp_path):
     }  # fmt: skip
     assert said["csv"].endswith("# Summary: 0 success, 0 failed, 2 running, 2 total\n")
     assert "Running experiments: 2" in said["table"]
-    assert report.main(["report", "--output=/dev/null", str(tmp_path)]) == 0
+    assert entry.run("report", ["--output=/dev/null", str(tmp_path)]) == 0
 
 
 def test_alarms_of_many_steps_take_no_time():
@@ -816,7 +816,7 @@ def test_the_seeds_parser_reads_our_log(tmp_path):
 
 
 def test_report_is_one_of_the_commands(capsys):
-    assert report.main(["report", "--help"]) == 0
+    assert entry.run("report", ["--help"]) == 0
     said = capsys.readouterr().out
     assert "--cost" in said
     assert "--dry_run" not in said
