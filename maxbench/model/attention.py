@@ -1,14 +1,14 @@
-"""Causal grouped-query attention: one signature, a few kernels, and context parallelism.
+"""Causal grouped-query attention: one signature, several kernels, and context parallelism (ring).
 
-No kernel holds an S x S tensor: cuDNN's flash attention never does, the XLA form works on blocks
-of queries. All give (output, logsumexp) and take them back in the backward pass, which is all that
-a ring over cp needs: partial results of different keys merge by their logsumexp, and the backward
-of a part is exact when given the merged output and logsumexp. jax.nn.dot_product_attention would
-be cuDNN's kernel by a public name, but its backward pass takes neither: it is that of a whole, and
-drops the gradient of the logsumexp.
+No kernel stores a [seq, seq] tensor: cuDNN's flash attention never does, and the XLA kernel works
+on blocks of queries. Each kernel returns (output, logsumexp), and its backward pass takes both as
+inputs. This is all that ring attention over cp (arXiv:2310.01889) needs: outputs over disjoint sets
+of keys merge by their logsumexps, and the gradients of each part are exact if computed from the
+merged output and logsumexp. jax.nn.dot_product_attention calls the same cuDNN kernel, but its VJP
+takes neither.
 
 Shape letters: b batch, t query position, s key position, h heads, g KV heads, r = h / g,
-k head_dim (a value's may be another).
+k head_dim (that of the values may differ).
 """
 
 import functools
@@ -24,55 +24,56 @@ from maxbench.config.model import Model
 from maxbench.config.run import DTYPES, Run
 from maxbench.sharding import collectives, jax_compat, ordering
 
-BLOCK = 256  # queries whose scores stand in memory at once, XLA form
-HALF = 128  # dims of values that cuDNN's backward pass takes at once with keys of 192 on Blackwell
+BLOCK = 256  # queries whose scores are in memory at once in the XLA kernel
+# Value dims that cuDNN's backward pass supports with keys of 192 dims on Blackwell.
+VALUE_SLICE = 128
 
 
 def select_kernel(run: Run, device) -> str:
-    """The name in KERNELS of what run.train.attention asks for, on a device, here or not.
+    """The key of KERNELS for run.train.attention on a device, which may be absent (planning).
 
-    cuDNN's rule is asked as numbers, and of a GPU that is here by compiling too: XLA has cuDNN plan
-    this very shape.
+    Whether cuDNN supports the model follows from kernel_for(); for a device that is present, also
+    from compiling the attention of this run.
 
     Raises:
-      UserError: cuDNN is asked for by name, and takes no such attention.
+      UserError: train.attention=cudnn, and cuDNN does not support this attention.
     """
-    m, wanted, dtype = run.model, run.train.attention, run.format.compute
+    m, requested, dtype = run.model, run.train.attention, run.format.compute
     gpu = device.platform in ("gpu", "cuda")
-    if wanted == "xla" or (wanted == "auto" and not gpu):
+    if requested == "xla" or (requested == "auto" and not gpu):
         return "xla"
     version = getattr(device, "compute_capability", "0.0")
     kind = kernel_for(m, dtype, tuple(int(n) for n in version.split(".")))
-    why = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
-    if kind != "xla" and not why:
+    error = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
+    if kind != "xla" and not error:
         return kind
-    none = (
+    reason = (
         f"cuDNN has no attention for {device.device_kind}, {dtype}, heads of {m.head_dim} with "
-        f"values of {m.value_width}" + f", capped at {m.softcap}" * bool(m.softcap) + why
+        f"values of {m.value_width}" + f", softcap {m.softcap}" * bool(m.softcap) + error
     )
-    if wanted != "auto":
-        raise UserError(f"train.attention={wanted!r}: {none}; use train.attention=xla")
-    logging.warning("attention takes XLA's own form, which is slower: %s", none)
+    if requested != "auto":
+        raise UserError(f"train.attention={requested!r}: {reason}; use train.attention=xla")
+    logging.warning("train.attention=auto uses the slower XLA kernel: %s", reason)
     return "xla"
 
 
 def kernel_for(m: Model, dtype: str, capability: tuple[int, int]) -> str:
-    """The fastest of KERNELS for m computed in dtype, on GPUs of a compute capability.
+    """The fastest of KERNELS for a model computed in dtype, by the GPU's compute capability.
 
-    The rule is that of cuDNN's backward pass, from 9.12 on: its forward pass takes more.
+    The limits are those of cuDNN's backward pass since 9.12; its forward pass supports more.
     """
     keys, values = m.head_dim, m.value_width
     if dtype != "bf16" or m.softcap or capability < (8, 0) or keys % 8 or values % 8:
         return "xla"
     if max(keys, values) <= (256 if capability[0] == 9 else 128):
         return "cudnn"
-    if capability[0] == 10 and keys == 192:
-        return "cudnn" if values == HALF else "cudnn_split" if values > HALF else "xla"
+    if capability[0] == 10 and keys == 192 and values >= VALUE_SLICE:
+        return "cudnn" if values == VALUE_SLICE else "cudnn_split"
     return "xla"
 
 
 def _compile_error(kind: str, run: Run) -> str:
-    """What the device that is here has against a kernel for the run's shapes, or ''."""
+    """Why the present device cannot compile a kernel for the run's shapes; '' if it can."""
     m, a, tokens = run.model, run.layout, run.train.seq // run.layout.cp
     widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
     shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
@@ -86,12 +87,15 @@ def _compile_error(kind: str, run: Run) -> str:
 
 
 def attend(q_bthk, k_bsgk, v_bsgk, *, kind: str, softcap: float = 0.0):
-    """Attention of this GPU's queries to all earlier keys, over cp; returns o_bthk.
+    """Causal attention of this GPU's queries to the keys of all GPUs of cp.
 
     Args:
-      q_bthk, k_bsgk, v_bsgk: this GPU's tokens (axes.chunks order when cp > 1) and heads.
-      kind: a name of KERNELS.
-      softcap: logits are capped at this value by tanh; 0 is off.
+      q_bthk, k_bsgk, v_bsgk: this GPU's heads and tokens, at mesh.token_positions().
+      kind: a key of KERNELS.
+      softcap: logits are capped by softcap x tanh(logits / softcap); 0 is off.
+
+    Returns:
+      o_bthk, with the width of the values.
     """
     return _attend(kind, softcap, q_bthk, k_bsgk, v_bsgk)
 
@@ -115,88 +119,101 @@ def _attend_backward(kind, softcap, saved, do):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-# The ring over cp. Each GPU holds chunks i and 2n-1-i of the sequence (axes.chunks), "first" and
-# "second". Keys and values go round; from a GPU earlier in the sequence, both of our chunks see
-# its first chunk; from a later one, only our second chunk sees both of its chunks. Either way two
-# unmasked pairs of chunks, so every GPU has the same work at every hop. The backward pass goes the
-# other way round: keys and values that came last are kept.
+# The ring over cp. Each GPU has chunks i and 2 cp - 1 - i of the sequence (mesh.token_positions),
+# below "early" and "late". Keys and values are sent around the ring. For keys from a GPU that
+# precedes this one, both of our chunks attend to that GPU's early chunk; for keys from a GPU that
+# follows, our late chunk attends to both of its chunks. Either way these are two unmasked pairs of
+# chunks, so all GPUs have the same work at each hop. The backward pass sends around the ring in the
+# opposite direction, because the keys and values that arrived last are saved.
 
 
 def _ring_forward(kind, softcap, q, k, v):
-    n, kv = collectives.axis_size("cp"), (k, v)
-    ahead = collectives.ppermute_shift(kv, "cp")
+    cp, kv = collectives.axis_size("cp"), (k, v)
+    received = collectives.ppermute_shift(kv, "cp")
     o, lse = KERNELS[kind][0](q, k, v, True, softcap)
-    if n == 1:
+    if cp == 1:
         return o, lse, ()
-    kv = ordering.after(ahead, ordering.token(lse))
+    kv = ordering.after(received, ordering.token(lse))
     o, q = o.astype(jnp.float32), jnp.split(q, 2, 1)
-    for hop in range(1, n):
-        last, ahead = ahead, collectives.ppermute_shift(kv, "cp") if hop < n - 1 else ahead
-        earlier = collectives.axis_index("cp") >= hop
-        pair = _pairs(earlier, q, *(jnp.split(x, 2, 1) for x in kv))
-        o_pair, lse_pair = KERNELS[kind][0](*pair, False, softcap)
-        kv = ordering.after(ahead, ordering.token(lse_pair))
-        o, lse = _merge(earlier, o, lse, o_pair, lse_pair)
+    for hop in range(1, cp):
+        last = received
+        if hop < cp - 1:
+            received = collectives.ppermute_shift(kv, "cp")
+        precedes = collectives.axis_index("cp") >= hop  # the keys' GPU precedes this one
+        pairs = _pairs(precedes, q, *(jnp.split(x, 2, 1) for x in kv))
+        o_pairs, lse_pairs = KERNELS[kind][0](*pairs, False, softcap)
+        kv = ordering.after(received, ordering.token(lse_pairs))
+        o, lse = _merge(precedes, o, lse, o_pairs, lse_pairs)
     return o.astype(k.dtype), lse, last
 
 
 def _ring_backward(kind, softcap, q, k, v, o, lse, last, do):
-    n, kv, backward = collectives.axis_size("cp"), last, KERNELS[kind][1]
-    halves, others = lambda x: jnp.split(x, 2, 1), []
-    for hop in reversed(range(1, n)):
-        kv = kv if hop == n - 1 else collectives.ppermute_shift(kv, "cp", -1)
-        earlier = collectives.axis_index("cp") >= hop
-        ours = [_ours(earlier, x) for x in (halves(o), jnp.split(lse, 2, 2), halves(do))]
-        grads = backward(*_pairs(earlier, halves(q), *map(halves, kv)), *ours, False, softcap)
-        home = collectives.ppermute_shift(grads[1:], "cp", -hop)
-        ours_are = (
-            collectives.axis_index("cp") + hop < n
-        )  # earlier than the queries of what comes home
-        others.append((earlier, ours_are, grads[0], home))
+    cp, kv, backward = collectives.axis_size("cp"), last, KERNELS[kind][1]
+    chunks, hops = lambda x: jnp.split(x, 2, 1), []
+    for hop in reversed(range(1, cp)):
+        kv = kv if hop == cp - 1 else collectives.ppermute_shift(kv, "cp", -1)
+        precedes = collectives.axis_index("cp") >= hop
+        saved = [_query_side(precedes, x) for x in (chunks(o), jnp.split(lse, 2, 2), chunks(do))]
+        grads = backward(*_pairs(precedes, chunks(q), *map(chunks, kv)), *saved, False, softcap)
+        dkv_pairs = collectives.ppermute_shift(grads[1:], "cp", -hop)
+        # Whether this GPU precedes the one whose queries gave the gradients that it receives.
+        we_precede = collectives.axis_index("cp") + hop < cp
+        hops.append((precedes, we_precede, grads[0], dkv_pairs))
         lse += ordering.token(grads[0])
     grads = backward(q, k, v, o, lse, do, True, softcap)
-    if n == 1:
+    if cp == 1:
         return grads
     dq, *dkv = (x.astype(jnp.float32) for x in grads)
-    for earlier, ours_are, dq_pair, home in others:
-        dq += _unpair(earlier, dq_pair, 1)
-        home = ordering.after(home, ordering.token(grads[0]))
-        dkv = [d + _unpair(ours_are, x, 0) for d, x in zip(dkv, home, strict=True)]
+    for precedes, we_precede, dq_pairs, dkv_pairs in hops:
+        dq += _unpair(precedes, dq_pairs, 1)
+        dkv_pairs = ordering.after(dkv_pairs, ordering.token(grads[0]))
+        dkv = [d + _unpair(we_precede, x, 0) for d, x in zip(dkv, dkv_pairs, strict=True)]
     return tuple(d.astype(k.dtype) for d in (dq, *dkv))
 
 
-def _ours(earlier, halves):
-    """Our side of the two pairs of chunks, stacked along batch."""
-    return jnp.concatenate([halves[1], jnp.where(earlier, halves[0], halves[1])])
+def _query_side(precedes, chunks):
+    """Our query chunks of the two pairs, stacked along batch: (late, early) or (late, late)."""
+    early, late = chunks
+    return jnp.concatenate([late, jnp.where(precedes, early, late)])
 
 
-def _pairs(earlier, q, k, v):
-    """Queries, keys and values of the two pairs of chunks, stacked along batch; halves go in."""
-    theirs = lambda x: jnp.concatenate([x[0], jnp.where(earlier, x[0], x[1])])
-    return _ours(earlier, q), theirs(k), theirs(v)
+def _key_side(precedes, chunks):
+    """The received key chunks of the two pairs: (early, early) or (early, late)."""
+    early, late = chunks
+    return jnp.concatenate([early, jnp.where(precedes, early, late)])
 
 
-def _unpair(earlier, grad, half):
-    """The gradient of one side of the two pairs, at its halves; `half`: that of the first pair."""
-    sure, either = jnp.split(grad.astype(jnp.float32), 2)
-    halves = [jnp.where(earlier, either, 0.0), jnp.where(earlier, 0.0, either)]
-    halves[half] += sure
-    return jnp.concatenate(halves, 1)
+def _pairs(precedes, q, k, v):
+    """Queries, keys and values of the two pairs of chunks, from (early, late) of each."""
+    return _query_side(precedes, q), _key_side(precedes, k), _key_side(precedes, v)
 
 
-def _merge(earlier, o, lse, o_pair, lse_pair):
-    """Attention over the union of two sets of keys: all our queries' and that of the two pairs.
+def _unpair(precedes, grads, first: int):
+    """The gradient of a whole tensor, fp32, from that of one side of the two pairs.
 
-    Elementwise over all queries, each with what its half does not see at weight 0: XLA would write
-    halves, and then put them together.
+    first: index of the chunk in the first pair, 1 (late) for queries and 0 (early) for keys. The
+    chunk of the second pair is early if `precedes`, else late.
     """
-    (sure, either), none = jnp.split(lse_pair, 2), jnp.full_like(lse_pair[: len(lse)], -jnp.inf)
-    pairs = (none, sure), (jnp.where(earlier, either, none), jnp.where(earlier, none, either))
-    lses = [lse, *(jnp.concatenate(halves, 2) for halves in pairs)]
+    first_pair, second_pair = jnp.split(grads.astype(jnp.float32), 2)
+    chunks = [jnp.where(precedes, second_pair, 0.0), jnp.where(precedes, 0.0, second_pair)]
+    chunks[first] += first_pair
+    return jnp.concatenate(chunks, 1)
+
+
+def _merge(precedes, o, lse, o_pairs, lse_pairs):
+    """Attention over the union of two sets of keys, from (o, lse) of each: of all our queries, and
+    of the two pairs of chunks.
+
+    Elementwise over all queries, with weight 0 where a pair does not contain a query: of separate
+    chunks XLA would write each result, and then concatenate them.
+    """
+    (first, second), none = jnp.split(lse_pairs, 2), jnp.full_like(lse_pairs[: len(lse)], -jnp.inf)
+    pairs = (none, first), (jnp.where(precedes, second, none), jnp.where(precedes, none, second))
+    lses = [lse, *(jnp.concatenate(chunks, 2) for chunks in pairs)]
     total = jnp.logaddexp(lse, jnp.logaddexp(*lses[1:]))
-    both = lambda x: jnp.broadcast_to(x[:, None], (len(x), 2, *x.shape[1:])).reshape(o.shape)
+    twice = lambda x: jnp.broadcast_to(x[:, None], (len(x), 2, *x.shape[1:])).reshape(o.shape)
     weight = lambda x: jnp.exp(x - total).swapaxes(1, 2)[..., None]
-    parts = [o, *map(both, jnp.split(o_pair, 2))]
+    parts = [o, *map(twice, jnp.split(o_pairs, 2))]
     return sum(x * weight(lse) for x, lse in zip(parts, lses, strict=True)), total
 
 
@@ -218,31 +235,37 @@ def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, softcap):
 
 
 def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, softcap):
+    """FlashAttention-2's backward pass (arXiv:2307.08691), by blocks of queries."""
     b, s, g, k = k_bsgk.shape
     dqs = []
-    dk, dv = jnp.zeros(k_bsgk.shape, jnp.float32), jnp.zeros(v_bsgk.shape, jnp.float32)
+    dk_bsgk = jnp.zeros(k_bsgk.shape, jnp.float32)
+    dv_bsgk = jnp.zeros(v_bsgk.shape, jnp.float32)
     for t0, t1 in _blocks(q_bthk.shape[1]):
         s1 = t1 if causal else s
         q, keys, do = q_bthk[:, t0:t1], k_bsgk[:, :s1], do_bthk[:, t0:t1]
         delta_bth = jnp.sum(o_bthk[:, t0:t1].astype(jnp.float32) * do, -1)
         delta_bgrt = delta_bth.swapaxes(1, 2).reshape(b, g, -1, t1 - t0)
         logits_bgrts, slope = _logits(q, keys, causal, softcap)
-        p = jnp.exp(logits_bgrts - lse_bht[:, :, t0:t1].reshape(delta_bgrt.shape)[..., None])
+        lse_bgrt = lse_bht[:, :, t0:t1].reshape(delta_bgrt.shape)
+        p_bgrts = jnp.exp(logits_bgrts - lse_bgrt[..., None])
         do_btgrk = _split_heads(do, g)
-        dp = _dot("btgrk,bsgk->bgrts", do_btgrk, v_bsgk[:, :s1])
-        ds = (p * (dp - delta_bgrt[..., None]) * slope).astype(q.dtype)
+        dp_bgrts = _dot("btgrk,bsgk->bgrts", do_btgrk, v_bsgk[:, :s1])
+        ds_bgrts = (p_bgrts * (dp_bgrts - delta_bgrt[..., None]) * slope).astype(q.dtype)
         scale = 1 / math.sqrt(k)
-        dqs.append((_merge_heads(_dot("bgrts,bsgk->btgrk", ds, keys)) * scale).astype(q.dtype))
-        later = ((0, 0), (0, s - s1), (0, 0), (0, 0))  # keys that this block does not see
-        dk += jnp.pad(_dot("bgrts,btgrk->bsgk", ds, _split_heads(q, g)) * scale, later)
-        dv += jnp.pad(_dot("bgrts,btgrk->bsgk", p.astype(do.dtype), do_btgrk), later)
-    return jnp.concatenate(dqs, 1), dk.astype(k_bsgk.dtype), dv.astype(v_bsgk.dtype)
+        dq_btgrk = _dot("bgrts,bsgk->btgrk", ds_bgrts, keys)
+        dqs.append((_merge_heads(dq_btgrk) * scale).astype(q.dtype))
+        later = ((0, 0), (0, s - s1), (0, 0), (0, 0))  # keys after the block have no gradient
+        dk = _dot("bgrts,btgrk->bsgk", ds_bgrts, _split_heads(q, g)) * scale
+        dk_bsgk += jnp.pad(dk, later)
+        dv = _dot("bgrts,btgrk->bsgk", p_bgrts.astype(do.dtype), do_btgrk)
+        dv_bsgk += jnp.pad(dv, later)
+    return jnp.concatenate(dqs, 1), dk_bsgk.astype(k_bsgk.dtype), dv_bsgk.astype(v_bsgk.dtype)
 
 
 def _logits(q_bthk, k_bsgk, causal, softcap):
-    """Scaled, capped and masked logits_bgrts in fp32, and the slope of the cap.
+    """Scaled, capped and masked logits_bgrts in fp32, and the derivative of the cap.
 
-    The last query is aligned with the last key.
+    The causal mask aligns the last query with the last key.
     """
     t, s = q_bthk.shape[1], k_bsgk.shape[1]
     x = _dot("btgrk,bsgk->bgrts", _split_heads(q_bthk, k_bsgk.shape[2]), k_bsgk)
@@ -268,7 +291,7 @@ def _blocks(t: int) -> list[tuple[int, int]]:
 
 
 def _cudnn_forward(q, k, v, causal, softcap):
-    assert not softcap  # cuDNN through jax has no cap
+    assert not softcap  # jax's binding of cuDNN has no softcap
     return jax_compat.cudnn_attention(q, k, v, causal)
 
 
@@ -277,12 +300,15 @@ def _cudnn_backward(q, k, v, o, lse, do, causal, softcap):
 
 
 def _split_backward(q, k, v, o, lse, do, causal, softcap):
-    """For some dims of the values at a time: do @ v, and so the gradients of q and k, are sums."""
-    fill = ((0, 0), (0, 0), (0, 0), (0, -v.shape[-1] % HALF))
-    parts = lambda x: jnp.split(jnp.pad(x, fill), -(-v.shape[-1] // HALF), -1)
+    """cuDNN's backward pass once per VALUE_SLICE dims of the values.
+
+    do @ v^T, and with it dq and dk, are sums over the dims of the values.
+    """
+    padding = ((0, 0), (0, 0), (0, 0), (0, -v.shape[-1] % VALUE_SLICE))
+    slices = lambda x: jnp.split(jnp.pad(x, padding), -(-v.shape[-1] // VALUE_SLICE), -1)
     grads = [
         _cudnn_backward(q, k, v, o, lse, do, causal, softcap)
-        for v, o, do in zip(parts(v), parts(o), parts(do), strict=True)
+        for v, o, do in zip(slices(v), slices(o), slices(do), strict=True)
     ]
     dq, dk, dv = zip(*grads, strict=True)
     return sum(dq), sum(dk), jnp.concatenate(dv, -1)[..., : v.shape[-1]]
