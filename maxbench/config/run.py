@@ -1,33 +1,29 @@
-"""What a run is: frozen dataclasses, checked once, here, before anything touches a device.
+"""The description of a run: frozen dataclasses, checked when they are built, before any device work.
 
-Every check says what was given, why it cannot be, and what would work.
+Every check raises UserError with the value, why it is invalid, and what would work.
 """
 
 import dataclasses
-import itertools
-import math
 
-from maxbench.config import number_formats
-from maxbench.config.errors import UserError, check_choice, divisors, nearest
+from maxbench.config import number_formats, run_checks
+from maxbench.config.errors import UserError, check_choice, nearest
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS, Format
 from maxbench.config.validation import ADDRESS, COMBINE, RANKS, WINDOW, field, validate
 from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
 
-AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes: slowest links first, fastest last
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes, from the slowest links to the fastest
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-SCHEDULES = ("1f1b", "gpipe")  # of a pipeline
+SCHEDULES = ("1f1b", "gpipe")  # pipeline schedules
 
-# Tensors of a block that a remat policy may keep, in the order they are made.
+# Tensors of a layer that a remat policy may save, in the order of the forward pass.
 TENSORS = ("query", "key", "value", "context", "attn_out", "slots", "mlp_up", "mlp_act", "mlp_down")
-# What the backward pass finds saved; everything else it computes again.
+# Remat policy -> tensors saved for the backward pass, which recomputes all others.
 REMATS = {
     "full": (),
-    "none": TENSORS,  # and every other intermediate but gathered weights and sequences
-    "save_gemms_only": TENSORS,  # and none of the others; as none where layers are no code
-    "save_gemms_recompute_act": tuple(
-        t for t in TENSORS if t != "mlp_act"
-    ),  # none of them is made again
+    "none": TENSORS,  # and every intermediate but gathered weights and gathered sequences
+    "save_gemms_only": TENSORS,  # no other intermediate; equals 'none' if layers are not unrolled
+    "save_gemms_recompute_act": tuple(t for t in TENSORS if t != "mlp_act"),  # likewise
     "selective": ("query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
     "save_qkv_proj": ("query", "key", "value"),
     "save_dot_except_mlp": ("query", "key", "value", "attn_out"),
@@ -38,33 +34,33 @@ REMATS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the work is spread: the degree of each mesh axis, and the batch."""
+    """Parallelism: the size of each mesh axis, and the batch."""
 
     gpu_type: str = "h100"  # a name of Run.gpu_types
     pp: int = field(1, at_least=1)
-    vp: int = field(1, at_least=1)  # virtual stages (chunks of layers) per pipeline stage
+    vp: int = field(1, at_least=1)  # virtual stages (model chunks) per pipeline stage
     dp: int = field(1, at_least=1)
     fsdp: int = field(1, at_least=1)
     ep: int = field(1, at_least=1)
     cp: int = field(1, at_least=1)
     tp: int = field(1, at_least=1)
-    mbs: int = field(1, at_least=1)  # sequences per data-parallel GPU and microbatch
+    mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
     # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
     gbs: int = field(0, at_least=0)
 
     @property
     def gpus(self) -> int:
-        """GPUs the layout needs."""
+        """GPUs of the mesh."""
         return self.pp * self.shards * self.cp * self.tp
 
     @property
     def shards(self) -> int:
-        """GPUs (or groups of pp x cp x tp) that work on different sequences."""
+        """Data-parallel size: groups of pp x cp x tp GPUs with different sequences."""
         return self.dp * self.fsdp * self.ep
 
     @property
     def microbatches(self) -> int:
-        """Gradient accumulation: microbatches per step on each data-parallel GPU."""
+        """Microbatches per step of each data-parallel group (gradient accumulation)."""
         return self.gbs // (self.mbs * self.shards)
 
     def describe(self) -> str:
@@ -73,8 +69,8 @@ class Layout:
         if self.vp > 1:
             axes.insert(1, f"vp {self.vp}")
         devices = f"{self.gpus} devices, {' x '.join(axes)}" if axes else "1 device"
-        micro = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
-        return f"{devices}, mbs {self.mbs}, gbs {self.gbs} ({micro})"
+        microbatches = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+        return f"{devices}, mbs {self.mbs}, gbs {self.gbs} ({microbatches})"
 
     def __post_init__(self):
         validate(self)
@@ -93,47 +89,49 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """The step and its memory."""
+    """The train step: data, pipeline schedule, recompute and memory, XLA's choices."""
 
     seq: int = field(at_least=1)  # tokens per sequence
     steps: int = field(50, at_least=1)
     seed: int = field(0, at_least=0)
-    # random tokens | markov: text of a fixed source, which can be learned
+    # random: random tokens; markov: text of a fixed Markov chain, which a model can learn
     data: str = field("random", options=("random", "markov"))
-    schedule: str = field("1f1b", options=SCHEDULES)  # of a pipeline; interleaved when vp > 1
-    # microbatches that a chunk of layers takes at a time, at least pp: fewer turns, more memory
+    schedule: str = field("1f1b", options=SCHEDULES)  # of a pipeline; interleaved if vp > 1
+    # Consecutive microbatches that a model chunk runs before its stage switches to the next chunk:
+    # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean; more
+    # gives fewer chunk switches and stashes more activations.
     microbatch_group_size: int = field(0, at_least=0)
-    remat: str = "full"  # a name of REMATS, or names of TENSORS joined by commas
-    # layers that it is for, the first of a loop; the others are of products. 0 = for all
+    remat: str = "full"  # a policy of REMATS, or names of TENSORS to save, joined by commas
+    # First layers that `remat` applies to; the others use save_gemms_recompute_act. 0 = all layers
     remat_layers: int = field(0, at_least=0)
-    offload: str = ""  # what of them waits in the host's memory: all, or names joined by commas
-    # auto: the fastest of model/attention.KERNELS that the GPU has
+    offload: str = ""  # saved tensors that move to host memory: all, or names joined by commas
+    # auto: the fastest of model/attention.KERNELS that runs on the GPU
     attention: str = field("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
-    # tokens whose logits stand in memory at once; 0 = 1 GiB, CPU 32 MiB
+    # tokens whose logits are in memory at a time; 0 = as many as fit 1 GiB, on a CPU 32 MiB
     loss_chunk: int = field(0, at_least=0)
-    # bytes at which collectives are joined: step/compiler.COMBINE
+    # thresholds in bytes for all-reduce, all-gather, reduce-scatter; () = step/xla_options.COMBINE
     collective_combine_bytes: tuple[int, ...] = field((), at_least=0, at_most=2**40, check=COMBINE)
-    # up to so many layers are code (model/layer_stack.py); -1 = a GPU 40, a CPU 0
+    # unroll the layers if there are at most this many (config/lowering.py); -1 = GPU 40, CPU 0
     unroll_layers: int = field(-1, at_least=-1)
-    z_loss: float = field(0.0, at_least=0)  # weight of mean(logsumexp^2)
-    # steps that count, inclusive; a shorter run: its last half
+    z_loss: float = field(0.0, at_least=0)  # coefficient of mean(logsumexp^2)
+    # first and last step of the measured window; in a shorter run, its last half
     window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """Names of the tensors that the backward pass finds saved."""
+        """Names of the tensors that the remat policy saves for the backward pass."""
         return REMATS.get(self.remat) or tuple(t for t in self.remat.split(",") if t in TENSORS)
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Those of them that are kept in the host's memory."""
+        """Names of the saved tensors in host memory."""
         return self.saved if self.offload == "all" else tuple(filter(None, self.offload.split(",")))
 
     @property
-    def keeps(self) -> str:
-        """'none', or with a part in the host's memory 'none offload mlp_up', or of some layers."""
-        some = f" of {self.remat_layers} layers" * bool(self.remat_layers)
-        return self.remat + some + f" offload {self.offload}" * bool(self.offload)
+    def remat_summary(self) -> str:
+        """The remat settings in words: 'none', 'full of 70 layers', 'none offload mlp_up'."""
+        layers = f" of {self.remat_layers} layers" * bool(self.remat_layers)
+        return self.remat + layers + f" offload {self.offload}" * bool(self.offload)
 
     def __post_init__(self):
         validate(self, "train.")
@@ -145,20 +143,20 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW and its learning rate: linear warmup, cosine to lr_min, a constant part at the end."""
+    """AdamW, and a learning rate with linear warmup, cosine decay to lr_min, and a constant end."""
 
     lr: float = field(at_least=0)
     lr_min: float = field(at_least=0)
     warmup: float = field(at_least=0)  # steps; below 1, a fraction of train.steps
-    # step i of a warmup of n has rate lr (i + offset) / (n + offset)
+    # step i of a warmup over n steps has the rate lr (i + offset) / (n + offset)
     warmup_offset: int = field(1, at_least=0)
     constant_steps: int = field(0, at_least=0)  # last steps, at lr_min
     b1: float = field(0.9, at_least=0, below=1)
     b2: float = field(0.95, at_least=0, below=1)
     eps: float = field(1e-8, above=0)
     weight_decay: float = field(0.1, at_least=0)
-    decay_norms: bool = False  # weights of norms too
-    clip: float = field(1.0, above=0)  # global norm of the gradient
+    decay_norms: bool = False  # weight decay of norm weights too
+    clip: float = field(1.0, above=0)  # global gradient norm
 
     def __post_init__(self):
         validate(self, "optim.")
@@ -166,20 +164,20 @@ class Optim:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats. The published recipes: bf16 compute, fp32 master weights and moments."""
+    """Number formats. The published recipes use bf16 compute with fp32 weights and moments."""
 
-    dtype: str = "bf16"  # of the forward and backward pass: bf16 | fp32 | fp8 (layers' GEMMs)
-    weights: str = field("fp32", options=DTYPES)  # master copy
-    moments: str = field("fp32", options=DTYPES)  # Adam's two averages
-    grads: str = field("bf16", options=DTYPES)  # summed over microbatches and over GPUs
-    # Of dtype=fp8. te: Transformer Engine; scaling auto: mxfp8 on Blackwell, current before it.
+    dtype: str = "bf16"  # of forward and backward pass: bf16 | fp32 | fp8 (GEMMs of layers)
+    weights: str = field("fp32", options=DTYPES)  # master weights
+    moments: str = field("fp32", options=DTYPES)  # Adam's first and second moment
+    grads: str = field("bf16", options=DTYPES)  # accumulated over microbatches, reduced over GPUs
+    # Of dtype=fp8. te: Transformer Engine; scaling auto: mxfp8 on Blackwell, current on Hopper.
     backend: str = field("xla", options=("xla", "te"))
     scaling: str = field("auto", options=("auto", *number_formats.SCALINGS))
-    history: int = field(1024, at_least=1)  # steps that delayed scaling looks back
+    history: int = field(1024, at_least=1)  # length of the amax history of delayed scaling
 
     @property
     def amax_history_len(self) -> int:
-        """Steps of largest magnitudes in the state: 0 but for delayed scaling."""
+        """Length of the amax history in the train state; 0 unless scaling is delayed."""
         f = FORMATS.get(self.scaling)
         return self.history if f and f.amax_history and f.dtype == self.dtype else 0
 
@@ -190,18 +188,18 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where results go, and checkpoints."""
+    """Destinations of results, metrics and checkpoints."""
 
     dir: str = "."
-    tensorboard: bool = True  # an event file in the run's folder
-    wandb: bool = False  # to Weights & Biases, where that is installed
-    openmetrics: str = ""  # file of the last step for Prometheus; '' = metrics.prom there
+    tensorboard: bool = True  # write an event file to the run folder
+    wandb: bool = False  # send metrics to Weights & Biases, if it is installed
+    openmetrics: str = ""  # file with the last step for Prometheus; '' = metrics.prom in the folder
     checkpoint: bool = False  # save at the end
-    checkpoint_every: int = field(0, at_least=0)  # and every so many steps
-    max_to_keep: int = field(2, at_least=1)  # checkpoints of a run, the last ones;
-    keep_period: int = field(0, at_least=0)  # and those of every so many steps; 0 = no others
-    resume: str = ""  # a checkpoint to start from, a run's folder, or several, with commas
-    # of the run's folder, <name>_<stamp>; 0 = the time at which it starts
+    checkpoint_every: int = field(0, at_least=0)  # save every N steps; 0 = never
+    max_to_keep: int = field(2, at_least=1)  # newest checkpoints of a run that are kept
+    keep_period: int = field(0, at_least=0)  # also keep those of every N steps; 0 = none
+    resume: str = ""  # checkpoint to start from, or a run folder; several are joined by commas
+    # timestamp in the name of the run folder, <name>_<stamp>; 0 = the start time
     stamp: int = field(0, at_least=0, at_most=2**40)
 
     def __post_init__(self):
@@ -212,40 +210,40 @@ class Output:
 class Runtime:
     """Processes and devices."""
 
-    # virtual CPU devices; 0 = whatever JAX finds
+    # virtual CPU devices; 0 = the devices that JAX finds
     cpu_devices: int = field(0, at_least=0, at_most=8192)
-    mock_gpus: int = field(0, at_least=0)  # one GPU runs its share of a step on so many
-    any_device: bool = False  # a CPU will do where there is no GPU
-    tp_overlap: bool = True  # tp's gathers and reduce-scatters run beside kernels where XLA can
+    mock_gpus: int = field(0, at_least=0)  # one GPU runs its share of a step on this many GPUs
+    any_device: bool = False  # run on CPUs if there is no GPU
+    tp_overlap: bool = True  # overlap TP collectives with GEMMs where XLA can
     coordinator: str = field("", check=ADDRESS)  # host:port of process 0
     processes: int = field(0, at_least=0)
-    process: int = field(-1, at_least=-1)
-    # seconds to wait until all processes are there; 0 = 60, and a quarter for each process
+    process: int = field(-1, at_least=-1)  # index of this process
+    # seconds to wait for all processes; 0 = 60 s + 0.25 s per process
     rendezvous_timeout_s: int = field(0, at_least=0)
 
     def __post_init__(self):
         validate(self)
         if self.cpu_devices and self.mock_gpus:
             raise UserError("cpu_devices and mock_gpus exclude each other: mocking needs a GPU")
-        given = (bool(self.coordinator), self.processes > 0, self.process >= 0)
-        if any(given) and not all(given):
+        is_set = (bool(self.coordinator), self.processes > 0, self.process >= 0)
+        if any(is_set) and not all(is_set):
             raise UserError(
                 f"coordinator={self.coordinator!r}, processes={self.processes} and "
                 f"process={self.process} belong together: give all three, or none"
             )
-        if all(given) and self.process >= self.processes:
+        if all(is_set) and self.process >= self.processes:
             raise UserError(f"process={self.process} must be below processes={self.processes}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A look inside some steps. Its overhead spoils figures, so such a run is named after it."""
+    """A profile of some steps. It slows them down, so the run's name contains the tool."""
 
     # nsys is started by launch.sh
     tool: str = field("", options=("", "nsys", "xplane", "nccltrace"))
     start: int = field(20, at_least=0)  # first step in the profile
-    stop: int = field(25, at_least=1)  # first step not in it
-    ranks: str = field("0", check=RANKS)  # processes that are profiled
+    stop: int = field(25, at_least=1)  # first step after it
+    ranks: str = field("0", check=RANKS)  # processes to profile
 
     def __post_init__(self):
         validate(self, "profile.")
@@ -258,7 +256,12 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, whole: built once from config and flags, then passed down."""
+    """The description of a run, built once from a workload and flags.
+
+    Attributes:
+      gpu_types: that layout.gpu_type may name. A file of --hardware, or plan's flags of the
+        cluster, replace records here.
+    """
 
     model: Model
     layout: Layout
@@ -287,122 +290,18 @@ class Run:
 
     @property
     def format(self) -> Format:
-        """The number format of layers' GEMMs, settled."""
+        """The number format of the GEMMs of layers, with 'auto' resolved."""
         return number_formats.resolve_format(
             self.precision.dtype, self.precision.scaling, self.layout.gpu_type, self.gpu_types
         )
 
     def asdict(self) -> dict:
-        """All sections as nested plain dicts, for JSON; GPU types only by the layout's name."""
+        """All sections as nested plain dicts, for JSON; of the GPU types, only the layout's name."""
         return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
 
     def __post_init__(self):
         check_choice("gpu_type", self.layout.gpu_type, self.gpu_types)
-        m, a, t, o = self.model, self.layout, self.train, self.output
-        if self.runtime.mock_gpus and (o.checkpoint or o.checkpoint_every or o.resume):
-            raise UserError("mock_gpus holds a part of the state alone; leave checkpoints out")
-        self._pipelines()
-        if a.ep > 1 and not m.experts:
-            raise UserError(
-                f"ep={a.ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
-            )
-        split = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tp",))
-        split |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
-        for (_, kind), (name, axes) in itertools.product(m.stacks, split.items()):
-            degrees = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
-            if (value := getattr(kind, name)) % math.prod(degrees.values()):
-                given = " x ".join(f"{axis}={n}" for axis, n in degrees.items())
-                raise UserError(
-                    f"{given} does not divide model.{name}={value}; "
-                    f"{' x '.join(degrees)} that works: {divisors(value)}"
-                )
-        parts = (2 * a.cp if a.cp > 1 else 1) * a.tp
-        if t.seq % parts:
-            why = " x ".join(["2 x cp"] * (a.cp > 1) + ["tp"] * (a.tp > 1))
-            raise UserError(
-                f"train.seq={t.seq} does not divide into {why} = {parts} parts (cp={a.cp}, "
-                f"tp={a.tp}); nearest that works: {nearest(t.seq, parts)}"
-            )
-        if self.format.quantized:
-            self._fills_gemms()
-
-    def _fills_gemms(self) -> None:
-        """Every dim is a multiple of what GEMMs of the format take, and no block is cut."""
-        m, a, seq = self.model, self.layout, self.train.seq
-        heads, groups = m.heads // a.tp, m.kv_heads // a.tp
-        multiple, blocks, dtype = self.format.multiple, self.format.blocks, self.precision.dtype
-        if m.layer_groups:
-            raise UserError(
-                f"dtype={dtype!r} is for layers of one kind (model.layer_groups); use dtype=bf16"
-            )
-        fsdp, tp = (a.fsdp, a.tp) if blocks else (1, 1)
-        qkv = f"({heads} heads + 2 x {groups} kv_heads) x it"
-        out = ("model.head_dim", m.head_dim)
-        if m.value_width != m.head_dim:
-            qkv = f"({heads} heads + {groups} kv_heads) x it + {groups} x value_dim={m.value_dim}"
-            out = ("model.value_dim", m.value_dim)
-        rows = f"mbs={a.mbs} x seq / cp={a.cp}"
-        for name, value, split, how, dim in (
-            ("model.embed", m.embed, fsdp, f"embed / fsdp={fsdp}", m.embed // fsdp),
-            ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
-            (*out, 1, f"{heads} heads x it", heads * m.value_width),
-            ("model.head_dim", m.head_dim, 1, qkv, groups * m.group_width),
-            ("train.seq", seq, a.cp * tp, f"seq / cp={a.cp} / tp={tp}", seq // a.cp // tp)
-            if blocks
-            else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
-        ):
-            if dim % multiple:
-                raise UserError(
-                    f"dtype={dtype!r} needs dims of GEMMs that are multiples of {multiple}: "
-                    f"{name}={value} makes {how} = {dim}; nearest that works: "
-                    f"{nearest(value, split * multiple)}"
-                )
-        if m.experts and not m.capacity_factor:
-            raise UserError(
-                f"dtype={dtype!r} needs a fixed number of slots for each expert, and model."
-                "capacity_factor=0 has none; capacity_factor=experts / top_k="
-                f"{m.experts / m.top_k:g} drops no token either, or use dtype=bf16"
-            )
-        tokens = a.mbs * seq // (a.cp * a.tp)
-        slots = m.capacity(tokens) if m.experts else 0
-        gpus = 1 if blocks else a.ep * a.tp  # whose slots are rows of one GEMM, or of its blocks
-        if slots * gpus % multiple:
-            unit = multiple // math.gcd(gpus, multiple)
-            # Of the next number of slots that works; a half stays clear of rounding up again.
-            factor = (-(-slots // unit) * unit - 0.5) * m.experts / (tokens * m.top_k)
-            raise UserError(
-                f"dtype={dtype!r} needs dims of GEMMs that are multiples of {multiple}: model."
-                f"capacity_factor={m.capacity_factor} gives an expert {gpus} x {slots} slots; "
-                f"nearest that works: {factor:.6g}"
-            )
-
-    def _pipelines(self) -> None:
-        a, layers, parts = self.layout, self.model.layers, self.layout.pp * self.layout.vp
-        if a.pp == 1:
-            return
-        if self.train.offload:
-            raise UserError(
-                f"pp={a.pp} keeps what is saved on the GPU, in slots, and train.offload="
-                f"{self.train.offload!r} asks for the host's memory; leave one of them out"
-            )
-        if self.model.layer_groups:
-            raise UserError(
-                f"pp={a.pp} needs layers of one kind, and model.layer_groups are {len(self.model.layer_groups)}; "
-                "use pp=1 with fsdp, ep or tp"
-            )
-        if layers % parts and (layers + 2) % parts:
-            below, above = layers // parts * parts, -(-layers // parts) * parts
-            near = sorted({n for n in (below, above - 2, above) if n > 0})
-            raise UserError(
-                f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {parts} parts, nor "
-                f"does {layers} + 2 (one slot each for embedding and loss); nearest layers that "
-                f"work: {' or '.join(map(str, near))}"
-            )
-        if a.microbatches < a.pp:
-            raise UserError(
-                f"gbs={a.gbs} is {a.microbatches} microbatches, too few for pp={a.pp} stages to "
-                f"work at once; nearest that works: gbs={a.mbs * a.shards * a.pp}"
-            )
+        run_checks.check(self)
 
 
 SECTIONS = {f.name: f.type for f in dataclasses.fields(Run) if f.type is not GpuTypes}

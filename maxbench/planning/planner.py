@@ -246,7 +246,7 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     quantized = f", {how.dtype} {how.backend} {run.format.name}" if run.format.quantized else ""
     lines = [
         title(run),
-        f"{run.layout.describe()}; remat {run.train.keeps}, attention {p.compiled.attention}"
+        f"{run.layout.describe()}; remat {run.train.remat_summary}, attention {p.compiled.attention}"
         + quantized,
         "",
         *headline(p, f),
@@ -322,7 +322,7 @@ def ranking(plans: list[Plan], given: Run) -> str:
         mark = "  (as given)" if p.run == given else ""
         lines.append(
             f"{p.step_s:9.3f} {figures(p)['mfu']['full']:6.1%} {p.memory.spare / GIB:10.1f}  "
-            f"{p.run.layout.describe()}; {p.run.train.keeps}{mark}"
+            f"{p.run.layout.describe()}; {p.run.train.remat_summary}{mark}"
         )
     return "\n".join(lines)
 

@@ -59,7 +59,7 @@ def table(found: dict[str, Points]) -> str:
             speed = rate(run, seconds)
             lines.append(
                 f"{gpus:>7,} {name:>8} {seconds:9.3f} {speed:13,.0f} {speed / gpus / best:>11.1%}"
-                f"  {run.layout.describe().partition(', ')[2]}; {run.train.keeps}"
+                f"  {run.layout.describe().partition(', ')[2]}; {run.train.remat_summary}"
             )
     none = [gpus for gpus in SIZES if gpus not in found["weak"]]
     if none:

@@ -212,7 +212,7 @@ def search(chosen: Sequence[Run], given: Run) -> list[Plan]:
     plans: list[Plan] = []
     say = lambda text: print(text, file=sys.stderr, flush=True)
     for i, one in enumerate(chosen):
-        say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.keeps}")
+        say(f"{i + 1}/{len(chosen)}  {one.layout.describe()}; {one.train.remat_summary}")
         plans.append(plan(one))
         room = memory.activation_bytes(one) + plans[-1].memory.spare
         if one != given and not plans[-1].fits and (less := memory.policies(one, room)):

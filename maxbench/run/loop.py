@@ -172,7 +172,7 @@ def compile_step(step: Step, log: log_writer.Log):
     log.line(
         f"compiled in {lower_s + compile_s:.1f} s (lower {lower_s:.1f}); per device: state "
         f"{state_gib:.2f} GiB, temporaries {temporary_gib:.2f} GiB; "
-        f"attention {train.attention}, remat {train.keeps}{quantized}"
+        f"attention {train.attention}, remat {train.remat_summary}{quantized}"
     )
     if "/jax/compilation_cache/compile_requests_use_cache" in events:
         found = "hit" if events[-1].endswith("cache_hits") else "miss"

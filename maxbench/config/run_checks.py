@@ -1,0 +1,152 @@
+"""Checks of a Run that involve several of its sections. Each raises UserError."""
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from maxbench.config.errors import UserError, divisors, nearest
+
+if TYPE_CHECKING:
+    from maxbench.config.run import Run
+
+
+def check(run: "Run") -> None:
+    """All checks, in the order in which a user would want to know."""
+    _check_checkpoints(run)
+    _check_pipeline(run)
+    _check_experts(run)
+    _check_sharded_dims(run)
+    _check_sequence(run)
+    if run.format.quantized:
+        _check_gemm_dims(run)
+        _check_expert_slots(run)
+
+
+def _check_checkpoints(run: "Run") -> None:
+    o = run.output
+    if run.runtime.mock_gpus and (o.checkpoint or o.checkpoint_every or o.resume):
+        raise UserError("mock_gpus has only one GPU's part of the state; leave checkpoints out")
+
+
+def _check_pipeline(run: "Run") -> None:
+    a, layers, chunks = run.layout, run.model.layers, run.layout.pp * run.layout.vp
+    if a.pp == 1:
+        return
+    if run.train.offload:
+        raise UserError(
+            f"pp={a.pp} stashes activations in GPU memory, and train.offload={run.train.offload!r} "
+            "moves them to host memory; leave one of them out"
+        )
+    if groups := run.model.layer_groups:
+        raise UserError(
+            f"pp={a.pp} needs layers of one kind, and model.layer_groups has {len(groups)}; "
+            "use pp=1 with fsdp, ep or tp"
+        )
+    if layers % chunks and (layers + 2) % chunks:
+        below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
+        near = sorted({n for n in (below, above - 2, above) if n > 0})
+        raise UserError(
+            f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {chunks} chunks, nor "
+            f"does {layers} + 2 (one slot each for embedding and loss); nearest layers that "
+            f"work: {' or '.join(map(str, near))}"
+        )
+    if a.microbatches < a.pp:
+        raise UserError(
+            f"gbs={a.gbs} is {a.microbatches} microbatches, too few for the pp={a.pp} stages; "
+            f"nearest that works: gbs={a.mbs * a.shards * a.pp}"
+        )
+
+
+def _check_experts(run: "Run") -> None:
+    m, ep = run.model, run.layout.ep
+    if ep > 1 and not m.experts:
+        raise UserError(
+            f"ep={ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
+        )
+
+
+def _check_sharded_dims(run: "Run") -> None:
+    """Mesh axes divide the dims that they shard, of every layer group."""
+    a, m = run.layout, run.model
+    axes_of = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tp",))
+    axes_of |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
+    for (_, layer), (dim, axes) in itertools.product(m.stacks, axes_of.items()):
+        sizes = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
+        if (value := getattr(layer, dim)) % math.prod(sizes.values()):
+            product = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+            raise UserError(
+                f"{product} does not divide model.{dim}={value}; "
+                f"{' x '.join(sizes)} that works: {divisors(value)}"
+            )
+
+
+def _check_sequence(run: "Run") -> None:
+    """The sequence divides over tp, and over cp in two chunks per GPU, which balance attention."""
+    a, seq = run.layout, run.train.seq
+    chunks = (2 * a.cp if a.cp > 1 else 1) * a.tp
+    if seq % chunks:
+        factors = " x ".join(["2 x cp"] * (a.cp > 1) + ["tp"] * (a.tp > 1))
+        raise UserError(
+            f"train.seq={seq} does not divide into {factors} = {chunks} parts (cp={a.cp}, "
+            f"tp={a.tp}); nearest that works: {nearest(seq, chunks)}"
+        )
+
+
+def _check_gemm_dims(run: "Run") -> None:
+    """All dims of quantized GEMMs are multiples of the format's, and no scaling block is cut."""
+    m, a, seq, f = run.model, run.layout, run.train.seq, run.format
+    dtype = run.precision.dtype
+    if m.layer_groups:
+        raise UserError(
+            f"dtype={dtype!r} is for layers of one kind (model.layer_groups); use dtype=bf16"
+        )
+    heads, kv_heads = m.heads // a.tp, m.kv_heads // a.tp
+    fsdp, tp = (a.fsdp, a.tp) if f.blocks else (1, 1)
+    qkv = f"({heads} heads + 2 x {kv_heads} kv_heads) x it"
+    out = ("model.head_dim", m.head_dim)
+    if m.value_width != m.head_dim:
+        qkv = f"({heads} heads + {kv_heads} kv_heads) x it + {kv_heads} x value_dim={m.value_dim}"
+        out = ("model.value_dim", m.value_dim)
+    rows = f"mbs={a.mbs} x seq / cp={a.cp}"
+    # setting, its value, its divisor, the dim in words, the dim
+    for name, value, divisor, words, dim in (
+        ("model.embed", m.embed, fsdp, f"embed / fsdp={fsdp}", m.embed // fsdp),
+        ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
+        (*out, 1, f"{heads} heads x it", heads * m.value_width),
+        ("model.head_dim", m.head_dim, 1, qkv, kv_heads * m.group_width),
+        ("train.seq", seq, a.cp * tp, f"seq / cp={a.cp} / tp={tp}", seq // a.cp // tp)
+        if f.blocks
+        else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
+    ):
+        if dim % f.multiple:
+            raise UserError(
+                f"dtype={dtype!r} needs dims of GEMMs that are multiples of {f.multiple}: "
+                f"{name}={value} makes {words} = {dim}; nearest that works: "
+                f"{nearest(value, divisor * f.multiple)}"
+            )
+
+
+def _check_expert_slots(run: "Run") -> None:
+    """The rows of experts' quantized GEMMs are a multiple of the format's."""
+    m, a, f, dtype = run.model, run.layout, run.format, run.precision.dtype
+    if not m.experts:
+        return
+    if not m.capacity_factor:
+        raise UserError(
+            f"dtype={dtype!r} needs a fixed number of slots for each expert, and model."
+            "capacity_factor=0 has none; capacity_factor=experts / top_k="
+            f"{m.experts / m.top_k:g} drops no token either, or use dtype=bf16"
+        )
+    tokens = a.mbs * run.train.seq // (a.cp * a.tp)
+    slots = m.capacity(tokens)
+    gpus = 1 if f.blocks else a.ep * a.tp  # whose slots are rows of one GEMM, or of its blocks
+    if slots * gpus % f.multiple:
+        unit = f.multiple // math.gcd(gpus, f.multiple)
+        # The factor for the next number of slots that works, minus a half slot: rounding up in
+        # Model.capacity() must not exceed it.
+        factor = (-(-slots // unit) * unit - 0.5) * m.experts / (tokens * m.top_k)
+        raise UserError(
+            f"dtype={dtype!r} needs dims of GEMMs that are multiples of {f.multiple}: model."
+            f"capacity_factor={m.capacity_factor} gives an expert {gpus} x {slots} slots; "
+            f"nearest that works: {factor:.6g}"
+        )
