@@ -36,7 +36,7 @@ from benchmarks import kills
 from benchmarks.fuzz import Wrong, check, shown
 from maxbench.config import command_line
 from maxbench.config.errors import UserError
-from maxbench.distributed import rendezvous, runtime, stragglers
+from maxbench.distributed import peer_watch, rendezvous, runtime, stragglers
 from maxbench.run import checkpoint, log_writer, loop, profile, terminal
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
@@ -257,10 +257,13 @@ def meeting(rng: random.Random) -> str:
     fault, address = Fault(rng.randint(1, 6), error), kills.free_address()
     quiet = contextlib.redirect_stderr(io.StringIO())
     with quiet, fault.at(owner, name), futures.ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(rendezvous.rendezvous, address, 3, i, 0.3, f"n{i}") for i in range(3)]
+        calls = [
+            pool.submit(rendezvous.rendezvous, address, 3, rendezvous.Member(i, f"n{i}"), 0.3)
+            for i in range(3)
+        ]
         told = [call.exception(60) or call.result() for call in calls]
-    met = [one for one in told if isinstance(one, rendezvous.PeerWatch)]
-    wrong = [one for one in told if not isinstance(one, (rendezvous.PeerWatch, UserError))]
+    met = [one for one in told if isinstance(one, peer_watch.PeerWatch)]
+    wrong = [one for one in told if not isinstance(one, (peer_watch.PeerWatch, UserError))]
     check(not wrong, f"{name}, call {fault.n}", wrong)
     for one in met:
         one.close("the end of the test")
@@ -270,7 +273,7 @@ def meeting(rng: random.Random) -> str:
 def faults(count: int, seed: int) -> collections.Counter:
     """Runs with so many faults, counted by how they ended."""
     ended = collections.Counter()
-    silent = mock.patch.object(rendezvous.os, "_exit", return_value=None)
+    silent = mock.patch.object(peer_watch.os, "_exit", return_value=None)
     grace = mock.patch.object(rendezvous, "GRACE", 0.05)
     with tempfile.TemporaryDirectory() as name, silent, grace:
         program = Program(pathlib.Path(name))

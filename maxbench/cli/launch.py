@@ -15,7 +15,7 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.launch import jobs, runai, slurm
 from maxbench.launch.job_file import resolve_jobs
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, JobConfig
-from maxbench.preflight import checks
+from maxbench.preflight import xla_flags
 
 # CLUSTER_TYPE -> scheduler module, with dry_run(configs), the text that would be submitted, and
 # submit(configs, wait, suite), which returns an exit code; suite is a name or ''.
@@ -90,7 +90,7 @@ def _check_xla_flags(configs: Sequence[JobConfig]) -> None:
     A login node without jaxlib cannot check them; the job's preflight does.
     """
     if importlib.util.find_spec("jaxlib") and (
-        errors := checks.lint_runs(*(config.run for config in configs))
+        errors := xla_flags.lint_runs(*(config.run for config in configs))
     ):
         raise UserError("; ".join(errors))
 

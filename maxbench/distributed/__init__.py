@@ -1,1 +1,1 @@
-"""What a run finds here: environment, processes, hosts and links; checked, and measured."""
+"""Start-up of a run's processes: environment, rendezvous, watch for lost peers, slow hosts."""

@@ -1,6 +1,6 @@
-"""All that must happen before the first device call: environment, processes, versions.
+"""Start-up before the first device call: environment variables, GPUs, processes.
 
-prepare() runs before jax is imported, connect() right after.
+set_environment() runs before jax is imported, init_distributed() right after.
 """
 
 import contextlib
@@ -11,22 +11,24 @@ import stat
 import sys
 import tempfile
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import rendezvous, slurm_env
+from maxbench.distributed.peer_watch import PeerWatch
 
-JAX_PROCESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-DRIVERS = {12: 525, 13: 580}  # CUDA of jax's wheels -> the first driver that runs it
+JAX_PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+MIN_DRIVER = {12: 525, 13: 580}  # CUDA version of jax's wheels -> the oldest driver that runs it
 
 
 def set_environment(run: Run) -> None:
-    """Sets the environment that jax reads at import, and makes sure that results can be written.
+    """Sets the environment that jax reads at import, and checks that results can be written.
 
     Raises:
-      UserError: output_dir cannot be written; the run is for GPUs, and there is none; what takes
-        metrics is not installed.
+      UserError: output_dir cannot be written; the run needs GPUs, and there is none; wandb=True,
+        and Weights & Biases is not installed.
     """
     if run.output.wandb and find_spec("wandb") is None:
         raise UserError(
@@ -36,145 +38,173 @@ def set_environment(run: Run) -> None:
     if run.runtime.cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(run.runtime.cpu_devices)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(environment.GPU_MEMORY_FRACTION))
+    fraction = str(environment.GPU_MEMORY_FRACTION)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", fraction)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    if run.runtime.mock_gpus:  # else the compiler waits for what mocked processes have tuned
+    if run.runtime.mock_gpus:  # mocked processes never send the autotuning results XLA waits for
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     try:
-        _make(os.path.join(run.output.dir, "experiments"))
+        _make_writable(os.path.join(run.output.dir, "experiments"))
     except OSError as e:
         raise UserError(f"output_dir={run.output.dir!r} cannot be written: {e.strerror}") from None
-    if not run.runtime.cpu_devices and (why := no_gpu()):
-        _refuse(run, why)
-        # Without a driver jax's CUDA plugin complains for a page, or crashes.
+    if not run.runtime.cpu_devices and (reason := why_no_gpu()):
+        _require_gpu(run, reason)
+        # Without a driver jax's CUDA plugin prints a page of errors, or crashes.
         os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
-    _keep_programs(run)
+    _enable_compilation_cache(run)
 
 
-def _make(folder: str) -> None:
-    """Makes a folder; raises OSError where it cannot be written."""
+def _make_writable(folder: str) -> None:
+    """Creates a folder if it is missing.
+
+    Raises:
+      OSError: it cannot be created, or not written.
+    """
     os.makedirs(folder, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def _keep_programs(run: Run) -> None:
-    """Has jax keep what it compiles, and XLA what it tunes, where that can be written."""
-    env, own = os.environ, os.environ.get("JAX_COMPILATION_CACHE_DIR")
+def _enable_compilation_cache(run: Run) -> None:
+    """Has jax cache compiled programs, and XLA its autotuning results, if the folder is writable.
+
+    Several processes autotune together, so all must find a program in the cache, or none: they
+    cache only in a folder of their own job, which JAX_COMPILATION_CACHE_DIR names.
+    """
+    env, configured = os.environ, os.environ.get("JAX_COMPILATION_CACHE_DIR")
     counts = (env.get(name, "1") for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"))
-    if not own and max(run.runtime.processes, *map(int, counts)) > 1:
-        return  # they tune together, so all must find a program, or none: not in any folder
-    folder = env["JAX_COMPILATION_CACHE_DIR"] = own or str(environment.cache_dir() / "jax")
+    if not configured and max(run.runtime.processes, *map(int, counts)) > 1:
+        return
+    folder = configured or str(environment.cache_dir() / "jax")
+    env["JAX_COMPILATION_CACHE_DIR"] = folder
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     try:
-        _make(folder)
+        _make_writable(folder)
     except OSError as e:
         env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-        print(f"maxbench: no program is kept, {folder}: {e.strerror}", file=sys.stderr)
+        print(f"maxbench: no compilation cache in {folder}: {e.strerror}", file=sys.stderr)
 
 
-def no_gpu() -> str:
-    """Why jax can find no GPU on this host, and what to do; '' where it may find one.
+def why_no_gpu() -> str:
+    """Why jax can find no GPU on this host, and what to do; '' if it may find one.
 
-    Touches neither jax nor a GPU.
+    Calls neither jax nor a GPU.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1", "NoDevFiles"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides them: unset it, or ask Slurm (--gres=gpu:8)"
-    if not glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"):  # dxg: Windows' GPUs in Linux
+    if not glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"):  # dxg: in Linux on Windows
         return "there is no device file /dev/nvidia*: ask Slurm (--gres=gpu:8), docker (--gpus all)"
     try:
-        driver, known = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        driver, cuda_version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:
         return "there is no driver (libcuda.so.1): install it, or start the container with GPUs"
-    driver.cuDriverGetVersion(ctypes.byref(known))  # of CUDA, as 13020
+    driver.cuDriverGetVersion(ctypes.byref(cuda_version))  # as 13020 for CUDA 13.2
     if find_spec("jax_plugins") is None:
         return "jax's CUDA plugin is not installed: pip install 'maxbench[gpu]'"
-    for cuda, first in DRIVERS.items():
-        if environment.version(f"jax-cuda{cuda}-plugin") and known.value // 1000 < cuda:
+    supported = cuda_version.value // 1000
+    for cuda, driver_version in MIN_DRIVER.items():
+        if environment.version(f"jax-cuda{cuda}-plugin") and supported < cuda:
             return (
-                f"the driver knows CUDA up to {known.value // 1000}, and jax's wheels are for CUDA "
-                f"{cuda}: install driver {first} or later, or wheels for an older one (jax[cuda12])"
+                f"the driver supports CUDA up to {supported}, and jax's wheels are for CUDA {cuda}"
+                f": install driver {driver_version} or later, or older wheels (jax[cuda12])"
             )
     platforms = os.environ.get("JAX_PLATFORMS") or "cuda"
     return "" if {"cuda", "gpu"} & {*platforms.split(",")} else f"JAX_PLATFORMS={platforms}"
 
 
-def _refuse(run: Run, why: str) -> None:
-    """Raises UserError unless the run may do without a GPU."""
+def _require_gpu(run: Run, reason: str) -> None:
+    """Raises UserError, with the reason why there is no GPU, unless the run may use a CPU."""
     if run.runtime.mock_gpus or not (run.runtime.cpu_devices or run.runtime.any_device):
         raise UserError(
-            f"no GPU on {environment.hostname()}: {why}; a run on {run.layout.describe()} is for GPUs: "
-            "--cpu_devices N says that a CPU is wanted, :tiny takes whatever is there"
+            f"no GPU on {environment.hostname()}: {reason}; a run on {run.layout.describe()} needs "
+            "GPUs: --cpu_devices N runs it on a CPU, the preset :tiny on any device"
         )
 
 
 def log_path() -> str:
-    """Where what this process prints can be read; '' where that is not known."""
-    if log := os.environ.get("MB_LOG"):  # of all tasks, each line with its number
-        return f"lines {os.environ.get('SLURM_PROCID', '0')}: of {log}"
+    """File that this process prints to, or ''; of a log of all tasks, the prefix of its lines."""
+    if shared_log := os.environ.get("MB_LOG"):  # srun --label puts the task's number first
+        return f"lines {os.environ.get('SLURM_PROCID', '0')}: of {shared_log}"
     with contextlib.suppress(OSError):
         if stat.S_ISREG(os.fstat(2).st_mode):
             return os.readlink("/proc/self/fd/2")
     return ""
 
 
-def init_distributed(run: Run) -> rendezvous.PeerWatch | None:
-    """Joins the other processes of the run, and returns them, if there are any.
+def init_distributed(run: Run) -> PeerWatch | None:
+    """Connects the processes of the run, and initializes jax; returns None for a single process.
 
-    They are found from flags, from JAX's environment (JAX_PROCESSES), or from Slurm's.
+    Addresses and numbers come from flags, from JAX_PROCESS_VARIABLES, or from Slurm's variables.
 
     Raises:
-      UserError: some did not come; the run is for GPUs, and jax found none.
+      UserError: the processes cannot be connected; the run needs GPUs, and jax found none.
     """
     import jax
 
-    r, found = run.runtime, None
-    if r.mock_gpus:
-        jax.config.update("jax_mock_gpu_topology", run.gpu.topology(r.mock_gpus, 1))
-    address, count, process, devices = _place(run)
-    if count > 1:
-        wait = r.rendezvous_timeout_s or rendezvous.seconds(count)
-        found = rendezvous.rendezvous(
-            address, count, process, wait, environment.hostname(), log_path(), slurm_env.places()
+    if run.runtime.mock_gpus:
+        topology = run.gpu.topology(run.runtime.mock_gpus, 1)
+        jax.config.update("jax_mock_gpu_topology", topology)
+    peers, group = None, _process_group(run)
+    if group.count > 1:
+        timeout_s = run.runtime.rendezvous_timeout_s or rendezvous.default_timeout_s(group.count)
+        member = rendezvous.Member(group.process, environment.hostname(), log_path())
+        peers = rendezvous.rendezvous(
+            group.coordinator, group.count, member, timeout_s, slurm_env.process_hosts()
         )
         jax.distributed.initialize(
-            address,
-            count,
-            process,
-            local_device_ids=devices,
-            initialization_timeout=round(wait),
-            heartbeat_timeout_seconds=50,  # of a process that lives and does nothing
+            group.coordinator,
+            group.count,
+            group.process,
+            local_device_ids=group.local_gpus,
+            initialization_timeout=round(timeout_s),
+            heartbeat_timeout_seconds=50,  # finds a process that hangs, which keepalive does not
         )
     if jax.default_backend() != "gpu":
-        seen = "jax found none, see above; in a Slurm job --gres=gpu:8 may be missing"
-        _refuse(run, no_gpu() or seen)
-    return found
+        reason = "jax found none, see above; a Slurm job may lack --gres=gpu:8"
+        _require_gpu(run, why_no_gpu() or reason)
+    return peers
 
 
-def _place(run: Run) -> tuple[str, int, int, list[int] | None]:
-    """The coordinator's address, how many processes there are, which this is, and its GPUs, where
-    jax needs to be told."""
-    r, env = run.runtime, os.environ
-    address = env.get(JAX_PROCESSES[0], "")
-    if r.coordinator:
-        return r.coordinator, r.processes, r.process, None
+class ProcessGroup(NamedTuple):
+    """The processes of a run, and this one among them."""
+
+    coordinator: str = ""  # host:port
+    count: int = 1
+    process: int = 0
+    local_gpus: list[int] | None = None  # GPUs of this process; None: jax's choice
+
+
+def _process_group(run: Run) -> ProcessGroup:
+    """Finds the processes of the run in flags, jax's variables, or Slurm's.
+
+    Raises:
+      UserError: a variable is missing or malformed.
+    """
+    options, env = run.runtime, os.environ
+    if options.coordinator:
+        return ProcessGroup(options.coordinator, options.processes, options.process)
+    address, *numbers = (env.get(name) for name in JAX_PROCESS_VARIABLES)
     try:
-        if set(JAX_PROCESSES) <= set(env):
-            return address, *(int(env[name]) for name in JAX_PROCESSES[1:]), None
-        if (count := int(env.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
-            per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
-            node = -(-run.layout.gpus // count)  # GPUS_PER_NODE may be less than a node has
-            # Left alone, jax gives a process one GPU: right for one process per GPU only.
-            whole = list(range(node)) if per_node == "1" and not r.cpu_devices else None
-            return address or slurm_env.address(), count, int(env["SLURM_PROCID"]), whole
+        if address is not None and None not in numbers:
+            return ProcessGroup(address, *map(int, numbers))
+        count = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+        if count == 1:
+            return ProcessGroup()
+        tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
+        local_gpus = None
+        if tasks_per_node == "1" and not options.cpu_devices:
+            # By itself jax takes one GPU per task. The run may use fewer than a node has.
+            local_gpus = list(range(-(-run.layout.gpus // count)))
+        address = address or slurm_env.coordinator_address()
+        return ProcessGroup(address, count, int(env["SLURM_PROCID"]), local_gpus)
     except (ValueError, KeyError, IndexError) as e:
-        raise UserError(f"{', '.join(JAX_PROCESSES)} or Slurm's variables: {e!r}") from None
-    return "", 1, 0, None
+        names = ", ".join(JAX_PROCESS_VARIABLES)
+        raise UserError(f"{names} or Slurm's variables are malformed: {e!r}") from None
 
 
-def processes() -> int:
-    """How many processes the run has. Of a mocked network jax counts those that are not there."""
+def process_count() -> int:
+    """Processes of the run. With a mocked network jax counts those that do not exist, too."""
     import jax
 
     return 1 if jax.config.read("jax_mock_gpu_topology") else jax.process_count()

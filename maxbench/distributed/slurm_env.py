@@ -1,46 +1,59 @@
-"""What Slurm says of the processes that one srun starts: how many, on which hosts, where is 0."""
+"""Processes of one srun, from Slurm's environment variables: hosts, and the coordinator."""
 
 import os
 import re
 from collections.abc import Mapping
 
+FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux assigns to outgoing connections
 
-def hosts(nodelist: str) -> list[str]:
+
+def expand_nodelist(nodelist: str) -> list[str]:
     """Hosts of Slurm's notation: 'a[1-3,07]b,c' is a1b, a2b, a3b, a07b, c."""
-    found = []
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+    hosts = []
+    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names = [""]
-        for text, numbers in re.findall(r"([^\[]+)|\[([^\]]*)\]", name):
-            names = [x + y for x in names for y in ([text] if text else _numbers(numbers))]
-        found += names
-    return found
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", pattern):
+            suffixes = [text] if text else _expand_ranges(ranges)
+            names = [name + suffix for name in names for suffix in suffixes]
+        hosts += names
+    return hosts
 
 
-def _numbers(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str) -> list[str]:
     """'1-3,07' as 1, 2, 3, 07."""
-    found = []
+    numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
-def places(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The host of each process, in their order; [] where it cannot be told.
+def process_hosts(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Host of each process, in their order; [] if Slurm's variables do not determine it.
 
-    Processes are dealt out node by node, unless srun's --distribution says otherwise.
+    srun fills one node after the other, unless --distribution says otherwise.
     """
-    each = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [int(n) for n, times in each for _ in range(int(times or 1))]
-    names = hosts(env.get("SLURM_STEP_NODELIST", ""))
-    way = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
-    if len(names) != len(counts) or (way != "block" and max(counts, default=0) > 1):
+    counts = [
+        int(count)
+        for count, repeats in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
+        for _ in range(int(repeats or 1))
+    ]
+    hosts = expand_nodelist(env.get("SLURM_STEP_NODELIST", ""))
+    distribution = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
+    in_blocks = distribution == "block" or max(counts, default=0) <= 1
+    if len(hosts) != len(counts) or not in_blocks:
         return []
-    return [name for name, n in zip(names, counts, strict=True) for _ in range(n)]
+    return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
 
 
-def address(env: Mapping[str, str] = os.environ) -> str:
-    """host:port of process 0, as every process of an srun works it out by itself."""
-    first = hosts(env["SLURM_STEP_NODELIST"])[0]
+def coordinator_address(env: Mapping[str, str] = os.environ) -> str:
+    """host:port of process 0, which every process of an srun derives alike.
+
+    Raises:
+      KeyError, IndexError, ValueError: a variable is missing or malformed.
+    """
+    host = expand_nodelist(env["SLURM_STEP_NODELIST"])[0]
     number = int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))
-    return f"{first}:{61440 + number % 4096}"  # ports that nobody else is given
+    return f"{host}:{FIRST_PORT + number % PORTS}"

@@ -1,1 +1,1 @@
-"""Checks of the nodes before the first step."""
+"""Checks of XLA flags, processes and nodes before the first step."""

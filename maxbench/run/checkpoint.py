@@ -97,7 +97,7 @@ class Saver:
 
     def __exit__(self, kind, *_) -> None:
         """Waits for the save under way, but not in vain: for other processes after a failure."""
-        if kind and runtime.processes() > 1:
+        if kind and runtime.process_count() > 1:
             return
         self.closing = time.time()
         try:

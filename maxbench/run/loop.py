@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from maxbench.config import environment, folders
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.distributed import rendezvous, runtime, stragglers
+from maxbench.distributed import peer_watch, runtime, stragglers
 from maxbench.metrics import step_stats
 from maxbench.run import checkpoint, log_writer, metric_writers, profile, terminal
 from maxbench.sharding import mesh, rules
@@ -85,10 +85,10 @@ def _train(step: Step, found, stop: Callable[[int], str], log: log_writer.Log) -
     state = load(step, found, log) if found else step.init()
     with saver(run, log) as save:
         stopped = steps(run, log, stop, compiled, state, save)
-    if runtime.processes() > 1 or step.platform in ("gpu", "cuda"):
-        log.result |= stragglers.compare_hosts(
-            step_stats.measured_window(run.train.window, log.times)[1]
-        )
+    if runtime.process_count() > 1 or step.platform in ("gpu", "cuda"):
+        measured_s = step_stats.measured_window(run.train.window, log.times)[1]
+        hosts, slow = stragglers.compare_hosts(measured_s)
+        log.result |= {"hosts": hosts, "slow_hosts": slow}
     return stopped
 
 
@@ -103,8 +103,8 @@ def verdict(e: BaseException, run: Run, log, others) -> tuple[str, str, int]:
         return "failed", str(e), 2
     if isinstance(e, RunFailed):
         return "failed", str(e), 1
-    if others and others.lost.wait(rendezvous.GRACE):  # what was raised is only what came of it
-        return "failed", others.why, 1
+    if others and others.lost.wait(peer_watch.GRACE_S):  # what was raised is only what came of it
+        return "failed", others.reason, 1
     for full in ("No space left on device", "Disk quota exceeded"):
         if full in str(e):  # tensorstore's is no OSError
             return "failed", f"{full}: output_dir={run.output.dir!r}", 1
@@ -118,7 +118,7 @@ def check_processes(run: Run, devices) -> None:
       UserError: some would have nothing to do.
     """
     owners = {d.process_index for d in devices.devices.flat}
-    if len(owners) < (there := runtime.processes()):
+    if len(owners) < (there := runtime.process_count()):
         here = jax.local_device_count()
         raise UserError(
             f"{run.layout.describe()} leaves {there - len(owners)} of {there} processes with "
@@ -136,13 +136,15 @@ def start_log(run: Run, devices, screen: terminal.Screen | None = None) -> log_w
         "git": environment.git_revision(),
         "environment": environment.variables(),
         "xla_options": xla_options.xla_options(first.platform, run),
-        "processes": runtime.processes(),
+        "processes": runtime.process_count(),
         "job": {k: os.environ[v] for k, v in JOB.items() if v in os.environ},
         "flops_conventions": list(log_writer.flops.CONVENTIONS),
     }
     process = jax.process_index()
     stamp = folders.make_folder(run) if process == 0 else 0
-    if runtime.processes() > 1:  # before anything stands there: another process may have to end it
+    if (
+        runtime.process_count() > 1
+    ):  # before anything stands there: another process may have to end it
         stamp = int(multihost_utils.broadcast_one_to_all(stamp))
     log = log_writer.Log(run, found, sys.argv, process, folders.run_folder(run, stamp), about)
     log.screen = screen
@@ -239,9 +241,9 @@ def steps(
     log.phase("steps", i, run.train.steps)
     while i < run.train.steps and not reason:
         reason = stop(i)
-        if window.edge(i):
+        if window.changes_at(i):
             queue.drain()
-        window.before(i)
+        window.before_step(i)
         state, out = compiled(state)
         queue.add(i, out)
         i += 1
@@ -252,7 +254,7 @@ def steps(
         elif saver:
             saver.check()
     queue.drain()
-    window.switch(on=False)
+    window.close()
     if saver:
         log.phase("save")
         saver.save(state)
@@ -302,7 +304,7 @@ class StepTimer:
                 )
 
 
-def stop_requests(others: rendezvous.PeerWatch | None) -> Callable[[int], str]:
+def stop_requests(others: peer_watch.PeerWatch | None) -> Callable[[int], str]:
     """SIGTERM: finish the step, save if checkpoints were asked for, exit. Several processes agree
     on the step, whichever of them it was sent to.
 
@@ -311,5 +313,5 @@ def stop_requests(others: rendezvous.PeerWatch | None) -> Callable[[int], str]:
     asked = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(signal.Signals(number).name))
     if others:
-        return lambda step: "SIGTERM" * others.stop(step, bool(asked))
+        return lambda step: "SIGTERM" * others.is_last_step(step, bool(asked))
     return lambda _: asked[0] if asked else ""

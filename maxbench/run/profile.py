@@ -1,4 +1,4 @@
-"""Profiles: windows of steps under Nsight Systems or XPlane."""
+"""Profiles of chosen steps, by Nsight Systems or as XPlane."""
 
 import contextlib
 import ctypes
@@ -10,52 +10,61 @@ from maxbench.config.run import Profile
 
 
 class Window:
-    """Opens the profiler before its first step and closes it after its last, on chosen processes.
+    """Starts the profiler before the first profiled step and stops it after the last.
 
-    Under nsys (started by launch/task.sh with --capture-range=cudaProfilerApi) it moves CUDA's
-    profiler range; xplane needs nothing but jax, and writes <folder>/xplane.
+    Under nsys, which launch/task.sh starts with --capture-range=cudaProfilerApi, it opens and
+    closes CUDA's profiler range. xplane needs jax alone, and writes <folder>/xplane.
+
+    Args:
+      process: number of this process; those not in profile.ranks record nothing.
     """
 
     def __init__(self, profile: Profile, process: int, folder: pathlib.Path):
-        chosen = process in {int(r) for r in profile.ranks.split(",")}
+        chosen = process in {int(rank) for rank in profile.ranks.split(",")}
         self.tool = profile.tool if chosen and profile.tool in ("nsys", "xplane") else ""
-        self.profile, self.folder, self.open = profile, folder, False
+        self.profile, self.folder, self.recording = profile, folder, False
 
-    def edge(self, step: int) -> bool:
-        """Whether the window opens or closes before this step: the queue must be empty then."""
+    def changes_at(self, step: int) -> bool:
+        """Whether the profiler starts or stops before this step: no step may be in flight then."""
         return bool(self.tool) and step in (self.profile.start, self.profile.stop)
 
-    def before(self, step: int) -> None:
-        """To be called before each step is started."""
-        if self.edge(step):
-            self.switch(on=step == self.profile.start)
+    def before_step(self, step: int) -> None:
+        """Starts or stops the profiler, if this is the step to do so."""
+        if self.changes_at(step):
+            self._record(step == self.profile.start)
 
-    def switch(self, on: bool) -> None:
-        """Opens the window or closes it, if it is not so already."""
-        if self.open == on:
+    def close(self) -> None:
+        """Stops the profiler if it still records."""
+        self._record(False)
+
+    def _record(self, on: bool) -> None:
+        if self.recording == on:
             return
-        self.open = on
+        self.recording = on
         if self.tool == "nsys":
-            _cuda_profiler("cudaProfilerStart" if on else "cudaProfilerStop")
+            _call_cuda_profiler("cudaProfilerStart" if on else "cudaProfilerStop")
             return
-        from jax import profiler  # late: importing this module needs no jax
+        from jax import profiler  # importing this module needs no jax
 
         profiler.start_trace(str(self.folder / "xplane")) if on else profiler.stop_trace()
 
 
-def _cuda_profiler(name: str) -> None:
-    """Calls the CUDA runtime's profiler switch.
+def _call_cuda_profiler(function: str) -> None:
+    """Calls a function without arguments of the CUDA runtime.
 
     Raises:
-      UserError: there is no CUDA runtime, so nsys cannot see a range.
+      UserError: the CUDA runtime is not installed, or the call fails.
     """
-    packed = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")
-    for library in [*map(str, packed), "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
-        with contextlib.suppress(OSError):  # another one, then
-            if code := getattr(ctypes.CDLL(library), name)():
-                why = f"{name} failed with CUDA error {code}"
-                raise UserError(f"{why}; profile=xplane does not need it")
+    wheels = pathlib.Path(sys.prefix).glob("lib/python*/site-packages/nvidia/**/libcudart.so.1?")
+    for library in [*map(str, wheels), "libcudart.so.13", "libcudart.so.12", "libcudart.so"]:
+        with contextlib.suppress(OSError):  # not installed: try the next
+            if code := getattr(ctypes.CDLL(library), function)():
+                raise UserError(
+                    f"profile=nsys: {function} failed with CUDA error {code}; profile=xplane does "
+                    "not need it"
+                )
             return
     raise UserError(
-        "profile=nsys needs CUDA's runtime (libcudart), which is not here; profile=xplane does not"
+        "profile=nsys needs the CUDA runtime (libcudart), which is not installed; profile=xplane "
+        "does not"
     )

@@ -1,4 +1,4 @@
-"""What is found on this machine before jax starts: GPUs, or why there are none."""
+"""Start-up before jax: whether there is a GPU, the compilation cache, the processes of the run."""
 
 import ctypes
 import glob
@@ -12,42 +12,41 @@ import pytest
 
 from maxbench.config import environment
 from maxbench.config.errors import UserError
-from maxbench.distributed import runtime
-from maxbench.run import loop
-from tests.conftest import keeping, processes, resolve
+from maxbench.distributed import rendezvous, runtime
+from tests.conftest import processes, resolve
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """Makes a machine: a device file or none, what its driver knows of CUDA (0 = no driver), the
-    CUDA of jax's wheels, variables."""
+def host(monkeypatch, tmp_path):
+    """Simulates a host: device files, the driver's CUDA version (0: no driver), the CUDA version
+    of jax's wheels (0: no plugin), environment variables."""
 
-    def make(files=("/dev/nvidia0",), knows=13000, wheels=13, **env):
+    def simulate(files=("/dev/nvidia0",), driver_cuda=13000, wheels=13, **env):
         def load(name):
-            if not knows:
+            if not driver_cuda:
                 raise OSError(f"{name}: cannot open shared object file")
-            answer = lambda number: setattr(number._obj, "value", knows)
-            return types.SimpleNamespace(cuDriverGetVersion=answer)
+            set_version = lambda pointer: setattr(pointer._obj, "value", driver_cuda)
+            return types.SimpleNamespace(cuDriverGetVersion=set_version)
 
         plugin = f"jax-cuda{wheels}-plugin"
         monkeypatch.setattr(glob, "glob", lambda pattern: list(files) * ("nvidia" in pattern))
         monkeypatch.setattr(ctypes, "CDLL", load)
         monkeypatch.setattr(runtime, "find_spec", lambda name: wheels or None)
         monkeypatch.setattr(environment, "version", lambda name: "0.10.2" * (name == plugin))
-        monkeypatch.setattr(os, "environ", {"MAXBENCH_CACHE": str(tmp_path / "kept")} | env)
+        monkeypatch.setattr(os, "environ", {"MAXBENCH_CACHE": str(tmp_path / "cache")} | env)
 
-    return make
+    return simulate
 
 
-MISSING = {
+NO_GPU = {
     "device file": (dict(files=()), "no device file /dev/nvidia*: ask Slurm (--gres=gpu:8)"),
-    "driver": (dict(knows=0), "no driver (libcuda.so.1): install it"),
+    "driver": (dict(driver_cuda=0), "no driver (libcuda.so.1): install it"),
     "new driver": (
-        dict(knows=12080),
-        "knows CUDA up to 12, and jax's wheels are for CUDA 13: install driver 580 or later, or "
-        "wheels for an older one (jax[cuda12])",
+        dict(driver_cuda=12080),
+        "supports CUDA up to 12, and jax's wheels are for CUDA 13: install driver 580 or later, or "
+        "older wheels (jax[cuda12])",
     ),
-    "old wheels": (dict(knows=11080, wheels=12), "for CUDA 12: install driver 525 or later"),
+    "old wheels": (dict(driver_cuda=11080, wheels=12), "for CUDA 12: install driver 525 or later"),
     "plugin": (dict(wheels=0), "plugin is not installed: pip install 'maxbench[gpu]'"),
     "visible": (dict(CUDA_VISIBLE_DEVICES=""), "CUDA_VISIBLE_DEVICES='' hides them: unset it"),
     "NoDevFiles": (dict(CUDA_VISIBLE_DEVICES="NoDevFiles"), "or ask Slurm (--gres=gpu:8)"),
@@ -55,102 +54,115 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("name", MISSING)
-def test_a_run_for_gpus_refuses_a_machine_without(machine, tmp_path, name):
-    lacks, text = MISSING[name]
-    machine(**lacks, SLURMD_NODENAME="n7")
+@pytest.mark.parametrize("name", NO_GPU)
+def test_run_that_needs_gpus_is_refused_without_one(host, tmp_path, name):
+    properties, reason = NO_GPU[name]
+    host(**properties, SLURMD_NODENAME="n7")
     run = resolve("llama2_70b", gpus=64, output_dir=str(tmp_path))
     with pytest.raises(UserError) as error:
         runtime.set_environment(run)
-    said = str(error.value)
-    assert said.startswith("no GPU on n7: ")
-    for part in (text, "a run on 64 devices, fsdp 64", "is for GPUs: --cpu_devices N"):
-        assert part in said
-    assert len(said) < 400
-    assert "JAX_PLATFORMS" not in {*os.environ} - {*lacks}
-    # A toy takes what is there, and leaves a CUDA plugin that cannot work alone.
+    message = str(error.value)
+    assert message.startswith("no GPU on n7: ")
+    for part in (reason, "a run on 64 devices, fsdp 64", "needs GPUs: --cpu_devices N"):
+        assert part in message
+    assert len(message) < 400
+    assert "JAX_PLATFORMS" not in {*os.environ} - {*properties}
+
+
+@pytest.mark.parametrize("name", NO_GPU)
+def test_toy_run_uses_the_cpu_without_a_gpu(host, tmp_path, name):
+    """Otherwise jax would load a CUDA plugin that cannot work."""
+    host(**NO_GPU[name][0])
     runtime.set_environment(resolve("llama2_70b", "tiny", output_dir=str(tmp_path)))
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 @pytest.mark.parametrize("env", [{}, {"JAX_PLATFORMS": "cuda,cpu"}, {"CUDA_VISIBLE_DEVICES": "3"}])
 @pytest.mark.parametrize(
-    "has", [{}, {"knows": 12020, "wheels": 12}, {"knows": 13020, "wheels": 12}]
+    "properties",
+    [{}, {"driver_cuda": 12020, "wheels": 12}, {"driver_cuda": 13020, "wheels": 12}],
 )
-def test_a_machine_with_gpus_is_left_to_jax(machine, tmp_path, has, env):
-    machine(**has, **env)
-    assert runtime.no_gpu() == ""
+def test_platform_is_left_to_jax_on_a_host_with_gpus(host, tmp_path, properties, env):
+    host(**properties, **env)
+    assert runtime.why_no_gpu() == ""
     runtime.set_environment(resolve("llama2_70b", gpus=64, output_dir=str(tmp_path)))
     assert os.environ.get("JAX_PLATFORMS") == env.get("JAX_PLATFORMS")
     assert "XLA_FLAGS" not in os.environ
+
+
+def test_mocked_gpus_do_not_shard_autotuning(host, tmp_path):
+    host()
     runtime.set_environment(resolve("llama2_70b", gpus=64, mock_gpus=64, output_dir=str(tmp_path)))
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=false"
 
 
-def test_a_cpu_where_jax_should_have_found_gpus_is_refused(machine):
-    machine()  # and yet jax runs on a CPU: another's device files, a broken plugin
-    with pytest.raises(UserError, match="jax found none, see above; in a Slurm job --gres=gpu:8"):
+def test_run_is_refused_if_jax_finds_no_gpu_in_spite_of_a_driver(host):
+    """As with another user's device files, or a broken plugin."""
+    host()
+    with pytest.raises(UserError, match="jax found none, see above; a Slurm job may lack --gres"):
         runtime.init_distributed(resolve("llama2_70b", gpus=64))
     runtime.init_distributed(resolve("llama2_70b", gpus=64, cpu_devices=64))
     runtime.init_distributed(resolve("llama2_70b", "tiny"))
 
 
-@pytest.mark.parametrize("door", ["train", "preflight"])
-def test_a_recipe_without_a_gpu_is_answered_before_jax_starts(tmp_path, door):
-    command = [sys.executable, "-X", "importtime", "-m", f"maxbench.{door}", "--gpus", "8"]
-    command += ["--config", "configs/llama31_8b.py", "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, env=processes(), capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["train", "preflight"])
+def test_missing_gpu_is_reported_before_jax_is_imported(tmp_path, command):
+    words = [sys.executable, "-X", "importtime", "-m", f"maxbench.{command}", "--gpus", "8"]
+    words += ["--config", "configs/llama31_8b.py", "--output_dir", str(tmp_path)]
+    done = subprocess.run(words, env=processes(), capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"maxbench {door}: error: no GPU on " in done.stderr
+    assert f"maxbench {command}: error: no GPU on " in done.stderr
     assert "| jax\n" not in done.stderr
 
 
-def test_programs_are_kept_where_one_may_write(machine, tmp_path, capsys):
+def test_compilation_cache_is_in_a_writable_folder(host, tmp_path, capsys):
     folder = lambda: os.environ.get("JAX_COMPILATION_CACHE_DIR")
     toy = resolve("llama2_70b", "tiny", output_dir=str(tmp_path))
-    machine()
+    host()
     runtime.set_environment(toy)
-    assert folder() == f"{tmp_path}/kept/jax"
-    machine(STAGE_PATH=str(tmp_path / "stage"))
+    assert folder() == f"{tmp_path}/cache/jax"
+    host(STAGE_PATH=str(tmp_path / "stage"))
     del os.environ["MAXBENCH_CACHE"]
     runtime.set_environment(toy)
     assert folder() == f"{tmp_path}/stage/cache/jax"
     assert os.path.isdir(folder())
-    # Several processes find all the same, in a folder that is their job's own; or keep nothing.
-    machine(JAX_NUM_PROCESSES="2")
-    runtime.set_environment(toy)
-    assert folder() is None
-    machine(JAX_NUM_PROCESSES="2", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "job"))
-    runtime.set_environment(toy)
-    assert folder() == f"{tmp_path}/job"
     assert "JAX_ENABLE_COMPILATION_CACHE" not in os.environ
     assert not capsys.readouterr().err
     (tmp_path / "file").touch()
-    machine(MAXBENCH_CACHE=str(tmp_path / "file"))
+    host(MAXBENCH_CACHE=str(tmp_path / "file"))
     runtime.set_environment(toy)
     assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false"
-    assert f"no program is kept, {tmp_path}/file/jax: Not a directory" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"no compilation cache in {tmp_path}/file/jax: Not a directory" in error
 
 
-@pytest.fixture
-def kept(tmp_path):
-    """A folder where this process keeps its programs, for a test."""
-    with keeping(tmp_path):
-        yield tmp_path
+def test_several_processes_cache_in_a_folder_of_their_job_alone(host, tmp_path):
+    """All of them must find a program, or none."""
+    folder = lambda: os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    toy = resolve("llama2_70b", "tiny", output_dir=str(tmp_path))
+    host(JAX_NUM_PROCESSES="2")
+    runtime.set_environment(toy)
+    assert folder() is None
+    host(JAX_NUM_PROCESSES="2", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "job"))
+    runtime.set_environment(toy)
+    assert folder() == f"{tmp_path}/job"
+    assert "JAX_ENABLE_COMPILATION_CACHE" not in os.environ
 
 
-def test_the_log_says_whether_the_step_was_found(kept):
-    said, result = [], {}
-    log = types.SimpleNamespace(line=said.append, result=result, phase=str)
-    step = types.SimpleNamespace(run=resolve("llama2_70b", "tiny"), abstract={})
-    step.compile = lambda: (jax.jit(lambda x: x * 3).lower(1.0).compile(), 0.0, 0.0)
-    loop.compile_step(step, log)
-    assert said[1:] == [f"compilation cache miss: {kept}"]
-    loop.compile_step(step, log)
-    assert said[3:] == [f"compilation cache hit: {kept}"]
-    assert result["compilation_cache"] == "hit"
-    for file in kept.glob("jit*-cache"):
-        file.write_bytes(b"cut short")
-    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
-        loop.compile_step(step, log)
-    assert result["compilation_cache"] == "miss"
+def test_process_uses_the_gpus_of_the_run_on_its_node(monkeypatch):
+    """A run on 8 GPUs of 2 nodes takes 4 of each, whatever the GPU type has."""
+    calls = []
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *arguments, **options: calls.append(options)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    runtime.init_distributed(resolve("llama31_8b", gpus=8))
+    (address, _, member, *_, expected_hosts), options = calls
+    assert (address, member.process, expected_hosts) == ("n1:61447", 1, ["n1", "n2"])
+    assert options["local_device_ids"] == [0, 1, 2, 3]

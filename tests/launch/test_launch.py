@@ -1,7 +1,6 @@
 """The launcher without a cluster: variables, scripts, what is submitted and what is not."""
 
 import itertools
-import json
 import os
 import pathlib
 import resource
@@ -11,7 +10,6 @@ import stat
 import subprocess
 import sys
 
-import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,12 +17,7 @@ from hypothesis import strategies as st
 from maxbench.cli import entry
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
-from maxbench.config.run import Profile
-from maxbench.distributed import rendezvous, runtime, stragglers
 from maxbench.launch import jobs, slurm, variables
-from maxbench.preflight import checks
-from maxbench.run import profile
-from maxbench.run_logs import nccl
 from maxbench.step import xla_options
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -200,25 +193,6 @@ def test_words_that_may_be_anybodys_are_no_error():
     s = variables.resolve_job({"MODE": "fast", "PROFILE": "y", "DYTPE": "fp8"})
     assert "MODE is set, which nothing reads; did you mean MODEL?" in s.notes
     assert "DYTPE is set, which nothing reads; did you mean DTYPE?" in s.notes
-
-
-def test_a_process_takes_the_gpus_that_its_node_has_of_the_job(monkeypatch):
-    """Not as many as the GPU type has: GPUS_PER_NODE=4 PROCESSES=node."""
-    s = variables.resolve_job({"GPUS_PER_NODE": "4", "PROCESSES": "node"})
-    assert (s.nodes, s.tasks_per_node) == (2, 1)
-    said = []
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda *of: said.append(of))
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *at, **given: said.append(given))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(s.nodes * s.tasks_per_node))
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    runtime.init_distributed(s.run)
-    met, given = said  # by an address that Slurm's variables give
-    assert (met[0], met[2], met[-1]) == ("n1:61447", 1, ["n1", "n2"])
-    assert given["local_device_ids"] == [0, 1, 2, 3]
 
 
 def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
@@ -638,235 +612,3 @@ def test_gpu_power_is_logged_beside_the_run(tmp_path):
     )
     subprocess.run([str(ROOT / "launch" / "task.sh"), "sleep", "0.5"], env=env, check=True)
     assert (tmp_path / "gpu-n7.csv").read_text() == "2026, 0, 700.1, 60, 1900\n"
-
-
-# --- profiles, NCCL, preflight, hosts ---
-
-
-def test_xplane_profile_of_chosen_steps(tmp_path):
-    command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
-    command += ["--cpu_devices", "1", "--steps", "6", "--layers", "1", "--seq", "16"]
-    command += ["--profile", "xplane", "--config.profile.start=2", "--config.profile.stop=4"]
-    command += ["--output_dir", str(tmp_path)]
-    subprocess.run(command, env=plain_env(), cwd=ROOT, check=True, capture_output=True)
-    (found,) = tmp_path.rglob("*.xplane.pb")
-    folder = found.relative_to(tmp_path / "experiments").parts[1]
-    assert "_xplane_" in folder
-    (result,) = tmp_path.rglob("result.json")
-    assert json.loads(result.read_text())["steps_done"] == 6
-
-
-def test_nsys_without_cuda_says_so(monkeypatch):
-    def absent(name):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(profile.ctypes, "CDLL", absent)
-    window = profile.Window(Profile(tool="nsys", start=0, stop=1), 0, None)
-    with pytest.raises(UserError, match="profile=xplane does not"):
-        window.before(0)
-
-
-def test_the_profiler_range_is_opened_and_closed_on_chosen_ranks(monkeypatch):
-    said = []
-    monkeypatch.setattr(profile, "_cuda_profiler", said.append)
-    for rank in (0, 1):
-        window = profile.Window(Profile(tool="nsys", start=2, stop=4, ranks="1"), rank, None)
-        for step in range(6):
-            window.before(step)
-            said.append(step)
-        window.switch(on=False)
-    alone = list(range(6))
-    assert said == [*alone, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
-
-
-def call(name: str, count: int, kind: int, comm: str = "0x5", op: str = "1f", gpu: int = 0,
-         ranks: int = 8, peer: int = 0) -> str:  # fmt: skip
-    """A line as NCCL 2.2x logs a call; `op`, its opCount, is hexadecimal."""
-    return (
-        f"n1:91:207 [{gpu}] NCCL INFO {name}: opCount {op} sendbuff 0x7f4a recvbuff (nil) count "
-        f"{count} datatype {kind} op 0 root {peer} comm {comm} [nranks={ranks}] stream 0x55e0\n"
-    )
-
-
-TRACE = "0: ".join(
-    [
-        "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read\n",
-        call("AllGather", 1024, 9),
-        call("AllReduce", 256, 7),
-        call("AllReduce", 256, 7, op="20"),
-    ]
-)
-
-
-def test_nccl_trace_is_summed_by_call_and_communicator():
-    (first, second), damaged = nccl.calls(TRACE.splitlines())
-    assert first == {
-        "kind": "all-gather", "ranks": 8, "comm": "0x5", "count": 1, "bytes": 1024 * 2 * 8,
-        "share": 8 / 9,
-    }  # fmt: skip
-    assert (second["kind"], second["count"], second["bytes"]) == ("all-reduce", 2, 2048)
-    assert damaged == 0
-    assert nccl.transports(TRACE) == {"P2P": 1}
-
-
-def test_nccl_bytes_by_call_and_type():
-    """Bytes as plan counts them: the larger of what one GPU hands in and gets."""
-    lines = [
-        call("ReduceScatter", 100, 7, comm="0x6"),  # fp32
-        call("AllGather", 100, 10),  # fp8
-        call("AllToAll", 100, 9, comm="0x7", ranks=4),
-        "[2026-01-01 00:00:00] " + call("Broadcast", 100, 1, comm="0x8"),
-    ]
-    rows, _ = nccl.calls(lines)
-    assert {(r["kind"], r["bytes"]) for r in rows} == {
-        ("reduce-scatter", 3200), ("all-gather", 800), ("all-to-all", 800), ("broadcast", 100),
-    }  # fmt: skip
-    old = call("AllGather", 100, 9).replace("count", "acc (nil) count")  # as RCCL logs it
-    assert nccl.calls([old])[0][0]["bytes"] == 1600
-
-
-def test_sends_and_receives_are_one_permute_or_one_all_to_all():
-    both = lambda op, *peers: [
-        call(name, 50, 9, op=op, peer=p) for p in peers for name in ("Send", "Recv")
-    ]
-    rows, _ = nccl.calls([*both("a1", 3), *both("a2", 3), *both("a3", 0, 1, 2, 3)])
-    assert {(r["kind"], r["count"], r["bytes"]) for r in rows} == {
-        ("permute", 2, 200), ("all-to-all", 1, 400)
-    }  # fmt: skip
-    ring = [call("Send", 50, 9, op="b", peer=1), call("Recv", 50, 9, op="b", peer=7)]
-    last = [call("Recv", 50, 9, op="c", peer=6)]  # the last stage of a pipeline sends nothing
-    rows, _ = nccl.calls(ring + last)
-    assert [(r["kind"], r["count"], r["bytes"]) for r in rows] == [("permute", 2, 200)]
-
-
-def test_nccl_lines_that_are_cut_or_run_into_each_other():
-    whole = call("AllGather", 1024, 9)
-    other = call("AllReduce", 256, 7)
-    unknown = call("AllReduce", 256, 77)
-    log = (
-        b"0: " + whole.encode() + b"0: " + whole[:70].encode() + b"0: " + other.encode()
-        + b" 0: " + unknown.encode() + b"\xff\x00 NCCL INFO AllReduce: opCount\n"
-        + b" 1: " + other.encode() + b"10: " + other.encode() + b"0: " + whole[:-40].encode()
-    )  # fmt: skip
-    rows, damaged = nccl.calls(log.decode(errors="replace").splitlines())
-    assert [(r["kind"], r["count"]) for r in rows] == [("all-gather", 1), ("all-reduce", 1)]
-    assert damaged == 3
-    # One process with all GPUs of its node: the first of them is counted.
-    rows, _ = nccl.calls([call("AllReduce", 256, 7, gpu=g) for g in (3, 1, 2, 1)])
-    assert [(r["count"], r["bytes"]) for r in rows] == [(2, 2048)]
-
-
-@given(st.lists(st.text() | st.sampled_from(TRACE.splitlines()).map(lambda x: x[:-9]), max_size=6))
-def test_nothing_in_an_nccl_log_breaks_it(lines):
-    rows, _ = nccl.calls(lines)
-    assert sum(r["share"] for r in rows) == pytest.approx(1 if rows else 0)
-
-
-def test_nccl_trace_beside_the_plan():
-    """By kind and members; permutes run on the communicator of all GPUs, whatever their axis."""
-    rows, _ = nccl.calls(
-        [call("AllGather", 1024, 9), call("AllGather", 1024, 9), call("Send", 50, 9, op="a")]
-    )
-    plan = lambda kind, axes, members, count, size: {
-        "kind": kind, "axes": axes, "members": members, "count": count, "bytes": size
-    }  # fmt: skip
-    planned = [
-        plan("all-gather", "dp", 8, 1, 16384), plan("permute", "pp", 2, 1, 80),
-        plan("permute", "cp", 2, 1, 20), plan("all-reduce", "tp", 4, 3, 5),
-    ]  # fmt: skip
-    gather, permute, reduce = nccl.compare_with_plan(rows, planned, steps=2)
-    assert (gather["axes"], gather["traced"], gather["traced_bytes"]) == (["dp"], 1, 16384)
-    assert gather["planned_bytes"] == gather["traced_bytes"]
-    assert (permute["axes"], permute["planned"], permute["planned_bytes"]) == (["pp", "cp"], 2, 100)
-    assert (permute["traced"], permute["traced_bytes"]) == (0.5, 50)
-    assert (reduce["traced"], reduce["planned"]) == (0, 3)
-    _, cells = nccl.beside_plan([gather, permute, reduce])
-    assert [c[-1] for c in cells] == ["100.0%", "50.0%", "not traced"]
-    _, (alone,) = nccl.beside_plan(nccl.compare_with_plan(rows[:1], [], steps=2))
-    assert (alone[2], alone[-1]) == ("not in the plan", "-")
-
-
-def test_a_fall_back_to_tcp_is_seen():
-    ways = nccl.transports(
-        "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0"
-    )
-    assert "NCCL talks TCP" in nccl.uses_slow_transport(ways, nodes=2)
-    assert not nccl.uses_slow_transport(ways, nodes=1)
-    ways = nccl.transports("x NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA")
-    assert ways == {"NET/IB": 1}
-    assert not nccl.uses_slow_transport(ways, nodes=2)
-
-
-def test_flags_that_xla_does_not_know_are_named_with_their_replacement():
-    (said,) = checks.lint({}, ["--xla_gpu_graph_level=0"])
-    assert "use --xla_gpu_enable_command_buffer=" in said
-    s = variables.resolve_job({})
-    assert checks.lint_runs(s.run) == []
-    (said,) = checks.lint({"xla_gpu_no_such_option": True}, [])
-    assert "No such compile option: 'xla_gpu_no_such_option'" in said
-
-
-def node(host: str, **changes) -> dict:
-    gpu = {"name": "H100", "driver": "580", "ecc": "0", "celsius": "40", "slowdown": "Not Active"}
-    facts = {"host": host, "platform": "gpu", "devices": 4, "kind": "H100"}
-    facts |= {"versions": {"jax": "0.10.2"}, "gpus": [dict(gpu) for _ in range(4)]}
-    return facts | {"gemm": [750.0] * 4, "all_reduce": 360.0, "transports": {"P2P": 1}} | changes
-
-
-def test_what_the_preflight_complains_about():
-    run_ = variables.resolve_job({}).run
-    assert checks.errors(run_, [node("a"), node("b")]) == []
-    old = node("b", versions={"jax": "0.9"})
-    assert checks.errors(run_, [node("a"), old]) == [
-        "jax differ: 0.10.2 on a; 0.9 on b"
-    ]  # fmt: skip
-    sick = node("b")
-    sick["gpus"][2]["ecc"] = "3"
-    sick["gpus"][3]["slowdown"] = "Active"
-    said = checks.errors(run_, [node("a"), sick])
-    assert said[0] == "b: GPU 2 has 3 uncorrected memory errors"
-    assert "slowed down by its hardware" in said[1]
-    assert "needs 8 devices, 4 are there" in checks.errors(run_, [node("a")])[0]
-    assert "P2P x 2" in checks.table(run_, [node("a"), node("b")])
-
-
-def test_jax_must_run_on_the_gpus_that_nvidia_smi_counts(tmp_path, monkeypatch):
-    line = "NVIDIA H100 80GB HBM3, 580.65.06, 0, 31, Not Active"
-    tool(tmp_path, "nvidia-smi", f"for i in 0 1 2 3; do echo '{line}'; done")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    run_, there = variables.resolve_job({}).run, checks.gpus_here()
-    assert [gpu["driver"] for gpu in there] == ["580.65.06"] * 4
-    a, b = (node(host, gpus=there) for host in "ab")
-    assert checks.errors(run_, [a, b]) == []
-    fewer = checks.errors(run_, [a, node("b", gpus=there, devices=3)])
-    assert "b: nvidia-smi counts 4 GPUs and jax 3: unset CUDA_VISIBLE_DEVICES" in fewer[0]
-    # Four processes with a GPU each; and a run that needs no more than jax sees.
-    each = [node("b", gpus=there, devices=1) for _ in range(4)]
-    assert checks.errors(run_, [a, *each]) == ["devices differ: 1 x H100 on b; 4 x H100 on a"]
-    part = variables.resolve_job({"JOB_TOTAL_GPUS": "2", "PRESET": "tiny"}).run
-    assert checks.errors(part, [node("a", gpus=there, devices=2)]) == []
-    cpu = [node(host, platform="cpu", gpus=[]) for host in "ab"]
-    for toy in (run_, variables.resolve_job({"PRESET": "tiny"}).run):
-        (said,) = checks.errors(toy, cpu)
-        assert "jax runs on cpu: " in said
-        assert "--cpu_devices N says that a CPU is wanted" in said
-    asked = variables.resolve_job({"CPU_DEVICES": "4", "PRESET": "tiny", "JOB_TOTAL_GPUS": "8"}).run
-    assert checks.errors(asked, cpu) == []
-
-
-def test_a_product_is_scored_on_matrices_that_its_device_made(monkeypatch):
-    devices, put = jax.local_devices()[:2], jax.device_put
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    moved = []
-    monkeypatch.setattr(jax, "device_put", lambda x, to: put(moved.append((x, to)) or x, to))
-    assert min(stragglers.gemm_tflops()) > 0
-    assert [to for _, to in moved] == devices
-    assert {type(x).__name__ for x, _ in moved} == {"ArrayImpl"}
-
-
-def test_the_slow_host_is_named():
-    scores = {f"n{i}": 750.0 + i for i in range(8)}
-    assert stragglers.slow_hosts(scores) == []
-    assert stragglers.slow_hosts(scores | {"n3": 600.0, "n5": 500.0}) == ["n5", "n3"]
-    assert stragglers.slow_hosts({"n0": 750.0}) == []
-    assert stragglers.slow_hosts({"n0": 750.0, "n1": 600.0}) == ["n1"]

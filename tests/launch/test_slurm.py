@@ -147,7 +147,7 @@ def test_two_nodes_train_as_one_process(jobs, tmp_path):
     assert run.result["job"]["id"] == number
     assert set(run.result["hosts"]) == {"node1", "node2"}
     preflight = json.loads((run.path / "preflight.json").read_text())
-    assert not preflight["wrong"]
+    assert not preflight["errors"]
     assert len(preflight["processes"]) == 2
     single = tmp_path / "single"
     command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]

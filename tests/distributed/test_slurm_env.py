@@ -1,0 +1,40 @@
+"""Hosts of processes, and the coordinator, from Slurm's variables."""
+
+import pytest
+
+from maxbench.distributed import slurm_env
+
+ENV = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "gpu-[07-09,12],b1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x3)",
+}
+HOSTS = ["gpu-07", "gpu-08", "gpu-09", "gpu-12", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("gpu-[07-09,12],b1", HOSTS),
+        ("r[1-2]n[01,3]x", ["r1n01x", "r1n3x", "r2n01x", "r2n3x"]),
+        ("", []),
+    ],
+)
+def test_nodelist_is_expanded(nodelist, hosts):
+    assert slurm_env.expand_nodelist(nodelist) == hosts
+
+
+def test_host_of_each_process():
+    assert slurm_env.process_hosts(ENV) == [HOSTS[0], HOSTS[0], HOSTS[1], *HOSTS[1:]]
+    one_per_node = {"SLURM_STEP_TASKS_PER_NODE": "1(x5)", "SLURM_DISTRIBUTION": "cyclic:block"}
+    assert slurm_env.process_hosts(ENV | one_per_node) == HOSTS
+
+
+@pytest.mark.parametrize("env", [{}, ENV | {"SLURM_DISTRIBUTION": "cyclic"}])
+def test_undetermined_hosts_are_left_empty(env):
+    assert slurm_env.process_hosts(env) == []
+
+
+def test_coordinator_is_the_first_host_with_a_port_of_the_step():
+    assert slurm_env.coordinator_address(ENV) == f"gpu-07:{61440 + 8}"

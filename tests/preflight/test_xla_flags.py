@@ -1,0 +1,18 @@
+"""XLA flags and compiler options that the installed XLA does not know."""
+
+from maxbench.preflight import xla_flags
+from tests.conftest import resolve
+
+
+def test_unknown_flag_is_named_with_its_replacement():
+    (error,) = xla_flags.lint({}, ["--xla_gpu_graph_level=0"])
+    assert "use --xla_gpu_enable_command_buffer=" in error
+
+
+def test_unknown_compiler_option_is_named():
+    (error,) = xla_flags.lint({"xla_gpu_no_such_option": True}, [])
+    assert "No such compile option: 'xla_gpu_no_such_option'" in error
+
+
+def test_options_of_a_run_are_known():
+    assert xla_flags.lint_runs(resolve("llama31_8b", gpus=8)) == []

@@ -1,0 +1,48 @@
+"""Profiled steps: windows of Nsight Systems and of XPlane."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from maxbench.config.errors import UserError
+from maxbench.config.run import Profile
+from maxbench.run import profile
+from tests.conftest import processes
+
+
+def test_xplane_profile_of_chosen_steps_is_written(tmp_path):
+    command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
+    command += ["--cpu_devices", "1", "--steps", "6", "--layers", "1", "--seq", "16"]
+    command += ["--profile", "xplane", "--config.profile.start=2", "--config.profile.stop=4"]
+    command += ["--output_dir", str(tmp_path)]
+    subprocess.run(command, env=processes(), check=True, capture_output=True)
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    run_name = file.relative_to(tmp_path / "experiments").parts[1]
+    assert "_xplane_" in run_name
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["steps_done"] == 6
+
+
+def test_nsys_without_cuda_is_refused(monkeypatch):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(profile.ctypes, "CDLL", absent)
+    window = profile.Window(Profile(tool="nsys", start=0, stop=1), 0, None)
+    with pytest.raises(UserError, match="profile=xplane does not"):
+        window.before_step(0)
+
+
+def test_profiler_range_covers_chosen_steps_on_chosen_ranks(monkeypatch):
+    events = []
+    monkeypatch.setattr(profile, "_call_cuda_profiler", events.append)
+    for rank in (0, 1):
+        window = profile.Window(Profile(tool="nsys", start=2, stop=4, ranks="1"), rank, None)
+        for step in range(6):
+            window.before_step(step)
+            events.append(step)
+        window.close()
+    of_rank_0 = list(range(6))
+    assert events == [*of_rank_0, 0, 1, "cudaProfilerStart", 2, 3, "cudaProfilerStop", 4, 5]
