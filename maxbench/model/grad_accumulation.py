@@ -1,14 +1,21 @@
-"""Sums of gradients: how microbatches add up without a pass of their own.
+"""Gradient accumulation fused into the backward pass (Megatron's gradient_accumulation_fusion).
 
-The trick. A step differentiates with respect to `sums`, the gradients so far, and not with respect
-to the weights; and what multiplies or looks up a weight says that the gradient of the former is
+The trick: the step differentiates the loss with respect to gradient accumulators, `sums`, and not
+with respect to the weights. An operation with a weight w has a custom VJP, in which
 
-    sums + the gradient of the weight
+    cotangent of sums = sums + gradient of w
 
-So jax.grad of one microbatch's loss returns the sums to go on with, each layer's part added where
-the layer's gradient is made, in the GEMM itself where XLA can; and quantized weights, which have no
-gradient of their own, need none. add_to says it for a weight that is used as it is,
-linear.linear for one that is multiplied. By themselves sums have no influence on the loss.
+    accumulate_into(sums, w)   for a weight that is used as it is (norms, embedding)
+    linear.linear(x, w, sums)  for a weight of a GEMM
+
+so jax.grad of one microbatch's loss returns the accumulators that the next microbatch starts from:
+
+    sums = zeros(weights, dtype)
+    for each microbatch: sums = jax.grad(loss)(sums)
+
+Each weight's gradient is added where it is computed, in the epilogue of the wgrad GEMM where XLA
+can, instead of in a separate pass over all gradients; and quantized weights, which are not
+differentiable, need no gradient. The value of the loss does not depend on the accumulators.
 """
 
 from typing import NamedTuple
@@ -20,15 +27,16 @@ from maxbench.quantization import Weight, by_layer
 
 
 class GradAccumulator(NamedTuple):
-    """Sums of a weight whose format remembers largest magnitudes: of those, the maximum."""
+    """Accumulator of a weight whose format has an amax history: over microbatches it sums the
+    gradients and takes the maximum of the amaxes."""
 
     grad: jax.Array  # like the weight
-    amax: jax.Array  # of x and of dy, fp32 [2]
+    amax: jax.Array  # of x and dy, fp32 [2]
 
 
 @jax.custom_vjp
 def accumulate_into(sums, w):
-    """The weights w, arrays; the gradient with respect to `sums` is sums + the gradient of w."""
+    """Returns w, a tree of arrays, whose gradient is added to `sums`: see the module."""
     return w
 
 
@@ -39,26 +47,31 @@ accumulate_into.defvjp(
 
 
 def zeros(weights, dtype):
-    """No sums yet of a tree of weights, arrays and Weight."""
+    """Empty accumulators of a tree of weights (arrays and quantization.Weight)."""
 
-    def one(w):
+    def accumulator(w):
         grad, scales = jnp.zeros(w.shape, dtype), getattr(w, "scales", None)
-        return (
-            grad if scales is None else GradAccumulator(grad, jnp.zeros(scales.shape, scales.dtype))
-        )
+        if scales is None:
+            return grad
+        return GradAccumulator(grad, jnp.zeros(scales.shape, scales.dtype))
 
-    return jax.tree.map(one, weights, is_leaf=lambda w: isinstance(w, Weight))
+    return jax.tree.map(accumulator, weights, is_leaf=lambda w: isinstance(w, Weight))
+
+
+def _has_amax(x) -> bool:
+    return isinstance(x, GradAccumulator)
 
 
 def grads_of(sums):
-    """A tree of sums as gradients alone."""
-    is_sums = lambda x: isinstance(x, GradAccumulator)
-    return jax.tree.map(lambda x: x.grad if is_sums(x) else x, sums, is_leaf=is_sums)
+    """The gradients in a tree of accumulators."""
+    return jax.tree.map(lambda x: x.grad if _has_amax(x) else x, sums, is_leaf=_has_amax)
 
 
 def amaxes_of(sums, stacked: bool):
-    """The largest magnitudes of a tree of sums, [layers, gemms, 2] or None."""
-    is_sums = lambda x: isinstance(x, GradAccumulator)
-    found = [x.amax for x in jax.tree.leaves(sums, is_leaf=is_sums) if is_sums(x)]
+    """The amaxes of x and dy in a tree of accumulators, fp32 [layers, gemms, 2], or None.
+
+    stacked: sums['layers'] is one tree stacked over layers, and not a tuple of trees.
+    """
+    amaxes = [x.amax for x in jax.tree.leaves(sums, is_leaf=_has_amax) if _has_amax(x)]
     layers = None if stacked else len(sums["layers"])
-    return by_layer(jnp.stack(found), layers) if found else None
+    return by_layer(jnp.stack(amaxes), layers) if amaxes else None

@@ -1,13 +1,12 @@
-"""Products of rows with the weight of the expert that each was sorted to: no row is padded to the
-number that an expert might get, and shapes are static.
+"""Grouped GEMMs of dropless experts: rows are sorted by expert, and no expert's rows are padded to
+a capacity. Shapes are static (as MegaBlocks, arXiv:2211.15841).
 
-Rows of one expert fill whole blocks, its last one perhaps in part; a loop multiplies the blocks
-that are filled. jax.lax.ragged_dot would be the same in one call, but XLA (of jax 0.10) has no
-kernel for it, neither on a CPU nor for an H100: it writes the rows once per expert, zeros but for
-its own, and multiplies them all. For 16 experts that is 16 times the memory and 16 times the work,
-as compiled for both.
+Rows of one expert fill whole blocks, the last one perhaps partly, and a loop multiplies each block
+by the weight of its expert. jax.lax.ragged_dot does the same in one call, but has no kernel on a
+CPU or an H100 as of jax 0.10: XLA writes the rows once per expert, masked, and multiplies all of
+them. For 16 experts that is 16 times the memory and the FLOPs, as compiled for both.
 
-Shape letters: j token, k choice, n block, c row of a block, e expert held here, d in, f out.
+Shape letters: j token, k choice, n block, c row of a block, e expert of this GPU, d in, f out.
 """
 
 from typing import NamedTuple
@@ -19,34 +18,47 @@ from maxbench.sharding import collectives
 
 
 class BlockAssignment(NamedTuple):
-    """Which row is where. -1 is nowhere, or nothing."""
+    """The block and row of each choice of an expert by a token.
 
-    slot_jk: jax.Array  # the row of each choice, numbered n x rows of a block + c
-    choice_nc: jax.Array  # and the choice in each row, numbered j x k's size + k
-    expert_n: jax.Array  # of each block; blocks of one expert follow each other
-    used: jax.Array | None  # blocks that have a row; None: all, but for one of each expert
+    Attributes:
+      slot_jk: row of each choice, n x (rows per block) + c; -1 if another GPU has the expert.
+      choice_nc: choice of each row, j x (choices per token) + k; -1 if the row is empty.
+      expert_n: expert of each block; blocks of one expert are consecutive.
+      used: number of blocks with rows, or None if almost all have (no ep): at most one per expert
+        is empty.
+    """
+
+    slot_jk: jax.Array
+    choice_nc: jax.Array
+    expert_n: jax.Array
+    used: jax.Array | None
 
 
 def assign_blocks(expert_jk, experts: int) -> BlockAssignment:
-    """Sorts choices by their expert.
+    """Sorts choices by expert, stably, into blocks of one expert each.
+
+    The rows of a block are a power of two, at least 8, so that an expert has 4 blocks or more if
+    choices are even.
 
     Args:
-      expert_jk: numbers of experts; those outside of 0 .. experts - 1 are held elsewhere.
-      experts: held here, on each GPU of ep as many.
+      expert_jk: experts that each token chose, int; experts outside 0 .. experts - 1 are on other
+        GPUs of ep.
+      experts: number of experts on this GPU.
     """
     j, k = expert_jk.shape
-    size = 1 << max(3, (_mean(expert_jk, experts) // 4).bit_length() - 1)
-    # However tokens choose: each takes an expert once, and each expert leaves one block unfilled.
+    size = 1 << max(3, (_mean_rows(expert_jk, experts) // 4).bit_length() - 1)
+    # The most blocks for any choices: a token chooses an expert once at most, and each expert has
+    # one block at most that is partly filled.
     count = min(j * min(k, experts) // size + experts, experts * -(-j // size))
     flat = expert_jk.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     order = jnp.argsort(flat, stable=True)
     rows_e = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
-    before = lambda x: jnp.cumsum(x) - x
+    exclusive_cumsum = lambda x: jnp.cumsum(x) - x
     blocks_e = -(-rows_e // size)
     expert = flat[order]
-    within = jnp.arange(j * k, dtype=jnp.int32) - before(rows_e)[expert]
-    slot = jnp.where(expert < experts, before(blocks_e)[expert] * size + within, -1)
+    row = jnp.arange(j * k, dtype=jnp.int32) - exclusive_cumsum(rows_e)[expert]
+    slot = jnp.where(expert < experts, exclusive_cumsum(blocks_e)[expert] * size + row, -1)
     choice = jnp.full(count * size, -1, jnp.int32)
     choice = choice.at[jnp.where(slot < 0, count * size, slot)].set(order, mode="drop")
     ends_e = jnp.cumsum(blocks_e[:experts])
@@ -57,102 +69,105 @@ def assign_blocks(expert_jk, experts: int) -> BlockAssignment:
     return BlockAssignment(slot_jk, choice.reshape(count, size), expert_n, used)
 
 
-def _mean(choices, experts: int) -> int:
-    """Rows of an expert, were all chosen alike."""
+def _mean_rows(choices, experts: int) -> int:
+    """Rows of an expert if all experts are chosen equally often."""
     return choices.size // (experts * collectives.axis_size("ep"))
 
 
 def take(x, index):
-    """Rows of x; zeros where index is negative."""
+    """x[index] along dim 0; zeros where index is negative."""
     return jnp.where((index >= 0)[..., None], x[jnp.maximum(index, 0)], 0)
 
 
-def _spread(x_jd, plan: BlockAssignment):
-    k = plan.slot_jk.shape[1]
-    return take(x_jd, jnp.where(plan.choice_nc < 0, -1, plan.choice_nc // k))
+def _scatter_tokens(x_jd, blocks: BlockAssignment):
+    k = blocks.slot_jk.shape[1]
+    return take(x_jd, jnp.where(blocks.choice_nc < 0, -1, blocks.choice_nc // k))
 
 
-def _collect(y_ncd, plan: BlockAssignment):
+def _sum_choices(y_ncd, blocks: BlockAssignment):
     y, total = y_ncd.reshape(-1, y_ncd.shape[-1]), 0.0
-    for slot_j in plan.slot_jk.T:  # one after another: [j, k, d] would stand in memory
+    for slot_j in blocks.slot_jk.T:  # one choice at a time: [j, k, d] is never in memory
         total += take(y, slot_j).astype(jnp.float32)
     return total.astype(y.dtype)
 
 
 @jax.custom_vjp
-def dispatch(x_jd, plan: BlockAssignment):
-    """Tokens in the rows of their choices: x_ncd."""
-    return _spread(x_jd, plan)
+def dispatch(x_jd, blocks: BlockAssignment):
+    """Copies each token to the rows of its choices: x_ncd, zeros in empty rows."""
+    return _scatter_tokens(x_jd, blocks)
 
 
 dispatch.defvjp(
-    lambda x_jd, plan: (_spread(x_jd, plan), plan),
-    lambda plan, dy_ncd: (_collect(dy_ncd, plan), None),
+    lambda x_jd, blocks: (_scatter_tokens(x_jd, blocks), blocks),
+    lambda blocks, dy_ncd: (_sum_choices(dy_ncd, blocks), None),
 )
 
 
 @jax.custom_vjp
-def combine(y_ncd, plan: BlockAssignment):
-    """Back at their tokens, the sum of each token's rows here: y_jd."""
-    return _collect(y_ncd, plan)
+def combine(y_ncd, blocks: BlockAssignment):
+    """Sums each token's rows on this GPU: y_jd. Accumulates in fp32."""
+    return _sum_choices(y_ncd, blocks)
 
 
 combine.defvjp(
-    lambda y_ncd, plan: (_collect(y_ncd, plan), plan),
-    lambda plan, dy_jd: (_spread(dy_jd, plan), None),
+    lambda y_ncd, blocks: (_sum_choices(y_ncd, blocks), blocks),
+    lambda blocks, dy_jd: (_scatter_tokens(dy_jd, blocks), None),
 )
 
 
-def block_gates(gate_jk, plan: BlockAssignment):
-    """The weight of each row."""
-    return take(gate_jk.reshape(-1, 1), plan.choice_nc)[..., 0]
+def block_gates(gate_jk, blocks: BlockAssignment):
+    """The router's weight of each row, gate_nc; 0 in empty rows."""
+    return take(gate_jk.reshape(-1, 1), blocks.choice_nc)[..., 0]
 
 
 @jax.custom_vjp
-def grouped_matmul(x_ncd, w_edf, plan: BlockAssignment):
-    """Each block times the weight of its expert, y_ncf; zeros in blocks that are not filled.
+def grouped_matmul(x_ncd, w_edf, blocks: BlockAssignment):
+    """Each block times the weight of its expert: y_ncf, zeros in unused blocks.
 
-    Sums in fp32; the result, and the gradients, have the dtype of x.
+    Accumulates in fp32; the result and the gradients have the dtype of x and of w.
     """
-    return _forward(x_ncd, w_edf, plan)[0]
+    return _forward(x_ncd, w_edf, blocks)[0]
 
 
-def _forward(x_ncd, w_edf, plan):
-    def block(n, y_ncf):
-        y_cf = _dot(x_ncd[n], w_edf[plan.expert_n[n]], 1, 0)
+def _forward(x_ncd, w_edf, blocks):
+    def multiply(n, y_ncf):
+        y_cf = _dot(x_ncd[n], w_edf[blocks.expert_n[n]], 1, 0)
         return y_ncf.at[n].set(y_cf.astype(y_ncf.dtype))
 
     y_ncf = jnp.zeros((*x_ncd.shape[:2], w_edf.shape[2]), x_ncd.dtype)
-    return _for_blocks(plan, len(w_edf), block, y_ncf), (x_ncd, w_edf, plan)
+    return _for_blocks(blocks, len(w_edf), multiply, y_ncf), (x_ncd, w_edf, blocks)
 
 
 def _backward(saved, dy_ncf):
-    x_ncd, w_edf, plan = saved
+    x_ncd, w_edf, blocks = saved
 
-    def block(n, grads):
+    def multiply(n, grads):
         dx_ncd, dw_edf, sum_df = grads
-        e, dy_cf = plan.expert_n[n], dy_ncf[n]
+        e, dy_cf = blocks.expert_n[n], dy_ncf[n]
         dx_cd = _dot(dy_cf, w_edf[e], 1, 1).astype(dx_ncd.dtype)
-        # One expert's blocks add up in fp32; its last one leaves the sum of all.
-        same = e == plan.expert_n[jnp.maximum(n - 1, 0)]
-        sum_df = jnp.where(same, sum_df, 0) + _dot(x_ncd[n], dy_cf, 0, 0)
+        # sum_df accumulates the blocks of one expert in fp32; its last block writes the total.
+        same_expert = e == blocks.expert_n[jnp.maximum(n - 1, 0)]
+        sum_df = jnp.where(same_expert, sum_df, 0) + _dot(x_ncd[n], dy_cf, 0, 0)
         return dx_ncd.at[n].set(dx_cd), dw_edf.at[e].set(sum_df.astype(dw_edf.dtype)), sum_df
 
     zeros = jnp.zeros_like(x_ncd), jnp.zeros_like(w_edf), jnp.zeros(w_edf.shape[1:], jnp.float32)
-    return *_for_blocks(plan, len(w_edf), block, zeros)[:2], None
+    return *_for_blocks(blocks, len(w_edf), multiply, zeros)[:2], None
 
 
-def _for_blocks(plan: BlockAssignment, experts: int, body, start):
-    """A loop over blocks; over ep, where most may be empty, as long as there are rows."""
-    if plan.used is None:
-        return jax.lax.fori_loop(0, len(plan.expert_n), body, start)
-    even = experts * -(-_mean(plan.slot_jk, experts) // plan.choice_nc.shape[1])
-    with jax.named_scope(f"about_{even}_trips"):  # for who reads the program without data
-        return jax.lax.fori_loop(0, plan.used, body, start)
+def _for_blocks(blocks: BlockAssignment, experts: int, body, carry):
+    """A loop over blocks; with ep, where most may be empty, over the used ones."""
+    if blocks.used is None:
+        return jax.lax.fori_loop(0, len(blocks.expert_n), body, carry)
+    rows = blocks.choice_nc.shape[1]
+    trips = experts * -(-_mean_rows(blocks.slot_jk, experts) // rows)
+    # The trip count is dynamic: cost_model/hlo.py reads its mean from the name of this scope.
+    with jax.named_scope(f"about_{trips}_trips"):
+        return jax.lax.fori_loop(0, blocks.used, body, carry)
 
 
-def _dot(a, b, over_a: int, over_b: int):
-    dims = ((over_a,), (over_b,)), ((), ())
+def _dot(a, b, a_dim: int, b_dim: int):
+    """a and b contracted over one dim of each; fp32."""
+    dims = ((a_dim,), (b_dim,)), ((), ())
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 

@@ -1,8 +1,11 @@
-"""Layers as a loop or as code (spec.program): two programs of one network.
+"""Layers as a loop (scan) or unrolled (lowering.layers_unrolled): two programs of one network.
 
-As a loop, every weight is stacked [layers, ...] and XLA compiles one layer; but what belongs to a
-layer, weights, gradients and activations, is copied out of a stack and back into one. As code,
-layers are a tuple of trees and the program repeats itself: longer to compile, nothing is copied.
+As a loop, each weight is stacked [layers, ...] and XLA compiles one layer, but the weights,
+gradients and saved activations of each layer are copied out of stacked arrays and back. Unrolled,
+layers are a tuple of trees: compilation takes longer, and nothing is copied.
+
+A model whose layers are all alike has one stack. A model with Model.layer_groups has a dict of
+stacks, '000', '001', ..., one for each run of consecutive layers that are alike (Model.stacks).
 """
 
 import functools
@@ -14,62 +17,68 @@ import jax.numpy as jnp
 from maxbench.config import lowering
 from maxbench.config.model import Model
 
-# A model of one kind of layers has one stack; of several (Model.layer_groups) a dict of them, one for each
-# run of equal neighbours: '000', '001', ...
-
 
 def split(m: Model, layers) -> list:
-    """The stacks of weights, or of trees like them, in the order of Model.stacks."""
+    """The stacks of a tree of weights, or of a tree like it, in the order of Model.stacks."""
     return [layers] if len(m.stacks) == 1 else [layers[name] for name in sorted(layers)]
 
 
 def join(m: Model, stacks):
-    """What split() takes apart."""
+    """The inverse of split()."""
     return stacks[0] if len(m.stacks) == 1 else {f"{i:03}": s for i, s in enumerate(stacks)}
 
 
 def unstack(m: Model, layers):
-    """Stacked arrays -> a tuple of trees, one for each layer."""
-    rows = lambda x: range(len(jax.tree.leaves(x)[0]))
-    layer = lambda one, i: jax.tree.map(lambda x: x[i], one)
-    return tuple(layer(one, i) for one in split(m, layers) for i in rows(one))
+    """Stacked arrays -> a tuple of trees, one per layer."""
+    indices = lambda stack: range(len(jax.tree.leaves(stack)[0]))
+    layer = lambda stack, i: jax.tree.map(lambda x: x[i], stack)
+    return tuple(layer(stack, i) for stack in split(m, layers) for i in indices(stack))
 
 
 def stack(m: Model, layers):
-    """A tuple of trees, one for each layer -> stacked arrays."""
-    # A pipeline has empty slots too, and one kind of layers.
-    counts, rest = [n for n, _ in m.stacks] if m.layer_groups else [len(layers)], iter(layers)
-    stacked = lambda n: jax.tree.map(lambda *x: jnp.stack(x), *itertools.islice(rest, n))
-    return join(m, [stacked(n) for n in counts])
+    """A tuple of trees, one per layer -> stacked arrays."""
+    trees = iter(layers)
+    stacked = lambda n: jax.tree.map(lambda *x: jnp.stack(x), *itertools.islice(trees, n))
+    return join(m, [stacked(n) for n in _counts(m, len(layers))])
 
 
 def repeat(m: Model, trees, layers: int) -> tuple:
-    """What is told of each stack, told of each layer: a tuple like that of unstack()."""
-    counts = [n for n, _ in m.stacks] if m.layer_groups else [layers]
-    return sum(((one,) * n for n, one in zip(counts, split(m, trees), strict=True)), ())
+    """One tree per stack -> a tuple of trees, one per layer, as unstack() returns."""
+    counts = _counts(m, layers)
+    return sum(((tree,) * n for n, tree in zip(counts, split(m, trees), strict=True)), ())
 
 
-def run_layers(m: Model, step, x, layers, sums, then=(0, None)):
-    """x through all layers, and the sum of what else step gives.
+def _counts(m: Model, layers: int) -> list[int]:
+    """Layers of each stack; a pipeline, whose layers are alike, may have empty slots besides."""
+    return [n for n, _ in m.stacks] if m.layer_groups else [layers]
+
+
+def run_layers(m: Model, step, x, layers, sums, last=(0, None)):
+    """Applies all layers to x, and sums their auxiliary losses.
 
     Args:
-      step: (kind, x, (w, sums)) -> (x, aux), for the Model that a layer is of.
-      layers, sums: stacked or unstacked; sums may be None.
-      then: how many layers, the last of a loop, have another step, and which.
+      step: (kind, x, (w, sums)) -> (x, auxiliary loss), where kind is the Model of that layer.
+      layers, sums: weights and gradient accumulators, both stacked or both unstacked; sums may be
+        None.
+      last: (n, step_n): the last n layers of a loop use step_n instead of step.
+
+    Returns:
+      x, and the sum of the auxiliary losses.
     """
     if isinstance(layers, tuple):
         kinds = repeat(m, join(m, [kind for _, kind in m.stacks]), len(layers))
         total = jnp.zeros(())
-        for kind, *one in zip(kinds, layers, sums or [None] * len(layers), strict=True):
-            x, aux = step(kind, x, one)
+        for kind, *args in zip(kinds, layers, sums or [None] * len(layers), strict=True):
+            x, aux = step(kind, x, args)
             total += aux
         return x, total
+    count, last_step = last
     sums, losses = [None] * len(m.stacks) if sums is None else split(m, sums), []
-    for (n, kind), *one in zip(m.stacks, split(m, layers), sums, strict=True):
-        for part, how in ((slice(0, n - then[0]), step), (slice(n - then[0], n), then[1])):
+    for (n, kind), *args in zip(m.stacks, split(m, layers), sums, strict=True):
+        for part, body in ((slice(0, n - count), step), (slice(n - count, n), last_step)):
             if part.start < part.stop:
-                mine = jax.tree.map(lambda x, part=part: x[part], tuple(one))
+                xs = jax.tree.map(lambda x, part=part: x[part], tuple(args))
                 with jax.named_scope(lowering.LAYERS):  # cost_model/memory.py looks for it
-                    x, aux = jax.lax.scan(functools.partial(how, kind), x, mine)
+                    x, aux = jax.lax.scan(functools.partial(body, kind), x, xs)
                 losses.append(jnp.sum(aux))
     return x, functools.reduce(jnp.add, losses)

@@ -103,8 +103,8 @@ def _chunk(w_dv, z_loss, multiplier, share, padded, grads, carry, chunk):
     dx_jd = dot("jv,dv->jd", dlogits_jv, w_dv).astype(x_jd.dtype)
     # The barrier keeps the transpose apart: XLA:CPU has no bf16 GEMM that contracts dim 0 of both.
     x_dj = jax.lax.optimization_barrier(x_jd.T)
-    # In the accumulator's dtype, so that XLA fuses the addition into the GEMM (beta = 1); in that of
-    # the operands if it has more bits.
+    # In the accumulator's dtype, so that XLA fuses the addition into the GEMM (beta = 1), unless
+    # the dtype of the operands has more bits.
     dtype = jnp.promote_types(x_jd.dtype, dw.dtype)
     dw += dot("dj,jv->dv", x_dj, dlogits_jv, preferred_element_type=dtype).astype(dw.dtype)
     return (loss, dw), dx_jd

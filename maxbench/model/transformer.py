@@ -227,8 +227,8 @@ def forward(run: Run, w, tokens_bt, sums=None):
         run.train, remat="save_gemms_recompute_act", offload="", remat_layers=0
     )
     more = functools.partial(step, dataclasses.replace(run, train=train))
-    then = m.layers - lowering.remat_layer_count(run), more
-    return layer_stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, then)
+    last = m.layers - lowering.remat_layer_count(run), more
+    return layer_stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, last)
 
 
 def loss_fn(run: Run, w, tokens_bt, targets_bt, sums):
