@@ -124,7 +124,7 @@ def help_text() -> str:
         meaning = ": ".join(filter(None, (choices, v.meaning.format(**listed))))
         default = {"*": "(by workload)", "": ""}.get(v.default, f"({v.default})")
         aliases = f" [{', '.join(v.also)}]" if v.also else ""
-        lines.append(f"  {name:<24} {meaning} {default}{aliases}")
+        lines.append(f"  {name:<24} {meaning} {default}{aliases}".rstrip())
     lines += [f"  {name:<24} no effect: {why}" for name, why in UNUSED.items()]
     lines += [f"  {name:<24} refused: {why}" for name, why in REFUSED.items()]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Compiles a run for another cluster and predicts its memory and speed: `maxbench plan`.
 
-The functions import planning and calibration, which load numpy (0.2 s), after the flags are checked.
+Planning and calibration load numpy (0.2 s), so they are imported after the flags are checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands, as commands.toml declares them: their flags, their help, and the list of them."""
+"""The commands of commands.toml: their flags, their help, and the list of them."""
 
 import dataclasses
 import functools
@@ -11,78 +11,78 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 import maxbench
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, console, recipes
 
-NARROW, WIDE = 60, 110  # columns that a page of help may have
-INDENT = 24  # columns before what a flag means
+NARROW, WIDE = 60, 110  # columns of a help page, at least and at most
+FLAG_COLUMN = 22  # columns of a flag's name on a help page
+HELP_FLAGS = {"--help", "-h", "-help"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag of a command's own."""
+    """A flag of one command."""
 
     text: str
-    kind: str = "text"  # text | yes | whole (a number from 1)
+    kind: str = "text"  # text | bool | int (from 1)
     default: str | int | bool | None = None
     choices: tuple[str, ...] = ()
-    also: str = ""  # another name of it
+    also: str = ""  # an alias
 
     @property
     def help_line(self) -> str:
-        """What help says."""
-        shown = f" ({self.default})" if self.default not in (None, "", False) else ""
-        return self.text + (f": {' | '.join(self.choices)}" if self.choices else "") + shown
+        """The help text, with choices and default."""
+        default = f" ({self.default})" if self.default not in (None, "", False) else ""
+        return self.text + (f": {' | '.join(self.choices)}" if self.choices else "") + default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """What is typed after `maxbench`."""
+    """A command `maxbench NAME`."""
 
-    module: str  # main(argv) does it and returns the exit code
+    module: str  # its main(argv) returns the exit code
     does: str
     examples: tuple[str, ...]
-    words: str = ""  # what stands beside flags
-    run: tuple[str, ...] = ()  # groups of recipes.GROUPS
-    takes: tuple[str, ...] = ()  # further ones, which change nothing here
+    words: str = ""  # positional arguments
+    run: tuple[str, ...] = ()  # groups of recipes.FLAG_GROUPS
+    takes: tuple[str, ...] = ()  # further groups, accepted without effect
     flags: Mapping[str, Mapping[str, Flag]] = dataclasses.field(default_factory=dict)
     notes: str = ""
-    own_help: bool = False  # of what its module knows
+    own_help: bool = False  # its module prints the help page
 
     @property
     def own(self) -> dict[str, Flag]:
-        """All flags of its own, by name."""
+        """The command's own flags by name, without those that describe a run."""
         return {name: flag for group in self.flags.values() for name, flag in group.items()}
 
     def groups(self) -> dict[str, dict[str, str]]:
-        """Of each group of flags, what each means."""
-        named = {
-            group: {n: f.help_line for n, f in each.items()} for group, each in self.flags.items()
-        }
-        runs = {g: {n: text for n, (_, text) in recipes.FLAG_GROUPS[g].items()} for g in self.run}
-        return runs | named
+        """Help texts of all flags: group -> flag -> text."""
+        run = {g: {n: text for n, (_, text) in recipes.FLAG_GROUPS[g].items()} for g in self.run}
+        own = {g: {n: flag.help_line for n, flag in each.items()} for g, each in self.flags.items()}
+        return run | own
 
 
 @functools.cache
 def commands() -> dict[str, Command]:
-    """All of them, by name."""
-    found = {}
+    """All commands by name."""
     table = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
-    for name, given in table.items():
-        groups = given.pop("flags", {})
-        made = {g: {n: Flag(**f) for n, f in each.items()} for g, each in groups.items()}
-        found[name] = Command(**given, flags=made)
-    return found
+    return {name: _command(fields) for name, fields in table.items()}
+
+
+def _command(fields: dict) -> Command:
+    groups = fields.pop("flags", {})
+    flag_groups = {g: {n: Flag(**f) for n, f in each.items()} for g, each in groups.items()}
+    return Command(**fields, flags=flag_groups)
 
 
 def define(name: str) -> flags.FlagValues:
-    """The flags of a command, those that describe its run included, with no value yet."""
+    """The flags of a command, including those that describe its run, without values."""
     fv, command = flags.FlagValues(), commands()[name]
     if command.run:
         command_line.define(fv, (*command.run, *command.takes))
     for flag_name, flag in command.own.items():
-        if flag.kind == "yes":
+        if flag.kind == "bool":
             flags.DEFINE_bool(flag_name, False, flag.text, flag_values=fv)
-        elif flag.kind == "whole":
+        elif flag.kind == "int":
             flags.DEFINE_integer(flag_name, flag.default, flag.text, 1, flag_values=fv)
         else:
             flags.DEFINE_string(flag_name, flag.default, flag.text, flag_values=fv)
@@ -92,51 +92,45 @@ def define(name: str) -> flags.FlagValues:
 
 
 def flag_names(name: str) -> list[str]:
-    """All that help tells of, in its order."""
+    """The flags on a command's help page, in its order."""
     return [flag for each in commands()[name].groups().values() for flag in each]
 
 
 def help_requested(words: Sequence[str]) -> bool:
-    """Whether the words after a command's name ask for its help."""
-    return bool({"--help", "-h", "-help"} & {*words})
+    """Whether the words after a command's name ask for its help page."""
+    return bool(HELP_FLAGS & {*words})
 
 
 def help_text(name: str) -> str:
-    """A command's page of help, as wide as the terminal."""
-    command = commands()[name]
-    width = min(max(shutil.get_terminal_size().columns, NARROW), WIDE)
+    """A command's help page, as wide as the terminal."""
+    command, width = commands()[name], _page_width()
     usage = ["maxbench", name, "[flags]" * bool(command.groups()), command.words]
     lines = [f"usage: {' '.join(filter(None, usage))}", "", *textwrap.wrap(command.does, width), ""]
     lines += [f"  {line}" for line in command.examples]
     if command.notes:
         lines += ["", *textwrap.wrap(command.notes, width)]
     for group, each in command.groups().items():
-        lines += ["", group]
-        for flag, text in each.items():
-            lines += row(f"--{flag}", text, width)
+        flag_texts = ((f"--{flag}", text) for flag, text in each.items())
+        lines += ["", group, *console.definitions(flag_texts, width=width, column=FLAG_COLUMN)]
     if "workload" in command.run:
         lines += ["", "any other setting; `maxbench train --config NAME --json` prints all"]
         lines += ["  --config.SECTION.FIELD=VALUE"]
     return "\n".join(lines)
 
 
-def row(name: str, text: str, width: int) -> list[str]:
-    """A name, and beside it what it means."""
-    head = f"  {name}".ljust(INDENT)
-    return textwrap.wrap(head + text, width, subsequent_indent=" " * INDENT) or [head]
-
-
 def command_list() -> str:
     """All commands, with a sentence and an example each."""
-    width = min(max(shutil.get_terminal_size().columns, NARROW), WIDE)
-    lines = [
-        *textwrap.wrap(maxbench.__doc__.splitlines()[0], width),
-        "",
-        "usage: maxbench COMMAND [flags]",
-        "",
-    ]
+    width = _page_width()
+    title = (maxbench.__doc__ or "").splitlines()[0]
+    lines = [*textwrap.wrap(title, width), "", "usage: maxbench COMMAND [flags]", ""]
     for name, command in commands().items():
-        lines += textwrap.wrap(f"  {name:<12}{command.does}", width, subsequent_indent=" " * 14)
-        lines += [f"              $ {command.examples[0]}"]
-    more = "`maxbench COMMAND --help` has all flags of one; `maxbench --version` says what runs."
+        pairs = [(name, command.does), ("", f"$ {command.examples[0]}")]
+        lines += console.definitions(pairs, width=width, column=12)
+    more = (
+        "`maxbench COMMAND --help` lists a command's flags; `maxbench --version` prints versions."
+    )
     return "\n".join([*lines, "", *textwrap.wrap(more, width)])
+
+
+def _page_width() -> int:
+    return min(max(shutil.get_terminal_size().columns, NARROW), WIDE)

@@ -56,65 +56,53 @@ LAYOUT_COLUMNS = (
     "mbs",
     "gbs",
 )
-# Flags that describe a run, in groups: the field that each sets, if any, and what help says.
+# Flags that describe a run, in groups: flag -> (the setting that it sets, or '', help text).
 FLAG_GROUPS = {
     "workload": {
-        "config": (
-            "",
-            f"workload, or path of one's file: NAME[:preset,...] of {', '.join(PRESETS)}",
-        ),
+        "config": ("", f"workload or path of its file, with presets: NAME[:{','.join(PRESETS)}]"),
         "gpus": ("", "take the recipe's row for this many GPUs"),
         "gpu_type": ("layout.gpu_type", " | ".join(GPU_TYPES)),
         "dtype": ("precision.dtype", " | ".join(DTYPES)),
-        "strong_scaling": ("", "rows whose global batch stays constant"),
+        "strong_scaling": ("", "take the recipe's rows with a constant global batch"),
         "seq": ("train.seq", "tokens per sequence"),
         "layers": ("model.layers", "layers of the model"),
-        "hardware": ("", "file of further GPU types, as maxbench/hardware/gpus.toml"),
+        "hardware": ("", "TOML file of further GPU types, as maxbench/hardware/gpus.toml"),
     },
     "layout": {
         "pp": ("layout.pp", "pipeline stages"),
         "vp": ("layout.vp", "virtual stages per pipeline stage"),
-        "dp": ("layout.dp", "data parallel: copies of the weights, optimizer state split (ZeRO-1)"),
-        "fsdp": (
-            "layout.fsdp",
-            "data parallel: weights split too, gathered layer by layer (ZeRO-3)",
-        ),
-        "ep": ("layout.ep", "expert parallel: groups of GPUs that hold different experts"),
-        "cp": ("layout.cp", "context parallel: parts of the sequence"),
+        "dp": ("layout.dp", "data parallel with replicated weights, sharded optimizer (ZeRO-1)"),
+        "fsdp": ("layout.fsdp", "data parallel with sharded weights (ZeRO-3)"),
+        "ep": ("layout.ep", "expert parallel"),
+        "cp": ("layout.cp", "context parallel"),
         "tp": ("layout.tp", "tensor parallel, with sequence parallelism"),
-        "mbs": ("layout.mbs", "sequences per data-parallel GPU and microbatch"),
+        "mbs": ("layout.mbs", "sequences per microbatch of a data-parallel shard"),
         "gbs": ("layout.gbs", "sequences per step over all GPUs"),
         "tp_overlap": (
             "runtime.tp_overlap",
-            "let tp's collectives run beside kernels (default; --notp_overlap)",
+            "overlap TP collectives with kernels (default; --notp_overlap)",
         ),
     },
-    "this run": {
+    "run": {
         "steps": ("train.steps", "steps to train"),
-        "output_dir": ("output.dir", "experiments/ goes here"),
+        "output_dir": ("output.dir", "folder in which experiments/ is created"),
         "checkpoint": ("output.checkpoint", "save a checkpoint at the end"),
-        "resume": (
-            "output.resume",
-            "checkpoint to start from: a run's folder, or one step of it",
-        ),
-        "wandb": ("output.wandb", "send metrics to Weights & Biases too"),
+        "resume": ("output.resume", "checkpoint to start from: a run's folder, or one step of it"),
+        "wandb": ("output.wandb", "send metrics to Weights & Biases"),
         "profile": (
             "profile.tool",
-            "nsys | xplane | nccltrace: look inside steps --config.profile.start to stop",
+            "nsys | xplane | nccltrace: profile steps --config.profile.start to stop",
         ),
     },
     "devices and processes": {
         "cpu_devices": ("runtime.cpu_devices", "virtual CPU devices instead of GPUs"),
         "mock_gpus": (
             "runtime.mock_gpus",
-            "one GPU runs its share of a step on so many, the network mocked",
+            "run one GPU's share of a step on this many GPUs, without the network",
         ),
-        "coordinator": (
-            "runtime.coordinator",
-            "host:port of process 0 (found by itself under Slurm)",
-        ),
+        "coordinator": ("runtime.coordinator", "host:port of process 0 (default: by Slurm)"),
         "processes": ("runtime.processes", "number of processes"),
-        "process": ("runtime.process", "number of this process, from 0"),
+        "process": ("runtime.process", "index of this process, from 0"),
     },
 }
 FLAGS = {name: path for group in FLAG_GROUPS.values() for name, (path, _) in group.items() if path}

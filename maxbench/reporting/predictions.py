@@ -16,7 +16,7 @@ from maxbench.run_logs import nccl, readers
 from maxbench.run_logs.record import RunRecord, dig
 
 # Flags of the trainer that say nothing about the program that plan compiles.
-NOT_PLANNED = {*recipes.FLAG_GROUPS["this run"], *recipes.FLAG_GROUPS["devices and processes"]}
+NOT_PLANNED = {*recipes.FLAG_GROUPS["run"], *recipes.FLAG_GROUPS["devices and processes"]}
 
 
 def look_inside(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
