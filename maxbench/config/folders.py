@@ -1,4 +1,4 @@
-"""Folders of runs: experiments/<name>/<name>_<timestamp>."""
+"""Names of run folders: experiments/<name>/<name>_<timestamp>."""
 
 import contextlib
 import itertools
@@ -9,14 +9,15 @@ from maxbench.config.run import Run
 
 
 def run_folder(run: Run, stamp: int) -> pathlib.Path:
-    """experiments/<name>/<name>_<timestamp>"""
+    """The folder of a run that has that timestamp: experiments/<name>/<name>_<timestamp>."""
     return pathlib.Path(run.output.dir) / "experiments" / run.name / f"{run.name}_{stamp}"
 
 
 def make_folder(run: Run) -> int:
-    """Makes the run's folder; returns its timestamp."""
+    """Creates the folder of a run and returns its timestamp."""
     if stamp := run.output.stamp:
-        # The launcher has made the folder, and put the job's own files there.
+        # The launcher created this folder and wrote the job's files to it. If an earlier start of
+        # the job left a result there, this start gets a folder of its own.
         folder = run_folder(run, stamp)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "result.json").exists():
@@ -25,7 +26,10 @@ def make_folder(run: Run) -> int:
 
 
 def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
-    """Makes experiments/<name>/<name>_<timestamp> below out; returns it and its timestamp."""
+    """Creates experiments/<name>/<name>_<timestamp> in `out`; returns the folder and its timestamp.
+
+    The timestamp is the time in seconds, or the first later one without a folder.
+    """
     for stamp in itertools.count(int(time.time())):
         folder = out / "experiments" / name / f"{name}_{stamp}"
         with contextlib.suppress(FileExistsError):

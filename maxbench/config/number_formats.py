@@ -1,6 +1,7 @@
-"""Number formats of GEMMs as facts: what they ask of a run, keep, and are held against.
+"""Number formats of GEMMs as data: requirements on a run, sizes, and the peak that applies.
 
-How a format computes is its module in maxbench/formats. A new one is an entry here, and a module.
+The arithmetic of a format is its module in maxbench/quantization. A new format is an entry
+of FORMATS and a module.
 """
 
 import dataclasses
@@ -11,33 +12,33 @@ from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """A number format of the GEMMs of layers. Everything else is computed in `compute`."""
+    """A number format of the GEMMs of layers. All else is computed in `compute`."""
 
-    name: str  # of precision.scaling, where dtype has more than one
+    name: str  # of precision.scaling, if dtype has several formats
     dtype: str  # of precision.dtype
-    compute: str  # of activations and of the weights that layers see
-    peak: str  # the GPU's peak that its products are held against, and reach a part of
-    reads: tuple[str, ...]  # operands of its GEMMs, as XLA's programs call them
-    bytes: float  # of a number that is kept for a GEMM's backward pass
-    arithmetic: str = "unquantized"  # its module in maxbench/formats
-    multiple: int = 1  # which all dims of its GEMMs are whole multiples of
-    blocks: bool = False  # numbers along a dim share a scale: fsdp and tp may cut none
-    capability: tuple[int, int] = (0, 0)  # of the GPUs that have its GEMMs, at least
-    amax_history: bool = False  # its state: largest magnitudes of precision.history steps
-    # Numbers that its conversions move per layer, in units of rows x embed and of rows x mlp, as
-    # counted in compiled programs.
+    compute: str  # dtype of activations and of unquantized weights
+    peak: str  # bf16 | fp8: the GPU's peak for MFU and for the time of GEMMs
+    reads: tuple[str, ...]  # operand types of its GEMMs, as in HLO
+    bytes: float  # per element that is saved for the backward pass of a GEMM
+    arithmetic: str = "unquantized"  # module in maxbench/quantization
+    multiple: int = 1  # all dims of its GEMMs are multiples of this
+    blocks: bool = False  # elements along a dim share a scale: fsdp and tp must not cut a block
+    capability: tuple[int, int] = (0, 0)  # lowest compute capability that has its GEMMs
+    amax_history: bool = False  # needs the amax of the last precision.history steps as state
+    # Elements that its quantization reads and writes per layer, counted in compiled programs:
+    # in units of rows x embed, and of rows x mlp.
     conversions: tuple[int, int] = (0, 0)
 
     @property
     def quantized(self) -> bool:
-        """Whether its GEMMs read other numbers than what stands around them."""
+        """Whether GEMMs read other numbers than the activations around them."""
         return self.dtype != self.compute
 
 
 _FP8 = {"dtype": "fp8", "compute": "bf16", "peak": "fp8", "bytes": 1, "conversions": (10, 6)}
 _TENSOR = _FP8 | {"reads": ("f8e4m3fn", "f8e5m2"), "arithmetic": "fp8_per_tensor", "multiple": 16}
 _BLOCKS = _FP8 | {"reads": ("f8e4m3fn",), "multiple": 32, "blocks": True, "capability": (10, 0)}
-# Of those that share a dtype, the first that the GPU has is the default.
+# The default scaling of a dtype is the first format that the GPU supports.
 FORMATS = {
     f.name: f
     for f in (
@@ -49,27 +50,28 @@ FORMATS = {
     )
 }
 DTYPES = tuple(dict.fromkeys(f.dtype for f in FORMATS.values()))
-PEAKS = {f.dtype: f.peak for f in FORMATS.values()}  # of a run's dtype
+PEAKS = {f.dtype: f.peak for f in FORMATS.values()}  # by precision.dtype
 SCALINGS = tuple(f.name for f in FORMATS.values() if f.quantized)
 
 
 def resolve_format(
     dtype: str, scaling: str, gpu_type: str, gpu_types: GpuTypes = GPU_TYPES
 ) -> Format:
-    """The format that precision.dtype and .scaling ask for; where that is open, the GPU decides.
+    """The format for precision.dtype and precision.scaling; 'auto' depends on the GPU.
 
     Raises:
-      UserError: the GPU has no such GEMMs.
+      UserError: the GPU has no GEMMs of that format.
     """
-    alike = [f for f in FORMATS.values() if f.dtype == dtype]
-    asked = [f for f in alike if f.name == scaling] or alike
-    has = lambda gpu, f: gpu_types[gpu].chip.capability >= f.capability
-    found = next((f for f in asked if has(gpu_type, f)), None)
-    if found is None:
-        others = " or ".join(f.name for f in alike if has(gpu_type, f))
+    of_dtype = [f for f in FORMATS.values() if f.dtype == dtype]
+    candidates = [f for f in of_dtype if f.name == scaling] or of_dtype
+    supports = lambda gpu, f: gpu_types[gpu].chip.capability >= f.capability
+    supported = next((f for f in candidates if supports(gpu_type, f)), None)
+    if supported is None:
+        wanted = candidates[0]
+        having = ", ".join(gpu for gpu in gpu_types if supports(gpu, wanted))
+        others = " or ".join(f.name for f in of_dtype if supports(gpu_type, f))
         raise UserError(
-            f"precision.scaling={asked[0].name!r} and gpu_type={gpu_type!r}: only "
-            f"{', '.join(gpu for gpu in gpu_types if has(gpu, asked[0]))} multiply such numbers; use "
-            + (f"precision.scaling={others}" if others else "another dtype")
+            f"precision.scaling={wanted.name!r} and gpu_type={gpu_type!r}: only {having} have "
+            f"GEMMs of that format; use {f'precision.scaling={others}' if others else 'another dtype'}"
         )
-    return found
+    return supported

@@ -1,4 +1,4 @@
-"""The description of a run: frozen dataclasses, checked when they are built, before any device work.
+"""The description of a run: frozen dataclasses, checked when built, before any device work.
 
 Every check raises UserError with the value, why it is invalid, and what would work.
 """
@@ -296,7 +296,7 @@ class Run:
         )
 
     def asdict(self) -> dict:
-        """All sections as nested plain dicts, for JSON; of the GPU types, only the layout's name."""
+        """All sections as nested plain dicts, for JSON. The GPU type is the layout's name alone."""
         return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
 
     def __post_init__(self):
