@@ -1,5 +1,6 @@
 """Tables of text for terminals, pipes and Markdown: the one table printer of all commands."""
 
+import itertools
 import shutil
 import sys
 import textwrap
@@ -73,6 +74,15 @@ def table(
     return [(indent + line).rstrip() for line in printed.get().splitlines()]
 
 
+def natural_width(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
+    """Columns that a table takes where nothing folds."""
+    from rich import cells
+
+    columns = itertools.zip_longest(heads, *rows, fillvalue="")
+    widths = [max(map(cells.cell_len, column)) for column in columns]
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
 def _as_lines(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """A row of a table that is too wide: its first cell, then the others below it."""
     names = [*heads, *[""] * (len(row) - len(heads))]
@@ -112,7 +122,7 @@ def fold(line: str, width: int, indent: str = "") -> list[str]:
 def markdown(
     heads: Sequence[str], rows: Iterable[Sequence[str]], text: Collection[int] = (0,)
 ) -> list[str]:
-    """Lines of a table in Markdown; columns in `text` are left-aligned, the others right-aligned."""
+    """Lines of a table in Markdown; columns in `text` are left-aligned, others right-aligned."""
     bars = lambda cells: "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
     rule = "".join("|---" if i in text else "|---:" for i in range(len(heads)))
     return [bars(heads), f"{rule}|", *map(bars, rows)]

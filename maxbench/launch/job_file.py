@@ -31,10 +31,10 @@ from maxbench.launch.variables import (
     REFUSED,
     UNUSED,
     VARIABLES,
-    Expectation,
     JobConfig,
     resolve_job,
 )
+from maxbench.run_logs.suite_file import Expectation
 
 Values = dict[str, str | list[str]]
 NAMED = {n: name for name, v in VARIABLES.items() for n in (name, *v.also)}

@@ -1,8 +1,6 @@
 """Slurm: the job script of a run, and its submission."""
 
-import dataclasses
 import functools
-import json
 import os
 import pathlib
 import platform
@@ -22,6 +20,7 @@ from maxbench.launch import job_file
 from maxbench.launch.jobs import command, environment, job_kinds, job_name
 from maxbench.launch.nsight import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.launch.variables import SECRETS, JobConfig
+from maxbench.run_logs.suite_file import SuiteWriter
 
 SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that can go on, and saves before its end
 
@@ -199,44 +198,33 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     # sbatch and srun would read these themselves, before the script's options, and fail on 'null'.
     ours = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
     clean = {k: v for k, v in os.environ.items() if k not in ours}
-    results, running, listed = runs[0].out / "experiments", [], None
+    results, running, suite_list = runs[0].out / "experiments", [], None
     each = [(s, kind) for s in runs for kind in job_kinds(s)]
     if suite:
-        planned = [s for s, kind in each if not kind]
-        listed = Listed(results / f"suite_{suite}_{int(time.time())}.json", suite, planned)
+        expectations = [(job_name(s, ""), s.expect) for s, kind in each if not kind]
+        file = results / f"suite_{suite}_{int(time.time())}.json"
+        suite_list = SuiteWriter(file, suite, expectations)
     for s, kind in each:
         job = job_name(s, kind)
         folder, stamp = folders.new_folder(s.out, job)
         file = folder / f"sbatch_{job}.sh"
         file.write_text(script(s, kind, stamp))
-        if listed and not kind:
-            listed.add(folder)
+        if suite_list and not kind:
+            suite_list.add(folder)
         sbatch = ["sbatch", "--parsable", *(["--wait"] if wait else []), str(file)]
         running.append((subprocess.Popen(sbatch, env=clean, stdout=subprocess.PIPE), job, folder))
         print(f"submitting {job}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         if not wait:
             _submitted(*running.pop())
     codes = [_submitted(*one) for one in running]
-    then = ["maxbench", "report", *(["--suite", str(listed.file)] if listed else [str(results)])]
+    then = [
+        "maxbench",
+        "report",
+        *(["--suite", str(suite_list.file)] if suite_list else [str(results)]),
+    ]
     look = shlex.join(["maxbench", "jobs", str(results)])
     print(f"how they are: {look}; when they are done: {shlex.join(then)}")
     return max(codes, default=0)
-
-
-class Listed:
-    """The file of a suite's runs and of what each is to reach, which reporting/suite.py reads.
-
-    It is written before each submission: one that is refused leaves what went before.
-    """
-
-    def __init__(self, file: pathlib.Path, suite: str, runs: Sequence[JobConfig]):
-        asked = [{"run": job_name(s, ""), "expect": dataclasses.asdict(s.expect)} for s in runs]
-        self.file, self.about, self.next = file, {"suite": suite, "runs": asked}, iter(asked)
-
-    def add(self, folder: pathlib.Path) -> None:
-        """The folder of the next run."""
-        next(self.next)["folder"] = os.path.relpath(folder, self.file.parent)
-        self.file.write_text(json.dumps(self.about, indent=1))
 
 
 def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int:

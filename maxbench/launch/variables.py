@@ -17,8 +17,8 @@ from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.recipes import ROOT, Launch
 from maxbench.config.run import Run
-from maxbench.config.validation import field, validate
 from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
+from maxbench.run_logs.suite_file import Expectation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,23 +55,6 @@ KINDS = {  # what the whole text must match, and how a message says so
 SECRETS = ("HF_TOKEN", "APP_SECRET")
 MANY = ("MODEL_SIZE", "DTYPE", "JOB_TOTAL_GPUS")  # may be lists, with spaces between
 ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they pick the recipe's row
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """What a run of a suite must reach, beside its last step and finite losses; 0 asks nothing."""
-
-    published: float = field(0.0, at_least=0, at_most=10)  # share of the published tokens/s
-    step_s: float = field(0.0, at_least=0)  # seconds that a step may take, on average
-    loss: float = field(0.0, at_least=0)  # that the last step may have
-
-    def __post_init__(self):
-        validate(self)
-
-    def __str__(self) -> str:
-        asked = {"at least {:.0%} of published": self.published, "loss at most {:g}": self.loss}
-        asked["at most {:g} s a step"] = self.step_s
-        return ", ".join(text.format(value) for text, value in asked.items() if value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

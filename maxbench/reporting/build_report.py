@@ -1,26 +1,23 @@
-"""What `maxbench report` and `maxbench.report(...)` read back: runs with their figures, as text in
-any format, as tables."""
+"""Builds a report, runs with their figures in any format, for the command and the Python API."""
 
 import dataclasses
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, records
+from maxbench.config import command_line, console, records
 from maxbench.config.errors import UserError, check_choice, escape_control
-from maxbench.reporting import compare, page, suite, tables
+from maxbench.reporting import compare, difference, export, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
-from maxbench.reporting.predictions import look_inside
-from maxbench.run_logs import readers
+from maxbench.reporting.predictions import add_predictions
+from maxbench.run_logs import readers, suite_file
 
-# Name -> what makes the text of it, from rows and settings.
+# Name of a format -> the function that renders rows and options in it.
 FORMATS = {
     "table": tables.text,
-    "csv": tables.to_csv,
-    "json": tables.to_json,
+    "csv": export.to_csv,
+    "json": export.to_json,
     "md": tables.markdown,
     "html": page.html,
 }
@@ -29,27 +26,26 @@ HEADS = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Loss",
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(records.Records):
-    """Runs that are over. Prints as the table of the terminal; in a notebook as a table."""
+    """Runs with their figures. Prints as a text table; in a notebook as an HTML table."""
 
     rows: Sequence[RunSummary]
     settings: ReportOptions
 
     @property
     def ok(self) -> bool:
-        """Whether a run has succeeded or goes on; of a suite, whether all that it asks for is
-        reached."""
+        """Whether a run succeeded or is running; for a suite, whether all runs passed."""
         if self.settings.suite:
             return suite.judge(self.settings.suite, self.rows).ok
         return any(one.ok or one.record.status == "running" for one in self.rows)
 
     def text(self, form: str = "table", diff: bool = False) -> str:
-        """The report in one of FORMATS, or what moved between its two runs.
+        """The report in one of FORMATS, or the differences between its two runs.
 
         Raises:
-          UserError: two runs were to be compared, and there are not two.
+          UserError: diff is set, and there are not two runs.
         """
-        look_inside(self.rows, self.settings.gpu_types, every=form == "html")
-        make = tables.difference if diff else FORMATS[form]
+        add_predictions(self.rows, self.settings.gpu_types, every=form == "html")
+        make = difference.difference if diff else FORMATS[form]
         return "\n".join(map(escape_control, make(self.rows, self.settings).split("\n")))
 
     def __str__(self) -> str:
@@ -59,13 +55,13 @@ class Report(records.Records):
         told = [tables.cells(one) for one in self.rows]
         heads = [head for head in HEADS if any(c.get(head, "-") != "-" for c in told)]
         body = [
-            [page.label(one), *(c.get(head, "") for head in heads), one.said]
+            [page.label(one), *(c.get(head, "") for head in heads), one.explanation]
             for one, c in zip(self.rows, told, strict=True)
         ]
         return records.html_table(["Run", *heads, "Why"], body)
 
     def records(self) -> list[dict[str, Any]]:
-        """A row of figures for each run: the columns of --format=csv."""
+        """Figures of each run: the columns of --format=csv."""
         return [tables.record(one) for one in self.rows]
 
 
@@ -73,7 +69,7 @@ def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
     """The runs that flags and paths of the command name.
 
     Raises:
-      UserError: what cannot be; there is no run.
+      UserError: a flag is invalid; there is no run.
     """
     given, listed = command_line.parse_flags(fv, argv)[1:], fv["suite"].value
     paths = _of_suite(listed, given) if listed else given or ["experiments"]
@@ -85,17 +81,17 @@ def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
 
 
 def _of_suite(file: str, paths: Sequence[str]) -> list[str]:
-    """The folders of a suite's runs."""
+    """Folders of a suite's runs."""
     if paths:
-        raise UserError(f"--suite names its runs itself; leave {paths[0]!r} out")
-    return [*map(str, suite.folders(suite.read(file)[1]))]
+        raise UserError(f"--suite names its runs: leave {paths[0]!r} out")
+    return [*map(str, suite.folders(suite_file.read(file)[1]))]
 
 
 def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
-    """The flags, checked.
+    """Options from flags.
 
     Raises:
-      UserError: a flag that cannot be, with what would work.
+      UserError: a flag is invalid.
     """
     check_choice("format", fv["format"].value, FORMATS)
     gpu_types = command_line.gpu_types(fv["hardware"].value)
@@ -103,8 +99,7 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
         check_choice("gpu_type", fv["gpu_type"].value, gpu_types)
     as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     given: Mapping[str, Any] = {name: fv[name].value for name in as_given}
-    wide = sys.stdout.isatty() and not fv["output"].value
-    width = shutil.get_terminal_size().columns if wide else 0
+    width = 0 if fv["output"].value else console.terminal_width()
     return ReportOptions(
         paths=tuple(paths), full_names=fv["full-names"].value, width=width,
         gpu_types=gpu_types, **given,

@@ -1,4 +1,4 @@
-"""Figures of runs that are over: windows, verdicts, scaling, repeats, cost, energy, checkpoints.
+"""Figures of finished runs: windows, verdicts, scaling, repeats, cost, energy, checkpoints.
 
 Every figure names its convention. Times are seconds, rates per second, power watts, money dollars.
 """
@@ -21,29 +21,29 @@ from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import flops, step_stats
 from maxbench.run_logs.record import RunRecord, dig
 
-PASS, WARN = 0.95, 0.85  # shares of the published tokens/s
-DRIFT, SPLIT = 0.02, 0.02  # shares of the median that are worth an alarm
-SPREAD = 0.05  # between repeats of a run
-POINTS = 200  # of a run's steps that are looked at for a drift
+PASS, WARN = 0.95, 0.85  # least shares of the published tokens/s
+DRIFT, SPLIT = 0.02, 0.02  # shares of the median step time that are worth an alarm
+SPREAD = 0.05  # between repeats of a run that is worth an alarm
+POINTS = 200  # at most so many steps of a run are checked for a drift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What the reader chose."""
+    """Options of a report."""
 
-    # steps that count, inclusive
+    # first and last step of the measured window
     window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
     cost: float = field(0.0, at_least=0)  # dollars per GPU hour
     gpu_type: str = ""  # of logs that do not name it
     gpu_types: GpuTypes = GPU_TYPES
-    # minutes between checkpoints; 0 = the best by Young and Daly
+    # minutes between checkpoints; 0 = the optimum by Young and Daly
     interval: float = field(0.0, at_least=0, at_most=1e9)
     mtbf: float = field(24.0, above=0, at_most=1e9)  # mean hours between failures of the job
-    paths: tuple[str, ...] = ()  # where the runs were looked for
+    paths: tuple[str, ...] = ()  # searched for runs
     full_names: bool = False  # paths instead of names
-    width: int = field(0, at_least=0)  # columns of a terminal; 0 = as many as it takes
+    width: int = field(0, at_least=0)  # columns of the terminal; 0 = any
     title: str = "maxbench report"  # of the page
-    suite: str = ""  # file of the runs that were launched together, and what is expected of them
+    suite: str = ""  # file of a suite's runs (run_logs/suite_file.py)
 
     def __post_init__(self):
         validate(self)
@@ -51,7 +51,7 @@ class ReportOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class RunSummary:
-    """One run with its figures. None where the run does not tell."""
+    """One run with its figures; None if its log does not have one."""
 
     record: RunRecord
     ok: bool
@@ -59,7 +59,7 @@ class RunSummary:
     why: str
     window: tuple[int, int] | None = None
     step: dict[str, float] | None = None  # mean, std, median, p10, p90
-    tflops: dict[str, float] | None = None  # mean, std; as the run logged it
+    tflops: dict[str, float] | None = None  # mean, std; as logged, else calculated
     tokens_s: float | None = None
     mfu: dict[str, float] | None = None  # by convention
     days: float | None = None
@@ -68,46 +68,47 @@ class RunSummary:
     joules: float | None = None  # per token
     baseline: published.Published | None = None
     share: float | None = None  # of the published tokens/s
-    planned: dict | None = None  # plan.figures() of the same step: predicted, never measured
-    unplanned: str = ""  # why there is no such prediction
-    trace: dict | None = None  # NCCL's calls: steps, damaged_lines, calls, step_beside_plan
+    planned: dict | None = None  # planner.figures() of the same step: a prediction
+    unplanned: str = ""  # why there is no prediction
+    trace: dict | None = None  # NCCL calls: steps, damaged_lines, calls, step_beside_plan
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def said(self) -> str:
-        """The reason and the notes as one line."""
+    def explanation(self) -> str:
+        """The reason of the verdict and the notes, as one line."""
         return "; ".join(filter(None, [self.why, *self.notes]))
 
     @property
     def loss(self) -> tuple[float | None, float | None]:
-        """Of the first and of the last step that was logged; None where it is none."""
+        """Loss of the first and of the last logged step; None if it is not finite."""
         steps = sorted(self.record.loss)
         ends = [self.record.loss[i] for i in (steps[:1] + steps[-1:])] or [math.nan, math.nan]
         return tuple(x if math.isfinite(x) else None for x in ends)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether rates per GPU and days of training mean nothing for this run."""
+        """Whether the run used virtual devices: its rates per GPU are meaningless."""
         return bool(self.record.device and not self.record.gpu_type)
 
     @property
-    def tuning(self) -> tuple:
-        """What makes two runs repeats of each other."""
+    def repeat_key(self) -> tuple:
+        """Runs with equal keys are repeats of each other."""
         r = self.record
-        told = (r.model, r.size, r.dtype, r.gpus, r.gbs)  # a log's name may hold a job's number
-        named = r.name if r.source == "maxbench" or not (r.model and r.gpus) else told
+        # The name of another program's log may contain a job number.
+        work = (r.model, r.size, r.dtype, r.gpus, r.gbs)
+        named = r.name if r.source == "maxbench" or not (r.model and r.gpus) else work
         return named, r.device or r.gpu_type
 
 
 @functools.cache
 def model_of(name: str, size: str) -> Model | None:
-    """The Model of a workload file, or None."""
+    """The Model of a workload file; None if there is no such file."""
     path = next(iter(recipes.find_workloads(name, size)), None)
     return Model(**recipes.workloads()[path].model) if path else None
 
 
 def _model(r: RunRecord) -> Model | None:
-    """The run's own numbers, else those of the workload it is named after."""
+    """The run's own model settings, else those of the workload that it is named after."""
     try:
         if numbers := dig(r.result, "config.model", {}):
             known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
@@ -118,81 +119,89 @@ def _model(r: RunRecord) -> Model | None:
         return None
 
 
-def summarize(r: RunRecord, s: ReportOptions) -> RunSummary:
-    """A run's figures."""
+def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
+    """Figures of a run."""
     if r.source != "maxbench":
-        r.gpu_type = r.gpu_type or s.gpu_type
+        r.gpu_type = r.gpu_type or options.gpu_type
     cut = r.status == "stopped" and r.last < r.planned - 1
     died = r.status in ("died", "failed") or cut or not r.step_s
-    made = RunSummary(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
-    if bad := [i for i, x in r.loss.items() if not math.isfinite(x)]:
-        first = min(bad)
-        made.ok, made.verdict, made.why = False, "DIED", f"loss is {r.loss[first]} at step {first}"
-    if r.status in ("running", "skipped"):
-        made.ok, made.verdict = False, "-"
-        made.why = "still running" if r.status == "running" else r.reason
-    if r.damaged > 0:
-        made.notes.append(f"lines about steps that are damaged: {r.damaged}")
-    made.notes += r.unread
-    made.notes += gaps(r.step_s)
-    if r.status == "done" and 0 <= r.last < r.planned - 1:
-        made.notes.append(f"the log ends at step {r.last}, the run at {r.planned - 1}")
-    kept, times = step_stats.measured_window(s.window, r.step_s)
-    if not kept or not (made.ok or (kept[0], kept[-1]) == s.window):
-        return made
-    made.window = (kept[0], kept[-1])
-    if made.window != s.window:
-        early, late = min(r.step_s) > s.window[0], r.last < s.window[1]
-        why = "the run starts later" if early else "the run was shorter" if late else "a gap"
-        made.notes.append(f"steps {kept[0]} to {kept[-1]} count: {why}")
-    made.step = step_stats.statistics_of(times)
-    made.peak_gib = r.peak_bytes / 2**30 or None
-    _figures(made, kept, s)
-    if made.ok:
-        made.verdict, made.why = _verdict(made, s.gpu_types)
-        made.notes += alarms(times)
+    summary = RunSummary(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
+    _check_loss_and_status(summary)
+    steps, times = step_stats.measured_window(options.window, r.step_s)
+    if not steps or not (summary.ok or (steps[0], steps[-1]) == options.window):
+        return summary
+    summary.window = (steps[0], steps[-1])
+    if summary.window != options.window:
+        starts_late, short = min(r.step_s) > options.window[0], r.last < options.window[1]
+        why = "the run starts later" if starts_late else "the run was shorter" if short else "a gap"
+        summary.notes.append(f"steps {steps[0]} to {steps[-1]} count: {why}")
+    summary.step = step_stats.statistics_of(times)
+    summary.peak_gib = r.peak_bytes / 2**30 or None
+    _add_figures(summary, steps, options)
+    if summary.ok:
+        summary.verdict, summary.why = _verdict(summary, options.gpu_types)
+        summary.notes += alarms(times)
         if slow := dig(r.result, "slow_hosts", []):
-            made.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
-    return made
+            summary.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
+    return summary
+
+
+def _check_loss_and_status(summary: RunSummary) -> None:
+    """Sets the verdict of runs that diverged, go on, or were skipped; notes what the log lacks."""
+    r = summary.record
+    if not_finite := [i for i, x in r.loss.items() if not math.isfinite(x)]:
+        first = min(not_finite)
+        summary.ok, summary.verdict = False, "DIED"
+        summary.why = f"loss is {r.loss[first]} at step {first}"
+    if r.status in ("running", "skipped"):
+        summary.ok, summary.verdict = False, "-"
+        summary.why = "still running" if r.status == "running" else r.reason
+    if r.damaged > 0:
+        summary.notes.append(f"damaged lines about steps: {r.damaged}")
+    summary.notes += r.unread
+    summary.notes += gaps(r.step_s)
+    if r.status == "done" and 0 <= r.last < r.planned - 1:
+        summary.notes.append(f"the log ends at step {r.last}, the run at {r.planned - 1}")
 
 
 def gaps(steps: Iterable[int]) -> list[str]:
-    """What is missing between the first and the last step of a log, in words.
+    """A note on steps that are missing between the first and the last one of a log; [] if none.
 
-    A program may log every tenth step: a gap is wider than most.
+    A program may log every tenth step: an interval counts as a gap if it is longer than the mode.
     """
     pairs = [*itertools.pairwise(sorted(steps))]
     usual = statistics.mode(b - a for a, b in pairs) if pairs else 1
-    found = [f"{a + usual} to {b - usual}" for a, b in pairs if b - a > usual]
-    more = f" and in {len(found) - 1} more places" if len(found) > 1 else ""
-    return [f"no steps in the log from {found[0]}{more}"] if found else []
+    missing = [f"{a + usual} to {b - usual}" for a, b in pairs if b - a > usual]
+    more = f" and in {len(missing) - 1} more places" if len(missing) > 1 else ""
+    return [f"no steps in the log from {missing[0]}{more}"] if missing else []
 
 
-def _figures(made: RunSummary, kept: list[int], s: ReportOptions) -> None:
-    r, step_s = made.record, made.step["mean"]
-    if logged := [r.tflops[i] for i in kept if r.tflops.get(i)]:
-        made.tflops = step_stats.statistics_of(logged)
+def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) -> None:
+    """Adds rates, MFU, cost and energy of the steps that count."""
+    r, step_s = summary.record, summary.step["mean"]
+    if logged := [r.tflops[i] for i in steps if r.tflops.get(i)]:
+        summary.tflops = step_stats.statistics_of(logged)
     if not (r.gbs and r.seq):
         return
     model = _model(r) if r.gpus else None
-    known = model and r.gpu_type in s.gpu_types and r.dtype in number_formats.PEAKS
-    peak = s.gpu_types[r.gpu_type].peak_tflops(number_formats.PEAKS[r.dtype]) if known else 0
+    known = model and r.gpu_type in options.gpu_types and r.dtype in number_formats.PEAKS
+    peak = options.gpu_types[r.gpu_type].peak_tflops(number_formats.PEAKS[r.dtype]) if known else 0
     figures = functools.partial(flops.figures, model, r.seq, r.gbs, r.gpus, peak_tflops=peak)
-    found = figures(step_s)
-    made.tokens_s, made.days = found["tokens_per_s"], found["days_to_1t_tokens"]
-    made.mfu = found["mfu"] if peak else None
+    mean = figures(step_s)
+    summary.tokens_s, summary.days = mean["tokens_per_s"], mean["days_to_1t_tokens"]
+    summary.mfu = mean["mfu"] if peak else None
     if model and not logged:
-        each = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in kept]
-        made.tflops = step_stats.statistics_of(each)
-    if r.gpus and s.cost and not made.on_cpu:  # virtual CPU devices cost nothing
-        made.cost = made.days * 24 * r.gpus * s.cost
+        calculated = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in steps]
+        summary.tflops = step_stats.statistics_of(calculated)
+    if r.gpus and options.cost and not summary.on_cpu:  # virtual CPU devices are free
+        summary.cost = summary.days * 24 * r.gpus * options.cost
     if r.gpus and r.power_w:
-        made.joules = r.power_w * r.gpus / made.tokens_s
+        summary.joules = r.power_w * r.gpus / summary.tokens_s
 
 
-def _verdict(made: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
+def _verdict(summary: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
     """PASS, WARN, FAIL or '-', and the reason."""
-    r = made.record
+    r = summary.record
     if r.profiled:
         return "-", f"not comparable: under {r.profiled}"
     if r.mocked:
@@ -203,21 +212,22 @@ def _verdict(made: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
     needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
     if lacking := [name for name, value in needed.items() if not value]:
         return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
-    beside = published.compare(
+    comparison = published.compare(
         r.model, r.size, r.dtype, r.gpu_type, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers
     )
-    made.baseline, made.share = beside.row, beside.share(made.step["mean"])
-    if beside.refusal:
-        return "-", beside.refusal
-    text = f"{made.share:.1%} of published {beside.row.step_s:g} s"
-    return ("PASS" if made.share >= PASS else "WARN" if made.share >= WARN else "FAIL"), text
+    share = comparison.share(summary.step["mean"])
+    summary.baseline, summary.share = comparison.row, share
+    if comparison.refusal:
+        return "-", comparison.refusal
+    text = f"{share:.1%} of published {comparison.row.step_s:g} s"
+    return ("PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"), text
 
 
 def alarms(times: Sequence[float]) -> list[str]:
-    """What is odd about the steps of one run: two modes, or a drift."""
+    """Notes on step times that are unusual: two modes, or a drift."""
     if len(times) < 8:
         return []
-    times = times[:: -(-len(times) // POINTS)]  # pairs of them are many
+    times = times[:: -(-len(times) // POINTS)]  # drift() takes O(n^2)
     notes, middle = [], statistics.median(times)
     if (split := two_modes(times)) and split[1] - split[0] > SPLIT * middle:
         notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
@@ -228,9 +238,11 @@ def alarms(times: Sequence[float]) -> list[str]:
 
 
 def drift(times: Sequence[float]) -> tuple[float, float]:
-    """By what share of the median the steps of a run grow over all of them, and how steadily
-    (Kendall's tau, -1 to 1); takes time as the square of their number."""
-    # Median of the slopes between all pairs (Theil-Sen): one slow step does not move it.
+    """Growth of the step time over all steps, as a share of the median, and how monotonic it is.
+
+    Growth is by the Theil-Sen estimator, the median of the slopes between all pairs, which one slow
+    step does not move; monotonicity is Kendall's tau, -1 to 1. Takes O(n^2).
+    """
     slopes = [(b - a) / (j - i) for (i, a), (j, b) in itertools.combinations(enumerate(times), 2)]
     if not slopes:
         return 0.0, 0.0
@@ -239,7 +251,7 @@ def drift(times: Sequence[float]) -> tuple[float, float]:
 
 
 def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
-    """Means of two groups that a gap divides, each with a fifth of the values; or None."""
+    """Means of two groups with a wide gap between, each at least a fifth of the values; or None."""
     ordered = sorted(values)
     least = max(2, round(0.2 * len(ordered)))
     cuts = range(least, len(ordered) - least + 1)
@@ -254,7 +266,7 @@ def two_modes(values: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatGroup:
-    """Runs of the same thing."""
+    """Repeats of a run."""
 
     name: str
     runs: int
@@ -263,12 +275,12 @@ class RepeatGroup:
 
 
 def repeats(rows: Iterable[RunSummary]) -> list[RepeatGroup]:
-    """Groups of two runs or more that should be equal, with what is odd about them."""
+    """Groups of two or more repeats, with notes on what is unusual."""
     groups: dict[tuple, list[RunSummary]] = {}
-    for one in rows:
-        if one.ok and one.step and not one.record.profiled:
-            groups.setdefault(one.tuning, []).append(one)
-    made = []
+    for summary in rows:
+        if summary.ok and summary.step and not summary.record.profiled:
+            groups.setdefault(summary.repeat_key, []).append(summary)
+    found = []
     for group in (g for g in groups.values() if len(g) > 1):
         group.sort(key=lambda x: x.record.started)
         medians = [x.step["median"] for x in group]
@@ -276,23 +288,23 @@ def repeats(rows: Iterable[RunSummary]) -> list[RepeatGroup]:
         spread = (max(medians) - min(medians)) / middle
         notes = [f"runs differ by more than {SPREAD:.0%}"] if spread > SPREAD else []
         notes += [re.sub("step times?", "runs", n) for n in alarms(medians)]
-        made.append(RepeatGroup(group[0].record.name, len(group), spread, notes))
-    return made
+        found.append(RepeatGroup(group[0].record.name, len(group), spread, notes))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One scale of a curve: the best run there, against the smallest scale."""
+    """One scale of a curve: its fastest run, relative to the smallest scale."""
 
     gpus: int
     tokens_s: float
     efficiency: float  # tokens/s per GPU, as a share of the smallest scale's
-    published: float | None  # the same of the published rows
+    published: float | None  # efficiency of the published rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Runs of one workload over scales: weak (batch grows along) or strong (batch stays)."""
+    """Scaling of one workload: weak (the batch grows with the GPUs) or strong (it is constant)."""
 
     name: str
     kind: str
@@ -301,26 +313,26 @@ class Curve:
 
 def curves(rows: Iterable[RunSummary]) -> list[Curve]:
     """Scaling curves of at least two scales."""
-    best: dict[
-        tuple, dict[int, RunSummary]
-    ] = {}  # workload, kind, batch -> GPUs -> the fastest run
-    for one in rows:
-        r = one.record
-        if not (one.ok and one.tokens_s and r.gpus) or r.profiled:
+    # (workload, kind, batch) -> GPUs -> the fastest run
+    best: dict[tuple, dict[int, RunSummary]] = {}
+    for summary in rows:
+        r = summary.record
+        if not (summary.ok and summary.tokens_s and r.gpus) or r.profiled:
             continue
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
         for kind, batch in (("weak", r.gbs / r.gpus), ("strong", r.gbs)):
             scales = best.setdefault((*key, kind == "strong", batch), {})
-            scales[r.gpus] = max(scales.get(r.gpus, one), one, key=lambda x: x.tokens_s)
-    made = []
+            fastest = max(scales.get(r.gpus, summary), summary, key=lambda x: x.tokens_s)
+            scales[r.gpus] = fastest
+    found = []
     for (*key, strong, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:
             name = " ".join(filter(None, map(str, key[:4])))
             name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
-            name += f", {batch} in all" if strong else f", {batch:g} per GPU"
+            name += f", {batch} in total" if strong else f", {batch:g} per GPU"
             kind = "strong" if strong else "weak"
-            made.append(Curve(name, kind, _points(scales, kind)))
-    return made
+            found.append(Curve(name, kind, _points(scales, kind)))
+    return found
 
 
 def _points(scales: dict[int, RunSummary], kind: str) -> tuple[Point, ...]:
@@ -333,44 +345,44 @@ def _points(scales: dict[int, RunSummary], kind: str) -> tuple[Point, ...]:
         == (r.model, r.size, r.dtype, r.gpu_type, kind, r.layers)
     }
     points = []
-    for n, one in sorted(scales.items()):
-        theirs = rows[n] / rows[base] if {n, base} <= rows.keys() else None
-        share = one.tokens_s / n / (scales[base].tokens_s / base)
-        points.append(Point(n, one.tokens_s, share, theirs))
+    for n, summary in sorted(scales.items()):
+        of_published = rows[n] / rows[base] if {n, base} <= rows.keys() else None
+        efficiency = summary.tokens_s / n / (scales[base].tokens_s / base)
+        points.append(Point(n, summary.tokens_s, efficiency, of_published))
     return tuple(points)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOverhead:
-    """What saving checkpoints and failing would cost: a projection from one timing."""
+    """Projected cost of checkpoints and failures, from the measured time of a save."""
 
     save_s: float
     interval_s: float
     best_s: float  # sqrt(2 x save x time between failures): Young 1974
-    share: float  # of the time, lost
+    share: float  # of the total time
 
 
-def overhead(r: RunRecord, s: ReportOptions) -> CheckpointOverhead | None:
-    """Projected overhead of checkpoints, to first order (Young 1974, Daly 2006), or None.
+def overhead(r: RunRecord, options: ReportOptions) -> CheckpointOverhead | None:
+    """First-order projected overhead of checkpoints (Young 1974, Daly 2006); None without saves.
 
-    Lost are the saves, half an interval per failure, and a load per failure:
+    The overhead is the saves, and half an interval and a load per failure:
     save / interval + (interval / 2 + load) / mtbf.
     """
     if not r.saves:
         return None
     save = statistics.fmean(r.saves)
     load = statistics.fmean(r.loads) if r.loads else save
-    mtbf_s = s.mtbf * 3600
+    mtbf_s = options.mtbf * 3600
     best = math.sqrt(2 * save * mtbf_s)
-    interval = s.interval * 60 or best
+    interval = options.interval * 60 or best
     share = save / interval + (interval / 2 + load) / mtbf_s
     return CheckpointOverhead(save, interval, best, share)
 
 
-def names(rows: Sequence[RunSummary], s: ReportOptions) -> list[str]:
-    """Names as the seeds' parser shortens them; a stamp or number keeps repeats apart."""
+def names(rows: Sequence[RunSummary], options: ReportOptions) -> list[str]:
+    """Names of the runs, with the timestamps that distinguish repeats, or their full paths."""
     found = []
     for r in (x.record for x in rows):
         stamp = r.path.name.removeprefix(r.name) if r.source == "maxbench" else ""
-        found.append(escape_control(str(r.path) if s.full_names else r.name + stamp))
+        found.append(escape_control(str(r.path) if options.full_names else r.name + stamp))
     return found

@@ -1,4 +1,4 @@
-"""What the page tells of each run below its table: settings, the recipe beside it, hosts, times."""
+"""Details of each run on the page: settings, differences from its recipe, hosts, times."""
 
 import collections
 import functools
@@ -10,128 +10,137 @@ from collections.abc import Mapping, Sequence
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
-from maxbench.reporting import tables
+from maxbench.reporting import difference
 from maxbench.reporting.compare import RunSummary
 from maxbench.run_logs.record import RunRecord, dig
 
-HOSTS = 4  # of a run that are listed, the slowest
-COMPARED = ("model", "layout", "train", "optim", "precision")  # sections that a recipe decides
-NO_RECIPE = ("config.train.steps", "config.train.window", "config.train.seed")
+HOSTS = 4  # of a run that are listed: the slowest
+# Sections of the configuration that a recipe decides.
+COMPARED = ("model", "layout", "train", "optim", "precision")
+NOT_COMPARED = ("config.train.steps", "config.train.window", "config.train.seed")
 
 
-def settings(one: RunSummary) -> dict[str, str]:
-    """The run's settings by name, without what its place on the disk decides."""
-    own = dig(one.record.result, "config", {})
+def settings(summary: RunSummary) -> dict[str, str]:
+    """A run's settings by name, without those that only its output folder decides."""
+    has_config = dig(summary.record.result, "config", {})
     return {
         key: value
-        for key, value in tables.settings_of(one).items()
+        for key, value in difference.settings_of(summary).items()
         if not key.startswith(("config.output.dir", "config.output.stamp", "config.runtime.coor"))
-        and not (own and key in tables.NAMED)  # the same again
+        and not (has_config and key in difference.NAMED)  # config has them too
     }
 
 
-def usual(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The value of each setting that most of the runs have which have it."""
+def most_common(settings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The most frequent value of each setting, among the runs that name it."""
     counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    for one in told:
-        for key, value in one.items():
+    for named in settings:
+        for key, value in named.items():
             counts[key][value] += 1
     return {key: counts[key].most_common(1)[0][0] for key in sorted(counts)}
 
 
-def apart(mine: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
-    """Settings that are not the usual ones; of a log that names few, those it names."""
-    whole = any(key.startswith("config.") for key in mine)
-    keys = usual if whole else mine
-    return {k: mine.get(k, "(not set)") for k in keys if mine.get(k, "(not set)") != usual[k]}
+def unusual(settings: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a run that differ from the common ones.
+
+    A run with a configuration names all settings, another program's log only a few, and only
+    those are compared.
+    """
+    complete = any(key.startswith("config.") for key in settings)
+    values = {k: settings.get(k, "(not set)") for k in (common if complete else settings)}
+    return {k: value for k, value in values.items() if value != common[k]}
 
 
 @functools.cache
 def _recipe(
     model: str, size: str, dtype: str, gpu_type: str, gpus: int, gbs: int, gpu_types: GpuTypes
 ):
-    """The recipe with the nearest GPU count: its name and its settings; None where none is."""
+    """Name and settings of the recipe with the nearest GPU count; None if there is no recipe."""
     path = next(iter(recipes.find_workloads(model, size)), None)
-    made = []
+    candidates = []
     for strong in (False, True) if path else ():
-        ask = functools.partial(
+        build = functools.partial(
             recipes.build_run, recipes.workloads()[path], strong_scaling=strong,
             flags={"dtype": dtype}, overrides={"layout.gpu_type": gpu_type}, gpu_types=gpu_types,
         )  # fmt: skip
         try:
-            made.append((strong, ask(gpus=gpus)))
+            candidates.append((strong, build(gpus=gpus)))
         except recipes.NoRow as e:
-            made.append((strong, ask(gpus=e.nearest)))
+            candidates.append((strong, build(gpus=e.nearest)))
         except UserError:
             continue
-    if not made:
+    if not candidates:
         return None
-    fits = lambda x: (x[1].layout.gpus != gpus, x[1].layout.gbs != gbs)
-    strong, run = min(made, key=fits)
+    mismatch = lambda x: (x[1].layout.gpus != gpus, x[1].layout.gbs != gbs)
+    strong, run = min(candidates, key=mismatch)
     name = f"{path.stem}, {run.layout.gpus} {gpu_type}, {dtype}" + ", strong scaling" * strong
-    return name, dict(tables.leaves({"config": json.loads(json.dumps(run.asdict()))}))
+    return name, dict(difference.leaves({"config": json.loads(json.dumps(run.asdict()))}))
 
 
-def beside_recipe(
-    one: RunSummary, gpu_types: GpuTypes = GPU_TYPES
+def recipe_differences(
+    summary: RunSummary, gpu_types: GpuTypes = GPU_TYPES
 ) -> tuple[str, list[tuple[str, str, str]]] | None:
-    """The nearest recipe and each setting that differs: its name, ours, theirs. None for runs that
-    are not ours, or of which there is no recipe."""
-    r = one.record
+    """The nearest recipe's name, and (setting, run's value, recipe's value) where they differ.
+
+    None for logs of other programs, and for runs without a recipe.
+    """
+    r = summary.record
     if not (dig(r.result, "config", {}) and r.gpu_type and r.gpus):
         return None
     try:
-        found = _recipe(r.model, r.size, r.dtype, r.gpu_type, r.gpus, r.gbs, gpu_types)
+        recipe = _recipe(r.model, r.size, r.dtype, r.gpu_type, r.gpus, r.gbs, gpu_types)
     except UserError:
         return None
-    if not found:
+    if not recipe:
         return None
-    ours, (name, theirs) = tables.settings_of(one), found
+    settings, (name, in_recipe) = difference.settings_of(summary), recipe
     return name, [
-        (key.removeprefix("config."), ours[key], theirs[key])
-        for key in sorted(ours.keys() & theirs.keys())
-        if ours[key] != theirs[key] and key.split(".")[1] in COMPARED and key not in NO_RECIPE
+        (key.removeprefix("config."), settings[key], in_recipe[key])
+        for key in sorted(settings.keys() & in_recipe.keys())
+        if settings[key] != in_recipe[key]
+        and key.split(".")[1] in COMPARED
+        and key not in NOT_COMPARED
     ]
 
 
 def hosts(r: RunRecord) -> tuple[dict[str, str], str]:
-    """The slowest hosts: name -> TFLOP/s of the slowest GPU and median step; and of the others."""
-    found = []
-    for name, told in dig(r.result, "hosts", {}).items():
-        speeds = [x for x in dig(told, "gemm_tflops", []) if isinstance(x, int | float)]
-        found.append((min(speeds, default=0.0), str(name), dig(told, "step_s", 0.0)))
-    found.sort()
+    """The slowest hosts (name -> TFLOP/s of the slowest GPU, median step); a line on the rest."""
+    by_speed = []
+    for name, host in dig(r.result, "hosts", {}).items():
+        speeds = [x for x in dig(host, "gemm_tflops", []) if isinstance(x, int | float)]
+        by_speed.append((min(speeds, default=0.0), str(name), dig(host, "step_s", 0.0)))
+    by_speed.sort()
     slow = dig(r.result, "slow_hosts", [])
-    body = {}
-    for speed, name, step_s in found[:HOSTS]:
+    listed = {}
+    for speed, name, step_s in by_speed[:HOSTS]:
         step = f", {step_s:.3f} s a step" if step_s else ""
-        body[name + " (slow)" * (name in slow)] = f"{speed:,.0f}{step}"
-    rest = [speed for speed, _, _ in found[HOSTS:]]
-    return body, f"{len(rest)} more, median {statistics.median(rest):,.0f}" if rest else ""
+        listed[name + " (slow)" * (name in slow)] = f"{speed:,.0f}{step}"
+    rest = [speed for speed, _, _ in by_speed[HOSTS:]]
+    return listed, f"{len(rest)} more, median {statistics.median(rest):,.0f}" if rest else ""
 
 
 def timeline(r: RunRecord) -> list[str]:
-    """When what happened, in words."""
+    """Events of a run and their times, as phrases."""
     first = dig(r.result, "start_to_first_step_s", 0.0)
-    said = _moment("started" if r.source == "maxbench" else "last written", r.started)
-    said += [f"first step after {first:,.0f} s"] if first else []
-    said += [f"last step {r.last}"] if r.last >= 0 else []
-    said += [f"loaded a checkpoint in {statistics.fmean(r.loads):,.1f} s"] if r.loads else []
+    events = _moment("started" if r.source == "maxbench" else "last written", r.started)
+    events += [f"first step after {first:,.0f} s"] if first else []
+    events += [f"last step {r.last}"] if r.last >= 0 else []
+    events += [f"loaded a checkpoint in {statistics.fmean(r.loads):,.1f} s"] if r.loads else []
     if r.saves:
-        said.append(f"saved {len(r.saves)} times, {statistics.fmean(r.saves):,.1f} s each")
-    return said + _moment("ended", dig(r.result, "ended", 0.0))
+        events.append(f"saved {len(r.saves)} times, {statistics.fmean(r.saves):,.1f} s each")
+    return events + _moment("ended", dig(r.result, "ended", 0.0))
 
 
-def _moment(what: str, seconds: float) -> list[str]:
-    """A line of it; none where a damaged file has a number that is no time of ours."""
+def _moment(event: str, seconds: float) -> list[str]:
+    """The event with its date; [] if a damaged file has a number that cannot be a date."""
     if not 0 < seconds < 4e9:
         return []
-    return [f"{what} {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(seconds))}"]
+    return [f"{event} {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(seconds))}"]
 
 
-def time_parts(one: RunSummary) -> dict[str, float]:
-    """Where the time of a whole run went, in seconds; {} where it does not tell."""
-    r, names = one.record, ("start_to_first_step_s", "compile_s", "lower_s")
+def time_parts(summary: RunSummary) -> dict[str, float]:
+    """Seconds of a whole run by phase; {} if result.json does not have them."""
+    r, names = summary.record, ("start_to_first_step_s", "compile_s", "lower_s")
     start, compiled, lower = (dig(r.result, name, 0.0) for name in names)
     if not start or not r.step_s:
         return {}

@@ -1,8 +1,8 @@
-// Sorts and filters the table, opens the run that a link names, says what is under the mouse, sets
-// two runs side by side. The page is whole without it.
+// Sorts and filters the table, opens the run that a link names, labels the point under the mouse,
+// compares two runs. The page is readable without it.
 "use strict";
-const all = (what, of = document) => [...of.querySelectorAll(what)];
-const make = (name, text = "", about = {}) => Object.assign(document.createElement(name), { textContent: text }, about);
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+const make = (name, text = "", properties = {}) => Object.assign(document.createElement(name), { textContent: text }, properties);
 
 const table = document.querySelector("table.sorted");
 if (table) {
@@ -15,8 +15,8 @@ if (table) {
     find.querySelector("output").textContent = kept.length < rows.length ? `${kept.length} of ${rows.length}` : "";
   });
   const value = (row, i) => {
-    const said = row.cells[i].innerText.trim(), number = parseFloat(said.replace(/,/g, ""));
-    return i < 2 || isNaN(number) ? said : number;
+    const cell = row.cells[i].innerText.trim(), number = parseFloat(cell.replace(/,/g, ""));
+    return i < 2 || isNaN(number) ? cell : number;
   };
   all("thead th", table).forEach((head, i) => {
     if (head.textContent === "Step times") return;
@@ -33,7 +33,7 @@ if (table) {
   });
 }
 
-const open = () => { const named = document.getElementById(location.hash.slice(1)); if (named?.tagName === "DETAILS") { named.open = true; named.scrollIntoView(); } };
+const open = () => { const target = document.getElementById(location.hash.slice(1)); if (target?.tagName === "DETAILS") { target.open = true; target.scrollIntoView(); } };
 addEventListener("hashchange", open);
 open();
 
@@ -55,21 +55,21 @@ all("svg.frame").forEach(svg => svg.addEventListener("pointermove", e => {
 document.addEventListener("pointerover", e => { if (!e.target.closest("svg.frame")) tip.hidden = true; });
 
 const runs = all("details.run"), pair = document.getElementById("pair");
-const told = list => new Map(all("dt", list).map(name => [name.textContent, name.nextElementSibling.textContent]));
-const known = run => {
+const pairs = list => new Map(all("dt", list).map(name => [name.textContent, name.nextElementSibling.textContent]));
+const properties = run => {
   const link = table && all("tbody th > a", table).find(a => a.hash === `#${run.id}`);
   const cells = link ? all("td", link.closest("tr")).map(td => [td.dataset.name, td.innerText.trim().replace(/\s*\n\s*/g, "; ")]) : [];
-  const usual = run.matches(".whole") ? told(document.getElementById("usual")) : []; // a log names little
-  return new Map([...cells, ...usual, ...all(":scope > dl", run).flatMap(list => [...told(list)])]);
+  const common = run.matches(".whole") ? pairs(document.getElementById("common")) : []; // another program's log names few settings
+  return new Map([...cells, ...common, ...all(":scope > dl", run).flatMap(list => [...pairs(list)])]);
 };
 if (runs.length > 1) {
-  const pick = n => { const made = make("select", "", { ariaLabel: `run ${n + 1}` }); made.append(...runs.map(run => make("option", run.querySelector("summary").textContent.trim()))); made.selectedIndex = n; return made; };
+  const pick = n => { const select = make("select", "", { ariaLabel: `run ${n + 1}` }); select.append(...runs.map(run => make("option", run.querySelector("summary").textContent.trim()))); select.selectedIndex = n; return select; };
   const picks = [pick(0), pick(1)], result = make("div", "", { className: "scroll" });
   const show = () => {
-    const [a, b] = picks.map(select => known(runs[select.selectedIndex]));
+    const [a, b] = picks.map(select => properties(runs[select.selectedIndex]));
     const names = [...new Set([...a.keys(), ...b.keys()])].filter(name => (a.get(name) ?? "") !== (b.get(name) ?? ""));
     const head = make("tr"), grid = make("table"), top = make("thead"), below = make("tbody");
-    head.append(...["What differs", "first", "second"].map(text => make("th", text, { scope: "col" })));
+    head.append(...["Difference", "first", "second"].map(text => make("th", text, { scope: "col" })));
     top.append(head);
     below.append(...names.map(name => {
       const row = make("tr"), cells = [[a, "first"], [b, "second"]].map(([run, side]) => { const td = make("td"); td.dataset.name = side; td.append(make("span", run.get(name) ?? "")); return td; });
@@ -77,11 +77,11 @@ if (runs.length > 1) {
       return row;
     }));
     grid.append(top, below);
-    result.replaceChildren(names.length ? grid : make("p", "Nothing differs that both tell."));
+    result.replaceChildren(names.length ? grid : make("p", "No difference in what both name."));
   };
   picks.forEach(select => select.addEventListener("change", show));
   pair.replaceChildren(...picks, result);
   show();
 } else {
-  pair.textContent = "There is one run.";
+  pair.textContent = "There is only one run.";
 }

@@ -1,4 +1,4 @@
-"""Numbers of the page's plots: which steps, which scale, where on it; parts.html draws them."""
+"""Data, axes and coordinates of the page's plots, which parts.html draws."""
 
 import dataclasses
 import math
@@ -9,20 +9,20 @@ Points = Sequence[tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Axes and the lines in them, in units of the data; left() and down() give pixels."""
+    """A plot: axes and lines, in units of the data; left() and down() give pixels."""
 
-    title: str  # read out by screen readers
+    title: str  # for screen readers
     x: tuple[float, float]
     y: tuple[float, float]
-    xs: Mapping[float, str]  # labels of the axes
+    xs: Mapping[float, str]  # tick labels of the axes
     ys: Mapping[float, str]
-    names: tuple[str, str]  # of the axes
+    names: tuple[str, str]  # of the x and the y axis
     lines: Mapping[str, Points]  # CSS class -> points
     band: tuple[float, float] | None = None  # a shaded range of x
     values: Mapping[tuple[float, float], str] = dataclasses.field(default_factory=dict)  # labels
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # CSS class -> name of a line
 
-    # Drawn about as wide as a phone is, so that its text is read there too.
+    # About as wide as a phone, so that text is legible there.
     WIDE, HIGH = 400, 230
     LEFT, RIGHT, TOP, BOTTOM = 52, 390, 34, 190
 
@@ -34,12 +34,12 @@ class Frame:
         share = (y - self.y[0]) / (self.y[1] - self.y[0] or 1)
         return round(self.BOTTOM - share * (self.BOTTOM - self.TOP), 1)
 
-    def spots(self, points: Points) -> list[tuple[float, float]]:
+    def pixels(self, points: Points) -> list[tuple[float, float]]:
         return [(self.left(x), self.down(y)) for x, y in points]
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers from low to high."""
+    """About `about` round numbers from low to high."""
     span = high - low
     if not span > 0:
         return [low]
@@ -51,7 +51,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def thin(points: Points, most: int = 120) -> Points:
-    """At most so many points of a line: the lowest and the highest of each stretch of it."""
+    """At most `most` points of a line: the lowest and the highest of each segment."""
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))
@@ -68,10 +68,10 @@ def over_steps(
     keys: Mapping[str, str] | None = None,
     band: tuple[int, int] | None = None,
 ) -> Frame:
-    """Values of each step: CSS class -> step -> value. Steps of `band` are shaded."""
+    """A plot of values over steps: CSS class -> step -> value. Steps of `band` are shaded."""
     values = sorted(y for line in lines.values() for y in line.values())
     steps = sorted({i for line in lines.values() for i in line})
-    # One outlier must not flatten everything else: the axis ends a little above p98.
+    # One outlier must not flatten the rest: the axis ends a little above p98.
     top = max(values[round(0.98 * (len(values) - 1))] * 1.1, 1e-9)
     low = min(values) * 0.95
     low = 0.0 if low < 0.5 * top else low
@@ -91,33 +91,33 @@ def over_steps(
 
 
 def after_the_first(times: Mapping[int, float]) -> dict[int, float]:
-    """Step times without the first one, which holds the compile; all where there are few."""
+    """Step times without the first one, which includes the compile; all if there are few."""
     return {i: times[i] for i in (sorted(times)[1:] if len(times) > 3 else times)}
 
 
 def finite(values: Mapping[int, float]) -> dict[int, float]:
-    """Those that are numbers an axis can hold."""
+    """Values that fit on an axis: finite, and not absurdly large."""
     return {i: y for i, y in values.items() if abs(y) < 1e30}
 
 
 def sparkline(times: Mapping[int, float]) -> list[tuple[float, float]]:
-    """Spots of a small line of step times, 90 x 22, for a table's cell."""
+    """Pixels of a small line of step times, 90 x 22, for a table cell."""
     steps = sorted(times)[1:] or sorted(times)
     if len(steps) < 2:
         return []
     values = [y for _, y in thin([(i, times[i]) for i in steps], 30)]
     top, low = sorted(values)[round(0.95 * (len(values) - 1))], min(values)
-    span = max(top - low, 0.1 * top) or 1  # noise of a percent must not look like a storm
+    span = max(top - low, 0.1 * top) or 1  # noise of a percent must look small
     across = 90 / (len(values) - 1)
     high = (20 - 18 * min(1, (v - low) / span) for v in values)
     return [(round(i * across, 1), round(y, 1)) for i, y in enumerate(high)]
 
 
 def scaling(points: Sequence, title: str) -> Frame:
-    """Efficiency over log2 of GPUs, the published curve laid over. Points are compare.Point."""
+    """Efficiency over log2(GPUs), with the published curve. Points are compare.Point."""
     ours = [(math.log2(p.gpus), p.efficiency) for p in points]
-    theirs = [(math.log2(p.gpus), p.published) for p in points if p.published is not None]
-    values = [1.0, *(y for _, y in ours + theirs)]
+    published = [(math.log2(p.gpus), p.published) for p in points if p.published is not None]
+    values = [1.0, *(y for _, y in ours + published)]
     low = max(0.0, math.floor((min(values) - 0.05) * 20) / 20)
     top = math.ceil((max(values) + 0.05) * 20) / 20
     first, last = ours[0][0], ours[-1][0]
@@ -127,8 +127,8 @@ def scaling(points: Sequence, title: str) -> Frame:
         y=(low, top),
         xs={math.log2(p.gpus): str(p.gpus) for p in points},
         ys={y: f"{y:.0%}" for y in ticks(low, top)},
-        names=("GPUs", "tokens/s per GPU, of the smallest scale's"),
-        keys={"ours": "these runs", "theirs": "published", "ideal": "ideal"},
-        lines={"ideal": [(first, 1.0), (last, 1.0)], "theirs": theirs, "ours": ours},
+        names=("GPUs", "tokens/s per GPU, relative to the smallest scale"),
+        keys={"ours": "these runs", "published": "published", "ideal": "ideal"},
+        lines={"ideal": [(first, 1.0), (last, 1.0)], "published": published, "ours": ours},
         values={(x, y): f"{y:.1%}" for x, y in ours},
     )

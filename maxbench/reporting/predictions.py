@@ -1,4 +1,4 @@
-"""What a report needs beside the logs: plan's predictions and NCCL's calls of the runs in it."""
+"""Predictions and NCCL calls of runs, which a report adds to what their logs say."""
 
 import dataclasses
 import functools
@@ -15,29 +15,29 @@ from maxbench.reporting import compare
 from maxbench.run_logs import nccl, readers
 from maxbench.run_logs.record import RunRecord, dig
 
-# Flags of the trainer that say nothing about the program that plan compiles.
+# Flags of the trainer that do not change the program that plan compiles.
 NOT_PLANNED = {*recipes.FLAG_GROUPS["run"], *recipes.FLAG_GROUPS["devices and processes"]}
 
 
-def look_inside(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
-    """Adds NCCL's calls to trace runs, and plan's prediction to them, or to every run."""
-    for one in rows:
-        r, traced = one.record, one.record.profiled == "nccltrace"
-        if r.result.get("config") and (traced or (every and one.step)):
-            one.planned, one.unplanned = predict(r, gpu_types)
+def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
+    """Adds NCCL calls to trace runs, and predictions to trace runs, or to every run."""
+    for summary in rows:
+        r, traced = summary.record, summary.record.profiled == "nccltrace"
+        if r.result.get("config") and (traced or (every and summary.step)):
+            summary.planned, summary.unplanned = predict(r, gpu_types)
         if traced:
             logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
-            calls, damaged = nccl.calls(_lines(logs, one.notes))
-            planned, steps = (one.planned or {}).get("communication", []), max(1, len(r.step_s))
-            one.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
-            one.trace["step_beside_plan"] = nccl.compare_with_plan(calls, planned, steps)
+            calls, damaged = nccl.calls(_lines(logs, summary.notes))
+            planned, steps = (summary.planned or {}).get("communication", []), max(1, len(r.step_s))
+            summary.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
+            summary.trace["step_beside_plan"] = nccl.compare_with_plan(calls, planned, steps)
 
 
 def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:
-    """Lines of logs about NCCL's calls; what cannot be read is added to the notes."""
+    """Lines of logs about NCCL calls; adds a note for each log that cannot be read."""
     for path in logs:
         try:
-            # A trace of many GPUs is gigabytes: never whole in memory.
+            # A trace of many GPUs is gigabytes: it is never whole in memory.
             for line in (x for block in readers.blocks(path) for x in block.splitlines()):
                 if b": opCount" in line:
                     yield line.decode(errors="replace")
@@ -47,19 +47,19 @@ def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:
 
 
 def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
-    """plan.figures() of the very step that ran, from plan's cache; or None, and why there is none.
+    """planner.figures() of the step that ran, from the compile cache; or None, and why.
 
-    Nothing is compiled: that takes seconds, and a compiler which may not be here.
+    Nothing is compiled: that takes seconds, and needs a compiler that may not be installed.
     """
     try:
         run = r.to_run(gpu_types)
     except UserError as e:
         return None, str(e)
-    # The number of steps only bends the learning rate: a plan of the default is as good.
+    # The number of steps only changes the learning rate: the default one gives the same figures.
     for steps in (run.train.steps, Train.steps):
         train = dataclasses.replace(run.train, steps=steps)
-        if found := _planned(dataclasses.replace(run, train=train)):
-            return found, ""
+        if figures := _planned(dataclasses.replace(run, train=train)):
+            return figures, ""
     return None, f"not planned yet: {_plan_command(dig(r.result, 'command', []))}"
 
 
@@ -76,15 +76,15 @@ def _planned(run: Run) -> dict | None:
 
 
 def _plan_command(command: list) -> str:
-    """The `maxbench plan` command of the same program, from the command of a run."""
+    """The `maxbench plan` command for the program of a run, from the run's command."""
     words = (word for word in command if isinstance(word, str))
-    kept = ["maxbench", "plan"]
-    rest = itertools.dropwhile(lambda word: not word.startswith("-"), words)
-    for word in rest:
-        name, is_set, _ = word.lstrip("-").partition("=")
-        own = name.startswith(("config.profile.", "config.output.", "config.runtime."))
-        if own or name.removeprefix("no") in NOT_PLANNED or name in NOT_PLANNED:
-            _ = is_set or command_line.is_bool(name) or next(rest, "")
+    plan = ["maxbench", "plan"]
+    flags = itertools.dropwhile(lambda word: not word.startswith("-"), words)
+    for word in flags:
+        name, has_value, _ = word.lstrip("-").partition("=")
+        not_planned = name.startswith(("config.profile.", "config.output.", "config.runtime."))
+        if not_planned or name.removeprefix("no") in NOT_PLANNED or name in NOT_PLANNED:
+            _ = has_value or command_line.is_bool(name) or next(flags, "")
         else:
-            kept.append(word)
-    return shlex.join(kept)
+            plan.append(word)
+    return shlex.join(plan)

@@ -1,118 +1,75 @@
-"""A suite that was launched: each of its runs beside what it was to reach, and one PASS or FAIL.
+"""Verdict on a suite: each of its runs against what was expected of it, and one PASS or FAIL."""
 
-`maxbench launch --suite` has left the list of its runs in experiments/suite_<name>_<time>.json.
-"""
-
-import contextlib
-import json
 import math
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxbench.config.errors import UserError
-from maxbench.launch.variables import Expectation
+from maxbench.config import console
 from maxbench.reporting.compare import RunSummary
-
-
-class Asked(NamedTuple):
-    """A run of a suite."""
-
-    name: str
-    folder: pathlib.Path | None  # where its job was to put it; None where none was submitted
-    expect: Expectation
+from maxbench.run_logs import suite_file
+from maxbench.run_logs.suite_file import SuiteRun
 
 
 class Verdict(NamedTuple):
-    """What became of a suite."""
+    """Whether a suite reached what was expected of it."""
 
     title: str
     ok: bool
-    runs: list[dict[str, str]]  # run, verdict (PASS | FAIL | - of one that has not ended), why
+    runs: list[dict[str, str]]  # run, verdict (PASS, FAIL, or - if it has not ended), why
 
     def lines(self) -> list[str]:
         """A line per run."""
-        return [f"{one['verdict']:<4}  {one['run']}: {one['why']}" for one in self.runs]
+        rows = ([run["verdict"], f"{run['run']}: {run['why']}"] for run in self.runs)
+        return console.table((), rows, text=(0, 1))
 
 
-def read(file: str) -> tuple[str, list[Asked]]:
-    """The name of a suite and its runs.
-
-    Raises:
-      UserError: the file cannot be read, or is no such list.
-    """
-    path = pathlib.Path(file)
-    if not path.is_file():
-        raise UserError(f"suite={file!r}: there is no such file; maxbench launch --suite makes one")
-    try:
-        data = json.loads(path.read_text())
-        place = lambda one: path.parent / one["folder"] if "folder" in one else None
-        each = (Asked(one["run"], place(one), Expectation(**one["expect"])) for one in data["runs"])
-        return f"{data['suite']}", [one for one in each if one.name]
-    except OSError as e:
-        raise UserError(f"suite={file!r} cannot be read: {e.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(
-            f"suite={file!r} is no list of runs as maxbench launch --suite makes it: "
-            "experiments/suite_<name>_<time>.json"
-        ) from None
-
-
-def folders(runs: Sequence[Asked]) -> list[pathlib.Path]:
-    """Those of runs that have begun."""
-    return [folder for one in runs if (folder := _last_start(one)) and folder.is_dir()]
-
-
-def _last_start(one: Asked) -> pathlib.Path | None:
-    """The folder of a run; of a job that was requeued, the last one."""
-    if one.folder:
-        with contextlib.suppress(OSError, IndexError):
-            job = (one.folder / "job_id").read_text().strip()
-            stamp = (one.folder.parent / f".job_{job}").read_text().split()[-1]
-            return one.folder.with_name(f"{one.folder.parent.name}_{stamp}")
-    return one.folder
+def folders(runs: Sequence[SuiteRun]) -> list[pathlib.Path]:
+    """Folders of the runs that have started."""
+    return [folder for run in runs if (folder := run.last_start()) and folder.is_dir()]
 
 
 def judge(file: str, rows: Sequence[RunSummary]) -> Verdict:
-    """A suite's runs beside what was expected of them.
+    """Compares a suite's runs with what was expected of them.
 
     Raises:
-      UserError: as read().
+      UserError: as suite_file.read().
     """
-    name, runs = read(file)
-    found = {os.path.realpath(row.record.path): row for row in rows}
-    made = []
-    for one in runs:
-        row = found.get(os.path.realpath(_last_start(one))) if one.folder else None
-        verdict, why = _judge(one, row)
-        made.append({"run": row.record.path.name if row else one.name, "verdict": verdict})
-        made[-1]["why"] = why
-    short, left = (sum(x["verdict"] == verdict for x in made) for verdict in ("FAIL", "-"))
-    said = [f"{short} of {len(made)} runs did not reach what was expected"] if short else []
-    said += [f"{left} of {len(made)} runs have not ended"] if left else []
-    ok = bool(made) and not said
-    why = " and ".join(said) or f"{len(made)} of {len(made)} runs reached what was expected"
-    return Verdict(f"Suite {name}: {'PASS' if ok else 'FAIL'}, {why}", ok, made)
+    name, runs = suite_file.read(file)
+    summaries = {os.path.realpath(row.record.path): row for row in rows}
+    judged = []
+    for run in runs:
+        row = summaries.get(os.path.realpath(run.last_start())) if run.folder else None
+        verdict, why = _judge(run, row)
+        run_name = row.record.path.name if row else run.name
+        judged.append({"run": run_name, "verdict": verdict, "why": why})
+    failed, unfinished = (sum(x["verdict"] == verdict for x in judged) for verdict in ("FAIL", "-"))
+    problems = [f"{failed} of {len(judged)} runs did not reach what was expected"] if failed else []
+    problems += [f"{unfinished} of {len(judged)} runs have not ended"] if unfinished else []
+    ok = bool(judged) and not problems
+    all_reached = f"{len(judged)} of {len(judged)} runs reached what was expected"
+    why = " and ".join(problems) or all_reached
+    return Verdict(f"Suite {name}: {'PASS' if ok else 'FAIL'}, {why}", ok, judged)
 
 
-def _judge(one: Asked, row: RunSummary | None) -> tuple[str, str]:
+def _judge(run: SuiteRun, row: RunSummary | None) -> tuple[str, str]:
     """PASS, FAIL or '-', and why."""
     if row is None:
-        return ("-", "has not begun") if one.folder else ("FAIL", "was not submitted")
+        return ("-", "has not started") if run.folder else ("FAIL", "was not submitted")
     at = f"step {row.record.last}" if row.record.step_s else "before the first step"
     if row.record.status == "running":
         return "-", f"still running, {at}"
     if not (row.ok and row.step and row.record.last >= row.record.planned - 1):
         why = row.why if not row.ok else "not all of its steps are in its log"
         return "FAIL", f"{why}, {at}"
-    asked, step_s = one.expect, row.step["mean"]
+    expected, step_s = run.expect, row.step["mean"]
     loss = row.record.loss.get(row.record.last, math.nan)
-    beside = f"{row.why}, " if row.share or asked.published else ""
-    reached = f"{beside}{step_s:.4g} s a step, loss {loss:.4g}"
-    short = asked.published and not (row.share or 0) >= asked.published
-    slow = asked.step_s and step_s > asked.step_s
-    high = asked.loss and not loss <= asked.loss
-    if short or slow or high:
-        return "FAIL", f"{reached}; expected {asked}"
+    comparison = f"{row.why}, " if row.share or expected.published else ""
+    reached = f"{comparison}{step_s:.4g} s a step, loss {loss:.4g}"
+    below_published = expected.published and not (row.share or 0) >= expected.published
+    slow = expected.step_s and step_s > expected.step_s
+    high_loss = expected.loss and not loss <= expected.loss
+    if below_published or slow or high_loss:
+        return "FAIL", f"{reached}; expected {expected}"
     return "PASS", reached

@@ -1,26 +1,21 @@
-"""Runs as text: a table for the terminal, CSV, JSON, Markdown, and what moved between two."""
+"""Runs as text for people: the table of the terminal, and Markdown."""
 
 import collections
-import csv
 import dataclasses
-import io
-import itertools
-import json
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from maxbench.config.errors import UserError
+from maxbench.config import console
 from maxbench.reporting import compare, suite
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs import nccl
 
 LEGEND = (
-    "Std is of the population. MFU: 'full' convention (every S x S score counted), against the",
-    "dense peak of the precision; FP8 runs are held against the FP8 peak although attention",
-    "and logits run in BF16. Verdict: tokens/s against the published row of the same GPUs,",
-    f"batch, sequence and layers; PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
+    "Std is the population's. MFU: 'full' convention (all S x S attention scores count), as a",
+    "share of the dense peak of the precision; for FP8 runs the FP8 peak, although attention and",
+    "logits run in BF16. Verdict: tokens/s relative to the published row of the same GPUs, batch,",
+    f"sequence and layers; PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
 )
-# Head of a cell in tables for people -> its column, and how it is written.
+# Head of a cell in tables for people -> its column in record(), and its format.
 CELLS = {
     "Status": ("status", ""),
     "Mean s": ("time_mean_seconds", ".3f"),
@@ -37,34 +32,35 @@ CELLS = {
     "Loss": ("loss", ""),
     "Verdict": ("verdict", ""),
 }
-NO_CPU = ("TFLOPS/GPU", "Std", "Days/1T")  # figures that mean nothing there
-# A narrow terminal does without these, the first ones first.
-SPARE = ("p10", "p90", "Median", "Std", "Std s", "Days/1T", "Status", "MFU %", "Loss")
+NOT_ON_CPU = ("TFLOPS/GPU", "Std", "Days/1T")  # figures that are meaningless for virtual devices
+# Columns that a narrow terminal leaves out, the first ones first.
+OPTIONAL = ("p10", "p90", "Median", "Std", "Std s", "Days/1T", "Status", "MFU %", "Loss")
 
 
-def cells(one: RunSummary) -> dict[str, str]:
-    """A row's CELLS as text, '-' where there is none; of a row without steps only its status."""
-    data = record(one)
-    if one.step is None:
+def cells(summary: RunSummary) -> dict[str, str]:
+    """Text of each of a run's CELLS, '-' if unknown; only the status of a run without steps."""
+    data = record(summary)
+    if summary.step is None:
         return {"Status": data["status"]}
-    first, last = one.loss
-    data["loss"] = None if None in one.loss else f"{first:#.4g} to {last:#.4g}"
-    data |= {CELLS[head][0]: None for head in NO_CPU if one.on_cpu}
-    made = {}
-    for head, (column, form) in CELLS.items():
-        made[head] = "-" if data[column] is None else format(data[column], form).rstrip("%")
-    return made
+    first, last = summary.loss
+    data["loss"] = None if None in summary.loss else f"{first:#.4g} to {last:#.4g}"
+    data |= {CELLS[head][0]: None for head in NOT_ON_CPU if summary.on_cpu}
+    return {
+        head: "-" if data[column] is None else format(data[column], form).rstrip("%")
+        for head, (column, form) in CELLS.items()
+    }
 
 
-def record(one: RunSummary) -> dict:
-    """A row as plain data; units in the names, None where unknown.
+def record(summary: RunSummary) -> dict:
+    """Figures of a run as plain data; units in the names, None if unknown.
 
-    The first seven columns are those of the seeds' parser.
+    The first seven columns are those of the parser of NVIDIA's recipes.
     """
-    r, step, tflops, mfu = one.record, one.step or {}, one.tflops or {}, one.mfu or {}
+    r, step = summary.record, summary.step or {}
+    tflops, mfu = summary.tflops or {}, summary.mfu or {}
     return {
         "filename": str(r.path),
-        "status": status(one),
+        "status": status(summary),
         "time_mean_seconds": step.get("mean"),
         "time_std_dev_seconds": step.get("std"),
         "tflops_per_gpu_mean": tflops.get("mean"),
@@ -73,136 +69,129 @@ def record(one: RunSummary) -> dict:
         "time_median_seconds": step.get("median"),
         "time_p10_seconds": step.get("p10"),
         "time_p90_seconds": step.get("p90"),
-        "tokens_per_second": one.tokens_s,
+        "tokens_per_second": summary.tokens_s,
         "mfu_full": mfu.get("full"),
         "mfu_causal": mfu.get("causal"),
-        "days_to_1t_tokens": one.days,
-        "peak_memory_gib": one.peak_gib,
-        "cost_per_1t_tokens_dollars": one.cost,
-        "joules_per_token": one.joules,
-        "verdict": one.verdict,
-        "reason": one.said,
-        "loss_first": one.loss[0],
-        "loss_last": one.loss[1],
+        "days_to_1t_tokens": summary.days,
+        "peak_memory_gib": summary.peak_gib,
+        "cost_per_1t_tokens_dollars": summary.cost,
+        "joules_per_token": summary.joules,
+        "verdict": summary.verdict,
+        "reason": summary.explanation,
+        "loss_first": summary.loss[0],
+        "loss_last": summary.loss[1],
     }
 
 
-def status(one: RunSummary) -> str:
+def status(summary: RunSummary) -> str:
     """Success, Failed, Running or Skipped."""
     other = {"running": "Running", "skipped": "Skipped"}
-    return "Success" if one.ok else other.get(one.record.status, "Failed")
+    return "Success" if summary.ok else other.get(summary.record.status, "Failed")
 
 
-def layout(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: first column to the left, others to the right; rows may be short."""
-    widths = [max(map(len, c)) for c in itertools.zip_longest(heads, *body, fillvalue="")]
-    lines = []
-    for first, *others in (heads, ["-" * w for w in widths], *body):
-        right = (f"{c:>{w}}" for c, w in zip(others, widths[1:], strict=False))
-        lines.append("  ".join([first.ljust(widths[0]), *right]))
-    return lines
-
-
-def text(rows: Sequence[RunSummary], s: ReportOptions) -> str:
-    """The table of the seeds' parser, with what it left out beside and below.
-
-    Where a terminal has no room for it, names stand on lines of their own, and columns are left
-    out.
-    """
-    first, last = s.window
+def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
+    """The table of NVIDIA's parser with further columns, notes below each run, and a summary."""
+    first, last = options.window
+    width = options.width
     title = f"Train Step Timing and TFLOPS Analysis (iterations {first}-{last})"
-    names, told = compare.names(rows, s), [cells(one) for one in rows]
-    body = [[n, *c.values()] for n, c in zip(names, told, strict=True)]
-    heads, rule, *lines = layout(["Experiment", *CELLS], body)
-    pad = " " * (rule.index(" ") + 3)
-    if s.width and len(rule) > s.width:
+    lines = [title, "=" * min(80, width or 80), *_run_lines(rows, options), "", "Summary:"]
+    lines += (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in counts(rows).items())
+    lines[-1] += "%"
+    calls = [(t.title, t.lines(max(0, width - 2))) for t in traces(rows)]
+    for title, section in (*sections(rows, options), *calls):
+        lines += ["", title, *_indented(section, width)]
+    lines += ["", *(console.fold(" ".join(LEGEND), width) if width else LEGEND)]
+    if options.suite:
+        verdict = suite.judge(options.suite, rows)
+        lines += ["", "Suite", *_indented(verdict.lines(), width), verdict.title]
+    return "\n".join(lines)
+
+
+def _indented(section: Sequence[str], width: int) -> list[str]:
+    return [y for x in section for y in console.fold(f"  {x}", width, "    ")]
+
+
+def _run_lines(rows: Sequence[RunSummary], options: ReportOptions) -> list[str]:
+    """Heads, their rule, and each run with its notes.
+
+    If the terminal is too narrow, each name has its line to itself, and columns are left out.
+    """
+    names, texts = compare.names(rows, options), [cells(summary) for summary in rows]
+    heads = ["Experiment", *CELLS]
+    body = [[name, *row.values()] for name, row in zip(names, texts, strict=True)]
+    if options.width and console.natural_width(heads, body) > options.width:
         pad = "    "
-        heads, rule, *lines = narrow(names, told, s.width)
-    out = [title, "=" * min(80, s.width or 80), heads, rule]
-    for one, line in zip(rows, lines, strict=True):
-        if one.step is None:
-            out += fold(f"{line} ({one.record.last + 1} iterations) {one.said}", s.width, pad)
+        head, rule, *lines = _narrow(names, texts, options.width)
+    else:
+        head, rule, *lines = console.table(heads, body)
+        pad = " " * (rule.index(" ") + 3)
+    out = [head, rule]
+    for summary, line in zip(rows, lines, strict=True):
+        if summary.step is None:
+            count = f"({summary.record.last + 1} iterations)"
+            out += console.fold(f"{line} {count} {summary.explanation}", options.width, pad)
             continue
-        notes = [one.why] if one.why else []
+        notes = [summary.why] if summary.why else []
         out.append(line)
-        out += [
-            x for n in (*notes, *money(one, s), *one.notes) for x in fold(pad + n, s.width, pad)
-        ]
-    counts = (f"  {k.replace('_', ' ').capitalize()}: {v}" for k, v in _counts(rows).items())
-    out += ["", "Summary:", *counts]
-    out[-1] += "%"
-    calls = [(t.title, t.lines(max(0, s.width - 2))) for t in traces(rows)]
-    for title, lines in (*sections(rows, s), *calls):
-        out += ["", title, *(y for x in lines for y in fold(f"  {x}", s.width, "    "))]
-    out += ["", *(fold(" ".join(LEGEND), s.width) if s.width else LEGEND)]
-    if s.suite:
-        verdict = suite.judge(s.suite, rows)
-        told = [y for x in verdict.lines() for y in fold(f"  {x}", s.width, "    ")]
-        out += ["", "Suite", *told, verdict.title]
-    return "\n".join(out)
+        for note in (*notes, *money(summary, options), *summary.notes):
+            out += console.fold(pad + note, options.width, pad)
+    return out
 
 
-def narrow(names: Sequence[str], told: Sequence[dict[str, str]], width: int) -> list[str]:
-    """Lines of a table up to so many columns: heads, their rule, and for each run two in one."""
-    kept = [h for h in CELLS if any(c.get(h, "-") != "-" for c in told)]
-    for spare in (None, *SPARE):
-        kept = [head for head in kept if head != spare]
-        heads, rule, *lines = layout(
-            ["", *kept], [["", *(c.get(h, "") for h in kept)] for c in told]
-        )
-        if len(rule) <= width:
+def _narrow(names: Sequence[str], texts: Sequence[dict[str, str]], width: int) -> list[str]:
+    """Heads, their rule, and for each run its name and, in the line below, its cells."""
+    shown = [h for h in CELLS if any(c.get(h, "-") != "-" for c in texts)]
+    body = lambda: [["", *(c.get(h, "") for h in shown)] for c in texts]
+    for head in OPTIONAL:
+        if console.natural_width(["", *shown], body()) <= width:
             break
-    full = (f"  {c['Status']}" if len(c) == 1 else x for c, x in zip(told, lines, strict=True))
+        shown = [h for h in shown if h != head]
+    heads, rule, *lines = console.table(["", *shown], body())
+    full = (f"  {c['Status']}" if len(c) == 1 else x for c, x in zip(texts, lines, strict=True))
     return [heads, rule, *(f"{n}\n{x}" for n, x in zip(names, full, strict=True))]
 
 
-def fold(line: str, width: int, indent: str = "") -> list[str]:
-    """A line, in lines of up to so many columns; 0 = as it is. Its own breaks stay."""
-    each = line.rstrip().split("\n")
-    if not width:
-        return each
-    fold_one = lambda x: textwrap.wrap(x, width, subsequent_indent=indent, break_on_hyphens=False)
-    return [y for x in each for y in (fold_one(x) if len(x) > width else [x])]
+def money(summary: RunSummary, options: ReportOptions) -> list[str]:
+    """Dollars and joules of a run, as sentences."""
+    lines = []
+    if summary.cost is not None:
+        lines.append(f"${summary.cost:,.0f} per 1T tokens at ${options.cost:g} per GPU hour")
+    if summary.joules is not None:
+        watts = f"{summary.record.power_w:.0f} W per GPU, measured"
+        lines.append(f"{summary.joules:.3g} J per token ({watts})")
+    return lines
 
 
-def money(one: RunSummary, s: ReportOptions) -> list[str]:
-    """Dollars and joules of a row, in words."""
-    made = []
-    if one.cost is not None:
-        made.append(f"${one.cost:,.0f} per 1T tokens at ${s.cost:g} per GPU hour")
-    if one.joules is not None:
-        made.append(f"{one.joules:.3g} J per token ({one.record.power_w:.0f} W per GPU, measured)")
-    return made
-
-
-def _counts(rows: Sequence[RunSummary]) -> dict[str, int]:
+def counts(rows: Sequence[RunSummary]) -> dict[str, int]:
+    """How many runs have each status, and the percentage of those that succeeded."""
     found = collections.Counter(map(status, rows))
     good, bad = found.pop("Success", 0), found.pop("Failed", 0)
-    counts = {"success_experiments": good, "failed_experiments": bad}
-    counts |= {f"{name.lower()}_experiments": n for name, n in found.items()}
-    return counts | {"success_rate": round(100 * good / max(1, good + bad))}
+    by_status = {"success_experiments": good, "failed_experiments": bad}
+    by_status |= {f"{name.lower()}_experiments": n for name, n in found.items()}
+    return by_status | {"success_rate": round(100 * good / max(1, good + bad))}
 
 
-def sections(rows: Sequence[RunSummary], s: ReportOptions) -> list[tuple[str, list[str]]]:
-    """Scaling, repeats and checkpoints: a title and lines, only where there is something."""
+def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[str, list[str]]]:
+    """Titles and lines of scaling, repeats and checkpoint overhead, without the empty ones."""
     found = []
     for curve in compare.curves(rows):
-        lines = [
-            f"{p.gpus:>6} GPUs {p.tokens_s:>14,.0f} tokens/s {p.efficiency:>7.1%}"
-            + (f"  (published {p.published:.1%})" if p.published else "")
+        points = [
+            [f"{p.gpus} GPUs", f"{p.tokens_s:,.0f} tokens/s", f"{p.efficiency:.1%}",
+             f"(published {p.published:.1%})" if p.published else ""]
             for p in curve.points
-        ]
-        found.append((f"{curve.kind.capitalize()} scaling efficiency: {curve.name}", lines))
+        ]  # fmt: skip
+        title = f"{curve.kind.capitalize()} scaling efficiency: {curve.name}"
+        found.append((title, console.table((), points, text=())))
     repeats = [
         "; ".join([f"{g.name}: {g.runs} runs, spread {g.spread:.1%}", *g.notes])
         for g in compare.repeats(rows)
     ]
     saves = [
-        f"{one.record.name}: save {o.save_s:.1f} s; every {o.interval_s / 60:.1f} min with a "
-        f"failure every {s.mtbf:g} h would cost {o.share:.2%} of the time (best interval "
+        f"{summary.record.name}: save {o.save_s:.1f} s; every {o.interval_s / 60:.1f} min with a "
+        f"failure every {options.mtbf:g} h would cost {o.share:.2%} of the time (best interval "
         f"{o.best_s / 60:.1f} min)"
-        for one in rows
-        if (o := compare.overhead(one.record, s))
+        for summary in rows
+        if (o := compare.overhead(summary.record, options))
     ]
     found.append(("Repeats", repeats))
     found.append(("Checkpoint overhead, projected (Young 1974, Daly 2006, first order)", saves))
@@ -211,161 +200,67 @@ def sections(rows: Sequence[RunSummary], s: ReportOptions) -> list[tuple[str, li
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """NCCL's calls of one trace run: tables of heads and cells, and what to know about them."""
+    """NCCL calls of one trace run: tables of heads and cells, and notes on how to read them."""
 
     title: str
-    grids: list[tuple[list[str], list[list[str]]]]
+    tables: list[tuple[list[str], list[list[str]]]]
     notes: list[str]
 
     def lines(self, width: int = 0) -> list[str]:
-        """As text; a table that so many columns have no room for is a sentence for each row."""
-        made = []
-        for heads, body in self.grids:
-            table = layout(heads, body)
-            if width and len(table[1]) > width:
-                table = [", ".join(map(" ".join, zip(heads, row, strict=True))) for row in body]
-            made += [*table, ""]
-        return made + self.notes
+        """The tables as text, in lines of up to `width` columns (0 = any)."""
+        lines = []
+        for heads, body in self.tables:
+            lines += [*console.table(heads, body, width=width), ""]
+        return lines + self.notes
 
 
 def traces(rows: Sequence[RunSummary]) -> list[Trace]:
     """The trace runs among the rows."""
-    made = []
-    for one in (x for x in rows if x.trace):
-        calls, steps, damaged = (one.trace[k] for k in ("calls", "steps", "damaged_lines"))
-        notes = [f"damaged lines left out: {damaged}"] if damaged else []
-        grids = [nccl.by_communicator(calls, steps)] if calls else []
-        if not calls:
-            cpu = one.record.device and not one.record.gpu_type
-            why = f"ran on {one.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
-            notes.append(f"no NCCL call in the log: {why}")
-        elif one.planned:
-            grids.append(nccl.beside_plan(one.trace["step_beside_plan"]))
-            notes.append("traced: start and end of the run too, and a call per array; planned: a "
-                         "step, and one call for all arrays that XLA combines")  # fmt: skip
-        else:
-            notes.append(f"no plan beside it: {one.unplanned or 'only our own runs have one'}")
-        title = f"NCCL calls of {one.record.name}: one GPU, a step ({steps} traced)"
-        made.append(Trace(title, grids, notes))
-    return made
+    return [_trace(summary) for summary in rows if summary.trace]
 
 
-def to_csv(rows: Sequence[RunSummary], s: ReportOptions) -> str:
-    """One line per run; the first seven columns are those of the seeds' parser."""
-    forms = {"time": ".3f", "tflops": ".2f", "tokens": ".1f", "days": ".2f", "peak": ".3f"}
-    out = io.StringIO()
-    found = [record(one) for one in rows]
-    writer = csv.DictWriter(out, found[0] if found else (), lineterminator="\n")
-    writer.writeheader()
-    form = lambda column: forms.get(column.partition("_")[0], ".6g")
-    told = lambda k, v: format(v, form(k)) if isinstance(v, float) else v
-    writer.writerows({k: told(k, v) for k, v in one.items()} for one in found)
-    counts = ((k.partition("_")[0], n) for k, n in _counts(rows).items() if "rate" not in k)
-    summary = "".join(f"{n} {name}, " for name, n in counts)
-    verdict = f"\n# {suite.judge(s.suite, rows).title}" if s.suite else ""
-    return f"{out.getvalue()}# Summary: {summary}{len(rows)} total{verdict}"
+def _trace(summary: RunSummary) -> Trace:
+    calls, steps, damaged = (summary.trace[k] for k in ("calls", "steps", "damaged_lines"))
+    notes = [f"damaged lines left out: {damaged}"] if damaged else []
+    tables = [nccl.by_communicator(calls, steps)] if calls else []
+    if not calls:
+        cpu = summary.record.device and not summary.record.gpu_type
+        why = f"ran on {summary.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
+        notes.append(f"no NCCL call in the log: {why}")
+    elif summary.planned:
+        tables.append(nccl.beside_plan(summary.trace["step_beside_plan"]))
+        notes.append(
+            "traced: includes the start and the end of the run, and one call per array; planned: "
+            "one step, and one call for all arrays that XLA combines"
+        )
+    else:
+        why = summary.unplanned or "only maxbench's own runs have one"
+        notes.append(f"no prediction to compare with: {why}")
+    title = f"NCCL calls of {summary.record.name}: one GPU, a step ({steps} traced)"
+    return Trace(title, tables, notes)
 
 
-def to_json(rows: Sequence[RunSummary], s: ReportOptions) -> str:
-    """Everything, for programs: the seeds' fields and ours, per run; scaling; repeats."""
-    results = []
-    for one in rows:
-        r, data = one.record, record(one)
-        data |= {"time_mean": data["time_mean_seconds"], "path": str(r.path)}
-        data |= {"time_std_dev": data["time_std_dev_seconds"], "source": r.source}
-        data |= {"window": one.window, "last_step": r.last, "gpus": r.gpus, "gbs": r.gbs}
-        if one.baseline:
-            data["published"] = {"step_s": one.baseline.step_s, "source": one.baseline.source}
-        if one.trace:
-            data["nccl"] = one.trace
-        results.append(data)
-    analysis = dict(zip(("min_iteration", "max_iteration"), s.window, strict=True))
-    whole = {
-        "analysis": analysis | {"experiments_directory": ", ".join(s.paths)},
-        "results": results,
-        "scaling": [dataclasses.asdict(x) for x in compare.curves(rows)],
-        "repeats": [dataclasses.asdict(x) for x in compare.repeats(rows)],
-        "summary": _counts(rows),
-    }
-    if s.suite:
-        whole["suite"] = suite.judge(s.suite, rows)._asdict()
-    return json.dumps(whole, indent=1, allow_nan=False)
-
-
-def markdown(rows: Sequence[RunSummary], s: ReportOptions) -> str:
+def markdown(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     """A table for a pull request or a wiki."""
     shown = ("Status", "Mean s", "Std s", "TFLOPS/GPU", "Tokens/s", "MFU %", "Days/1T")
     heads = ["Run", "Status", "Step s", "Std", "TFLOPS/GPU", "Tokens/s", "MFU (full)"]
     heads += ["Days to 1T", "Verdict"]
-    out = [_bars(heads), "|---" + "|---:" * (len(heads) - 2) + "|---|"]
-    for one, name in zip(rows, compare.names(rows, s), strict=True):
-        c = cells(one)
-        said = one.verdict if one.step else f"after {one.record.last + 1} steps:"
-        out.append(_bars([name, *(c.get(k, "-") for k in shown), f"{said} {one.said}".strip()]))
-    for title, lines in sections(rows, s):
-        out += ["", f"**{title}**", "", *(f"- {' '.join(x.split())}" for x in lines)]
+    body = []
+    for summary, name in zip(rows, compare.names(rows, options), strict=True):
+        c = cells(summary)
+        verdict = summary.verdict if summary.step else f"after {summary.record.last + 1} steps:"
+        verdict = f"{verdict} {summary.explanation}".strip()
+        body.append([name, *(c.get(k, "-") for k in shown), verdict])
+    out = console.markdown(heads, body, text=(0, len(heads) - 1))
+    for title, lines in sections(rows, options):
+        out += ["", f"**{title}**", "", *_bullets(lines)]
     for trace in traces(rows):
         out += ["", f"**{trace.title}**", "", *(f"    {x}" for x in trace.lines())]
-    if s.suite:
-        verdict = suite.judge(s.suite, rows)
-        out += ["", f"**{verdict.title}**", ""]
-        out += [f"- {' '.join(x.split())}" for x in verdict.lines()]
+    if options.suite:
+        verdict = suite.judge(options.suite, rows)
+        out += ["", f"**{verdict.title}**", "", *_bullets(verdict.lines())]
     return "\n".join(out)
 
 
-def _bars(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
-
-
-def difference(rows: Sequence[RunSummary], s: ReportOptions) -> str:
-    """What moved between two runs, from the one at the first of the paths.
-
-    Raises:
-      UserError: there are not exactly two runs.
-    """
-    if len(rows) != 2:
-        raise UserError(f"--diff compares two runs, and {len(rows)} are at {', '.join(s.paths)}")
-    a, b = sorted(rows, key=lambda x: not str(x.record.path).startswith(s.paths[0]))
-    out = [f"A: {a.record.path}", f"B: {b.record.path}", ""]
-    theirs = record(b)
-    for column, x in record(a).items():
-        if isinstance(x, float) and isinstance(y := theirs[column], float):
-            change = f"{y / x - 1:+.2%}" if x else ""
-            out.append(f"{column:<28} {x:>14.6g} {y:>14.6g}  {change}")
-    if a.step and b.step:
-        noise = max(a.step["std"], b.step["std"])
-        moved = b.step["mean"] - a.step["mean"]
-        sure = "more" if abs(moved) > 2 * noise else "less"
-        out.append(
-            f"the mean step moved by {moved:+.4f} s, {sure} than twice the steps' std {noise:.4f}"
-        )
-    x, y = settings_of(a), settings_of(b)
-    # Another program's log names little: what only one of the two names says nothing.
-    both = a.record.source == b.record.source
-    changed = [
-        f"  {key}: {x.get(key, '(not set)')} -> {y.get(key, '(not set)')}"
-        for key in sorted(x.keys() | y.keys() if both else x.keys() & y.keys())
-        if x.get(key) != y.get(key)
-        and not key.startswith(("config.output.", "config.runtime.coordinator"))
-    ]
-    out += ["", "settings that differ:" if changed else "no setting differs that both runs name"]
-    return "\n".join(out + changed)
-
-
-NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")  # what logs of others tell too
-TOLD = ("config", "versions", "environment", "xla_options", "git", "device")  # by result.json
-
-
-def settings_of(one: RunSummary) -> dict[str, str]:
-    """What a run tells of its settings: 'config.layout.cp' -> '2'."""
-    named = {k: getattr(one.record, k) for k in NAMED}
-    return dict(leaves(named | {k: one.record.result.get(k) for k in TOLD}))
-
-
-def leaves(data: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """What nested dicts hold: ('config.layout.cp', '2')."""
-    if isinstance(data, dict):
-        for key, inner in data.items():
-            yield from leaves(inner, f"{name}.{key}" if name else key)
-    elif data is not None:
-        yield name, str(data)
+def _bullets(lines: Sequence[str]) -> list[str]:
+    return [f"- {' '.join(x.split())}" for x in lines]

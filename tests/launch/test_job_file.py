@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from maxbench.cli import entry
 from maxbench.config.errors import UserError
 from maxbench.launch import job_file, slurm
-from maxbench.launch.variables import Expectation
 from maxbench.metrics import step_stats
+from maxbench.run_logs.suite_file import Expectation
 from tests.launch.test_launch import LAUNCH, ROOT, RUNAI, plain_env, run, tool
 
 JOBS = """

@@ -1,4 +1,4 @@
-"""The page: what it answers, in a browser on a desk, on a phone and in the dark, its size, its
+"""The HTML page: its text, its layout in a browser (desktop, phone, dark, print), its size, and the
 sample in the docs."""
 
 import html
@@ -18,7 +18,7 @@ from tests.conftest import needs
 from tests.reporting.test_report import H100, ROOT, nemo, ours, planned_run, program, rows
 
 __all__ = ["program"]  # a fixture
-# What the browser finds: what is too wide, too small or too faint, and what the script does.
+# Reports text that is too faint or too small, the width of the page, and results of its script.
 PROBE = """
 const lum = c => { const [r, g, b] = c.match(/[0-9.]+/g).map(x => x / 255)
   .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
@@ -40,13 +40,14 @@ for (const e of document.querySelectorAll("body *")) {
 }
 const found = { faint, small };
 const body = document.querySelector("table.sorted").tBodies[0];
-const said = () => [...body.rows].filter(r => !r.hidden).map(r => r.querySelector("a").textContent);
+const names = () => [...body.rows].filter(r => !r.hidden)
+  .map(r => r.querySelector("a").textContent);
 const find = document.querySelector("input");
-find.value = "16 gpus pass"; find.dispatchEvent(new Event("input")); found.filtered = said();
+find.value = "16 gpus pass"; find.dispatchEvent(new Event("input")); found.filtered = names();
 find.value = ""; find.dispatchEvent(new Event("input"));
 const sort = [...document.querySelectorAll("th button")].find(x => x.textContent === "Step, s");
 found.sortable = sort.getClientRects().length;
-sort.click(); sort.click(); found.sorted = said();
+sort.click(); sort.click(); found.sorted = names();
 const [first, second] = document.querySelectorAll("select");
 const choose = (select, text) => { select.selectedIndex =
   [...select.options].findIndex(option => option.textContent.includes(text)); };
@@ -66,13 +67,12 @@ parent.document.body.append(Object.assign(parent.document.createElement("pre"), 
 """
 
 
-def made(folder: pathlib.Path) -> str:
-    found = rows(folder)
-    return page.html(found, H100)
+def page_of(folder: pathlib.Path) -> str:
+    return page.html(rows(folder), H100)
 
 
 def browser(file: pathlib.Path, *flags: str) -> str:
-    """What Chromium prints of a page."""
+    """Output of Chromium for a page."""
     chromium = needs("chromium", "chromium-browser", "google-chrome")
     command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", *flags]
     command += [f"--user-data-dir={file.parent}/profile", file.as_uri()]
@@ -80,22 +80,22 @@ def browser(file: pathlib.Path, *flags: str) -> str:
 
 
 @pytest.mark.parametrize(("wide", "scheme"), [(1280, 1), (390, 1), (1280, 0)])
-def test_the_page_in_a_browser(tmp_path, wide, scheme):
-    """Nothing fetched, too wide, too small or too faint; the table sorts and filters, two runs
-    stand beside each other."""
+def test_page_is_legible_and_its_script_works_in_a_browser(tmp_path, wide, scheme):
+    """Nothing is fetched; no text is too wide, small or faint; sorting, filtering and the
+    comparison of two runs work."""
     ours(tmp_path)
     ours(tmp_path, gpus=16, gbs=256, step_s=11.5)
     ours(tmp_path, gpus=16, gbs=256, step_s=lambda i: 9.4 + 0.3 * (i % 2), stamp=2)
     nemo(tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out", 20, 9.4)
-    text = made(tmp_path)
+    text = page_of(tmp_path)
     assert not re.search(r'src\s*=|href="?[^#"]|https?://|@import|url\(', text)
     file = tmp_path / "probe.html"
     inner = html.escape(text.replace("</body>", f"<script>{PROBE}</script></body>"))
-    # A frame, because no window of this browser is narrower than 500 px.
+    # In a frame: no window of Chromium is narrower than 500 px.
     file.write_text(f'<iframe width="{wide}" height="1600" srcdoc="{inner}"></iframe>')
     flags = ["--hide-scrollbars", "--window-size=1400,1700", "--dump-dom"]
-    said = browser(file, *flags, f"--blink-settings=preferredColorScheme={scheme}")
-    found = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', said)[1]))
+    dom = browser(file, *flags, f"--blink-settings=preferredColorScheme={scheme}")
+    found = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom)[1]))
     assert (found["faint"], found["small"], found["scopes"]) == ([], [], 0)
     assert found["wide"][0] <= found["wide"][1] == wide
     assert found["sortable"]
@@ -108,11 +108,11 @@ def test_the_page_in_a_browser(tmp_path, wide, scheme):
     assert found["tip"] == "Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
 
 
-def test_paper_has_what_is_folded(tmp_path):
-    """Without scripts too: a page whose runs stay folded has fewer sheets."""
+def test_print_includes_folded_sections(tmp_path):
+    """Even without scripts: a page whose sections stay folded has fewer sheets."""
     for stamp in range(4):
         ours(tmp_path, stamp=stamp)
-    text, sheets = made(tmp_path).replace("<script", "<template"), []
+    text, sheets = page_of(tmp_path).replace("<script", "<template"), []
     for style in (text, text.replace("details::details-content", "details::no")):
         file, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
         file.write_text(style)
@@ -121,41 +121,41 @@ def test_paper_has_what_is_folded(tmp_path):
     assert sheets[0] > sheets[1] > 0
 
 
-def test_nothing_of_a_log_is_markup_on_the_page(tmp_path):
+def test_text_of_logs_is_escaped(tmp_path):
     ours(tmp_path, slow_hosts=["<script>"], versions={"<i>": "&"}, hosts={"<script>": {}})
     nemo(tmp_path / "log-pretrain_a<b>.out", 3, 9.4, end="ValueError: <script>'\"&\n")
-    text = made(tmp_path)
+    text = page_of(tmp_path)
     assert text.count("<script") == 1
     assert "<i>" not in text
     assert "pretrain_a&lt;b&gt;" in text
     assert "ValueError: &lt;script&gt;&#39;&#34;&amp;" in text
 
 
-def test_the_answer_comes_first_and_says_why(tmp_path):
+def test_answer_names_slow_runs_and_their_reasons(tmp_path):
     ours(tmp_path)
     ours(tmp_path, gpus=16, gbs=256, step_s=11.4, slow_hosts=["node3"])
     ours(tmp_path, gpus=32, gbs=512, step_s=lambda i: 9.4 if i != 40 else 40.0)
-    text = re.sub(r"<[^>]+>|\s+", " ", made(tmp_path))
-    said = text.partition("3 runs, made")[2]
+    text = re.sub(r"<[^>]+>|\s+", " ", page_of(tmp_path))
+    answer = text.partition("3 runs, created")[2]
     assert re.search(
         r"1 of 3 runs are as fast as published; +Llama 3.1 8B fp8, 32 GPUs, GBS 512 +is at 76%, "
         r"because a few of its steps are slow: with its median step it would be at \d+%",
-        re.sub(" +", " ", said),
+        re.sub(" +", " ", answer),
     )
-    assert re.search(r"16 GPUs, GBS 256 +is at 8\d%, because it has slow hosts \(node3\)", said)
-    tile = re.search(r"FAIL +Llama 3.1 8B fp8, 32 GPUs", said)
-    assert tile  # named, not counted
+    assert re.search(r"16 GPUs, GBS 256 +is at 8\d%, because it has slow hosts \(node3\)", answer)
+    tile = re.search(r"FAIL +Llama 3.1 8B fp8, 32 GPUs", answer)
+    assert tile  # a link, not only a count
 
 
 @pytest.mark.parametrize(
     ("predicted", "why"),
     [
         (9.3, "its step takes 29% longer than plan predicts"),
-        (11.7, "plan expects no more than 80% of this layout, and plan gives 20% of the step to "
-               "communication"),
+        (11.7, "plan predicts no more than 80% for this layout, and plan attributes 20% of the "
+               "step to communication"),
     ],
 )  # fmt: skip
-def test_what_plan_knows_is_said(tmp_path, predicted, why):
+def test_reasons_from_the_prediction(tmp_path, predicted, why):
     ours(tmp_path, step_s=12.0)
     (row,) = found = rows(tmp_path)
     parts = {"matrix products": 0.8 * predicted, "exposed communication": 0.2 * predicted}
@@ -164,49 +164,49 @@ def test_what_plan_knows_is_said(tmp_path, predicted, why):
     assert diagnosis.split(parts).keys() == {"computing", "communication"}
 
 
-def test_where_the_data_is_silent_nothing_is_guessed(tmp_path):
+def test_without_evidence_no_reason_is_guessed(tmp_path):
     ours(tmp_path, step_s=10.5)
-    assert "is at 89%, and its data does not say why" in made(tmp_path)
+    assert "is at 89%, and its data does not show why" in page_of(tmp_path)
     ours(tmp_path, stamp=2)
-    assert "because another start of it reached 99%" in made(tmp_path)
-    assert "No run can be held against a published figure: GBS 64, published 128" in page.html(
+    assert "because another run of it reached 99%" in page_of(tmp_path)
+    assert "No run can be compared with a published figure: GBS 64, published 128" in page.html(
         rows(ours(tmp_path, gbs=64)), H100
     )
 
 
-def test_mfu_stands_beside_the_published_one_in_its_convention(tmp_path):
+def test_mfu_is_compared_in_the_published_convention(tmp_path):
     (row,) = rows(ours(tmp_path))
-    theirs = row.baseline.mfu_pct / 100
-    assert page.mfu(row)["full"] == (row.mfu["full"], theirs)
+    published_mfu = row.baseline.mfu_pct / 100
+    assert page.mfu(row)["full"] == (row.mfu["full"], published_mfu)
     row.baseline = compare.dataclasses.replace(row.baseline, convention="full, 16 KV heads")
-    ours_in_theirs, published = page.mfu(row)["full, 16 KV heads"]
-    assert ours_in_theirs == pytest.approx(published * row.share)
+    own, published = page.mfu(row)["full, 16 KV heads"]
+    assert own == pytest.approx(published * row.share)
 
 
-def test_a_run_stands_beside_its_recipe(tmp_path, program):
+def test_differences_from_the_recipe_are_listed(tmp_path, program):
     path = planned_run(tmp_path)
     result = json.loads((path / "result.json").read_text())
     (row,) = rows(tmp_path)
-    assert details.beside_recipe(row) == ("llama31_8b, 8 h100, fp8", [])
+    assert details.recipe_differences(row) == ("llama31_8b, 8 h100, fp8", [])
     result["config"]["layout"] |= {"cp": 1, "dp": 8}
     (path / "result.json").write_text(json.dumps(result))
     (row,) = rows(tmp_path)
-    assert details.beside_recipe(row)[1] == [("layout.cp", "1", "2"), ("layout.dp", "8", "4")]
+    assert details.recipe_differences(row)[1] == [("layout.cp", "1", "2"), ("layout.dp", "8", "4")]
 
 
-def test_what_most_runs_share_is_said_once():
-    told = [{"config.a": "1", "config.b": str(i // 2)} for i in range(3)]
-    usual = details.usual(told)
-    assert usual == {"config.a": "1", "config.b": "0"}
-    assert [details.apart(one, usual) for one in told] == [{}, {}, {"config.b": "1"}]
-    assert details.apart({"gpus": "8"}, usual | {"gpus": "8"}) == {}  # a log that names little
+def test_common_settings_are_listed_once():
+    settings = [{"config.a": "1", "config.b": str(i // 2)} for i in range(3)]
+    common = details.most_common(settings)
+    assert common == {"config.a": "1", "config.b": "0"}
+    assert [details.unusual(one, common) for one in settings] == [{}, {}, {"config.b": "1"}]
+    assert details.unusual({"gpus": "8"}, common | {"gpus": "8"}) == {}  # a log that names few
 
 
-def test_flat_runs_are_grouped_and_lines_are_thinned(tmp_path):
+def test_constant_runs_are_folded_and_lines_are_thinned(tmp_path):
     ours(tmp_path)
     ours(tmp_path, gpus=16, gbs=256, step_s=lambda i: 9.4 + 0.05 * i)
-    text = made(tmp_path)
-    assert "1 run flat" in text
+    text = page_of(tmp_path)
+    assert "1 run with constant step times" in text
     points = [(i, float(i % 7)) for i in range(9999)]
     kept = plots.thin(points, 100)
     assert 50 < len(kept) <= 100
@@ -214,16 +214,16 @@ def test_flat_runs_are_grouped_and_lines_are_thinned(tmp_path):
     assert {y for _, y in kept} == {0.0, 6.0}
 
 
-def test_what_is_no_figure_breaks_no_plot(tmp_path):
+def test_invalid_figures_break_no_plot(tmp_path):
     hosts = {"a": 1, "b": {"gemm_tflops": ["x", math.nan, True]}, "<c>": {"step_s": -1}}
     path = ours(tmp_path, hosts=hosts, slow_hosts=[["a"]], ended=1e300, started=-5)
     lines = (path / "metrics.jsonl").read_text().replace("2.0", "1.7e308", 9).replace("2.0", "-1")
     (path / "metrics.jsonl").write_text(lines)
-    assert "&lt;c&gt;" in made(tmp_path)
+    assert "&lt;c&gt;" in page_of(tmp_path)
     assert plots.finite({0: math.nan, 1: -math.inf, 2: 1e300, 3: 1.0}) == {3: 1.0}
 
 
-def test_a_thousand_runs_in_five_seconds_and_three_megabytes(tmp_path):
+def test_thousand_runs_take_five_seconds_and_three_megabytes(tmp_path):
     for i in range(1000):
         n = (8, 16, 32)[i % 3]
         ours(tmp_path, gpus=n, gbs=16 * n, stamp=i, step_s=lambda s, i=i: 9.4 + (s * i % 17) / 50)
@@ -243,6 +243,6 @@ def test_a_thousand_runs_in_five_seconds_and_three_megabytes(tmp_path):
     assert (tmp_path / "r.html").stat().st_size < 3e6
 
 
-def test_the_sample_in_the_docs_is_of_this_revision():
-    """If not: python -m benchmarks.sample_report."""
+def test_sample_in_the_docs_is_current():
+    """Otherwise run: python -m benchmarks.sample_report."""
     assert sample_report.PAGE.read_text() == sample_report.html()

@@ -1,4 +1,4 @@
-"""The report: our folders and foreign logs, figures, verdicts, damage, speed, the page."""
+"""The report: run folders and logs of other programs, figures, verdicts, damaged files, speed."""
 
 import csv
 import dataclasses
@@ -23,7 +23,7 @@ from maxbench.config import recipes
 from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.reporting import build_report, compare, page, predictions, tables
+from maxbench.reporting import build_report, compare, export, page, predictions, tables
 from maxbench.run_logs import readers
 from tests.conftest import needs
 
@@ -46,7 +46,7 @@ def nemo(path: pathlib.Path, steps: int, step_s: float, total: int = 50, end: st
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [nemo_line(i, total, step_s + 0.01 * (i % 3 - 1), **kwargs) for i in range(steps)]
     path.write_text("".join(lines) + end)
-    os.utime(path, (1e9, 1e9))  # nobody writes to it any more
+    os.utime(path, (1e9, 1e9))  # no program writes to it any more
     return path
 
 
@@ -54,7 +54,7 @@ def ours(
     folder: pathlib.Path, gpus: int = 8, gbs: int = 128, step_s=9.4, steps: int = 50, dtype="fp8",
     stamp: int = 1, **result,
 ):  # fmt: skip
-    """A folder as a run leaves it, without the run."""
+    """A run folder with the files that a finished run has."""
     name = NAME.format(dtype=dtype, gpus=gpus, gbs=gbs)
     path = folder / "experiments" / name / f"{name}_{stamp}"
     path.mkdir(parents=True)
@@ -81,7 +81,7 @@ def rows(path: pathlib.Path, s: compare.ReportOptions = H100) -> list[compare.Ru
     return [compare.summarize(r, s) for r in readers.read([path])]
 
 
-# --- what the logs of others hold ---
+# --- logs of other programs ---
 
 
 def test_nemo_log(tmp_path):
@@ -96,7 +96,7 @@ def test_nemo_log(tmp_path):
     assert row.peak_gib == pytest.approx(70833405952 / 2**30)
 
 
-def test_maxtext_log_takes_the_slowest_process(tmp_path):
+def test_maxtext_log_counts_the_slowest_process(tmp_path):
     folder = tmp_path / "results" / "v1" / "bf16" / "70b" / "64"
     folder.mkdir(parents=True)
     lines = [
@@ -141,7 +141,7 @@ def test_megatron_bridge_log(tmp_path):
     assert row.step["mean"] == pytest.approx(9.4)
 
 
-def test_checkpoint_lines_of_the_seeds(tmp_path):
+def test_checkpoint_lines_of_nvidia_recipes(tmp_path):
     end = (
         "[NeMo I 2025-04-11 14:48:45 nemo_logging:393] Global Checkpoint Save : Rank: 0 : "
         "Iteration: 50 : Start time: 1744408121.151s : Save duration: 4.389s\n"
@@ -186,7 +186,7 @@ def test_dead_runs_are_listed_with_last_step_and_reason(tmp_path, end, reason):
     assert reason in page.html([row], H100)
 
 
-def test_a_run_that_was_killed_without_a_word(tmp_path):
+def test_run_killed_without_a_message_is_dead(tmp_path):
     path = ours(tmp_path, steps=12, status="running")
     old = time.time() - 86400
     for file in path.iterdir():
@@ -195,13 +195,13 @@ def test_a_run_that_was_killed_without_a_word(tmp_path):
     assert (row.verdict, row.record.last, row.why) == ("DIED", 11, "ended without a word")
 
 
-def test_a_run_that_still_runs_is_not_dead(tmp_path):
+def test_running_run_is_not_dead(tmp_path):
     ours(tmp_path, steps=12, status="running")
     (row,) = rows(tmp_path)
     assert (row.verdict, row.why, row.ok) == ("-", "still running", False)
 
 
-def test_loss_that_is_no_number(tmp_path):
+def test_run_with_nan_loss_is_dead(tmp_path):
     path = ours(tmp_path)
     lines = (path / "metrics.jsonl").read_text().replace('"loss": 2.0', '"loss": NaN')
     (path / "metrics.jsonl").write_text(lines)
@@ -210,7 +210,7 @@ def test_loss_that_is_no_number(tmp_path):
     assert "loss is nan" in row.why
 
 
-def test_a_job_that_never_trained(tmp_path):
+def test_job_that_never_trained_names_the_preflight_error(tmp_path):
     folder = tmp_path / "experiments" / "pretrain_x" / "pretrain_x_1"
     folder.mkdir(parents=True)
     (folder / "job.json").write_text('{"job": "7", "started": 5}')
@@ -234,7 +234,7 @@ def every_format(path: pathlib.Path, **kwargs) -> dict[str, str]:
     return made
 
 
-def test_a_log_of_any_size_is_read_whole_in_constant_memory(tmp_path):
+def test_log_of_any_size_is_read_completely_in_constant_memory(tmp_path):
     """100 MB, a NaN in the middle; read in the time and the memory of a small one."""
     noise = f"[NeMo I 2026-01-01 12:00:00] {'a | 1/2, b: 3 ' * 10}\n" * 14_000
     lines = [nemo_line(i, 50, 9.4).replace("11.96", "nan" if i == 25 else "11.96") + noise
@@ -243,7 +243,8 @@ def test_a_log_of_any_size_is_read_whole_in_constant_memory(tmp_path):
     code = (
         "import time\nfrom maxbench.run_logs import readers\n"
         "from maxbench.reporting import compare\nfrom maxbench.run import log_writer\n"
-        f"(r,) = readers.read(['{tmp_path}'])\nrow = compare.summarize(r, compare.ReportOptions())\n"
+        f"(r,) = readers.read(['{tmp_path}'])\n"
+        "row = compare.summarize(r, compare.ReportOptions())\n"
         "print(len(r.step_s), log_writer.process_peak_bytes(), time.process_time(), row.why)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -257,7 +258,7 @@ def test_a_log_of_any_size_is_read_whole_in_constant_memory(tmp_path):
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_where_a_log_is_cut_for_reading_changes_nothing(tmp_path, block, seed):
+def test_figures_do_not_depend_on_the_block_size_of_reading(tmp_path, block, seed):
     rng = random.Random(seed)
     bar = "".join(f"\r| {i}/60 [00:1, train_step_timing in s={i}.5]" for i in range(51, 60))
     lines = [nemo_line(i, 60, 9 + i / 100) + rng.randrange(9) * "a, seconds\n" for i in range(51)]
@@ -275,7 +276,7 @@ def test_damaged_lines_are_counted_in_every_format(tmp_path):
     path = ours(tmp_path) / "metrics.jsonl"
     path.write_text(path.read_text().replace('{"step": 7,', '{"st').replace('"step": 8,', ""))
     said = every_format(tmp_path)
-    assert {name for name, text in said.items() if "are damaged: 2" in text} == {
+    assert {name for name, text in said.items() if "damaged lines about steps: 2" in text} == {
         *build_report.FORMATS
     }
     log = nemo(tmp_path / "b" / "log-pretrain_llama31_8b_fp8_8_1.out", 50, 9.4)
@@ -284,7 +285,7 @@ def test_damaged_lines_are_counted_in_every_format(tmp_path):
     assert row.record.damaged == 50 - len(row.record.step_s) == 17
 
 
-def test_a_gap_is_a_gap(tmp_path):
+def test_missing_steps_are_noted(tmp_path):
     def without(stamp: int, *gone: int) -> compare.RunSummary:
         path = ours(tmp_path, stamp=stamp) / "metrics.jsonl"
         lines = path.read_text().splitlines(True)
@@ -302,13 +303,13 @@ def test_a_gap_is_a_gap(tmp_path):
     assert compare.gaps(range(9, 100, 10)) == []  # a program that logs every tenth step
 
 
-def test_a_run_is_found_by_whatever_is_left_of_it(tmp_path):
+def test_run_is_found_by_any_of_its_files(tmp_path):
     path = ours(tmp_path)
     result = (path / "result.json").read_text()
     (path / "result.json").write_text(result.replace('"config"', '"confiG"'))
     (row,) = rows(tmp_path)
     assert (len(row.record.step_s), row.record.gpus) == (50, 8)
-    assert "result.json is damaged" in row.said
+    assert "result.json is damaged" in row.explanation
     (path / "result.json").unlink()
     (row,) = rows(tmp_path)
     assert (len(row.record.step_s), row.verdict) == (50, "-")
@@ -316,7 +317,7 @@ def test_a_run_is_found_by_whatever_is_left_of_it(tmp_path):
     assert rows(tmp_path) == []
 
 
-def test_what_is_no_regular_file_is_skipped_with_a_notice(tmp_path):
+def test_file_that_is_not_regular_is_skipped_with_a_note(tmp_path):
     path = ours(tmp_path)
     os.mkfifo(tmp_path / "log-pipe.out")
     os.mkfifo(path / "gpu-n1.csv")
@@ -328,12 +329,12 @@ def test_what_is_no_regular_file_is_skipped_with_a_notice(tmp_path):
     (path / "metrics.jsonl").unlink()
     os.mkfifo(path / "metrics.jsonl")
     (path / "result.json").write_text("{")
-    found = {row.record.status: row.said for row in rows(tmp_path)}
+    found = {row.record.status: row.explanation for row in rows(tmp_path)}
     assert found["skipped"] == "cannot be read: not a regular file"
     assert "result.json is damaged; metrics.jsonl cannot be read" in found["died"]
 
 
-def test_control_bytes_reach_no_terminal(tmp_path):
+def test_control_characters_are_escaped(tmp_path):
     evil = "\x1b]0;pwned\x07\x9b2J\u202e\udc80"
     name = f"log-pretrain_{evil}\n.out"
     nemo(tmp_path / name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape"), 3,
@@ -344,7 +345,7 @@ def test_control_bytes_reach_no_terminal(tmp_path):
         assert {c for c in text if not c.isprintable()} <= {"\n"}, format
 
 
-def test_a_running_job_has_not_failed(tmp_path):
+def test_running_job_has_not_failed(tmp_path):
     ours(tmp_path, steps=12, status="running")
     log = nemo(tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out", 20, 9.4)
     os.utime(log)
@@ -358,7 +359,7 @@ def test_a_running_job_has_not_failed(tmp_path):
     assert entry.run("report", ["--output=/dev/null", str(tmp_path)]) == 0
 
 
-def test_alarms_of_many_steps_take_no_time():
+def test_alarms_of_many_steps_are_fast():
     before = time.process_time()
     assert "drifts by +40.0%" in compare.alarms([1 + i / 20_000 for i in range(10_001)])[0]
     assert time.process_time() - before < 1
@@ -367,7 +368,7 @@ def test_alarms_of_many_steps_take_no_time():
 # --- verdicts ---
 
 
-def test_every_published_row_passes_against_itself():
+def test_every_published_row_passes_compared_with_itself():
     """Each published figure, as a log, gets its own tokens/s, days and MFU back."""
     for p in published.rows():
         r = readers.RunRecord(
@@ -383,12 +384,12 @@ def test_every_published_row_passes_against_itself():
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "PASS"), (1.08, "WARN"), (1.3, "FAIL")])
-def test_verdicts(tmp_path, factor, verdict):
+def test_verdict_by_share_of_published(tmp_path, factor, verdict):
     ours(tmp_path, step_s=9.33 * factor)
     assert rows(tmp_path)[0].verdict == verdict
 
 
-def test_what_differs_is_named_and_no_verdict_given(tmp_path):
+def test_differences_from_the_published_row_prevent_a_verdict(tmp_path):
     ours(tmp_path, gbs=64)
     (row,) = rows(tmp_path)
     assert (row.verdict, row.why) == ("-", "not comparable: GBS 64, published 128")
@@ -402,14 +403,14 @@ def test_what_differs_is_named_and_no_verdict_given(tmp_path):
         ({"device": {"gpu_type": "gb200", "kind": "GB200", "count": 8}}, "nothing published"),
     ],
 )
-def test_not_comparable(tmp_path, change, why):
+def test_run_that_is_not_comparable_has_no_verdict(tmp_path, change, why):
     ours(tmp_path, **change)
     (row,) = rows(tmp_path)
     assert row.verdict == "-"
     assert why in row.why
 
 
-def test_a_log_without_gpu_type_is_not_taken_for_an_h100(tmp_path):
+def test_log_without_gpu_type_is_not_assumed_to_be_h100(tmp_path):
     nemo(tmp_path / f"log-{NAME.format(dtype='fp8', gpus=8, gbs=128)}_1.out", 50, 9.4)
     (row,) = rows(tmp_path, compare.ReportOptions())
     assert "give --gpu_type" in row.why
@@ -447,7 +448,7 @@ def test_repeats_drift_and_two_modes(tmp_path):
 
 
 @given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=40))
-def test_noise_of_a_percent_is_no_alarm_of_two_modes(times):
+def test_noise_of_a_percent_does_not_raise_two_modes(times):
     assert (
         not any("two modes" in n for n in compare.alarms(times)) or max(times) - min(times) > 0.02
     )
@@ -506,7 +507,7 @@ def program(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-def test_trace_is_set_beside_the_plan(tmp_path, program):
+def test_trace_is_compared_with_the_plan(tmp_path, program):
     planned_run(tmp_path, "nccltrace")
     text = run(str(tmp_path / "experiments"))
     line = next(x for x in text.splitlines() if "0xabc" in x)
@@ -528,16 +529,16 @@ def test_trace_is_set_beside_the_plan(tmp_path, program):
     assert f"    {line.strip()}" in run("--format=md", str(tmp_path))
 
 
-def test_a_trace_is_as_wide_as_the_terminal():
+def test_trace_fits_the_terminal():
     trace = tables.Trace("", [(["collective", "GPUs"], [["all-gather", "8"]])], ["a note"])
     assert trace.lines(16) == [
         "collective  GPUs",
-        "----------  ----",
+        "---------- -----",
         "all-gather     8",
         "",
         "a note",
     ]
-    assert trace.lines(15) == ["collective all-gather, GPUs 8", "", "a note"]
+    assert trace.lines(15) == ["all-gather", "  GPUs 8", "", "a note"]
 
 
 def test_trace_without_a_plan_names_the_command(tmp_path, monkeypatch):
@@ -552,10 +553,10 @@ def test_trace_without_a_plan_names_the_command(tmp_path, monkeypatch):
     assert said.count("srun-train-2.0.log cannot be read: not a regular file") == 1
 
 
-def test_page_predicts_where_a_step_goes_and_says_so(tmp_path, program):
+def test_page_marks_predicted_parts_as_predicted(tmp_path, program):
     planned_run(tmp_path)
     text = run("--format=html", str(tmp_path / "experiments"))
-    assert "what <b>plan predicts</b>: nobody measured them" in text
+    assert "are <b>predicted</b> by maxbench plan, not measured" in text
     (said,) = re.findall(r"Predicted ([0-9.]+) s; measured 9.400 s, \+([0-9,.]+)%", text)
     assert float(said[0]) * (1 + float(said[1].replace(",", "")) / 100) == pytest.approx(9.4, 0.2)
     assert "exposed communication" in text
@@ -570,14 +571,14 @@ def test_page_predicts_where_a_step_goes_and_says_so(tmp_path, program):
         ({"config": {"model": {"layers": 4}}}, "is of another version of maxbench"),
     ],
 )
-def test_no_prediction_where_it_would_mislead(tmp_path, program, change, why):
+def test_no_prediction_of_another_program(tmp_path, program, change, why):
     planned_run(tmp_path, **change)
     text = run("--format=html", str(tmp_path / "experiments"))
     assert why in text
     assert "measured 9.400 s" not in text
 
 
-def test_an_hour_of_power_readings_is_read_at_once(tmp_path):
+def test_an_hour_of_power_readings_is_read_quickly(tmp_path):
     path = ours(tmp_path)
     (path / "gpu-n1.csv").write_text("2026/01/01 00:00:00.000, 0, 700.00, 60, 1900\n" * 80_000)
     before = time.process_time()
@@ -600,7 +601,7 @@ def run(*args: str, code: int = 0) -> str:
 
 @pytest.fixture
 def mixed(tmp_path):
-    """A folder of everything: ours, foreign, dead, and files that are no logs."""
+    """Run folders, logs of other programs, dead runs, and files that are not logs."""
     ours(tmp_path)
     ours(tmp_path, gpus=16, gbs=256, step_s=9.5)
     nemo(tmp_path / "old" / f"log-a.{NAME.format(dtype='bf16', gpus=8, gbs=128)}_9_0.out", 50, 12.3)
@@ -613,7 +614,7 @@ def mixed(tmp_path):
     return tmp_path
 
 
-def test_csv_has_as_many_fields_as_heads_in_every_row(mixed):
+def test_csv_rows_have_as_many_fields_as_heads(mixed):
     text = run("--format=csv", "--gpu_type=h100", str(mixed))
     *lines, trailer = text.splitlines()
     table = list(csv.reader(io.StringIO("\n".join(lines))))
@@ -625,7 +626,7 @@ def test_csv_has_as_many_fields_as_heads_in_every_row(mixed):
     assert trailer == "# Summary: 3 success, 1 failed, 4 total"
 
 
-def test_json_is_valid_where_figures_are_missing(mixed):
+def test_json_is_valid_without_figures(mixed):
     data = json.loads(run("--format=json", str(mixed)), parse_constant=lambda x: pytest.fail(x))
     assert data["analysis"]["min_iteration"] == 35
     assert data["summary"] == {
@@ -644,7 +645,7 @@ def test_markdown_and_names(mixed):
     assert str(mixed) not in run(str(mixed))
 
 
-def test_diff_says_what_moved(tmp_path):
+def test_diff_names_changed_figures_and_settings(tmp_path):
     a = ours(tmp_path, versions={"jax": "0.10.2"})
     b = ours(tmp_path, stamp=2, step_s=9.9, versions={"jax": "0.11.0"})
     text = run("--diff", str(a), str(b))
@@ -667,22 +668,22 @@ def test_diff_says_what_moved(tmp_path):
         (["--fromat=csv"], "unknown flag 'fromat'"),
     ],
 )
-def test_bad_input(args, message):
+def test_bad_input_is_refused(args, message):
     assert message in run(*args, code=2)
 
 
-def test_a_reader_that_stops_reading_is_no_error(mixed):
+def test_closed_pipe_is_not_an_error(mixed):
     command = f"{sys.executable} -m maxbench.report --format=json {mixed} | head -c 1"
     command = ["bash", "-c", command + "; exit ${PIPESTATUS[0]}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
 
 
-def test_an_empty_folder_is_said(tmp_path):
+def test_empty_folder_is_refused(tmp_path):
     assert "no run and no log at or below" in run(str(tmp_path), code=2)
 
 
-def test_nothing_succeeded_is_exit_code_1(tmp_path):
+def test_exit_code_is_1_if_no_run_succeeded(tmp_path):
     nemo(tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out", 20, 9.4)
     assert "Success rate: 0%" in run(str(tmp_path), code=1)
 
@@ -718,8 +719,8 @@ PIECES = st.one_of(
     ),
     cut=st.integers(0, 4000),
 )
-def test_no_log_breaks_the_report(tmp_path, pieces, name, cut):
-    """Truncated, binary, mixed and empty files in every place that is read."""
+def test_damaged_files_break_no_format(tmp_path, pieces, name, cut):
+    """Truncated, binary, mixed and empty files in place of each file that the report reads."""
     shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
     path = ours(tmp_path)
     (path / "job.json").write_text("{}")
@@ -727,7 +728,7 @@ def test_no_log_breaks_the_report(tmp_path, pieces, name, cut):
     (path / name).write_bytes(whole[:cut] + b"".join(pieces))
     found = rows(tmp_path, compare.ReportOptions(cost=1.0, gpu_type="h100"))
     assert all(make(found, H100) for make in build_report.FORMATS.values())
-    assert json.loads(tables.to_json(found, H100))
+    assert json.loads(export.to_json(found, H100))
     assert "</html>" in page.html(found, H100)
 
 
@@ -742,7 +743,7 @@ JSON = st.recursive(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
+def test_results_of_another_shape_break_no_format(tmp_path, data):
     shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
     path = planned_run(tmp_path / "experiments", data.draw(st.sampled_from(["", "nccltrace"])))
     result = json.loads((path / "result.json").read_text())
@@ -758,21 +759,21 @@ def test_no_result_of_another_shape_breaks_the_report(tmp_path, data):
     ))] = data.draw(JSON)  # fmt: skip
     (path / "result.json").write_text(json.dumps(result))
     found = rows(tmp_path, compare.ReportOptions(cost=1.0))
-    predictions.look_inside(found, GPU_TYPES, every=True)
+    predictions.add_predictions(found, GPU_TYPES, every=True)
     assert tables.text(found, H100)
-    assert json.loads(tables.to_json(found, H100))
+    assert json.loads(export.to_json(found, H100))
     assert "</html>" in page.html(found, H100)
 
 
 @pytest.mark.parametrize("seconds", [1e12, 6.78e16, 1e300, -1, 0])
-def test_times_that_no_clock_shows_are_left_out(tmp_path, seconds):
+def test_impossible_dates_are_left_out(tmp_path, seconds):
     path = planned_run(tmp_path / "experiments", "")
     result = json.loads((path / "result.json").read_text())
     (path / "result.json").write_text(json.dumps(result | {"started": seconds, "ended": seconds}))
     assert not re.search("(started|ended) [0-9]{4}-", page.html(rows(tmp_path), H100))
 
 
-# --- others read ours ---
+# --- NVIDIA's parser ---
 
 AWK = r"""
 # An independent reader with the regular expressions that NVIDIA's parser uses (needs gawk).
@@ -789,7 +790,7 @@ END {
 """
 
 
-def test_the_seeds_parser_reads_our_log(tmp_path):
+def test_nvidia_parser_reads_our_log(tmp_path):
     """A real run of 50 steps, read with gawk, gives the same mean as result.json."""
     gawk = needs("gawk")
     command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
@@ -803,7 +804,7 @@ def test_the_seeds_parser_reads_our_log(tmp_path):
     (row,) = rows(tmp_path)
     assert status == "Success"
     assert float(mean) == pytest.approx(row.step["mean"], abs=1e-3)
-    # The text log alone, as a stranger would give it to us, tells the same.
+    # The text log alone gives the same figures.
     alone = tmp_path / "alone" / log.name
     alone.parent.mkdir()
     shutil.copy(log, alone)
@@ -815,7 +816,7 @@ def test_the_seeds_parser_reads_our_log(tmp_path):
 # --- the command ---
 
 
-def test_report_is_one_of_the_commands(capsys):
+def test_help_lists_the_flags_of_report(capsys):
     assert entry.run("report", ["--help"]) == 0
     said = capsys.readouterr().out
     assert "--cost" in said
@@ -823,8 +824,8 @@ def test_report_is_one_of_the_commands(capsys):
 
 
 @pytest.mark.parametrize("width", [80, 120, 400])
-def test_the_table_is_as_wide_as_the_terminal(tmp_path, width):
-    """Names whole on their own lines, columns that say nothing left out, none cut in the middle."""
+def test_table_fits_the_terminal(tmp_path, width):
+    """Names have lines of their own, optional columns are left out, and no cell is cut."""
     ours(tmp_path, stamp=1)
     ours(tmp_path, stamp=2, status="died", reason="a reason that is long " * 9)
     wide = dataclasses.replace(H100, width=width)
@@ -838,11 +839,11 @@ def test_the_table_is_as_wide_as_the_terminal(tmp_path, width):
     assert "2.000 to 2.000" in text or width == 80
 
 
-def test_rates_of_a_cpu_are_left_out(tmp_path):
+def test_rates_of_virtual_devices_are_left_out(tmp_path):
     ours(tmp_path, device={"kind": "cpu", "count": 8})
     (row,) = rows(tmp_path)
     told = tables.cells(row)
-    assert {told[head] for head in tables.NO_CPU} == {"-"}
+    assert {told[head] for head in tables.NOT_ON_CPU} == {"-"}
     assert told["Tokens/s"] != "-"
     assert tables.record(row)["tflops_per_gpu_mean"] > 0  # data stays
     assert (tables.record(row)["loss_first"], tables.record(row)["loss_last"]) == (2.0, 2.0)
