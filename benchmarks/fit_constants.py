@@ -117,7 +117,7 @@ def play(row: published.Published, run: Run, program: hlo.Program, efficiency: E
         rates = {name: value for name, value in constants.items() if name != "hidden"}
         moved = dataclasses.replace(efficiency, **rates)
         t = planner.simulate_plan(run, program, efficiency=moved)
-        less = published_deltas.terms(run, t, row, planner.costs_of(run, moved), hidden)
+        less = published_deltas.deltas(run, t, row, planner.costs_of(run, moved), hidden)
         return {"compiled": t.seconds} | {name: -s for name, s in less.items()}
 
     at = dict(zip(FITTED, standing(), strict=True))
@@ -227,7 +227,7 @@ def _waits(row: published.Published) -> float:
     """Seconds of the term at a spread of 1."""
     run = run_of(row)
     efficiency = dataclasses.replace(GPU_TYPES["h100"].efficiency, step_jitter=1.0)
-    replicas, times = published_deltas.agreements(run, row)
+    replicas, times = published_deltas.amax_syncs(run, row)
     return planner.costs_of(run, efficiency).straggler_s(row.step_s, times, replicas)
 
 

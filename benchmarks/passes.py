@@ -18,7 +18,7 @@ from maxbench.planning import planner
 KINDS = {"memory", "amax", "copy"}
 
 
-class Counter(simulate._Player):
+class Counter(simulate.Simulator):
     """A player that also sums the bytes of kernels by part."""
 
     def _kernel(self, where, op, now, times):

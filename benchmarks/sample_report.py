@@ -17,7 +17,7 @@ from collections.abc import Callable
 from maxbench.config import recipes
 from maxbench.config.run import Run
 from maxbench.hardware import published
-from maxbench.planning import planner
+from maxbench.planning import plan_text, planner
 from maxbench.reporting import compare, page
 from maxbench.run_logs import readers
 
@@ -74,7 +74,7 @@ def plans() -> dict[str, dict]:
     found = {}
     for run in (run_of(RUNS[i]) for i in PLANNED):
         f = planner.figures(planner.plan(run))
-        seconds = {text: f["parts_s"].get(part, 0.0) for part, text in planner.PARTS.items()}
+        seconds = {text: f["parts_s"].get(part, 0.0) for part, text in plan_text.PARTS.items()}
         parts = {text: round(s, 3) for text, s in seconds.items() if s > 0}
         found[run.name] = {"step_s": round(f["step_s"], 3), "parts": parts}
     return found

@@ -182,7 +182,7 @@ def test_another_cluster_is_not_for_the_next_plan(monkeypatch):
     seen = []
 
     def ask(fv, argv):
-        run, _ = result.given_run(fv, argv)
+        run, _ = result.run_from_flags(fv, argv)
         seen.append(run.gpu.network_gbps)
 
     monkeypatch.setattr(result, "plan_from_flags", ask)

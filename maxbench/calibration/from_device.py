@@ -89,7 +89,7 @@ def kernel(one: Measured, costs: Costs) -> list:
     """The row of kernels of one kind."""
     t = simulate.simulate(hlo.parse(one.text), costs, record=True)
     priced = t.compute["memory"] + t.compute["copy"]
-    return [one.name.split()[-1], max(x.bytes for x in t.spans), ratio(one, t, priced, priced)]
+    return [one.name.split()[-1], max(x.bytes for x in t.events), ratio(one, t, priced, priced)]
 
 
 def ratio(one: Measured, t: Timeline, priced: float, modelled: float) -> float:

@@ -82,7 +82,7 @@ def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
     from maxbench.pipeline.schedule import schedule_for
     from maxbench.planning import result
 
-    run, _ = result.given_run(fv, argv)
+    run, _ = result.run_from_flags(fv, argv)
     if run.layout.pp == 1:
         raise UserError("--schedule draws a pipeline, and pp=1 has none; use --pp 2 or more")
     return schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)

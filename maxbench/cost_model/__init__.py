@@ -1,1 +1,1 @@
-"""What a step takes that is not run: its program compiled, read, priced and played."""
+"""Cost model: compiled programs, op costs, and the simulation of a step."""

@@ -1,6 +1,6 @@
-"""Compiles a run's step with XLA's GPU compiler for a cluster that is not here.
+"""Ahead-of-time compilation of a run's step by XLA's GPU compiler, without GPUs.
 
-The same Step as training, on devices that can only be compiled for.
+The Step is that of training, on compile-only devices.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from maxbench.hardware.gpus import Chip
 from maxbench.sharding import mesh, rules
 from maxbench.step.train_step import Step
 
-# A program is read as it is scheduled. What comes after, more than half of a compile, is left out:
-# LLVM hurries, the assembler is one that writes nothing (cuda/bin/ptxas), and the autotuner, which
-# has no GPU to try anything on, compiles nothing. tests/planning/test_plan.py: the program is the same.
+# Only the scheduled HLO is read, so code generation, more than half of a compile, is cut short: no
+# LLVM optimization, an assembler that writes nothing (cuda/bin/ptxas), and no fusion autotuner (it
+# has no GPU to run candidates on). tests/planning/test_plan.py checks that the HLO is the same.
 PROGRAM_ONLY = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -31,14 +31,14 @@ PROGRAM_ONLY = {
 
 
 def target(chip: Chip) -> str:
-    """A GPU as the compiler wants it: a GpuTargetConfigProto in text form."""
+    """A GPU's GpuTargetConfigProto, in text form."""
     text = pathlib.Path(__file__).with_name("target.pbtxt").read_text()
     major, minor = chip.capability
     return string.Template(text).substitute(dataclasses.asdict(chip), major=major, minor=minor)
 
 
 def devices(run: Run) -> list:
-    """Compile-only devices for a run, in the order of nodes."""
+    """Compile-only devices of a run, in the order of nodes."""
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=target(run.gpu.chip),
@@ -48,7 +48,11 @@ def devices(run: Run) -> list:
 
 
 def compile_run(run: Run) -> compile_cache.Compiled:
-    """Compiles the run's step for its GPUs."""
+    """Compiles the run's step for its GPUs.
+
+    Raises:
+      UserError: Transformer Engine is needed and does not load.
+    """
     if run.format.quantized and run.precision.backend == "te":
         stub_libcuda.install(run.gpu.chip.capability)
     step = Step(run, mesh.make_mesh(run.layout, devices(run)))
@@ -56,13 +60,13 @@ def compile_run(run: Run) -> compile_cache.Compiled:
     memory = compiled.memory_analysis()
     parts = {name: round(rules.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}
 
-    def held(place, leaf):  # a compute weight as one GPU holds it, its shape alone
+    def local_shape(weight, leaf):  # of a compute weight on one GPU
         sharding = jax.sharding.NamedSharding(
-            step.mesh, jax.sharding.PartitionSpec(*place.compute_axes)
+            step.mesh, jax.sharding.PartitionSpec(*weight.compute_axes)
         )
         return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
-    weights = jax.tree.map(held, step.shardings, step.abstract["params"])
+    weights = jax.tree.map(local_shape, step.shardings, step.abstract["params"])
     count = lambda tree: sum(w.size for w in jax.tree.leaves(tree))
     elements, layers = count(weights), count(weights["layers"])
     return compile_cache.Compiled(
@@ -74,7 +78,6 @@ def compile_run(run: Run) -> compile_cache.Compiled:
         host=memory.host_temp_size_in_bytes,
         copy=lowering.compute_weight_bytes(run, layers, elements - layers),
         gradients=elements * FORMATS[run.precision.grads].bytes,
-        layer_shapes=tuple(w.shape for w in jax.tree.leaves(weights["layers"])),
         attention=step.run.train.attention,
         lower_s=lower_s,
         compile_s=compile_s,

@@ -1,7 +1,7 @@
-"""What compiling a run for GPUs that are not there leaves behind, and its cache on disk.
+"""Compiled steps, and their cache on disk.
 
-Loading one needs no jax. The key is all that can change the program: the run, the sources that
-build it, compiler options and versions.
+A cached step loads without jax. Its key hashes everything that can change the program: the run, the
+code that builds it, compiler options and versions.
 """
 
 import ast
@@ -21,25 +21,26 @@ from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
 from maxbench.step import xla_options
 
-# Programs depend on the code of the step and of all that it imports, of the modules that it loads
-# by name (number_formats.FORMATS), and of what compiles it.
-STEP_MODULE, COMPILES = "maxbench.step.train_step", "cost_model/aot.py"
-NAMED_MODULES = tuple(f"maxbench.quantization.{f.arithmetic}" for f in FORMATS.values())
+# A program depends on the step's import closure, on the modules that it loads by name
+# (number_formats.FORMATS), and on the module that compiles it.
+STEP_MODULE, COMPILER = "maxbench.step.train_step", "cost_model/aot.py"
+LOADED_BY_NAME = tuple(f"maxbench.quantization.{f.arithmetic}" for f in FORMATS.values())
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled step, for one GPU of the layout. Sizes are bytes.
+    """A compiled step. Sizes are bytes on one GPU.
 
     Attributes:
       text: scheduled HLO.
-      weights, optimizer: of the state that the step is given and returns.
-      arguments, temporaries: the compiler's buffer assignment. Arguments are donated, so that
-        results need no more.
-      host: of the host's memory, what is offloaded to it.
-      layer_shapes: dims of each stacked weight and gradient as the layers hold it.
-      copy, gradients: all compute weights of this GPU, and their gradients.
+      weights, optimizer: of the step's state.
+      arguments, temporaries: the compiler's buffer assignment. Arguments are donated, so results
+        need no memory of their own.
+      host: host memory of offloaded activations.
+      copy, gradients: the compute copy of the weights, and the gradients.
+      attention: the attention kernel that was selected.
+      peak_rss_gib: host memory of the process that compiled it, GiB.
     """
 
     text: str
@@ -50,7 +51,6 @@ class Compiled:
     host: int
     copy: int
     gradients: int
-    layer_shapes: tuple[tuple[int, ...], ...]
     attention: str
     lower_s: float
     compile_s: float
@@ -59,41 +59,44 @@ class Compiled:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what compiles; '' for what is not installed."""
+    """Versions of the packages that determine a program; '' where one is not installed."""
     return {name: environment.version(name) for name in VERSIONS}
 
 
 def require_compiler() -> None:
-    """Raises UserError, naming the install command, when XLA's GPU compiler is not here."""
+    """Raises UserError, with the install command, if XLA's GPU compiler is not installed."""
     if not versions()["jax-cuda13-plugin"]:
         raise UserError(
-            "XLA's GPU compiler is not installed; pip install 'jax-cuda13-plugin' or, in a clone, "
-            "'.[plan]' brings it (it needs no GPU)"
+            "XLA's GPU compiler is not installed; run pip install 'jax-cuda13-plugin' or, in a "
+            "clone, pip install '.[plan]' (no GPU is needed)"
         )
 
 
 @functools.cache
 def program_sources() -> dict[pathlib.Path, ast.Module]:
-    """Syntax trees of the files whose code can change a program: the import closure of the step,
-    imports inside functions included, and what is loaded by name or compiles the step.
+    """Syntax trees of the files whose code can change a program, in a fixed order.
+
+    They are the import closure of the step, with imports inside functions, the modules that it
+    loads by name, and the compiler module itself (its imports are in the closure).
     """
     package = pathlib.Path(__file__).parent.parent
-    found, pending = {}, [STEP_MODULE, *NAMED_MODULES]
+    trees: dict[pathlib.Path, ast.Module] = {}
+    pending = [STEP_MODULE, *LOADED_BY_NAME]
     while pending:
-        name = pending.pop()
-        place = package.parent.joinpath(*name.split("."))
-        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        if path in found or not path.is_file():  # `from module import name`: a name, no module
+        module = pending.pop()
+        folder = package.parent.joinpath(*module.split("."))
+        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if path in trees or not path.is_file():  # in `from module import name`, name may be either
             continue
-        found[path] = ast.parse(path.read_text())
-        pending += _imports(found[path], package.name)
-        pending.append(name.rpartition(".")[0] or package.name)  # its package runs first
-    compiles = package / COMPILES
-    return dict(sorted(found.items())) | {compiles: ast.parse(compiles.read_text())}
+        trees[path] = ast.parse(path.read_text())
+        pending += _imports(trees[path], package.name)
+        pending.append(module.rpartition(".")[0] or package.name)  # importing it runs its package
+    compiler = package / COMPILER
+    return dict(sorted(trees.items())) | {compiler: ast.parse(compiler.read_text())}
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Modules of the package that a module imports, and the names that it imports from them."""
+    """Modules of the package that a file imports, and what it imports from them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] == package)
@@ -102,16 +105,20 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def code_of(tree: ast.Module) -> str:
-    """A syntax tree as text, without docstrings. Comments and line breaks are in no tree."""
+    """A module's code as text, without docstrings. A syntax tree has no comments or line breaks.
+
+    Removes the docstrings from the tree.
+    """
     for node in ast.walk(tree):
-        has_doc = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if has_doc and ast.get_docstring(node, clean=False) is not None:
+        may_have_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if may_have_one and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
     return ast.dump(tree)
 
 
 @functools.cache
-def _sources() -> str:
+def source_hash() -> str:
+    """Hash of the code that builds and compiles programs, and of the compile target's template."""
     digest = hashlib.sha256(pathlib.Path(__file__).with_name("target.pbtxt").read_bytes())
     for tree in program_sources().values():
         digest.update(code_of(tree).encode())
@@ -119,29 +126,30 @@ def _sources() -> str:
 
 
 def key(run: Run) -> str:
-    """Name of the run's program, the same wherever it is compiled."""
-    about = {k: v for k, v in run.asdict().items() if k not in ("output", "runtime")}
-    gpu = run.gpu  # of it, what the compiler sees; its options are among the options
+    """Key of the run's program, the same on every machine."""
+    gpu = run.gpu  # only what the compiler sees of it
     topology = gpu.topology(run.layout.gpus)
-    about["target"] = dataclasses.asdict(gpu.chip), topology, gpu.bf16_tflops
-    about |= {"options": xla_options.xla_options("gpu", run)}
-    about |= {"sources": _sources(), "versions": versions()}
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    inputs = {
+        **{k: v for k, v in run.asdict().items() if k not in ("output", "runtime")},
+        "target": (dataclasses.asdict(gpu.chip), topology, gpu.bf16_tflops),
+        "options": xla_options.xla_options("gpu", run),
+        "sources": source_hash(),
+        "versions": versions(),
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def load(run: Run) -> Compiled | None:
-    """The run's program from the cache; None when it is not there, or cannot be read."""
+    """The run's program from the cache; None if it is absent or unreadable."""
     try:
         with gzip.open(environment.cache_dir() / f"{key(run)}.json.gz", "rt") as f:
-            values = json.load(f)
-        values["layer_shapes"] = tuple(map(tuple, values["layer_shapes"]))
-        return Compiled(**values)
+            return Compiled(**json.load(f))
     except (OSError, EOFError, ValueError, TypeError, KeyError):
         return None
 
 
 def store(run: Run, compiled: Compiled) -> None:
-    """Puts a program into the cache, whole or not at all; without a cache where none can be."""
+    """Writes a program to the cache atomically. A cache that cannot be written is not an error."""
     path = environment.cache_dir() / f"{key(run)}.json.gz"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Reader of scheduled HLO text, the compiled program as XLA prints it.
+"""Parser of scheduled HLO text, a compiled program as XLA prints it.
 
-    Program -> computations -> ops in the order they run
+    Program -> computations -> ops in execution order
 
-It knows what a timeline needs: shapes and bytes, loops with their trip counts, conditionals, the
-two halves of an asynchronous op, who talks to whom, matrix products, attention and fusions. All
-sizes are of one GPU: the text is the program that each of them runs.
+It reads what a simulation needs: shapes and bytes, trip counts of loops, conditionals, start/done
+pairs of asynchronous ops, replica groups, GEMMs, attention and fusions. All sizes are of one GPU:
+the text is the program that each of them runs.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import re
 
 import numpy as np
 
-NUMBERLESS = {"pred": 8, "token": 0, "opaque": 0}  # bits of dtypes whose name does not say
-# Opcode without -start -> the word that the rest of the package uses.
+BITS = {"pred": 8, "token": 0, "opaque": 0}  # of dtypes without a number in their name
+# Opcode without -start -> kind of collective in the rest of the package.
 COLLECTIVES = {
     "all-gather": "all-gather",
     "all-reduce": "all-reduce",
@@ -26,8 +26,8 @@ COLLECTIVES = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
-HOST = "S(5)"  # a layout's memory space: the host's memory
-# Ops that are only a name for memory, or that the host does: no kernel runs.
+HOST = "S(5)"  # memory space of host memory, in a layout
+# Ops without a kernel: they name memory, or run on the host.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "add-dependency", "domain", "async-update",
@@ -36,7 +36,7 @@ FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array: dtype as HLO writes it ('bf16'), dims, and whether the host's memory has it."""
+    """One array: dtype as in HLO ('bf16'), dims, and whether it is in host memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -49,7 +49,7 @@ class Shape:
     @functools.cached_property
     def bytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)  # 'bf16', 'f8e4m3fn'
-        return self.elements * (int(bits[0]) if bits else NUMBERLESS[self.dtype]) // 8
+        return self.elements * (int(bits[0]) if bits else BITS[self.dtype]) // 8
 
 
 def leaves(shape: "Shape | tuple") -> list[Shape]:
@@ -64,7 +64,7 @@ def size(shape: "Shape | tuple") -> int:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One instruction. `attrs` is what stands after its operands, read on demand."""
+    """One instruction. `attrs` is the text after its operands, parsed on demand."""
 
     name: str
     opcode: str
@@ -72,16 +72,16 @@ class Op:
     operands: tuple[str, ...]
     attrs: str
     root: bool
-    literal: str = ""  # text between the parentheses of a parameter or constant
+    literal: str = ""  # text in the parentheses of a parameter or constant
 
     def attr(self, key: str) -> str:
-        """A computation's name, a number, a word or a text: 'body=%b' -> 'b'; '' when absent."""
+        """Value of an attribute, a name, number or quoted text: 'body=%b' -> 'b'; '' if absent."""
         found = re.search(rf'(?:^|[\s,{{]){key}=(?:"([^"]*)"|%?([\w.\-$]+))', self.attrs)
         return (found[1] or found[2] or "") if found else ""
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Where in the Python code it comes from, as JAX names it."""
+        """JAX's name stack of the op: transforms, scopes and primitive."""
         return self.attr("op_name")
 
     @functools.cached_property
@@ -91,19 +91,19 @@ class Op:
 
     @functools.cached_property
     def branches(self) -> list[str]:
-        """Computations of a conditional, in order: of a predicate, true first."""
+        """Computations of a conditional, in order; for a predicate, true first."""
         if found := re.search(r"branch_computations=\{([^}]*)\}", self.attrs):
             return re.findall(r"%?([\w.\-$]+)", found[1])
         return [b for key in ("true_computation", "false_computation") if (b := self.attr(key))]
 
     @functools.cached_property
     def sync(self) -> bool:
-        """A collective that the compiler runs in line: nothing overlaps with it."""
+        """Whether the compiler runs this asynchronous collective synchronously."""
         return '"is_sync":true' in self.attrs
 
     @functools.cached_property
     def base(self) -> str:
-        """The opcode, of either half of an asynchronous op that of the whole."""
+        """The opcode without -start or -done."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
@@ -112,11 +112,10 @@ class Op:
 
     @functools.cached_property
     def groups(self) -> np.ndarray:
-        """Devices that take part together, [groups, members]; [0, 0] means all of them.
+        """Replica groups, device ids [groups, members]; shape [0, 0] means all devices.
 
-        In any of its forms: {{0,1},{2,3}}; [2,2]<=[2,2]T(1,0), which counts up over the shape on
-        the right, transposes it, and reads it by rows; mesh['a'=2,'b'=2] {'b'}, groups along axes
-        of a mesh of such ids, which jax 0.12 writes.
+        Forms: {{0,1},{2,3}}; [2,2]<=[2,2]T(1,0), an iota of the shape on the right, transposed and
+        reshaped; mesh['a'=2,'b'=2] {'b'}, groups along axes of a mesh of ids (jax 0.12).
 
         Raises:
           ValueError: another form.
@@ -140,14 +139,14 @@ class Op:
 
     @functools.cached_property
     def pairs(self) -> np.ndarray:
-        """Source and target of each message of a permute, [messages, 2]."""
+        """Source and target device of each message of a permute, [messages, 2]."""
         found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", self.attrs)
         return np.array(_numbers(found[1] if found else ""), int).reshape(-1, 2)
 
     def dims(self, key: str) -> tuple[int, ...]:
-        """A list of dims in a library call's settings: dims('lhs_contracting_dimensions')."""
+        """Dimension numbers of a dot or library call: dims('lhs_contracting_dimensions')."""
         found = re.search(rf'"{key}":\s*\[([^\]]*)\]', self.attrs)
-        if not found:  # a plain dot writes it as an attribute
+        if not found:  # an attribute of a plain dot
             found = re.search(rf"{key.replace('dimensions', 'dims')}=\{{([^}}]*)\}}", self.attrs)
         return _numbers(found[1] if found else "")
 
@@ -166,7 +165,7 @@ def _iota(over: str, order: str | None) -> np.ndarray:
 
 
 class Computation:
-    """Ops in the order they run."""
+    """Ops in execution order."""
 
     def __init__(self, name: str, ops: list[Op]):
         self.name, self.ops = name, ops
@@ -190,7 +189,7 @@ class Computation:
 
 
 class Program:
-    """A module: its computations by name, and the one that runs first."""
+    """An HLO module: its computations by name, and its entry."""
 
     def __init__(self, computations: dict[str, Computation], entry: str):
         self.computations, self.entry = computations, computations[entry]
@@ -200,14 +199,14 @@ class Program:
 
     @staticmethod
     def counts(loop: Op) -> bool:
-        """Whether a while loop counts its trips, and does not end by what its data say."""
+        """Whether a while loop's trip count is known, instead of depending on data."""
         return "known_trip_count" in loop.attrs or "known_induction_variable" in loop.attrs
 
     def trips(self, where: Computation, loop: Op) -> int:
-        """How often a while loop runs its body.
+        """Trip count of a while loop.
 
         Raises:
-          ValueError: it depends on data, so that no time can be given.
+          ValueError: it depends on data.
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attrs):
             return int(found[1])
@@ -216,7 +215,7 @@ class Program:
         counter = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"', loop.attrs)
         if not counter:
             raise ValueError(f"loop {loop.name} has no known trip count: it depends on data")
-        # A loop that the compiler moved parts of: count its counter from start to end.
+        # XLA rotated the loop and dropped its trip count: run its induction variable.
         index = int(counter[1])
         condition, body = self.called(loop, "condition"), self.called(loop, "body")
         value = self._scalar(where, where.by_name[loop.operands[0]], {}.__getitem__, index)
@@ -228,9 +227,9 @@ class Program:
         raise ValueError(f"loop {loop.name} does not end")
 
     def _scalar(self, where: Computation, op: Op, read, element: int = 0) -> int:
-        """An integer made from constants and parameters; `element` of it where op is a tuple.
+        """Evaluates an integer op; `element` selects of a tuple.
 
-        `read` gives a parameter by its number, or an element of a parameter that is a tuple.
+        `read(i)` is the value of parameter i, or of element i of a tuple parameter.
         """
         follow = lambda i=0, element=element: self._scalar(
             where, where.by_name[op.operands[i]], read, element
@@ -254,17 +253,17 @@ class Program:
             case "compare":
                 less = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "NE": operator.ne}
                 return less[op.attr("direction")](follow(0), follow(1))
-        raise ValueError(f"{op.name}: a trip count made by {op.opcode} is not followed")
+        raise ValueError(f"{op.name}: a trip count through {op.opcode} cannot be evaluated")
 
 
 def parse(text: str) -> Program:
-    """Reads a module's text.
+    """Parses a module's text.
 
     Raises:
-      ValueError: not a scheduled module; without a schedule there is no order to simulate.
+      ValueError: not a scheduled module; an unscheduled one has no execution order.
     """
     if "is_scheduled=true" not in text[:1000]:
-        raise ValueError("this is no scheduled HLO module (is_scheduled=true is missing)")
+        raise ValueError("not a scheduled HLO module: is_scheduled=true is missing")
     computations: dict[str, Computation] = {}
     name, ops, entry = "", [], ""
     for line in text.splitlines():
@@ -280,14 +279,14 @@ def parse(text: str) -> Program:
 
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.\-$]+)")
-# ROOT, name, shape, opcode, what stands between its parentheses, attributes.
+# ROOT, name, shape, opcode, operands, attributes.
 _OP = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?")
 
 
 def _op(line: str) -> Op:
     found = _OP.fullmatch(_COMMENT.sub("", line))
     if not found:
-        raise ValueError(f"this is no instruction: {line[:80]!r}")
+        raise ValueError(f"not an HLO instruction: {line[:80]!r}")
     root, name, shape, opcode, inside, attrs = found.groups("")
     literal = inside if opcode in ("parameter", "constant") else ""
     operands = () if literal else tuple(_NAME.findall(inside))

@@ -1,9 +1,13 @@
-"""What a pipeline's schedule says of its compiled program: of its loops over ticks how much is for
-something, and of what few ticks have, how often it is had and waited for."""
+"""How often the branches of a pipeline's compiled program run, from its schedule.
+
+Every stage runs the same program. Its loops over ticks do real work in some ticks and bubble in
+others; chunk switches, embedding and loss run in few ticks, and neighbours wait for chunk switches.
+"""
 
 import itertools
 import math
 import re
+import types
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,78 +29,89 @@ from maxbench.pipeline.schedule import (
     Schedule,
 )
 
-# A tick sends dx and y, 'XY', waits for them, 'xy', has turns, and the loss.
-EVENTS = {
+# Events of a tick, one letter each: 'X' sends dx and 'Y' sends y, 'x' and 'y' receive them, 'f' and
+# 'b' are the chunk switches, 'l' is the loss.
+EVENTS = types.MappingProxyType({
     FORWARD_CHUNK_SWITCH: "f",
     BACKWARD_CHUNK_SWITCH: "b",
     LOSS: "l",
     END_OF_TICK: "bl",
     SEND_X: "y",
     SEND_DX: "x",
-}
+})  # fmt: skip
 TICK = re.compile(rf"{STEADY}/while/body/\w+/(\w+)/(?:while|ppermute)$")
 ORDER = "YfyXblx"  # as the executor writes it
-Seconds = Mapping[str, float]  # Timeline.branches, by name, and Timeline.early
-NOW: Seconds = {}  # nothing may be late
-CHUNK_SWITCHES = {
-    FORWARD_CHUNK_SWITCH: 1.0,
-    BACKWARD_CHUNK_SWITCH: 3.0,
-}  # their lengths: weights, and the sums both ways
+Seconds = Mapping[str, float]
+NO_SLACK: Seconds = types.MappingProxyType({})
+# Relative lengths: forward copies weights, backward weights, and gradients in both directions.
+CHUNK_SWITCHES: Seconds = types.MappingProxyType(
+    {FORWARD_CHUNK_SWITCH: 1.0, BACKWARD_CHUNK_SWITCH: 3.0}
+)
 
 
 def branch_frequencies(
-    plan: Schedule, program: hlo.Program | None = None, first=None
+    schedule: Schedule, program: hlo.Program | None = None, first_pass=None
 ) -> dict[str, tuple[float, float]]:
-    """Of each phase, how much of a tick's work is for something, and how much for nothing; of each
-    conditional, how often such work has it, and how often it waits for that of others. A turn is
-    waited for by the stages beside, too: it is counted that much more often.
+    """simulate.BranchFrequencies of a schedule.
 
-    `first` is the program's Timeline by shares without it: how long turns are there, and y early.
+    A neighbour waits for a chunk switch too, so its frequency is multiplied by
+    chunk_switch_delay().
+
+    Args:
+      program: its steady state determines the order of events in a tick; default ORDER.
+      first_pass: Timeline of the program, simulated with the frequencies without it. It gives the
+        lengths of the chunk switches, and by how much y may be late.
     """
     found, work = {}, {}
-    for name, ticks in plan.phases.items():
+    for phase, ticks in schedule.phases.items():
         # A backward pass takes as long as two forward passes.
-        ways = {WARMUP: ("fwd",), STEADY: ("fwd", "bwd", "bwd"), COOLDOWN: ("bwd",)}[name]
-        busy = [(plan.column(f"{way}_microbatch")[ticks] >= 0).mean() for way in ways if ticks]
-        done = float(np.mean(busy)) if busy else 1.0
-        found[name], work[name] = (done, 1 - done), len(ticks) * done
-    lengths, early = (first.branches, first.slack_s) if first else (CHUNK_SWITCHES, NOW)
-    ways = (program and event_orders(program, early)) or {ORDER: 0.0}
-    delay = max(chunk_switch_delay(plan, order, lengths, late) for order, late in ways.items())
+        ways = {WARMUP: ("fwd",), STEADY: ("fwd", "bwd", "bwd"), COOLDOWN: ("bwd",)}[phase]
+        busy = [(schedule.column(f"{w}_microbatch")[ticks] >= 0).mean() for w in ways if ticks]
+        share = float(np.mean(busy)) if busy else 1.0
+        found[phase], work[phase] = (share, 1 - share), len(ticks) * share
+    lengths, slack = CHUNK_SWITCHES, NO_SLACK
+    if first_pass:
+        lengths, slack = first_pass.branch_s, first_pass.slack_s
+    orders = (program and event_orders(program, slack)) or {ORDER: 0.0}
+    delay = max(chunk_switch_delay(schedule, o, lengths, late) for o, late in orders.items())
     ends = {
         "fwd": {EMBED: "embed_microbatch", LOSS: "loss_microbatch"},
         "bwd": {EMBED_BACKWARD: "embed_grad_microbatch"},
     }
-    for way, idle, turn in (
+    for way, idle_phase, switch in (
         ("fwd", COOLDOWN, FORWARD_CHUNK_SWITCH),
         ("bwd", WARMUP, BACKWARD_CHUNK_SWITCH),
     ):
-        among = sum(n for name, n in work.items() if name != idle)
-        often = (plan.column(f"{way}_chunk_switch") >= 0).sum() / plan.pp / among
-        found[turn] = float(min(delay * often, 1)), 0.0
-        had = lambda column: (plan.column(column)[1:] >= 0).any(1).sum()  # the first is no tick's
-        found |= {n: (float(had(column) / among), 0.0) for n, column in ends[way].items()}
-    inside = EMBED, EMBED_BACKWARD, BACKWARD_CHUNK_SWITCH, LOSS
-    some = min(sum(found[name][0] for name in inside), 1.0)
-    return (
-        found | {name: (found[name][0] / some, 0.0) for name in inside} | {END_OF_TICK: (some, 0.0)}
-    )
+        ticks = sum(n for phase, n in work.items() if phase != idle_phase)
+        switches = (schedule.column(f"{way}_chunk_switch") >= 0).sum() / schedule.pp / ticks
+        found[switch] = float(min(delay * switches, 1)), 0.0
+        # The first row is before the first tick.
+        count = lambda column: (schedule.column(column)[1:] >= 0).any(1).sum()
+        found |= {n: (float(count(column) / ticks), 0.0) for n, column in ends[way].items()}
+    # Nested in END_OF_TICK, so relative to it.
+    nested = EMBED, EMBED_BACKWARD, BACKWARD_CHUNK_SWITCH, LOSS
+    outer = min(sum(found[name][0] for name in nested), 1.0)
+    found |= {name: (found[name][0] / outer, 0.0) for name in nested}
+    return found | {END_OF_TICK: (outer, 0.0)}
 
 
-def event_orders(program: hlo.Program, early: Seconds = NOW) -> dict[str, float]:
-    """In which orders ticks of both passes have their EVENTS, and how late y may come there."""
+def event_orders(program: hlo.Program, slack: Seconds = NO_SLACK) -> dict[str, float]:
+    """Orders of EVENTS in steady-state ticks -> the smallest slack of y's arrival there, in s."""
     found = {}
     for where in program.computations.values():
-        events = [(event, op) for op in where.ops for event in _events(where, op)]
-        while "b" in (seen := "".join(event for event, _ in events)):
-            tick = next((seen[:i] for i in range(len(seen)) if seen[i] in seen[:i]), seen)
-            these, events = events[: len(tick)], events[len(tick) :]
-            late = [early.get(op.operands[0], 0.0) for event, op in these if event == "y"]
+        events = [(letter, op) for op in where.ops for letter in _events(op)]
+        # A loop body may hold several ticks: one ends before its first letter repeats.
+        while "b" in (letters := "".join(letter for letter, _ in events)):
+            prefixes = (letters[:i] for i in range(len(letters)) if letters[i] in letters[:i])
+            tick = next(prefixes, letters)
+            in_tick, events = events[: len(tick)], events[len(tick) :]
+            late = [slack.get(op.operands[0], 0.0) for letter, op in in_tick if letter == "y"]
             found[tick] = min([*late, found.get(tick, math.inf)])
     return found
 
 
-def _events(where: hlo.Computation, op: hlo.Op) -> str:
+def _events(op: hlo.Op) -> str:
+    """Letters of an op's events; '' for most ops."""
     if op.opcode not in ("while", "collective-permute-start", "collective-permute-done"):
         return ""
     name = TICK.search(op.op_name)
@@ -105,40 +120,48 @@ def _events(where: hlo.Computation, op: hlo.Op) -> str:
 
 
 def chunk_switch_delay(
-    plan: Schedule, order=ORDER, lengths: Seconds = CHUNK_SWITCHES, slack: float = 0.0
+    schedule: Schedule, order=ORDER, lengths: Seconds = CHUNK_SWITCHES, slack: float = 0.0
 ) -> float:
-    """How much longer a step takes for turns, in units of the turns that one stage has.
+    """Time that chunk switches add to a step, in units of the switches of one stage.
 
-    Clocks of all stages, each with its EVENTS in this order. A backward turn is the next tick's; y
-    may come late by `slack`, in the unit of `lengths`. For a loss all meet.
+    Simulates one clock per stage, with the EVENTS of a tick in `order`. The backward switch in a
+    tick is the next tick's; all stages meet at a loss.
+
+    Args:
+      lengths: seconds of each switch.
+      slack: by how much y may be late, in the unit of `lengths`.
     """
-    forward, backward = (plan.column(f"{way}_chunk_switch") >= 0 for way in WAYS)
-    turns = {"f": lengths[FORWARD_CHUNK_SWITCH] * forward}
-    turns["b"] = lengths[BACKWARD_CHUNK_SWITCH] * np.roll(backward, -1, 0)
-    late, meets = np.zeros(plan.pp), plan.column("loss_microbatch")[:, 0] >= 0
-    sent = {1: late, -1: late}
-    for tick, meet in enumerate(meets):
+    forward, backward = (schedule.column(f"{way}_chunk_switch") >= 0 for way in WAYS)
+    switches = {"f": lengths[FORWARD_CHUNK_SWITCH] * forward}
+    switches["b"] = lengths[BACKWARD_CHUNK_SWITCH] * np.roll(backward, -1, 0)
+    delay, has_loss = np.zeros(schedule.pp), schedule.column("loss_microbatch")[:, 0] >= 0
+    sent = {1: delay, -1: delay}  # direction -> each sender's delay
+    for tick, loss in enumerate(has_loss):
         for event in order:
-            way = -1 if event in "Xx" else 1
+            direction = -1 if event in "Xx" else 1
             if event in "XY":
-                sent[way] = late
+                sent[direction] = delay
             elif event in "xy":
-                late = np.maximum(late, np.roll(sent[way], way) - slack * (event == "y"))
-            elif event in turns:
-                late = late + turns[event][tick]
-            elif meet:
-                late = np.full(plan.pp, late.max())
-    return float(late.max() / sum(turns.values()).sum(0).mean())
+                arrival = np.roll(sent[direction], direction) - slack * (event == "y")
+                delay = np.maximum(delay, arrival)
+            elif event in switches:
+                delay = delay + switches[event][tick]
+            elif loss:
+                delay = np.full(schedule.pp, delay.max())
+    return float(delay.max() / sum(switches.values()).sum(0).mean())
 
 
-def tick_mix(often: dict[str, float]) -> list[tuple[float, set[str]]]:
-    """Kinds of ticks: the share of all that each is, and what it has; last the one that has least.
-    Each thing is had by the ticks after those of the one before, and at the end the first again."""
-    ends = list(itertools.accumulate(often.values(), initial=0.0))
-    spans = dict(zip(often, itertools.pairwise(ends), strict=True))
-    found = []
+def tick_mix(frequencies: dict[str, float]) -> list[tuple[float, set[str]]]:
+    """Kinds of ticks: (share of all ticks, branches that run in them), fewest branches last.
+
+    Branches are spread as evenly as possible: each occupies the ticks after those of the one
+    before, wrapping around at the end.
+    """
+    ends = list(itertools.accumulate(frequencies.values(), initial=0.0))
+    spans = dict(zip(frequencies, itertools.pairwise(ends), strict=True))
+    kinds = []
     for begin, end in itertools.pairwise(sorted({0.0, 1.0} | {end % 1 for end in ends})):
         laps = [begin + lap for lap in range(math.ceil(ends[-1]))]
-        had = {which for which, (a, b) in spans.items() if any(a <= at < b for at in laps)}
-        found.append((end - begin, had))
-    return sorted(found, key=lambda kind: -len(kind[1]))
+        branches = {name for name, (a, b) in spans.items() if any(a <= at < b for at in laps)}
+        kinds.append((end - begin, branches))
+    return sorted(kinds, key=lambda kind: -len(kind[1]))

@@ -1,93 +1,99 @@
-"""What a published run did otherwise than our program, as seconds of our predicted step.
+"""Differences between our program and a published run's, as seconds of our predicted step.
 
-A term is what the predicted step would be shorter by, read off its timeline, negative where the
-published program takes longer; predicted as published = predicted - all terms. They say how two
-programs differ, the same for every workload.
+A delta is the time by which the predicted step would be shorter with the published program, from
+the simulated timeline; negative where that program takes longer. Predicted as published = predicted
+- sum of the deltas. They describe two programs, the same way for every workload.
 
-  recomputation      what the backward pass computes again, ours less theirs (arithmetic)
-  larger microbatches  than theirs: products fill their last rounds better, gaps are fewer
+  recomputation      recomputed FLOPs of the backward pass, ours less theirs (an estimate)
+  larger microbatches  than theirs: GEMMs fill their last waves better, and there are fewer launches
 
-Published by NeMo (Megatron-LM and Transformer Engine):
+For runs of NeMo (Megatron-LM and Transformer Engine):
 
-  copies             kernels that compute nothing: ours put a pipeline's activations into a buffer
-                     of slots and take them out again, and a loop over layers does so with all it
-                     touches
-  host decisions     its host never waits for what a GPU decides
-  exposed tp         tp's gathers and reduce-scatters run beside the products there
-                     (tp_comm_overlap); HIDDEN of the waiting is gone. Of dense layers
-  other waiting      for pp (overlap_p2p_comm), for cp (in a ring), and for small sums in the queue
-  dp in pieces       a pipeline's weights and gradients over dp travel at the start and the end of a
-                     step there, here beside its fill and its drain
-  loss on one stage  the last one has the head's products of all tokens, here each stage of its part
-  experts' traffic   tp and ep of experts run beside nothing there; here in part
-  experts in bf16    their dispatcher brings tokens over ep and tp in bf16, and experts make them
-                     FP8; ours brings FP8
-  FlashAttention 2   where NVTE_FUSED_ATTN=0 chose it, which cuDNN is faster than
-  waits for scales   all data-parallel GPUs agree on scales after each forward and backward pass of
-                     a chunk (Transformer Engine's delayed scaling), and wait for the slowest
+  copies             kernels that only move data: our pipeline copies activations to and from the
+                     stash, and a loop over layers copies what it stacks
+  host decisions     host-side branches: NeMo's host never waits for a predicate on the GPU
+  exposed tp         all-gathers and reduce-scatters over tp overlap GEMMs (tp_comm_overlap), which
+                     hides the fraction HIDDEN of the wait. Dense layers only
+  other waiting      over pp (overlap_p2p_comm) and cp (in a ring), and small all-reduces
+  dp in pieces       a pipeline's all-gather and reduce-scatter over dp run at the start and end of
+                     the step; ours overlap the warm-up and the cool-down
+  loss on one stage  the last stage computes the LM head of all tokens; ours shards it over stages
+  experts' traffic   tp and ep collectives of experts are exposed; ours overlap in part
+  experts in bf16    the dispatcher sends tokens over ep and tp in bf16 and quantizes at the expert;
+                     ours sends FP8
+  FlashAttention 2   selected by NVTE_FUSED_ATTN=0; slower than cuDNN's
+  waits for scales   all data-parallel GPUs synchronize amaxes after each forward and backward pass
+                     of a chunk (Transformer Engine's delayed scaling), and wait for the slowest
 
-Without seconds, because they hide in others: bf16 Adam state and master weights (Nemotron4 in
-BF16), experts one after the other. Without seconds, because with them workloads that are left out
-are predicted no better: gradients and weights that travel beside a microbatch (overlap_grad_reduce,
-overlap_param_gather), and scales that cost no pass over a tensor.
+Not modelled, because other deltas include them: bf16 Adam state and master weights (Nemotron4 in
+BF16), experts in sequence. Not modelled, because workloads that are left out of the fit are not
+predicted better with them: gradients and weights that overlap a microbatch (overlap_grad_reduce,
+overlap_param_gather), and scales that need no pass over a tensor.
 """
 
 from maxbench.config.run import Run
-from maxbench.cost_model import memory
+from maxbench.cost_model import remat
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.published import Published
 from maxbench.pipeline.schedule import schedule_for
 
-HIDDEN = 0.889  # fitted to published steps, by benchmarks/fit_constants.py
-# FlashAttention 2's rate over cuDNN's: arXiv:2407.08608, figures 5 and 6, head_dim 128, length 4k.
+HIDDEN = 0.889  # fitted to published steps by benchmarks/fit_constants.py
+# Rate of FlashAttention 2 over cuDNN's: arXiv:2407.08608, figures 5 and 6, head_dim 128, length 4k.
 FLASH_2 = 0.62
-REPLICAS = {"dp", "cp", "ep"}  # mesh axes that may split no more of a weight than its master copy
-UNFUSED = ("nemo:24.09", "nemo:dev")  # the releases that set NVTE_FUSED_ATTN=0
+REPLICAS = {"dp", "cp", "ep"}  # mesh axes that shard only the optimizer state of a weight
+UNFUSED = ("nemo:24.09", "nemo:dev")  # releases that set NVTE_FUSED_ATTN=0
 
 
-def terms(
+def deltas(
     run: Run, t: Timeline, row: Published, costs: Costs, hidden: float = HIDDEN
 ) -> dict[str, float]:
-    """Name -> seconds; those of 0 are left out."""
-    share, theirs = map(memory.recomputed, (run, memory.with_remat(run, row.remat)))
-    products = t.compute["gemm"] + t.compute["attention"]
-    found = {"recomputation": products * (share - theirs) / (3 + share)}
-    found["larger microbatches"] = -_divided(run, t, run.layout.mbs / row.mbs, costs)
+    """Name -> seconds of each delta that is not 0.
+
+    Args:
+      t: the predicted step.
+      row: the published run.
+      hidden: replaces HIDDEN.
+    """
+    theirs = remat.with_remat(run, row.remat)
+    fraction, their_fraction = map(remat.recomputed_fraction, (run, theirs))
+    gemms = t.compute["gemm"] + t.compute["attention"]
+    found = {"recomputation": gemms * (fraction - their_fraction) / (3 + fraction)}
+    found["larger microbatches"] = -_smaller_microbatches(run, t, run.layout.mbs / row.mbs, costs)
     if "nemo" in row.source:
         found |= {"copies": t.compute["copy"], "host decisions": t.compute["host"]}
-        found |= _waiting(run, t, hidden)
-        found["loss on one stage"] = -_on_one_stage(run, costs)
+        found |= _nemo_communication(run, t, hidden)
+        found["loss on one stage"] = -_loss_on_one_stage(run, costs)
         if any(release in row.source for release in UNFUSED):
             found["FlashAttention 2"] = -t.compute["attention"] * (1 / FLASH_2 - 1)
         if run.format.quantized:
-            found |= _fp8(run, t, costs, row)
+            found |= _nemo_fp8(run, t, costs, row)
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def _divided(run: Run, t: Timeline, times: float, costs: Costs) -> float:
-    """What so many times as many microbatches, each as much smaller, take longer."""
+def _smaller_microbatches(run: Run, t: Timeline, times: float, costs: Costs) -> float:
+    """Seconds that `times` as many microbatches of the same tokens take longer."""
     a, m, rows = run.layout, run.model, run.layout.mbs * run.train.seq // run.layout.cp
     experts = m.experts // a.ep or 1  # of a GPU
     weights = [(m.kv_heads * m.group_width, 1, 1), (m.heads * m.value_width, 1, 1)]
     weights += [(n, m.rows(a.ep) / experts, experts) for n in (m.mlp_inputs * m.mlp, m.mlp)]
 
-    def products(rows):
-        ways = lambda r, n, of: ((r, n, m.embed, of), (r, m.embed, n, of), (m.embed, n, r, of))
-        each = [ways(round(rows * share), n // a.tp, of) for n, share, of in weights]
-        return sum(costs.gemm(*g, dtype=run.format.reads[0]) for some in each for g in some)
+    def layer_s(rows):
+        passes = lambda r, n, of: ((r, n, m.embed, of), (r, m.embed, n, of), (m.embed, n, r, of))
+        gemms = [passes(round(rows * share), n // a.tp, of) for n, share, of in weights]
+        return sum(costs.gemm(*g, dtype=run.format.reads[0]) for weight in gemms for g in weight)
 
-    longer = times * products(rows / times) - products(rows)
+    longer = times * layer_s(rows / times) - layer_s(rows)
     return a.microbatches * m.layers / a.pp * longer + (times - 1) * t.compute["launch"]
 
 
-def _waiting(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
-    """What NeMo waits less, or more, for communication."""
+def _nemo_communication(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
+    """Deltas of exposed communication in NeMo."""
     names = "exposed tp", "other waiting", "dp in pieces", "experts' traffic"
     found = dict.fromkeys(names, 0.0)
     for (kind, axes), x in t.traffic.items():
-        each = x.count >= run.layout.microbatches  # of a microbatch; the others are of the step
-        if run.model.experts and axes in ("tp", "ep") and each:
+        per_microbatch = x.count >= run.layout.microbatches
+        if run.model.experts and axes in ("tp", "ep") and per_microbatch:
             found["experts' traffic"] -= x.busy_s - x.exposed_s
         elif axes == "tp":
             found["exposed tp"] += hidden * x.exposed_s
@@ -98,44 +104,44 @@ def _waiting(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
     return found
 
 
-def _on_one_stage(run: Run, costs: Costs) -> float:
-    """What the head's products take longer, of all tokens instead of a stage's part."""
-    a, m, of = run.layout, run.model, schedule_for(run).microbatches_per_loss
+def _loss_on_one_stage(run: Run, costs: Costs) -> float:
+    """Seconds that the LM head takes longer for all tokens than for one stage's part."""
+    a, m, per_loss = run.layout, run.model, schedule_for(run).microbatches_per_loss
     rows, vocab = a.mbs * run.train.seq // a.cp, m.vocab // a.tp
 
-    def products(rows):
+    def head_s(rows):
         sizes = (rows, vocab, m.embed), (rows, m.embed, vocab), (m.embed, vocab, rows)
-        return sum(costs.gemm(*each) for each in sizes)
+        return sum(costs.gemm(*mnk) for mnk in sizes)
 
-    return a.microbatches * (products(rows) - products(-(-rows // a.pp) * of) / of)
+    return a.microbatches * (head_s(rows) - head_s(-(-rows // a.pp) * per_loss) / per_loss)
 
 
-def agreements(run: Run, row: Published) -> tuple[int, int]:
-    """How many GPUs, apart from tp's, agree on FP8 scales in NeMo, and how often in a step."""
+def amax_syncs(run: Run, row: Published) -> tuple[int, int]:
+    """GPUs (one per tp group) that synchronize amaxes in NeMo, and how often in a step."""
     a = run.layout
     return a.dp * a.fsdp * a.ep * a.cp, 2 * (a.microbatches * a.mbs // row.mbs) * a.vp
 
 
-def _fp8(run: Run, t: Timeline, costs: Costs, row: Published) -> dict[str, float]:
-    """What NeMo's FP8 takes longer."""
+def _nemo_fp8(run: Run, t: Timeline, costs: Costs, row: Published) -> dict[str, float]:
+    """Deltas of NeMo's FP8."""
     a, m = run.layout, run.model
-    replicas, times = agreements(run, row)
+    replicas, times = amax_syncs(run, row)
     found = {"waits for scales": -costs.straggler_s(t.seconds, times, replicas)}
     if m.experts:
-        times = 2 * a.microbatches * m.layers // a.pp  # forward, and the gradient of the way back
-        theirs, ours = (_to_experts(run, costs, width) for width in (2, run.format.bytes))
+        times = 2 * a.microbatches * m.layers // a.pp  # dispatch, and the gradient of the combine
+        theirs, ours = (_dispatch_s(run, costs, width) for width in (2, run.format.bytes))
         found["experts in bf16"] = -times * (theirs - ours)
     return found
 
 
-def _to_experts(run: Run, costs: Costs, width: float) -> float:
-    """Seconds in which one layer's slots reach their experts over ep, then tp; bytes a number."""
+def _dispatch_s(run: Run, costs: Costs, width: float) -> float:
+    """Seconds of one layer's dispatch to experts over ep, then tp; `width` in bytes per element."""
     a, m = run.layout, run.model
     tokens = a.mbs * run.train.seq // a.cp // a.tp
     sent = int(tokens * m.top_k * (m.capacity_factor or 1) * m.embed * width)
-    ways = (("all-to-all", "ep", a.ep, sent), ("all-gather", "tp", a.tp, sent * a.tp))
+    steps = (("all-to-all", "ep", a.ep, sent), ("all-gather", "tp", a.tp, sent * a.tp))
     return sum(
         costs.collective(kind, costs.axis_link(axis), sent, received)
-        for kind, axis, degree, received in ways
+        for kind, axis, degree, received in steps
         if degree > 1
     )

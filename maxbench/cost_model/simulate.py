@@ -1,20 +1,21 @@
-"""A timeline of one training step, played from the compiled program.
+"""Simulation of one training step from its compiled program: a timeline of streams.
 
-One stream computes, in the program's order. All collectives run on one stream beside it, as in XLA
-(its ExecutionStreamAssignment has one for communication, and no option for more; the limit on
-parallel collectives is the scheduler's): from their start op on, as soon as the stream is free. A
-done op waits. What the compute stream waits is exposed communication. A kernel and a collective
-beside each other both take longer, by the contention of the GPU type. Copies and slices that the
-compiler made asynchronous have a stream each; to the host's memory and from it there is one each.
+The compute stream runs kernels in program order. All collectives share one communication stream, as
+in XLA (its ExecutionStreamAssignment has one, and no option for more; the limit on parallel
+collectives is the scheduler's). A collective starts at its start op or when the stream is free,
+whichever is later; its done op blocks the compute stream, and that wait is exposed communication. A
+kernel and a concurrent collective slow each other down by the GPU type's contention. Asynchronous
+copies and slices have a stream each; transfers to and from host memory have one per direction.
 
-A loop's iterations are all the same unless a collective from before the loop still runs, so one is
-played and counted as often as the loop runs. Of a pipeline's ticks it is an average one.
+Iterations of a loop are equal unless a collective from before the loop is still in flight, so one
+iteration is simulated and multiplied by the trip count. In a pipeline it is an average tick.
 """
 
 import collections
 import dataclasses
 import math
 import re
+import types
 from collections.abc import Mapping
 
 from maxbench.cost_model import hlo, pipeline_timing
@@ -23,12 +24,12 @@ from maxbench.cost_model.costs import Costs, Link, bytes_moved, gemm_sizes, is_g
 STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
 MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
-EXPANDED = 3  # iterations of a loop that a recorded timeline shows one by one
+EXPANDED = 3  # iterations of a loop that a recorded timeline draws one by one
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceEvent:
-    """A bar of the timeline: on a stream, from start on, in seconds; and what it works on."""
+    """One event on a stream. `start` and `seconds` in seconds from the start of the step."""
 
     stream: str
     name: str
@@ -45,32 +46,34 @@ class TraceEvent:
 
 @dataclasses.dataclass
 class CollectiveStats:
-    """All collectives of one kind over one set of axes."""
+    """Totals of all collectives of one kind over one set of mesh axes, on one GPU."""
 
     kind: str
     link: Link
     count: float = 0
-    bytes: float = 0  # on one GPU: the larger of operands and results
+    bytes: float = 0  # the larger of operands and results
     busy_s: float = 0
     exposed_s: float = 0
 
 
 @dataclasses.dataclass
 class Timeline:
-    """The step that was played.
+    """A simulated step.
 
     Attributes:
-      seconds: its length.
-      compute: seconds of the compute stream by kind: gemm, attention, memory, amax (a pass over
-        a tensor for the scale of its format), copy, offload (waiting for the host's memory),
-        launch, host, contention, slowest (waiting for the slowest GPU).
-      traffic: communication by (kind, axes).
-      idle_s: time in which other stages have work (pipeline bubble).
-      flops: of matrix products and attention on one GPU, what the hardware executes.
-      spans: bars, when they were asked for.
-      early: of collectives, by the name of their start, how many seconds later they could be over
-        and nothing queued behind them be waited for; of a loop over ticks, in the commonest one.
-      branches: of conditionals, by name(), seconds of the longest branch.
+      seconds: length of the step.
+      compute: seconds of the compute stream by kind: gemm, attention, memory (memory-bound
+        kernels), amax (a pass over a tensor for its FP8 scale), copy, offload (waiting for host
+        memory), launch (gaps), host (host-side branches), contention, slowest (waiting for the
+        slowest GPU).
+      traffic: totals of collectives by (kind, axes).
+      idle_s: pipeline bubble: time in which only other stages have work.
+      flops: GEMM and attention FLOPs that one GPU executes, recomputation included.
+      events: the recorded timeline; empty unless `record` was set.
+      slack_s: start op of a collective -> seconds by which its end could slip before a done op of
+        it, or of a collective queued behind it, would block. Within a loop over ticks: of the most
+        frequent kind of tick.
+      branch_s: branch_name() of a conditional -> seconds of its longest branch.
     """
 
     seconds: float = 0
@@ -78,72 +81,77 @@ class Timeline:
     traffic: dict[tuple[str, str], CollectiveStats] = dataclasses.field(default_factory=dict)
     idle_s: float = 0
     flops: float = 0
-    spans: list[TraceEvent] = dataclasses.field(default_factory=list)
+    events: list[TraceEvent] = dataclasses.field(default_factory=list)
     slack_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    branches: dict[str, float] = dataclasses.field(default_factory=dict)
+    branch_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that the compute stream waits for communication."""
+        """Seconds for which collectives block the compute stream."""
         return sum(t.exposed_s for t in self.traffic.values())
 
 
 @dataclasses.dataclass
 class InFlight:
-    """Something beside the compute stream: from begin to end, in seconds."""
+    """An asynchronous op in flight, from `begin` to `end` in seconds."""
 
     name: str
     kind: str
     begin: float
     end: float
     bytes: int = 0
-    traffic: CollectiveStats | None = None  # None: a kernel
-    # Names of what must be over before this is, itself among them -> idle time between.
+    traffic: CollectiveStats | None = None  # None: a copy or another kernel
+    # Collectives that end before this one or with it -> idle time of the stream in between.
     queued: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-BranchFrequencies = Mapping[str, tuple[float, float]]  # of play()
-NO_BRANCHES: BranchFrequencies = {}
-EVERY_TICK = (1.0, 0.0)  # the longest branch, every time
+# branch_name() of a conditional, or of a loop with 0 or 1 trips -> the fraction of its executions
+# that run the longest branch, and the fraction that wait while other stages run it (the rest runs
+# the shortest branch). Scope of a loop over ticks -> the fraction of its work that is on real
+# microbatches, and the fraction that is bubble. Absent: (1, 0).
+BranchFrequencies = Mapping[str, tuple[float, float]]
+NO_BRANCHES: BranchFrequencies = types.MappingProxyType({})
+EVERY_TICK = (1.0, 0.0)
 
 
 def simulate(
-    program: hlo.Program, costs: Costs, shares: BranchFrequencies = NO_BRANCHES, record=False
+    program: hlo.Program, costs: Costs, frequencies: BranchFrequencies = NO_BRANCHES, record=False
 ) -> Timeline:
-    """Plays the program's entry once.
+    """Simulates one execution of the program's entry.
 
     Args:
-      shares: the name that a pipeline's executor gave a conditional, or a loop that stands for one
-        -> how often its longest branch runs, and how often it is waited for, else the shortest
-        runs; and of a loop over ticks, how much of its work is for something, and how much is
-        waiting. A schedule knows, the text is the same for all stages; others run ALWAYS.
-      record: keep the bars, for drawing.
+      frequencies: of branches. Every stage of a pipeline runs the same text, so only the schedule
+        determines them (pipeline_timing.branch_frequencies).
+      record: keep the events, for drawing.
     """
-    player = _Player(program, costs, shares, record)
-    seconds = player.run(program.entry, 0.0, 1)
-    slowest = costs.straggler_s(seconds, 1, costs.gpus)  # once a step, for the gradients of all
-    player.timeline.compute["slowest"] = slowest
-    player.timeline.seconds = seconds + slowest
-    return player.timeline
+    simulator = Simulator(program, costs, frequencies, record)
+    seconds = simulator.run(program.entry, 0.0, 1)
+    slowest = costs.straggler_s(seconds, 1, costs.gpus)  # gradients synchronize once per step
+    simulator.timeline.compute["slowest"] = slowest
+    simulator.timeline.seconds = seconds + slowest
+    return simulator.timeline
 
 
-def name(op: hlo.Op) -> str:
-    """Of a conditional or loop, by which shares know it: of '.../pipeline_loss/cond' the last but
-    one. Of one inside another they say how often the outer's runs have it."""
+def branch_name(op: hlo.Op) -> str:
+    """Key of a conditional or loop in BranchFrequencies: 'pipeline_loss' of an op named
+    '.../pipeline_loss/cond'. The frequency of a nested one is relative to the outer one."""
     return re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2]
 
 
-class _Player:
-    def __init__(self, program, costs, shares, record=False):
-        self.program, self.costs, self.shares, self.record = program, costs, shares, record
+class Simulator:
+    """State of a simulation: the streams, and the timeline so far. Args as of simulate()."""
+
+    def __init__(self, program, costs, frequencies, record=False):
+        self.program, self.costs, self.record = program, costs, record
+        self.frequencies = frequencies
         self.timeline = Timeline()
-        self.free = 0.0  # when the communication stream is free again
-        self.host = {True: 0.0, False: 0.0}  # and those to the host and from it
-        self.queue: list[InFlight] = []  # collectives that may not be over
-        self.prices: dict[hlo.Op, tuple[str, float, float]] = {}
+        self.free = 0.0  # time at which the communication stream is free
+        self.host = {True: 0.0, False: 0.0}  # likewise of transfers to the host, and from it
+        self.queue: list[InFlight] = []  # collectives that may be in flight
+        self.kernel_costs: dict[hlo.Op, tuple[str, float, float]] = {}
 
     def run(self, where: hlo.Computation, now: float, times: float) -> float:
-        """Plays a computation that starts at `now` and runs `times` times; returns its end."""
+        """Simulates a computation from `now` on; returns its end. It counts `times` times."""
         pending: dict[str, InFlight] = {}
         for op in where.ops:
             base = op.base
@@ -157,9 +165,9 @@ class _Player:
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
-                running, early = pending.pop(op.operands[0], None), self.timeline.slack_s
-                for each, idle in running.queued.items() if running else ():
-                    early[each] = min(early[each], max(now - running.end, 0) + idle)
+                running, slack = pending.pop(op.operands[0], None), self.timeline.slack_s
+                for name, idle in running.queued.items() if running else ():
+                    slack[name] = min(slack[name], max(now - running.end, 0) + idle)
                 now = self._wait(running, now, times)
             elif base in hlo.COLLECTIVES or base != op.opcode:
                 now = self._communicate(where, op, base, now, times, pending)
@@ -168,65 +176,76 @@ class _Player:
         return now
 
     def _loop(self, where, op, now, times):
-        body, part = self.program.called(op, "body"), self.shares.get(name(op))
-        if part and not self.program.counts(op):
+        body, frequency = self.program.called(op, "body"), self.frequencies.get(branch_name(op))
+        if frequency and not self.program.counts(op):
             return self._conditional(op, [body], now, times)
-        doing, waiting = part or EVERY_TICK
+        work, bubble = frequency or EVERY_TICK
         left = trips = self.program.trips(where, op)
-        begin, done = now, times * doing
-        # While something from outside still runs, or bars are wanted, iterations differ.
+        begin, busy_times = now, times * work
+        # Iterations differ while a collective from before the loop is in flight.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
-            now, left = self._iteration(body, now, done), left - 1
+            now, left = self._iteration(body, now, busy_times), left - 1
         if left:
-            recorded, self.record = self.record, False
-            seconds = (self._iteration(body, now, done * left) - now) * left
-            self.record = recorded
-            self._bar("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
+            record, self.record = self.record, False
+            seconds = (self._iteration(body, now, busy_times * left) - now) * left
+            self.record = record
+            self._add_event("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
             self.free = min(self.free, now)
             now += seconds
-        self.timeline.idle_s += (now - begin) * times * waiting
+        self.timeline.idle_s += (now - begin) * times * bubble
         return now
 
     def _iteration(self, body, now, times):
-        """Of a loop over ticks, an average one. What few of them have, a turn or the loss, is
-        played in ticks of its own: what hides behind it there does not hide in others. Returns its
-        end."""
-        shares, free, queue, recorded = self.shares, self.free, self.queue, self.record
-        known = {name(op) for op in body.ops} & shares.keys()
-        often = {which: shares[which][0] for which in sorted(known) if shares[which][0] < 1}
-        if not often:
+        """Simulates an iteration; returns its end. For a loop over ticks it is an average tick.
+
+        Rare branches (a chunk switch, the loss) are simulated in ticks of their own: they hide
+        communication in those ticks only. The most frequent kind of tick runs last, so that its
+        slack is the one recorded.
+        """
+        frequencies, free, queue, record = self.frequencies, self.free, self.queue, self.record
+        known = {branch_name(op) for op in body.ops} & frequencies.keys()
+        rare = {name: frequencies[name][0] for name in sorted(known) if frequencies[name][0] < 1}
+        if not rare:
             return self.run(body, now, times)
-        none, seconds, self.record = dict.fromkeys(often, (0.0, 0.0)), 0.0, False
-        *some, (part, least) = pipeline_timing.tick_mix(often)
-        for many, having in some:
-            self.shares = shares | none | dict.fromkeys(having, EVERY_TICK)
+        never, seconds, self.record = dict.fromkeys(rare, (0.0, 0.0)), 0.0, False
+        *others, (last_share, last_branches) = pipeline_timing.tick_mix(rare)
+        for share, branches in others:
+            self.frequencies = {**frequencies, **never, **dict.fromkeys(branches, EVERY_TICK)}
             self.free, self.queue = free, [dataclasses.replace(running) for running in queue]
-            seconds += (self.run(body, now, times * many) - now) * many
-        self.shares = shares | none | dict.fromkeys(least, EVERY_TICK)
-        self.free, self.queue, self.record = free, queue, recorded
-        end = self.run(body, now, times * part)
-        self.shares = shares
-        seconds += (end - now) * part
-        bar = "a tick's share of " + ", ".join(often).replace("pipeline_", "").replace("_", " ")
-        self._bar("compute", bar, "loop", end, now + seconds - end)
+            seconds += (self.run(body, now, times * share) - now) * share
+        self.frequencies = {**frequencies, **never, **dict.fromkeys(last_branches, EVERY_TICK)}
+        self.free, self.queue, self.record = free, queue, record
+        end = self.run(body, now, times * last_share)
+        self.frequencies = frequencies
+        seconds += (end - now) * last_share
+        names = ", ".join(rare).replace("pipeline_", "").replace("_", " ")
+        label = f"a tick's share of {names}"
+        self._add_event("compute", label, "loop", end, now + seconds - end)
         return now + seconds
 
     def _conditional(self, op, branches, now, times):
-        alone = lambda branch: _Player(self.program, self.costs, self.shares).run(branch, 0.0, 1)
+        """A conditional, or a while loop with 0 or 1 trips, on a predicate that the host reads.
+
+        A conditional costs one device-to-host sync, a loop one more per trip.
+        """
+        alone = lambda branch: Simulator(self.program, self.costs, self.frequencies).run(
+            branch, 0.0, 1
+        )
         *others, longest = sorted(branches, key=alone)
-        done, waited = self.shares.get(name(op)) or EVERY_TICK
-        decided = (1 + done * (op.opcode == "while")) * self.costs.efficiency.host_sync_us * 1e-6
-        self.timeline.compute["host"] += decided * times
-        now += decided
-        before = self.free
-        seconds = self.run(longest, now, times * done) - now
-        self.timeline.branches[name(op)] = seconds
+        taken, waited = self.frequencies.get(branch_name(op)) or EVERY_TICK
+        syncs = 1 + taken * (op.opcode == "while")
+        host_s = syncs * self.costs.efficiency.host_sync_us * 1e-6
+        self.timeline.compute["host"] += host_s * times
+        now += host_s
+        free_before = self.free
+        seconds = self.run(longest, now, times * taken) - now
+        self.timeline.branch_s[branch_name(op)] = seconds
         self.timeline.idle_s += seconds * waited * times
-        end = now + seconds * (done + waited)
-        if others and (rest := 1 - done - waited) > 0:
+        end = now + seconds * (taken + waited)
+        if others and (rest := 1 - taken - waited) > 0:
             end += (self.run(others[0], end, times * rest) - end) * rest
-        # What ran inside is over on average by then.
-        self.free = min(self.free, max(end, before))
+        # On average, collectives of the branch have ended by `end`.
+        self.free = min(self.free, max(end, free_before))
         return end
 
     def _wait(self, running, now, times):
@@ -234,31 +253,32 @@ class _Player:
             return now
         stream = "communication" if running.traffic else "copies"
         begin, end = running.begin, running.end
-        self._bar(stream, running.name, running.kind, begin, end - begin, running.bytes)
+        self._add_event(stream, running.name, running.kind, begin, end - begin, running.bytes)
         waited = max(end - now, 0.0)
         if waited and running.traffic:
             running.traffic.exposed_s += waited * times
-            self._bar("compute", f"wait for {running.traffic.kind}", "wait", now, waited)
+            self._add_event("compute", f"wait for {running.traffic.kind}", "wait", now, waited)
         elif waited:
             self.timeline.compute[running.kind] += waited * times
         return now + waited
 
     def _communicate(self, where, op, base, now, times, pending):
-        inner, place = op, where
-        if base == "async":  # a wrapper: what runs is the root of what it calls
-            place = self.program.called(op)
-            inner = place.root
+        """Starts a collective or an asynchronous kernel; returns the time after it."""
+        inner, scope = op, where
+        if base == "async":  # wraps the root of the computation that it calls
+            scope = self.program.called(op)
+            inner = scope.root
         kind = hlo.COLLECTIVES.get(inner.base)
         if kind is None:
-            kind, seconds, _ = kernel_cost(self.program, place, inner, self.costs)
+            kind, seconds, _ = kernel_cost(self.program, scope, inner, self.costs)
             begin = now
             if kind == "offload":
-                away = any(s.host for user in where.users[op.name] for s in hlo.leaves(user.shape))
-                begin = max(now, self.host[away])
-                self.host[away] = begin + seconds
+                out = any(s.host for user in where.users[op.name] for s in hlo.leaves(user.shape))
+                begin = max(now, self.host[out])
+                self.host[out] = begin + seconds
             pending[op.name] = InFlight(op.name, kind, begin, begin + seconds)
             return now
-        sent = sum(hlo.size(o.shape) for o in place.operands(inner))
+        sent = sum(hlo.size(o.shape) for o in scope.operands(inner))
         done = next((user for user in where.users[op.name] if user.is_done), op)
         received = hlo.size(done.shape)
         link = self.costs.permute_link(inner.pairs) if kind == "permute" else None
@@ -274,74 +294,72 @@ class _Player:
         running = InFlight(name, kind, begin, self.free, max(sent, received), traffic)
         if op.sync or not op.opcode.endswith("-start"):
             return self._wait(running, now, times)
-        before = (name for name, one in pending.items() if one.traffic)
-        running.queued = dict.fromkeys(before, idle) | {op.name: 0.0}
+        earlier = (name for name, other in pending.items() if other.traffic)
+        running.queued = dict.fromkeys(earlier, idle) | {op.name: 0.0}
         self.timeline.slack_s[op.name], pending[op.name] = math.inf, running
         self.queue.append(running)
         return now
 
     def _kernel(self, where, op, now, times):
-        if op not in self.prices:
-            self.prices[op] = kernel_cost(self.program, where, op, self.costs)
-        kind, alone, flops = self.prices[op]
+        if op not in self.kernel_costs:
+            self.kernel_costs[op] = kernel_cost(self.program, where, op, self.costs)
+        kind, alone, flops = self.kernel_costs[op]
         t, launch = self.timeline, self.costs.launch
-        seconds = self._beside(now, alone)
+        seconds = self._with_contention(now, alone)
         t.compute[kind] += alone * times
         t.compute["contention"] += (seconds - alone) * times
         t.compute["launch"] += launch * times
         t.flops += flops * times
         if self.record:
-            name = f"{module_of(op.op_name)} {op.name}".strip()
-            self._bar(
-                "compute", name, kind, now, seconds, bytes_moved(self.program, where, op), flops
-            )
+            name, size = f"{module_of(op.op_name)} {op.name}", bytes_moved(self.program, where, op)
+            self._add_event("compute", name.strip(), kind, now, seconds, size, flops)
         return now + seconds + launch
 
-    def _beside(self, now: float, alone: float) -> float:
-        """Seconds of a kernel that starts at now; it and the collectives beside it are slower."""
+    def _with_contention(self, now: float, alone: float) -> float:
+        """Seconds of a kernel that starts at `now`. Delays concurrent collectives likewise."""
         self.queue = [running for running in self.queue if running.end > now]
-        together = min(alone, self.free - now)
-        if together <= 0 or self.costs.gpus == 1:
+        overlap = min(alone, self.free - now)
+        if overlap <= 0 or self.costs.gpus == 1:
             return alone
-        more = together * self.costs.efficiency.contention
-        self.free += more
+        delay = overlap * self.costs.efficiency.contention
+        self.free += delay
         for running in self.queue:
-            running.end += more
-            running.begin += more if running.begin > now else 0
-        return alone + more
+            running.end += delay
+            running.begin += delay if running.begin > now else 0
+        return alone + delay
 
-    def _bar(self, *about):
+    def _add_event(self, *fields):
         if self.record:
-            self.timeline.spans.append(TraceEvent(*about))
+            self.timeline.events.append(TraceEvent(*fields))
 
 
 def module_of(op_name: str) -> str:
-    """Where in the model an op stands, and in which pass: 'backward mlp/up'.
+    """Pass and module of an op in a layer, 'backward mlp/up'; '' outside layers.
 
-    `op_name` as jax writes it: '.../transpose(jvp(jit(layer)))/checkpoint/Block/mlp/up/mul'.
+    `op_name` as JAX writes it: '.../transpose(jvp(jit(layer)))/checkpoint/Block/mlp/up/mul'.
     """
     if "Block/" not in op_name:
         return ""
     passes = {"rematted": "recomputed", "transpose(": "backward", "": "forward"}
-    which = next(name for mark, name in passes.items() if mark in op_name)
+    which = next(name for marker, name in passes.items() if marker in op_name)
     return f"{which} {op_name.rpartition('Block/')[2].rpartition('/')[0]}"
 
 
 def kernel_cost(
     program: hlo.Program, where: hlo.Computation, op: hlo.Op, costs: Costs
 ) -> tuple[str, float, float]:
-    """Kind, seconds alone, and FLOPs of a kernel."""
+    """Kind (as in Timeline.compute), seconds without contention, and FLOPs of a kernel."""
     fused = op.base == "fusion"
-    place = program.called(op) if fused else where
-    ops = place.ops if fused else [op]
+    scope = program.called(op) if fused else where
+    ops = scope.ops if fused else [op]
     kind, seconds, flops = "memory", 0.0, 0.0
-    if products := [each for each in ops if is_gemm(each)]:
+    if gemms := [inner for inner in ops if is_gemm(inner)]:
         kind = "gemm"
-        for product in products:
-            m, n, k, batch, *how = gemm_sizes(place, product)
-            seconds += costs.gemm(m, n, k, batch, *how)
+        for gemm in gemms:
+            m, n, k, batch, *dtype_layout = gemm_sizes(scope, gemm)
+            seconds += costs.gemm(m, n, k, batch, *dtype_layout)
             flops += 2.0 * m * n * k * batch
-    elif op.target.startswith("__cudnn$fmha"):  # 2 products forward, 5 backward
+    elif op.target.startswith("__cudnn$fmha"):  # 2 GEMMs forward, 5 backward
         kind, backward = "attention", op.target.endswith("Backward")
         keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
         flops = 2.0 * (3 * keys + 2 * values if backward else keys + values)
@@ -351,19 +369,19 @@ def kernel_cost(
     elif op.base in MOVES or (fused and all(map(_moves, ops))):
         kind = "copy"
     size = bytes_moved(program, where, op)
-    given = [operand.shape for operand in where.operands(op)]
-    if any(s.host for shape in (op.shape, *given) for s in hlo.leaves(shape)):
+    operands = [operand.shape for operand in where.operands(op)]
+    if any(s.host for shape in (op.shape, *operands) for s in hlo.leaves(shape)):
         return "offload", costs.offload(size / 2), 0.0
     if kind == "memory" and module_of(op.op_name) and op.op_name.endswith("reduce_max"):
         kind = "amax" if hlo.size(op.shape) < size / 100 else kind
     if not seconds:
         return kind, costs.kernel(size, kernel_kind(ops)), flops
-    # A product that was measured has read and written.
-    least = 0.0 if products and costs.gpu.products else costs.memory(size)
-    return kind, max(seconds, least), flops
+    # Measured GEMM times include reads and writes.
+    memory_s = 0.0 if gemms and costs.gpu.products else costs.memory(size)
+    return kind, max(seconds, memory_s), flops
 
 
 def _moves(op: hlo.Op) -> bool:
-    """Whether an op computes nothing: indices aside, data only changes place or precision."""
+    """Whether an op only moves or converts data. Scalars are indices and do not count."""
     free = op.opcode in MOVES or op.opcode in hlo.FREE
     return free or max(part.elements for part in hlo.leaves(op.shape)) <= 1

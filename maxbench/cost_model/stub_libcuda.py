@@ -1,5 +1,4 @@
-"""Transformer Engine on a machine without a GPU: its kernels are compiled into programs, and none
-runs."""
+"""Transformer Engine without a GPU driver, for compiling programs that call its kernels."""
 
 import ctypes
 import pathlib
@@ -12,7 +11,7 @@ from maxbench.config.errors import UserError
 from maxbench.quantization import transformer_engine
 
 NAME = "libcuda.so.1"
-# What TE's library wants of it when it is loaded; of the stand-in each fails when it is called.
+# Functions that TE's library links to. In the stub each returns CUDA_ERROR_NO_DEVICE.
 FUNCTIONS = """
 cuCtxGetCurrent cuFuncSetAttribute cuGetErrorName cuGetErrorString cuInit cuLaunchKernel
 cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData cuModuleLoadDataEx cuModuleUnload
@@ -21,37 +20,38 @@ cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 
 
 def install(capability: tuple[int, int]) -> None:
-    """Has TE, which asks the driver, take a GPU of this compute capability for the one here.
+    """Loads TE and makes it compile for a GPU of this compute capability, instead of the one that
+    the driver reports.
 
     Raises:
       UserError: TE is not installed, or does not load.
     """
     try:
         ctypes.CDLL(NAME)
-    except OSError:  # no driver; TE finds by its name what is loaded
-        ctypes.CDLL(str(stand_in(environment.cache_dir())), ctypes.RTLD_GLOBAL)
+    except OSError:  # no driver; the dynamic linker resolves TE's by the stub's soname
+        ctypes.CDLL(str(build_stub(environment.cache_dir())), ctypes.RTLD_GLOBAL)
     transformer_engine.set_compute_capability(capability)
 
 
-def stand_in(folder: pathlib.Path) -> pathlib.Path:
-    """A library in place of a driver's, made once.
+def build_stub(folder: pathlib.Path) -> pathlib.Path:
+    """Builds a stub of the driver's library in `folder`, once; returns its path.
 
     Raises:
-      UserError: there is no C compiler.
+      UserError: no C compiler.
     """
     library = folder / NAME
     if library.exists():
         return library
     if not (compiler := shutil.which("cc") or shutil.which("gcc")):
         raise UserError(
-            "precision.backend=te: Transformer Engine loads only where a GPU's driver is, or a C "
-            "compiler, cc, that makes a stand-in; --config.precision.backend=xla needs neither"
+            "precision.backend=te: Transformer Engine needs a GPU driver, or a C compiler (cc) to "
+            "build a stub of it, and there is neither; use --config.precision.backend=xla"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as part:
-        source, made = pathlib.Path(part, "cuda.c"), pathlib.Path(part, NAME)
+        source, built = pathlib.Path(part, "cuda.c"), pathlib.Path(part, NAME)
         source.write_text("".join(f"int {f}(void) {{ return 100; }}\n" for f in FUNCTIONS.split()))
-        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{NAME}", "-o", made, source]
+        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{NAME}", "-o", built, source]
         subprocess.run(command, check=True)
-        made.rename(library)
+        built.rename(library)
     return library

@@ -1,1 +1,1 @@
-"""A run that is not here: does it fit, how fast is it, what would be faster; drawn, fitted."""
+"""Plans of a run without GPUs: memory, step time, search over layouts, budget, drawings."""

@@ -1,9 +1,9 @@
-"""A plan over a token budget: days, failures, checkpoints, cost and energy.
+"""Training of a token budget: days, failures, checkpoints, cost and energy.
 
-Failures come at random, one in mtbf_hours_per_gpu hours of a GPU. Each costs the work since the
-last checkpoint and a restart; each checkpoint costs the seconds that the step waits for it. The
-time that is expected is J. T. Daly's (A higher order estimate of the optimum checkpoint interval,
-2006), and so is the best interval.
+Failures are a Poisson process, one per GPU in mtbf_hours_per_gpu hours. A failure costs the work
+since the last checkpoint, and a restart; a checkpoint costs the seconds that it blocks the step.
+Expected time and best interval are J. T. Daly's (A higher order estimate of the optimum checkpoint
+interval, 2006).
 """
 
 import dataclasses
@@ -16,21 +16,23 @@ from maxbench.planning.planner import Plan
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, 3.3.4).
 MTBF_HOURS = 54 * 24 * 16_384 / 419
-CHECKPOINT_S, RESTART_S = 10.0, 600.0  # assumed: what the step waits, and from failure to step
-LEAST = 1e-3  # goodput of a run that gets somewhere
-# Per GPU, of the whole server at its most: datasheets of DGX H100, DGX H200 and DGX B200.
+CHECKPOINT_S, RESTART_S = 10.0, 600.0  # assumed
+MIN_GOODPUT = 1e-3  # below, the run makes no progress in practice
+# Maximum power of the server per GPU: datasheets of DGX H100, DGX H200 and DGX B200.
 WATTS = {"h100": 10_200 / 8, "h200": 10_200 / 8, "b200": 14_300 / 8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
-    """What a budget is made of; 0 = not asked for, or unknown.
+    """Inputs of a budget.
 
     Attributes:
       tokens: to train on.
-      gpu_watts: of a GPU and its share of the server, without cooling.
-      checkpoint_s: that a step waits for a checkpoint.
-      restart_s: from a failure to the first step after it.
+      usd_per_gpu_hour: 0: no cost is computed.
+      gpu_watts: of a GPU and its share of the server, without cooling; 0: WATTS of the GPU type.
+      mtbf_hours_per_gpu: GPU hours between failures.
+      checkpoint_s: seconds for which a checkpoint blocks the step.
+      restart_s: seconds from a failure to the next step.
     """
 
     tokens: float = field(above=0)
@@ -47,61 +49,59 @@ class BudgetOptions:
 FLAGS = tuple(f.name for f in dataclasses.fields(BudgetOptions))
 
 
-def budget_options(given: Mapping[str, str]) -> BudgetOptions | None:
-    """What flags ask for; None where they ask for nothing.
+def budget_options(values: Mapping[str, str]) -> BudgetOptions | None:
+    """Options from the values of flags; None without flags.
 
     Raises:
-      UserError: a number that cannot be, or one that means nothing without tokens.
+      UserError: an invalid number, or no tokens.
     """
-    if given and "tokens" not in given:
-        raise UserError(
-            f"{', '.join(given)} says something of a budget alone: give --tokens 15e12 too"
-        )
-    return BudgetOptions(**given) if given else None
+    if values and "tokens" not in values:
+        raise UserError(f"{', '.join(values)} needs a token budget: give --tokens 15e12 too")
+    return BudgetOptions(**values) if values else None
 
 
-def budget(p: Plan, asked: BudgetOptions) -> dict:
-    """The budget as plain data; without what was not asked for.
+def budget(p: Plan, options: BudgetOptions) -> dict:
+    """The budget as plain data, without cost and energy where they are unknown.
 
     Raises:
-      UserError: so many GPUs fail before they get anywhere.
+      UserError: failures are too frequent for progress.
     """
     run = p.run
     gpus = run.layout.gpus
-    steps = math.ceil(asked.tokens / (run.layout.gbs * run.train.seq))
-    mtbf = asked.mtbf_hours_per_gpu * 3600 / gpus
+    steps = math.ceil(options.tokens / (run.layout.gbs * run.train.seq))
+    mtbf = options.mtbf_hours_per_gpu * 3600 / gpus
     every = run.output.checkpoint_every
-    every = every or max(1, round(best_interval(asked.checkpoint_s, mtbf) / p.step_s))
-    good = goodput(every * p.step_s, asked.checkpoint_s, asked.restart_s, mtbf)
-    if good < LEAST:
+    every = every or max(1, round(best_interval(options.checkpoint_s, mtbf) / p.step_s))
+    share = goodput(every * p.step_s, options.checkpoint_s, options.restart_s, mtbf)
+    if share < MIN_GOODPUT:
         raise UserError(
-            f"mtbf_hours_per_gpu={asked.mtbf_hours_per_gpu:g}: {gpus} GPUs fail every "
-            f"{mtbf:.3g} s, before a restart of {asked.restart_s:g} s and a checkpoint get anywhere"
+            f"mtbf_hours_per_gpu={options.mtbf_hours_per_gpu:g}: {gpus} GPUs fail every "
+            f"{mtbf:.3g} s, too often for progress with a restart of {options.restart_s:g} s"
         )
-    seconds = steps * p.step_s / good
+    seconds = steps * p.step_s / share
     hours = gpus * seconds / 3600
-    watts = asked.gpu_watts or WATTS.get(run.layout.gpu_type, 0)
-    found = {
-        "tokens": asked.tokens,
+    watts = options.gpu_watts or WATTS.get(run.layout.gpu_type, 0)
+    result = {
+        "tokens": options.tokens,
         "steps": steps,
         "days_without_failures": steps * p.step_s / 86400,
         "days": seconds / 86400,
-        "goodput": good,
+        "goodput": share,
         "failures": seconds / mtbf,
         "hours_between_failures": mtbf / 3600,
         "checkpoint_every_steps": every,
         "checkpoint_every_s": every * p.step_s,
         "gpu_hours": hours,
     }
-    if asked.usd_per_gpu_hour:
-        found |= {"usd": hours * asked.usd_per_gpu_hour}
+    if options.usd_per_gpu_hour:
+        result |= {"usd": hours * options.usd_per_gpu_hour}
     if watts:
-        found |= {"mwh": hours * watts / 1e6, "gpu_watts": watts}
-    return found
+        result |= {"mwh": hours * watts / 1e6, "gpu_watts": watts}
+    return result
 
 
 def best_interval(checkpoint_s: float, mtbf_s: float) -> float:
-    """Daly's seconds of work between two checkpoints."""
+    """Optimal seconds of work between two checkpoints (Daly)."""
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
     x = math.sqrt(checkpoint_s / (2 * mtbf_s))
@@ -109,21 +109,21 @@ def best_interval(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def goodput(work_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Share of the time that is work which counts, with a checkpoint after so much of it."""
+    """Fraction of time that is work saved by a checkpoint, with one every `work_s` (Daly)."""
     in_mtbf = lambda seconds: min(300.0, seconds / mtbf_s)  # e^600 is still a number
     segment = math.exp(in_mtbf(restart_s)) * math.expm1(in_mtbf(work_s + checkpoint_s))
     return work_s / (mtbf_s * segment)
 
 
-def words(found: dict) -> list[str]:
-    """The budget in two lines or three."""
+def budget_lines(found: Mapping[str, float]) -> list[str]:
+    """The budget in three lines."""
     tokens = f"{found['tokens'] / 1e12:g}T" if found["tokens"] >= 1e12 else f"{found['tokens']:.3g}"
-    often = found["checkpoint_every_s"] / 60
+    minutes = found["checkpoint_every_s"] / 60
     lines = [
-        f"{tokens} tokens: {found['days']:,.1f} days, {found['days_without_failures']:,.1f} if "
-        f"nothing failed; {found['failures']:,.0f} failures, one in "
+        f"{tokens} tokens: {found['days']:,.1f} days, {found['days_without_failures']:,.1f} "
+        f"without failures; {found['failures']:,.0f} failures, one in "
         f"{found['hours_between_failures']:,.1f} h",
-        f"goodput {found['goodput']:.1%} with a checkpoint every {often:,.1f} min "
+        f"goodput {found['goodput']:.1%} with a checkpoint every {minutes:,.1f} min "
         f"({found['checkpoint_every_steps']} steps)",
     ]
     parts = [f"{found['gpu_hours']:,.0f} GPU hours"]

@@ -1,9 +1,9 @@
-"""Pictures of a plan as SVG: memory over the step, a pipeline's schedule, curves of scaling."""
+"""Drawings of a plan as SVG: memory over a step, a pipeline's schedule, scaling curves."""
 
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from maxbench.cost_model import buffer_liveness, hlo
 from maxbench.cost_model.buffer_liveness import Liveness
@@ -13,194 +13,200 @@ from maxbench.planning import chrome_trace, planner
 
 COLORS = ("#4878a8", "#e49444", "#85b6b2", "#d1615d", "#6a9f58", "#b6992d", "#a87c9f", "#967662")
 GREY, IDLE = "#9a9a9a", "#d1615d"
-WIDE, LEFT, TOP = 1200, 90, 40  # of a picture, and of what is left of and above its drawing
-ROW = 30  # of a stage
-MOST_TICKS = 160  # of a schedule that are drawn: the first and the last
+WIDTH, LEFT, TOP = 1200, 90, 40  # of a drawing; margins of its axes
+HEIGHT = 400  # of the axes
+ROW = 30  # height of a stage
+MAX_TICKS = 160  # of a schedule; from a longer one the first and last are drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    d: str  # as a path of SVG
+    """An SVG path `d`, filled; of kind 'line' or 'curve', stroked. The label is its tooltip."""
+
+    d: str
     color: str = ""
-    words: str = ""
-    kind: str = ""  # '' is filled; 'line' and 'curve' are strokes
+    label: str = ""
+    kind: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     x: float
     y: float
-    words: str
+    text: str
     anchor: str = "start"
 
 
 def svg(width: float, height: float, shapes: Sequence[Shape], texts: Sequence[Text]) -> str:
-    about = {"width": width, "height": height, "shapes": shapes, "texts": texts}
-    return chrome_trace.render("picture.svg", **about)
+    """An SVG document."""
+    return chrome_trace.render(
+        "picture.svg", width=width, height=height, shapes=shapes, texts=texts
+    )
 
 
-def ticks(most: float, count: int = 8) -> list[float]:
-    """Round numbers from 0 to most."""
-    step = chrome_trace.round_step(most, count)
-    return [i * step for i in range(int(most / step) + 1)]
+def axis_values(end: float, count: int = 8) -> list[float]:
+    """At most count + 1 round numbers from 0 to `end`."""
+    step = chrome_trace.round_step(end, count)
+    return [i * step for i in range(int(end / step) + 1)]
 
 
 def rectangle(x: float, y: float, width: float, height: float) -> str:
+    """Path of a rectangle."""
     return f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}h{-width:.2f}z"
 
 
 def legend(entries: Sequence[tuple[str, str]], y: float) -> tuple[list[Shape], list[Text]]:
-    """Colours and what they stand for, three in a line."""
+    """(color, label) entries, three in a row, from `y` down."""
     shapes, texts = [], []
-    for i, (color, words) in enumerate(entries):
+    for i, (color, label) in enumerate(entries):
         x, row = LEFT + i % 3 * 370, y + i // 3 * 22
         shapes.append(Shape(rectangle(x, row, 14, 14), color))
-        texts.append(Text(x + 20, row + 12, words))
+        texts.append(Text(x + 20, row + 12, label))
     return shapes, texts
 
 
 def draw(p: planner.Plan, path: str) -> list[pathlib.Path]:
-    """Writes the step as PATH (.json) and as pictures beside it: both streams, the memory, and of a
-    pipeline its schedule; returns all paths."""
+    """Writes the trace to `path` (.json), and drawings next to it: the streams (.svg), memory
+    (.memory.svg) and, of a pipeline, the schedule (.schedule.svg). Returns all paths."""
     run, program = p.run, hlo.parse(p.compiled.text)
-    written = chrome_trace.write(
-        path, planner.simulate_plan(run, program, record=True).spans, run.name
-    )
-    found = buffer_liveness.liveness(
-        program, planner.costs_of(run), planner.branch_frequencies(run, program)
-    )
+    timeline = planner.simulate_plan(run, program, record=True)
+    paths = chrome_trace.write(path, timeline.events, run.name)
+    frequencies = planner.branch_frequencies(run, program)
+    live = buffer_liveness.liveness(program, planner.costs_of(run), frequencies)
     total = p.compiled.arguments + p.compiled.temporaries
-    made = {"memory": memory(found, run.name, total, p.memory.capacity)}
+    drawings = {"memory": memory(live, run.name, total, p.memory.capacity)}
     if run.layout.pp > 1:
-        made["schedule"] = schedule(schedule_for(run), run.name)
-    for name, picture in made.items():
-        written.append(pathlib.Path(path).with_suffix(f".{name}.svg"))
-        written[-1].write_text(picture)
-    return written
+        drawings["schedule"] = schedule(schedule_for(run), run.name)
+    for name, drawing in drawings.items():
+        paths.append(pathlib.Path(path).with_suffix(f".{name}.svg"))
+        paths[-1].write_text(drawing)
+    return paths
 
 
-def memory(alive: Liveness, title: str, compiled: int, capacity: int) -> str:
-    """What is alive at each moment of a step, stacked by name, the largest at the peak first.
+def memory(live: Liveness, title: str, compiled: int, capacity: int) -> str:
+    """Live bytes over a step, stacked by buffer name, the largest at the peak at the bottom.
 
     Args:
-      compiled: bytes of the compiler's own assignment.
-      capacity: bytes that the step may take.
+      compiled: bytes of the compiler's buffer assignment.
+      capacity: bytes that a step may use.
     """
-    at, names = alive.peak()
-    shown, total = [*names][: len(COLORS)], alive.total()
-    columns = WIDE - LEFT - 20
-    moments, clock = _columns(alive.seconds, columns)
-    high = max(max(total), capacity)
-    y = lambda size: TOP + 400 * (1 - size / high)
+    peak_step, names = live.peak()
+    shown, total = [*names][: len(COLORS)], live.total()
+    columns = WIDTH - LEFT - 20
+    groups, end = _columns(live.seconds, columns)
+    top_value = max(max(total), capacity)
+    y = lambda size: TOP + HEIGHT * (1 - size / top_value)
     shapes, base = [], [0] * columns
     entries = [(COLORS[i], name) for i, name in enumerate(shown)] + [(GREY, "everything else")]
     for color, name in entries:
-        chosen = [b for b in alive.buffers if (b.name == name) == (name in shown)]
-        if name not in shown:
-            chosen = [b for b in alive.buffers if b.name not in shown]
-        sizes = Liveness(chosen, alive.seconds).total()
-        top = [low + max(sizes[m] for m in group) for low, group in zip(base, moments, strict=True)]
+        is_in_area = lambda b, name=name: b.name == name if name in shown else b.name not in shown
+        sizes = Liveness([b for b in live.buffers if is_in_area(b)], live.seconds).total()
+        highest = [max(sizes[step] for step in group) for group in groups]
+        top = [low + size for low, size in zip(base, highest, strict=True)]
         shapes.append(Shape(_area(base, top, y), color, f"{name}: {names.get(name, 0) / GIB:.2f}"))
         base = top
-    x = LEFT + next(i for i, group in enumerate(moments) if at in group)
+    x = LEFT + next(i for i, group in enumerate(groups) if peak_step in group)
+    head = f"{title}: {max(total) / GIB:.1f} GiB at the peak; the compiler's buffer assignment has"
     texts = [
-        Text(8, 20, f"{title}: {max(total) / GIB:.1f} GiB at the peak; as the compiler places its "
-             f"buffers {compiled / GIB:.1f} GiB"),
-        Text(x, y(high) - 4, "peak", "middle"),
-    ]  # fmt: skip
-    shapes.append(Shape(f"M{x} {TOP}V{TOP + 400}", kind="line"))
+        Text(8, 20, f"{head} {compiled / GIB:.1f} GiB"),
+        Text(x, y(top_value) - 4, "peak", "middle"),
+    ]
+    shapes.append(Shape(f"M{x} {TOP}V{TOP + HEIGHT}", kind="line"))
     shapes.append(Shape(f"M{LEFT} {y(capacity):.1f}H{LEFT + columns}", IDLE, "capacity", "curve"))
-    texts += [Text(LEFT - 8, y(g * GIB) + 4, f"{g:g} GiB", "end") for g in ticks(high / GIB)]
-    for s in ticks(clock):
-        texts.append(Text(LEFT + s / clock * columns, TOP + 418, f"{s:g} s", "middle"))
-    sizes = {name: names.get(name, 0) for name in shown}
-    sizes["everything else"] = max(total) - sum(sizes.values())
-    named = [(color, f"{sizes[name] / GIB:.2f} GiB {name}"[:52]) for color, name in entries]
-    more, words = legend(named, TOP + 435)
-    return svg(WIDE, TOP + 445 + 22 * math.ceil(len(named) / 3), shapes + more, texts + words)
+    for gib in axis_values(top_value / GIB):
+        texts.append(Text(LEFT - 8, y(gib * GIB) + 4, f"{gib:g} GiB", "end"))
+    for s in axis_values(end):
+        texts.append(Text(LEFT + s / end * columns, TOP + HEIGHT + 18, f"{s:g} s", "middle"))
+    at_peak = {name: names.get(name, 0) for name in shown}
+    at_peak["everything else"] = max(total) - sum(at_peak.values())
+    labels = [(color, f"{at_peak[name] / GIB:.2f} GiB {name}"[:52]) for color, name in entries]
+    keys, key_texts = legend(labels, TOP + HEIGHT + 35)
+    height = TOP + HEIGHT + 45 + 22 * math.ceil(len(labels) / 3)
+    return svg(WIDTH, height, shapes + keys, texts + key_texts)
 
 
 def _columns(seconds: Sequence[float], columns: int) -> tuple[list[range], float]:
-    """The moments that fall into each column of a picture, one at least; and the whole time."""
-    whole = sum(seconds)
+    """Indices of `seconds` in each column of a drawing, at least one, and the sum of `seconds`."""
+    end = sum(seconds)
     starts, clock = [], 0.0
-    for one in seconds:
-        starts.append(min(columns - 1, int(clock / whole * columns)))
-        clock += one
-    found, last = [], 0
+    for duration in seconds:
+        starts.append(min(columns - 1, int(clock / end * columns)))
+        clock += duration
+    groups, last = [], 0
     for column in range(columns):
         first = last
         while last < len(starts) and starts[last] <= column:
             last += 1
-        found.append(range(first, last) if last > first else range(last - 1, last))
-    return found, whole
+        groups.append(range(first, last) if last > first else range(last - 1, last))
+    return groups, end
 
 
-def _area(low: Sequence[float], high: Sequence[float], y) -> str:
-    up = "L".join(f"{LEFT + i} {y(v):.1f}" for i, v in enumerate(high))
-    down = "L".join(f"{LEFT + i} {y(v):.1f}" for i, v in reversed([*enumerate(low)]))
-    return f"M{up}L{down}z"
+def _area(low: Sequence[float], high: Sequence[float], y: Callable[[float], float]) -> str:
+    """Path of the area between two series, one value per column."""
+    forward = "L".join(f"{LEFT + i} {y(v):.1f}" for i, v in enumerate(high))
+    back = "L".join(f"{LEFT + i} {y(v):.1f}" for i, v in reversed([*enumerate(low)]))
+    return f"M{forward}L{back}z"
 
 
 def schedule(s: Schedule, title: str) -> str:
-    """Stages as rows; a tick is as wide as its busiest stage, and the rest of it is the bubble.
-
-    A backward piece is twice as wide as a forward one.
-    """
-    chosen = [*range(s.ticks)]
-    if s.ticks > MOST_TICKS:
-        chosen = chosen[: MOST_TICKS // 2] + chosen[-MOST_TICKS // 2 :]
-    width = {"f": 1, "b": 2}
-    micro, chunk = ({w: s.column(f"{w}_{what}") for w in "fb"} for what in ("micro", "chunk"))
-    busy = lambda t, p: sum(width[w] for w in "fb" if micro[w][t, p] >= 0)
-    ticks = [max(busy(t, p) for p in range(s.pp)) for t in chosen]
-    unit, shapes = (WIDE - LEFT - 20) / sum(ticks), []
+    """Stages as rows, ticks as columns as wide as the work of their busiest stage; the rest of a
+    stage's tick is bubble. A backward pass is twice as wide as a forward pass."""
+    ticks = [*range(s.ticks)]
+    if s.ticks > MAX_TICKS:
+        ticks = ticks[: MAX_TICKS // 2] + ticks[-MAX_TICKS // 2 :]
+    cost = {"fwd": 1, "bwd": 2}
+    microbatch = {way: s.column(f"{way}_microbatch") for way in cost}
+    chunk = {way: s.column(f"{way}_chunk") for way in cost}
+    busy = lambda t, p: sum(cost[way] for way in cost if microbatch[way][t, p] >= 0)
+    widths = [max(busy(t, p) for p in range(s.pp)) for t in ticks]
+    unit, shapes = (WIDTH - LEFT - 20) / sum(widths), []
     texts = [Text(8, 20, f"{title}, {s.name}: {s.ticks} ticks, bubble {s.bubble():.1%}")]
     bottom, x = TOP + s.pp * ROW, LEFT
-    for i, (t, tick) in enumerate(zip(chosen, ticks, strict=True)):
-        if i == len(chosen) // 2 < s.ticks // 2:
+    for i, (t, width) in enumerate(zip(ticks, widths, strict=True)):
+        if i == len(ticks) // 2 < s.ticks // 2:
             shapes.append(Shape(f"M{x:.1f} {TOP - 6}V{bottom}", kind="line"))
-            texts.append(Text(x, TOP - 8, f"{s.ticks - len(chosen)} ticks left out", "middle"))
+            texts.append(Text(x, TOP - 8, f"{s.ticks - len(ticks)} ticks left out", "middle"))
         for p in range(s.pp):
             left, y = x, TOP + p * ROW
-            for color, w in zip(COLORS, "fb", strict=False):
-                if (m := micro[w][t, p]) >= 0:
-                    words = f"tick {t}: microbatch {m}, chunk {chunk[w][t, p]}"
-                    shapes.append(Shape(rectangle(left, y, unit * width[w], ROW - 4), color, words))
-                    left += unit * width[w]
-            if left < x + unit * (tick - 0.5):
-                wait = rectangle(left, y, x + unit * tick - left, ROW - 4)
-                shapes.append(Shape(wait, IDLE, f"tick {t}: the stage waits"))
-        x += unit * tick
+            for color, way in zip(COLORS, cost, strict=False):
+                if (m := microbatch[way][t, p]) >= 0:
+                    label = f"tick {t}: microbatch {m}, chunk {chunk[way][t, p]}"
+                    path = rectangle(left, y, unit * cost[way], ROW - 4)
+                    shapes.append(Shape(path, color, label))
+                    left += unit * cost[way]
+            if left < x + unit * (width - 0.5):
+                bubble = rectangle(left, y, x + unit * width - left, ROW - 4)
+                shapes.append(Shape(bubble, IDLE, f"tick {t}: bubble"))
+        x += unit * width
     texts += [Text(8, TOP + p * ROW + 18, f"stage {p}") for p in range(s.pp)]
-    entries = [(COLORS[0], "forward"), (COLORS[1], "backward"), (IDLE, "the stage waits: bubble")]
-    more, words = legend(entries, bottom + 10)
-    return svg(WIDE, bottom + 40, shapes + more, texts + words)
+    entries = [(COLORS[0], "forward"), (COLORS[1], "backward"), (IDLE, "bubble")]
+    keys, key_texts = legend(entries, bottom + 10)
+    return svg(WIDTH, bottom + 40, shapes + keys, texts + key_texts)
 
 
 def curves(title: str, lines: Mapping[str, Mapping[int, float]], unit: str) -> str:
-    """Curves over numbers of GPUs, both axes logarithms."""
+    """Curves over numbers of GPUs, on logarithmic axes."""
     points = [(n, v) for line in lines.values() for n, v in line.items()]
-    (low, high), (least, most) = (
+    (low_x, high_x), (low_y, high_y) = (
         (min(values), max(values)) for values in zip(*points, strict=True)
     )
-    least, most = 10 ** math.floor(math.log10(least)), 10 ** math.ceil(math.log10(most))
-    across = lambda n: (
-        LEFT + (WIDE - LEFT - 60) * math.log(n / low) / max(1e-9, math.log(high / low))
-    )
-    y = lambda v: TOP + 400 * (1 - math.log(v / least) / math.log(most / least))
+    decades = range(math.floor(math.log10(low_y)), math.ceil(math.log10(high_y)) + 1)
+    bottom, top = 10.0 ** decades[0], 10.0 ** decades[-1]
+    x_scale = (WIDTH - LEFT - 60) / max(1e-9, math.log(high_x / low_x))
+    x = lambda n: LEFT + x_scale * math.log(n / low_x)
+    y = lambda v: TOP + HEIGHT * (1 - math.log(v / bottom) / math.log(top / bottom))
     shapes, texts = [], [Text(8, 20, f"{title}: {unit}")]
     for n in sorted({n for n, _ in points}):
-        texts.append(Text(across(n), TOP + 418, f"{n:,}", "middle"))
-        shapes.append(Shape(f"M{across(n):.1f} {TOP}V{TOP + 400}", kind="line"))
-    for e in range(round(math.log10(least)), round(math.log10(most)) + 1):
-        texts.append(Text(LEFT - 8, y(10**e) + 4, f"{10.0**e:g}", "end"))
-        shapes.append(Shape(f"M{LEFT} {y(10**e):.1f}H{WIDE - 60}", kind="line"))
+        texts.append(Text(x(n), TOP + HEIGHT + 18, f"{n:,}", "middle"))
+        shapes.append(Shape(f"M{x(n):.1f} {TOP}V{TOP + HEIGHT}", kind="line"))
+    for e in decades:
+        texts.append(Text(LEFT - 8, y(10.0**e) + 4, f"{10.0**e:g}", "end"))
+        shapes.append(Shape(f"M{LEFT} {y(10.0**e):.1f}H{WIDTH - 60}", kind="line"))
     for color, (name, line) in zip(COLORS, lines.items(), strict=False):
-        path = "L".join(f"{across(n):.1f} {y(v):.1f}" for n, v in sorted(line.items()))
+        path = "L".join(f"{x(n):.1f} {y(v):.1f}" for n, v in sorted(line.items()))
         shapes.append(Shape(f"M{path}", color, name, "curve"))
         for n, v in line.items():
-            spot = rectangle(across(n) - 4, y(v) - 4, 8, 8)
-            shapes.append(Shape(spot, color, f"{name}, {n:,} GPUs: {v:.4g}"))
-    more, words = legend([*zip(COLORS, lines, strict=False)], TOP + 435)
-    return svg(WIDE, TOP + 470, shapes + more, texts + words)
+            marker = rectangle(x(n) - 4, y(v) - 4, 8, 8)
+            shapes.append(Shape(marker, color, f"{name}, {n:,} GPUs: {v:.4g}"))
+    keys, key_texts = legend([*zip(COLORS, lines, strict=False)], TOP + HEIGHT + 35)
+    return svg(WIDTH, TOP + HEIGHT + 70, shapes + keys, texts + key_texts)

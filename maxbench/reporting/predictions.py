@@ -66,12 +66,12 @@ def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
 @functools.cache  # repeats of a run are many
 def _planned(run: Run) -> dict | None:
     from maxbench.cost_model import compile_cache
-    from maxbench.planning import planner  # late: numpy takes a tenth of a second
+    from maxbench.planning import plan_text, planner  # late: numpy takes a tenth of a second
 
     if compile_cache.load(run) is None:
         return None
     figures = planner.figures(planner.plan(run))
-    seconds = ((text, figures["parts_s"].get(name, 0.0)) for name, text in planner.PARTS.items())
+    seconds = ((text, figures["parts_s"].get(name, 0.0)) for name, text in plan_text.PARTS.items())
     return figures | {"parts": {text: s for text, s in seconds if s > 0}}
 
 

@@ -150,7 +150,7 @@ def test_turns_are_waited_for_less_where_y_may_be_late():
         pipeline_timing.BACKWARD_CHUNK_SWITCH: 3e-3,
     }
     early = {op.name: 2e-3 for op in made.entry.ops}
-    first = (simulate.Timeline(branches=turns, slack_s=each) for each in ({}, early))
+    first = (simulate.Timeline(branch_s=turns, slack_s=each) for each in ({}, early))
     alike, now, later = (
         pipeline_timing.branch_frequencies(s, made, each)[pipeline_timing.FORWARD_CHUNK_SWITCH][0]
         for each in (None, *first)

@@ -7,7 +7,7 @@ import pytest
 
 from maxbench.config import command_line
 from maxbench.config.run import AXES
-from maxbench.cost_model import hlo, memory, published_deltas, simulate
+from maxbench.cost_model import hlo, published_deltas, remat, simulate
 from maxbench.cost_model.costs import Costs, Link
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
@@ -74,7 +74,7 @@ def row_of(run, source: str, remat: str = "none", mbs: int = 0) -> published.Pub
 def terms_of(run, source: str, remat: str = "none") -> dict[str, float]:
     row = row_of(run, source, remat)
     timeline, costs = timeline_of(tp=8)
-    return published_deltas.terms(run, timeline, row, costs)
+    return published_deltas.deltas(run, timeline, row, costs)
 
 
 def test_terms_of_nemo():
@@ -95,11 +95,11 @@ def test_nothing_runs_beside_what_experts_send():
     (gather,) = t.traffic.values()
     gather.exposed_s /= 2
     row = row_of(run, "nemo:dev")
-    assert "experts' traffic" not in published_deltas.terms(
+    assert "experts' traffic" not in published_deltas.deltas(
         run, t, row, costs
     )  # so few are of the step
     gather.count = run.layout.microbatches
-    found = published_deltas.terms(run, t, row, costs)
+    found = published_deltas.deltas(run, t, row, costs)
     assert found["experts' traffic"] == pytest.approx(-gather.busy_s / 2)
 
 
@@ -114,7 +114,7 @@ def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
     several = [("reduce-scatter", "dp+cp", 1.5), ("permute", "pp", 0.5), ("permute", "cp", 0.25)]
     t.traffic = {(kind, axes): traffic(kind, axes, s, 1) for kind, axes, s in several}
     row = row_of(run, "nemo:25.02.01")
-    found = published_deltas.terms(run, t, row, Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1)))
+    found = published_deltas.deltas(run, t, row, Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1)))
     del found["loss on one stage"]
     assert found == {"other waiting": pytest.approx(0.75), "dp in pieces": pytest.approx(-1.5)}
 
@@ -125,7 +125,7 @@ def test_the_last_of_their_stages_has_the_loss_alone():
     run = run_of("llama31_70b.py --gpus 64")
     a, row = run.layout, row_of(run, "nemo")
     costs = planner.costs_of(run)
-    found = published_deltas.terms(run, simulate.Timeline(), row, costs)
+    found = published_deltas.deltas(run, simulate.Timeline(), row, costs)
     head = 6 * 128256 * 8192 / a.tp * a.mbs * 8192 / a.cp * a.microbatches / costs.rate("bf16")
     assert set(found) == {"loss on one stage"}
     assert found["loss on one stage"] == pytest.approx(-head * 3 / 4, rel=0.1)
@@ -137,7 +137,7 @@ def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
     t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
     row = row_of(run, "nemo:dev")
     costs = planner.costs_of(run)
-    found = published_deltas.terms(run, t, row, costs)
+    found = published_deltas.deltas(run, t, row, costs)
     waits = costs.straggler_s(16.0, 2 * a.microbatches * a.vp, a.dp * a.cp * a.ep)
     slots = 8192 // a.cp * 2 * 6144  # tokens, of two experts each, of a group of tp
     gather = lambda width: costs.collective("all-gather", costs.axis_link("tp"), 0, slots * width)
@@ -170,7 +170,7 @@ def test_smaller_microbatches_fill_experts_less():
         return sum(costs.gemm(*g) for some in each for g in some)
 
     longer = 4 * (128 * layer(4096) - 32 * layer(16384))  # of four layers
-    found = published_deltas.terms(run, simulate.Timeline(), row_of(run, "MaxText", mbs=1), costs)
+    found = published_deltas.deltas(run, simulate.Timeline(), row_of(run, "MaxText", mbs=1), costs)
     assert found == {"larger microbatches": pytest.approx(-longer)}
 
 
@@ -184,7 +184,7 @@ def test_smaller_microbatches_fill_products_less_and_have_more_gaps():
     layer = lambda rows: sum(costs.gemm(*g) for w in weights for g in ways(rows, *w))
     longer = 32 * (32 * layer(4096) - 16 * layer(8192))
     t.compute["launch"] = 0.5
-    found = published_deltas.terms(run, t, row_of(run, "MaxText", mbs=1), costs)
+    found = published_deltas.deltas(run, t, row_of(run, "MaxText", mbs=1), costs)
     assert found == {"larger microbatches": pytest.approx(-longer - 0.5)}
     assert longer > 0.1
 
@@ -192,13 +192,15 @@ def test_smaller_microbatches_fill_products_less_and_have_more_gaps():
 def test_recomputation_is_what_a_policy_computes_again():
     """All of a layer's forward FLOPs but those of the last product, which nobody reads again."""
     run = run_of("llama31_8b.py --gpus 8")
-    run = memory.with_remat(run, "full")
+    run = remat.with_remat(run, "full")
     attention, mlp = 4096 * (2 * 4096 + 2 * 1024 + 8192), 4096 * 14336
     share = (attention + 2 * mlp) / (attention + 3 * mlp)
-    assert memory.recomputed(run) == pytest.approx(share)
-    assert memory.recomputed(memory.with_remat(run, "none")) == 0
-    assert memory.recomputed(memory.with_remat(run, "full", layers=8)) == pytest.approx(share / 4)
+    assert remat.recomputed_fraction(run) == pytest.approx(share)
+    assert remat.recomputed_fraction(remat.with_remat(run, "none")) == 0
+    assert remat.recomputed_fraction(remat.with_remat(run, "full", layers=8)) == pytest.approx(
+        share / 4
+    )
     t = simulate.Timeline(compute=collections.Counter(gemm=7.0, attention=1.0))
     row = row_of(run, "MaxText")
-    found = published_deltas.terms(run, t, row, planner.costs_of(run))
+    found = published_deltas.deltas(run, t, row, planner.costs_of(run))
     assert found == {"recomputation": pytest.approx(8 * share / (3 + share))}

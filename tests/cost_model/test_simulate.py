@@ -209,7 +209,7 @@ def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
 def test_a_conditional_takes_as_long_as_its_work_is_frequent(shares, seconds, idle):
     others = branch("busy", script("k1 k2")) + branch("idle", script("k3"))
     op = conditional("busy", "idle", "pipeline_loss/cond")
-    t = play(op, others=others, shares=shares)
+    t = play(op, others=others, frequencies=shares)
     assert t.seconds == pytest.approx(seconds)
     assert t.idle_s == pytest.approx(idle)
 
@@ -220,7 +220,7 @@ def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
     inner = conditional("layer", "idle", f"{name}/branch_1_fun/while/body/closed_call/cond")
     others = branch("layer", script("k1")) + branch("idle", script("")) + branch("chunk", inner)
     shares = {"pipeline_forward": (0.5, 0.25)}
-    t = play(conditional("chunk", "idle", name), others=others, shares=shares)
+    t = play(conditional("chunk", "idle", name), others=others, frequencies=shares)
     assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
 
@@ -232,9 +232,9 @@ def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     loop = f"{WHILE.partition(', backend_config')[0]}, {name}\n"
     price = Costs(GPU_TYPES["h100"], ONE, dataclasses.replace(EIGHT.efficiency, host_sync_us=20))
     shares = {"pipeline_bwd_chunk_switch": (0.25, 0.5)}
-    t = play(loop, price, others=others, shares=shares)
+    t = play(loop, price, others=others, frequencies=shares)
     assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
-    assert t.branches == {"pipeline_bwd_chunk_switch": pytest.approx(KERNEL_S)}
+    assert t.branch_s == {"pipeline_bwd_chunk_switch": pytest.approx(KERNEL_S)}
     assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
     assert t.idle_s == pytest.approx(0.5 * KERNEL_S)
     assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
@@ -249,7 +249,7 @@ def test_what_hides_behind_a_seldom_piece_of_work_does_not_hide_elsewhere():
     op = conditional("turn", "none", "pipeline_loss/cond")
     others += BODY.format(ops=script("s1") + op + script("d1"))
     for record in (False, True):
-        t = play(WHILE, others=others, shares={"pipeline_loss": (0.25, 0.0)}, record=record)
+        t = play(WHILE, others=others, frequencies={"pipeline_loss": (0.25, 0.0)}, record=record)
         assert t.seconds == pytest.approx(7 * (0.75 * GATHER_S + 0.25 * kernels * KERNEL_S))
         assert t.exposed_s == pytest.approx(7 * 0.75 * GATHER_S)
         assert t.compute["copy"] == pytest.approx(7 * 0.25 * kernels * KERNEL_S)
@@ -265,7 +265,9 @@ def test_where_ticks_are_too_few_some_have_two_seldom_pieces_of_work():
         others += branch(each, work) + branch(f"no_{each}", "")
         ops += conditional(each, f"no_{each}", f"pipeline_{each}/cond")
     others += BODY.format(ops=script("s1") + ops + script("d1"))
-    t = play(WHILE, others=others, shares={"pipeline_turn": (0.6, 0), "pipeline_loss": (0.7, 0)})
+    t = play(
+        WHILE, others=others, frequencies={"pipeline_turn": (0.6, 0), "pipeline_loss": (0.7, 0)}
+    )
     assert t.exposed_s == pytest.approx(7 * 0.7 * (GATHER_S - kernels * KERNEL_S))
     assert t.compute["copy"] == pytest.approx(7 * 1.3 * kernels * KERNEL_S)
     assert t.seconds == pytest.approx(t.exposed_s + t.compute["copy"])
@@ -276,7 +278,7 @@ def test_ticks_of_a_phase_take_as_long_as_the_busiest_stages():
     others = BODY.format(ops=script("k1"))
     name = 'metadata={op_name="jit(_step)/pipeline_warmup/while"}'
     loop = WHILE.replace("\n", f", {name}\n", 1)
-    t = play(loop, others=others, shares={"pipeline_warmup": (0.75, 0.25)})
+    t = play(loop, others=others, frequencies={"pipeline_warmup": (0.75, 0.25)})
     assert t.seconds == pytest.approx(7 * KERNEL_S)
     assert t.compute["copy"] == pytest.approx(0.75 * 7 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * 7 * KERNEL_S)
@@ -285,9 +287,9 @@ def test_ticks_of_a_phase_take_as_long_as_the_busiest_stages():
 def test_bars_and_trace(tmp_path):
     others = BODY.format(ops=script("s1 k1 d1"))
     t = play(WHILE, others=others, record=True)
-    last = max(s.start + s.seconds for s in t.spans)
+    last = max(s.start + s.seconds for s in t.events)
     assert last == pytest.approx(t.seconds)
-    paths = chrome_trace.write(str(tmp_path / "step.json"), t.spans, "a step")
+    paths = chrome_trace.write(str(tmp_path / "step.json"), t.events, "a step")
     events = json.loads(paths[0].read_text())["traceEvents"]
     bars = [e for e in events if e["ph"] == "X"]
     assert sum(e["cat"] == "all-gather" for e in bars) == simulate.EXPANDED

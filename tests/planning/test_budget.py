@@ -52,7 +52,7 @@ def test_the_best_interval_is_dalys(hours, minutes):
 
 def test_it_is_said_in_words():
     found = budget.budget(plan(), budget.BudgetOptions(tokens=15e12, usd_per_gpu_hour=2.5))
-    first, second, third = budget.words(found)
+    first, second, third = budget.budget_lines(found)
     assert first.startswith("15T tokens: 1,6")
     assert "goodput 99." in second
     assert "steps)" in second

@@ -20,7 +20,7 @@ import maxbench
 from benchmarks import plan_table
 from maxbench.cli import entry
 from maxbench.config import command_line, environment
-from maxbench.cost_model import aot, compile_cache, hlo, memory, pipeline_timing, simulate
+from maxbench.cost_model import aot, compile_cache, hlo, memory, pipeline_timing, remat, simulate
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
@@ -93,7 +93,7 @@ def test_llama2_70b_on_128_gpus():
     half, *_, double = found["sensitivity_s"].pop("memory size")
     assert double < more["step_s"] < found["step_s"]  # what is computed again of fewer layers
     assert 1.05 < half / double < 1.3
-    assert more["terms_s"].keys() == {"recomputation"}
+    assert more["deltas_s"].keys() == {"recomputation"}
     # Of 22 layers, context and the MLP's first product.
     kept = more["memory"]["activations"] - found["memory"]["activations"]
     assert kept == pytest.approx(22 * 2 * 4096 * 2 * (8192 + 2 * 28672), rel=0.02)
@@ -123,7 +123,7 @@ def test_llama2_70b_on_128_gpus():
     assert found["parts_s"]["copy"] < 0.01 * found["step_s"]
     assert abs(found["published"]["error"]) < 0.05
     assert sum(found["parts_s"].values()) == pytest.approx(found["step_s"], rel=1e-6)
-    assert found["terms_s"] == {}  # the published program is XLA's too
+    assert found["deltas_s"] == {}  # the published program is XLA's too
     assert found["published"]["error_as_published"] == found["published"]["error"]
     # Again, from the cache, without jax.
     again = json.loads(command(f"{row} --json").stdout)
@@ -255,7 +255,7 @@ def test_best_remat_keeps_layers_in_the_room_that_is_left(monkeypatch):
     assert len(tried) <= 6
     policy, layers = best.run.train.remat, best.run.train.remat_layers
     assert 5 < layers < 80
-    assert not plan(memory.with_remat(run, policy, layers=layers - 5)).fits
+    assert not plan(remat.with_remat(run, policy, layers=layers - 5)).fits
 
 
 @compiler
@@ -306,16 +306,16 @@ def test_llama31_405b_in_four_stages():
     )
     orders = pipeline_timing.event_orders(program, first.slack_s)
     assert {(order[:3], order[3:5]) for order in orders} == {("Yfy", "Xb")}
-    assert min(orders.values()) > first.branches[pipeline_timing.FORWARD_CHUNK_SWITCH]
+    assert min(orders.values()) > first.branch_s[pipeline_timing.FORWARD_CHUNK_SWITCH]
     # Each box is made by itself, and what the optimizer gives is where the state was.
     copies = [hlo.size(op.shape) for op in program.entry.ops if op.base == "copy"]
     assert max(copies) < 0.6e9  # where the largest parts of a state have 3.5e9
     # 30 layers in 32 slots: a stage's work is that of 8 layers, 64 microbatches, causal.
     layers = 64 * 3 * 2 * (99_833_823_232 - ends) * 8 / 30 * 4096 / 8
     assert found["parts_s"]["gemm"] > layers / 989e12 / GPU_TYPES["h100"].efficiency.gemm_bf16
-    as_published = found["step_s"] - sum(found["terms_s"].values())
+    as_published = found["step_s"] - sum(found["deltas_s"].values())
     assert found["published"]["as_published_s"] == pytest.approx(as_published)
-    assert {"copies", "exposed tp"} <= set(found["terms_s"])
+    assert {"copies", "exposed tp"} <= set(found["deltas_s"])
 
 
 @compiler
@@ -471,11 +471,11 @@ def test_the_key_knows_what_changes_a_program():
 
 def test_policies_are_ordered_by_what_they_keep():
     run = command_line.run_of(f"--config {ROOT}/configs/llama2_70b.py --gpus 64".split())
-    names = [one.train.remat for one in memory.policies(run)]
+    names = [one.train.remat for one in remat.policies(run)]
     assert (names[0], names[-1]) == ("none", "full")
     assert "save_gemms_only" not in names  # as none in a loop, which keeps what a name says alone
     run = command_line.run_of(f"--config {ROOT}/configs/llama31_8b.py --gpus 8".split())
-    assert [one.train.remat for one in memory.policies(run)][:2] == ["none", "save_gemms_only"]
+    assert [one.train.remat for one in remat.policies(run)][:2] == ["none", "save_gemms_only"]
 
 
 def test_chips_and_gpus_are_the_same():

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from maxbench.config import command_line, recipes
-from maxbench.cost_model import memory
+from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline.schedule import schedule_for
 from maxbench.planning import search
@@ -85,12 +85,12 @@ def test_what_does_not_fit_may_wait_in_the_hosts_memory():
     """The fewest tensors, largest first; about half of the way there and back is waited for."""
     run = run_of("llama2_70b.py --gpus 64")
     size = memory.activation_bytes
-    whole = memory.with_remat(run, "none")
-    one = memory.offloaded(run, 0.9 * size(whole))
+    whole = remat.with_remat(run, "none")
+    one = remat.offloaded(run, 0.9 * size(whole))
     assert (one.train.remat, one.train.offload) == ("none", "mlp_up")
     assert size(one) == size(whole) - 80 * 8192 * 2 * 2 * 28672
-    assert memory.offloaded(run, 0.01 * size(whole)) is None
-    assert memory.offloaded(run_of("llama31_405b.py --gpus 512"), 1e12) is None
+    assert remat.offloaded(run, 0.01 * size(whole)) is None
+    assert remat.offloaded(run_of("llama31_405b.py --gpus 512"), 1e12) is None
     there = (size(whole) - size(one)) / (64e9 * run.gpu.efficiency.memory)
     assert search.estimate_step_s(one) == pytest.approx(search.estimate_step_s(whole) + there)
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_may_wait_in_the_hosts_memory():
 def test_a_number_of_gpus_that_no_table_has():
     """Nine stages and three copies of the weights: no power of two."""
     run = run_of("llama31_405b.py --gpus 512")
-    found = search.at(run, 576, 4)
+    found = search.fastest_on(run, 576, 4)
     assert [search.estimate_step_s(one) for one in found] == sorted(
         map(search.estimate_step_s, found)
     )
@@ -112,9 +112,10 @@ def test_what_cannot_fit_is_said_with_what_would():
     assert memory.lower_bound(run) == pytest.approx((12 / 16 + 4 / 16) * 405.9e9, rel=0.02)
     said = search.why_it_cannot_fit(run)
     assert re.match(
-        r"does not fit: .* alone take 37\d GiB of each GPU, which has 74; .* 128 do", said
+        r"does not fit: .* alone take 37\d GiB of each GPU, which has 74; .* fit on 128 GPUs: ",
+        said,
     )
-    axes = said.partition("do: ")[2]
+    axes = said.partition("GPUs: ")[2]
     assert not search.why_it_cannot_fit(run_of(f"llama31_405b.py {axes}"))
     assert not search.why_it_cannot_fit(run_of("llama31_405b.py --gpus 512"))
 

@@ -1,0 +1,76 @@
+"""Rematerialization policies of a run: the activations they save, and the FLOPs they cost."""
+
+import dataclasses
+import math
+
+from maxbench.config import lowering
+from maxbench.config.run import REMATS, TENSORS, Run
+from maxbench.cost_model.memory import activation_bytes
+
+
+def recomputed_fraction(run: Run, remat: str = "") -> float:
+    """Fraction of a layer's forward FLOPs that the backward pass recomputes.
+
+    Args:
+      remat: a policy in place of the run's own, in all layers.
+    """
+    m, saved = run.model, REMATS[remat] if remat else run.train.saved
+    active = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
+    active /= m.layers
+    flops = {
+        "query": m.embed * m.heads * m.head_dim,
+        "key": m.embed * m.kv_heads * m.head_dim,
+        "value": m.embed * m.kv_heads * m.value_width,
+        # Two GEMMs, half of the scores.
+        "context": run.train.seq * m.heads * (m.head_dim + m.value_width) / 2,
+        "attn_out": m.embed * m.heads * m.value_width,
+        "mlp_up": m.embed * m.mlp_inputs * active,
+    }
+    total = sum(flops.values()) + m.embed * active  # no policy recomputes the last GEMM
+    layers = 1 if remat else lowering.remat_layer_count(run) / m.layers
+    return layers * sum(f for name, f in flops.items() if name not in saved) / total
+
+
+def with_remat(run: Run, remat: str, offload: str = "", layers: int = 0) -> Run:
+    """The run with another policy, offloaded tensors, and number of layers (0: all)."""
+    train = dataclasses.replace(run.train, remat=remat, offload=offload, remat_layers=layers)
+    return run if train == run.train else dataclasses.replace(run, train=train)
+
+
+def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
+    """The run with each policy whose stash has at most `max_bytes`, the largest stash first."""
+    differs_from_none = {
+        "save_gemms_only": lowering.layers_unrolled(run),
+        "save_gemms_recompute_act": "mlp_act" in lowering.saved_on_device(run, TENSORS),
+    }
+    names = [remat for remat in REMATS if differs_from_none.get(remat, True)]
+    size = {remat: activation_bytes(run, remat) for remat in names}
+    fitting = [remat for remat in size if size[remat] <= max_bytes]
+    return [with_remat(run, remat) for remat in sorted(fitting, key=size.__getitem__, reverse=True)]
+
+
+def least_recomputed(run: Run, max_bytes: float) -> Run | None:
+    """The policy that recomputes least, of those with at most `max_bytes`; the largest stash of
+    equal ones. None: no policy fits."""
+    return min(policies(run, max_bytes), key=recomputed_fraction, default=None)
+
+
+def with_fewer_layers(run: Run, max_bytes: float) -> Run:
+    """The run with its policy in as few layers as `max_bytes` more of activations allow."""
+    layers, policy = run.model.layers, run.train.remat
+    one_less = with_remat(run, policy, layers=layers - 1)
+    per_layer = activation_bytes(one_less) - activation_bytes(run)
+    less = int(max_bytes / per_layer) if per_layer > 0 else 0
+    return with_remat(run, policy, layers=max(1, layers - less)) if less else run
+
+
+def offloaded(run: Run, max_bytes: float) -> Run | None:
+    """The run without recomputation that offloads the fewest tensors, largest first, so that at
+    most `max_bytes` stay on the GPU. None in a pipeline, or if the rest is larger."""
+    if run.layout.pp > 1:
+        return None
+    offload = lambda names: with_remat(run, "none", ",".join(names))
+    # The tensor that leaves least on the GPU is the largest.
+    names = sorted(REMATS["none"], key=lambda name: activation_bytes(offload([name])))
+    candidates = (offload(names[: i + 1]) for i in range(len(names)))
+    return next((c for c in candidates if activation_bytes(c) <= max_bytes), None)

@@ -1,0 +1,144 @@
+"""A plan as text: the screen of `maxbench plan`, tables of --search and --sensitivity."""
+
+from collections.abc import Mapping, Sequence
+
+from maxbench.config import recipes
+from maxbench.config.run import Run
+from maxbench.cost_model import memory, remat
+from maxbench.cost_model.memory import GIB
+from maxbench.planning.planner import FACTORS, Plan, figures
+
+PARTS = {  # key of figures()["parts_s"] -> its label
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "amax": "passes for FP8 scales",
+    "copy": "copies, nothing computed",
+    "offload": "waiting for host memory",
+    "launch": "gaps between kernels",
+    "host": "host-side branches",
+    "contention": "slower beside communication",
+    "slowest": "waiting for the slowest GPU",
+    "exposed": "exposed communication",
+    "idle": "pipeline idle",
+}
+PURPOSES = ("weights", "optimizer", "gradients", "activations", "workspace")  # of Memory
+
+
+def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
+    """The plan on one screen; `more` lines follow the headline."""
+    run, m, t, f = p.run, p.memory, p.timeline, figures(p)
+    traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
+    parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
+    mfu, rate = f["mfu"], f["tflops_per_gpu"]
+    precision, quantized = run.precision, ""
+    if run.format.quantized:
+        quantized = f", {precision.dtype} {precision.backend} {run.format.name}"
+    lines = [
+        title(run),
+        f"{run.layout.describe()}; remat {run.train.remat_summary}, "
+        f"attention {p.compiled.attention}" + quantized,
+        "",
+        *headline(p, f),
+        *more,
+        "",
+        f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}",
+        *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in PURPOSES),
+        *([f"in host memory      {p.compiled.host / GIB:8.2f} GiB"] if p.compiled.host else []),
+        "",
+        "communication of one GPU    over    link        times       GiB   busy s  exposed",
+        *(
+            f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
+            f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
+            for x in traffic
+        ),
+        "",
+        f"predicted step      {t.seconds:10.3f} s",
+        *(f"  {text:<28}{s:8.3f} s {s / t.seconds:6.1%}" for text, s in parts.items() if s),
+        "TFLOP/s per GPU     "
+        + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
+        + f"; executed {f['hfu']:.1%} of peak",
+        *published_lines(p, f["published"]),
+        f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
+        + (", from the cache" if p.cached else ""),
+    ]
+    return "\n".join(lines)
+
+
+def format_sensitivity(p: Plan, seconds: Mapping[str, Sequence[float | None]]) -> str:
+    """Table of seconds of a step, by part of the cluster and factor; None: it does not fit."""
+    head = "".join(f"{f'x {f}':>16}" for f in FACTORS)
+    change = lambda s: f"{s:7.3f} s {s / p.step_s - 1:+6.1%}" if s else f"{'does not fit':>16}"
+    rows = [f"{part:<20}" + "".join(map(change, row)) for part, row in seconds.items()]
+    return "\n".join([f"{'a step with':<20}{head}", *rows])
+
+
+def title(run: Run) -> str:
+    """'Llama 3.1 405B bf16, 126 layers, seq 8192, on 512 x H100'."""
+    m, a, name = run.model, run.layout, recipes.display_name(run.model.name, run.model.size)
+    return (
+        f"{name} {run.precision.dtype}, {m.layers} layers, seq {run.train.seq}, on "
+        f"{a.gpus} x {a.gpu_type.upper()}"
+    )
+
+
+def headline(p: Plan, f: dict) -> list[str]:
+    """Whether the run fits, its speed, the error band, and the published step. `f`: figures(p)."""
+    speed = f"{p.step_s:.3f} s a step, {f['tokens_per_s']:,.0f} tokens/s, "
+    speed += f"{f['days_to_1t_tokens']:,.1f} days to 1T tokens, MFU {f['mfu']['full']:.1%}"
+    lines = [fit_line(p), speed if p.fits else f"with enough memory: {speed}"]
+    lines += [error_band_line(p)]
+    row = f["published"]
+    if row and not p.published.refusal:
+        faster = "faster" if row["error"] < 0 else "slower"
+        lines += [f"{abs(row['error']):.1%} {faster} than published ({row['step_s']} s)"]
+    return lines
+
+
+def error_band_line(p: Plan) -> str:
+    """'6.6 to 7.5 s in nine of ten published rows like it (h100 bf16 fsdp, 3 programs)'."""
+    b, gpu = p.band, p.run.layout.gpu_type
+    band = f"{p.step_s / b.factor:.3g} to {p.step_s * b.factor:.3g} s"
+    rows = f"{b.like or 'all'}, {b.programs} programs"
+    text = f"{band} in nine of ten published rows like it ({rows})"
+    return text if b.validated else f"{text}; unvalidated for {gpu.upper()}"
+
+
+def format_ranking(plans: Sequence[Plan], given: Run) -> str:
+    """Table of plans: those that fit, fastest first, then the others. `given` is marked."""
+    lines = [title(plans[0].run), f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
+    for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
+        marker = "  (as given)" if p.run == given else ""
+        lines.append(
+            f"{p.step_s:9.3f} {figures(p)['mfu']['full']:6.1%} {p.memory.spare / GIB:10.1f}  "
+            f"{p.run.layout.describe()}; {p.run.train.remat_summary}{marker}"
+        )
+    return "\n".join(lines)
+
+
+def published_lines(p: Plan, row: dict | None) -> list[str]:
+    """The published step, and the deltas of at least 0.1 % of the step."""
+    if row is None:
+        return ["published           nothing for this workload, precision and GPU"]
+    head = f"published           {row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
+    if p.published.refusal:
+        return [head + p.published.refusal]
+    shown = {name: s for name, s in p.deltas.items() if abs(s) > 1e-3 * p.step_s}
+    lines = [f"{head}predicted {row['error']:+.1%}"]
+    lines += [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
+    if shown:
+        total = f"  {'as published':<28}{row['as_published_s']:8.3f} s"
+        lines.append(f"{total}: predicted {row['error_as_published']:+.1%}")
+    return lines
+
+
+def fit_line(p: Plan) -> str:
+    """'fits, 12.4 GiB spare', or the missing GiB and a remat policy that should fit."""
+    spare = p.memory.spare / GIB
+    if p.fits:
+        return f"fits, {spare:.1f} GiB spare"
+    fitting = remat.least_recomputed(p.run, memory.activation_bytes(p.run) + p.memory.spare)
+    hint = "more fsdp, tp or cp; smaller mbs"
+    if fitting:
+        hint = f"--config.train.remat={fitting.train.remat}"
+    return f"does not fit: {-spare:.1f} GiB over; try {hint}"
