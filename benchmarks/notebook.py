@@ -1,4 +1,4 @@
-"""Runs docs/tutorial/notebook.ipynb, and keeps what its cells print.
+"""Runs docs/tutorial/notebook.ipynb and stores the output of its cells.
 
 python -m benchmarks.notebook
 """
@@ -14,18 +14,20 @@ NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/tutorial/notebook.ipynb"
 
 
 def run(folder: str | pathlib.Path) -> nbformat.NotebookNode:
-    """The notebook after its cells have run in a folder.
+    """The notebook with the output of its cells, which run in a folder.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised.
     """
     book = nbformat.read(NOTEBOOK, as_version=4)
-    about = {"metadata": {"path": str(folder)}}
-    how = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
-    nbclient.NotebookClient(book, resources=about, **how).execute()
+    resources = {"metadata": {"path": str(folder)}}
+    options = {"timeout": 600, "record_timing": False, "coalesce_streams": True}
+    nbclient.NotebookClient(book, resources=resources, **options).execute()
     for cell in (c for c in book.cells if c.cell_type == "code"):
-        for counted in (cell, *(x for x in cell.outputs if x.output_type == "execute_result")):
-            counted.execution_count = None
+        cell.execution_count = None
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = None
     return book
 
 
