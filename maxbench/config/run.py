@@ -101,6 +101,8 @@ class Train:
     # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean; more
     # gives fewer chunk switches and stashes more activations.
     microbatch_group_size: int = field(0, at_least=0)
+    # auto: collectives wait for GEMMs as pipeline/tick_order.py says; off: XLA's scheduler decides
+    order: str = field("auto", options=("auto", "off"))
     remat: str = "full"  # a policy of REMATS, or names of TENSORS to save, joined by commas
     # First layers that `remat` applies to; the others use save_gemms_recompute_act. 0 = all layers
     remat_layers: int = field(0, at_least=0)

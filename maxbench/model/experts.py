@@ -35,7 +35,7 @@ class Moe(nn.Module):
     model: Model
 
     @nn.compact
-    def __call__(self, x_bud, turns):
+    def __call__(self, x_bud, orders):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
         router = Linear(
@@ -45,32 +45,34 @@ class Moe(nn.Module):
         gate_jk, expert_jk, probs_je = route(m, logits_je)
         through = self.with_capacity if m.capacity_factor else self.dropless
         share_be = expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
-        y_jd, made = through(x_jd, gate_jk, expert_jk, turns, share_be)
+        y_jd, tokens = through(x_jd, gate_jk, expert_jk, orders, share_be)
         aux = balance_loss(m, probs_je, share_be) if m.aux_loss else jnp.zeros(())
-        return y_jd.reshape(x_bud.shape), made, aux
+        return y_jd.reshape(x_bud.shape), tokens, aux
 
-    def with_capacity(self, x_jd, gate_jk, expert_jk, turns, share_be):
+    def with_capacity(self, x_jd, gate_jk, expert_jk, orders, share_be):
         slot_jk, token_ec = map(save_routing, assign_slots(self.model, gate_jk, expert_jk))
-        y_ecd, made = self.experts(dispatch(x_jd, slot_jk, token_ec), turns, share_be)
-        return combine(keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec), made
+        y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, share_be)
+        return combine(
+            keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec
+        ), tokens
 
-    def experts(self, x_ecd, turns, share_be):
+    def experts(self, x_ecd, orders, share_be):
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
         x_ecd, sums = grad_after_wgrad(x_ecd, self.get_variable("sums", "down"))
-        up_ecnf, there = dot(
-            x_ecd, "up", up, m.init_std, turn=turns["up"], sequence="gather", saved="slots"
+        up_ecnf, up_token = dot(
+            x_ecd, "up", up, m.init_std, order=orders["up"], sequence="gather", saved="slots"
         )
         # Summed beside 'up': XLA does it behind dx on its way, or where decided() says.
         summed = ordering.token(share_be if collectives.axis_size("pp") > 1 else None)
         up_ecnf = ordering.after(keep(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
-        y_ecd, made = dot(h_ecf, "down", down, out_std(m), turn=turns["down"], **how)
-        return y_ecd, {"up": there, "down": made}
+        y_ecd, down_token = dot(h_ecf, "down", down, out_std(m), order=orders["down"], **how)
+        return y_ecd, {"up": up_token, "down": down_token}
 
-    def dropless(self, x_jd, gate_jk, expert_jk, turns, _):
+    def dropless(self, x_jd, gate_jk, expert_jk, orders, _):
         m = self.model
         gather = lambda x: collectives.all_gather(collectives.all_gather(x, "tp", 0), "ep", 0)
         x_jd, expert_jk = gather(x_jd), gather(expert_jk)
@@ -88,7 +90,7 @@ class Moe(nn.Module):
             grouped_matmul.grouped_matmul(keep(h_ncf, "mlp_act"), w_efd, plan), plan
         )
         y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
-        return keep(y_jd, "mlp_down"), {name: turn.issued for name, turn in turns.items()}
+        return keep(y_jd, "mlp_down"), {name: order.issued for name, order in orders.items()}
 
     def whole(self, name, axes, std, dtype):
         """A weight of this GPU's experts, gathered over fsdp."""

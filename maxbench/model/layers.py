@@ -72,13 +72,13 @@ def matmul(
     batch=0,
     plain=False,
     sums=None,
-    turn=linear.UNORDERED,
+    order=linear.UNORDERED,
     **how,
 ):
     """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
 
     In the run's number format; `plain`: in the dtype of x whatever that is. `sums`: instead of the
-    weight's own. `turn`, and what it returns, are those of linear.linear.
+    weight's own. `order`, and what it returns, are those of linear.linear.
     """
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
@@ -87,7 +87,7 @@ def matmul(
     split = "embed" in names and collectives.axis_size("fsdp") > 1
     fsdp = names.index("embed") if split else None
     gemm = linear.MatmulSpec(factor.ins, batch, fsdp=fsdp, **how)
-    return linear.linear(x, w, own if sums is None else sums, gemm, turn)
+    return linear.linear(x, w, own if sums is None else sums, gemm, order)
 
 
 class Linear(nn.Module):
@@ -104,9 +104,9 @@ class Linear(nn.Module):
     plain: bool = False
 
     @nn.compact
-    def __call__(self, x, turn=linear.UNORDERED):
+    def __call__(self, x, order=linear.UNORDERED):
         how = {"sequence": self.sequence, "saved": self.saved, "plain": self.plain}
-        return matmul(self, x, "w", self.axes, self.std, turn=turn, **how)
+        return matmul(self, x, "w", self.axes, self.std, order=order, **how)
 
 
 class Norm(nn.Module):
@@ -219,12 +219,12 @@ class Attention(nn.Module):
     kind: str
 
     @nn.compact
-    def __call__(self, x_bud, rope, turns):
+    def __call__(self, x_bud, rope, orders):
         m = self.model
         equal = m.value_width == m.head_dim
         axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv, there = Linear(m, axes, m.init_std, "gather", name="qkv")(
-            seq_major(x_bud), turns["qkv"]
+        qkv, qkv_token = Linear(m, axes, m.init_std, "gather", name="qkv")(
+            seq_major(x_bud), orders["qkv"]
         )
         q_btgrk, k_btgk, v_btgk = split_qkv(m, seq_major(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
@@ -232,8 +232,8 @@ class Attention(nn.Module):
         k_btgk = keep(rotate(k_btgk, *rope), "key")
         o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
-        y_ubd, made = out(seq_major(o_bthk), turns["out"])
-        return keep(seq_major(y_ubd), "attn_out"), {"qkv": there, "out": made}
+        y_ubd, out_token = out(seq_major(o_bthk), orders["out"])
+        return keep(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
 
 
 def split_qkv(m: Model, qkv):
@@ -277,13 +277,17 @@ class Mlp(nn.Module):
     model: Model
 
     @nn.compact
-    def __call__(self, x_bud, turns):
+    def __call__(self, x_bud, orders):
         m = self.model
         up = Linear(m, "embed -> mlp_inputs mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        up_tbgf, there = up(seq_major(x_bud), turns["up"])
-        y_ubd, made = down(activate(m, keep(up_tbgf, "mlp_up"), 2), turns["down"])
-        return keep(seq_major(y_ubd), "mlp_down"), {"up": there, "down": made}, jnp.zeros(())
+        up_tbgf, up_token = up(seq_major(x_bud), orders["up"])
+        y_ubd, down_token = down(activate(m, keep(up_tbgf, "mlp_up"), 2), orders["down"])
+        return (
+            keep(seq_major(y_ubd), "mlp_down"),
+            {"up": up_token, "down": down_token},
+            jnp.zeros(()),
+        )
 
 
 class Embed(nn.Module):

@@ -1,6 +1,6 @@
-"""The one product of the model: linear(), x @ w with its collectives, forward and backward.
+"""linear(): x @ w with its collectives, forward and backward. Every GEMM with a weight is one.
 
-How its three GEMMs compute is asked of the arithmetic that the weight carries (formats).
+How its three GEMMs (fprop, dgrad, wgrad) compute is up to the weight's arithmetic (quantization/).
 """
 
 import functools
@@ -16,203 +16,206 @@ from maxbench.sharding import collectives, ordering
 
 
 class MatmulSpec(NamedTuple):
-    """What is known of a product before its numbers.
+    """The static part of linear(): w is [batch..., ins..., outs...], x is [batch..., rows...,
+    ins...], the result [batch..., rows..., outs...].
 
-    w is [batch..., ins..., outs...], x is [batch..., rows..., ins...]; the product [batch...,
-    rows..., outs...].
+    Attributes:
+      ins: dims that the GEMM contracts.
+      batch: dims of experts.
+      sequence: 'gather': the first dim of rows is sharded over tp, and is all-gathered first;
+        'scatter': the partial results are reduce-scattered along it. Slots of experts are sent over
+        ep to the GPUs of their experts before, or back after.
+      fsdp: the dim of w that is sharded over fsdp, and is all-gathered first.
+      saved: the name by which a remat policy may save the wgrad operand of x.
+      dx_unordered: dx's reduce-scatter may overlap any GEMM; otherwise it overlaps the wgrad.
     """
 
     ins: int
-    batch: int = 0  # dims of experts
-    # The first dim of rows is split over tp, and 'gather'ed first; or the sum over tp is
-    # 'scatter'ed along it. Slots of experts go to the GPUs of ep that have these before, or come
-    # back after.
+    batch: int = 0
     sequence: str = ""
-    fsdp: int | None = None  # dim of w that is split over fsdp, and gathered first
-    saved: str = ""  # name under which a remat policy may save what the backward pass needs of x
+    fsdp: int | None = None
+    saved: str = ""
+    dx_unordered: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes over which rows travel."""
+        """Mesh axes over which rows are communicated."""
         return ("ep", "tp") if self.batch else ("tp",)
 
 
 class CommOrder(NamedTuple):
-    """Zeros (collectives.zero) that say what communication of tp runs beside what product. Known:
+    """Ordering tokens (sharding/ordering.py) of one GEMM: which GEMMs its tp collectives overlap.
 
-    held: [3], the first before what the forward pass gathers or scatters here is needed. Gradients:
-      when the product for dx is made, when what is gathered for it or beside it is there (dy, or
-      where the forward pass gathers, x again), and when the product for the weight is made.
-    made: what linear() makes of it: when the product is, or what it gathers. Its gradient: when the
-      product for the weight is. Where the forward pass scatters, it is given to the next such
-      product of the network: dy is gathered beside the weight of that one.
-    free: (), and dx is not scattered beside the product for the weight, but beside any.
+    A backward pass can return values only as cotangents, and receive them only as cotangents of
+    what the forward pass returned. So each token has two directions:
+
+    Attributes:
+      wait_for: fp32 [3]. Forward: the result of the tp collective is used only after wait_for[0].
+        Its cotangent are tokens of the backward pass: of the dgrad; of the all-gather over tp (dy
+        if forward reduce-scatters, x again if forward all-gathers; without one, of the dgrad); and
+        of the wgrad.
+      issued: fp32 scalar. Forward: linear() returns it plus a token: of the all-gathered x, or of
+        the GEMM if forward reduce-scatters. The cotangent of that result is a token that dy's
+        all-gather over tp waits for; the cotangent of `issued` is the token of the wgrad. Chained
+        through the GEMMs that reduce-scatter, dy's all-gather overlaps the wgrad of the next one.
+      dx_unordered: as in MatmulSpec.
     """
 
     wait_for: jax.Array | None = None
     issued: jax.Array | None = None
-    unordered: tuple | None = None
+    dx_unordered: bool = False
 
 
-UNORDERED = CommOrder()  # nothing is held
+UNORDERED = CommOrder()
 
 
 def no_comm() -> bool:
-    """Whether nothing of a dense product travels: neither its weight nor its rows are split."""
+    """Whether dense GEMMs need no collective: neither weights (fsdp) nor rows (tp) are sharded."""
     return collectives.axis_size("tp") == collectives.axis_size("fsdp") == 1
 
 
-@jax.custom_vjp
-def grad_after_wgrads(x):
-    """x, and zeros for products' turns (Turn.held): x's gradient then comes behind the products for
-    their weights, which XLA puts off, and with them the end of what they read."""
-    return x, jnp.zeros(3)
-
-
-grad_after_wgrads.defvjp(
-    lambda x: (grad_after_wgrads(x), None), lambda _, d: (ordering.after(d[0], d[1][2]),)
-)
-
-
-def linear(x, w, sums, gemm: MatmulSpec, turn: CommOrder = UNORDERED):
-    """x @ w with the collectives that belong to it.
+def linear(x, w, grad, spec: MatmulSpec, order: CommOrder = UNORDERED):
+    """x @ w with its collectives.
 
     Args:
-      x: this GPU's part, the sequence split over tp where gemm.sequence is 'gather'.
-      w: this GPU's part, split over fsdp where gemm.fsdp says so: an array, taken in the dtype of
-        x, or a Weight, and x is then quantized too.
-      sums: of w so far (sums.py): its gradient is the sum with this product's. None: the gradient
-        is that of w, which must be an array.
-      turn: what tp's communication waits for, in a pipeline.
+      x: this GPU's part, the sequence sharded over tp if spec.sequence is 'gather'.
+      w: this GPU's part, sharded over fsdp if spec.fsdp says so: an array, cast to the dtype of x,
+        or a Weight, with which x is quantized.
+      grad: the gradient of w so far (grad_accumulation.py); its own gradient is that plus this
+        GEMM's. None: the gradient is that of w, which must be an array.
+      order: tokens of its tp collectives, in a pipeline.
 
     Returns:
-      The product in the dtype of x, split over tp where gemm.sequence is 'scatter'; and the `made`
-      of the next product's turn, None where this one's is.
+      The result in the dtype of x, sharded over tp if spec.sequence is 'scatter'; and the token
+      order.issued, or None without one.
     """
-    grad, amax = sums if isinstance(sums, GradAccumulator) else (sums, None)
+    grad, amax = grad if isinstance(grad, GradAccumulator) else (grad, None)
     w = w if isinstance(w, Weight) else w.astype(x.dtype)
-    if gemm.batch and not isinstance(w, Weight):
-        return _linear(x, w, grad, amax, turn, gemm)
-    # As matrices: some kernels know only those, and XLA lays sums out as products make them.
-    shape, first = w.shape, gemm.batch + gemm.ins
-    k, n = math.prod(shape[gemm.batch : first]), math.prod(shape[first:])
-    flat = lambda a, *dims: a.reshape(*shape[: gemm.batch], *dims)
+    spec, tokens = spec._replace(dx_unordered=order.dx_unordered), (order.wait_for, order.issued)
+    if spec.batch and not isinstance(w, Weight):
+        return _linear(x, w, grad, amax, tokens, spec)
+    # As matrices: some kernels support only those, and XLA's layout of a gradient is that of the
+    # GEMM which computes it.
+    shape, first = w.shape, spec.batch + spec.ins
+    k, n = math.prod(shape[spec.batch : first]), math.prod(shape[first:])
+    flat = lambda a, *dims: a.reshape(*shape[: spec.batch], *dims)
     matrix = lambda a, *d: (
         a._replace(q=flat(a.q, *d)) if isinstance(a, QuantizedArray) else flat(a, *d)
     )
     if isinstance(w, Weight):
-        turned = (n, k) if w.arithmetic.fprop_transposed else (k, n)
-        if w.arithmetic.gather_along_outputs and gemm.fsdp is not None and gemm.fsdp < first:
-            turned = -1, k * collectives.axis_size("fsdp")
+        dims = (n, k) if w.arithmetic.fprop_transposed else (k, n)
+        if w.arithmetic.gather_along_outputs and spec.fsdp is not None and spec.fsdp < first:
+            dims = -1, k * collectives.axis_size("fsdp")
         w = w.replace(
             dgrad_operand=matrix(w.dgrad_operand, k, n),
-            fprop_operand=matrix(w.fprop_operand, *turned),
+            fprop_operand=matrix(w.fprop_operand, *dims),
         )
     else:
         w = flat(w, k, n)
     grad = grad if grad is None else flat(grad, k, n)
-    # What is split over fsdp, embed, is a dim by itself.
-    fsdp = None if gemm.fsdp is None else gemm.batch + (gemm.fsdp >= first)
-    rows = x.shape[: x.ndim - gemm.ins]
-    # Rows are a matrix too, where network.add or a format wants one.
-    one = not gemm.batch and (no_comm() or _as_weight(w).arithmetic.needs_2d)
-    x = x.reshape(*([math.prod(rows)] if one else rows), -1)
-    y, made = _linear(x, w, grad, amax, turn, gemm._replace(ins=1, fsdp=fsdp))
-    rows = (-1, *rows[1:]) if one else y.shape[:-1]
-    outs = shape[first:] if len(shape) > first + 1 else y.shape[-1:]  # one may be split over fsdp
-    return y.reshape(*rows, *outs), made
+    # fsdp shards embed, which is the only one of its side's dims.
+    fsdp = None if spec.fsdp is None else spec.batch + (spec.fsdp >= first)
+    rows = x.shape[: x.ndim - spec.ins]
+    # Rows become one dim, too, where transformer.add or a kernel needs a matrix.
+    flat_rows = not spec.batch and (no_comm() or _as_weight(w).arithmetic.needs_2d)
+    x = x.reshape(*([math.prod(rows)] if flat_rows else rows), -1)
+    y, issued = _linear(x, w, grad, amax, tokens, spec._replace(ins=1, fsdp=fsdp))
+    rows = (-1, *rows[1:]) if flat_rows else y.shape[:-1]
+    outs = shape[first:] if len(shape) > first + 1 else y.shape[-1:]  # fsdp may shard a single one
+    return y.reshape(*rows, *outs), issued
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear(x, w, grad, amax, turn, gemm):
-    return _forward(x, w, grad, amax, turn, gemm)[0]
+def _linear(x, w, grad, amax, tokens, spec):
+    return _forward(x, w, grad, amax, tokens, spec)[0]
 
 
-def _forward(x, w, grad, amax, turn, gemm):
-    weight, dtype, rows = _as_weight(w), x.dtype, x.ndim - gemm.ins
-    how, first = weight.arithmetic, gemm.batch + gemm.ins
-    joined = gemm.sequence == "gather"
-    row, col, amax_x = how.quantize_operand(x, weight.scales, False, gemm.axes if joined else ())
-    if joined:
-        row, col = _map_forms(lambda x: _dispatch_slots(how, x, gemm), row, col)
-    saved = how.map_arrays(col, lambda x: checkpoint_fp8(x, gemm.saved))
+def _forward(x, w, grad, amax, tokens, spec):
+    wait_for, issued = tokens
+    weight, dtype, rows = _as_weight(w), x.dtype, x.ndim - spec.ins
+    how, first = weight.arithmetic, spec.batch + spec.ins
+    gathers = spec.sequence == "gather"
+    axes = spec.axes if gathers else ()
+    fprop_x, wgrad_x, amax_x = how.quantize_operand(x, weight.scales, False, axes)
+    if gathers:
+        fprop_x, wgrad_x = _map_forms(lambda x: _dispatch_slots(how, x, spec), fprop_x, wgrad_x)
+    saved = how.map_arrays(wgrad_x, lambda x: checkpoint_fp8(x, spec.saved))
     dims = list(range(len(weight.shape)))
     if how.fprop_transposed:
-        dims = dims[: gemm.batch] + dims[first:] + dims[gemm.batch : first]
-    dim = gemm.fsdp
+        dims = dims[: spec.batch] + dims[first:] + dims[spec.batch : first]
+    dim = spec.fsdp
     if dim is not None and how.fprop_transposed:
-        dim = gemm.batch if how.gather_along_outputs else dims.index(dim)
-    col = _all_gather(how, weight.fprop_operand, "fsdp", dim)
-    held = None if turn.wait_for is None else turn.wait_for[0]
-    row = _all_gather_ordered(how, row, held, gemm) if joined else row
-    ins = tuple(dims.index(d) for d in range(gemm.batch, first))
-    y = _matmul(how, row, col, (tuple(range(rows, x.ndim)), ins), gemm, dtype)
-    made = None if turn.issued is None else turn.issued + ordering.token(row if joined else y)
-    if gemm.sequence == "scatter":
-        y = ordering.after(
-            _return_slots(collectives.reduce_scatter(y, "tp", gemm.batch), gemm), held
-        )
-    given = CommOrder(*(None if zero is None else () for zero in turn))
-    return (y, made), (saved, amax_x, w, grad, amax, given)
+        dim = spec.batch if how.gather_along_outputs else dims.index(dim)
+    fprop_w = _all_gather(how, weight.fprop_operand, "fsdp", dim)
+    t = None if wait_for is None else wait_for[0]
+    fprop_x = _all_gather_after(how, fprop_x, t, spec) if gathers else fprop_x
+    ins = tuple(dims.index(d) for d in range(spec.batch, first))
+    y = _matmul(how, fprop_x, fprop_w, (tuple(range(rows, x.ndim)), ins), spec, dtype)
+    token = None if issued is None else issued + ordering.token(fprop_x if gathers else y)
+    if spec.sequence == "scatter":
+        y = collectives.reduce_scatter(y, "tp", spec.batch)
+        y = ordering.after(_return_slots(y, spec), t)
+    has_tokens = tuple(None if t is None else () for t in tokens)  # known when traced
+    return (y, token), (saved, amax_x, w, grad, amax, has_tokens)
 
 
-def _backward(gemm, residuals, gradients):
-    (x, amax_x, w, sums, amax, turn), (dy, later) = residuals, gradients
-    later = None if turn.issued is None else later
-    weight, dtype, first = _as_weight(w), dy.dtype, gemm.batch + gemm.ins
+def _backward(spec, residuals, cotangents):
+    (wgrad_x, amax_x, w, grad, amax, has_tokens), (dy, token) = residuals, cotangents
+    weight, dtype, first = _as_weight(w), dy.dtype, spec.batch + spec.ins
     how, outs = weight.arithmetic, tuple(range(first, len(weight.shape)))
-    rows, joined = dy.ndim - len(outs), gemm.sequence == "scatter"
+    rows = dy.ndim - len(outs)
     columns = tuple(range(rows, dy.ndim))
-    gathered = gemm.sequence == "gather"
-    x = _all_gather(how, x, "tp", gemm.batch if gathered else None)
-    apart = gathered and collectives.axis_size("tp") > 1
-    came = ordering.token(x) if apart else None
-    # x comes beside the product before: beside this one it would be dx's turn. Experts' dy is held
-    # before it is quantized, or XLA takes one more pass to make it.
-    if apart and gemm.batch:
-        dy = ordering.after(dy, came)
-    row, col, amax_dy = how.quantize_operand(dy, weight.scales, True, gemm.axes if joined else ())
-    if apart and not gemm.batch:
-        row, col = _map_forms(lambda dy: _after(dy, came), row, col)
+    gathers, scatters = spec.sequence == "gather", spec.sequence == "scatter"
+    wgrad_x = _all_gather(how, wgrad_x, "tp", spec.batch if gathers else None)
+    regathers = gathers and collectives.axis_size("tp") > 1
+    gathered = ordering.token(wgrad_x) if regathers else None
+    # The all-gather of x overlaps the GEMM before: with the dgrad, dx's reduce-scatter is next.
+    # dy of experts waits before it is quantized, or XLA takes another pass over it.
+    if regathers and spec.batch:
+        dy = ordering.after(dy, gathered)
+    axes = spec.axes if scatters else ()
+    dgrad_dy, wgrad_dy, amax_dy = how.quantize_operand(dy, weight.scales, True, axes)
+    if regathers and not spec.batch:
+        dgrad_dy, wgrad_dy = _map_forms(lambda dy: _after(dy, gathered), dgrad_dy, wgrad_dy)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
-    if joined:
-        row, col = _map_forms(
-            lambda dy: _all_gather_ordered(how, _dispatch_slots(how, dy, gemm), later, gemm),
-            row,
-            col,
-        )
-        came = ordering.token(row)
-    whole = _all_gather(how, weight.dgrad_operand, "fsdp", gemm.fsdp)
-    dx = _matmul(how, row, whole, (columns, outs), gemm, dtype, exact=True)
-    made = ordering.token(dx)
-    if gathered:
-        dx = collectives.reduce_scatter(dx, "tp", gemm.batch)
-    over = tuple(range(gemm.batch, rows))
-    # Of the sums' dtype, so that the product adds to them; of more bits where its operands have.
-    wide = dtype if sums is None else jnp.promote_types(dtype, sums.dtype)
-    # Where columns are split over fsdp, the gradient is made turned: parts then lie in one piece.
-    turned = gemm.fsdp == 1 and len(weight.shape) == 2
-    dw = _matmul(how, *((col, x) if turned else (x, col)), (over, over), gemm, wide, exact=True)
-    add = lambda dw: dw if sums is None else sums + dw.astype(sums.dtype)
-    if gemm.fsdp is None:
+    if scatters:
+        t = None if has_tokens[1] is None else token
+        gather = lambda dy: _all_gather_after(how, _dispatch_slots(how, dy, spec), t, spec)
+        dgrad_dy, wgrad_dy = _map_forms(gather, dgrad_dy, wgrad_dy)
+        gathered = ordering.token(dgrad_dy)
+    dgrad_w = _all_gather(how, weight.dgrad_operand, "fsdp", spec.fsdp)
+    dx = _matmul(how, dgrad_dy, dgrad_w, (columns, outs), spec, dtype, exact=True)
+    dgrad = ordering.token(dx)
+    if gathers:
+        dx = collectives.reduce_scatter(dx, "tp", spec.batch)
+    summed = tuple(range(spec.batch, rows))
+    # In the dtype of the accumulated gradient, so that the GEMM adds to it; or that of its operands
+    # if it has more bits.
+    wide = dtype if grad is None else jnp.promote_types(dtype, grad.dtype)
+    # If fsdp shards columns, the gradient is computed transposed: its shards are then contiguous.
+    transposed = spec.fsdp == 1 and len(weight.shape) == 2
+    operands = (wgrad_dy, wgrad_x) if transposed else (wgrad_x, wgrad_dy)
+    dw = _matmul(how, *operands, (summed, summed), spec, wide, exact=True)
+    add = lambda dw: dw if grad is None else grad + dw.astype(grad.dtype)
+    if spec.fsdp is None:
         dw = add(dw)
-    last = ordering.token(dw)
-    if gathered:
-        held = last if apart and turn.unordered is None else None
-        dx = _return_slots(ordering.after(dx, held), gemm)
-    if gemm.fsdp is not None:
-        dw = collectives.reduce_scatter(dw, "fsdp", 0 if turned else gemm.fsdp)
-        dw = add(dw.T if turned else dw)
-    zeros = jnp.stack([made, made if came is None else came, last]), last, ()
-    turn = CommOrder(*(None if t is None else z for t, z in zip(turn, zeros, strict=True)))
-    return (dx, dw, None, None, turn) if sums is None else (dx, None, dw, amax, turn)
+    wgrad = ordering.token(dw)
+    if gathers:
+        dx = ordering.after(dx, wgrad if regathers and not spec.dx_unordered else None)
+        dx = _return_slots(dx, spec)
+    if spec.fsdp is not None:
+        dw = collectives.reduce_scatter(dw, "fsdp", 0 if transposed else spec.fsdp)
+        dw = add(dw.T if transposed else dw)
+    tokens = jnp.stack([dgrad, dgrad if gathered is None else gathered, wgrad]), wgrad
+    tokens = tuple(None if none is None else t for none, t in zip(has_tokens, tokens, strict=True))
+    return (dx, dw, None, None, tokens) if grad is None else (dx, None, dw, amax, tokens)
 
 
 _linear.defvjp(_forward, _backward)
 
 
 def _as_weight(w) -> Weight:
-    """w, or an array as a weight that is multiplied as it is."""
+    """w, or an array as an unquantized Weight."""
     return w if isinstance(w, Weight) else Weight(w, w, unquantized.PLAIN)
 
 
@@ -220,44 +223,44 @@ def _all_gather(how, x, axis: str, dim: int | None):
     return x if dim is None else how.map_arrays(x, lambda a: collectives.all_gather(a, axis, dim))
 
 
-def _all_gather_ordered(how, x, zero, gemm: MatmulSpec):
-    """Gathered over tp, needed only once `zero` is known."""
-    return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", gemm.batch, zero))
+def _all_gather_after(how, x, t, spec: MatmulSpec):
+    """An operand, all-gathered over tp and used only after the token."""
+    return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", spec.batch, t))
 
 
-def _after(x, zero):
-    """A factor, read only once `zero` is known; of a quantized one the scale is, which is small."""
-    held = lambda x: ordering.after(x, zero)
-    return x._replace(scale=held(x.scale)) if isinstance(x, QuantizedArray) else held(x)
+def _after(x, t):
+    """An operand, used only after the token; of a quantized one the scale, which is small."""
+    after = lambda x: ordering.after(x, t)
+    return x._replace(scale=after(x.scale)) if isinstance(x, QuantizedArray) else after(x)
 
 
-def _map_forms(move, row, col):
-    """Both forms of an operand, which may be one."""
-    moved = move(row)
-    return moved, moved if col is row else move(col)
+def _map_forms(move, dgrad_or_fprop, wgrad):
+    """Both operands of an array, which may be one."""
+    moved = move(dgrad_or_fprop)
+    return moved, moved if wgrad is dgrad_or_fprop else move(wgrad)
 
 
-def _dispatch_slots(how, x, gemm: MatmulSpec):
-    """All experts' slots of this GPU -> this GPU's experts' slots of all GPUs of ep."""
-    return how.map_arrays(x, lambda a: collectives.all_to_all(a, "ep", 0, 1)) if gemm.batch else x
+def _dispatch_slots(how, x, spec: MatmulSpec):
+    """This GPU's slots of all experts -> all GPUs' slots of this GPU's experts, over ep."""
+    return how.map_arrays(x, lambda a: collectives.all_to_all(a, "ep", 0, 1)) if spec.batch else x
 
 
-def _return_slots(y, gemm: MatmulSpec):
-    return collectives.all_to_all(y, "ep", 1, 0) if gemm.batch else y
+def _return_slots(y, spec: MatmulSpec):
+    return collectives.all_to_all(y, "ep", 1, 0) if spec.batch else y
 
 
-def _matmul(how, a, b, contract, gemm: MatmulSpec, dtype, exact=False):
-    """A product of operands over dims of a and of b; of matrices if a kernel knows only those."""
+def _matmul(how, a, b, contract, spec: MatmulSpec, dtype, exact=False):
+    """The product of two operands, contracting dims of a and of b; as matrices if needs_2d."""
     if not how.needs_2d:
-        lead = tuple(range(gemm.batch))
-        if lead and len(contract[0]) > 1:  # XLA would turn experts' weights round each time
+        batch = tuple(range(spec.batch))
+        if batch and len(contract[0]) > 1:  # else XLA transposes the experts' weights each time
             flat = lambda dims: lambda x: x.reshape(*x.shape[: dims[0]], -1)
             a, b = how.map_arrays(a, flat(contract[0])), how.map_arrays(b, flat(contract[1]))
             contract = contract[0][:1], contract[1][:1]
-        return how.product(a, b, (contract, (lead, lead)), dtype, exact)
-    rows, flat = a.q.shape[:-1], lambda x: x.reshape(*x.shape[: gemm.batch], -1, x.shape[-1])
+        return how.product(a, b, (contract, (batch, batch)), dtype, exact)
+    rows, flat = a.q.shape[:-1], lambda x: x.reshape(*x.shape[: spec.batch], -1, x.shape[-1])
     a, b = how.map_arrays(a, flat), how.map_arrays(b, flat)
-    if contract[0][0] == gemm.batch:
+    if contract[0][0] == spec.batch:
         return how.product(a, b, "tn", dtype, exact)
     y = how.product(a, b, "nt", dtype, exact)
     return y.reshape(*rows, y.shape[-1])

@@ -26,11 +26,11 @@ from maxbench.model import layer_stack
 from maxbench.model.experts import Moe
 from maxbench.model.grad_accumulation import accumulate_into
 from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
-from maxbench.model.linear import CommOrder, grad_after_wgrads, no_comm
+from maxbench.model.linear import CommOrder, no_comm
 from maxbench.model.loss import cross_entropy
-from maxbench.sharding import mesh, rules
+from maxbench.sharding import mesh, ordering, rules
 
-# The halves of a layer, and their products that communicate over tp. Names of a half's weights
+# The sublayers of a layer, and their GEMMs with tp collectives. Names of a sublayer's weights
 # begin with its own.
 SUBLAYERS = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
 
@@ -48,39 +48,41 @@ def add(x_bud, y_bud, name: str):
 
 
 class Block(nn.Module):
-    """One transformer layer, or one of its HALVES. Families differ only in the Model that is passed
+    """One transformer layer, or one of its SUBLAYERS. Families differ only in the Model that is passed
     in.
 
-    `held` are zeros for its products, linear.Turn.held, or None, and `made` that of the layer or
-    half before. `apart`: norms are (layers.normalize) whose y is quantized; `free` is its first
-    product's Turn's. It returns x, those of its own products by name, and the auxiliary loss.
+    `wait_for` and `issued` are ordering tokens (linear.CommOrder), per GEMM and of the layer before;
+    `dx_unordered` is that of the first GEMM, `apart` that of layers.normalize for norms whose output
+    is quantized. Returns x, the token of each GEMM by name, and the auxiliary loss.
     """
 
     model: Model
     attention: str
-    half: str = ""
+    sublayer: str = ""
     apart: bool = False
-    unordered: tuple | None = None
+    dx_unordered: bool = False
 
     @nn.compact
-    def __call__(self, x_bud, rope, held=None, made=None):
+    def __call__(self, x_bud, rope, wait_for=None, issued=None):
         m, aux = self.model, jnp.zeros(())
-        for half in (self.half,) if self.half else SUBLAYERS:
-            first, last = SUBLAYERS[half]
-            zero = None if made is None else jnp.zeros(())
-            turns = {first: CommOrder(held and held[first], zero, self.unordered)}
-            turns |= {last: CommOrder(held and held[last], made)}
-            y_bud = Norm(m, self.apart, name=f"{half}_norm")(x_bud)
-            if half == "attn":
+        for sublayer in (self.sublayer,) if self.sublayer else SUBLAYERS:
+            first, last = SUBLAYERS[sublayer]
+            zero = None if issued is None else jnp.zeros(())
+            orders = {
+                first: CommOrder(wait_for and wait_for[first], zero, self.dx_unordered),
+                last: CommOrder(wait_for and wait_for[last], issued),
+            }
+            y_bud = Norm(m, self.apart, name=f"{sublayer}_norm")(x_bud)
+            if sublayer == "attn":
                 attend = Attention(m, self.attention, name="attn")
-                y_bud, done = attend(y_bud, rope, turns)
+                y_bud, tokens = attend(y_bud, rope, orders)
             else:
                 mlp = (Moe if m.experts else Mlp)(m, name="mlp")
-                y_bud, done, aux = mlp(y_bud, turns)
-            made = done[last]
-            post = m.post_norm and Norm(m, name=f"{half}_post")
-            x_bud = x_bud + post(y_bud) if post else add(x_bud, y_bud, f"{half}_out")
-        return x_bud, done, aux
+                y_bud, tokens, aux = mlp(y_bud, orders)
+            issued = tokens[last]
+            post = m.post_norm and Norm(m, name=f"{sublayer}_post")
+            x_bud = x_bud + post(y_bud) if post else add(x_bud, y_bud, f"{sublayer}_out")
+        return x_bud, tokens, aux
 
 
 def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
@@ -112,8 +114,11 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
     }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("half", "free"))
-def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, half="", free=None):
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered"))
+def layer(
+    run: Run, kind: Model, w, sums, x_bud, rope, wait_for=None, issued=None, sublayer="",
+    dx_unordered=False,
+):  # fmt: skip
     """One layer of a kind, or a half of it; saves for the backward pass what train.remat says,
     where train.offload says.
 
@@ -126,14 +131,14 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
     together = lowering.layers_unrolled(run) and not lowering.overlaps_fwd_bwd(run)
     prevent_cse = together and run.train.remat != "none"
 
-    def apply(w, sums, x_bud, held, made):
+    def apply(w, sums, x_bud, wait_for, issued):
         if prevent_cse and no_comm():
-            x_bud, zeros = grad_after_wgrads(x_bud)
-            held = dict.fromkeys(sum(SUBLAYERS.values(), ()), zeros)
+            x_bud, tokens = ordering.grad_after_wgrads(x_bud)
+            wait_for = dict.fromkeys(sum(SUBLAYERS.values(), ()), tokens)
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         apart = run.format.amax_history and run.precision.backend == "xla" and not kind.experts
-        block = Block(kind, run.train.attention, half, apart, free)
-        return block.apply(variables, x_bud, rope, held, made)
+        block = Block(kind, run.train.attention, sublayer, apart, dx_unordered)
+        return block.apply(variables, x_bud, rope, wait_for, issued)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[
@@ -145,7 +150,7 @@ def layer(run: Run, kind: Model, w, sums, x_bud, rope, held=None, made=None, hal
         offload_dst="pinned_host",
     )
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
-    return apply(w, sums, x_bud, held, made)
+    return apply(w, sums, x_bud, wait_for, issued)
 
 
 class Transformer(nn.Module):

@@ -1,31 +1,43 @@
-"""Boxes of slots, and loops that run once: how the executor changes what it carries.
+"""Slot buffers and branches of the executor: updates of the scan's carry that XLA does in place.
 
-XLA writes in place where it can see that all that stood there has been read.
+XLA updates a buffer in place if it can prove that all reads of the old value come first.
 """
 
-import jax.numpy as jnp
+import jax
 from jax import lax
-
-from maxbench.sharding import ordering
 
 
 def run_if(condition, change, state):
-    """change(state) or state: a loop that runs once or not at all writes in place, a conditional
-    would copy, even where it changes nothing."""
+    """change(state) if the condition holds, else the state.
+
+    A loop that runs once or not at all updates its state in place; a conditional would copy it,
+    even where it changes nothing. A condition that is True is no branch.
+    """
     if condition is True:
         return change(state)
     body = lambda carried: (False, change(carried[1]))
     return lax.while_loop(lambda carried: carried[0], body, (condition, state))[1]
 
 
-def token_index(made):  # collectives.zero, to add to the number of a slot or a chunk
-    return ordering.token(made).astype(jnp.int32)
+def write(buffer, slot, value):
+    """The buffer [slots, ...] with a value in a slot, or with values [n, ...] from the slot on."""
+    return lax.dynamic_update_slice_in_dim(buffer, value.reshape(-1, *buffer.shape[1:]), slot, 0)
 
 
-def write(box, slot, value):
-    """box with a value in a slot, or values from it on."""
-    return lax.dynamic_update_slice_in_dim(box, value.reshape(-1, *box.shape[1:]), slot, 0)
+def read(buffer, slot):
+    """The value in a slot of a buffer [slots, ...]."""
+    return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
 
 
-def read(box, slot):
-    return lax.dynamic_index_in_dim(box, slot, keepdims=False)
+def read_chunk(stack, chunk, layers: int):
+    """The layers of a chunk, a tuple of trees, from a tree of arrays [chunks x layers, ...]."""
+    layer = lambda i: jax.tree.map(lambda x: read(x, chunk * layers + i), stack)
+    return tuple(map(layer, range(layers)))
+
+
+def write_chunk(stack, chunk, layers):
+    """The stack with the layers of a chunk replaced."""
+    for i, layer in enumerate(layers):
+        slot = chunk * len(layers) + i
+        stack = jax.tree.map(lambda buffer, x, slot=slot: write(buffer, slot, x), stack, layer)
+    return stack

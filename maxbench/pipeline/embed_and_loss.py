@@ -1,4 +1,4 @@
-"""The ends of the network in a step: tokens to x, y to the loss, and their gradients."""
+"""The embedding, and the LM head with its loss, in a pipeline: forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from maxbench.config.run import Run
 from maxbench.model import transformer
 from maxbench.sharding import collectives
 
-WEIGHTS = "embed", "head"  # of their weights
+WEIGHTS = "embed", "head"
 
 
 class EmbedAndLoss:
@@ -21,31 +21,43 @@ class EmbedAndLoss:
         self.run, self.batch = run, batch
         self.w = {name: w[name] for name in WEIGHTS}
 
-    def embed(self, micro, count=1, w=None):
-        """x of `count` microbatches from `micro` on; of some beyond the last for nothing."""
+    def embed(self, first, count=1, w=None):
+        """The input activations of `count` microbatches from `first` on, [count x b, u, d].
+        Microbatches after the last repeat it."""
         last = self.run.layout.microbatches - 1
-        tokens = [self.batch(jnp.minimum(micro + i, last))[0] for i in range(count)]
+        tokens = [self.batch(jnp.minimum(first + i, last))[0] for i in range(count)]
         return transformer.embed(self.run.model, w or self.w, jnp.concatenate(tokens))
 
-    def embed_backward(self, micro, dxs, grads):
-        """The embedding's gradients with those of the microbatches from `micro` on that dxs
-        [microbatches, b, u, d] are of, but for some beyond the last."""
+    def embed_backward(self, first, dxs, grads):
+        """The gradients of the embedding with those of the microbatches from `first` on added.
+
+        Args:
+          dxs: gradients of their input activations, [microbatches, b, u, d]. Those of microbatches
+            after the last do not count.
+        """
         count, b = dxs.shape[:2]
-        real = micro + jnp.repeat(jnp.arange(count), b) < self.run.layout.microbatches
-        dx = jnp.where(real[:, None, None], dxs.reshape(-1, *dxs.shape[2:]), 0)
-        call = lambda w: self.embed(micro, count, {"embed": w})
+        exists = first + jnp.repeat(jnp.arange(count), b) < self.run.layout.microbatches
+        dx = jnp.where(exists[:, None, None], dxs.reshape(-1, *dxs.shape[2:]), 0)
+        call = lambda w: self.embed(first, count, {"embed": w})
         return _add(grads, jax.vjp(call, self.w["embed"])[1](dx)[0])
 
-    def loss(self, micro, ys, grads, head):
-        """The loss of the microbatches up to `micro` that ys [microbatches, b, u, d] are of, the
-        gradients of the ends with theirs, and those of ys. `head` is its weight, if not w's.
+    def loss(self, last, ys, grads, head):
+        """The loss of the microbatches up to `last`, and the gradients.
 
-        Each stage of a pipeline has the head's products of its part of the tokens: the last one
-        alone would have all others wait, pp times as long. Padding makes the parts equal.
+        Each stage computes the head for its part of the tokens: otherwise all stages would wait
+        for the last one, pp times as long. Padding makes the parts equal.
+
+        Args:
+          ys: output activations of these microbatches, [microbatches, b, u, d].
+          grads: gradients of the embedding and the head so far.
+          head: the head's weight, if it is not that of w.
+
+        Returns:
+          The loss, the gradients with those of these microbatches added, and the gradients of ys.
         """
         pp, stage, tokens = self.run.layout.pp, collectives.axis_index("pp"), ys.shape[2]
         none, more = (0, 0), (0, -tokens % pp)
-        targets = jnp.concatenate([self.batch(micro - i)[1] for i in reversed(range(len(ys)))])
+        targets = jnp.concatenate([self.batch(last - i)[1] for i in reversed(range(len(ys)))])
         targets = targets.reshape(len(targets), -1, tokens)  # of all GPUs of tp
         targets = jnp.pad(targets, (none, none, more), constant_values=-1)
         targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]

@@ -1,26 +1,33 @@
-"""Pipeline parallelism over pp: one executor for any schedule, inside the one compiled step.
+"""The pipeline's executor: interleaved 1F1B, or any other schedule, inside the one compiled step.
 
-A scan over the ticks of each phase of a schedule.Schedule. Every stage runs the same program and
-reads its own row of the table: which microbatch goes forward and which backward, and where their
-data is. Forward and backward pass of a tick are one piece of code without a condition, in which the
-products of one run beside the communication of the other; a stage that has no work for one of them
-does it for nothing, on zeros, while it would wait.
+One lax.scan per phase of a schedule.Schedule: warm-up (forward passes), steady state (a forward and
+a backward pass of different microbatches in each tick), cool-down (backward passes). All stages run
+the same program; a stage reads its row of the schedule's table: which microbatch and chunk (virtual
+stage) it runs, and which buffer slots it reads and writes. A stage without work in a tick computes
+on zeros, as it would wait for the other stages otherwise.
 
-Chunks take turns: the weights of those that have theirs, and the sums of their gradients, stand in
-buffers of their own, which the code names. They are copied when a turn begins, once in pp ticks
-or train.microbatch_group_size; an FP8 weight, which is kept once, is transposed on its way to the forward pass.
+In the steady state the sublayers of the two passes alternate, without a branch, so that the tp
+collectives of one pass overlap GEMMs of the other. tick_order.py says which collective waits for
+which GEMM.
+
+Differentiation is by hand, one sublayer at a time: the forward pass stashes its residuals in a
+slot, the backward pass reads them and recomputes what train.remat does not save. So the memory of
+activations is bounded by the schedule and not by the number of microbatches.
+
+The weights of the chunks that a stage runs, and their gradients, have buffers of their own. A chunk
+switch copies them, once in train.microbatch_group_size (at least pp) ticks.
 
 Without a pipeline there may be one stage of one chunk (config/lowering.py): the forward pass of each
-microbatch then goes beside the backward pass of the one before, and nothing takes turns.
-
-Differentiation is by hand, layer by layer: a forward piece leaves its residuals in a slot, a
-backward piece reads them. So the memory of activations is bounded by the schedule, not by the
-number of microbatches.
+microbatch then overlaps the backward pass of the one before.
 """
 
+import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,379 +36,520 @@ from jax import lax
 from maxbench.config.run import Run
 from maxbench.model import transformer
 from maxbench.model.grad_accumulation import GradAccumulator
-from maxbench.pipeline import buffers, layer_order, schedule
+from maxbench.pipeline import buffers, layer_order, schedule, tick_order
 from maxbench.pipeline.embed_and_loss import WEIGHTS, EmbedAndLoss
-from maxbench.pipeline.sublayer_vjp import SublayerVjp, drop_form, tick_order, with_fprop_form
+from maxbench.pipeline.schedule import Row
+from maxbench.pipeline.sublayer_vjp import SublayerVjp, drop_form, with_fprop_form
 from maxbench.pipeline.zero_overlap import ZeroOverlap, row_major
 from maxbench.sharding import collectives, ordering
 
+# The sublayers of a tick: backward, forward, backward, forward.
+ALTERNATION = (("mlp", "attn"), ("attn", "mlp"))
 
-def gradients(run: Run, w, sums, batch, pieces: ZeroOverlap | None):
-    """Gradients of the sum of model.objective over all microbatches, for this GPU's weights.
+
+@flax.struct.dataclass
+class Carry:
+    """What the scans over ticks carry. Fields that a run does not need are None."""
+
+    end_grads: Any  # of the embedding and the head
+    grad_slots: Any  # output gradients, [slots, b, u, d]
+    head_weight: Any  # if it is all-gathered in slices
+    input_slots: Any  # input activations, [slots, b, u, d]
+    stash: Any  # residuals, {sublayer: [per layer of a chunk: arrays [slots, ...]]}
+    residuals: Any  # of the tick before, {sublayer: [per layer of a chunk: arrays]}
+    residual_slot: Any  # and their slot
+    metrics: Any  # {'loss', 'aux'}, sums of this GPU's shares
+    layer_grads: Any  # of all chunks, arrays [slots of layers, ...]
+    chunk_grads: Any  # of the backward chunk, one tree per layer
+    bwd_weights: Any  # of the backward chunk, one tree per layer
+    fwd_weights: Any  # of the forward chunk, one tree per layer
+    layer_weights: Any  # of all chunks, arrays [slots of layers, ...]
+    output: Any  # the output activation of the tick before, [b, u, d]
+    loss_inputs: Any  # output activations until their loss, [microbatches, b, u, d]
+
+
+# The fields that the branches at the end of a tick update.
+BRANCH_STATE = (
+    "end_grads", "grad_slots", "input_slots", "metrics", "layer_grads", "chunk_grads", "bwd_weights",
+)  # fmt: skip
+FIELDS = tuple(field.name for field in dataclasses.fields(Carry))
+
+
+@dataclasses.dataclass
+class Tick:
+    """One tick while it is traced.
+
+    Attributes:
+      now, following: rows of this stage, of this tick and of the next one.
+      x: the activation between two sublayers of the forward pass; None before the input is received.
+      dy: the gradient between two sublayers of the backward pass.
+      residuals: of the sublayers so far.
+      slices: ZeRO slices (zero_overlap.py) that were all-gathered or reduce-scattered.
+    """
+
+    phase: str
+    forward: bool
+    backward: bool
+    now: Row
+    following: Row
+    tokens: ordering.Tokens
+    x: Any = None
+    dy: Any = None
+    residuals: dict = dataclasses.field(
+        default_factory=lambda: {s: [] for s in transformer.SUBLAYERS}
+    )
+    slices: list = dataclasses.field(default_factory=list)
+
+
+class Branch(NamedTuple):
+    """Work that only few ticks have. A condition that is True is no branch."""
+
+    name: str  # its scope in the compiled program
+    condition: Any
+    change: Callable[[Carry], Carry]
+
+
+class Executor:
+    """Runs a schedule. Subclasses say where activations come from, and what follows a tick.
 
     Args:
-      w: compute weights of this GPU; 'layers' stacked in the order of slots.order, as
-        pieces.start has them.
-      sums: tree like w of zeros, in precision.grads.
+      w: compute weights of this GPU; 'layers' as ZeroOverlap.initial_weights returns them, in the
+        order of layer_order.
       batch: microbatch -> (tokens_bt, targets_bt).
-
-    Returns:
-      Gradients like sums, some of them reduced already (Pieces.finish), and this GPU's shares of
-      what is reported.
+      zero: ZeRO slices in warm-up and cool-down, or None.
     """
-    return _Pipeline(run, w, batch, pieces).run_phases(sums)
 
-
-class _Pipeline:
-    """What stays the same over the ticks; the carry of the scans is a dict of arrays."""
-
-    def __init__(self, run: Run, w, batch, pieces: ZeroOverlap | None):
+    def __init__(self, run: Run, w, batch, zero: ZeroOverlap | None):
         a = run.layout
-        self.run, self.pieces = run, pieces
-        self.head = pieces and pieces.head
+        self.run, self.zero = run, zero
+        self.head = zero and zero.head
         self.plan = schedule.schedule_for(run)
-        # One stage of one chunk, whose turn it always is: its layers come as a tuple of trees.
-        self.alone, self.fixed = a.pp == 1, {}
         self.ends = EmbedAndLoss(run, w, batch)
-        # Layer by layer, before any box is made: XLA would turn what was gathered round afterwards.
+        # Row-major before any buffer is created: XLA would transpose all-gathered weights later.
         self.layers = jax.tree.map(row_major, w["layers"])
-        self.real = layer_order.occupied(
-            layer_order.layer_order(run.model.layers, a.pp, a.vp), a.pp, a.vp
-        )
-        self.size = self.real.shape[2]  # layers of a chunk
-        self.shapes = jax.eval_shape(lambda: with_fprop_form(self.take_chunk(self.layers, 0)[0]))
-        halves = lambda i: {name: SublayerVjp(run, name, i) for name in transformer.SUBLAYERS}
-        self.halves = [halves(i) for i in range(self.size)]
+        order = layer_order.layer_order(run.model.layers, a.pp, a.vp)
+        self.occupied = layer_order.occupied(order, a.pp, a.vp)
+        self.layers_per_chunk = self.occupied.shape[2]
+        self.shapes = jax.eval_shape(lambda: with_fprop_form(self.chunk(self.layers, 0)[0]))
+        vjps = lambda i: {name: SublayerVjp(run, name, i) for name in transformer.SUBLAYERS}
+        self.vjps = [vjps(i) for i in range(self.layers_per_chunk)]
         u = run.train.seq // (a.cp * a.tp)
-        self.x = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
+        self.activation = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
-    def run_phases(self, sums):
-        plan, nothing = self.plan, ((0, 1), (0, 0), (0, 0))  # after the last tick
-        table = np.pad(plan.table, nothing, constant_values=-1)
-        newest = plan.microbatches - 1
-        if not self.alone:  # what goes back of the newest comes round when all ticks are over
-            table[-1, :, schedule.COLUMNS.index("recv_bwd_slot")] = (
-                newest % plan.microbatches_per_embedding
-            )
-        rows, carry = jnp.asarray(table)[:, collectives.axis_index("pp")], self.start(sums)
-        for name, ticks in plan.phases.items():
-            if name == schedule.STEADY and not self.alone:
-                # All begin with the last chunk. Copied before the fill, that would keep it.
-                last = self.take_chunk(carry["weights"], plan.vp - 1)
-                carry["w_backward"] = drop_form("fprop_operand", last)
-                carry["sums"] = ordering.after(carry["sums"], ordering.token(carry["y"]))
-            if name == schedule.COOLDOWN:
-                self.keep(carry)
-                carry.pop("head", None)  # the last loss has read it
-            tick = functools.partial(self.tick, name != schedule.COOLDOWN, name != schedule.WARMUP)
-            these, then = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
-            with jax.named_scope(name):
-                carry, _ = lax.scan(tick, carry, (these, then))
-        layers = carry["sums"]  # all stages end with chunk 0
-        if not self.alone:
-            layers = self.put_chunk(carry["stack"], 0, layers)
-            carry = self.embed_back(newest - newest % plan.microbatches_per_embedding, None, carry)
-        ends, out = ordering.serialize_on_cpu(carry["grads"], (carry["ends"], carry["out"]))
-        return {**ends, "layers": layers}, out
+    def gradients(self, grads):
+        """Gradients of all microbatches, added to `grads` (zeros), and this GPU's metrics."""
+        rows, carry = (
+            jnp.asarray(self.table())[:, collectives.axis_index("pp")],
+            self.initial_carry(grads),
+        )
+        for phase, ticks in self.plan.phases.items():
+            if phase == schedule.STEADY:
+                carry = self.begin_steady_state(carry)
+            if phase == schedule.COOLDOWN:
+                carry, _ = self.write_stash(carry)
+                carry = carry.replace(head_weight=None)  # the last loss has read it
+            now, following = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
+            with jax.named_scope(phase):
+                tick = functools.partial(self.tick, phase)
+                carry, _ = lax.scan(tick, carry, (now, following))
+        return self.finish(carry)
 
-    def start(self, sums):
-        """Empty buffers. They are made when the layers' weights have come, whose way there takes
-        memory too, while the head's does; where that comes in parts, beside the former. Work for
-        nothing reads them, and a scale of 0 would make of its zeros what is no number. No two are
-        of the same one: XLA would make one box, and copy it.
-        """
-        plan, x = self.plan, self.x
-        ready = ordering.token([] if self.head else self.layers)
-        ones = (1 + i % 64 / 64 + ready for i in itertools.count())
-        box = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
-        zeros = self.take_chunk(sums["layers"], 0)
-        self.blank = zeros[0]
-        forward = drop_form("dgrad_operand", with_fprop_form(self.take_chunk(self.layers, 0)))
-        turning = {"weights": self.layers, "w_forward": forward, "stack": sums["layers"]}
-        if self.alone:
-            turning, self.fixed = (
-                {},
-                {"w_forward": forward, "w_backward": drop_form("fprop_operand", self.layers)},
-            )
-        w = self.both_forms(forward[0])
-        passes = lambda x: {n: h.forward(w, self.blank, x)[2] for n, h in self.halves[0].items()}
-        kept = {n: [s for _ in forward] for n, s in jax.eval_shape(passes, x).items()}
-        carry = turning | {
-            "sums": zeros,
-            "keep": jax.tree.map(lambda s: box(plan.stash_slots, s), kept),
-            "kept": jax.tree.map(lambda s: box(1, s)[0], kept),
-            "kept_at": jnp.int32(0),
-            "inbox": box(max(plan.input_slots, 2), x),  # XLA waits for no number that can only be 0
-            "grads": box(max(plan.grad_slots, 2), x),
-            "y": jnp.zeros(x.shape, x.dtype),
-            "ys": box(plan.microbatches_per_loss, x),
-            "ends": {name: sums[name] for name in WEIGHTS},
-            "out": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
-        }
-        if self.head:
-            w = jax.ShapeDtypeStruct(self.head.shape, self.head.w.dtype)
-            carry["head"] = box(1, w)[0]
-        return carry if self.alone else self.embed(0, carry)
-
-    def tick(self, forward: bool, backward: bool, carry, rows):
-        """A tick of a phase that has forward work, backward work, or both: layer by layer, then
-        the ends of the network. y comes from the neighbour in the tick that reads it, beside what
-        goes back; dx, which is read first, at the end of the one before. `rows` are of both.
-
-        What has communication under a condition is by itself (collectives.after).
-        """
-        at, then = (dict(zip(schedule.COLUMNS, row, strict=True)) for row in rows)
-        given, carry = carry, self.fixed | carry
-        x = dy = held = read = None
-        made, kept, sent = jnp.zeros(()), {half: [] for half in transformer.SUBLAYERS}, []
+    def tick(self, phase: str, carry: Carry, rows):
+        """One tick: at most one forward and one backward pass through a chunk, of different
+        microbatches."""
+        forward, backward = phase != schedule.COOLDOWN, phase != schedule.WARMUP
+        t = Tick(phase, forward, backward, *map(Row._make, rows), ordering.Tokens({}))
         if forward:
-            made = filled = self.keep(carry)
-        travels = forward != backward and self.pieces
+            carry, written = self.write_stash(carry)
+            t.tokens.emit("stash.write", written)
         if backward:
-            dy = buffers.read(carry["grads"], at["bwd_grad_slot"])
-            dy = jnp.where(at["bwd_microbatch"] >= 0, dy, 0)
-        for i in range(self.size):
-            for back, on in (("mlp", "attn"), ("attn", "mlp")):
+            t.dy = self.output_grad(carry, t)
+        for i in range(self.layers_per_chunk):
+            t.tokens.order = tick_order.tick_order(self.run, phase, i)
+            for bwd, fwd in ALTERNATION:
                 if backward:
-                    j = self.size - 1 - i
-                    dy, held, made = self.half_back(carry, at, back, j, dy, made)
-                    if not (forward or self.run.model.experts):  # no half is free
-                        dy = ordering.after(dy, held.get("qkv wgrad"))
-                    if back == "mlp":
-                        read = held["down"], held["up x"]
-                if forward and x is None:
-                    at = ordering.serialize_on_cpu((dy, held, carry["sums"]), at)
-                    x = self.input(carry, at, held, filled)
-                    at, dy = ordering.serialize_on_cpu(x, (at, dy))
+                    carry = self.backward_sublayer(carry, t, bwd, self.layers_per_chunk - 1 - i)
                 if forward:
-                    x, residuals, done = self.half_on(carry, at, on, i, x, held)
-                    kept[on].append(residuals)
-                    made += ordering.token(x) if on == "attn" else done["down"]
-            if forward:
-                read = done["up"]  # what its longest product reads has come
-            if travels:
-                pieces = self.travel(forward, carry, at, i, read)
-                sent, arrived = sent + pieces, ordering.token(pieces)
-                if self.head and forward and i == 0:  # likewise
-                    tick = at["tick_in_phase"] + lax.optimization_barrier(buffers.token_index(read))
-                    carry["head"] = self.head.gather(carry["head"], tick)
-                    arrived += ordering.token(carry["head"])
-                x, dy = (y if y is None else ordering.after(y, arrived) for y in (x, dy))
-        if forward:
-            ys = buffers.write(
-                carry["ys"], at["fwd_microbatch"] % self.plan.microbatches_per_loss, x
-            )
-            carry |= {"y": x, "ys": ys, "kept": kept, "kept_at": at["fwd_stash_slot"]}
-        if sent and forward:
-            carry["weights"] = self.pieces.put_weights(carry["weights"], sent)
-        elif sent:
-            carry["stack"] = self.pieces.put_gradients(
-                carry["stack"], sent, at["reducescatter_tick"]
-            )
-        done = [carry.get(x) for x in ("sums", "y", "out", "head")]
-        at = ordering.serialize_on_cpu([*done, dy, *sent], at)
-        self.output(forward, carry, at, then, dy, made)
-        return {name: carry[name] for name in given}, None
+                    carry = carry if i or bwd == "attn" else self.receive_input(carry, t)
+                    carry = self.forward_sublayer(carry, t, fwd, i)
+            carry = self.zero_slices(carry, t, i) if self.zero and forward != backward else carry
+        return self.end_tick(carry, t), None
 
-    def input(self, carry, at, held, filled):
-        """x of the forward piece: y of the tick before comes from the neighbour, and a turn is had.
-        `filled` is keep()'s zero.
+    def forward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
+        """t.x through a sublayer of layer i of the forward chunk."""
+        first, last = transformer.SUBLAYERS[sublayer]
+        t.x = ordering.after(t.x, t.tokens.wanted_by(f"fwd.{sublayer}.input"))
+        operations = {first: "all_gather", last: "reduce_scatter"}
+        wait_for = {g: t.tokens.wanted_by(f"fwd.{g}.{name}") for g, name in operations.items()}
+        has_layer = self.has_layer(t.now.fwd_chunk, i)
+        w = self.with_both_forms(self.fwd_weights(carry)[i])
+        vjp = self.vjps[i][sublayer]
+        t.x, aux, residuals, tokens = vjp.forward(w, self.zero_grads, t.x, wait_for)
+        t.residuals[sublayer].append(residuals)
+        t.tokens.emit(f"fwd.{first}.all_gather", tokens[first])
+        t.tokens.emit(f"fwd.{last}.gemm", tokens[last])
+        t.tokens.emit(f"fwd.{sublayer}.output", ordering.token(t.x))
+        aux = jnp.where(has_layer & (t.now.fwd_microbatch >= 0), aux, 0) / self.run.layout.gbs
+        return carry.replace(metrics=carry.metrics | {"aux": carry.metrics["aux"] + aux})
 
-        Where there is a backward piece, `held` are the zeros of its first half: y is sent when the
-        gradient that this gathers is there, and has two products' time to travel. The turn is had
-        after it is sent, or the neighbour would wait for the turn, too; and where what arrives is
-        put is known when the turn is over, so that it is had meanwhile.
+    def backward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
+        """t.dy back through a sublayer of layer i of the backward chunk."""
+        has_work = self.has_layer(t.now.bwd_chunk, i) & (t.now.bwd_microbatch >= 0)
+        read = lambda stash: row_major(buffers.read(stash, t.now.bwd_stash_slot))
+        residuals = jax.tree.map(read, carry.stash[sublayer][i])
+        w = self.with_both_forms(self.bwd_weights(carry)[i])
+        daux = jnp.where(has_work, jnp.float32(1 / self.run.layout.gbs), 0)
+        last = transformer.SUBLAYERS[sublayer][1]
+        wait_for = t.tokens.wanted_by(f"bwd.{last}.all_gather")
+        wait_for = jnp.zeros(()) if wait_for is None else wait_for
+        grads, old = list(carry.chunk_grads), carry.chunk_grads[i]
+        vjp = self.vjps[i][sublayer]
+        new, t.dy, tokens = vjp.backward(w, old, residuals, t.dy, daux, wait_for)
+        for event, token in tokens.items():
+            t.tokens.emit(f"bwd.{event}", token)
+        t.dy = ordering.after(t.dy, t.tokens.wanted_by(f"bwd.{sublayer}.output"))
+        grads[i] = _keep_amax(has_work, new, old)
+        return carry.replace(chunk_grads=tuple(grads))
+
+    def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
+        """Moves the ZeRO slices of a tick that go with layer i: weights in the warm-up, gradients in
+        the cool-down.
+
+        They start late in the layer, and the next layer waits for them: unordered, XLA would move
+        all of them before the first collective that a layer needs, and copy the buffers that a chunk
+        switch reads or writes.
         """
-        if self.alone:
-            return jnp.where(at["fwd_microbatch"] >= 0, self.ends.embed(at["fwd_microbatch"]), 0)
-        y = ordering.serialize_on_cpu((carry["out"], carry["ends"]), carry["y"])
-        with jax.named_scope(schedule.SEND_X):
-            arrived = ordering.ppermute_after(y, "pp", held and held["down x"])
-        put, turn = at["recv_fwd_slot"] + buffers.token_index(filled), at["fwd_chunk_switch"]
-        if held:
-            put, turn = (
-                put + buffers.token_index(held["up"]),
-                turn + buffers.token_index(held["down x"]),
-            )
-        load = lambda _: drop_form(
-            "dgrad_operand", with_fprop_form(self.take_chunk(carry["weights"], turn))
-        )
-        with jax.named_scope(schedule.FORWARD_CHUNK_SWITCH):
-            carry["w_forward"] = buffers.run_if(turn >= 0, load, carry["w_forward"])
-        put += buffers.token_index(jax.tree.leaves(carry["w_forward"])[0])
-        # Behind a barrier, or XLA reads x in one kernel with residuals, which come later: each is
-        # a row of its box, by a number of the same table.
-        inbox = (
-            row_major(buffers.write(carry["inbox"], put, arrived)),
-            at["fwd_microbatch"],
-            at["fwd_input_slot"],
-        )
-        carry["inbox"], micro, slot = lax.optimization_barrier(inbox)
-        return jnp.where(micro >= 0, buffers.read(carry["inbox"], slot), 0)
+        event = "zero.all_gather" if t.forward else "zero.reduce_scatter"
+        started = t.tokens.of(event)
+        token = ordering.index_token(started)
+        slices = []
+        if self.zero.slices_per_layer and t.forward:
+            slices = self.zero.all_gather_slices(t.now.allgather_tick + token, i)
+        elif self.zero.slices_per_layer:
+            tick = t.now.reducescatter_tick + token
+            slices = self.zero.reduce_scatter_slices(carry.layer_grads, tick, i)
+        t.slices += slices
+        done = ordering.token(slices)
+        if self.head and t.forward and i == 0:
+            tick = t.now.tick_in_phase + ordering.index_token(started)
+            carry = carry.replace(head_weight=self.head.all_gather_slice(carry.head_weight, tick))
+            done += ordering.token(carry.head_weight)
+        t.tokens.emit(event, done)
+        if t.forward:
+            t.x = ordering.after(t.x, t.tokens.wanted_by("fwd.next_layer"))
+        else:
+            t.dy = ordering.after(t.dy, t.tokens.wanted_by("bwd.next_layer"))
+        return carry
 
-    def output(self, forward: bool, carry, at, then, dx, made):
-        """What a tick leaves when its pieces are done. dx goes to the neighbour. Few ticks have the
-        embedding, its gradient, a turn, which is had while dx is on its way, as in input(), or the
-        loss: one decision says that there is none of them, not one each. It takes the host as long
-        as a small kernel takes the GPU. `then` is the row of the next tick.
-
-        A zero says that all has been read that is written, or XLA would copy it: dx waits for the
-        sums, but where the last product is free (Half). It is behind a barrier, or each reader
-        would make it anew.
-        """
-        few, back = {}, dx is not None
-        if forward and not self.alone:
-            embed = functools.partial(self.embed, then["embed_microbatch"])
-            few[schedule.EMBED] = then["embed_microbatch"] >= 0, embed
-        if back:
-            micro, dxs = (
-                (at["bwd_microbatch"], dx[None])
-                if self.alone
-                else (at["embed_grad_microbatch"], None)
+    def end_tick(self, carry: Carry, t: Tick) -> Carry:
+        """Stores the results of a tick, runs its branches and sends the input gradient."""
+        if t.forward:
+            slot = t.now.fwd_microbatch % self.plan.microbatches_per_loss
+            carry = carry.replace(
+                output=t.x,
+                loss_inputs=buffers.write(carry.loss_inputs, slot, t.x),
+                residuals=t.residuals,
+                residual_slot=t.now.fwd_stash_slot,
             )
-            embed_back = functools.partial(self.embed_back, micro, dxs)
-            few[schedule.EMBED_BACKWARD] = self.alone or micro >= 0, embed_back
-        if back and not self.alone:
-            late = carry["sums"] if forward and self.halves[0]["attn"].free is not None else ()
-            all_read = (dx, late, made) if forward else dx
-            read = lax.optimization_barrier(buffers.token_index(all_read))
-            turn = functools.partial(self.turn, carry["weights"], then, read)
-            few[schedule.BACKWARD_CHUNK_SWITCH] = then["bwd_chunk_switch"] + read >= 0, turn
-        if forward:
-            loss = functools.partial(self.loss, at, carry["ys"], carry.get("head"))
-            few[schedule.LOSS] = self.alone or at["loss_microbatch"] >= 0, loss
+        if t.slices and t.forward:
+            layers = self.zero.write_weights(carry.layer_weights, t.slices)
+            carry = carry.replace(layer_weights=layers)
+        elif t.slices:
+            tick = t.now.reducescatter_tick
+            grads = self.zero.write_gradients(carry.layer_grads, t.slices, tick)
+            carry = carry.replace(layer_grads=grads)
+        carry = self.run_branches(carry, t)
+        return self.send_input_grad(carry, t) if t.backward else carry
+
+    def run_branches(self, carry: Carry, t: Tick) -> Carry:
+        """Runs the branches of a tick. Few ticks have any: one host-side branch decides that there
+        is none, and not one each. It costs the host as much time as a small kernel takes."""
+        branches = self.branches(carry, t)
 
         def change(state):
-            for name, (condition, one) in few.items():
-                # One after the other on a CPU, too.
-                state = state | {"out": ordering.serialize_on_cpu(state["ends"], state["out"])}
-                with jax.named_scope(name):
-                    state = buffers.run_if(condition, one, state)
+            for branch in branches:
+                with jax.named_scope(branch.name):
+                    state = buffers.run_if(branch.condition, branch.change, state)
             return state
 
-        some = self.alone or functools.reduce(jnp.logical_or, [had for had, _ in few.values()])
-        names = {"ends", "out", "inbox", "grads", "stack", "sums", "w_backward"} & carry.keys()
+        conditions = [branch.condition for branch in branches]
+        always = any(condition is True for condition in conditions)
+        some = always or functools.reduce(jnp.logical_or, conditions)
         with jax.named_scope(schedule.END_OF_TICK):
-            carry |= buffers.run_if(some, change, {name: carry[name] for name in sorted(names)})
-        if back:
-            put, dx = (
-                then["recv_bwd_slot"],
-                ordering.serialize_on_cpu((carry["out"], carry["ends"]), dx),
-            )
-            put += 0 if self.alone else buffers.token_index(jax.tree.leaves(carry["w_backward"])[0])
-            with jax.named_scope(schedule.SEND_DX):
-                arrived = collectives.ppermute_shift(dx, "pp", -1)
-            carry["grads"] = buffers.write(carry["grads"], put, arrived)
+            state = {name: getattr(carry, name) for name in BRANCH_STATE}
+            none = dict.fromkeys(FIELDS)
+            state = buffers.run_if(some, change, Carry(**none | state))
+        return carry.replace(**{name: getattr(state, name) for name in BRANCH_STATE})
 
-    def embed(self, micro, state):
-        """x of the microbatches from `micro` on whose turn comes next, in the first inbox slots."""
-        x = self.ends.embed(
-            ordering.serialize_on_cpu(state["out"], micro), self.plan.microbatches_per_embedding
+    def send_input_grad(self, carry: Carry, t: Tick) -> Carry:
+        """Sends the input gradient to the stage before, and stores what the stage after sends."""
+        slot = self.recv_bwd_slot(carry, t)
+        with jax.named_scope(schedule.SEND_DX):
+            received = collectives.ppermute_shift(t.dy, "pp", -1)
+        return carry.replace(grad_slots=buffers.write(carry.grad_slots, slot, received))
+
+    def loss(self, t: Tick, ys, head, state: Carry) -> Carry:
+        """The loss of a group of microbatches whose forward passes are complete, and its gradients.
+
+        Row-major: otherwise jax 0.12 transposes the buffers for it in each tick.
+        """
+        loss, grads, dys = self.ends.loss(
+            t.now.loss_microbatch, row_major(ys), state.end_grads, head
         )
-        out = ordering.serialize_on_cpu(x, state["out"])
-        return state | {"inbox": buffers.write(state["inbox"], 0, row_major(x)), "out": out}
+        metrics = state.metrics | {"loss": state.metrics["loss"] + loss}
+        slots = buffers.write(state.grad_slots, t.now.loss_grad_slot, row_major(dys))
+        return state.replace(end_grads=grads, metrics=metrics, grad_slots=slots)
 
-    def embed_back(self, micro, dxs, state):
-        """The embedding's gradients with those of the microbatches from `micro` on. In a pipeline
-        what the first stage gives comes round to the last, as dxs."""
-        if dxs is None:
-            last = collectives.axis_index("pp") == self.plan.pp - 1
-            dxs = jnp.where(
-                last, row_major(state["grads"][: self.plan.microbatches_per_embedding]), 0
-            )
-        micro = ordering.serialize_on_cpu(state["out"], micro)
-        grads = self.ends.embed_backward(micro, dxs, state["ends"]["embed"])
-        return state | {"ends": state["ends"] | {"embed": grads}}
+    def embed_grad(self, first, dxs, state: Carry) -> Carry:
+        """Adds the embedding's gradients of the microbatches from `first` on."""
+        embed = self.ends.embed_backward(first, dxs, state.end_grads["embed"])
+        return state.replace(end_grads=state.end_grads | {"embed": embed})
 
-    def turn(self, weights, then, read, state):
-        stack = self.put_chunk(state["stack"], then["bwd_chunk_writeback"], state["sums"])
-        w, sums = (self.take_chunk(x, then["bwd_chunk_switch"] + read) for x in (weights, stack))
-        return state | {"stack": stack, "sums": sums, "w_backward": drop_form("fprop_operand", w)}
+    def output_grad(self, carry: Carry, t: Tick):
+        """The gradient of the output activation of this tick's backward pass; zeros without one."""
+        dy = buffers.read(carry.grad_slots, t.now.bwd_grad_slot)
+        return jnp.where(t.now.bwd_microbatch >= 0, dy, 0)
 
-    def loss(self, at, ys, head, state):
-        """When the last chunk is done for the microbatches of a loss: it, and the gradients of what
-        that gave them (Ends.loss). Left alone, jax 0.12 turns boxes round for it in each tick."""
-        at = ordering.serialize_on_cpu(state["out"], at)
-        loss, ends, dys = self.ends.loss(at["loss_microbatch"], row_major(ys), state["ends"], head)
-        out = state["out"] | {"loss": state["out"]["loss"] + loss}
-        grads = buffers.write(state["grads"], at["loss_grad_slot"], row_major(dys))
-        return state | {"ends": ends, "out": out, "grads": grads}
-
-    def travel(self, forward: bool, carry, at, i, read):
-        """The pieces of a tick that go beside its i-th layer: weights in the fill, gradients in the
-        drain. They start when `read` is known, and what the layer gives waits for them: left alone,
-        XLA brings them all at once, before what a layer needs next. A turn is over by then; the
-        boxes that it reads or writes would be copied otherwise."""
-        held = lax.optimization_barrier(buffers.token_index(read))
-        if not self.pieces.parts:
-            return []
-        if forward:
-            return self.pieces.gather(at["allgather_tick"] + held, i)
-        return self.pieces.reduce(carry["stack"], at["reducescatter_tick"] + held, i)
-
-    def half_on(self, carry, at, half, i, x, held):
-        """x through a half of layer i of the chunk, its residuals, and its products' zeros."""
-        real = self.is_real(at["fwd_chunk"], i)
-        w = self.both_forms(carry["w_forward"][i])
-        beside = tick_order(self.run, i)
-        y, aux, kept, made = self.halves[i][half].forward(w, self.blank, x, held, beside)
-        aux = jnp.where(real & (at["fwd_microbatch"] >= 0), aux, 0) / self.run.layout.gbs
-        carry["out"] = carry["out"] | {"aux": carry["out"]["aux"] + aux}
-        return y, kept, made
-
-    def half_back(self, carry, at, half, i, dy, made):
-        """dy back through a half of layer i of the chunk, whose sums grow, and zeros of its
-        products."""
-        real = self.is_real(at["bwd_chunk"], i)
-        work = real & (at["bwd_microbatch"] >= 0)
-        kept = lambda box: row_major(buffers.read(box, at["bwd_stash_slot"]))
-        residuals = jax.tree.map(kept, carry["keep"][half][i])
-        w, sums = self.both_forms(carry["w_backward"][i]), list(carry["sums"])
-        daux = jnp.where(work, jnp.float32(1 / self.run.layout.gbs), 0)
-        new, dx, held, made = self.halves[i][half].backward(w, sums[i], residuals, dy, daux, made)
-        sums[i] = _unless(work, new, sums[i])
-        carry["sums"] = tuple(sums)
-        return dx, held, made
-
-    def keep(self, carry):
-        """Puts the residuals of the tick before into their slots, which that has read, while dy is
-        gathered; by rows, or XLA turns the boxes round. Returns a zero that is known then."""
-        put = lambda box, kept: buffers.write(box, carry["kept_at"], row_major(kept))
+    def write_stash(self, carry: Carry) -> tuple[Carry, ordering.Token]:
+        """Writes the residuals of the tick before into their slots, which it has read; and the
+        token of that. Row-major, or XLA transposes the buffers."""
+        write = lambda stash, x: buffers.write(stash, carry.residual_slot, row_major(x))
         with jax.named_scope(schedule.STASH):
-            carry["keep"] = jax.tree.map(put, carry["keep"], carry["kept"])
-        return ordering.token(carry["keep"])
+            carry = carry.replace(stash=jax.tree.map(write, carry.stash, carry.residuals))
+        return carry, ordering.token(carry.stash)
 
-    # Chunks: trees, one for each of their layers.
+    def initial_carry(self, grads) -> Carry:
+        """Empty buffers, created when the layers' weights are all-gathered, which takes memory too,
+        while the head's are; if those come in slices, concurrently with the former.
 
-    def take_chunk(self, stack, chunk):
-        """The layers of a chunk, of a stack of all."""
-        if self.alone:
-            return stack
-        layer = lambda i: jax.tree.map(lambda x: buffers.read(x, chunk * self.size + i), stack)
-        return tuple(map(layer, range(self.size)))
+        A tick without work reads them, and an FP8 scale of 0 would turn zeros into NaN: they are
+        filled with ones, and each with another number, as XLA would share one buffer of equal ones
+        and copy it.
+        """
+        plan, x = self.plan, self.activation
+        ready = ordering.token([] if self.head else self.layers)
+        ones = (1 + i % 64 / 64 + ready for i in itertools.count())
+        empty = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
+        chunk_grads = self.chunk(grads["layers"], 0)
+        self.zero_grads = chunk_grads[0]
+        self.first_fwd_weights = self.fwd_form(0)
+        w = self.with_both_forms(self.first_fwd_weights[0])
+        residuals = {
+            name: [shapes for _ in range(self.layers_per_chunk)]
+            for name, shapes in jax.eval_shape(functools.partial(self._residuals, w), x).items()
+        }
+        carry = Carry(
+            **dict.fromkeys(FIELDS)
+            | {
+                "chunk_grads": chunk_grads,
+                "stash": jax.tree.map(lambda s: empty(plan.stash_slots, s), residuals),
+                "residuals": jax.tree.map(lambda s: empty(1, s)[0], residuals),
+                "residual_slot": jnp.int32(0),
+                # Two at least: XLA orders nothing by an index that can only be 0.
+                "input_slots": empty(max(plan.input_slots, 2), x),
+                "grad_slots": empty(max(plan.grad_slots, 2), x),
+                "output": jnp.zeros(x.shape, x.dtype),
+                "loss_inputs": empty(plan.microbatches_per_loss, x),
+                "end_grads": {name: grads[name] for name in WEIGHTS},
+                "metrics": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
+            }
+        )
+        if self.head:
+            w = jax.ShapeDtypeStruct(self.head.shape, self.head.w.dtype)
+            carry = carry.replace(head_weight=empty(1, w)[0])
+        return carry
 
-    def put_chunk(self, stack, chunk, layers):
-        """The stack with the layers of a chunk replaced."""
-        for i, layer in enumerate(layers):
-            at = chunk * len(layers) + i
-            stack = jax.tree.map(lambda box, x, at=at: buffers.write(box, at, x), stack, layer)
+    def _residuals(self, w, x):
+        return {
+            name: vjp.forward(w, self.zero_grads, x, dict.fromkeys(transformer.SUBLAYERS[name]))[2]
+            for name, vjp in self.vjps[0].items()
+        }
+
+    def fwd_form(self, chunk: int):
+        """The layers of a chunk as the forward pass reads them."""
+        return drop_form("dgrad_operand", with_fprop_form(self.chunk(self.layers, chunk)))
+
+    def with_both_forms(self, layer):
+        """A layer with zeros for the operand of each Weight that its pass does not read
+        (drop_form)."""
+        zeros = lambda form, shape: jax.tree.map(jnp.zeros_like, shape) if form is None else form
+        return jax.tree.map(zeros, layer, self.shapes, is_leaf=lambda form: form is None)
+
+    def has_layer(self, chunk, i):
+        """Whether slot i of a chunk of this stage has a layer. A layer of zeros passes activations
+        and gradients on unchanged, but must not count in metrics and amaxes."""
+        occupied = self.occupied[:, :, i]
+        if occupied.all():
+            return True
+        return jnp.asarray(occupied)[collectives.axis_index("pp"), chunk]
+
+    # What differs with and without a pipeline.
+
+    def table(self) -> np.ndarray:
+        """The schedule's rows, [ticks + 1, stages, columns of Row]."""
+        after_the_last = ((0, 1), (0, 0), (0, 0))
+        return np.pad(self.plan.rows(), after_the_last, constant_values=-1)
+
+    def begin_steady_state(self, carry: Carry) -> Carry:
+        return carry
+
+    def finish(self, carry: Carry):
+        """The gradients, and this GPU's metrics."""
+        return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics
+
+
+class OneStage(Executor):
+    """Without a pipeline: one stage with one chunk, whose layers are a tuple of trees."""
+
+    def chunk(self, stack, _chunk):
         return stack
 
-    def both_forms(self, layer):
-        """A layer with zeros for the form of each Weight that its pass does not read (but)."""
-        form = lambda part, whole: jax.tree.map(jnp.zeros_like, whole) if part is None else part
-        return jax.tree.map(form, layer, self.shapes, is_leaf=lambda part: part is None)
+    def fwd_weights(self, _carry):
+        return self.first_fwd_weights
 
-    def is_real(self, chunk, i):
-        """Whether slot i of a chunk of this stage holds a layer: one of zeros lets x and dy pass as
-        they are, but for what is counted."""
-        real = self.real[:, :, i]
-        return True if real.all() else jnp.asarray(real)[collectives.axis_index("pp"), chunk]
+    def bwd_weights(self, _carry):
+        return drop_form("fprop_operand", self.layers)
+
+    def receive_input(self, carry: Carry, t: Tick) -> Carry:
+        t.x = jnp.where(t.now.fwd_microbatch >= 0, self.ends.embed(t.now.fwd_microbatch), 0)
+        return carry
+
+    def branches(self, carry: Carry, t: Tick) -> list[Branch]:
+        found = []
+        if t.backward:
+            embed_grad = functools.partial(self.embed_grad, t.now.bwd_microbatch, t.dy[None])
+            found.append(Branch(schedule.EMBED_BACKWARD, True, embed_grad))
+        if t.forward:
+            loss = functools.partial(self.loss, t, carry.loss_inputs, carry.head_weight)
+            found.append(Branch(schedule.LOSS, True, loss))
+        return found
+
+    def recv_bwd_slot(self, _carry, t: Tick):
+        return t.following.recv_bwd_slot
 
 
-def _unless(real, new, old):
-    """Sums whose largest magnitudes are of real work alone. Gradients of other are zeros."""
-    is_sums = lambda x: isinstance(x, GradAccumulator)
-    keep = lambda new, old: new._replace(amax=jnp.where(real, new.amax, old.amax))
-    each = lambda new, old: keep(new, old) if is_sums(new) else new
-    return jax.tree.map(each, new, old, is_leaf=is_sums)
+class Pipeline(Executor):
+    """pp stages of vp chunks each."""
+
+    def chunk(self, stack, chunk):
+        return buffers.read_chunk(stack, chunk, self.layers_per_chunk)
+
+    def table(self) -> np.ndarray:
+        table = super().table()
+        # The input gradients of the last group arrive at the last stage when all ticks are over.
+        newest = self.plan.microbatches - 1
+        slot = newest % self.plan.microbatches_per_embedding
+        table[-1, :, Row._fields.index("recv_bwd_slot")] = slot
+        return table
+
+    def initial_carry(self, grads) -> Carry:
+        carry = super().initial_carry(grads)
+        carry = carry.replace(
+            layer_weights=self.layers,
+            fwd_weights=self.first_fwd_weights,
+            layer_grads=grads["layers"],
+        )
+        return self.embed(0, carry)
+
+    def begin_steady_state(self, carry: Carry) -> Carry:
+        # All stages begin with the last chunk. Copied before the warm-up, it would be kept so long.
+        last = self.chunk(carry.layer_weights, self.plan.vp - 1)
+        grads = ordering.after(carry.chunk_grads, ordering.token(carry.output))
+        return carry.replace(bwd_weights=drop_form("fprop_operand", last), chunk_grads=grads)
+
+    def finish(self, carry: Carry):
+        layers = buffers.write_chunk(carry.layer_grads, 0, carry.chunk_grads)  # the last is chunk 0
+        newest = self.plan.microbatches - 1
+        first = newest - newest % self.plan.microbatches_per_embedding
+        carry = self.embed_grad(first, None, carry)
+        return {**carry.end_grads, "layers": layers}, carry.metrics
+
+    def fwd_weights(self, carry: Carry):
+        return carry.fwd_weights
+
+    def bwd_weights(self, carry: Carry):
+        return carry.bwd_weights
+
+    def receive_input(self, carry: Carry, t: Tick) -> Carry:
+        """Receives the output of the stage before, of the tick before, and switches the forward
+        chunk.
+
+        The send starts when the first backward GEMM of the tick has its operand, and overlaps two
+        GEMMs. The chunk switch follows the send, or the neighbour would wait for the switch; and
+        the write of the received activation follows the switch, which overlaps the transfer.
+        """
+        with jax.named_scope(schedule.SEND_X):
+            wait_for = t.tokens.wanted_by("fwd.recv")
+            received = ordering.ppermute_after(carry.output, "pp", wait_for)
+        switch = ordering.index_after(t.now.fwd_chunk_switch, *t.tokens.of("fwd.chunk_switch"))
+        chunk = lambda: self.chunk(carry.layer_weights, switch)
+        load = lambda _: drop_form("dgrad_operand", with_fprop_form(chunk()))
+        with jax.named_scope(schedule.FORWARD_CHUNK_SWITCH):
+            carry = carry.replace(fwd_weights=buffers.run_if(switch >= 0, load, carry.fwd_weights))
+        t.tokens.emit("fwd.chunk_switch", jax.tree.leaves(carry.fwd_weights)[0])
+        slot = ordering.index_after(t.now.recv_fwd_slot, *t.tokens.of("fwd.recv.write"))
+        # The barrier keeps XLA from reading the input in one kernel with the residuals of the
+        # backward pass, which come later: both are read by indices of one row of the table.
+        slots = row_major(buffers.write(carry.input_slots, slot, received))
+        slots, microbatch, slot = lax.optimization_barrier(
+            (slots, t.now.fwd_microbatch, t.now.fwd_input_slot)
+        )
+        t.x = jnp.where(microbatch >= 0, buffers.read(slots, slot), 0)
+        return carry.replace(input_slots=slots)
+
+    def branches(self, carry: Carry, t: Tick) -> list[Branch]:
+        found = []
+        if t.forward:
+            embed = functools.partial(self.embed, t.following.embed_microbatch)
+            found.append(Branch(schedule.EMBED, t.following.embed_microbatch >= 0, embed))
+        if t.backward:
+            first = t.now.embed_grad_microbatch
+            embed_grad = functools.partial(self.embed_grad, first, None)
+            found.append(Branch(schedule.EMBED_BACKWARD, first >= 0, embed_grad))
+            # After all reads of what the switch replaces, or XLA would copy it; of the gradients of
+            # the chunk only if the last wgrad is not ordered (SublayerVjp.dx_unordered).
+            unordered = t.forward and self.vjps[0]["attn"].dx_unordered
+            reads = carry.chunk_grads if unordered else (), t.tokens.wanted_by("bwd.chunk_switch")
+            token = ordering.index_token((t.dy, *reads))
+            switch = functools.partial(self.switch_backward_chunk, carry.layer_weights, t, token)
+            condition = t.following.bwd_chunk_switch + token >= 0
+            found.append(Branch(schedule.BACKWARD_CHUNK_SWITCH, condition, switch))
+        if t.forward:
+            loss = functools.partial(self.loss, t, carry.loss_inputs, carry.head_weight)
+            found.append(Branch(schedule.LOSS, t.now.loss_microbatch >= 0, loss))
+        return found
+
+    def embed(self, first, state: Carry) -> Carry:
+        """Embeds the next group of microbatches, from `first` on, into the first input slots."""
+        x = self.ends.embed(first, self.plan.microbatches_per_embedding)
+        return state.replace(input_slots=buffers.write(state.input_slots, 0, row_major(x)))
+
+    def embed_grad(self, first, _dxs, state: Carry) -> Carry:
+        """The first stage's input gradients arrive at the last stage, in the first gradient slots."""
+        last = collectives.axis_index("pp") == self.plan.pp - 1
+        dxs = row_major(state.grad_slots[: self.plan.microbatches_per_embedding])
+        return super().embed_grad(first, jnp.where(last, dxs, 0), state)
+
+    def switch_backward_chunk(self, layer_weights, t: Tick, token, state: Carry) -> Carry:
+        """Writes the gradients of the old chunk back and reads weights and gradients of the next."""
+        grads = buffers.write_chunk(
+            state.layer_grads, t.following.bwd_chunk_writeback, state.chunk_grads
+        )
+        chunk = t.following.bwd_chunk_switch + token
+        w, chunk_grads = (self.chunk(stack, chunk) for stack in (layer_weights, grads))
+        bwd_weights = drop_form("fprop_operand", w)
+        return state.replace(layer_grads=grads, chunk_grads=chunk_grads, bwd_weights=bwd_weights)
+
+    def recv_bwd_slot(self, carry: Carry, t: Tick):
+        # After the chunk switch, which overlaps the transfer.
+        return ordering.index_after(
+            t.following.recv_bwd_slot, jax.tree.leaves(carry.bwd_weights)[0]
+        )
+
+
+def _keep_amax(has_work, new, old):
+    """New gradients, with amaxes of ticks that have work only; their other gradients are zeros."""
+    is_grad = lambda x: isinstance(x, GradAccumulator)
+    select = lambda new, old: new._replace(amax=jnp.where(has_work, new.amax, old.amax))
+    one = lambda new, old: select(new, old) if is_grad(new) else new
+    return jax.tree.map(one, new, old, is_leaf=is_grad)

@@ -1,18 +1,19 @@
-"""Pipeline schedules as plain integer tables.
+"""Pipeline schedules as integer tables: GPipe, 1F1B and interleaved 1F1B.
 
-A schedule says, for each tick and stage, which forward and which backward piece of work is done,
-and in which buffer slots its data lives. In one tick a stage does at most one forward and one
-backward, each of one microbatch through one of its chunks of layers. Neither needs what the other
-makes in the same tick: what comes out of a tick is there for the next one, here and at neighbours.
-So the two can be one piece of code, in which one computes while the other communicates.
+A schedule says, for each tick and stage, which forward and which backward pass runs, and in which
+buffer slots its data is. In a tick a stage runs at most one forward and one backward pass, each of
+one microbatch through one of its chunks of layers (virtual stages). Results of a tick are available
+in the next one, on this stage and on its neighbours. So the two passes of a tick do not depend on
+each other: the communication of one overlaps the computation of the other.
 
-Stage p holds chunks 0 .. vp-1; chunk c of stage p is the (c x pp + p)-th part of the network
-(slots.py).
+Stage p has chunks 0 to vp - 1; chunk c of stage p is the (c x pp + p)-th part of the network
+(layer_order.py).
 """
 
 import dataclasses
 import functools
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,41 +21,56 @@ from maxbench.config.run import SCHEDULES, Run
 
 WAYS = ("fwd", "bwd")
 
-# Columns of Schedule.table; -1 is nothing. Slots are of this stage's own buffers.
-COLUMNS = (
-    "fwd_microbatch",  # forward: microbatch
-    "fwd_chunk",
-    "fwd_chunk_switch",  # the chunk whose turn begins, or -1
-    "fwd_stash_slot",  # residual slot that the forward fills
-    "fwd_input_slot",  # inbox slot of its input
-    "loss_grad_slot",  # first of the gradient slots that the loss fills, which the last stage reads
-    "loss_microbatch",  # of which microbatch and those before; the same on all stages
-    "bwd_microbatch",  # backward
-    "bwd_chunk",
-    "bwd_chunk_switch",  # the chunk whose turn begins, or -1
-    "bwd_chunk_writeback",  # and the one whose turn is over; the first time the same
-    "bwd_stash_slot",  # residual slot that the backward reads and frees
-    "bwd_grad_slot",  # gradient slot of what it is given
-    "recv_fwd_slot",  # inbox slot for what the stage before made in the last tick
-    "recv_bwd_slot",  # gradient slot for what the stage after made in the last tick
-    # The same on all stages, of which the first reads the former and the last has the latter:
-    "embed_microbatch",  # first of the microbatches that are embedded before, into the first inbox slots
-    "embed_grad_microbatch",  # first of those whose embedding's gradients are whole, in the first of grads
-    "allgather_tick",  # in the fill, where the weights of chunks 1 .. are (pieces.py), 0 .. spread x (vp-1)
-    "reducescatter_tick",  # in the drain, where the gradients of chunks vp-1 .. 1 are, likewise
-    "tick_in_phase",  # ticks since the phase began
-)
 
-# Names of the executor's loops and conditionals in the compiled program.
+class Row(NamedTuple):
+    """What one stage does in one tick: the columns of a schedule's tables. -1 is nothing; slots are
+    of this stage's own buffers.
+    """
+
+    fwd_microbatch: int
+    fwd_chunk: int
+    fwd_chunk_switch: int  # the chunk whose weights are loaded
+    fwd_stash_slot: int  # for the residuals of the forward pass
+    fwd_input_slot: int  # of its input activation
+    loss_grad_slot: (
+        int  # first slot for the output gradients of the loss; the last stage reads them
+    )
+    loss_microbatch: int  # last microbatch of a loss; the same on all stages
+    bwd_microbatch: int
+    bwd_chunk: int
+    bwd_chunk_switch: int  # the chunk whose weights and gradients are loaded
+    bwd_chunk_writeback: int  # the chunk whose gradients are written back; at first the same
+    bwd_stash_slot: int  # of the residuals, free afterwards
+    bwd_grad_slot: int  # of the output gradient
+    recv_fwd_slot: int  # for the activation that the stage before computed in the last tick
+    recv_bwd_slot: int  # for the gradient that the stage after computed in the last tick
+    # The same on all stages:
+    embed_microbatch: int  # first of the microbatches that the tick before embeds
+    embed_grad_microbatch: int  # first of those whose input gradients have arrived
+    allgather_tick: int  # of the ZeRO slices of chunks 1 to vp - 1, in the warm-up
+    reducescatter_tick: int  # of the ZeRO slices of chunks vp - 1 to 1, in the cool-down
+    tick_in_phase: int
+
+
+# The three tables of a schedule, and their columns.
+WORK = ("fwd_microbatch", "fwd_chunk", "bwd_microbatch", "bwd_chunk")
+BUFFERS = (
+    "fwd_stash_slot", "bwd_stash_slot", "fwd_input_slot", "bwd_grad_slot", "loss_grad_slot",
+    "recv_fwd_slot", "recv_bwd_slot",
+)  # fmt: skip
+EVENTS = (
+    "fwd_chunk_switch", "bwd_chunk_switch", "bwd_chunk_writeback", "embed_microbatch",
+    "embed_grad_microbatch", "loss_microbatch", "allgather_tick", "reducescatter_tick",
+    "tick_in_phase",
+)  # fmt: skip
+TABLES = {"work": WORK, "buffers": BUFFERS, "events": EVENTS}
+
+# Scopes of the executor's loops and branches in the compiled program.
 PHASES = WARMUP, STEADY, COOLDOWN = "pipeline_warmup", "pipeline_steady", "pipeline_cooldown"
-FORWARD_CHUNK_SWITCH, BACKWARD_CHUNK_SWITCH = (
-    "pipeline_fwd_chunk_switch",
-    "pipeline_bwd_chunk_switch",
-)
+FORWARD_CHUNK_SWITCH = "pipeline_fwd_chunk_switch"
+BACKWARD_CHUNK_SWITCH = "pipeline_bwd_chunk_switch"
 EMBED, LOSS, EMBED_BACKWARD = "pipeline_embed", "pipeline_loss", "pipeline_embed_backward"
-END_OF_TICK = (
-    "pipeline_end_of_tick"  # what few ticks have is in it: all of these but the forward turn
-)
+END_OF_TICK = "pipeline_end_of_tick"  # contains all branches except the forward chunk switch
 SEND_X, SEND_DX = "pipeline_send_x", "pipeline_send_dx"
 STASH = "pipeline_stash"  # writes to the activation stash; cost_model/memory.py looks for it
 
@@ -64,20 +80,23 @@ class Schedule:
     """One schedule.
 
     Attributes:
-      table: int32 [ticks, pp, columns].
-      keep, inbox, grads: how many slots the three buffers of a stage need.
-      spread: ticks of the fill, and of the drain, in which the weights of a chunk can come, and its
-        gradients go; 0 where there is but one chunk.
-      together: microbatches of which a loss is.
-      ahead: microbatches that are embedded together, before their turn of the first chunk; what
-        goes back of these comes round to the last stage. 0 without a pipeline.
+      work, buffers, events: int32 [ticks, pp, columns], with the columns of TABLES.
+      stash_slots, input_slots, grad_slots: how many slots the three buffers of a stage have: for
+        residuals, input activations and output gradients.
+      zero_overlap_ticks: ticks of the warm-up in which the weights of one chunk are all-gathered in
+        slices, and of the cool-down in which its gradients are reduce-scattered; 0 if vp is 1.
+      microbatches_per_loss: microbatches whose loss is computed together.
+      microbatches_per_embedding: microbatches that are embedded together, before their forward
+        pass; their input gradients arrive at the last stage. 0 without a pipeline.
     """
 
     name: str
     pp: int
     vp: int
     microbatches: int
-    table: np.ndarray
+    work: np.ndarray
+    buffers: np.ndarray
+    events: np.ndarray
     stash_slots: int
     input_slots: int
     grad_slots: int
@@ -87,243 +106,303 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        return len(self.table)
+        return len(self.work)
 
     def column(self, name: str) -> np.ndarray:
-        """One column of the table, [ticks, pp]."""
-        return self.table[:, :, COLUMNS.index(name)]
+        """One column, [ticks, pp]; a view."""
+        table = next(t for t, columns in TABLES.items() if name in columns)
+        return getattr(self, table)[:, :, TABLES[table].index(name)]
+
+    def rows(self) -> np.ndarray:
+        """All columns, in the order of Row: int32 [ticks, pp, columns]."""
+        return np.stack([self.column(name) for name in Row._fields], -1)
 
     @property
     def phases(self) -> dict[str, range]:
-        """The ticks in which there is forward work alone, those with backward work too, and those
-        with backward work alone. In a phase each stage does the same in every tick, if need be for
-        nothing: ticks are as long as the busiest stage's anyway."""
+        """The ticks of the warm-up (forward passes alone), the steady state and the cool-down
+        (backward passes alone). In a phase all stages run the same code in every tick, on zeros if
+        there is nothing else: a tick takes as long as the busiest stage anyway."""
         busy = {way: np.flatnonzero((self.column(f"{way}_microbatch") >= 0).any(1)) for way in WAYS}
-        first, last = (
-            min(busy["bwd"][0], busy["fwd"][-1] + 1),
-            max(busy["bwd"][0], busy["fwd"][-1] + 1),
-        )
-        ends = (0, int(first), int(last), self.ticks)
-        return {name: range(*ends[i : i + 2]) for i, name in enumerate(PHASES)}
+        first_backward, forward_end = int(busy["bwd"][0]), int(busy["fwd"][-1]) + 1
+        steady = sorted((first_backward, forward_end))
+        bounds = (0, *steady, self.ticks)
+        return {name: range(*bounds[i : i + 2]) for i, name in enumerate(PHASES)}
 
     def bubble(self) -> float:
-        """Share of the step in which a stage waits; backward work takes as long as two forward."""
-        fill, both, drain = map(len, self.phases.values())
-        return 1 - 3 * self.microbatches * self.vp / (fill + 3 * both + 2 * drain)
+        """Share of the step in which a stage has no work; a backward pass counts as two forward."""
+        warmup, steady, cooldown = map(len, self.phases.values())
+        return 1 - 3 * self.microbatches * self.vp / (warmup + 3 * steady + 2 * cooldown)
 
     def render(self, width: int = 120) -> str:
-        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; where
-        not all have room, the first and the last."""
-        rows = []
+        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; the first
+        and the last ticks if not all fit the width."""
+        lines = []
         cell = len(f"{self.vp - 1}:{self.microbatches - 1}") + 1
-        shown, whole = max(2, (width - 16) // cell), range(self.ticks)
-        ends = [whole[: shown // 2], whole[-(shown // 2) :]] if shown < self.ticks else [whole]
+        shown, ticks = max(2, (width - 16) // cell), range(self.ticks)
+        parts = [ticks[: shown // 2], ticks[-(shown // 2) :]] if shown < self.ticks else [ticks]
         for p in range(self.pp):
             for way in WAYS:
-                micro, chunk = (
-                    self.column(f"{way}_microbatch")[:, p],
-                    self.column(f"{way}_chunk")[:, p],
-                )
-                said = lambda t, c=chunk, m=micro: f"{c[t]}:{m[t]}" if m[t] >= 0 else "."
-                text = ["".join(said(t).ljust(cell) for t in end) for end in ends]
+                microbatch = self.column(f"{way}_microbatch")[:, p]
+                chunk = self.column(f"{way}_chunk")[:, p]
+                text = lambda t, c=chunk, m=microbatch: f"{c[t]}:{m[t]}" if m[t] >= 0 else "."
+                cells = ["".join(text(t).ljust(cell) for t in part) for part in parts]
                 label = f"stage {p:<2}" if way == "fwd" else ""
-                rows.append(f"{label:<9}{way[0].upper()} {'... '.join(text).rstrip()}")
-        more = f" (first and last {shown // 2} shown)" if shown < self.ticks else ""
-        head = (
-            f"{self.name}: {self.ticks} ticks, bubble {self.bubble():.1%}, slots {self.stash_slots}"
-        )
+                lines.append(f"{label:<9}{way[0].upper()} {'... '.join(cells).rstrip()}")
+        cut = f" (first and last {shown // 2} shown)" if shown < self.ticks else ""
+        head = f"{self.name}: {self.ticks} ticks, bubble {self.bubble():.1%}, slots "
         legend = "F forward, B backward, each chunk:microbatch; . the stage waits"
-        return "\n".join([head + more, legend, *rows])
+        return "\n".join([f"{head}{self.stash_slots}{cut}", legend, *lines])
 
 
 def schedule_for(run: Run) -> Schedule:
     """The schedule of a run's pipeline; without one, of a pipeline of one stage."""
     a, t = run.layout, run.train
-    return build_schedule(
-        t.schedule if a.pp > 1 else "1f1b",
-        a.pp,
-        a.vp,
-        a.microbatches,
-        t.microbatch_group_size,
-        a.mbs,
-    )
+    name = t.schedule if a.pp > 1 else "1f1b"
+    return build_schedule(name, a.pp, a.vp, a.microbatches, t.microbatch_group_size, a.mbs)
 
 
-def _order(turn: int, vp: int, microbatches: int, backward: bool) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order a stage takes them: groups of microbatches, by chunk."""
-    chunks = range(vp - 1, -1, -1) if backward else range(vp)
-    return [
-        (m, c)
-        for start in range(0, microbatches, turn)
-        for c in chunks
-        for m in range(start, min(start + turn, microbatches))
-    ]
-
-
-def loss_group_size(name: str, pp: int, vp: int, microbatches: int, turn: int, mbs: int) -> int:
-    """Of how many microbatches a loss is: of two that come one after the other, or as many as have
-    four sequences. For a loss all stages wait for all, as two stages do in any tick. Of many on
-    many stages it is of eight: the fill is so much longer, and half as many are waited for."""
+def loss_group_size(name: str, pp: int, vp: int, microbatches: int, group: int, mbs: int) -> int:
+    """How many microbatches have their loss computed together: two consecutive ones, or as many as
+    have four sequences. All stages wait for each other for a loss, as two stages do in any tick.
+    Many microbatches on many stages: eight, as the warm-up is that much longer, and the stages wait
+    half as often.
+    """
     most = max(2, (8 if pp >= 8 and microbatches >= 64 else 4) // mbs)
-    fits = lambda n: n <= most and microbatches % n == 0 and (vp == 1 or turn % n == 0)
-    return 1 if name == "gpipe" or pp <= 2 else next(filter(fits, (8, 4, 2)), 1)
+    divides = lambda n: n <= most and microbatches % n == 0 and (vp == 1 or group % n == 0)
+    return 1 if name == "gpipe" or pp <= 2 else next(filter(divides, (8, 4, 2)), 1)
 
 
 @functools.cache
-def build_schedule(name: str, pp: int, vp: int, microbatches: int, turn=0, mbs=1) -> Schedule:
-    """Makes a schedule: 'gpipe', or '1f1b', which with vp > 1 is the interleaved one.
+def build_schedule(name: str, pp: int, vp: int, microbatches: int, group=0, mbs=1) -> Schedule:
+    """Builds a schedule: 'gpipe', or '1f1b', which with vp > 1 is interleaved 1F1B.
 
-    A chunk's turn is `turn` microbatches long, pp at least, which is the default and holds least.
+    Args:
+      group: microbatches per chunk switch (Megatron's microbatch_group_size_per_vp_stage); at least
+        pp, which is the default and needs the least memory.
+      mbs: sequences per microbatch.
 
-    The 1F1B order is that of Megatron-LM (arXiv:2104.04473): a stage holds back forward work until
-    backward work has freed what it may hold, here one piece more, as the last stage's gradient is
-    there a tick after its loss, and one for each further microbatch that this is of. Its bubble is
-    (pp - 1) / (vp x microbatches) of the useful time whenever microbatches are a multiple of pp.
+    The 1F1B order is that of Megatron-LM (arXiv:2104.04473): a stage delays a forward pass until a
+    backward pass has freed its slot. The limit is one pass higher here, as the gradient of the last
+    stage's output is available one tick after its loss, and higher by one for each further
+    microbatch of a loss. The bubble is (pp - 1) / (vp x microbatches) of the useful time if
+    microbatches are a multiple of pp.
 
-    Where turns are longer than stages are many, backward work starts so many ticks later that
-    stages wait least for each other's turns (predict.ticks.turn_delay).
+    With groups longer than pp, backward passes start so many ticks later that stages wait least for
+    each other's chunk switches (cost_model.pipeline_timing.chunk_switch_delay).
     """
     assert name in SCHEDULES
-    turn = min(max(turn, pp), microbatches) if vp > 1 else pp
-    of = loss_group_size(name, pp, vp, microbatches, turn, mbs)
-    forward = _order(turn, vp, microbatches, backward=False)
-    backward = _order(turn, vp, microbatches, backward=True)
+    group = min(max(group, pp), microbatches) if vp > 1 else pp
+    per_loss = loss_group_size(name, pp, vp, microbatches, group, mbs)
+    per_embedding = group if pp > 1 else 0
+    fwd_tick, bwd_tick = _assign_ticks(name, pp, vp, microbatches, group, per_loss)
+    ticks = 1 + max(bwd_tick.values())
+    tables = {t: np.full((ticks, pp, len(c)), -1, np.int32) for t, c in TABLES.items()}
+    plan = Schedule(
+        name, pp, vp, microbatches, **tables, stash_slots=0, input_slots=0, grad_slots=0,
+        zero_overlap_ticks=0, microbatches_per_loss=per_loss,
+        microbatches_per_embedding=per_embedding,
+    )  # fmt: skip
+    _assign_work(plan, fwd_tick, bwd_tick)
+    _assign_events(plan, fwd_tick, bwd_tick)
+    counts = _assign_buffers(plan, fwd_tick, bwd_tick)
+    plan = dataclasses.replace(plan, **counts, zero_overlap_ticks=_assign_zero_ticks(plan))
+    for table in (plan.work, plan.buffers, plan.events):
+        table.setflags(write=False)
+    return plan
+
+
+# (part of the network, microbatch) -> tick
+Ticks = dict[tuple[int, int], int]
+
+
+def _assign_ticks(name, pp, vp, microbatches, group, per_loss) -> tuple[Ticks, Ticks]:
+    """The ticks of all forward and all backward passes."""
+    forward = _order(group, vp, microbatches, range(vp))
+    backward = _order(group, vp, microbatches, range(vp - 1, -1, -1))
     parts, total = pp * vp, len(forward)
     if name == "gpipe":
-        later, limit = 0, [total] * pp
+        delay, limit = 0, [total] * pp
     else:
-        later = max(turn - pp + 1 - of, 0)
-        limit = [vp * turn + pp - 1 + of - 2 * p for p in range(pp)]
-    f_tick, b_tick = {}, {}  # (part of the network, microbatch) -> tick
-    f_next, b_next = [0] * pp, [0] * pp
+        delay = max(group - pp + 1 - per_loss, 0)
+        limit = [vp * group + pp - 1 + per_loss - 2 * p for p in range(pp)]
+    fwd_tick, bwd_tick = {}, {}
+    fwd_next, bwd_next = [0] * pp, [0] * pp
     tick = 0
-    while min(b_next) < total:
+    while min(bwd_next) < total:
         for p in range(pp):
-            if f_next[p] < total and f_next[p] - b_next[p] < limit[p]:
-                m, c = forward[f_next[p]]
+            if fwd_next[p] < total and fwd_next[p] - bwd_next[p] < limit[p]:
+                m, c = forward[fwd_next[p]]
                 part = c * pp + p
-                if part == 0 or f_tick.get((part - 1, m), tick) < tick:
-                    f_tick[part, m] = tick
-                    f_next[p] += 1
+                if part == 0 or fwd_tick.get((part - 1, m), tick) < tick:
+                    fwd_tick[part, m] = tick
+                    fwd_next[p] += 1
         for p in range(pp):
-            if b_next[p] == total or (name == "gpipe" and f_next[p] < total):
+            if bwd_next[p] == total or (name == "gpipe" and fwd_next[p] < total):
                 continue
-            m, c = backward[b_next[p]]
+            m, c = backward[bwd_next[p]]
             part = c * pp + p
-            after = f_tick if part == parts - 1 else b_tick
-            needed = (part, m - m % of + of - 1) if part == parts - 1 else (part + 1, m)
-            ready = after.get(needed, tick) + later * (part == parts - 1)
-            if ready < tick and (part, m) in f_tick:
-                b_tick[part, m] = tick
-                b_next[p] += 1
+            if part == parts - 1:  # after the loss of its group
+                ready = fwd_tick.get((part, m - m % per_loss + per_loss - 1), tick) + delay
+            else:
+                ready = bwd_tick.get((part + 1, m), tick)
+            if ready < tick and (part, m) in fwd_tick:
+                bwd_tick[part, m] = tick
+                bwd_next[p] += 1
         tick += 1
-        assert tick <= 4 * (total + parts), "the schedule stands still"
-    ahead = turn if pp > 1 else 0
-    return _assign_buffers(name, pp, vp, microbatches, f_tick, b_tick, tick, of, ahead)
+        assert tick <= 4 * (total + parts), "deadlock"
+    return fwd_tick, bwd_tick
 
 
-def _assign_buffers(name, pp, vp, microbatches, f_tick, b_tick, ticks, of, ahead) -> Schedule:
-    """Fills the table: work where it was put, and the lowest free slot for all that waits."""
-    table = np.full((ticks, pp, len(COLUMNS)), -1, np.int32)
-    at = {c: i for i, c in enumerate(COLUMNS)}
-    last = pp * vp - 1
-    keep, inbox, grads, losses = ([] for _ in range(4))  # (stage, first tick, last tick, columns)
-    for (part, m), f in f_tick.items():
-        p, c, b = part % pp, part // pp, b_tick[part, m]
-        table[f, p, at["fwd_microbatch"]], table[f, p, at["fwd_chunk"]] = m, c
-        table[b, p, at["bwd_microbatch"]], table[b, p, at["bwd_chunk"]] = m, c
-        keep.append((p, f, b, {"fwd_stash_slot": [f], "bwd_stash_slot": [b]}))
-        if part > 0:
-            sent = f_tick[part - 1, m] + 1
-            inbox.append((p, sent, f, {"recv_fwd_slot": [sent], "fwd_input_slot": [f]}))
-        if part < last:
-            sent = b_tick[part + 1, m] + 1
-            grads.append((p, sent, b, {"recv_bwd_slot": [sent], "bwd_grad_slot": [b]}))
-        elif m % of == of - 1:  # the loss, when the last microbatch that it is of is done
-            table[f, :, at["loss_microbatch"]] = m
-            assert f - f_tick[part, m + 1 - of] == of - 1
-            read = [b_tick[part, m + 1 - of + i] for i in range(of)]
-            losses.append((p, f, b, {"loss_grad_slot": [f], "bwd_grad_slot": read}))
-        if part == 0 and ahead:
-            table[f, p, at["fwd_input_slot"]] = slot = m % ahead
-            if slot == 0:
-                table[f, :, at["embed_microbatch"]] = m
-            if b + 1 < ticks:  # of the last microbatches all is whole after the last tick
-                table[b + 1, -1, at["recv_bwd_slot"]] = slot
-                if slot == ahead - 1:
-                    table[b + 1, :, at["embed_grad_microbatch"]] = m - slot
-    for way, p in itertools.product(WAYS, range(pp)):
-        ticks = np.flatnonzero(table[:, p, at[f"{way}_microbatch"]] >= 0)
-        chunks = table[ticks, p, at[f"{way}_chunk"]]
+def _order(group: int, vp: int, microbatches: int, chunks: range) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in the order of a stage: groups of microbatches, chunk by chunk."""
+    return [
+        (m, c)
+        for start in range(0, microbatches, group)
+        for c in chunks
+        for m in range(start, min(start + group, microbatches))
+    ]
+
+
+def _assign_work(plan: Schedule, fwd_tick: Ticks, bwd_tick: Ticks) -> None:
+    for way, ticks in (("fwd", fwd_tick), ("bwd", bwd_tick)):
+        microbatches, chunks = plan.column(f"{way}_microbatch"), plan.column(f"{way}_chunk")
+        for (part, m), tick in ticks.items():
+            microbatches[tick, part % plan.pp] = m
+            chunks[tick, part % plan.pp] = part // plan.pp
+
+
+def _assign_events(plan: Schedule, fwd_tick: Ticks, bwd_tick: Ticks) -> None:
+    """Chunk switches, losses, embeddings and their gradients. Those of ZeRO slices come later."""
+    per_loss, per_embedding = plan.microbatches_per_loss, plan.microbatches_per_embedding
+    last = plan.pp * plan.vp - 1
+    for m in range(plan.microbatches):
+        if m % per_loss == per_loss - 1:  # when the last microbatch of the group is complete
+            tick = fwd_tick[last, m]
+            plan.column("loss_microbatch")[tick] = m
+            assert tick - fwd_tick[last, m + 1 - per_loss] == per_loss - 1
+        if per_embedding:
+            if m % per_embedding == 0:
+                plan.column("embed_microbatch")[fwd_tick[0, m]] = m
+            received = bwd_tick[0, m] + 1
+            # The gradients of the last group are complete after the last tick.
+            if m % per_embedding == per_embedding - 1 and received < plan.ticks:
+                plan.column("embed_grad_microbatch")[received] = m - m % per_embedding
+    for way, p in itertools.product(WAYS, range(plan.pp)):
+        ticks = np.flatnonzero(plan.column(f"{way}_microbatch")[:, p] >= 0)
+        chunks = plan.column(f"{way}_chunk")[ticks, p]
         before = np.concatenate([[-1], chunks[:-1]])
-        turns = chunks != before
-        table[ticks[turns], p, at[f"{way}_chunk_switch"]] = chunks[turns]
+        switch = chunks != before
+        plan.column(f"{way}_chunk_switch")[ticks[switch], p] = chunks[switch]
         if way == "bwd":
-            table[ticks[turns], p, at["bwd_chunk_writeback"]] = np.where(
-                before < 0, chunks, before
-            )[turns]
-    # What a tick has done for nothing it puts into a slot all the same, one that is free.
-    for stays, column in (
-        (keep, "fwd_stash_slot"),
-        (inbox, "recv_fwd_slot"),
+            old = np.where(before < 0, chunks, before)[switch]
+            plan.column("bwd_chunk_writeback")[ticks[switch], p] = old
+    for phase in plan.phases.values():
+        plan.column("tick_in_phase")[phase] = np.arange(len(phase))[:, None]
+
+
+class _Interval(NamedTuple):
+    """A slot's use: from the tick that writes it to the tick that reads it last.
+
+    Attributes:
+      columns: column -> ticks in which it is this slot; the i-th tick has the i-th slot of several.
+    """
+
+    stage: int
+    start: int
+    end: int
+    columns: dict[str, list[int]]
+
+
+def _assign_buffers(plan: Schedule, fwd_tick: Ticks, bwd_tick: Ticks) -> dict[str, int]:
+    """Assigns the slots of the three buffers; returns how many each has."""
+    pp, per_loss, per_embedding = (
+        plan.pp,
+        plan.microbatches_per_loss,
+        plan.microbatches_per_embedding,
+    )
+    last = pp * plan.vp - 1
+    stash, inputs, grads, losses = ([] for _ in range(4))
+    for (part, m), f in fwd_tick.items():
+        p, b = part % pp, bwd_tick[part, m]
+        stash.append(_Interval(p, f, b, {"fwd_stash_slot": [f], "bwd_stash_slot": [b]}))
+        if part > 0:
+            sent = fwd_tick[part - 1, m] + 1
+            inputs.append(_Interval(p, sent, f, {"recv_fwd_slot": [sent], "fwd_input_slot": [f]}))
+        elif per_embedding:  # embeddings and their gradients use the first slots
+            slot = m % per_embedding
+            plan.column("fwd_input_slot")[f, p] = slot
+            if b + 1 < plan.ticks:
+                plan.column("recv_bwd_slot")[b + 1, -1] = slot
+        if part < last:
+            sent = bwd_tick[part + 1, m] + 1
+            grads.append(_Interval(p, sent, b, {"recv_bwd_slot": [sent], "bwd_grad_slot": [b]}))
+        elif m % per_loss == per_loss - 1:
+            reads = [bwd_tick[part, m + 1 - per_loss + i] for i in range(per_loss)]
+            losses.append(_Interval(p, f, b, {"loss_grad_slot": [f], "bwd_grad_slot": reads}))
+    # A tick without work writes its result, too: into a free slot.
+    for intervals, column in (
+        (stash, "fwd_stash_slot"),
+        (inputs, "recv_fwd_slot"),
         (grads, "recv_bwd_slot"),
     ):
-        full = {stay[:2] for stay in stays}
-        free = map(tuple, np.argwhere(table[..., at[column]].T < 0).tolist())
-        stays += [(p, tick, tick, {column: [tick]}) for p, tick in free if (p, tick) not in full]
-    # What a tick keeps is put away when it has read what it frees, and its loss comes after that;
-    # other slots it fills first.
-    fill = functools.partial(_allocate_intervals, table)
-    losses_end = fill(losses, 1, of, first=ahead)
-    counts = fill(keep, 1), fill(inbox, 0, first=ahead), fill(grads, 0, first=losses_end)
-    table[:, :, at["loss_grad_slot"]] = table[:, -1:, at["loss_grad_slot"]]
-    made = Schedule(name, pp, vp, microbatches, table, *counts, 0, of, ahead)
-    made = dataclasses.replace(made, zero_overlap_ticks=_assign_zero_ticks(made))
-    for phase in made.phases.values():
-        table[phase, :, at["tick_in_phase"]] = np.arange(len(phase))[:, None]
-    table.setflags(write=False)
-    return made
+        written = {(interval.stage, interval.start) for interval in intervals}
+        unset = map(tuple, np.argwhere(plan.column(column).T < 0).tolist())
+        intervals += [
+            _Interval(p, tick, tick, {column: [tick]})
+            for p, tick in unset
+            if (p, tick) not in written
+        ]
+    # The stash is written after the reads of a tick, and the loss comes after that; other slots are
+    # written before a tick reads.
+    losses_end = _allocate(plan, losses, 1, per_loss, first=per_embedding)
+    counts = {
+        "stash_slots": _allocate(plan, stash, 1),
+        "input_slots": _allocate(plan, inputs, 0, first=per_embedding),
+        "grad_slots": _allocate(plan, grads, 0, first=losses_end),
+    }
+    slots = plan.column("loss_grad_slot")
+    slots[:] = slots[:, -1:]
+    return counts
 
 
-def _allocate_intervals(table, stays, again: int, width: int = 1, first: int = 0) -> int:
-    """Gives each stay the lowest `width` slots from `first` on that are free, those freed in its
-    first tick too where `again` is 1: a column's i-th tick has the i-th. Returns the slots' end."""
-    free_from, most = {}, first + width
-    for p, start, end, uses in sorted(stays, key=lambda stay: stay[:3]):
+def _allocate(plan: Schedule, intervals, reuse: int, width: int = 1, first: int = 0) -> int:
+    """Gives each interval the lowest `width` free slots from `first` on; with reuse=1 also those
+    that are freed in its first tick. Returns the end of the slots."""
+    free_from, end_of_slots = {}, first + width
+    for p, start, end, columns in sorted(intervals, key=lambda interval: interval[:3]):
         slot = first
-        while free_from.get((p, slot), -1) >= start + again:
+        while free_from.get((p, slot), -1) >= start + reuse:
             slot += width
         free_from[p, slot] = end
-        most = max(most, slot + width)
-        for column, ticks in uses.items():
+        end_of_slots = max(end_of_slots, slot + width)
+        for column, ticks in columns.items():
             for i, tick in enumerate(ticks):
-                assert table[tick, p, COLUMNS.index(column)] == -1
-                table[tick, p, COLUMNS.index(column)] = slot + i
-    return most
+                assert plan.column(column)[tick, p] == -1
+                plan.column(column)[tick, p] = slot + i
+    return end_of_slots
 
 
 def _assign_zero_ticks(plan: Schedule) -> int:
-    """Fills in when weights and gradients travel: these from when a chunk's sums are put away, as
-    the turn of the one below begins. Returns spread."""
+    """Fills in the ticks of ZeRO slices: of weights before the first use of their chunk; of
+    gradients from when they are written back, as the chunk below is loaded. Returns
+    zero_overlap_ticks."""
     if plan.vp == 1:
         return 0
-    begins = lambda name, chunk: np.where(
-        plan.column(name) == chunk, np.arange(plan.ticks)[:, None], -1
-    )
-    used = [
+    all_ticks = np.arange(plan.ticks)[:, None]
+    starts = lambda name, chunk: np.where(plan.column(name) == chunk, all_ticks, -1)
+    first_use = [
         np.flatnonzero((plan.column("fwd_chunk_switch") == c).any(1))[0] for c in range(plan.vp)
     ]
-    drain = plan.phases[COOLDOWN]
-    away = [
-        np.maximum(begins("bwd_chunk_switch", c).max(0), drain.start)
+    cooldown = plan.phases[COOLDOWN]
+    written = [
+        np.maximum(starts("bwd_chunk_switch", c).max(0), cooldown.start)
         for c in range(plan.vp - 2, -1, -1)
     ]
-    away.append(np.full(plan.pp, plan.ticks))
-    spread = int(min(np.diff(used).min(), np.diff(away, axis=0).min()))
-    gather, reduce = (plan.column(name) for name in ("allgather_tick", "reducescatter_tick"))
-    last = spread * (plan.vp - 1) - 1
-    gather[:] = np.minimum(np.arange(plan.ticks), last)[:, None]
-    for i, start in enumerate(away[:-1]):
-        since = np.arange(plan.ticks)[:, None] - start
-        reduce[:] = np.where((since >= 0) & (since < spread), spread * i + since, reduce)
-    return max(spread, 0)
+    written.append(np.full(plan.pp, plan.ticks))
+    ticks = int(min(np.diff(first_use).min(), np.diff(written, axis=0).min()))
+    gather, reduce = plan.column("allgather_tick"), plan.column("reducescatter_tick")
+    gather[:] = np.minimum(all_ticks, ticks * (plan.vp - 1) - 1)
+    for i, start in enumerate(written[:-1]):
+        since = all_ticks - start
+        reduce[:] = np.where((since >= 0) & (since < ticks), ticks * i + since, reduce)
+    return max(ticks, 0)

@@ -1,7 +1,8 @@
-"""Layers of a pipeline, by the half (network.HALVES), each in two passes that can stand far apart.
+"""The vjp of a sublayer of a layer (attention or MLP) in two passes that can be far apart.
 
-In a tick the attention of the layer that goes forward stands between the MLP and the attention of
-the layer that goes back, and its MLP after both: each communicates beside products of the other.
+In a steady-state tick the attention of the layer in the forward pass runs between the MLP and the
+attention of the layer in the backward pass, and its MLP runs after both: the tp collectives of each
+overlap GEMMs of the other.
 """
 
 import jax
@@ -12,110 +13,108 @@ from maxbench.model import transformer
 from maxbench.model.layers import rope_angles
 from maxbench.pipeline.zero_overlap import row_major
 from maxbench.quantization import Weight
-from maxbench.sharding import mesh, ordering
-
-# What a half that goes forward gathers or scatters -> the product beside which it does, of the half
-# that goes back before it in the same tick, for dx or its weight (linear.Turn). The last scatter is
-# left to the next two; y comes from the neighbour beside the product of 'up' for dx.
-BESIDE = {"qkv": "up wgrad", "out": "down wgrad", "up": "out"}
-# Experts' own communication takes turns with these.
-EXPERTS = {"qkv": "down", "out": "up wgrad", "up": "out"}
-# Of a tick's later layers in BF16, whose products are twice as long: x is scattered beside 'down',
-# so that the gradient which that gathers has the last products of the layer before for itself.
-LATER = BESIDE | {"x": "down"}
-# In FP8, in microbatches of few tokens: x is gathered behind the gradient, which is needed first.
-LATER_FP8, MANY = BESIDE | {"x": "down x"}, 8192
-
-
-def tick_order(run: Run, i: int) -> dict[str, str]:
-    """Which of these a tick's i-th layer has."""
-    a = run.layout
-    many = a.mbs * run.train.seq // a.cp >= MANY
-    later = LATER if run.format.bytes > 1 else BESIDE if many else LATER_FP8
-    return EXPERTS if run.model.experts else later if i > 0 else BESIDE
+from maxbench.sharding import mesh
+from maxbench.sharding.ordering import Token
 
 
 class SublayerVjp:
-    """The vjp of one half of a layer in two passes.
+    """The vjp of one sublayer, split into a forward and a backward pass.
 
-    Residuals are the leaves of the vjp but for the weights, the sums of gradients and the rope
-    table, which the backward pass is given again: they would otherwise be kept once per microbatch.
+    Residuals are the leaves of the vjp except weights, gradients so far and the RoPE table. The
+    backward pass gets those again; saved, they would be stashed once per microbatch.
+
+    Args:
+      name: of transformer.SUBLAYERS.
+      layer: index of its layer in a chunk.
     """
 
     def __init__(self, run: Run, name: str, layer: int):
         self.run, self.name = run, name
-        # In FP8 over cp a tick's last product for a weight runs beside y's scatter, which has half
-        # of what it needs otherwise. Without cp, `up` would then wait for x, behind dx.
-        fast = run.format.bytes == 1 and run.layout.cp > 1 and not run.model.experts
-        self.free = () if fast and (name, layer) == ("attn", 0) else None
+        # In FP8 over cp, the last wgrad of a tick overlaps the reduce-scatter of the output, which
+        # has only half of the GEMMs that hide it otherwise. Without cp, `up` would wait for x after
+        # dx.
+        fp8_over_cp = run.format.bytes == 1 and run.layout.cp > 1 and not run.model.experts
+        self.dx_unordered = fp8_over_cp and (name, layer) == ("attn", 0)
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
         self.structure = None
 
-    def of(self, layer):
-        """Its part of a layer's weights, or of their sums."""
+    def part_of(self, layer):
+        """The entries of this sublayer in a layer's weights or gradients."""
         return {name: part for name, part in layer.items() if name.startswith(self.name)}
 
-    def forward(self, layer, sums, x, held=None, beside=BESIDE):
-        """y, the auxiliary loss, the residuals, and the zeros that its products make (linear.Turn).
+    def forward(self, layer, grads, x, wait_for: dict[str, Token | None]):
+        """Runs the forward pass.
 
-        `sums` stand for those that backward gets; `held` are zeros of the half that went back, of
-        which `beside` says which is for what.
+        Args:
+          layer: weights of the layer.
+          grads: gradients so far, as backward() gets them; only their shapes count here.
+          x: input activation [b, u, d].
+          wait_for: GEMM -> the token that its tp collective waits for.
+
+        Returns:
+          The output activation, the auxiliary loss, the residuals, and the token of each GEMM:
+          known when it is computed (out, down) or when its input is all-gathered (qkv, up).
         """
-        w, sums = self.of(layer), self.of(sums)
-        if held and beside.get("x") in held:
-            x = ordering.after(x, held[beside["x"]])
-        held = {
-            name: jnp.full(3, held[beside[name]] if held and name in beside else 0.0)
-            for name in transformer.SUBLAYERS[self.name]
-        }
-        how = {"half": self.name, "free": self.free}
-        call = lambda sums, x, held, made: transformer.layer(
-            self.run, self.run.model, w, sums, x, self.rope, held, made, **how
-        )
-        (y, made, aux), vjp = jax.vjp(call, sums, x, held, jnp.zeros(()))
+        w, grads = self.part_of(layer), self.part_of(grads)
+        wait_for = {name: jnp.full(3, 0.0 if t is None else t) for name, t in wait_for.items()}
+        call = lambda grads, x, wait_for, issued: transformer.layer(
+            self.run, self.run.model, w, grads, x, self.rope, wait_for, issued,
+            sublayer=self.name, dx_unordered=self.dx_unordered,
+        )  # fmt: skip
+        (y, tokens, aux), vjp = jax.vjp(call, grads, x, wait_for, jnp.zeros(()))
         leaves, tree = jax.tree.flatten(vjp)
-        given = self.given(w, sums)
-        known = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
-        self.structure = self.structure or (tree, known)
-        kept = [leaf for leaf, i in zip(leaves, known, strict=True) if i is None]
-        return y, aux, kept, made
+        passed_again = self._passed_again(w, grads)
+        index = lambda leaf: next((i for i, a in enumerate(passed_again) if a is leaf), None)
+        again = list(map(index, leaves))
+        self.structure = self.structure or (tree, again)
+        residuals = [leaf for leaf, i in zip(leaves, again, strict=True) if i is None]
+        return y, aux, residuals, tokens
 
-    def backward(self, layer, sums, residuals, dy, daux, made):
-        """The sums with the gradients of the weights, the gradient of x, and zeros (linear.Turn):
-        of each product by its name, 'NAME x' when what it gathers is there, 'NAME wgrad' when its
-        weight's gradient is made; and the last of these.
+    def backward(self, layer, grads, residuals, dy, daux, wait_for: Token):
+        """Runs the backward pass.
 
-        `made` is the zero beside whose work dy is gathered.
+        Args:
+          layer, grads: weights of the layer, and gradients so far.
+          residuals: those of forward().
+          dy, daux: gradients of the output activation and of the auxiliary loss.
+          wait_for: the token that the all-gather of dy over tp waits for.
+
+        Returns:
+          The gradients with those of this sublayer added, the input gradient, and tokens:
+          '<GEMM>.dgrad', '<GEMM>.all_gather', '<GEMM>.wgrad'.
         """
-        tree, known = self.structure
-        given, rest = self.given(self.of(layer), self.of(sums)), iter(residuals)
-        leaves = [next(rest) if i is None else given[i] for i in known]
+        tree, again = self.structure
+        passed_again = self._passed_again(self.part_of(layer), self.part_of(grads))
+        residuals = iter(residuals)
+        leaves = [next(residuals) if i is None else passed_again[i] for i in again]
         first, last = transformer.SUBLAYERS[self.name]
-        made = {first: jnp.zeros(()), last: made}
-        new, dx, zeros, made = jax.tree.unflatten(tree, leaves)((dy, made, daux))
-        at = {"": 0, " x": 1, " wgrad": 2}
-        held = {name + of: zero[i] for name, zero in zeros.items() for of, i in at.items()}
-        return sums | new, dx, held, made
+        issued = {first: jnp.zeros(()), last: wait_for}
+        new, dx, tokens, last_wgrad = jax.tree.unflatten(tree, leaves)((dy, issued, daux))
+        operations = enumerate(("dgrad", "all_gather", "wgrad"))
+        tokens = {f"{g}.{name}": t[i] for i, name in operations for g, t in tokens.items()}
+        return grads | new, dx, tokens | {f"{last}.wgrad": last_wgrad}
 
-    def given(self, w, sums):
-        return [*jax.tree.leaves(w), *jax.tree.leaves(sums), *self.rope]
+    def _passed_again(self, w, grads):
+        return [*jax.tree.leaves(w), *jax.tree.leaves(grads), *self.rope]
 
 
 def drop_form(form: str, layers):
-    """Layers without one form of each Weight: the forward pass reads 'col', the backward 'row'."""
-    return _weights(lambda w: w.replace(**{form: None}), layers)
+    """Layers without one operand of each Weight: the forward pass reads fprop_operand alone, the
+    backward pass dgrad_operand."""
+    return _map_weights(lambda w: w.replace(**{form: None}), layers)
 
 
 def with_fprop_form(layers):
-    """Layers with both forms of each Weight that stands in one. They lie by rows, or XLA would turn
-    the whole stack, in each tick."""
-    by_rows = lambda form: form._replace(q=row_major(form.q))
-    made = lambda w: by_rows(w.arithmetic.make_fprop_operand(by_rows(w.dgrad_operand), w.gemm))
-    return _weights(
-        lambda w: w.replace(fprop_operand=made(w)) if w.fprop_operand is None else w, layers
-    )
+    """Layers with the fprop_operand of each Weight that is stored as its dgrad_operand alone.
+
+    Row-major: otherwise XLA would transpose the whole stack of layers, in each tick.
+    """
+    stored = lambda operand: operand._replace(q=row_major(operand.q))
+    transposed = lambda w: stored(w.arithmetic.make_fprop_operand(stored(w.dgrad_operand), w.gemm))
+    fill = lambda w: w if w.fprop_operand is not None else w.replace(fprop_operand=transposed(w))
+    return _map_weights(fill, layers)
 
 
-def _weights(change, layers):
+def _map_weights(change, layers):
     is_weight = lambda w: isinstance(w, Weight)
     return jax.tree.map(lambda w: change(w) if is_weight(w) else w, layers, is_leaf=is_weight)

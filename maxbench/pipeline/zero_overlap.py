@@ -1,14 +1,14 @@
-"""A pipeline's weights and gradients over dp, in pieces beside its fill and its drain.
+"""ZeRO slices: a pipeline's weights and gradients over dp, overlapped with warm-up and cool-down.
 
-A chunk's weights are read when its first turn begins, and its gradients are ready when its last is
-over. So those of all but one chunk can travel while others compute: in each tick of the fill a
-piece of the chunk that comes next is gathered, in each tick of the drain one of the chunk that was
-done last is reduced. A whole chunk would be in the way: all collectives wait in one queue, those of
-tp too.
+A chunk's weights are read at its first chunk switch, and its gradients are complete after its last.
+So those of all chunks but one can be communicated while other chunks compute: each tick of the
+warm-up all-gathers a slice of the weights of the chunk that comes next, and each tick of the
+cool-down reduce-scatters a slice of the gradients of the chunk that was complete last. A whole chunk
+at once would delay the tp collectives, as all collectives share one stream.
 
-A piece is a part of each GEMM's weight of a layer, cut along a dim that dp does not split. The
-head's weight, which the first loss reads, has parts of its own. What else there is travels before
-the first tick and after the last.
+A slice is a part of each GEMM's weight of a layer, along a dim that dp does not shard. The head's
+weight, which the first loss reads, has slices of its own. Everything else is all-gathered before the
+first tick and reduce-scattered after the last.
 """
 
 import math
@@ -26,227 +26,243 @@ from maxbench.pipeline.schedule import WARMUP, schedule_for
 from maxbench.quantization import Weight
 from maxbench.sharding.rules import WeightSharding, gather_master, reduce_grad
 
-# What a layer's products reach of the GPU's peak, and bytes/s of a network, one adapter of 400 Gb/s
-# for each GPU: they must take as long as a piece that goes beside them. Of the real network the
-# program knows nothing; a plan for another one is of the same program.
-PEAK, NETWORK = 0.7, 50e9
+# The fraction of the GPU's peak that GEMMs reach, and bytes/s of the network, one 400 Gb/s adapter
+# per GPU: a slice must take no longer than the GEMMs that it overlaps. The program does not depend
+# on the actual network, so that plans for other networks are of the same program.
+GEMM_FRACTION, NETWORK_BYTES_PER_S = 0.7, 50e9
 
 
 class ZeroOverlap:
-    """The layers of this GPU's stage on their way. Lists are of the leaves of a layer's tree.
+    """The weights and gradients of this GPU's stage. Lists are of the leaves of a layer's tree.
 
     Args:
-      places: tree of Place, of the stacked layers.
-      masters: this GPU's part of the master weights, [slots, ...].
-      cast: Place, part of a master -> the same in the compute dtype.
-      past: as formats.scales has it.
-      head: Place of the head's weight, and this GPU's part of it, in the compute dtype, or None.
+      shardings: tree of WeightSharding of the stacked layers.
+      masters: this GPU's shard of the master weights, [slots, ...].
+      cast: (WeightSharding, master shard) -> the shard in the compute dtype.
+      past: amax history, as for quantization.scales.
+      head: WeightSharding of the head's weight, and this GPU's shard of it in the compute dtype; or
+        None.
 
     Attributes:
-      amax: the largest magnitudes of weights, as formats.scales gives them.
-      parts: of a layer; 0 where nothing travels in pieces.
-      each: pieces of a tick.
-      cuts: which leaves do -> the dim of a layer's that they are cut along.
-      head: HeadPieces, or None where there is no such weight, or no room for a part of it.
+      amax: amaxes of weights, as quantization.scales returns them.
+      slices_per_layer: 0 if nothing is communicated in slices.
+      slices_per_tick: slices of each tick.
+      slice_dims: leaf -> the dim of a layer's array along which it is sliced.
+      head: HeadPrefetch, or None without such a weight, or if there is no time for its slices.
     """
 
-    def __init__(self, run: Run, arithmetic, places, masters, cast, past, head=None):
+    def __init__(self, run: Run, arithmetic, shardings, masters, cast, past, head=None):
         self.arithmetic, self.cast, plan = arithmetic, cast, schedule_for(run)
         self.masters, self.tree = jax.tree.flatten(masters)
-        self.stacked = jax.tree.leaves(places)
-        self.places = [place.layer for place in self.stacked]
-        self.ready = list(map(cast, self.stacked, self.masters))
+        self.stacked = jax.tree.leaves(shardings)
+        self.shardings = [sharding.layer for sharding in self.stacked]
+        self.shards = list(map(cast, self.stacked, self.masters))
         self.scales, self.amax = quantization.scales(
-            arithmetic, self.stacked, self.ready, True, past
+            arithmetic, self.stacked, self.shards, True, past
         )
-        self.chunks, self.size = plan.vp, len(self.ready[0]) // plan.vp  # layers of a chunk
-        self.zero_overlap_ticks = plan.zero_overlap_ticks
+        self.chunks, self.layers_per_chunk = plan.vp, len(self.shards[0]) // plan.vp
+        self.ticks = plan.zero_overlap_ticks
         tokens = run.layout.mbs * run.train.seq // run.layout.cp
-        least = PEAK * run.gpu.bf16_tflops * 1e12 / NETWORK / tokens
-        self.parts, self.each, self.cuts = self._cuts(run, math.ceil(least))
+        # GEMM weights per weight of a slice: 2 bytes on the network, 2 FLOPs per token.
+        weights_per_slice = (
+            GEMM_FRACTION * run.gpu.bf16_tflops * 1e12 / NETWORK_BYTES_PER_S / tokens
+        )
+        self.slices_per_layer, self.slices_per_tick, self.slice_dims = self._choose_slices(
+            run, math.ceil(weights_per_slice)
+        )
         head = head and HeadPrefetch(run, *head)
-        fits = head and math.prod(head.shape) < head.parts * self._room(least)
-        self.head = head if fits else None
+        room = head and head.slices * self._weights_left(weights_per_slice)
+        self.head = head if head and math.prod(head.shape) < room else None
 
-    def _cuts(self, run: Run, least: int) -> tuple[int, int, dict[int, int]]:
-        """Parts of a layer, pieces of a tick, and cuts: such that the fewest ticks bring again what
-        is there, and then as small as they can be. None where half the ticks would, or where a
-        piece takes longer than a layer's products: for each number of a weight 2 bytes (its FP8
-        takes half, and so do the products), and they 2 FLOPs per token."""
+    def _choose_slices(self, run: Run, fewest: int) -> tuple[int, int, dict[int, int]]:
+        """slices_per_layer (at least `fewest`), slices_per_tick and slice_dims: those whose ticks
+        repeat the fewest slices, then the smallest slices. None if half of the ticks would repeat
+        one, or if a slice takes longer than the GEMMs of a layer: per weight 2 bytes (in FP8 half,
+        and the GEMMs take half the time), and 2 FLOPs per token."""
         block = run.format.multiple if run.format.blocks else 1
-        moved = [i for i, p in enumerate(self.places) if p.gemm and any(p.zero1_axes)]
+        sliced = [i for i, s in enumerate(self.shardings) if s.gemm and any(s.zero1_axes)]
         best = 0.5, 0, 0, {}
-        for parts in range(max(1, least), 1 + self.zero_overlap_ticks if moved else 0):
-            cuts = {
-                i: _slice_dim(self.places[i], self.ready[i].shape[1:], parts, block) for i in moved
-            }
-            each = -(-self.size * parts // self.zero_overlap_ticks)
-            used = self.size * parts / (each * self.zero_overlap_ticks)
-            if None not in cuts.values() and used >= best[0]:
-                best = used, parts, each, cuts
+        for n in range(max(1, fewest), 1 + self.ticks if sliced else 0):
+            shape = lambda i: self.shards[i].shape[1:]
+            dims = {i: _slice_dim(self.shardings[i], shape(i), n, block) for i in sliced}
+            per_tick = -(-self.layers_per_chunk * n // self.ticks)
+            used = self.layers_per_chunk * n / (per_tick * self.ticks)
+            if None not in dims.values() and used >= best[0]:
+                best = used, n, per_tick, dims
         return best[1:]
 
-    def _room(self, least: float) -> float:
-        """Numbers of weights that could travel in a tick beside its pieces: those of its layers, of
-        which one in `least` goes while they compute."""
-        of = lambda i: math.prod(self.places[i].compute_shape(self.ready[i].shape[1:]))
-        numbers = lambda ids: sum(map(of, ids))
-        all_of = [i for i, place in enumerate(self.places) if place.gemm]
-        gone = numbers(self.cuts) * self.each / max(self.parts, 1)
-        return numbers(all_of) * self.size / max(least, 1e-9) - gone
-
-    def start(self):
-        """The compute weights, [slots, ...]; of those that come in pieces, the first chunk's."""
-        cut = lambda i, x: x[: self.size] if i in self.cuts and x is not None else x
-        first, scales = ([cut(i, x) for i, x in enumerate(xs)] for xs in (self.ready, self.scales))
-        made = quantization.weights(self.arithmetic, self.stacked, first, scales, True)
-        box = lambda x: jnp.zeros((len(self.ready[0]), *x.shape[1:]), x.dtype)
-        whole = lambda x: lax.dynamic_update_slice_in_dim(box(x), x, 0, 0)
-        made = [jax.tree.map(whole, w) if i in self.cuts else w for i, w in enumerate(made)]
-        return self.tree.unflatten(made)
-
-    def gather(self, tick, layer):
-        """The pieces of a tick of the fill that go beside a layer, as compute weights; `tick` is
-        the schedule's 'gather'. Where no piece is left the last one comes again."""
-
-        def one(i, slot, part):
-            w = _slice(self.masters[i], slot, self.cuts[i], part, self.parts)
-            scale = None if self.scales[i] is None else self.scales[i][slot]
-            place, w = self.places[i], self.cast(self.places[i], w)
-            return quantization.weights(self.arithmetic, [place], [w], [scale], False)[0]
-
-        return self._each(
-            one, 1 + tick // self.zero_overlap_ticks, tick % self.zero_overlap_ticks, layer
+    def _weights_left(self, weights_per_slice: float) -> float:
+        """How many more weights a tick has time to communicate besides its slices: those of its
+        layers over weights_per_slice."""
+        size = lambda i: math.prod(self.shardings[i].compute_shape(self.shards[i].shape[1:]))
+        gemms = sum(size(i) for i, sharding in enumerate(self.shardings) if sharding.gemm)
+        sliced = sum(map(size, self.slice_dims)) * self.slices_per_tick
+        return gemms * self.layers_per_chunk / max(weights_per_slice, 1e-9) - sliced / max(
+            self.slices_per_layer, 1
         )
 
-    def reduce(self, sums, tick, layer):
-        """The pieces of a tick of the drain that go beside a layer, as the masters lie; `tick` is
-        the schedule's 'reduce'. Where no piece is left, what travels is for nothing."""
-        grads, tick = jax.tree.leaves(grads_of(sums)), jnp.maximum(tick, 0)
+    def initial_weights(self):
+        """The compute weights, [slots, ...]; of sliced ones the first chunk alone, and zeros."""
+        first = lambda i, x: (
+            x[: self.layers_per_chunk] if i in self.slice_dims and x is not None else x
+        )
+        shards, scales = (
+            [first(i, x) for i, x in enumerate(xs)] for xs in (self.shards, self.scales)
+        )
+        weights = quantization.weights(self.arithmetic, self.stacked, shards, scales, True)
+        zeros = lambda x: jnp.zeros((len(self.shards[0]), *x.shape[1:]), x.dtype)
+        whole = lambda x: lax.dynamic_update_slice_in_dim(zeros(x), x, 0, 0)
+        weights = [
+            jax.tree.map(whole, w) if i in self.slice_dims else w for i, w in enumerate(weights)
+        ]
+        return self.tree.unflatten(weights)
 
-        def one(i, slot, part):
-            # XLA would turn the whole stack round for what it sends of it.
-            g = row_major(_slice(grads[i], slot, self.cuts[i], part, self.parts))
-            return row_major(reduce_grad(self.places[i], g))
+    def all_gather_slices(self, tick, layer):
+        """All-gathers the slices of a warm-up tick that go with a layer, as compute weights.
 
-        chunk = self.chunks - 1 - tick // self.zero_overlap_ticks
-        return self._each(one, chunk, tick % self.zero_overlap_ticks, layer)
+        `tick` is the schedule's allgather_tick. Ticks without a slice repeat the last one.
+        """
 
-    def _each(self, one, chunk, tick, layer):
-        """(number, slot, part, what one() gives of each weight) for each piece of a chunk that goes
-        in a tick beside a layer."""
-        last, pieces = self.size * self.parts - 1, []
-        for n in range(self.each):
-            if n * self.size // self.each == layer:
-                number = tick * self.each + n
-                piece = jnp.minimum(number, last)
-                at = chunk * self.size + piece // self.parts, piece % self.parts
-                pieces.append((number, *at, [one(i, *at) for i in self.cuts]))
-        return pieces
+        def gather(i, slot, part):
+            shard = _slice(self.masters[i], slot, self.slice_dims[i], part, self.slices_per_layer)
+            scale = None if self.scales[i] is None else self.scales[i][slot]
+            sharding, shard = self.shardings[i], self.cast(self.shardings[i], shard)
+            return quantization.weights(self.arithmetic, [sharding], [shard], [scale], False)[0]
 
-    def put_weights(self, stack, pieces):
-        """The compute weights with what gather() gave."""
+        return self._slices(gather, 1 + tick // self.ticks, tick % self.ticks, layer)
+
+    def reduce_scatter_slices(self, grads, tick, layer):
+        """Reduce-scatters the slices of a cool-down tick that go with a layer, to master shards.
+
+        `tick` is the schedule's reducescatter_tick. The result of a tick without a slice is unused.
+        """
+        grads, tick = jax.tree.leaves(grads_of(grads)), jnp.maximum(tick, 0)
+
+        def reduce(i, slot, part):
+            # Row-major: XLA would transpose the whole stack for a slice of it.
+            g = row_major(_slice(grads[i], slot, self.slice_dims[i], part, self.slices_per_layer))
+            return row_major(reduce_grad(self.shardings[i], g))
+
+        chunk = self.chunks - 1 - tick // self.ticks
+        return self._slices(reduce, chunk, tick % self.ticks, layer)
+
+    def _slices(self, communicate, chunk, tick, layer):
+        """(index, slot, part, results per leaf) of each slice of a chunk that goes with a layer."""
+        last, slices = self.layers_per_chunk * self.slices_per_layer - 1, []
+        for n in range(self.slices_per_tick):
+            if n * self.layers_per_chunk // self.slices_per_tick == layer:
+                index = tick * self.slices_per_tick + n
+                valid = jnp.minimum(index, last)
+                slot = chunk * self.layers_per_chunk + valid // self.slices_per_layer
+                part = valid % self.slices_per_layer
+                results = [communicate(i, slot, part) for i in self.slice_dims]
+                slices.append((index, slot, part, results))
+        return slices
+
+    def write_weights(self, stack, slices):
+        """The compute weights with the results of all_gather_slices()."""
         leaves, tree = jax.tree.flatten(stack, is_leaf=lambda x: isinstance(x, Weight))
-        for _, slot, part, new in pieces:
-            for i, w in zip(self.cuts, new, strict=True):
-                put = lambda box, x, at=(slot, part): _write_form(box, x, *at)
-                leaves[i] = jax.tree.map(put, leaves[i], w)
+        for _, slot, part, results in slices:
+            for i, w in zip(self.slice_dims, results, strict=True):
+                write = lambda stack, x, at=(slot, part): _write_form(stack, x, *at)
+                leaves[i] = jax.tree.map(write, leaves[i], w)
         return tree.unflatten(leaves)
 
-    def put_gradients(self, sums, pieces, tick):
-        """The sums with what reduce() gave, in the first places of what it is of: that is not read
-        again, and a box of its own would be memory."""
-        leaves, tree = jax.tree.flatten(sums, is_leaf=lambda x: isinstance(x, GradAccumulator))
-        for number, slot, part, new in pieces:
-            real = (tick >= 0) & (number < self.size * self.parts)
-            for i, g in zip(self.cuts, new, strict=True):
-                box = grads_of(leaves[i])
-                starts = [part * n if d == self.cuts[i] else 0 for d, n in enumerate(g.shape)]
-                old = lax.dynamic_slice(box, [slot, *starts], (1, *g.shape))
-                put = lax.dynamic_update_slice(box, jnp.where(real, g, old), [slot, *starts])
-                leaves[i] = (
-                    leaves[i]._replace(grad=put) if isinstance(leaves[i], GradAccumulator) else put
-                )
+    def write_gradients(self, grads, slices, tick):
+        """The gradients with the results of reduce_scatter_slices(), at the start of the slices that
+        they are sums of: those are not read again, and another buffer would take memory."""
+        leaves, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, GradAccumulator))
+        for index, slot, part, results in slices:
+            valid = (tick >= 0) & (index < self.layers_per_chunk * self.slices_per_layer)
+            for i, g in zip(self.slice_dims, results, strict=True):
+                stack = grads_of(leaves[i])
+                start = [part * n if d == self.slice_dims[i] else 0 for d, n in enumerate(g.shape)]
+                old = lax.dynamic_slice(stack, [slot, *start], (1, *g.shape))
+                new = lax.dynamic_update_slice(stack, jnp.where(valid, g, old), [slot, *start])
+                is_pair = isinstance(leaves[i], GradAccumulator)
+                leaves[i] = leaves[i]._replace(grad=new) if is_pair else new
         return tree.unflatten(leaves)
 
-    def finish(self, grads):
-        """All gradients, reduced; of those that went in pieces the first chunk's are left."""
+    def reduce_rest(self, grads):
+        """All gradients, reduce-scattered: of sliced ones the first chunk's are left to do."""
         leaves = jax.tree.leaves(grads)
 
-        def one(i, place: WeightSharding):
-            if not (place.gemm and any(place.zero1_axes)):
-                return reduce_grad(place, leaves[i])
-            sent = lax.slice(leaves[i], [0] * leaves[i].ndim, self.masters[i].shape)
-            # Of a stack XLA would turn round all, the state too, and jax 0.12 copy it in each turn.
-            for j in range(self.size if i in self.cuts else len(sent)):
-                g = row_major(reduce_grad(self.places[i], row_major(leaves[i][j])))
-                sent = lax.dynamic_update_index_in_dim(sent, g, j, 0)
-            return sent
+        def reduce(i, sharding: WeightSharding):
+            if not (sharding.gemm and any(sharding.zero1_axes)):
+                return reduce_grad(sharding, leaves[i])
+            reduced = lax.slice(leaves[i], [0] * leaves[i].ndim, self.masters[i].shape)
+            # One layer at a time: XLA would transpose the whole stack, the optimizer state too, and
+            # jax 0.12 copy it at each chunk switch.
+            for j in range(self.layers_per_chunk if i in self.slice_dims else len(reduced)):
+                g = row_major(reduce_grad(self.shardings[i], row_major(leaves[i][j])))
+                reduced = lax.dynamic_update_index_in_dim(reduced, g, j, 0)
+            return reduced
 
-        return self.tree.unflatten([one(i, place) for i, place in enumerate(self.stacked)])
+        return self.tree.unflatten([reduce(i, sharding) for i, sharding in enumerate(self.stacked)])
 
 
 class HeadPrefetch:
-    """The head's weight on its way, a part of it in each tick of the fill.
+    """The head's weight, all-gathered in slices, one per tick of the warm-up.
 
     Args:
-      place: of the weight, and `w` this GPU's part of it as a master, in the compute dtype.
+      sharding: of the weight.
+      w: this GPU's master shard of it, in the compute dtype.
 
     Attributes:
-      parts: in which it travels; 0 where it does not, or cannot be cut.
+      slices: how many; 0 if dp does not shard the weight, or no dim divides.
       shape: of the compute weight.
     """
 
-    def __init__(self, run: Run, place: WeightSharding, w):
-        plan, self.place, self.w = schedule_for(run), place, w
-        self.shape = place.compute_shape(w.shape)
-        first = 1 + int(np.argmax(plan.column("loss_microbatch")[:, 0] >= 0))
-        ticks = min(first, len(plan.phases[WARMUP]))
-        dims = [d for d, axes in enumerate(place.zero1_axes) if not axes]
+    def __init__(self, run: Run, sharding: WeightSharding, w):
+        plan, self.sharding, self.w = schedule_for(run), sharding, w
+        self.shape = sharding.compute_shape(w.shape)
+        before_loss = 1 + int(np.argmax(plan.column("loss_microbatch")[:, 0] >= 0))
+        ticks = min(before_loss, len(plan.phases[WARMUP]))
+        dims = [d for d, axes in enumerate(sharding.zero1_axes) if not axes]
         fits = [(n, d) for d in dims for n in range(1, ticks + 1) if w.shape[d] % n == 0]
-        self.parts, self.dim = max(fits, default=(0, 0)) if len(dims) < w.ndim else (0, 0)
+        self.slices, self.dim = max(fits, default=(0, 0)) if len(dims) < w.ndim else (0, 0)
 
-    def gather(self, box, tick):
-        """The compute weight with the part of a tick of the fill. Where none is left the last one
-        comes again."""
-        part = jnp.minimum(tick, self.parts - 1)
-        w = gather_master(self.place, _slice(self.w[None], 0, self.dim, part, self.parts))
-        return lax.dynamic_update_slice_in_dim(
-            box, row_major(w), part * w.shape[self.dim], self.dim
-        )
+    def all_gather_slice(self, weight, tick):
+        """The compute weight with the slice of a warm-up tick; later ticks repeat the last one."""
+        part = jnp.minimum(tick, self.slices - 1)
+        w = gather_master(self.sharding, _slice(self.w[None], 0, self.dim, part, self.slices))
+        start = part * w.shape[self.dim]
+        return lax.dynamic_update_slice_in_dim(weight, row_major(w), start, self.dim)
 
 
 def row_major(x):
-    """x, lying in memory in the order of its dims."""
+    """x, with a row-major layout in memory."""
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
-def _slice_dim(place: WeightSharding, shape, parts: int, block: int) -> int | None:
-    """The largest dim of a layer's weight that divides into parts, and is not split over dp.
+def _slice_dim(sharding: WeightSharding, shape, slices: int, block: int) -> int | None:
+    """The largest dim of a layer's weight that divides into slices and that dp does not shard.
 
-    With blocks it divides into parts of whole ones, and is the first of its matrix's dim: forms of
-    such a weight are matrices [ins, outs].
+    With blocks (MXFP8) it divides into slices of whole blocks, and is the first dim of the rows or
+    the columns of its matrix: operands of such a weight are matrices [ins, outs].
     """
-    batch, outs = place.gemm.batch, place.gemm.batch + place.gemm.ins
+    batch, outs = sharding.gemm.batch, sharding.gemm.batch + sharding.gemm.ins
     first = lambda d: outs if d >= outs else batch if d >= batch else 0
-    alone = lambda d: block == 1 or math.prod(shape[first(d) : d]) == 1
-    whole = lambda d: shape[d] % (parts * (block if d in (outs - 1, len(shape) - 1) else 1)) == 0
-    fits = [d for d in range(len(shape)) if not place.zero1_axes[d] and whole(d) and alone(d)]
-    return max(fits, key=lambda d: shape[d], default=None)
+    leads = lambda d: block == 1 or math.prod(shape[first(d) : d]) == 1
+    unit = lambda d: block if d in (outs - 1, len(shape) - 1) else 1
+    divides = lambda d: shape[d] % (slices * unit(d)) == 0
+    dims = [d for d in range(len(shape)) if not sharding.zero1_axes[d] and divides(d) and leads(d)]
+    return max(dims, key=lambda d: shape[d], default=None)
 
 
-def _slice(x, slot, dim: int, part, parts: int):
-    """A part of a layer, of the stack x [slots, ...]; `dim` of the layer."""
-    size = x.shape[1 + dim] // parts
+def _slice(x, slot, dim: int, part, slices: int):
+    """One slice, along `dim` of a layer, of the layer in a slot of the stack x [slots, ...]."""
+    size = x.shape[1 + dim] // slices
     shape = [1, *x.shape[1:]]
     shape[1 + dim] = size
-    at = [slot, *[0] * (x.ndim - 1)]
-    at[1 + dim] = part * size
-    return lax.dynamic_slice(x, at, shape)[0]
+    start = [slot, *[0] * (x.ndim - 1)]
+    start[1 + dim] = part * size
+    return lax.dynamic_slice(x, start, shape)[0]
 
 
-def _write_form(box, x, slot, part):
-    """The box [slots, ...] with a part of a layer, in one form of its weight: cut in the dim in
-    which it is smaller. XLA would have the box lie as the part came, and turn it all for a turn."""
-    starts = [0 if n == m else part * m for n, m in zip(box.shape[1:], x.shape, strict=True)]
-    return lax.dynamic_update_slice(box, row_major(x)[None], [slot, *starts])
+def _write_form(stack, x, slot, part):
+    """The stack [slots, ...] with a slice x of one operand of a weight, along the dim in which x is
+    smaller. Row-major, or XLA would keep the stack in the layout of x, and transpose it at each
+    chunk switch."""
+    start = [0 if n == m else part * m for n, m in zip(stack.shape[1:], x.shape, strict=True)]
+    return lax.dynamic_update_slice(stack, row_major(x)[None], [slot, *start])

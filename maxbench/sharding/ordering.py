@@ -1,65 +1,158 @@
-"""Execution order inside one compiled program, as data dependences."""
+"""Execution order inside one compiled program, expressed as data dependences.
+
+XLA's latency-hiding scheduler may move any instruction that does not depend on another, and XLA
+drops optimization barriers before it schedules. Where an order matters, an instruction depends on
+a token of another one: an fp32 zero that is computed from the other's result, and that XLA cannot
+fold. Tokens never change a value. All functions of this module do nothing under
+enabled(False), which train.order=off sets, except serialize_on_cpu, which correctness needs.
+
+The train step steers XLA's scheduler by this module alone. Optimization barriers elsewhere keep two
+kernels from being fused; they do not order.
+"""
+
+import contextlib
+import contextvars
+import functools
+import operator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from maxbench.sharding.collectives import all_gather, axis_index, axis_size, ppermute_shift
 
+Token = jax.Array  # fp32 scalar, 0
 
-def token(made) -> jax.Array:
-    """0, fp32, that is known when all arrays of a tree are made: what it is added to comes later in
-    the program.
+_enabled = contextvars.ContextVar("maxbench_ordering", default=True)
 
-    An optimization barrier is gone before XLA's scheduler looks; a zero that it cannot know to be
-    one is not.
-    """
 
+@contextlib.contextmanager
+def enabled(on: bool) -> Iterator[None]:
+    """Whether what is traced inside is ordered."""
+    before = _enabled.set(on)
+    try:
+        yield
+    finally:
+        _enabled.reset(before)
+
+
+def token(tree) -> Token:
+    """A token that is known once all arrays of the tree are computed."""
+    return _token(tree) if _enabled.get() else jnp.zeros(())
+
+
+def _token(tree) -> Token:
     def one(x):
         first = x[(0,) * x.ndim]
         first = first if jnp.issubdtype(x.dtype, jnp.floating) else first.astype(jnp.float32)
         return (0 * first).astype(jnp.float32)
 
-    return sum(map(one, jax.tree.leaves(made)), jnp.zeros(()))
+    return sum(map(one, jax.tree.leaves(tree)), jnp.zeros(()))
 
 
-def after(sent, zero):
-    """A tree that collectives bring, as it is, but needed only once `zero` is known (or None).
+def after(tree, t: Token | None):
+    """The tree, used by its readers only after the token; None is no token.
 
-    XLA's scheduler then runs the collective beside the work that the zero is of. Left alone it puts
-    off gradients of weights to the end, and waits for collectives.
+    Costs a pass over each array, unless XLA fuses the addition. On the result of a collective, it
+    makes XLA run the collective concurrently with the work of the token: unordered, XLA delays
+    wgrads to the end and waits for collectives.
     """
-    return sent if zero is None else jax.tree.map(lambda x: x + zero.astype(x.dtype), sent)
+    if t is None or not _enabled.get():
+        return tree
+    return jax.tree.map(lambda x: x + t.astype(x.dtype), tree)
 
 
-def all_gather_after(x: jax.Array, axis: str, dim: int, zero) -> jax.Array:
-    """gather(x, axis, dim), needed only once `zero` is known.
+def all_gather_after(x: jax.Array, axis: str, dim: int, t: Token | None) -> jax.Array:
+    """all_gather(x, axis, dim), used only after the token.
 
-    This GPU's first number is written into its place again: adding the zero to all would be a pass
-    over what a matrix product can read as it is. The barrier keeps that in place: a transpose that
-    took what was gathered, and wrote the number by itself, would have XLA copy it for the product.
+    Rewrites one element of this GPU's part: adding the token to all would be a pass over the
+    operand of a GEMM. The barrier keeps the write in place: if a transpose of the gathered array
+    were fused with it, XLA would copy the array for the GEMM.
     """
-    if zero is None or axis_size(axis) == 1:
+    if t is None or axis_size(axis) == 1 or not _enabled.get():
         return all_gather(x, axis, dim)
-    at = [0] * x.ndim
-    at[dim] = axis_index(axis) * x.shape[dim]
-    return jax.lax.optimization_barrier(_with_first(all_gather(x, axis, dim), x, zero, at))
+    start = [0] * x.ndim
+    start[dim] = axis_index(axis) * x.shape[dim]
+    return lax.optimization_barrier(_write_first(all_gather(x, axis, dim), x, t, start))
 
 
-def ppermute_after(x: jax.Array, axis: str, zero) -> jax.Array:
-    """rotate(x, axis), sent only once `zero` is known; likewise."""
-    return ppermute_shift(x if zero is None else _with_first(x, x, zero, [0] * x.ndim), axis)
+def ppermute_after(x: jax.Array, axis: str, t: Token | None) -> jax.Array:
+    """ppermute_shift(x, axis), started only after the token. Rewrites one element, likewise."""
+    ordered = t is not None and _enabled.get()
+    return ppermute_shift(_write_first(x, x, t, [0] * x.ndim) if ordered else x, axis)
 
 
-def _with_first(to, x, zero, at):
-    first = x[(slice(0, 1),) * x.ndim].astype(jnp.float32) + zero
-    return jax.lax.dynamic_update_slice(to, first.astype(x.dtype), at)
+def _write_first(into, x, t, start):
+    first = x[(slice(0, 1),) * x.ndim].astype(jnp.float32) + t
+    return lax.dynamic_update_slice(into, first.astype(x.dtype), start)
 
 
-def serialize_on_cpu(x, numbers):
-    """A tree of numbers, on a CPU not known before x is there.
+def index_after(index, *trees):
+    """An int32 index, of a slot or of a chunk, that is known only after all arrays of the trees.
 
-    XLA:CPU may run a conditional and a collective that do not depend on each other at once, each
-    device in its own order, and then waits for ever.
+    It orders the write of a buffer after the reads of what it replaces, so that XLA writes in
+    place, and a branch after the start of a collective.
     """
-    held = lambda zero, numbers: jax.tree.map(lambda n: n + zero.astype(n.dtype), numbers)
-    return jax.lax.platform_dependent(token(x), numbers, cpu=held, default=lambda zero, n: n)
+    for tree in trees:
+        index = index + token(tree).astype(jnp.int32)
+    return index
+
+
+def index_token(tree) -> jax.Array:
+    """An int32 zero, known after all arrays of the tree, computed once for all of its readers."""
+    return lax.optimization_barrier(token(tree).astype(jnp.int32))
+
+
+@jax.custom_vjp
+def grad_after_wgrads(x):
+    """x, and tokens [3] for GEMMs (linear.CommOrder.wait_for): the gradient of x waits for their
+    wgrads.
+
+    XLA would delay the wgrads, and with them the release of their operands.
+    """
+    return x, jnp.zeros(3)
+
+
+grad_after_wgrads.defvjp(
+    lambda x: (grad_after_wgrads(x), None),
+    lambda _, cotangents: (after(cotangents[0], cotangents[1][2]),),
+)
+
+
+def serialize_on_cpu(before, indices):
+    """On XLA:CPU, `indices` are known only after `before`; elsewhere they are returned unchanged.
+
+    XLA:CPU runs a branch and a collective that do not depend on each other concurrently, in another
+    order on each device, and then deadlocks.
+    """
+    ordered = lambda t, indices: jax.tree.map(lambda n: n + t.astype(n.dtype), indices)
+    return lax.platform_dependent(
+        _token(before), indices, cpu=ordered, default=lambda t, indices: indices
+    )
+
+
+class Tokens:
+    """Tokens of the events of one tick, by name, and the table that says which event waits for which.
+
+    Names are '<pass>.<GEMM>.<operation>', as in pipeline/tick_order.py.
+
+    Args:
+      order: event -> the events that it waits for.
+    """
+
+    def __init__(self, order: Mapping[str, tuple[str, ...]]):
+        self.order, self.tokens = order, {}
+
+    def emit(self, event: str, t: Token) -> None:
+        """Stores the token of an event; it replaces that of the layer before."""
+        self.tokens[event] = t
+
+    def of(self, event: str) -> list[Token]:
+        """Tokens of the events that this event waits for, as far as they have happened."""
+        return [self.tokens[name] for name in self.order.get(event, ()) if name in self.tokens]
+
+    def wanted_by(self, event: str) -> Token | None:
+        """One token for of(event); None if there is nothing to wait for."""
+        found = self.of(event)
+        return functools.reduce(operator.add, found) if found else None

@@ -23,7 +23,8 @@ from maxbench import quantization
 from maxbench.config import lowering
 from maxbench.config.run import AXES, DTYPES, Run
 from maxbench.model import attention, grad_accumulation, layer_stack, transformer
-from maxbench.pipeline import executor, layer_order
+from maxbench.pipeline import layer_order
+from maxbench.pipeline.gradients import gradients
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import fp8_per_tensor, transformer_engine
 from maxbench.sharding import collectives, ordering
@@ -211,6 +212,10 @@ class Step:
 
     def _local_grads(self, params, step, past):
         """gradients() on one GPU, inside shard_map; `past` is the history's maximum over steps."""
+        with ordering.enabled(self.run.train.order == "auto"):
+            return self._local_grads_in_order(params, step, past)
+
+    def _local_grads_in_order(self, params, step, past):
         w, shardings, overlap, amax_w = self._compute_weights(params, past)
         grads, out = self._accumulated_grads(w, step, overlap)
         stacked = not lowering.layers_unrolled(self.run)
@@ -219,7 +224,7 @@ class Step:
             amax = collectives.pmax(amax, *(axis for axis in AXES if axis != "pp"))
             amax = jnp.concatenate([amax, amax_w[..., None]], -1)
         reduced = lambda name: jax.tree.map(reduce_grad, shardings[name], grads[name])
-        layers = overlap.finish(grads["layers"]) if overlap else reduced("layers")
+        layers = overlap.reduce_rest(grads["layers"]) if overlap else reduced("layers")
         grads = {name: reduced(name) for name in ("embed", "head")} | {"layers": layers}
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
@@ -245,7 +250,7 @@ class Step:
         if run.layout.pp > 1:
             head = None if run.model.tied else (shardings["head"]["w"], w["head"]["w"])
             overlap = ZeroOverlap(run, *args[:2], params["layers"], cast, past, head)
-            layers, amax = overlap.start(), overlap.amax
+            layers, amax = overlap.initial_weights(), overlap.amax
             # The head is read last, after the warm-up: its all-gather follows those of the layers.
             # If ZeroOverlap gathers it in slices, nothing reads this result, and XLA drops it.
             w["head"] = ordering.after(w["head"], ordering.token(layers))
@@ -262,7 +267,7 @@ class Step:
         zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
         if lowering.overlaps_fwd_bwd(run):
             batch = functools.partial(data.batch, run, step)
-            return executor.gradients(run, w, zeros, batch, overlap)
+            return gradients(run, self.platform, w, zeros, batch, overlap)
 
         def accumulate(accumulators, micro):
             loss = lambda accumulators: transformer.loss_fn(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from maxbench.config.run import SCHEDULES
 from maxbench.cost_model import hlo, pipeline_timing, simulate
-from maxbench.pipeline.schedule import COLUMNS, build_schedule
+from maxbench.pipeline.schedule import Row, build_schedule
 
 NAMES = {"b": "pipeline_bwd_chunk_switch/while", "f": "pipeline_fwd_chunk_switch/while"}
 NAMES |= {"l": "pipeline_loss/while", "e": "pipeline_embed_backward/while"}
@@ -80,7 +80,9 @@ def test_turns_are_waited_for_as_clocks_of_all_stages_say(
     """Stage by stage, with work between the ticks."""
     s = build_schedule(name, pp, vp, pp + extra, pp + longer)
     work, clock, own = 10.0, [0.0] * pp, [0.0] * pp
-    table = [[dict(zip(COLUMNS, row, strict=True)) for row in rows] for rows in s.table.tolist()]
+    table = [
+        [dict(zip(Row._fields, row, strict=True)) for row in rows] for rows in s.rows().tolist()
+    ]
     for tick, rows in enumerate(table):
         then, left = table[(tick + 1) % s.ticks], {}
         for event in order:

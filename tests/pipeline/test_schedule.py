@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from maxbench.config.run import SCHEDULES
 from maxbench.pipeline import layer_order
-from maxbench.pipeline.schedule import COLUMNS, COOLDOWN, STEADY, WARMUP, WAYS, build_schedule
+from maxbench.pipeline.schedule import COOLDOWN, STEADY, WARMUP, WAYS, Row, build_schedule
 
 SIZES = dict(pp=st.integers(2, 8), vp=st.integers(1, 5), extra=st.integers(0, 20))
 TURNS = dict(longer=st.integers(0, 9))
@@ -53,7 +53,7 @@ def test_what_is_read_from_a_slot_is_what_was_put_there(name, pp, vp, extra, lon
     forward = [t for name in (WARMUP, STEADY) for t in s.phases[name]]
     backward = [t for name in (STEADY, COOLDOWN) for t in s.phases[name]]
     for tick in range(s.ticks):
-        at = [dict(zip(COLUMNS, s.table[tick, p].tolist(), strict=True)) for p in range(pp)]
+        at = [dict(zip(Row._fields, s.rows()[tick, p].tolist(), strict=True)) for p in range(pp)]
         for p, row in enumerate(at):
             inbox[p][row["recv_fwd_slot"]] = y[
                 (p - 1) % pp

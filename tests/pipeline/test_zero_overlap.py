@@ -1,4 +1,4 @@
-"""What travels in pieces is what would travel whole."""
+"""ZeRO slices: all-gathered weights and reduce-scattered gradients are those of whole collectives."""
 
 import math
 
@@ -17,90 +17,97 @@ from maxbench.sharding.rules import gather_master, reduce_grad
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
-# Widths of which a part is still whole blocks of 32.
-WIDE = {"model.embed": 256, "model.mlp": 512, "model.head_dim": 128}
+# Dims that divide into blocks of 32 after sharding.
+MXFP8 = {"precision.scaling": "mxfp8", "model.embed": 256, "model.mlp": 512, "model.head_dim": 128}
+
+
+def make_step(family, how, axes):
+    axes = axes | {"mbs": 1, "gbs": 8, "seq": 32, "dtype": "fp8" if how else "bf16"}
+    gpu_type = "gb200" if "mxfp8" in how.values() else "h100"
+    run = resolve(family, "tiny", how, gpu_type=gpu_type, **axes)
+    return Step(run, make_mesh(run.layout))
+
+
+def on_every_gpu(step, check, specs):
+    check = jax.shard_map(
+        check, mesh=step.mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=False
+    )
+    return jax.jit(check)
 
 
 @pytest.mark.parametrize(
     ("family", "how", "axes"),
     [
-        ("llama31_405b", {}, dict(pp=2, vp=4, cp=2, layers=6)),  # + 2 slots
+        ("llama31_405b", {}, dict(pp=2, vp=4, cp=2, layers=6)),  # two empty slots
         ("llama31_405b", {"precision.scaling": "delayed"}, dict(pp=2, vp=2, dp=2, layers=8)),
-        ("llama31_405b", {"precision.scaling": "mxfp8"} | WIDE, dict(pp=2, vp=2, dp=2, layers=4)),
+        ("llama31_405b", MXFP8, dict(pp=2, vp=2, dp=2, layers=4)),
         ("grok1_314b", {"precision.scaling": "current"}, dict(pp=2, vp=2, cp=2, ep=2, layers=8)),
     ],
     ids=str,
 )
-def test_pieces_make_the_whole(family, how, axes, monkeypatch):
-    monkeypatch.setattr(zero_overlap, "NETWORK", math.inf)
-    axes |= {"mbs": 1, "gbs": 8, "seq": 32, "dtype": "fp8" if how else "bf16"}
-    gpu_type = "gb200" if "mxfp8" in how.values() else "h100"
-    run = resolve(family, "tiny", how, gpu_type=gpu_type, **axes)
-    step = Step(run, make_mesh(run.layout))
-    places, params = step.shardings["layers"], step.init()["params"]["layers"]
-    travelled = []
+def test_slices_equal_whole_collectives(family, how, axes, monkeypatch):
+    monkeypatch.setattr(zero_overlap, "NETWORK_BYTES_PER_S", math.inf)
+    step = make_step(family, how, axes)
+    shardings, params = step.shardings["layers"], step.init()["params"]["layers"]
+    chosen = []
 
-    def local(masters):
-        cast = lambda place, w: w if place.full_precision else w.astype(jnp.bfloat16)
+    def check(masters):
+        cast = lambda s, w: w if s.full_precision else w.astype(jnp.bfloat16)
         past = jnp.ones((len(jax.tree.leaves(masters)[0]), 4, 3))
         past = past if step.run.precision.amax_history_len else None
-        going = zero_overlap.ZeroOverlap(step.run, step.arithmetic, places, masters, cast, past)
-        travelled.append((going.parts, len(going.cuts)))
-        ticks = range(going.zero_overlap_ticks * (going.chunks - 1))
-        of = lambda go, tick: [p for i in range(going.size) for p in go(jnp.int32(tick), i)]
+        zero = zero_overlap.ZeroOverlap(step.run, step.arithmetic, shardings, masters, cast, past)
+        chosen.append((zero.slices_per_layer, len(zero.slice_dims)))
+        ticks = range(zero.ticks * (zero.chunks - 1))
+        of_tick = lambda communicate, tick: [
+            s for i in range(zero.layers_per_chunk) for s in communicate(jnp.int32(tick), i)
+        ]
 
-        came = going.start()
+        weights = zero.initial_weights()
         for tick in ticks:
-            came = going.put_weights(came, of(going.gather, tick))
-        ready = jax.tree.map(cast, places, masters)
-        whole = quantization.weights(step.arithmetic, places, ready, going.scales, True)
+            weights = zero.write_weights(weights, of_tick(zero.all_gather_slices, tick))
+        shards = jax.tree.map(cast, shardings, masters)
+        whole = quantization.weights(step.arithmetic, shardings, shards, zero.scales, True)
 
-        ours = 1 + sum(jax.lax.axis_index(axis) for axis in AXES)  # of each GPU others
+        gpu = 1 + sum(jax.lax.axis_index(axis) for axis in AXES)  # each GPU has other gradients
         grads = jax.tree.map(
-            lambda w: ours * jnp.arange(math.prod(w.shape), dtype=jnp.float32).reshape(w.shape),
+            lambda w: gpu * jnp.arange(math.prod(w.shape), dtype=jnp.float32).reshape(w.shape),
             whole,
             is_leaf=lambda w: isinstance(w, quantization.Weight),
         )
-        sums = grads
-        for tick in (-1, *ticks):  # the first for nothing
-            pieces_of_it = of(lambda *at: going.reduce(sums, *at), tick)  # noqa: B023
-            sums = going.put_gradients(sums, pieces_of_it, tick)
-        went, reduced = going.finish(sums), jax.tree.map(reduce_grad, places, grads)
+        accumulated = grads
+        for tick in (-1, *ticks):  # tick -1 has no slice
+            reduce = lambda *at: zero.reduce_scatter_slices(accumulated, *at)  # noqa: B023
+            accumulated = zero.write_gradients(accumulated, of_tick(reduce, tick), tick)
+        in_slices = zero.reduce_rest(accumulated)
+        at_once = jax.tree.map(reduce_grad, shardings, grads)
 
-        pairs = zip(*map(jax.tree.leaves, ((came, went), (whole, reduced))), strict=True)
+        pairs = zip(*map(jax.tree.leaves, ((weights, in_slices), (whole, at_once))), strict=True)
         same = [jnp.array_equal(*(x.astype(jnp.float32) for x in pair)) for pair in pairs]
         return jnp.stack(same)[None]
 
-    specs = jax.tree.map(lambda place: place.master_spec, places)
-    check = jax.shard_map(
-        local, mesh=step.mesh, in_specs=(specs,), out_specs=P(AXES), check_vma=False
-    )
-    assert jax.jit(check)(params).all()
-    parts, cuts = travelled[0]
-    assert parts > 1
-    assert cuts == 4
+    specs = jax.tree.map(lambda s: s.master_spec, shardings)
+    assert on_every_gpu(step, check, specs)(params).all()
+    slices_per_layer, leaves = chosen[0]
+    assert slices_per_layer > 1
+    assert leaves == 4
 
 
 @pytest.mark.parametrize("axes", [dict(pp=2, vp=4, cp=2, tp=2), dict(pp=4, dp=2)], ids=str)
-def test_parts_of_the_head_make_the_whole(axes):
+def test_slices_of_the_head_equal_its_all_gather_before_the_first_loss(axes):
     run = resolve("llama31_405b", "tiny", {}, **axes, layers=8, mbs=1, gbs=16, seq=32)
     step = Step(run, make_mesh(run.layout))
-    place, master = step.shardings["head"]["w"], step.init()["params"]["head"]["w"]
-    travelled = []
+    sharding, master = step.shardings["head"]["w"], step.init()["params"]["head"]["w"]
+    slices = []
 
-    def local(w):
-        going = zero_overlap.HeadPrefetch(run, place, w)
-        travelled.append(going.parts)
-        came = jnp.zeros(going.shape)
-        for tick in range(going.parts + 2):  # the last of them for nothing
-            came = going.gather(came, tick)
-        return (came == gather_master(place, w)).all()[None]
+    def check(shard):
+        head = zero_overlap.HeadPrefetch(run, sharding, shard)
+        slices.append(head.slices)
+        weight = jnp.zeros(head.shape)
+        for tick in range(head.slices + 2):  # the last two repeat a slice
+            weight = head.all_gather_slice(weight, tick)
+        return (weight == gather_master(sharding, shard)).all()[None]
 
-    check = jax.shard_map(
-        local, mesh=step.mesh, in_specs=place.master_spec, out_specs=P(AXES), check_vma=False
-    )
-    assert jax.jit(check)(master).all()
-    # All have come when the first loss reads them, at the end of its tick.
+    assert on_every_gpu(step, check, sharding.master_spec)(master).all()
     plan = schedule_for(run)
-    first = 1 + np.flatnonzero(plan.column("loss_microbatch")[:, 0] >= 0)[0]
-    assert 1 < travelled[0] <= min(first, len(plan.phases[WARMUP]))
+    first_loss = 1 + np.flatnonzero(plan.column("loss_microbatch")[:, 0] >= 0)[0]
+    assert 1 < slices[0] <= min(first_loss, len(plan.phases[WARMUP]))

@@ -62,7 +62,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch):
     """Weights and gradients over dp travel in pieces, however short toy layers are."""
-    monkeypatch.setattr(zero_overlap, "NETWORK", math.inf)
+    monkeypatch.setattr(zero_overlap, "NETWORK_BYTES_PER_S", math.inf)
 
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
