@@ -79,13 +79,15 @@ def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
     Raises:
       UserError: the run has no pipeline.
     """
+    from maxbench.pipeline import tick_order
     from maxbench.pipeline.schedule import schedule_for
     from maxbench.planning import result
 
     run, _ = result.run_from_flags(fv, argv)
     if run.layout.pp == 1:
         raise UserError("--schedule draws a pipeline, and pp=1 has none; use --pp 2 or more")
-    return schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)
+    ticks = schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)
+    return f"{ticks}\n\n{tick_order.render(run)}"
 
 
 def calibrate(fv: flags.FlagValues, argv: Sequence[str]) -> int:
