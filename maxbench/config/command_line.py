@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import recipes, renamed
+from maxbench.config import ineffective, recipes, renamed
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.run import Run
@@ -52,7 +52,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
       gpus: replaces the value of --gpus.
 
     Raises:
-      UserError: an invalid flag or value, or a run that cannot be.
+      UserError: an invalid flag or value, a run that cannot be, or a setting without effect in it.
     """
     refuse_positional(parse_flags(fv, argv))
     if fv["config"].value is None:
@@ -61,14 +61,18 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     def present(names: Iterable[str]) -> dict[str, str]:
         return {name: fv[name].value for name in names if name in fv and fv[name].present}
 
-    return recipes.build_run(
+    shorthands, settings = present(recipes.FLAGS), present(SETTINGS)
+    overrides = {name.removeprefix("config."): value for name, value in settings.items()}
+    run = recipes.build_run(
         recipes.load_workload(fv["config"].value),
         gpus=gpus or fv["gpus"].value,
         strong_scaling=fv["strong_scaling"].value,
-        flags=present(recipes.FLAGS),
-        overrides={k.removeprefix("config."): value for k, value in present(SETTINGS).items()},
+        flags=shorthands,
+        overrides=overrides,
         gpu_types=gpu_types(fv["hardware"].value),
     )
+    ineffective.check_effective(run, [*(recipes.FLAGS[name] for name in shorthands), *overrides])
+    return run
 
 
 def parse_flags(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The arithmetic that decides what --search compiles."""
 
 import csv
+import dataclasses
 import pathlib
 import re
 
@@ -48,8 +49,9 @@ def test_the_published_layout_is_among_the_legal_ones(arguments):
 def test_work_in_flight_is_the_schedules(pp, vp, name):
     axes = f"--pp {pp} --vp {vp} --layers 32 --gbs {2 * 4 * pp} --mbs 2"
     for turn in (0, 1, pp + 2):
-        how = f"--config.train.schedule={name} --config.train.microbatch_group_size={turn}"
-        run = run_of(f"llama2_70b.py:tiny {axes} {how}")
+        run = run_of(f"llama2_70b.py:tiny {axes} --config.train.schedule={name}")
+        train = dataclasses.replace(run.train, microbatch_group_size=turn)
+        run = dataclasses.replace(run, train=train)
         assert run.layout.microbatches == 4 * pp
         assert memory.stash_slots(run) == schedule_for(run).stash_slots
 

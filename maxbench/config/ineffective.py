@@ -1,0 +1,152 @@
+"""Settings of the user that would have no effect in a run: they are refused.
+
+Only settings of the command line, the launcher and the Python API are checked: a workload file may
+hold settings for runs of another layout or number format.
+"""
+
+from collections.abc import Callable, Iterable
+
+from maxbench.config import lowering
+from maxbench.config.errors import UserError
+from maxbench.config.run import Run
+
+
+def check_effective(run: Run, paths: Iterable[str]) -> None:
+    """Checks settings that the user has set.
+
+    Args:
+      run: the resolved run.
+      paths: the settings, 'section.field' each.
+
+    Raises:
+      UserError: one is not at its default and has no effect in the run; with the reason.
+    """
+    for path in paths:
+        section, _, name = path.partition(".")
+        value = getattr(getattr(run, section), name)
+        default = type(getattr(run, section)).__dataclass_fields__[name].default
+        if path in RULES and value != default and (reason := RULES[path](run)):
+            shown = f"{path}={value!r}" if isinstance(value, str) else f"{path}={value}"
+            raise UserError(f"{shown} has no effect: {reason}; leave it out")
+
+
+def _unroll_layers(run: Run) -> str:
+    if run.train.unroll_layers < run.model.layers or lowering.layers_unrolled(run):
+        return ""  # a threshold below the number of layers requests a loop
+    if run.layout.pp > 1:
+        return f"pp={run.layout.pp} runs the layers of each chunk in a loop; unrolling needs pp=1"
+    if run.layout.fsdp > 1:
+        return (
+            f"fsdp={run.layout.fsdp} runs the layers in a loop, which all-gathers the weights of "
+            "one layer at a time; unrolling needs fsdp=1"
+        )
+    if run.train.offload:
+        return "train.offload needs layers in a loop"
+    return f"train.remat_layers={run.train.remat_layers} needs layers in a loop"
+
+
+def _schedule(run: Run) -> str:
+    return "pp=1 has no pipeline; use --pp 2 or more" if run.layout.pp == 1 else ""
+
+
+def _microbatch_group_size(run: Run) -> str:
+    a = run.layout
+    if a.vp == 1:
+        return f"pp={a.pp} and vp=1 have one model chunk per stage; use --vp 2 or more"
+    if run.train.microbatch_group_size < a.pp:
+        return f"it must be at least pp={a.pp}, the default"
+    return ""
+
+
+def _remat_layers(run: Run) -> str:
+    if run.layout.pp > 1:
+        return f"pp={run.layout.pp} applies train.remat to all layers; it needs pp=1"
+    if run.model.layer_groups:
+        return "a model with layer groups applies train.remat to all layers"
+    return ""
+
+
+def _offload(run: Run) -> str:
+    return "" if run.train.saved else f"train.remat={run.train.remat} saves no tensor to offload"
+
+
+def _fp8(run: Run) -> str:
+    if run.format.quantized:
+        return ""
+    return f"dtype={run.precision.dtype} has unquantized GEMMs; use --dtype fp8"
+
+
+def _history(run: Run) -> str:
+    if run.format.amax_history:
+        return ""
+    return _fp8(run) or f"scaling={run.format.name} keeps no amax history; use scaling=delayed"
+
+
+def _profile(run: Run) -> str:
+    return "" if run.profile.tool else "no steps are profiled; use --profile xplane"
+
+
+def _max_to_keep(run: Run) -> str:
+    o = run.output
+    return "" if o.checkpoint or o.checkpoint_every else "no checkpoint is saved; use --checkpoint"
+
+
+def _keep_period(run: Run) -> str:
+    if run.output.checkpoint_every:
+        return ""
+    return "no checkpoints are saved during the run; use --config.output.checkpoint_every=N"
+
+
+def _warmup_offset(run: Run) -> str:
+    return "" if run.optim.warmup else "optim.warmup=0 has no warm-up steps"
+
+
+def _decay_norms(run: Run) -> str:
+    return "" if run.optim.weight_decay else "optim.weight_decay=0 decays no weight"
+
+
+def _experts(run: Run) -> str:
+    return "" if run.model.experts else f"{run.model.name} {run.model.size} has no experts"
+
+
+def _drop_policy(run: Run) -> str:
+    if run.model.capacity_factor:
+        return _experts(run)
+    return _experts(run) or "model.capacity_factor=0 drops no token"
+
+
+def _rope(run: Run) -> str:
+    return "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
+
+
+def _combine(run: Run) -> str:
+    return "one device has no collectives" if run.layout.gpus == 1 else ""
+
+
+# Setting -> why it has no effect in a run, or ''.
+RULES: dict[str, Callable[[Run], str]] = {
+    "train.unroll_layers": _unroll_layers,
+    "train.schedule": _schedule,
+    "train.microbatch_group_size": _microbatch_group_size,
+    "train.remat_layers": _remat_layers,
+    "train.offload": _offload,
+    "train.collective_combine_bytes": _combine,
+    "precision.backend": _fp8,
+    "precision.scaling": _fp8,
+    "precision.history": _history,
+    "profile.start": _profile,
+    "profile.stop": _profile,
+    "profile.ranks": _profile,
+    "output.max_to_keep": _max_to_keep,
+    "output.keep_period": _keep_period,
+    "optim.warmup_offset": _warmup_offset,
+    "optim.decay_norms": _decay_norms,
+    "model.top_k": _experts,
+    "model.router": _experts,
+    "model.capacity_factor": _experts,
+    "model.aux_loss": _experts,
+    "model.drop_policy": _drop_policy,
+    "model.rope_low": _rope,
+    "model.rope_high": _rope,
+    "model.rope_context": _rope,
+}
