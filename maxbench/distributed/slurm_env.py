@@ -1,14 +1,35 @@
 """Processes of one srun, from Slurm's environment variables: hosts, and the coordinator."""
 
+import contextlib
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 
+SCONTROL_TIMEOUT_S = 10  # scontrol without a readable slurm.conf retries for a minute
 FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux assigns to outgoing connections
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Hosts of Slurm's notation: 'a[1-3,07]b,c' is a1b, a2b, a3b, a07b, c."""
+    """Hosts of Slurm's notation, by `scontrol show hostnames`: 'a[1-3,07]b,c' is a1b, a2b, ...
+
+    A container image has no Slurm client as a rule, or one without slurm.conf: the list is then
+    parsed here.
+    """
+    if nodelist and shutil.which("scontrol"):
+        command = ["scontrol", "show", "hostnames", nodelist]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=SCONTROL_TIMEOUT_S
+            )
+            if done.stdout.strip():
+                return done.stdout.split()
+    return _parse_nodelist(nodelist)
+
+
+def _parse_nodelist(nodelist: str) -> list[str]:
+    """'a[1-3,07]b,c' as a1b, a2b, a3b, a07b, c."""
     hosts = []
     for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names = [""]

@@ -1,8 +1,12 @@
 """Hosts of processes, and the coordinator, from Slurm's variables."""
 
+import pathlib
+import shutil
+
 import pytest
 
 from maxbench.distributed import slurm_env
+from tests.conftest import needs
 
 ENV = {
     "SLURM_JOB_ID": "7",
@@ -21,8 +25,26 @@ HOSTS = ["gpu-07", "gpu-08", "gpu-09", "gpu-12", "b1"]
         ("", []),
     ],
 )
-def test_nodelist_is_expanded(nodelist, hosts):
+@pytest.mark.parametrize("client", ["none", "without slurm.conf", "working"])
+def test_nodelist_is_expanded(nodelist, hosts, client, tmp_path, monkeypatch):
+    """By scontrol and by our parser alike, which a container without Slurm needs."""
+    if client == "none":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        needs("scontrol")
+        conf = "ClusterName=c\nSlurmctldHost=localhost\n" if client == "working" else ""
+        (tmp_path / "slurm.conf").write_text(conf)
+        monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     assert slurm_env.expand_nodelist(nodelist) == hosts
+
+
+def test_scontrol_expands_the_nodelist_where_it_is_installed(tmp_path, monkeypatch):
+    script = tmp_path / "scontrol"
+    script.write_text('#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && echo "from scontrol: $3"\n')
+    script.chmod(0o755)
+    shell = pathlib.Path(shutil.which("sh")).parent
+    monkeypatch.setenv("PATH", f"{tmp_path}:{shell}")
+    assert slurm_env.expand_nodelist("a[1-2]") == ["from", "scontrol:", "a[1-2]"]
 
 
 def test_host_of_each_process():
