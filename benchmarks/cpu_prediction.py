@@ -25,7 +25,7 @@ import jax
 
 from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
 from maxbench.cli import calibrate
-from maxbench.config import recipes
+from maxbench.config import recipes, resolve
 from maxbench.config.run import AXES, Run
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table
@@ -60,7 +60,7 @@ def main() -> None:
     found, cpu = calibrated()
     cases = []
     for name, flags in RUNS:
-        run = recipes.build_run(
+        run = resolve.build_run(
             recipes.load_workload(f"{name}:tiny"), flags={"dtype": "fp32"} | flags
         )
         cases.append(case(run, f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}", cpu))

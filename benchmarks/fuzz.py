@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 from maxbench.cli import entry, train
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, recipes, run_flags
 from maxbench.hardware import gpus
 from maxbench.reporting import build_report
 from maxbench.run_logs import readers, text_logs
@@ -35,7 +35,7 @@ gb200 auto xla te mxfp8 delayed nsys n1:1234 n1:0 n1 [::1]:80 :80 swiglu rmsnorm
 """.split()  # noqa: SIM905
 VALUES += ["", " ", "9" * 23, "9" * 5000, "x" * 5000, "(" * 300, "a\nb", "\x1b[2J", "\0", "\udc80"]
 VALUES += ["日本", "--steps"]
-FLAGS = [*recipes.FLAGS, "gpus", "strong_scaling", "dry_run", "flagfile", "undefok", "config"]
+FLAGS = [*run_flags.FLAGS, "gpus", "strong_scaling", "dry_run", "flagfile", "undefok", "config"]
 FLAGS += ["x" * 5000]
 REPORT = ["format", "title", "window", "gpu_type", "hardware", "cost", "interval", "mtbf"]
 REPORT += ["full-names", "diff", "flagfile"]

@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable
 
-from maxbench.config import recipes
+from maxbench.config import recipes, resolve
 from maxbench.config.run import Run
 from maxbench.hardware import published
 from maxbench.planning import plan_text, planner
@@ -64,7 +64,7 @@ PLANNED = (0, 5, 6)  # of RUNS
 def run_of(made: Made) -> Run:
     """What would have run."""
     config = recipes.load(recipes.CONFIGS / f"{made.workload}.py")
-    return recipes.build_run(
+    return resolve.build_run(
         config, gpus=made.gpus, flags={"dtype": made.dtype}, overrides=made.overrides
     )
 

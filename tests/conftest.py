@@ -34,6 +34,7 @@ import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.config import recipes  # noqa: E402
+from maxbench.config.resolve import build_run  # noqa: E402
 from maxbench.config.run import Run  # noqa: E402
 
 WORKLOADS = (
@@ -109,4 +110,4 @@ def config(name: str, presets: str = ""):
 def resolve(name: str, presets: str = "", overrides: dict | None = None, **flags) -> Run:
     """The Run of a workload, as the command line would build it."""
     first = {k: flags.pop(k) for k in ("gpus", "strong_scaling") if k in flags}
-    return recipes.build_run(config(name, presets), flags=flags, overrides=overrides, **first)
+    return build_run(config(name, presets), flags=flags, overrides=overrides, **first)

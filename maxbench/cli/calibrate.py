@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.config import command_line, commands, environment, recipes
+from maxbench.config import command_line, commands, environment, recipes, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.preflight import node_health
 
-DEVICE_FLAGS = tuple(recipes.FLAG_GROUPS["devices and processes"])
+DEVICE_FLAGS = tuple(run_flags.FLAG_GROUPS["devices and processes"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def toy_run(
         raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")
     devices = {name: fv[name].value for name in DEVICE_FLAGS if fv[name].value is not None}
     workload = next(iter(recipes.workloads().values()))
-    return recipes.build_run(workload, flags=devices | {"output_dir": folder}), target
+    return resolve.build_run(workload, flags=devices | {"output_dir": folder}), target
 
 
 def measure(name: str | None, small: bool, gpu_types: GpuTypes = GPU_TYPES) -> tuple[str, str]:

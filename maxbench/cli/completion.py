@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, commands, recipes, run_flags
 from maxbench.config.errors import UserError, check_choice
 
 # bash splits words at = and :, zsh does not: --config=NAME:PRESET is five words or one.
@@ -46,7 +46,7 @@ def script() -> str:
     """The completion script for bash; zsh needs ZSH before it."""
     all_commands = commands.commands()
     values: dict[str, Iterable[str]] = {"config": sorted(p.stem for p in recipes.workloads())}
-    values |= {name: command_line.options(name) for name in recipes.FLAGS}
+    values |= {name: command_line.options(name) for name in run_flags.FLAGS}
     for command in all_commands.values():
         values |= {name: flag.choices for name, flag in command.own.items() if flag.choices}
     flags = {name: [*commands.flag_names(name), "help"] for name in all_commands}

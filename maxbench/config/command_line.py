@@ -9,27 +9,27 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import ineffective, recipes, renamed
+from maxbench.config import ineffective, recipes, renamed, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES
-from maxbench.config.run import Run
+from maxbench.config.run import SECTIONS, Run
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, UnknownKey
 
 # Flag of each setting, config.SECTION.FIELD -> its dataclass field.
 SETTINGS = {
     f"config.{section}.{name}": field
-    for section, cls in recipes.SECTIONS.items()
+    for section, cls in SECTIONS.items()
     for name, field in cls.__dataclass_fields__.items()
 }
 
 
-def define(fv: flags.FlagValues, groups: Iterable[str] = recipes.FLAG_GROUPS) -> None:
+def define(fv: flags.FlagValues, groups: Iterable[str] = run_flags.FLAG_GROUPS) -> None:
     """Defines every setting as a flag, and the shorthand flags of some groups.
 
     Values stay text: the fields that the flags set parse and check them (config/validation.py).
     """
     texts = {
-        name: text for group in groups for name, (_, text) in recipes.FLAG_GROUPS[group].items()
+        name: text for group in groups for name, (_, text) in run_flags.FLAG_GROUPS[group].items()
     }
     for name, text in (texts | dict.fromkeys(SETTINGS, "")).items():
         define_flag = flags.DEFINE_bool if is_bool(name) else flags.DEFINE_string
@@ -38,7 +38,7 @@ def define(fv: flags.FlagValues, groups: Iterable[str] = recipes.FLAG_GROUPS) ->
 
 def is_bool(flag: str) -> bool:
     """Whether a flag that describes a run takes no value: --NAME or --noNAME."""
-    path = f"config.{recipes.FLAGS.get(flag.removeprefix('no'))}"
+    path = f"config.{run_flags.FLAGS.get(flag.removeprefix('no'))}"
     field = SETTINGS.get(flag) or SETTINGS.get(path)
     return flag == "strong_scaling" or (field is not None and field.type is bool)
 
@@ -61,9 +61,9 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     def present(names: Iterable[str]) -> dict[str, str]:
         return {name: fv[name].value for name in names if name in fv and fv[name].present}
 
-    shorthands, settings = present(recipes.FLAGS), present(SETTINGS)
+    shorthands, settings = present(run_flags.FLAGS), present(SETTINGS)
     overrides = {name.removeprefix("config."): value for name, value in settings.items()}
-    run = recipes.build_run(
+    run = resolve.build_run(
         recipes.load_workload(fv["config"].value),
         gpus=gpus or fv["gpus"].value,
         strong_scaling=fv["strong_scaling"].value,
@@ -71,7 +71,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
         overrides=overrides,
         gpu_types=gpu_types(fv["hardware"].value),
     )
-    ineffective.check_effective(run, [*(recipes.FLAGS[name] for name in shorthands), *overrides])
+    ineffective.check_effective(run, [*(run_flags.FLAGS[name] for name in shorthands), *overrides])
     return run
 
 
@@ -90,7 +90,7 @@ def parse_flags(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     cut = rest.index("--") if "--" in rest else len(rest)
     if name := next((word for word in rest[1:cut] if word.startswith("-")), ""):
         name = name.lstrip("-").partition("=")[0]
-        if name.removeprefix("no") in recipes.FLAGS or name in recipes.FLAGS:
+        if name.removeprefix("no") in run_flags.FLAGS or name in run_flags.FLAGS:
             raise UserError(f"--{name} is a flag of maxbench train and has no effect here")
         renamed.check_name(name.removeprefix("config."))
         raise UserError(f"unknown flag {name!r}{_did_you_mean(name, [*fv])}")
@@ -164,7 +164,7 @@ def writable(flag: str, text: str | None, suffix: str) -> pathlib.Path | None:
 
 def options(flag: str) -> tuple[str, ...]:
     """The values of a flag that describes a run, where it is one of a few names."""
-    path = recipes.FLAGS[flag]
+    path = run_flags.FLAGS[flag]
     known = {"precision.dtype": DTYPES} | {"layout.gpu_type": GPU_TYPES}
     return tuple(known.get(path) or SETTINGS[f"config.{path}"].metadata.get("options", ()))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 import maxbench
-from maxbench.config import command_line, console, recipes
+from maxbench.config import command_line, console, run_flags
 
 NARROW, WIDE = 60, 110  # columns of a help page, at least and at most
 FLAG_COLUMN = 22  # columns of a flag's name on a help page
@@ -43,7 +43,7 @@ class Command:
     does: str
     examples: tuple[str, ...]
     words: str = ""  # positional arguments
-    run: tuple[str, ...] = ()  # groups of recipes.FLAG_GROUPS
+    run: tuple[str, ...] = ()  # groups of run_flags.FLAG_GROUPS
     takes: tuple[str, ...] = ()  # further groups, accepted without effect
     flags: Mapping[str, Mapping[str, Flag]] = dataclasses.field(default_factory=dict)
     notes: str = ""
@@ -56,7 +56,7 @@ class Command:
 
     def groups(self) -> dict[str, dict[str, str]]:
         """Help texts of all flags: group -> flag -> text."""
-        run = {g: {n: text for n, (_, text) in recipes.FLAG_GROUPS[g].items()} for g in self.run}
+        run = {g: {n: text for n, (_, text) in run_flags.FLAG_GROUPS[g].items()} for g in self.run}
         own = {g: {n: flag.help_line for n, flag in each.items()} for g, each in self.flags.items()}
         return run | own
 

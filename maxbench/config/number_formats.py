@@ -72,6 +72,7 @@ def resolve_format(
         others = " or ".join(f.name for f in of_dtype if supports(gpu_type, f))
         raise UserError(
             f"precision.scaling={wanted.name!r} and gpu_type={gpu_type!r}: only {having} have "
-            f"GEMMs of that format; use {f'precision.scaling={others}' if others else 'another dtype'}"
+            "GEMMs of that format; use "
+            + (f"precision.scaling={others}" if others else "another dtype")
         )
     return supported

@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, recipes, records, validation
+from maxbench.config import command_line, records, resolve, validation
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory
@@ -148,7 +148,7 @@ def run_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list
     of the nearest row, and candidate layouts on that number."""
     try:
         return with_cluster(command_line.parse(fv, argv), fv), []
-    except recipes.NoRow as e:
+    except resolve.NoRow as e:
         if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
             raise  # these flags need the layout of a row
         count = int(fv["gpus"].value)

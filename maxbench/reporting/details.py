@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import recipes
+from maxbench.config import recipes, resolve
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.reporting import difference
@@ -60,12 +60,12 @@ def _recipe(
     candidates = []
     for strong in (False, True) if path else ():
         build = functools.partial(
-            recipes.build_run, recipes.workloads()[path], strong_scaling=strong,
+            resolve.build_run, recipes.workloads()[path], strong_scaling=strong,
             flags={"dtype": dtype}, overrides={"layout.gpu_type": gpu_type}, gpu_types=gpu_types,
         )  # fmt: skip
         try:
             candidates.append((strong, build(gpus=gpus)))
-        except recipes.NoRow as e:
+        except resolve.NoRow as e:
             candidates.append((strong, build(gpus=e.nearest)))
         except UserError:
             continue

@@ -7,7 +7,7 @@ import pathlib
 import shlex
 from collections.abc import Iterator, Sequence
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, run_flags
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.hardware.gpus import GpuTypes
@@ -16,7 +16,7 @@ from maxbench.run_logs import nccl, readers
 from maxbench.run_logs.record import RunRecord, dig
 
 # Flags of the trainer that do not change the program that plan compiles.
-NOT_PLANNED = {*recipes.FLAG_GROUPS["run"], *recipes.FLAG_GROUPS["devices and processes"]}
+NOT_PLANNED = {*run_flags.FLAG_GROUPS["run"], *run_flags.FLAG_GROUPS["devices and processes"]}
 
 
 def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:

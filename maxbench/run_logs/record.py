@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from maxbench.config import recipes
+from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
@@ -84,7 +84,7 @@ class RunRecord:
           UserError: it is none of this version, or ran on something else than it was for.
         """
         try:
-            run = recipes.run_from_dict(self.result["config"], gpu_types)
+            run = resolve.run_from_dict(self.result["config"], gpu_types)
         except UserError as e:
             raise UserError(f"its configuration is of another version of maxbench: {e}") from None
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):

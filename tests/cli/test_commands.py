@@ -10,7 +10,7 @@ import pytest
 
 from maxbench import __main__ as overview
 from maxbench.cli import completion
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, commands, recipes, run_flags
 from maxbench.config.errors import UserError
 
 NAMES = [*commands.commands()]
@@ -82,7 +82,7 @@ def test_plan_takes_no_flag_that_it_would_ignore(capsys, monkeypatch):
         assert not re.search(rf"--{flag}\b", out)
         with pytest.raises(UserError, match=f"--{flag} is a flag of maxbench train"):
             command_line.parse_flags(commands.define("plan"), ["maxbench", f"--{flag}", "1"])
-    for flag in recipes.FLAGS:  # one line serves train and preflight
+    for flag in run_flags.FLAGS:  # one line serves train and preflight
         text = [f"--{flag}"] if command_line.is_bool(flag) else [f"--{flag}=1"]
         assert command_line.parse_flags(commands.define("preflight"), ["maxbench", *text]) == [
             "maxbench"

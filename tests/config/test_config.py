@@ -18,7 +18,8 @@ from maxbench.cli import entry
 from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerGroup
-from maxbench.config.run import AXES, Run
+from maxbench.config.resolve import build_run
+from maxbench.config.run import AXES, SECTIONS, Run
 from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import WORKLOADS, config, resolve
 
@@ -113,9 +114,7 @@ def test_fp8_runs_of_a_workload_may_have_settings_of_their_own():
 
 def test_order_of_settings():
     base = config("llama31_8b", "tiny")
-    run = recipes.build_run(
-        base, gpus=8, flags={"mbs": 2, "seq": 128}, overrides={"train.seq": 256}
-    )
+    run = build_run(base, gpus=8, flags={"mbs": 2, "seq": 128}, overrides={"train.seq": 256})
     assert (run.layout.dp, run.layout.cp, run.layout.mbs) == (4, 2, 2)  # row, then flag
     assert (run.model.embed, run.train.seq) == (128, 256)  # preset; flag, then --config.train.seq
     assert run.name == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
@@ -437,4 +436,4 @@ def test_a_run_is_frozen_and_hashable():
     assert hash(run) == hash(resolve("llama31_8b", "tiny"))
     with pytest.raises(AttributeError):
         run.layout.tp = 2
-    assert Run(**{f: getattr(run, f) for f in recipes.SECTIONS}) == run
+    assert Run(**{f: getattr(run, f) for f in SECTIONS}) == run

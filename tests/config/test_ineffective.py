@@ -2,9 +2,10 @@
 
 import pytest
 
-from maxbench.config import command_line, ineffective, recipes
+from maxbench.config import command_line, ineffective
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
+from maxbench.config.resolve import build_run
 from tests.conftest import WORKLOADS, config
 
 TOY = "llama31_8b:tiny"
@@ -64,7 +65,7 @@ def test_default_values_are_accepted():
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_scaling_of_a_workload_file_is_accepted_in_bf16(scaling):
     """A file may hold settings for runs in another number format."""
-    run = recipes.build_run(config("llama31_8b", "tiny"), overrides={"precision.scaling": scaling})
+    run = build_run(config("llama31_8b", "tiny"), overrides={"precision.scaling": scaling})
     assert run.precision.dtype == "bf16"
 
 

@@ -7,10 +7,12 @@ import pytest
 from maxbench.cli import entry
 from maxbench.config import command_line, recipes, renamed
 from maxbench.config.errors import UserError
+from maxbench.config.resolve import run_from_dict
+from maxbench.config.run import SECTIONS
 from maxbench.hardware.gpus import Efficiency, Gpu
 from tests.conftest import resolve
 
-SETTINGS = [path for path in renamed.NAMES if path.partition(".")[0] in recipes.SECTIONS]
+SETTINGS = [path for path in renamed.NAMES if path.partition(".")[0] in SECTIONS]
 KEYS = [path for path in renamed.NAMES if path not in SETTINGS]
 VALUES = [(path, old, new) for path, each in renamed.VALUES.items() for old, new in each.items()]
 FILE = """
@@ -46,7 +48,7 @@ def test_old_field_of_a_run_description_names_the_new_one(old):
     section, _, name = old.partition(".")
     description[section][name] = 1
     with pytest.raises(UserError, match=f"^{old} is now {renamed.NAMES[old]}$"):
-        recipes.run_from_dict(description)
+        run_from_dict(description)
 
 
 @pytest.mark.parametrize(("path", "old", "new"), VALUES)

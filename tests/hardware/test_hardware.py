@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line
 from maxbench.config.errors import UserError
+from maxbench.config.resolve import run_from_dict
 from maxbench.config.run import AXES
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.costs import Costs
@@ -49,9 +50,9 @@ def test_new_type_is_used_by_recipe_compiler_and_cost_model(hardware_file):
     assert gemm(h300) == pytest.approx(gemm(h100) * 989 / 2000, rel=0.1)
     assert h300.gpu_types.type_of("NVIDIA H300") == "h300"
     assert h300.gpu_types.type_of("runs/h300/log.out") == "h300"
-    assert recipes.run_from_dict(config, h300.gpu_types).gpu == h300.gpu
+    assert run_from_dict(config, h300.gpu_types).gpu == h300.gpu
     with pytest.raises(UserError, match="gpu_type='h300' is not one of"):
-        recipes.run_from_dict(config)
+        run_from_dict(config)
 
 
 def test_known_type_is_replaced_in_that_run_alone(tmp_path):

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line
+from maxbench.config.resolve import NoRow
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline.schedule import schedule_for
@@ -123,6 +124,6 @@ def test_what_cannot_fit_is_said_with_what_would():
 
 
 def test_the_table_has_no_such_row():
-    with pytest.raises(recipes.NoRow, match="maxbench plan --gpus 96 finds them") as e:
+    with pytest.raises(NoRow, match="maxbench plan --gpus 96 finds them") as e:
         run_of("llama31_405b.py --gpus 96")
     assert e.value.nearest == 512  # 128 and fewer are of fewer layers

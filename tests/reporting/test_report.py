@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from maxbench.cli import entry
 from maxbench.config import recipes
+from maxbench.config.resolve import build_run
 from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
@@ -473,7 +474,7 @@ def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **resul
     config = recipes.load(ROOT / FLAGS[1])
     steps = 5 if tool else 50
     flags = {"dtype": "fp8", "profile": tool, "steps": steps, "output_dir": str(folder)}
-    made = recipes.build_run(config, gpus=8, flags=flags)
+    made = build_run(config, gpus=8, flags=flags)
     more = [f"--profile={tool}", "--steps", str(steps), "--output_dir", "/x"]
     device = {"gpu_type": gpu, "kind": gpu, "count": 8}
     result = {"config": made.asdict(), "command": ["train.py", *FLAGS, *more], "name": made.name,
@@ -490,7 +491,7 @@ def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **resul
 def program(tmp_path, monkeypatch):
     """A cache of plan's that holds the run's program: one all-gather of 1 GiB over 8 GPUs."""
     monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "cache"))
-    made = recipes.build_run(recipes.load(ROOT / FLAGS[1]), gpus=8, flags={"dtype": "fp8"})
+    made = build_run(recipes.load(ROOT / FLAGS[1]), gpus=8, flags={"dtype": "fp8"})
     text = (
         "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
         "  %x = bf16[67108864]{0} parameter(0)\n  %s = (bf16[67108864]{0}, bf16[536870912]{0}) "

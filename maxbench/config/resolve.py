@@ -1,0 +1,192 @@
+"""From a workload and flags to a Run: the order in which settings apply.
+
+Later settings win: the workload's values, its settings for dtype=fp8, the row of its table of
+layouts (--gpus), presets, shorthand flags (--tp, --mbs, ...), and last --config.section.field.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbench.config import renamed
+from maxbench.config.errors import UserError, check_choice
+from maxbench.config.number_formats import DTYPES
+from maxbench.config.recipes import PRESETS, table
+from maxbench.config.run import AXES, SECTIONS, Layout, Run
+from maxbench.config.run_flags import FLAGS
+from maxbench.config.validation import parse
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
+
+# Columns of a table of layouts that are not fields of Layout; "" = they only select the row.
+COLUMN_SECTIONS = dict.fromkeys(("gpus", "dtype", "scaling", "gpu_type"), "")
+COLUMN_SECTIONS |= {"layers": "model"}
+COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
+
+Sections = dict[str, dict[str, Any]]
+
+
+class NoRow(UserError):
+    """The table has no row for that number of GPUs.
+
+    Attributes:
+      nearest: the nearest number that it has a row for, of the whole model if possible.
+    """
+
+    def __init__(self, message: str, nearest: int):
+        super().__init__(message)
+        self.nearest = nearest
+
+
+class RowKey(NamedTuple):
+    """What selects a row of a table of layouts."""
+
+    gpus: int
+    gpu_type: str  # of the run
+    recipes: str  # GPU type of the row (Gpu.recipes)
+    dtype: str
+    scaling: str  # weak | strong
+
+
+def build_run(
+    config: ConfigDict,
+    *,
+    gpus: int | None = None,
+    strong_scaling: bool = False,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    gpu_types: GpuTypes = GPU_TYPES,
+) -> Run:
+    """Builds the Run of a workload and settings.
+
+    Args:
+      config: of recipes.workload().
+      gpus: selects the row of the table of layouts for this number of GPUs.
+      strong_scaling: selects among the rows with a constant global batch.
+      flags: shorthand flags by their names in FLAGS.
+      overrides: 'section.field' -> value, applied last.
+      gpu_types: that layout.gpu_type may name.
+
+    Raises:
+      NoRow: the table has no row for `gpus`, and no mesh axis is given.
+      UserError: another invalid setting.
+    """
+    settings = _settings(flags or {}, overrides or {})
+    values: Sections = {name: dict(config[name]) for name in SECTIONS}
+    gpu_type, dtype = _gpu_type_and_dtype(config, settings)
+    if dtype == "fp8":
+        _merge(values, config.fp8)
+    if gpus is not None:
+        gpus = parse("gpus", int, gpus, {"at_least": 1})
+        check_choice("gpu_type", gpu_type, gpu_types)
+        scaling = "strong" if strong_scaling else "weak"
+        key = RowKey(gpus, gpu_type, gpu_types[gpu_type].recipes, dtype, scaling)
+        _merge(values, _row(config, key, axes_given=bool({*(flags or ())} & {*AXES})))
+    elif strong_scaling:
+        raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
+    presets = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
+    for name in presets:
+        _merge(values, config.known[name])
+        if name in ("tiny", "rehearse"):
+            _shrink(values, axes=name == "rehearse")
+    for path, value in settings.items():
+        section, _, field = path.partition(".")
+        values[section][field] = value
+    in_size = [name for name in presets if name != "fp8"]
+    values["model"]["size"] = "-".join([values["model"]["size"], *in_size])
+    if "rehearse" in presets and "runtime.cpu_devices" not in settings:
+        values["runtime"]["cpu_devices"] = Layout(**values["layout"]).gpus
+    sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
+    run = Run(**sections, gpu_types=gpu_types)
+    if gpus is not None and "rehearse" not in presets and run.layout.gpus != gpus:
+        raise UserError(
+            f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
+            "leave gpus out to take the axes as given, or the axes to take the table's row"
+        )
+    return run
+
+
+def run_from_dict(config: Mapping, gpu_types: GpuTypes = GPU_TYPES) -> Run:
+    """The Run of the config of a result.json, with the defaults of settings that do not change the
+    program: output, profile, processes and devices.
+
+    Raises:
+      UserError: a setting is invalid or has another name now.
+    """
+    for section, fields in config.items():
+        renamed.check_section(section, fields)
+    kept = {"output": {}, "profile": {}, "runtime": {"tp_overlap": config["runtime"]["tp_overlap"]}}
+    sections = {name: cls(**kept.get(name, config[name])) for name, cls in SECTIONS.items()}
+    return Run(**sections, gpu_types=gpu_types)
+
+
+def _settings(flags: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """'section.field' -> value of flags and overrides."""
+    settings = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides)
+    for path, value in settings.items():
+        renamed.check_name(path)
+        renamed.check_value(path, value)
+    if "train.remat" in settings:  # applies to all layers, unlike the row's remat_layers
+        settings = {"train.remat_layers": 0} | settings
+    return settings
+
+
+def _gpu_type_and_dtype(config: ConfigDict, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """layout.gpu_type and precision.dtype after presets and settings, which select the row."""
+    dtype = config.precision.dtype
+    for name in config.presets:
+        check_choice("preset", name, config.known)
+        dtype = config.known[name].get("precision", {}).get("dtype", dtype)
+    gpu_type = settings.get("layout.gpu_type", config.layout.gpu_type)
+    return gpu_type, settings.get("precision.dtype", dtype)
+
+
+def _merge(values: Sections, sections: Mapping[str, Mapping]) -> None:
+    for section, fields in sections.items():
+        values[section] |= dict(fields)
+
+
+def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
+    """Settings of the table's row; those of the model alone if there is none and axes are given.
+
+    Raises:
+      NoRow, UserError: there is no row, and no axes are given.
+    """
+    check_choice("dtype", key.dtype, DTYPES)
+    dtype = "bf16" if key.dtype == "fp32" else key.dtype
+    of_dtype = [
+        r for r in table(config.layouts) if (r["dtype"], r["scaling"]) == (dtype, key.scaling)
+    ]
+    rows = [r for r in of_dtype if r["gpu_type"] == key.recipes]
+    if row := next((r for r in rows if r["gpus"] == key.gpus), None):
+        sections: Sections = {"layout": {"gpu_type": key.gpu_type}}
+        for column, value in row.items():
+            if section := COLUMN_SECTIONS.get(column, "layout"):
+                sections.setdefault(section, {})[column] = value
+        return sections
+    if axes_given:
+        return {"model": {"layers": config.model.layers}, "train": {"seq": config.train.seq}}
+    name = f"{config.model.name} {config.model.size} {dtype} ({key.scaling} scaling)"
+    why = f"gpus={key.gpus}: {name} has no recipe for {key.gpus} {key.gpu_type}"
+    if not rows:
+        types = ", ".join(sorted({r["gpu_type"] for r in of_dtype}) or ["none"])
+        raise UserError(f"{why}; types that have one: {types}; or name the axes, --fsdp and so on")
+    distance = lambda gpus: abs(gpus / key.gpus - 1)
+    near = sorted((r["gpus"] for r in rows), key=distance)[:3]
+    hint = f"nearest: --gpus {' or '.join(map(str, sorted(near)))}"
+    hint += f"; or name the axes: maxbench plan --gpus {key.gpus} finds them"
+    whole_model = [r["gpus"] for r in rows if r["layers"] == config.model.layers]
+    raise NoRow(f"{why}; {hint}", min(whole_model or near, key=distance))
+
+
+def _shrink(values: Sections, axes: bool) -> None:
+    """Toy sizes that depend on the model; with `axes`, mesh axes of at most 2, few microbatches."""
+    model, layout = values["model"], values["layout"]
+    if model["experts"]:
+        model["experts"] = 4
+    model["rope_context"] = min(model["rope_context"], 16)  # so that rope scaling has an effect
+    if axes:
+        sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
+        microbatches = max(1, layout["gbs"] // sequences())
+        layout.update({axis: min(2, layout[axis]) for axis in (*AXES, "vp", "mbs")})
+        layout["gbs"] = sequences() * min(4, microbatches)
