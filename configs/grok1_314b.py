@@ -1,6 +1,6 @@
 """Grok-1 314B, https://github.com/xai-org/grok-1, as NVIDIA's NeMo recipe trains it.
 
-The preset `xai` is the model as xAI released it.
+Preset `xai`: the model as xAI released it.
 """
 
 from maxbench.config.recipes import workload
@@ -20,21 +20,20 @@ XAI = {
     }
 }
 
-# Microbatches of as many sequences as memory has room for, or, in FP8, as it has without what an
-# MLP's activation gives.
+# The largest mbs that fits in memory, in two FP8 rows if the MLP's activation is recomputed.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  remat
-h100      bf16,fp8  weak        8       2  4096   1   1   1     1   2   1   4    8  1024  none
-h100      bf16,fp8  weak       16       4  4096   1   1   1     1   4   1   4    8  1024  none
-h100      bf16,fp8  weak       32       4  4096   1   1   1     1   8   1   4    4  1024  none
-h100      bf16,fp8  weak       64       8  8192   1   1   1     1   8   2   4    4  1024  none
-h100      bf16,fp8  weak      128      16  8192   2   8   1     1   8   2   4    4  1024  none
-h100      bf16      weak      256      32  8192   4   8   1     1   8   2   4    4  1024  none
-h100      fp8       weak      256      32  8192   4   8   1     1   8   2   4    4  1024  save_gemms_recompute_act
-h100      bf16      weak      512      64  8192   8   8   1     1   8   2   4    2  1024  none
-h100      fp8       weak      512      64  8192   8   8   1     1   8   2   4    2  1024  save_gemms_recompute_act
-h100      bf16,fp8  weak     1024      64  8192   8   8   2     1   8   2   4    2  2048  none
-h100      bf16,fp8  weak     2048      64  8192   8   8   4     1   8   2   4    2  4096  none
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat
+h100     bf16,fp8 weak       8      2 4096  1  1  1    1  2  1  4   8 1024 none
+h100     bf16,fp8 weak      16      4 4096  1  1  1    1  4  1  4   8 1024 none
+h100     bf16,fp8 weak      32      4 4096  1  1  1    1  8  1  4   4 1024 none
+h100     bf16,fp8 weak      64      8 8192  1  1  1    1  8  2  4   4 1024 none
+h100     bf16,fp8 weak     128     16 8192  2  8  1    1  8  2  4   4 1024 none
+h100     bf16     weak     256     32 8192  4  8  1    1  8  2  4   4 1024 none
+h100     fp8      weak     256     32 8192  4  8  1    1  8  2  4   4 1024 save_gemms_recompute_act
+h100     bf16     weak     512     64 8192  8  8  1    1  8  2  4   2 1024 none
+h100     fp8      weak     512     64 8192  8  8  1    1  8  2  4   2 1024 save_gemms_recompute_act
+h100     bf16,fp8 weak    1024     64 8192  8  8  2    1  8  2  4   2 2048 none
+h100     bf16,fp8 weak    2048     64 8192  8  8  4    1  8  2  4   2 4096 none
 """
 
 

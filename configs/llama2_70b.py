@@ -2,15 +2,15 @@
 
 from maxbench.config.recipes import workload
 
-# GPUs have room for what the last layers then keep.
+# remat_layers: the fewest layers with train.remat that make the step fit in memory.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs  gbs remat_layers
-h100      bf16,fp8  weak       64      80  4096   1   1   1    64   1   1   1    2  128           70
-h100      bf16,fp8  weak      128      80  4096   1   1   1   128   1   1   1    2  256           58
-h100      bf16,fp8  weak      256      80  4096   1   1   1   256   1   1   1    2  512           56
-h100      bf16,fp8  weak      512      80  4096   1   1   4   128   1   1   1    2 1024           56
-h100      bf16,fp8  weak     1024      80  4096   1   1   8   128   1   1   1    2 2048           56
-h100      bf16,fp8  weak     2048      80  4096   1   1  16   128   1   1   1    2 4096           56
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat_layers
+h100     bf16,fp8 weak      64     80 4096  1  1  1   64  1  1  1   2  128           70
+h100     bf16,fp8 weak     128     80 4096  1  1  1  128  1  1  1   2  256           58
+h100     bf16,fp8 weak     256     80 4096  1  1  1  256  1  1  1   2  512           56
+h100     bf16,fp8 weak     512     80 4096  1  1  4  128  1  1  1   2 1024           56
+h100     bf16,fp8 weak    1024     80 4096  1  1  8  128  1  1  1   2 2048           56
+h100     bf16,fp8 weak    2048     80 4096  1  1 16  128  1  1  1   2 4096           56
 """
 
 

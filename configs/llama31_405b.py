@@ -2,16 +2,16 @@
 
 from maxbench.config.recipes import workload
 
-# Microbatches of more than one sequence, or longer turns, where memory has room for what they keep.
+# mbs above 1, or a microbatch_group_size above pp, where their activation stash fits in memory.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  microbatch_group_size
-h100      bf16,fp8  weak       32       8  8192   1   1   2     1   1   2   8    4    64     0
-h100      bf16,fp8  weak       64      30  8192   4   8   1     1   1   2   8    4    64     0
-h100      bf16      weak      128      62  8192   4   8   2     1   1   2   8    1   128     8
-h100      fp8       weak      128      62  8192   4   8   2     1   1   2   8    2   128     0
-h100      bf16,fp8  weak      512     126  8192   8   8   4     1   1   2   8    1   256     0
-h100      bf16,fp8  weak     1024     126  8192   8   8   8     1   1   2   8    1   512     0
-h100      bf16,fp8  weak     2048     126  8192   8   8  16     1   1   2   8    1  1024     0
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs microbatch_group_size
+h100     bf16,fp8 weak      32      8 8192  1  1  2    1  1  2  8   4   64                     0
+h100     bf16,fp8 weak      64     30 8192  4  8  1    1  1  2  8   4   64                     0
+h100     bf16     weak     128     62 8192  4  8  2    1  1  2  8   1  128                     8
+h100     fp8      weak     128     62 8192  4  8  2    1  1  2  8   2  128                     0
+h100     bf16,fp8 weak     512    126 8192  8  8  4    1  1  2  8   1  256                     0
+h100     bf16,fp8 weak    1024    126 8192  8  8  8    1  1  2  8   1  512                     0
+h100     bf16,fp8 weak    2048    126 8192  8  8 16    1  1  2  8   1 1024                     0
 """
 
 
@@ -43,5 +43,5 @@ def get_config(presets=""):
         optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
         layouts=LAYOUTS,
         launch=dict(rank=3, aliases=("llama3.1", "llama3"), time="00:30:00", profile=(20, 25)),
-        published=dict(kv_heads=16),  # of published MFUs; the model has 8
+        published=dict(kv_heads=16),  # that the published MFU assumes; the model has 8
     )

@@ -1,11 +1,11 @@
 """Llama 3.1 70B, https://arxiv.org/abs/2407.21783, as NVIDIA's NeMo recipe trains it.
 
-The recipe leaves out 3.1's rope scaling.
+The recipe does not scale RoPE as Llama 3.1 does.
 """
 
 from maxbench.config.recipes import workload
 
-# In BF16, microbatches of two sequences: memory has room for them.
+# mbs = 2 in BF16, where its activation stash fits in memory.
 LAYOUTS = """
 gpu_type  dtype  scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
 h100      bf16   weak       64      80  8192   4   5   2     1   1   2   4    2   128

@@ -1,20 +1,20 @@
 """Llama 3.1 8B, https://arxiv.org/abs/2407.21783, as NVIDIA's NeMo recipe trains it.
 
-The recipe leaves out 3.1's rope scaling.
+The recipe does not scale RoPE as Llama 3.1 does.
 """
 
 from maxbench.config.recipes import workload
 
-# Microbatches of two sequences, which fill the products' last rounds better. Where memory has less
-# room, norms are made again for them.
+# mbs = 2, which fills the last wave of GEMM tiles better. save_gemms_only recomputes norms where
+# memory is short: with few dp shards of the optimizer state.
 LAYOUTS = """
-gpu_type  dtype     scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs  remat
-h100      bf16,fp8  weak        8      32  8192   1   1   4     1   1   2   1    2   128  save_gemms_only
-h100      bf16      weak       16      32  8192   1   1   8     1   1   2   1    2   256  save_gemms_only
-h100      fp8       weak       16      32  8192   1   1   8     1   1   2   1    2   256   none
-h100      bf16,fp8  weak       32      32  8192   1   1  16     1   1   2   1    2   512   none
-h100      bf16,fp8  weak       64      32  8192   1   1  32     1   1   2   1    2  1024   none
-h100      bf16,fp8  weak      128      32  8192   1   1  64     1   1   2   1    2  2048   none
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat
+h100     bf16,fp8 weak       8     32 8192  1  1  4    1  1  2  1   2  128 save_gemms_only
+h100     bf16     weak      16     32 8192  1  1  8    1  1  2  1   2  256 save_gemms_only
+h100     fp8      weak      16     32 8192  1  1  8    1  1  2  1   2  256 none
+h100     bf16,fp8 weak      32     32 8192  1  1 16    1  1  2  1   2  512 none
+h100     bf16,fp8 weak      64     32 8192  1  1 32    1  1  2  1   2 1024 none
+h100     bf16,fp8 weak     128     32 8192  1  1 64    1  1  2  1   2 2048 none
 """
 
 

@@ -1,1 +1,1 @@
-"""What a run is: its description, checked; workload files and their tables; the command line."""
+"""The description of a run, workload files, and the command line."""

@@ -1,1 +1,1 @@
-"""GPUs and clusters as data, and the figures that others published for them."""
+"""GPU types as data, and published performance figures."""

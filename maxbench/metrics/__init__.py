@@ -1,1 +1,1 @@
-"""Performance figures of a run: FLOPs, MFU, statistics of step times. Imports no jax."""
+"""Performance figures of a run: FLOPs, MFU, statistics of step times. Needs no jax."""
