@@ -1,12 +1,13 @@
-"""Holds predictions against what this machine can measure: toy steps on its own CPU.
+"""Predictions compared with measurements on the local CPU: toy steps.
 
   python benchmarks/cpu_prediction.py
 
 Calibrates the CPU as `maxbench calibrate` does, compiles 20 toy runs in fp32 for meshes of virtual
-devices, and predicts each from its own compiled program. A device is one thread here, and shares
-the cores with the others: measured are seconds that the process works, by step and device. Then a
-constant or two are fitted to all runs but one, as `maxbench plan --calibrate` does, and that one is
-predicted. Result: benchmarks/results/cpu_prediction.json.
+devices, and predicts each from its own compiled program. A virtual device is a thread and shares
+the cores with the others, so CPU seconds per step and device are measured. Then one or two
+constants are fitted to all runs but one, as `maxbench calibrate RUN ...` does, and that run is
+predicted.
+Result: benchmarks/results/cpu_prediction.json.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import time
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # it need not be installed
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # if maxbench is not installed
 
 import jax
 
@@ -57,101 +58,107 @@ PATH = pathlib.Path(__file__).parent / "results" / "cpu_prediction.json"
 
 
 def main() -> None:
-    found, cpu = calibrated()
-    cases = []
+    device_fit, cpu = calibrate_cpu()
+    efficiency = device_fit.efficiency
+    observations = []
     for name, flags in RUNS:
-        run = resolve.build_run(
-            recipes.load_workload(f"{name}:tiny"), flags={"dtype": "fp32"} | flags
-        )
-        cases.append(case(run, f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}", cpu))
-        print(line(cases[-1], found.efficiency), flush=True)
-    errors = [case.error(found.efficiency) for case in cases]
-    record = {"device": fit.describe(f"{jax.device_count()} x cpu"), "programs": len(cases)}
-    record |= {"calibrated": spread(errors), "products": len(found.products)}
-    alone, beside = products_left_out(found.products)
-    record |= {"product_by_constants": alone, "product_by_other_shapes": beside}
+        workload = recipes.load_workload(f"{name}:tiny")
+        run = resolve.build_run(workload, flags={"dtype": "fp32"} | flags)
+        label = f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}"
+        observations.append(observe(run, label, cpu))
+        print(line(observations[-1], efficiency), flush=True)
+    errors = [o.error(efficiency) for o in observations]
+    by_constants, by_other_shapes = gemm_errors(device_fit.products)
+    record = {
+        "device": fit.describe(f"{jax.device_count()} x cpu"),
+        "programs": len(observations),
+        "calibrated": spread(errors),
+        "gemms": len(device_fit.products),
+        "gemm_by_constants": by_constants,
+        "gemm_by_other_shapes": by_other_shapes,
+    }
     for names in FITTED:
-        record[f"left out, {' and '.join(names)} fitted"] = spread(left_out(cases, names, found))
-    record["runs"] = [
-        {"run": c.name, "measured_s": c.seconds, "error": e}
-        for c, e in zip(cases, errors, strict=True)
+        left_out = left_out_errors(observations, names, efficiency)
+        record[f"left out, {' and '.join(names)} fitted"] = spread(left_out)
+    runs = [
+        {"run": o.name, "measured_s": o.seconds, "error": error}
+        for o, error in zip(observations, errors, strict=True)
     ]
-    PATH.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k != "runs"}, indent=1))
+    PATH.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
 
 
-def calibrated() -> tuple[from_device.DeviceFit, Gpu]:
-    """Makes a GPU type of this CPU, with its tables."""
-    ran = [
-        *microbenchmarks.all_microbenchmarks(
-            microbenchmarks.SMALL, jax.devices(), jax.device_count()
-        )
-    ]
-    memory = calibrate.host_bytes() // jax.device_count()
-    cpu = from_device.made(ran, "cpu", 1, memory, jax.device_count())
-    found = from_device.fit_device(ran, cpu, new=True)
-    tables = {"products": found.products, "kernels": found.kernels}
-    return found, dataclasses.replace(cpu, efficiency=found.efficiency, **tables)
+def calibrate_cpu() -> tuple[from_device.DeviceFit, Gpu]:
+    """A GPU type of this CPU, with its tables."""
+    count = jax.device_count()
+    small = microbenchmarks.SMALL
+    measurements = [*microbenchmarks.all_microbenchmarks(small, jax.devices(), count)]
+    memory = calibrate.host_bytes() // count
+    cpu = from_device.new_gpu(measurements, "cpu", 1, memory, count)
+    result = from_device.fit_device(measurements, cpu, new=True)
+    tables = {"products": result.products, "kernels": result.kernels}
+    return result, dataclasses.replace(cpu, efficiency=result.efficiency, **tables)
 
 
-def case(run: Run, name: str, cpu: Gpu) -> fit.Observation:
-    """A run's step, and what is predicted of it; nobody waits while only work is counted."""
+def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
+    """A run's measured step, with its prediction. CPU seconds include no waiting."""
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())
-    shares = planner.branch_frequencies(run, program)
+    frequencies = planner.branch_frequencies(run, program)
     degrees = {axis: getattr(run.layout, axis) for axis in AXES}
 
     def predict(efficiency):
-        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), shares)
+        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), frequencies)
         return t.seconds - t.compute["slowest"]
 
-    return fit.Observation(name, seconds(compiled, step.init()) / run.layout.gpus, predict)
+    return fit.Observation(name, step_s(compiled, step.init()) / run.layout.gpus, predict)
 
 
-def seconds(compiled, state) -> float:
+def step_s(compiled, state) -> float:
     """CPU seconds of a step, the median over rows."""
 
     def row(times: int) -> tuple[float, float]:
+        """CPU and wall-clock seconds per step."""
         nonlocal state
-        begin, work = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(times):
             state, out = compiled(state)
             jax.block_until_ready(out)
-        return (time.process_time() - work) / times, (time.perf_counter() - begin) / times
+        return (time.process_time() - cpu) / times, (time.perf_counter() - wall) / times
 
     row(2)
     times = max(2, round(ROW_S / row(2)[1]))
     return statistics.median(row(times)[0] for _ in range(ROWS))
 
 
-def left_out(
-    cases: list[fit.Observation], names: tuple[str, ...], found: from_device.DeviceFit
+def left_out_errors(
+    observations: list[fit.Observation], names: tuple[str, ...], efficiency: Efficiency
 ) -> list[float]:
     """Errors of each run with constants fitted to the others."""
-    near, errors = [from_runs.linearize(case, names, found.efficiency) for case in cases], []
-    for i, one in enumerate(cases):
-        about = dict.fromkeys(names, near[:i] + near[i + 1 :])
-        errors.append(one.error(fit.fit(about, found.efficiency, from_runs.FAR)[0]))
+    linear, errors = [from_runs.linearize(o, names, efficiency) for o in observations], []
+    for i, o in enumerate(observations):
+        others = dict.fromkeys(names, linear[:i] + linear[i + 1 :])
+        errors.append(o.error(fit.fit(others, efficiency, from_runs.MAX_FACTOR)[0]))
     return errors
 
 
-def products_left_out(products: list[list]) -> tuple[float, float]:
-    """Median errors of products, by the constants alone and by the rows of other shapes."""
-    beside = []
-    for dtype, layout, *sizes, ratio in products:
-        others = Table(row for row in products if row[2:-1] != sizes)
-        beside.append(abs(others.ratio(dtype, layout, *sizes) / ratio - 1))
-    return statistics.median(abs(1 / row[-1] - 1) for row in products), statistics.median(beside)
+def gemm_errors(rows: list[list]) -> tuple[float, float]:
+    """Median errors of GEMMs, by the constants alone and by the rows of other shapes."""
+    by_others = []
+    for dtype, layout, *sizes, ratio in rows:
+        others = Table(row for row in rows if row[2:-1] != sizes)
+        by_others.append(abs(others.ratio(dtype, layout, *sizes) / ratio - 1))
+    return statistics.median(abs(1 / row[-1] - 1) for row in rows), statistics.median(by_others)
 
 
 def spread(errors: list[float]) -> dict[str, float]:
     return {"median": statistics.median(map(abs, errors)), "worst": max(map(abs, errors))}
 
 
-def line(case: fit.Observation, efficiency: Efficiency) -> str:
-    ms = case.seconds * 1e3
-    return f"{case.name:<40} {ms:8.2f} ms measured, predicted {case.error(efficiency):+.1%}"
+def line(o: fit.Observation, efficiency: Efficiency) -> str:
+    ms = o.seconds * 1e3
+    return f"{o.name:<40} {ms:8.2f} ms measured, predicted {o.error(efficiency):+.1%}"
 
 
 if __name__ == "__main__":

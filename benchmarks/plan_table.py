@@ -3,13 +3,14 @@ into docs/reference/plan_table.md.
 
   python benchmarks/plan_table.py [--jobs 2] [--cached]
 
-A row is planned twice at most: with the recomputation of the published run, whether or not it
-fits, and where it does not with the policy that keeps most and fits. Compiled programs are cached,
-so a sweep that was stopped goes on where it was. --cached: only rows whose program is there; the
-others stay as they are. The column `prices` says which revision of the prices a row is of.
+A row is planned with the remat policy of the published run and, if that does not fit, also with
+--best_remat. Compiled programs are cached, so a sweep that was stopped can be continued. --cached:
+only rows whose program is in the cache; the others keep their line. The column `prices` is the
+revision of the cost model that a line was computed with.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import csv
 import dataclasses
@@ -27,14 +28,14 @@ from maxbench.cost_model.memory import GIB
 
 TABLE = "## Fifteen rows"  # heading in docs/reference/plan_table.md, above the generated table
 CSV = pathlib.Path("docs/plan.csv")
-# What decides a prediction of a program.
-PRICES = (
+# Files that determine the prediction of a program, besides the program itself.
+COST_MODEL = (
     "hardware/gpus.toml",
     "cost_model/costs.py",
     "cost_model/simulate.py",
     "cost_model/published_deltas.py",
+    "cost_model/pipeline_timing.py",
 )
-PRICES += ("cost_model/pipeline_timing.py",)
 COLUMNS = {
     "workload": "workload",
     "gpu_type": "GPU",
@@ -79,37 +80,40 @@ class Row:
     @property
     def flags(self) -> list[str]:
         strong = ["--strong_scaling"] if self.scaling == "strong" else []
-        given = {"config": self.config, "gpus": self.gpus, "gpu_type": self.gpu_type}
-        given["dtype"] = self.dtype
-        return [f"--{name}={value}" for name, value in given.items()] + strong
+        names = ("config", "gpus", "gpu_type", "dtype")
+        return [f"--{name}={getattr(self, name)}" for name in names] + strong
 
 
 def rows(configs: list[str]) -> list[Row]:
     """All rows of the tables of workload files."""
-    found = []
+    every = []
     for config in configs:
         for row in recipes.table(recipes.load(config).layouts):
             names = [f.name for f in dataclasses.fields(Row)][1:]
-            found.append(Row(config, **{name: row[name] for name in names}))
-    return found
+            every.append(Row(config, **{name: row[name] for name in names}))
+    return every
 
 
-def prices() -> str:
-    """The revision of the prices."""
-    package = pathlib.Path(compile_cache.__file__).parents[1]
-    return hashlib.sha256(b"".join((package / p).read_bytes() for p in PRICES)).hexdigest()[:8]
+def cost_model_revision() -> str:
+    """Hash of COST_MODEL, without docstrings and comments."""
+    package, digest = pathlib.Path(compile_cache.__file__).parents[1], hashlib.sha256()
+    for name in COST_MODEL:
+        text = (package / name).read_text()
+        code = compile_cache.code_of(ast.parse(text)) if name.endswith(".py") else text
+        digest.update(code.encode())
+    return digest.hexdigest()[:8]
 
 
 def key(row: Row) -> dict[str, str]:
-    """What names a row's line."""
-    named = {k: str(getattr(row, k)) for k in ("gpu_type", "gpus", "dtype", "scaling")}
-    return {"workload": pathlib.Path(row.config).stem} | named
+    """The columns that identify a row's line."""
+    columns = {k: str(getattr(row, k)) for k in ("gpu_type", "gpus", "dtype", "scaling")}
+    return {"workload": pathlib.Path(row.config).stem} | columns
 
 
 def plan_row(row: Row) -> dict:
-    """A row's line of the table. Each plan is a process of its own: a compiler's memory ends with
-    it."""
-    line = dict.fromkeys(COLUMNS, "") | key(row) | {"prices": prices()}
+    """A row's line of the table. Each plan runs in a process of its own, which frees the compiler's
+    memory."""
+    line = dict.fromkeys(COLUMNS, "") | key(row) | {"prices": cost_model_revision()}
     published, error = _plan(row.flags)
     if published is None:
         return line | {"note": error}
@@ -136,27 +140,28 @@ def _s(seconds: float) -> str:
 
 
 def _columns(plan: dict) -> dict:
-    known = plan["published"] or {}
-    same = "error" in known
+    published = plan["published"] or {}
+    comparable = "error" in published
+    percent = lambda error: "" if error is None else f"{error * 100:+.1f}"
     share = lambda part, n=1: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.{n}f}"
     return {
         "remat": plan["remat"],
         "memory_gib": f"{plan['memory']['total'] / GIB:.1f}",
         "fits": "yes" if plan["fits"] else "no",
         "step_s": _s(plan["step_s"]),
-        "published_s": known["step_s"] if same else "",
-        "error_pct": f"{known['error'] * 100:+.1f}" if same else "",
+        "published_s": published["step_s"] if comparable else "",
+        "error_pct": percent(published.get("error")),
         "mfu_pct": f"{plan['mfu']['full'] * 100:.1f}",
         "exposed_pct": share("exposed"),
         "copies_pct": share("copy"),
         "decisions_pct": share("host", 2),
         "bubble_pct": share("idle"),
-        "as_published_s": _s(known["as_published_s"]) if same else "",
-        "error_as_published_pct": f"{known['error_as_published'] * 100:+.1f}" if same else "",
+        "as_published_s": _s(published["as_published_s"]) if comparable else "",
+        "error_as_published_pct": percent(published.get("error_as_published")),
     }
 
 
-def sweep(every: list[Row], jobs: int, say: Callable[[str], None]) -> list[dict]:
+def sweep(every: list[Row], jobs: int, log: Callable[[str], None]) -> list[dict]:
     """Lines of all rows, in their order."""
     lines: dict[Row, dict] = {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -164,9 +169,9 @@ def sweep(every: list[Row], jobs: int, say: Callable[[str], None]) -> list[dict]
         for done in concurrent.futures.as_completed(running):
             row, line = running[done], done.result()
             lines[row] = line
-            about = f"{line['workload']} {row.gpus} x {row.gpu_type} {row.dtype} {row.scaling}"
+            name = f"{line['workload']} {row.gpus} x {row.gpu_type} {row.dtype} {row.scaling}"
             result = line["note"] or f"{line['step_s']} s"
-            say(f"{len(lines)}/{len(every)}  {about}: {result}")
+            log(f"{len(lines)}/{len(every)}  {name}: {result}")
     for row, line in lines.items():
         if row.dtype == "fp8" and (bf16 := lines.get(dataclasses.replace(row, dtype="bf16"))):
             line |= _ratios(line, bf16)
@@ -174,11 +179,11 @@ def sweep(every: list[Row], jobs: int, say: Callable[[str], None]) -> list[dict]
 
 
 def _ratios(fp8: dict, bf16: dict) -> dict:
-    """FP8's step time over BF16's, where both are known."""
-    steps = {"fp8_ratio": "step_s", "fp8_ratio_as_published": "as_published_s"}
-    steps |= {"fp8_ratio_published": "published_s"}
-    both = {k: (fp8[step], bf16[step]) for k, step in steps.items() if fp8[step] and bf16[step]}
-    return {k: f"{float(a) / float(b):.3f}" for k, (a, b) in both.items()}
+    """Step time of FP8 over BF16, in each column where both are known."""
+    columns = {"fp8_ratio": "step_s", "fp8_ratio_as_published": "as_published_s"}
+    columns |= {"fp8_ratio_published": "published_s"}
+    known = {k: (fp8[c], bf16[c]) for k, c in columns.items() if fp8[c] and bf16[c]}
+    return {k: f"{float(a) / float(b):.3f}" for k, (a, b) in known.items()}
 
 
 def as_csv(lines: list[dict]) -> str:
@@ -202,7 +207,7 @@ def as_markdown(lines: list[dict]) -> str:
 
 
 def cached(row: Row) -> bool:
-    """Whether the row's program is there."""
+    """Whether the row's program is in the cache."""
     return compile_cache.load(command_line.run_of(row.flags)) is not None
 
 
@@ -210,13 +215,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--cached", action="store_true", help="only rows that were compiled")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     every = rows(sorted(str(path) for path in pathlib.Path("configs").glob("*.py")))
-    say = lambda text: print(text, file=sys.stderr, flush=True)
-    some = [row for row in every if not asked.cached or cached(row)]
+    log = lambda text: print(text, file=sys.stderr, flush=True)
+    chosen = [row for row in every if not options.cached or cached(row)]
     with CSV.open(newline="") as f:
         lines = {tuple(x[k] for k in key(every[0])): x for x in csv.DictReader(f, restval="")}
-    lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(some, asked.jobs, say)}
+    lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(chosen, options.jobs, log)}
     ordered = [lines[tuple(key(row).values())] for row in every]
     CSV.write_text(as_csv(ordered))
     page = pathlib.Path("docs/reference/plan_table.md")

@@ -1,1 +1,1 @@
-"""Constants of the cost model, fitted to measurements on a device or to finished runs."""
+"""Constants of the cost model, fitted to microbenchmarks of a device or to finished runs."""

@@ -1,6 +1,7 @@
-"""Constants of Efficiency from what was measured: each fitted to what is about it, in turn.
+"""Fit of Efficiency constants to observations.
 
-A case is something that ran for so many seconds, and what a set of constants predicts of it.
+An observation is a program with its measured seconds, and a function that predicts them from the
+constants. Each constant is fitted to the observations that concern it.
 """
 
 import dataclasses
@@ -11,156 +12,169 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from scipy import optimize
+
 from maxbench.config import environment
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Fraction, Gpu, Microseconds, PeakFraction
 
-ROUNDS = 12  # over all constants, at most: some depend on others
-FOUND = 0.005  # a constant is found to so many of its value
-LIMITS = {
-    PeakFraction: (1e-3, 1.0),
-    Fraction: (1e-3, 1.0),
-    Microseconds: (1e-2, 1e5),
-}  # of what is found
-SMOOTH = 0.1  # errors below count by their square
-SEEN = 0.002  # share of a prediction that half of a constant must move to count
-POINTS = 9  # of the whole range, before the best of them is looked at closely
-# Of a device that gpus.toml does not have, what is written beside its constants.
-MADE = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gbps", "nvlink_gbps", "nvlink_gpus")
-MADE += ("gpus_per_node", "network_gbps")
-MADE_CHIP = ("name", "cores", "memory_bytes", "memory_bytes_per_s")
+MAX_ROUNDS = 12  # over all constants, because some depend on others
+TOLERANCE = 0.005  # relative, of a constant
+# Type of a constant -> its lowest and highest value.
+LIMITS = ((PeakFraction, (1e-3, 1.0)), (Fraction, (1e-3, 1.0)), (Microseconds, (1e-2, 1e5)))
+HUBER = 0.1  # log error below which errors count by their square
+# Change of a log prediction, for half the constant, from which on an observation depends on it.
+DEPENDS = 0.002
+GRID = 9  # points over the whole range, before the minimum is refined
+# Keys of a new GPU type in a file for --hardware.
+GPU_KEYS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gbps", "nvlink_gbps", "nvlink_gpus")
+GPU_KEYS += ("gpus_per_node", "network_gbps")
+CHIP_KEYS = ("name", "cores", "memory_bytes", "memory_bytes_per_s")
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What ran, its seconds, and what is predicted of it."""
+    """Measured seconds of a program, and their prediction."""
 
     name: str
     seconds: float
     predict: Callable[[Efficiency], float]
 
     def error(self, efficiency: Efficiency) -> float:
-        """Predicted less measured, as a share of measured."""
+        """Predicted over measured, less 1."""
         return self.predict(efficiency) / self.seconds - 1
 
 
-def median_error(cases: Sequence[Observation], efficiency: Efficiency) -> float:
-    return statistics.median(abs(case.error(efficiency)) for case in cases)
+def median_error(observations: Sequence[Observation], efficiency: Efficiency) -> float:
+    """Median of the absolute errors."""
+    return statistics.median(abs(o.error(efficiency)) for o in observations)
 
 
 def fit(
-    about: Mapping[str, Sequence[Observation]], efficiency: Efficiency, far: float = math.inf
+    observations: Mapping[str, Sequence[Observation]],
+    efficiency: Efficiency,
+    max_factor: float = math.inf,
 ) -> tuple[Efficiency, list[str]]:
-    """The constants that predict best what each is about, and the names of those that were found:
-    one that no prediction of its cases depends on stays as it is.
+    """Fits constants one after the other, in rounds, until none changes.
 
     Args:
-      about: constant -> its cases, in the order in which they are found.
-      efficiency: the constants to start from.
-      far: the largest factor by which one may move.
+      observations: constant -> the observations it is fitted to, in the order of fitting.
+      efficiency: initial values.
+      max_factor: the largest factor by which a constant may change.
+
+    Returns:
+      The constants, and the names of those that were fitted: a constant that no prediction of its
+      observations depends on keeps its value.
     """
-    found = [name for name, cases in about.items() if depends(name, cases, efficiency)]
-    within = {name: limits(name, getattr(efficiency, name), far) for name in found}
-    for _ in range(ROUNDS):
+    names = [name for name, some in observations.items() if depends(name, some, efficiency)]
+    bounds = {name: limits(name, getattr(efficiency, name), max_factor) for name in names}
+    for _ in range(MAX_ROUNDS):
         before = efficiency
-        for name in found:
-            value = best(name, about[name], efficiency, *within[name])
+        for name in names:
+            value = minimize(name, observations[name], efficiency, *bounds[name])
             efficiency = with_constant(efficiency, name, value)
-        moved = (getattr(efficiency, name) / max(getattr(before, name), 1e-9) for name in found)
-        if all(abs(math.log(one)) < 2 * FOUND for one in moved):
+        ratios = (getattr(efficiency, name) / max(getattr(before, name), 1e-9) for name in names)
+        if all(abs(math.log(ratio)) < 2 * TOLERANCE for ratio in ratios):
             break
-    return efficiency, found
+    return efficiency, names
 
 
 def with_constant(efficiency: Efficiency, name: str, value: float) -> Efficiency:
+    """The constants with one of them replaced."""
     return dataclasses.replace(efficiency, **{name: value})
 
 
-def hidden(name: str, efficiency: Efficiency) -> bool:
-    """Whether a latency was found to be none at all: what was measured takes less than the model
-    says without it, and tells nothing of it."""
+def _limits_of(name: str) -> tuple[float, float]:
     kind = Efficiency.__dataclass_fields__[name].type
-    return kind is Microseconds and getattr(efficiency, name) < 2 * LIMITS[Microseconds][0]
+    return next(limit for known, limit in LIMITS if known is kind)
 
 
-def limits(name: str, value: float, far: float) -> tuple[float, float]:
-    """The lowest and the highest that a constant of that value may be found to be."""
-    low, high = LIMITS[Efficiency.__dataclass_fields__[name].type]
-    return max(low, value / far), min(high, max(value, low) * far)
+def is_unresolved(name: str, efficiency: Efficiency) -> bool:
+    """Whether a latency was fitted to its lower limit: the measured programs take less than the
+    model predicts without it, and do not determine it."""
+    kind = Efficiency.__dataclass_fields__[name].type
+    return kind is Microseconds and getattr(efficiency, name) < 2 * _limits_of(name)[0]
 
 
-def depends(name: str, cases: Sequence[Observation], efficiency: Efficiency) -> bool:
-    """Whether a prediction changes with the constant."""
+def limits(name: str, value: float, max_factor: float) -> tuple[float, float]:
+    """Bounds of a constant in a fit that starts from `value`."""
+    low, high = _limits_of(name)
+    return max(low, value / max_factor), min(high, max(value, low) * max_factor)
+
+
+def depends(name: str, observations: Sequence[Observation], efficiency: Efficiency) -> bool:
+    """Whether any prediction depends on a constant."""
     value = max(getattr(efficiency, name), 1e-3)
     half, whole = (with_constant(efficiency, name, x) for x in (value / 2, value))
-    moved = (math.log(case.predict(half) / case.predict(whole)) for case in cases)
-    return any(abs(one) > SEEN for one in moved)
+    changes = (math.log(o.predict(half) / o.predict(whole)) for o in observations)
+    return any(abs(change) > DEPENDS for change in changes)
 
 
-def best(
-    name: str, cases: Sequence[Observation], efficiency: Efficiency, lowest: float, highest: float
+def minimize(
+    name: str,
+    observations: Sequence[Observation],
+    efficiency: Efficiency,
+    low: float,
+    high: float,
 ) -> float:
-    """The value with the smallest mean error: of a few over the whole range, then by golden section
-    around the best of them, all in logarithms.
+    """The value of a constant in [low, high] with the smallest mean pseudo-Huber loss of the log
+    errors, so that one bad measurement has little weight.
 
-    Large errors are not squared: one measurement that went wrong moves little.
+    The loss may have several local minima, so a grid selects the one to refine.
     """
 
     @functools.cache
-    def loss(x: float) -> float:
-        tried = with_constant(efficiency, name, math.exp(x))
-        logs = (math.log(case.predict(tried) / case.seconds) for case in cases)
-        return sum(math.hypot(one, SMOOTH) for one in logs)
+    def loss(log_value: float) -> float:
+        changed = with_constant(efficiency, name, math.exp(log_value))
+        log_errors = (math.log(o.predict(changed) / o.seconds) for o in observations)
+        return sum(math.hypot(error, HUBER) for error in log_errors)
 
-    low, high = math.log(lowest), math.log(highest)
-    points = [low + (high - low) * i / (POINTS - 1) for i in range(POINTS)]
-    i = min(range(POINTS), key=lambda i: loss(points[i]))
-    low, high = points[max(0, i - 1)], points[min(POINTS - 1, i + 1)]
-    golden = (math.sqrt(5) - 1) / 2
-    while high - low > FOUND:
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        if loss(left) <= loss(right):
-            high = right
-        else:
-            low = left
-    return math.exp((low + high) / 2)
+    start, end = math.log(low), math.log(high)
+    grid = [start + (end - start) * i / (GRID - 1) for i in range(GRID)]
+    i = min(range(GRID), key=lambda i: loss(grid[i]))
+    bounds = grid[max(0, i - 1)], grid[min(GRID - 1, i + 1)]
+    found = optimize.minimize_scalar(
+        loss, bounds=bounds, method="bounded", options={"xatol": TOLERANCE / 2}
+    )
+    return math.exp(found.x)
 
 
 def toml(
     name: str,
     efficiency: Efficiency,
     names: Sequence[str],
-    how: str,
-    about: str,
+    verb: str,
+    source: str,
     gpu: Gpu | None = None,
-    tables: Mapping[str, Sequence] = {},
+    tables: Mapping[str, Sequence] | None = None,
 ) -> str:
-    """A file for --hardware: the constants of those names, each marked.
+    """A file for --hardware with the constants `names`, each with its source in a comment.
 
     Args:
-      how: 'measured' or 'fitted'.
-      about: when, on what, and versions, the most important first.
-      gpu: the record of a type that gpus.toml does not have, measured too.
+      name: of the GPU type.
+      verb: 'measured' or 'fitted'.
+      source: date, devices and versions, the most important first.
+      gpu: the measured record of a type that gpus.toml does not have.
       tables: key of Gpu -> rows.
     """
-    mark = ", ".join(about.split(", ")[:3])
+    comment = f"# {verb} {', '.join(source.split(', ')[:3])}"
     number = lambda value: f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
-    line = lambda record, key: f"{key} = {number(getattr(record, key))}  # {how} {mark}"
-    lines = [f"# {how.capitalize()} by maxbench: {about}.", f"[{name}]"]
+    line = lambda record, key: f"{key} = {number(getattr(record, key))}  {comment}"
+    lines = [f"# {verb.capitalize()} by maxbench: {source}.", f"[{name}]"]
     lines.append(f'like = "{"h100" if gpu else name}"')
     if gpu:
         like = GPU_TYPES["h100"]
-        lines += [line(gpu, key) for key in MADE if getattr(gpu, key) != getattr(like, key)]
-    for key, rows in tables.items():
-        lines += [f"{key} = [  # {how} {mark}", *(f"  {json.dumps(row)}," for row in rows), "]"]
+        lines += [line(gpu, key) for key in GPU_KEYS if getattr(gpu, key) != getattr(like, key)]
+    for key, rows in (tables or {}).items():
+        lines += [f"{key} = [  {comment}", *(f"  {json.dumps(row)}," for row in rows), "]"]
     if gpu:
-        lines += [f"\n[{name}.chip]", *(line(gpu.chip, key) for key in MADE_CHIP)]
+        lines += [f"\n[{name}.chip]", *(line(gpu.chip, key) for key in CHIP_KEYS)]
     lines += [f"\n[{name}.efficiency]", *(line(efficiency, key) for key in names)]
     return "\n".join(lines) + "\n"
 
 
-def describe(what: str) -> str:
+def describe(devices: str) -> str:
     """'2026-01-31, 8 x NVIDIA H100 80GB HBM3, jax 0.10.2, python 3.11.7, ...'."""
-    known = environment.versions()
-    versions = {"jax": known.pop("jax")} | known
-    words = (f"{name} {version}" for name, version in versions.items())
-    return ", ".join([datetime.date.today().isoformat(), what, *words])
+    versions = environment.versions()
+    versions = {"jax": versions.pop("jax")} | versions
+    parts = (f"{name} {version}" for name, version in versions.items())
+    return ", ".join([datetime.date.today().isoformat(), devices, *parts])

@@ -1,8 +1,8 @@
-"""Measures the constants of a GPU type on the local devices: `maxbench calibrate`."""
+"""Constants of a GPU type, measured on the local devices or fitted to finished runs: `maxbench
+calibrate`."""
 
 import dataclasses
 import os
-import pathlib
 import re
 import shutil
 import sys
@@ -13,57 +13,84 @@ from absl import flags
 
 from maxbench.config import command_line, commands, environment, recipes, resolve, run_flags
 from maxbench.config.errors import UserError
-from maxbench.config.run import Run
 from maxbench.distributed import runtime
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.preflight import node_health
 
 DEVICE_FLAGS = tuple(run_flags.FLAG_GROUPS["devices and processes"])
+MEASUREMENT_FLAGS = (*DEVICE_FLAGS, "gpu_type", "small")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 measured.
+    """Returns the exit code: 0 done.
 
     Raises:
-      UserError: invalid flags, or processes that cannot be joined.
+      UserError: invalid flags, processes that cannot be joined, or runs that cannot be used.
     """
     fv = commands.define("calibrate")
-    with tempfile.TemporaryDirectory() as folder:
-        run, target = toy_run(fv, argv, folder)
-        runtime.set_environment(run)
-        peers = runtime.init_distributed(run)
-        gpu_types = command_line.gpu_types(fv["hardware"].value)
-        text, table = measure(fv["gpu_type"].value, fv["small"].value, gpu_types)
-    import jax
-
-    if jax.process_index() == 0:
+    _, *runs = command_line.parse_flags(fv, argv)
+    target = command_line.writable("write", fv["write"].value, ".toml")
+    gpu_types = command_line.gpu_types(fv["hardware"].value)
+    calibrated = calibrate_runs(fv, runs, gpu_types) if runs else calibrate_device(fv, gpu_types)
+    if calibrated:
+        text, table = calibrated
         print(table)
         if target:
             target.write_text(text)
             print(f"\nwritten: {target}; maxbench plan --hardware {target} reads it")
-    if peers:
-        peers.close()
     return 0
 
 
-def toy_run(
-    fv: flags.FlagValues, argv: Sequence[str], folder: str
-) -> tuple[Run, pathlib.Path | None]:
-    """A toy run with the devices and processes of the flags, and the file of --write.
+def calibrate_runs(
+    fv: flags.FlagValues, runs: Sequence[str], gpu_types: GpuTypes
+) -> tuple[str, str]:
+    """Fits constants to finished runs.
+
+    Returns:
+      The text of a file for --hardware, and a table of the fit.
 
     Raises:
-      UserError: invalid flags.
+      UserError: a flag of the measurement, too few runs, or one that cannot be used.
     """
-    command_line.refuse_positional(command_line.parse_flags(fv, argv))
+    if name := next((name for name in MEASUREMENT_FLAGS if fv[name].present), ""):
+        raise UserError(
+            f"--{name} is for a measurement of the local devices, and finished runs are given; "
+            "leave one of them out"
+        )
+    from maxbench.calibration import fit, from_runs
+
+    result = from_runs.fit_runs(runs, gpu_types)
+    source = fit.describe(f"{result.runs} runs of {len(result.observations)} programs")
+    text = fit.toml(result.gpu_type, result.efficiency, result.names, "fitted", source)
+    return text, from_runs.table(result)
+
+
+def calibrate_device(fv: flags.FlagValues, gpu_types: GpuTypes) -> tuple[str, str] | None:
+    """Measures the local devices, together with the other processes.
+
+    Returns:
+      As measure(), in process 0; None in the others.
+
+    Raises:
+      UserError: invalid flags, or processes that cannot be joined.
+    """
     if fv["mock_gpus"].present:
         raise UserError("--mock_gpus has no network to measure; leave it out")
-    command_line.gpu_types(fv["hardware"].value)
-    target = command_line.writable("write", fv["write"].value, ".toml")
     if (name := fv["gpu_type"].value) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
         raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")
     devices = {name: fv[name].value for name in DEVICE_FLAGS if fv[name].value is not None}
     workload = next(iter(recipes.workloads().values()))
-    return resolve.build_run(workload, flags=devices | {"output_dir": folder}), target
+    with tempfile.TemporaryDirectory() as folder:
+        run = resolve.build_run(workload, flags=devices | {"output_dir": folder})
+        runtime.set_environment(run)
+        peers = runtime.init_distributed(run)
+        measured = measure(fv["gpu_type"].value, fv["small"].value, gpu_types)
+    import jax
+
+    first = jax.process_index() == 0
+    if peers:
+        peers.close()
+    return measured if first else None
 
 
 def measure(name: str | None, small: bool, gpu_types: GpuTypes = GPU_TYPES) -> tuple[str, str]:
@@ -99,7 +126,7 @@ def measure(name: str | None, small: bool, gpu_types: GpuTypes = GPU_TYPES) -> t
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit") or host_bytes() // count
         node, cores = microbenchmarks.node_size()[0], getattr(device, "core_count", 1)
-        gpu = new = from_device.made(measurements, kind, cores, memory, node)
+        gpu = new = from_device.new_gpu(measurements, kind, cores, memory, node)
     result = from_device.fit_device(measurements, gpu, new=bool(new))
     tables = {"products": result.products, "kernels": result.kernels}
     about, table = fit.describe(f"{count} x {kind}"), from_device.table(result)

@@ -1,6 +1,6 @@
 """Compiles a run for another cluster and predicts its memory and speed: `maxbench plan`.
 
-Planning and calibration load numpy (0.2 s), so they are imported after the flags are checked.
+Planning loads numpy (0.2 s), so it is imported after the flags are checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """
     fv = commands.define("plan")
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
-        return calibrate(fv, argv)
+        raise UserError("--calibrate is a command: maxbench calibrate RUN ... --write FILE")
     command_line.parse_flags(fv, argv)
     if fv["schedule"].value:
         print(schedule(fv, argv))
@@ -88,25 +88,3 @@ def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
         raise UserError("--schedule draws a pipeline, and pp=1 has none; use --pp 2 or more")
     ticks = schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)
     return f"{ticks}\n\n{tick_order.render(run)}"
-
-
-def calibrate(fv: flags.FlagValues, argv: Sequence[str]) -> int:
-    """Fits constants to finished runs, prints the changes and writes them.
-
-    Raises:
-      UserError: too few runs, or one that cannot be used; a file that cannot be written.
-    """
-    _, *paths = command_line.parse_flags(fv, argv)
-    gpu_types = command_line.gpu_types(fv["hardware"].value)
-    target = command_line.writable("write", fv["write"].value, ".toml")
-    from maxbench.calibration import fit, from_runs
-
-    fitted = from_runs.fit_runs([fv["calibrate"].value, *paths], gpu_types)
-    print(from_runs.screen(fitted))
-    if target:
-        about = fit.describe(f"{fitted.runs} runs of {len(fitted.cases)} programs")
-        target.write_text(
-            fit.toml(fitted.gpu_type, fitted.efficiency, fitted.names, "fitted", about)
-        )
-        print(f"\nwritten: {target}; --hardware {target} reads it")
-    return FITS

@@ -74,16 +74,7 @@ def plan(run: Run) -> Plan:
     Raises:
       UserError: XLA's GPU compiler is not installed.
     """
-    compiled = compile_cache.load(run)
-    cached = compiled is not None
-    if compiled is None:
-        compile_cache.require_compiler()
-        if "jax" not in sys.modules:
-            environment.set_for_compile_only()
-        from maxbench.cost_model import aot  # late: a cached program needs no jax
-
-        compiled = aot.compile_run(run)
-        compile_cache.store(run, compiled)
+    compiled, cached = compile_program(run)
     program = hlo.parse(compiled.text)
     timeline = simulate_plan(run, program)
     published = step_stats.compare_with_published(run, run.layout.gpu_type)
@@ -92,6 +83,24 @@ def plan(run: Run) -> Plan:
         deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
     sizes = memory.breakdown(run, compiled, program)
     return Plan(run, compiled, sizes, timeline, published, deltas, cached)
+
+
+def compile_program(run: Run) -> tuple[Compiled, bool]:
+    """The run's program, and whether it was in the cache. Compiles it and caches it if not.
+
+    Raises:
+      UserError: XLA's GPU compiler is not installed.
+    """
+    if cached := compile_cache.load(run):
+        return cached, True
+    compile_cache.require_compiler()
+    if "jax" not in sys.modules:
+        environment.set_for_compile_only()
+    from maxbench.cost_model import aot  # late: a cached program needs no jax
+
+    compiled = aot.compile_run(run)
+    compile_cache.store(run, compiled)
+    return compiled, False
 
 
 def simulate_plan(

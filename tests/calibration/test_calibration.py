@@ -1,4 +1,4 @@
-"""Constants from measurements: of devices that are here, and of runs."""
+"""Constants fitted to microbenchmarks of the local devices, and to finished runs."""
 
 import dataclasses
 import datetime
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tomllib
-import types
 
 import jax
 import pytest
@@ -15,6 +14,7 @@ from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
 from maxbench.cli import calibrate, entry
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES
+from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import resolve
@@ -22,13 +22,13 @@ from tests.launch.test_launch import tool
 
 pytestmark = pytest.mark.xdist_group("calibrate")  # one worker measures
 SIZES = microbenchmarks.Sizes(
-    products=((128, 128, 128, 1), (64, 64, 64, 2)),
+    gemms=((128, 128, 128, 1), (64, 64, 64, 2)),
     attention=(64, 2, 32),
     copies=(1 << 20,),
     kernels=(1 << 16,),
     messages=(1 << 10, 1 << 17),
-    times=4,
-    row_s=1e-3,
+    repeats=4,
+    min_row_s=1e-3,
 )
 TRUE = dict(memory=0.7, launch_us=5.0, gemm_bf16=0.5, host_sync_us=60.0)
 TRUE |= dict(nvlink=0.6, nvlink_us=30.0, network=0.5, network_us=90.0)
@@ -36,61 +36,62 @@ TRUE |= dict(nvlink=0.6, nvlink_us=30.0, network=0.5, network_us=90.0)
 
 @pytest.fixture(scope="module")
 def measured():
-    """Two domains of two devices."""
+    """Measurements of two NVLink domains with two devices each."""
+    collectives = {"all-gather": microbenchmarks.COLLECTIVES["all-gather"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microbenchmarks, "KINDS", {"all-gather": microbenchmarks.KINDS["all-gather"]})
+        patch.setattr(microbenchmarks, "COLLECTIVES", collectives)
         return [*microbenchmarks.all_microbenchmarks(SIZES, jax.devices()[:4], 2)]
 
 
 def test_every_kind_is_measured(measured):
-    kinds = {one.kind for one in measured}
-    assert kinds - {"kernel"} == {kind for kinds in from_device.ABOUT.values() for kind in kinds}
-    assert all(one.seconds > 0 for one in measured)
-    links = [one for one in measured if one.kind == "network"]
-    assert {(one.degrees["dp"], one.degrees["tp"]) for one in links} == {(2, 2)}
+    kinds = {m.kind for m in measured}
+    assert kinds - {"kernel"} == {kind for kinds in from_device.KINDS_OF.values() for kind in kinds}
+    assert all(m.seconds > 0 for m in measured)
+    links = [m for m in measured if m.kind == "network"]
+    assert {(m.degrees["dp"], m.degrees["tp"]) for m in links} == {(2, 2)}
 
 
-def test_constants_are_found_again(measured):
-    """Programs that took as long as other constants predict of them give those constants."""
+def test_fit_recovers_the_constants_of_simulated_times(measured):
     rates = dict(bf16_tflops=0.5, memory_gbps=5, nvlink_gbps=4, network_gbps=0.5)
     slow = dataclasses.replace(GPU_TYPES["h100"], nvlink_gpus=2, gpus_per_node=2, **rates)
     true = dataclasses.replace(slow.efficiency, **TRUE)
-    told = lambda one: from_device.case(one, slow).predict(true)
-    found = from_device.fit_device(
-        [dataclasses.replace(one, seconds=told(one)) for one in measured], slow
-    )
-    assert {*TRUE} <= {*found.names}
+    seconds = lambda m: from_device.observation(m, slow).predict(true)
+    simulated = [dataclasses.replace(m, seconds=seconds(m)) for m in measured]
+    result = from_device.fit_device(simulated, slow)
+    assert {*TRUE} <= {*result.names}
     for name, value in TRUE.items():
-        assert getattr(found.efficiency, name) == pytest.approx(value, rel=0.05), name
-    every = [case for cases in found.cases.values() for case in cases]
-    assert fit.median_error(every, found.efficiency) < 0.01
+        assert getattr(result.efficiency, name) == pytest.approx(value, rel=0.05), name
+    observations = [o for some in result.observations.values() for o in some]
+    assert fit.median_error(observations, result.efficiency) < 0.01
 
 
-def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
+def test_unknown_device_becomes_a_gpu_type(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(microbenchmarks, "all_microbenchmarks", lambda *_: measured)
     text, table = calibrate.measure("abacus", small=True)
     assert "copy, 1 MiB" in table
     file = tmp_path / "mine.toml"
     file.write_text(text)
-    made = from_device.made(measured, "cpu", 1, 1 << 30, 2)
+    new = from_device.new_gpu(measured, "cpu", 1, 1 << 30, 2)
     gpu_types = GPU_TYPES.read(file)
     read = gpu_types["abacus"]
     assert gpu_types.type_of("cpu") == "abacus"  # as the driver reports it
-    assert read.bf16_tflops == pytest.approx(made.bf16_tflops, rel=1e-3)
-    assert 0.1 < read.efficiency.gemm_bf16 <= 1  # of the best that was seen
+    assert read.bf16_tflops == pytest.approx(new.bf16_tflops, rel=1e-3)
+    assert 0.1 < read.efficiency.gemm_bf16 <= 1  # of the best measured rate
     products = [tuple(row[:6]) for row in read.products]
     assert {row for row in products if row[0] == "f32"} == {
-        ("f32", layout, *sizes) for layout in ("nn", "nt", "tn") for sizes in SIZES.products
+        ("f32", layout, *sizes) for layout in ("nn", "nt", "tn") for sizes in SIZES.gemms
     }
-    assert {row[0] for row in products} <= {"f32", "bf16"}  # a later jax multiplies some as bf16
+    assert {row[0] for row in products} <= {
+        "f32",
+        "bf16",
+    }  # bf16 in later jax
     assert [row[0] for row in read.kernels] == [*microbenchmarks.KERNELS]
-    one = next(
-        one for one in measured if one.name == "128 x 128 x 128 x 1 nt" and "f32" in one.kind
-    )
-    assert abs(from_device.case(one, read).error(read.efficiency)) < 0.15  # its other kernels'
-    marked = f"measured {datetime.date.today()}, {jax.device_count()} x cpu, jax {jax.__version__}"
+    gemm = next(m for m in measured if m.name == "128 x 128 x 128 x 1 nt" and "f32" in m.kind)
+    # The error is that of the program's other kernels.
+    assert abs(from_device.observation(gemm, read).error(read.efficiency)) < 0.15
+    source = f"measured {datetime.date.today()}, {jax.device_count()} x cpu, jax {jax.__version__}"
     values = [line for line in text.splitlines() if " = " in line]
-    assert [line for line in values if marked not in line] == ['like = "h100"']
+    assert [line for line in values if source not in line] == ['like = "h100"']
 
 
 @pytest.mark.parametrize(
@@ -100,16 +101,24 @@ def test_a_device_of_no_type_becomes_one(measured, monkeypatch, tmp_path):
         ("--gpu_type H100", "small letters and digits"),
         ("--cpu_devices many", "cpu_devices=many must be a whole number"),
         ("--tp 4", "--tp is a flag of maxbench train"),
+        ("no_such_run", "no such file or folder: no_such_run"),
+        ("experiments --small", "--small is for a measurement of the local devices"),
+        ("experiments --cpu_devices 4", "--cpu_devices is for a measurement"),
     ],
 )
-def test_bad_input(words, message, capsys):
+def test_bad_input_is_refused(words, message, capsys):
     assert entry.run("calibrate", words.split()) == 2
     assert message in capsys.readouterr().err
 
 
+def test_the_former_flag_of_plan_names_the_command(capsys):
+    assert entry.run("plan", ["--calibrate", "experiments"]) == 2
+    assert "maxbench calibrate RUN ... --write FILE" in capsys.readouterr().err
+
+
 @pytest.fixture
 def table():
-    """H100 with three products and two kernels that were measured."""
+    """Costs of an H100 with three measured GEMMs and two measured kernels, and without them."""
     products = (["bf16", "nn", 4096, 4096, 4096, 1, 1.5], ["bf16", "nn", 4096, 4096, 1024, 1, 3.0])
     products += (["bf16", "nt", 4096, 4096, 4096, 1, 2.0],)
     kernels = (["plain", 1 << 16, 4.0], ["plain", 1 << 24, 1.0])
@@ -118,15 +127,15 @@ def table():
     return [Costs(gpu, dict.fromkeys(AXES, 1)) for gpu in (measured, h100)]
 
 
-def test_a_table_says_how_far_the_model_is_off(table):
-    told, model = table
-    ratio = lambda *x: told.gemm(*x) / model.gemm(*x)
+def test_measured_ratios_are_interpolated(table):
+    measured, model = table
+    ratio = lambda *x: measured.gemm(*x) / model.gemm(*x)
     assert ratio(4096, 4096, 4096) == pytest.approx(1.5)
     assert ratio(4096, 4096, 4096, 1, "bf16", "nt") == pytest.approx(2.0)
     assert 1.5 < ratio(4096, 4096, 3000) < 2.25 < ratio(4096, 4096, 1400) < 3.0
     assert ratio(4096, 4096, 4096, 1, "f8e4m3fn", "nt") == 1.0
-    assert told.kernel(1 << 20, "plain") / told.memory(1 << 20) == pytest.approx(2.0)
-    assert told.kernel(1 << 20, "turned") == told.memory(1 << 20)
+    assert measured.kernel(1 << 20, "plain") / measured.memory(1 << 20) == pytest.approx(2.0)
+    assert measured.kernel(1 << 20, "transposed") == measured.memory(1 << 20)
 
 
 def test_clocks_under_load(tmp_path, monkeypatch):
@@ -134,7 +143,7 @@ def test_clocks_under_load(tmp_path, monkeypatch):
     tool(tmp_path, "nvidia-smi", "echo '[N/A], [N/A]'")
     assert calibrate.under_load(calibrate.power_and_clocks()) == ""
     tool(tmp_path, "nvidia-smi", "echo '120.55, 1980'; echo '690.10, 1740'")
-    monkeypatch.setattr(microbenchmarks, "WARM", 0.0)
+    monkeypatch.setattr(microbenchmarks, "WARMUP_S", 0.0)
     load = microbenchmarks.sample_under_load(SIZES, calibrate.power_and_clocks)
     assert calibrate.under_load(load) == "1740 MHz and 690 W under its longest GEMM"
 
@@ -143,7 +152,7 @@ def test_clocks_under_load(tmp_path, monkeypatch):
 
 
 def program(wide: int, numbers: int) -> str:
-    """A step of a product and a copy."""
+    """HLO of a step with a GEMM and a memory-bound kernel."""
     return (
         "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
         f"  %a = bf16[{wide},{wide}]{{1,0}} parameter(0)\n"
@@ -155,20 +164,18 @@ def program(wide: int, numbers: int) -> str:
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """Writes result.json of runs whose steps were as long as other constants predict."""
+    """Writes result.json of runs with the step times that other constants predict."""
     texts = {2: program(8192, 1 << 20), 4: program(4096, 1 << 30), 8: program(8192, 1 << 29)}
     texts[16] = program(4096, 1 << 28)
 
-    def planned(run):
-        compiled = types.SimpleNamespace(text=texts[run.layout.dp])
-        return types.SimpleNamespace(compiled=compiled)
-
-    monkeypatch.setattr(from_runs.planner, "plan", planned)
+    sizes = {f.name: 0 for f in dataclasses.fields(Compiled)}
+    compiled = lambda run: (Compiled(**(sizes | {"text": texts[run.layout.dp]})), True)
+    monkeypatch.setattr(from_runs.planner, "compile_program", compiled)
     true = dataclasses.replace(GPU_TYPES["h100"].efficiency, gemm_bf16=0.5, memory=0.7)
 
     def write(dp: int, **changed) -> str:
         run = resolve("llama31_8b", dp=dp)
-        seconds = from_runs.case(run, 1.0).predict(true)
+        seconds = from_runs.observation(run, 1.0).predict(true)
         result = {"status": "done", "mocked": False, "device": {"gpu_type": "h100", "kind": "H100"}}
         result |= {"step_s": {"median": seconds}, "config": run.asdict()} | changed
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -179,10 +186,10 @@ def ran(tmp_path, monkeypatch):
     return write
 
 
-def test_runs_settle_the_constants_that_move_them(ran, tmp_path, capsys):
+def test_runs_determine_the_constants_they_depend_on(ran, tmp_path, capsys):
     file = tmp_path / "fitted.toml"
     runs = [ran(dp) for dp in (2, 4, 8, 16, 2)]
-    assert entry.run("plan", ["--calibrate", *runs, "--write", str(file)]) == 0
+    assert entry.run("calibrate", [*runs, "--write", str(file)]) == 0
     found = tomllib.loads(file.read_text())["h100"]["efficiency"]
     assert found == {"gemm_bf16": pytest.approx(0.5, rel=0.02), "memory": pytest.approx(0.7, 0.02)}
     shown = capsys.readouterr().out
@@ -190,10 +197,10 @@ def test_runs_settle_the_constants_that_move_them(ran, tmp_path, capsys):
     assert re.search(r"median error \d\d\.\d% -> 0\.\d%; of a program left out 0\.\d%", shown)
 
 
-def test_two_programs_settle_one_constant(ran):
-    found = from_runs.fit_runs([ran(2), ran(8)])
-    assert len(found.names) == 1
-    assert "4 programs settle" in from_runs.screen(found)
+def test_two_programs_determine_one_constant(ran):
+    result = from_runs.fit_runs([ran(2), ran(8)])
+    assert len(result.names) == 1
+    assert "4 programs settle" in from_runs.table(result)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,6 @@ def test_two_programs_settle_one_constant(ran):
         ({"config": {"model": {}}}, "is of another version"),
     ],
 )
-def test_runs_that_cannot_be_taken(ran, changed, message):
+def test_unusable_runs_are_refused(ran, changed, message):
     with pytest.raises(UserError, match=message):
         from_runs.fit_runs([ran(2, **changed)])
