@@ -17,7 +17,7 @@ activations is bounded by the schedule and not by the number of microbatches.
 The weights of the chunks that a stage runs, and their gradients, have buffers of their own. A chunk
 switch copies them, once in train.microbatch_group_size (at least pp) ticks.
 
-Without a pipeline there may be one stage of one chunk (config/lowering.py): the forward pass of each
+Without a pipeline there may be one stage of one chunk (config/lowering.py): the forward pass of a
 microbatch then overlaps the backward pass of the one before.
 """
 
@@ -47,32 +47,39 @@ from maxbench.sharding import collectives, ordering
 ALTERNATION = (("mlp", "attn"), ("attn", "mlp"))
 
 
+class Metrics(NamedTuple):
+    """This GPU's shares of the metrics, fp32 scalars."""
+
+    aux: jax.Array
+    loss: jax.Array
+
+
 @flax.struct.dataclass
 class Carry:
-    """What the scans over ticks carry. Fields that a run does not need are None."""
+    """State that the scans over ticks carry. Fields that a run does not need are None."""
 
-    end_grads: Any  # of the embedding and the head
-    grad_slots: Any  # output gradients, [slots, b, u, d]
-    head_weight: Any  # if it is all-gathered in slices
-    input_slots: Any  # input activations, [slots, b, u, d]
-    stash: Any  # residuals, {sublayer: [per layer of a chunk: arrays [slots, ...]]}
-    residuals: Any  # of the tick before, {sublayer: [per layer of a chunk: arrays]}
-    residual_slot: Any  # and their slot
-    metrics: Any  # {'loss', 'aux'}, sums of this GPU's shares
-    layer_grads: Any  # of all chunks, arrays [slots of layers, ...]
-    chunk_grads: Any  # of the backward chunk, one tree per layer
-    bwd_weights: Any  # of the backward chunk, one tree per layer
-    fwd_weights: Any  # of the forward chunk, one tree per layer
-    layer_weights: Any  # of all chunks, arrays [slots of layers, ...]
-    output: Any  # the output activation of the tick before, [b, u, d]
-    loss_inputs: Any  # output activations until their loss, [microbatches, b, u, d]
+    end_grads: Any = None  # of the embedding and the head
+    grad_slots: Any = None  # output gradients, [slots, b, u, d]
+    head_weight: Any = None  # if it is all-gathered in slices
+    input_slots: Any = None  # input activations, [slots, b, u, d]
+    stash: Any = None  # residuals, {sublayer: [per layer of a chunk: arrays [slots, ...]]}
+    residuals: Any = None  # of the tick before, {sublayer: [per layer of a chunk: arrays]}
+    residual_slot: Any = None  # and their slot
+    metrics: Metrics | None = None
+    layer_grads: Any = None  # of all chunks, arrays [slots of layers, ...]
+    chunk_grads: Any = None  # of the backward chunk, one tree per layer
+    bwd_weights: Any = None  # of the backward chunk, one tree per layer
+    fwd_weights: Any = None  # of the forward chunk, one tree per layer
+    layer_weights: Any = None  # of all chunks, arrays [slots of layers, ...]
+    output: Any = None  # the output activation of the tick before, [b, u, d]
+    loss_inputs: Any = None  # output activations until their loss, [microbatches, b, u, d]
 
 
 # The fields that the branches at the end of a tick update.
 BRANCH_STATE = (
-    "end_grads", "grad_slots", "input_slots", "metrics", "layer_grads", "chunk_grads", "bwd_weights",
+    "end_grads", "grad_slots", "input_slots", "metrics", "layer_grads", "chunk_grads",
+    "bwd_weights",
 )  # fmt: skip
-FIELDS = tuple(field.name for field in dataclasses.fields(Carry))
 
 
 @dataclasses.dataclass
@@ -81,7 +88,7 @@ class Tick:
 
     Attributes:
       now, following: rows of this stage, of this tick and of the next one.
-      x: the activation between two sublayers of the forward pass; None before the input is received.
+      x: the activation between two sublayers of the forward pass; None until the input is received.
       dy: the gradient between two sublayers of the backward pass.
       residuals: of the sublayers so far.
       slices: ZeRO slices (zero_overlap.py) that were all-gathered or reduce-scattered.
@@ -138,10 +145,8 @@ class Executor:
 
     def gradients(self, grads):
         """Gradients of all microbatches, added to `grads` (zeros), and this GPU's metrics."""
-        rows, carry = (
-            jnp.asarray(self.table())[:, collectives.axis_index("pp")],
-            self.initial_carry(grads),
-        )
+        rows = jnp.asarray(self.table())[:, collectives.axis_index("pp")]
+        carry = self.initial_carry(grads)
         for phase, ticks in self.plan.phases.items():
             if phase == schedule.STEADY:
                 carry = self.begin_steady_state(carry)
@@ -190,7 +195,7 @@ class Executor:
         t.tokens.emit(f"fwd.{last}.gemm", tokens[last])
         t.tokens.emit(f"fwd.{sublayer}.output", ordering.token(t.x))
         aux = jnp.where(has_layer & (t.now.fwd_microbatch >= 0), aux, 0) / self.run.layout.gbs
-        return carry.replace(metrics=carry.metrics | {"aux": carry.metrics["aux"] + aux})
+        return carry.replace(metrics=carry.metrics._replace(aux=carry.metrics.aux + aux))
 
     def backward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
         """t.dy back through a sublayer of layer i of the backward chunk."""
@@ -212,12 +217,12 @@ class Executor:
         return carry.replace(chunk_grads=tuple(grads))
 
     def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
-        """Moves the ZeRO slices of a tick that go with layer i: weights in the warm-up, gradients in
-        the cool-down.
+        """Communicates the ZeRO slices of a tick that go with layer i: weights in the warm-up,
+        gradients in the cool-down.
 
         They start late in the layer, and the next layer waits for them: unordered, XLA would move
-        all of them before the first collective that a layer needs, and copy the buffers that a chunk
-        switch reads or writes.
+        all of them before the first collective that a layer needs, and copy the buffers that a
+        chunk switch reads or writes.
         """
         event = "zero.all_gather" if t.forward else "zero.reduce_scatter"
         started = t.tokens.of(event)
@@ -276,9 +281,8 @@ class Executor:
         always = any(condition is True for condition in conditions)
         some = always or functools.reduce(jnp.logical_or, conditions)
         with jax.named_scope(schedule.END_OF_TICK):
-            state = {name: getattr(carry, name) for name in BRANCH_STATE}
-            none = dict.fromkeys(FIELDS)
-            state = buffers.run_if(some, change, Carry(**none | state))
+            state = Carry(**{name: getattr(carry, name) for name in BRANCH_STATE})
+            state = buffers.run_if(some, change, state)
         return carry.replace(**{name: getattr(state, name) for name in BRANCH_STATE})
 
     def send_input_grad(self, carry: Carry, t: Tick) -> Carry:
@@ -296,7 +300,7 @@ class Executor:
         loss, grads, dys = self.ends.loss(
             t.now.loss_microbatch, row_major(ys), state.end_grads, head
         )
-        metrics = state.metrics | {"loss": state.metrics["loss"] + loss}
+        metrics = state.metrics._replace(loss=state.metrics.loss + loss)
         slots = buffers.write(state.grad_slots, t.now.loss_grad_slot, row_major(dys))
         return state.replace(end_grads=grads, metrics=metrics, grad_slots=slots)
 
@@ -339,20 +343,17 @@ class Executor:
             for name, shapes in jax.eval_shape(functools.partial(self._residuals, w), x).items()
         }
         carry = Carry(
-            **dict.fromkeys(FIELDS)
-            | {
-                "chunk_grads": chunk_grads,
-                "stash": jax.tree.map(lambda s: empty(plan.stash_slots, s), residuals),
-                "residuals": jax.tree.map(lambda s: empty(1, s)[0], residuals),
-                "residual_slot": jnp.int32(0),
-                # Two at least: XLA orders nothing by an index that can only be 0.
-                "input_slots": empty(max(plan.input_slots, 2), x),
-                "grad_slots": empty(max(plan.grad_slots, 2), x),
-                "output": jnp.zeros(x.shape, x.dtype),
-                "loss_inputs": empty(plan.microbatches_per_loss, x),
-                "end_grads": {name: grads[name] for name in WEIGHTS},
-                "metrics": {"loss": jnp.zeros(()), "aux": jnp.zeros(())},
-            }
+            chunk_grads=chunk_grads,
+            stash=jax.tree.map(lambda s: empty(plan.stash_slots, s), residuals),
+            residuals=jax.tree.map(lambda s: empty(1, s)[0], residuals),
+            residual_slot=jnp.int32(0),
+            # Two slots at least: XLA orders nothing by an index that can only be 0.
+            input_slots=empty(max(plan.input_slots, 2), x),
+            grad_slots=empty(max(plan.grad_slots, 2), x),
+            output=jnp.zeros(x.shape, x.dtype),
+            loss_inputs=empty(plan.microbatches_per_loss, x),
+            end_grads={name: grads[name] for name in WEIGHTS},
+            metrics=Metrics(jnp.zeros(()), jnp.zeros(())),
         )
         if self.head:
             w = jax.ShapeDtypeStruct(self.head.shape, self.head.w.dtype)
@@ -395,7 +396,7 @@ class Executor:
 
     def finish(self, carry: Carry):
         """The gradients, and this GPU's metrics."""
-        return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics
+        return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics._asdict()
 
 
 class OneStage(Executor):
@@ -462,7 +463,7 @@ class Pipeline(Executor):
         newest = self.plan.microbatches - 1
         first = newest - newest % self.plan.microbatches_per_embedding
         carry = self.embed_grad(first, None, carry)
-        return {**carry.end_grads, "layers": layers}, carry.metrics
+        return {**carry.end_grads, "layers": layers}, carry.metrics._asdict()
 
     def fwd_weights(self, carry: Carry):
         return carry.fwd_weights
@@ -525,13 +526,13 @@ class Pipeline(Executor):
         return state.replace(input_slots=buffers.write(state.input_slots, 0, row_major(x)))
 
     def embed_grad(self, first, _dxs, state: Carry) -> Carry:
-        """The first stage's input gradients arrive at the last stage, in the first gradient slots."""
+        """The first stage sends its input gradients to the last one, into the first slots."""
         last = collectives.axis_index("pp") == self.plan.pp - 1
         dxs = row_major(state.grad_slots[: self.plan.microbatches_per_embedding])
         return super().embed_grad(first, jnp.where(last, dxs, 0), state)
 
     def switch_backward_chunk(self, layer_weights, t: Tick, token, state: Carry) -> Carry:
-        """Writes the gradients of the old chunk back and reads weights and gradients of the next."""
+        """Writes back the gradients of the old chunk; reads weights and gradients of the next."""
         grads = buffers.write_chunk(
             state.layer_grads, t.following.bwd_chunk_writeback, state.chunk_grads
         )

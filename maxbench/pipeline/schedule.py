@@ -134,8 +134,8 @@ class Schedule:
         return 1 - 3 * self.microbatches * self.vp / (warmup + 3 * steady + 2 * cooldown)
 
     def render(self, width: int = 120) -> str:
-        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; the first
-        and the last ticks if not all fit the width."""
+        """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; the
+        first and the last ticks if not all fit the width."""
         lines = []
         cell = len(f"{self.vp - 1}:{self.microbatches - 1}") + 1
         shown, ticks = max(2, (width - 16) // cell), range(self.ticks)

@@ -3,12 +3,12 @@
 A chunk's weights are read at its first chunk switch, and its gradients are complete after its last.
 So those of all chunks but one can be communicated while other chunks compute: each tick of the
 warm-up all-gathers a slice of the weights of the chunk that comes next, and each tick of the
-cool-down reduce-scatters a slice of the gradients of the chunk that was complete last. A whole chunk
-at once would delay the tp collectives, as all collectives share one stream.
+cool-down reduce-scatters a slice of the gradients of the chunk that was complete last. A whole
+chunk at once would delay the tp collectives, as all collectives share one stream.
 
 A slice is a part of each GEMM's weight of a layer, along a dim that dp does not shard. The head's
-weight, which the first loss reads, has slices of its own. Everything else is all-gathered before the
-first tick and reduce-scattered after the last.
+weight, which the first loss reads, has slices of its own. Everything else is all-gathered before
+the first tick and reduce-scattered after the last.
 """
 
 import math
@@ -169,8 +169,8 @@ class ZeroOverlap:
         return tree.unflatten(leaves)
 
     def write_gradients(self, grads, slices, tick):
-        """The gradients with the results of reduce_scatter_slices(), at the start of the slices that
-        they are sums of: those are not read again, and another buffer would take memory."""
+        """The gradients with the results of reduce_scatter_slices(), at the start of the slices
+        that they are sums of: those are not read again, and a buffer would take memory."""
         leaves, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, GradAccumulator))
         for index, slot, part, results in slices:
             valid = (tick >= 0) & (index < self.layers_per_chunk * self.slices_per_layer)

@@ -133,7 +133,7 @@ def serialize_on_cpu(before, indices):
 
 
 class Tokens:
-    """Tokens of the events of one tick, by name, and the table that says which event waits for which.
+    """Tokens of the events of one tick, by name, and the table of which event waits for which.
 
     Names are '<pass>.<GEMM>.<operation>', as in pipeline/tick_order.py.
 
