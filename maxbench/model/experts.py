@@ -1,19 +1,19 @@
-"""Mixture of experts: router, dispatch and combine, experts over ep.
+"""Mixture of experts: router, token dispatch and combine, experts sharded over ep.
 
-With capacity_factor c > 0 each expert has slots for c x k x tokens / experts of a GPU's tokens in a
-microbatch, those to which the router gave it the largest weight (drop 'probs', as Megatron does by
-default) or the first in their order ('position'); others are dropped. Slots move with one
-all-to-all there and one back.
+With a capacity (model.capacity_factor c > 0), each expert has slots for c x top_k x tokens /
+experts of a GPU's tokens in a microbatch. model.drop_policy selects the tokens that get a slot:
+'probs' those with the largest router weight (Megatron's default), 'position' the first ones; the
+others are dropped. One all-to-all over ep dispatches the slots, and one returns them.
 
-With c = 0 no token is dropped, and none is padded to what an expert might get: each GPU of ep and
-tp sees the tokens of all, sorts the choices of its own experts into blocks of one expert each, and
-multiplies as many blocks as are filled (blocks.py). A token travels once, however many experts
-it chose, and the sum over ep and tp takes it back.
+Dropless (capacity_factor = 0), each GPU all-gathers the tokens of ep and tp, sorts those that chose
+its experts into blocks of one expert each, and multiplies as many blocks as are filled
+(grouped_matmul.py). Each token is sent once, however many experts it chose; a reduce-scatter over
+ep and tp sums the results.
 
-Shapes are static either way. Dispatch and combine are gathers, backward too.
+Shapes are static either way. Dispatch and combine are gathers, also in the backward pass.
 
 Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
-n mlp_inputs, f mlp.
+n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs.
 """
 
 import functools
@@ -32,6 +32,9 @@ from maxbench.sharding import collectives, ordering, rules
 
 
 class Moe(nn.Module):
+    """The MoE layer in place of an MLP: y_bud, the issued tokens of its GEMMs by name, and the
+    auxiliary loss."""
+
     model: Model
 
     @nn.compact
@@ -43,20 +46,20 @@ class Moe(nn.Module):
         )
         logits_je, _ = router(x_jd.astype(jnp.float32))
         gate_jk, expert_jk, probs_je = route(m, logits_je)
-        through = self.with_capacity if m.capacity_factor else self.dropless
-        share_be = expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
-        y_jd, tokens = through(x_jd, gate_jk, expert_jk, orders, share_be)
-        aux = balance_loss(m, probs_je, share_be) if m.aux_loss else jnp.zeros(())
+        forward = self.with_capacity if m.capacity_factor else self.dropless
+        load_be = expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
+        y_jd, tokens = forward(x_jd, gate_jk, expert_jk, orders, load_be)
+        aux = balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
         return y_jd.reshape(x_bud.shape), tokens, aux
 
-    def with_capacity(self, x_jd, gate_jk, expert_jk, orders, share_be):
+    def with_capacity(self, x_jd, gate_jk, expert_jk, orders, load_be):
         slot_jk, token_ec = map(save_routing, assign_slots(self.model, gate_jk, expert_jk))
-        y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, share_be)
+        y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, load_be)
         return combine(
             keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec
         ), tokens
 
-    def experts(self, x_ecd, orders, share_be):
+    def experts(self, x_ecd, orders, load_be):
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
@@ -64,8 +67,9 @@ class Moe(nn.Module):
         up_ecnf, up_token = dot(
             x_ecd, "up", up, m.init_std, order=orders["up"], sequence="gather", saved="slots"
         )
-        # Summed beside 'up': XLA does it behind dx on its way, or where decided() says.
-        summed = ordering.token(share_be if collectives.axis_size("pp") > 1 else None)
+        # Orders the all-reduce of the load before the end of 'up'. XLA would run it in the backward
+        # pass, after dx's communication, or wherever save_routing() has it recomputed.
+        summed = ordering.token(load_be if collectives.axis_size("pp") > 1 else None)
         up_ecnf = ordering.after(keep(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
@@ -77,32 +81,33 @@ class Moe(nn.Module):
         gather = lambda x: collectives.all_gather(collectives.all_gather(x, "tp", 0), "ep", 0)
         x_jd, expert_jk = gather(x_jd), gather(expert_jk)
         gate_jk = gather(gate_jk.astype(x_jd.dtype))
-        held = rules.local_size("experts", m.experts)
-        plan = grouped_matmul.assign_blocks(expert_jk - collectives.axis_index("ep") * held, held)
-        w_edx = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
-        x_ncd = grouped_matmul.dispatch(x_jd, plan)
-        up_ncx = grouped_matmul.grouped_matmul(x_ncd, w_edx.reshape(*w_edx.shape[:2], -1), plan)
-        up_ncgf = keep(up_ncx, "mlp_up").reshape(*up_ncx.shape[:2], *w_edx.shape[2:])
-        # Weighted here, where rows are narrow, so that what comes back is a plain sum.
-        h_ncf = activate(m, up_ncgf, 2) * grouped_matmul.block_gates(gate_jk, plan)[..., None]
+        local = rules.local_size("experts", m.experts)
+        first = collectives.axis_index("ep") * local
+        blocks = grouped_matmul.assign_blocks(expert_jk - first, local)
+        w_edgf = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
+        x_ncd = grouped_matmul.dispatch(x_jd, blocks)
+        up_ncf = grouped_matmul.grouped_matmul(x_ncd, w_edgf.reshape(*w_edgf.shape[:2], -1), blocks)
+        up_ncgf = keep(up_ncf, "mlp_up").reshape(*up_ncf.shape[:2], *w_edgf.shape[2:])
+        # The router's weights are applied here, where rows are narrow: combine is a plain sum.
+        h_ncf = activate(m, up_ncgf, 2) * grouped_matmul.block_gates(gate_jk, blocks)[..., None]
         w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
         y_jd = grouped_matmul.combine(
-            grouped_matmul.grouped_matmul(keep(h_ncf, "mlp_act"), w_efd, plan), plan
+            grouped_matmul.grouped_matmul(keep(h_ncf, "mlp_act"), w_efd, blocks), blocks
         )
         y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
         return keep(y_jd, "mlp_down"), {name: order.issued for name, order in orders.items()}
 
     def whole(self, name, axes, std, dtype):
-        """A weight of this GPU's experts, gathered over fsdp."""
+        """A weight of this GPU's experts, all-gathered over fsdp."""
         w = jnp.asarray(param_value(self, name, axes, std), dtype)
         return collectives.all_gather(w, "fsdp", axes.split().index("embed"))
 
 
 @jax.custom_vjp
 def grad_after_wgrad(x_ecd, sums):
-    """Both as they are. The gradient of x_ecd comes back from ep beside the product for that of
-    `sums`, which XLA would put last. Of one expert alone: of more, XLA would add to the sums in a
-    pass of its own."""
+    """The identity, whose backward pass orders dx_ecd's all-to-all over ep after the wgrad that
+    `sums` accumulates, so that they overlap; XLA would run the wgrad last. With one expert per GPU
+    only: with more, the token would unfuse the addition to the accumulator from the wgrad GEMM."""
     return x_ecd, sums
 
 
@@ -117,33 +122,42 @@ grad_after_wgrad.defvjp(lambda *args: (grad_after_wgrad(*args), None), _grad_aft
 
 
 def route(m: Model, logits_je):
-    """Weights and numbers of each token's experts, and the router's probabilities, all fp32."""
+    """Top-k routing.
+
+    Returns:
+      gate_jk, fp32: weights of the chosen experts. With model.router 'softmax_topk', their softmax
+        over all experts; with 'topk_softmax' (Megatron's default), over the chosen ones.
+      expert_jk: chosen experts.
+      probs_je, fp32: softmax over all experts.
+    """
     probs_je = jax.nn.softmax(logits_je)
-    whole = m.router == "softmax_topk"
-    each_je = probs_je if whole else logits_je
-    expert_jk = save_routing(jax.lax.top_k(jax.lax.stop_gradient(each_je), m.top_k)[1])
-    top_jk = jnp.take_along_axis(each_je, expert_jk, 1)
-    return top_jk if whole else jax.nn.softmax(top_jk), expert_jk, probs_je
+    softmax_first = m.router == "softmax_topk"
+    score_je = probs_je if softmax_first else logits_je
+    expert_jk = save_routing(jax.lax.top_k(jax.lax.stop_gradient(score_je), m.top_k)[1])
+    top_jk = jnp.take_along_axis(score_je, expert_jk, 1)
+    return top_jk if softmax_first else jax.nn.softmax(top_jk), expert_jk, probs_je
 
 
 def save_routing(x):
-    """What was decided, as the backward pass has it, in a pipeline: made again there, of an x that
-    was rounded otherwise, another slot could be a token's than where it went.
+    """In a pipeline, saves a routing decision for the backward pass, which must use the same slots:
+    recomputed from an x that was rounded differently, a token could get another slot.
 
-    Without a pipeline it is made again: XLA moves what the loss alone needs into the next
-    microbatch's iteration, and then runs the two beside each other.
+    Without a pipeline it is recomputed. Saved, XLA would move what only the loss needs into the
+    next microbatch's iteration, and run both at once.
     """
     return keep(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
 
 
 def assign_slots(m: Model, gate_jk, expert_jk):
-    """A slot for each choice and the token of each slot.
+    """Assigns tokens to slots of the experts that they chose, by model.drop_policy.
 
-    Returns slot_jk, numbered e x capacity + c or -1 when dropped, and token_ec, -1 when empty.
+    Returns:
+      slot_jk: slot of each choice, e x capacity + c, or -1 if dropped.
+      token_ec: token of each slot, or -1 if empty.
     """
     j, e, c = len(expert_jk), m.experts, m.capacity(len(expert_jk))
     token_j1 = jnp.arange(j, dtype=jnp.int32)[:, None]
-    # Of equals, top_k takes the first: by position all choices are equal.
+    # top_k returns the first of equal values: with equal ranks, tokens are taken by position.
     rank_jk = (
         jax.lax.stop_gradient(gate_jk) if m.drop_policy == "probs" else jnp.zeros_like(gate_jk)
     )
@@ -151,15 +165,15 @@ def assign_slots(m: Model, gate_jk, expert_jk):
     rank_ec, token_ec = jax.lax.top_k(rank_ej, c)
     token_ec = jnp.where(rank_ec < 0, -1, token_ec)
     slot_ec = jnp.arange(e * c, dtype=jnp.int32).reshape(e, c)
-    where_ec = jnp.where(rank_ec < 0, j, token_ec)
+    column_ec = jnp.where(rank_ec < 0, j, token_ec)  # j is out of range, and not written
     expert_e1 = jnp.arange(e)[:, None]
-    slot_ej = jnp.full((e, j), -1, jnp.int32).at[expert_e1, where_ec].set(slot_ec, mode="drop")
+    slot_ej = jnp.full((e, j), -1, jnp.int32).at[expert_e1, column_ec].set(slot_ec, mode="drop")
     return slot_ej[expert_jk, token_j1], token_ec
 
 
 @jax.custom_vjp
 def dispatch(x_jd, slot_jk, token_ec):
-    """Tokens into the slots of their experts: x_ecd."""
+    """Copies tokens to their slots: x_ecd, zeros in empty slots."""
     return take(x_jd, token_ec)
 
 
@@ -172,7 +186,7 @@ dispatch.defvjp(lambda *args: (dispatch(*args), args[1]), _dispatch_backward)
 
 @jax.custom_vjp
 def combine(y_ecd, gate_jk, slot_jk, token_ec):
-    """The experts' results, weighted, back at their tokens: y_jd."""
+    """Sums the experts' outputs of each token, weighted by gate_jk: y_jd."""
     picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
     return jnp.einsum("jkd,jk->jd", picked_jkd, gate_jk)
 
@@ -181,11 +195,11 @@ def _combine_backward(saved, dy_jd):
     y_ecd, gate_jk, slot_jk, token_ec = saved
     picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
     dgate_jk = jnp.einsum("jkd,jd->jk", picked_jkd, dy_jd)
-    # The gate that filled each slot: of its token, the choice whose slot this is.
+    # The weight of each slot: that of its token's choice whose slot it is.
     e, c = token_ec.shape
-    number_ec = jnp.arange(e * c, dtype=slot_jk.dtype).reshape(e, c)
-    own = jnp.maximum(token_ec, 0)
-    gate_ec = jnp.sum(jnp.where(slot_jk[own] == number_ec[..., None], gate_jk[own], 0), -1)
+    slot_ec = jnp.arange(e * c, dtype=slot_jk.dtype).reshape(e, c)
+    j_ec = jnp.maximum(token_ec, 0)
+    gate_ec = jnp.sum(jnp.where(slot_jk[j_ec] == slot_ec[..., None], gate_jk[j_ec], 0), -1)
     return take(dy_jd, token_ec) * gate_ec[..., None], dgate_jk, None, None
 
 
@@ -193,20 +207,21 @@ combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
 
 
 def expert_load(m: Model, expert_jk, batch: int):
-    """Of each sequence, the share of its choices that each expert got: share_be, over all GPUs."""
+    """The fraction of each sequence's choices that each expert got, load_be, fp32: this GPU's
+    sequences, summed over cp and tp, which split their tokens."""
     parts = collectives.axis_size("cp") * collectives.axis_size("tp")
     chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
-    share_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
-    return save_routing(collectives.psum(share_be, "cp", "tp"))
+    load_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
+    return save_routing(collectives.psum(load_be, "cp", "tp"))
 
 
-def balance_loss(m: Model, probs_je, share_be):
-    """This GPU's share of the load-balancing loss, summed over its sequences.
+def balance_loss(m: Model, probs_je, load_be):
+    """Load-balancing loss, summed over this GPU's sequences: this GPU's part of it.
 
-    For each sequence: experts x sum over e of (share of choices that e got) x (its mean
-    probability), as in Switch Transformers (arXiv:2101.03961). Taken per sequence, it does not
-    depend on how a batch is split. The sum over GPUs makes the means, and the gradient.
+    Per sequence: aux_loss x experts x sum over e of load_e x mean probability of e, as in Switch
+    Transformers (arXiv:2101.03961). Per sequence, because it then does not depend on how the batch
+    is sharded (Megatron's seq_aux_loss). A psum over GPUs adds the parts.
     """
     parts = collectives.axis_size("cp") * collectives.axis_size("tp")
-    probs_be = jnp.mean(probs_je.reshape(len(share_be), -1, m.experts), 1) / parts
-    return m.aux_loss * m.experts * jnp.sum(share_be * probs_be)
+    probs_be = jnp.mean(probs_je.reshape(len(load_be), -1, m.experts), 1) / parts
+    return m.aux_loss * m.experts * jnp.sum(load_be * probs_be)
