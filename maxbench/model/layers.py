@@ -1,13 +1,13 @@
-"""The parts of one block, written for one GPU's share.
+"""The parts of a transformer layer, on one GPU inside shard_map.
 
-A part sees local arrays: the tp-th part of heads, mlp and vocabulary.
-Between parts the sequence is split over tp too (sequence parallelism): a part's first product
-gathers it, its last scatters the sum of the partial results.
+Arrays are local: tp splits heads, the MLP's hidden dim and the vocabulary (Megatron tensor
+parallelism). Between the GEMMs of a sublayer and the next, tp splits the sequence instead
+(sequence parallelism, arXiv:2205.05198): the first GEMM all-gathers it, and the last one
+reduce-scatters its partial sums.
 
-Shape letters: b batch, t position (u: this GPU's tp-th of them), d embed, h heads, g KV heads,
-k head_dim, q heads per group in the fused projection, w their width together, n mlp_inputs, f mlp,
-v vocab. A name ends in its
-letters: x_btd.
+Shape letters, at the end of a name: b batch, t position (u: this GPU's 1/tp of them), d embed,
+h heads, g KV heads, k head_dim, f mlp, v vocab, n mlp_inputs; in the fused QKV projection q is the
+heads of a group (its queries, its key and its value), and w their total width.
 """
 
 import functools
@@ -35,30 +35,33 @@ ACTS: dict[str, Callable] = {
 
 
 class GemmParam(nn.Partitioned):
-    """A weight, its logical axes, and whether it is a factor of a GEMM in the run's format."""
+    """A weight with its logical axes; `gemm` if GEMMs read it in the run's number format."""
 
     gemm: rules.GemmDims | None = flax.struct.field(default=None, pytree_node=False)
 
 
 def param(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=None):
-    """Declares a weight by its axes alone: sizes come from Model, its place from places.RULES.
+    """Declares a weight by its logical axes: Model has their sizes, sharding.rules their sharding.
 
-    It starts as normal(0, std), or as `fill` where std is None; `gemm` is that of Declared.
+    Args:
+      axes: names of axes, separated by spaces.
+      std: of the normal initialization; None initializes with `fill`.
+      gemm: as GemmParam.gemm.
 
     Returns:
-      This GPU's part of the weight, and its sums (sums.py) or None.
+      This GPU's shard, and its gradient accumulator (grad_accumulation.py) or None.
     """
     names = tuple(axes.split())
     shape = tuple(rules.local_size(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
-    declared = lambda *args: GemmParam(init(*args), names, gemm=gemm)
-    return module.param(name, declared, shape, jnp.float32), module.get_variable("sums", name)
+    boxed = lambda *args: GemmParam(init(*args), names, gemm=gemm)
+    return module.param(name, boxed, shape, jnp.float32), module.get_variable("sums", name)
 
 
 def param_value(
     module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0
 ):
-    """A weight that is no factor of linear(); see declare."""
+    """param() of a weight that linear() does not read; its gradient is accumulated."""
     w, sums = param(module, name, axes, std, fill)
     return w if sums is None else accumulate_into(sums, w)
 
@@ -75,25 +78,30 @@ def matmul(
     order=linear.UNORDERED,
     **how,
 ):
-    """linear.linear of x and a weight declared 'in -> out', behind `batch` axes of both.
+    """linear.linear() of x and a weight that this declares.
 
-    In the run's number format; `plain`: in the dtype of x whatever that is. `sums`: instead of the
-    weight's own. `order`, and what it returns, are those of linear.linear.
+    Args:
+      axes: 'batch... ins... -> outs...', logical axes of the weight.
+      batch: number of batch axes (experts).
+      plain: multiplies in the dtype of x, not in the run's number format.
+      sums: replaces the weight's own gradient accumulator.
+      order: as in linear.linear, which defines the result too.
+      how: further fields of linear.MatmulSpec.
     """
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
-    factor = rules.GemmDims(batch, len(ins.split()) - batch)
-    w, own = param(module, name, " ".join(names), std, gemm=None if plain else factor)
-    split = "embed" in names and collectives.axis_size("fsdp") > 1
-    fsdp = names.index("embed") if split else None
-    gemm = linear.MatmulSpec(factor.ins, batch, fsdp=fsdp, **how)
+    dims = rules.GemmDims(batch, len(ins.split()) - batch)
+    w, own = param(module, name, " ".join(names), std, gemm=None if plain else dims)
+    is_split = "embed" in names and collectives.axis_size("fsdp") > 1
+    fsdp = names.index("embed") if is_split else None
+    gemm = linear.MatmulSpec(dims.ins, batch, fsdp=fsdp, **how)
     return linear.linear(x, w, own if sums is None else sums, gemm, order)
 
 
 class Linear(nn.Module):
-    """x @ w, the axes of w written 'in -> out': Linear(model, 'heads head_dim -> embed', std).
+    """x @ w; the logical axes of w are 'ins -> outs': Linear(m, 'heads head_dim -> embed', std).
 
-    `sequence` and `saved` are those of linear.Gemm, `plain` that of product().
+    `sequence` and `saved` are those of linear.MatmulSpec, `plain` is that of matmul().
     """
 
     model: Model
@@ -110,40 +118,39 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with its weight stored minus one (layernorm1p). Computed in fp32."""
+    """RMSNorm, or LayerNorm whose weight is stored minus one (layernorm1p), as Model.norm says."""
 
     model: Model
-    apart: bool = False  # as in normalize
+    separate_statistics: bool = False  # as in normalize()
 
     @nn.compact
     def __call__(self, x_btd):
         m, center = self.model, self.model.norm == "layernorm1p"
-        scale_d = param_value(
-            self, "scale", "embed_replicated", fill=0.0 if center else 1.0
-        ).astype(jnp.float32)
-        bias_d = (
-            param_value(self, "bias", "embed_replicated").astype(jnp.float32) if center else None
-        )
+        fp32 = lambda x: x.astype(jnp.float32)
+        scale_d = fp32(param_value(self, "scale", "embed_replicated", fill=0.0 if center else 1.0))
+        bias_d = fp32(param_value(self, "bias", "embed_replicated")) if center else None
         scale_d = scale_d + 1 if center else scale_d
-        return normalize(x_btd, scale_d, bias_d, m.norm_eps, self.apart)
+        return normalize(x_btd, scale_d, bias_d, m.norm_eps, self.separate_statistics)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def normalize(x_btd, scale_d, bias_d, eps: float, apart: bool = False):
-    """x / rms(x) x scale; with a bias, (x - mean(x)) / std(x) x scale + bias. In the dtype of x.
+def normalize(x_btd, scale_d, bias_d, eps: float, separate_statistics: bool = False):
+    """x / rms(x) x scale; with a bias, (x - mean(x)) / std(x) x scale + bias.
 
-    All is computed in fp32, and backward by hand: of the plain form's gradient XLA makes a tensor
-    in fp32 that it writes, and reads twice. `apart`: rms(x) is a kernel's own, as where y is
-    quantized: XLA would make one kernel of both, whose y in fp32 is then read twice, too.
+    Computed in fp32, returned in the dtype of x. The backward pass is written out: from the VJP
+    that JAX derives, XLA makes an intermediate fp32 tensor that it writes once and reads twice.
+
+    separate_statistics computes 1 / rms(x) in a kernel of its own. If y is then quantized per
+    tensor, XLA would otherwise fuse both into one kernel that writes y in fp32, to be read twice.
     """
     x, inverse = _centered(x_btd, bias_d is not None, eps)
-    inverse = jax.lax.optimization_barrier(inverse) if apart else inverse
+    inverse = jax.lax.optimization_barrier(inverse) if separate_statistics else inverse
     y_btd = x * inverse * scale_d
     return (y_btd if bias_d is None else y_btd + bias_d).astype(x_btd.dtype)
 
 
 def _centered(x_btd, center: bool, eps: float):
-    """x, its mean taken off if `center`, and what it is multiplied with then; fp32."""
+    """x, minus its mean if `center`, and 1 / rms of that; fp32."""
     x = x_btd.astype(jnp.float32)
     if center:
         x -= jnp.mean(x, -1, keepdims=True)
@@ -151,7 +158,7 @@ def _centered(x_btd, center: bool, eps: float):
     return x, inverse
 
 
-def _normalize_backward(eps, apart, saved, dy_btd):
+def _normalize_backward(eps, separate_statistics, saved, dy_btd):
     x_btd, scale_d, bias_d = saved
     center = bias_d is not None
     x, inverse = _centered(x_btd, center, eps)
@@ -159,18 +166,18 @@ def _normalize_backward(eps, apart, saved, dy_btd):
     dy = dy_btd.astype(jnp.float32)
     dunit = dy * scale_d
     mean = lambda x: jnp.mean(dunit * x, -1, keepdims=True)
-    # Of x, so that one pass takes this and the mean of squares. Where products travel, x is wanted
-    # again before dy has come, and does not wait for it.
+    # The mean of dunit x (and not unit) is computed in the same pass over x as the mean of squares.
+    # With collectives, unit is needed before dy has arrived, and its pass must not wait for dy.
     dx = dunit - unit_btd * (inverse * mean(x) if linear.no_comm() else mean(unit_btd))
     if center:
         dx -= jnp.mean(dunit, -1, keepdims=True)
     dx_btd = (dx * inverse).astype(x_btd.dtype)
-    return dx_btd, _columns(dy * unit_btd), _columns(dy) if center else None
+    return dx_btd, _sum_positions(dy * unit_btd), _sum_positions(dy) if center else None
 
 
-def _columns(x_btd):
-    """Sums over positions, of parts of them first: for one sum alone, of few columns, XLA would
-    write x down."""
+def _sum_positions(x_btd):
+    """Sum over batch and positions, in two steps: XLA would write x to memory first for one
+    reduction with so few outputs."""
     d = x_btd.shape[-1]
     parts_pd = jnp.sum(x_btd.reshape(math.gcd(x_btd.size // d, 8), -1, d), 1)
     return jnp.sum(jax.lax.optimization_barrier(parts_pd), 0)
@@ -180,23 +187,25 @@ normalize.defvjp(lambda *args: (normalize(*args), args[:3]), _normalize_backward
 
 
 def rope_angles(m: Model, position_t) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the rotation at each position, [t, rotated dims / 2], fp32.
+    """cos and sin of RoPE (arXiv:2104.09864) at each position, [t, rotated dims / 2], fp32.
 
-    Llama 3.1's scaling: wavelengths longer than rope_context / rope_low are stretched by
-    rope_factor, those shorter than rope_context / rope_high stay, between them a linear mix.
+    With rope_factor != 1, Llama 3.1's scaling: wavelengths longer than rope_context / rope_low are
+    multiplied by rope_factor, those shorter than rope_context / rope_high are unchanged, and
+    frequencies between are interpolated linearly.
     """
     dims = int(m.head_dim * m.rope_fraction)
     freq = m.rope_base ** (-np.arange(0, dims, 2) / dims)
     if m.rope_factor != 1:
-        turns = m.rope_context * freq / (2 * np.pi)
-        mix = np.clip((turns - m.rope_low) / (m.rope_high - m.rope_low), 0, 1)
+        periods = m.rope_context * freq / (2 * np.pi)  # in the original context
+        mix = np.clip((periods - m.rope_low) / (m.rope_high - m.rope_low), 0, 1)
         freq *= mix + (1 - mix) / m.rope_factor
     angle_tk = jnp.asarray(position_t, jnp.float32)[:, None] * jnp.asarray(freq, jnp.float32)
     return jnp.cos(angle_tk), jnp.sin(angle_tk)
 
 
 def rotate(x_bthk, cos_tk, sin_tk):
-    """Rotates pairs (i, i + n/2) of the first n = 2 x cos_tk.shape[1] dims of head_dim."""
+    """Applies RoPE: rotates pairs (i, i + n) for i < n = cos_tk.shape[1]; later dims pass through.
+    Computed in fp32, returned in the dtype of x."""
     n = cos_tk.shape[1]
     x = x_bthk.astype(jnp.float32)
     a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
@@ -205,15 +214,14 @@ def rotate(x_bthk, cos_tk, sin_tk):
 
 
 def seq_major(x):
-    """[b, t, ...] as [t, b, ...], and back, where tp splits t: what travels lies in one piece."""
+    """With tp, [b, t, ...] <-> [t, b, ...] (Megatron's layout): tp's collectives over t are then
+    contiguous. Without tp, x."""
     return x.swapaxes(0, 1) if collectives.axis_size("tp") > 1 else x
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; its one fused projection is grouped by KV head for tp to split.
-
-    A group is its queries, then a key, then a value.
-    """
+    """Grouped-query attention with one fused QKV projection, whose output is grouped by KV head so
+    that tp can split it: each group has its queries, then its key, then its value."""
 
     model: Model
     kind: str
@@ -237,7 +245,7 @@ class Attention(nn.Module):
 
 
 def split_qkv(m: Model, qkv):
-    """Queries, key and value of each group, btgqk; or btgw where the value has its own width."""
+    """Queries, keys and values, from btgqk, or from btgw if values and keys differ in width."""
     if qkv.ndim == 5:
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
     key, value = m.group_width - m.value_width - m.head_dim, m.group_width - m.value_width
@@ -246,34 +254,37 @@ def split_qkv(m: Model, qkv):
 
 
 def out_std(m: Model) -> float:
-    """Initial std of projections that add to the residual stream, as in Megatron."""
+    """Initial std of projections onto the residual stream: Megatron's scaled_init_method_normal."""
     return m.init_std / (2 * m.layers) ** 0.5
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def activate(m: Model, up_nf, axis: int):
-    """The nonlinearity: gates along `axis`, the first of them activated. Computed in fp32."""
-    gate, *linear = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
+    """The activation function, of input 0 of `axis`; gated, times input 1. Computed in fp32."""
+    gate, *up = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
     h = ACTS[m.act](gate)
-    return jnp.squeeze(h * linear[0] if linear else h, axis).astype(up_nf.dtype)
+    return jnp.squeeze(h * up[0] if up else h, axis).astype(up_nf.dtype)
 
 
 def _activate_backward(m, axis, up_nf, dh):
-    """Each element by itself, from its own gate and the other: of parts that are put together XLA
-    makes a kernel that does no more, and what is quantized next would be written and read first."""
+    """Elementwise over the inputs and without a concatenation, which XLA would not fuse with the
+    quantization that follows: the gradient would be written and read once more."""
     up, dh = (x.astype(jnp.float32) for x in (up_nf, jnp.expand_dims(dh, axis)))
     if m.mlp_inputs == 1:
         return (jax.vjp(ACTS[m.act], up)[1](dh)[0].astype(up_nf.dtype),)
-    other = jnp.flip(up, axis)
-    first = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
-    h, back = jax.vjp(ACTS[m.act], jnp.where(first, up, other))
-    return (jnp.where(first, *back(dh * other), dh * h).astype(up_nf.dtype),)
+    other = jnp.flip(up, axis)  # at the gate the other input, and the reverse
+    is_gate = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
+    h, vjp = jax.vjp(ACTS[m.act], jnp.where(is_gate, up, other))
+    return (jnp.where(is_gate, *vjp(dh * other), dh * h).astype(up_nf.dtype),)
 
 
 activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), _activate_backward)
 
 
 class Mlp(nn.Module):
+    """The MLP, gated if mlp_inputs is 2: y_bud, the issued tokens of its GEMMs by name, and 0, its
+    auxiliary loss."""
+
     model: Model
 
     @nn.compact
@@ -305,17 +316,13 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens_bt, dtype):
         m = self.model
-        w_vd = param_value(
-            self,
-            "w",
-            "vocab embed" if m.tied else f"vocab_replicated {self.embed_axis}",
-            m.init_std,
-        )
+        axes = "vocab embed" if m.tied else f"vocab_replicated {self.embed_axis}"
+        w_vd = param_value(self, "w", axes, m.init_std)
         w_vd, tokens_bt = w_vd.astype(dtype), collectives.all_gather(tokens_bt, "fsdp", 0)
         if m.tied:
             local_bt = tokens_bt - collectives.axis_index("tp") * w_vd.shape[0]
-            here_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
-            x_btd = jnp.where(here_bt[..., None], w_vd[jnp.where(here_bt, local_bt, 0)], 0)
+            is_local_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
+            x_btd = jnp.where(is_local_bt[..., None], w_vd[jnp.where(is_local_bt, local_bt, 0)], 0)
             x_bud = collectives.reduce_scatter(collectives.all_to_all(x_btd, "fsdp", 0, 2), "tp", 1)
         else:
             x_btd, over_pp = w_vd[tokens_bt], "pp" in rules.RULES[self.embed_axis]
@@ -326,7 +333,8 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm; returns what the loss needs: x_btd, w_dv and its sums (sums.py) or None."""
+    """Final norm and LM head weight, all-gathered: x_btd, w_dv, and w_dv's gradient accumulator or
+    None. Logits are x_btd @ w_dv."""
 
     model: Model
 
@@ -338,6 +346,7 @@ class Head(nn.Module):
             w_dv = embed_vd.T
         else:
             w_dv, sums = param(self, "w", "embed vocab", m.init_std)
-        if sums is not None and collectives.axis_size("fsdp") > 1:  # they are of this GPU's part
+        # The accumulator is that of this GPU's shard: add to it before the all-gather over fsdp.
+        if sums is not None and collectives.axis_size("fsdp") > 1:
             w_dv, sums = accumulate_into(sums, w_dv), None
         return x_btd, collectives.all_gather(w_dv, "fsdp", 0), sums

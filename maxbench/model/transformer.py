@@ -1,12 +1,10 @@
-"""The network as plain functions over a dict of weights, and as one Linen module, Transformer.
+"""The network as functions of a dict of weights, and as one Linen module, Transformer.
 
-    {'embed': ..., 'layers': ..., 'head': ...}      every leaf of 'layers' is stacked [layers, ...]
+    {'embed': ..., 'layers': ..., 'head': ...}      each leaf of 'layers' is stacked [layers, ...]
 
-Where layers differ by kind (Model.layer_groups), 'layers' is a dict of such stacks, '000', '001', ..., one
-for each run of equal neighbours.
-
-One layout for every mesh, so initial weights, loss and checkpoints do not depend on it. Nothing
-here maps over a block with vmap, because Transformer Engine's GEMM has no batching rule.
+A model with Model.layer_groups has a dict of stacks in 'layers' (layer_stack.py). The tree is the
+same for every mesh, so initial weights, loss and checkpoints do not depend on the mesh. No layer
+runs under vmap, because Transformer Engine's GEMM has no batching rule.
 """
 
 import dataclasses
@@ -30,21 +28,22 @@ from maxbench.model.linear import CommOrder, no_comm
 from maxbench.model.loss import cross_entropy
 from maxbench.sharding import mesh, ordering, rules
 
-# The sublayers of a layer, and their GEMMs with tp collectives. Names of a sublayer's weights
-# begin with its own.
+# Sublayers of a layer, and their GEMMs with tp collectives: the first all-gathers, the last
+# reduce-scatters. Names of a sublayer's weights begin with its name.
 SUBLAYERS = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
 
 
 def add(x_bud, y_bud, name: str):
-    """The residual stream with what a half of a layer adds.
+    """Adds the output of a sublayer to the residual stream.
 
-    Where that comes from a product as it is, the product adds: XLA sees that of matrices, and that
-    it may not write over x, which a norm reads too. The sum is then kept in place of y.
+    Without collectives, y is the output of a GEMM, which can add x (beta = 1). XLA fuses this only
+    for matrices, and only if x stays unmodified, because a norm reads it too: the sum is then saved
+    for the backward pass in place of y, under the remat name of y.
     """
     if not no_comm():
         return x_bud + y_bud
-    flat = lambda x: x.reshape(-1, x.shape[-1])
-    return checkpoint_name((flat(x_bud) + flat(y_bud)).reshape(x_bud.shape), name)
+    matrix = lambda x: x.reshape(-1, x.shape[-1])
+    return checkpoint_name((matrix(x_bud) + matrix(y_bud)).reshape(x_bud.shape), name)
 
 
 class Block(nn.Module):
@@ -59,7 +58,7 @@ class Block(nn.Module):
     model: Model
     attention: str
     sublayer: str = ""
-    apart: bool = False
+    separate_statistics: bool = False
     dx_unordered: bool = False
 
     @nn.compact
@@ -72,7 +71,7 @@ class Block(nn.Module):
                 first: CommOrder(wait_for and wait_for[first], zero, self.dx_unordered),
                 last: CommOrder(wait_for and wait_for[last], issued),
             }
-            y_bud = Norm(m, self.apart, name=f"{sublayer}_norm")(x_bud)
+            y_bud = Norm(m, self.separate_statistics, name=f"{sublayer}_norm")(x_bud)
             if sublayer == "attn":
                 attend = Attention(m, self.attention, name="attn")
                 y_bud, tokens = attend(y_bud, rope, orders)
@@ -86,30 +85,31 @@ class Block(nn.Module):
 
 
 def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
-    """Weights, fp32; every leaf is boxed with its logical axes (flax.linen.Partitioned).
+    """Initial weights, fp32; each leaf is boxed with its logical axes (layers.GemmParam).
 
-    `layers` are those to make, by number, in the order in which they are stacked; default: all,
-    which a model of several kinds needs.
+    Args:
+      layers: indices of the layers to initialize, in the order in which they are stacked. Default:
+        all layers, which a model with layer_groups requires.
     """
-    numbers = np.arange(m.layers) if layers is None else layers
+    indices = np.arange(m.layers) if layers is None else layers
     tokens_bt, x_btd = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8, m.embed))
     rope = rope_angles(m, jnp.arange(8))
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-    keys = jax.random.split(k_layers, m.layers)[numbers]
+    keys = jax.random.split(k_layers, m.layers)[indices]
     is_box = lambda x: isinstance(x, nn.Partitioned)
-    named = lambda box: box.replace(names=("layers", *box.names))
+    with_layers_axis = lambda box: box.replace(names=("layers", *box.names))
 
-    def stacked(kind, keys):
-        made = jax.vmap(lambda k: Block(kind, "xla").init(k, x_btd, rope)["params"])(keys)
-        return jax.tree.map(named, made, is_leaf=is_box)
+    def init_stack(kind, keys):
+        stack = jax.vmap(lambda k: Block(kind, "xla").init(k, x_btd, rope)["params"])(keys)
+        return jax.tree.map(with_layers_axis, stack, is_leaf=is_box)
 
     first = np.cumsum([0, *(n for n, _ in m.stacks[:-1])])
-    parts = [keys[a:b] for a, b in zip(first, [*first[1:], None], strict=True)]
-    made = [stacked(kind, part) for (_, kind), part in zip(m.stacks, parts, strict=True)]
+    stack_keys = [keys[a:b] for a, b in zip(first, [*first[1:], None], strict=True)]
+    stacks = [init_stack(kind, keys) for (_, kind), keys in zip(m.stacks, stack_keys, strict=True)]
     embed = Embed(m).init(k_embed, tokens_bt, jnp.float32)["params"]
     return {
         "embed": embed,
-        "layers": layer_stack.join(m, made),
+        "layers": layer_stack.join(m, stacks),
         "head": Head(m).init(k_head, x_btd, nn.unbox(embed)["w"])["params"],
     }
 
@@ -119,15 +119,18 @@ def layer(
     run: Run, kind: Model, w, sums, x_bud, rope, wait_for=None, issued=None, sublayer="",
     dx_unordered=False,
 ):  # fmt: skip
-    """One layer of a kind, or a half of it; saves for the backward pass what train.remat says,
-    where train.offload says.
+    """One layer, or one sublayer, under the remat policy of train.remat and train.offload.
 
-    `sums` are those of w (sums.py), or None. Jitted, so that it is traced and differentiated once,
-    however many layers are code.
+    Jitted, so that it is traced and differentiated once, however many layers are unrolled.
+
+    Args:
+      kind: the Model of this layer (Model.stacks).
+      w, sums: weights and their gradient accumulators; sums may be None.
     """
 
-    # Forward and backward pass in one computation: XLA would see the same work twice and keep its
-    # result. In a loop or a pipeline they are apart; and with 'none', let it.
+    # If one computation has both the forward and the backward pass, XLA's CSE would find that they
+    # compute the same, and save the result instead of recomputing it. In a scan or a pipeline they
+    # are separate computations; with remat=none nothing is recomputed.
     together = lowering.layers_unrolled(run) and not lowering.overlaps_fwd_bwd(run)
     prevent_cse = together and run.train.remat != "none"
 
@@ -136,8 +139,9 @@ def layer(
             x_bud, tokens = ordering.grad_after_wgrads(x_bud)
             wait_for = dict.fromkeys(sum(SUBLAYERS.values(), ()), tokens)
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
-        apart = run.format.amax_history and run.precision.backend == "xla" and not kind.experts
-        block = Block(kind, run.train.attention, sublayer, apart, dx_unordered)
+        per_tensor_xla = run.format.amax_history and run.precision.backend == "xla"
+        separate_statistics = per_tensor_xla and not kind.experts
+        block = Block(kind, run.train.attention, sublayer, separate_statistics, dx_unordered)
         return block.apply(variables, x_bud, rope, wait_for, issued)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -154,12 +158,12 @@ def layer(
 
 
 class Transformer(nn.Module):
-    """The network for any use of JAX: no mesh, no Run. The tree of init() and of checkpoints:
+    """The network as a Linen module, for use outside the benchmark: no mesh, no Run.
 
         logits_btv = Transformer(model).apply({"params": params}, tokens_bt)
 
-    Its numbers are computed in the dtype of the weights; logits are fp32. It is the whole sequence
-    that goes in, of any length. Whole GPUs of a cluster, and training, are maxbench.step's.
+    params is the tree of init() and of checkpoints. tokens_bt are whole sequences of any length.
+    Computes in the dtype of the weights; logits are fp32.
     """
 
     model: Model
@@ -169,8 +173,8 @@ class Transformer(nn.Module):
     def __call__(self, tokens_bt):
         m = self.model
         if self.is_initializing():
-            made = jax.jit(lambda key: nn.unbox(init(m, key)))(self.make_rng("params"))
-            for name, w in made.items():
+            params = jax.jit(lambda key: nn.unbox(init(m, key)))(self.make_rng("params"))
+            for name, w in params.items():
                 self.put_variable("params", name, w)
         w = self.variables["params"]
         rope = rope_angles(m, jnp.arange(tokens_bt.shape[1]))
@@ -185,26 +189,29 @@ class Transformer(nn.Module):
 
 
 def embed(m: Model, w, tokens_bt):
-    """Embedded tokens, x_bud. `w` holds at least 'embed'."""
+    """Embedding of tokens, x_bud. w has at least 'embed'."""
     w_vd = w["embed"]["w"]
-    # Whose columns it has, its width says (program.columns_over_pp).
-    fewer = w_vd.shape[1] < rules.local_size("embed_sharded", m.embed) and not m.tied
-    embed_axis = "embed_sharded_pp" if fewer else "embed_sharded"
+    # Its width tells whether pp splits it too (lowering.embedding_sharded_over_pp).
+    over_pp = w_vd.shape[1] < rules.local_size("embed_sharded", m.embed) and not m.tied
+    embed_axis = "embed_sharded_pp" if over_pp else "embed_sharded"
     return Embed(m, embed_axis).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
 
 
 def head(m: Model, w, x_bud, sums=None):
-    """The factors of the logits, x_btd @ w_dv x model.output_multiplier, and the sums of w_dv.
+    """Final norm: x_btd, w_dv, and w_dv's gradient accumulator or None. Logits are
+    x_btd @ w_dv x model.output_multiplier.
 
-    `sums` are those of w['head'] (sums.py), or None.
+    Args:
+      w: weights, at least 'head' and 'embed'.
+      sums: gradient accumulators of w['head'], or None.
     """
     variables = {"params": w["head"]} if sums is None else {"params": w["head"], "sums": sums}
     return Head(m).apply(variables, x_bud, w["embed"]["w"])
 
 
 def lm_loss(run: Run, w, x_bud, targets_bt, sums=None, padded=False):
-    """This GPU's share of the mean loss over the global batch; `sums` are those of head(), `padded`
-    is that of cross_entropy()."""
+    """This GPU's part of the mean cross entropy over the global batch; a psum over GPUs, and the
+    sum over microbatches, is the mean. `sums` as in head(), `padded` as in cross_entropy()."""
     x_btd, w_dv, sums_dv = head(run.model, w, x_bud, sums)
     return cross_entropy(
         x_btd.reshape(-1, run.model.embed),
@@ -220,32 +227,33 @@ def lm_loss(run: Run, w, x_bud, targets_bt, sums=None, padded=False):
 
 
 def forward(run: Run, w, tokens_bt, sums=None):
-    """All layers: tokens_bt -> x_bud before the head, and the sum of the auxiliary losses.
+    """Embedding and all layers: x_bud, and the sum of the auxiliary losses.
 
-    w['layers'] is stacked or a tuple of layers (stack.py).
+    w['layers'] is stacked or a tuple of layers (layer_stack.py); `sums` are its accumulators.
     """
     m = run.model
     rope = rope_angles(m, mesh.token_positions(run.train.seq))
     x_bud = embed(m, w, tokens_bt)
     step = lambda run, kind, x_bud, w: layer(run, kind, *w, x_bud, rope)[::2]
+    # train.remat applies to the first train.remat_layers layers. The others recompute no GEMM.
     train = dataclasses.replace(
         run.train, remat="save_gemms_recompute_act", offload="", remat_layers=0
     )
-    more = functools.partial(step, dataclasses.replace(run, train=train))
-    last = m.layers - lowering.remat_layer_count(run), more
+    save_gemms = functools.partial(step, dataclasses.replace(run, train=train))
+    last = m.layers - lowering.remat_layer_count(run), save_gemms
     return layer_stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, last)
 
 
 def loss_fn(run: Run, w, tokens_bt, targets_bt, sums):
-    """This GPU's share of the loss of its sequences, and the shares of what is reported.
+    """This GPU's part of the loss of one microbatch, and {'loss', 'aux'}, its two terms.
 
-    The sum of the shares over all GPUs (and microbatches) is the mean over the global batch: the
-    gradient of the sum needs no further scaling.
+    The sum of the parts over GPUs and microbatches is the mean over the global batch, so gradients
+    are summed and need no further scaling.
 
     Args:
-      w: compute weights of this GPU.
-      tokens_bt, targets_bt: this GPU's sequences, its part of each over cp (axes.chunks order).
-      sums: tree like w of gradients so far; to differentiate with respect to (sums.py).
+      w: this GPU's compute weights.
+      tokens_bt, targets_bt: this GPU's sequences at mesh.token_positions().
+      sums: gradient accumulators like w, to differentiate with respect to (grad_accumulation.py).
     """
     w = w | {"embed": accumulate_into(sums["embed"], w["embed"])}
     x_bud, aux = forward(run, w, tokens_bt, sums["layers"])
