@@ -21,7 +21,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name as keep
+from jax.ad_checkpoint import checkpoint_name
 
 from maxbench import quantization
 from maxbench.config.model import Model
@@ -55,9 +55,8 @@ class Moe(nn.Module):
     def with_capacity(self, x_jd, gate_jk, expert_jk, orders, load_be):
         slot_jk, token_ec = map(save_routing, assign_slots(self.model, gate_jk, expert_jk))
         y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, load_be)
-        return combine(
-            keep(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype), slot_jk, token_ec
-        ), tokens
+        y_ecd, gate_jk = checkpoint_name(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype)
+        return combine(y_ecd, gate_jk, slot_jk, token_ec), tokens
 
     def experts(self, x_ecd, orders, load_be):
         m = self.model
@@ -70,7 +69,7 @@ class Moe(nn.Module):
         # Orders the all-reduce of the load before the end of 'up'. XLA would run it in the backward
         # pass, after dx's communication, or wherever save_routing() has it recomputed.
         summed = ordering.token(load_be if collectives.axis_size("pp") > 1 else None)
-        up_ecnf = ordering.after(keep(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
+        up_ecnf = ordering.after(checkpoint_name(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
         y_ecd, down_token = dot(h_ecf, "down", down, out_std(m), order=orders["down"], **how)
@@ -87,15 +86,15 @@ class Moe(nn.Module):
         w_edgf = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
         x_ncd = grouped_matmul.dispatch(x_jd, blocks)
         up_ncf = grouped_matmul.grouped_matmul(x_ncd, w_edgf.reshape(*w_edgf.shape[:2], -1), blocks)
-        up_ncgf = keep(up_ncf, "mlp_up").reshape(*up_ncf.shape[:2], *w_edgf.shape[2:])
+        up_ncgf = checkpoint_name(up_ncf, "mlp_up").reshape(*up_ncf.shape[:2], *w_edgf.shape[2:])
         # The router's weights are applied here, where rows are narrow: combine is a plain sum.
         h_ncf = activate(m, up_ncgf, 2) * grouped_matmul.block_gates(gate_jk, blocks)[..., None]
         w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
-        y_jd = grouped_matmul.combine(
-            grouped_matmul.grouped_matmul(keep(h_ncf, "mlp_act"), w_efd, blocks), blocks
-        )
+        y_ncd = grouped_matmul.grouped_matmul(checkpoint_name(h_ncf, "mlp_act"), w_efd, blocks)
+        y_jd = grouped_matmul.combine(y_ncd, blocks)
         y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
-        return keep(y_jd, "mlp_down"), {name: order.issued for name, order in orders.items()}
+        tokens = {name: order.issued for name, order in orders.items()}
+        return checkpoint_name(y_jd, "mlp_down"), tokens
 
     def whole(self, name, axes, std, dtype):
         """A weight of this GPU's experts, all-gathered over fsdp."""
@@ -145,7 +144,7 @@ def save_routing(x):
     Without a pipeline it is recomputed. Saved, XLA would move what only the loss needs into the
     next microbatch's iteration, and run both at once.
     """
-    return keep(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
+    return checkpoint_name(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
 
 
 def assign_slots(m: Model, gate_jk, expert_jk):

@@ -19,7 +19,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name as keep
+from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.model import Model
 from maxbench.model import linear
@@ -236,12 +236,13 @@ class Attention(nn.Module):
         )
         q_btgrk, k_btgk, v_btgk = split_qkv(m, seq_major(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
-        q_bthk = keep(rotate(q_bthk, *rope), "query")
-        k_btgk = keep(rotate(k_btgk, *rope), "key")
-        o_bthk = attend(q_bthk, k_btgk, keep(v_btgk, "value"), kind=self.kind, softcap=m.softcap)
+        q_bthk = checkpoint_name(rotate(q_bthk, *rope), "query")
+        k_btgk = checkpoint_name(rotate(k_btgk, *rope), "key")
+        v_btgk = checkpoint_name(v_btgk, "value")
+        o_bthk = attend(q_bthk, k_btgk, v_btgk, kind=self.kind, softcap=m.softcap)
         out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
         y_ubd, out_token = out(seq_major(o_bthk), orders["out"])
-        return keep(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
+        return checkpoint_name(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
 
 
 def split_qkv(m: Model, qkv):
@@ -293,9 +294,9 @@ class Mlp(nn.Module):
         up = Linear(m, "embed -> mlp_inputs mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
         up_tbgf, up_token = up(seq_major(x_bud), orders["up"])
-        y_ubd, down_token = down(activate(m, keep(up_tbgf, "mlp_up"), 2), orders["down"])
+        y_ubd, down_token = down(activate(m, checkpoint_name(up_tbgf, "mlp_up"), 2), orders["down"])
         return (
-            keep(seq_major(y_ubd), "mlp_down"),
+            checkpoint_name(seq_major(y_ubd), "mlp_down"),
             {"up": up_token, "down": down_token},
             jnp.zeros(()),
         )

@@ -47,12 +47,20 @@ def add(x_bud, y_bud, name: str):
 
 
 class Block(nn.Module):
-    """One transformer layer, or one of its SUBLAYERS. Families differ only in the Model that is passed
-    in.
+    """A transformer layer, or one of its SUBLAYERS. Model families differ only in their Model.
 
-    `wait_for` and `issued` are ordering tokens (linear.CommOrder), per GEMM and of the layer before;
-    `dx_unordered` is that of the first GEMM, `apart` that of layers.normalize for norms whose output
-    is quantized. Returns x, the token of each GEMM by name, and the auxiliary loss.
+    Attributes:
+      attention: key of attention.KERNELS.
+      sublayer: of SUBLAYERS; '' is the whole layer.
+      separate_statistics: as layers.normalize(), of norms whose output is quantized.
+      dx_unordered: linear.CommOrder.dx_unordered of the first GEMM.
+
+    Args:
+      wait_for: GEMM -> linear.CommOrder.wait_for, or None.
+      issued: token of the last GEMM of the layer or sublayer before (linear.CommOrder), or None.
+
+    Returns:
+      x_bud, the token of each GEMM by name, and the auxiliary loss.
     """
 
     model: Model
