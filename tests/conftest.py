@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import os
 import pathlib
 import shutil
@@ -33,6 +34,7 @@ KEPT_FIGURES_JAX = metadata.version("jax") == "0.10.2"
 import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+from maxbench.cli import entry  # noqa: E402
 from maxbench.config import recipes  # noqa: E402
 from maxbench.config.resolve import build_run  # noqa: E402
 from maxbench.config.run import Run  # noqa: E402
@@ -111,3 +113,12 @@ def resolve(name: str, presets: str = "", overrides: dict | None = None, **flags
     """The Run of a workload, as the command line would build it."""
     first = {k: flags.pop(k) for k in ("gpus", "strong_scaling") if k in flags}
     return build_run(config(name, presets), flags=flags, overrides=overrides, **first)
+
+
+def train_command(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `maxbench train` in this process, for runs that stop before
+    jax is needed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = entry.run("train", args)
+    return code, out.getvalue(), err.getvalue()

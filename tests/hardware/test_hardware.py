@@ -12,7 +12,7 @@ from maxbench.cost_model import compile_cache
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.step import xla_options
-from tests.config.test_config import command
+from tests.conftest import train_command
 
 LLAMA = ["--config", "configs/llama2_70b.py", "--gpus", "64"]
 H300 = """
@@ -35,7 +35,7 @@ def hardware_file(tmp_path):
 
 def test_new_type_is_used_by_recipe_compiler_and_cost_model(hardware_file):
     flags = [*LLAMA, "--hardware", str(hardware_file), "--gpu_type", "h300"]
-    code, out, _ = command(*flags, "--json")
+    code, out, _ = train_command(*flags, "--json")
     assert code == 0
     config = json.loads(out)["config"]
     assert config["layout"]["gpu_type"] == "h300"
@@ -121,7 +121,7 @@ def test_bad_file_is_refused_in_one_line(name, tmp_path):
     text, expected = BAD[name]
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    code, out, err = command(*LLAMA, "--hardware", str(path), "--gpu_type", "h300", "--json")
+    code, out, err = train_command(*LLAMA, "--hardware", str(path), "--gpu_type", "h300", "--json")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert f"hardware='{path}'" in err
@@ -130,6 +130,6 @@ def test_bad_file_is_refused_in_one_line(name, tmp_path):
 
 
 def test_missing_file_is_refused(tmp_path):
-    code, _, err = command(*LLAMA, "--hardware", str(tmp_path / "absent.toml"))
+    code, _, err = train_command(*LLAMA, "--hardware", str(tmp_path / "absent.toml"))
     assert code == 2
     assert "absent.toml' cannot be read: No such file" in err

@@ -14,8 +14,7 @@ from tensorboardX.proto import event_pb2
 
 from maxbench.distributed import runtime
 from maxbench.run import metric_writers
-from tests.config.test_config import command
-from tests.conftest import resolve
+from tests.conftest import resolve, train_command
 
 FIGURES = {"step_s": 9.4, "loss": 11.5, "grad_norm": 1.5, "lr": 3e-7, "peak_bytes": 60 << 30}
 FIGURES |= {"tokens_per_s": 111_550.0, "mfu": 0.41, "time": 1.0}
@@ -101,7 +100,7 @@ def test_wandb_is_given_the_run_and_its_steps(tmp_path, monkeypatch):
 
 def test_wandb_that_is_not_installed_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr(runtime, "find_spec", lambda name: None)
-    code, out, err = command("--config", "llama31_8b:tiny", "--wandb")
+    code, out, err = train_command("--config", "llama31_8b:tiny", "--wandb")
     assert (code, out) == (2, "")
     assert "wandb=True needs Weights & Biases, which is not installed: pip install wandb" in err
 

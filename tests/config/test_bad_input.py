@@ -1,0 +1,195 @@
+"""Invalid settings are refused in one line, with the value and what would work."""
+
+import pytest
+
+from maxbench.config import command_line
+from maxbench.config.errors import UserError
+from maxbench.config.model import LayerGroup
+from tests.conftest import resolve, train_command
+
+LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
+MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
+MXFP8 += ["--config.precision.scaling=mxfp8"]
+BAD = {
+    "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["'fsdq'", "did you mean --fsdp"]),
+    "no config": ([], ["--config is missing", "--config llama31_8b:tiny"]),
+    "config": (
+        ["--config", "configs/llama2_7b.py"],
+        ["'configs/llama2_7b.py' is no workload and no file", "there are llama2_70b, llama31_70b"],
+    ),
+    "argument": (["--config", LLAMA, "fast"], ["'fast'", "--name value"]),
+    "preset": (["--config", LLAMA + ":tny"], ["preset='tny'", "did you mean 'tiny'"]),
+    "setting": (
+        ["--config", LLAMA, "--config.model.hads=1"],
+        ["hads'", "mean --config.model.heads"],
+    ),
+    "type": (["--config", LLAMA, "--gpus", "many"], ["gpus=many must be a whole number"]),
+    "gpu type": (["--config", LLAMA, "--gpu_type", "h10"], ["gpu_type='h10'", "mean 'h100'"]),
+    "dtype": (["--config", LLAMA, "--dtype", "bf61"], ["dtype='bf61'", "did you mean 'bf16'"]),
+    "scale": (
+        ["--config", LLAMA, "--gpus", "96"],
+        ["gpus=96", "64 or 128", "maxbench plan --gpus 96"],
+    ),
+    "no recipe": (
+        ["--config", LLAMA, "--gpus", "64", "--gpu_type", "b200"],
+        ["h100", "name the axes"],
+    ),
+    "strong": (["--config", LLAMA, "--strong_scaling"], ["strong_scaling", "--gpus"]),
+    "strong row": (["--config", LLAMA, "--gpus", "64", "--strong_scaling"], ["strong scaling"]),
+    "product": (["--config", LLAMA, "--gpus", "64", "--fsdp", "32"], ["gpus=64", "needs 32"]),
+    "axis": (["--config", LLAMA, "--tp", "0"], ["tp=0", "at least 1"]),
+    "columns": (
+        ["--config", LLAMA, "--tp", "8", "--fsdp", "16", "--config.model.embed=8256"],
+        ["tp=8 x fsdp=16 does not divide model.embed=8256", "tp x fsdp that works", "64, 86"],
+    ),
+    "heads": (["--config", LLAMA, "--tp", "3"], ["tp=3", "model.heads=64", "1, 2, 4, 8"]),
+    "kv heads": (["--config", LLAMA, "--tp", "16"], ["tp=16", "model.kv_heads=8"]),
+    "experts": (["--config", GROK, "--ep", "3"], ["ep=3", "model.experts=8", "1, 2, 4, 8"]),
+    "no experts": (["--config", LLAMA, "--ep", "2"], ["ep=2", "llama2 70b has none"]),
+    "vocabulary": (
+        ["--config", LLAMA, "--tp", "8", "--config.model.vocab=100"],
+        ["model.vocab=100"],
+    ),
+    "sequence": (["--config", LLAMA, "--cp", "4", "--seq", "100"], ["train.seq=100", "96"]),
+    "embed": (["--config", LLAMA, "--fsdp", "3"], ["fsdp=3", "model.embed=8192"]),
+    "batch": (["--config", LLAMA, "--fsdp", "4", "--gbs", "10"], ["gbs=10", "2 x 1 x 4 x 1 = 8"]),
+    "fp8 embed": (
+        ["--config", LLAMA, "--dtype", "fp8", "--config.model.embed=8200"],
+        ["model.embed=8200", "multiples of 16", "8192"],
+    ),
+    "fp8 mlp": (
+        ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.mlp=28736"],
+        ["model.mlp=28736", "tp=8 = 3592", "28672"],
+    ),
+    "fp8 heads": (
+        ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.head_dim=36"],
+        ["model.head_dim=36", "2 x 1 kv_heads) x it = 360", "32"],
+    ),
+    "fp8 sequence": (
+        ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
+        ["train.seq=1000", "= 500", "992"],
+    ),
+    "fp8 dropless": (
+        ["--config", GROK, "--dtype", "fp8", "--config.model.capacity_factor=0"],
+        ["capacity_factor=0", "experts / top_k=4", "dtype=bf16"],
+    ),
+    "fp8 slots": (
+        ["--config", GROK, "--dtype", "fp8", "--seq", "1040", "--config.model.capacity_factor=0.3"],
+        ["capacity_factor=0.3", "1 x 78 slots", "nearest that works: 0.305769"],
+    ),
+    "mxfp8": (
+        ["--config", LLAMA, "--dtype", "fp8", "--config.precision.scaling=mxfp8"],
+        ["gpu_type='h100'", "b200, gb200, gb300", "current or delayed"],
+    ),
+    "mxfp8 embed": (
+        [*MXFP8, "--fsdp", "64", "--config.model.embed=7168"],
+        ["multiples of 32", "model.embed=7168", "embed / fsdp=64 = 112", "8192"],
+    ),
+    "mxfp8 sequence": ([*MXFP8, "--tp", "8", "--seq", "4224"], ["= 528", "4096"]),
+    "scaling": (
+        ["--config", LLAMA, "--config.precision.scaling=delay"],
+        ["did you mean 'delayed'"],
+    ),
+    "backend": (["--config", LLAMA, "--config.precision.backend=tee"], ["did you mean 'te'"]),
+    "history": (["--config", LLAMA, "--config.precision.history=0"], ["history=0", "at least 1"]),
+    "pp": (
+        ["--config", LLAMA, "--pp", "7", "--gbs", "14"],
+        ["layers=80", "pp=7", "77 or 82 or 84"],
+    ),
+    "microbatches": (["--config", LLAMA, "--pp", "4"], ["gbs=2", "pp=4", "gbs=8"]),
+    "schedule": (["--config", LLAMA, "--config.train.schedule=1f1"], ["did you mean '1f1b'"]),
+    "vp": (["--config", LLAMA, "--vp", "2"], ["vp=2", "pp > 1"]),
+    "remat": (["--config", LLAMA, "--config.train.remat=ful"], ["'ful'", "did you mean 'full'"]),
+    "offload": (
+        ["--config", LLAMA, "--config.train.remat=full", "--config.train.offload=key"],
+        ["train.offload='key'", "all"],
+    ),
+    "offload, pp": (
+        ["--config", LLAMA, "--pp=2", "--gbs=4", "--config.train.offload=all"],
+        ["pp=2", "train.offload='all'", "leave one of them out"],
+    ),
+    "GQA": (["--config", LLAMA, "--config.model.kv_heads=5"], ["kv_heads=5", "1, 2, 4, 8"]),
+    "act": (["--config", LLAMA, "--config.model.act=swigl"], ["did you mean 'swiglu'"]),
+    "rope": (["--config", LLAMA, "--config.model.rope_fraction=0.0"], ["rope_fraction=0.0"]),
+    "steps": (["--config", LLAMA, "--steps", "0"], ["train.steps=0", "at least 1"]),
+    "clip": (["--config", LLAMA, "--config.optim.clip=0.0"], ["optim.clip=0.0", "above 0"]),
+    "stamp": (["--config", LLAMA, "--config.output.stamp=-1"], ["output.stamp=-1", "at least 0"]),
+    "process": (["--config", LLAMA, "--process", "1"], ["belong together"]),
+    "mock": (["--config", LLAMA, "--mock_gpus", "8", "--cpu_devices", "8"], ["exclude each other"]),
+    "mocked state": (
+        ["--config", LLAMA, "--mock_gpus", "8", "--checkpoint"],
+        ["leave checkpoints"],
+    ),
+    "text": (["--config", LLAMA, "--steps", "ten"], ["train.steps=ten", "number, at least 1"]),
+    "gpus": (["--config", LLAMA, "--gpus", "0"], ["gpus=0 must be", "at least 1"]),
+    "flagfile": (["--config", LLAMA, "--flagfile=/none"], ["flagfile", "/none"]),
+    "section": (["--config", LLAMA, "--config.train.lr=0.1"], ["did you mean --config.optim.lr?"]),
+    "a step": (["--config", LLAMA, "--config.train.window[0]=3"], ["mean --config.train.window?"]),
+    "steps three": (["--config", LLAMA, "--config.train.window=(1,2,3)"], ["as 35,44"]),
+    "window": (["--config", LLAMA, "--config.train.window=9,3"], ["window=9,3", "as 35,44"]),
+    "nearly Python": (["--config", LLAMA, "--config.train.window=1is,2"], ["as 35,44"]),
+    "name": (["--config", LLAMA, "--config.model.name=../.."], ["model.name='../..'", "letters"]),
+    "control": (
+        ["--config", LLAMA, "--output_dir", "a\x1b[2J\nb"],
+        ["a\\x1b[2J\\nb", "plain"],
+    ),
+    "flag control": (["--config", LLAMA, "--\x1b]0;x\x07=1"], [r"\x1b]0;x\x07"]),
+    "address": (["--config", LLAMA, "--coordinator", "garbage"], ["'garbage' must be host:port"]),
+    "port": (["--config", LLAMA, "--coordinator", "n1:65536"], ["host:port, as node1:1234"]),
+    "truth": (["--config", LLAMA, "--checkpoint=maybe"], ["checkpoint=maybe must be true or"]),
+    "rope low": (
+        ["--config", LLAMA, "--config.model.rope_factor=8", "--config.model.rope_low=4"],
+        ["rope_low=4.0 must be below model.rope_high=4.0"],
+    ),
+    "output": (["--config", LLAMA, "--output_dir", "/proc/none"], ["output_dir='/proc/none'"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_one_line(name):
+    args, expected = BAD[name]
+    code, out, err = train_command(*args)
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert len(err) < 400
+    for text in expected:
+        assert text in err
+
+
+NUMBERS = [path for path, field in command_line.SETTINGS.items() if field.type in (int, float)]
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_every_number_has_bounds(path):
+    for text in ("nan", "inf", "-inf", "-99", "9" * 44, "ten", "", "1+1j", "True"):
+        with pytest.raises(UserError, match=r"must be a (whole|finite) number, a") as error:
+            command_line.run_of(["--config", LLAMA, f"--{path}={text}"])
+        assert f"{path.rpartition('.')[2]}={text or repr(text)} " in str(error.value)
+
+
+GROUPS = (LayerGroup(1, 256), LayerGroup(3, 256, 4))
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags", "text"),
+    [
+        ({"model.layer_groups": GROUPS}, dict(pp=2, mbs=1, gbs=4), "pp=2 needs layers of one kind"),
+        ({"model.layer_groups": GROUPS}, dict(dtype="fp8"), "layers of one kind .* use dtype=bf16"),
+        (
+            {"model.layer_groups": (*GROUPS[:1], LayerGroup(3, 64, 4))},
+            dict(tp=128),
+            "tp=128 does not divide",
+        ),
+        ({"model.layer_groups": GROUPS}, dict(layers=5), "layers=5 differs from the layers=4 of"),
+        (
+            {"model.layer_groups": (LayerGroup(0, 256), *GROUPS)},
+            {},
+            "must be .layers, mlp, experts",
+        ),
+    ],
+    ids=str,
+)
+def test_layer_groups_that_are_not_supported_are_refused(setting, flags, text):
+    with pytest.raises(UserError, match=text):
+        resolve("grok1_314b", "tiny", setting, **flags)

@@ -1,0 +1,129 @@
+"""From a workload and settings to a Run: rows, presets, the order of settings."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from maxbench.config import recipes
+from maxbench.config.resolve import build_run
+from maxbench.config.run import AXES, SECTIONS, Run
+from maxbench.hardware.gpus import GPU_TYPES
+from tests.conftest import WORKLOADS, config, resolve
+
+ROWS = [(w, row) for w in WORKLOADS for row in recipes.table(config(w).layouts)]
+
+
+def test_tables_have_every_row_of_the_recipes():
+    assert len(ROWS) == 114
+    keys = [(w, *(r[k] for k in ("gpu_type", "dtype", "scaling", "gpus"))) for w, r in ROWS]
+    assert len(set(keys)) == 114
+    for _, row in ROWS:
+        assert (
+            row["pp"] * row["dp"] * row["fsdp"] * row["ep"] * row["cp"] * row["tp"] == row["gpus"]
+        )
+        assert row["gbs"] % (row["mbs"] * row["dp"] * row["fsdp"] * row["ep"]) == 0
+
+
+@pytest.mark.parametrize(("workload", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else "")
+def test_rows_resolve_to_their_layout(workload, row):
+    flags = {} if row["pp"] == 1 else {"pp": 1, "vp": 1, "fsdp": row["fsdp"] * row["pp"]}
+    strong = row["scaling"] == "strong"
+    if flags:  # without a pipeline, data parallelism is larger and gbs must grow with it
+        flags["gbs"] = row["gbs"] * row["pp"]
+    run = resolve(
+        workload,
+        gpus=row["gpus"],
+        gpu_type=row["gpu_type"],
+        dtype=row["dtype"],
+        strong_scaling=strong,
+        **flags,
+    )
+    assert run.layout.gpus == row["gpus"]
+    assert run.layout.gbs == flags.get("gbs", row["gbs"])
+    assert (run.model.layers, run.train.seq) == (row["layers"], row["seq"])
+    for name in ("microbatch_group_size", "remat_layers"):
+        assert getattr(run.train, name) == row.get(name, config(workload).train[name])
+
+
+def test_remat_of_the_user_applies_to_all_layers():
+    assert resolve("llama31_8b", gpus=8, gpu_type="h100").train.remat == "save_gemms_only"
+    assert resolve("llama31_8b", gpus=32, gpu_type="h100").train.remat == "none"
+    row = dict(gpus=64, gpu_type="h100")
+    assert resolve("llama2_70b", **row).train.remat_layers == 70
+    run = resolve("llama2_70b", overrides={"train.remat": "full"}, **row)
+    assert (run.train.remat, run.train.remat_layers) == ("full", 0)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("preset", ["tiny", "proxy", "rehearse"])
+def test_presets_keep_the_structure_of_the_model(workload, preset):
+    full, run = resolve(workload), resolve(workload, preset)
+    same = ("act", "norm", "router", "tied", "top_k", "rope_fraction", "rope_base")
+    assert all(getattr(full.model, f) == getattr(run.model, f) for f in same)
+    assert run.model.layers == 4
+    if preset == "proxy":
+        assert (run.model.embed, run.model.mlp) == (full.model.embed, full.model.mlp)
+    else:
+        assert run.model.embed == 128
+
+
+def test_rehearsal_has_the_mesh_axes_of_the_row():
+    run = resolve("grok1_314b", "rehearse", gpus=64)
+    assert (run.layout.ep, run.layout.cp, run.layout.tp, run.layout.dp) == (2, 2, 2, 1)
+    assert run.layout.microbatches == 4
+    assert run.runtime.cpu_devices == run.layout.gpus == 8
+    assert resolve("grok1_314b", "rehearse", gpus=64, cpu_devices=4).runtime.cpu_devices == 4
+
+
+def test_fp8_settings_of_a_workload_apply_to_fp8_runs():
+    assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
+    assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
+    for family, scaling in (("llama2_70b", "delayed"), ("nemotron4_340b", "current")):
+        run = resolve(family, dtype="fp8", gpu_type="gb200")
+        assert (run.precision.scaling, run.format.name) == (scaling, scaling)
+    preset = resolve("llama2_70b", "fp8,tiny", gpus=64)
+    assert (preset.precision.dtype, preset.train.remat) == ("fp8", "save_dot_except_mlp")
+    assert preset.name.startswith("pretrain_llama2_70b-tiny_fp8_")
+    assert resolve("llama31_70b", "fp8", gpus=64).layout.pp == 8  # the FP8 row
+    assert resolve("llama2_70b", "fp8", dtype="bf16").precision.dtype == "bf16"
+    overrides = {"precision.dtype": "fp8", "train.remat": "full"}
+    assert resolve("llama2_70b", overrides=overrides).train.remat == "full"
+
+
+def test_later_settings_win():
+    base = config("llama31_8b", "tiny")
+    run = build_run(base, gpus=8, flags={"mbs": 2, "seq": 128}, overrides={"train.seq": 256})
+    assert (run.layout.dp, run.layout.cp, run.layout.mbs) == (4, 2, 2)  # row, then flag
+    assert (run.model.embed, run.train.seq) == (128, 256)  # preset; flag, then --config.train.seq
+    assert run.name == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
+
+
+@given(
+    axes=st.dictionaries(st.sampled_from([*AXES, "vp", "mbs", "gbs", "seq"]), st.integers(-3, 40)),
+    gpu=st.sampled_from([*GPU_TYPES, "h1000"]),
+    workload=st.sampled_from(WORKLOADS),
+)
+@example(axes={"fsdp": 3, "tp": 2}, gpu="h100", workload="llama2_70b")
+def test_layout_is_consistent_or_refused_with_a_value_that_was_given(axes, gpu, workload):
+    try:
+        run = resolve(workload, gpu_type=gpu, **axes)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        settings = [f"{k}={v}" for k, v in axes.items()] + [f"gpu_type={gpu!r}"]
+        assert any(text in refusal for text in settings), refusal
+        return
+    layout = run.layout
+    assert layout.microbatches * layout.mbs * layout.shards == layout.gbs
+    assert run.train.seq % (layout.cp * layout.tp) == 0
+    assert run.model.kv_heads % layout.tp == 0
+
+
+def test_run_is_frozen_and_hashable():
+    run = resolve("llama31_8b", "tiny")
+    assert hash(run) == hash(resolve("llama31_8b", "tiny"))
+    with pytest.raises(AttributeError):
+        run.layout.tp = 2
+    assert Run(**{f: getattr(run, f) for f in SECTIONS}) == run
