@@ -79,7 +79,7 @@ def test_gpu_types_are_immutable_and_hashable():
 
 
 LIKE = '[h300]\nlike = "h100"\n'
-BAD = {
+BAD_FILES = {
     "no TOML": ("h300\n= 1", ["mine.toml", "line 1"]),
     "no table": ("h300 = 1", ["'h300' must be a table"]),
     "name": ('["H 300"]', ["'H 300' must be a table named in small letters"]),
@@ -116,9 +116,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_file_is_refused_in_one_line(name, tmp_path):
-    text, expected = BAD[name]
+    text, expected = BAD_FILES[name]
     path = tmp_path / "mine.toml"
     path.write_text(text)
     code, out, err = train_command(*LLAMA, "--hardware", str(path), "--gpu_type", "h300", "--json")
