@@ -1,1 +1,1 @@
-"""What is computed: blocks, attention, experts, loss, number formats."""
+"""The model: attention, MLP, experts, loss, and layers as a loop or unrolled."""

@@ -1,10 +1,8 @@
-"""Weights of Hugging Face's models in and out: Llama, Nemotron, and the port of Grok-1.
+"""Conversion of weights from and to Hugging Face's formats: Llama, Nemotron, and Grok-1.
 
-A dict from Hugging Face's names to numpy arrays (what safetensors.numpy.load_file gives, joined
-over files) becomes the tree of weights that network.Transformer and training use, and back, bit by
-bit.
-
-The names of Grok-1 are those of hpcai-tech/grok-1, which vLLM and SGLang read too.
+A dict from Hugging Face's tensor names to numpy arrays (safetensors.numpy.load_file, merged over
+files) becomes the tree of weights of transformer.Transformer and of training, and back, bit for
+bit. Grok-1's names are those of hpcai-tech/grok-1, which vLLM and SGLang read too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,50 +17,49 @@ from maxbench.model import transformer
 
 
 def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype=np.float32) -> dict:
-    """Hugging Face's weights of a model as our tree, numpy arrays of one dtype.
+    """Converts Hugging Face's tensors of a model to the tree of weights, numpy arrays of one dtype.
 
     Raises:
-      UserError: the model has no Hugging Face form here; a tensor is missing, unknown to the model,
-        or of another shape.
+      UserError: the model has no supported Hugging Face format; a tensor is missing, unexpected, or
+        has another shape.
     """
     shapes = jax.eval_shape(lambda key: nn.unbox(transformer.init(m, key)), jax.random.key(0))
     params = jax.tree.map(lambda x: np.empty(x.shape, dtype), shapes)
-    left = dict(tensors)
-    for name, part, shape in _tensors(m, params):
-        if name not in left:
+    unused = dict(tensors)
+    for name, view, shape in _tensors(m, params):
+        if name not in unused:
             raise UserError(f"{name} is missing: {m.name} {m.size} needs it, with shape {shape}")
-        found = left.pop(name)
-        if found.shape != shape:
-            raise UserError(f"{name} has shape {found.shape}, and {m.name} {m.size} needs {shape}")
-        part[...] = found.reshape(part.shape)
-    head = left.pop("lm_head.weight", None) if m.tied else None
+        tensor = unused.pop(name)
+        if tensor.shape != shape:
+            raise UserError(f"{name} has shape {tensor.shape}, and {m.name} {m.size} needs {shape}")
+        view[...] = tensor.reshape(view.shape)
+    head = unused.pop("lm_head.weight", None) if m.tied else None
     if head is not None and not np.array_equal(head, tensors["model.embed_tokens.weight"]):
         raise UserError("lm_head.weight is not model.embed_tokens.weight; use model.tied=False")
-    if left:
-        raise UserError(f"{', '.join(sorted(left)[:3])}: {m.name} {m.size} has no such weight")
+    if unused:
+        raise UserError(f"{', '.join(sorted(unused)[:3])}: {m.name} {m.size} has no such weight")
     return params
 
 
 def to_hugging_face(m: Model, params: Mapping) -> dict[str, np.ndarray]:
-    """Our tree of weights under Hugging Face's names; no head where it is tied.
+    """Converts a tree of weights to Hugging Face's tensors by name; without lm_head if it is tied.
 
     Raises:
-      UserError: the model has no Hugging Face form here.
+      UserError: the model has no supported Hugging Face format.
     """
     params = jax.tree.map(np.asarray, params)
-    return {name: part.reshape(shape) for name, part, shape in _tensors(m, params)}
+    return {name: view.reshape(shape) for name, view, shape in _tensors(m, params)}
 
 
 def _tensors(m: Model, params) -> Iterator[tuple[str, np.ndarray, tuple[int, ...]]]:
-    """Every tensor: its name, the part of our arrays that it is, and the shape it has there.
-
-    Parts are views, of Hugging Face's order of dims: what is written to them is in the tree.
+    """Yields each tensor's name, a view of params with Hugging Face's order of dims, and its shape
+    in Hugging Face's format. Writing to a view writes to params.
     """
     if m.layer_groups or m.value_width != m.head_dim or bool(m.experts) != m.post_norm:
         raise UserError(
-            f"{m.name} {m.size} has no Hugging Face form here: Llama and Nemotron are dense, "
-            "Grok-1 has experts and norms after attention and MLP (preset xai); heads are of one "
-            "width"
+            f"{m.name} {m.size} has no supported Hugging Face format: supported are dense models "
+            "(Llama, Nemotron), and Grok-1's experts with norms after attention and MLP (preset "
+            "xai); keys and values must have one width, and all layers one kind"
         )
     yield "model.embed_tokens.weight", params["embed"]["w"], (m.vocab, m.embed)
     for i in range(m.layers):
@@ -73,35 +70,37 @@ def _tensors(m: Model, params) -> Iterator[tuple[str, np.ndarray, tuple[int, ...
         yield "lm_head.weight", params["head"]["w"].T, (m.vocab, m.embed)
 
 
-def _layer(m: Model, at: str, w):
+def _layer(m: Model, prefix: str, w):
     names = GROK if m.experts else LLAMA
-    for ours, theirs in names["norms"].items():
-        yield from _norm(m, f"{at}.{theirs}", w[ours])
-    attn, qkv = f"{at}.{names['attn']}", w["attn"]["qkv"]["w"].transpose(1, 2, 3, 0)
+    for norm, hf_norm in names["norms"].items():
+        yield from _norm(m, f"{prefix}.{hf_norm}", w[norm])
+    attn, qkv = f"{prefix}.{names['attn']}", w["attn"]["qkv"]["w"].transpose(1, 2, 3, 0)
     for name, heads in (("q", qkv[:, :-2]), ("k", qkv[:, -2]), ("v", qkv[:, -1])):
         width = heads.size // m.embed
         yield f"{attn}.{name}_proj.weight", heads, (width, m.embed)
     out = w["attn"]["out"]["w"].transpose(2, 0, 1)
     yield f"{attn}.o_proj.weight", out, (m.embed, m.heads * m.head_dim)
     if not m.experts:
-        yield from _mlp(m, f"{at}.mlp", names["mlp"], w["mlp"]["up"]["w"], w["mlp"]["down"]["w"])
+        yield from _mlp(
+            m, f"{prefix}.mlp", names["mlp"], w["mlp"]["up"]["w"], w["mlp"]["down"]["w"]
+        )
         return
-    yield f"{at}.moe_block.gate.weight", w["mlp"]["router"]["w"].T, (m.experts, m.embed)
+    yield f"{prefix}.moe_block.gate.weight", w["mlp"]["router"]["w"].T, (m.experts, m.embed)
     for e, (up, down) in enumerate(zip(w["mlp"]["up"], w["mlp"]["down"], strict=True)):
-        yield from _mlp(m, f"{at}.moe_block.experts.{e}", names["mlp"], up, down)
+        yield from _mlp(m, f"{prefix}.moe_block.experts.{e}", names["mlp"], up, down)
 
 
-def _mlp(m: Model, at: str, names, up_dnf, down_fd):
+def _mlp(m: Model, prefix: str, names, up_dnf, down_fd):
     gate, up, down = names
     for i, name in enumerate((gate, up)[-m.mlp_inputs :]):
-        yield f"{at}.{name}.weight", up_dnf[:, i].T, (m.mlp, m.embed)
-    yield f"{at}.{down}.weight", down_fd.T, (m.embed, m.mlp)
+        yield f"{prefix}.{name}.weight", up_dnf[:, i].T, (m.mlp, m.embed)
+    yield f"{prefix}.{down}.weight", down_fd.T, (m.embed, m.mlp)
 
 
-def _norm(m: Model, at: str, w):
-    yield f"{at}.{'scale' if m.experts else 'weight'}", w["scale"], (m.embed,)
+def _norm(m: Model, prefix: str, w):
+    yield f"{prefix}.{'scale' if m.experts else 'weight'}", w["scale"], (m.embed,)
     if m.norm == "layernorm1p":
-        yield f"{at}.bias", w["bias"], (m.embed,)
+        yield f"{prefix}.bias", w["bias"], (m.embed,)
 
 
 LLAMA = {

@@ -162,7 +162,7 @@ def test_tensors_that_do_not_fit_are_named():
         (m, hf | {key: hf[key].T}, rf"{key} has shape \(32, 16\).*needs \(16, 32\)"),
         (m, hf | {"rotary.inv_freq": hf[key]}, "rotary.inv_freq: golden llama has no such"),
         (tied, hf, "lm_head.weight is not model.embed_tokens.weight"),
-        (dataclasses.replace(m, value_dim=4), hf, "no Hugging Face form"),
+        (dataclasses.replace(m, value_dim=4), hf, "no supported Hugging Face format"),
     ):
         with pytest.raises(UserError, match=text):
             hugging_face.from_hugging_face(model, tensors)
