@@ -23,8 +23,11 @@ from maxbench.step import xla_options
 
 # A program depends on the step's import closure, on the modules that it loads by name
 # (number_formats.FORMATS), and on the module that compiles it.
-STEP_MODULE, COMPILER = "maxbench.step.train_step", "cost_model/aot.py"
+PACKAGE = pathlib.Path(__file__).parent.parent
+STEP_MODULE = "maxbench.step.train_step"
+COMPILER, TARGET = "cost_model/aot.py", "cost_model/target.pbtxt"
 LOADED_BY_NAME = tuple(f"maxbench.quantization.{f.arithmetic}" for f in FORMATS.values())
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
@@ -72,30 +75,31 @@ def require_compiler() -> None:
         )
 
 
-@functools.cache
-def program_sources() -> dict[pathlib.Path, ast.Module]:
-    """Syntax trees of the files whose code can change a program, in a fixed order.
+def program_sources(package: pathlib.Path = PACKAGE) -> dict[pathlib.Path, ast.Module]:
+    """Syntax trees of the files whose code can change a program, by path, sorted.
 
     They are the import closure of the step, with imports inside functions, the modules that it
     loads by name, and the compiler module itself (its imports are in the closure).
+
+    Args:
+      package: folder of the package.
     """
-    package = pathlib.Path(__file__).parent.parent
-    trees: dict[pathlib.Path, ast.Module] = {}
+    trees = {package / COMPILER: ast.parse((package / COMPILER).read_text())}
     pending = [STEP_MODULE, *LOADED_BY_NAME]
     while pending:
         module = pending.pop()
         folder = package.parent.joinpath(*module.split("."))
         path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-        if path in trees or not path.is_file():  # in `from module import name`, name may be either
+        # In `from module import name`, name may be no module. The root package is the Python API.
+        if module == package.name or path in trees or not path.is_file():
             continue
         trees[path] = ast.parse(path.read_text())
         pending += _imports(trees[path], package.name)
-        pending.append(module.rpartition(".")[0] or package.name)  # importing it runs its package
-    compiler = package / COMPILER
-    return dict(sorted(trees.items())) | {compiler: ast.parse(compiler.read_text())}
+        pending.append(module.rpartition(".")[0])  # importing it runs its package
+    return dict(sorted(trees.items()))
 
 
-def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
     """Modules of the package that a file imports, and what it imports from them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -110,18 +114,17 @@ def code_of(tree: ast.Module) -> str:
     Removes the docstrings from the tree.
     """
     for node in ast.walk(tree):
-        may_have_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if may_have_one and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
     return ast.dump(tree)
 
 
 @functools.cache
-def source_hash() -> str:
+def source_hash(package: pathlib.Path = PACKAGE) -> str:
     """Hash of the code that builds and compiles programs, and of the compile target's template."""
-    digest = hashlib.sha256(pathlib.Path(__file__).with_name("target.pbtxt").read_bytes())
-    for tree in program_sources().values():
-        digest.update(code_of(tree).encode())
+    digest = hashlib.sha256((package / TARGET).read_bytes())
+    for path, tree in program_sources(package).items():
+        digest.update(f"{path.relative_to(package)} {code_of(tree)}".encode())
     return digest.hexdigest()
 
 
