@@ -40,6 +40,10 @@ def since_start_s() -> float:
     return up - ticks / os.sysconf("SC_CLK_TCK")
 
 
+class FolderDeleted(Exception):
+    """The run's folder was deleted during the run."""
+
+
 class Log:
     """The files of a run, written by process 0: log-<name>.out, metrics.jsonl, result.json.
 
@@ -145,6 +149,7 @@ class Log:
             return
         self.reserved_disk.close()
         try:
+            self.check_folder()
             parts = self.finish(status, reason)
         except BaseException:
             self.closing.release()  # to be closed with that as the reason
@@ -179,6 +184,11 @@ class Log:
             self.close("failed", reason)
         elif json.loads((self.folder / "result.json").read_text())["status"] == "running":
             self.finish("failed", reason)
+
+    def check_folder(self) -> None:
+        """Raises FolderDeleted if the log file is no longer in the run's folder."""
+        if self.writes and not self.file.closed and os.fstat(self.file.fileno()).st_nlink == 0:
+            raise FolderDeleted(f"the run's folder was deleted during the run: {self.folder}")
 
     def summary(self) -> dict:
         """Figures over the window, by name, each with its convention."""

@@ -58,7 +58,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     except BaseException as e:
         status, reason, code = verdict(e, run, log, others)
         if log:
-            log.close(status, reason)
+            with contextlib.suppress(log_writer.FolderDeleted):  # which verdict() reports
+                log.close(status, reason)
         if screen:
             screen.stop()
         if code:
@@ -99,6 +100,11 @@ def verdict(e: BaseException, run: Run, log, others) -> tuple[str, str, int]:
         done = log.times if log else ()
         when = f"at step {max(done)}" if done else "before the first step"
         return "stopped", f"stopped by you {when}", 130
+    if log:
+        try:
+            log.check_folder()
+        except log_writer.FolderDeleted as deleted:  # whatever failed because of it
+            return "failed", str(deleted), 1
     if isinstance(e, UserError):
         return "failed", str(e), 2
     if isinstance(e, RunFailed):

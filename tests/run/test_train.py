@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -365,6 +366,25 @@ def test_a_full_disk_is_the_reason(tmp_path, capsys, monkeypatch):
     kept = {p.name for p in folder_of(tmp_path).iterdir()}
     assert {"result.json", "metrics.jsonl", f"log-{result['name']}.out"} <= kept
     assert not any("room" in name or "part" in name for name in kept)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_deleted_folder_ends_the_run_with_one_line(checkpoint, tmp_path, capsys, monkeypatch):
+    """The folder is deleted after step 1 of 4, with and without a checkpoint at the end."""
+    record = log_writer.Log.step
+
+    def recorded(log, i, *rest):
+        record(log, i, *rest)
+        if i == 1:
+            shutil.rmtree(log.folder)
+
+    monkeypatch.setattr(log_writer.Log, "step", recorded)
+    code, printed = run_here(tmp_path, capsys, steps=4, checkpoint=checkpoint)
+    assert code == 1
+    error = printed.splitlines()[-1]
+    assert error.startswith("maxbench train: error: the run's folder was deleted during the run: ")
+    assert "Traceback" not in printed
+    assert "results: " not in printed
 
 
 def test_figures_that_fail_do_not_hide_how_the_run_ended(tmp_path, capsys, monkeypatch):
