@@ -1,10 +1,9 @@
-"""Kills a small run at random moments, again and again, each time going on from what it left, and
-damages checkpoints: what comes out must be, bit for bit, what a run without trouble gives.
+"""Kills a small run at random moments and resumes it, again and again; and damages checkpoints.
 
   python -m benchmarks.kills --kills 160 --pairs 40 --damages 70 --seed 1
 
-A start is forked from a process that has loaded jax and compiled nothing: it is a process of its
-own, which takes a second instead of ten.
+Losses and weights must be equal, bit for bit, to those of an uninterrupted run. Each process is
+forked from one that has loaded jax and compiled nothing, which takes a second instead of ten.
 """
 
 import argparse
@@ -23,26 +22,28 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxbench.cli import entry
 from maxbench.config import command_line
-from maxbench.run import checkpoint, loop
+from maxbench.run import checkpoint, loop, restore
+from maxbench.run.checksums import array_checksums
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
 
-WORDS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32", "--layers", "1"]
-WORDS += ["--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
-WORDS += ["--config.precision.grads=fp32"]
-SAVES = ["--config.output.checkpoint_every=1"]
-FOREVER = 1_000_000  # steps
+FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32", "--layers", "1"]
+FLAGS += ["--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
+FLAGS += ["--config.precision.grads=fp32"]
+SAVE_EVERY_STEP = ["--config.output.checkpoint_every=1"]
+ENDLESS = 1_000_000  # steps
 
 
 def environment() -> dict[str, str]:
-    """What jax must find before a start is forked: what others have compiled."""
+    """Environment of the process that forks runs: the CPU, and a compilation cache."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "maxbench"
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -53,80 +54,86 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def forks():
-    """What forks processes of a run: it knows no variable that this process gets later."""
-    ours = dict(os.environ)
+def fork_server():
+    """A multiprocessing context whose server has loaded jax.
+
+    The server keeps the environment of its start: later variables of this process do not reach it.
+    """
+    original = dict(os.environ)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([entry.__name__, loop.__name__])
     try:
         os.environ.update(environment())
-        process = context.Process(target=print)  # the first starts it
+        process = context.Process(target=print)  # the first process starts the server
         process.start()
         process.join()
     finally:
         os.environ.clear()
-        os.environ.update(ours)
+        os.environ.update(original)
     return context
 
 
-def fork(words: Sequence[str], output: str, devices: int = 1, **variables: str):
-    """A process that does as `python -m maxbench.train WORDS >output 2>&1` would."""
-    process = forks().Process(target=_be, args=(words, output, devices, variables))
+def start_process(flags: Sequence[str], output_path: str, devices: int = 1, **variables: str):
+    """Starts a process equal to `VARIABLES python -m maxbench.train FLAGS >output_path 2>&1`."""
+    process = fork_server().Process(target=_train, args=(flags, output_path, devices, variables))
     process.start()
     return process
 
 
-def _be(words, output, devices, variables) -> None:
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def _train(flags, output_path, devices, variables) -> None:
+    file = os.open(output_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(variables)
-    jax.config.update("jax_num_cpu_devices", devices)  # --cpu_devices comes too late
-    sys.exit(entry.run("train", words))
+    jax.config.update("jax_num_cpu_devices", devices)  # jax is loaded: --cpu_devices has no effect
+    sys.exit(entry.run("train", flags))
 
 
-class Start:
-    """A run's process, or several, in a folder where earlier starts have left what they had."""
+class RunProcesses:
+    """The processes of a run that resumes from the folders of earlier runs in `out`."""
 
-    def __init__(self, out: pathlib.Path, steps: int, *more: str, processes: int = 1):
-        self.out, self.before = out, len(folders(out))
+    def __init__(self, out: pathlib.Path, steps: int, *flags: str, processes: int = 1):
+        self.out, self.earlier = out, len(run_folders(out))
         out.mkdir(parents=True, exist_ok=True)
-        words = [*WORDS, "--steps", str(steps), "--output_dir", str(out), *resume(out), *more]
+        flags = [*FLAGS, "--steps", str(steps), "--output_dir", str(out), *resume(out), *flags]
         if processes > 1:
-            words += [f"--fsdp={processes}", f"--processes={processes}"]
-            words += ["--coordinator", free_address()]
-        self.output = str(out / f"{time.time_ns()}.txt")
+            flags += [f"--fsdp={processes}", f"--processes={processes}"]
+            flags += ["--coordinator", free_address()]
+        self.output_path = str(out / f"{time.time_ns()}.txt")
         self.processes = []
         for i in range(processes):
-            one = ["--process", str(i)] * (processes > 1)
-            self.processes.append(fork([*words, *one], self.output, SLURMD_NODENAME=f"n{i}"))
+            number = ["--process", str(i)] * (processes > 1)
+            host = f"n{i}"
+            process = start_process([*flags, *number], self.output_path, SLURMD_NODENAME=host)
+            self.processes.append(process)
 
     def folder(self) -> pathlib.Path | None:
-        """Of this start; None while there is none."""
-        there = folders(self.out)
-        return there[-1] if len(there) > self.before else None
+        """Folder of this run, or None before it exists."""
+        folders = run_folders(self.out)
+        return folders[-1] if len(folders) > self.earlier else None
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return any(p.is_alive() for p in self.processes)
 
-    def until(self, event) -> None:
-        """Waits for it, or for the end."""
-        while not event() and self.runs():
+    def wait_until(self, event: Callable[[], object]) -> None:
+        """Waits until event() is true, or all processes have ended."""
+        while not event() and self.is_running():
             time.sleep(0.01)
 
-    def codes(self, seconds: float = 300) -> list[int]:
-        """Waits for all; their exit codes."""
-        end = time.monotonic() + seconds
+    def exit_codes(self, timeout_s: float = 300) -> list[int]:
+        """Waits for all processes; returns their exit codes."""
+        end = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(0.1, end - time.monotonic()))
         codes = [p.exitcode for p in self.processes]
         for process in self.processes:
             process.kill()
-        assert None not in codes, f"it does not end: {self.said()}"
+        assert None not in codes, f"a process does not end: {self.printed()}"
         return codes
 
-    def said(self) -> str:
-        return pathlib.Path(self.output).read_text()[-4000:]
+    def printed(self) -> str:
+        """The last 4,000 characters that the processes printed."""
+        return pathlib.Path(self.output_path).read_text()[-4000:]
 
 
 def free_address() -> str:
@@ -135,173 +142,204 @@ def free_address() -> str:
         return f"127.0.0.1:{s.getsockname()[1]}"
 
 
-def folders(out: pathlib.Path) -> list[pathlib.Path]:
-    """Of the runs so far, in the order in which they started."""
+def run_folders(out: pathlib.Path) -> list[pathlib.Path]:
+    """Folders of the runs so far, in the order of their starts."""
     return sorted(p.parent for p in out.glob("experiments/*/*/result.json"))
 
 
 def losses(folder: pathlib.Path) -> dict[int, float]:
-    """A run's losses by step; the last line may be half of one."""
+    """A run's losses by step, without a last line that is incomplete."""
     text = (folder / "metrics.jsonl").read_text()
-    return {
-        x["step"]: x["loss"] for x in map(json.loads, text[: text.rfind("\n") + 1].split("\n")[:-1])
-    }
+    records = map(json.loads, text[: text.rfind("\n") + 1].split("\n")[:-1])
+    return {record["step"]: record["loss"] for record in records}
 
 
-def saved(folder: pathlib.Path) -> int:
-    """The last step that the log says is saved."""
+def last_saved_step(folder: pathlib.Path) -> int:
+    """Step of the last checkpoint that the log reports, or 0."""
     lines = next(folder.glob("log-*.out")).read_text().splitlines()
-    said = [line for line in lines if line.startswith("Global Checkpoint Save")]
-    return int(said[-1].split("Iteration: ")[1].split()[0]) if said else 0
+    saves = [line for line in lines if line.startswith("Global Checkpoint Save")]
+    return int(saves[-1].split("Iteration: ")[1].split()[0]) if saves else 0
 
 
-def last(checkpoints: pathlib.Path, step: int = 0) -> dict[str, int]:
-    """Fingerprints of a checkpoint of those in a folder, by default the newest."""
+def fingerprints(checkpoints: pathlib.Path, step: int = 0) -> dict[str, int]:
+    """Checksums of a checkpoint's arrays, by default of the newest in the folder."""
     step = step or max(int(p.name) for p in checkpoints.iterdir() if p.name.isdecimal())
     return json.loads((checkpoints / f"{step}/about/run.json").read_text())["fingerprints"]
 
 
 def resume(out: pathlib.Path) -> list[str]:
-    """As a requeued job: from whatever its earlier starts have left."""
-    left = [str(p) for p in folders(out) if any(p.glob("checkpoints/*/about/run.json"))]
-    return ["--resume", ",".join(left)] if left else []
+    """Flags of a requeued job, which resumes from the folders of all earlier runs."""
+    folders = [str(p) for p in run_folders(out) if any(p.glob("checkpoints/*/about/run.json"))]
+    return ["--resume", ",".join(folders)] if folders else []
 
 
-def killed(out: pathlib.Path, chance: random.Random, processes: int) -> tuple[pathlib.Path, str]:
-    """Starts a run and ends it, or one of its processes, at a random moment; returns its folder,
-    and when or how."""
-    run = Start(out, FOREVER, *SAVES, processes=processes)
-    run.until(run.folder)
-    steps = chance.choice((0, 1, 1, 2, 3, 4))
-    run.until(lambda: len(losses(run.folder())) >= steps)
-    time.sleep(chance.uniform(0, 0.5))
-    how = signal.SIGTERM if chance.random() < 0.2 else signal.SIGKILL
+def start_and_kill(
+    out: pathlib.Path, rng: random.Random, processes: int
+) -> tuple[pathlib.Path, str]:
+    """Starts a run, and kills it or one of its processes at a random moment.
+
+    Returns:
+      The run's folder, and what was killed or when.
+    """
+    run = RunProcesses(out, ENDLESS, *SAVE_EVERY_STEP, processes=processes)
+    run.wait_until(run.folder)
+    steps = rng.choice((0, 1, 1, 2, 3, 4))
+    run.wait_until(lambda: len(losses(run.folder())) >= steps)
+    time.sleep(rng.uniform(0, 0.5))
+    number = signal.SIGTERM if rng.random() < 0.2 else signal.SIGKILL
     victims = run.processes
-    if how == signal.SIGKILL and chance.random() < 0.7:
-        victims = [chance.choice(victims)]
+    if number == signal.SIGKILL and rng.random() < 0.7:
+        victims = [rng.choice(victims)]
     for process in victims:
-        os.kill(process.pid, how)
-    codes, folder = run.codes(60), run.folder()
-    assert folder, run.said()
+        os.kill(process.pid, number)
+    codes, folder = run.exit_codes(60), run.folder()
+    assert folder, run.printed()
     result = json.loads((folder / "result.json").read_text())
-    if how == signal.SIGTERM:  # so early that nobody listened yet, or heard
-        assert {*codes} in ({75}, {-how}), (codes, run.said())
+    if number == signal.SIGTERM:  # the handler may not be installed yet
+        assert {*codes} in ({75}, {-number}), (codes, run.printed())
         return folder, "SIGTERM"
-    assert 0 not in codes, (codes, run.said())
+    assert 0 not in codes, (codes, run.printed())
     if len(victims) < processes:
-        one = run.processes.index(victims[0])
-        why = f"process {one} of {processes} on n{one} died, see {run.output}"
-        assert (result["status"], result["reason"]) == ("failed", why), (result, run.said())
-        return folder, f"process {one}"
+        i = run.processes.index(victims[0])
+        reason = f"process {i} of {processes} on n{i} died, see {run.output_path}"
+        ending = (result["status"], result["reason"])
+        assert ending == ("failed", reason), (result, run.printed())
+        return folder, f"process {i}"
     assert result["status"] == "running", result
     if any(folder.glob("checkpoints/*tmp*")):
         return folder, "in a save"
     return folder, "among steps" if losses(folder) else "before a step"
 
 
-def kill_and_resume(out: pathlib.Path, kills: int, chance: random.Random, processes: int = 1):
-    """Starts, kills, starts again; returns losses by step, the last fingerprints, and the kills.
+class Trained(NamedTuple):
+    """Outcome of one run, or of a run that was killed and resumed."""
 
-    What the log told to be saved must never be lost.
+    losses: dict[int, float]
+    fingerprints: dict[str, int]  # of the last checkpoint
+
+
+def kill_and_resume(
+    out: pathlib.Path, kills: int, rng: random.Random, processes: int = 1
+) -> tuple[Trained, collections.Counter]:
+    """Starts and kills a run `kills` times, each time resuming, and completes it.
+
+    Asserts that no checkpoint which the log reports is lost.
+
+    Returns:
+      The outcome, and how often each moment or process was hit.
     """
-    seen, safe, fell = {}, 0, collections.Counter()
+    by_step: dict[int, float] = {}
+    saved_step, moments = 0, collections.Counter()
     for _ in range(kills):
-        folder, when = killed(out, chance, processes)
-        fell[when] += 1
-        here = losses(folder)
-        assert min(here, default=safe) >= safe, f"{folder}: from {min(here)}, {safe} was saved"
-        assert all(seen.get(i, loss) == loss for i, loss in here.items()), folder
-        seen |= here
-        safe = max(safe, saved(folder))
-        print(f"\r{fell.total()} {len(seen)} steps", end="", file=sys.stderr, flush=True)
-    end = Start(out, max(seen, default=0) + 2, "--checkpoint", processes=processes)
-    assert {*end.codes()} == {0}, end.said()
-    return seen | losses(end.folder()), last(end.folder() / "checkpoints"), fell
+        folder, moment = start_and_kill(out, rng, processes)
+        moments[moment] += 1
+        new = losses(folder)
+        first = min(new, default=saved_step)
+        assert first >= saved_step, f"{folder}: resumed at {first}, {saved_step} was saved"
+        assert all(by_step.get(i, loss) == loss for i, loss in new.items()), folder
+        by_step.update(new)
+        saved_step = max(saved_step, last_saved_step(folder))
+        print(f"\r{moments.total()} {len(by_step)} steps", end="", file=sys.stderr, flush=True)
+    last = RunProcesses(out, max(by_step, default=0) + 2, "--checkpoint", processes=processes)
+    assert {*last.exit_codes()} == {0}, last.printed()
+    by_step.update(losses(last.folder()))
+    return Trained(by_step, fingerprints(last.folder() / "checkpoints")), moments
 
 
-def straight(out: pathlib.Path, steps: int, processes: int = 1):
-    """The same without trouble: losses by step, and the last fingerprints."""
-    run = Start(out, steps, "--checkpoint", processes=processes)
-    assert {*run.codes()} == {0}, run.said()
-    return losses(run.folder()), last(run.folder() / "checkpoints")
+def uninterrupted(out: pathlib.Path, steps: int, processes: int = 1) -> Trained:
+    """Trains the same model without an interruption."""
+    run = RunProcesses(out, steps, "--checkpoint", processes=processes)
+    assert {*run.exit_codes()} == {0}, run.printed()
+    return Trained(losses(run.folder()), fingerprints(run.folder() / "checkpoints"))
 
 
-def kill(out: pathlib.Path, kills: int, chance: random.Random, processes: int = 1) -> str:
-    """Kills a run so many times; says how, and raises AssertionError for any bit that is lost."""
-    found, prints, fell = kill_and_resume(out / "killed", kills, chance, processes)
-    expected, whole = straight(out / "straight", max(found) + 1, processes)
-    assert found == expected, "other losses"
-    assert prints == whole, "other weights"
-    how = ", ".join(f"{n} {when}" for when, n in sorted(fell.items()))
-    each = f"{processes} processes" if processes > 1 else "1 process"
-    return f"{kills} kills of {each} ({how}): {len(found)} steps, all bits the same"
+def compare_killed(out: pathlib.Path, kills: int, rng: random.Random, processes: int = 1) -> str:
+    """Compares a killed run with an uninterrupted one; returns a line for the report.
+
+    Raises:
+      AssertionError: a bit differs.
+    """
+    trained, moments = kill_and_resume(out / "killed", kills, rng, processes)
+    expected = uninterrupted(out / "uninterrupted", max(trained.losses) + 1, processes)
+    assert trained.losses == expected.losses, "other losses"
+    assert trained.fingerprints == expected.fingerprints, "other weights"
+    counts = ", ".join(f"{n} {moment}" for moment, n in sorted(moments.items()))
+    run = f"{processes} processes" if processes > 1 else "1 process"
+    return f"{kills} kills of {run} ({counts}): {len(trained.losses)} steps, all bits the same"
 
 
 # --- damaged checkpoints ---
 
-HOWS = ("flip", "cut", "delete", "empty", "swap")
+DAMAGES = ("flip", "cut", "delete", "empty", "swap")
 
 
-def kind(file: pathlib.Path) -> str:
-    """What a file of a checkpoint is, whatever its name is this time."""
+def file_kind(file: pathlib.Path) -> str:
+    """The path of a checkpoint's file, without the random parts of its name."""
     return re.sub(r"[0-9a-f]{32}", "*", str(file))
 
 
-def damage(folder: pathlib.Path, kind_: str, how: str, chance: random.Random) -> str:
-    """Does something to one file of a kind in a checkpoint; returns what. To swap, it takes the
-    bytes of another of its kind, or of the other checkpoint's."""
-    of_kind = lambda f: [
-        p for p in sorted(f.rglob("*")) if p.is_file() and kind(p.relative_to(f)) == kind_
+def damage_file(folder: pathlib.Path, kind: str, how: str, rng: random.Random) -> str:
+    """Damages one file of a kind in a checkpoint; returns a description.
+
+    'swap' writes the bytes of another file of the kind, from this checkpoint or its neighbour.
+    """
+    of_kind = lambda root: [
+        p for p in sorted(root.rglob("*")) if p.is_file() and file_kind(p.relative_to(root)) == kind
     ]
-    file = chance.choice(of_kind(folder))
-    whole = file.read_bytes()
-    others = [p.read_bytes() for f in folder.parent.iterdir() for p in of_kind(f)]
-    at = chance.randrange(len(whole))
+    file = rng.choice(of_kind(folder))
+    data = file.read_bytes()
+    others = [p.read_bytes() for root in folder.parent.iterdir() for p in of_kind(root)]
+    at = rng.randrange(len(data))
     match how:
         case "flip":
-            flipped = bytes([whole[at] ^ 1 << chance.randrange(8)])
-            file.write_bytes(whole[:at] + flipped + whole[at + 1 :])
+            flipped = bytes([data[at] ^ 1 << rng.randrange(8)])
+            file.write_bytes(data[:at] + flipped + data[at + 1 :])
         case "cut":
-            file.write_bytes(whole[:at])
+            file.write_bytes(data[:at])
         case "delete":
             file.unlink()
         case "empty":
             file.write_bytes(b"")
         case "swap":
-            file.write_bytes(chance.choice([x for x in others if x != whole] or [whole[::-1]]))
+            file.write_bytes(rng.choice([x for x in others if x != data] or [data[::-1]]))
     return f"{how} {file.relative_to(folder)}"
 
 
-def damaged(out: pathlib.Path, times: int, chance: random.Random) -> collections.Counter:
-    """Damages the newer of two checkpoints so many times, kind after kind of files, way after way;
-    returns how often it was passed over, and how often it was whole in spite of it."""
-    run = command_line.run_of([*WORDS, "--steps", "9"])
+def restore_damaged(out: pathlib.Path, times: int, rng: random.Random) -> collections.Counter:
+    """Damages the newer of two checkpoints, and restores: each kind of file in each way in turn.
+
+    Asserts that either checkpoint is restored bit for bit.
+
+    Returns:
+      How often the damaged one was 'skipped', and how often 'whole' in spite of the damage.
+    """
+    run = command_line.run_of([*FLAGS, "--steps", "9"])
     step = Step(run, mesh.make_mesh(run.layout))
     with checkpoint.Saver(out / "whole", run) as saver:
         state = step.init()
         for i in (1, 2):
             saver.save(state | {"step": jnp.int32(i)})
-    prints = {i: last(out / "whole", i) for i in (1, 2)}
+    expected = {i: fingerprints(out / "whole", i) for i in (1, 2)}
     newest = out / "whole/2"
-    kinds = sorted({kind(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()})
-    ways = list(itertools.product(kinds, HOWS))
-    chance.shuffle(ways)
-    seen = collections.Counter()
-    for i, (which, how) in zip(range(times), itertools.cycle(ways)):
+    kinds = sorted({file_kind(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()})
+    cases = list(itertools.product(kinds, DAMAGES))
+    rng.shuffle(cases)
+    outcomes = collections.Counter()
+    for i, (kind, how) in zip(range(times), itertools.cycle(cases)):
         copy = out / str(i)
         shutil.copytree(out / "whole", copy)
-        what = damage(copy / "2", which, how, chance)
-        found, skipped = checkpoint.find_checkpoints(str(copy), run)
-        read = checkpoint.read_onto(lambda order: step.abstract)
-        kept, state = checkpoint.restore(found, skipped, read)
-        at = kept.about["step"]
-        assert checkpoint.array_checksums(state) == prints[at], what
-        assert len(skipped) == 2 - at, (what, skipped)
-        assert at == 2 or str(copy / "2") in skipped[0], skipped
-        seen["passed over" if skipped else "whole"] += 1
+        description = damage_file(copy / "2", kind, how, rng)
+        found = restore.find_checkpoints(str(copy), run)
+        read = restore.read_onto(lambda order: step.abstract)
+        restored, state = restore.restore(found, read)
+        at = restored.info.step
+        assert array_checksums(state) == expected[at], description
+        assert len(found.skipped) == 2 - at, (description, found.skipped)
+        assert at == 2 or str(copy / "2") in found.skipped[0], found.skipped
+        outcomes["skipped" if found.skipped else "whole"] += 1
         shutil.rmtree(copy)
-    seen["ways"] = min(times, len(ways))
-    return seen
+    outcomes["cases"] = min(times, len(cases))
+    return outcomes
 
 
 def main(argv) -> None:
@@ -310,16 +348,16 @@ def main(argv) -> None:
     parser.add_argument("--pairs", type=int, default=5, help="kills of runs of two processes")
     parser.add_argument("--damages", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as scratch:
-        out, begun = pathlib.Path(scratch), time.monotonic()
-        seen = damaged(out / "damaged", given.damages, random.Random(given.seed))
-        print(f"{given.damages} damaged checkpoints: {dict(seen)}", flush=True)
-        for processes, kills in ((1, given.kills), (2, given.pairs)):
-            chance = random.Random(f"{given.seed} {processes}")
-            said = kill(out / str(processes), kills, chance, processes)
-            print(f"{said}; {time.monotonic() - begun:.0f} s", flush=True)
+        out, start = pathlib.Path(scratch), time.monotonic()
+        outcomes = restore_damaged(out / "damaged", args.damages, random.Random(args.seed))
+        print(f"{args.damages} damaged checkpoints: {dict(outcomes)}", flush=True)
+        for processes, kills in ((1, args.kills), (2, args.pairs)):
+            rng = random.Random(f"{args.seed} {processes}")
+            line = compare_killed(out / str(processes), kills, rng, processes)
+            print(f"{line}; {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

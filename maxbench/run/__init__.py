@@ -1,1 +1,1 @@
-"""One run on devices that are here: loop, timing, checkpoint, metrics, profile."""
+"""A training run on the present devices: loop, log, checkpoints, metrics, profiles."""

@@ -1,7 +1,7 @@
-"""Metrics where people look: TensorBoard's event files, Weights & Biases, a file for Prometheus.
+"""Metrics of each step for other tools: TensorBoard, Weights & Biases, Prometheus.
 
-Process 0 hands over what a step has said, and goes on: a thread of its own writes. What fails is
-left out from then on, and the log says so once; no run waits for it or ends by it.
+Process 0 queues the metrics and continues; a thread writes them. A writer that fails is dropped,
+and the log says so once: no run waits for a writer, or ends because of one.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from maxbench.config.run import Run
 
-PATIENCE = 10.0  # seconds that the end of a run waits for what is still to be written
-PERIOD = 1.0  # seconds between two versions of a file, at least
-NAMES = {  # what a step says -> its name for Prometheus, in base units, and what that is
-    "step": ("step", "The last step that is done"),
+CLOSE_TIMEOUT_S = 10.0  # wait of a run's end for metrics that are still queued
+MIN_INTERVAL_S = 1.0  # between two writes of a file
+METRICS = {  # metric -> its name for Prometheus, in base units, and its description
+    "step": ("step", "The last completed step"),
     "step_s": ("step_seconds", "Time of a step"),
     "loss": ("loss", "Training loss"),
     "grad_norm": ("gradient_norm", "Global norm of the gradient"),
@@ -32,66 +32,83 @@ NAMES = {  # what a step says -> its name for Prometheus, in base units, and wha
 
 
 class StepMetrics(NamedTuple):
-    """What a step has said, and when."""
+    """Metrics of one step."""
 
-    when: float  # seconds since 1970
-    figures: Mapping[str, float]  # by names in NAMES
+    time: float  # seconds since 1970
+    values: Mapping[str, float]  # by keys of METRICS
 
     @property
     def step(self) -> int:
-        return int(self.figures["step"])
+        return int(self.values["step"])
+
+
+class Writer(Protocol):
+    """A destination of metrics, used by one thread. Any exception drops it."""
+
+    def __init__(self, run: Run, folder: pathlib.Path): ...
+    def write(self, metrics: StepMetrics) -> None: ...
+    def close(self) -> None: ...
 
 
 class MetricWriters:
-    """All that a run's metrics go to beside its own files."""
+    """Writes a run's metrics to all destinations that the run chooses, in a thread.
 
-    def __init__(self, run: Run, folder: pathlib.Path, say: Callable[[str], None]):
-        self.say, self.queue = say, queue.SimpleQueue()
-        made = {TensorBoard: run.output.tensorboard, WandB: run.output.wandb, OpenMetrics: True}
-        kinds = [kind for kind, wanted in made.items() if wanted]
-        self.thread = threading.Thread(target=self._work, args=(kinds, run, folder), daemon=True)
+    Args:
+      folder: the run's folder.
+      log: writes a line to the log.
+    """
+
+    def __init__(self, run: Run, folder: pathlib.Path, log: Callable[[str], None]):
+        self.log, self.queue = log, queue.SimpleQueue()
+        chosen = {TensorBoard: run.output.tensorboard, WandB: run.output.wandb, OpenMetrics: True}
+        kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
+        self.thread = threading.Thread(target=self._write_all, args=(kinds, run, folder))
+        self.thread.daemon = True
         self.thread.start()
 
-    def put(self, figures: Mapping[str, float]) -> None:
-        """Hands over a step's figures; returns at once."""
-        known = {name: figures[name] for name in NAMES if name in figures}
+    def put(self, metrics: Mapping[str, float]) -> None:
+        """Queues the metrics of a step, without those that METRICS does not list."""
+        known = {name: metrics[name] for name in METRICS if name in metrics}
         self.queue.put(StepMetrics(time.time(), known))
 
     def close(self) -> None:
-        """Waits until all is written, but no longer than PATIENCE."""
+        """Waits until all metrics are written, at most CLOSE_TIMEOUT_S."""
         self.queue.put(None)
-        self.thread.join(PATIENCE)
+        self.thread.join(CLOSE_TIMEOUT_S)
 
-    def _work(self, kinds: list[type], run: Run, folder: pathlib.Path) -> None:
-        sinks = {}
+    def _write_all(self, kinds: list[type[Writer]], run: Run, folder: pathlib.Path) -> None:
+        writers: dict[type[Writer], Writer] = {}
         for kind in kinds:
-            self._attempt(sinks, kind, lambda kind=kind: sinks.update({kind: kind(run, folder)}))
-        while said := self.queue.get():
-            for kind, sink in [*sinks.items()]:
-                self._attempt(sinks, kind, lambda sink=sink, said=said: sink.write(said))
-        for kind, sink in [*sinks.items()]:
-            self._attempt(sinks, kind, sink.close)
+            with self._dropping(writers, kind):
+                writers[kind] = kind(run, folder)
+        while metrics := self.queue.get():
+            for kind, writer in [*writers.items()]:
+                with self._dropping(writers, kind):
+                    writer.write(metrics)
+        for kind, writer in [*writers.items()]:
+            with self._dropping(writers, kind):
+                writer.close()
 
-    def _attempt(self, sinks: dict[type, Any], kind: type, do: Callable[[], None]) -> None:
-        """Does what may fail; a sink that has failed is none any more."""
+    @contextlib.contextmanager
+    def _dropping(self, writers: dict[type[Writer], Writer], kind: type[Writer]):
+        """Drops a writer whose code in the `with` block raises, and logs the error."""
         try:
-            do()
-        except Exception as e:  # of files, networks, other programs: the run goes on
+            yield
+        except Exception as e:  # of files, networks, other packages
             with contextlib.suppress(Exception):
-                sinks.pop(kind).close()
-            why = f"{type(e).__name__}: {e}".splitlines()[0][:200]
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # the log's disk is full, or it is closed
-                self.say(f"{kind.__name__} has no more metrics of this run: {why}")
+                writers.pop(kind).close()
+            error = f"{type(e).__name__}: {e}".splitlines()[0][:200]
+            # The log's disk may be full, or the log closed.
+            with contextlib.suppress(OSError, ValueError):
+                self.log(f"{kind.__name__} gets no more metrics of this run: {error}")
 
 
 class TensorBoard:
     """An event file in the run's folder: `tensorboard --logdir experiments`."""
 
     def __init__(self, run: Run, folder: pathlib.Path):
-        # Late, in this thread: it takes 0.15 s, while the step is compiled. The writer below the
-        # public one, whose queue between processes a thread has no use for.
+        # Imported in this thread: it takes 0.15 s, while the main thread compiles the step. The
+        # public SummaryWriter would add a thread and a queue of its own.
         from tensorboardX import event_file_writer
         from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -99,27 +116,28 @@ class TensorBoard:
         self.file = event_file_writer.EventsWriter(str(folder / "events"))
         self.flushed = 0.0
 
-    def write(self, said: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics) -> None:
         values = [
             self.summary.Value(tag=f"train/{name}", simple_value=value)
-            for name, value in said.figures.items()
+            for name, value in metrics.values.items()
             if name != "step"
         ]
         summary = self.summary(value=values)
-        self.file.write_event(self.event(wall_time=said.when, step=said.step, summary=summary))
-        if said.when - self.flushed > PERIOD:
+        event = self.event(wall_time=metrics.time, step=metrics.step, summary=summary)
+        self.file.write_event(event)
+        if metrics.time - self.flushed > MIN_INTERVAL_S:
             self.file.flush()
-            self.flushed = said.when
+            self.flushed = metrics.time
 
     def close(self) -> None:
         self.file.close()
 
 
 class WandB:
-    """A run of the project `maxbench` at Weights & Biases, by its own settings (WANDB_*)."""
+    """A run of the project `maxbench` in Weights & Biases, configured by its variables, WANDB_*."""
 
     def __init__(self, run: Run, folder: pathlib.Path):
-        import wandb  # late: the user's own
+        import wandb  # an optional dependency
 
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "maxbench"),
@@ -128,46 +146,49 @@ class WandB:
             config=run.asdict(),
         )
 
-    def write(self, said: StepMetrics) -> None:
-        self.run.log({k: v for k, v in said.figures.items() if k != "step"}, step=said.step)
+    def write(self, metrics: StepMetrics) -> None:
+        values = {name: value for name, value in metrics.values.items() if name != "step"}
+        self.run.log(values, step=metrics.step)
 
     def close(self) -> None:
         self.run.finish()
 
 
 class OpenMetrics:
-    """The last step as text, metrics.prom, for Prometheus' node exporter (textfile collector)."""
+    """The last step as text, for the textfile collector of Prometheus' node exporter."""
 
     def __init__(self, run: Run, folder: pathlib.Path):
         self.path = pathlib.Path(run.output.openmetrics or folder / "metrics.prom")
-        m, a = run.model, run.layout
-        labels = {"run": run.name, "model": m.name, "size": m.size, "gpus": a.gpus}
-        labels["dtype"] = run.precision.dtype
+        labels = {
+            "run": run.name,
+            "model": run.model.name,
+            "size": run.model.size,
+            "gpus": run.layout.gpus,
+            "dtype": run.precision.dtype,
+        }
         self.labels = ",".join(f"{k}={json.dumps(str(v))}" for k, v in labels.items())
         self.last, self.written = StepMetrics(0.0, {}), 0.0
 
-    def write(self, said: StepMetrics) -> None:
-        self.last = said
-        if said.when - self.written >= PERIOD:
+    def write(self, metrics: StepMetrics) -> None:
+        self.last = metrics
+        if metrics.time - self.written >= MIN_INTERVAL_S:
             self._replace(running=1)
-            self.written = said.when
+            self.written = metrics.time
 
     def close(self) -> None:
         self._replace(running=0)
 
     def _replace(self, running: int) -> None:
-        """Replaced as a whole: a reader never sees half of it."""
+        """Replaces the file as a whole, so that a reader never sees half of it."""
         part = self.path.with_name(f"{self.path.name}.part")  # the exporter reads *.prom alone
         part.write_text(self._text(running))
         os.replace(part, self.path)
 
     def _text(self, running: int) -> str:
-        rows = {"running": (running, "1 while the run goes on")}
-        for name, value in self.last.figures.items():
-            metric, about = NAMES[name]
-            rows[metric] = (value, about)
+        rows = [("running", running, "1 while the run is in progress")]
+        rows += [(METRICS[k][0], value, METRICS[k][1]) for k, value in self.last.values.items()]
         lines = []
-        for metric, (value, about) in rows.items():
-            lines += [f"# HELP maxbench_{metric} {about}.", f"# TYPE maxbench_{metric} gauge"]
-            lines += [f"maxbench_{metric}{{{self.labels}}} {value:.12g}"]
+        for name, value, description in rows:
+            lines += [f"# HELP maxbench_{name} {description}.", f"# TYPE maxbench_{name} gauge"]
+            lines += [f"maxbench_{name}{{{self.labels}}} {value:.12g}"]
         return "\n".join([*lines, "# EOF", ""])

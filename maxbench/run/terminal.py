@@ -1,5 +1,4 @@
-"""What a person sees of a run: on a terminal a line per step, and a live bar with a clock under
-it; at the end, anywhere, what was measured and how it compares."""
+"""A run on a terminal: a line per step and a progress bar; and the summary at its end."""
 
 import dataclasses
 import shutil
@@ -9,28 +8,29 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 
-Parts = Mapping[str, Mapping[str, str]]  # titles -> labels -> text
-AGAIN = 40  # lines of steps between two heads
-SLOW = 1.1  # times the median of the steps so far: shown in another colour
-NARROW = 60  # columns of the narrowest summary
+Parts = Mapping[str, Mapping[str, str]]  # title -> label -> text
+HEADER_EVERY = 40  # lines between two headers
+SLOW_FACTOR = 1.1  # of the median step time: slower steps are shown in another colour
+MEDIAN_STEPS = 99  # latest steps in that median
+MIN_WIDTH = 60  # columns of the narrowest summary
 
 
-def on_screen():
-    """A Screen where stdout is a terminal, else None."""
+def on_screen() -> "Screen | None":
+    """A Screen if stdout is a terminal, else None."""
     return Screen() if sys.stdout.isatty() else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A figure of every step: its head, its format, and whether this device tells of it."""
+    """A column of the lines of steps."""
 
-    head: str
-    name: str  # in what Screen.step is given
-    form: str
+    header: str
+    name: str  # key in the figures of Screen.step()
+    format: str
 
     @property
     def width(self) -> int:
-        return max(len(self.head), len(format(0, self.form)))
+        return max(len(self.header), len(format(0, self.format)))
 
 
 COLUMNS = (
@@ -38,7 +38,7 @@ COLUMNS = (
     Column("loss", "loss", "8.4f"),
     Column("grad norm", "grad_norm", "9.3f"),
     Column("s/step", "step_s", "7.3f"),
-    Column("tokens/s", "tokens_per_s", "10,.0f"),  # of devices that are no GPUs
+    Column("tokens/s", "tokens_per_s", "10,.0f"),  # left out if the next is known
     Column("tokens/s/GPU", "tokens_per_s_per_gpu", "12,.0f"),
     Column("TFLOP/s", "tflops", "7.1f"),
     Column("MFU", "mfu", "6.1%"),
@@ -48,10 +48,10 @@ COLUMNS = (
 
 
 class Screen:
-    """A terminal while a run goes on: the live bar says what is done, and for how long."""
+    """A terminal during a run, with a progress bar of the current phase."""
 
     def __init__(self):
-        from rich import console, progress  # only a terminal needs it
+        from rich import console, progress  # takes 0.1 s, and is needed on terminals alone
 
         self.console = console.Console(highlight=False, markup=False)
         self.live = progress.Progress(
@@ -62,76 +62,83 @@ class Screen:
             progress.TimeElapsedColumn(),
             progress.TextColumn("{task.fields[left]}", style="dim"),
             console=self.console,
-            refresh_per_second=4,  # it takes time from the threads that train
+            refresh_per_second=4,  # drawing takes time from the threads that train
             transient=True,
         )
         self.columns: list[Column] = []
-        self.lines, self.times = 0, []
+        self.line_count, self.times = 0, []
         self.live.start()
         self.phase("start")
 
     def phase(self, name: str, done: int = 0, total: int | None = None) -> None:
-        """What the run does from now on: start, compile, steps (of `total`), save."""
+        """Starts a phase of the run: start, compile, steps (of `total`), save."""
         for task in self.live.task_ids:
             self.live.remove_task(task)
         count = f"{done}/{total}" if total else ""
         self.live.add_task(name, total=total, completed=done, count=count, left="")
-        self.first, self.began = done, time.monotonic()
+        self.first_step, self.phase_start = done, time.monotonic()
 
     def line(self, text: str) -> None:
-        """A line of the log."""
-        whole = max(map(len, text.split()), default=0) > self.console.width  # a path, to be copied
-        self._print((text, "dim"), soft_wrap=whole)
+        """Shows a line of the log."""
+        # A path that is longer than the line is not broken, so that it can be copied.
+        long_word = max(map(len, text.split()), default=0) > self.console.width
+        self._print((text, "dim"), soft_wrap=long_word)
 
-    def _print(self, *cells: tuple[str, str], **how) -> None:
+    def _print(self, *cells: tuple[str, str], **options) -> None:
+        """Prints texts, each with its style."""
         from rich.text import Text
 
-        self.console.print(Text.assemble(*cells), **how)
+        self.console.print(Text.assemble(*cells), **options)
 
     def step(self, figures: Mapping[str, float], total: int) -> None:
-        """The line of a step, from its figures by the names in COLUMNS."""
+        """Shows a step.
+
+        Args:
+          figures: by the names in COLUMNS; those of unknown figures are absent.
+          total: steps of the run.
+        """
         if not self.columns:
-            self.columns = fitting(figures, self.console.width)
-        if self.lines % AGAIN == 0:
-            heads = "  ".join(f"{c.head:>{c.width}}" for c in self.columns)
-            self._print((heads, "bold"), overflow="crop", no_wrap=True)
-        self.lines += 1
-        usual = statistics.median(self.times[-99:] or [figures["step_s"]])
+            self.columns = fitting_columns(figures, self.console.width)
+        if self.line_count % HEADER_EVERY == 0:
+            header = "  ".join(f"{c.header:>{c.width}}" for c in self.columns)
+            self._print((header, "bold"), overflow="crop", no_wrap=True)
+        self.line_count += 1
+        median_s = statistics.median(self.times[-MEDIAN_STEPS:] or [figures["step_s"]])
         self.times.append(figures["step_s"])
-        slow = len(self.times) > 2 and figures["step_s"] > SLOW * usual
+        slow = len(self.times) > 2 and figures["step_s"] > SLOW_FACTOR * median_s
         styles = {"step": "dim", "loss": "cyan", "mfu": "green", "step_s": "yellow" * slow}
         cells = [
-            (f"{figures[c.name]:{c.form}}".rjust(c.width), styles.get(c.name, ""))
+            (f"{figures[c.name]:{c.format}}".rjust(c.width), styles.get(c.name, ""))
             for c in self.columns
         ]
         spaced = [part for cell in cells for part in (("  ", ""), cell)][1:]
         self._print(*spaced, overflow="crop", no_wrap=True)
         done = int(figures["step"]) + 1
-        each = (time.monotonic() - self.began) / max(1, done - self.first)
-        left = f"{clock(each * (total - done))} left"
+        per_step_s = (time.monotonic() - self.phase_start) / max(1, done - self.first_step)
+        left = f"{clock(per_step_s * (total - done))} left"
         task = self.live.task_ids[0]
         self.live.update(task, completed=done, count=f"{done}/{total}", left=left)
 
     def summary(self, parts: Parts) -> None:
-        """The closing summary."""
+        """Shows the summary of the run."""
         for label, text in lines(parts, self.console.width):
             self._print((label, "dim" if text else "bold"), (text, ""), soft_wrap=True)
         self.console.print()
 
     def stop(self) -> None:
-        """Takes the bar away; lines stay."""
+        """Removes the progress bar; lines stay."""
         self.live.stop()
 
 
-def fitting(figures: Mapping[str, float], width: int) -> list[Column]:
-    """The columns that a step has figures of, as many as a terminal has room for."""
-    kept, used = [], 0
-    twice = {"tokens_per_s"} if "tokens_per_s_per_gpu" in figures else set()
-    for column in (c for c in COLUMNS if c.name in figures.keys() - twice):
+def fitting_columns(figures: Mapping[str, float], width: int) -> list[Column]:
+    """The columns of a step's figures, as many as fit into the terminal's width."""
+    columns, used = [], 0
+    redundant = {"tokens_per_s"} if "tokens_per_s_per_gpu" in figures else set()
+    for column in (c for c in COLUMNS if c.name in figures.keys() - redundant):
         used += column.width + 2
         if used - 2 <= width:
-            kept.append(column)
-    return kept
+            columns.append(column)
+    return columns
 
 
 def clock(seconds: float) -> str:
@@ -142,9 +149,9 @@ def clock(seconds: float) -> str:
 
 
 def closing(result: Mapping) -> Parts:
-    """The end of a run in two parts, each a label and a figure per line.
+    """The summary of a run in two parts, from its result.json.
 
-    Figures that mean nothing on a device are left out: a rate beside no peak, days on a CPU.
+    Figures without a meaning on the device are left out, as TFLOP/s per GPU on a CPU.
     """
     device, gpu = result["device"], result["device"]["platform"] != "cpu"
     measured = {
@@ -174,7 +181,7 @@ def closing(result: Mapping) -> Parts:
 
 
 def compared(result: Mapping) -> dict[str, str]:
-    """What was measured beside the device's peak, published figures, and the other hosts."""
+    """The run compared with the device's peak, published figures, and its hosts with each other."""
     rows = {}
     if mfu := {c: v for c, v in result.get("mfu", {}).items() if v is not None}:
         dtype = result["config"]["precision"]["dtype"]
@@ -182,45 +189,45 @@ def compared(result: Mapping) -> dict[str, str]:
         rows |= {f"MFU against the {dtype} peak": shares}
         rows |= {"days to 1T tokens": f"{result['days_to_1t_tokens']:,.2f}"}
     if names := ",".join(result.get("slow_hosts", ())):
-        rows["slow hosts"] = f"{names}; leave them out: EXCLUDE_NODES={names}"
+        rows["slow hosts"] = f"{names}; to exclude them: EXCLUDE_NODES={names}"
     if row := result.get("published"):
-        known = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""
-        rows["published"] = known + row["verdict"]
+        figure = f"{row['step_s']} s on {row['gpus']}, {row['source']}: " if "step_s" in row else ""
+        rows["published"] = figure + row["verdict"]
     return rows or {"published": "no step was measured"}
 
 
 def text(parts: Parts) -> str:
-    """Parts as text: as wide as the terminal, where stdout is one."""
+    """Parts as text, as wide as the terminal if stdout is one."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return "\n".join(label + told for label, told in [*lines(parts, columns)][1:])
+    return "\n".join(label + part for label, part in [*lines(parts, columns)][1:])
 
 
 def summary(parts: Parts) -> str:
-    """closing() as text, a line for each label."""
+    """closing() as text, with one line per label."""
     return "\n".join(label + text for label, text in lines(parts))
 
 
 def lines(parts: Parts, width: int | None = None) -> Iterator[tuple[str, str]]:
-    """closing() as lines up to so many columns: a label and what stands behind it."""
-    wide = 2 + max(len(label) for rows in parts.values() for label in rows)
+    """closing() as lines: a padded label and a part of its text, in at most `width` columns."""
+    label_width = 2 + max(len(label) for rows in parts.values() for label in rows)
     for title, rows in parts.items():
         yield from (("", ""), (title, ""))
         for label, text in rows.items():
-            room = max(width, NARROW) - wide if width else len(text) + 1
-            for part in folded(text, room):
-                yield f"{label:<{wide}}", part
+            text_width = max(width, MIN_WIDTH) - label_width if width else len(text) + 1
+            for part in folded(text, text_width):
+                yield f"{label:<{label_width}}", part
                 label = ""
 
 
 def folded(text: str, width: int) -> list[str]:
-    """Text in lines up to so many columns, cut at spaces, else behind _ and /, else anywhere."""
-    cuttable = text.replace("_", "_\0").replace("/", "/\0")
+    """Text in lines of at most `width` columns, broken at spaces, after _ or /, or anywhere."""
+    breakable = text.replace("_", "_\0").replace("/", "/\0")
     if all(len(word) <= width for word in text.split()):
         return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
     lines = [""]
-    for piece in cuttable.replace(" ", " \0").split("\0"):
-        if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:
+    for fragment in breakable.replace(" ", " \0").split("\0"):
+        if len(lines[-1]) + len(fragment.rstrip()) > width and lines[-1]:
             lines.append("")
-        lines[-1] += piece
-    cut = (line[i : i + width] for line in lines for i in range(0, max(1, len(line)), width))
-    return [line.rstrip() for line in cut]
+        lines[-1] += fragment
+    broken = (line[i : i + width] for line in lines for i in range(0, max(1, len(line)), width))
+    return [line.rstrip() for line in broken]

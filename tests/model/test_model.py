@@ -14,7 +14,7 @@ import pytest
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerGroup, Model
 from maxbench.model import hugging_face, transformer
-from maxbench.run import checkpoint
+from maxbench.run import checkpoint, restore
 from maxbench.sharding import mesh
 from maxbench.step import data
 from maxbench.step.train_step import Step
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_any_mesh_gives_the_weights(tmp_path):
         saver.save(two.init())
     about = json.loads((tmp_path / "0/about/run.json").read_text())
     assert about["layer_order"] == [-1, 0, 3, 4, 1, 2, 5, -1]
-    m, params = checkpoint.weights(str(tmp_path))
+    m, params = restore.weights(str(tmp_path))
     assert m == one.run.model
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(one.init()["params"]))
 

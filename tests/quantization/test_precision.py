@@ -18,7 +18,7 @@ from maxbench.cost_model import compile_cache, hlo
 from maxbench.cost_model.costs import GEMM
 from maxbench.model import grad_accumulation, linear
 from maxbench.quantization import fp8_per_tensor, mxfp8
-from maxbench.run import checkpoint
+from maxbench.run import checkpoint, restore
 from maxbench.sharding import rules
 from maxbench.sharding.mesh import DATA_AXES, make_mesh
 from maxbench.step.train_step import Step
@@ -366,16 +366,16 @@ def test_a_checkpoint_holds_what_delayed_scaling_remembers(tmp_path):
         saver.save(state)
     state, out = call(state)
     *_, new, call = alone("llama", "delayed")
-    found, skipped = checkpoint.find_checkpoints(str(tmp_path), new.run)
-    _, restored = checkpoint.restore(found, skipped, checkpoint.read_onto(new.in_order))
+    found = restore.find_checkpoints(str(tmp_path), new.run)
+    _, restored = restore.restore(found, restore.read_onto(new.in_order))
     restored = new.reorder(restored, step.order)
     restored, same = call(restored)
     np.testing.assert_allclose(same["loss"], out["loss"], rtol=5e-4)
     ours, theirs = (np.asarray(s["fp8"]["layers"]) for s in (restored, state))
     np.testing.assert_array_equal(ours[..., :3], theirs[np.argsort(step.order)][..., :3])
     current = dataclasses.replace(new.run.precision, scaling="current")
-    with pytest.raises(ValueError, match=r"holds 4 steps.*scaling=delayed.*history=4"):
-        checkpoint.find_checkpoints(str(tmp_path), dataclasses.replace(new.run, precision=current))
+    with pytest.raises(ValueError, match=r"has 4 steps.*scaling=delayed.*history=4"):
+        restore.find_checkpoints(str(tmp_path), dataclasses.replace(new.run, precision=current))
 
 
 # The programs.

@@ -229,10 +229,10 @@ def test_thousand_runs_take_five_seconds_and_three_megabytes(tmp_path):
         ours(tmp_path, gpus=n, gbs=16 * n, stamp=i, step_s=lambda s, i=i: 9.4 + (s * i % 17) / 50)
     code = (
         "import sys\n"
-        "from maxbench.cli import entry\nfrom maxbench.run import log_writer\n"
+        "from maxbench.cli import entry\nfrom maxbench.run import process_stats\n"
         f"entry.run('report', ['--format=html', '--output={tmp_path}/r.html', '{tmp_path}'])\n"
         "assert 'jax' not in sys.modules and 'numpy' not in sys.modules\n"
-        "print(log_writer.process_peak_bytes())\n"
+        "print(process_stats.process_peak_bytes())\n"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -243,10 +243,10 @@ def test_log_of_any_size_is_read_completely_in_constant_memory(tmp_path):
     (tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out").write_text("".join(lines))
     code = (
         "import time\nfrom maxbench.run_logs import readers\n"
-        "from maxbench.reporting import compare\nfrom maxbench.run import log_writer\n"
+        "from maxbench.reporting import compare\nfrom maxbench.run import process_stats\n"
         f"(r,) = readers.read(['{tmp_path}'])\n"
         "row = compare.summarize(r, compare.ReportOptions())\n"
-        "print(len(r.step_s), log_writer.process_peak_bytes(), time.process_time(), row.why)\n"
+        "print(len(r.step_s), process_stats.process_peak_bytes(), time.process_time(), row.why)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     steps, peak, seconds, *why = done.stdout.split()

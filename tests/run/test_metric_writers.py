@@ -1,5 +1,4 @@
-"""Metrics for TensorBoard, Weights & Biases and Prometheus: what they hold, and that none of them
-stops a run."""
+"""Metrics for TensorBoard, Weights & Biases and Prometheus; a writer that fails stops no run."""
 
 import pathlib
 import re
@@ -20,47 +19,47 @@ FIGURES = {"step_s": 9.4, "loss": 11.5, "grad_norm": 1.5, "lr": 3e-7, "peak_byte
 FIGURES |= {"tokens_per_s": 111_550.0, "mfu": 0.41, "time": 1.0}
 
 
-def of(tmp_path, steps=3, said=None, **settings) -> list[str]:
-    """A run's metrics, written to a folder; what the log was told."""
+def write(folder, **settings) -> list[str]:
+    """Writes the metrics of three steps to a folder; returns the lines of the log."""
     run = resolve("llama31_8b", "", {f"output.{k}": v for k, v in settings.items()}, gpus=8)
-    said = [] if said is None else said
-    made = metric_writers.MetricWriters(run, tmp_path, said.append)
-    for i in range(steps):
-        made.put(FIGURES | {"step": i, "loss": 11.5 - i})
-    made.close()
-    made.thread.join(300)  # a busy machine may take longer than the end of a run would wait
-    assert not made.thread.is_alive()
-    return said
+    lines: list[str] = []
+    writers = metric_writers.MetricWriters(run, folder, lines.append)
+    for i in range(3):
+        writers.put(FIGURES | {"step": i, "loss": 11.5 - i})
+    writers.close()
+    writers.thread.join(300)  # close() waits too short for a busy machine
+    assert not writers.thread.is_alive()
+    return lines
 
 
 def events(tmp_path) -> list[event_pb2.Event]:
-    """What stands in the event file: records of length, its checksum, bytes, their checksum."""
+    """Events of the event file: length, checksum of it, bytes, checksum of them."""
     (file,) = tmp_path.glob("events.out.tfevents.*")
-    rest, found = file.read_bytes(), []
-    while rest:
-        (size,) = struct.unpack("<Q", rest[:8])
-        found.append(event_pb2.Event.FromString(rest[12 : 12 + size]))
-        rest = rest[16 + size :]
-    return found
+    data, parsed = file.read_bytes(), []
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        parsed.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return parsed
 
 
 def test_tensorboard_has_every_step(tmp_path):
-    assert of(tmp_path) == []
+    assert write(tmp_path) == []
     first, *steps = events(tmp_path)
     assert first.file_version == "brain.Event:2"
     assert [e.step for e in steps] == [0, 1, 2]
     for i, event in enumerate(steps):
-        told = {v.tag: v.simple_value for v in event.summary.value}
-        assert told["train/loss"] == pytest.approx(11.5 - i)
-        assert told["train/peak_bytes"] == 60 << 30
-        assert {*told} == {f"train/{n}" for n in FIGURES if n != "time"}
+        values = {v.tag: v.simple_value for v in event.summary.value}
+        assert values["train/loss"] == pytest.approx(11.5 - i)
+        assert values["train/peak_bytes"] == 60 << 30
+        assert {*values} == {f"train/{n}" for n in FIGURES if n != "time"}
         assert time.time() - event.wall_time < 600
 
 
 def test_openmetrics_has_the_last_step_in_base_units(tmp_path):
     path = tmp_path / "node" / "mine.prom"
     path.parent.mkdir()
-    assert of(tmp_path, openmetrics=str(path), tensorboard=False) == []
+    assert write(tmp_path, openmetrics=str(path), tensorboard=False) == []
     assert [p.name for p in path.parent.iterdir()] == ["mine.prom"]
     assert not list(tmp_path.glob("events*"))
     *lines, end = path.read_text().splitlines()
@@ -77,70 +76,69 @@ def test_openmetrics_has_the_last_step_in_base_units(tmp_path):
     assert values["peak_memory_bytes"] == 60 << 30
 
 
-def test_the_page_has_every_metric():
+def test_docs_list_every_metric():
     page = pathlib.Path("docs/reference/metrics_and_files.md").read_text()
-    for name, (metric, _) in metric_writers.NAMES.items():
+    for name, (metric, _) in metric_writers.METRICS.items():
         assert re.search(rf"^\| `?{name}`? \| `maxbench_{metric}` \|", page, re.M), name
 
 
-def test_wandb_is_given_the_run_and_its_steps(tmp_path, monkeypatch):
+def test_wandb_gets_the_run_and_its_steps(tmp_path, monkeypatch):
     calls = []
     run = types.SimpleNamespace(
         log=lambda figures, step: calls.append((step, figures["loss"])),
         finish=lambda: calls.append("finish"),
     )
-    fake = types.SimpleNamespace(init=lambda **given: calls.append(given) or run)
+    fake = types.SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert of(tmp_path, wandb=True) == []
-    given, *rest = calls
-    assert (given["project"], given["name"]) == ("maxbench", tmp_path.name)
-    assert given["config"]["layout"]["gbs"] == 128
+    assert write(tmp_path, wandb=True) == []
+    options, *rest = calls
+    assert (options["project"], options["name"]) == ("maxbench", tmp_path.name)
+    assert options["config"]["layout"]["gbs"] == 128
     assert rest == [(0, 11.5), (1, 10.5), (2, 9.5), "finish"]
 
 
-def test_wandb_that_is_not_installed_is_said_before_anything_starts(monkeypatch):
+def test_missing_wandb_is_refused_before_the_run_starts(monkeypatch):
     monkeypatch.setattr(runtime, "find_spec", lambda name: None)
     code, out, err = train_command("--config", "llama31_8b:tiny", "--wandb")
     assert (code, out) == (2, "")
     assert "wandb=True needs Weights & Biases, which is not installed: pip install wandb" in err
 
 
-def test_what_fails_is_left_out_and_said_once(tmp_path, monkeypatch):
-    def no(*_):
-        raise OSError(28, "No space left on device")
+def disk_full(*_):
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(metric_writers.TensorBoard, "write", no)
-    said, *rest = of(tmp_path)
-    assert not rest
-    assert said.startswith("TensorBoard has no more metrics of this run: OSError: ")
+
+def test_failing_writer_is_dropped_and_logged_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_writers.TensorBoard, "write", disk_full)
+    (line,) = write(tmp_path)
+    assert line.startswith("TensorBoard gets no more metrics of this run: OSError: ")
     assert 'maxbench_step{run="' in (tmp_path / "metrics.prom").read_text()
-    nowhere = tmp_path / "nowhere" / "x.prom"
-    monkeypatch.undo()
-    (said,) = of(tmp_path / "..", openmetrics=str(nowhere), tensorboard=False)
-    assert said.startswith("OpenMetrics has no more metrics of this run: FileNotFoundError: ")
 
 
-def test_a_log_that_cannot_take_the_complaint_ends_nothing(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
+def test_writer_to_a_missing_folder_is_dropped(tmp_path):
+    missing = tmp_path / "missing" / "x.prom"
+    (line,) = write(tmp_path, openmetrics=str(missing), tensorboard=False)
+    assert line.startswith("OpenMetrics gets no more metrics of this run: FileNotFoundError: ")
 
-    monkeypatch.setattr(metric_writers.TensorBoard, "__init__", lambda *_: full(0))
+
+def test_failing_log_does_not_stop_the_other_writers(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_writers.TensorBoard, "__init__", disk_full)
     run = resolve("llama31_8b", gpus=8)
-    made = metric_writers.MetricWriters(run, tmp_path, full)
-    made.put(FIGURES | {"step": 0})
-    made.close()
-    made.thread.join(300)
+    writers = metric_writers.MetricWriters(run, tmp_path, disk_full)
+    writers.put(FIGURES | {"step": 0})
+    writers.close()
+    writers.thread.join(300)
     assert 'maxbench_step{run="' in (tmp_path / "metrics.prom").read_text()
 
 
-def test_what_hangs_holds_no_step_and_no_end(tmp_path, monkeypatch):
-    held = threading.Event()
-    monkeypatch.setattr(metric_writers, "PATIENCE", 0.05)
-    monkeypatch.setattr(metric_writers.TensorBoard, "write", lambda *_: held.wait())
-    made = metric_writers.MetricWriters(resolve("llama31_8b", gpus=8), tmp_path, print)
+def test_hanging_writer_delays_neither_steps_nor_the_end(tmp_path, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(metric_writers, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(metric_writers.TensorBoard, "write", lambda *_: released.wait())
+    writers = metric_writers.MetricWriters(resolve("llama31_8b", gpus=8), tmp_path, print)
     for i in range(1000):
-        made.put(FIGURES | {"step": i})
-    made.close()  # returns
-    assert made.thread.is_alive()
-    held.set()
-    made.thread.join()
+        writers.put(FIGURES | {"step": i})
+    writers.close()
+    assert writers.thread.is_alive()
+    released.set()
+    writers.thread.join()

@@ -1,23 +1,21 @@
 """Profiled steps: windows of Nsight Systems and of XPlane."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from benchmarks import kills
 from maxbench.config.errors import UserError
 from maxbench.config.run import Profile
 from maxbench.run import profile
-from tests.conftest import processes
 
 
 def test_xplane_profile_of_chosen_steps_is_written(tmp_path):
-    command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
-    command += ["--cpu_devices", "1", "--steps", "6", "--layers", "1", "--seq", "16"]
-    command += ["--profile", "xplane", "--config.profile.start=2", "--config.profile.stop=4"]
-    command += ["--output_dir", str(tmp_path)]
-    subprocess.run(command, env=processes(), check=True, capture_output=True)
+    flags = [*kills.FLAGS, "--steps", "6", "--output_dir", str(tmp_path)]
+    flags += ["--profile", "xplane", "--config.profile.start=2", "--config.profile.stop=4"]
+    process = kills.start_process(flags, str(tmp_path / "printed"))
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "printed").read_text()
     (file,) = tmp_path.rglob("*.xplane.pb")
     run_name = file.relative_to(tmp_path / "experiments").parts[1]
     assert "_xplane_" in run_name

@@ -1,4 +1,4 @@
-"""What a person sees of a run: on a terminal, and at its end."""
+"""A run on a terminal, and the summary at its end."""
 
 import io
 import re
@@ -9,6 +9,8 @@ import pytest
 from maxbench.config import folders
 from maxbench.metrics import step_stats
 from maxbench.run import log_writer, terminal
+from maxbench.run.process_stats import MemoryUse
+from maxbench.run.result import RunResult
 from tests.conftest import resolve
 
 NAME = "pretrain_llama31_8b_bf16_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128"
@@ -21,33 +23,33 @@ class Tty(io.StringIO):
         return True
 
 
-def seen(monkeypatch, tmp_path, columns: int, devices=H100, ending="done") -> tuple[str, str]:
-    """A run of three steps on a terminal: its text without colours, and its log."""
+def show_run(monkeypatch, tmp_path, columns: int, devices=H100) -> tuple[str, str]:
+    """Shows a run of three steps; returns the terminal's text without colours, and the log."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", Tty())
     run = resolve("llama31_8b", gpus=8, steps=3, output_dir=str(tmp_path))
     screen = terminal.on_screen()
     folder = folders.run_folder(run, folders.make_folder(run))
-    log = log_writer.Log(run, devices, ["x"], 0, folder, {})
-    log.screen = screen
+    result = RunResult.of_run(run, devices, ["x"], processes=1)
+    log = log_writer.Log(run, devices, 0, folder, result, screen)
     log.line("compiled in 4.0 s")
     log.phase("compile")
     log.phase("steps", 0, 3)
     for i, step_s in enumerate((9.4, 9.4, 19.0)):
-        log.step(i, step_s, OUT | {"loss": 11.7634 - i}, (60 << 30, 50 << 30))
-    log.close(ending)
+        log.step(i, step_s, OUT | {"loss": 11.7634 - i}, MemoryUse(60 << 30, 50 << 30))
+    log.close("done")
     (file,) = tmp_path.rglob("log-*.out")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", sys.stdout.getvalue())
     return shown.replace("\r", "\n"), file.read_text()
 
 
 @pytest.mark.parametrize("columns", [80, 160])
-def test_a_terminal_keeps_a_line_per_step_and_the_log_both_formats(monkeypatch, tmp_path, columns):
-    screen, log = seen(monkeypatch, tmp_path, columns)
-    heads = ["step", "loss", "grad norm", "s/step", "tokens/s/GPU", "TFLOP/s", "MFU", "GiB"]
-    heads += ["lr"] * (columns == 160)
-    assert re.search("^ *" + " +".join(heads) + "$", screen, re.M)
+def test_terminal_has_a_line_per_step_and_the_log_has_two(monkeypatch, tmp_path, columns):
+    screen, log = show_run(monkeypatch, tmp_path, columns)
+    headers = ["step", "loss", "grad norm", "s/step", "tokens/s/GPU", "TFLOP/s", "MFU", "GiB"]
+    headers += ["lr"] * (columns == 160)
+    assert re.search("^ *" + " +".join(headers) + "$", screen, re.M)
     line = r"^ +2 +9\.7634 +1\.500 +19\.000 +6,899 +[\d.]+ +[\d.]+% +60\.0"
     assert re.search(line, screen, re.M)
     assert "completed step" not in screen
@@ -58,31 +60,31 @@ def test_a_terminal_keeps_a_line_per_step_and_the_log_both_formats(monkeypatch, 
         assert text in screen
         assert text in log
     assert screen.index("\nmeasured") < screen.index("\nhow it compares")
-    told = screen[screen.index("\nmeasured") : screen.index("results: ")]
-    assert max(map(len, told.splitlines())) <= columns
+    summary = screen[screen.index("\nmeasured") : screen.index("results: ")]
+    assert max(map(len, summary.splitlines())) <= columns
     assert {"start", "compile", "steps"} <= set(re.findall(r"\b(?:start|compile|steps)\b", screen))
 
 
-def test_a_cpu_is_told_no_rate_that_means_nothing(monkeypatch, tmp_path):
-    screen, log = seen(monkeypatch, tmp_path, 80, step_stats.Devices("cpu", "cpu", 8, None))
+def test_cpu_has_no_rates_per_gpu(monkeypatch, tmp_path):
+    screen, log = show_run(monkeypatch, tmp_path, 80, step_stats.Devices("cpu", "cpu", 8, None))
     for text in ("TFLOP/s per GPU", "MFU", "days to", "  GiB", "/GPU"):
         assert text not in screen
         assert text not in log.partition("measured\n")[2]
     assert re.search(r"^ +1 +10\.7634 +1\.500 +9\.400 +111,551", screen, re.M)
 
 
-def test_where_there_is_no_terminal_nothing_is_drawn(monkeypatch, capsys):
+def test_no_screen_without_a_terminal(capsys):
     assert terminal.on_screen() is None
 
 
-def test_a_run_that_failed_before_a_step_says_so():
+def test_summary_of_a_run_without_steps():
     result = {"device": vars(H100), "name": NAME, "status": "failed", "reason": "no room"}
-    told = terminal.summary(terminal.closing(result))
-    assert re.search(r"^status +failed no room$", told, re.M)
-    assert re.search(r"^published +no step was measured$", told, re.M)
+    summary = terminal.summary(terminal.closing(result))
+    assert re.search(r"^status +failed no room$", summary, re.M)
+    assert re.search(r"^published +no step was measured$", summary, re.M)
 
 
-def test_names_are_cut_where_words_of_them_end():
+def test_long_names_are_broken_after_underscores():
     for width in (20, 33, 60):
         lines = terminal.folded(NAME, width)
         assert "".join(lines) == NAME

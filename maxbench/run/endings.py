@@ -1,0 +1,69 @@
+"""How a run ends: stop requests, and the status, reason and exit code of an exception."""
+
+import signal
+from collections.abc import Callable
+from typing import NamedTuple
+
+from maxbench.config.errors import UserError
+from maxbench.config.run import Run
+from maxbench.distributed.peer_watch import GRACE_S, PeerWatch
+from maxbench.run.log_writer import FolderDeleted, Log
+from maxbench.run.step_timer import RunFailed
+
+EX_TEMPFAIL = 75  # sysexits.h: try again later
+INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
+DISK_FULL = ("No space left on device", "Disk quota exceeded")
+
+
+class Ending(NamedTuple):
+    """The end of a run that raised."""
+
+    status: str  # stopped | failed
+    reason: str
+    code: int  # exit code; 0: a defect of the program, which keeps its traceback
+
+
+def explain(e: BaseException, run: Run, log: Log | None, peers: PeerWatch | None) -> Ending:
+    """The ending of a run from its exception."""
+    if isinstance(e, KeyboardInterrupt):
+        steps = log.times if log else {}
+        when = f"at step {max(steps)}" if steps else "before the first step"
+        return Ending("stopped", f"stopped by you {when}", INTERRUPTED)
+    if log and (deleted := _folder_deleted(log)):
+        return Ending("failed", deleted, 1)
+    if isinstance(e, UserError):
+        return Ending("failed", str(e), 2)
+    if isinstance(e, RunFailed):
+        return Ending("failed", str(e), 1)
+    if peers and peers.lost.wait(GRACE_S):  # the exception is a consequence of the loss
+        return Ending("failed", peers.reason, 1)
+    for text in DISK_FULL:
+        if text in str(e):  # tensorstore raises no OSError
+            return Ending("failed", f"{text}: output_dir={run.output.dir!r}", 1)
+    first_line = str(e).splitlines()[0] if str(e) else ""
+    return Ending("failed", f"{type(e).__name__}: {first_line}", 0)
+
+
+def _folder_deleted(log: Log) -> str:
+    """Why the exception is a consequence of a deleted folder, or ''."""
+    try:
+        log.check_folder()
+    except FolderDeleted as e:
+        return str(e)
+    return ""
+
+
+def stop_requests(peers: PeerWatch | None) -> Callable[[int], str]:
+    """Handles SIGTERM: the step in progress is finished, and saved if checkpoints are on.
+
+    Several processes agree on their last step, whichever of them gets the signal.
+
+    Returns:
+      A function of the next step: why that one is the last, or ''.
+    """
+    received: list[str] = []
+    record = lambda number, _: received.append(signal.Signals(number).name)
+    signal.signal(signal.SIGTERM, record)
+    if peers:
+        return lambda step: "SIGTERM" if peers.is_last_step(step, bool(received)) else ""
+    return lambda step: received[0] if received else ""

@@ -1,0 +1,150 @@
+"""result.json: configuration, environment, timings and figures of one run."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from maxbench.config import environment
+from maxbench.config.run import Run
+from maxbench.metrics import flops, step_stats
+from maxbench.step import xla_options
+
+SCHEMA = 1  # of result.json
+# Key of `job` -> the variable of Slurm that has it.
+JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
+
+
+@dataclasses.dataclass
+class CheckpointLoad:
+    """The checkpoint that a run resumed from."""
+
+    path: str
+    seconds: float
+    bytes: int
+    skipped: list[str]  # newer checkpoints, with the reason why each cannot be used
+    changed: list[str]  # settings that differ from the saved run's
+
+
+@dataclasses.dataclass
+class CheckpointSave:
+    """Times of one save: training waits for `seconds`, the rest runs in the background."""
+
+    step: int
+    start: float  # seconds since 1970
+    seconds: float
+    background_s: float
+    bytes: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunResult:
+    """Contents of result.json. The file has no key for None, nor for an empty list of saves."""
+
+    schema: int = SCHEMA
+    name: str
+    status: str = "running"  # running | done | stopped | failed
+    reason: str | None = None  # of a status other than done, or ''
+    command: list[str]
+    started: float  # seconds since 1970
+    ended: float | None = None
+    device: dict[str, Any]
+    mocked: bool
+    parameters: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    git: str
+    environment: dict[str, str]
+    xla_options: dict[str, Any]
+    processes: int
+    job: dict[str, str]
+    flops_conventions: list[str]
+    # Compilation, before the first step.
+    lower_s: float | None = None
+    compile_s: float | None = None
+    state_gib: float | None = None  # per device
+    temporary_gib: float | None = None  # per device
+    attention: str | None = None
+    quantization: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # by dtype
+    compilation_cache: str | None = None  # hit | miss
+    checkpoint_load: CheckpointLoad | None = None
+    # Steps.
+    start_to_first_step_s: float | None = None
+    loss: dict[str, tuple[int, float]] | None = None  # first and last: step and loss
+    peak_bytes: int | None = None
+    checkpoint_saves: list[CheckpointSave] = dataclasses.field(default_factory=list)
+    # Hosts side by side, after the last step (distributed/stragglers.py).
+    hosts: dict[str, dict] | None = None
+    slow_hosts: list[str] | None = None
+    # Figures of the measured window.
+    steps_done: int | None = None
+    window: tuple[int, int] | None = None  # first and last measured step
+    step_s: dict[str, float] | None = None  # step_stats.statistics_of()
+    performance: dict[str, Any] = dataclasses.field(default_factory=dict)  # top level in the file
+    published: dict[str, Any] | None = None  # comparison with a published figure
+
+    @classmethod
+    def of_run(
+        cls, run: Run, devices: step_stats.Devices, command: Sequence[str], processes: int
+    ) -> "RunResult":
+        """The result at the start of a run, with all that is known before compilation."""
+        return cls(
+            name=run.name,
+            command=list(command),
+            started=time.time(),
+            device=dataclasses.asdict(devices),
+            mocked=bool(run.runtime.mock_gpus),
+            parameters=flops.params(run.model),
+            config=run.asdict(),
+            versions=environment.versions(),
+            git=environment.git_revision(),
+            environment=environment.variables(),
+            xla_options=xla_options.xla_options(devices.platform, run),
+            processes=processes,
+            job={key: os.environ[name] for key, name in JOB.items() if name in os.environ},
+            flops_conventions=list(flops.CONVENTIONS),
+        )
+
+    def record_loss(self, step: int, loss: float) -> None:
+        """Records the loss of a step as the last, and the first one as the first, too."""
+        first = self.loss["first"] if self.loss else (step, loss)
+        self.loss = {"first": first, "last": (step, loss)}
+
+    def record_figures(
+        self, run: Run, devices: step_stats.Devices, times: dict[int, float]
+    ) -> None:
+        """Computes the figures of the measured window, each with its convention.
+
+        Args:
+          times: seconds of each step.
+        """
+        steps, step_s = step_stats.measured_window(run.train.window, times)
+        self.steps_done = len(times)
+        if not step_s:
+            return
+        self.window = (steps[0], steps[-1])
+        self.step_s = step_stats.statistics_of(step_s)
+        mean_s = self.step_s["mean"]
+        self.performance = step_stats.performance_figures(run, devices.gpu_type, mean_s)
+        self.published = _compare_with_published(run, devices, mean_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that result.json contains."""
+        values = dataclasses.asdict(self)
+        quantization, performance = values.pop("quantization"), values.pop("performance")
+        if not values["checkpoint_saves"]:
+            del values["checkpoint_saves"]
+        present = {name: value for name, value in values.items() if value is not None}
+        return present | quantization | performance
+
+
+def _compare_with_published(run: Run, devices: step_stats.Devices, step_s: float) -> dict[str, Any]:
+    """The published figure of the same work, and this run's share of its tokens/s per GPU."""
+    if devices.gpu_type is None:
+        return {"verdict": f"not comparable: ran on {devices.kind}"}
+    if run.runtime.mock_gpus:
+        return {"verdict": "not comparable: the network was mocked"}
+    comparison = step_stats.compare_with_published(run, devices.gpu_type)
+    share = lambda: f"{comparison.share(step_s):.1%} of the published tokens/s"
+    return comparison.about | {"verdict": comparison.refusal or share()}

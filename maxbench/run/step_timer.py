@@ -1,0 +1,65 @@
+"""Step times, from completion to completion, while the next step is already dispatched."""
+
+import math
+import time
+from concurrent import futures
+
+import jax
+
+from maxbench.run import process_stats
+from maxbench.run.log_writer import Log
+
+
+class RunFailed(Exception):
+    """A run that must not continue; the message is the reason."""
+
+
+class StepTimer:
+    """Records each dispatched step when it completes.
+
+    A thread waits for the steps in their order. The main thread cannot: on a GPU, whose launch
+    queue is short, the call that dispatches a step may return only near the end of that step.
+    """
+
+    def __init__(self, log: Log):
+        self.log, self.device = log, jax.local_devices()[0]
+        self.thread = futures.ThreadPoolExecutor(1)
+        self.newest = self.thread.submit(lambda: None)
+        self.last_end = time.perf_counter()
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Adds a dispatched step with its metrics; returns once the step before is recorded.
+
+        Raises:
+          RunFailed: the loss or gradient norm of the step before is not finite.
+        """
+        previous = self.newest
+        self.newest = self.thread.submit(self._record, previous, step, metrics)
+        previous.result()
+
+    def drain(self) -> None:
+        """Waits until all steps are recorded.
+
+        Raises:
+          RunFailed: a loss or gradient norm is not finite.
+        """
+        self.newest.result()
+
+    def restart(self) -> None:
+        """Starts the next step's time now; call after drain()."""
+        self.last_end = time.perf_counter()
+
+    def _record(self, previous: futures.Future, step: int, metrics: dict[str, jax.Array]) -> None:
+        previous.result()  # raises after a failed step, so that no later one is recorded
+        jax.block_until_ready(metrics)
+        end = time.perf_counter()
+        step_s, self.last_end = end - self.last_end, end
+        if not self.log.times:
+            self.log.result.start_to_first_step_s = process_stats.since_start_s()
+        values = {name: float(x) for name, x in metrics.items()}
+        self.log.step(step, step_s, values, process_stats.memory_use(self.device))
+        if self.log.result.mocked:  # mocked collectives leave their outputs unwritten
+            return
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(values[name]):
+                raise RunFailed(f"{name} is {values[name]} at step {step}: later steps are void")

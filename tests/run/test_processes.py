@@ -1,0 +1,62 @@
+"""Runs of several processes: the same losses as of one, and a lost process is named."""
+
+import json
+import signal
+
+import pytest
+
+from benchmarks import kills
+from tests.run.conftest import MESH, folder_of, losses
+
+FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32"]
+FLAGS += ["--config.precision.grads=fp32", "--steps", "6", *(f"--{k}={v}" for k, v in MESH.items())]
+
+
+def train_pair(tmp_path, by: str, *flags: str) -> None:
+    """Trains on two processes with four devices each, which find each other by flags or by jax's
+    environment variables."""
+    address, started, output = kills.free_address(), [], tmp_path / f"{by}.txt"
+    for i in range(2):
+        more, env = ["--coordinator", address, "--processes", "2", "--process", str(i)], {}
+        if by == "environment":
+            more, env = [], {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+            env["JAX_PROCESS_ID"] = str(i)
+        words = [*FLAGS, *flags, *more]
+        started.append(kills.start_process(words, str(output), devices=4, **env))
+    for process in started:
+        process.join()
+        assert process.exitcode == 0, output.read_text()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("reference_run")
+def test_two_processes_train_as_one(reference_run, train, tmp_path):
+    """And resume each other's checkpoints."""
+    every = "--config.output.checkpoint_every=5"
+    train_pair(tmp_path, "flags", every, "--output_dir", str(tmp_path / "two"))
+    two = folder_of(tmp_path / "two")
+    fifth = str(two / "checkpoints/5")
+    train_pair(tmp_path, "environment", "--resume", fifth, "--output_dir", str(tmp_path / "more"))
+    one = losses(reference_run)
+    assert losses(two) == pytest.approx(one, rel=1e-5)
+    assert losses(folder_of(tmp_path / "more")) == {5: losses(two)[5]}
+    assert len(list((tmp_path / "two").rglob("result.json"))) == 1
+    code, printed = train(tmp_path / "one", steps=6, resume=fifth, **MESH)
+    assert code == 0, printed
+    assert losses(folder_of(tmp_path / "one")) == pytest.approx({5: one[5]}, rel=1e-5)
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+def test_killed_process_is_named_and_ends_the_run(tmp_path, lost):
+    run = kills.RunProcesses(tmp_path, kills.ENDLESS, processes=2)
+    run.wait_until(lambda: run.folder() and losses(run.folder()))
+    run.processes[lost].kill()
+    codes = run.exit_codes()
+    assert codes[lost] == -signal.SIGKILL
+    assert codes[1 - lost] not in (0, -signal.SIGKILL)
+    result = json.loads((run.folder() / "result.json").read_text())
+    reason = f"process {lost} of 2 on n{lost} died, see {run.output_path}"
+    assert (result["status"], result["reason"]) == ("failed", reason)
+    assert result["steps_done"] > 0
+    assert f"error: {reason}" in run.printed()
+    assert "Traceback" not in run.printed()
