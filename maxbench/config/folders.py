@@ -1,7 +1,5 @@
 """Names of run folders: experiments/<name>/<name>_<timestamp>."""
 
-import contextlib
-import itertools
 import pathlib
 import time
 
@@ -30,8 +28,12 @@ def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
 
     The timestamp is the time in seconds, or the first later one without a folder.
     """
-    for stamp in itertools.count(int(time.time())):
+    stamp = int(time.time())
+    while True:
         folder = out / "experiments" / name / f"{name}_{stamp}"
-        with contextlib.suppress(FileExistsError):
+        try:
             folder.mkdir(parents=True)
+        except FileExistsError:
+            stamp += 1
+        else:
             return folder, stamp

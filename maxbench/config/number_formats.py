@@ -35,20 +35,19 @@ class Format:
         return self.dtype != self.compute
 
 
-_FP8 = {"dtype": "fp8", "compute": "bf16", "peak": "fp8", "bytes": 1, "conversions": (10, 6)}
-_TENSOR = _FP8 | {"reads": ("f8e4m3fn", "f8e5m2"), "arithmetic": "fp8_per_tensor", "multiple": 16}
-_BLOCKS = _FP8 | {"reads": ("f8e4m3fn",), "multiple": 32, "blocks": True, "capability": (10, 0)}
+_BF16 = Format(name="bf16", dtype="bf16", compute="bf16", peak="bf16", reads=("bf16",), bytes=2)
+_FP32 = Format(name="fp32", dtype="fp32", compute="fp32", peak="bf16", reads=("f32",), bytes=4)
+_CURRENT = Format(
+    name="current", dtype="fp8", compute="bf16", peak="fp8", reads=("f8e4m3fn", "f8e5m2"), bytes=1,
+    arithmetic="fp8_per_tensor", multiple=16, conversions=(10, 6),
+)  # fmt: skip
+_DELAYED = dataclasses.replace(_CURRENT, name="delayed", amax_history=True)
+_MXFP8 = dataclasses.replace(
+    _CURRENT, name="mxfp8", reads=("f8e4m3fn",), arithmetic="mxfp8", multiple=32, blocks=True,
+    capability=(10, 0),
+)  # fmt: skip
 # The default scaling of a dtype is the first format that the GPU supports.
-FORMATS = {
-    f.name: f
-    for f in (
-        Format(name="bf16", dtype="bf16", compute="bf16", peak="bf16", reads=("bf16",), bytes=2),
-        Format(name="fp32", dtype="fp32", compute="fp32", peak="bf16", reads=("f32",), bytes=4),
-        Format(name="mxfp8", arithmetic="mxfp8", **_BLOCKS),
-        Format(name="current", **_TENSOR),
-        Format(name="delayed", amax_history=True, **_TENSOR),
-    )
-}
+FORMATS = {f.name: f for f in (_BF16, _FP32, _MXFP8, _CURRENT, _DELAYED)}
 DTYPES = tuple(dict.fromkeys(f.dtype for f in FORMATS.values()))
 PEAKS = {f.dtype: f.peak for f in FORMATS.values()}  # by precision.dtype
 SCALINGS = tuple(f.name for f in FORMATS.values() if f.quantized)

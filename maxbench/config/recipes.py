@@ -38,8 +38,11 @@ PRESETS = {
     "fp8": {"precision": {"dtype": "fp8"}},
     "rehearse": TOY_SIZES,  # the row's layout with axes of at most 2, on virtual CPU devices
 }
-LAYOUT_COLUMNS = ("gpus", "dtype", "scaling", "gpu_type", "layers", "seq", *AXES)
-LAYOUT_COLUMNS += ("vp", "mbs", "gbs")
+LAYOUT_COLUMNS = (  # that every table of layouts has
+    *("gpus", "dtype", "scaling", "gpu_type", "layers", "seq"),
+    *AXES,
+    *("vp", "mbs", "gbs"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,19 +89,18 @@ def workload(
     Raises:
       UserError: a section, a field, a value or the table is invalid.
     """
-    sections = _parse_sections(dict(model=model, train=train, optim=optim, **sections))
-    variants = {name: _parse_sections(settings) for name, settings in (variants or {}).items()}
+    checked = _parse_sections(dict(model=model, train=train, optim=optim, **sections))
     table(layouts)  # raises if it is invalid
     config = {
         "layouts": layouts,
         "presets": tuple(name for name in (presets or "").split(",") if name),
-        "known": PRESETS | variants,
+        "known": PRESETS | {n: _parse_sections(fields) for n, fields in (variants or {}).items()},
         "fp8": _parse_sections(fp8 or {}),
         "launch": _with_defaults(Launch, "launch", launch or {}),
         "published": dict(published or {}),
     }
     for name, cls in SECTIONS.items():
-        config[name] = _with_defaults(cls, name, sections.get(name, {}))
+        config[name] = _with_defaults(cls, name, checked.get(name, {}))
     return ConfigDict(config).lock()
 
 
@@ -112,7 +114,7 @@ def _parse_sections(sections: Mapping[str, Mapping]) -> dict[str, dict]:
 def _parse(cls: type, section: str, values: Mapping) -> dict:
     """Checked values of some fields of a section."""
     renamed.check_section(section, values)
-    fields, parsed = cls.__dataclass_fields__, {}
+    fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
     for name, value in values.items():
         check_choice(f"a field of {section}", name, fields)
         field, path = fields[name], f"{section}.{name}"
@@ -134,7 +136,8 @@ def table(layouts: str) -> list[dict[str, Any]]:
     Raises:
       UserError: a column is missing, or a row has too many or too few cells.
     """
-    header, *lines = [line.split() for line in layouts.splitlines() if line.strip()] or [[]]
+    cells_of = [line.split() for line in layouts.splitlines() if line.strip()]
+    header, lines = (cells_of[0], cells_of[1:]) if cells_of else ([], [])
     renamed.check_columns(header)
     if lines and (missing := {*LAYOUT_COLUMNS} - {*header}):
         raise UserError(f"layouts has no column {', '.join(sorted(missing))}; it has {header}")
@@ -142,9 +145,9 @@ def table(layouts: str) -> list[dict[str, Any]]:
         if len(cells) != len(header):
             row = f"the row {' '.join(cells)!r} has {len(cells)} cells"
             raise UserError(f"layouts: {row}, its header has {len(header)}; give as many")
-    number = lambda text: int(text) if text.isdecimal() else text
-    rows = [dict(zip(header, map(number, cells), strict=True)) for cells in lines]
-    return [row | {"dtype": dtype} for row in rows for dtype in row["dtype"].split(",")]
+    value = lambda text: int(text) if text.isdecimal() else text
+    rows = [dict(zip(header, map(value, cells), strict=True)) for cells in lines]
+    return [row | {"dtype": dtype} for row in rows for dtype in str(row["dtype"]).split(",")]
 
 
 def load(path: str | pathlib.Path, *presets: str) -> ConfigDict:
@@ -161,7 +164,7 @@ def load(path: str | pathlib.Path, *presets: str) -> ConfigDict:
         return config
     except (Exception, SystemExit) as e:
         error = traceback.TracebackException.from_exception(e)
-        lines = [frame.lineno for frame in error.stack if frame.filename == path]
+        lines: list[Any] = [frame.lineno for frame in error.stack if frame.filename == path]
         lines += [error.lineno] if getattr(error, "filename", "") == path else []  # a syntax error
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{error}") from None
@@ -206,8 +209,8 @@ def display_name(model: str, size: str) -> str:
     size, *presets = size.split("-")
     if not (files := find_workloads(model, size)):
         return " ".join([model, size, *presets]).strip()
-    title = ast.get_docstring(ast.parse(files[0].read_text())).partition(",")[0]
-    return " ".join([title, *presets])
+    docstring = ast.get_docstring(ast.parse(files[0].read_text())) or ""
+    return " ".join([docstring.partition(",")[0], *presets])
 
 
 def models() -> list[str]:

@@ -39,7 +39,7 @@ class NoRow(UserError):
 
 
 class RowKey(NamedTuple):
-    """What selects a row of a table of layouts."""
+    """The values that select a row of a table of layouts."""
 
     gpus: int
     gpu_type: str  # of the run

@@ -4,6 +4,7 @@ Every check raises UserError with the value, why it is invalid, and what would w
 """
 
 import dataclasses
+from typing import Any
 
 from maxbench.config import number_formats, run_checks
 from maxbench.config.errors import UserError, check_choice, nearest
@@ -306,4 +307,13 @@ class Run:
         run_checks.check(self)
 
 
-SECTIONS = {f.name: f.type for f in dataclasses.fields(Run) if f.type is not GpuTypes}
+SECTIONS: dict[str, Any] = {  # name of a section of Run -> its class
+    "model": Model,
+    "layout": Layout,
+    "train": Train,
+    "optim": Optim,
+    "precision": Precision,
+    "output": Output,
+    "runtime": Runtime,
+    "profile": Profile,
+}

@@ -68,6 +68,7 @@ def _check_experts(run: "Run") -> None:
 def _check_sharded_dims(run: "Run") -> None:
     """Mesh axes divide the dims that they shard, of every layer group."""
     a, m = run.layout, run.model
+    axes_of: dict[str, tuple[str, ...]]
     axes_of = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tp",))
     axes_of |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
     for (_, layer), (dim, axes) in itertools.product(m.stacks, axes_of.items()):

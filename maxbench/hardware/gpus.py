@@ -14,7 +14,7 @@ import pathlib
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NewType
 
 PeakFraction = NewType("PeakFraction", float)  # above 0, at most 1
@@ -23,7 +23,8 @@ Microseconds = NewType("Microseconds", float)  # at least 0
 # Rows that `maxbench calibrate` measures. The last value of a row is measured over modelled time.
 # GEMMs: operand type as in HLO, layout (nn, nt or tn), m, n, k, batch.
 # Kernels other than GEMMs: kind (calibration/microbenchmarks.py), bytes moved.
-Products, Kernels = NewType("Products", tuple), NewType("Kernels", tuple)
+Products = NewType("Products", tuple)
+Kernels = NewType("Kernels", tuple)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ def _is_texts(value: Any) -> bool:
 
 
 # Type of a field -> check of a value, and the words of a message for it.
-_CHECKS = {
+_CHECKS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     str: (lambda v: isinstance(v, str) and v, "text"),
     int: (lambda v: type(v) is int and v >= 1, "a whole number, at least 1"),
     float: (lambda v: _is_number(v, 1e-9, 1e30), "a number above 0"),
@@ -253,7 +254,7 @@ def _gpu(values: Mapping[str, Any], known: Mapping[str, Gpu]) -> Gpu:
 def _record(cls: type, values: Mapping, base: Any, prefix: str = "") -> Any:
     """A record of class cls: the fields of base, if any, with checked values in their place."""
     fields = dict(vars(base)) if base else {}
-    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    kinds: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
     for key, value in values.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1)

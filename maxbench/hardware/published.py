@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 MIN_PROGRAMS = 3  # with published rows, for an error band of their kind
 
@@ -44,8 +44,8 @@ def rows() -> tuple[Published, ...]:
     kinds = [f.type if f.type in (str, int) else float for f in dataclasses.fields(Published)]
     with open(pathlib.Path(__file__).with_name("published.csv"), newline="") as f:
         _, *lines = csv.reader(f)
-    read = lambda kind, text: kind(text) if text else None
-    return tuple(Published(*map(read, kinds, line)) for line in lines)
+    value: Callable[[Any, str], Any] = lambda kind, text: kind(text) if text else None
+    return tuple(Published(*map(value, kinds, line)) for line in lines)
 
 
 class Comparison(NamedTuple):
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 
     def share(self, step_s: float) -> float | None:
         """Fraction of the published tokens/s at a step time; None if there is a refusal."""
-        return None if self.refusal else self.row.step_s / step_s
+        return None if self.row is None or self.refusal else self.row.step_s / step_s
 
 
 def compare(
