@@ -3,16 +3,17 @@
 #
 #   ./install_te.sh [PYTHON]        default: python3
 #
-# Its core comes as a wheel, its JAX part as source, which pip alone builds against the wrong CUDA.
-# Built here once (3 minutes on 2 cores) and kept in ${XDG_CACHE_HOME:-~/.cache}/maxbench/wheels.
+# Its core is published as a wheel, its JAX part as source, which pip alone builds against the wrong
+# CUDA version. It is built once (3 minutes on 2 cores); the wheel is kept in
+# ${XDG_CACHE_HOME:-~/.cache}/maxbench/wheels.
 set -eu -o pipefail
 
-VERSION=2.20.2 # of all its parts
+VERSION=2.20.2 # of all packages
 PYTHON=${1:-python3}
 SITE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 pip() { "$PYTHON" -m pip --quiet --disable-pip-version-check "$@"; }
 
-# What the wheel is built against names its folder.
+# The versions that the wheel is built against; they name its folder.
 BUILT=$("$PYTHON" - <<'END'
 import platform
 import sys
@@ -27,7 +28,7 @@ for cuda in (13, 12):
     print(f"jax{jax}-cu{cuda}-{python}-{platform.machine()}")
     break
 else:
-    sys.exit("install_te: error: no jax[cuda12] or jax[cuda13] here; pip install 'jax[cuda13]'")
+    sys.exit("install_te: error: this Python has neither jax[cuda12] nor jax[cuda13]; pip install 'jax[cuda13]'")
 END
 )
 [[ "$BUILT" =~ -cu(12|13)- ]]
@@ -37,7 +38,7 @@ WHEELS=${XDG_CACHE_HOME:-$HOME/.cache}/maxbench/wheels/te$VERSION-$BUILT
 suffix=
 if [[ "$CUDA" == 12 ]]; then
   suffix=-cu12
-  # Where there is no CUDA toolkit, TE looks for libcudart by this name.
+  # Without a CUDA toolkit, TE loads libcudart from this path.
   ln -sfn cuda_runtime "$SITE/nvidia/cudart"
 fi
 pip install "transformer-engine-cu$CUDA==$VERSION" "transformer-engine==$VERSION" \
@@ -50,11 +51,11 @@ if ! compgen -G "$WHEELS/*.whl" >/dev/null; then
     export CPLUS_INCLUDE_PATH="$include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}"
   done
   mkdir -p "$WHEELS"
-  made=$(mktemp -d "$WHEELS/build.XXXX")
-  # pip's own cache knows the source's version only: its wheel may be of another CUDA.
-  pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir "$made" \
+  build=$(mktemp -d "$WHEELS/build.XXXX")
+  # pip's cache is keyed by the version of the source alone: its wheel may be for another CUDA.
+  pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir "$build" \
     "transformer-engine-jax==$VERSION"
-  mv "$made"/*.whl "$WHEELS" # whole or not there: another job may look at the same time
-  rmdir "$made"
+  mv "$build"/*.whl "$WHEELS" # atomic: another job may be installing at the same time
+  rmdir "$build"
 fi
 pip install "$WHEELS"/*.whl

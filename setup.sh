@@ -3,17 +3,17 @@
 #SBATCH --nodes=1
 #SBATCH --time=01:00:00
 #
-# Makes what a run needs under STAGE_PATH. Can be run again: it looks at what is there.
+# Installs what a run needs under STAGE_PATH. Run again, it installs only what is missing.
 #
-#   ./setup.sh --cpu                 a laptop: Python environment, then a tiny run on the CPU
-#   STAGE_PATH=/lustre/me/maxbench ./setup.sh             a cluster
-#   sbatch -A acct -p batch -N 1 setup.sh                 the same, on a node with GPUs
-#   STAGE_PATH=... ./setup.sh --cpu  and on a login node of another architecture than the nodes
+#   ./setup.sh --cpu                              laptop: Python environment, tiny run on the CPU
+#   STAGE_PATH=/lustre/me/maxbench ./setup.sh     cluster
+#   sbatch -A acct -p batch -N 1 setup.sh         the same, on a node with GPUs
+#   STAGE_PATH=... ./setup.sh --cpu               login node of another architecture than the nodes
 #
 # The Python environment is $STAGE_PATH/venv-x86_64 or venv-aarch64; $STAGE_PATH/venv/bin/maxbench
-# and .../python are the one of the machine they are called on. With enroot a container image comes
-# to $STAGE_PATH/maxbench.sqsh too; SETUP=venv leaves it out. Where Slurm is, `maxbench cluster`
-# writes $STAGE_PATH/cluster.toml: account, partition, GPU type and the like, for launch.sh.
+# and .../python select the one of the current machine. With enroot, a container image is created
+# as $STAGE_PATH/maxbench.sqsh too, unless SETUP=venv. With Slurm, `maxbench cluster` writes
+# $STAGE_PATH/cluster.toml for launch.sh: account, partition, GPU type and others.
 # Variables: STAGE_PATH (or LLMB_INSTALL), CUDA=12|13, SETUP=auto|enroot|venv, IMAGE, TE=true|false.
 set -eu -o pipefail
 
@@ -28,36 +28,36 @@ for option in "$@"; do
   case "$option" in
     --cpu) CPU=true ;;
     --help | -h)
-      sed -n '6,16s/^# \{0,1\}//p' "$0"
+      sed -n '6,17s/^# \{0,1\}//p' "$0"
       exit 0
       ;;
-    *) fail "unknown option '$option'; there are --cpu and --help" ;;
+    *) fail "unknown option '$option'; the options are --cpu and --help" ;;
   esac
 done
 
 find_root() {
-  local place
-  for place in "${MAXBENCH_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-}"; do
-    if [[ -f "$place/maxbench/train.py" ]]; then
-      (cd "$place" && pwd)
+  local root
+  for root in "${MAXBENCH_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-}"; do
+    if [[ -f "$root/maxbench/train.py" ]]; then
+      (cd "$root" && pwd)
       return
     fi
   done
-  fail "cannot find maxbench; set MAXBENCH_ROOT to where it was cloned"
+  fail "cannot find maxbench; set MAXBENCH_ROOT to its checkout"
 }
 
 ROOT=$(find_root)
 STAGE=${STAGE_PATH:-${LLMB_INSTALL:-$ROOT}}
 CUDA=${CUDA:-13}
 SETUP=${SETUP:-auto}
-# The one place of the image: a monthly tag; what it was when the image was made is kept beside it.
-# With enroot 4 also by digest: ...jax@sha256:...
+# The image is named only here, by a monthly tag; its digest is recorded when the image is created.
+# enroot 4 also accepts a digest: ...jax@sha256:...
 IMAGE=${IMAGE:-docker://nvcr.io#nvidia/jax:26.06-py3}
 TE=${TE:-false}
 [[ "$CUDA" =~ ^(12|13)$ ]] || fail "CUDA='$CUDA' is not one of 12, 13"
 [[ "$SETUP" =~ ^(auto|enroot|venv)$ ]] || fail "SETUP='$SETUP' is not one of auto, enroot, venv"
 [[ "$TE" =~ ^(true|false)$ ]] || fail "TE='$TE' is not one of true, false"
-mkdir -p "$STAGE" || fail "STAGE_PATH='$STAGE' cannot be made; choose a folder you may write to"
+mkdir -p "$STAGE" || fail "STAGE_PATH='$STAGE' cannot be created; choose a folder that you can write to"
 [[ "$CPU" == true ]] && SETUP=venv TE=false
 
 if [[ "$SETUP" == auto ]]; then
@@ -65,15 +65,15 @@ if [[ "$SETUP" == auto ]]; then
   command -v enroot >/dev/null && SETUP=enroot
 fi
 if [[ "$SETUP" == enroot ]] && ! command -v enroot >/dev/null; then
-  fail "enroot is not on PATH; SETUP=venv makes a Python environment instead"
+  fail "enroot is not on PATH; SETUP=venv creates a Python environment instead"
 fi
 say "STAGE_PATH=$STAGE SETUP=$SETUP CUDA=$CUDA"
 
-# A Python of 3.11 or later, with a venv around it; uv brings its own where it is installed.
+# Creates a venv of Python 3.11 or later; uv, if installed, downloads Python 3.12.
 make_venv() {
   local python
   "$VENV/bin/python" -c 'import pip' 2>/dev/null && return
-  rm -rf "$VENV" # of a Python that is gone, or half made
+  rm -rf "$VENV" # incomplete, or of a Python that no longer exists
   if command -v uv >/dev/null; then
     uv venv --quiet --seed --python 3.12 "$VENV"
     return
@@ -82,7 +82,7 @@ make_venv() {
     if command -v "$python" >/dev/null &&
       "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
       "$python" -m venv "$VENV" && return
-      fail "$python cannot make a venv: install its venv package (python3-venv), or uv"
+      fail "$python cannot create a venv: install its venv package (python3-venv), or uv"
     fi
   done
   fail "no Python 3.11 or later; install one, or uv (https://docs.astral.sh/uv)"
@@ -96,11 +96,11 @@ install() {
   fi
 }
 
-# Whether the environment has all that maxbench needs, and what is named; says what it lacks.
+# Whether the environment has the requirements of maxbench and further ones; prints what is missing.
 has() { "$VENV/bin/python" -I "$ROOT/launch/needs.py" "$ROOT" "$@"; }
 
-# Commands that are those of the environment of whatever machine they are called on.
-make_doors() {
+# Writes wrappers of commands that run the environment of the current machine's architecture.
+make_wrappers() {
   local name
   mkdir -p "$STAGE/venv/bin"
   for name in python maxbench; do
@@ -108,7 +108,7 @@ make_doors() {
 #!/bin/bash
 venv=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)-$(uname -m)
 if [[ ! -x "$venv/bin/python" ]]; then
-  echo "error: there is no $venv: run setup.sh on a machine of this kind, $(uname -m)" >&2
+  echo "error: $venv does not exist: run setup.sh on a machine of this architecture" >&2
   exit 2
 fi
 exec "$venv/bin/${0##*/}" "$@"
@@ -120,7 +120,7 @@ END
 
 VENV=$STAGE/venv-$(uname -m)
 [[ ! -f "$STAGE/venv/pyvenv.cfg" ]] ||
-  fail "$STAGE/venv is an environment that setup did not make; move it away, or give another STAGE_PATH"
+  fail "$STAGE/venv is an environment that setup.sh did not create; move it, or set another STAGE_PATH"
 make_venv
 needs=()
 if [[ "$SETUP" == venv && "$CPU" == false ]]; then
@@ -129,22 +129,22 @@ fi
 if ! has ${needs[@]+"${needs[@]}"}; then
   say "packages ..."
   install -e "$ROOT" ${needs:+"jax[cuda$CUDA]>=0.10.2,<0.13"}
-  has ${needs[@]+"${needs[@]}"} || fail "$VENV lacks what is said above; remove it and start again"
+  has ${needs[@]+"${needs[@]}"} || fail "$VENV lacks the requirement above; remove it and run setup.sh again"
 fi
 if [[ "$SETUP" == venv && "$TE" == true ]] && ! has transformer-engine-jax; then
   say "Transformer Engine ..."
   "$ROOT/install_te.sh" "$VENV/bin/python"
 fi
-make_doors
+make_wrappers
 
-# What the cluster is, for launch.sh; where that cannot be said, all else goes on.
-ask_cluster() {
+# Writes cluster.toml for launch.sh; if that fails, setup continues without it.
+write_cluster() {
   STAGE_PATH=$STAGE "$STAGE/venv/bin/maxbench" cluster ||
-    say "later: STAGE_PATH=$STAGE $STAGE/venv/bin/maxbench cluster; the rest goes on without"
+    say "continuing without cluster.toml; later: STAGE_PATH=$STAGE $STAGE/venv/bin/maxbench cluster"
 }
 in_cluster() { sed -n "s/^$1 = \"\(.*\)\"\$/\1/p" "$STAGE/cluster.toml" 2>/dev/null || true; }
 
-[[ "$CPU" == true ]] || ! command -v scontrol >/dev/null || ask_cluster
+[[ "$CPU" == true ]] || ! command -v scontrol >/dev/null || write_cluster
 
 if [[ "$SETUP" == enroot ]]; then
   node=() image=$STAGE/maxbench.sqsh
@@ -157,8 +157,8 @@ if [[ "$SETUP" == enroot ]]; then
   fi
   say "image of $IMAGE ..."
   ${node[@]+"${node[@]}"} "$ROOT/launch/image.sh" "$IMAGE" "$image"
-  [[ -f "$STAGE/cluster.toml" ]] && RUN_CONF_IMAGE=$image ask_cluster
-  [[ "$(in_cluster RUN_CONF_IMAGE)" == "$image" ]] && image="" # launch.sh finds it there
+  [[ -f "$STAGE/cluster.toml" ]] && RUN_CONF_IMAGE=$image write_cluster
+  [[ "$(in_cluster RUN_CONF_IMAGE)" == "$image" ]] && image="" # launch.sh reads it from there
   say "done. For launch.sh: export STAGE_PATH=$STAGE${image:+ RUN_CONF_IMAGE=$image}"
   exit 0
 fi
@@ -172,7 +172,7 @@ say "a tiny run ..."
 say "done. For launch.sh: export STAGE_PATH=$STAGE"
 nodes=$(in_cluster ARCHITECTURE)
 if [[ -n "${SLURM_JOB_ID:-}" ]]; then
-  say "login node not $(uname -m)? there: ./setup.sh --cpu"
+  say "if the login node is not $(uname -m), run there: ./setup.sh --cpu"
 elif [[ -n "$nodes" && ! -x "$STAGE/venv-$nodes/bin/python" ]]; then
-  say "the nodes are $nodes: sbatch -N 1 setup.sh makes theirs"
+  say "the nodes are $nodes: sbatch -N 1 setup.sh installs their environment"
 fi

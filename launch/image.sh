@@ -1,5 +1,6 @@
 #!/bin/bash
-# Makes FILE, a container image with what maxbench needs, of IMAGE; for setup.sh, on a compute node.
+# Creates FILE, the container image IMAGE plus the packages that maxbench needs. setup.sh runs this
+# on a compute node.
 #
 #   launch/image.sh IMAGE FILE
 set -eu -o pipefail
@@ -7,11 +8,11 @@ IMAGE=$1 FILE=$2
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NAME=maxbench-setup-$$
 
-# [--rw] CONTAINER COMMAND..., with the checkout, as a job has it
+# [--rw] CONTAINER COMMAND...: runs a command in a container with the checkout mounted, as in a job.
 inside() { enroot start --root --mount "$ROOT:$ROOT" --env "PYTHONPATH=$ROOT" "$@"; }
 needs=(python3 "$ROOT/launch/needs.py" "$ROOT")
 
-# What IMAGE is today, sha256:...; '' where enroot (before 4.0) or the registry does not say.
+# Current digest of IMAGE, sha256:...; '' if enroot (before 4.0) or the registry does not report it.
 digest() {
   if [[ "$IMAGE" == *@sha256:* ]]; then
     echo "${IMAGE##*@}"
@@ -20,12 +21,12 @@ digest() {
   fi
 }
 
-{ read -r made_of && read -r was; } 2>/dev/null <"$FILE.from" || true
+{ read -r source && read -r was; } 2>/dev/null <"$FILE.from" || true
 now=$(digest)
-if [[ -f "$FILE" && "${made_of:-}" == "$IMAGE" ]] && inside "$FILE" "${needs[@]}"; then
-  echo "setup: $FILE is made of $IMAGE (${was:-digest not known}) and has all"
+if [[ -f "$FILE" && "${source:-}" == "$IMAGE" ]] && inside "$FILE" "${needs[@]}"; then
+  echo "setup: $FILE, from $IMAGE (${was:-unknown digest}), is complete"
   if [[ -n "${was:-}" && -n "$now" && "$was" != "$now" ]]; then
-    echo "setup: note: $IMAGE is another image by now, $now; to take it, remove $FILE"
+    echo "setup: note: $IMAGE has changed to $now; to use it, remove $FILE"
   fi
   exit 0
 fi
@@ -36,19 +37,19 @@ enroot import --output "$FILE.base" "$IMAGE" || {
   exit 2
 }
 enroot create --name "$NAME" "$FILE.base"
-# The image's own jax stays: one of PyPI would know no GPU.
-# shellcheck disable=SC2016  # for the shell inside
+# The image's own jax stays: the one of PyPI has no GPU support.
+# shellcheck disable=SC2016  # expanded by the shell in the container
 install='
   python3 - "$1" <<"END" >/tmp/needs.txt
 import pathlib, sys, tomllib
 project = tomllib.loads(pathlib.Path(sys.argv[1], "pyproject.toml").read_text())["project"]
 print(*project["dependencies"], sep="\n")
 END
-  python3 - <<"END" >/tmp/kept.txt
+  python3 - <<"END" >/tmp/constraints.txt
 from importlib import metadata
 print(*(f"{name}=={metadata.version(name)}" for name in ("jax", "jaxlib")), sep="\n")
 END
-  python3 -m pip install --quiet --disable-pip-version-check -r /tmp/needs.txt -c /tmp/kept.txt
+  python3 -m pip install --quiet --disable-pip-version-check -r /tmp/needs.txt -c /tmp/constraints.txt
 '
 if ! inside --rw "$NAME" bash -euc "$install" bash "$ROOT" || ! inside "$NAME" "${needs[@]}"; then
   echo "setup: error: maxbench does not run in IMAGE='$IMAGE', see above; give another" >&2
@@ -57,4 +58,4 @@ fi
 enroot export --output "$FILE.part" "$NAME"
 mv "$FILE.part" "$FILE"
 printf '%s\n' "$IMAGE" "$now" >"$FILE.from"
-echo "setup: $FILE is made of $IMAGE (${now:-digest not known: enroot 4.0 tells it})"
+echo "setup: created $FILE from $IMAGE (${now:-unknown digest: needs enroot 4.0})"

@@ -6,14 +6,15 @@
 #SBATCH --time=01:00:00
 #SBATCH --open-mode=append
 #
-# The one door: checks the variables, then submits, or runs where sbatch has put it.
+# Checks the variables and submits the jobs. Started by sbatch itself, it runs the job.
 #
 #   DTYPE=fp8 MODEL_SIZE=8b JOB_TOTAL_GPUS=8 launch/launch.sh            submits
 #   MODEL=llama2 sbatch -A acct -p batch -N 8 launch/launch.sh
-#   launch/launch.sh --dry-run                    the exact sbatch script and train command
-#   launch/launch.sh --wait -- --layers 8         waits for the end; further flags of the trainer
-#   launch/launch.sh --file jobs.toml             the jobs of a file; --suite: and what each must reach
-#   launch/launch.sh --help                       every variable
+#   launch/launch.sh --dry-run                    prints the sbatch script and the train command
+#   launch/launch.sh --wait -- --layers 8         waits for the end; passes flags to the trainer
+#   launch/launch.sh --file jobs.toml             submits the jobs of a file
+#   launch/launch.sh --suite suite.toml           the same, with expected results for the report
+#   launch/launch.sh --help                       lists every variable
 set -eu -o pipefail
 
 if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 2))); then
@@ -21,20 +22,20 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 2))); 
   exit 2
 fi
 
-# Under sbatch this file is a copy in Slurm's spool; Slurm knows where it came from.
+# Under sbatch this file is a copy in Slurm's spool; scontrol knows the original path.
 find_root() {
-  local file="${BASH_SOURCE[0]}" place
+  local file="${BASH_SOURCE[0]}" root
   if [[ -n "${SLURM_JOB_ID:-}" && ! -f "$(dirname "$file")/../maxbench/launch/__main__.py" ]]; then
     file=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*/launch[.]sh\).*|\1|p')
   fi
-  for place in "${MAXBENCH_ROOT:-}" "$(dirname "$file")/.." "${SLURM_SUBMIT_DIR:-}" \
+  for root in "${MAXBENCH_ROOT:-}" "$(dirname "$file")/.." "${SLURM_SUBMIT_DIR:-}" \
     "${STAGE_PATH:-}/maxbench"; do
-    if [[ -f "$place/maxbench/launch/__main__.py" ]]; then
-      (cd "$place" && pwd)
+    if [[ -f "$root/maxbench/launch/__main__.py" ]]; then
+      (cd "$root" && pwd)
       return
     fi
   done
-  echo "launch.sh: cannot find maxbench; set MAXBENCH_ROOT to where it was cloned" >&2
+  echo "launch.sh: cannot find maxbench; set MAXBENCH_ROOT to its checkout" >&2
   return 2
 }
 
@@ -55,10 +56,10 @@ find_python() {
 ROOT=$(find_root)
 PYTHON=$(find_python)
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" MAXBENCH_PYTHON="$PYTHON"
-unset HF_TOKEN # data is synthetic and tokenizers are not used: no token goes anywhere
+unset HF_TOKEN # data is synthetic and no tokenizer is used: no job needs the token
 
 if [[ -n "${SLURM_JOB_ID:-}" && ! "${1:-}" =~ ^(--dry[-_]run|--wait|--(file|suite)(=.*)?|--help|-h)$ ]]; then
-  body=$("$PYTHON" -m maxbench.launch --inside "$@")
-  exec bash -c "$body"
+  script=$("$PYTHON" -m maxbench.launch --inside "$@")
+  exec bash -c "$script"
 fi
 exec "$PYTHON" -m maxbench.launch "$@"

@@ -1,4 +1,4 @@
-"""What a Python lacks to run the maxbench of a checkout: one line and exit code 1; or nothing.
+"""Checks that a Python can run the maxbench of a checkout: otherwise one line and exit code 1.
 
 python needs.py CHECKOUT [further requirements]
 """
@@ -18,12 +18,12 @@ for text in [*project["dependencies"], *more]:
     try:
         found = metadata.version(need.name)
     except metadata.PackageNotFoundError:
-        sys.exit(f"{need.name} is not there")
+        sys.exit(f"{need.name} is not installed")
     if not need.specifier.contains(found, prereleases=True):
-        sys.exit(f"{need.name} is {found}, needed is {need.specifier}")
+        sys.exit(f"{need.name} is {found}, but {need.specifier} is required")
 try:
-    loop = importlib.import_module("maxbench.run.loop")  # all that a run loads
+    loop = importlib.import_module("maxbench.run.loop")  # imports all that a run needs
 except ImportError as e:
     sys.exit(f"maxbench cannot be imported: {e}")
 if pathlib.Path(loop.__file__).parents[2] != pathlib.Path(root).resolve():
-    sys.exit(f"maxbench is that of {pathlib.Path(loop.__file__).parents[2]}")
+    sys.exit(f"maxbench is imported from {pathlib.Path(loop.__file__).parents[2]}")

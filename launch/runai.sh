@@ -1,5 +1,5 @@
 #!/bin/bash
-# One node of a PyTorch workload on Run:ai: the training operator's variables become ours.
+# One node of a PyTorch workload on Run:ai: passes the training operator's variables to maxbench.
 set -eu -o pipefail
 unset HF_TOKEN APP_SECRET
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

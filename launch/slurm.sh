@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# The body of a job: preflight, then the run, then what became of it. `maxbench launch` puts the
-# header above it: MB_* variables and the commands TRAIN and PREFLIGHT.
+# Body of a job script: preflight, run, exit status. `maxbench launch` prepends the header: MB_*
+# variables and the commands TRAIN and PREFLIGHT.
 set -eu -o pipefail
 unset HF_TOKEN APP_SECRET
-# The original recipes ask for SLURM_GPUS_PER_NODE=null where there is no gres; srun refuses it.
+# NVIDIA's recipes set SLURM_GPUS_PER_NODE=null on clusters without gres; srun refuses it.
 [[ "${SLURM_GPUS_PER_NODE:-}" =~ ^(null|none)?$ ]] && unset SLURM_GPUS_PER_NODE
 
 say() { echo "[$(date '+%F %T')] $*"; }
 
-# Each start of the job, the first or after a requeue, has a folder of its own.
+# Each start of the job, the first one and each after a requeue, has its own folder.
 EXPERIMENT="$MB_OUT/experiments/$MB_NAME"
 STARTS="$EXPERIMENT/.job_$SLURM_JOB_ID"
 mkdir -p "$EXPERIMENT"
@@ -21,19 +21,19 @@ FOLDER="$EXPERIMENT/${MB_NAME}_$STAMP"
 mkdir -p "$FOLDER"
 TRAIN+=("--config.output.stamp=$STAMP")
 
-# A requeued job goes on from the newest checkpoint of its earlier starts that is whole.
+# A requeued job continues from the newest complete checkpoint of its earlier starts.
 RESUME=""
 if [[ -f "$STARTS" ]]; then
   while read -r earlier; do
-    for done_ in "$EXPERIMENT/${MB_NAME}_$earlier"/checkpoints/*/about/run.json; do
-      [[ -f "$done_" ]] && RESUME+="${RESUME:+,}$EXPERIMENT/${MB_NAME}_$earlier" && break
+    for complete in "$EXPERIMENT/${MB_NAME}_$earlier"/checkpoints/*/about/run.json; do
+      [[ -f "$complete" ]] && RESUME+="${RESUME:+,}$EXPERIMENT/${MB_NAME}_$earlier" && break
     done
   done <"$STARTS"
 fi
 echo "$STAMP" >>"$STARTS"
 [[ -n "$RESUME" ]] && TRAIN+=("--resume" "$RESUME")
 
-# The coordinator: the first node, at the address by which Slurm itself reaches it.
+# The coordinator is the first node, at the address that Slurm uses for it.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ADDRESS=$(scontrol show node "$FIRST" --oneliner | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 export JAX_COORDINATOR_ADDRESS="${ADDRESS:-$FIRST}:$((61440 + (SLURM_JOB_ID + STAMP) % 4096))"
@@ -55,7 +55,7 @@ echo "{\"job\": \"$SLURM_JOB_ID\", \"restart\": ${SLURM_RESTART_COUNT:-0}," \
   "\"nodes\": \"$SLURM_JOB_NODELIST\", \"label\": \"$MB_LABEL\", \"started\": $(date +%s)}" \
   >"$FOLDER/job.json"
 
-# What a killed job leaves behind for the report: why, where Slurm said it.
+# Writes exit.json for the report, with the reason from the messages of Slurm.
 finish() {
   local code=$1 phase=$2 why
   why=$(grep -ahoE 'CANCELLED AT [^*]*|DUE TO [A-Z ]+|NODE FAILURE[^*]*|oom.kill[^*]*|error: .*' \
@@ -63,16 +63,16 @@ finish() {
   echo "{\"code\": $code, \"phase\": \"$phase\", \"reason\": \"$why\", \"ended\": $(date +%s)}" \
     >"$FOLDER/exit.json"
   if ((code != 0)); then
-    say "$phase ended with exit code $code; the end of its output:"
+    say "$phase ended with exit code $code; last lines of its output:"
     tail -qn 15 "$FOLDER"/srun-"$phase"-*.log || true
   fi
   say "done: exit code $code; results: $FOLDER"
-  # Stopped before its time limit, or by a process that died: it goes on, as long as each start
-  # saves something. What may not be requeued has said so to sbatch.
+  # A job that stopped before its time limit, or because a process died, is requeued if this start
+  # saved a checkpoint, and unless it was submitted with --no-requeue.
   if ((code != 0)) && compgen -G "$FOLDER/checkpoints/[0-9]*/about/run.json" >/dev/null &&
     scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=1'; then
-    say "requeued: it goes on from its newest checkpoint"
-    scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued, see above"
+    say "requeue: the job continues from its newest checkpoint"
+    scontrol requeue "$SLURM_JOB_ID" || say "the job could not be requeued, see above"
   fi
   exit "$code"
 }
@@ -89,7 +89,7 @@ fi
 
 if [[ "$MB_VBOOST" == true ]]; then
   srun "--nodes=$MB_NODES" --ntasks-per-node=1 sudo -n nvidia-smi boost-slider --vboost 1 ||
-    say "ENABLE_VBOOST: not every node raised its slider, see above; the run goes on without"
+    say "ENABLE_VBOOST: not every node raised its slider, see above; the run continues"
 fi
 
 say "training"

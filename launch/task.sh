@@ -1,8 +1,8 @@
 #!/bin/bash
-# One process of a run: bound to its NUMA node, under Nsight Systems where asked for.
+# Starts one process of a run: bound to its NUMA node, and under Nsight Systems if requested.
 set -eu -o pipefail
 
-# NUMA nodes with CPUs only: on a GB200 the GPUs' memory is listed as nodes too.
+# Number of NUMA nodes with CPUs: on GB200, GPU memory is listed as nodes too.
 numa_nodes() {
   local node count=0
   for node in /sys/devices/system/node/node[0-9]*; do
@@ -21,7 +21,7 @@ if [[ "${MB_BIND:-}" == numa ]] && ((tasks > 1)) && command -v numactl >/dev/nul
   fi
 fi
 
-# Power, temperature and clocks of this node's GPUs, every 5 s; ends with the step.
+# Logs power, temperature and clocks of this node's GPUs every 5 s, until the job step ends.
 if [[ "$local_id" == 0 && -n "${MB_FOLDER:-}" && "${MB_PROFILE:-}" == "" ]] &&
   command -v nvidia-smi >/dev/null; then
   nvidia-smi --query-gpu=timestamp,index,power.draw,temperature.gpu,clocks.sm \
@@ -37,7 +37,7 @@ if [[ "${MB_PROFILE:-}" == nsys && ",$MB_PROFILE_RANKS," == *",$rank,"* ]]; then
     exit 2
   fi
   mkdir -p "$MB_FOLDER/nsys_profile"
-  # shellcheck disable=SC2206  # options are words, made by `maxbench launch`
+  # shellcheck disable=SC2206  # words from `maxbench launch`, to be split
   options=($MB_NSYS_OPTIONS)
   if [[ "$MB_GPU_METRICS" == true && "$local_id" == 0 ]]; then
     options+=(--gpu-metrics-device=all)

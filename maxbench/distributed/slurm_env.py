@@ -12,7 +12,7 @@ FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux assigns to outgoin
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Hosts of Slurm's notation, by `scontrol show hostnames`: 'a[1-3,07]b,c' is a1b, a2b, ...
+    """Hosts of Slurm's notation, by `scontrol show hostnames`: 'a[1-3,07],b' is a1, a2, ...
 
     A container image has no Slurm client as a rule, or one without slurm.conf: the list is then
     parsed here.
@@ -29,7 +29,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _parse_nodelist(nodelist: str) -> list[str]:
-    """'a[1-3,07]b,c' as a1b, a2b, a3b, a07b, c."""
+    """'a[1-3,07]b,c' as a1b, a2b, a3b, a07b, c; Slurm itself refuses text after brackets."""
     hosts = []
     for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names = [""]

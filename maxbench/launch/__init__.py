@@ -1,1 +1,1 @@
-"""Runs on clusters: settings, a scheduler each, how jobs are."""
+"""Jobs on clusters: variables, Slurm and Run:ai, the state of jobs."""

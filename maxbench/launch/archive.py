@@ -1,4 +1,4 @@
-"""Runs in one file, to keep or to send: all but profiles and checkpoints, with checksums."""
+"""Archives of run folders: all files except profiles and checkpoints, with checksums."""
 
 import hashlib
 import io
@@ -12,27 +12,29 @@ from maxbench.config.errors import UserError
 LEFT_OUT = {"checkpoints", "nsys_profile", "xplane", "cache"}
 
 
-def write(places: Sequence[pathlib.Path], target: pathlib.Path) -> tuple[int, int]:
-    """Archives what is in folders; returns how many files, and their bytes.
+def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> tuple[int, int]:
+    """Archives folders as a tar.gz file; returns the number of files and their bytes.
 
     Raises:
-      UserError: no folder was given, one is not there, or the archive is or cannot be written.
+      UserError: no folder is given, one does not exist, or the archive exists or cannot be written.
     """
-    if lacking := next((p for p in places if not p.is_dir()), "" if places else "(none)"):
-        raise UserError(f"{str(lacking)!r} is no folder; give those of runs, as experiments")
+    if missing := next((p for p in folders if not p.is_dir()), "" if folders else "(none)"):
+        raise UserError(f"{str(missing)!r} is not a folder; give folders of runs, as experiments")
     part, count, size, sums = pathlib.Path(f"{target}.part"), 0, 0, []
     try:
         if target.exists():
-            raise UserError(f"{str(target)!r} is there already; --to another, or remove it")
-        if len({p.absolute().name for p in places}) < len(places):
-            raise UserError("two of the folders have one name; archive them one by one")
+            raise UserError(
+                f"{str(target)!r} exists already; choose another with --to, or remove it"
+            )
+        if len({p.absolute().name for p in folders}) < len(folders):
+            raise UserError("two of the folders have the same name; archive them separately")
         with tarfile.open(part, "w:gz") as tar:
-            every = ((p, n) for place in places for p, n in files(place) if p != part.absolute())
-            for path, name in every:
-                text = path.read_bytes()  # once: a run may be writing it
-                _add(tar, name, text, path.stat().st_mtime)
-                sums.append(f"{hashlib.sha256(text).hexdigest()}  {name}\n")
-                count, size = count + 1, size + len(text)
+            archived = (x for folder in folders for x in files(folder) if x[0] != part.absolute())
+            for path, name in archived:
+                data = path.read_bytes()  # only once: a run may be writing it
+                _add(tar, name, data, path.stat().st_mtime)
+                sums.append(f"{hashlib.sha256(data).hexdigest()}  {name}\n")
+                count, size = count + 1, size + len(data)
             _add(tar, "SHA256SUMS", "".join(sums).encode(), 0)
         part.rename(target)
     except OSError as e:
@@ -42,18 +44,18 @@ def write(places: Sequence[pathlib.Path], target: pathlib.Path) -> tuple[int, in
     return count, size
 
 
-def files(place: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-    """Regular files below a folder that are kept, and their names in the archive."""
-    base = place.absolute().parent
-    for folder, inner, names in os.walk(place.absolute()):
-        inner[:] = sorted(set(inner) - LEFT_OUT)
+def files(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
+    """Regular files below a folder that are archived, and their names in the archive."""
+    base = root.absolute().parent
+    for folder, subfolders, names in os.walk(root.absolute()):
+        subfolders[:] = sorted(set(subfolders) - LEFT_OUT)
         for name in sorted(names):
             path = pathlib.Path(folder, name)
             if path.is_file() and not path.is_symlink() and not name.endswith(".nsys-rep"):
                 yield path, str(path.relative_to(base))
 
 
-def _add(tar: tarfile.TarFile, name: str, text: bytes, time: float) -> None:
-    about = tarfile.TarInfo(name)
-    about.size, about.mtime = len(text), int(time)
-    tar.addfile(about, io.BytesIO(text))
+def _add(tar: tarfile.TarFile, name: str, data: bytes, time: float) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime = len(data), int(time)
+    tar.addfile(info, io.BytesIO(data))

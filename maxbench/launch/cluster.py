@@ -1,4 +1,4 @@
-"""Writes cluster.toml under STAGE_PATH: what Slurm says of this cluster, the rest asked once."""
+"""Writes cluster.toml under STAGE_PATH, from what Slurm reports; asks for what it does not."""
 
 import collections
 import getpass
@@ -17,22 +17,22 @@ from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.launch import job_file, slurm, variables
 
 HEAD = """\
-# What jobs on this cluster take where the environment says nothing else; maxbench cluster wrote it.
-# Any variable that launch.sh --help lists may stand here.
+# Defaults of jobs on this cluster, which the environment overrides; written by maxbench cluster.
+# Any variable that launch.sh --help lists may be added.
 """
 FIELD = re.compile(r"(\w+)=(\S*)")
 GPU_GRES = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)")
-# What setup.sh or a user adds; it is not looked for.
+# Variables that setup.sh or a user adds; they are not detected.
 ADDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS")
-Ask = Callable[[str, Mapping[str, str]], str]  # a variable, its choices and what each is
+Ask = Callable[[str, Mapping[str, str]], str]  # variable, {choice: its meaning}
 
 
 class Kind(NamedTuple):
-    """Nodes of a partition that are alike; '' and 0 stand for what Slurm does not tell."""
+    """A kind of nodes in a partition; '' and 0 if Slurm does not report a field."""
 
     partition: str
     gpu_type: str
-    gpus: int  # of a node
+    gpus: int  # per node
     architecture: str
 
     def __str__(self) -> str:
@@ -41,19 +41,19 @@ class Kind(NamedTuple):
 
 
 def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
-    """How many nodes of each kind there are.
+    """Number of nodes of each kind.
 
     Raises:
-      UserError: there is no Slurm here, or it does not answer.
+      UserError: Slurm is not installed, or does not answer.
     """
     if not shutil.which("scontrol"):
         raise UserError(
             "scontrol is not on PATH: run this on a login node of the cluster (module load slurm?)"
         )
     found = collections.Counter()
-    lines, why = _said("scontrol", "show", "nodes", "--oneliner")
+    lines, why = _run("scontrol", "show", "nodes", "--oneliner")
     for line in lines:
-        fields = dict(reversed(FIELD.findall(line)))  # the first of a name: comments come later
+        fields = dict(reversed(FIELD.findall(line)))  # the first one of a name: comments are last
         gres = GPU_GRES.search(fields.get("Gres", ""))
         features = fields.get("AvailableFeatures", "")
         named = gpu_types.type_of(f"{gres[1] if gres else ''} {features}")
@@ -66,15 +66,15 @@ def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
 
 
 def accounts() -> dict[str, str]:
-    """The user's accounts, and which of them is the default one; {} where Slurm keeps none."""
+    """The user's Slurm accounts, with a mark on the default one; {} without accounting."""
     user = getpass.getuser()
-    default, _ = _said("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount")
-    every, _ = _said("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
-    return {name: "your default" if name in default else "" for name in sorted({*every})}
+    default, _ = _run("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount")
+    accounts, _ = _run("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
+    return {name: "your default" if name in default else "" for name in sorted({*accounts})}
 
 
-def _said(*command: str) -> tuple[list[str], str]:
-    """Lines that a command printed, and why there are none."""
+def _run(*command: str) -> tuple[list[str], str]:
+    """Lines that a command prints, and the reason if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as e:
@@ -86,61 +86,61 @@ def _said(*command: str) -> tuple[list[str], str]:
 
 def detect(
     env: Mapping[str, str],
-    there: Mapping[Kind, int],
+    kinds: Mapping[Kind, int],
     ask: Ask,
     gpu_types: GpuTypes = GPU_TYPES,
 ) -> dict[str, str]:
-    """The cluster's variables.
+    """Variables of the cluster.
 
     Args:
-      env: what it says is taken as it is.
-      there: nodes().
-      ask: called where there are several that it may be, or none is known.
+      env: its variables are taken unchanged.
+      kinds: nodes().
+      ask: called for a variable with several possible values, or without a known one.
 
     Raises:
-      UserError: a variable of env cannot be.
+      UserError: a variable of env is invalid.
     """
     found = {n: text for n in ADDED if (text := job_file.env_value(env, n))}
     in_job = bool(env.get("SLURM_JOB_ID"))
     here = environment.query_nvidia_smi("name") if in_job else []
 
-    def settle(name: str, own: str, choices: Mapping[str, str]) -> str:
-        """The value by the environment, by the job, as the only one that may be, or by asking."""
-        value = job_file.env_value(env, name) or (own if in_job else "")
+    def resolve(name: str, of_this_job: str, choices: Mapping[str, str]) -> str:
+        """Sets a variable from the environment, this job, the only choice, or by asking."""
+        value = job_file.env_value(env, name) or (of_this_job if in_job else "")
         if not value:
             value = ask(name, choices) if len(choices) > 1 else next(iter(choices), "")
         if value:
             found[name] = variables.checked(name, value, variables.VARIABLES[name], gpu_types)
         return found.get(name, "")
 
-    with_gpus = {kind: n for kind, n in there.items() if kind.gpus} or there
+    with_gpus = {kind: n for kind, n in kinds.items() if kind.gpus} or kinds
     partitions = collections.defaultdict(list)
     for kind, n in with_gpus.items():
         partitions[kind.partition].append(f"{n} node{'s' * (n > 1)} of {kind}")
-    choices = {name: " and ".join(about) for name, about in partitions.items()}
-    partition = settle("SBATCH_PARTITION", env.get("SLURM_JOB_PARTITION", ""), choices)
-    mine = [k for k in with_gpus if k.partition == partition] or [*with_gpus]
+    choices = {name: " and ".join(texts) for name, texts in partitions.items()}
+    partition = resolve("SBATCH_PARTITION", env.get("SLURM_JOB_PARTITION", ""), choices)
+    usable = [k for k in with_gpus if k.partition == partition] or [*with_gpus]
 
-    types = dict.fromkeys((k.gpu_type for k in mine if k.gpu_type), "")
-    own = gpu_types.type_of(here[0]["name"]) if here else ""
-    kind = settle("GPU_TYPE", own, types or dict.fromkeys(gpu_types, ""))
-    mine = [k for k in mine if k.gpu_type in ("", kind)] or mine
-    counts = dict.fromkeys((str(k.gpus) for k in mine if k.gpus), "")
-    count = settle("GPUS_PER_NODE", str(len(here) or ""), counts)
-    settle("SBATCH_GPUS_PER_NODE", "", {count if counts else "none": ""})
-    kinds = dict.fromkeys((k.architecture for k in mine if k.architecture), "")
-    settle("ARCHITECTURE", platform.machine(), kinds)
-    settle("SBATCH_ACCOUNT", env.get("SLURM_JOB_ACCOUNT", ""), accounts())
+    types = dict.fromkeys((k.gpu_type for k in usable if k.gpu_type), "")
+    of_this_job = gpu_types.type_of(here[0]["name"]) if here else ""
+    gpu_type = resolve("GPU_TYPE", of_this_job, types or dict.fromkeys(gpu_types, ""))
+    usable = [k for k in usable if k.gpu_type in ("", gpu_type)] or usable
+    counts = dict.fromkeys((str(k.gpus) for k in usable if k.gpus), "")
+    count = resolve("GPUS_PER_NODE", str(len(here) or ""), counts)
+    resolve("SBATCH_GPUS_PER_NODE", "", {count if counts else "none": ""})
+    architectures = dict.fromkeys((k.architecture for k in usable if k.architecture), "")
+    resolve("ARCHITECTURE", platform.machine(), architectures)
+    resolve("SBATCH_ACCOUNT", env.get("SLURM_JOB_ACCOUNT", ""), accounts())
     if shutil.which("sbatch"):
-        settle("SEGMENT", "", {str(slurm.sbatch_supports("--segment")).lower(): ""})
+        resolve("SEGMENT", "", {str(slurm.sbatch_supports("--segment")).lower(): ""})
     return found
 
 
 def write(file: pathlib.Path, values: Mapping[str, str]) -> None:
-    """Adds variables to the file, which is made where there is none.
+    """Appends variables to the file, or creates it.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file cannot be written.
     """
     if not values and file.exists():
         return

@@ -1,18 +1,18 @@
-"""Variables that stand in files: the cluster's own, and jobs of one call.
+"""Variables from files: cluster.toml, and files of jobs.
 
-cluster.toml lies under STAGE_PATH and is a table of variables. A file of jobs has three parts:
+cluster.toml is under STAGE_PATH and is a table of variables. A file of jobs has three parts:
 
   [defaults]                        variables of all jobs
   MAX_STEPS = 50
 
-  [expect]                          what each run must reach, of a suite
+  [expect]                          what each run must reach, for a suite
   published = 0.95
 
-  [[jobs]]                          variables of one; lists mean a run of each
+  [[jobs]]                          variables of one job; a list means a run for each value
   MODEL_SIZE = "8b"
   JOB_TOTAL_GPUS = [8, 16, 32]
 
-What a job says goes before the environment, the environment before [defaults], and these before
+A job overrides the environment, the environment overrides [defaults], and these override
 cluster.toml.
 """
 
@@ -23,7 +23,7 @@ import os
 import pathlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxbench.config.errors import UserError, check_choice
 from maxbench.launch.variables import (
@@ -39,90 +39,99 @@ from maxbench.run_logs.suite_file import Expectation
 Values = dict[str, str | list[str]]
 NAMED = {n: name for name, v in VARIABLES.items() for n in (name, *v.also)}
 STAGE = ("STAGE_PATH", *VARIABLES["STAGE_PATH"].also)
-ONE = ("CLUSTER_TYPE", "RUN_CONF_RESULT_DIR", *STAGE)  # the same for all jobs of a call
+ONE = ("CLUSTER_TYPE", "RUN_CONF_RESULT_DIR", *STAGE)  # equal for all jobs of a launch
 
 
 def env_value(env: Mapping[str, str], name: str) -> str:
-    """What an environment says of a variable, under whichever of its names; '' for nothing."""
+    """Value of a variable in an environment, under any of its names; '' if it is not set."""
     return next((env[n] for n in (name, *VARIABLES[name].also) if env.get(n)), "")
 
 
 def cluster_file(env: Mapping[str, str]) -> pathlib.Path:
-    """Where the file of the cluster is, or would be."""
+    """Path of cluster.toml, which need not exist."""
     return pathlib.Path(env_value(env, "STAGE_PATH"), "cluster.toml")
 
 
 def cluster_values(env: Mapping[str, str]) -> dict[str, str]:
-    """What the cluster's file says; {} where there is none."""
+    """Variables in cluster.toml; {} if there is none."""
     if not (file := cluster_file(env)).is_file():
         return {}
     values = variables(str(file), load(file), STAGE)
     if listed := next((name for name, value in values.items() if isinstance(value, list)), ""):
-        raise UserError(f"{file}: {listed} is a list; a cluster has one value of each")
+        raise UserError(f"{file}: {listed} is a list; cluster.toml has one value of each variable")
     return values
 
 
 def overlay(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; a variable of `low` that `high` has too, under whatever name, is left out."""
-    there = {NAMED.get(name, name) for name in high}
-    return {k: v for k, v in low.items() if NAMED.get(k, k) not in there} | dict(high)
+    """Variables of both; `high` overrides `low`, also under another name of a variable."""
+    overridden = {NAMED.get(name, name) for name in high}
+    return {k: v for k, v in low.items() if NAMED.get(k, k) not in overridden} | dict(high)
 
 
 def resolve_jobs(
     env: Mapping[str, str], extra: Sequence[str] = (), file: str = "", suite: bool = False
 ) -> list[JobConfig]:
-    """The settings of each run that is asked for, by lists or by a file of jobs; largest first.
+    """Job configurations of all runs, from lists of values or a file of jobs; largest first.
 
     Args:
-      suite: the file must say what is expected of each run.
+      suite: the file must state an expectation for each run.
 
     Raises:
-      UserError: as settle(), of any of them; a file that cannot be read, or what of it cannot be.
+      UserError: as resolve_job(), for any of them; the file cannot be read or is invalid.
     """
-    made, cluster = [], cluster_values(env)
-    for where, table, about in _of_jobs(file, env, suite) if file else [("", env, {})]:
-        for one in _each(overlay(cluster, table)):
+    configs, cluster = [], cluster_values(env)
+    for job in _jobs_of_file(file, env, suite) if file else [FileJob("", env)]:
+        for variables_of_run in _combinations(overlay(cluster, job.variables)):
             try:
-                s = resolve_job(one, extra)
+                config = resolve_job(variables_of_run, extra)
             except UserError as e:
-                raise UserError(f"{where}{e}") from None
-            notes = (*s.notes, *about.get("notes", ()))
-            made.append(dataclasses.replace(s, **(about | {"notes": notes})))
-    made.sort(key=lambda s: -s.run.layout.gpus)
-    return [s for s in made for _ in range(s.number("REPEATS"))]
+                raise UserError(f"{job.where}{e}") from None
+            notes = (*config.notes, *job.notes)
+            configs.append(dataclasses.replace(config, expect=job.expect, notes=notes))
+    configs.sort(key=lambda config: -config.run.layout.gpus)
+    return [config for config in configs for _ in range(config.number("REPEATS"))]
 
 
-def _each(table: Mapping[str, str | list[str]]) -> Iterator[dict[str, str]]:
-    """The environment of each combination of what has several values."""
+def _combinations(table: Mapping[str, str | list[str]]) -> Iterator[dict[str, str]]:
+    """One environment for each combination of the values of lists."""
     lists = {n: value for n, value in table.items() if isinstance(value, list)}
     texts = {n: value for n, value in table.items() if isinstance(value, str)}
     for name in (n for main in MANY for n in (main, *VARIABLES[main].also)):
         if len(words := texts.get(name, "").split()) > 1:
             lists[name] = words
-    for one in itertools.product(*lists.values()):
-        yield {**texts, **dict(zip(lists, one, strict=True))}
+    for values in itertools.product(*lists.values()):
+        yield {**texts, **dict(zip(lists, values, strict=True))}
 
 
-def _of_jobs(
-    file: str, env: Mapping[str, str], suite: bool
-) -> Iterator[tuple[str, Values, dict[str, Any]]]:
-    """Where it stands, the variables, and further fields of Settings, of each job in a file."""
+class FileJob(NamedTuple):
+    """A job of a file: one or several runs."""
+
+    where: str  # start of messages about it
+    variables: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    expect: Expectation | None = None
+
+
+def _jobs_of_file(file: str, env: Mapping[str, str], suite: bool) -> Iterator[FileJob]:
+    """The jobs of a file, with the variables of the environment and of [defaults]."""
     name, data = pathlib.Path(file).name, _parts(file)
-    given = overlay(variables(f"{name} [defaults]", data["defaults"], STAGE), env)
+    shared = overlay(variables(f"{name} [defaults]", data["defaults"], STAGE), env)
     for number, job in enumerate(data["jobs"], 1):
-        where, own = f"{name} job {number}", job.pop("expect", {})
+        where, own_expect = f"{name} job {number}", job.pop("expect", {})
         values = variables(where, job, ONE)
         named = {NAMED.get(n) for n in values}
         unused = (n for n, text in env.items() if text and n in NAMED and NAMED[n] in named)
-        notes = tuple(f"{n} of the environment is not used: {where} says it" for n in unused)
-        if not isinstance(own, dict):
-            raise UserError(f"{where}: expect={own!r} must be a table, {{ published = 0.95 }}")
-        expect = _expect(where, {**data["expect"], **own}) if suite else None
-        yield f"{where}: ", overlay(given, values), {"expect": expect, "notes": notes}
+        notes = tuple(f"{n} of the environment is not used: {where} sets it" for n in unused)
+        if not isinstance(own_expect, dict):
+            raise UserError(
+                f"{where}: expect={own_expect!r} must be a table, {{ published = 0.95 }}"
+            )
+        expect = _expect(where, {**data["expect"], **own_expect}) if suite else None
+        yield FileJob(f"{where}: ", overlay(shared, values), notes, expect)
 
 
 def _parts(file: str) -> dict[str, Any]:
-    """The parts of a file of jobs, all of them tables, or lists of tables."""
+    """The parts of a file of jobs; jobs is a list of tables, the others are tables."""
     data, name = load(pathlib.Path(file)), pathlib.Path(file).name
     for key in data:
         check_choice(f"{name}: a part", key, ("defaults", "expect", "jobs"))
@@ -136,7 +145,7 @@ def _parts(file: str) -> dict[str, Any]:
 
 
 def _expect(where: str, values: Mapping[str, Any]) -> Expectation:
-    """What is expected of a run, checked."""
+    """The expectation of a run."""
     for key in values:
         check_choice(f"{where}: expect", key, [f.name for f in dataclasses.fields(Expectation)])
     try:
@@ -144,32 +153,32 @@ def _expect(where: str, values: Mapping[str, Any]) -> Expectation:
     except UserError as e:
         raise UserError(f"{where}: expect.{e}") from None
     if expect == Expectation():
-        raise UserError(f"{where}: nothing is expected of it; [expect] published = 0.95 does")
+        raise UserError(f"{where}: no expectation is set; [expect] published = 0.95 sets one")
     return expect
 
 
 def variables(where: str, table: Mapping[str, Any], not_here: Sequence[str] = ()) -> Values:
-    """A table's variables as texts, as an environment has them.
+    """Variables of a table as strings, as in an environment.
 
     Raises:
-      UserError: a name that is none, or is said elsewhere; a value that is no text.
+      UserError: an unknown name, or one in not_here; a value that is not a string.
     """
-    known, made = [*NAMED, *UNUSED, *REFUSED], {}
+    known, found = [*NAMED, *UNUSED, *REFUSED], {}
     for name, value in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "launch.sh --help lists them"
-            raise UserError(f"{where}: {name} is no variable; {hint}")
+            raise UserError(f"{where}: {name} is not a variable; {hint}")
         if name in not_here:
-            raise UserError(f"{where}: {name} is not said here; set it in the environment")
+            raise UserError(f"{where}: {name} cannot be set here; set it in the environment")
         values = [_text(x) for x in (value if isinstance(value, list) else [value])]
         if None in values or not values:
             raise UserError(
                 f"{where}: {name}={value!r} must be text, a whole number, true, false, or a list "
-                "of such"
+                "of these"
             )
-        made[name] = values if isinstance(value, list) else values[0]
-    return made
+        found[name] = values if isinstance(value, list) else values[0]
+    return found
 
 
 def _text(value: Any) -> str | None:
@@ -179,16 +188,16 @@ def _text(value: Any) -> str | None:
 
 
 def load(file: pathlib.Path) -> dict[str, Any]:
-    """A TOML file.
+    """Content of a TOML file.
 
     Raises:
-      UserError: it cannot be read, or is none.
+      UserError: the file cannot be read, or is not TOML.
     """
+    if not os.path.isfile(file):
+        raise UserError(f"{str(file)!r} is not a file")
     try:
-        if not os.path.isfile(file):
-            raise UserError(f"there is no file {str(file)!r}")
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise UserError(f"{str(file)!r} cannot be read: {e.strerror}") from None
-    except ValueError as e:  # no TOML, or no text
-        raise UserError(f"{str(file)!r} is no TOML: {e}") from None
+    except ValueError as e:  # neither TOML nor UTF-8
+        raise UserError(f"{str(file)!r} is not TOML: {e}") from None

@@ -1,4 +1,4 @@
-"""How submitted jobs are: state, step, seconds per step, and why one waits or has ended."""
+"""State of submitted jobs: step, seconds per step, and why one waits or ended."""
 
 import contextlib
 import getpass
@@ -14,63 +14,64 @@ from maxbench.run_logs.record import parse_json
 
 
 class Row(NamedTuple):
-    """One start of a job; '-' and '' stand for what nobody tells."""
+    """One start of a job; '-' or '' if a field is unknown."""
 
     job: str
     state: str
-    step: str  # the last that was logged
-    seconds: str  # of the last steps, median
-    run: str  # name of its folder
-    why: str  # it waits, or has ended
+    step: str  # last one in the log
+    seconds: str  # median of the last steps
+    run: str  # name of the folder
+    why: str  # reason of waiting or of the end
 
 
 HEADS = Row("job", "state", "step", "s/step", "run", "why")
-TAIL = 1 << 14  # bytes of metrics.jsonl that are read: some 30 steps
+TAIL = 1 << 14  # bytes read from the end of metrics.jsonl: about 30 steps
 
 
-def folders(places: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
-    """Folders of runs below places, or below the usual one; the newest first.
+def folders(roots: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
+    """Run folders of jobs below roots (default: STAGE_PATH/experiments), the newest first.
 
     Raises:
-      UserError: a place is not there.
+      UserError: a root is not a folder.
     """
-    below = [*map(pathlib.Path, places)]
-    below = below or [pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")]
-    for place in below:
-        if not place.is_dir():
-            raise UserError(f"there is no folder {str(place)!r}; give that of the runs")
-    found = {folder for place in below for folder in _of_jobs(place)}
+    roots = [*map(pathlib.Path, roots)]
+    roots = roots or [pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")]
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"{str(root)!r} is not a folder; give the folder of the runs")
+    found = {folder for root in roots for folder in _job_folders(root)}
     return sorted(found, key=lambda f: f.name.rpartition("_")[2], reverse=True)
 
 
-def _of_jobs(place: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Folders that a job has made; what is below one, as checkpoints, comes and goes."""
-    for folder, below, files in os.walk(place):
+def _job_folders(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Folders of jobs; their subfolders, such as checkpoints, are skipped: they may disappear."""
+    for folder, subfolders, files in os.walk(root):
         if {"job_id", "job.json"} & {*files}:
-            below.clear()
+            subfolders.clear()
             yield pathlib.Path(folder)
 
 
-def table(found: Sequence[pathlib.Path]) -> list[Row]:
-    """The jobs of folders."""
-    numbers = {folder: number(folder) for folder in found}
+def table(run_folders: Sequence[pathlib.Path]) -> list[Row]:
+    """A row for each run folder."""
+    numbers = {folder: job_number(folder) for folder in run_folders}
     known = states({*numbers.values()})
     latest: dict[str, pathlib.Path] = {}
     for folder, job in numbers.items():
-        latest.setdefault(job, folder)  # Slurm's word is about the last start of a job
-    word = lambda f, job: known.get(job, ("", "")) if latest[job] is f else ("REQUEUED", "")
-    return [look(folder, job, word(folder, job)) for folder, job in numbers.items()]
+        latest.setdefault(job, folder)  # Slurm reports the last start of a job
+    of_slurm = lambda f, job: known.get(job, ("", "")) if latest[job] is f else ("REQUEUED", "")
+    return [row_of(folder, job, of_slurm(folder, job)) for folder, job in numbers.items()]
 
 
-def look(folder: pathlib.Path, job: str, word: tuple[str, str]) -> Row:
-    """A start of a job, by Slurm's word on it (state, why) and by what is in its folder."""
+def row_of(folder: pathlib.Path, job: str, of_slurm: tuple[str, str]) -> Row:
+    """A start of a job, from (state, reason) of Slurm and from the files in its folder."""
     step, seconds = progress(folder)
-    left, reason = ended(folder)
-    return Row(job, word[0] or left, step, seconds, folder.name, escape_control(reason or word[1]))
+    state, reason = ended(folder)
+    why = escape_control(reason or of_slurm[1])
+    return Row(job, of_slurm[0] or state, step, seconds, folder.name, why)
 
 
-def number(folder: pathlib.Path) -> str:
-    """The job that a folder is of."""
+def job_number(folder: pathlib.Path) -> str:
+    """Number of the job that a run folder belongs to."""
     if found := _json(folder / "job.json").get("job"):
         return str(found)
     with contextlib.suppress(OSError):
@@ -79,12 +80,12 @@ def number(folder: pathlib.Path) -> str:
 
 
 def states(jobs: set[str]) -> dict[str, tuple[str, str]]:
-    """(state, why) of jobs by squeue, or by sacct where they have ended."""
+    """(state, reason) of jobs from squeue, or from sacct for those that ended."""
     listed = ",".join(sorted(j for j in jobs if j.isdecimal()))
-    ask = [["sacct", "-n", "-P", "-X", "-o", "JobID,State,Reason", "-j", listed]]
-    ask += [["squeue", "-h", "-u", getpass.getuser(), "-t", "all", "-o", "%i|%T|%r"]]
+    queries = [["sacct", "-n", "-P", "-X", "-o", "JobID,State,Reason", "-j", listed]]
+    queries += [["squeue", "-h", "-u", getpass.getuser(), "-t", "all", "-o", "%i|%T|%r"]]
     found = {}
-    for command in ask if listed else []:
+    for command in queries if listed else []:
         for job, state, why in (
             x.split("|", 2) for x in environment.run_lines(*command) if "|" in x
         ):
@@ -93,7 +94,7 @@ def states(jobs: set[str]) -> dict[str, tuple[str, str]]:
 
 
 def progress(folder: pathlib.Path) -> tuple[str, str]:
-    """The last step, and the median seconds of the last steps."""
+    """The last step, and the median time of the last steps in seconds."""
     with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         lines = [parse_json(line) for line in file.read().splitlines()]
@@ -105,13 +106,13 @@ def progress(folder: pathlib.Path) -> tuple[str, str]:
 
 
 def ended(folder: pathlib.Path) -> tuple[str, str]:
-    """What the job itself left: its state, and the reason of one that failed."""
-    left, result = _json(folder / "exit.json"), _json(folder / "result.json")
-    if not left:
+    """State from the files of a job, and the reason if it failed."""
+    end, result = _json(folder / "exit.json"), _json(folder / "result.json")
+    if not end:
         return ("STARTED" if result or (folder / "job.json").exists() else "SUBMITTED"), ""
-    if left.get("code") == 0:
+    if end.get("code") == 0:
         return "COMPLETED", ""
-    why = result.get("reason") or left.get("reason") or f"exit code {left.get('code')}"
+    why = result.get("reason") or end.get("reason") or f"exit code {end.get('code')}"
     return "FAILED", str(why)
 
 

@@ -1,4 +1,4 @@
-"""The jobs of a launch, whoever schedules them: the run, and a profile and a trace of it."""
+"""The jobs of a run, for any scheduler: the run itself, and a profile and a trace of it."""
 
 import os
 
@@ -7,10 +7,11 @@ from maxbench.launch.variables import JobConfig, check_printable
 
 
 def job_kinds(s: JobConfig) -> list[str]:
-    """The jobs to run: profile and trace apart, because their overhead spoils figures.
+    """Kinds of the jobs: '', 'nsys', 'xplane', 'nccltrace'. Profile and trace are jobs of their own
+    because their overhead distorts step times.
 
     Raises:
-      UserError: none is left, or a look inside of a run that is one step long.
+      UserError: no job is left, or the profile or trace would be of a single step.
     """
     jobs = [] if s.on("DISABLE_PERFRUN") else [""]
     if s.on("ENABLE_PROFILE"):
@@ -19,19 +20,19 @@ def job_kinds(s: JobConfig) -> list[str]:
         jobs.append("nccltrace")
     if s.values["LOAD_CHECKPOINT_PATH"] and any(jobs):
         raise UserError(
-            "LOAD_CHECKPOINT_PATH trains one step, the checkpoint's next: nothing to profile or "
-            "trace; leave ENABLE_PROFILE and ENABLE_NCCL_TRACE out"
+            "LOAD_CHECKPOINT_PATH trains one step after the checkpoint, too few to profile or "
+            "trace; remove ENABLE_PROFILE and ENABLE_NCCL_TRACE"
         )
     if not jobs:
         raise UserError(
-            "DISABLE_PERFRUN=true leaves nothing to run: set ENABLE_PROFILE=true or "
-            "ENABLE_NCCL_TRACE=true too"
+            "DISABLE_PERFRUN=true leaves no job to run: also set ENABLE_PROFILE=true or "
+            "ENABLE_NCCL_TRACE=true"
         )
     return jobs
 
 
 def job_name(s: JobConfig, kind: str) -> str:
-    """The job's name, which is its folder's: the run's, and what else it does."""
+    """Name of the job and of its folder: the run's, with the kind."""
     return s.run.name + (f"_{kind}" if kind else "")
 
 
@@ -40,7 +41,7 @@ def train_flags(s: JobConfig, kind: str) -> list[str]:
     if not kind:
         return list(s.flags)
     steps, flags = s.run.train.steps, [*s.flags, f"--profile={kind}"]
-    if "--checkpoint" in flags:  # the run itself saves; its terabytes need no copies
+    if "--checkpoint" in flags:  # only the run itself saves: checkpoints are terabytes
         flags += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
     if kind == "nccltrace":
         return [*flags, "--steps", str(min(5, steps))]
@@ -56,10 +57,11 @@ def command(s: JobConfig, kind: str, python: str = "python3") -> list[str]:
 
 
 def environment(s: JobConfig, kind: str) -> dict[str, str]:
-    """Variables of the job by GPU type and layout; what the user has set already wins."""
+    """Environment of the job by GPU type and layout; the user's own values take precedence."""
     env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94", "NVTE_FUSED_ATTN": "1"}
     env |= s.run.gpu.environment
-    # Of jobs of a name, one runs at a time: no process finds what another job has just put there.
+    # A cache per job name, of which one runs at a time: no job reads a program that another one is
+    # writing.
     env["JAX_COMPILATION_CACHE_DIR"] = f"{s.out}/cache/{job_name(s, kind)}"
     if s.run.layout.pp > 1:
         env["NCCL_P2P_NET_CHUNKSIZE"] = str(2 << 20)

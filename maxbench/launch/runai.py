@@ -1,11 +1,10 @@
-"""Run:ai: the same command, submitted through the Run:ai command line as a distributed workload.
+"""Run:ai: submits the command of a run through the Run:ai command line.
 
-The command reference of version 3.0 (docs.nvidia.com/run-ai) has `runai training pytorch submit`
-and no JAX, and nothing earlier was found that has; JAX is a framework of the API alone. A PyTorch
-workload is a master and workers that are told of each other by MASTER_ADDR, WORLD_SIZE and RANK,
-which is all that JAX needs: launch/runai.sh translates. The command line's own login is used
-(`runai login`). APP_SECRET is taken out of the environment of everything that is started, and is
-on no command line.
+Version 3.0 of the command line (docs.nvidia.com/run-ai) submits PyTorch workloads, but no JAX
+workloads: JAX is a framework of its API alone. A PyTorch workload is a master and workers, which
+get MASTER_ADDR, WORLD_SIZE and RANK; launch/runai.sh translates them for JAX. Authentication is
+that of `runai login`. APP_SECRET is removed from the environment of all child processes, and is on
+no command line.
 """
 
 import os
@@ -23,39 +22,38 @@ NEEDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR")
 
 
 def submissions(s: JobConfig) -> list[list[str]]:
-    """The `runai` command of each job, from the job's own environment and command.
+    """The `runai` command of each job.
 
     Raises:
-      UserError: a variable that is needed is not set, a mount is not name:path:claim, or a
-        profiler is asked for that nobody would start.
+      UserError: a required variable is not set, a mount is not name:path:claim, or the profiler is
+        one that only Slurm's job script can start.
     """
-    if lacking := next((n for n in NEEDED if not s.values[n]), ""):
+    if missing := next((n for n in NEEDED if not s.values[n]), ""):
         raise UserError(
-            f"{lacking} is not set, and CLUSTER_TYPE=runai needs {', '.join(NEEDED)}: "
-            f"{lacking} is {VARIABLES[lacking].meaning}"
+            f"{missing} is not set, and CLUSTER_TYPE=runai needs {', '.join(NEEDED)}: "
+            f"{missing} is {VARIABLES[missing].meaning}"
         )
     pvc, mounts = s.values["PVC_DIR"], _claims(s)
     if "nsys" in job_kinds(s):
         raise UserError(
-            "PROFILER='nsys' is started by Slurm's job script alone; with CLUSTER_TYPE=runai use "
-            "PROFILER=xplane"
+            "PROFILER='nsys' needs Slurm's job script; with CLUSTER_TYPE=runai use PROFILER=xplane"
         )
-    made = []
+    commands = []
     for kind in job_kinds(s):
         words = ["runai", "training", "pytorch", "submit", workload_name(s, kind)]
         words += ["--project", s.values["PROJECT_NAME"], "--image", s.values["RUN_CONF_IMAGE"]]
         gpus = min(s.number("GPUS_PER_NODE"), s.run.layout.gpus)
         words += ["--gpu-devices-request", str(gpus), "--large-shm"]
-        if s.nodes > 1:  # beside the master
+        if s.nodes > 1:  # besides the master
             words += ["--workers", str(s.nodes - 1)]
         for claim, path in mounts:
             words += ["--existing-pvc", f"claimname={claim},path={path}"]
-        # `env` in the container, because the flag for variables is not the same in all versions.
+        # `env` in the container, because the flag for variables differs between versions.
         env = {k: v.replace(str(s.out), pvc) for k, v in environment(s, kind).items()}
         words += ["--command", "--", "env", *(f"{k}={v}" for k, v in env.items())]
         train = [pvc if w == str(s.out) else w for w in command(s, kind)]
-        made.append([*words, "bash", f"{pvc}/maxbench/launch/runai.sh", *train])
-    return made
+        commands.append([*words, "bash", f"{pvc}/maxbench/launch/runai.sh", *train])
+    return commands
 
 
 def _claims(s: JobConfig) -> list[tuple[str, str]]:
@@ -71,7 +69,7 @@ def _claims(s: JobConfig) -> list[tuple[str, str]]:
         found.append((parts[2], parts[1]))
     if not any(s.values["PVC_DIR"].startswith(path) for _, path in found):
         raise UserError(
-            f"PVC_DIR={s.values['PVC_DIR']!r} lies in none of the mounted paths "
+            f"PVC_DIR={s.values['PVC_DIR']!r} is in none of the mounted paths "
             f"{', '.join(path for _, path in found)}"
         )
     return found
@@ -85,21 +83,21 @@ def workload_name(s: JobConfig, kind: str) -> str:
 
 
 def dry_run(runs: Sequence[JobConfig]) -> str:
-    """Commands as they would be given."""
+    """The commands that submit() would run."""
     return "\n\n".join(shlex.join(words) for s in runs for words in submissions(s))
 
 
 def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
-    """Submits the jobs; returns the first exit code that is not 0. Nothing waits for their end.
+    """Submits the jobs; returns the first exit code that is not 0. Does not wait for their end.
 
     Raises:
-      UserError: there is no runai, or a suite is wanted, whose runs nobody could tell from others.
+      UserError: runai is not installed, or a suite is requested, whose run folders are not known.
     """
     if suite:
         raise UserError(
-            "--suite lists the folders of jobs, which Run:ai's make in the claim: --file"
+            "--suite needs the run folders, which Run:ai jobs create in the claim: use --file"
         )
-    made = [(s, words) for s in runs for words in submissions(s)]
+    commands = [(s, words) for s in runs for words in submissions(s)]
     if not shutil.which("runai"):
         raise UserError(
             "runai is not on PATH: install the Run:ai command line from your cluster's web page "
@@ -107,11 +105,11 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
             "CLUSTER_TYPE=slurm"
         )
     env = {k: v for k, v in os.environ.items() if k not in SECRETS}
-    for s, words in made:
+    for s, words in commands:
         print(f"submitting {words[4]}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         code = subprocess.run(words, env=env).returncode
         if code:
             print(f"runai ended with exit code {code}: {shlex.join(words)}")
             return code
-    print(f"results: {runs[0].values['PVC_DIR']}/experiments; then: maxbench report")
+    print(f"results: {runs[0].values['PVC_DIR']}/experiments; read them with maxbench report")
     return 0

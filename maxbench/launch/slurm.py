@@ -1,4 +1,4 @@
-"""Slurm: the job script of a run, and its submission."""
+"""Slurm: job scripts and their submission."""
 
 import functools
 import os
@@ -22,31 +22,31 @@ from maxbench.launch.nsight import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.launch.variables import SECRETS, JobConfig
 from maxbench.run_logs.suite_file import SuiteWriter
 
-SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that can go on, and saves before its end
+SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that saves and can continue
 
 
 def sbatch_options(s: JobConfig, kind: str, folder: pathlib.Path) -> list[str]:
-    """Options of sbatch, as they stand in the script."""
+    """Options of sbatch in the job script."""
     v, job = s.values, job_name(s, kind)
     options = [f"--job-name={job}", f"--nodes={s.nodes}", "--exclusive", "--mem=0"]
     options += [f"--ntasks-per-node={s.tasks_per_node}", "--open-mode=append"]
     options.append(f"--time={'00:15:00' if kind == 'nccltrace' else v['TIME_LIMIT']}")
     options.append(f"--output={folder}/sbatch_{job}.out")
-    options.append("--dependency=singleton")  # one run of a name at a time, as the recipes do
-    given = {"account": v["SBATCH_ACCOUNT"], "partition": v["SBATCH_PARTITION"]}
-    given["exclude"] = v["EXCLUDE_NODES"]
-    given["gres"] = "" if (n := v["SBATCH_GPUS_PER_NODE"]) == "none" else f"gpu:{n}"
-    options += [f"--{option}={value}" for option, value in given.items() if value]
-    # A run that saves goes on after a requeue, and gets time to save before its time limit.
+    options.append("--dependency=singleton")  # one job per name at a time, as in NVIDIA's recipes
+    optional = {"account": v["SBATCH_ACCOUNT"], "partition": v["SBATCH_PARTITION"]}
+    optional["exclude"] = v["EXCLUDE_NODES"]
+    optional["gres"] = "" if (n := v["SBATCH_GPUS_PER_NODE"]) == "none" else f"gpu:{n}"
+    options += [f"--{option}={value}" for option, value in optional.items() if value]
+    # A run that saves can continue after a requeue; a signal before the time limit lets it save.
     saves = "--checkpoint" in s.flags and not kind
     options += SAVES if saves else ["--no-requeue"]
-    if (together := segment(s)) and not segment_disabled_because(s):
-        options += together
+    if (same_domain := segment(s)) and not segment_disabled_because(s):
+        options += same_domain
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
 def segment(s: JobConfig) -> list[str]:
-    """The option that keeps nodes of one NVLink domain together, where that is a question."""
+    """The option that allocates whole NVLink domains; [] if a node is one, or one is enough."""
     gpu = s.run.gpu
     domain = gpu.nvlink_gpus // gpu.gpus_per_node
     return [f"--segment={gpu.segment(s.nodes)}"] if 1 < domain < s.nodes else []
@@ -54,7 +54,7 @@ def segment(s: JobConfig) -> list[str]:
 
 @functools.cache
 def sbatch_supports(option: str) -> bool:
-    """Whether this machine's sbatch has an option; yes where there is none that answers."""
+    """Whether the sbatch of this machine has an option; True if there is no sbatch to query."""
     try:
         done = subprocess.run(["sbatch", "--help"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -63,39 +63,39 @@ def sbatch_supports(option: str) -> bool:
 
 
 def segment_disabled_because(s: JobConfig) -> str:
-    """Why sbatch is not asked for nodes that share NVLink, or ''."""
-    if asked := s.values["SEGMENT"]:
-        return "" if asked == "true" else "SEGMENT=false"
-    return "" if sbatch_supports("--segment") else "this sbatch does not know it (Slurm 23.11 does)"
+    """Why --segment is not used, or ''."""
+    if choice := s.values["SEGMENT"]:
+        return "" if choice == "true" else "SEGMENT=false"
+    return "" if sbatch_supports("--segment") else "sbatch has no --segment (Slurm < 23.11)"
 
 
 def notes(s: JobConfig) -> list[str]:
-    """What sbatch will not be asked for."""
+    """Notes on options that are left out."""
     return (
-        [f"{left[0]} is left out: {why}"]
-        if (left := segment(s)) and (why := segment_disabled_because(s))
+        [f"{option[0]} is left out: {why}"]
+        if (option := segment(s)) and (why := segment_disabled_because(s))
         else []
     )
 
 
 def options_missing_in_job(s: JobConfig) -> list[str]:
-    """Options of sbatch that come too late where sbatch has started launch.sh itself."""
-    v, ours = s.values, {"TIME_LIMIT": "time", "EXCLUDE_NODES": "exclude"}
-    asked = job_file.overlay(job_file.cluster_values(os.environ), os.environ)
-    options = [f"--{o}={v[name]}" for name, o in ours.items() if asked.get(name)]
+    """Options of sbatch that launch.sh cannot set because sbatch has already started it."""
+    v, names = s.values, {"TIME_LIMIT": "time", "EXCLUDE_NODES": "exclude"}
+    env = job_file.overlay(job_file.cluster_values(os.environ), os.environ)
+    options = [f"--{o}={v[name]}" for name, o in names.items() if env.get(name)]
     options += SAVES if "--checkpoint" in s.flags else []
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
 def script(s: JobConfig, kind: str, stamp: int) -> str:
-    """The whole job script. stamp names the folder of results; 0 lets the job choose."""
+    """The job script. stamp: timestamp in the name of the run folder; 0 = chosen by the job."""
     v = s.values
-    python = "python3" if v["RUN_CONF_IMAGE"] else python_of_nodes()  # the container's own
+    python = "python3" if v["RUN_CONF_IMAGE"] else python_of_nodes()  # of the container
     folder = s.out / "experiments" / job_name(s, kind) / f"{job_name(s, kind)}_{stamp}"
-    config = pathlib.Path(s.flags[1].partition(":")[0])  # the files of one's own, too
-    own = {p.parent for p in (ROOT / config, pathlib.Path(v["HARDWARE"])) if p.is_file()}
-    places = [s.out, ROOT, *sorted(p for p in own if not p.is_relative_to(ROOT))]
-    mounts = ",".join([*(f"{p}:{p}" for p in places), *filter(None, [v["RUN_CONF_MOUNTS"]])])
+    config = pathlib.Path(s.flags[1].partition(":")[0])  # mounted too if outside the checkout
+    user_files = {p.parent for p in (ROOT / config, pathlib.Path(v["HARDWARE"])) if p.is_file()}
+    mounted = [s.out, ROOT, *sorted(p for p in user_files if not p.is_relative_to(ROOT))]
+    mounts = ",".join([*(f"{p}:{p}" for p in mounted), *filter(None, [v["RUN_CONF_MOUNTS"]])])
     preflight = [] if s.on("DISABLE_PREFLIGHT") or kind else [python, "-m", "maxbench.preflight"]
     preflight += s.flags if preflight else []
     preflight += ["--allow_tcp"] if preflight and s.on("ALLOW_TCP") else []
@@ -126,22 +126,23 @@ def script(s: JobConfig, kind: str, stamp: int) -> str:
 
 
 def python_of_nodes() -> str:
-    """The Python of a job: the door of setup.sh's environments, where this one is among them."""
+    """The Python of a job. If this one is of setup.sh, the wrapper that selects by architecture."""
     python = os.environ.get("MAXBENCH_PYTHON", sys.executable)
     folder = pathlib.Path(python).parent.parent
-    door = folder.parent / "venv" / "bin" / "python"
-    return str(door) if folder.name == f"venv-{platform.machine()}" and door.exists() else python
+    wrapper = folder.parent / "venv" / "bin" / "python"
+    own = folder.name == f"venv-{platform.machine()}" and wrapper.exists()
+    return str(wrapper) if own else python
 
 
 def _words(command: Sequence[str]) -> str:
-    """Elements of a bash array; a comma is quoted too, so that nobody takes it for a separator."""
+    """Elements of a bash array. Commas are quoted too: shellcheck takes them for separators."""
     return " ".join(
         f"'{w}'" if shlex.quote(w) == w and "," in w else shlex.quote(w) for w in command
     )
 
 
 def nsys_variables(s: JobConfig) -> dict[str, str]:
-    """What task.sh needs to start Nsight Systems."""
+    """Variables with which task.sh starts Nsight Systems."""
     model, dtype = s.run.model, s.run.precision.dtype
     return {
         "MB_PROFILE_RANKS": s.values["RUN_CONF_PROFILE_RANKS"],
@@ -155,7 +156,7 @@ def additional(text: str) -> list[str]:
     """'nodelist=a,b;exclusive' -> ['--nodelist=a,b', '--exclusive'].
 
     Raises:
-      UserError: a part that is no sbatch option.
+      UserError: a part is not an sbatch option.
     """
     options = []
     for part in filter(None, (p.strip() for p in text.split(";"))):
@@ -171,15 +172,15 @@ def additional(text: str) -> list[str]:
 
 
 def dry_run(runs: Sequence[JobConfig]) -> str:
-    """Scripts and commands as they would be submitted."""
+    """The scripts and commands that submit() would use."""
     each = [(job_name(s, kind), s, kind) for s in runs for kind in job_kinds(s)]
     times = Counter((job, f": {s.expect}" if s.expect else "") for job, s, _ in each)
-    listed = [f"# {n} x {job}{asked}" for (job, asked), n in times.items()]
+    listed = [f"# {n} x {job}{expected}" for (job, expected), n in times.items()]
     parts = ["\n".join(listed)] if len(runs) > 1 else []
-    for job, s, kind in {one[0]: one for one in each}.values():
-        made = script(s, kind, int(time.time()))
-        parts.append(f"# {job}: {s.run.layout.describe()}; {s.nodes} nodes\n{made}")
-        parts.append(f"# the command of each process:\n{shlex.join(command(s, kind))}")
+    for job, s, kind in {x[0]: x for x in each}.values():
+        text = script(s, kind, int(time.time()))
+        parts.append(f"# {job}: {s.run.layout.describe()}; {s.nodes} nodes\n{text}")
+        parts.append(f"# command of each process:\n{shlex.join(command(s, kind))}")
     return "\n\n".join(parts)
 
 
@@ -187,17 +188,17 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     """Writes the scripts and submits them; returns sbatch's exit code.
 
     Args:
-      suite: name under which the runs and what is expected of them are listed for the report.
+      suite: name of the suite, whose runs are listed for maxbench report --suite.
 
     Raises:
-      UserError: sbatch or what the jobs need is not there.
+      UserError: sbatch, the container image or the Python environment is missing.
     """
     check_prerequisites(runs)
     for note in dict.fromkeys(note for s in runs for note in notes(s)):
         print(f"launch.sh: note: {note}", file=sys.stderr)
-    # sbatch and srun would read these themselves, before the script's options, and fail on 'null'.
-    ours = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
-    clean = {k: v for k, v in os.environ.items() if k not in ours}
+    # sbatch and srun read these before the script's options, and fail on 'null'.
+    removed = (*SECRETS, "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
+    clean = {k: v for k, v in os.environ.items() if k not in removed}
     results, running, suite_list = runs[0].out / "experiments", [], None
     each = [(s, kind) for s in runs for kind in job_kinds(s)]
     if suite:
@@ -216,14 +217,14 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
         print(f"submitting {job}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
         if not wait:
             _submitted(*running.pop())
-    codes = [_submitted(*one) for one in running]
+    codes = [_submitted(*job) for job in running]
     then = [
         "maxbench",
         "report",
         *(["--suite", str(suite_list.file)] if suite_list else [str(results)]),
     ]
     look = shlex.join(["maxbench", "jobs", str(results)])
-    print(f"how they are: {look}; when they are done: {shlex.join(then)}")
+    print(f"state: {look}; results: {shlex.join(then)}")
     return max(codes, default=0)
 
 
@@ -252,26 +253,26 @@ def check_prerequisites(runs: Sequence[JobConfig]) -> None:
         (s.out / "experiments").mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(
-            f"STAGE_PATH={str(s.out)!r} cannot hold results ({e.strerror}); give a folder that you "
-            "may write to and that all nodes share"
+            f"STAGE_PATH={str(s.out)!r} cannot be written ({e.strerror}); give a folder on a "
+            "file system that all nodes share"
         ) from None
     for one in runs:
-        _environment_is_there(one)
+        _check_environment(one)
 
 
-def _environment_is_there(s: JobConfig) -> None:
-    """Raises UserError where the nodes would find neither the image nor their environment."""
+def _check_environment(s: JobConfig) -> None:
+    """Raises UserError if the nodes would find neither the image nor a Python environment."""
     image, kind = s.values["RUN_CONF_IMAGE"], s.values["ARCHITECTURE"]
     if image.endswith(".sqsh") and not pathlib.Path(image).exists():
         raise UserError(
-            f"RUN_CONF_IMAGE={image!r} does not exist: ./setup.sh makes one where enroot is "
+            f"RUN_CONF_IMAGE={image!r} does not exist: ./setup.sh creates one if enroot is "
             "installed; leave it empty to use the Python environment of setup.sh"
         )
     venv = pathlib.Path(python_of_nodes()).parent.parent
-    is_door = venv.name == "venv" and not (venv / "pyvenv.cfg").exists()
-    own = venv.parent / f"venv-{kind}" / "bin" / "python"
-    if is_door and kind and not image and not own.exists():
+    is_wrapper = venv.name == "venv" and not (venv / "pyvenv.cfg").exists()
+    of_nodes = venv.parent / f"venv-{kind}" / "bin" / "python"
+    if is_wrapper and kind and not image and not of_nodes.exists():
         raise UserError(
-            f"the nodes are {kind} and there is no {own.parent.parent}: sbatch -N 1 setup.sh makes "
-            "it on one of them"
+            f"the nodes are {kind} and {of_nodes.parent.parent} does not exist: sbatch -N 1 "
+            "setup.sh creates it on one of them"
         )

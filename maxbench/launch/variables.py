@@ -1,6 +1,6 @@
-"""The variables of launch.sh, declared in variables.toml, and the Settings that they make.
+"""The variables of launch.sh (variables.toml), and the JobConfig that they determine.
 
-settle() reads them from an environment; nothing else reads them.
+resolve_job() reads them from an environment; no other code does.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from maxbench.run_logs.suite_file import Expectation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvVar:
-    """What is known of a variable."""
+    """A variable."""
 
     meaning: str = ""
-    default: str = ""  # '*' = found later
-    also: tuple[str, ...] = ()  # other names that are understood
+    default: str = ""  # '*' = by workload, GPU type or allocation
+    also: tuple[str, ...] = ()  # aliases
     kind: str = "text"  # choice | bool | gpu type, or a name of KINDS
     choices: tuple[str, ...] = ()
     least: int = 1
-    flag: str = ""  # of the trainer, which takes the value as it is
-    unused: str = ""  # why it changes nothing here
-    refused: str = ""  # why it cannot be had here, and what can
+    flag: str = ""  # of the trainer, with the same value
+    unused: str = ""  # why it has no effect
+    refused: str = ""  # why it is refused, and the alternative
 
 
 _TABLE = tomllib.loads(pathlib.Path(__file__).with_name("variables.toml").read_text())
@@ -42,10 +42,10 @@ VARIABLES = {name: v for name, v in _ALL.items() if not (v.unused or v.refused)}
 UNUSED = {name: v.unused for name, v in _ALL.items() if v.unused}
 REFUSED = {name: v.refused for name, v in _ALL.items() if v.refused}
 BOOLS = {"true": "true", "1": "true", "yes": "true", "false": "false", "0": "false", "no": "false"}
-KINDS = {  # what the whole text must match, and how a message says so
+KINDS = {  # a pattern that the value must match, and its description in messages
     "text": (r"(?s).*", "text"),
     "word": (r"[^\s;&|<>$`\"'\\]*", "one word"),
-    # Slurm replaces %, and a container's mounts end at , and :
+    # Slurm substitutes %, and container mounts are separated by , and :
     "path": (r"[\w /.+=@~-]*", "a path of letters, digits, spaces and / . _ + = @ ~ -"),
     "time": (r"([0-9]+-)?[0-9]{1,3}(:[0-9]{2}){0,2}", "HH:MM:SS, as 00:30:00"),
     "count": (r"[0-9]{1,9}", "a whole number, at least {least}"),
@@ -53,16 +53,16 @@ KINDS = {  # what the whole text must match, and how a message says so
     "gres": (r"0*[1-9][0-9]*", "a whole number, at least 1; none where the cluster has no gres"),
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")
-MANY = ("MODEL_SIZE", "DTYPE", "JOB_TOTAL_GPUS")  # may be lists, with spaces between
-ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they pick the recipe's row
+MANY = ("MODEL_SIZE", "DTYPE", "JOB_TOTAL_GPUS")  # may be lists separated by spaces
+ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they select the row of the recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """What was asked for, checked."""
+    """A run on a cluster, as its variables determine it."""
 
-    values: dict[str, str]  # of VARIABLES, defaults filled in
-    launch: Launch  # the workload's own defaults
+    values: dict[str, str]  # of all VARIABLES, with defaults
+    launch: Launch  # defaults of the workload
     run: Run
     flags: tuple[str, ...]  # for maxbench.train
     nodes: int
@@ -72,22 +72,22 @@ class JobConfig:
     expect: Expectation | None = None  # of a suite
 
     def on(self, name: str) -> bool:
-        """A boolean variable."""
+        """Value of a boolean variable."""
         return self.values[name] == "true"
 
     def number(self, name: str) -> int:
-        """An integer variable."""
+        """Value of an integer variable."""
         return int(self.values[name])
 
 
 def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
-    """Checks the variables in env, and further flags for the trainer.
+    """Checks the variables in env and further flags of the trainer.
 
     Raises:
-      UserError: a variable that cannot be, by name, with what is allowed.
+      UserError: a variable is invalid; the message has its name and what is allowed.
     """
-    notes = _not_ours(env)
-    values = {name: _given(env, name, v) for name, v in VARIABLES.items()}
+    notes = _check_other_variables(env)
+    values = {name: _value(env, name, v) for name, v in VARIABLES.items()}
     if values["HARDWARE"]:
         values["HARDWARE"] = os.path.abspath(values["HARDWARE"])
     gpu_types = command_line.gpu_types(values["HARDWARE"])
@@ -100,33 +100,36 @@ def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     launch, gpu = Launch(**recipes.load(path).launch), gpu_types[values["GPU_TYPE"]]
     per_node = _defaults(values, launch, gpu, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
-    for what, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
-        checked(what, str(folder), EnvVar(kind="path"))
+    for name, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
+        checked(name, str(folder), EnvVar(kind="path"))
     flags = [*_flags(values, path, out, extra, gpu), *extra]
     run = _run(flags)
-    if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # a folder, a job, a word of the script
-        raise UserError(f"model.name and model.size make {run.name!r}: one word of a-z, 0-9, . _ -")
+    if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # names a folder and a job
+        raise UserError(
+            f"model.name and model.size make {run.name!r}, the name of the run; use letters, "
+            "digits and . _ + -"
+        )
     devices = run.layout.gpus
     if devices > per_node and devices % per_node:
         raise UserError(
             f"JOB_TOTAL_GPUS={devices} is not a whole number of nodes of GPUS_PER_NODE={per_node}; "
             f"nearest that works: {round(devices / per_node) * per_node}"
         )
-    one = values["PROCESSES"] == "node" or int(values["CPU_DEVICES"])
+    one_process = values["PROCESSES"] == "node" or int(values["CPU_DEVICES"])
     return JobConfig(
         values=values,
         launch=launch,
         run=run,
         flags=tuple(flags),
         nodes=max(1, devices // per_node),
-        tasks_per_node=1 if one else min(per_node, devices),
+        tasks_per_node=1 if one_process else min(per_node, devices),
         out=out,
         notes=tuple(notes),
     )
 
 
-def _given(env: Mapping[str, str], name: str, v: EnvVar) -> str:
-    """The text of a variable, by the first of its names that is set, or its default."""
+def _value(env: Mapping[str, str], name: str, v: EnvVar) -> str:
+    """Value of a variable, under the first of its names that is set, or its default."""
     for n in (name, *v.also):
         if text := check_printable(n, env.get(n, "")).strip(" "):
             return env[n] if v.kind == "path" else text
@@ -134,23 +137,27 @@ def _given(env: Mapping[str, str], name: str, v: EnvVar) -> str:
 
 
 def check_printable(name: str, text: str) -> str:
-    """The text, which may stand in a line of a script.
+    """Returns the text, if it can be part of a line of a script.
 
     Raises:
-      UserError: it has a line break or another character that is none.
+      UserError: it has a line break or another control character.
     """
     if not text.isprintable():
-        raise UserError(f"{name}={text!r} has a line break or a control character; leave it out")
+        raise UserError(f"{name}={text!r} has a line break or a control character; remove it")
     return text
 
 
 def checked(name: str, text: str, v: EnvVar, gpu_types: GpuTypes = GPU_TYPES) -> str:
-    """The text of a variable in the form that is used."""
+    """A variable's value in its normal form.
+
+    Raises:
+      UserError: the value is invalid.
+    """
     choices = {"bool": BOOLS, "gpu type": gpu_types}.get(v.kind, v.choices)
     if choices:
         check_choice(name, text.lower(), choices)
         return BOOLS[text.lower()] if v.kind == "bool" else text.lower()
-    if v.kind == "gres" and text.lower() in ("none", "null"):  # the original recipes say null
+    if v.kind == "gres" and text.lower() in ("none", "null"):  # NVIDIA's recipes use null
         return "none"
     pattern, must = KINDS[v.kind]
     if not re.fullmatch(pattern, text) or (v.kind == "count" and int(text) < v.least):
@@ -158,37 +165,37 @@ def checked(name: str, text: str, v: EnvVar, gpu_types: GpuTypes = GPU_TYPES) ->
     return text.replace(" ", "") if v.kind == "ranks" else text
 
 
-def _not_ours(env: Mapping[str, str]) -> list[str]:
-    """Notes on what changes nothing.
+def _check_other_variables(env: Mapping[str, str]) -> list[str]:
+    """Notes on variables without effect.
 
     Raises:
-      UserError: a variable of the original recipes that cannot be had, or one with several words in
-        its name, one slip of the finger away from one of ours. A single word may be anybody's.
+      UserError: a variable of NVIDIA's recipes that is refused, or a name of several words that is
+        one typing error away from a variable. A single word may belong to another program.
     """
     if name := next((n for n in REFUSED if env.get(n, "0") not in ("", "0", "false")), ""):
-        raise UserError(f"{name}={env[name]!r} is not taken: {REFUSED[name]}")
+        raise UserError(f"{name}={env[name]!r} is refused: {REFUSED[name]}")
     notes = [f"{n} is not used: {why}" for n, why in UNUSED.items() if env.get(n)]
     known = {n for name, v in VARIABLES.items() for n in (name, *v.also)}
-    shorter = lambda word: {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
+    deletions = lambda word: {word} | {word[:i] + word[i + 1 :] for i in range(len(word))}
     for name in sorted(env.keys() - known - {*SECRETS, *UNUSED, *REFUSED}):
         close = (n for n in sorted(known) if len(n) >= 5 and abs(len(n) - len(name)) <= 1)
-        if near := next((n for n in close if shorter(n) & shorter(name)), ""):
-            said = f"{name} is set, which nothing reads; did you mean {near}?"
+        if near := next((n for n in close if deletions(n) & deletions(name)), ""):
+            message = f"{name} is not a variable of launch.sh; did you mean {near}?"
             if "_" in near:
-                raise UserError(said)
-            notes.append(said)
+                raise UserError(message)
+            notes.append(message)
     return notes
 
 
 def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> pathlib.Path:
-    """The file that MODEL and MODEL_SIZE name; notes why, where more than one could be meant.
+    """The workload file that MODEL and MODEL_SIZE name; adds a note if they are ambiguous.
 
-    Puts the model's name and size from the file in their place.
+    Sets MODEL and MODEL_SIZE to the name and size in the file.
     """
     model, size = values["MODEL"], values["MODEL_SIZE"].lower()
     if model.endswith(".py"):
         if not (path := pathlib.Path(os.path.abspath(model))).is_file():
-            raise UserError(f"MODEL={model!r}: there is no such workload file")
+            raise UserError(f"MODEL={model!r} is not a file")
         chosen = recipes.load(path).model
         if size != "*":
             check_choice(f"MODEL={model} MODEL_SIZE", size, [chosen.size])
@@ -202,10 +209,10 @@ def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> 
         alone = [m for m in having if _rows(m, values, gpu_types[values["GPU_TYPE"]])]
         model = alone[0] if len(alone) == 1 else having[0]
         if model != having[0]:
-            here = f"{values['JOB_TOTAL_GPUS']} {values['GPU_TYPE']}"
-            notes.append(f"MODEL={model}, the only one with a recipe for {here}")
+            scale = f"{values['JOB_TOTAL_GPUS']} {values['GPU_TYPE']}"
+            notes.append(f"MODEL={model}, the only one with a recipe for {scale}")
         elif size != "*" and len(having) > 1:
-            notes.append(f"MODEL_SIZE={size} is taken as MODEL={model}; there is {having[1]} too")
+            notes.append(f"MODEL_SIZE={size} means MODEL={model}; {having[1]} has this size too")
     check_choice("MODEL", model, recipes.models())
     size = recipes.sizes(model)[0] if size == "*" else size
     check_choice(f"MODEL={model} MODEL_SIZE", size, recipes.sizes(model))
@@ -213,7 +220,9 @@ def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> 
     files = recipes.find_workloads(model, size)
     if len(files) > 1:
         both = " and ".join(f"configs/{path.name}" for path in files)
-        raise UserError(f"MODEL={model} MODEL_SIZE={size} is {both}: give MODEL the path of one")
+        raise UserError(
+            f"MODEL={model} MODEL_SIZE={size} matches {both}: set MODEL to the path of one"
+        )
     return files[0]
 
 
@@ -227,9 +236,9 @@ def _rows(model: str, values: Mapping[str, str], gpu: Gpu) -> bool:
 
 
 def _defaults(values: dict[str, str], launch: Launch, gpu: Gpu, nodes: str) -> int:
-    """Fills in what depends on workload, GPU type and allocation; returns devices per node.
+    """Sets defaults that depend on workload, GPU type and allocation; returns devices per node.
 
-    nodes: of the allocation that `sbatch -N 8 launch.sh` has made, or ''.
+    nodes: of the allocation, if sbatch started launch.sh itself (`sbatch -N 8 launch.sh`), or ''.
     """
     strong = values["STRONG_SCALING"] == "true"
     own = {
@@ -257,12 +266,13 @@ def _flags(
     extra: Sequence[str],
     gpu: Gpu,
 ) -> list[str]:
-    """What the variables say, as flags of the trainer."""
+    """The variables as flags of the trainer."""
     presets = values["PRESET"].replace(" ", "")
     config = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     flags = ["--config", f"{config}:{presets}" if presets else str(config)]
     total = values["JOB_TOTAL_GPUS"]
-    sizes_only = {"tiny", "proxy"} & set(presets.split(","))  # such a preset has no table row
+    # Presets that have no row in the recipe's table.
+    sizes_only = {"tiny", "proxy"} & set(presets.split(","))
     by_hand = any(re.match(r"--(pp|dp|fsdp|ep|cp|tp)\b", arg) for arg in extra)
     if total and not (sizes_only and by_hand):
         flags += ["--fsdp" if sizes_only else "--gpus", total]
@@ -287,7 +297,7 @@ def _flags(
 
 
 def _fill_data_axes(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
-    """dp, fsdp and vp where TP, PP, CP or EP change the recipe's row: its GPUs stay as many."""
+    """dp, fsdp and vp if TP, PP, CP or EP change the recipe's row, for the same number of GPUs."""
     given = {n.lower(): int(values[n]) for n in ("TP", "PP", "CP", "EP") if values[n]}
     if not given:
         return []
@@ -305,7 +315,7 @@ def _fill_data_axes(values: Mapping[str, str], flags: Sequence[str]) -> list[str
 
 
 def _run(flags: Sequence[str]) -> Run:
-    """The Run of flags of the trainer, from any folder; an error in the words of launch.sh."""
+    """The Run of flags of the trainer; errors name variables instead of flags."""
     try:
         return command_line.run_of([flags[0], str(ROOT / flags[1]), *flags[2:]])
     except UserError as e:
@@ -318,7 +328,7 @@ def _run(flags: Sequence[str]) -> Run:
 
 
 def _scales(path: pathlib.Path, values: Mapping[str, str], gpu: Gpu) -> str:
-    """What JOB_TOTAL_GPUS may be, for a message."""
+    """Message about allowed values of JOB_TOTAL_GPUS."""
     rows = recipes.table(recipes.load(path).layouts)
     fits = {"gpu_type": gpu.recipes, "dtype": values["DTYPE"]}
     fits["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
@@ -329,10 +339,10 @@ def _scales(path: pathlib.Path, values: Mapping[str, str], gpu: Gpu) -> str:
 
 
 def _checkpoint_step(path: str) -> int:
-    """The step of the newest complete checkpoint at or below path.
+    """Step of the newest complete checkpoint at or below path.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no complete checkpoint.
     """
     steps = []
     for place in ("about/run.json", "[0-9]*/about/run.json", "checkpoints/[0-9]*/about/run.json"):
@@ -341,7 +351,7 @@ def _checkpoint_step(path: str) -> int:
                 steps.append(int(json.loads(file.read_text())["step"]))
     if not steps:
         raise UserError(
-            f"LOAD_CHECKPOINT_PATH={path!r} holds no complete checkpoint; give a run's folder, "
-            "its checkpoints/ or one step of it"
+            f"LOAD_CHECKPOINT_PATH={path!r} has no complete checkpoint; give the folder of a run, "
+            "its checkpoints/ or one step in it"
         )
     return max(steps)

@@ -62,7 +62,7 @@ def refused(capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_what_slurm_tells_is_written_and_taken(place, capsys, monkeypatch):
+def test_detected_variables_are_written_and_used_by_jobs(place, capsys, monkeypatch):
     """GPUs are in two partitions: one is named in the environment."""
     slurm_says(place, [*H100, *CPU], accounts="acct acct", default="acct")
     said = refused(capsys)
@@ -82,7 +82,7 @@ def test_what_slurm_tells_is_written_and_taken(place, capsys, monkeypatch):
     assert {"--partition=batch", "--account=acct", "--gres=gpu:8"} <= {*options}
 
 
-def test_what_stands_in_the_file_is_kept_and_the_rest_added(place, capsys, monkeypatch):
+def test_existing_variables_are_kept_and_missing_ones_added(place, capsys, monkeypatch):
     slurm_says(place, H100[:1])
     file = place / "a b" / "cluster.toml"
     file.parent.mkdir()
@@ -102,7 +102,7 @@ def test_what_stands_in_the_file_is_kept_and_the_rest_added(place, capsys, monke
     assert file.read_text() == before
 
 
-def test_a_terminal_is_asked(place, capsys, monkeypatch):
+def test_ambiguous_variables_are_asked_on_a_terminal(place, capsys, monkeypatch):
     """Two partitions with GPUs, three accounts; a wrong answer is asked again."""
     untyped = node("d1", "gpu:4", "dev", more="AvailableFeatures=ib,gb200", machine="aarch64")
     slurm_says(place, [*H100, untyped], accounts="b a c", default="b")
@@ -123,7 +123,7 @@ def test_a_terminal_is_asked(place, capsys, monkeypatch):
     assert len(asked) == 3
 
 
-def test_an_answer_that_does_not_come(place, capsys, monkeypatch):
+def test_without_an_answer_choices_are_listed_and_nothing_is_written(place, capsys, monkeypatch):
     slurm_says(place, CPU)
 
     def ended(_):
@@ -136,7 +136,7 @@ def test_an_answer_that_does_not_come(place, capsys, monkeypatch):
     assert "; set GPU_TYPE: one of h100, h200, b200, gb200, gb300" in said
 
 
-def test_in_a_job_the_job_is_what_it_is(place, monkeypatch):
+def test_in_a_job_its_own_facts_are_used(place, monkeypatch):
     """sbatch setup.sh: partition and account of the job, GPUs by the driver; no gres anywhere."""
     slurm_says(place, [node("n1", "(null)", "batch,other")], accounts="a b")
     tool(place / "bin", "nvidia-smi", "for i in 1 2 3 4; do echo NVIDIA GB200; done")
@@ -150,7 +150,7 @@ def test_in_a_job_the_job_is_what_it_is(place, monkeypatch):
     }  # fmt: skip
 
 
-def test_where_slurm_is_not_or_does_not_answer(place, capsys, monkeypatch):
+def test_missing_or_silent_slurm_is_an_error(place, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(place / "bin"))
     assert "scontrol is not on PATH: run this on a login node" in refused(capsys)
     tool(place / "bin", "scontrol", "echo 'slurm_load_node: Unable to contact' >&2; exit 1")

@@ -62,7 +62,7 @@ def run_script(script: str, folder: pathlib.Path) -> list[list[str]]:
     st.lists(TEXT, max_size=2),
     PLACE | TEXT,
 )
-def test_values_arrive_unchanged_or_are_refused(env, extra, place):
+def test_values_reach_the_job_unchanged_or_are_refused(env, extra, place):
     with tempfile.TemporaryDirectory() as made:
         folder = pathlib.Path(made)
         extra = [f"--config.output.resume={word}" for word in extra]
@@ -90,7 +90,7 @@ def test_values_arrive_unchanged_or_are_refused(env, extra, place):
         assert not list(folder.rglob("PWNED"))
 
 
-def test_a_space_in_the_folder_of_results(tmp_path):
+def test_result_folder_may_have_a_space(tmp_path):
     """The whole way: launch.sh, sbatch, srun, and what they leave."""
     bin_, stage = tmp_path / "bin", tmp_path / "a b"
     bin_.mkdir()

@@ -52,7 +52,7 @@ def test_jobs_of_a_file_are_all_combinations_largest_first(tmp_path):
     assert not any(s.expect for s in made)
 
 
-def test_a_job_goes_before_the_environment_and_that_before_defaults(tmp_path):
+def test_job_overrides_environment_and_environment_overrides_defaults(tmp_path):
     (tmp_path / "cluster.toml").write_text('MAX_STEPS = 7\nSLURM_ACCOUNT = "acct"\n')
     env = {"STAGE_PATH": str(tmp_path), "DTYPE": "bf16", "MODEL_SIZE": "70b"}
     made = job_file.resolve_jobs(env | {"RUN_CONF_MAX_STEPS": "30"}, file=write(tmp_path, JOBS))
@@ -60,8 +60,8 @@ def test_a_job_goes_before_the_environment_and_that_before_defaults(tmp_path):
     assert [s.run.precision.dtype for s in made][:3] == ["bf16", "fp8", "bf16"]
     assert {s.values["SBATCH_ACCOUNT"] for s in made} == {"acct"}
     notes = {note for s in made for note in s.notes}
-    assert "MODEL_SIZE of the environment is not used: jobs.toml job 1 says it" in notes
-    assert "DTYPE of the environment is not used: jobs.toml job 2 says it" in notes
+    assert "MODEL_SIZE of the environment is not used: jobs.toml job 1 sets it" in notes
+    assert "DTYPE of the environment is not used: jobs.toml job 2 sets it" in notes
     alone = {"STAGE_PATH": str(tmp_path), "MODEL_SIZE": "8b"}
     assert {s.run.train.steps for s in job_file.resolve_jobs(alone)} == {7}
 
@@ -72,20 +72,20 @@ def test_a_job_goes_before_the_environment_and_that_before_defaults(tmp_path):
         ("jobs = 3", "jobs.toml has no job; a job is [[jobs]]"),
         ("", "jobs.toml has no job"),
         ("[[job]]", "a part='job' is not one of defaults, expect, jobs; did you mean 'jobs'"),
-        ("[[jobs]", "jobs.toml' is no TOML: "),
+        ("[[jobs]", "jobs.toml' is not TOML: "),
         ("defaults = 1\n[[jobs]]", "defaults must be a table, [defaults]"),
-        ("[[jobs]]\nMODLE = 1", "jobs.toml job 1: MODLE is no variable; did you mean MODEL?"),
+        ("[[jobs]]\nMODLE = 1", "jobs.toml job 1: MODLE is not a variable; did you mean MODEL?"),
         ("[[jobs]]\nMAX_STEPS = 1.5", "MAX_STEPS=1.5 must be text, a whole number, true, false"),
         ("[[jobs]]\nDTYPE = []", "DTYPE=[] must be text"),
         ("[[jobs]]\nDTYPE = [{}]", "DTYPE=[{}] must be text"),
         ("[[jobs]]\n[[jobs]]\nDTYPE = 'fp16'", "jobs.toml job 2: DTYPE='fp16' is not one of"),
-        ("[[jobs]]\nDP = 2", "jobs.toml job 1: DP='2' is not taken: "),
-        ("[[jobs]]\nCLUSTER_TYPE = 'runai'", "CLUSTER_TYPE is not said here; set it in the"),
-        ("[defaults]\nSTAGE_PATH = '/x'\n[[jobs]]", "[defaults]: STAGE_PATH is not said here"),
+        ("[[jobs]]\nDP = 2", "jobs.toml job 1: DP='2' is refused: "),
+        ("[[jobs]]\nCLUSTER_TYPE = 'runai'", "CLUSTER_TYPE cannot be set here; set it in the"),
+        ("[defaults]\nSTAGE_PATH = '/x'\n[[jobs]]", "[defaults]: STAGE_PATH cannot be set here"),
         ("[[jobs]]\nexpect = 1", "jobs.toml job 1: expect=1 must be a table"),
     ],
 )
-def test_what_cannot_be_in_a_file_of_jobs(tmp_path, text, message):
+def test_invalid_file_of_jobs_is_refused(tmp_path, text, message):
     with pytest.raises(UserError) as e:
         job_file.resolve_jobs({}, file=write(tmp_path, text))
     assert message in str(e.value)
@@ -94,13 +94,13 @@ def test_what_cannot_be_in_a_file_of_jobs(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("expect", "message"),
     [
-        ("", "job 1: nothing is expected of it; [expect] published = 0.95 does"),
+        ("", "job 1: no expectation is set; [expect] published = 0.95 sets one"),
         ("[expect]\nshare = 1", "expect='share' is not one of published, step_s, loss"),
         ("[expect]\npublished = -1", "job 1: expect.published=-1 must be a finite number, at"),
         ("[expect]\nloss = true", "job 1: expect.loss=True must be a finite number"),
     ],
 )
-def test_a_suite_says_what_it_expects(tmp_path, expect, message):
+def test_suite_without_valid_expectations_is_refused(tmp_path, expect, message):
     file = write(tmp_path, f"{expect}\n[[jobs]]")
     with pytest.raises(UserError) as e:
         job_file.resolve_jobs({}, file=file, suite=True)
@@ -133,7 +133,7 @@ TOML = st.recursive(
     ),
     st.booleans(),
 )
-def test_any_file_of_jobs_gives_settings_or_a_message(monkeypatch, data, suite):
+def test_any_file_of_jobs_gives_configurations_or_a_message(monkeypatch, data, suite):
     monkeypatch.setattr(job_file, "load", lambda file: copy.deepcopy(data))
     made, message = [], ""
     try:
@@ -144,7 +144,7 @@ def test_any_file_of_jobs_gives_settings_or_a_message(monkeypatch, data, suite):
     assert all(isinstance(s.expect, Expectation) == suite for s in made)
 
 
-def test_the_exemplar_has_a_published_figure_for_each_of_its_runs():
+def test_every_run_of_the_exemplar_has_a_published_figure():
     made = job_file.resolve_jobs({}, file=str(ROOT / "launch" / "exemplar.toml"), suite=True)
     assert len(made) == 36
     assert {s.expect for s in made} == {Expectation(published=0.95)}
@@ -153,7 +153,7 @@ def test_the_exemplar_has_a_published_figure_for_each_of_its_runs():
     assert len({(s.run.model.name, s.run.model.size) for s in made}) == 6
 
 
-def test_a_suite_is_submitted_and_listed_up_to_what_sbatch_refuses(tmp_path):
+def test_submitted_runs_of_a_suite_are_listed_until_sbatch_refuses_one(tmp_path):
     """launch.sh: looked at with --dry_run, then submitted; the third sbatch is refused."""
     bin_, stage = tmp_path / "bin", tmp_path / "stage"
     bin_.mkdir()
@@ -181,12 +181,12 @@ def refused(capsys, *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_words_of_the_command_line(tmp_path, capsys, monkeypatch):
+def test_invalid_command_lines_are_refused(tmp_path, capsys, monkeypatch):
     file = write(tmp_path, JOBS)
     assert "give one of --file and --suite" in refused(capsys, "--file", file, "--suite", file)
     assert "flag --file" in refused(capsys, "--file")
-    assert "there is no file 'no.toml'" in refused(capsys, "--file", "no.toml", "--dry-run")
-    assert "there is no file 'a b.toml'" in refused(capsys, "--file=a b.toml", "--dry_run")
+    assert "'no.toml' is not a file" in refused(capsys, "--file", "no.toml", "--dry-run")
+    assert "'a b.toml' is not a file" in refused(capsys, "--file=a b.toml", "--dry_run")
     assert "--wait=3 must be true or false" in refused(capsys, "--wait=3")
     said = refused(capsys, "--layers", "8")
     assert "--layers is a flag of maxbench train and has no effect here; " in said
@@ -198,13 +198,13 @@ def test_words_of_the_command_line(tmp_path, capsys, monkeypatch):
         assert "DISABLE_PERFRUN=true leaves out the runs" in refused(capsys, "--suite", listed)
     for name, value in RUNAI.items():
         monkeypatch.setenv(name, value)
-    assert "--suite lists the folders of jobs" in refused(capsys, "--suite", listed)
+    assert "--suite needs the run folders" in refused(capsys, "--suite", listed)
 
 
 # --- the cluster's file ---
 
 
-def test_what_the_cluster_says_is_taken_where_nothing_else_is_said(tmp_path):
+def test_cluster_file_has_the_lowest_precedence(tmp_path):
     text = 'SBATCH_PARTITION = "batch"\nSBATCH_ACCOUNT = "acct"\nSBATCH_GPUS_PER_NODE = 4\n'
     (tmp_path / "cluster.toml").write_text(text + 'GPU_TYPE = "h200"\nTIME_LIMIT = "01:00:00"\n')
     env = {"STAGE_PATH": str(tmp_path), "SLURM_ACCOUNT": "mine", "SLURM_GPUS_PER_NODE": "null"}
@@ -223,19 +223,22 @@ def test_what_the_cluster_says_is_taken_where_nothing_else_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("GPU_TYP = 'h100'", "cluster.toml: GPU_TYP is no variable; did you mean GPU_TYPE?"),
-        ("GPU_TYPE = ['h100', 'b200']", "cluster.toml: GPU_TYPE is a list; a cluster has one"),
-        ("STAGE_PATH = '/x'", "cluster.toml: STAGE_PATH is not said here"),
-        ("GPU_TYPE = h100", "cluster.toml' is no TOML: Invalid value"),
+        ("GPU_TYP = 'h100'", "cluster.toml: GPU_TYP is not a variable; did you mean GPU_TYPE?"),
+        (
+            "GPU_TYPE = ['h100', 'b200']",
+            "GPU_TYPE is a list; cluster.toml has one value",
+        ),
+        ("STAGE_PATH = '/x'", "cluster.toml: STAGE_PATH cannot be set here"),
+        ("GPU_TYPE = h100", "cluster.toml' is not TOML: Invalid value"),
         ("GPU_TYPE = 'a100'", "GPU_TYPE='a100' is not one of h100"),
     ],
 )
-def test_what_cannot_be_in_the_file_of_a_cluster(tmp_path, text, message):
+def test_invalid_cluster_file_is_refused(tmp_path, text, message):
     (tmp_path / "cluster.toml").write_text(text)
     assert message in run("--dry-run", code=2, STAGE_PATH=str(tmp_path))
 
 
-def test_nodes_that_share_nvlink_are_asked_for_as_the_cluster_says(monkeypatch):
+def test_segment_follows_the_cluster_file(monkeypatch):
     monkeypatch.setattr(slurm, "sbatch_supports", lambda option: False)
     env = {"MODEL": "nemotron4", "GPU_TYPE": "gb200", "JOB_TOTAL_GPUS": "128"}
     for asked, said in (("true", []), ("false", ["--segment=16 is left out: SEGMENT=false"])):
@@ -254,16 +257,18 @@ def test_nodes_of_another_architecture_need_their_own_environment(tmp_path, monk
     monkeypatch.setenv("MAXBENCH_PYTHON", f"{tmp_path}/venv-{here}/bin/python")
     assert slurm.python_of_nodes() == f"{tmp_path}/venv/bin/python"
     settled = lambda kind: job_file.resolve_jobs({"ARCHITECTURE": kind})[0]
-    slurm._environment_is_there(settled(here))
-    with pytest.raises(UserError, match=f"are riscv and there is no {tmp_path}/venv-riscv: sbatch"):
-        slurm._environment_is_there(settled("riscv"))
+    slurm._check_environment(settled(here))
+    with pytest.raises(
+        UserError, match=f"are riscv and {tmp_path}/venv-riscv does not exist: sbatch"
+    ):
+        slurm._check_environment(settled("riscv"))
     monkeypatch.setenv("MAXBENCH_PYTHON", "/bin/python")
-    slurm._environment_is_there(settled("riscv"))
+    slurm._check_environment(settled("riscv"))
 
 
-def test_in_the_shell_of_an_allocation_a_file_is_submitted(tmp_path):
+def test_file_is_submitted_from_the_shell_of_an_allocation(tmp_path):
     env = plain_env(SLURM_JOB_ID="7", SLURM_CONF="")
     command = [str(LAUNCH), "--file=none.toml"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert "there is no file 'none.toml'" in done.stderr
+    assert "'none.toml' is not a file" in done.stderr
     assert "--inside" not in done.stderr

@@ -39,7 +39,7 @@ def runs(tmp_path):
     return tmp_path / "experiments"
 
 
-def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, monkeypatch, capsys):
+def test_jobs_are_listed_from_slurm_and_their_folders(runs, tmp_path, monkeypatch, capsys):
     tool(tmp_path, "squeue", "echo '14|PENDING|Resources'; echo '11|RUNNING|None'")
     tool(tmp_path, "sacct", "echo '12|FAILED|None'; echo '11|PENDING|None'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -55,14 +55,14 @@ def test_jobs_are_listed_with_what_slurm_and_their_folders_say(runs, tmp_path, m
     assert capsys.readouterr().out.splitlines()[2].endswith("run_4  Resources")
 
 
-def test_without_slurm_the_folders_say_it(runs, monkeypatch):
+def test_without_slurm_the_state_is_from_the_folders(runs, monkeypatch):
     monkeypatch.setenv("PATH", "")
     said = [row[1] for row in job_status.table(job_status.folders([runs]))]
     assert said == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
     assert entry.run("jobs", ["/nowhere"]) == 2
 
 
-def test_folders_that_come_and_go_are_no_matter(runs, monkeypatch):
+def test_disappearing_folders_are_ignored(runs, monkeypatch):
     """Checkpoints are written and removed below a run while others look."""
     looked, scan = [], os.scandir
 
@@ -85,7 +85,7 @@ def clock(sleep) -> types.SimpleNamespace:
     return types.SimpleNamespace(sleep=sleep, strftime=time.strftime)
 
 
-def test_one_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
+def test_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
     """It waits, steps, is requeued into another folder, and is done; once Slurm does not answer."""
     first = folder(tmp_path, 1)
     (first / "job_id").write_text("11")
@@ -131,14 +131,14 @@ def test_one_job_is_followed_until_it_ends(tmp_path, monkeypatch, capsys):
     assert moves == []
 
 
-def test_how_watching_ends(runs, monkeypatch, capsys):
+def test_watch_ends_with_an_exit_code_or_an_error(runs, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert entry.run("watch", ["10", str(runs)]) == 0
     assert entry.run("watch", ["12", str(runs)]) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("  FAILED  loss is\\x1b NaN")
     for words in (["12x", str(runs)], [], ["99", str(runs)], ["10", "/nowhere"]):
         assert entry.run("watch", words) == 2
-    assert "job 99 is not known to Slurm, and no folder" in capsys.readouterr().err
+    assert "job 99 is not known to Slurm, and has no run folder" in capsys.readouterr().err
 
     def interrupt(_):
         raise KeyboardInterrupt
@@ -147,7 +147,7 @@ def test_how_watching_ends(runs, monkeypatch, capsys):
     assert entry.run("watch", ["14", str(runs)]) == 130
 
 
-def test_an_archive_has_all_but_profiles_and_checkpoints(runs, tmp_path):
+def test_archive_leaves_out_profiles_and_checkpoints(runs, tmp_path):
     for name in ("checkpoints/5", "nsys_profile", "xplane"):
         (runs / "run" / "run_3" / name).mkdir(parents=True)
         (runs / "run" / "run_3" / name / "large").write_text("x")

@@ -58,7 +58,7 @@ def tool(folder: pathlib.Path, name: str, body: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-# --- the seeds' commands and defaults ---
+# --- commands and defaults of NVIDIA's recipes ---
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def tool(folder: pathlib.Path, name: str, body: str) -> None:
          {"MAX_STEPS": "10", "SBATCH_GPUS_PER_NODE": "none"}),
     ],
 )  # fmt: skip
-def test_commands_of_the_seeds(env, name, nodes, tasks, more):
+def test_commands_of_nvidia_recipes(env, name, nodes, tasks, more):
     s = variables.resolve_job(env)
     assert s.run.name.startswith(name)
     assert (s.nodes, s.tasks_per_node) == (nodes, tasks)
     assert {k: s.values[k] for k in more} == more
 
 
-def test_every_default_of_the_seeds():
+def test_defaults_of_nvidia_recipes():
     s = variables.resolve_job({})
     v = s.values
     assert (v["DTYPE"], v["MODEL_SIZE"], v["JOB_TOTAL_GPUS"]) == ("bf16", "8b", "8")
@@ -152,13 +152,13 @@ SEEDS = {
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_variables_of_each_seed(seed):
+def test_variables_of_each_nvidia_recipe(seed):
     env, table = SEEDS[seed]
     named = {n: name for name, v in variables.VARIABLES.items() for n in (name, *v.also)}
     values = variables.resolve_job(env).values
     for name, _, wanted in (word.partition("=") for word in table.split()):
         if wanted == "!":
-            with pytest.raises(UserError, match=f"^{name}='7' is not taken: "):
+            with pytest.raises(UserError, match=f"^{name}='7' is refused: "):
                 variables.resolve_job(env | {name: "7"})
         elif wanted == "-":
             notes = variables.resolve_job(env | {name: "7"}).notes
@@ -168,7 +168,7 @@ def test_the_variables_of_each_seed(seed):
             assert not wanted or values[named[name]] == wanted, name
 
 
-def test_axes_by_variables_leave_the_rest_to_data_parallelism():
+def test_data_parallelism_fills_the_gpus_that_other_axes_leave():
     layout = lambda **env: variables.resolve_job(env).run.layout
     two = layout(TP="2", MBS="2", GBS="64")
     assert (two.tp, two.cp, two.dp, two.mbs, two.gbs, two.gpus) == (2, 2, 2, 2, 64, 8)
@@ -181,7 +181,7 @@ def test_axes_by_variables_leave_the_rest_to_data_parallelism():
     assert variables.resolve_job({"NUM_LAYERS": "8"}).run.model.layers == 8
 
 
-def test_the_only_model_with_a_recipe_for_such_gpus_is_taken():
+def test_model_defaults_to_the_only_one_with_a_recipe_for_the_gpus():
     for more in ({}, {"STRONG_SCALING": "true"}):
         s = variables.resolve_job({"JOB_TOTAL_GPUS": "256", "GPU_TYPE": "gb200"} | more)
         assert (s.run.model.name, s.run.precision.dtype) == ("nemotron4", "fp8")
@@ -189,13 +189,13 @@ def test_the_only_model_with_a_recipe_for_such_gpus_is_taken():
     assert variables.resolve_job({"JOB_TOTAL_GPUS": "64"}).run.model.size == "8b"
 
 
-def test_words_that_may_be_anybodys_are_no_error():
+def test_single_words_near_a_variable_are_noted():
     s = variables.resolve_job({"MODE": "fast", "PROFILE": "y", "DYTPE": "fp8"})
-    assert "MODE is set, which nothing reads; did you mean MODEL?" in s.notes
-    assert "DYTPE is set, which nothing reads; did you mean DTYPE?" in s.notes
+    assert "MODE is not a variable of launch.sh; did you mean MODEL?" in s.notes
+    assert "DYTPE is not a variable of launch.sh; did you mean DTYPE?" in s.notes
 
 
-def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
+def test_options_that_sbatch_did_not_get_are_noted(tmp_path):
     tool(tmp_path, "scontrol", "exit 1")
     tool(tmp_path, "sbatch", "echo --segment")
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "STAGE_PATH": str(tmp_path)}
@@ -209,7 +209,7 @@ def test_what_comes_too_late_under_sbatch_is_said(tmp_path):
     assert f"sbatch {options} launch.sh" in done.stderr
 
 
-def test_the_environment_of_a_laptop_is_found(tmp_path):
+def test_virtual_environment_of_a_checkout_is_found(tmp_path):
     """setup.sh --cpu makes venv/ in the checkout; nothing else names it."""
     for part in ("maxbench", "configs", "launch"):
         (tmp_path / part).symlink_to(ROOT / part)
@@ -235,7 +235,7 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
     assert not slurm.notes(s)
     monkeypatch.setattr(slurm, "sbatch_supports", lambda option: False)  # as Slurm 22.05
     assert "--segment=16" not in slurm.sbatch_options(s, "", pathlib.Path("x"))
-    assert slurm.notes(s)[0].startswith("--segment=16 is left out: this sbatch does not know it")
+    assert slurm.notes(s)[0].startswith("--segment=16 is left out: sbatch has no --segment")
     env = jobs.environment(s, "")
     assert env["NCCL_NET_GDR_C2C"] == "1"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
@@ -270,7 +270,7 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
         ({"GPU_TYPE": "b200"}, "or name the axes, launch.sh -- --fsdp"),
         ({"TP": "3"}, "JOB_TOTAL_GPUS=8 is not a multiple of TP x PP x CP x EP = 3 x 1 x 2 x 1"),
         ({"EP": "2"}, "EP=2 needs experts, and llama31 8b has none"),
-        ({"DP": "4"}, "DP='4' is not taken: dp follows from JOB_TOTAL_GPUS and TP"),
+        ({"DP": "4"}, "DP='4' is refused: dp follows from JOB_TOTAL_GPUS and TP"),
         ({"JOB_TOTAL_GPUS": "9" * 5000}, "must be a whole number"),
         ({"STAGE_PATH": "/a\n#SBATCH --x"}, "has a line break or a control character"),
         ({"STAGE_PATH": "/a%j"}, "must be a path of letters, digits, spaces and"),
@@ -278,14 +278,14 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
         ({"GPU_TYP": "b200"}, "did you mean GPU_TYPE?"),
         ({"PRESET": "tinny"}, "did you mean 'tiny'?"),
         ({"SBATCH_ACCOUNT": "a b"}, "SBATCH_ACCOUNT='a b' must be one word"),
-        ({"LOAD_CHECKPOINT_PATH": "/nowhere"}, "holds no complete checkpoint"),
-        ({"DISABLE_PERFRUN": "true"}, "leaves nothing to run"),
+        ({"LOAD_CHECKPOINT_PATH": "/nowhere"}, "has no complete checkpoint"),
+        ({"DISABLE_PERFRUN": "true"}, "leaves no job to run"),
         ({"CLUSTER_TYPE": "runai"}, "RUN_CONF_IMAGE is not set, and CLUSTER_TYPE=runai needs"),
         (RUNAI | {"RUN_CONF_MOUNTS": "a:b"}, "'a:b' is not name:path:k8s-claim"),
-        (RUNAI | {"PVC_DIR": "/elsewhere"}, "lies in none of the mounted paths"),
+        (RUNAI | {"PVC_DIR": "/elsewhere"}, "is in none of the mounted paths"),
     ],
 )  # fmt: skip
-def test_a_wrong_variable_is_named_with_what_would_work(env, message):
+def test_invalid_variable_is_named_with_what_would_work(env, message):
     said = run("--dry-run", code=2, **env)
     assert message in said
     assert "Traceback" not in said
@@ -302,7 +302,7 @@ def test_a_wrong_variable_is_named_with_what_would_work(env, message):
         max_size=3,
     )
 )
-def test_any_variable_gives_settings_or_a_message(env):
+def test_any_values_give_a_configuration_or_a_message(env):
     try:
         s = variables.resolve_job(env)
         for kind in jobs.job_kinds(s):
@@ -314,20 +314,20 @@ def test_any_variable_gives_settings_or_a_message(env):
             raise
 
 
-def test_unknown_option():
+def test_unknown_option_is_refused():
     assert "unknown flag 'dryrun'; did you mean --dry" in run("--dryrun", code=2)
 
 
 # --- the script ---
 
 
-def test_an_installation_without_the_jobs_scripts_says_so(tmp_path, monkeypatch, capsys):
+def test_installation_without_job_scripts_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
     assert entry.run("launch", ["--dry-run"]) == 2
     assert "error: jobs run from a checkout" in capsys.readouterr().err
 
 
-def test_dry_run_in_under_a_second_without_jax(tmp_path):
+def test_dry_run_takes_under_a_second_without_jax(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     said = run("--dry-run", MODEL_SIZE="8b", STAGE_PATH=str(tmp_path))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
@@ -393,7 +393,7 @@ def test_shellcheck_passes_on_every_script(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_nothing_newer_than_bash_4_2():
+def test_scripts_need_nothing_newer_than_bash_4_2():
     """Features of later versions, by their spelling."""
     newer = ("@Q}", "wait -n", "declare -n", "local -n", "mapfile -d", "EPOCHSECONDS", "BASH_ARGV0")
     for script in [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh")]:
@@ -437,7 +437,7 @@ def test_profile_and_trace_are_jobs_of_their_own(tmp_path, fake_sbatch):
     assert "hf_secret" not in whole
 
 
-def test_many_runs_of_one_call(tmp_path, fake_sbatch):
+def test_lists_of_values_submit_a_run_for_each(tmp_path, fake_sbatch):
     many = {"JOB_TOTAL_GPUS": "8 16 32", "DTYPE": "bf16 fp8", "REPEATS": "3"}
     said = run("--dry-run", **many)
     sizes = [line for line in said.splitlines() if line.startswith("# 3 x pretrain_llama31_8b_")]
@@ -454,7 +454,7 @@ def test_many_runs_of_one_call(tmp_path, fake_sbatch):
     assert "JOB_TOTAL_GPUS=9: llama31 8b bf16 (weak scaling) has no recipe for 9 h100" in wrong
 
 
-def test_variables_that_sbatch_would_read_itself_are_kept_from_it(tmp_path, fake_sbatch):
+def test_variables_that_sbatch_reads_are_removed_from_its_environment(tmp_path, fake_sbatch):
     """The original recipes ask for SLURM_GPUS_PER_NODE=null; SBATCH_GPUS is their GPU count."""
     env = {"SLURM_GPUS_PER_NODE": "null", "SBATCH_GPUS": "16", "PATH": fake_sbatch}
     run(**env, STAGE_PATH=str(tmp_path))
@@ -463,7 +463,7 @@ def test_variables_that_sbatch_would_read_itself_are_kept_from_it(tmp_path, fake
     assert "SBATCH_GPUS" not in seen
 
 
-def test_variables_of_the_recipes_without_effect_are_said():
+def test_variables_without_effect_are_noted():
     command = [str(LAUNCH), "--dry-run"]
     env = plain_env(CUDA_GRAPH="false", OPTIMIZATION_CODE="x=1", MODEL_SIZE="8b")
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -471,14 +471,14 @@ def test_variables_of_the_recipes_without_effect_are_said():
     assert "OPTIMIZATION_CODE is not used" in done.stderr
 
 
-def test_sbatch_that_refuses(tmp_path, fake_sbatch):
+def test_refusal_of_sbatch_is_an_error(tmp_path, fake_sbatch):
     tool(tmp_path / "bin", "sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     said = run(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
     assert "invalid account" in said
     assert "sbatch refused" in said
 
 
-def test_missing_tools_are_named_with_what_to_do(tmp_path):
+def test_missing_tool_is_named_with_the_alternative(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("bash", "dirname", "sed", "python3"):
@@ -490,7 +490,7 @@ def test_missing_tools_are_named_with_what_to_do(tmp_path):
     assert "runai is not on PATH" in said
 
 
-def test_a_wrong_xla_flag_is_refused_before_submitting(tmp_path, fake_sbatch):
+def test_unknown_xla_flag_is_refused_before_submission(tmp_path, fake_sbatch):
     env = {"XLA_FLAGS": "--xla_gpu_graph_level=0", "PATH": fake_sbatch, "STAGE_PATH": str(tmp_path)}
     assert "use --xla_gpu_enable_command_buffer=" in run(code=2, **env)
     assert not (tmp_path / "calls").exists()
@@ -517,15 +517,15 @@ def test_xla_options_by_gpu_and_scale():
     assert xla_options.xla_options("cpu", variables.resolve_job({}).run) == {}
 
 
-def test_a_stage_that_cannot_be_written_is_named(tmp_path, fake_sbatch):
+def test_stage_path_that_cannot_be_written_is_refused(tmp_path, fake_sbatch):
     (tmp_path / "file").write_text("")
     said = run(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path / "file"))
-    assert f"STAGE_PATH='{tmp_path}/file' cannot hold results" in said
+    assert f"STAGE_PATH='{tmp_path}/file' cannot be written" in said
 
 
-def test_missing_image(tmp_path, fake_sbatch):
+def test_missing_image_is_refused(tmp_path, fake_sbatch):
     env = {"RUN_CONF_IMAGE": "/nowhere/x.sqsh", "PATH": fake_sbatch, "STAGE_PATH": str(tmp_path)}
-    assert "setup.sh makes one where enroot is" in run(code=2, **env)
+    assert "setup.sh creates one if enroot is" in run(code=2, **env)
 
 
 def test_runai_gets_the_same_command_and_no_secret(tmp_path):
@@ -549,7 +549,7 @@ def test_runai_gets_the_same_command_and_no_secret(tmp_path):
     assert "secret-never-to-be-seen" not in run("--dry-run", **RUNAI)
 
 
-def test_a_runai_worker_joins_the_others():
+def test_runai_variables_become_flags_of_the_trainer():
     def said(**env: str) -> str:
         command = ["bash", str(ROOT / "launch" / "runai.sh"), "echo", "train"]
         done = subprocess.run(
@@ -572,7 +572,7 @@ def test_runai_jobs_of_one_node_and_of_other_kinds():
     assert "use PROFILER=xplane" in said
 
 
-def test_a_process_is_started_under_nsys_on_chosen_ranks(tmp_path):
+def test_nsys_runs_on_chosen_ranks(tmp_path):
     tool(tmp_path, "nsys", 'echo nsys "$@"')
     s = variables.resolve_job({"RUN_CONF_PROFILE_RANKS": "0,3", "ENABLE_GPU_METRICS": "true"})
     task = [str(ROOT / "launch" / "task.sh"), "echo", "train"]
@@ -594,7 +594,7 @@ def test_a_process_is_started_under_nsys_on_chosen_ranks(tmp_path):
     assert said("1") == "train\n"
 
 
-def test_missing_nsys_is_named_with_what_to_do(tmp_path):
+def test_missing_nsys_is_named_with_the_alternative(tmp_path):
     s = variables.resolve_job({})
     for name in ("bash", "uname"):
         (tmp_path / name).symlink_to(shutil.which(name))
@@ -605,7 +605,7 @@ def test_missing_nsys_is_named_with_what_to_do(tmp_path):
     assert "PROFILER=xplane, which needs neither" in done.stderr
 
 
-def test_gpu_power_is_logged_beside_the_run(tmp_path):
+def test_gpu_power_is_logged_during_the_run(tmp_path):
     tool(tmp_path, "nvidia-smi", "echo '2026, 0, 700.1, 60, 1900'")
     env = plain_env(
         PATH=f"{tmp_path}:{os.environ['PATH']}", MB_FOLDER=str(tmp_path), SLURMD_NODENAME="n7"

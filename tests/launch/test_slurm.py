@@ -229,7 +229,7 @@ def test_killed_node_is_named(jobs):
     assert run.reason, jobs.log()
 
 
-def test_a_job_told_to_end_saves_is_requeued_and_goes_on(jobs):
+def test_job_that_gets_sigterm_saves_and_continues_after_requeue(jobs):
     """As before its time limit: Slurm tells the run, and not the script around it."""
     env = LONG | {"CHECKPOINT_EVERY": "5", "DISABLE_PREFLIGHT": "true"}
     number = jobs.submit(env)
@@ -253,7 +253,7 @@ def test_a_job_told_to_end_saves_is_requeued_and_goes_on(jobs):
     assert result["config"]["output"]["resume"]
 
 
-def test_time_limit_is_told(jobs):
+def test_time_limit_is_named(jobs):
     number = jobs.submit(LONG | {"TIME_LIMIT": "00:05:00", "DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
     jobs.slurm.run("scontrol", "update", f"JobId={number}", "EndTime=now+2")
@@ -266,7 +266,7 @@ def test_time_limit_is_told(jobs):
     assert "TIME LIMIT" in row.why, f"{row.why}\n{jobs.log()}"
 
 
-def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
+def test_preflight_refuses_an_unknown_xla_flag(jobs):
     """Even where launch.sh could not try the flags: sbatch itself brought them."""
     number = jobs.sbatch({"XLA_FLAGS": "--xla_gpu_graph_level=0"}, "-N", "2")
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
@@ -275,7 +275,7 @@ def test_a_wrong_xla_flag_stops_in_the_preflight(jobs):
     assert "preflight: error: XLA_FLAGS" in compare.summarize(run, compare.ReportOptions()).why
 
 
-def test_too_few_nodes(jobs):
+def test_too_few_nodes_are_refused(jobs):
     number = jobs.sbatch({}, "-N", "1")
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
     assert "needs 2 nodes, and this job has 1: sbatch -N 2 launch.sh" in jobs.log()

@@ -49,7 +49,7 @@ def said(clone: pathlib.Path, *words: str, **env: str) -> str:
     return done.stdout
 
 
-def test_a_copied_file_trains_and_is_reported(clone):
+def test_copied_file_trains_and_is_reported(clone):
     train = (sys.executable, "-m", "maxbench.train", "--config", "configs/copy.py:tiny")
     said(clone, *train, "--cpu_devices", "1", "--steps", "2", "--seq", "16", "--layers", "1")
     (clone / "experiments" / FOREIGN).write_text("".join(nemo_line(i, 9, 2.0) for i in range(9)))
@@ -60,7 +60,7 @@ def test_a_copied_file_trains_and_is_reported(clone):
 
 
 @pytest.mark.skipif(not compile_cache.versions()["jax-cuda13-plugin"], reason="no GPU compiler")
-def test_a_copied_file_is_planned(clone, tmp_path):
+def test_copied_file_is_planned(clone, tmp_path):
     plan = (sys.executable, "-m", "maxbench.plan", "--config", "configs/copy.py:tiny", "--json")
     found = json.loads(said(clone, *plan, "--layers", "1", MAXBENCH_CACHE=str(tmp_path)))
     assert found["name"].startswith("pretrain_madeup_3b-a1b-tiny_bf16_gpus1")
@@ -69,19 +69,19 @@ def test_a_copied_file_is_planned(clone, tmp_path):
 @pytest.mark.parametrize(
     "env", [{"MODEL": "madeup"}, {"MODEL_SIZE": "3b-a1b"}, {"MODEL": "MADE-UP"}]
 )
-def test_a_copied_file_is_launched_by_name_or_size(clone, env):
+def test_copied_file_is_launched_by_name_or_size(clone, env):
     script = said(clone, "launch/launch.sh", "--dry-run", **env)
     assert "maxbench.train --config configs/copy.py --gpus 8" in script
     assert "#SBATCH --time=00:30:00" in script
     assert "pretrain_madeup_3b-a1b_bf16_gpus8_" in script
 
 
-def test_the_workload_that_is_taken_by_itself_stays(clone):
+def test_default_workload_does_not_depend_on_user_files(clone):
     assert "configs/llama31_8b.py --gpus 8" in said(clone, "launch/launch.sh", "--dry-run")
     assert re.search(r"MODEL +llama31 .*madeup", said(clone, "launch/launch.sh", "--help"))
 
 
-def test_a_file_from_elsewhere_is_launched_by_its_path(tmp_path):
+def test_file_outside_the_checkout_is_launched_by_its_path(tmp_path):
     path = tmp_path / "elsewhere.py"
     path.write_text(copied())
     env = {"MODEL": os.path.relpath(path, ROOT), "RUN_CONF_IMAGE": "image", "JOB_TOTAL_GPUS": "16"}
@@ -90,14 +90,16 @@ def test_a_file_from_elsewhere_is_launched_by_its_path(tmp_path):
     assert f",{tmp_path}:{tmp_path}" in script  # what the container sees
 
 
-def test_two_files_of_one_name_are_told_apart_by_path(clone):
+def test_files_with_equal_names_are_chosen_by_path(clone):
     twin = clone / "configs" / "twin.py"
     shutil.copy(clone / "configs" / "copy.py", twin)
     env = plain_env(MODEL="madeup", PYTHONPATH=str(clone))
     command = ["launch/launch.sh", "--dry-run"]
     done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "is configs/copy.py and configs/twin.py: give MODEL the path of one" in done.stderr
+    assert (
+        "matches configs/copy.py and configs/twin.py: set MODEL to the path of one" in done.stderr
+    )
     assert "--config configs/twin.py" in said(clone, *command, MODEL="configs/twin.py")
 
 
@@ -108,7 +110,7 @@ def test_sections_of_a_file_are_checked():
         recipes.workload("", model={}, train={}, optim={}, layouts="", lauch={})
 
 
-def test_a_file_of_further_gpu_types_reaches_the_job(tmp_path):
+def test_file_of_further_gpu_types_reaches_the_job(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[h300]\nlike = "gb200"\nnvlink_gpus = 36\nenvironment = { A_B = "1" }\n')
     env = {"HARDWARE": "mine.toml", "GPU_TYPE": "h300", "MODEL": "nemotron"}
