@@ -33,7 +33,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from benchmarks import kills
-from benchmarks.fuzz import Wrong, check, shown
+from benchmarks.fuzz import Violation, check, short
 from maxbench.config import command_line, environment, folders
 from maxbench.config.errors import UserError
 from maxbench.distributed import messages, peer_watch, rendezvous, runtime, stragglers
@@ -228,8 +228,8 @@ class Program:
         where = f"{owner.__name__}.{name}, call {fault.n}" + " and on" * always
         try:
             return self.judge(code, printed)
-        except Wrong as e:
-            raise Wrong(f"{where}: {fault.error()!r}: {e}") from None
+        except Violation as e:
+            raise Violation(f"{where}: {fault.error()!r}: {e}") from None
         finally:
             shutil.rmtree(self.out, ignore_errors=True)
 
@@ -237,7 +237,7 @@ class Program:
         """How a run ended.
 
         Raises:
-          Wrong: its result is incomplete or lacks the reason, or a checkpoint is lost.
+          Violation: its result is incomplete or lacks the reason, or a checkpoint is lost.
         """
         folder = next(iter(kills.run_folders(self.out)), None)
         result = json.loads((folder / "result.json").read_text()) if folder else {}
@@ -259,7 +259,7 @@ class Program:
         return "failed with its reason"
 
     def check_checkpoints(self, folder: pathlib.Path) -> None:
-        """Raises Wrong unless the newest checkpoint that the log reports can be restored."""
+        """Raises Violation unless the newest checkpoint that the log reports can be restored."""
         if step := kills.last_saved_step(folder):
             run = command_line.run_of([*kills.FLAGS, "--steps=9"])
             found = restore.find_checkpoints(str(folder), run)
@@ -302,7 +302,7 @@ def inject_faults(count: int, seed: int) -> collections.Counter:
             try:
                 ending = connect_with_fault(rng) if rng.random() < 0.1 else program.inject(rng)
             except Exception as e:
-                raise Wrong(f"fault {i} of seed {seed}: {shown(e)}") from e
+                raise Violation(f"fault {i} of seed {seed}: {short(e)}") from e
             endings_seen[ending] += 1
             print(f"\r{endings_seen.total()}", end="", file=sys.stderr, flush=True)
     return endings_seen

@@ -1,10 +1,10 @@
-"""Hostile command lines and damaged logs: what the doors answer, all in this process.
+"""Fuzzes commands with hostile command lines and damaged logs, in this process.
 
   python -m benchmarks.fuzz commands 10000
   python -m benchmarks.fuzz logs 10000 --seed 7
 
-A command line ends in exit code 0 with figures that are finite, or in 2 with one clear line. A log,
-whatever is left of it, gives a report. The first that does neither is shown, with its seed.
+A command line must end with exit code 0 and finite figures, or with 2 and a one-line message. A
+log, however damaged, must give a report. The first violation is printed with its seed.
 """
 
 import argparse
@@ -42,34 +42,35 @@ REPORT += ["full-names", "diff", "flagfile"]
 JUNK = bytes(range(256)) + b"\n\r\n{}[]\"':,0123456789.-+eE nan inf null true" * 4
 
 
-class Wrong(AssertionError):
-    """An answer that is none."""
+class Violation(AssertionError):
+    """A command did not answer as it must."""
 
 
-def said(name: str, words: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command, as a process would have them."""
+def call(name: str, words: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = entry.run(name, words)
     return code, out.getvalue(), err.getvalue()
 
 
-def shown(what: object) -> str:
-    return f"{what!r}"[:600]
+def short(value: object) -> str:
+    return f"{value!r}"[:600]
 
 
-def check(good: bool, why: str, what: object) -> None:
+def check(good: bool, why: str, value: object) -> None:
+    """Raises Violation unless good."""
     if not good:
-        raise Wrong(f"{why}: {shown(what)}")
+        raise Violation(f"{why}: {short(value)}")
 
 
 # --- command lines ---
 
 
 def flag(rng: random.Random, *names: Sequence[str]) -> list[str]:
-    """A flag, mostly one that there is, with a value that it may or may not have."""
+    """A flag, usually an existing one, with a valid or invalid value."""
     name = rng.choice(rng.choice(names))
-    if rng.random() < 0.1:  # a slip of the finger
+    if rng.random() < 0.1:  # a typing error
         at = rng.randrange(len(name))
         name = name[:at] + rng.choice(["", "x", ".", "[0]", "=", " ", "\x07"]) + name[at + 1 :]
     value = rng.choice(rng.choice([VALUES, VALUES[:13]]))
@@ -78,7 +79,7 @@ def flag(rng: random.Random, *names: Sequence[str]) -> list[str]:
 
 
 def damage(rng: random.Random, text: bytes) -> bytes:
-    """Text with some of it cut, doubled, swapped, flipped or replaced."""
+    """Text of which parts are cut, repeated, reversed, flipped or replaced."""
     for _ in range(rng.choice([1, 1, 2, 5])):
         a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         b = rng.choice([b, min(b, a + 1), min(b, a + 40)])
@@ -92,7 +93,7 @@ def damage(rng: random.Random, text: bytes) -> bytes:
 
 
 def command(rng: random.Random, folder: pathlib.Path) -> list[str]:
-    """A command line of the trainer; one in ten has a damaged workload file or GPU file."""
+    """A command line of the trainer; some have a damaged workload file or GPU file."""
     path = rng.choice([*recipes.workloads()])
     presets = rng.choice(["", "", ":tiny", ":tiny,fp8", ":proxy", ":rehearse", ":", ":tny", ":a:b"])
     words = [f"--gpus={rng.choice([8, 64, 128, 512])}"] * rng.randrange(2)
@@ -105,14 +106,14 @@ def command(rng: random.Random, folder: pathlib.Path) -> list[str]:
         path.write_bytes(damage(rng, text))
     if rng.random() < 0.03:
         toml = pathlib.Path(gpus.__file__).with_name("gpus.toml").read_bytes()
-        (folder / "mine.toml").write_bytes(damage(rng, toml))
-        words += ["--hardware", str(folder / "mine.toml")]
+        (folder / "gpus.toml").write_bytes(damage(rng, toml))
+        words += ["--hardware", str(folder / "gpus.toml")]
     config = f"--config={path}{presets}" if rng.random() < 0.98 else rng.choice(VALUES)
-    return [config, *words, "--json", "--json"]  # the first may be taken for a value
+    return [config, *words, "--json", "--json"]  # the first may become the value of a flag
 
 
 def report_command(rng: random.Random, folder: pathlib.Path) -> list[str]:
-    """A command line of the report, of one log."""
+    """A command line of the report for one log."""
     if not (log := folder / "log-pretrain_llama31_8b_fp8_8.out").exists():
         log.write_text("".join(map(nemo_line, range(50))))
     words = [str(log), *rng.choice([[]] * 9 + [["x" * 5000], ["\0"], ["\x1b[2J"], ["--"]])]
@@ -123,36 +124,37 @@ def report_command(rng: random.Random, folder: pathlib.Path) -> list[str]:
 
 
 def commands(count: int, seed: int) -> collections.Counter:
-    """Answers to so many command lines, counted by exit code."""
-    answers = collections.Counter()
-    wrong = Wrong("it would train")
-    trains = mock.patch.object(train.runtime, "set_environment", side_effect=wrong)
-    with tempfile.TemporaryDirectory() as name, trains:
+    """Runs `count` command lines; counts their exit codes."""
+    codes = collections.Counter()
+    violation = Violation("it would train")
+    no_training = mock.patch.object(train.runtime, "set_environment", side_effect=violation)
+    with tempfile.TemporaryDirectory() as name, no_training:
         for i in range(count):
             rng = random.Random(f"{seed} {i}")
-            make, door = rng.choice([(command, "train")] * 9 + [(report_command, "report")])
+            choices = [(command, "train")] * 9 + [(report_command, "report")]
+            make, subcommand = rng.choice(choices)
             words = make(rng, pathlib.Path(name))
             try:
-                code, out, err = said(door, words)
-                answered(door, code, out, err)
+                code, out, err = call(subcommand, words)
+                check_answer(subcommand, code, out, err)
             except Exception as e:
-                raise Wrong(f"command {i} of seed {seed}, {shown(words)}: {shown(e)}") from e
-            answers[code] += 1
-    return answers
+                raise Violation(f"command {i} of seed {seed}, {short(words)}: {short(e)}") from e
+            codes[code] += 1
+    return codes
 
 
-def answered(door: str, code: int, out: str, err: str) -> None:
-    """Raises Wrong unless train --json, or report, has answered as it should."""
+def check_answer(subcommand: str, code: int, out: str, err: str) -> None:
+    """Raises Violation unless train --json, or report, answered as it must."""
     check(code in (0, 2), "exit code", code)
     if code == 0:
-        check(err == "", "exit 0 with a complaint", err)
-        if door == "train":
+        check(err == "", "exit code 0 with an error", err)
+        if subcommand == "train":
             json.loads(out, parse_constant=lambda x: check(False, "a figure is", x))
     else:
-        check(out == "", "exit 2 with output", out)
-        check(err.startswith(f"maxbench {door}: error: "), "no error line", err)
-        check(err.count("\n") == 1 and err[:-1].isprintable(), "not one plain line", err)
-        check(len(err) < 1500 and "Traceback" not in err, "not a clear line", err)
+        check(out == "", "exit code 2 with output", out)
+        check(err.startswith(f"maxbench {subcommand}: error: "), "no error line", err)
+        check(err.count("\n") == 1 and err[:-1].isprintable(), "not one printable line", err)
+        check(len(err) < 1500 and "Traceback" not in err, "not a short message", err)
 
 
 # --- logs ---
@@ -189,8 +191,8 @@ ENDS = (
 )
 
 
-def folder_of(rng: random.Random, base: pathlib.Path) -> pathlib.Path:
-    """A run's folder as a run leaves it, whole."""
+def run_folder(rng: random.Random, base: pathlib.Path) -> pathlib.Path:
+    """A run folder with most of the files that a run writes."""
     run = command_line.run_of(["--config", f"{recipes.ROOT}/configs/llama31_8b.py", "--gpus=8"])
     tool = rng.choice(["", "", "nccltrace"])
     config = run.asdict() | {"profile": {"tool": tool}}
@@ -216,8 +218,8 @@ def folder_of(rng: random.Random, base: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def spoil(rng: random.Random, path: pathlib.Path) -> None:
-    """Damages a file, or puts something in its place that is none."""
+def damage_file(rng: random.Random, path: pathlib.Path) -> None:
+    """Damages a file, or replaces it by something that is not a regular file."""
     kind = rng.choice(["bytes"] * 16 + ["empty", "pipe", "folder", "loop", "gone"])
     text = path.read_bytes()
     path.unlink()
@@ -236,11 +238,11 @@ def spoil(rng: random.Random, path: pathlib.Path) -> None:
         os.utime(path, (1e9, 1e9))
 
 
-def damaged(rng: random.Random, base: pathlib.Path) -> int:
-    """Fills a folder with a run's folder or a log, and damages it; steps that no damage has met."""
+def write_damaged(rng: random.Random, base: pathlib.Path) -> int:
+    """Writes a run folder or a log and damages it; returns the number of intact step lines."""
     name = f"llama31_8b_fp8_8_{rng.choice(['1', chr(27), chr(10), 'nccltrace'])}.out"
     if rng.random() < 0.5:
-        path = folder_of(rng, base)
+        path = run_folder(rng, base)
     else:
         path = base / "\x1b[2J\udc80" if rng.random() < 0.1 else base / "logs"
         path.mkdir()
@@ -249,52 +251,52 @@ def damaged(rng: random.Random, base: pathlib.Path) -> int:
         (path / f"log-pretrain_{name}").write_text(text)
     files = sorted(path.iterdir())
     steps = next((x for x in files if x.name in ("metrics.jsonl", f"log-pretrain_{name}")), path)
-    whole = {*_lines(steps)}
+    intact = {*_lines(steps)}
     for file in rng.sample(files, min(len(files), rng.choice([1, 1, 2, 3]))):
-        spoil(rng, file)
-    return len(whole & {*_lines(steps)})
+        damage_file(rng, file)
+    return len(intact & {*_lines(steps)})
 
 
 def _lines(path: pathlib.Path) -> list[bytes]:
-    """The lines of a file that tell of a step."""
+    """Lines of a file about steps."""
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     return [x for x in lines if any(word in x for word in (b'"step_s"', *text_logs.TIMES))]
 
 
 def logs(count: int, seed: int) -> collections.Counter:
-    """Reports of so many damaged logs, counted by exit code."""
-    answers = collections.Counter()
+    """Reports on `count` damaged logs; counts the exit codes."""
+    codes = collections.Counter()
     with tempfile.TemporaryDirectory() as name:
         os.environ["MAXBENCH_CACHE"] = f"{name}/cache"
         for i in range(count):
             rng, base = random.Random(f"{seed} {i}"), pathlib.Path(name, "runs")
             base.mkdir()
-            whole = damaged(rng, base)
+            intact = write_damaged(rng, base)
             try:
                 read = sum(len(record.step_s) for record in readers.read([base]))
-                check(read >= whole, "steps of whole lines that are not read", (whole, read))
+                check(read >= intact, "intact step lines are not read", (intact, read))
                 for kind in ("json", rng.choice([*build_report.FORMATS])):
                     flags = ["--cost=2.5", "--gpu_type=h100", f"--format={kind}"]
-                    code = reported(kind, *said("report", [*flags, str(base)]))
+                    code = check_report(kind, *call("report", [*flags, str(base)]))
             except Exception as e:
-                raise Wrong(f"log {i} of seed {seed}: {shown(e)}") from e
-            answers[code] += 1
+                raise Violation(f"log {i} of seed {seed}: {short(e)}") from e
+            codes[code] += 1
             shutil.rmtree(base)
-    return answers
+    return codes
 
 
-def reported(kind: str, code: int, out: str, err: str) -> int:
-    """Raises Wrong unless the report is one: its exit code."""
-    if code == 2:  # of damage that left nothing
+def check_report(kind: str, code: int, out: str, err: str) -> int:
+    """Raises Violation unless the output is a report; returns the exit code."""
+    if code == 2:  # no log is left
         check(err.startswith("maxbench report: error: no run and no log"), "refused", err)
         return code
     check(code in (0, 1) and err == "", "exit code", (code, err))
-    check(all(line.isprintable() for line in out.split("\n")), "control bytes", out)
+    check(all(line.isprintable() for line in out.split("\n")), "control characters", out)
     if kind == "json":
         results = json.loads(out, parse_constant=lambda x: check(False, "a figure is", x))
         check(len(results["results"]) > 0, "no run", out)
     if kind == "html":
-        check(out.endswith("</html>\n"), "half a page", out[-99:])
+        check(out.endswith("</html>\n"), "incomplete page", out[-99:])
     return code
 
 
@@ -303,11 +305,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("commands", "logs"))
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     start = time.process_time()
-    answers = {"commands": commands, "logs": logs}[given.what](given.count, given.seed)
-    told = ", ".join(f"{n} exit {code}" for code, n in sorted(answers.items()))
-    print(f"{given.count} {given.what}: {told}; {time.process_time() - start:.0f} CPU s")
+    codes = {"commands": commands, "logs": logs}[args.what](args.count, args.seed)
+    summary = ", ".join(f"{n} with exit code {code}" for code, n in sorted(codes.items()))
+    print(f"{args.count} {args.what}: {summary}; {time.process_time() - start:.0f} CPU s")
 
 
 if __name__ == "__main__":

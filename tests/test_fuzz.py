@@ -1,14 +1,31 @@
-"""A part of benchmarks/fuzz.py, which is run at length by hand."""
+"""Short runs of benchmarks/fuzz.py and faults.py; the long ones are exhaustive."""
 
-from benchmarks import fuzz
+import pytest
+
+from benchmarks import faults, fuzz
+from tests.conftest import keeping
+
+LONG = pytest.mark.exhaustive
 
 
-def test_command_lines_end_in_figures_or_in_one_line():
-    answers = fuzz.commands(400, seed=0)
-    assert {*answers} == {0, 2}
-    assert answers[0] > 40
+@pytest.mark.parametrize("count", [60, pytest.param(400, marks=LONG)])
+def test_command_lines_give_figures_or_a_one_line_error(count):
+    codes = fuzz.commands(count, seed=0)
+    assert {*codes} == {0, 2}
+    assert codes[0] > count / 10
 
 
-def test_damaged_logs_give_reports(monkeypatch):
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=LONG)])
+def test_damaged_logs_give_reports(monkeypatch, count):
     monkeypatch.delenv("MAXBENCH_CACHE")
-    assert {*fuzz.logs(200, seed=0)} == {0, 1, 2}
+    assert {*fuzz.logs(count, seed=0)} <= {0, 1, 2}
+
+
+def test_fault_points_exist():
+    assert not [f"{of.__name__}.{name}" for of, name in faults.POINTS if not hasattr(of, name)]
+
+
+@LONG
+def test_runs_with_faults_leave_a_complete_result_with_the_reason():
+    with keeping():
+        assert faults.faults(4, seed=48).total() == 4

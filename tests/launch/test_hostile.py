@@ -1,4 +1,4 @@
-"""Job scripts of hostile values, run by a stub Slurm: quoted or refused, never executed."""
+"""Hostile values of variables in job scripts: quoted or refused, never executed."""
 
 import os
 import pathlib
@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import tempfile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from maxbench.config.errors import UserError
 from maxbench.launch import jobs, slurm, variables
 from tests.launch.test_launch import LAUNCH, plain_env, tool
 
-# What a shell, sbatch or a container's mounts would take for their own.
+# Characters and words that a shell, sbatch or a list of container mounts interprets.
 SPIKES = [" ", "\n", "\t", "'", '"', "$(touch PWNED)", "`touch PWNED`", "; touch PWNED #", "\\"]
 SPIKES += [
     "%j",
@@ -29,12 +30,12 @@ SPIKES += [
     "=",
     "-x",
 ]
-SPIKES += ["\udcff"]  # a byte that is no UTF-8
+SPIKES += ["\udcff"]  # a byte that is not UTF-8
 NAMES = sorted({*variables.VARIABLES} - {"CLUSTER_TYPE", "HARDWARE"})
 TEXT = st.lists(st.sampled_from([*SPIKES, "a", "/tmp/x", "é"]), max_size=4).map("".join)
 PLACE = st.lists(st.sampled_from([" ", "a", "é", "~", "=", "-x", "+@"]), max_size=4).map("".join)
 LOOSE = ["RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "OPTIMIZATION_NAME", "ADDITIONAL_SLURM_PARAMS"]
-# Each process that would be started, its words ended by NUL; the job goes on with exit code 0.
+# srun records its arguments, each followed by NUL, and succeeds.
 STUBS = {
     "scontrol": '[[ "$2" == hostnames ]] && echo n1 || echo "NodeAddr=n1 "',
     "srun": r"""exec >>"$CALLS"; printf '%s\0' "$@" "--CACHE=$JAX_COMPILATION_CACHE_DIR" \
@@ -43,7 +44,7 @@ STUBS = {
 
 
 def run_script(script: str, folder: pathlib.Path) -> list[list[str]]:
-    """Runs a job script as Slurm would; the words of each srun."""
+    """Runs a job script with fake Slurm commands; returns the arguments of each srun."""
     bin_, calls = folder / "bin", folder / "calls"
     bin_.mkdir()
     for name, body in STUBS.items():
@@ -56,17 +57,18 @@ def run_script(script: str, folder: pathlib.Path) -> list[list[str]]:
     return [line.rstrip("\0").split("\0") for line in calls.read_text().split("\0\n") if line]
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(LOOSE) | st.sampled_from(NAMES), TEXT, max_size=2),
-    st.lists(TEXT, max_size=2),
-    PLACE | TEXT,
-)
-def test_values_reach_the_job_unchanged_or_are_refused(env, extra, place):
-    with tempfile.TemporaryDirectory() as made:
-        folder = pathlib.Path(made)
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_values_reach_the_job_unchanged_or_are_refused(examples):
+    values = st.dictionaries(st.sampled_from(LOOSE) | st.sampled_from(NAMES), TEXT, max_size=2)
+    check = given(values, st.lists(TEXT, max_size=2), PLACE | TEXT)(check_values)
+    settings(max_examples=examples, deadline=None)(check)()
+
+
+def check_values(env, extra, folder_name):
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
         extra = [f"--config.output.resume={word}" for word in extra]
-        env = {"STAGE_PATH": f"{folder}/{place.replace('/', '')}"} | env
+        env = {"STAGE_PATH": f"{folder}/{folder_name.replace('/', '')}"} | env
         try:
             s = variables.resolve_job(env, extra)
             script = slurm.script(s, "", 7)
@@ -91,7 +93,7 @@ def test_values_reach_the_job_unchanged_or_are_refused(env, extra, place):
 
 
 def test_result_folder_may_have_a_space(tmp_path):
-    """The whole way: launch.sh, sbatch, srun, and what they leave."""
+    """From launch.sh to the files that the job writes."""
     bin_, stage = tmp_path / "bin", tmp_path / "a b"
     bin_.mkdir()
     tool(bin_, "sbatch", f"cp \"${{@: -1}}\" '{tmp_path}/job.sh'; echo 7")
@@ -101,5 +103,5 @@ def test_result_folder_may_have_a_space(tmp_path):
     preflight, train = run_script((tmp_path / "job.sh").read_text(), tmp_path / "there")
     assert "maxbench.preflight" in preflight
     assert train[train.index("--output_dir") + 1] == str(stage)
-    (made,) = stage.rglob("job.json")
-    assert (made.parent / "exit.json").exists()
+    (job,) = stage.rglob("job.json")
+    assert (job.parent / "exit.json").exists()

@@ -710,27 +710,34 @@ PIECES = st.one_of(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+def fuzz(check, examples: int, *args: st.SearchStrategy, **kwargs: st.SearchStrategy) -> None:
+    """Calls check with so many generated examples."""
+    settings(max_examples=examples, deadline=None)(given(*args, **kwargs)(check))()
+
+
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [20, pytest.param(150, marks=pytest.mark.exhaustive)]
 )
-@given(
-    pieces=st.lists(PIECES, max_size=8),
-    name=st.sampled_from(
-        ["log-x.out", "metrics.jsonl", "result.json", "exit.json", "job.json", "gpu-n.csv"]
-    ),
-    cut=st.integers(0, 4000),
-)
-def test_damaged_files_break_no_format(tmp_path, pieces, name, cut):
+FILES = ("log-x.out", "metrics.jsonl", "result.json", "exit.json", "job.json", "gpu-n.csv")
+
+
+@EXAMPLES
+def test_damaged_files_break_no_format(tmp_path, examples):
     """Truncated, binary, mixed and empty files in place of each file that the report reads."""
-    shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
-    path = ours(tmp_path)
-    (path / "job.json").write_text("{}")
-    whole = (path / name).read_bytes() if (path / name).exists() else b""
-    (path / name).write_bytes(whole[:cut] + b"".join(pieces))
-    found = rows(tmp_path, compare.ReportOptions(cost=1.0, gpu_type="h100"))
-    assert all(make(found, H100) for make in build_report.FORMATS.values())
-    assert json.loads(export.to_json(found, H100))
-    assert "</html>" in page.html(found, H100)
+
+    def check(pieces, name, cut):
+        shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
+        path = ours(tmp_path)
+        (path / "job.json").write_text("{}")
+        intact = (path / name).read_bytes() if (path / name).exists() else b""
+        (path / name).write_bytes(intact[:cut] + b"".join(pieces))
+        found = rows(tmp_path, compare.ReportOptions(cost=1.0, gpu_type="h100"))
+        assert all(make(found, H100) for make in build_report.FORMATS.values())
+        assert json.loads(export.to_json(found, H100))
+        assert "</html>" in page.html(found, H100)
+
+    pieces, names = st.lists(PIECES, max_size=8), st.sampled_from(FILES)
+    fuzz(check, examples, pieces, names, st.integers(0, 4000))
 
 
 JSON = st.recursive(
@@ -740,30 +747,30 @@ JSON = st.recursive(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_results_of_another_shape_break_no_format(tmp_path, data):
-    shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
-    path = planned_run(tmp_path / "experiments", data.draw(st.sampled_from(["", "nccltrace"])))
-    result = json.loads((path / "result.json").read_text())
-    place = result
-    for _ in range(data.draw(st.integers(1, 3))):
-        key = data.draw(st.sampled_from(sorted(place)))
-        if not isinstance(place[key], dict) or not place[key]:
-            break
-        place = place[key]
-    place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
-    result[data.draw(st.sampled_from(
-        ["checkpoint_saves", "command", "slow_hosts", "compile_s", "versions", "x"]
-    ))] = data.draw(JSON)  # fmt: skip
-    (path / "result.json").write_text(json.dumps(result))
-    found = rows(tmp_path, compare.ReportOptions(cost=1.0))
-    predictions.add_predictions(found, GPU_TYPES, every=True)
-    assert tables.text(found, H100)
-    assert json.loads(export.to_json(found, H100))
-    assert "</html>" in page.html(found, H100)
+@EXAMPLES
+def test_results_of_another_shape_break_no_format(tmp_path, examples):
+    def check(data):
+        shutil.rmtree(tmp_path / "experiments", ignore_errors=True)
+        path = planned_run(tmp_path / "experiments", data.draw(st.sampled_from(["", "nccltrace"])))
+        result = json.loads((path / "result.json").read_text())
+        place = result
+        for _ in range(data.draw(st.integers(1, 3))):
+            key = data.draw(st.sampled_from(sorted(place)))
+            if not isinstance(place[key], dict) or not place[key]:
+                break
+            place = place[key]
+        place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
+        result[data.draw(st.sampled_from(
+            ["checkpoint_saves", "command", "slow_hosts", "compile_s", "versions", "x"]
+        ))] = data.draw(JSON)  # fmt: skip
+        (path / "result.json").write_text(json.dumps(result))
+        found = rows(tmp_path, compare.ReportOptions(cost=1.0))
+        predictions.add_predictions(found, GPU_TYPES, every=True)
+        assert tables.text(found, H100)
+        assert json.loads(export.to_json(found, H100))
+        assert "</html>" in page.html(found, H100)
+
+    fuzz(check, examples, st.data())
 
 
 @pytest.mark.parametrize("seconds", [1e12, 6.78e16, 1e300, -1, 0])
