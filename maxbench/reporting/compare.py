@@ -123,7 +123,7 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     """Figures of a run."""
     if r.source != "maxbench":
         r.gpu_type = r.gpu_type or options.gpu_type
-    cut = r.status == "stopped" and r.last < r.planned - 1
+    cut = r.status == "stopped" and r.last < r.total_steps - 1
     died = r.status in ("died", "failed") or cut or not r.step_s
     summary = RunSummary(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
     _check_loss_and_status(summary)
@@ -160,8 +160,8 @@ def _check_loss_and_status(summary: RunSummary) -> None:
         summary.notes.append(f"damaged lines about steps: {r.damaged}")
     summary.notes += r.unread
     summary.notes += gaps(r.step_s)
-    if r.status == "done" and 0 <= r.last < r.planned - 1:
-        summary.notes.append(f"the log ends at step {r.last}, the run at {r.planned - 1}")
+    if r.status == "done" and 0 <= r.last < r.total_steps - 1:
+        summary.notes.append(f"the log ends at step {r.last}, the run at {r.total_steps - 1}")
 
 
 def gaps(steps: Iterable[int]) -> list[str]:

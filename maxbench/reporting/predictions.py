@@ -12,7 +12,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.reporting import compare
-from maxbench.run_logs import nccl, readers
+from maxbench.run_logs import log_files, nccl
 from maxbench.run_logs.record import RunRecord, dig
 
 # Flags of the trainer that do not change the program that plan compiles.
@@ -38,7 +38,7 @@ def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:
     for path in logs:
         try:
             # A trace of many GPUs is gigabytes: it is never whole in memory.
-            for line in (x for block in readers.blocks(path) for x in block.splitlines()):
+            for line in (x for block in log_files.blocks(path) for x in block.splitlines()):
                 if b": opCount" in line:
                     yield line.decode(errors="replace")
         except OSError as e:

@@ -60,7 +60,7 @@ def _judge(run: SuiteRun, row: RunSummary | None) -> tuple[str, str]:
     at = f"step {row.record.last}" if row.record.step_s else "before the first step"
     if row.record.status == "running":
         return "-", f"still running, {at}"
-    if not (row.ok and row.step and row.record.last >= row.record.planned - 1):
+    if not (row.ok and row.step and row.record.last >= row.record.total_steps - 1):
         why = row.why if not row.ok else "not all of its steps are in its log"
         return "FAIL", f"{why}, {at}"
     expected, step_s = run.expect, row.step["mean"]

@@ -222,13 +222,13 @@ def traces(rows: Sequence[RunSummary]) -> list[Trace]:
 def _trace(summary: RunSummary) -> Trace:
     calls, steps, damaged = (summary.trace[k] for k in ("calls", "steps", "damaged_lines"))
     notes = [f"damaged lines left out: {damaged}"] if damaged else []
-    tables = [nccl.by_communicator(calls, steps)] if calls else []
+    tables = [nccl.calls_table(calls, steps)] if calls else []
     if not calls:
         cpu = summary.record.device and not summary.record.gpu_type
         why = f"ran on {summary.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
         notes.append(f"no NCCL call in the log: {why}")
     elif summary.planned:
-        tables.append(nccl.beside_plan(summary.trace["step_beside_plan"]))
+        tables.append(nccl.plan_table(summary.trace["step_beside_plan"]))
         notes.append(
             "traced: includes the start and the end of the run, and one call per array; planned: "
             "one step, and one call for all arrays that XLA combines"

@@ -1,1 +1,1 @@
-"""What runs have left, read back: our folders, logs of other programs, NCCL's calls."""
+"""Runs from their files: run folders, logs of other programs, NCCL's calls, lists of suites."""

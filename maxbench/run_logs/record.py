@@ -1,8 +1,9 @@
-"""One run as its files tell it, whoever wrote them."""
+"""The record of one run, from files of any program."""
 
 import dataclasses
 import json
 import pathlib
+import time
 from typing import Any
 
 from maxbench.config import resolve
@@ -12,76 +13,86 @@ from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 
 def dig(data: Any, path: str, default: Any) -> Any:
-    """What nested dicts hold at 'config.model.name', if it is of the default's type.
+    """A value of nested dicts, by a path as 'config.model.name'.
 
-    Numbers are finite and not negative; whatever else is there, the default is returned.
+    Returns the default if the value is missing or of another type, or a number that is negative or
+    not finite.
     """
     for key in path.split("."):
         data = data.get(key) if isinstance(data, dict) else None
     kind = type(default)
     if kind not in (int, float):
         return data if isinstance(data, kind) else default
-    number = isinstance(data, int | float) and not isinstance(data, bool)
-    return kind(data) if number and 0 <= data < 1e30 else default
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    return kind(data) if is_number and 0 <= data < 1e30 else default
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object; {} for what is none, as the line that is being written."""
+    """A JSON object; {} if the text is none, as the incomplete last line of a running run."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _told(path: str, default: Any = "") -> Any:
-    """A field, and where result.json has it."""
+def _at(path: str, default: Any = "") -> Any:
+    """A field with its path in result.json."""
     return dataclasses.field(default=default, metadata={"path": path})
 
 
 @dataclasses.dataclass(kw_only=True)
 class RunRecord:
-    """Zero and '' stand for what the files do not tell."""
+    """A run. Fields of unknown value are 0 or ''.
+
+    The metadata of a field has its path in result.json.
+    """
 
     path: pathlib.Path
     name: str
     source: str  # maxbench | nemo | megatron | maxtext; '' = could not be read
-    status: str = _told("status")  # done | stopped | failed | died | running | skipped
-    reason: str = _told("reason")
-    model: str = _told("config.model.name")
-    size: str = _told("config.model.size")
-    dtype: str = _told("config.precision.dtype")
-    gpu_type: str = _told("device.gpu_type")
-    device: str = _told("device.kind")  # as the run called it
-    gpus: int = _told("device.count", 0)
-    gbs: int = _told("config.layout.gbs", 0)
-    seq: int = _told("config.train.seq", 0)
-    layers: int = _told("config.model.layers", 0)
-    planned: int = _told("config.train.steps", 0)  # steps
-    started: float = _told("started", 0.0)  # seconds since 1970
-    mocked: bool = _told("mocked", False)
-    profiled: str = _told("config.profile.tool")
+    status: str = _at("status")  # done | stopped | failed | died | running | skipped
+    reason: str = _at("reason")
+    model: str = _at("config.model.name")
+    size: str = _at("config.model.size")
+    dtype: str = _at("config.precision.dtype")
+    gpu_type: str = _at("device.gpu_type")
+    device: str = _at("device.kind")  # jax's name
+    gpus: int = _at("device.count", 0)
+    gbs: int = _at("config.layout.gbs", 0)
+    seq: int = _at("config.train.seq", 0)
+    layers: int = _at("config.model.layers", 0)
+    total_steps: int = _at("config.train.steps", 0)  # that the run was started for
+    started: float = _at("started", 0.0)  # seconds since 1970
+    mocked: bool = _at("mocked", False)
+    profiled: str = _at("config.profile.tool")
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
-    peak_bytes: int = _told("peak_bytes", 0)
-    power_w: float = 0.0  # mean over GPUs while they are busy
+    peak_bytes: int = _at("peak_bytes", 0)
+    power_w: float = 0.0  # mean over GPUs and the time in which they are busy
     saves: list[float] = dataclasses.field(default_factory=list)  # seconds of each checkpoint
     loads: list[float] = dataclasses.field(default_factory=list)
-    result: dict = dataclasses.field(default_factory=dict)
-    damaged: int = 0  # lines about steps that could not be read
-    unread: list[str] = dataclasses.field(default_factory=list)  # what else could not, in words
+    result: dict = dataclasses.field(default_factory=dict)  # result.json of a run of maxbench
+    tokens: int = 0  # per step, in MaxText's logs
+    damaged: int = 0  # lines of steps that cannot be read
+    unread: list[str] = dataclasses.field(default_factory=list)  # files that cannot be, and why
 
     @property
     def last(self) -> int:
-        """The last step that was logged; -1 where there is none."""
+        """The last logged step; -1 before the first."""
         return max(self.step_s, default=-1)
 
+    def may_be_running(self, *files: pathlib.Path) -> bool:
+        """Whether one of the run's files was written within 15 minutes, or ten steps."""
+        written = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+        return time.time() - written < max(900.0, 10 * max(self.step_s.values(), default=0.0))
+
     def to_run(self, gpu_types: GpuTypes = GPU_TYPES) -> Run:
-        """The run of the same program, for plan.
+        """The run's configuration, from which plan predicts the same program.
 
         Raises:
-          UserError: it is none of this version, or ran on something else than it was for.
+          UserError: it is of another version of maxbench, or the run used other devices.
         """
         try:
             run = resolve.run_from_dict(self.result["config"], gpu_types)

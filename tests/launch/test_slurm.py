@@ -13,7 +13,7 @@ import tomllib
 import pytest
 
 from maxbench.reporting import compare
-from maxbench.run_logs import readers
+from maxbench.run_logs import readers, text_logs
 from tests.conftest import needs, processes
 from tests.launch import slurm_cluster
 
@@ -194,7 +194,7 @@ def test_killed_process_ends_the_job(jobs):
     os.kill(victim, signal.SIGKILL)
     assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
     (said,) = jobs.out.glob("slurm-*.out")  # it may repeat steps, and is no second run
-    assert readers.OF_A_JOB in said.read_bytes()
+    assert text_logs.JOB_MARK in said.read_bytes()
     run = jobs.run()
     row = compare.summarize(run, compare.ReportOptions())
     assert row.verdict == "DIED"

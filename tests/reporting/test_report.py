@@ -25,7 +25,7 @@ from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.reporting import build_report, compare, export, page, predictions, tables
-from maxbench.run_logs import readers
+from maxbench.run_logs import log_files, readers
 from tests.conftest import needs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -193,7 +193,7 @@ def test_run_killed_without_a_message_is_dead(tmp_path):
     for file in path.iterdir():
         os.utime(file, (old, old))
     (row,) = rows(tmp_path)
-    assert (row.verdict, row.record.last, row.why) == ("DIED", 11, "ended without a word")
+    assert (row.verdict, row.record.last, row.why) == ("DIED", 11, "ended without an error message")
 
 
 def test_running_run_is_not_dead(tmp_path):
@@ -265,11 +265,11 @@ def test_figures_do_not_depend_on_the_block_size_of_reading(tmp_path, block, see
     lines = [nemo_line(i, 60, 9 + i / 100) + rng.randrange(9) * "a, seconds\n" for i in range(51)]
     path = nemo(tmp_path / "log-pretrain_a.out", 0, 1.0, end="".join(lines) + bar + "\nerror: x\n")
     whole = readers.read([path])
-    kept, readers.BLOCK = readers.BLOCK, block
+    kept, log_files.BLOCK = log_files.BLOCK, block
     try:
         assert readers.read([path]) == whole
     finally:
-        readers.BLOCK = kept
+        log_files.BLOCK = kept
     assert len(whole[0].step_s) == 59  # the bar counts from 1
 
 

@@ -108,9 +108,9 @@ def test_trace_is_compared_with_the_plan():
     assert (permute["axes"], permute["planned"], permute["planned_bytes"]) == (["pp", "cp"], 2, 100)
     assert (permute["traced"], permute["traced_bytes"]) == (0.5, 50)
     assert (reduce["traced"], reduce["planned"]) == (0, 3)
-    _, cells = nccl.beside_plan([gather, permute, reduce])
+    _, cells = nccl.plan_table([gather, permute, reduce])
     assert [c[-1] for c in cells] == ["100.0%", "50.0%", "not traced"]
-    _, (alone,) = nccl.beside_plan(nccl.compare_with_plan(rows[:1], [], steps=2))
+    _, (alone,) = nccl.plan_table(nccl.compare_with_plan(rows[:1], [], steps=2))
     assert (alone[2], alone[-1]) == ("not in the plan", "-")
 
 
@@ -118,7 +118,7 @@ def test_tcp_between_nodes_is_slow():
     transports = nccl.transports(
         "n1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0"
     )
-    assert "NCCL talks TCP" in nccl.uses_slow_transport(transports, nodes=2)
+    assert "NCCL uses TCP" in nccl.uses_slow_transport(transports, nodes=2)
     assert not nccl.uses_slow_transport(transports, nodes=1)
     transports = nccl.transports(
         "x NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA"

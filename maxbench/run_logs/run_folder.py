@@ -1,0 +1,126 @@
+"""Run folders of maxbench, complete or not: result.json, metrics.jsonl, files of the job."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+import re
+from collections.abc import Iterator
+
+from maxbench.hardware.gpus import GpuTypes
+from maxbench.run_logs import log_files, text_logs
+from maxbench.run_logs.record import RunRecord, dig, parse_json
+from maxbench.run_logs.workload_name import fill_from_name
+
+MARKERS = {"result.json", "job.json", "metrics.jsonl"}  # a folder with one may be of a run
+MAX_JSON_BLOCKS = 16  # 64 MiB; files of maxbench have 10 KB
+JOB_LOG_END = 1 << 16  # bytes of each log of the job that are searched for the reason of a death
+WATTS = re.compile(rb"^[^,\n]*,[^,\n]*, *(\d{1,4}(?:\.\d{1,9})?) *(?=[,\r\n]|\Z)", re.MULTILINE)
+
+
+def read_run_folder(
+    folder: pathlib.Path, files: list[str], gpu_types: GpuTypes
+) -> RunRecord | None:
+    """Reads a run from its folder; None if it is another program's.
+
+    Args:
+      files: names of the files in the folder.
+    """
+    record = RunRecord(path=folder, name="", source="maxbench")
+    content = _read_json(record, "result.json")
+    result = record.result = content if "config" in content else {}
+    without_stamp = folder.name.rpartition("_")[0] or folder.name
+    record.name = name = dig(result, "name", "") or without_stamp
+    for field in (f for f in dataclasses.fields(RunRecord) if f.metadata):
+        setattr(record, field.name, dig(result, field.metadata["path"], field.default))
+    _read_steps(record)
+    if not result:  # in its preflight, refused by it, or damaged
+        is_marked = not content and {"result.json", "job.json"} & {*files}
+        if not (record.step_s or is_marked):
+            return None
+        record.unread += ["result.json is damaged"] * bool(content)
+        record.started = dig(_read_json(record, "job.json"), "started", 0.0)
+        fill_from_name(record, name, gpu_types)
+    seconds = [dig(save, "seconds", 0.0) for save in dig(result, "checkpoint_saves", [])]
+    record.saves = [*filter(None, seconds)]
+    record.loads = [*filter(None, [dig(result, "checkpoint_load.seconds", 0.0)])]
+    _read_power(record)
+    if record.status in ("", "running"):
+        _infer_death(record)
+    elif record.status == "stopped" and (reason := text_logs.death_reason(_job_logs(record))):
+        record.reason = f"{record.reason}: {reason}"
+    return record
+
+
+def _blocks(record: RunRecord, name: str) -> Iterator[bytes]:
+    """Blocks of a file in the folder, if it exists; notes an error in the record."""
+    try:
+        yield from log_files.blocks(record.path / name)
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        record.unread.append(f"{name} cannot be read: {e.strerror}")
+
+
+def _read_json(record: RunRecord, name: str) -> dict:
+    """A JSON object in the folder; {} if it is missing or damaged."""
+    text = b"".join(itertools.islice(_blocks(record, name), MAX_JSON_BLOCKS))
+    if not (content := parse_json(text)) and text:
+        record.unread.append(f"{name} is damaged")
+    return content
+
+
+def _read_steps(record: RunRecord) -> None:
+    """Reads metrics.jsonl; counts damaged lines."""
+    blocks = _blocks(record, "metrics.jsonl")
+    for line in (line for block in blocks for line in block.splitlines(True)):
+        metrics = parse_json(line)
+        step, step_s = dig(metrics, "step", -1), dig(metrics, "step_s", 0.0)
+        if step < 0 or step_s == 0:
+            # The last line of a running run may be incomplete.
+            record.damaged += line.endswith(b"\n") or record.status != "running"
+            continue
+        record.step_s[step] = step_s
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            record.loss[step] = float(metrics["loss"])
+        record.peak_bytes = max(record.peak_bytes, dig(metrics, "peak_bytes", 0))
+
+
+def _infer_death(record: RunRecord) -> None:
+    """Sets status and reason of a run that wrote no final result, from the files of its job."""
+    job_end = _read_json(record, "exit.json")
+    reason = text_logs.death_reason(_job_logs(record)) or dig(job_end, "reason", "").strip(" ;")
+    code = dig(job_end, "code", 0)
+    if not reason and code:
+        reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
+    files = [record.path / name for name in ("metrics.jsonl", "result.json", "job.json")]
+    if not (job_end or reason) and record.may_be_running(*files):
+        record.status = "running"
+        return
+    if reason and dig(job_end, "phase", "") == "preflight":
+        reason = f"preflight: {reason}"
+    started = bool(record.result or record.step_s)
+    unknown = "ended without an error message" if started else "ended before step 0"
+    record.status, record.reason = "died", reason or unknown
+
+
+def _job_logs(record: RunRecord) -> bytes:
+    """The ends of the logs of the job and of its steps."""
+    paths = [*sorted(record.path.glob("srun-*.log")), *sorted(record.path.glob("sbatch_*.out"))]
+    return b"".join(log_files.tail(_blocks(record, p.name), JOB_LOG_END) for p in paths)
+
+
+def _read_power(record: RunRecord) -> None:
+    """Mean power of busy GPUs, from gpu-<host>.csv of launch/task.sh."""
+    watts = collections.Counter(
+        float(match[1])
+        for path in record.path.glob("gpu-*.csv")
+        for block in _blocks(record, path.name)
+        for match in WATTS.finditer(block)
+    )
+    # GPUs are idle before and after the steps.
+    highest = max(watts, default=0.0)
+    busy = {w: count for w, count in watts.items() if w > highest / 2}
+    if busy:
+        record.power_w = sum(w * count for w, count in busy.items()) / sum(busy.values())
