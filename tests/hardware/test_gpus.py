@@ -11,6 +11,8 @@ from maxbench.config.run import AXES
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.reporting import compare
+from maxbench.run_logs.record import RunRecord
 from maxbench.step import xla_options
 from tests.conftest import train_command
 
@@ -66,6 +68,20 @@ def test_known_type_is_replaced_in_that_run_alone(tmp_path):
     assert compile_cache.key(run) == program  # efficiency is no part of the compiler's target
     path.write_text('[h100]\nlike = "h100"\n[h100.chip]\nl2_bytes = 1\n')
     assert compile_cache.key(command_line.run_of([*LLAMA, "--hardware", str(path)])) != program
+
+
+def test_report_uses_the_types_of_its_hardware_file(hardware_file):
+    steps = dict.fromkeys(range(50), 10.0)
+    record = RunRecord(
+        path=hardware_file, name="log-h300.out", source="nemo", status="done", model="llama31",
+        size="8b", dtype="bf16", gpu_type="h300", gpus=8, gbs=128, seq=8192, layers=32, planned=50,
+        step_s=steps,
+    )  # fmt: skip
+    assert compare.summarize(record, compare.ReportOptions()).mfu is None
+    options = compare.ReportOptions(gpu_types=GPU_TYPES.read(hardware_file))
+    summary = compare.summarize(record, options)
+    assert summary.mfu["full"] == pytest.approx(summary.tflops["mean"] / 2000)
+    assert summary.why == "nothing published for llama31 8b bf16 on h300"
 
 
 def test_gpu_types_are_immutable_and_hashable():
