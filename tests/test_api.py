@@ -62,7 +62,8 @@ def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
     assert shape(kept) == shape(run)
     plans = lambda book: [c for c in book.cells if "plan" in c.source and c.cell_type == "code"]
     texts = lambda book: " ".join(str(c.outputs) for c in plans(book))
-    predicted = lambda book: [float(s) for s in re.findall(r"([\d.]+) s (?:a|per) step", texts(book))]
+    step_s = r"([\d.]+) s (?:a|per) step"
+    predicted = lambda book: [float(s) for s in re.findall(step_s, texts(book))]
     assert len(predicted(kept)) == len(predicted(run)) > 2
     apart = 0.001 if KEPT_FIGURES_JAX else 0.15
     assert predicted(kept) == pytest.approx(predicted(run), rel=apart)
