@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, commands, console
 from maxbench.config.errors import UserError
 from maxbench.launch import cluster, job_file
 
@@ -42,10 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
 def prompt(name: str, choices: Mapping[str, str]) -> str:
     """Asks for one of the choices on the terminal; '' without an answer."""
-    width = max(map(len, choices))
-    print(f"{name}, which one?")
-    for choice, meaning in choices.items():
-        print(f"  {choice:<{width}}  {meaning}".rstrip())
+    lines = console.table((), choices.items(), text=(0, 1), indent="  ")
+    print("\n".join([f"{name}, which one?", *lines]))
     try:
         while (answer := input("> ").strip()) not in choices:
             if not answer:

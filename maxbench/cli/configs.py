@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, commands, console, recipes
 from maxbench.config.model import Model
 from maxbench.hardware import published
 from maxbench.metrics import flops
@@ -22,14 +22,15 @@ def main(argv: Sequence[str]) -> int:
 def table() -> str:
     """A line per workload, the sizes of its recipes, and the presets."""
     rows = [(path.stem, Model(**w.model), w) for path, w in recipes.workloads().items()]
-    width = max(len(name) for name, _, _ in rows)
-    lines = []
+    column = max(len(name) for name, _, _ in rows) + 2
+    width, lines = console.terminal_width(), []
     for name, model, w in rows:
         size = f"{flops.params(model) / 1e9:.1f} billion parameters, {model.layers} layers"
         own = sorted({*w.known} - {*recipes.PRESETS})
         presets = f", presets of this workload: {', '.join(own)}" if own else ""
-        lines.append(f"{name:<{width}}  {size}, seq {w.train.seq}{presets}")
-        lines += [f"{'':<{width}}    {line}" for line in scales(w)]
+        meanings = [(name, f"{size}, seq {w.train.seq}{presets}")]
+        meanings += [("", f"  {line}") for line in scales(w)]
+        lines += console.definitions(meanings, width=width, indent="", column=column)
     presets = ", ".join(recipes.PRESETS)
     return "\n".join([
         *lines,

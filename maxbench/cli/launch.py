@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, commands, console, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.launch import jobs, runai, slurm
@@ -118,13 +118,15 @@ def help_text() -> str:
     """HELP and every variable."""
     names = {"models": recipes.models(), "sizes": recipes.sizes(), "presets": recipes.PRESETS}
     listed = {name: " | ".join(x) for name, x in {**names, "schedulers": SCHEDULERS}.items()}
-    lines = [HELP]
+    pairs = []
     for name, v in VARIABLES.items():
         choices = " | ".join(GPU_TYPES if v.kind == "gpu type" else v.choices)
         meaning = ": ".join(filter(None, (choices, v.meaning.format(**listed))))
         default = {"*": "(by workload)", "": ""}.get(v.default, f"({v.default})")
+        default *= "default:" not in v.meaning
         aliases = f" [{', '.join(v.also)}]" if v.also else ""
-        lines.append(f"  {name:<24} {meaning} {default}{aliases}".rstrip())
-    lines += [f"  {name:<24} no effect: {why}" for name, why in UNUSED.items()]
-    lines += [f"  {name:<24} refused: {why}" for name, why in REFUSED.items()]
-    return "\n".join(lines)
+        pairs.append((name, " ".join(f"{meaning} {default}{aliases}".split())))
+    pairs += [(name, f"no effect: {why}") for name, why in UNUSED.items()]
+    pairs += [(name, f"refused: {why}") for name, why in REFUSED.items()]
+    width = console.terminal_width()
+    return "\n".join([HELP, *console.definitions(pairs, width=width, column=25)])

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import environment
+from maxbench.config import console, environment
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
 from maxbench.preflight import node_health
@@ -220,11 +220,11 @@ def table(run: Run, processes: Sequence[ProcessFacts]) -> str:
     """Rates of each host's slowest device, of the all-reduce, and what good hardware reaches."""
     gpu, hosts = run.gpu, by_host(processes)
     on_gpu = processes[0].platform == "gpu"
-    rows = [f"{'host':<24} {'devices':<22} {'gemm TFLOP/s':>13}"]
+    rates = []
     for host, on_host in hosts.items():
         devices = f"{sum(process.devices for process in on_host)} x {on_host[0].kind}"
-        rate = f"{_worst_tflops(on_host):.{1 if on_gpu else 3}f}"
-        rows.append(f"{host:<24} {devices:<22} {rate:>13}")
+        rates.append([host, devices, f"{_worst_tflops(on_host):.{1 if on_gpu else 3}f}"])
+    rows = console.table(["host", "devices", "gemm TFLOP/s"], rates, text=(0, 1))
 
     def typical(name: str, peak: float, unit: str) -> str:
         return f"{peak * TYPICAL_FRACTION[name]:.0f} to {peak:.0f} {unit}" if on_gpu else "unknown"
