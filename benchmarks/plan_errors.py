@@ -1,13 +1,13 @@
-"""How far off docs/plan.csv is from published step times: by workload, overall, and of trends.
+"""Errors of docs/plan.csv against published step times: by workload, overall, and of trends.
 
   python benchmarks/plan_errors.py
 
-Three times: of our program as it is compiled; as published, without the terms by which the
-published programs differ (maxbench/cost_model/published_deltas.py); and as published with constants fitted to the
-other workloads alone (maxbench/hardware/errors.csv). Of the rows that have the prices which most
-have. Rows that run the same program but for more copies of it count as one. A trend is a ratio of
-two rows, its error that of the predicted ratio: the same model on more GPUs (weak scaling, against
-its fewest), FP8 over BF16.
+Three errors per row: of the program as compiled; as published (without the deltas of
+maxbench/cost_model/published_deltas.py); and as published with constants fitted to the other
+workloads (maxbench/hardware/errors.csv). Only rows of the most frequent cost model revision count.
+Rows that differ only in the number of copies of a program count as one. A trend is the ratio of two
+rows, with the error of the predicted ratio: the same model on more GPUs (weak scaling, against its
+fewest), and FP8 over BF16.
 """
 
 import collections

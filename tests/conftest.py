@@ -35,7 +35,7 @@ import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.cli import entry  # noqa: E402
-from maxbench.config import recipes  # noqa: E402
+from maxbench.config import environment, recipes  # noqa: E402
 from maxbench.config.resolve import build_run  # noqa: E402
 from maxbench.config.run import Run  # noqa: E402
 
@@ -66,6 +66,22 @@ def unavailable(reason: str) -> NoReturn:
     if os.environ.get("MAXBENCH_REQUIRE_ALL") == "1":
         pytest.fail(f"MAXBENCH_REQUIRE_ALL=1, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update", action="store_true", help="rewrite stored figures of the tests that run; -n 0"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--update") and config.getoption("numprocesses", 0):
+        raise pytest.UsageError("--update rewrites one file, so it needs -n 0")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu_compile") and not environment.version("jax-cuda13-plugin"):
+        unavailable("XLA's GPU compiler is not installed: pip install '.[plan]'")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -1,25 +1,25 @@
-"""Days, failures, checkpoints, cost and energy of a token budget, against arithmetic by hand."""
-
-import types
+"""Days, failures, checkpoints, cost and energy of a token budget, against figures by hand."""
 
 import pytest
 
 from maxbench.config.errors import UserError
+from maxbench.cost_model.simulate import Timeline
 from maxbench.planning import budget
+from maxbench.planning.planner import Plan
 from tests.conftest import resolve
 
 
-def plan(step_s=20.0, **output):
+def plan(step_s=20.0, **output) -> Plan:
     overrides = {f"output.{name}": value for name, value in output.items()}
     run = resolve("llama31_405b", gpus=512, overrides=overrides)
-    return types.SimpleNamespace(run=run, step_s=step_s)
+    return Plan(run, None, None, Timeline(seconds=step_s), None, {}, cached=True)
 
 
-def test_without_failures_it_is_arithmetic():
+def test_budget_without_failures():
     """gbs 256 x seq 8192 = 2,097,152 tokens a step."""
-    asked = dict(tokens=2_097_152e3, usd_per_gpu_hour=2, gpu_watts=1000, mtbf_hours_per_gpu=1e12)
-    asked = budget.BudgetOptions(**asked, checkpoint_s=1e-6)
-    found = budget.budget(plan(), asked)
+    power = dict(usd_per_gpu_hour=2, gpu_watts=1000)
+    options = dict(tokens=2_097_152e3, mtbf_hours_per_gpu=1e12, checkpoint_s=1e-6) | power
+    found = budget.budget(plan(), budget.BudgetOptions(**options))
     assert (found["steps"], found["goodput"]) == (1000, pytest.approx(1, abs=1e-4))
     assert found["days"] == pytest.approx(20_000 / 86400, rel=1e-4)
     hours = 512 * 20_000 / 3600
@@ -38,19 +38,19 @@ def test_failures_cost_work_and_restarts():
 
 
 @pytest.mark.parametrize("mtbf_s", [2e3, 4e4, 1e6])
-def test_the_best_interval_is_the_best(mtbf_s):
-    of = lambda work: budget.goodput(work, 30, 300, mtbf_s)
+def test_the_best_interval_maximizes_goodput(mtbf_s):
+    goodput = lambda work: budget.goodput(work, 30, 300, mtbf_s)
     best = budget.best_interval(30, mtbf_s)
-    assert of(best) >= max(of(best * 1.1), of(best / 1.1))
+    assert goodput(best) >= max(goodput(best * 1.1), goodput(best / 1.1))
 
 
 @pytest.mark.parametrize(("hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
 def test_the_best_interval_is_dalys(hours, minutes):
-    """Figures 3 to 5 of the paper: a dump of 5 minutes, and failures so many hours apart."""
+    """Figures 3 to 5 of the paper: a dump takes 5 minutes, failures are `hours` apart."""
     assert budget.best_interval(300, hours * 3600) / 60 == pytest.approx(minutes, rel=6e-3)
 
 
-def test_it_is_said_in_words():
+def test_budget_as_text():
     found = budget.budget(plan(), budget.BudgetOptions(tokens=15e12, usd_per_gpu_hour=2.5))
     first, second, third = budget.budget_lines(found)
     assert first.startswith("15T tokens: 1,6")
@@ -61,13 +61,13 @@ def test_it_is_said_in_words():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"gpu_watts": "700"}, "give --tokens"),
         ({"tokens": "nan"}, "tokens=nan must be a finite number"),
         ({"tokens": "1e9", "mtbf_hours_per_gpu": "1e-3"}, "fail every 0.007"),
     ],
 )
-def test_a_budget_that_cannot_be(given, message):
+def test_bad_budget_is_refused(options, message):
     with pytest.raises(UserError, match=message):
-        budget.budget(plan(), budget.budget_options(given))
+        budget.budget(plan(), budget.budget_options(options))

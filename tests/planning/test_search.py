@@ -1,4 +1,4 @@
-"""The arithmetic that decides what --search compiles."""
+"""Estimates that select the layouts which --search compiles."""
 
 import csv
 import dataclasses
@@ -47,17 +47,17 @@ def test_the_published_layout_is_among_the_legal_ones(arguments):
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("vp", [1, 2, 4])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_work_in_flight_is_the_schedules(pp, vp, name):
+def test_stash_slots_are_those_of_the_schedule(pp, vp, name):
     axes = f"--pp {pp} --vp {vp} --layers 32 --gbs {2 * 4 * pp} --mbs 2"
-    for turn in (0, 1, pp + 2):
+    for group in (0, 1, pp + 2):
         run = run_of(f"llama2_70b.py:tiny {axes} --config.train.schedule={name}")
-        train = dataclasses.replace(run.train, microbatch_group_size=turn)
+        train = dataclasses.replace(run.train, microbatch_group_size=group)
         run = dataclasses.replace(run, train=train)
         assert run.layout.microbatches == 4 * pp
         assert memory.stash_slots(run) == schedule_for(run).stash_slots
 
 
-def test_the_arithmetic_is_near_what_was_compiled():
+def test_estimates_are_near_compiled_programs():
     """Every row of the table: time within a third, memory within a fifth."""
     with pathlib.Path("docs/plan.csv").open(newline="") as f:
         table = [row for row in csv.DictReader(f) if row["gpu_type"] == "h100"]
@@ -66,11 +66,11 @@ def test_the_arithmetic_is_near_what_was_compiled():
         flags = f"--gpus {row['gpus']} --dtype {row['dtype']}"
         run = run_of(f"{row['workload']}.py {flags}")
         assert search.estimate_step_s(run) == pytest.approx(float(row["step_s"]), rel=0.33), flags
-        held = search.estimate_bytes(run) + memory.activation_bytes(run)
-        assert held / GIB == pytest.approx(float(row["memory_gib"]), rel=0.2), flags
+        size = search.estimate_bytes(run) + memory.activation_bytes(run)
+        assert size / GIB == pytest.approx(float(row["memory_gib"]), rel=0.2), flags
 
 
-def test_candidates_fit_by_arithmetic_and_differ():
+def test_candidates_differ_and_are_estimated_to_fit():
     run = run_of("llama31_8b.py --gpus 8")
     found = search.shortlist(run, 4)
     assert found[0] == run
@@ -84,8 +84,8 @@ def test_candidates_fit_by_arithmetic_and_differ():
     )
 
 
-def test_what_does_not_fit_may_wait_in_the_hosts_memory():
-    """The fewest tensors, largest first; about half of the way there and back is waited for."""
+def test_offload_is_of_the_fewest_tensors_that_make_it_fit():
+    """Largest first. About half of the two transfers is exposed."""
     run = run_of("llama2_70b.py --gpus 64")
     size = memory.activation_bytes
     whole = remat.with_remat(run, "none")
@@ -98,7 +98,7 @@ def test_what_does_not_fit_may_wait_in_the_hosts_memory():
     assert search.estimate_step_s(one) == pytest.approx(search.estimate_step_s(whole) + there)
 
 
-def test_a_number_of_gpus_that_no_table_has():
+def test_layouts_for_a_number_of_gpus_without_a_row():
     """Nine stages and three copies of the weights: no power of two."""
     run = run_of("llama31_405b.py --gpus 512")
     found = search.fastest_on(run, 576, 4)
@@ -109,21 +109,21 @@ def test_a_number_of_gpus_that_no_table_has():
     assert any(one.layout.pp == 9 for one in found)
 
 
-def test_what_cannot_fit_is_said_with_what_would():
-    """405B in 12 + 4 bytes a weight: 16 GPUs would hold 406 GB each."""
+def test_a_run_that_cannot_fit_is_refused_with_one_that_does():
+    """405B with 12 + 4 bytes per weight needs 406 GB on each of 16 GPUs."""
     run = run_of("llama31_405b.py --tp 8 --pp 2 --gbs 8")
     assert memory.lower_bound(run) == pytest.approx((12 / 16 + 4 / 16) * 405.9e9, rel=0.02)
-    said = search.why_it_cannot_fit(run)
+    message = search.why_it_cannot_fit(run)
     assert re.match(
         r"does not fit: .* alone take 37\d GiB of each GPU, which has 74; .* fit on 128 GPUs: ",
-        said,
+        message,
     )
-    axes = said.partition("GPUs: ")[2]
+    axes = message.partition("GPUs: ")[2]
     assert not search.why_it_cannot_fit(run_of(f"llama31_405b.py {axes}"))
     assert not search.why_it_cannot_fit(run_of("llama31_405b.py --gpus 512"))
 
 
-def test_the_table_has_no_such_row():
+def test_a_missing_row_names_the_search():
     with pytest.raises(NoRow, match="maxbench plan --gpus 96 finds them") as e:
         run_of("llama31_405b.py --gpus 96")
     assert e.value.nearest == 512  # 128 and fewer are of fewer layers

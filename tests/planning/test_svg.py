@@ -1,7 +1,6 @@
-"""What is alive when, and the pictures of a plan, against what is known by hand."""
+"""Live buffers and the drawings of a plan, against figures by hand."""
 
 import re
-import types
 import xml.etree.ElementTree
 
 import pytest
@@ -9,12 +8,14 @@ import pytest
 from maxbench.config.run import AXES
 from maxbench.cost_model import buffer_liveness, hlo
 from maxbench.cost_model.costs import Costs
+from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import build_schedule
 from maxbench.planning import scaling, search, svg
+from maxbench.planning.planner import Plan
 from tests.conftest import resolve
 
-# A loop fills a stack of 4 rows of 1 KiB, each from a temporary of 2 KiB; then a sum of 4 KiB.
+# A loop writes 4 rows of 1 KiB, each from a temporary of 2 KiB; then a sum of 4 KiB.
 PROGRAM = """HloModule m, is_scheduled=true
 
 %put (a: f32[4,256], b: s32[], c: f32[512]) -> f32[4,256] {
@@ -56,15 +57,15 @@ backend_config={"known_trip_count":{"n":"4"}}
 """
 
 
-def alive():
+def live_buffers() -> buffer_liveness.Liveness:
     return buffer_liveness.liveness(
         hlo.parse(PROGRAM), Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1))
     )
 
 
 def test_buffers_live_from_the_first_write_to_the_last_read():
-    """The stack keeps its place in the loop, and the result takes that of the weights."""
-    found = alive()
+    """The stack keeps its buffer in the loop, and the result reuses that of the weights."""
+    found = live_buffers()
     at, names = found.peak()
     assert names == {"optimizer": 8192, "weights": 4096, "forward mlp/up": 4096 + 2048}
     assert max(found.total()) - sum(names.values()) in range(0, 8)  # the counter
@@ -72,11 +73,11 @@ def test_buffers_live_from_the_first_write_to_the_last_read():
     assert len(found.seconds) == len(found.total()) > at
 
 
-def test_a_picture_of_memory_names_what_is_alive_at_the_peak():
-    picture = svg.memory(alive(), "toy", 18 << 10, 1 << 15)
-    words = [text.text for text in xml.etree.ElementTree.fromstring(picture) if text.text]
-    assert any("forward mlp/up" in text for text in words)
-    assert any("optimizer" in text for text in words)
+def test_the_drawing_of_memory_names_live_buffers_at_the_peak():
+    picture = svg.memory(live_buffers(), "toy", 18 << 10, 1 << 15)
+    texts = [node.text for node in xml.etree.ElementTree.fromstring(picture) if node.text]
+    assert any("forward mlp/up" in text for text in texts)
+    assert any("optimizer" in text for text in texts)
 
 
 @pytest.mark.parametrize(("pp", "vp", "micro"), [(4, 2, 8), (2, 1, 2), (8, 1, 64)])
@@ -96,7 +97,8 @@ def test_scaling_starts_from_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SIZES", [1, 8, 16, 4096, 65536])
     monkeypatch.setattr(scaling, "SEARCHED", 16)
     run = resolve("llama31_8b", gpus=8)
-    plan = types.SimpleNamespace(run=run, step_s=2 * search.estimate_step_s(run))
+    timeline = Timeline(seconds=2 * search.estimate_step_s(run))
+    plan = Plan(run, None, None, timeline, None, {}, cached=True)
     found = scaling.scaling(plan)
     best, seconds = found["weak"][8]
     assert seconds == pytest.approx(2 * search.estimate_step_s(best))
