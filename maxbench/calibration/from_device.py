@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from maxbench.calibration import fit
 from maxbench.calibration.fit import Observation
 from maxbench.calibration.microbenchmarks import Measurement
+from maxbench.config import console
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table, gemm_sizes, is_gemm
@@ -175,17 +176,19 @@ def table(result: DeviceFit) -> str:
     """Measured and predicted times of the microbenchmarks, then the constants."""
     before_and_after = result.before, result.efficiency
     unique = {o.name: o for some in result.observations.values() for o in some}.values()
-    width = max(len(o.name) for o in unique)
-    lines = [f"{'program':<{width}} {'measured':>14} {'predicted':>10} {'calibrated':>11}"]
-    for o in unique:
-        before, after = (f"{o.error(p):+.1%}" for p in before_and_after)
-        lines.append(f"{o.name:<{width}} {o.seconds * 1e6:11,.1f} us {before:>10} {after:>11}")
-    lines += ["", f"{'constant':<20} {'now':>10} {'measured':>10}   median error, programs"]
+    rows = [
+        [o.name, f"{o.seconds * 1e6:,.1f} us", *(f"{o.error(p):+.1%}" for p in before_and_after)]
+        for o in unique
+    ]
+    programs = console.table(["program", "measured", "predicted", "calibrated"], rows)
+    rows = []
     for name in result.names:
         before, after = (getattr(p, name) for p in before_and_after)
         some = result.observations[name]
         errors = " -> ".join(f"{fit.median_error(some, p):.1%}" for p in before_and_after)
-        lines.append(f"{name:<20} {before:>10.4g} {after:>10.4g}   {errors}, {len(some)}")
+        rows.append([name, f"{before:.4g}", f"{after:.4g}", f"{errors}, {len(some)}"])
+    heads = ["constant", "now", "measured", "median error, programs"]
+    lines = [*programs, "", *console.table(heads, rows, text=(0, 3))]
     unfitted = [n for n, some in result.observations.items() if some and n not in result.names]
     if unfitted:
         lines.append(f"unchanged, because no program depends on them: {', '.join(unfitted)}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from maxbench.calibration import fit
 from maxbench.calibration.fit import Observation
+from maxbench.config import console
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.cost_model import compile_cache, hlo
@@ -170,19 +171,27 @@ def table(result: RunFit) -> str:
         f"{before:.1%} -> {after:.1%}; of a program left out {left_out:.1%}",
         *["the fit does not generalize: keep the constants as they were"] * (left_out >= before),
         "",
-        f"{'constant':<20} {'before':>8} {'after':>8}   change of a step by {STEP - 1:.0%} of it",
+        *console.table(
+            ["constant", "before", "after", f"change of a step by {STEP - 1:.0%} of it"],
+            [
+                [
+                    name,
+                    *(f"{getattr(p, name):.4g}" for p in (result.before, result.efficiency)),
+                    f"{result.sensitivities[name]:.1%}",
+                ]
+                for name in names
+            ],
+        ),
     ]
-    for name in names:
-        values = (getattr(p, name) for p in (result.before, result.efficiency))
-        text = " ".join(f"{value:>8.4g}" for value in values)
-        lines.append(f"{name:<20} {text}   {result.sensitivities[name]:.1%}")
     significant = (name for name, share in result.sensitivities.items() if share > SIGNIFICANT)
     if unfitted := [name for name in significant if name not in names]:
         more = f"; {PROGRAMS * (len(names) + 1)} programs settle {unfitted[0]} too"
         more = more if len(names) < MAX_CONSTANTS else ""
         lines.append(f"unchanged: {', '.join(unfitted)}{more}")
-    lines += ["", f"{'measured s':>10} {'before':>7} {'after':>7} {'left out':>9}   run"]
-    for o, error in zip(observations, result.left_out, strict=True):
-        errors = " ".join(f"{o.error(p):>+7.1%}" for p in (result.before, result.efficiency))
-        lines.append(f"{o.seconds:10.3f} {errors} {error:>+9.1%}   {o.name}")
-    return "\n".join(lines)
+    rows = [
+        [f"{o.seconds:.3f}", *(f"{o.error(p):+.1%}" for p in (result.before, result.efficiency)),
+         f"{error:+.1%}", o.name]
+        for o, error in zip(observations, result.left_out, strict=True)
+    ]  # fmt: skip
+    heads = ["measured s", "before", "after", "left out", "run"]
+    return "\n".join([*lines, "", *console.table(heads, rows, text=(4,))])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import recipes
+from maxbench.config import console, recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
@@ -28,7 +28,6 @@ PURPOSES = ("weights", "optimizer", "gradients", "activations", "workspace")  # 
 def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     """The plan on one screen; `more` lines follow the headline."""
     run, m, t, f = p.run, p.memory, p.timeline, figures(p)
-    traffic = sorted(t.traffic.values(), key=lambda x: -x.busy_s)
     parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
     precision, quantized = run.precision, ""
@@ -46,12 +45,7 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
         *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in PURPOSES),
         *([f"in host memory      {p.compiled.host / GIB:8.2f} GiB"] if p.compiled.host else []),
         "",
-        "communication of one GPU    over    link        times       GiB   busy s  exposed",
-        *(
-            f"  {x.kind:<18}{x.link.axes:>12}    {x.link.name:<8}{round(x.count):>9}"
-            f"{x.bytes / GIB:>10.2f}{x.busy_s:>9.3f}{x.exposed_s:>9.3f}"
-            for x in traffic
-        ),
+        *_communication_table(p),
         "",
         f"predicted step      {t.seconds:10.3f} s",
         *(f"  {text:<28}{s:8.3f} s {s / t.seconds:6.1%}" for text, s in parts.items() if s),
@@ -65,12 +59,22 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def _communication_table(p: Plan) -> list[str]:
+    """Collectives of one GPU in a step, by kind and link."""
+    rows = [
+        [x.kind, x.link.axes, x.link.name, f"{round(x.count)}", f"{x.bytes / GIB:.2f}",
+         f"{x.busy_s:.3f}", f"{x.exposed_s:.3f}"]
+        for x in sorted(p.timeline.traffic.values(), key=lambda x: -x.busy_s)
+    ]  # fmt: skip
+    heads = ["communication of one GPU", "over", "link", "times", "GiB", "busy s", "exposed"]
+    return console.table(heads, rows, text=(0, 1, 2))
+
+
 def format_sensitivity(p: Plan, seconds: Mapping[str, Sequence[float | None]]) -> str:
     """Table of seconds of a step, by part of the cluster and factor; None: it does not fit."""
-    head = "".join(f"{f'x {f}':>16}" for f in FACTORS)
-    change = lambda s: f"{s:7.3f} s {s / p.step_s - 1:+6.1%}" if s else f"{'does not fit':>16}"
-    rows = [f"{part:<20}" + "".join(map(change, row)) for part, row in seconds.items()]
-    return "\n".join([f"{'a step with':<20}{head}", *rows])
+    change = lambda s: f"{s:.3f} s {s / p.step_s - 1:+6.1%}" if s else "does not fit"
+    rows = [[part, *map(change, row)] for part, row in seconds.items()]
+    return "\n".join(console.table(["a step with", *(f"x {f}" for f in FACTORS)], rows))
 
 
 def title(run: Run) -> str:
@@ -106,14 +110,14 @@ def error_band_line(p: Plan) -> str:
 
 def format_ranking(plans: Sequence[Plan], given: Run) -> str:
     """Table of plans: those that fit, fastest first, then the others. `given` is marked."""
-    lines = [title(plans[0].run), f"{'step s':>9} {'MFU':>6} {'spare GiB':>10}  layout; remat"]
+    rows = []
     for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
         marker = "  (as given)" if p.run == given else ""
-        lines.append(
-            f"{p.step_s:9.3f} {figures(p)['mfu']['full']:6.1%} {p.memory.spare / GIB:10.1f}  "
-            f"{p.run.layout.describe()}; {p.run.train.remat_summary}{marker}"
-        )
-    return "\n".join(lines)
+        layout = f"{p.run.layout.describe()}; {p.run.train.remat_summary}{marker}"
+        mfu, spare = f"{figures(p)['mfu']['full']:.1%}", f"{p.memory.spare / GIB:.1f}"
+        rows.append([f"{p.step_s:.3f}", mfu, spare, layout])
+    heads = ["step s", "MFU", "spare GiB", "layout; remat"]
+    return "\n".join([title(plans[0].run), *console.table(heads, rows, text=(3,))])
 
 
 def published_lines(p: Plan, row: dict | None) -> list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
+from maxbench.config import console
 from maxbench.config.run import Run
 from maxbench.planning import search, svg
 from maxbench.planning.plan_text import title
@@ -53,16 +54,17 @@ def rate(run: Run, seconds: float) -> float:
 
 def table(curves: Mapping[str, Points]) -> str:
     """Table of all points. Efficiency is tokens/s per GPU over the best of the curve."""
-    head = f"{'GPUs':>7} {'scaling':>8} {'step s':>9} {'tokens/s':>13} {'efficiency':>11}  layout"
-    lines = [head]
+    rows = []
     for name, points in curves.items():
         best = max((rate(*point) / gpus for gpus, point in points.items()), default=0)
         for gpus, (run, seconds) in points.items():
             speed = rate(run, seconds)
-            lines.append(
-                f"{gpus:>7,} {name:>8} {seconds:9.3f} {speed:13,.0f} {speed / gpus / best:>11.1%}"
-                f"  {run.layout.describe().partition(', ')[2]}; {run.train.remat_summary}"
-            )
+            layout = f"{run.layout.describe().partition(', ')[2]}; {run.train.remat_summary}"
+            efficiency = f"{speed / gpus / best:.1%}"
+            row = [f"{gpus:,}", name, f"{seconds:.3f}", f"{speed:,.0f}", efficiency, layout]
+            rows.append(row)
+    heads = ["GPUs", "scaling", "step s", "tokens/s", "efficiency", "layout"]
+    lines = console.table(heads, rows, text=(1, 5))
     missing = [gpus for gpus in SIZES if gpus not in curves["weak"]]
     if missing:
         lines.append(f"no layout is legal and fits on {', '.join(map(str, missing))} GPUs")
