@@ -11,19 +11,19 @@ For runs of NeMo (Megatron-LM and Transformer Engine):
 
   copies             kernels that only move data: our pipeline copies activations to and from the
                      stash, and a loop over layers copies what it stacks
-  host decisions     host-side branches: NeMo's host never waits for a predicate on the GPU
+  host-side branches  NeMo's host never waits for a predicate on the GPU
   exposed tp         all-gathers and reduce-scatters over tp overlap GEMMs (tp_comm_overlap), which
                      hides the fraction HIDDEN of the wait. Dense layers only
-  other waiting      over pp (overlap_p2p_comm) and cp (in a ring), and small all-reduces
-  dp in pieces       a pipeline's all-gather and reduce-scatter over dp run at the start and end of
+  exposed pp and cp  p2p over pp (overlap_p2p_comm), the ring over cp, and small all-reduces
+  ZeRO overlap       a pipeline's all-gather and reduce-scatter over dp run at the start and end of
                      the step; ours overlap the warm-up and the cool-down
   loss on one stage  the last stage computes the LM head of all tokens; ours shards it over stages
-  experts' traffic   tp and ep collectives of experts are exposed; ours overlap in part
+  expert collectives  tp and ep collectives of experts are exposed; ours overlap in part
   experts in bf16    the dispatcher sends tokens over ep and tp in bf16 and quantizes at the expert;
                      ours sends FP8
   FlashAttention 2   selected by NVTE_FUSED_ATTN=0; slower than cuDNN's
-  waits for scales   all data-parallel GPUs synchronize amaxes after each forward and backward pass
-                     of a chunk (Transformer Engine's delayed scaling), and wait for the slowest
+  amax synchronization  all data-parallel GPUs reduce amaxes after each forward and backward pass of
+                     a chunk (Transformer Engine's delayed scaling), and wait for the slowest
 
 Not modelled, because other deltas include them: bf16 Adam state and master weights (Nemotron4 in
 BF16), experts in sequence. Not modelled, because workloads that are left out of the fit are not
@@ -61,7 +61,7 @@ def deltas(
     found = {"recomputation": gemms * (fraction - their_fraction) / (3 + fraction)}
     found["larger microbatches"] = -_smaller_microbatches(run, t, run.layout.mbs / row.mbs, costs)
     if "nemo" in row.source:
-        found |= {"copies": t.compute["copy"], "host decisions": t.compute["host"]}
+        found |= {"copies": t.compute["copy"], "host-side branches": t.compute["host"]}
         found |= _nemo_communication(run, t, hidden)
         found["loss on one stage"] = -_loss_on_one_stage(run, costs)
         if any(release in row.source for release in UNFUSED):
@@ -89,18 +89,18 @@ def _smaller_microbatches(run: Run, t: Timeline, times: float, costs: Costs) -> 
 
 def _nemo_communication(run: Run, t: Timeline, hidden: float) -> dict[str, float]:
     """Deltas of exposed communication in NeMo."""
-    names = "exposed tp", "other waiting", "dp in pieces", "experts' traffic"
+    names = "exposed tp", "exposed pp and cp", "ZeRO overlap", "expert collectives"
     found = dict.fromkeys(names, 0.0)
     for (kind, axes), x in t.traffic.items():
         per_microbatch = x.count >= run.layout.microbatches
         if run.model.experts and axes in ("tp", "ep") and per_microbatch:
-            found["experts' traffic"] -= x.busy_s - x.exposed_s
+            found["expert collectives"] -= x.busy_s - x.exposed_s
         elif axes == "tp":
             found["exposed tp"] += hidden * x.exposed_s
         elif kind in ("permute", "all-reduce"):
-            found["other waiting"] += x.exposed_s
+            found["exposed pp and cp"] += x.exposed_s
         elif run.layout.pp > 1 and {*axes.split("+")} <= REPLICAS:
-            found["dp in pieces"] -= x.busy_s - x.exposed_s
+            found["ZeRO overlap"] -= x.busy_s - x.exposed_s
     return found
 
 
@@ -126,7 +126,7 @@ def _nemo_fp8(run: Run, t: Timeline, costs: Costs, row: Published) -> dict[str, 
     """Deltas of NeMo's FP8."""
     a, m = run.layout, run.model
     replicas, times = amax_syncs(run, row)
-    found = {"waits for scales": -costs.straggler_s(t.seconds, times, replicas)}
+    found = {"amax synchronization": -costs.straggler_s(t.seconds, times, replicas)}
     if m.experts:
         times = 2 * a.microbatches * m.layers // a.pp  # dispatch, and the gradient of the combine
         theirs, ours = (_dispatch_s(run, costs, width) for width in (2, run.format.bytes))

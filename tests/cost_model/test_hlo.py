@@ -1,4 +1,4 @@
-"""The reader of HLO on one small text of every instruction kind."""
+"""The HLO parser, on small texts with every kind of instruction."""
 
 import numpy as np
 import pytest
@@ -133,7 +133,7 @@ def test_loops(config, trips):
     assert p.trips(p.entry, loop) == trips
 
 
-def test_a_loop_on_data_is_refused():
+def test_the_trip_count_of_a_loop_on_data_is_refused():
     p = module(
         """  %p = (s32[], f32[8]{0}) parameter(0)
   ROOT %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%body""",
@@ -172,7 +172,8 @@ rhs_batch_dims={0}, rhs_contracting_dims={1}"""
 
 
 def test_bytes_that_fusions_move():
-    """A slice reads its part, an update in place writes its part, the rest is read whole."""
+    """A slice reads its result, an in-place update writes the new values, other operands are read
+    whole."""
     p = module(
         """  %stack = f32[10,100]{1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -206,10 +207,10 @@ def test_bytes_that_fusions_move():
 """,
     )
     entry = p.entry
-    index = 4  # the s32 is read too
+    index = 4  # the s32 is also read
     assert costs.bytes_moved(p, entry, entry.by_name["one"]) == 400 + 400 + index
     assert costs.bytes_moved(p, entry, entry.by_name["all"]) == 400 + 400 + index
-    # Two rows, to which it adds: read, read what they get, written.
+    # A scatter adds two rows: reads them, reads the updates, writes.
     assert costs.bytes_moved(p, entry, entry.by_name["added"]) == 3 * 800 + 2 * index
 
 
@@ -219,7 +220,7 @@ def test_text_without_a_schedule_is_refused():
 
 
 def test_iota_groups_equal_their_list_form():
-    """A permuted iota over [2,3,4] against the definition: count, transpose, read by rows."""
+    """A permuted iota over [2,3,4] against its definition: iota, transpose, reshape."""
     found = groups_of("replica_groups=[6,4]<=[2,3,4]T(1,0,2)")
     expect = np.arange(24).reshape(2, 3, 4).transpose(1, 0, 2).reshape(6, 4)
     assert (found == expect).all()

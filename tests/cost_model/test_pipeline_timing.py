@@ -1,5 +1,4 @@
-"""What a schedule says of its program's loops: shares, orders of ticks, how long turns are waited
-for."""
+"""Branch frequencies of a schedule: orders of events, delays of chunk switches, kinds of ticks."""
 
 import itertools
 import math
@@ -20,8 +19,8 @@ NAMES |= {"x": "pipeline_send_dx/ppermute"}
 
 
 def program(events: str) -> hlo.Program:
-    """A computation of ops that stand for events, in their order; 'e' is none of a tick's, 'o' the
-    loop in which the turn and the loss are."""
+    """A computation with an op per event, in order. 'e' is not in pipeline_timing.EVENTS; 'o' is
+    the loop that contains the chunk switch and the loss."""
     text = "HloModule m, is_scheduled=true\n\nENTRY %tick (x: f32[]) -> f32[] {\n"
     text += "  %x = f32[] parameter(0)\n"
     for i, event in enumerate(events):
@@ -37,7 +36,7 @@ def program(events: str) -> hlo.Program:
 
 
 @pytest.mark.parametrize(
-    ("events", "found"),
+    ("events", "orders"),
     [
         ("XYbfxyl", {"XYbfxyl"}),
         ("YfyXblxeYfyXbxl", {"YfyXblx", "YfyXbxl"}),  # two ticks in one body
@@ -46,15 +45,15 @@ def program(events: str) -> hlo.Program:
         ("XYxy", set()),  # no tick of both passes
     ],
 )
-def test_orders_of_ticks_are_those_of_the_program(events, found):
-    assert pipeline_timing.event_orders(program(events)).keys() == found
+def test_event_orders_are_those_of_the_program(events, orders):
+    assert pipeline_timing.event_orders(program(events)).keys() == orders
 
 
-def test_y_may_come_as_late_as_the_tick_that_leaves_it_least():
-    made = program("YfyXoxYfyXox")
-    starts = [op.name for op in made.entry.ops if op.opcode.endswith("-start")]
-    early = dict(zip(starts, (0.5, 0.1, 0.3, 0.0), strict=True))  # Y, X, Y, X
-    assert pipeline_timing.event_orders(made, early) == {"YfyXblx": 0.3}
+def test_slack_of_y_is_that_of_the_tick_with_the_least():
+    hlo_program = program("YfyXoxYfyXox")
+    starts = [op.name for op in hlo_program.entry.ops if op.opcode.endswith("-start")]
+    slack = dict(zip(starts, (0.5, 0.1, 0.3, 0.0), strict=True))  # Y, X, Y, X
+    assert pipeline_timing.event_orders(hlo_program, slack) == {"YfyXblx": 0.3}
 
 
 SIZES = dict(pp=st.integers(2, 8), vp=st.integers(1, 5), extra=st.integers(0, 20))
@@ -70,12 +69,12 @@ ORDERS = [
     name=st.sampled_from(SCHEDULES),
     order=st.sampled_from(ORDERS),
     slack=st.sampled_from((0.0, 0.5, 2.0)),
-    turns=st.sampled_from(((1.0, 3.0), (0.5, 4.0))),
+    switch_s=st.sampled_from(((1.0, 3.0), (0.5, 4.0))),
     longer=st.integers(0, 9),
     **SIZES,
 )
-def test_turns_are_waited_for_as_clocks_of_all_stages_say(
-    name, order, slack, turns, longer, pp, vp, extra
+def test_chunk_switch_delay_is_that_of_simulated_stages(
+    name, order, slack, switch_s, longer, pp, vp, extra
 ):
     """Stage by stage, with work between the ticks."""
     s = build_schedule(name, pp, vp, pp + extra, pp + longer)
@@ -89,9 +88,9 @@ def test_turns_are_waited_for_as_clocks_of_all_stages_say(
             before = list(clock)
             for p, row in enumerate(rows):
                 if event == "f":
-                    clock[p] += turns[0] * (row["fwd_chunk_switch"] >= 0)
+                    clock[p] += switch_s[0] * (row["fwd_chunk_switch"] >= 0)
                 elif event == "b":  # that of the next tick
-                    clock[p] += turns[1] * (then[p]["bwd_chunk_switch"] >= 0)
+                    clock[p] += switch_s[1] * (then[p]["bwd_chunk_switch"] >= 0)
                 elif event == "l":
                     clock[p] = max(before) if row["loss_microbatch"] >= 0 else clock[p]
                 elif event.isupper():
@@ -100,18 +99,19 @@ def test_turns_are_waited_for_as_clocks_of_all_stages_say(
                     other, late = (p + 1, 0.0) if event == "x" else (p - 1, slack)
                     clock[p] = max(clock[p], left[other % pp, event.upper()] - late)
         for p, row in enumerate(rows):
-            own[p] += turns[0] * (row["fwd_chunk_switch"] >= 0) + turns[1] * (
+            own[p] += switch_s[0] * (row["fwd_chunk_switch"] >= 0) + switch_s[1] * (
                 row["bwd_chunk_switch"] >= 0
             )
             clock[p] += work
-    lengths = dict(zip(pipeline_timing.CHUNK_SWITCHES, turns, strict=True))
+    lengths = dict(zip(pipeline_timing.CHUNK_SWITCHES, switch_s, strict=True))
     delay = pipeline_timing.chunk_switch_delay(s, order, lengths, slack)
     assert max(clock) - s.ticks * work == pytest.approx(delay * np.mean(own))
     assert delay >= 1 - 1e-9
 
 
-def test_longer_turns_are_where_they_wait_least():
-    """Backward work starts so much later that stages' turns meet least (405B on 64 GPUs, 70B)."""
+def test_larger_groups_of_microbatches_delay_least():
+    """The start of backward work is chosen so that few stages switch at once (405B on 64 GPUs,
+    70B)."""
     for pp, vp, micro, least in ((4, 8, 64, 1.1), (4, 5, 32, 1.17)):
         assert (
             pipeline_timing.chunk_switch_delay(build_schedule("1f1b", pp, vp, micro, 8), slack=2.0)
@@ -119,22 +119,22 @@ def test_longer_turns_are_where_they_wait_least():
         )
 
 
-def test_shares_are_of_the_slowest_order():
+def test_frequencies_are_those_of_the_slowest_order():
     s = build_schedule("1f1b", 4, 8, 64, 8)
-    turn = pipeline_timing.FORWARD_CHUNK_SWITCH
+    switch = pipeline_timing.FORWARD_CHUNK_SWITCH
     fast, slow = (
-        pipeline_timing.branch_frequencies(s, program(order))[turn][0]
+        pipeline_timing.branch_frequencies(s, program(order))[switch][0]
         for order in ("YfyXbxl", "XbxYfyl")
     )
     assert fast < slow
-    assert pipeline_timing.branch_frequencies(s, program("YfyXbxlXbxYfyl"))[turn][0] == slow
+    assert pipeline_timing.branch_frequencies(s, program("YfyXbxlXbxYfyl"))[switch][0] == slow
     assert (
-        pipeline_timing.branch_frequencies(s)[turn][0]
-        == pipeline_timing.branch_frequencies(s, program(pipeline_timing.ORDER))[turn][0]
+        pipeline_timing.branch_frequencies(s)[switch][0]
+        == pipeline_timing.branch_frequencies(s, program(pipeline_timing.ORDER))[switch][0]
     )
 
 
-def test_what_is_in_the_output_is_had_as_often_as_the_schedule_says():
+def test_nested_frequencies_are_those_of_the_schedule():
     s = build_schedule("1f1b", 4, 8, 64)
     found = pipeline_timing.branch_frequencies(s)
     forward = sum(
@@ -145,28 +145,33 @@ def test_what_is_in_the_output_is_had_as_often_as_the_schedule_says():
     assert inside * forward == pytest.approx(64 / s.microbatches_per_loss)
 
 
-def test_turns_are_waited_for_less_where_y_may_be_late():
-    s, made = build_schedule("1f1b", 4, 8, 64, 8), program("YfyXox")
-    turns = {
+def test_slack_of_y_shortens_the_delay():
+    s, hlo_program = build_schedule("1f1b", 4, 8, 64, 8), program("YfyXox")
+    switch_s = {
         pipeline_timing.FORWARD_CHUNK_SWITCH: 1e-3,
         pipeline_timing.BACKWARD_CHUNK_SWITCH: 3e-3,
     }
-    early = {op.name: 2e-3 for op in made.entry.ops}
-    first = (simulate.Timeline(branch_s=turns, slack_s=each) for each in ({}, early))
-    alike, now, later = (
-        pipeline_timing.branch_frequencies(s, made, each)[pipeline_timing.FORWARD_CHUNK_SWITCH][0]
-        for each in (None, *first)
+    slack = {op.name: 2e-3 for op in hlo_program.entry.ops}
+    timelines = (simulate.Timeline(branch_s=switch_s, slack_s=x) for x in ({}, slack))
+    default, on_time, late = (
+        pipeline_timing.branch_frequencies(s, hlo_program, first_pass)[
+            pipeline_timing.FORWARD_CHUNK_SWITCH
+        ][0]
+        for first_pass in (None, *timelines)
     )
-    assert now == pytest.approx(alike)
-    assert later < 0.75 * now
+    assert on_time == pytest.approx(default)
+    assert late < 0.75 * on_time
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=6))
-def test_kinds_of_ticks_have_as_much_as_is_had(parts):
-    often = {str(i): part for i, part in enumerate(parts)}
-    kinds = pipeline_timing.tick_mix(often)
-    assert sum(part for part, _ in kinds) == pytest.approx(1)
-    for which, part in often.items():
-        assert sum(many for many, had in kinds if which in had) == pytest.approx(part)
-    fewest, most = math.floor(sum(parts) + 1e-9), math.ceil(sum(parts) - 1e-9)
-    assert all(fewest <= len(had) <= most for many, had in kinds if many > 1e-6)
+def test_tick_mix_has_each_branch_at_its_frequency(values):
+    """Spread as evenly as possible over the ticks."""
+    frequencies = {str(i): value for i, value in enumerate(values)}
+    kinds = pipeline_timing.tick_mix(frequencies)
+    assert sum(share for share, _ in kinds) == pytest.approx(1)
+    for name, frequency in frequencies.items():
+        assert sum(share for share, branches in kinds if name in branches) == pytest.approx(
+            frequency
+        )
+    fewest, most = math.floor(sum(values) + 1e-9), math.ceil(sum(values) - 1e-9)
+    assert all(fewest <= len(branches) <= most for share, branches in kinds if share > 1e-6)

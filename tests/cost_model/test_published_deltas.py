@@ -1,4 +1,4 @@
-"""What a published program does otherwise, on steps computed by hand."""
+"""Deltas to published programs, of steps computed by hand."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-# Two layers of one weight, taken out of a stack in each of 32 microbatches, and a gather over tp.
+# 32 microbatches: an all-gather over tp, and two layers that slice a weight out of a stack.
 TEXT = """HloModule m, is_scheduled=true
 
 %layer (s: (s32[], bf16[2,1024,4096], bf16[8,4096])) -> (s32[]) {
@@ -53,7 +53,7 @@ body=%micro, backend_config={"known_trip_count":{"n":"32"}}
   ROOT %g = bf16[2,1024,4096] get-tuple-element(%out), index=1
 }
 """
-WEIGHT = 1024 * 4096  # elements of a layer's
+WEIGHT = 1024 * 4096  # elements per layer
 
 
 def run_of(arguments: str):
@@ -66,21 +66,21 @@ def timeline_of(**degrees) -> tuple[simulate.Timeline, Costs]:
 
 
 def row_of(run, source: str, remat: str = "none", mbs: int = 0) -> published.Published:
-    """A published row in the run's microbatches, or of so many sequences."""
-    how = {"source": source, "remat": remat, "mbs": mbs or run.layout.mbs}
-    return dataclasses.replace(published.rows()[0], **how)
+    """A published row, with the run's microbatch size by default."""
+    columns = {"source": source, "remat": remat, "mbs": mbs or run.layout.mbs}
+    return dataclasses.replace(published.rows()[0], **columns)
 
 
-def terms_of(run, source: str, remat: str = "none") -> dict[str, float]:
+def deltas_of(run, source: str, remat: str = "none") -> dict[str, float]:
     row = row_of(run, source, remat)
     timeline, costs = timeline_of(tp=8)
     return published_deltas.deltas(run, timeline, row, costs)
 
 
-def test_terms_of_nemo():
+def test_nemo_has_no_copies_and_hides_tp():
     run = run_of("llama31_8b.py --gpus 8 --mbs 1")
     assert run.layout.microbatches == 32
-    found = terms_of(run, "nemo")
+    found = deltas_of(run, "nemo")
     _, one = timeline_of(tp=8)
     assert found["copies"] == pytest.approx(32 * 2 * one.memory(2 * 2 * WEIGHT), rel=1e-3)
     gather = one.collective("all-gather", one.axis_link("tp"), 0, 2 * 8 * 4096)
@@ -88,19 +88,19 @@ def test_terms_of_nemo():
     assert set(found) == {"copies", "exposed tp"}
 
 
-def test_nothing_runs_beside_what_experts_send():
-    """A gather of which half is hidden here is exposed whole there."""
+def test_expert_collectives_are_exposed_in_nemo():
+    """An all-gather that is half hidden here is exposed there."""
     run = run_of("grok1_314b.py --gpus 32 --mbs 1")
     t, costs = timeline_of(tp=8)
     (gather,) = t.traffic.values()
     gather.exposed_s /= 2
     row = row_of(run, "nemo:dev")
-    assert "experts' traffic" not in published_deltas.deltas(
+    assert "expert collectives" not in published_deltas.deltas(
         run, t, row, costs
-    )  # so few are of the step
+    )  # too few to be per microbatch
     gather.count = run.layout.microbatches
     found = published_deltas.deltas(run, t, row, costs)
-    assert found["experts' traffic"] == pytest.approx(-gather.busy_s / 2)
+    assert found["expert collectives"] == pytest.approx(-gather.busy_s / 2)
 
 
 def traffic(kind: str, axes: str, exposed: float, count: float) -> simulate.CollectiveStats:
@@ -108,7 +108,7 @@ def traffic(kind: str, axes: str, exposed: float, count: float) -> simulate.Coll
     return simulate.CollectiveStats(kind, link, count=count, busy_s=2 * exposed, exposed_s=exposed)
 
 
-def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
+def test_nemo_hides_p2p_and_exposes_gradients():
     run = run_of("llama31_70b.py --gpus 64")
     t = simulate.Timeline(seconds=10.0, compute=collections.Counter(gemm=3.0))
     several = [("reduce-scatter", "dp+cp", 1.5), ("permute", "pp", 0.5), ("permute", "cp", 0.25)]
@@ -116,12 +116,12 @@ def test_nobody_waits_for_neighbours_there_but_all_do_for_gradients():
     row = row_of(run, "nemo:25.02.01")
     found = published_deltas.deltas(run, t, row, Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1)))
     del found["loss on one stage"]
-    assert found == {"other waiting": pytest.approx(0.75), "dp in pieces": pytest.approx(-1.5)}
+    assert found == {"exposed pp and cp": pytest.approx(0.75), "ZeRO overlap": pytest.approx(-1.5)}
 
 
-def test_the_last_of_their_stages_has_the_loss_alone():
-    """Of three products with 6 x vocab x embed FLOPs per token, here 1/4 on each stage; a product
-    of few rows is a little less than full."""
+def test_nemo_has_the_loss_on_one_stage():
+    """Three GEMMs of the LM head with 6 x vocab x embed FLOPs per token, here 1/4 on each stage; a
+    GEMM of few rows is slightly less efficient."""
     run = run_of("llama31_70b.py --gpus 64")
     a, row = run.layout, row_of(run, "nemo")
     costs = planner.costs_of(run)
@@ -131,7 +131,7 @@ def test_the_last_of_their_stages_has_the_loss_alone():
     assert found["loss on one stage"] == pytest.approx(-head * 3 / 4, rel=0.1)
 
 
-def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
+def test_nemo_fp8_synchronizes_amaxes_and_dispatches_in_bf16():
     run = run_of("grok1_314b.py --gpus 128 --dtype fp8 --mbs 1")
     a = run.layout
     t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
@@ -147,18 +147,18 @@ def test_nemos_fp8_waits_for_scales_and_brings_tokens_in_bf16():
     del found["loss on one stage"]
     assert found == {
         "FlashAttention 2": pytest.approx(-(1 / 0.62 - 1)),
-        "waits for scales": pytest.approx(-waits),
+        "amax synchronization": pytest.approx(-waits),
         "experts in bf16": pytest.approx(layers * (gather(1) + send(1) - gather(2) - send(2))),
     }
 
 
-def test_maxtext_is_the_same_compiler():
-    assert terms_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
+def test_maxtext_has_no_deltas():
+    assert deltas_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
 
 
-def test_smaller_microbatches_fill_experts_less():
-    """Of each layer of Grok-1 with one expert on a GPU, which has two slots for each token of tp's
-    group: 32 microbatches of 4 sequences here, 128 of one there."""
+def test_smaller_microbatches_fill_expert_gemms_less():
+    """Grok-1 with one expert per GPU and two slots per token of the tp group: 32 microbatches of 4
+    sequences here, 128 of one there."""
     run = run_of("grok1_314b.py --gpus 32")
     assert (run.layout.mbs, run.layout.microbatches, run.layout.ep) == (4, 32, 8)
     costs = planner.costs_of(run)
@@ -174,8 +174,8 @@ def test_smaller_microbatches_fill_experts_less():
     assert found == {"larger microbatches": pytest.approx(-longer)}
 
 
-def test_smaller_microbatches_fill_products_less_and_have_more_gaps():
-    """Of each layer of Llama 3.1 8B: 16 microbatches of 2 sequences here, 32 of one there."""
+def test_smaller_microbatches_fill_gemms_less_and_launch_more_kernels():
+    """Llama 3.1 8B: 16 microbatches of 2 sequences here, 32 of one there."""
     run, t = run_of("llama31_8b.py --gpus 32"), simulate.Timeline()
     assert (run.layout.mbs, run.layout.microbatches) == (2, 16)
     costs = planner.costs_of(run)
@@ -189,8 +189,8 @@ def test_smaller_microbatches_fill_products_less_and_have_more_gaps():
     assert longer > 0.1
 
 
-def test_recomputation_is_what_a_policy_computes_again():
-    """All of a layer's forward FLOPs but those of the last product, which nobody reads again."""
+def test_recomputation_is_of_the_forward_flops_that_are_not_saved():
+    """All of a layer's forward FLOPs but those of the last GEMM, whose output is not read again."""
     run = run_of("llama31_8b.py --gpus 8")
     run = remat.with_remat(run, "full")
     attention, mlp = 4096 * (2 * 4096 + 2 * 1024 + 8192), 4096 * 14336

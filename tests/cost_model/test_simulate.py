@@ -1,4 +1,4 @@
-"""The timeline on cases computed by hand, and the prices of ops."""
+"""Simulated timelines and op costs, against figures by hand."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ EFFICIENCY = GPU_TYPES["h100"].efficiency
 
 
 def costs(contention: float = 0.0, **degrees) -> Costs:
-    """H100 with no gaps between kernels, no latency, and all GPUs alike."""
+    """H100 without launch gaps, latency and jitter."""
     none = dict.fromkeys(("launch_us", "host_sync_us", "nvlink_us", "network_us", "wave_us"), 0)
     efficiency = dataclasses.replace(EFFICIENCY, contention=contention, step_jitter=0, **none)
     return Costs(GPU_TYPES["h100"], ONE | degrees, efficiency)
 
 
 EIGHT = costs(dp=8)
-# 1 GiB of bf16, read and written by a kernel, and gathered from 8 GPUs.
+# 1 GiB of bf16, read and written by a kernel, and all-gathered from 8 GPUs.
 BIG = "bf16[536870912]{0}"
 KERNEL_S = EIGHT.memory(2 * 2**30)
 GATHER_S = 2**30 * 7 / 8 / (450e9 * EFFICIENCY.nvlink)
@@ -40,12 +40,12 @@ DONE = "  %done{n} = bf16[536870912]{{0}} all-gather-done(%start{n})\n"
 KERNEL = "  %k{n} = bf16[536870912]{{0}} copy(%x)\n"
 
 
-def play(lines: str, price: Costs = EIGHT, others: str = "", **kwargs) -> simulate.Timeline:
+def run(lines: str, op_costs: Costs = EIGHT, others: str = "", **kwargs) -> simulate.Timeline:
     text = (
         "HloModule m, is_scheduled=true\n\n" + others + "ENTRY %main (x: f32[]) -> f32[] {\n"
         f"  %x = {BIG} parameter(0)\n  %shard = bf16[67108864]{{0}} parameter(1)\n{lines}}}\n"
     )
-    return simulate.simulate(hlo.parse(text), price, **kwargs)
+    return simulate.simulate(hlo.parse(text), op_costs, **kwargs)
 
 
 def script(text: str) -> str:
@@ -55,39 +55,39 @@ def script(text: str) -> str:
 
 
 def test_no_overlap():
-    t = play(script("s1 d1 k1"))
+    t = run(script("s1 d1 k1"))
     assert t.seconds == pytest.approx(GATHER_S + KERNEL_S)
     assert t.exposed_s == pytest.approx(GATHER_S)
 
 
 def test_partial_overlap():
     assert KERNEL_S < GATHER_S
-    t = play(script("s1 k1 d1"))
+    t = run(script("s1 k1 d1"))
     assert t.seconds == pytest.approx(GATHER_S)
     assert t.exposed_s == pytest.approx(GATHER_S - KERNEL_S)
 
 
 def test_perfect_overlap():
     kernels = int(GATHER_S / KERNEL_S) + 1
-    t = play(script("s1 " + " ".join(f"k{i}" for i in range(kernels)) + " d1"))
+    t = run(script("s1 " + " ".join(f"k{i}" for i in range(kernels)) + " d1"))
     assert t.seconds == pytest.approx(kernels * KERNEL_S)
     assert t.exposed_s == 0
     assert t.traffic["all-gather", "dp"].busy_s == pytest.approx(GATHER_S)
 
 
-def test_collectives_of_one_stream_run_one_after_the_other():
-    t = play(script("s1 s2 d1 d2"))
+def test_collectives_share_a_stream():
+    t = run(script("s1 s2 d1 d2"))
     assert t.seconds == pytest.approx(2 * GATHER_S)
     assert t.traffic["all-gather", "dp"].count == 2
     assert t.traffic["all-gather", "dp"].bytes == 2 * 2**30
 
 
-def test_a_collective_may_be_as_late_as_what_is_queued_behind_it():
-    """The first would have the time of two kernels more, but the second waits for it."""
+def test_slack_of_a_collective_includes_those_queued_behind_it():
+    """The first alone would have the slack of two more kernels, but the second waits for it."""
     kernels = " ".join(f"k{i}" for i in range(math.ceil(2 * GATHER_S / KERNEL_S)))
-    t = play(script(f"s1 s2 {kernels} d2 ka kb d1 s3 d3"))
-    over = pytest.approx(len(kernels.split()) * KERNEL_S - 2 * GATHER_S)
-    assert t.slack_s == {"start1": over, "start2": over, "start3": 0}
+    t = run(script(f"s1 s2 {kernels} d2 ka kb d1 s3 d3"))
+    slack = pytest.approx(len(kernels.split()) * KERNEL_S - 2 * GATHER_S)
+    assert t.slack_s == {"start1": slack, "start2": slack, "start3": 0}
 
 
 def test_permutes_queue_behind_collectives():
@@ -95,59 +95,60 @@ def test_permutes_queue_behind_collectives():
         f"  %p = ({BIG}, {BIG}) collective-permute-start(%x), source_target_pairs={{{{0,1}}}}\n"
     )
     done = f"  %q = {BIG} collective-permute-done(%p)\n"
-    t = play(script("s1") + permute + done + script("d1"))
+    t = run(script("s1") + permute + done + script("d1"))
     alone = 2**30 / (450e9 * EFFICIENCY.nvlink)
     assert t.seconds == pytest.approx(alone + GATHER_S)
 
 
-def test_a_collective_in_line_overlaps_with_nothing():
+def test_a_synchronous_collective_overlaps_nothing():
     sync = START.format(n=1).rstrip("\n") + ', backend_config={"is_sync":true}\n'
-    t = play(sync + script("k1 d1"))
+    t = run(sync + script("k1 d1"))
     assert t.seconds == pytest.approx(GATHER_S + KERNEL_S)
 
 
 def test_contention_slows_both_while_both_run():
-    """With 10 %: kernels take longer by a tenth of the gather; it, behind one, of that one."""
+    """10 %: kernels slow down by a tenth of the all-gather, and an all-gather by a tenth of the
+    kernel that it overlaps."""
     kernels = int(GATHER_S / KERNEL_S) + 2
     slow = costs(contention=0.1, dp=8)
-    t = play(script("s1 " + " ".join(f"k{i}" for i in range(kernels)) + " d1"), slow)
+    t = run(script("s1 " + " ".join(f"k{i}" for i in range(kernels)) + " d1"), slow)
     assert t.seconds == pytest.approx(kernels * KERNEL_S + 0.1 * GATHER_S)
     assert t.exposed_s == 0
-    t = play(script("s1 s2 k1 d1 d2"), slow)
+    t = run(script("s1 s2 k1 d1 d2"), slow)
     assert t.seconds == pytest.approx(2 * GATHER_S + 0.1 * KERNEL_S)
 
 
-def test_a_copy_beside_the_kernels_is_waited_for():
-    """Asynchronous slices and copies are kernels on a stream of their own."""
+def test_an_asynchronous_copy_runs_on_a_stream_of_its_own():
+    """Its done op blocks."""
     slice_ = (
         "%slice (p: f32[]) -> f32[] {{\n  %p = {0} parameter(0)\n  ROOT %c = {0} copy(%p)\n}}\n\n"
     )
     start = f"  %a = (({BIG}), {BIG}) async-start(%x), calls=%slice\n"
     done = f"  %b = {BIG} async-done(%a)\n"
     others = slice_.format(BIG)
-    assert play(start + done, others=others).compute["copy"] == pytest.approx(KERNEL_S)
-    t = play(start + script("k1 k2") + done, others=others)
+    assert run(start + done, others=others).compute["copy"] == pytest.approx(KERNEL_S)
+    t = run(start + script("k1 k2") + done, others=others)
     assert t.seconds == pytest.approx(2 * KERNEL_S)
 
 
-def test_copies_to_the_host_wait_for_each_other_and_for_their_link():
-    """Two out, one back: the way back is free."""
+def test_transfers_to_the_host_share_a_link_per_direction():
+    """Two to the host, one back, which does not wait."""
     away = BIG.replace("}", ":S(5)}")
     make = lambda n, to, source: f"  %s{n} = ({to}, {BIG}, u32[]) copy-start({source})\n"
     done = lambda n, to: f"  %d{n} = {to} copy-done(%s{n})\n"
     out = make(1, away, "%x") + make(2, away, "%x")
     one = 2**30 / (64e9 * EFFICIENCY.memory)
-    t = play(out + done(1, away) + done(2, away))
+    t = run(out + done(1, away) + done(2, away))
     assert t.compute["offload"] == pytest.approx(t.seconds) == pytest.approx(2 * one)
     back = make(1, away, "%x") + done(1, away) + make(2, away, "%x") + make(3, BIG, "%d1")
-    assert play(back + done(2, away) + done(3, BIG)).seconds == pytest.approx(2 * one)
-    beside = make(1, away, "%x") + script("k1 k2") + done(1, away)
-    t = play(beside)
+    assert run(back + done(2, away) + done(3, BIG)).seconds == pytest.approx(2 * one)
+    overlapped = make(1, away, "%x") + script("k1 k2") + done(1, away)
+    t = run(overlapped)
     assert t.compute["offload"] == pytest.approx(one - 2 * KERNEL_S)
 
 
-def test_all_wait_for_the_slowest():
-    """Of 2 GPUs the larger of two draws is 0.56 deviations off, of 1,024 it is 3.2."""
+def test_stragglers_are_the_maximum_of_normal_draws():
+    """The expected maximum is 0.56 standard deviations for 2 GPUs, 3.2 for 1,024."""
     waits = Costs(
         GPU_TYPES["h100"], ONE, dataclasses.replace(EFFICIENCY, step_jitter=0.01)
     ).straggler_s
@@ -177,15 +178,15 @@ def branch(name: str, ops: str) -> str:
 
 
 def conditional(one: str, other: str, name: str) -> str:
-    """Between branches; `name` as the executor gave it, and what stands behind it."""
+    """A conditional of two branches; `name` is the end of its op_name."""
     return (
         f"  %c.{one} = {BIG} conditional(%x, %x, %x), branch_computations={{%{one}, %{other}}}, "
         f'metadata={{op_name="jit(_step)/while/body/{name}"}}\n'
     )
 
 
-def test_a_loop_counts_as_often_as_it_runs():
-    t = play(WHILE, others=BODY.format(ops=script("s1 k1 d1")))
+def test_a_loop_counts_each_trip():
+    t = run(WHILE, others=BODY.format(ops=script("s1 k1 d1")))
     assert t.seconds == pytest.approx(7 * GATHER_S)
     assert t.exposed_s == pytest.approx(7 * (GATHER_S - KERNEL_S))
     assert t.traffic["all-gather", "dp"].count == 7
@@ -193,46 +194,47 @@ def test_a_loop_counts_as_often_as_it_runs():
 
 def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
     others = BODY.format(ops=script("s1 d1"))
-    t = play(script("s9") + WHILE + script("d9"), others=others)
+    t = run(script("s9") + WHILE + script("d9"), others=others)
     assert t.seconds == pytest.approx(8 * GATHER_S)
 
 
 @pytest.mark.parametrize(
-    ("shares", "seconds", "idle"),
+    ("frequencies", "seconds", "idle"),
     [
         ({}, 2 * KERNEL_S, 0),
         ({"pipeline_loss": (0.75, 0.25)}, 2 * KERNEL_S, 0.5 * KERNEL_S),
-        ({"pipeline_loss": (0.5, 0.0)}, 1.5 * KERNEL_S, 0),  # else the other branch
+        ({"pipeline_loss": (0.5, 0.0)}, 1.5 * KERNEL_S, 0),  # otherwise the other branch
         ({"another": (0.5, 0.0)}, 2 * KERNEL_S, 0),
     ],
 )
-def test_a_conditional_takes_as_long_as_its_work_is_frequent(shares, seconds, idle):
+def test_a_conditional_is_weighted_by_its_frequency(frequencies, seconds, idle):
     others = branch("busy", script("k1 k2")) + branch("idle", script("k3"))
     op = conditional("busy", "idle", "pipeline_loss/cond")
-    t = play(op, others=others, frequencies=shares)
+    t = run(op, others=others, frequencies=frequencies)
     assert t.seconds == pytest.approx(seconds)
     assert t.idle_s == pytest.approx(idle)
 
 
-def test_a_conditional_inside_another_is_not_counted_by_its_name_again():
-    """Slots without a layer: the chunk's conditional counts how often there is work, once."""
+def test_the_frequency_of_a_conditional_is_not_applied_to_nested_ones():
+    """A conditional on empty slots in that of a chunk: only the outer one is weighted."""
     name = "pipeline_forward/cond"
     inner = conditional("layer", "idle", f"{name}/branch_1_fun/while/body/closed_call/cond")
     others = branch("layer", script("k1")) + branch("idle", script("")) + branch("chunk", inner)
-    shares = {"pipeline_forward": (0.5, 0.25)}
-    t = play(conditional("chunk", "idle", name), others=others, frequencies=shares)
+    frequencies = {"pipeline_forward": (0.5, 0.25)}
+    t = run(conditional("chunk", "idle", name), others=others, frequencies=frequencies)
     assert t.compute["copy"] == pytest.approx(0.5 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * KERNEL_S)
 
 
-def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
-    """A loop that runs once or not at all stands for a conditional: its sums stay in place."""
+def test_a_host_side_branch_costs_one_sync_and_a_loop_that_runs_two():
+    """A loop of 0 or 1 trips is used as a conditional that updates its carry in place."""
     others = BODY.format(ops=script("k1"))
     name = 'metadata={op_name="jit(_step)/while/body/pipeline_bwd_chunk_switch/while"}'
     loop = f"{WHILE.partition(', backend_config')[0]}, {name}\n"
-    price = Costs(GPU_TYPES["h100"], ONE, dataclasses.replace(EIGHT.efficiency, host_sync_us=20))
-    shares = {"pipeline_bwd_chunk_switch": (0.25, 0.5)}
-    t = play(loop, price, others=others, frequencies=shares)
+    efficiency = dataclasses.replace(EIGHT.efficiency, host_sync_us=20)
+    op_costs = Costs(GPU_TYPES["h100"], ONE, efficiency)
+    frequencies = {"pipeline_bwd_chunk_switch": (0.25, 0.5)}
+    t = run(loop, op_costs, others=others, frequencies=frequencies)
     assert t.compute["copy"] == pytest.approx(0.25 * KERNEL_S)
     assert t.branch_s == {"pipeline_bwd_chunk_switch": pytest.approx(KERNEL_S)}
     assert t.compute["host"] == pytest.approx(1.25 * 20e-6)
@@ -240,67 +242,67 @@ def test_the_host_decides_once_for_a_branch_and_twice_for_a_loop_that_runs():
     assert t.seconds == pytest.approx(0.75 * KERNEL_S + 1.25 * 20e-6)
 
 
-def test_what_hides_behind_a_seldom_piece_of_work_does_not_hide_elsewhere():
-    """Of four ticks one has a turn as long as two gathers: in the others the gather is waited for.
-    A fourth of the turn in each tick would hide half of each gather."""
+def test_a_rare_branch_hides_communication_only_in_its_own_ticks():
+    """One of four ticks has a chunk switch as long as two all-gathers: in the others the all-gather
+    is exposed. A quarter of the switch in each tick would hide half of each all-gather."""
     kernels = round(2 * GATHER_S / KERNEL_S) + 1
-    turn = script(" ".join(f"k{i}" for i in range(kernels)))
-    others = branch("turn", turn) + branch("none", "")
-    op = conditional("turn", "none", "pipeline_loss/cond")
+    switch = script(" ".join(f"k{i}" for i in range(kernels)))
+    others = branch("switch", switch) + branch("none", "")
+    op = conditional("switch", "none", "pipeline_loss/cond")
     others += BODY.format(ops=script("s1") + op + script("d1"))
     for record in (False, True):
-        t = play(WHILE, others=others, frequencies={"pipeline_loss": (0.25, 0.0)}, record=record)
+        t = run(WHILE, others=others, frequencies={"pipeline_loss": (0.25, 0.0)}, record=record)
         assert t.seconds == pytest.approx(7 * (0.75 * GATHER_S + 0.25 * kernels * KERNEL_S))
         assert t.exposed_s == pytest.approx(7 * 0.75 * GATHER_S)
         assert t.compute["copy"] == pytest.approx(7 * 0.25 * kernels * KERNEL_S)
         assert t.traffic["all-gather", "dp"].count == pytest.approx(7)
 
 
-def test_where_ticks_are_too_few_some_have_two_seldom_pieces_of_work():
-    """Of ten ticks six have a turn and seven a loss, each somewhat shorter than the gather: three
-    have both, and in the others the rest of the gather is waited for."""
+def test_frequent_branches_share_ticks():
+    """Of ten ticks six have a chunk switch and seven a loss, each slightly shorter than the
+    all-gather: three have both, and in the others the rest of the all-gather is exposed."""
     kernels = int(GATHER_S / KERNEL_S)
     others, ops, work = "", "", script(" ".join(f"k{i}" for i in range(kernels)))
-    for each in ("turn", "loss"):
-        others += branch(each, work) + branch(f"no_{each}", "")
-        ops += conditional(each, f"no_{each}", f"pipeline_{each}/cond")
+    for name in ("switch", "loss"):
+        others += branch(name, work) + branch(f"no_{name}", "")
+        ops += conditional(name, f"no_{name}", f"pipeline_{name}/cond")
     others += BODY.format(ops=script("s1") + ops + script("d1"))
-    t = play(
-        WHILE, others=others, frequencies={"pipeline_turn": (0.6, 0), "pipeline_loss": (0.7, 0)}
+    t = run(
+        WHILE, others=others, frequencies={"pipeline_switch": (0.6, 0), "pipeline_loss": (0.7, 0)}
     )
     assert t.exposed_s == pytest.approx(7 * 0.7 * (GATHER_S - kernels * KERNEL_S))
     assert t.compute["copy"] == pytest.approx(7 * 1.3 * kernels * KERNEL_S)
     assert t.seconds == pytest.approx(t.exposed_s + t.compute["copy"])
 
 
-def test_ticks_of_a_phase_take_as_long_as_the_busiest_stages():
-    """What a stage does for nothing is time in which it would have waited."""
+def test_ticks_of_a_phase_are_as_long_as_the_busiest_stage():
+    """A stage computes on zeros in the bubble."""
     others = BODY.format(ops=script("k1"))
     name = 'metadata={op_name="jit(_step)/pipeline_warmup/while"}'
     loop = WHILE.replace("\n", f", {name}\n", 1)
-    t = play(loop, others=others, frequencies={"pipeline_warmup": (0.75, 0.25)})
+    t = run(loop, others=others, frequencies={"pipeline_warmup": (0.75, 0.25)})
     assert t.seconds == pytest.approx(7 * KERNEL_S)
     assert t.compute["copy"] == pytest.approx(0.75 * 7 * KERNEL_S)
     assert t.idle_s == pytest.approx(0.25 * 7 * KERNEL_S)
 
 
-def test_bars_and_trace(tmp_path):
+def test_recorded_events_and_trace(tmp_path):
     others = BODY.format(ops=script("s1 k1 d1"))
-    t = play(WHILE, others=others, record=True)
+    t = run(WHILE, others=others, record=True)
     last = max(s.start + s.seconds for s in t.events)
     assert last == pytest.approx(t.seconds)
     paths = chrome_trace.write(str(tmp_path / "step.json"), t.events, "a step")
     events = json.loads(paths[0].read_text())["traceEvents"]
-    bars = [e for e in events if e["ph"] == "X"]
-    assert sum(e["cat"] == "all-gather" for e in bars) == simulate.EXPANDED
-    assert max(e["ts"] + e["dur"] for e in bars) == pytest.approx(t.seconds * 1e6)
+    complete = [e for e in events if e["ph"] == "X"]
+    assert sum(e["cat"] == "all-gather" for e in complete) == simulate.EXPANDED
+    assert max(e["ts"] + e["dur"] for e in complete) == pytest.approx(t.seconds * 1e6)
     assert paths[1].read_text().startswith("<svg")
 
 
-# Prices.
+# Costs of ops.
 
 
-def test_a_collective_over_nodes_is_as_fast_as_its_members_links_together():
+def test_a_collective_over_nodes_uses_the_links_of_all_its_members():
     one = costs(fsdp=128)
     link = one.link_of(np.arange(128)[None])
     assert (link.axes, link.members, link.domains, link.inside) == ("fsdp", 128, 16, 8)
@@ -326,8 +328,8 @@ def test_nvlink_domains():
     assert GPU_TYPES["h100"].topology(16, 1) == "2x8x1"  # a host with one of a node's GPUs
 
 
-def test_gemm_fills_rounds_of_cores():
-    """132 tiles of 128 x 256 fill H100 exactly once; a fuller grid starts another round."""
+def test_wave_quantization_of_gemms():
+    """132 tiles of 128 x 256 are one wave on H100; one more row starts a second wave."""
     rate = 989e12 * EFFICIENCY.gemm_bf16
     ideal = 2 * (128 * 11) * (256 * 12) * 8192 / rate
     assert EIGHT.gemm(128 * 11, 256 * 12, 8192) == pytest.approx(ideal)
@@ -336,8 +338,8 @@ def test_gemm_fills_rounds_of_cores():
     assert EIGHT.gemm(8192, 8192, 8192, dtype="f8e4m3fn") < EIGHT.gemm(8192, 8192, 8192)
 
 
-def test_a_small_collective_takes_the_protocol_and_the_way_of_least_latency():
-    """As NCCL's tuner has it: 2.7 us a step between nodes and 0.6 within for a few bytes."""
+def test_a_small_collective_uses_the_protocol_and_algorithm_of_least_latency():
+    """NCCL's tuner: 2.7 us per step between nodes, 0.6 within, for a few bytes."""
     tuner = dataclasses.replace(EFFICIENCY, nvlink_us=3.4, network_us=14.0)
     one = Costs(GPU_TYPES["h100"], ONE | {"dp": 1024}, tuner)
     link = one.axis_link("dp")
@@ -347,17 +349,17 @@ def test_a_small_collective_takes_the_protocol_and_the_way_of_least_latency():
     assert one.collective("all-gather", link, 4, 4096) == pytest.approx(ring, rel=0.01)
     large = one.collective("all-reduce", link, 2**33, 2**33)
     free = costs(dp=1024).collective("all-reduce", link, 2**33, 2**33)
-    assert free < large < 1.2 * free  # a tree: no ring of 1,023 steps
+    assert free < large < 1.2 * free  # a tree, because a ring has 1,023 steps
 
 
-def test_a_product_with_little_to_add_up_is_slower():
+def test_a_gemm_with_a_short_k_is_less_efficient():
     p = Costs(GPU_TYPES["h100"], ONE)
     rate = lambda k: 2 * 8192 * 8192 * k / p.gemm(8192, 8192, k)
     assert rate(1024) < 0.9 * rate(8192)
     assert p.gemm(8192, 8192, 8192, dtype="f32") > 1.9 * p.gemm(8192, 8192, 8192)
 
 
-def test_physics_is_plausible_and_small():
+def test_efficiencies_are_plausible_and_have_a_source():
     names = [f.name for f in dataclasses.fields(EFFICIENCY)]
     assert len(names) <= 14
     assert set(names) == set(RANGES)
@@ -365,5 +367,5 @@ def test_physics_is_plausible_and_small():
         for name, (low, high) in RANGES.items():
             assert low <= getattr(gpu.efficiency, name) <= high, name
     lines = (pathlib.Path(hardware.__path__[0]) / "gpus.toml").read_text().splitlines()
-    for name in names:  # each says where it comes from
+    for name in names:  # a comment with the source
         assert [line for line in lines if line.startswith(f"{name} = ") and " # " in line], name
