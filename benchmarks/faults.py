@@ -262,11 +262,15 @@ class Program:
         """Raises Violation unless the newest checkpoint that the log reports can be restored."""
         if step := kills.last_saved_step(folder):
             run = command_line.run_of([*kills.FLAGS, "--steps=9"])
-            found = restore.find_checkpoints(str(folder), run)
+            candidates = restore.find_checkpoints(str(folder), run)
             read = restore.read_onto(lambda order: Once.step.abstract)
-            restored, state = restore.restore(found, read)
+            restored, state = restore.restore(candidates, read)
             at = restored.info.step
-            check(at >= step and not found.skipped, f"step {step} was saved", (at, found.skipped))
+            check(
+                at >= step and not candidates.skipped,
+                f"step {step} was saved",
+                (at, candidates.skipped),
+            )
             check(array_checksums(state) == self.fingerprints[at], "other bits", at)
 
 

@@ -329,14 +329,14 @@ def restore_damaged(out: pathlib.Path, times: int, rng: random.Random) -> collec
         copy = out / str(i)
         shutil.copytree(out / "whole", copy)
         description = damage_file(copy / "2", kind, how, rng)
-        found = restore.find_checkpoints(str(copy), run)
+        candidates = restore.find_checkpoints(str(copy), run)
         read = restore.read_onto(lambda order: step.abstract)
-        restored, state = restore.restore(found, read)
+        restored, state = restore.restore(candidates, read)
         at = restored.info.step
         assert array_checksums(state) == expected[at], description
-        assert len(found.skipped) == 2 - at, (description, found.skipped)
-        assert at == 2 or str(copy / "2") in found.skipped[0], found.skipped
-        outcomes["skipped" if found.skipped else "whole"] += 1
+        assert len(candidates.skipped) == 2 - at, (description, candidates.skipped)
+        assert at == 2 or str(copy / "2") in candidates.skipped[0], candidates.skipped
+        outcomes["skipped" if candidates.skipped else "whole"] += 1
         shutil.rmtree(copy)
     outcomes["cases"] = min(times, len(cases))
     return outcomes

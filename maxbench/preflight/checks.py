@@ -156,54 +156,54 @@ def errors(run: Run, processes: Sequence[ProcessFacts], allow_tcp: bool = False)
     Args:
       allow_tcp: TCP between nodes is no error.
     """
-    found = []
+    problems = []
     if (platform := processes[0].platform) != "gpu" and not run.runtime.cpu_devices:
         reason = runtime.why_no_gpu() or "see the error above"
-        found.append(f"jax runs on {platform}: {reason}; --cpu_devices N runs it on a CPU")
+        problems.append(f"jax runs on {platform}: {reason}; --cpu_devices N runs it on a CPU")
     hosts, devices = by_host(processes), sum(process.devices for process in processes)
     for host, on_host in hosts.items():
-        found += _gpu_errors(run, host, on_host, devices)
-    found += _differences(processes)
+        problems += _gpu_errors(run, host, on_host, devices)
+    problems += _differences(processes)
     if devices < run.layout.gpus and not run.runtime.mock_gpus:
-        found.append(f"{run.layout.describe()} needs {run.layout.gpus} devices, {devices} exist")
+        problems.append(f"{run.layout.describe()} needs {run.layout.gpus} devices, {devices} exist")
     for _, check, text in (f for f in node_findings(run, processes) if f.verdict == "fail"):
-        found.append(f"{text}: {node_health.CHECKS[check]}")
+        problems.append(f"{text}: {node_health.CHECKS[check]}")
     transports = {name: 1 for process in processes for name in process.transports}
     if (reason := nccl.uses_slow_transport(transports, len(hosts))) and not allow_tcp:
-        found.append(reason)
-    return found
+        problems.append(reason)
+    return problems
 
 
 def _gpu_errors(run: Run, host: str, processes: Sequence[ProcessFacts], devices: int) -> list[str]:
     """Errors of the GPUs of a host. `devices` are those of all hosts."""
-    found = []
+    problems = []
     gpus, used = processes[0].gpus, sum(process.devices for process in processes)
     expected = devices == run.layout.gpus or run.runtime.mock_gpus
     if processes[0].platform == "gpu" and len(gpus) not in (0, used) and not expected:
-        found.append(
+        problems.append(
             f"{host}: nvidia-smi counts {len(gpus)} GPUs and jax {used}: unset "
             "CUDA_VISIBLE_DEVICES, ask for all (--gres=gpu:8), or start a process for each"
         )
     for i, gpu in enumerate(gpus):
         if gpu["ecc"].isdecimal() and int(gpu["ecc"]):
-            found.append(f"{host}: GPU {i} has {gpu['ecc']} uncorrected memory errors")
+            problems.append(f"{host}: GPU {i} has {gpu['ecc']} uncorrected memory errors")
         if gpu["slowdown"].lower() == "active":
-            found.append(f"{host}: GPU {i} is slowed by its hardware ({gpu['celsius']} C)")
-    return found
+            problems.append(f"{host}: GPU {i} is slowed by its hardware ({gpu['celsius']} C)")
+    return problems
 
 
 def _differences(processes: Sequence[ProcessFacts]) -> list[str]:
     """Properties that must be equal on all hosts, and are not."""
     properties = [_must_be_equal(process) for process in processes]
-    found = []
+    problems = []
     for name in dict.fromkeys(name for one in properties for name in one):
         hosts: dict[str, set[str]] = {}
         for process, one in zip(processes, properties, strict=True):
             hosts.setdefault(one.get(name, "none"), set()).add(process.host)
         if len(hosts) > 1:
             values = [f"{v} on {', '.join(sorted(h))}" for v, h in sorted(hosts.items())]
-            found.append(f"{name} differ: {'; '.join(values)}")
-    return found
+            problems.append(f"{name} differ: {'; '.join(values)}")
+    return problems
 
 
 def _must_be_equal(process: ProcessFacts) -> dict[str, str]:

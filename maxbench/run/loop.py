@@ -37,14 +37,14 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         peers = runtime.init_distributed(run)
         stop_reason = endings.stop_requests(peers)  # replaces jax's handler of SIGTERM
         path = run.output.resume
-        checkpoints = restore.find_checkpoints(path, run) if path else None
+        candidates = restore.find_checkpoints(path, run) if path else None
         devices = mesh.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
         log = start_log(run, devices, screen)
         if peers:
             peers.on_peer_loss(log.write_result_for_lost_peer)
-        stopped = _train(step, checkpoints, stop_reason, log)
+        stopped = _train(step, candidates, stop_reason, log)
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
         ending = _close(endings.explain(e, run, log, peers), log, screen)
@@ -84,14 +84,14 @@ def _close(
 
 def _train(
     step: Step,
-    checkpoints: restore.Found | None,
+    candidates: restore.Candidates | None,
     stop_reason: Callable[[int], str],
     log: Log,
 ) -> str:
     """Compiles, initializes or resumes, trains; returns why the run stopped early, or ''."""
     run = step.run
     compiled = compile_step(step, log)
-    state = load_checkpoint(step, checkpoints, log) if checkpoints else step.init()
+    state = load_checkpoint(step, candidates, log) if candidates else step.init()
     with make_saver(run, log) as saver:
         stopped = run_steps(run, log, stop_reason, compiled, state, saver)
     if runtime.process_count() > 1 or step.platform in ("gpu", "cuda"):
@@ -163,7 +163,7 @@ def compile_step(step: Step, log: Log):
     return compiled
 
 
-def load_checkpoint(step: Step, checkpoints: restore.Found, log: Log):
+def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log):
     """Restores the newest undamaged checkpoint onto the step's mesh, and returns the state.
 
     Logs the checkpoints that were skipped, and the settings that differ from the saved run's.
@@ -172,9 +172,9 @@ def load_checkpoint(step: Step, checkpoints: restore.Found, log: Log):
     same_order = lambda order: np.array_equal(order, step.order)
     abstract = lambda order: step.abstract if same_order(order) else step.in_order(order)
     try:
-        saved, state = restore.restore(checkpoints, restore.read_onto(abstract))
+        saved, state = restore.restore(candidates, restore.read_onto(abstract))
     finally:
-        for reason in checkpoints.skipped:
+        for reason in candidates.skipped:
             log.line(f"resume: skipped {reason}")
     order = saved.info.layer_order
     state = state if same_order(order) else step.reorder(state, order)
@@ -182,7 +182,7 @@ def load_checkpoint(step: Step, checkpoints: restore.Found, log: Log):
         path=str(saved.path),
         seconds=time.time() - start,
         bytes=checkpoint.size(saved.path),
-        skipped=checkpoints.skipped,
+        skipped=candidates.skipped,
         changed=restore.config_diff(saved.info, step.run),
     )
     log.line(

@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
     info: CheckpointInfo
 
 
-class Found(NamedTuple):
+class Candidates(NamedTuple):
     """Checkpoints, newest first, and those that are unusable, each with its reason."""
 
     checkpoints: list[Checkpoint]
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 Read = Callable[[Checkpoint], Any]  # returns the arrays of a checkpoint
 
 
-def find_checkpoints(path: str, run: Run) -> Found:
+def find_checkpoints(path: str, run: Run) -> Candidates:
     """Finds the checkpoints at or below `path` that the run may resume from.
 
     Args:
@@ -47,10 +47,10 @@ def find_checkpoints(path: str, run: Run) -> Found:
     Raises:
       UserError: there is none; one is of another model, or has reached the last step.
     """
-    found = _find(path)
-    for checkpoint in found.checkpoints:
+    candidates = _find(path)
+    for checkpoint in candidates.checkpoints:
         _check_fits(checkpoint, run)
-    return found
+    return candidates
 
 
 def _check_fits(checkpoint: Checkpoint, run: Run) -> None:
@@ -129,7 +129,7 @@ def weights(path: str) -> tuple[Model, dict]:
     return model, params | {"layers": layers}
 
 
-def _find(path: str) -> Found:
+def _find(path: str) -> Candidates:
     """find_checkpoints() for any run. All processes use what process 0 finds."""
     checkpoints, skipped = [], []
     for folder in _candidates(path):
@@ -139,18 +139,17 @@ def _find(path: str) -> Found:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
             reason = f"run.json is missing, damaged or foreign ({type(e).__name__}: {e})"
             skipped.append(f"{folder}: {reason}")
-    found = {"checkpoints": checkpoints, "skipped": skipped}
-    found = stragglers.allgather_json(found)[0]
-    if not found["checkpoints"]:
+    seen = stragglers.allgather_json({"checkpoints": checkpoints, "skipped": skipped})[0]
+    if not seen["checkpoints"]:
         exists = pathlib.Path(path).exists() or "," in path
         reason = "none is complete" if exists else "it does not exist"
         raise UserError(
             f"resume={path!r}: no checkpoint to start from: "
-            f"{'; '.join(found['skipped']) or reason}; give a run's folder or a checkpoint"
+            f"{'; '.join(seen['skipped']) or reason}; give a run's folder or a checkpoint"
         )
-    return Found(
-        [Checkpoint(pathlib.Path(p), CheckpointInfo(**info)) for p, info in found["checkpoints"]],
-        found["skipped"],
+    return Candidates(
+        [Checkpoint(pathlib.Path(p), CheckpointInfo(**info)) for p, info in seen["checkpoints"]],
+        seen["skipped"],
     )
 
 
@@ -165,10 +164,10 @@ def _candidates(path: str) -> list[pathlib.Path]:
     return sorted(reversed(folders), key=step, reverse=True)
 
 
-def restore(found: Found, read: Read) -> tuple[Checkpoint, Any]:
+def restore(candidates: Candidates, read: Read) -> tuple[Checkpoint, Any]:
     """Restores the newest checkpoint whose arrays have the checksums that were saved.
 
-    All processes must call it, and agree. Damaged checkpoints are added to found.skipped.
+    All processes must call it, and agree. Damaged checkpoints are added to candidates.skipped.
 
     Returns:
       The checkpoint, and what `read` returned.
@@ -176,14 +175,14 @@ def restore(found: Found, read: Read) -> tuple[Checkpoint, Any]:
     Raises:
       UserError: all are damaged.
     """
-    for checkpoint in found.checkpoints:
+    for checkpoint in candidates.checkpoints:
         state, damage = attempt(read, checkpoint)
         damage = _first_damage(damage) or _checksum_error(checkpoint.info, state)
         if not damage:
             return checkpoint, state
         state = None  # releases the memory before the next is read
-        found.skipped.append(f"{checkpoint.path}: damaged, {damage}")
-    raise UserError(f"resume: every checkpoint is damaged: {'; '.join(found.skipped)}")
+        candidates.skipped.append(f"{checkpoint.path}: damaged, {damage}")
+    raise UserError(f"resume: every checkpoint is damaged: {'; '.join(candidates.skipped)}")
 
 
 def _first_damage(damage: str) -> str:
