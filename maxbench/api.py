@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from maxbench.planning.result import PlanResult
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from maxbench.run.subprocess_run import TrainResult
 
 T = TypeVar("T")
-OneOrList = T | list[T] | None  # a list is tried value by value
+OneOrList: TypeAlias = T | list[T] | None  # a list is tried value by value
 
 
 def train(
@@ -328,7 +328,10 @@ def sweep(
     from maxbench.config.errors import check_choice
     from maxbench.reporting import sweep as sweeps
 
-    calls = {"plan": plan, "train": functools.partial(train, show=False)}
+    calls: dict[str, Callable[..., Any]] = {
+        "plan": plan,
+        "train": functools.partial(train, show=False),
+    }
     check_choice("kind", kind, calls)
     points = sweeps.combinations(kind, config, layouts, values, settings or {})
     return sweeps.run(calls[kind], points, show)

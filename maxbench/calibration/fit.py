@@ -26,8 +26,8 @@ HUBER = 0.1  # log error below which errors count by their square
 DEPENDS = 0.002
 GRID = 9  # points over the whole range, before the minimum is refined
 # Keys of a new GPU type in a file for --hardware.
-GPU_KEYS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gbps", "nvlink_gbps", "nvlink_gpus")
-GPU_KEYS += ("gpus_per_node", "network_gbps")
+GPU_KEYS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gbps", "nvlink_gbps", "nvlink_gpus",
+            "gpus_per_node", "network_gbps")  # fmt: skip
 CHIP_KEYS = ("name", "cores", "memory_bytes", "memory_bytes_per_s")
 
 
@@ -80,7 +80,7 @@ def fit(
 
 def with_constant(efficiency: Efficiency, name: str, value: float) -> Efficiency:
     """The constants with one of them replaced."""
-    return dataclasses.replace(efficiency, **{name: value})
+    return dataclasses.replace(efficiency, **{name: value})  # type: ignore[arg-type]
 
 
 def _limits_of(name: str) -> tuple[float, float]:

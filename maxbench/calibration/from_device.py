@@ -17,7 +17,7 @@ from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table, gemm_sizes, is_gemm
 from maxbench.cost_model.simulate import Timeline
-from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu, Kernels, Products
 
 # Constant -> kinds of microbenchmarks that it is fitted to. In order: each depends on those before.
 KINDS_OF: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
@@ -84,10 +84,12 @@ def gemm_row(m: Measurement, costs: Costs) -> list | None:
     """The row of a GEMM in Gpu.products; None if the compiler changed its dtype or layout."""
     program = hlo.parse(m.text)
     ops = [(where, op) for where in program.computations.values() for op in where.ops]
-    ((*sizes, dtype, layout),) = {gemm_sizes(where, op) for where, op in ops if is_gemm(op)}
+    ((rows, columns, k, batch, dtype, layout),) = {
+        gemm_sizes(where, op) for where, op in ops if is_gemm(op)
+    }
     if dtype not in m.kind or not m.name.endswith(layout):
         return None
-    t = simulate.simulate(program, costs)
+    t, sizes = simulate.simulate(program, costs), (rows, columns, k, batch)
     modelled = costs.gemm(*sizes, dtype) * t.flops / (2 * math.prod(sizes))
     return [dtype, layout, *sizes, ratio(m, t, t.compute["gemm"], modelled)]
 
@@ -159,8 +161,8 @@ def new_gpu(
     return dataclasses.replace(
         like,
         bf16_tflops=bf16,
-        products=(),
-        kernels=(),
+        products=Products(()),
+        kernels=Kernels(()),
         fp8_tflops=best_rate("f8e4m3fn GEMM", tflops, bf16),
         memory_gb=memory / 1e9,
         memory_gbps=gbps,

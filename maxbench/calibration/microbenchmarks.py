@@ -195,12 +195,17 @@ def _branches(times: int) -> Callable:
     return lambda x: jax.lax.fori_loop(0, times, branch, x)
 
 
+def _after(seconds: float, ask: Callable[[], T]) -> T:
+    time.sleep(seconds)
+    return ask()
+
+
 def sample_under_load(sizes: Sizes, ask: Callable[[], T]) -> T:
     """The result of `ask`, called while the largest GEMM runs, after WARMUP_S seconds of it."""
     m, n, k, batch = max(sizes.gemms, key=math.prod)
     call = functools.partial(jax.jit(jnp.matmul), _random(batch, m, k), _random(batch, k, n))
     with futures.ThreadPoolExecutor(1) as pool:
-        sample = pool.submit(lambda: time.sleep(WARMUP_S) or ask())
+        sample = pool.submit(_after, WARMUP_S, ask)
         while not sample.done():
             jax.block_until_ready([call() for _ in range(4)])
     return sample.result()
@@ -210,8 +215,8 @@ def _gemms(sizes: Sizes) -> Iterator[Measurement]:
     """Each shape in each layout and dtype; on a CPU also in fp32: it may lack bf16 GEMMs."""
     dtypes = {"bf16": BF16} | ({"f32": jnp.float32} if jax.default_backend() == "cpu" else {})
     dtypes |= {"f8e4m3fn": fp8_per_tensor.FORWARD} if _has_fp8() else {}
-    layouts = itertools.product(("mk", "km"), ("kn", "nk"))
-    layouts = [layout for layout in layouts if layout != ("km", "nk")]
+    every = itertools.product(("mk", "km"), ("kn", "nk"))
+    layouts = [layout for layout in every if layout != ("km", "nk")]
     for (m, n, k, batch), (lhs, rhs), dtype in itertools.product(sizes.gemms, layouts, dtypes):
         layout, b = ("t" if lhs == "km" else "n") + ("t" if rhs == "nk" else "n"), "b" * (batch > 1)
         if dtype == "f8e4m3fn" and (layout != "nt" or b):  # the only layout of FP8 GEMMs

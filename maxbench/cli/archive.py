@@ -11,7 +11,7 @@ def main(argv: Sequence[str]) -> int:
     """Writes the archive; returns the exit code."""
     fv = commands.define("archive")
     _, *folders = command_line.parse_flags(fv, argv)
-    target = pathlib.Path(fv["to"].value)
+    target = pathlib.Path(fv.to)
     count, size = archive.write([*map(pathlib.Path, folders)], target)
     print(f"{target}: {count} files, {size / 2**20:.1f} MiB uncompressed")
     return 0

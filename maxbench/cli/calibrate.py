@@ -14,7 +14,7 @@ from absl import flags
 from maxbench.config import command_line, commands, environment, recipes, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.distributed import runtime
-from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, Kernels, Products
 from maxbench.preflight import node_health
 
 DEVICE_FLAGS = tuple(run_flags.FLAG_GROUPS["devices and processes"])
@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
     """
     fv = commands.define("calibrate")
     _, *runs = command_line.parse_flags(fv, argv)
-    target = command_line.writable("write", fv["write"].value, ".toml")
-    gpu_types = command_line.gpu_types(fv["hardware"].value)
+    target = command_line.writable("write", fv.write, ".toml")
+    gpu_types = command_line.gpu_types(fv.hardware)
     calibrated = calibrate_runs(fv, runs, gpu_types) if runs else calibrate_device(fv, gpu_types)
     if calibrated:
         text, table = calibrated
@@ -76,7 +76,7 @@ def calibrate_device(fv: flags.FlagValues, gpu_types: GpuTypes) -> tuple[str, st
     """
     if fv["mock_gpus"].present:
         raise UserError("--mock_gpus has no network to measure; leave it out")
-    if (name := fv["gpu_type"].value) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
+    if (name := fv.gpu_type) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
         raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")
     devices = {name: fv[name].value for name in DEVICE_FLAGS if fv[name].value is not None}
     workload = next(iter(recipes.workloads().values()))
@@ -84,7 +84,7 @@ def calibrate_device(fv: flags.FlagValues, gpu_types: GpuTypes) -> tuple[str, st
         run = resolve.build_run(workload, flags=devices | {"output_dir": folder})
         runtime.set_environment(run)
         peers = runtime.init_distributed(run)
-        measured = measure(fv["gpu_type"].value, fv["small"].value, gpu_types)
+        measured = measure(fv.gpu_type, fv.small, gpu_types)
     import jax
 
     first = jax.process_index() == 0
@@ -122,7 +122,7 @@ def measure(name: str | None, small: bool, gpu_types: GpuTypes = GPU_TYPES) -> t
             print(f"\r{progress}", end="", file=sys.stderr)
     new = None
     if known:  # earlier calibrations must not influence this one
-        gpu = dataclasses.replace(known, products=(), kernels=())
+        gpu = dataclasses.replace(known, products=Products(()), kernels=Kernels(()))
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit") or host_bytes() // count
         node, cores = microbenchmarks.node_size()[0], getattr(device, "core_count", 1)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     in_job = words[:1] == ["--inside"]  # launch.sh as a batch script calls itself so
     fv = _parse([argv[0], *words[in_job:]])
-    suite, file = fv["suite"].value, fv["file"].value
+    suite, file = fv.suite, fv.file
     configs = resolve_jobs(os.environ, trainer_flags, suite or file, suite=bool(suite))
     if suite and not all("" in jobs.job_kinds(config) for config in configs):
         raise UserError("DISABLE_PERFRUN=true leaves out the runs that a suite judges")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         print(SCHEDULERS[cluster].dry_run(configs))
     else:
         _check_xla_flags(configs)
-        return SCHEDULERS[cluster].submit(configs, fv["wait"].value, pathlib.Path(suite).stem)
+        return SCHEDULERS[cluster].submit(configs, fv.wait, pathlib.Path(suite).stem)
     return 0
 
 
@@ -79,7 +79,7 @@ def _parse(argv: Sequence[str]) -> flags.FlagValues:
         raise UserError(f"{e}; flags of maxbench train follow after --") from None
     if not (recipes.ROOT / "launch").is_dir():  # an installed package has no job scripts
         raise UserError("jobs run from a checkout: clone maxbench, and call launch/launch.sh")
-    if fv["suite"].value and fv["file"].value:
+    if fv.suite and fv.file:
         raise UserError("give one of --file and --suite; a suite is a file of jobs")
     return fv
 

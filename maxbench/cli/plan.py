@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         raise UserError("--calibrate is a command: maxbench calibrate RUN ... --write FILE")
     command_line.parse_flags(fv, argv)
-    if fv["schedule"].value:
+    if fv.schedule:
         print(schedule(fv, argv))
         return FITS
     from maxbench.planning.result import CannotFit
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     except CannotFit as e:
         print(f"maxbench plan: {e}", file=sys.stderr)
         return DOES_NOT_FIT
-    print(json.dumps(plans.data(), indent=1) if fv["json"].value else plans)
+    print(json.dumps(plans.data(), indent=1) if fv.json else plans)
     for kind, path in written:
         print(f"{kind}: {path}", file=sys.stderr)
     return FITS if plans.best.fits else DOES_NOT_FIT
@@ -59,8 +59,8 @@ def plan_and_draw(
       UserError: invalid flags, or a run that cannot be.
     """
     command_line.parse_flags(fv, argv)
-    curves = command_line.writable("scaling", fv["scaling"].value, ".svg")
-    timeline = command_line.writable("timeline", fv["timeline"].value, ".json")
+    curves = command_line.writable("scaling", fv.scaling, ".svg")
+    timeline = command_line.writable("timeline", fv.timeline, ".json")
     from maxbench.planning import result, scaling, svg
 
     plans = result.plan_from_flags(fv, argv)

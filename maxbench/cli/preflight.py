@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
     processes = checks.collect(run)
     kernel = attention.select_kernel(run, jax.local_devices()[0])
     slow = checks.slow_hosts(processes)
-    errors = checks.errors(run, processes, fv["allow_tcp"].value)
+    errors = checks.errors(run, processes, fv.allow_tcp)
     if jax.process_index() == 0:
         print_report(run, processes, slow, errors)
         print(f"attention {kernel}")
         verdict = "failed" if errors else "passed"
         print(f"preflight {verdict} in {time.perf_counter() - start:.1f} s")
-        if path := fv["json"].value:
+        if path := fv.json:
             report = {"processes": [dataclasses.asdict(process) for process in processes]}
             with open(path, "w") as file:
                 json.dump(report | {"slow_hosts": slow, "errors": errors}, file, indent=1)

@@ -16,8 +16,8 @@ def main(argv: Sequence[str]) -> int:
     """
     fv = commands.define("report")
     report = build_report.report_from_flags(fv, argv)
-    text = report.text(fv["format"].value, fv["diff"].value)
-    if file := fv["output"].value:
+    text = report.text(fv.format, fv.diff)
+    if file := fv.output:
         try:
             pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
         except OSError as e:

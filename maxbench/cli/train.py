@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     """
     fv = commands.define("train")
     run = command_line.parse(fv, argv)
-    if fv["json"].value:
+    if fv.json:
         print(json.dumps(describe(run), indent=2))
         return 0
-    if fv["dry_run"].value:
+    if fv.dry_run:
         print(terminal.text(overview(run)))
         return 0
     runtime.set_environment(run)

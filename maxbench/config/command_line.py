@@ -58,7 +58,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     if fv["config"].value is None:
         raise UserError("--config is missing; for example --config llama31_8b:tiny")
 
-    def present(names: Iterable[str]) -> dict[str, str]:
+    def present(names: Iterable[str]) -> dict[str, Any]:
         return {name: fv[name].value for name in names if name in fv and fv[name].present}
 
     shorthands, settings = present(run_flags.FLAGS), present(SETTINGS)
@@ -66,7 +66,7 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     run = resolve.build_run(
         recipes.load_workload(fv["config"].value),
         gpus=gpus or fv["gpus"].value,
-        strong_scaling=fv["strong_scaling"].value,
+        strong_scaling=fv.strong_scaling,
         flags=shorthands,
         overrides=overrides,
         gpu_types=gpu_types(fv["hardware"].value),

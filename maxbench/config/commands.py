@@ -85,7 +85,8 @@ def define(name: str) -> flags.FlagValues:
         elif flag.kind == "int":
             flags.DEFINE_integer(flag_name, flag.default, flag.text, 1, flag_values=fv)
         else:
-            flags.DEFINE_string(flag_name, flag.default, flag.text, flag_values=fv)
+            default = None if flag.default is None else str(flag.default)
+            flags.DEFINE_string(flag_name, default, flag.text, flag_values=fv)
         if flag.also:
             flags.DEFINE_alias(flag.also, flag_name, flag_values=fv)
     return fv

@@ -10,8 +10,8 @@ import platform
 import subprocess
 from importlib import metadata
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections")
-PACKAGES += ("transformer-engine",)
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections",
+            "transformer-engine")  # fmt: skip
 GPU_MEMORY_FRACTION = 0.94  # share of a GPU's memory that XLA may allocate
 
 

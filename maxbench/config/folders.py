@@ -37,3 +37,4 @@ def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
             stamp += 1
         else:
             return folder, stamp
+    raise AssertionError("unreachable")

@@ -76,7 +76,7 @@ def compile_run(run: Run) -> compile_cache.Compiled:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         host=memory.host_temp_size_in_bytes,
-        copy=lowering.compute_weight_bytes(run, layers, elements - layers),
+        copy=int(lowering.compute_weight_bytes(run, layers, elements - layers)),
         gradients=elements * FORMATS[run.precision.grads].bytes,
         attention=step.run.train.attention,
         lower_s=lower_s,

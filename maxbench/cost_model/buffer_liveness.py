@@ -197,8 +197,8 @@ def in_place(program: hlo.Program, op: hlo.Op) -> dict[int, int]:
     """Index of each result that an op writes in place -> index of the operand."""
     if op.opcode == "dynamic-update-slice":
         return {0: 0}
-    if found := re.search(r"output_to_operand_aliasing=\{(.*?\)),? ?\}", op.attrs):
-        pairs = re.findall(r"\{(\d*)\}: \((\d+),", found[1])
+    if aliases := re.search(r"output_to_operand_aliasing=\{(.*?\)),? ?\}", op.attrs):
+        pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliases[1])
         return {int(result or 0): int(operand) for result, operand in pairs}
     if op.base != "fusion":
         return {}

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 import re
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Op:
 
     name: str
     opcode: str
-    shape: Shape | tuple
+    shape: Any  # Shape, or a tuple of such
     operands: tuple[str, ...]
     attrs: str
     root: bool
@@ -127,10 +128,12 @@ class Op:
             axes, over, order, along = found.groups()
             sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
             names = re.findall(r"'([^']+)'", along)
-            ids = _iota(over or str(math.prod(sizes.values())), order).reshape([*sizes.values()])
+            devices = _iota(over or str(math.prod(sizes.values())), order).reshape(
+                [*sizes.values()]
+            )
             last = [[*sizes].index(name) for name in names]
             size = math.prod(sizes[name] for name in names)
-            return np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, size)
+            return np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, size)
         found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.attrs)
         if not found and "replica_groups=" in self.attrs:
             raise ValueError(f"replica groups of an unknown form: {self.attrs[:200]}")

@@ -158,7 +158,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
     if a.pp == 1:
         # train.remat applies to the first layers alone; the others recompute norms and activation.
-        rest = 0 if remat else run.model.layers - lowering.remat_layer_count(run)
+        rest: float = 0 if remat else run.model.layers - lowering.remat_layer_count(run)
         rest *= per_token(run.model, REMATS["save_gemms_recompute_act"]) - per_token(run.model)
         layers = sum(per_token(kind) * n for n, kind in run.model.stacks)
         return int(tokens * width * (layers + rest))

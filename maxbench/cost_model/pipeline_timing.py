@@ -82,12 +82,12 @@ def branch_frequencies(
         ("fwd", COOLDOWN, FORWARD_CHUNK_SWITCH),
         ("bwd", WARMUP, BACKWARD_CHUNK_SWITCH),
     ):
-        ticks = sum(n for phase, n in work.items() if phase != idle_phase)
-        switches = (schedule.column(f"{way}_chunk_switch") >= 0).sum() / schedule.pp / ticks
+        tick_count = sum(n for phase, n in work.items() if phase != idle_phase)
+        switches = (schedule.column(f"{way}_chunk_switch") >= 0).sum() / schedule.pp / tick_count
         found[switch] = float(min(delay * switches, 1)), 0.0
         # The first row is before the first tick.
         count = lambda column: (schedule.column(column)[1:] >= 0).any(1).sum()
-        found |= {n: (float(count(column) / ticks), 0.0) for n, column in ends[way].items()}
+        found |= {n: (float(count(column) / tick_count), 0.0) for n, column in ends[way].items()}
     # Nested in END_OF_TICK, so relative to it.
     nested = EMBED, EMBED_BACKWARD, BACKWARD_CHUNK_SWITCH, LOSS
     outer = min(sum(found[name][0] for name in nested), 1.0)
@@ -97,7 +97,7 @@ def branch_frequencies(
 
 def event_orders(program: hlo.Program, slack: Seconds = NO_SLACK) -> dict[str, float]:
     """Orders of EVENTS in steady-state ticks -> the smallest slack of y's arrival there, in s."""
-    found = {}
+    found: dict[str, float] = {}
     for where in program.computations.values():
         events = [(letter, op) for op in where.ops for letter in _events(op)]
         # A loop body may hold several ticks: one ends before its first letter repeats.
@@ -148,7 +148,7 @@ def chunk_switch_delay(
                 delay = delay + switches[event][tick]
             elif loss:
                 delay = np.full(schedule.pp, delay.max())
-    return float(delay.max() / sum(switches.values()).sum(0).mean())
+    return float(delay.max() / np.sum([*switches.values()], 0).sum(0).mean())
 
 
 def tick_mix(frequencies: dict[str, float]) -> list[tuple[float, set[str]]]:

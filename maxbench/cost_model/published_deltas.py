@@ -75,7 +75,10 @@ def _smaller_microbatches(run: Run, t: Timeline, times: float, costs: Costs) -> 
     """Seconds that `times` as many microbatches of the same tokens take longer."""
     a, m, rows = run.layout, run.model, run.layout.mbs * run.train.seq // run.layout.cp
     experts = m.experts // a.ep or 1  # of a GPU
-    weights = [(m.kv_heads * m.group_width, 1, 1), (m.heads * m.value_width, 1, 1)]
+    weights: list[tuple[int, float, int]] = [
+        (m.kv_heads * m.group_width, 1, 1),
+        (m.heads * m.value_width, 1, 1),
+    ]
     weights += [(n, m.rows(a.ep) / experts, experts) for n in (m.mlp_inputs * m.mlp, m.mlp)]
 
     def layer_s(rows):

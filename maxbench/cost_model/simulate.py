@@ -77,7 +77,7 @@ class Timeline:
     """
 
     seconds: float = 0
-    compute: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
+    compute: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     traffic: dict[tuple[str, str], CollectiveStats] = dataclasses.field(default_factory=dict)
     idle_s: float = 0
     flops: float = 0

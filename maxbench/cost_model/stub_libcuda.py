@@ -51,7 +51,15 @@ def build_stub(folder: pathlib.Path) -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=folder) as part:
         source, built = pathlib.Path(part, "cuda.c"), pathlib.Path(part, NAME)
         source.write_text("".join(f"int {f}(void) {{ return 100; }}\n" for f in FUNCTIONS.split()))
-        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{NAME}", "-o", built, source]
+        command = [
+            compiler,
+            "-shared",
+            "-fPIC",
+            f"-Wl,-soname,{NAME}",
+            "-o",
+            str(built),
+            str(source),
+        ]
         subprocess.run(command, check=True)
         built.rename(library)
     return library

@@ -84,7 +84,7 @@ class PeerWatch:
                 for key, _ in selector.select():
                     process = key.data
                     try:
-                        message = messages.receive(key.fileobj)
+                        message = messages.receive(self.connections[process])
                     except (OSError, ValueError):
                         selector.unregister(key.fileobj)
                         message = {} if process in reported else {"died": True}

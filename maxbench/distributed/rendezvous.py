@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from maxbench.config.errors import UserError
 from maxbench.distributed import messages
@@ -133,7 +134,7 @@ def _accept_all(
         while len(members) < process_count and not error and coordinator.remaining_s > 0:
             error = _accept(server, min(coordinator.remaining_s, 1.0), members, connections)
     error = error or _missing(coordinator, process_count, members, itself.host, expected_hosts)
-    reply = {"error": error}
+    reply: dict[str, Any] = {"error": error}
     if not error:
         ordered = [members[i] for i in range(process_count)]
         hosts, log_paths = [m.host for m in ordered], [m.log_path for m in ordered]

@@ -146,15 +146,17 @@ def init_distributed(run: Run) -> PeerWatch | None:
         topology = run.gpu.topology(run.runtime.mock_gpus, 1)
         jax.config.update("jax_mock_gpu_topology", topology)
     peers, group = None, _process_group(run)
-    if group.count > 1:
-        timeout_s = run.runtime.rendezvous_timeout_s or rendezvous.default_timeout_s(group.count)
+    if group.processes > 1:
+        timeout_s = run.runtime.rendezvous_timeout_s or rendezvous.default_timeout_s(
+            group.processes
+        )
         member = rendezvous.Member(group.process, environment.hostname(), log_path())
         peers = rendezvous.rendezvous(
-            group.coordinator, group.count, member, timeout_s, slurm_env.process_hosts()
+            group.coordinator, group.processes, member, timeout_s, slurm_env.process_hosts()
         )
         jax.distributed.initialize(
             group.coordinator,
-            group.count,
+            group.processes,
             group.process,
             local_device_ids=group.local_gpus,
             initialization_timeout=round(timeout_s),
@@ -170,7 +172,7 @@ class ProcessGroup(NamedTuple):
     """The processes of a run, and this one among them."""
 
     coordinator: str = ""  # host:port
-    count: int = 1
+    processes: int = 1
     process: int = 0
     local_gpus: list[int] | None = None  # GPUs of this process; None: jax's choice
 
@@ -187,7 +189,7 @@ def _process_group(run: Run) -> ProcessGroup:
     address, *numbers = (env.get(name) for name in JAX_PROCESS_VARIABLES)
     try:
         if address is not None and None not in numbers:
-            return ProcessGroup(address, *map(int, numbers))
+            return ProcessGroup(address, int(numbers[0] or 0), int(numbers[1] or 0))
         count = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
         if count == 1:
             return ProcessGroup()

@@ -202,7 +202,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     results, running, suite_list = runs[0].out / "experiments", [], None
     each = [(s, kind) for s in runs for kind in job_kinds(s)]
     if suite:
-        expectations = [(job_name(s, ""), s.expect) for s, kind in each if not kind]
+        expectations = [(job_name(s, ""), s.expect) for s, kind in each if not kind and s.expect]
         file = results / f"suite_{suite}_{int(time.time())}.json"
         suite_list = SuiteWriter(file, suite, expectations)
     for s, kind in each:
@@ -229,6 +229,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
 
 
 def _submitted(process: subprocess.Popen, job: str, folder: pathlib.Path) -> int:
+    assert process.stdout is not None
     number = process.stdout.readline().decode().strip().partition(";")[0]
     process.stdout.close()
     if number:

@@ -42,8 +42,8 @@ def select_kernel(run: Run, device) -> str:
     gpu = device.platform in ("gpu", "cuda")
     if requested == "xla" or (requested == "auto" and not gpu):
         return "xla"
-    version = getattr(device, "compute_capability", "0.0")
-    kind = kernel_for(m, dtype, tuple(int(n) for n in version.split(".")))
+    major, minor = getattr(device, "compute_capability", "0.0").split(".")
+    kind = kernel_for(m, dtype, (int(major), int(minor)))
     error = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
     if kind != "xla" and not error:
         return kind

@@ -9,7 +9,7 @@ them. For 16 experts that is 16 times the memory and the FLOPs, as compiled for 
 Shape letters: j token, k choice, n block, c row of a block, e expert of this GPU, d in, f out.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,8 @@ def _scatter_tokens(x_jd, blocks: BlockAssignment):
 
 
 def _sum_choices(y_ncd, blocks: BlockAssignment):
-    y, total = y_ncd.reshape(-1, y_ncd.shape[-1]), 0.0
+    y = y_ncd.reshape(-1, y_ncd.shape[-1])
+    total: Any = 0.0
     for slot_j in blocks.slot_jk.T:  # one choice at a time: [j, k, d] is never in memory
         total += take(y, slot_j).astype(jnp.float32)
     return total.astype(y.dtype)

@@ -6,6 +6,7 @@ bit. Grok-1's names are those of hpcai-tech/grok-1, which vLLM and SGLang read t
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -103,11 +104,15 @@ def _norm(m: Model, prefix: str, w):
         yield f"{prefix}.bias", w["bias"], (m.embed,)
 
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "attn": "self_attn",
     "mlp": ("gate_proj", "up_proj", "down_proj"),
     "norms": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
 }
 _GROK_NORMS = {"attn_norm": "pre_attn_norm", "attn_post": "post_attn_norm"}
 _GROK_NORMS |= {"mlp_norm": "pre_moe_norm", "mlp_post": "post_moe_norm"}
-GROK = {"attn": "attn", "mlp": ("linear", "linear_v", "linear_1"), "norms": _GROK_NORMS}
+GROK: dict[str, Any] = {
+    "attn": "attn",
+    "mlp": ("linear", "linear_v", "linear_1"),
+    "norms": _GROK_NORMS,
+}

@@ -3,6 +3,7 @@
 How its three GEMMs (fprop, dgrad, wgrad) compute is up to the weight's arithmetic (quantization/).
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -106,7 +107,8 @@ def linear(x, w, grad, spec: MatmulSpec, order: CommOrder = UNORDERED):
         dims = (n, k) if w.arithmetic.fprop_transposed else (k, n)
         if w.arithmetic.gather_along_outputs and spec.fsdp is not None and spec.fsdp < first:
             dims = -1, k * collectives.axis_size("fsdp")
-        w = w.replace(
+        w = dataclasses.replace(
+            w,
             dgrad_operand=matrix(w.dgrad_operand, k, n),
             fprop_operand=matrix(w.fprop_operand, *dims),
         )

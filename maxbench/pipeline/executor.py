@@ -163,7 +163,8 @@ class Executor:
         """One tick: at most one forward and one backward pass through a chunk, of different
         microbatches."""
         forward, backward = phase != schedule.COOLDOWN, phase != schedule.WARMUP
-        t = Tick(phase, forward, backward, *map(Row._make, rows), ordering.Tokens({}))
+        now, following = map(Row._make, rows)
+        t = Tick(phase, forward, backward, now, following, ordering.Tokens({}))
         if forward:
             carry, written = self.write_stash(carry)
             t.tokens.emit("stash.write", written)

@@ -13,7 +13,7 @@ Stage p has chunks 0 to vp - 1; chunk c of stage p is the (c x pp + p)-th part o
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -204,7 +204,7 @@ def build_schedule(name: str, pp: int, vp: int, microbatches: int, group=0, mbs=
     )  # fmt: skip
     _assign_work(plan, fwd_tick, bwd_tick)
     _assign_events(plan, fwd_tick, bwd_tick)
-    counts = _assign_buffers(plan, fwd_tick, bwd_tick)
+    counts: dict[str, Any] = _assign_buffers(plan, fwd_tick, bwd_tick)
     plan = dataclasses.replace(plan, **counts, zero_overlap_ticks=_assign_zero_ticks(plan))
     for table in (plan.work, plan.buffers, plan.events):
         table.setflags(write=False)
@@ -225,7 +225,8 @@ def _assign_ticks(name, pp, vp, microbatches, group, per_loss) -> tuple[Ticks, T
     else:
         delay = max(group - pp + 1 - per_loss, 0)
         limit = [vp * group + pp - 1 + per_loss - 2 * p for p in range(pp)]
-    fwd_tick, bwd_tick = {}, {}
+    fwd_tick: Ticks = {}
+    bwd_tick: Ticks = {}
     fwd_next, bwd_next = [0] * pp, [0] * pp
     tick = 0
     while min(bwd_next) < total:
@@ -368,7 +369,8 @@ def _assign_buffers(plan: Schedule, fwd_tick: Ticks, bwd_tick: Ticks) -> dict[st
 def _allocate(plan: Schedule, intervals, reuse: int, width: int = 1, first: int = 0) -> int:
     """Gives each interval the lowest `width` free slots from `first` on; with reuse=1 also those
     that are freed in its first tick. Returns the end of the slots."""
-    free_from, end_of_slots = {}, first + width
+    free_from: dict[tuple[int, int], int] = {}
+    end_of_slots = first + width
     for p, start, end, columns in sorted(intervals, key=lambda interval: interval[:3]):
         slot = first
         while free_from.get((p, slot), -1) >= start + reuse:

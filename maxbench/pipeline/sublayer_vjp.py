@@ -36,7 +36,7 @@ class SublayerVjp:
         fp8_over_cp = run.format.bytes == 1 and run.layout.cp > 1 and not run.model.experts
         self.dx_unordered = fp8_over_cp and (name, layer) == ("attn", 0)
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
-        self.structure = None
+        self.structure: tuple | None = None
 
     def part_of(self, layer):
         """The entries of this sublayer in a layer's weights or gradients."""

@@ -81,7 +81,7 @@ class ZeroOverlap:
         and the GEMMs take half the time), and 2 FLOPs per token."""
         block = run.format.multiple if run.format.blocks else 1
         sliced = [i for i, s in enumerate(self.shardings) if s.gemm and any(s.zero1_axes)]
-        best = 0.5, 0, 0, {}
+        best: tuple[float, int, int, dict] = (0.5, 0, 0, {})
         for n in range(max(1, fewest), 1 + self.ticks if sliced else 0):
             shape = lambda i: self.shards[i].shape[1:]
             dims = {i: _slice_dim(self.shardings[i], shape(i), n, block) for i in sliced}

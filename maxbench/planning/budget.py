@@ -9,6 +9,7 @@ interval, 2006).
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from maxbench.config.errors import UserError
 from maxbench.config.validation import field, validate
@@ -49,7 +50,7 @@ class BudgetOptions:
 FLAGS = tuple(f.name for f in dataclasses.fields(BudgetOptions))
 
 
-def budget_options(values: Mapping[str, str]) -> BudgetOptions | None:
+def budget_options(values: Mapping[str, Any]) -> BudgetOptions | None:
     """Options from the values of flags; None without flags.
 
     Raises:

@@ -151,9 +151,9 @@ def run_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list
     except resolve.NoRow as e:
         if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
             raise  # these flags need the layout of a row
-        count = int(fv["gpus"].value)
+        count = int(fv.gpus)
         nearest = with_cluster(command_line.parse(fv, argv, e.nearest), fv)
-        return nearest, search.fastest_on(nearest, count, fv["compiled"].value)
+        return nearest, search.fastest_on(nearest, count, fv.compiled)
 
 
 def with_cluster(run: Run, fv: flags.FlagValues) -> Run:

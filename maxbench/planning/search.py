@@ -9,6 +9,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from maxbench.config import lowering
 from maxbench.config.errors import UserError
@@ -63,7 +64,9 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
         dp, left = divmod(gpus, pp * tp * cp * ep * fsdp)
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
             continue
-        axes = dict(pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs)
+        axes: dict[str, Any] = dict(
+            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs
+        )
         with contextlib.suppress(UserError):  # an illegal layout
             yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))
 

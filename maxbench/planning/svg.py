@@ -161,7 +161,7 @@ def schedule(s: Schedule, title: str) -> str:
     widths = [max(busy(t, p) for p in range(s.pp)) for t in ticks]
     unit, shapes = (WIDTH - LEFT - 20) / sum(widths), []
     texts = [Text(8, 20, f"{title}, {s.name}: {s.ticks} ticks, bubble {s.bubble():.1%}")]
-    bottom, x = TOP + s.pp * ROW, LEFT
+    bottom, x = TOP + s.pp * ROW, float(LEFT)
     for i, (t, width) in enumerate(zip(ticks, widths, strict=True)):
         if i == len(ticks) // 2 < s.ticks // 2:
             shapes.append(Shape(f"M{x:.1f} {TOP - 6}V{bottom}", kind="line"))

@@ -236,7 +236,7 @@ def table(run: Run, processes: Sequence[ProcessFacts]) -> str:
         f"all-reduce over all devices: {processes[0].all_reduce_gbps:.2f} GB/s bus bandwidth; "
         f"expected: {typical('all-reduce', bus_gbps, 'GB/s')}"
     )
-    channels = collections.Counter()
+    channels: collections.Counter[str] = collections.Counter()
     for process in processes:
         channels.update(process.transports)
     text = ", ".join(f"{name} x {count}" for name, count in sorted(channels.items()))

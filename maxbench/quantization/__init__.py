@@ -168,7 +168,8 @@ def weights(arithmetic: Arithmetic, shardings, masters, scales, stacked: bool):
             return gather_master(sharding, w)
         return arithmetic.weight(w, sharding, int(stacked), scale)
 
-    return tree.unflatten(map(compute_copy, leaves, jax.tree.leaves(shardings), scales))
+    copies = map(compute_copy, leaves, jax.tree.leaves(shardings), scales)
+    return jax.tree.unflatten(tree, copies)
 
 
 def by_layer(values, layers: int | None):

@@ -114,7 +114,7 @@ def gemm(a: QuantizedArray, b: QuantizedArray, over: str, dtype=jnp.bfloat16):
     batch = a.q.shape[:-2]
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (a.q, b.q, a.scale, b.scale)]
     flat[2:] = [jax.lax.bitcast_convert_type(x, jnp.float8_e8m0fnu) for x in flat[2:]]
-    block_scaled = lambda *x: jax.nn.scaled_matmul(*x, preferred_element_type=dtype)
+    block_scaled = functools.partial(jax.nn.scaled_matmul, preferred_element_type=dtype)
     dequantized = functools.partial(_dequantized_gemm, dtype)
     y = jax.lax.platform_dependent(*flat, cuda=block_scaled, default=dequantized)
     return y.reshape(*batch, *y.shape[-2:])

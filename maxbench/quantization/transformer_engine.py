@@ -64,7 +64,8 @@ def set_compute_capability(capability: tuple[int, int]) -> None:
     utils = importlib.import_module("transformer_engine.jax.quantize.device_utils")
     extension = importlib.import_module("transformer_engine_jax")
     for module in (extension, gemm):
-        module.get_device_compute_capability = lambda gpu=0: capability[0] * 10 + capability[1]
+        function = lambda gpu=0: capability[0] * 10 + capability[1]
+        setattr(module, "get_device_compute_capability", function)  # noqa: B010
     utils.get_device_compute_capability.cache_clear()
     utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
 

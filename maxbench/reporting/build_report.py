@@ -71,7 +71,7 @@ def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
     Raises:
       UserError: a flag is invalid; there is no run.
     """
-    given, listed = command_line.parse_flags(fv, argv)[1:], fv["suite"].value
+    given, listed = command_line.parse_flags(fv, argv)[1:], fv.suite
     paths = _of_suite(listed, given) if listed else given or ["experiments"]
     chosen = options_from(fv, paths)
     rows = [compare.summarize(r, chosen) for r in readers.read(paths, chosen.gpu_types)]
@@ -93,13 +93,13 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
     Raises:
       UserError: a flag is invalid.
     """
-    check_choice("format", fv["format"].value, FORMATS)
-    gpu_types = command_line.gpu_types(fv["hardware"].value)
-    if fv["gpu_type"].value:
-        check_choice("gpu_type", fv["gpu_type"].value, gpu_types)
+    check_choice("format", fv.format, FORMATS)
+    gpu_types = command_line.gpu_types(fv.hardware)
+    if fv.gpu_type:
+        check_choice("gpu_type", fv.gpu_type, gpu_types)
     as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     given: Mapping[str, Any] = {name: fv[name].value for name in as_given}
-    width = 0 if fv["output"].value else console.terminal_width()
+    width = 0 if fv.output else console.terminal_width()
     return ReportOptions(
         paths=tuple(paths), full_names=fv["full-names"].value, width=width,
         gpu_types=gpu_types, **given,

@@ -83,7 +83,8 @@ class RunSummary:
         """Loss of the first and of the last logged step; None if it is not finite."""
         steps = sorted(self.record.loss)
         ends = [self.record.loss[i] for i in (steps[:1] + steps[-1:])] or [math.nan, math.nan]
-        return tuple(x if math.isfinite(x) else None for x in ends)
+        first, last = (x if math.isfinite(x) else None for x in ends)
+        return first, last
 
     @property
     def on_cpu(self) -> bool:
@@ -325,10 +326,10 @@ def curves(rows: Iterable[RunSummary]) -> list[Curve]:
             fastest = max(scales.get(r.gpus, summary), summary, key=lambda x: x.tokens_s)
             scales[r.gpus] = fastest
     found = []
-    for (*key, strong, batch), scales in sorted(best.items(), key=lambda x: x[0]):
+    for (*parts, strong, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:
-            name = " ".join(filter(None, map(str, key[:4])))
-            name += " (virtual devices share the cores)" if key[3] == "cpu" else ""
+            name = " ".join(filter(None, map(str, parts[:4])))
+            name += " (virtual devices share the cores)" if parts[3] == "cpu" else ""
             name += f", {batch} in total" if strong else f", {batch:g} per GPU"
             kind = "strong" if strong else "weak"
             found.append(Curve(name, kind, _points(scales, kind)))

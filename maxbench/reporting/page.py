@@ -148,7 +148,9 @@ def mfu(row: RunSummary) -> dict[str, tuple[float, float | None]]:
     Within a convention MFU is proportional to tokens/s, so the run's MFU in the published
     convention is the published figure times the run's share of the published tokens/s.
     """
-    by_convention = {c: (share, None) for c, share in (row.mfu or {}).items() if share}
+    by_convention: dict[str, tuple[float, float | None]] = {
+        c: (share, None) for c, share in (row.mfu or {}).items() if share
+    }
     if by_convention and row.share and row.baseline.mfu_pct:
         published, convention = row.baseline.mfu_pct / 100, row.baseline.convention
         own, _ = by_convention.get(convention, (published * row.share, None))
@@ -238,7 +240,9 @@ def label(row: RunSummary) -> str:
 def facts(runs: Sequence[PageRun]) -> list[tuple[str, str, list[PageRun]]]:
     """Tiles at the top of the page: name, value, and the runs that the tile links to."""
     finished = [run.row for run in runs if run.row.ok]
-    tiles = [("finished", f"{len(finished)} of {len(runs)}", [])]
+    tiles: list[tuple[str, str, list[PageRun]]] = [
+        ("finished", f"{len(finished)} of {len(runs)}", [])
+    ]
     for kind in ("running", "skipped"):
         if count := sum(run.row.record.status == kind for run in runs):
             tiles.append((kind, str(count), []))

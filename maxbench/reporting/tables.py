@@ -257,8 +257,8 @@ def markdown(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     for trace in traces(rows):
         out += ["", f"**{trace.title}**", "", *(f"    {x}" for x in trace.lines())]
     if options.suite:
-        verdict = suite.judge(options.suite, rows)
-        out += ["", f"**{verdict.title}**", "", *_bullets(verdict.lines())]
+        judged = suite.judge(options.suite, rows)
+        out += ["", f"**{judged.title}**", "", *_bullets(judged.lines())]
     return "\n".join(out)
 
 

@@ -158,7 +158,7 @@ def compile_step(step: Step, log: Log):
     )
     if "/jax/compilation_cache/compile_requests_use_cache" in events:
         result.compilation_cache = "hit" if events[-1].endswith("cache_hits") else "miss"
-        folder = jax.config.jax_compilation_cache_dir
+        folder = jax.config.values["jax_compilation_cache_dir"]
         log.line(f"compilation cache {result.compilation_cache}: {folder}")
     return compiled
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from maxbench.config.run import Run
 
@@ -59,7 +59,8 @@ class MetricWriters:
     """
 
     def __init__(self, run: Run, folder: pathlib.Path, log: Callable[[str], None]):
-        self.log, self.queue = log, queue.SimpleQueue()
+        self.log = log
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         chosen = {TensorBoard: run.output.tensorboard, WandB: run.output.wandb, OpenMetrics: True}
         kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
         self.thread = threading.Thread(target=self._write_all, args=(kinds, run, folder))
@@ -185,7 +186,9 @@ class OpenMetrics:
         os.replace(part, self.path)
 
     def _text(self, running: int) -> str:
-        rows = [("running", running, "1 while the run is in progress")]
+        rows: list[tuple[str, float, str]] = [
+            ("running", running, "1 while the run is in progress")
+        ]
         rows += [(METRICS[k][0], value, METRICS[k][1]) for k, value in self.last.values.items()]
         lines = []
         for name, value, description in rows:

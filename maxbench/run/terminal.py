@@ -182,7 +182,7 @@ def closing(result: Mapping) -> Parts:
 
 def compared(result: Mapping) -> dict[str, str]:
     """The run compared with the device's peak, published figures, and its hosts with each other."""
-    rows = {}
+    rows: dict[str, str] = {}
     if mfu := {c: v for c, v in result.get("mfu", {}).items() if v is not None}:
         dtype = result["config"]["precision"]["dtype"]
         shares = ", ".join(f"{v:.2%} ({c})" for c, v in mfu.items())

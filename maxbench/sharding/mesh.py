@@ -46,7 +46,7 @@ def token_positions(seq: int) -> np.ndarray | jax.Array:
 
 def sequence_ids(layout: Layout, micro: jax.Array | int) -> jax.Array:
     """Indices within the global batch of this GPU's sequences in a microbatch, [mbs]."""
-    shard = 0
+    shard: jax.Array | int = 0
     for axis in DATA_AXES:
         shard = shard * axis_size(axis) + axis_index(axis)
     return (micro * layout.shards + shard) * layout.mbs + jnp.arange(layout.mbs)

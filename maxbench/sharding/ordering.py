@@ -72,7 +72,7 @@ def all_gather_after(x: jax.Array, axis: str, dim: int, t: Token | None) -> jax.
     """
     if t is None or axis_size(axis) == 1 or not _enabled.get():
         return all_gather(x, axis, dim)
-    start = [0] * x.ndim
+    start: list[jax.Array | int] = [0] * x.ndim
     start[dim] = axis_index(axis) * x.shape[dim]
     return lax.optimization_barrier(_write_first(all_gather(x, axis, dim), x, t, start))
 
@@ -142,7 +142,8 @@ class Tokens:
     """
 
     def __init__(self, order: Mapping[str, tuple[str, ...]]):
-        self.order, self.tokens = order, {}
+        self.order = order
+        self.tokens: dict[str, jax.Array] = {}
 
     def emit(self, event: str, t: Token) -> None:
         """Stores the token of an event; it replaces that of the layer before."""
