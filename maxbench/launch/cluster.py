@@ -50,7 +50,7 @@ def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
         raise UserError(
             "scontrol is not on PATH: run this on a login node of the cluster (module load slurm?)"
         )
-    found = collections.Counter()
+    found: collections.Counter[Kind] = collections.Counter()
     lines, why = _run("scontrol", "show", "nodes", "--oneliner")
     for line in lines:
         fields = dict(reversed(FIELD.findall(line)))  # the first one of a name: comments are last

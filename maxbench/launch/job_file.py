@@ -59,7 +59,7 @@ def cluster_values(env: Mapping[str, str]) -> dict[str, str]:
     values = variables(str(file), load(file), STAGE)
     if listed := next((name for name, value in values.items() if isinstance(value, list)), ""):
         raise UserError(f"{file}: {listed} is a list; cluster.toml has one value of each variable")
-    return values
+    return {name: str(value) for name, value in values.items()}
 
 
 def overlay(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,8 @@ def variables(where: str, table: Mapping[str, Any], not_here: Sequence[str] = ()
     Raises:
       UserError: an unknown name, or one in not_here; a value that is not a string.
     """
-    known, found = [*NAMED, *UNUSED, *REFUSED], {}
+    known = [*NAMED, *UNUSED, *REFUSED]
+    found: dict[str, Any] = {}
     for name, value in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -34,12 +34,12 @@ def folders(roots: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     Raises:
       UserError: a root is not a folder.
     """
-    roots = [*map(pathlib.Path, roots)]
-    roots = roots or [pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")]
-    for root in roots:
+    default = pathlib.Path(os.environ.get("STAGE_PATH", ""), "experiments")
+    paths = [*map(pathlib.Path, roots)] or [default]
+    for root in paths:
         if not root.is_dir():
             raise UserError(f"{str(root)!r} is not a folder; give the folder of the runs")
-    found = {folder for root in roots for folder in _job_folders(root)}
+    found = {folder for root in paths for folder in _job_folders(root)}
     return sorted(found, key=lambda f: f.name.rpartition("_")[2], reverse=True)
 
 

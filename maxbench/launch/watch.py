@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from maxbench.config.errors import UserError
 from maxbench.launch import job_status
 
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
-ENDED += ("DEADLINE", "OUT_OF_MEMORY", "REVOKED")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
+         "DEADLINE", "OUT_OF_MEMORY", "REVOKED")  # fmt: skip
 
 
 def changes(
@@ -40,4 +40,5 @@ def _row(job: str, folder: pathlib.Path | None, last: job_status.Row | None) -> 
         of_slurm = (last.state, last.why)
     if folder:
         return job_status.row_of(folder, job, of_slurm or ("", ""))
-    return job_status.Row(job, of_slurm[0], "-", "-", "-", of_slurm[1])
+    state, why = of_slurm or ("", "")
+    return job_status.Row(job, state, "-", "-", "-", why)

@@ -69,14 +69,17 @@ def calls(lines: Iterable[str]) -> tuple[list[dict], int]:
       plan. XLA issues a permute as a group of sends and receives with one opCount, and an
       all-to-all as such a group with several peers.
     """
-    counts, sizes = collections.Counter(), collections.Counter()  # by (GPU, kind, ranks, comm)
-    groups = collections.defaultdict(collections.Counter)  # sends and receives, by peer
+    # Keys are (GPU, kind, ranks, comm).
+    counts: collections.Counter[tuple] = collections.Counter()
+    sizes: collections.Counter[tuple] = collections.Counter()
+    # Sends and receives of a group, by peer.
+    groups: dict[tuple, collections.Counter] = collections.defaultdict(collections.Counter)
     damaged = 0
     for line in (x for x in lines if ": opCount" in x and not OTHER_PROCESS.match(x)):
         match = CALL.search(line)
         kind = match and KINDS.get(match["call"].replace("AllToAll", "AlltoAll"))
         width = match and ELEMENT_BYTES.get(int(match["type"]))
-        if not (kind and width):
+        if not (match and kind and width):
             damaged += 1
             continue
         gpu, ranks, comm = int(match["gpu"]), int(match["ranks"]), match["comm"]

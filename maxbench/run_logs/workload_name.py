@@ -39,8 +39,8 @@ def fill_from_name(record: RunRecord, name: str, gpu_types: GpuTypes) -> None:
         record.dtype, record.size = record.dtype or dtype, record.size or size
         record.gpus = record.gpus or int(count or 0)
     record.gpu_type = record.gpu_type or gpu_types.type_of(name)
-    if not record.gbs and (match := BATCH_SIZE.search(name)):
-        record.gbs = int(match[1])
+    if not record.gbs and (batch := BATCH_SIZE.search(name)):
+        record.gbs = int(batch[1])
     rows = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]
     if not record.seq and record.gpus and rows:
         nearest = min(rows, key=lambda r: abs(r.gpus / record.gpus - 1))
