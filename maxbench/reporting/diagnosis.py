@@ -17,7 +17,7 @@ LOST = {  # parts of a predicted step in which nothing is computed -> their grou
     "waiting for the slowest GPU": "communication",
     "pipeline idle": "pipeline idle",
     "gaps between kernels": "host",
-    "the host decides what runs": "host",
+    "host-side branches": "host",
 }
 # Least share of the speed per GPU that is lost between two scales, beyond what published runs lose.
 SCALE = 0.02
