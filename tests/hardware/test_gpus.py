@@ -74,8 +74,8 @@ def test_report_uses_the_types_of_its_hardware_file(hardware_file):
     steps = dict.fromkeys(range(50), 10.0)
     record = RunRecord(
         path=hardware_file, name="log-h300.out", source="nemo", status="done", model="llama31",
-        size="8b", dtype="bf16", gpu_type="h300", gpus=8, gbs=128, seq=8192, layers=32, planned=50,
-        step_s=steps,
+        size="8b", dtype="bf16", gpu_type="h300", gpus=8, gbs=128, seq=8192, layers=32,
+        total_steps=50, step_s=steps,
     )  # fmt: skip
     assert compare.summarize(record, compare.ReportOptions()).mfu is None
     options = compare.ReportOptions(gpu_types=GPU_TYPES.read(hardware_file))

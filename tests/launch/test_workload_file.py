@@ -18,7 +18,7 @@ from tests.reporting.test_report import nemo_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEW = {'name="llama31"': 'name="madeup"', 'size="8b"': 'size="3b-a1b"', '"llama3.1"': '"made-up"'}
-NEW |= {'"llama3"': '"made"', " 32  8192": " 28  8192", "layers=32": "layers=28", "rank=1, ": ""}
+NEW |= {'"llama3"': '"made"', " 32 8192 ": " 28 8192 ", "layers=32": "layers=28", "rank=1, ": ""}
 FOREIGN = "log-team.pretrain_made-up_3b-a1b_bf16_gpus16_tp1_pp1_cp2_vp1_mbs1_gbs256_7_0.out"
 
 

@@ -502,7 +502,7 @@ def program(tmp_path, monkeypatch):
     compile_cache.store(
         made,
         compile_cache.Compiled(
-            text=text, **sizes, copy=1, gradients=1, host=0, layer_shapes=(), attention="cudnn",
+            text=text, **sizes, copy=1, gradients=1, host=0, attention="cudnn",
             lower_s=1.0, compile_s=1.0, peak_rss_gib=1.0,
         ),
     )  # fmt: skip
