@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from maxbench.config import lowering
+from maxbench.config.environment import GPU_MEMORY_FRACTION
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, Run
 from maxbench.cost_model import hlo
@@ -19,7 +20,6 @@ from maxbench.hardware.gpus import Gpu
 from maxbench.metrics import flops
 from maxbench.pipeline.schedule import STASH, loss_group_size
 
-FRACTION = 0.94  # of GPU memory that XLA may allocate, as runtime.prepare sets it
 GIB = 2**30
 # op_name of a write to the stash: in a pipeline, and in the forward scan over layers.
 STASH_WRITE = re.compile(
@@ -51,7 +51,7 @@ class Memory:
 
 def capacity(gpu: Gpu) -> int:
     """Bytes that a step may use."""
-    return int(gpu.chip.memory_bytes * (FRACTION - gpu.memory_margin))
+    return int(gpu.chip.memory_bytes * (GPU_MEMORY_FRACTION - gpu.memory_margin))
 
 
 def breakdown(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:

@@ -7,10 +7,9 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, records, resolve, validation
+from maxbench.config import command_line, environment, records, resolve, validation
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.cost_model import memory
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import Gpu
 from maxbench.planning import budget, plan_text, planner, scaling, search
@@ -165,7 +164,7 @@ def with_cluster(run: Run, fv: flags.FlagValues) -> Run:
     kinds, figures = {f.name: f.type for f in dataclasses.fields(Gpu)}, {}
     for name in CLUSTER:
         if (text := fv[name].value) is not None:
-            rules = {"below": memory.FRACTION} if name == "memory_margin" else {}
+            rules = {"below": environment.GPU_MEMORY_FRACTION} if name == "memory_margin" else {}
             figures[name] = validation.parse(
                 name, int if kinds[name] is int else float, text, rules
             )
