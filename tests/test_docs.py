@@ -57,6 +57,13 @@ def test_the_api_page_has_the_public_functions():
         assert re.search(rf"^\.\. auto\w+:: maxbench\.(?:\w+\.)*{name}$", page, re.MULTILINE), name
 
 
+def test_the_architecture_page_lists_every_package():
+    page = (DOCS / "explanation/architecture.md").read_text()
+    tree = re.search(r"^maxbench/\n(.*?)^configs/", page, re.DOTALL | re.MULTILINE)[1]
+    listed = re.findall(r"^  (\w+)/ ", tree, re.MULTILINE)
+    assert {*listed} == {p.parent.name for p in pathlib.Path("maxbench").glob("*/__init__.py")}
+
+
 def test_pages_outside_reference_have_at_most_1500_words():
     pages = [p for p in DOCS.rglob("*.md") if p.parent.name != "reference"]
     words = {str(p): len(p.read_text().split()) for p in pages}
