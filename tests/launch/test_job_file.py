@@ -14,7 +14,7 @@ from maxbench.config.errors import UserError
 from maxbench.launch import job_file, slurm
 from maxbench.metrics import step_stats
 from maxbench.run_logs.suite_file import Expectation
-from tests.launch.test_launch import LAUNCH, ROOT, RUNAI, plain_env, run, tool
+from tests.launch.test_launch import LAUNCH, ROOT, RUNAI, dry_run, plain_env, run_launch_sh, tool
 
 JOBS = """
 [defaults]
@@ -162,11 +162,11 @@ def test_submitted_runs_of_a_suite_are_listed_until_sbatch_refuses_one(tmp_path)
     asked = "[expect]\npublished = 0.9\nloss = 11\n[[jobs]]\nMODEL_SIZE = '8b'\nREPEATS = 4\n"
     write(tmp_path, asked + "[[jobs]]\nMODEL_SIZE = '8b'\nexpect = {loss = 12}", "try.toml")
     env = {"PATH": f"{bin_}:{plain_env()['PATH']}", "STAGE_PATH": str(stage)}
-    said = run("--suite", "try.toml", "--dry_run", **env, cwd=tmp_path)
+    said = dry_run("--suite", "try.toml", **env, cwd=tmp_path)
     assert said.startswith("# 4 x pretrain_llama31_8b_bf16_gpus8_")
     assert "gbs128: at least 90% of published, loss at most 11\n# 1 x pretrain_llama31_8b" in said
     assert not stage.exists()
-    assert "sbatch refused" in run("--suite=try.toml", code=2, **env, cwd=tmp_path)
+    assert "sbatch refused" in run_launch_sh("--suite=try.toml", code=2, **env, cwd=tmp_path)
     (listed,) = (stage / "experiments").glob("suite_try_*.json")
     made = json.loads(listed.read_text())
     assert made["suite"] == "try"
@@ -215,7 +215,7 @@ def test_cluster_file_has_the_lowest_precedence(tmp_path):
     assert not [option for option in options if option.startswith("--gres")]
     (s,) = job_file.resolve_jobs(env | {"SBATCH_PARTITION": ""})  # set, though to nothing
     assert "--partition=batch" not in slurm.sbatch_options(s, "", pathlib.Path("x"))
-    said = run("--dry-run", STAGE_PATH=str(tmp_path))
+    said = dry_run(STAGE_PATH=str(tmp_path))
     assert "#SBATCH --account=acct" in said
     assert "#SBATCH --gres=gpu:4" in said
 
@@ -235,7 +235,7 @@ def test_cluster_file_has_the_lowest_precedence(tmp_path):
 )
 def test_invalid_cluster_file_is_refused(tmp_path, text, message):
     (tmp_path / "cluster.toml").write_text(text)
-    assert message in run("--dry-run", code=2, STAGE_PATH=str(tmp_path))
+    assert message in dry_run(code=2, STAGE_PATH=str(tmp_path))
 
 
 def test_segment_follows_the_cluster_file(monkeypatch):

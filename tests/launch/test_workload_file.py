@@ -1,4 +1,4 @@
-"""A workload is one file: a copy with new numbers and a new name is known everywhere."""
+"""A workload is one file: every command knows a copy with new numbers and a new name."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FOREIGN = "log-team.pretrain_made-up_3b-a1b_bf16_gpus16_tp1_pp1_cp2_vp1_mbs1_gbs
 
 
 def copied() -> str:
-    """The text of such a file."""
+    """Text of a copy of llama31_8b.py with another name and number of layers."""
     text = (ROOT / "configs" / "llama31_8b.py").read_text()
     for old, new in NEW.items():
         assert old in text
@@ -33,7 +33,7 @@ def copied() -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A checkout with the copy beside the other workload files, and nothing else changed."""
+    """A checkout in which configs/copy.py is added, and nothing else changed."""
     folder = tmp_path_factory.mktemp("clone")
     for part in ("maxbench", "configs", "launch"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -41,8 +41,8 @@ def clone(tmp_path_factory):
     return folder
 
 
-def said(clone: pathlib.Path, *words: str, **env: str) -> str:
-    """What a command of the clone prints."""
+def output(clone: pathlib.Path, *words: str, **env: str) -> str:
+    """Output of a command in the clone."""
     env = plain_env(**env) | {"PYTHONPATH": str(clone)}
     done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode in (0, 3), done.stderr
@@ -51,18 +51,19 @@ def said(clone: pathlib.Path, *words: str, **env: str) -> str:
 
 def test_copied_file_trains_and_is_reported(clone):
     train = (sys.executable, "-m", "maxbench.train", "--config", "configs/copy.py:tiny")
-    said(clone, *train, "--cpu_devices", "1", "--steps", "2", "--seq", "16", "--layers", "1")
+    output(clone, *train, "--cpu_devices", "1", "--steps", "2", "--seq", "16", "--layers", "1")
     (clone / "experiments" / FOREIGN).write_text("".join(nemo_line(i, 9, 2.0) for i in range(9)))
     report = (sys.executable, "-m", "maxbench.report", "--gpu_type", "h100", "--format=csv")
-    told = said(clone, *report, "experiments")
-    assert "/pretrain_madeup_3b-a1b-tiny_bf16_gpus1_" in told
-    assert "nothing published for madeup 3b-a1b bf16 on h100" in told  # all of the log's name
+    csv = output(clone, *report, "experiments")
+    assert "/pretrain_madeup_3b-a1b-tiny_bf16_gpus1_" in csv
+    assert "nothing published for madeup 3b-a1b bf16 on h100" in csv  # all fields of the name
 
 
+@pytest.mark.gpu_compile
 @pytest.mark.skipif(not compile_cache.versions()["jax-cuda13-plugin"], reason="no GPU compiler")
 def test_copied_file_is_planned(clone, tmp_path):
     plan = (sys.executable, "-m", "maxbench.plan", "--config", "configs/copy.py:tiny", "--json")
-    found = json.loads(said(clone, *plan, "--layers", "1", MAXBENCH_CACHE=str(tmp_path)))
+    found = json.loads(output(clone, *plan, "--layers", "1", MAXBENCH_CACHE=str(tmp_path)))
     assert found["name"].startswith("pretrain_madeup_3b-a1b-tiny_bf16_gpus1")
 
 
@@ -70,24 +71,24 @@ def test_copied_file_is_planned(clone, tmp_path):
     "env", [{"MODEL": "madeup"}, {"MODEL_SIZE": "3b-a1b"}, {"MODEL": "MADE-UP"}]
 )
 def test_copied_file_is_launched_by_name_or_size(clone, env):
-    script = said(clone, "launch/launch.sh", "--dry-run", **env)
+    script = output(clone, "launch/launch.sh", "--dry-run", **env)
     assert "maxbench.train --config configs/copy.py --gpus 8" in script
     assert "#SBATCH --time=00:30:00" in script
     assert "pretrain_madeup_3b-a1b_bf16_gpus8_" in script
 
 
 def test_default_workload_does_not_depend_on_user_files(clone):
-    assert "configs/llama31_8b.py --gpus 8" in said(clone, "launch/launch.sh", "--dry-run")
-    assert re.search(r"MODEL +llama31 .*madeup", said(clone, "launch/launch.sh", "--help"))
+    assert "configs/llama31_8b.py --gpus 8" in output(clone, "launch/launch.sh", "--dry-run")
+    assert re.search(r"MODEL +llama31 .*madeup", output(clone, "launch/launch.sh", "--help"))
 
 
 def test_file_outside_the_checkout_is_launched_by_its_path(tmp_path):
     path = tmp_path / "elsewhere.py"
     path.write_text(copied())
     env = {"MODEL": os.path.relpath(path, ROOT), "RUN_CONF_IMAGE": "image", "JOB_TOTAL_GPUS": "16"}
-    script = said(ROOT, "launch/launch.sh", "--dry-run", **env)
+    script = output(ROOT, "launch/launch.sh", "--dry-run", **env)
     assert f"maxbench.train --config {path} --gpus 16" in script
-    assert f",{tmp_path}:{tmp_path}" in script  # what the container sees
+    assert f",{tmp_path}:{tmp_path}" in script  # mounts of the container
 
 
 def test_files_with_equal_names_are_chosen_by_path(clone):
@@ -97,10 +98,9 @@ def test_files_with_equal_names_are_chosen_by_path(clone):
     command = ["launch/launch.sh", "--dry-run"]
     done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 2
-    assert (
-        "matches configs/copy.py and configs/twin.py: set MODEL to the path of one" in done.stderr
-    )
-    assert "--config configs/twin.py" in said(clone, *command, MODEL="configs/twin.py")
+    both = "configs/copy.py and configs/twin.py"
+    assert f"matches {both}: set MODEL to the path of one" in done.stderr
+    assert "--config configs/twin.py" in output(clone, *command, MODEL="configs/twin.py")
 
 
 def test_sections_of_a_file_are_checked():
@@ -114,7 +114,7 @@ def test_file_of_further_gpu_types_reaches_the_job(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[h300]\nlike = "gb200"\nnvlink_gpus = 36\nenvironment = { A_B = "1" }\n')
     env = {"HARDWARE": "mine.toml", "GPU_TYPE": "h300", "MODEL": "nemotron"}
-    script = said(tmp_path, str(LAUNCH), "--dry-run", **env, JOB_TOTAL_GPUS="128")
+    script = output(tmp_path, str(LAUNCH), "--dry-run", **env, JOB_TOTAL_GPUS="128")
     assert f"--hardware {path} --gpu_type h300" in script
     assert "#SBATCH --segment=8" in script
     assert "export A_B=1" in script
