@@ -18,7 +18,9 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> tuple[int, i
     Raises:
       UserError: no folder is given, one does not exist, or the archive exists or cannot be written.
     """
-    if missing := next((p for p in folders if not p.is_dir()), "" if folders else "(none)"):
+    if not folders:
+        raise UserError("no folder is given; give folders of runs, as experiments")
+    if missing := next((p for p in folders if not p.is_dir()), None):
         raise UserError(f"{str(missing)!r} is not a folder; give folders of runs, as experiments")
     part, count, size, sums = pathlib.Path(f"{target}.part"), 0, 0, []
     try:

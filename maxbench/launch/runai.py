@@ -106,7 +106,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
         )
     env = {k: v for k, v in os.environ.items() if k not in SECRETS}
     for s, words in commands:
-        print(f"submitting {words[4]}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
+        print(f"submitting {words[4]}: {s.describe()}", flush=True)
         code = subprocess.run(words, env=env).returncode
         if code:
             print(f"runai ended with exit code {code}: {shlex.join(words)}")

@@ -179,7 +179,7 @@ def dry_run(runs: Sequence[JobConfig]) -> str:
     parts = ["\n".join(listed)] if len(runs) > 1 else []
     for job, s, kind in {x[0]: x for x in each}.values():
         text = script(s, kind, int(time.time()))
-        parts.append(f"# {job}: {s.run.layout.describe()}; {s.nodes} nodes\n{text}")
+        parts.append(f"# {job}: {s.describe()}\n{text}")
         parts.append(f"# command of each process:\n{shlex.join(command(s, kind))}")
     return "\n\n".join(parts)
 
@@ -214,7 +214,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
             suite_list.add(folder)
         sbatch = ["sbatch", "--parsable", *(["--wait"] if wait else []), str(file)]
         running.append((subprocess.Popen(sbatch, env=clean, stdout=subprocess.PIPE), job, folder))
-        print(f"submitting {job}: {s.run.layout.describe()}; {s.nodes} nodes", flush=True)
+        print(f"submitting {job}: {s.describe()}", flush=True)
         if not wait:
             _submitted(*running.pop())
     codes = [_submitted(*job) for job in running]

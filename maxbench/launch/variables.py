@@ -71,6 +71,10 @@ class JobConfig:
     notes: tuple[str, ...] = ()
     expect: Expectation | None = None  # of a suite
 
+    def describe(self) -> str:
+        """'8 devices, dp 4 x cp 2, mbs 2, gbs 128 (16 microbatches); 1 node'."""
+        return f"{self.run.layout.describe()}; {self.nodes} node{'s' * (self.nodes > 1)}"
+
     def on(self, name: str) -> bool:
         """Value of a boolean variable."""
         return self.values[name] == "true"

@@ -141,12 +141,12 @@ def _run_lines(rows: Sequence[RunSummary], options: ReportOptions) -> list[str]:
 def _narrow(names: Sequence[str], texts: Sequence[dict[str, str]], width: int) -> list[str]:
     """Heads, their rule, and for each run its name and, in the line below, its cells."""
     shown = [h for h in CELLS if any(c.get(h, "-") != "-" for c in texts)]
-    body = lambda: [["", *(c.get(h, "") for h in shown)] for c in texts]
+    body = lambda: [[c.get(h, "") for h in shown] for c in texts]
     for head in OPTIONAL:
-        if console.natural_width(["", *shown], body()) <= width:
+        if 2 + console.natural_width(shown, body()) <= width:
             break
         shown = [h for h in shown if h != head]
-    heads, rule, *lines = console.table(["", *shown], body())
+    heads, rule, *lines = console.table(shown, body(), text=(), indent="  ")
     full = (f"  {c['Status']}" if len(c) == 1 else x for c, x in zip(texts, lines, strict=True))
     return [heads, rule, *(f"{n}\n{x}" for n, x in zip(names, full, strict=True))]
 

@@ -78,7 +78,7 @@ def read(file: str) -> tuple[str, list[SuiteRun]]:
     """
     path = pathlib.Path(file)
     if not path.is_file():
-        raise UserError(f"suite={file!r} does not exist; maxbench launch --suite writes one")
+        raise UserError(f"suite={file!r} is not a file; maxbench launch --suite writes one")
     try:
         data = json.loads(path.read_text())
         folder = lambda run: path.parent / run["folder"] if "folder" in run else None

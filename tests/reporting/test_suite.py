@@ -128,9 +128,9 @@ def test_invalid_lists_are_refused(tmp_path, capsys):
         assert entry.run("report", words) == 2
         return capsys.readouterr().err
 
-    assert "does not exist" in refused("--suite", str(tmp_path / "no.json"))
+    assert "is not a file" in refused("--suite", str(tmp_path / "no.json"))
     os.mkfifo(tmp_path / "pipe")
-    assert "does not exist" in refused("--suite", str(tmp_path / "pipe"))
+    assert "is not a file" in refused("--suite", str(tmp_path / "pipe"))
     for text in ("", "[]", "{}", '{"suite": 1, "runs": [{}]}', '{"suite": "a", "runs": 5}',
                  '{"suite": "a", "runs": [{"run": "r", "expect": {"share": 1}}]}'):  # fmt: skip
         (tmp_path / "s.json").write_text(text)
