@@ -82,9 +82,8 @@ def _layer(m: Model, prefix: str, w):
     out = w["attn"]["out"]["w"].transpose(2, 0, 1)
     yield f"{attn}.o_proj.weight", out, (m.embed, m.heads * m.head_dim)
     if not m.experts:
-        yield from _mlp(
-            m, f"{prefix}.mlp", names["mlp"], w["mlp"]["up"]["w"], w["mlp"]["down"]["w"]
-        )
+        up, down = w["mlp"]["up"]["w"], w["mlp"]["down"]["w"]
+        yield from _mlp(m, f"{prefix}.mlp", names["mlp"], up, down)
         return
     yield f"{prefix}.moe_block.gate.weight", w["mlp"]["router"]["w"].T, (m.experts, m.embed)
     for e, (up, down) in enumerate(zip(w["mlp"]["up"], w["mlp"]["down"], strict=True)):

@@ -1,4 +1,4 @@
-"""The network against Hugging Face's Llama and Nemotron, and a plain reading of xAI's Grok-1."""
+"""The network against Hugging Face's Llama and Nemotron, and xAI's Grok-1 in numpy."""
 
 import dataclasses
 import json
@@ -43,15 +43,15 @@ def test_logits_equal_hugging_face(name):
     tokens_bt, expected, _ = (hf.pop(x) for x in ("tokens", "logits", "versions"))
     params = hugging_face.from_hugging_face(m, hf)
     np.testing.assert_allclose(logits(m, params, tokens_bt), expected, atol=1e-4)
-    short = logits(m, params, tokens_bt[:1, :7])  # any length; what follows changes nothing
+    short = logits(m, params, tokens_bt[:1, :7])  # any length; causal
     np.testing.assert_allclose(short, expected[:1, :7], atol=1e-4)
-    back = hugging_face.to_hugging_face(m, params)
-    assert back.keys() == hf.keys()
-    jax.tree.map(np.testing.assert_array_equal, back, hf)
+    converted = hugging_face.to_hugging_face(m, params)
+    assert converted.keys() == hf.keys()
+    jax.tree.map(np.testing.assert_array_equal, converted, hf)
 
 
 def numpy_grok(m: Model, w, tokens_bt):
-    """Grok-1 as released, read line by line: sandwich norms, capped logits, top-2 of a softmax."""
+    """Grok-1 as released: norms before and after sublayers, softcap 30, top-2 after a softmax."""
     rms = lambda x, s: x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * s
     softmax = lambda x: (
         np.exp(x - x.max(-1, keepdims=True))
@@ -102,8 +102,8 @@ def numpy_grok(m: Model, w, tokens_bt):
 GROK = "model.layers.1.moe_block.experts.3"
 
 
-def test_xai_preset_is_the_released_grok():
-    """Through Hugging Face's names, so that each tensor is the one which xAI's reading means."""
+def test_xai_preset_equals_the_released_grok():
+    """And Hugging Face's names refer to the tensors that numpy_grok() uses by that name."""
     m = resolve("grok1_314b", "xai,tiny", layers=2).model
     m = dataclasses.replace(m, init_std=0.2)
     random = np.random.default_rng(0)
@@ -111,47 +111,49 @@ def test_xai_preset_is_the_released_grok():
     params = transformer.Transformer(m).init(jax.random.key(0), tokens_bt)["params"]
     noisy = lambda x: np.float64(x) * (1 + 0.2 * random.standard_normal(x.shape))
     params = jax.tree.map(noisy, params)
-    ours = logits(m, jax.tree.map(jnp.float32, params), tokens_bt)
-    np.testing.assert_allclose(ours, numpy_grok(m, params, tokens_bt), rtol=2e-4, atol=2e-4)
+    actual = logits(m, jax.tree.map(jnp.float32, params), tokens_bt)
+    np.testing.assert_allclose(actual, numpy_grok(m, params, tokens_bt), rtol=2e-4, atol=2e-4)
     tensors = hugging_face.to_hugging_face(m, params)
     up = params["layers"]["mlp"]["up"][1, 3]
-    np.testing.assert_array_equal(tensors[f"{GROK}.linear.weight"], up[:, 0].T)  # gelu's
+    np.testing.assert_array_equal(tensors[f"{GROK}.linear.weight"], up[:, 0].T)  # input of gelu
     np.testing.assert_array_equal(tensors[f"{GROK}.linear_v.weight"], up[:, 1].T)
-    back = hugging_face.from_hugging_face(m, tensors, np.float64)
-    jax.tree.map(np.testing.assert_array_equal, back, params)
+    converted = hugging_face.from_hugging_face(m, tensors, np.float64)
+    jax.tree.map(np.testing.assert_array_equal, converted, params)
 
 
-def test_the_module_has_the_weights_and_the_loss_of_training():
-    """Layers of several kinds included; a checkpoint's weights are its weights."""
-    kinds = {"model.layer_groups": (LayerGroup(1, 192), LayerGroup(1, 64, 4)), "model.value_dim": 8}
-    run = resolve("grok1_314b", "tiny", kinds, dtype="fp32", layers=2, seq=16, mbs=2)
+def test_module_has_the_weights_and_the_loss_of_training():
+    """With layer groups."""
+    groups = LayerGroup(1, 192), LayerGroup(1, 64, 4)
+    overrides = {"model.layer_groups": groups, "model.value_dim": 8}
+    run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", layers=2, seq=16, mbs=2)
     step = Step(run, mesh.make_mesh(run.layout))
     params, (tokens_bt, targets_bt) = step.init()["params"], data.batch(run, 3, 0)
     _, out, _ = jax.jit(step.gradients)(params, 3)
-    found = logits(run.model, params, tokens_bt)
-    each = optax.softmax_cross_entropy_with_integer_labels(found, targets_bt)
-    assert float(each.mean()) == pytest.approx(float(out["loss"]), rel=1e-5)
-    made = transformer.Transformer(run.model).init(jax.random.key(0), tokens_bt[:1, :3])["params"]
-    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+    logits_btv = logits(run.model, params, tokens_bt)
+    loss_bt = optax.softmax_cross_entropy_with_integer_labels(logits_btv, targets_bt)
+    assert float(loss_bt.mean()) == pytest.approx(float(out["loss"]), rel=1e-5)
+    module = transformer.Transformer(run.model)
+    initialized = module.init(jax.random.key(0), tokens_bt[:1, :3])["params"]
+    assert jax.tree.map(jnp.shape, initialized) == jax.tree.map(jnp.shape, params)
 
 
-def test_a_checkpoint_of_any_mesh_gives_the_weights(tmp_path):
-    """Of a pipeline too, whose stack has another order and two empty slots."""
-    one, two = (
+def test_weights_are_loaded_from_a_checkpoint_of_a_pipeline(tmp_path):
+    """Whose stacked layers are in another order, with two empty slots."""
+    runs = (
         resolve("llama31_8b", "tiny", dtype="fp32", layers=6, gbs=8, **axes)
         for axes in (dict(mbs=8), dict(pp=2, vp=2, mbs=1))
     )
-    one, two = (Step(run, mesh.make_mesh(run.layout)) for run in (one, two))
-    with checkpoint.Saver(tmp_path, two.run) as saver:
-        saver.save(two.init())
+    single, pipeline = (Step(run, mesh.make_mesh(run.layout)) for run in runs)
+    with checkpoint.Saver(tmp_path, pipeline.run) as saver:
+        saver.save(pipeline.init())
     about = json.loads((tmp_path / "0/about/run.json").read_text())
     assert about["layer_order"] == [-1, 0, 3, 4, 1, 2, 5, -1]
     m, params = restore.weights(str(tmp_path))
-    assert m == one.run.model
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(one.init()["params"]))
+    assert m == single.run.model
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(single.init()["params"]))
 
 
-def test_tensors_that_do_not_fit_are_named():
+def test_unsuitable_tensors_are_refused_by_name():
     m = Model(name="golden", size="llama", **LLAMA)
     hf = dict(np.load(GOLDEN / "llama.npz"))
     hf = {name: x for name, x in hf.items() if name not in ("tokens", "logits", "versions")}
@@ -169,7 +171,7 @@ def test_tensors_that_do_not_fit_are_named():
 
 
 @pytest.mark.core
-def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
+def test_code_blocks_of_the_how_to_run(tmp_path, monkeypatch):
     """The code blocks of docs/how-to/use_the_network.md run one after another."""
     page = pathlib.Path("docs/how-to/use_the_network.md").read_text()
     monkeypatch.syspath_prepend(pathlib.Path.cwd())

@@ -1,4 +1,4 @@
-"""MXFP8: blocks against arithmetic in numpy, and the GPU compiler's choice for each chip."""
+"""MXFP8: quantization and GEMMs against numpy, and Blackwell's kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,23 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def rounded(x: np.ndarray, dtype, axis: int) -> np.ndarray:
-    """x as blocks of 32 along an axis hold it: the oracle."""
+    """x after rounding to MXFP8 in blocks of 32 along an axis."""
     x = np.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], -1, 32)
-    need = np.abs(blocks).max(-1, keepdims=True) / float(ml_dtypes.finfo(dtype).max)
-    scale = 2.0 ** np.ceil(np.log2(np.where(need > 0, need, 1)))
-    whole = (blocks / scale).astype(dtype).astype(np.float64) * scale
-    return np.moveaxis(whole.reshape(x.shape), -1, axis)
+    ratio = np.abs(blocks).max(-1, keepdims=True) / float(ml_dtypes.finfo(dtype).max)
+    scale = 2.0 ** np.ceil(np.log2(np.where(ratio > 0, ratio, 1)))
+    values = (blocks / scale).astype(dtype).astype(np.float64) * scale
+    return np.moveaxis(values.reshape(x.shape), -1, axis)
 
 
 def integers(key: int, *shape: int) -> np.ndarray:
-    """Of up to six bits, smaller in some blocks: every sum of products is exact."""
+    """Random multiples of 1/16 of up to six bits, smaller in some rows: fp32 sums are exact."""
     random = np.random.default_rng(key)
     return random.integers(-60, 61, shape) // 2.0 ** random.integers(0, 5, (*shape[:-1], 1))
 
 
 def products(x, w, dy):
-    """Forward, and the gradients of x and w."""
+    """y = x w, dx and dw."""
     row, col = (lambda a, dim=dim: mxfp8.quantize(a, E4M3, dim) for dim in (-1, -2))
     return (
         mxfp8.gemm(row(x), mxfp8.transpose(col(w)), "nt"),
@@ -47,7 +47,7 @@ def bf16(x):
 
 
 @pytest.mark.parametrize("experts", [(), (3,)], ids=["linear", "experts"])
-def test_three_products_are_the_oracles(experts):
+def test_fprop_dgrad_and_wgrad_equal_numpy(experts):
     x, w, dy = (
         integers(0, *experts, 64, 96),
         integers(1, *experts, 96, 32),
@@ -58,44 +58,45 @@ def test_three_products_are_the_oracles(experts):
     def step(x, w, dy):
         return products(x, w, dy)
 
-    turn = lambda a: a.swapaxes(-1, -2)
+    transpose = lambda a: a.swapaxes(-1, -2)
     row, col = lambda a: rounded(a, E4M3, -1), lambda a: rounded(a, E4M3, -2)
     assert not np.array_equal(row(x), x)
-    expected = row(x) @ col(w), row(dy) @ turn(row(w)), turn(col(x)) @ col(dy)
-    for ours, right in zip(step(bf16(x), bf16(w), bf16(dy)), expected, strict=True):
-        assert ours.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(ours), right.astype(ml_dtypes.bfloat16))
+    expected = row(x) @ col(w), row(dy) @ transpose(row(w)), transpose(col(x)) @ col(dy)
+    for actual, right in zip(step(bf16(x), bf16(w), bf16(dy)), expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(actual), right.astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("size", [1.0, 448.0, 449.0, 3e-27, 2e38])
-def test_a_block_is_scaled_into_its_range(size, dtype):
+@pytest.mark.parametrize("amax", [1.0, 448.0, 449.0, 3e-27, 2e38])
+def test_quantized_values_equal_numpy(amax, dtype):
     random = np.random.default_rng(0)
-    x = random.uniform(-size, size, (64, 96)) * 2.0 ** -random.integers(0, 24, (64, 96))
-    x[0, 0], x[:32, 32:64] = size, 0
+    x = random.uniform(-amax, amax, (64, 96)) * 2.0 ** -random.integers(0, 24, (64, 96))
+    x[0, 0], x[:32, 32:64] = amax, 0
     x = np.asarray(bf16(x)).astype(np.float64)
-    held = rounded(x, dtype, 0), rounded(x, dtype, 1)
-    assert not np.array_equal(*held)  # what is tiny in its row may not be in its column
-    for dim, whole in enumerate(held):
-        made = mxfp8.quantize(bf16(x), dtype, dim)
-        scale = np.asarray(made.scale).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        back = np.repeat(scale, 32, dim)
-        np.testing.assert_array_equal(np.asarray(made.q).astype(np.float64) * back, whole)
+    expected = rounded(x, dtype, 0), rounded(x, dtype, 1)
+    assert not np.array_equal(*expected)  # blocks along rows and along columns round differently
+    for dim, values in enumerate(expected):
+        quantized = mxfp8.quantize(bf16(x), dtype, dim)
+        scale = np.asarray(quantized.scale).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+        q = np.asarray(quantized.q).astype(np.float64)
+        np.testing.assert_array_equal(q * np.repeat(scale, 32, dim), values)
 
 
-def test_what_is_no_number_stays_none():
+def test_nan_and_inf_become_nan_in_their_block_only():
     x = jnp.ones((32, 64), jnp.bfloat16)
     for bad in (jnp.nan, jnp.inf):
-        made = mxfp8.quantize(x.at[0, 0].set(bad), E4M3, 1)
-        y = mxfp8.gemm(made, mxfp8.quantize(x, E4M3, 1), "nt")
+        quantized = mxfp8.quantize(x.at[0, 0].set(bad), E4M3, 1)
+        y = mxfp8.gemm(quantized, mxfp8.quantize(x, E4M3, 1), "nt")
         assert jnp.isnan(y[0]).all()
         assert jnp.isfinite(y[1:]).all()
 
 
 @compiler
 @pytest.mark.core
-def test_blackwell_multiplies_blocks_as_they_are():
-    """Inside shard_map, all three products. Other GPUs are refused such numbers."""
+@pytest.mark.gpu_compile
+def test_blackwell_runs_block_scaled_gemms_in_shard_map():
+    """fprop, dgrad and wgrad. Other GPU types refuse precision.scaling=mxfp8."""
     topology = jax.experimental.topologies.get_topology_desc(
         platform="cuda", target_config=aot.target(GPU_TYPES["gb200"].chip), topology="1x1x4"
     )

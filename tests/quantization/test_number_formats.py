@@ -1,4 +1,4 @@
-"""A number format is an entry in config/number_formats.py and a module in formats, and no more."""
+"""A number format needs an entry in config/number_formats.py and an Arithmetic, and no more."""
 
 import sys
 import types
@@ -30,10 +30,10 @@ TOY = number_formats.Format(
 
 
 class Toy(unquantized.Plain):
-    """Numbers near 1 in few bits, without a scale."""
+    """e3m4 without scales."""
 
-    def weight(self, w, place, lead, scale):
-        q = gather_master(place, w.astype(jnp.float8_e3m4))
+    def weight(self, w, sharding, lead, scale):
+        q = gather_master(sharding, w.astype(jnp.float8_e3m4))
         return Weight(q, q, self)
 
     def quantize_operand(self, x, scales, gradient, axes):
@@ -49,9 +49,8 @@ def test_a_new_format_trains(monkeypatch):
     module = types.SimpleNamespace(arithmetic=lambda run: toy)
     monkeypatch.setitem(sys.modules, "maxbench.quantization.toy", module)
     monkeypatch.setitem(number_formats.FORMATS, "toy", TOY)
-    monkeypatch.setattr(
-        number_formats, "DTYPES", (*number_formats.DTYPES, "toy")
-    )  # made of the table, as is:
+    # Both are derived from FORMATS when the modules are imported.
+    monkeypatch.setattr(number_formats, "DTYPES", (*number_formats.DTYPES, "toy"))
     scaling = {"options": ("auto", *number_formats.SCALINGS, "toy")}
     monkeypatch.setattr(Precision.__dataclass_fields__["scaling"], "metadata", scaling)
     run = resolve("llama31_8b", "tiny", dtype="toy", layers=2, seq=32, fsdp=2, tp=2, mbs=1, gbs=4)
@@ -59,18 +58,18 @@ def test_a_new_format_trains(monkeypatch):
     step = Step(run, mesh.make_mesh(run.layout))
     lowered = step.lower()
     text = lowered.as_text()
-    assert text.count("f8E3M4>") > 12  # four products, forward and backward
-    state, call = step.init(), lowered.compile()
-    found = []
+    assert text.count("f8E3M4>") > 12  # four GEMMs, forward and backward
+    state, compiled = step.init(), lowered.compile()
+    losses = []
     for _ in range(2):
-        state, out = call(state)
-        found.append(float(out["loss"]))
-    assert all(0 < loss < 20 for loss in found)
+        state, out = compiled(state)
+        losses.append(float(out["loss"]))
+    assert all(0 < loss < 20 for loss in losses)
     with pytest.raises(UserError, match="multiples of 8"):
         resolve("llama31_8b", "tiny", dtype="toy", seq=36, mbs=1)
 
 
-def test_what_a_gpu_lacks_is_refused_with_what_it_has():
+def test_unsupported_scaling_is_refused_and_supported_ones_are_named():
     assert number_formats.resolve_format("fp8", "auto", "h100").name == "current"
     assert number_formats.resolve_format("fp8", "auto", "gb200").name == "mxfp8"
     assert (
@@ -80,11 +79,11 @@ def test_what_a_gpu_lacks_is_refused_with_what_it_has():
         number_formats.resolve_format("fp8", "mxfp8", "h100")
 
 
-def test_operands_are_priced_by_their_format():
+def test_gemm_costs_depend_on_the_format():
     costs = Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1))
-    price = lambda dtype: costs.gemm(8192, 8192, 8192, dtype=dtype)
-    assert price("f32") == pytest.approx(2 * price("bf16"), rel=0.05)  # as TF32
+    seconds = lambda dtype: costs.gemm(8192, 8192, 8192, dtype=dtype)
+    assert seconds("f32") == pytest.approx(2 * seconds("bf16"), rel=0.05)  # TF32
     for f in number_formats.FORMATS.values():
-        tensor = "f8e5m2" if f.quantized else "bf16"
-        assert {price(dtype) for dtype in f.reads if dtype != "f32"} <= {price(tensor)}
-    assert price("f8e4m3fn") < price("bf16")
+        dtype = "f8e5m2" if f.quantized else "bf16"
+        assert {seconds(d) for d in f.reads if d != "f32"} <= {seconds(dtype)}
+    assert seconds("f8e4m3fn") < seconds("bf16")

@@ -1,4 +1,4 @@
-"""Transformer Engine: what is said where it is missing, and its checks where it is there."""
+"""Transformer Engine: errors if it is missing; if it is installed, the tests of with_te.py."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ INSTALLED = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not INSTALLED, reason="./install_te.sh not run")
 
 
-def test_absent_names_the_install_command(monkeypatch):
+def test_absent_te_is_reported_with_the_install_command(monkeypatch):
     def version(name):
         raise metadata.PackageNotFoundError(name)
 
@@ -26,26 +26,26 @@ def test_absent_names_the_install_command(monkeypatch):
         transformer_engine.load.__wrapped__()
 
 
-@pytest.mark.parametrize("found", ["1.13.0", "2.9.1", "2.16.0+abc"])
-def test_too_old_names_the_oldest(found, monkeypatch):
-    monkeypatch.setattr(metadata, "version", lambda name: found)
+@pytest.mark.parametrize("version", ["1.13.0", "2.9.1", "2.16.0+abc"])
+def test_old_te_is_reported_with_the_oldest_supported_version(version, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     with pytest.raises(ValueError, match=r"older than 2\.17.*install_te\.sh"):
         transformer_engine.load.__wrapped__()
 
 
 @pytest.mark.parametrize("error", [OSError("libcuda.so.1"), ImportError("no module")])
-def test_what_does_not_load_says_why(error, monkeypatch):
+def test_import_error_is_reported(error, monkeypatch):
     def fail(name):
         raise error
 
-    jax.devices()  # imports JAX's own plugins
+    jax.devices()  # imports JAX's plugins before import_module fails
     monkeypatch.setattr(metadata, "version", lambda name: "2.20.2")
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(ValueError, match=f"does not load.*{error}"):
         transformer_engine.load.__wrapped__()
 
 
-def test_without_driver_or_compiler_plan_says_what_te_wants(tmp_path, monkeypatch):
+def test_without_driver_and_compiler_the_requirements_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"C compiler.*backend=xla needs neither"):
         stub_libcuda.stand_in(tmp_path)
@@ -53,16 +53,16 @@ def test_without_driver_or_compiler_plan_says_what_te_wants(tmp_path, monkeypatc
 
 @needs_te
 def test_transformer_engine_on_the_cpu(tmp_path):
-    """In a process of its own: without a driver, and where TE can be loaded once."""
+    """In a subprocess, which sets the environment before TE is loaded."""
     environment = os.environ | {
         "MAXBENCH_CACHE": str(tmp_path),
         "NVTE_JAX_CUSTOM_CALLS": "false",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     }
-    # TE 2.20 reads a name that JAX has deprecated, when it is imported.
-    ours = ["-p", "no:cacheprovider", "-W", "ignore:jax.interpreters.pxla:DeprecationWarning"]
+    # TE 2.20 uses a name that JAX has deprecated.
+    options = ["-p", "no:cacheprovider", "-W", "ignore:jax.interpreters.pxla:DeprecationWarning"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", *ours, "tests/quantization/with_te.py"],
+        [sys.executable, "-m", "pytest", "-q", "-n0", *options, "tests/quantization/with_te.py"],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
-"""Transformer Engine against arithmetic in numpy; test_te.py runs this in its own process.
+"""Transformer Engine against numpy. test_transformer_engine.py runs this file in a subprocess.
 
-NVTE_JAX_CUSTOM_CALLS=false for a CPU.
+On a CPU, NVTE_JAX_CUSTOM_CALLS=false selects TE's implementation in JAX.
 """
 
 import functools
@@ -35,7 +35,7 @@ def hopper():
 
 
 def integers(key: int, *shape: int) -> np.ndarray:
-    """Of up to six bits: FP8 has to round the large ones, and every sum of products is exact."""
+    """Random integers of up to six bits: FP8 rounds the large ones, and fp32 sums are exact."""
     return np.random.default_rng(key).integers(-60, 61, shape).astype(np.float64)
 
 
@@ -47,22 +47,22 @@ def bits(x) -> np.ndarray:
     return np.atleast_1d(x).view(np.uint8)
 
 
-# Tensor scaling: the scale is given.
+# Per-tensor scaling.
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("scale", [None, 1.0, 0.01, 0.37], ids=lambda s: f"scale-{s}")
-def test_quantized_bits_and_the_largest_magnitude(dtype, scale):
-    """Without a scale: current scaling. 0.01 saturates what is over 448 (4.48)."""
+def test_quantized_values_and_amax_equal_numpy(dtype, scale):
+    """scale None is current scaling. 0.01 saturates e4m3 values over 4.48."""
     x = np.random.default_rng(0).normal(size=(3, 32, 48)) * 4
     x = np.asarray(bf16(x))
-    given = scale_of(bf16(x), dtype) if scale is None else jnp.float32(scale)
+    scale = scale_of(bf16(x), dtype) if scale is None else jnp.float32(scale)
     quantize = jax.jit(lambda x, s: transformer_engine.quantize_per_tensor(x, dtype, s))
-    made, amax = quantize(bf16(x), given)
+    q, amax = quantize(bf16(x), scale)
     top = float(ml_dtypes.finfo(BITS[dtype]).max)
-    scaled = x.astype(np.float32) * (np.float32(1) / np.float32(given))
+    scaled = x.astype(np.float32) * (np.float32(1) / np.float32(scale))
     expected = np.clip(scaled, -top, top).astype(BITS[dtype])
-    np.testing.assert_array_equal(bits(made), bits(expected))
+    np.testing.assert_array_equal(bits(q), bits(expected))
     assert amax == np.abs(x).max()
 
 
@@ -74,8 +74,8 @@ def linear(x, w, current):
 def forward(x, w, current):
     quantize = functools.partial(scaled, current=current)
     x, w = quantize(x, E4M3), quantize(w, E4M3)
-    turned = QuantizedArray(jnp.swapaxes(w.q, -1, -2), w.scale)
-    return transformer_engine.gemm(x, turned, "nt"), (x, w)
+    w_t = QuantizedArray(jnp.swapaxes(w.q, -1, -2), w.scale)
+    return transformer_engine.gemm(x, w_t, "nt"), (x, w)
 
 
 def backward(current, saved, dy):
@@ -101,7 +101,7 @@ def rounded(x, dtype, current) -> np.ndarray:
 
 @pytest.mark.parametrize("current", [True, False], ids=["current", "delayed"])
 @pytest.mark.parametrize("experts", [(), (3,)], ids=["linear", "experts"])
-def test_a_product_and_its_gradients_are_the_oracles(experts, current):
+def test_fprop_dgrad_and_wgrad_equal_numpy(experts, current):
     x, w, dy = (
         integers(0, *experts, 64, 48),
         integers(1, *experts, 48, 80),
@@ -115,14 +115,14 @@ def test_a_product_and_its_gradients_are_the_oracles(experts, current):
 
     x8, w8, dy8 = rounded(x, E4M3, current), rounded(w, E4M3, current), rounded(dy, E5M2, current)
     assert not np.array_equal(x8, x)
-    turn = lambda a: a.swapaxes(-1, -2)
-    expected = x8 @ w8, dy8 @ turn(w8), turn(x8) @ dy8
-    for ours, right in zip(step(bf16(x), bf16(w), bf16(dy)), expected, strict=True):
-        assert ours.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(ours), right.astype(ml_dtypes.bfloat16))
+    transpose = lambda a: a.swapaxes(-1, -2)
+    expected = x8 @ w8, dy8 @ transpose(w8), transpose(x8) @ dy8
+    for actual, right in zip(step(bf16(x), bf16(w), bf16(dy)), expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(actual), right.astype(ml_dtypes.bfloat16))
 
 
-def test_layers_scanned_and_recomputed_in_shard_map_over_eight_devices():
+def test_scan_and_remat_in_shard_map_equal_a_loop_on_one_device():
     mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = bf16(np.random.default_rng(0).normal(size=(8 * 32, 64)))
     w = bf16(np.random.default_rng(1).normal(size=(3, 64, 64)) / 8)
@@ -151,25 +151,25 @@ def test_layers_scanned_and_recomputed_in_shard_map_over_eight_devices():
         np.testing.assert_array_equal(np.asarray(dw[i]), np.asarray(two))
 
 
-# MXFP8. Its GEMM has no form for a CPU.
+# MXFP8. TE's GEMM of blocks has no CPU implementation.
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["linear", "experts"])
-def test_blocks_have_the_bits_of_xlas(batch, dtype):
+def test_mxfp8_quantization_equals_xlas_bit_for_bit(batch, dtype):
     x = np.random.default_rng(0).normal(size=(*batch, 64, 96)) ** 9
     x[..., :32, :32] = 0
     row, col = jax.jit(lambda x: transformer_engine.quantize_mxfp8(x, dtype))(bf16(x))
-    for ours, dim in ((row, -1), (col, -2)):
-        for a, b in zip(ours, mxfp8.quantize(bf16(x), dtype, dim), strict=True):
+    for actual, dim in ((row, -1), (col, -2)):
+        for a, b in zip(actual, mxfp8.quantize(bf16(x), dtype, dim), strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
-# With the GPU compiler: the kernels themselves.
+# Programs compiled for GPUs.
 
 
 @pytest.mark.parametrize(("gpu", "blocks"), [("h100", False), ("gb200", True)])
-def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
+def test_gpu_program_in_shard_map_calls_tes_kernels(gpu, blocks, monkeypatch):
     from jax.experimental import topologies
 
     stub_libcuda.install(GPU_TYPES[gpu].chip.capability)
@@ -197,11 +197,11 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     shapes = *weights, array((2048, 256), rows), array((2048, 1024), rows)
     call = jax.jit(jax.shard_map(share, mesh=mesh, **specs))
     text = call.lower(*shapes).compile(compiler_options=aot.PROGRAM_ONLY).as_text()
-    made = [line for line in text.splitlines() if "custom_call_target=" in line]
-    targets = [re.search(r'custom_call_target="([^"]*)"', line)[1] for line in made]
+    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
+    targets = [re.search(r'custom_call_target="([^"]*)"', line)[1] for line in calls]
     kernels = ["te_dbias_quantize_ffi"] * 4 + ["te_gemm_v2_ffi"] * 3
     assert sorted(targets) == kernels
-    gemms = [line for line in made if "te_gemm_v2_ffi" in line]
+    gemms = [line for line in calls if "te_gemm_v2_ffi" in line]
     operands = [re.findall(r"(f8e\dm\d\w*)\[", line.split("constraints=")[1]) for line in gemms]
     gradient = "f8e4m3fn" if blocks else "f8e5m2"
     data = [[kind for kind in kinds if kind != "f8e8m0fnu"] for kinds in operands]
@@ -211,38 +211,38 @@ def test_the_gpu_program_has_tes_kernels_in_shard_map(gpu, blocks, monkeypatch):
     assert text.count("use_split_accumulator = true") == 1
 
 
-# The trainer on these kernels.
+# Training steps.
 
 
 def trained(backend: str, scaling: str, **axes) -> tuple[list[float], dict]:
-    """Losses and gradient norms of some steps, and the state."""
+    """Losses and gradient norms of three steps, and the state."""
     fast = {"optim.warmup": 2.0, "optim.lr": 3e-3}
-    how = {"precision.backend": backend, "precision.scaling": scaling, "precision.history": 4}
+    fp8 = {"precision.backend": backend, "precision.scaling": scaling, "precision.history": 4}
     flags = {"gbs": 4, "seq": 32, "layers": 2} | axes
-    run = resolve("llama31_405b", "tiny", fast | how, dtype="fp8", **flags)
+    run = resolve("llama31_405b", "tiny", fast | fp8, dtype="fp8", **flags)
     step = Step(run, make_mesh(run.layout))
-    call, state, found = step.lower().compile(), step.init(), []
+    compiled, state, values = step.lower().compile(), step.init(), []
     for _ in range(3):
-        state, out = call(state)
-        found += float(out["loss"]), float(out["grad_norm"])
-    return found, state
+        state, out = compiled(state)
+        values += float(out["loss"]), float(out["grad_norm"])
+    return values, state
 
 
-def test_a_model_trains_as_through_xla(monkeypatch):
-    """Two backends, one recipe: microbatches, recomputation and the state included."""
+def test_training_equals_xlas_backend(monkeypatch):
+    """With microbatches, recomputation and the amax history."""
     gemm, calls = transformer_engine.gemm, []
     monkeypatch.setattr(
-        transformer_engine, "gemm", lambda *a, **how: calls.append(a[2]) or gemm(*a, **how)
+        transformer_engine, "gemm", lambda *a, **kw: calls.append(a[2]) or gemm(*a, **kw)
     )
     axes = dict(fsdp=2, tp=2, mbs=1)
-    theirs, expected = trained("xla", "delayed", **axes)
+    expected, expected_state = trained("xla", "delayed", **axes)
     assert not calls
-    ours, state = trained("te", "delayed", **axes)
+    values, state = trained("te", "delayed", **axes)
     assert {*calls} == {"nt", "tn"}
-    np.testing.assert_allclose(ours, theirs, rtol=2e-3)
-    ours, theirs = (s["fp8"]["layers"] for s in (state, expected))
-    assert (theirs[..., -3:] > 0).all()
-    np.testing.assert_allclose(ours, theirs, rtol=0.1)
+    np.testing.assert_allclose(values, expected, rtol=2e-3)
+    history, expected_history = (s["fp8"]["layers"] for s in (state, expected_state))
+    assert (expected_history[..., -3:] > 0).all()
+    np.testing.assert_allclose(history, expected_history, rtol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -252,24 +252,24 @@ def test_a_model_trains_as_through_xla(monkeypatch):
         ("gb200", "mxfp8", dict(pp=2, tp=2, mbs=2)),
     ],
 )
-def test_the_gpu_program_of_a_step_multiplies_with_te_alone(gpu, scaling, axes, monkeypatch):
-    """In the step's shard_map, in its pipeline, forward and backward; priced as XLA's are."""
+def test_all_gemms_of_a_gpu_step_are_tes(gpu, scaling, axes, monkeypatch):
+    """In shard_map and in a pipeline, forward and backward; with the FLOPs of XLA's GEMMs."""
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
-    how = {"precision.backend": "te", "precision.scaling": scaling, "train.attention": "xla"}
+    overrides = {"precision.backend": "te", "precision.scaling": scaling, "train.attention": "xla"}
     flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes
-    run = resolve("llama31_405b", "tiny", how, dtype="fp8", **flags)
+    run = resolve("llama31_405b", "tiny", overrides, dtype="fp8", **flags)
     program = hlo.parse(aot.compile_run(run).text)
-    prices = Costs(GPU_TYPES[gpu], {axis: getattr(run.layout, axis) for axis in AXES})
-    products = [
-        (op, kernel_cost(program, c, op, prices)[2])
+    costs = Costs(GPU_TYPES[gpu], {axis: getattr(run.layout, axis) for axis in AXES})
+    gemms = [
+        (op, kernel_cost(program, c, op, costs)[2])
         for c in program.computations.values()
         for op in c.ops
         if op.target in GEMM and re.search(r"attn/(qkv|out)|mlp/(up|down)", op.attrs)
     ]
-    assert {op.target for op, _ in products} == {TE_GEMM}
-    assert len(products) >= 24 // axes.get("pp", 1)
+    assert {op.target for op, _ in gemms} == {TE_GEMM}
+    assert len(gemms) >= 24 // axes.get("pp", 1)
     m = run.model
     rows = axes["mbs"] * 256
-    # Each of a layer's four products on one GPU, in whatever direction.
+    # FLOPs of each of a layer's four GEMMs on one GPU of tp=2, forward or backward.
     sizes = m.heads * m.head_dim, m.kv_heads * m.qkv * m.head_dim, m.mlp, m.mlp_inputs * m.mlp
-    assert {f for _, f in products} <= {2.0 * rows * m.embed * n / 2 for n in sizes}
+    assert {flops for _, flops in gemms} <= {2.0 * rows * m.embed * n / 2 for n in sizes}

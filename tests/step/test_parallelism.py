@@ -1,34 +1,28 @@
-"""The proof: the same loss and gradients on every mesh, and only the collectives it implies."""
+"""The same loss and gradients on every mesh, and only the collectives that it requires."""
 
 import dataclasses
 import functools
 import math
-import re
-from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxbench.config.model import LayerGroup
-from maxbench.model import transformer
 from maxbench.pipeline import layer_order, zero_overlap
-from maxbench.pipeline.schedule import schedule_for
 from maxbench.sharding import mesh as mesh
 from maxbench.sharding import rules
-from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
-# Room for all tokens on each of tiny's 4 experts, 2 of them for a token: none is dropped.
+# Each of the tiny preset's 4 experts has a slot for every token (top-2): none is dropped.
 EXACT = {"precision.grads": "fp32", "model.capacity_factor": 2.0}
 FAMILIES = {
     "llama": ("llama31_405b", {}),
     "nemotron": ("nemotron4_340b", {}),
     "grok": ("grok1_314b", {}),
     "dropless": ("grok1_314b", {"model.capacity_factor": 0.0}),
-    # Layers of three kinds, heads together wider than embed, and values narrower than keys.
+    # Three layer groups, heads x head_dim > embed, and values narrower than keys.
     "mixed": (
         "grok1_314b",
         {
@@ -40,58 +34,72 @@ FAMILIES = {
     ),
 }
 GBS, SEQ = 8, 32
-# Llama on every axis alone (pp below), and on every pair; of the others the meshes on which their
-# own parts are split.
+exhaustive = pytest.mark.exhaustive
+# Llama on each mesh axis alone (pp below), and on every pair; other families on the meshes that
+# split what only they have. By default each axis, and a mixture with each kind of layer.
 CASES = [
     ("llama", dict(fsdp=8)),
     ("llama", dict(tp=4)),
     ("llama", dict(cp=4)),
     ("llama", dict(dp=2, fsdp=2, mbs=1)),  # two microbatches
-    ("llama", dict(fsdp=2, cp=2, tp=2)),
-    ("llama", dict(dp=2, cp=2, tp=2, mbs=2)),
-    ("llama", dict(pp=2, dp=2, tp=2, mbs=1)),
+    pytest.param("llama", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
+    pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=2), marks=exhaustive),
+    pytest.param("llama", dict(pp=2, dp=2, tp=2, mbs=1), marks=exhaustive),
     ("llama", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1)),
     ("nemotron", dict(fsdp=2, cp=2, tp=2)),
     ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
-    ("grok", dict(ep=2, fsdp=2, dp=2)),
-    ("dropless", dict(pp=2, ep=2, tp=2, mbs=1)),
-    ("mixed", dict(cp=2, ep=2, tp=2, mbs=1)),
+    pytest.param("grok", dict(ep=2, fsdp=2, dp=2), marks=exhaustive),
+    pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("mixed", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
 ]
 
 
 @pytest.fixture(autouse=True)
-def in_pieces(monkeypatch):
-    """Weights and gradients over dp travel in pieces, however short toy layers are."""
+def overlap_zero(monkeypatch):
+    """zero_overlap.py slices weights and gradients, although toy layers are too fast for that."""
     monkeypatch.setattr(zero_overlap, "NETWORK_BYTES_PER_S", math.inf)
 
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
-    degrees = math.prod(axes.get(a, 1) for a in mesh.DATA_AXES)
-    axes = {"mbs": GBS // degrees, **axes}
-    axes = {"layers": 4, "gbs": GBS, **axes}
-    workload, own = FAMILIES[family]
-    exact = EXACT | own | (overrides or {})
-    exact |= {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
-    exact |= {"train.remat": axes.pop("remat")} if "remat" in axes else {}
-    run = resolve(workload, preset, exact, dtype="fp32", seq=SEQ, **axes)
+    """The fp32 step of a family, on a mesh; axes may have 'schedule' and 'remat' too."""
+    shards = math.prod(axes.get(a, 1) for a in mesh.DATA_AXES)
+    axes = {"layers": 4, "gbs": GBS, "mbs": GBS // shards, **axes}
+    workload, family_overrides = FAMILIES[family]
+    settings = EXACT | family_overrides | (overrides or {})
+    settings |= {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
+    settings |= {"train.remat": axes.pop("remat")} if "remat" in axes else {}
+    run = resolve(workload, preset, settings, dtype="fp32", seq=SEQ, **axes)
     return Step(run, mesh.make_mesh(run.layout))
 
 
 def gradients(step: Step, params):
-    """Gradients and loss from weights in the order of the layers, and in that order."""
+    """Gradients and metrics; weights and gradients are in layer order, not in the step's order.
+    Gradients of empty slots are zero."""
     order, layers = step.order, step.run.model.layers
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
     params = params | {"layers": layer_order.permute(params["layers"], order)}
     grads, out, _ = jax.device_get(jax.jit(step.gradients)(jax.device_put(params, shardings), 3))
     if (order < 0).any():
         jax.tree.map(lambda g: np.testing.assert_array_equal(g[order < 0], 0), grads["layers"])
-    back = jax.device_get(layer_order.permute(grads["layers"], range(layers), order))
-    return grads | {"layers": back}, out
+    layer_grads = jax.device_get(layer_order.permute(grads["layers"], range(layers), order))
+    return grads | {"layers": layer_grads}, out
+
+
+def assert_grads_close(actual, expected):
+    """Within 1e-5 of the largest gradient of each weight: another order of sums leaves rounding
+    errors where gradients are zero."""
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, actual, expected)
+
+
+def assert_metrics_close(actual, expected, rtol=1e-5):
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=rtol, err_msg=name)
 
 
 @functools.cache
-def reference(family: str, preset: str = "tiny", layers: int = 4, gbs: int = GBS):
-    """Weights, gradients and loss on one device."""
+def single_device(family: str, preset: str = "tiny", layers: int = 4, gbs: int = GBS):
+    """Weights, gradients and metrics on one device."""
     step = build(family, preset, layers=layers, gbs=gbs, mbs=gbs)
     params = jax.device_get(step.init()["params"])
     return params, *gradients(step, params)
@@ -99,23 +107,21 @@ def reference(family: str, preset: str = "tiny", layers: int = 4, gbs: int = GBS
 
 @pytest.mark.parametrize(("family", "axes"), CASES, ids=str)
 def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
-    params, grads, out = reference(family)
-    ours, our_out = gradients(build(family, **axes), params)
-    for name, value in out.items():
-        np.testing.assert_allclose(our_out[name], value, rtol=1e-5, err_msg=name)
-    # Relative to the largest gradient of each weight: sums of different order leave noise in zeros.
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, ours, grads)
+    params, grads, out = single_device(family)
+    actual_grads, actual_out = gradients(build(family, **axes), params)
+    assert_metrics_close(actual_out, out)
+    assert_grads_close(actual_grads, grads)
 
 
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("llama", dict(pp=2, vp=2, dp=2, mbs=1, schedule="gpipe")),
-        # Microbatches that do not fill the stages evenly, tokens that do not divide by them, and
-        # losses of two.
-        ("llama", dict(pp=3, tp=2, mbs=1, layers=6)),
-        # 6 + 2 slots, for embedding and loss: chunks of the ends alone. And what a pipeline keeps.
+        pytest.param("llama", dict(pp=2, vp=2, dp=2, mbs=1, schedule="gpipe"), marks=exhaustive),
+        # Microbatches are no multiple of the stages, tokens no multiple of pp, and the loss is
+        # computed for two microbatches at a time.
+        pytest.param("llama", dict(pp=3, tp=2, mbs=1, layers=6), marks=exhaustive),
+        # 6 layers in 8 slots: the first and the last chunk have an empty slot each, in place of
+        # which they compute the embedding and the loss. With a remat policy.
         pytest.param(
             "grok",
             dict(pp=2, vp=4, ep=2, mbs=1, layers=6, remat="save_qkv_proj"),
@@ -124,35 +130,35 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
     ],
     ids=str,
 )
-def test_every_schedule_and_split_of_layers_is_the_same_network(family, axes):
-    params, grads, out = reference(family, layers=axes.get("layers", 4), gbs=axes.get("gbs", GBS))
-    ours, our_out = gradients(build(family, **axes), params)
-    for name, value in out.items():
-        np.testing.assert_allclose(our_out[name], value, rtol=1e-6, err_msg=name)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, ours, grads)
+def test_loss_and_gradients_do_not_depend_on_the_schedule(family, axes):
+    layers, gbs = axes.get("layers", 4), axes.get("gbs", GBS)
+    params, grads, out = single_device(family, layers=layers, gbs=gbs)
+    actual_grads, actual_out = gradients(build(family, **axes), params)
+    assert_metrics_close(actual_out, out, rtol=1e-6)
+    assert_grads_close(actual_grads, grads)
 
 
 @pytest.mark.parametrize(
-    ("family", "axes", "how"),
+    ("family", "axes", "remat"),
     [
         ("llama", dict(cp=2, tp=2), dict(remat="selective")),
-        ("llama", dict(cp=2, tp=2), dict(remat="query,mlp_act")),
+        pytest.param("llama", dict(cp=2, tp=2), dict(remat="query,mlp_act"), marks=exhaustive),
         ("llama", dict(fsdp=2, tp=2), dict(remat="none", offload="mlp_up,query")),
-        ("llama", dict(fsdp=2, tp=2), dict(remat="query", remat_layers=3)),
+        pytest.param(
+            "llama", dict(fsdp=2, tp=2), dict(remat="query", remat_layers=3), marks=exhaustive
+        ),
     ],
 )
-def test_remat_changes_nothing_but_memory(family, axes, how):
-    params, grads, _ = reference(family)
+def test_gradients_do_not_depend_on_the_remat_policy(family, axes, remat):
+    params, grads, _ = single_device(family)
     step = build(family, **axes)
-    train = dataclasses.replace(step.run.train, **how)
+    train = dataclasses.replace(step.run.train, **remat)
     step = Step(dataclasses.replace(step.run, train=train), step.mesh)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, gradients(step, params)[0], grads)
+    assert_grads_close(gradients(step, params)[0], grads)
 
 
 def unrolled(step: Step, remat: str = "full") -> Step:
-    """The same step with layers as code, as on a GPU."""
+    """The same step with unrolled layers, as on a GPU."""
     train = dataclasses.replace(step.run.train, remat=remat, unroll_layers=step.run.model.layers)
     return Step(dataclasses.replace(step.run, train=train), step.mesh)
 
@@ -160,251 +166,74 @@ def unrolled(step: Step, remat: str = "full") -> Step:
 @pytest.mark.parametrize(
     ("family", "axes", "remat"),
     [
-        ("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none"),  # four microbatches
-        ("llama", dict(cp=4), "save_gemms_only"),
+        # four microbatches
+        pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none", marks=exhaustive),
+        pytest.param("llama", dict(cp=4), "save_gemms_only", marks=exhaustive),
         ("grok", dict(ep=2, tp=2), "full"),
         ("mixed", dict(ep=2, tp=2), "none"),
     ],
 )
-def test_layers_as_code_and_as_a_loop_are_the_same_network(family, axes, remat):
-    params, grads, out = reference(family)
-    ours, our_out = gradients(unrolled(build(family, **axes), remat), params)
-    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, ours, grads)
+def test_unrolled_layers_equal_the_loop(family, axes, remat):
+    params, grads, out = single_device(family)
+    actual_grads, actual_out = gradients(unrolled(build(family, **axes), remat), params)
+    np.testing.assert_allclose(actual_out["loss"], out["loss"], rtol=1e-5)
+    assert_grads_close(actual_grads, grads)
 
 
-def test_xai_grok_on_a_mesh():
-    params, grads, out = reference("grok", "xai,tiny")
-    ours, our_out = gradients(build("grok", "xai,tiny", ep=2, tp=2, cp=2), params)
-    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, ours, grads)
+@exhaustive
+def test_xai_preset_of_grok_does_not_depend_on_the_mesh():
+    params, grads, out = single_device("grok", "xai,tiny")
+    actual_grads, actual_out = gradients(build("grok", "xai,tiny", ep=2, tp=2, cp=2), params)
+    np.testing.assert_allclose(actual_out["loss"], out["loss"], rtol=1e-5)
+    assert_grads_close(actual_grads, grads)
 
 
-@pytest.mark.xdist_group("test_parallelism grok")  # whose reference this is
+@pytest.mark.xdist_group("test_parallelism grok")  # shares single_device("grok")
 @pytest.mark.parametrize("axes", [dict(fsdp=8), dict(pp=2, vp=2, ep=2, tp=2, mbs=1)], ids=str)
 def test_initial_weights_do_not_depend_on_the_mesh(axes):
     step = build("grok", **axes)
-    ours, theirs = jax.device_get(step.init()["params"]), reference("grok")[0]
-    theirs = theirs | {"layers": jax.tree.map(lambda x: x[step.order], theirs["layers"])}
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    actual, expected = jax.device_get(step.init()["params"]), single_device("grok")[0]
+    expected = expected | {"layers": jax.tree.map(lambda x: x[step.order], expected["layers"])}
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.core
-def test_training_goes_the_same_way_on_a_mesh():
-    """Three whole steps: optimizer, clipping and state placement included."""
+def test_training_does_not_depend_on_the_mesh():
+    """Three steps: with optimizer, clipping and donation of the state."""
 
-    def losses(**axes):
+    def train(**axes):
         step = build("llama", **axes)
-        compiled, state, found = step.lower().compile(), step.init(), []
+        compiled, state, values = step.lower().compile(), step.init(), []
         for _ in range(3):
             state, out = compiled(state)
-            found.append([float(out["loss"]), float(out["grad_norm"])])
-        return found
+            values.append([float(out["loss"]), float(out["grad_norm"])])
+        return values
 
-    np.testing.assert_allclose(losses(dp=2, fsdp=2, cp=2, tp=2, mbs=1), losses(), rtol=1e-5)
+    np.testing.assert_allclose(train(dp=2, fsdp=2, cp=2, tp=2, mbs=1), train(), rtol=1e-5)
 
 
-def test_master_state_is_split_over_every_axis_that_would_hold_copies():
+def test_master_state_is_sharded_over_all_axes():
+    """ZeRO-1: no mesh axis stores a copy."""
     for axes in (dict(dp=2, cp=2, tp=2), dict(ep=4, dp=2), dict(pp=2, fsdp=2, cp=2, mbs=1)):
         step = build("grok", **axes)
-        whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
-        share = rules.size_gib(step.abstract) * 2**30
-        assert share == pytest.approx(whole / 8, rel=1e-3), axes
+        total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.abstract))
+        per_device = rules.size_gib(step.abstract) * 2**30
+        assert per_device == pytest.approx(total / 8, rel=1e-3), axes
 
 
 @pytest.mark.parametrize(
-    ("names", "shape", "dp", "zero"),
+    ("names", "shape", "dp", "dim"),
     [
-        (
-            ("layers", "embed", "mlp_inputs", "mlp"),
-            (32, 4096, 2, 14336),
-            8,
-            1,
-        ),  # not mlp, the largest
-        # Neither 64 / 8 heads nor their dim divides by 64 into whole blocks.
+        (("layers", "embed", "mlp_inputs", "mlp"), (32, 4096, 2, 14336), 8, 1),  # not mlp, larger
+        # Neither 64 / 8 heads nor head_dim divides by 64 into whole blocks.
         (("layers", "heads", "head_dim", "embed"), (80, 64, 128, 8192), 64, 3),
-        (("layers", "embed"), (4, 64), 8, 1),  # no whole blocks anywhere: as it divides
-        (("layers", "embed"), (4, 60), 8, None),
+        (("layers", "embed"), (4, 64), 8, 1),  # no dim has whole blocks
+        (("layers", "embed"), (4, 60), 8, None),  # dp divides no dim
     ],
 )
-def test_what_travels_lies_in_one_piece(names, shape, dp, zero):
-    made = rules.shard_weight(names, shape, dict.fromkeys(rules.AXES, 1) | {"dp": dp, "tp": 8})
-    assert [i for i, axes in enumerate(made.zero1_axes) if "dp" in axes] == (
-        [] if zero is None else [zero]
-    )
-    assert ("dp" in made.psum_axes) == (zero is None)
-
-
-# Collectives of the compiled program: (operation, shape of its result) -> how often it stands.
-
-
-def collectives(step: Step, compiled: jax.stages.Compiled | None = None) -> Counter:
-    text = (compiled or step.lower().compile()).as_text()
-    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)
-    shapes = lambda s: re.findall(r"\w+\[([\d,]*)\]", s)
-    return Counter((op, shape) for result, op in found for shape in shapes(result))
-
-
-def sizes(found: Counter, op: str) -> set[int]:
-    return {math.prod(map(int, s.split(","))) if s else 1 for o, s in found if o == op}
-
-
-def weight_sizes(step: Step) -> set[int]:
-    """Sizes of what one GPU may hold of a weight: of all layers, and of one."""
-    found = set()
-    for x, p in zip(
-        jax.tree.leaves(step.abstract["params"]),
-        jax.tree.leaves(step.shardings, is_leaf=lambda p: isinstance(p, rules.WeightSharding)),
-        strict=True,
-    ):
-        split = math.prod(step.mesh.shape[a] for axes in p.compute_axes for a in axes)
-        fsdp = step.mesh.shape["fsdp"] if ("fsdp",) in p.compute_axes else 1
-        found |= {x.size // split, x.size // split * fsdp, x.size // split * fsdp // x.shape[0]}
-    return found
-
-
-def test_fsdp_moves_weights_and_gradients_only():
-    step = build("llama", fsdp=8)
-    found = collectives(step)
-    tokens, embed = GBS * SEQ, step.run.model.embed
-    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
-    assert sizes(found, "all-gather") <= weight_sizes(step) | {tokens}
-    assert max(sizes(found, "all-reduce")) <= 8  # loss and norms: scalars, perhaps combined
-    # Tokens travel to the table's parts, not the table to the tokens.
-    assert max(sizes(found, "all-to-all")) <= tokens * embed // 8
-    assert ("all-gather", f"{step.run.model.vocab},{embed}") not in found
-
-
-def test_dp_gathers_weights_once_and_reduces_gradients_once():
-    """However many microbatches there are."""
-    one, four = (collectives(build("llama", dp=2, mbs=m)) for m in (4, 1))
-    assert one == four
-    assert sizes(one, "all-gather") <= weight_sizes(build("llama", dp=2))
-    weights = len(jax.tree.leaves(build("llama", dp=2).shardings))
-    assert sum(n for (op, _), n in one.items() if op == "all-gather") <= weights
-
-
-def test_tp_moves_sequences_only():
-    step = build("llama", tp=4)
-    found, m = collectives(step), step.run.model
-    assert sizes(found, "all-gather") <= {GBS * SEQ * m.embed, *norm_sizes(step)}
-    assert {op for op, _ in found} <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
-    # Of embedded tokens each GPU has its columns, and is sent its part of the sequence.
-    assert max(sizes(found, "all-to-all")) <= GBS * SEQ * m.embed // 4
-    # Chunked loss statistics are the largest thing that is summed over tp.
-    assert max(sizes(found, "all-reduce")) <= 2 * 24
-
-
-def norm_sizes(step: Step) -> set[int]:
-    m = step.run.model
-    return {m.layers * m.embed, m.embed}
-
-
-def test_cp_sends_keys_and_values_round_and_nothing_else():
-    step = build("llama", cp=4)
-    found, m = collectives(step), step.run.model
-    assert sizes(found, "collective-permute") == {GBS * SEQ // 4 * m.kv_heads * m.head_dim}
-    # Forward, recomputed, and backward: 3 hops of k and v each; of dk and dv, 3 go home.
-    sent = sum(n for (op, _), n in found.items() if op == "collective-permute")
-    assert sent <= 3 * 3 * 2 + 3 * 2
-    assert sizes(found, "all-gather") <= weight_sizes(step)
-    assert "all-to-all" not in {op for op, _ in found}
-
-
-def test_ep_moves_slots_by_all_to_all():
-    step = build("grok", overrides={"model.capacity_factor": 1.0}, ep=4)
-    found, m = collectives(step), step.run.model
-    tokens = GBS // 4 * SEQ
-    assert sizes(found, "all-to-all")
-    assert max(sizes(found, "all-to-all")) <= m.top_k * tokens * m.embed
-    assert sizes(found, "all-gather") <= weight_sizes(step)
-
-
-def test_ep_brings_each_token_once_where_none_is_dropped():
-    step = build("dropless", ep=4)
-    found, m = collectives(step), step.run.model
-    tokens = GBS * SEQ
-    assert "all-to-all" not in {op for op, _ in found}
-    moved = {tokens * m.embed, tokens * m.top_k}
-    assert moved < sizes(found, "all-gather") <= weight_sizes(step) | moved
-    assert tokens * m.embed // 4 in sizes(found, "reduce-scatter")
-
-
-def per_gpu_oracle(step, params):
-    """Gradients and loss where each GPU drops tokens of its own: the mean over GPUs of what one
-    device makes of each GPU's sequences, one microbatch each."""
-    run, gpus = step.run, step.run.layout.shards
-    alone = dataclasses.replace(run.layout, dp=1, fsdp=1, ep=1, gbs=run.layout.mbs)
-    one = dataclasses.replace(run, layout=alone)
-
-    @jax.jit
-    def gradients(tokens_bt, targets_bt):
-        total = lambda sums: transformer.loss_fn(one, params, tokens_bt, targets_bt, sums)
-        return jax.grad(total, has_aux=True)(jax.tree.map(jnp.zeros_like, params))
-
-    whole = dataclasses.replace(run, layout=dataclasses.replace(alone, mbs=GBS, gbs=GBS))
-    batch = [x.reshape(gpus, -1, SEQ) for x in data.batch(whole, 3, 0)]
-    parts = [gradients(*part) for part in zip(*batch, strict=True)]
-    return jax.tree.map(lambda *x: sum(x) / gpus, *parts)
-
-
-@pytest.mark.xdist_group("test_parallelism grok")  # whose reference this is
-def test_experts_that_drop_tokens_drop_each_gpus_own():
-    step = build("grok", overrides={"model.capacity_factor": 0.5}, ep=2, fsdp=2)
-    params, dropless, _ = reference("grok")
-    expected, out = per_gpu_oracle(step, params)
-    down, whole = (g["layers"]["mlp"]["down"] for g in (expected, dropless))
-    # Some were dropped, or this tests nothing.
-    assert np.abs(down - whole).max() > 0.1 * np.abs(whole).max()
-    ours, our_out = gradients(step, params)
-    for name, value in out.items():
-        np.testing.assert_allclose(our_out[name], value, rtol=1e-5, err_msg=name)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, ours, expected)
-
-
-def test_a_tied_head_is_one_weight_on_every_mesh():
-    """Its gradient has two parts, made by the first and by the last stage of a pipeline."""
-    tied = {"model.tied": True}
-    one, two = build("llama", overrides=tied), build("llama", overrides=tied, pp=2, fsdp=2, mbs=1)
-    params = jax.device_get(one.init()["params"])
-    assert "w" not in params["head"]
-    (grads, out), (ours, our_out) = gradients(one, params), gradients(two, params)
-    np.testing.assert_allclose(our_out["loss"], out["loss"], rtol=1e-5)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, ours, grads)
-
-
-def test_pp_sends_sequences_between_stages_and_holds_no_more_for_more_microbatches():
-    few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (16, 64))
-    programs = [step.lower().compile() for step in (few, many)]
-    found, m = collectives(few, programs[0]), few.run.model
-    assert sizes(found, "collective-permute") == {SEQ * m.embed}
-    # Forward in the fill, both ways where a tick has both, and backward.
-    assert sum(n for (op, _), n in found.items() if op == "collective-permute") == 4
-    # Weights of no stage's but its own, and the gradient of the last one's y.
-    assert sizes(found, "all-gather") - weight_sizes(few) == {SEQ * m.embed}
-    assert SEQ // 2 * m.embed in sizes(found, "reduce-scatter")  # y's tokens, for the loss
-    memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
-    assert memory[1] <= memory[0] * 1.02
-
-
-def test_tokens_travel_between_stages_where_they_are_fewer_than_words():
-    """The table has a part of its columns on each stage, and neither it nor its gradient goes
-    over pp; the gradient of the head, which is as large, does."""
-    few, many = (build("llama", pp=2, vp=2, mbs=1, gbs=gbs) for gbs in (8, 32))
-    m, ahead = few.run.model, schedule_for(few.run).microbatches_per_embedding
-    assert [step.shardings["embed"]["w"].compute_axes[1] for step in (few, many)] == [("pp",), ()]
-    table = m.vocab * m.embed
-    found = [collectives(step) for step in (few, many)]
-    gathered = [sizes(one, "all-gather") for one in found]
-    assert ahead * SEQ * m.embed in gathered[0]
-    assert [table in one for one in gathered] == [False, True]
-    halves = lambda shape: shape and math.prod(map(int, shape.split(","))) == table // 2
-    reduced = lambda one: sum(
-        n for (op, s), n in one.items() if op == "reduce-scatter" and halves(s)
-    )
-    assert [reduced(one) for one in found] == [1, 2]
+def test_zero1_splits_the_first_dim_with_whole_blocks(names, shape, dp, dim):
+    mesh_shape = dict.fromkeys(rules.AXES, 1) | {"dp": dp, "tp": 8}
+    sharding = rules.shard_weight(names, shape, mesh_shape)
+    dims = [i for i, axes in enumerate(sharding.zero1_axes) if "dp" in axes]
+    assert dims == ([] if dim is None else [dim])
+    assert ("dp" in sharding.psum_axes) == (dim is None)

@@ -1,0 +1,133 @@
+"""Attention: the XLA kernel against the formula, the choice of kernel, and cuDNN's limits."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxbench.config.errors import UserError
+from maxbench.cost_model import aot, compile_cache, hlo
+from maxbench.model import attention
+from tests.conftest import resolve
+
+
+def attention_formula(q_bthk, k_bsgk, v_bsgk, softcap):
+    r = q_bthk.shape[2] // k_bsgk.shape[2]
+    k, v = (jnp.repeat(x, r, 2) for x in (k_bsgk, v_bsgk))
+    x = jnp.einsum("bthk,bshk->bhts", q_bthk, k) / np.sqrt(q_bthk.shape[-1])
+    x = softcap * jnp.tanh(x / softcap) if softcap else x
+    x = jnp.where(np.tri(x.shape[-1], dtype=bool), x, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(x), v)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("seq", [8, attention.BLOCK + 40])
+def test_xla_attention_and_its_gradient_equal_the_formula(seq, softcap):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, seq, h, 8)) for key, h in zip(keys, (4, 2, 2), strict=True)
+    )
+    weigh = jax.random.normal(jax.random.key(1), q.shape)
+    blockwise = lambda *x: jnp.sum(weigh * attention.attend(*x, kind="xla", softcap=softcap))
+    formula = lambda *x: jnp.sum(weigh * attention_formula(*x, softcap))
+    both = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (blockwise, formula))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-4), *both)
+
+
+# Widths of keys and values. Each GPU supports the first `supported` of them.
+WIDTHS = [(64, 64), (128, 128), (128, 64), (192, 128), (136, 136), (192, 96)]
+WIDTHS += [(256, 256), (192, 192)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported"),  # measured with cuDNN 9.28; (256, 256) on Blackwell in 9.23 only
+    [((8, 0), 3), ((9, 0), 8), ((10, 0), 4), ((10, 3), 4), ((12, 0), 3)],
+)
+def test_kernel_is_cudnn_if_the_gpu_supports_it(capability, supported):
+    def kind(keys, values, dtype="bf16", **others):
+        m = dataclasses.replace(model, head_dim=keys, value_dim=values, **others)
+        return attention.kernel_for(m, dtype, capability)
+
+    model = resolve("llama2_70b").model
+    assert {kind(*each) for each in WIDTHS[:supported]} == {"cudnn"}
+    assert {kind(*each) for each in WIDTHS[supported:-1]} <= {"xla"}
+    assert kind(192, 192) == {9: "cudnn", 10: "cudnn_split"}.get(capability[0], "xla")
+    unsupported = kind(64, 64, "fp32"), kind(64, 64, softcap=30.0), kind(100, 100), kind(264, 264)
+    assert unsupported == ("xla",) * 4
+
+
+def test_compile_error_of_cudnn_selects_xla(monkeypatch, caplog):
+    """A CPU that claims to be a GPU: cuDNN's kernel does not compile."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H999")
+    run = resolve("llama2_70b", "tiny")
+    assert attention.select_kernel(run, gpu) == "cudnn"
+    assert attention.select_kernel(run, jax.devices()[0]) == "xla"
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert attention.select_kernel(run, gpu) == "xla"
+    assert "cuDNN has no attention for H999, bf16, heads of" in caplog.text
+    with pytest.raises(UserError, match=r"use train\.attention=xla"):
+        attention.select_kernel(resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}), gpu)
+
+
+def test_backward_pass_by_slices_of_values_equals_the_whole(monkeypatch):
+    shapes = [(2, 16, h, width) for h, width in ((4, 192), (2, 192), (2, 200), (4, 200))]
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(*x) for x in zip(keys, shapes, strict=True))
+    forward, backward = attention.KERNELS["xla"]
+    widths = []
+
+    def one_slice(q, k, v, *rest):
+        widths.append((q.shape[-1], v.shape[-1]))
+        return backward(q, k, v, *rest)
+
+    @jax.jit
+    def both(*qkv):
+        rest = *forward(*qkv, True, 0.0), do, True, 0.0
+        return attention.KERNELS["cudnn_split"][1](*qkv, *rest), backward(*qkv, *rest)
+
+    monkeypatch.setattr(attention, "_cudnn_backward", one_slice)
+    for a, b in zip(*both(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert widths == [(192, 128)] * 2
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(not compile_cache.versions()["jax-cuda13-plugin"], reason="needs .[plan]")
+def test_heads_of_192_on_blackwell_have_two_backward_calls():
+    """cuDNN's backward pass supports 128 dims of the values there. Memory is linear in seq."""
+    run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
+    device = aot.devices(run)[0]
+    kind = attention.select_kernel(run, device)
+    grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
+    temporaries = []
+    for seq in (1024, 2048):
+        shapes = (1, seq, 12, 192), (1, seq, 1, 192), (1, seq, 1, 192)
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        qkv = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes]
+        program = jax.jit(grad).lower(*qkv).compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    calls = sorted(
+        (op.target, *(x.shape.dims[-1] for x in c.operands(op)[:3]))
+        for c in hlo.parse(program.as_text()).computations.values()
+        for op in c.ops
+        if "fmha" in op.target
+    )
+    backward = ("__cudnn$fmhaSoftmaxBackward", 192, 192, 128)
+    assert calls == [("__cudnn$fmhaSoftmax", 192, 192, 192), backward, backward]
+    assert temporaries[1] < 2.1 * temporaries[0]
+
+
+def test_xla_attention_has_no_seq_by_seq_array():
+    seq = 16 * attention.BLOCK
+    x = jax.ShapeDtypeStruct((1, seq, 1, 8), jnp.bfloat16)
+    grad = jax.grad(lambda *a: jnp.sum(attention.attend(*a, kind="xla")), (0, 1, 2))
+    sizes = [
+        np.prod(v.aval.shape)
+        for eqn in jax.make_jaxpr(grad)(x, x, x).eqns
+        for v in eqn.outvars
+        if v.aval.shape
+    ]
+    assert max(sizes) <= seq * attention.BLOCK

@@ -1,0 +1,137 @@
+"""Mixture of experts: routing, capacity and dropless, against a loop over choices."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxbench.model import experts, layers, linear, transformer
+from tests.conftest import resolve
+
+
+def loop_over_choices(m, x_jd, w, capacity):
+    """The MoE layer, one choice at a time in the order of slots: output, and choices per expert."""
+    load, out = np.zeros(m.experts, int), np.zeros_like(x_jd)
+    gates, chosen, _ = jax.device_get(experts.route(m, x_jd @ w["router"]["w"]))
+    act = lambda x: np.asarray(layers.ACTS[m.act](x))
+    choices = list(
+        zip(gates.ravel(), np.arange(gates.size) // m.top_k, chosen.ravel(), strict=True)
+    )
+    if m.drop_policy == "probs":
+        choices.sort(key=lambda choice: -choice[0])
+    for gate, j, e in choices:
+        load[e] += 1
+        if load[e] <= capacity:
+            up = np.einsum("d,dnf->nf", x_jd[j], w["up"][e])
+            out[j] += gate * ((act(up[0]) * up[1]) @ w["down"][e])
+    return out, load
+
+
+UNORDERED = dict.fromkeys(sum(transformer.SUBLAYERS.values(), ()), linear.UNORDERED)
+
+
+@pytest.mark.parametrize(
+    "factor", [0.0, 0.5, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in (1.0, 2.0))]
+)
+@pytest.mark.parametrize(
+    ("router", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
+)
+def test_experts_process_tokens_up_to_their_capacity(factor, router, drop):
+    m = resolve("grok1_314b", "tiny").model
+    m = dataclasses.replace(
+        m, capacity_factor=factor, router=router, drop_policy=drop, init_std=0.3
+    )
+    x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
+    w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
+    w = jax.tree.map(
+        lambda leaf: getattr(leaf, "value", leaf), w, is_leaf=lambda b: hasattr(b, "names")
+    )
+    capacity = m.capacity(48) if factor else 48
+    expected, load = loop_over_choices(m, x.reshape(-1, m.embed), w, capacity)
+    actual, *_ = jax.jit(experts.Moe(m).apply)({"params": w}, x, UNORDERED)
+    np.testing.assert_allclose(actual.reshape(-1, m.embed), expected, rtol=2e-3, atol=2e-3)
+    if factor == 0.5:
+        assert load.max() > capacity  # some tokens were dropped
+    if factor == m.experts / m.top_k:
+        assert capacity == 48
+
+
+@pytest.mark.parametrize(
+    ("experts_and_top_k", "tokens"),
+    [
+        ((4, 2), 48),
+        pytest.param((16, 4), 64, marks=pytest.mark.exhaustive),
+        pytest.param((8, 8), 40, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_dropless_equals_a_capacity_for_all_tokens(experts_and_top_k, tokens):
+    """Values and gradients, with many, few and unevenly filled blocks."""
+    count, top_k = experts_and_top_k
+    m = dataclasses.replace(
+        resolve("grok1_314b", "tiny").model, experts=count, top_k=top_k, mlp=64, init_std=0.3
+    )
+    x = jax.random.normal(jax.random.key(1), (2, tokens // 2, m.embed))
+    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
+    w["router"]["w"] = w["router"]["w"].at[:, 0].add(0.2)  # expert 0 is chosen more often
+
+    def loss_and_grads(factor):
+        moe = experts.Moe(dataclasses.replace(m, capacity_factor=factor))
+        loss = lambda w, x: jnp.sum(jnp.sin(moe.apply({"params": w}, x, UNORDERED)[0]))
+        return jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))(w, x)
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, loss_and_grads(0.0), loss_and_grads(count / top_k))
+
+
+def test_dropless_rows_are_choices_and_partly_filled_blocks():
+    """With 128 experts, top-8: at most 25 % more rows than choices."""
+    m = dataclasses.replace(
+        resolve("grok1_314b", "tiny").model,
+        **dict(experts=128, top_k=8, mlp=24, embed=16, capacity_factor=0.0),
+    )
+    tokens = 2048
+    x = jax.ShapeDtypeStruct((1, tokens, m.embed), jnp.float32)
+    init = lambda: experts.Moe(m).init(jax.random.key(0), jnp.zeros(x.shape), UNORDERED)
+    w = nn.unbox(jax.eval_shape(init))
+    loss = lambda w, x: jnp.sum(experts.Moe(m).apply(w, x, UNORDERED)[0])
+    sizes = [
+        v.aval.size
+        for eqn in jax.make_jaxpr(jax.grad(loss, (0, 1)))(w, x).eqns
+        for v in eqn.outvars
+        if v.aval.shape[-1:] == (m.embed,)
+    ]
+    assert max(sizes) <= 1.25 * tokens * m.top_k * m.embed
+
+
+def test_gradients_of_dispatch_and_combine_equal_indexing():
+    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, capacity_factor=0.75)
+    key = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(key[0], (12, 8))
+    _, expert, _ = experts.route(m, jax.random.normal(key[1], (12, m.experts)))
+    gate = jax.random.uniform(key[2], expert.shape)
+    slot, token = experts.assign_slots(m, gate, expert)
+
+    def with_custom_vjp(x, gate):
+        y = jnp.sin(experts.dispatch(x, slot, token))
+        return jnp.sum(jnp.cos(experts.combine(y, gate, slot, token)))
+
+    def indexing(x, gate):
+        y = jnp.sin(jnp.where((token >= 0)[..., None], x[token], 0)).reshape(-1, 8)
+        picked = jnp.where((slot >= 0)[..., None], y[slot], 0)
+        return jnp.sum(jnp.cos(jnp.einsum("jkd,jk->jd", picked, gate)))
+
+    both = (jax.jit(jax.grad(f, (0, 1)))(x, gate) for f in (with_custom_vjp, indexing))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *both)
+
+
+def test_balance_loss_is_minimal_for_balanced_load():
+    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, aux_loss=1.0)
+    even = jnp.full((8, m.experts), 1 / m.experts)
+    choices = jnp.stack([jnp.arange(8) % m.experts, (jnp.arange(8) + 1) % m.experts], 1)
+    loss = lambda probs, choices: experts.balance_loss(m, probs, experts.expert_load(m, choices, 1))
+    assert loss(even, choices) == pytest.approx(1.0)
+    skewed = jax.nn.softmax(jnp.tile(jnp.array([4.0, 4.0] + [0.0] * (m.experts - 2)), (8, 1)))
+    assert loss(skewed, jnp.tile(jnp.array([[0, 1]]), (8, 1))) > 1.5

@@ -1,0 +1,33 @@
+"""Sharding rules: weights, and the counts of a layout."""
+
+import itertools
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxbench.config.run import AXES, Layout
+from maxbench.sharding import rules
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(rules.RULES)), min_size=1, max_size=4, unique=True),
+    sizes=st.lists(st.sampled_from([1, 3, 8, 64, 96]), min_size=4, max_size=4),
+    mesh_shape=st.fixed_dictionaries({a: st.sampled_from([1, 2, 4]) for a in AXES}),
+)
+def test_shards_are_equal_and_each_axis_is_used_once(names, sizes, mesh_shape):
+    shards = lambda axes: math.prod(mesh_shape[a] for a in axes)
+    shape = [size * shards(rules.RULES[n]) for n, size in zip(names, sizes, strict=False)]
+    axes = [a for n in names for a in rules.RULES[n]]
+    if len(set(axes)) < len(axes):
+        return  # no weight has two dims on one mesh axis
+    sharding = rules.shard_weight(tuple(names), tuple(shape), mesh_shape)
+    used = [*itertools.chain(*sharding.compute_axes, *sharding.zero1_axes), *sharding.psum_axes]
+    assert sorted(used) == sorted(a for a in AXES if mesh_shape[a] > 1)
+    for size, compute, zero in zip(shape, sharding.compute_axes, sharding.zero1_axes, strict=True):
+        assert size % shards(compute + zero) == 0
+
+
+def test_counts_of_a_layout():
+    layout = Layout(dp=2, fsdp=4, ep=1, cp=2, tp=2, mbs=2, gbs=64)
+    assert (layout.gpus, layout.shards, layout.microbatches) == (32, 8, 4)
