@@ -1,9 +1,9 @@
-"""Trains a small Llama on learnable text in BF16 and in FP8, and draws both losses.
+"""Trains a small Llama on learnable text in BF16 and in FP8, and plots the losses.
 
-  python benchmarks/fp8_loss.py            2,000 steps each; on a CPU, some minutes
+  python benchmarks/fp8_loss.py            2,000 steps each; some minutes on a CPU
 
-Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, prints a table. The text is of
-a Markov source (maxbench/step/data.py), so the least possible loss is known.
+Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, and prints a table. The text
+is of a Markov chain (train.data=markov, maxbench/step/data.py), so the minimum loss is known.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RUNS = {
     "fp8 delayed": ["--dtype", "fp8", "--config.precision.scaling=delayed"],
 }
 COLOURS = ("#1f4e8c", "#d1495b", "#2a9d5c", "#8a5cc2")
-SMOOTH = 50  # steps that a drawn and compared loss is the mean of
+SMOOTH = 50  # steps that a plotted and compared loss is averaged over
 FLAGS = [
     "--seq",
     "64",
@@ -56,22 +56,22 @@ def losses(flags: list[str], steps: int) -> list[float]:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Means of SMOOTH values each, one after the other."""
+    """Means of consecutive groups of SMOOTH values."""
     starts = range(0, len(values) - SMOOTH + 1, SMOOTH)
     return [sum(values[i : i + SMOOTH]) / SMOOTH for i in starts]
 
 
 def picture(curves: dict[str, list[float]]) -> str:
-    """The curves as SVG."""
+    """An SVG plot of the curves."""
     steps = SMOOTH * max(map(len, curves.values()))
     top = math.ceil(max(map(max, curves.values())))
     xs = {x: f"{x:,.0f}" for x in ticks(0, steps)}
     ys = {y: f"{y:g}" for y in ticks(0, top)}
-    title = f"Loss, mean of {SMOOTH} steps; dashed: the least possible, ln {SUCCESSORS}"
+    title = f"Loss, mean of {SMOOTH} steps; dashed: the minimum, ln {SUCCESSORS}"
     f = Frame(title=title, x=(0, steps), y=(0, top), xs=xs, ys=ys, names=("step", ""), lines={})
-    text = lambda x, y, anchor, said: f'<text x="{x}" y="{y}" text-anchor="{anchor}">{said}</text>'
-    line = lambda y, how: (
-        f'<line x1="{f.LEFT}" x2="{f.RIGHT}" y1="{f.down(y)}" y2="{f.down(y)}" {how}/>'
+    text = lambda x, y, anchor, s: f'<text x="{x}" y="{y}" text-anchor="{anchor}">{s}</text>'
+    line = lambda y, style: (
+        f'<line x1="{f.LEFT}" x2="{f.RIGHT}" y1="{f.down(y)}" y2="{f.down(y)}" {style}/>'
     )
     parts = [line(y, 'stroke="#ddd"') for y in ys]
     parts += [text(f.LEFT - 7, f.down(y) + 4, "end", label) for y, label in ys.items()]
@@ -79,8 +79,8 @@ def picture(curves: dict[str, list[float]]) -> str:
     parts.append(text(f.RIGHT, f.HIGH - 3, "end", "step"))
     parts.append(line(math.log(SUCCESSORS), 'stroke="#888" stroke-dasharray="4 3"'))
     for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
-        spots = f.spots([((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)])
-        points = " ".join(f"{x},{y}" for x, y in spots)
+        pixels = f.spots([((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)])
+        points = " ".join(f"{x},{y}" for x, y in pixels)
         dash = f' stroke-dasharray="{6 * number} 4"' if number else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" '
                      f'stroke-width="2"{dash}/>')  # fmt: skip
@@ -99,20 +99,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     steps = parser.parse_args().steps
     curves = {name: smooth(losses(flags, steps)) for name, flags in RUNS.items()}
-    reference = curves["bf16"]
     rows = {}
     for name, curve in curves.items():
-        apart = [abs(a / b - 1) for a, b in zip(curve, reference, strict=True)]
-        rows[name] = {"final": curve[-1], "apart_final": apart[-1], "apart_most": max(apart)}
+        differences = [abs(a / b - 1) for a, b in zip(curve, curves["bf16"], strict=True)]
+        rows[name] = {
+            "final": curve[-1],
+            "apart_final": differences[-1],
+            "apart_most": max(differences),
+        }
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
-    about = {"steps": steps, "smooth": SMOOTH, "flags": FLAGS, "rows": rows, "curves": curves}
-    (results / "fp8_loss.json").write_text(json.dumps(about, indent=1) + "\n")
+    record = {"steps": steps, "smooth": SMOOTH, "flags": FLAGS, "rows": rows, "curves": curves}
+    (results / "fp8_loss.json").write_text(json.dumps(record, indent=1) + "\n")
     (ROOT / "docs/images/fp8_loss.svg").write_text(picture(curves))
-    print(f"{'run':<14}{'final loss':>12}{'apart':>9}{'at most':>9}")
+    print(f"{'run':<14}{'final loss':>12}{'vs bf16':>9}{'at most':>9}")
     for name, row in rows.items():
         print(f"{name:<14}{row['final']:>12.4f}{row['apart_final']:>9.2%}{row['apart_most']:>9.2%}")
-    print(f"least possible: ln {SUCCESSORS} = {math.log(SUCCESSORS):.4f}; {steps} steps")
+    print(f"minimum: ln {SUCCESSORS} = {math.log(SUCCESSORS):.4f}; {steps} steps")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The stages of gpu.py: each a generator of cases, a name and a function that returns figures.
+"""The stages of gpu.py. A stage yields cases: a name, and a function that returns figures.
 
-They are given whether toy sizes will do. A case raises UserError where it cannot run, and anything
-else where something is wrong. Names are known without a device; each process makes its own cases.
+The argument `small` selects toy sizes. A case raises UserError if it cannot run here, and any other
+exception if it failed. The names of cases do not depend on the device, because each process creates
+the cases anew.
 """
 
 import collections
@@ -43,16 +44,16 @@ from maxbench.step.train_step import Step
 Cases = Iterator[tuple[str, Callable[[], dict]]]
 GIB, BF16, FP32 = 2**30, jnp.bfloat16, jnp.float32
 FP8_GEMM = "__cublas$lt$matmul$f8"
-FAMILY = "llama31_8b"  # of stages that need one
+FAMILY = "llama31_8b"  # workload of stages that need one
 
 
-def alone(log: str) -> None:
-    """Makes this process one of its own session, whose words go into a file; it keeps no program:
-    compiling is timed, and what is compiled for a GPU that is not here cannot be read back."""
+def init_process(log_path: str) -> None:
+    """Starts a session, redirects output to a file, and disables the compilation cache: compilation
+    is timed, and programs for mocked GPUs cannot be loaded from the cache."""
     os.setsid()
-    with open(log, "wb") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+    with open(log_path, "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     faulthandler.enable()
     jax.config.update("jax_enable_compilation_cache", False)
 
@@ -63,7 +64,7 @@ def cases(stage: Callable[[bool], Cases], small: bool) -> dict[str, Callable[[],
 
 
 def record(stage: Callable[[bool], Cases], case: str, small: bool) -> dict:
-    """What a case returns, why it cannot run, or its error, whole."""
+    """The figures of a case, {'skipped': reason}, or {'error': traceback}."""
     try:
         return cases(stage, small)[case]()
     except UserError as reason:
@@ -73,14 +74,14 @@ def record(stage: Callable[[bool], Cases], case: str, small: bool) -> dict:
 
 
 def machine(small: bool) -> Cases:
-    """What runs here."""
+    """The device and versions."""
 
-    def about():
+    def device_and_versions():
         device, versions = jax.devices()[0], environment.versions()
-        known = {"device": device.device_kind, "platform": device.platform}
-        return known | {"git": environment.git_revision(), "versions": versions}
+        record = {"device": device.device_kind, "platform": device.platform}
+        return record | {"git": environment.git_revision(), "versions": versions}
 
-    yield "jax", about
+    yield "jax", device_and_versions
 
 
 def on_gpu() -> bool:
@@ -93,64 +94,65 @@ def needs_gpu() -> None:
 
 
 def options(small: bool) -> Cases:
-    """Every compiler option that a row of the workloads is compiled with, alone."""
-    found: dict[str, dict] = collections.defaultdict(dict)
+    """Compiles a GEMM with each compiler option of the workloads' rows, one at a time."""
+    values: dict[str, dict] = collections.defaultdict(dict)
     for path, config in recipes.workloads().items():
         for row in recipes.table(config.layouts):
             words = [f"--{flag}={row[flag]}" for flag in ("gpus", "gpu_type", "dtype")]
             words += ["--strong_scaling"] * (row["scaling"] == "strong")
             run = command_line.run_of([f"--config={path}", *words])
             for name, value in xla_options.xla_options("gpu", run).items():
-                found[name][value] = None
+                values[name][value] = None
 
-    def compiles(name):
+    def compile_gemm(name):
         x = jnp.ones((256, 256), BF16)
-        for value in found[name]:
+        for value in values[name]:
             jax.jit(lambda x: x @ x, compiler_options={name: value})(x).block_until_ready()
-        return {"values": ", ".join(map(repr, found[name]))}
+        return {"values": ", ".join(map(repr, values[name]))}
 
-    for name in found:
-        yield name, functools.partial(compiles, name)
+    for name in values:
+        yield name, functools.partial(compile_gemm, name)
 
 
 def attention(small: bool) -> Cases:
-    """Forward and backward of each kernel beside fp32: causal, whole, and two hops of a ring."""
+    """Each kernel, forward and backward, against fp32: causal, unmasked, and two hops of a ring."""
     kinds = sorted(kernels.KERNELS, key=lambda kind: kind == "xla")
-    for kind, width, how in itertools.product(kinds, (128, 192), ("causal", "whole", "ring")):
-        yield f"{kind} {width} {how}", functools.partial(attends, kind, width, how, small)
+    for kind, width, mask in itertools.product(kinds, (128, 192), ("causal", "whole", "ring")):
+        yield f"{kind} {width} {mask}", functools.partial(run_attention, kind, width, mask, small)
 
 
-def attends(kind: str, width: int, how: str, small: bool) -> dict:
+def run_attention(kind: str, width: int, mask: str, small: bool) -> dict:
     if kind != "xla":
         needs_gpu()
     keys, heads, groups = (256, 4, 2) if small else (4096, 32, 8)
-    queries = keys // 2 if how == "ring" else keys
+    queries = keys // 2 if mask == "ring" else keys
     shapes = (queries, heads), (keys, groups), (keys, groups), (queries, heads)
-    made = lambda i, t, h: jax.random.normal(jax.random.key(i), (1, t, h, width), BF16)
-    q, k, v, do = (made(i, *shape) for i, shape in enumerate(shapes))
+    draw = lambda i, t, h: jax.random.normal(jax.random.key(i), (1, t, h, width), BF16)
+    q, k, v, do = (draw(i, *shape) for i, shape in enumerate(shapes))
     forward, backward = kernels.KERNELS[kind]
-    if how == "ring":
+    if mask == "ring":
         forward, backward = ring(forward, backward)
-    scores = heads * queries * (keys - queries / 2 * (how != "whole"))
-    record, found = {}, ()
-    for name, kernel, count in (("forward", forward, 4), ("backward", backward, 10)):
-        args = (q, k, v, *found, do) if found else (q, k, v)
-        call = jax.jit(lambda *x, kernel=kernel: kernel(*x, how == "causal", 0.0))
+    scores = heads * queries * (keys - queries / 2 * (mask != "whole"))
+    record, outputs = {}, ()
+    for name, kernel, flops_per_score in (("forward", forward, 4), ("backward", backward, 10)):
+        args = (q, k, v, *outputs, do) if outputs else (q, k, v)
+        call = jax.jit(lambda *x, kernel=kernel: kernel(*x, mask == "causal", 0.0))
         program = call.lower(*args).compile()
-        found += tuple(program(*args))
+        outputs += tuple(program(*args))
         seconds = timed(program, *args)
-        record[f"{name}_tflops"] = count * scores * width / seconds / 1e12
+        record[f"{name}_tflops"] = flops_per_score * scores * width / seconds / 1e12
         record[f"{name}_workspace_gib"] = program.memory_analysis().temp_size_in_bytes / GIB
-    names, exact = ("o", "lse", "dq", "dk", "dv"), reference(q, k, v, do, how != "whole")
-    for name, got, want in zip(names, found, exact, strict=True):
-        error = float(jnp.max(jnp.abs(got.astype(FP32) - want)) / jnp.max(jnp.abs(want)))
+    names, exact = ("o", "lse", "dq", "dk", "dv"), reference(q, k, v, do, mask != "whole")
+    for name, x, y in zip(names, outputs, exact, strict=True):
+        error = float(jnp.max(jnp.abs(x.astype(FP32) - y)) / jnp.max(jnp.abs(y)))
         record[f"{name}_error"] = error
         assert error < 0.02, f"{name} is off by {error:.1%} of its largest value; {record}"
     return record
 
 
 def ring(forward, backward):
-    """Kernels of the later half of the queries: earlier keys, unmasked, merged with their own."""
+    """Kernels of the later half of the sequence's queries: attention to the earlier half of the
+    keys, unmasked, merged with attention to their own half, causal."""
     hops = lambda *x: zip(*(jnp.split(part, 2, 1) for part in x), (False, True), strict=True)
 
     def merged(q, k, v, *_):
@@ -170,7 +172,7 @@ def ring(forward, backward):
 @functools.partial(jax.jit, static_argnums=4)
 @jax.default_matmul_precision("highest")
 def reference(q, k, v, do, causal: bool):
-    """o, lse, dq, dk, dv in fp32, all scores at once; the last query sees all keys."""
+    """o, lse, dq, dk, dv in fp32, from the full score matrix; the last query sees all keys."""
 
     def attend(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -181,32 +183,34 @@ def reference(q, k, v, do, causal: bool):
         return jnp.einsum("bhts,bshd->bthd", jnp.exp(scores - lse[..., None]), v), lse
 
     q, k, v, do = (x.astype(FP32) for x in (q, k, v, do))
-    (o, lse), pull = jax.vjp(attend, q, k, v)
-    return o, lse, *pull((do, jnp.zeros_like(lse)))
+    (o, lse), vjp = jax.vjp(attend, q, k, v)
+    return o, lse, *vjp((do, jnp.zeros_like(lse)))
 
 
 def timed(program, *args) -> float:
-    """Seconds of a call: the best of three rows of ten, of which only the last is waited for."""
+    """Seconds per call: the best of three series of ten calls, of which the host waits for the last
+    one only."""
     ten = lambda: jax.block_until_ready([program(*args) for _ in range(10)][-1])
     ten()
     return min(timeit.repeat(ten, number=1, repeat=3)) / 10
 
 
 def ceilings(small: bool) -> Cases:
-    """cuBLAS's products and a copy, then the products of the workloads' layers."""
-    sums, side = {"bf16": None, "fp8 fast": False, "fp8 exact": True}, 256 if small else 8192
-    for name, exact in sums.items():
-        yield name, functools.partial(product, side, side, side, exact)
+    """TFLOP/s of large GEMMs, GB/s of a copy, and TFLOP/s of the GEMMs of the workloads' layers."""
+    exact_of = {"bf16": None, "fp8 fast": False, "fp8 exact": True}
+    side = 256 if small else 8192
+    for name, exact in exact_of.items():
+        yield name, functools.partial(gemm, side, side, side, exact)
     yield "copy", functools.partial(copy, side * side * 16)
     for path, config in recipes.workloads().items():
         most = max(row["gpus"] for row in recipes.table(config.layouts))
         run = command_line.run_of([f"--config={path}", f"--gpus={most}"])
         for name in ("bf16", "fp8 fast"):
-            yield f"{path.stem} {name}", functools.partial(layer, run, sums[name], small)
+            yield f"{path.stem} {name}", functools.partial(layer_gemms, run, exact_of[name], small)
 
 
-def product(m: int, k: int, n: int, exact: bool | None) -> dict:
-    """[m, k] x [n, k] in bf16, or in FP8 where `exact` says how it adds up."""
+def gemm(m: int, k: int, n: int, exact: bool | None) -> dict:
+    """[m, k] x [n, k]^T: in bf16 if exact is None, else in FP8, with exact accumulation or not."""
     a, b = (jax.random.normal(jax.random.key(i), (i, k), BF16) for i in (m, n))
     over, options = (((1,), (1,)), ((), ())), {"xla_gpu_enable_triton_gemm": False}
     multiply = lambda a, b: jax.lax.dot_general(a, b, over)
@@ -215,11 +219,11 @@ def product(m: int, k: int, n: int, exact: bool | None) -> dict:
         multiply = lambda a, b: fp8_per_tensor.PerTensor(False).product(a, b, over, BF16, exact)
     program = jax.jit(multiply, compiler_options=options).lower(a, b).compile()
     text, tflops = program.as_text(), 2 * m * k * n / timed(program, a, b) / 1e12
-    called = {*re.findall(r'custom_call_target="(__cu[^"]*)"', text)}
+    calls = {*re.findall(r'custom_call_target="(__cu[^"]*)"', text)}
     if on_gpu() and exact is not None:
-        assert called == {FP8_GEMM}, f"{called} at {tflops:.0f} TFLOP/s is not {FP8_GEMM}"
-        assert ("HIGHEST" in text) == exact, f"how it adds up is not exact={exact}"
-    return {"tflops": tflops, "calls": " ".join(called) or "none"}
+        assert calls == {FP8_GEMM}, f"{calls} at {tflops:.0f} TFLOP/s is not {FP8_GEMM}"
+        assert ("HIGHEST" in text) == exact, f"the GEMM does not have exact={exact}"
+    return {"tflops": tflops, "calls": " ".join(calls) or "none"}
 
 
 def copy(elements: int) -> dict:
@@ -227,9 +231,9 @@ def copy(elements: int) -> dict:
     return {"gbps": 2 * x.nbytes / timed(jax.jit(lambda x: x + 1), x) / 1e9}
 
 
-def layer(run: Run, exact: bool | None, small: bool) -> dict:
-    """TFLOP/s of each product of a layer, and of the head, as one GPU of a large row has it."""
-    m, a, cut = run.model, run.layout, 64 if small else 1
+def layer_gemms(run: Run, exact: bool | None, small: bool) -> dict:
+    """TFLOP/s of each GEMM of a layer and of the LM head, as shaped on one GPU of a large row."""
+    m, a, divisor = run.model, run.layout, 64 if small else 1
     rows = a.mbs * run.train.seq // a.cp
     routed = int(rows * m.rows(a.ep) * a.ep / (m.experts or 1))
     shapes = {
@@ -239,35 +243,38 @@ def layer(run: Run, exact: bool | None, small: bool) -> dict:
         "down": (routed, m.mlp // a.tp, m.embed),
         "head": (rows, m.embed, m.vocab // a.tp),
     }
-    rate = lambda dims: product(*(dim // cut for dim in dims), exact)["tflops"]
+    rate = lambda dims: gemm(*(dim // divisor for dim in dims), exact)["tflops"]
     return {name: rate(dims) for name, dims in shapes.items()}
 
 
 def workload(family: str, presets: str, *words: str) -> list[str]:
-    """Flags of a workload on the GPU that is here; of none, on an H100."""
+    """Flags of a workload on this GPU type; on an H100 if there is no GPU."""
     kind = GPU_TYPES.type_of(jax.devices()[0].device_kind) or "h100"
     return [f"--config={recipes.ROOT}/configs/{family}.py{presets}", f"--gpu_type={kind}", *words]
 
 
 def proxy(family: str, small: bool, *words: str) -> list[str]:
-    """Flags of a workload at full width with as many layers as leave room, its weights and moments
-    bf16 where they must; or of a toy."""
+    """Flags of a workload at full width, with as many layers as fit into memory, and with bf16
+    weights and moments if needed; if `small`, of its tiny preset."""
     if small:
         return workload(family, ":tiny", "--layers=1", *words)
     bf16 = [f"--config.precision.{name}=bf16" for name in ("weights", "moments")]
-    room = jax.local_devices()[0].memory_stats()["bytes_limit"] - 6 * GIB  # logits, scratch
-    # Bytes for each weight: itself, two moments, gradient, and the copy that computes.
-    for layers, (each, state) in itertools.product((4, 2, 1), ((16, []), (8, bf16))):
-        found = workload(family, ":proxy", f"--layers={layers}", *state, *words)
-        run = command_line.run_of(found)
-        size = each * flops.params(run.model) + memory.activation_bytes(run, run.train.remat)
-        if 1.05 * size < room:
-            return found
-    raise UserError(f"{family}: one layer needs {size / GIB:.0f} GiB, {room / GIB:.0f} are there")
+    available = jax.local_devices()[0].memory_stats()["bytes_limit"] - 6 * GIB  # logits, scratch
+    # Bytes per weight: master, two moments, gradient, and the compute copy.
+    for layers, (bytes_per_weight, state) in itertools.product((4, 2, 1), ((16, []), (8, bf16))):
+        flags = workload(family, ":proxy", f"--layers={layers}", *state, *words)
+        run = command_line.run_of(flags)
+        size = bytes_per_weight * flops.params(run.model)
+        size += memory.activation_bytes(run, run.train.remat)
+        if 1.05 * size < available:
+            return flags
+    needed, available = size / GIB, available / GIB
+    raise UserError(f"{family}: one layer needs {needed:.0f} GiB, {available:.0f} are available")
 
 
 def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
-    """Trains with a wait after each step: the record, and what starts one more step."""
+    """Trains with a wait after each step: returns the figures, and a function that dispatches one
+    more step without waiting."""
     run, seconds = command_line.run_of(words), []
     step, device = Step(run, mesh.make_mesh(run.layout)), jax.local_devices()[0]
     compiled, lower_s, compile_s = step.compile()
@@ -277,14 +284,14 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
         assert record["fp8_gemms"] or not on_gpu(), f"no {FP8_GEMM} in the program"
     state = jax.block_until_ready(step.init())
 
-    def once():
+    def dispatch():
         nonlocal state
         state, out = compiled(state)
         return out
 
     for _ in range(steps):
         start = time.perf_counter()
-        out = jax.block_until_ready(once())
+        out = jax.block_until_ready(dispatch())
         seconds.append(time.perf_counter() - start)
     assert run.runtime.mock_gpus or math.isfinite(out["loss"]), f"the loss is {out['loss']}"
     gpu_type = run.gpu_types.type_of(device.device_kind) or None
@@ -295,15 +302,15 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
     record |= {"seconds": seconds, "compile_s": lower_s + compile_s}
     sizes = compiled.memory_analysis()
     record["compiler_gib"] = (sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / GIB
-    if known := device.memory_stats():  # a CPU keeps no count
-        record["peak_gib"] = known["peak_bytes_in_use"] / GIB
-    return record, once
+    if stats := device.memory_stats():  # None on a CPU
+        record["peak_gib"] = stats["peak_bytes_in_use"] / GIB
+    return record, dispatch
 
 
 def stamps(small: bool) -> Cases:
-    """Steps as the run's own log has them, beside those that are waited for one by one."""
+    """Step times of the run's log, against steps that the host waits for one by one."""
 
-    def beside(toys):
+    def compare(toys):
         words = proxy(FAMILY, toys, f"--steps={4 if small else 20}")
         waited = trained(words, 4 if small else 20)[0]["seconds"]
         with tempfile.TemporaryDirectory() as folder:
@@ -312,43 +319,45 @@ def stamps(small: bool) -> Cases:
         record = {}
         stamped = [json.loads(line)["step_s"] for line in log]
         for name, seconds in (("waited", waited), ("stamped", stamped)):
-            middle = statistics.median(seconds)
-            record |= {f"{name}_s": middle, f"{name}_first": seconds[0] / middle}
-            record |= {f"{name}_last": seconds[-1] / middle, name: seconds}
+            median = statistics.median(seconds)
+            record |= {f"{name}_s": median, f"{name}_first": seconds[0] / median}
+            record |= {f"{name}_last": seconds[-1] / median, name: seconds}
         return record
 
     for name in ("tiny",) if small else ("tiny", "proxy"):
-        yield f"{FAMILY} {name}", functools.partial(beside, name == "tiny")
+        yield f"{FAMILY} {name}", functools.partial(compare, name == "tiny")
 
 
 def fp8(small: bool) -> Cases:
-    """One proxy in bf16, and in FP8 with each scaling through each backend."""
+    """A proxy in bf16, and in FP8 with each scaling on each backend."""
 
     def quantized(backend, scaling):
         if backend == "te":
             needs_gpu()
             transformer_engine.load()
-        how = [f"--config.precision.backend={backend}", f"--config.precision.scaling={scaling}"]
-        return trained(proxy(FAMILY, small, "--dtype=fp8", *how))[0]
+        flags = [f"--config.precision.backend={backend}", f"--config.precision.scaling={scaling}"]
+        return trained(proxy(FAMILY, small, "--dtype=fp8", *flags))[0]
 
     yield "bf16", lambda: trained(proxy(FAMILY, small))[0]
     for backend, scaling in itertools.product(("xla", "te"), ("current", "delayed")):
         yield f"{backend} {scaling}", functools.partial(quantized, backend, scaling)
 
 
-def beside_plan(name: str, words: Callable[[], list[str]], steps: int, *more: str) -> Cases:
-    """A run, and what plan says of its work without waits for other GPUs."""
-    ran = {}
+def run_and_plan(name: str, words: Callable[[], list[str]], steps: int, *more: str) -> Cases:
+    """A run, and its plan without the time that it would wait for other GPUs."""
+    measured = {}
 
     def train():
-        ran.update(trained([*words(), *more], steps)[0])
-        return ran
+        measured.update(trained([*words(), *more], steps)[0])
+        return measured
 
     def plan():
         p = planner.plan(command_line.run_of(words()))
         step_s = p.step_s - p.timeline.exposed_s - p.timeline.idle_s
-        said = {"step_s": step_s, "peak_gib": p.memory.total / GIB}
-        return said | {f"{k}_off": x / ran[k] - 1 for k, x in said.items() if ran and on_gpu()}
+        predicted = {"step_s": step_s, "peak_gib": p.memory.total / GIB}
+        if not (measured and on_gpu()):
+            return predicted
+        return predicted | {f"{k}_off": x / measured[k] - 1 for k, x in predicted.items()}
 
     yield f"{name} trained", train
     yield f"{name} planned", plan
@@ -357,24 +366,24 @@ def beside_plan(name: str, words: Callable[[], list[str]], steps: int, *more: st
 def families(small: bool) -> Cases:
     """A proxy of each family."""
     for path in recipes.workloads():
-        yield from beside_plan(path.stem, functools.partial(proxy, path.stem, small), 8)
+        yield from run_and_plan(path.stem, functools.partial(proxy, path.stem, small), 8)
 
 
 def unrolled(small: bool) -> Cases:
-    """The same layers as a loop and as code."""
-    for name, most in (("loop", 0), ("code", 40)):
-        words = f"--layers={1 if small else 8}", f"--config.train.unroll_layers={most}"
+    """The same layers as a loop and unrolled."""
+    for name, layers in (("loop", 0), ("code", 40)):
+        words = f"--layers={1 if small else 8}", f"--config.train.unroll_layers={layers}"
         yield name, lambda words=words: trained(proxy(FAMILY, small, *words))[0]
 
 
 def profile(small: bool) -> Cases:
-    """Three steps of a proxy: the longest kernels, and the widest gaps between any two."""
+    """Three steps of a proxy: the kernels that take most time, and the longest gaps between two."""
 
     def traced():
-        once = trained(proxy(FAMILY, small), 3)[1]
+        dispatch = trained(proxy(FAMILY, small), 3)[1]
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                jax.block_until_ready([once() for _ in range(3)])
+                jax.block_until_ready([dispatch() for _ in range(3)])
             file = next(pathlib.Path(folder).rglob("*.xplane.pb"))
             data = jax.profiler.ProfileData.from_file(str(file))
         plane, line = ("/device:GPU:0", "Stream") if on_gpu() else ("/host:CPU", "tf_XLA")
@@ -386,7 +395,10 @@ def profile(small: bool) -> Cases:
 
 
 def longest(kernels: list[tuple[float, float, str]], most: int = 12) -> dict:
-    """Of kernels' starts, ends and names: those that take most, the widest gaps, the busy share."""
+    """The kernels that take most time, the longest gaps, and the busy fraction.
+
+    kernels: (start, end, name) of each, in ns.
+    """
     total, gaps, (begin, end, last) = collections.Counter(), [], min(kernels)
     for start, stop, name in sorted(kernels):
         total[name] += stop - start
@@ -400,21 +412,21 @@ def longest(kernels: list[tuple[float, float, str]], most: int = 12) -> dict:
 
 
 def mocked(small: bool) -> Cases:
-    """One GPU's share of a recipe: what its neighbours would send is made up."""
+    """One GPU's part of a recipe on mocked neighbours (--mock_gpus): received data is arbitrary."""
 
     def row(family, count):
-        if os.environ.get("JAX_PLATFORMS") != "cpu":  # before jax looks for its devices
+        if os.environ.get("JAX_PLATFORMS") != "cpu":  # before JAX initializes its devices
             jax.config.update("jax_mock_gpu_topology", GPU_TYPES["h100"].topology(count, 1))
         needs_gpu()
         return workload(family, ":tiny" * small, f"--gpus={count}")
 
     for family, count in ((FAMILY, 8), ("llama2_70b", 128), ("llama31_405b", 512)):
         words = functools.partial(row, family, count)
-        yield from beside_plan(f"{family}-{count}", words, 3, f"--mock_gpus={count}")
+        yield from run_and_plan(f"{family}-{count}", words, 3, f"--mock_gpus={count}")
 
 
 def maxtext(small: bool) -> Cases:
-    """MaxText on the work that stage fp8 does in bf16."""
+    """MaxText on the workload of the stage fp8 in bf16."""
 
     def peer():
         home = importlib.util.find_spec("maxtext") or importlib.util.find_spec("MaxText")
@@ -426,12 +438,12 @@ def maxtext(small: bool) -> Cases:
             model_name=llama3.1-8b override_model_config=True base_num_decoder_layers=4
             max_target_length=8192 per_device_batch_size=1 attention=cudnn_flash_jax
             enable_checkpointing=False base_output_directory={tempfile.gettempdir()}"""
-        # This process has not touched the GPU: its memory is all the other's.
+        # This process has not initialized the GPU, so the subprocess has all its memory.
         command = [sys.executable, "-m", module, *words.split()]
         done = subprocess.run(command, capture_output=True, text=True)
-        said = done.stdout + done.stderr
-        seconds = [*map(float, re.findall(r"completed step: \d+, seconds: ([\d.]+)", said))]
-        assert len(seconds) == 12, said
+        log = done.stdout + done.stderr
+        seconds = [*map(float, re.findall(r"completed step: \d+, seconds: ([\d.]+)", log))]
+        assert len(seconds) == 12, log
         return {"step_s": statistics.median(seconds[1:]), "seconds": seconds}
 
     yield FAMILY, peer

@@ -2,7 +2,7 @@
 
     python benchmarks/peer_shapes.py [A B C tiny]
 
-Each case is a fresh process of the real command. One line per case, the table last.
+Each case runs the command line in a new process, and prints one line.
 """
 
 import json
@@ -18,7 +18,11 @@ CASES = {
     "B": (LARGE, "--seq 512 --mbs 8 --cpu_devices 1"),
     "C": (SMALL, "--seq 256 --mbs 1 --fsdp 8 --cpu_devices 8"),
 }
-PEER = {"A": (0.512, 1.60), "B": (3.818, 3.03), "C": (1.153, None)}  # s, GB; quiet machine
+PEER = {
+    "A": (0.512, 1.60),
+    "B": (3.818, 3.03),
+    "C": (1.153, None),
+}  # s, GB, on an idle machine
 WORKLOADS = sorted(p.stem for p in pathlib.Path("configs").glob("*.py"))
 
 
@@ -44,14 +48,11 @@ def shape(name: str) -> str:
 
 
 def tiny() -> str:
-    found = {n: run(f"configs/{n}.py:tiny", "--steps 4") for n in WORKLOADS}
-    texts = [f"{n} {r['start_to_first_step_s']:.1f} s" for n, r in found.items()]
+    results = {n: run(f"configs/{n}.py:tiny", "--steps 4") for n in WORKLOADS}
+    texts = [f"{n} {r['start_to_first_step_s']:.1f} s" for n, r in results.items()]
     return "start to first step of :tiny: " + ", ".join(texts)
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or [*CASES, "tiny"]
-    lines = []
-    for name in wanted:
-        lines.append(tiny() if name == "tiny" else shape(name))
-        print(lines[-1], flush=True)
+    for name in sys.argv[1:] or [*CASES, "tiny"]:
+        print(tiny() if name == "tiny" else shape(name), flush=True)
