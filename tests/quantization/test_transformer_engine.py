@@ -47,8 +47,8 @@ def test_import_error_is_reported(error, monkeypatch):
 
 def test_without_driver_and_compiler_the_requirements_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"C compiler.*backend=xla needs neither"):
-        stub_libcuda.stand_in(tmp_path)
+    with pytest.raises(ValueError, match=r"driver, or a C compiler.*backend=xla"):
+        stub_libcuda.build_stub(tmp_path)
 
 
 @needs_te
