@@ -126,3 +126,31 @@ def test_tests_of_one_family_run_on_one_worker(request, family):
     if not hasattr(request.config, "workerinput"):
         pytest.skip("one process")
     assert request.node.nodeid.endswith(f"@test_codebase {family}")
+
+
+def unannotated(function: ast.FunctionDef, is_method: bool) -> list[str]:
+    """Arguments without a type, and 'return' without one; self and cls need none."""
+    a = function.args
+    named = [*a.posonlyargs, *a.args]
+    static = any(
+        isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list
+    )
+    named = named[1:] if is_method and not static else named
+    every = [*named, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+    returns = ["return"] if function.returns is None else []
+    return [arg.arg for arg in every if arg.annotation is None] + returns
+
+
+def test_public_functions_and_methods_are_annotated():
+    """mypy checks the annotations (.ci/run); private functions may have none."""
+    missing = {}
+    for path, tree in PARSED.items():
+        functions = [(node, False) for node in tree.body]
+        for cls in tree.body:
+            if isinstance(cls, ast.ClassDef) and not cls.name.startswith("_"):
+                functions += [(node, True) for node in cls.body]
+        for node, is_method in functions:
+            is_public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            if is_public and (names := unannotated(node, is_method)):
+                missing[f"{path}: {node.name}"] = names
+    assert missing == {}

@@ -58,7 +58,11 @@ class Liveness:
         return at, dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def liveness(program: hlo.Program, costs: Costs, frequencies=simulate.NO_BRANCHES) -> Liveness:
+def liveness(
+    program: hlo.Program,
+    costs: Costs,
+    frequencies: simulate.BranchFrequencies = simulate.NO_BRANCHES,
+) -> Liveness:
     """Traces the buffers of a program's entry; `frequencies` as in simulate.simulate()."""
     entry, walk = program.entry, _Walk(program, costs, frequencies)
     parameters = _parameters(entry)

@@ -9,6 +9,7 @@ import math
 import re
 import types
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from maxbench.pipeline.schedule import (
     WAYS,
     Schedule,
 )
+
+if TYPE_CHECKING:
+    from maxbench.cost_model.simulate import Timeline
 
 # Events of a tick, one letter each: 'X' sends dx and 'Y' sends y, 'x' and 'y' receive them, 'f' and
 # 'b' are the chunk switches, 'l' is the loss.
@@ -50,7 +54,9 @@ CHUNK_SWITCHES: Seconds = types.MappingProxyType(
 
 
 def branch_frequencies(
-    schedule: Schedule, program: hlo.Program | None = None, first_pass=None
+    schedule: Schedule,
+    program: hlo.Program | None = None,
+    first_pass: "Timeline | None" = None,
 ) -> dict[str, tuple[float, float]]:
     """simulate.BranchFrequencies of a schedule.
 
@@ -120,7 +126,7 @@ def _events(op: hlo.Op) -> str:
 
 
 def chunk_switch_delay(
-    schedule: Schedule, order=ORDER, lengths: Seconds = CHUNK_SWITCHES, slack: float = 0.0
+    schedule: Schedule, order: str = ORDER, lengths: Seconds = CHUNK_SWITCHES, slack: float = 0.0
 ) -> float:
     """Time that chunk switches add to a step, in units of the switches of one stage.
 

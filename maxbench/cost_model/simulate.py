@@ -115,7 +115,10 @@ EVERY_TICK = (1.0, 0.0)
 
 
 def simulate(
-    program: hlo.Program, costs: Costs, frequencies: BranchFrequencies = NO_BRANCHES, record=False
+    program: hlo.Program,
+    costs: Costs,
+    frequencies: BranchFrequencies = NO_BRANCHES,
+    record: bool = False,
 ) -> Timeline:
     """Simulates one execution of the program's entry.
 

@@ -13,6 +13,7 @@ k head_dim (that of the values may differ).
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ BLOCK = 256  # queries whose scores are in memory at once in the XLA kernel
 VALUE_SLICE = 128
 
 
-def select_kernel(run: Run, device) -> str:
+def select_kernel(run: Run, device: Any) -> str:
     """The key of KERNELS for run.train.attention on a device, which may be absent (planning).
 
     Whether cuDNN supports the model follows from kernel_for(); for a device that is present, also
@@ -86,7 +87,9 @@ def _compile_error(kind: str, run: Run) -> str:
     return ""
 
 
-def attend(q_bthk, k_bsgk, v_bsgk, *, kind: str, softcap: float = 0.0):
+def attend(
+    q_bthk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array, *, kind: str, softcap: float = 0.0
+) -> jax.Array:
     """Causal attention of this GPU's queries to the keys of all GPUs of cp.
 
     Args:

@@ -17,6 +17,7 @@ n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs
 """
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -52,13 +53,20 @@ class Moe(nn.Module):
         aux = balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
         return y_jd.reshape(x_bud.shape), tokens, aux
 
-    def with_capacity(self, x_jd, gate_jk, expert_jk, orders, load_be):
+    def with_capacity(
+        self,
+        x_jd: jax.Array,
+        gate_jk: jax.Array,
+        expert_jk: jax.Array,
+        orders: Any,
+        load_be: jax.Array,
+    ) -> tuple[jax.Array, Any]:
         slot_jk, token_ec = map(save_routing, assign_slots(self.model, gate_jk, expert_jk))
         y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, load_be)
         y_ecd, gate_jk = checkpoint_name(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype)
         return combine(y_ecd, gate_jk, slot_jk, token_ec), tokens
 
-    def experts(self, x_ecd, orders, load_be):
+    def experts(self, x_ecd: jax.Array, orders: Any, load_be: jax.Array) -> tuple[jax.Array, Any]:
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
@@ -75,7 +83,9 @@ class Moe(nn.Module):
         y_ecd, down_token = dot(h_ecf, "down", down, out_std(m), order=orders["down"], **how)
         return y_ecd, {"up": up_token, "down": down_token}
 
-    def dropless(self, x_jd, gate_jk, expert_jk, orders, _):
+    def dropless(
+        self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any, _: Any
+    ) -> tuple[jax.Array, Any]:
         m = self.model
         gather = lambda x: collectives.all_gather(collectives.all_gather(x, "tp", 0), "ep", 0)
         x_jd, expert_jk = gather(x_jd), gather(expert_jk)
@@ -96,14 +106,14 @@ class Moe(nn.Module):
         tokens = {name: order.issued for name, order in orders.items()}
         return checkpoint_name(y_jd, "mlp_down"), tokens
 
-    def whole(self, name, axes, std, dtype):
+    def whole(self, name: str, axes: Any, std: float, dtype: Any) -> jax.Array:
         """A weight of this GPU's experts, all-gathered over fsdp."""
         w = jnp.asarray(param_value(self, name, axes, std), dtype)
         return collectives.all_gather(w, "fsdp", axes.split().index("embed"))
 
 
 @jax.custom_vjp
-def grad_after_wgrad(x_ecd, sums):
+def grad_after_wgrad(x_ecd: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
     """The identity, whose backward pass orders dx_ecd's all-to-all over ep after the wgrad that
     `sums` accumulates, so that they overlap; XLA would run the wgrad last. With one expert per GPU
     only: with more, the token would unfuse the addition to the accumulator from the wgrad GEMM."""
@@ -120,7 +130,7 @@ def _grad_after_wgrad_backward(_, gradients):
 grad_after_wgrad.defvjp(lambda *args: (grad_after_wgrad(*args), None), _grad_after_wgrad_backward)
 
 
-def route(m: Model, logits_je):
+def route(m: Model, logits_je: jax.Array) -> Any:
     """Top-k routing.
 
     Returns:
@@ -137,7 +147,7 @@ def route(m: Model, logits_je):
     return top_jk if softmax_first else jax.nn.softmax(top_jk), expert_jk, probs_je
 
 
-def save_routing(x):
+def save_routing(x: jax.Array) -> Any:
     """In a pipeline, saves a routing decision for the backward pass, which must use the same slots:
     recomputed from an x that was rounded differently, a token could get another slot.
 
@@ -147,7 +157,7 @@ def save_routing(x):
     return checkpoint_name(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
 
 
-def assign_slots(m: Model, gate_jk, expert_jk):
+def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
     """Assigns tokens to slots of the experts that they chose, by model.drop_policy.
 
     Returns:
@@ -171,7 +181,7 @@ def assign_slots(m: Model, gate_jk, expert_jk):
 
 
 @jax.custom_vjp
-def dispatch(x_jd, slot_jk, token_ec):
+def dispatch(x_jd: jax.Array, slot_jk: jax.Array, token_ec: jax.Array) -> jax.Array:
     """Copies tokens to their slots: x_ecd, zeros in empty slots."""
     return take(x_jd, token_ec)
 
@@ -184,7 +194,9 @@ dispatch.defvjp(lambda *args: (dispatch(*args), args[1]), _dispatch_backward)
 
 
 @jax.custom_vjp
-def combine(y_ecd, gate_jk, slot_jk, token_ec):
+def combine(
+    y_ecd: jax.Array, gate_jk: jax.Array, slot_jk: jax.Array, token_ec: jax.Array
+) -> jax.Array:
     """Sums the experts' outputs of each token, weighted by gate_jk: y_jd."""
     picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
     return jnp.einsum("jkd,jk->jd", picked_jkd, gate_jk)
@@ -205,7 +217,7 @@ def _combine_backward(saved, dy_jd):
 combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
 
 
-def expert_load(m: Model, expert_jk, batch: int):
+def expert_load(m: Model, expert_jk: jax.Array, batch: int) -> jax.Array:
     """The fraction of each sequence's choices that each expert got, load_be, fp32: this GPU's
     sequences, summed over cp and tp, which split their tokens."""
     parts = collectives.axis_size("cp") * collectives.axis_size("tp")
@@ -214,7 +226,7 @@ def expert_load(m: Model, expert_jk, batch: int):
     return save_routing(collectives.psum(load_be, "cp", "tp"))
 
 
-def balance_loss(m: Model, probs_je, load_be):
+def balance_loss(m: Model, probs_je: jax.Array, load_be: jax.Array) -> jax.Array:
     """Load-balancing loss, summed over this GPU's sequences: this GPU's part of it.
 
     Per sequence: aux_loss x experts x sum over e of load_e x mean probability of e, as in Switch

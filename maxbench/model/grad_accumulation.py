@@ -18,7 +18,7 @@ can, instead of in a separate pass over all gradients; and quantized weights, wh
 differentiable, need no gradient. The value of the loss does not depend on the accumulators.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class GradAccumulator(NamedTuple):
 
 
 @jax.custom_vjp
-def accumulate_into(sums, w):
+def accumulate_into(sums: Any, w: Any) -> Any:
     """Returns w, a tree of arrays, whose gradient is added to `sums`: see the module."""
     return w
 
@@ -46,7 +46,7 @@ accumulate_into.defvjp(
 )
 
 
-def zeros(weights, dtype):
+def zeros(weights: Any, dtype: Any) -> Any:
     """Empty accumulators of a tree of weights (arrays and quantization.Weight)."""
 
     def accumulator(w):
@@ -62,12 +62,12 @@ def _has_amax(x) -> bool:
     return isinstance(x, GradAccumulator)
 
 
-def grads_of(sums):
+def grads_of(sums: Any) -> Any:
     """The gradients in a tree of accumulators."""
     return jax.tree.map(lambda x: x.grad if _has_amax(x) else x, sums, is_leaf=_has_amax)
 
 
-def amaxes_of(sums, stacked: bool):
+def amaxes_of(sums: Any, stacked: bool) -> Any:
     """The amaxes of x and dy in a tree of accumulators, fp32 [layers, gemms, 2], or None.
 
     stacked: sums['layers'] is one tree stacked over layers, and not a tuple of trees.

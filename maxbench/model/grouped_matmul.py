@@ -34,7 +34,7 @@ class BlockAssignment(NamedTuple):
     used: jax.Array | None
 
 
-def assign_blocks(expert_jk, experts: int) -> BlockAssignment:
+def assign_blocks(expert_jk: jax.Array, experts: int) -> BlockAssignment:
     """Sorts choices by expert, stably, into blocks of one expert each.
 
     The rows of a block are a power of two, at least 8, so that an expert has 4 blocks or more if
@@ -74,7 +74,7 @@ def _mean_rows(choices, experts: int) -> int:
     return choices.size // (experts * collectives.axis_size("ep"))
 
 
-def take(x, index):
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index] along dim 0; zeros where index is negative."""
     return jnp.where((index >= 0)[..., None], x[jnp.maximum(index, 0)], 0)
 
@@ -93,7 +93,7 @@ def _sum_choices(y_ncd, blocks: BlockAssignment):
 
 
 @jax.custom_vjp
-def dispatch(x_jd, blocks: BlockAssignment):
+def dispatch(x_jd: jax.Array, blocks: BlockAssignment) -> jax.Array:
     """Copies each token to the rows of its choices: x_ncd, zeros in empty rows."""
     return _scatter_tokens(x_jd, blocks)
 
@@ -105,7 +105,7 @@ dispatch.defvjp(
 
 
 @jax.custom_vjp
-def combine(y_ncd, blocks: BlockAssignment):
+def combine(y_ncd: jax.Array, blocks: BlockAssignment) -> jax.Array:
     """Sums each token's rows on this GPU: y_jd. Accumulates in fp32."""
     return _sum_choices(y_ncd, blocks)
 
@@ -116,13 +116,13 @@ combine.defvjp(
 )
 
 
-def block_gates(gate_jk, blocks: BlockAssignment):
+def block_gates(gate_jk: jax.Array, blocks: BlockAssignment) -> jax.Array:
     """The router's weight of each row, gate_nc; 0 in empty rows."""
     return take(gate_jk.reshape(-1, 1), blocks.choice_nc)[..., 0]
 
 
 @jax.custom_vjp
-def grouped_matmul(x_ncd, w_edf, blocks: BlockAssignment):
+def grouped_matmul(x_ncd: jax.Array, w_edf: jax.Array, blocks: BlockAssignment) -> jax.Array:
     """Each block times the weight of its expert: y_ncf, zeros in unused blocks.
 
     Accumulates in fp32; the result and the gradients have the dtype of x and of w.

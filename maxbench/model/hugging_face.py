@@ -17,7 +17,7 @@ from maxbench.config.model import Model
 from maxbench.model import transformer
 
 
-def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype=np.float32) -> dict:
+def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = np.float32) -> dict:
     """Converts Hugging Face's tensors of a model to the tree of weights, numpy arrays of one dtype.
 
     Raises:

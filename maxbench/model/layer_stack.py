@@ -10,6 +10,8 @@ stacks, '000', '001', ..., one for each run of consecutive layers that are alike
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +20,31 @@ from maxbench.config import lowering
 from maxbench.config.model import Model
 
 
-def split(m: Model, layers) -> list:
+def split(m: Model, layers: Any) -> list:
     """The stacks of a tree of weights, or of a tree like it, in the order of Model.stacks."""
     return [layers] if len(m.stacks) == 1 else [layers[name] for name in sorted(layers)]
 
 
-def join(m: Model, stacks):
+def join(m: Model, stacks: Any) -> Any:
     """The inverse of split()."""
     return stacks[0] if len(m.stacks) == 1 else {f"{i:03}": s for i, s in enumerate(stacks)}
 
 
-def unstack(m: Model, layers):
+def unstack(m: Model, layers: Any) -> Any:
     """Stacked arrays -> a tuple of trees, one per layer."""
     indices = lambda stack: range(len(jax.tree.leaves(stack)[0]))
     layer = lambda stack, i: jax.tree.map(lambda x: x[i], stack)
     return tuple(layer(stack, i) for stack in split(m, layers) for i in indices(stack))
 
 
-def stack(m: Model, layers):
+def stack(m: Model, layers: Any) -> Any:
     """A tuple of trees, one per layer -> stacked arrays."""
     trees = iter(layers)
     stacked = lambda n: jax.tree.map(lambda *x: jnp.stack(x), *itertools.islice(trees, n))
     return join(m, [stacked(n) for n in _counts(m, len(layers))])
 
 
-def repeat(m: Model, trees, layers: int) -> tuple:
+def repeat(m: Model, trees: Any, layers: int) -> tuple:
     """One tree per stack -> a tuple of trees, one per layer, as unstack() returns."""
     counts = _counts(m, layers)
     return sum(((tree,) * n for n, tree in zip(counts, split(m, trees), strict=True)), ())
@@ -53,7 +55,14 @@ def _counts(m: Model, layers: int) -> list[int]:
     return [n for n, _ in m.stacks] if m.layer_groups else [layers]
 
 
-def run_layers(m: Model, step, x, layers, sums, last=(0, None)):
+def run_layers(
+    m: Model,
+    step: Callable,
+    x: jax.Array,
+    layers: Any,
+    sums: Any,
+    last: tuple[int, Callable | None] = (0, None),
+) -> Any:
     """Applies all layers to x, and sums their auxiliary losses.
 
     Args:

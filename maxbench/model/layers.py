@@ -13,6 +13,7 @@ heads of a group (its queries, its key and its value), and w their total width.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -40,7 +41,9 @@ class GemmParam(nn.Partitioned):
     gemm: rules.GemmDims | None = flax.struct.field(default=None, pytree_node=False)
 
 
-def param(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=None):
+def param(
+    module: nn.Module, name: str, axes: str, std: Any = None, fill: float = 0.0, gemm: Any = None
+) -> Any:
     """Declares a weight by its logical axes: Model has their sizes, sharding.rules their sharding.
 
     Args:
@@ -60,24 +63,24 @@ def param(module: nn.Module, name: str, axes: str, std=None, fill=0.0, gemm=None
 
 def param_value(
     module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0
-):
+) -> Any:
     """param() of a weight that linear() does not read; its gradient is accumulated."""
     w, sums = param(module, name, axes, std, fill)
     return w if sums is None else accumulate_into(sums, w)
 
 
 def matmul(
-    module,
-    x,
-    name,
+    module: Any,
+    x: jax.Array,
+    name: str,
     axes: str,
     std: float,
-    batch=0,
-    plain=False,
-    sums=None,
-    order=linear.UNORDERED,
-    **how,
-):
+    batch: int = 0,
+    plain: bool = False,
+    sums: Any = None,
+    order: Any = linear.UNORDERED,
+    **how: Any,
+) -> Any:
     """linear.linear() of x and a weight that this declares.
 
     Args:
@@ -134,7 +137,13 @@ class Norm(nn.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def normalize(x_btd, scale_d, bias_d, eps: float, separate_statistics: bool = False):
+def normalize(
+    x_btd: jax.Array,
+    scale_d: jax.Array,
+    bias_d: jax.Array,
+    eps: float,
+    separate_statistics: bool = False,
+) -> jax.Array:
     """x / rms(x) x scale; with a bias, (x - mean(x)) / std(x) x scale + bias.
 
     Computed in fp32, returned in the dtype of x. The backward pass is written out: from the VJP
@@ -186,7 +195,7 @@ def _sum_positions(x_btd):
 normalize.defvjp(lambda *args: (normalize(*args), args[:3]), _normalize_backward)
 
 
-def rope_angles(m: Model, position_t) -> tuple[jax.Array, jax.Array]:
+def rope_angles(m: Model, position_t: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
     """cos and sin of RoPE (arXiv:2104.09864) at each position, [t, rotated dims / 2], fp32.
 
     With rope_factor != 1, Llama 3.1's scaling: wavelengths longer than rope_context / rope_low are
@@ -203,7 +212,7 @@ def rope_angles(m: Model, position_t) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angle_tk), jnp.sin(angle_tk)
 
 
-def rotate(x_bthk, cos_tk, sin_tk):
+def rotate(x_bthk: jax.Array, cos_tk: jax.Array, sin_tk: jax.Array) -> jax.Array:
     """Applies RoPE: rotates pairs (i, i + n) for i < n = cos_tk.shape[1]; later dims pass through.
     Computed in fp32, returned in the dtype of x."""
     n = cos_tk.shape[1]
@@ -213,7 +222,7 @@ def rotate(x_bthk, cos_tk, sin_tk):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_bthk.dtype)
 
 
-def seq_major(x):
+def seq_major(x: jax.Array) -> jax.Array:
     """With tp, [b, t, ...] <-> [t, b, ...] (Megatron's layout): tp's collectives over t are then
     contiguous. Without tp, x."""
     return x.swapaxes(0, 1) if collectives.axis_size("tp") > 1 else x
@@ -245,7 +254,7 @@ class Attention(nn.Module):
         return checkpoint_name(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
 
 
-def split_qkv(m: Model, qkv):
+def split_qkv(m: Model, qkv: Any) -> Any:
     """Queries, keys and values, from btgqk, or from btgw if values and keys differ in width."""
     if qkv.ndim == 5:
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -260,7 +269,7 @@ def out_std(m: Model) -> float:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def activate(m: Model, up_nf, axis: int):
+def activate(m: Model, up_nf: jax.Array, axis: int) -> jax.Array:
     """The activation function, of input 0 of `axis`; gated, times input 1. Computed in fp32."""
     gate, *up = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
     h = ACTS[m.act](gate)

@@ -6,7 +6,7 @@ How its three GEMMs (fprop, dgrad, wgrad) compute is up to the weight's arithmet
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def no_comm() -> bool:
     return collectives.axis_size("tp") == collectives.axis_size("fsdp") == 1
 
 
-def linear(x, w, grad, spec: MatmulSpec, order: CommOrder = UNORDERED):
+def linear(x: jax.Array, w: Any, grad: Any, spec: MatmulSpec, order: CommOrder = UNORDERED) -> Any:
     """x @ w with its collectives.
 
     Args:

@@ -8,6 +8,7 @@ Shape letters: j token, d embed, v this GPU's part of the vocabulary.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,16 @@ from maxbench.sharding import collectives
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def cross_entropy(
-    x_jd,
-    w_dv,
-    sums_dv,
-    target_j,
+    x_jd: jax.Array,
+    w_dv: jax.Array,
+    sums_dv: jax.Array,
+    target_j: jax.Array,
     chunk: int,
     z_loss: float,
     multiplier: float,
     share: float = 1.0,
     padded: bool = False,
-):
+) -> Any:
     """Sum over tokens of -log p(target) + z_loss x logsumexp(logits)^2, this GPU's part of it.
 
     The z-loss is that of PaLM (arXiv:2204.02311).

@@ -9,6 +9,7 @@ runs under vmap, because Transformer Engine's GEMM has no batching rule.
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -33,7 +34,7 @@ from maxbench.sharding import mesh, ordering, rules
 SUBLAYERS = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
 
 
-def add(x_bud, y_bud, name: str):
+def add(x_bud: jax.Array, y_bud: jax.Array, name: str) -> jax.Array:
     """Adds the output of a sublayer to the residual stream.
 
     Without collectives, y is the output of a GEMM, which can add x (beta = 1). XLA fuses this only
@@ -92,7 +93,7 @@ class Block(nn.Module):
         return x_bud, tokens, aux
 
 
-def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
+def init(m: Model, key: jax.Array, layers: np.ndarray | None = None) -> dict[str, Any]:
     """Initial weights, fp32; each leaf is boxed with its logical axes (layers.GemmParam).
 
     Args:
@@ -124,9 +125,9 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered"))
 def layer(
-    run: Run, kind: Model, w, sums, x_bud, rope, wait_for=None, issued=None, sublayer="",
-    dx_unordered=False,
-):  # fmt: skip
+    run: Run, kind: Model, w: Any, sums: Any, x_bud: jax.Array, rope: Any, wait_for: Any=None, issued: Any=None, sublayer: str="",
+    dx_unordered: bool=False,
+) -> Any:  # fmt: skip
     """One layer, or one sublayer, under the remat policy of train.remat and train.offload.
 
     Jitted, so that it is traced and differentiated once, however many layers are unrolled.
@@ -196,7 +197,7 @@ class Transformer(nn.Module):
         return dot("btd,dv->btv", x_btd, w_dv) * m.output_multiplier
 
 
-def embed(m: Model, w, tokens_bt):
+def embed(m: Model, w: Any, tokens_bt: jax.Array) -> Any:
     """Embedding of tokens, x_bud. w has at least 'embed'."""
     w_vd = w["embed"]["w"]
     # Its width tells whether pp splits it too (lowering.embedding_sharded_over_pp).
@@ -205,7 +206,7 @@ def embed(m: Model, w, tokens_bt):
     return Embed(m, embed_axis).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
 
 
-def head(m: Model, w, x_bud, sums=None):
+def head(m: Model, w: Any, x_bud: jax.Array, sums: Any = None) -> Any:
     """Final norm: x_btd, w_dv, and w_dv's gradient accumulator or None. Logits are
     x_btd @ w_dv x model.output_multiplier.
 
@@ -217,7 +218,14 @@ def head(m: Model, w, x_bud, sums=None):
     return Head(m).apply(variables, x_bud, w["embed"]["w"])
 
 
-def lm_loss(run: Run, w, x_bud, targets_bt, sums=None, padded=False):
+def lm_loss(
+    run: Run,
+    w: Any,
+    x_bud: jax.Array,
+    targets_bt: jax.Array,
+    sums: Any = None,
+    padded: bool = False,
+) -> Any:
     """This GPU's part of the mean cross entropy over the global batch; a psum over GPUs, and the
     sum over microbatches, is the mean. `sums` as in head(), `padded` as in cross_entropy()."""
     x_btd, w_dv, sums_dv = head(run.model, w, x_bud, sums)
@@ -234,7 +242,7 @@ def lm_loss(run: Run, w, x_bud, targets_bt, sums=None, padded=False):
     )
 
 
-def forward(run: Run, w, tokens_bt, sums=None):
+def forward(run: Run, w: Any, tokens_bt: jax.Array, sums: Any = None) -> Any:
     """Embedding and all layers: x_bud, and the sum of the auxiliary losses.
 
     w['layers'] is stacked or a tuple of layers (layer_stack.py); `sums` are its accumulators.
@@ -252,7 +260,7 @@ def forward(run: Run, w, tokens_bt, sums=None):
     return layer_stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, last)
 
 
-def loss_fn(run: Run, w, tokens_bt, targets_bt, sums):
+def loss_fn(run: Run, w: Any, tokens_bt: jax.Array, targets_bt: jax.Array, sums: Any) -> Any:
     """This GPU's part of the loss of one microbatch, and {'loss', 'aux'}, its two terms.
 
     The sum of the parts over GPUs and microbatches is the mean over the global batch, so gradients

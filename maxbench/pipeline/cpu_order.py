@@ -4,6 +4,8 @@ XLA:CPU runs them concurrently, in another order on each device, and then deadlo
 surround those of the executor with data dependences; a GPU's program has none of them.
 """
 
+from typing import Any
+
 from maxbench.pipeline.executor import Carry, Executor, OneStage, Pipeline, Tick
 from maxbench.sharding.ordering import serialize_on_cpu
 
@@ -28,15 +30,15 @@ class SerializedOnCpu(Executor):
         t.dy = serialize_on_cpu((carry.metrics, carry.end_grads), t.dy)
         return super().send_input_grad(carry, t)
 
-    def loss(self, t: Tick, ys, head, state: Carry) -> Carry:
+    def loss(self, t: Tick, ys: Any, head: Any, state: Carry) -> Carry:
         before = state.metrics, state.end_grads
         return super().loss(_at(t, serialize_on_cpu(before, t.now)), ys, head, state)
 
-    def embed_grad(self, first, dxs, state: Carry) -> Carry:
+    def embed_grad(self, first: Any, dxs: Any, state: Carry) -> Carry:
         first = serialize_on_cpu((state.metrics, state.end_grads), first)
         return super().embed_grad(first, dxs, state)
 
-    def finish(self, carry: Carry):
+    def finish(self, carry: Carry) -> Any:
         grads, metrics = super().finish(carry)
         ends = {name: grad for name, grad in grads.items() if name != "layers"}
         ends, metrics = serialize_on_cpu(carry.grad_slots, (ends, metrics))
@@ -48,7 +50,7 @@ class OneStageOnCpu(SerializedOnCpu, OneStage):
 
 
 class PipelineOnCpu(SerializedOnCpu, Pipeline):
-    def embed(self, first, state: Carry) -> Carry:
+    def embed(self, first: Any, state: Carry) -> Carry:
         state = super().embed(serialize_on_cpu(state.metrics, first), state)
         return state.replace(metrics=serialize_on_cpu(state.input_slots, state.metrics))
 

@@ -1,5 +1,7 @@
 """The embedding, and the LM head with its loss, in a pipeline: forward and backward."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,14 +23,14 @@ class EmbedAndLoss:
         self.run, self.batch = run, batch
         self.w = {name: w[name] for name in WEIGHTS}
 
-    def embed(self, first, count=1, w=None):
+    def embed(self, first: jax.Array | int, count: int = 1, w: Any = None) -> Any:
         """The input activations of `count` microbatches from `first` on, [count x b, u, d].
         Microbatches after the last repeat it."""
         last = self.run.layout.microbatches - 1
         tokens = [self.batch(jnp.minimum(first + i, last))[0] for i in range(count)]
         return transformer.embed(self.run.model, w or self.w, jnp.concatenate(tokens))
 
-    def embed_backward(self, first, dxs, grads):
+    def embed_backward(self, first: jax.Array | int, dxs: Any, grads: Any) -> Any:
         """The gradients of the embedding with those of the microbatches from `first` on added.
 
         Args:
@@ -41,7 +43,7 @@ class EmbedAndLoss:
         call = lambda w: self.embed(first, count, {"embed": w})
         return _add(grads, jax.vjp(call, self.w["embed"])[1](dx)[0])
 
-    def loss(self, last, ys, grads, head):
+    def loss(self, last: jax.Array | int, ys: Any, grads: Any, head: Any) -> Any:
         """The loss of the microbatches up to `last`, and the gradients.
 
         Each stage computes the head for its part of the tokens: otherwise all stages would wait

@@ -143,7 +143,7 @@ class Executor:
         u = run.train.seq // (a.cp * a.tp)
         self.activation = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
-    def gradients(self, grads):
+    def gradients(self, grads: Any) -> Any:
         """Gradients of all microbatches, added to `grads` (zeros), and this GPU's metrics."""
         rows = jnp.asarray(self.table())[:, collectives.axis_index("pp")]
         carry = self.initial_carry(grads)
@@ -159,7 +159,7 @@ class Executor:
                 carry, _ = lax.scan(tick, carry, (now, following))
         return self.finish(carry)
 
-    def tick(self, phase: str, carry: Carry, rows):
+    def tick(self, phase: str, carry: Carry, rows: Any) -> Any:
         """One tick: at most one forward and one backward pass through a chunk, of different
         microbatches."""
         forward, backward = phase != schedule.COOLDOWN, phase != schedule.WARMUP
@@ -293,7 +293,7 @@ class Executor:
             received = collectives.ppermute_shift(t.dy, "pp", -1)
         return carry.replace(grad_slots=buffers.write(carry.grad_slots, slot, received))
 
-    def loss(self, t: Tick, ys, head, state: Carry) -> Carry:
+    def loss(self, t: Tick, ys: Any, head: Any, state: Carry) -> Carry:
         """The loss of a group of microbatches whose forward passes are complete, and its gradients.
 
         Row-major: otherwise jax 0.12 transposes the buffers for it in each tick.
@@ -305,12 +305,12 @@ class Executor:
         slots = buffers.write(state.grad_slots, t.now.loss_grad_slot, row_major(dys))
         return state.replace(end_grads=grads, metrics=metrics, grad_slots=slots)
 
-    def embed_grad(self, first, dxs, state: Carry) -> Carry:
+    def embed_grad(self, first: jax.Array | int, dxs: Any, state: Carry) -> Carry:
         """Adds the embedding's gradients of the microbatches from `first` on."""
         embed = self.ends.embed_backward(first, dxs, state.end_grads["embed"])
         return state.replace(end_grads=state.end_grads | {"embed": embed})
 
-    def output_grad(self, carry: Carry, t: Tick):
+    def output_grad(self, carry: Carry, t: Tick) -> Any:
         """The gradient of the output activation of this tick's backward pass; zeros without one."""
         dy = buffers.read(carry.grad_slots, t.now.bwd_grad_slot)
         return jnp.where(t.now.bwd_microbatch >= 0, dy, 0)
@@ -323,7 +323,7 @@ class Executor:
             carry = carry.replace(stash=jax.tree.map(write, carry.stash, carry.residuals))
         return carry, ordering.token(carry.stash)
 
-    def initial_carry(self, grads) -> Carry:
+    def initial_carry(self, grads: Any) -> Carry:
         """Empty buffers, created when the layers' weights are all-gathered, which takes memory too,
         while the head's are; if those come in slices, concurrently with the former.
 
@@ -367,17 +367,17 @@ class Executor:
             for name, vjp in self.vjps[0].items()
         }
 
-    def fwd_form(self, chunk: int):
+    def fwd_form(self, chunk: int) -> Any:
         """The layers of a chunk as the forward pass reads them."""
         return drop_form("dgrad_operand", with_fprop_form(self.chunk(self.layers, chunk)))
 
-    def with_both_forms(self, layer):
+    def with_both_forms(self, layer: Any) -> Any:
         """A layer with zeros for the operand of each Weight that its pass does not read
         (drop_form)."""
         zeros = lambda form, shape: jax.tree.map(jnp.zeros_like, shape) if form is None else form
         return jax.tree.map(zeros, layer, self.shapes, is_leaf=lambda form: form is None)
 
-    def has_layer(self, chunk, i):
+    def has_layer(self, chunk: Any, i: int) -> Any:
         """Whether slot i of a chunk of this stage has a layer. A layer of zeros passes activations
         and gradients on unchanged, but must not count in metrics and amaxes."""
         occupied = self.occupied[:, :, i]
@@ -395,7 +395,7 @@ class Executor:
     def begin_steady_state(self, carry: Carry) -> Carry:
         return carry
 
-    def finish(self, carry: Carry):
+    def finish(self, carry: Carry) -> Any:
         """The gradients, and this GPU's metrics."""
         return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics._asdict()
 
@@ -403,13 +403,13 @@ class Executor:
 class OneStage(Executor):
     """Without a pipeline: one stage with one chunk, whose layers are a tuple of trees."""
 
-    def chunk(self, stack, _chunk):
+    def chunk(self, stack: Any, _chunk: Any) -> Any:
         return stack
 
-    def fwd_weights(self, _carry):
+    def fwd_weights(self, _carry: Any) -> Any:
         return self.first_fwd_weights
 
-    def bwd_weights(self, _carry):
+    def bwd_weights(self, _carry: Any) -> Any:
         return drop_form("fprop_operand", self.layers)
 
     def receive_input(self, carry: Carry, t: Tick) -> Carry:
@@ -426,14 +426,14 @@ class OneStage(Executor):
             found.append(Branch(schedule.LOSS, True, loss))
         return found
 
-    def recv_bwd_slot(self, _carry, t: Tick):
+    def recv_bwd_slot(self, _carry: Any, t: Tick) -> Any:
         return t.following.recv_bwd_slot
 
 
 class Pipeline(Executor):
     """pp stages of vp chunks each."""
 
-    def chunk(self, stack, chunk):
+    def chunk(self, stack: Any, chunk: Any) -> Any:
         return buffers.read_chunk(stack, chunk, self.layers_per_chunk)
 
     def table(self) -> np.ndarray:
@@ -444,7 +444,7 @@ class Pipeline(Executor):
         table[-1, :, Row._fields.index("recv_bwd_slot")] = slot
         return table
 
-    def initial_carry(self, grads) -> Carry:
+    def initial_carry(self, grads: Any) -> Carry:
         carry = super().initial_carry(grads)
         carry = carry.replace(
             layer_weights=self.layers,
@@ -459,17 +459,17 @@ class Pipeline(Executor):
         grads = ordering.after(carry.chunk_grads, ordering.token(carry.output))
         return carry.replace(bwd_weights=drop_form("fprop_operand", last), chunk_grads=grads)
 
-    def finish(self, carry: Carry):
+    def finish(self, carry: Carry) -> Any:
         layers = buffers.write_chunk(carry.layer_grads, 0, carry.chunk_grads)  # the last is chunk 0
         newest = self.plan.microbatches - 1
         first = newest - newest % self.plan.microbatches_per_embedding
         carry = self.embed_grad(first, None, carry)
         return {**carry.end_grads, "layers": layers}, carry.metrics._asdict()
 
-    def fwd_weights(self, carry: Carry):
+    def fwd_weights(self, carry: Carry) -> Any:
         return carry.fwd_weights
 
-    def bwd_weights(self, carry: Carry):
+    def bwd_weights(self, carry: Carry) -> Any:
         return carry.bwd_weights
 
     def receive_input(self, carry: Carry, t: Tick) -> Carry:
@@ -521,18 +521,20 @@ class Pipeline(Executor):
             found.append(Branch(schedule.LOSS, t.now.loss_microbatch >= 0, loss))
         return found
 
-    def embed(self, first, state: Carry) -> Carry:
+    def embed(self, first: jax.Array | int, state: Carry) -> Carry:
         """Embeds the next group of microbatches, from `first` on, into the first input slots."""
         x = self.ends.embed(first, self.plan.microbatches_per_embedding)
         return state.replace(input_slots=buffers.write(state.input_slots, 0, row_major(x)))
 
-    def embed_grad(self, first, _dxs, state: Carry) -> Carry:
+    def embed_grad(self, first: jax.Array | int, _dxs: Any, state: Carry) -> Carry:
         """The first stage sends its input gradients to the last one, into the first slots."""
         last = collectives.axis_index("pp") == self.plan.pp - 1
         dxs = row_major(state.grad_slots[: self.plan.microbatches_per_embedding])
         return super().embed_grad(first, jnp.where(last, dxs, 0), state)
 
-    def switch_backward_chunk(self, layer_weights, t: Tick, token, state: Carry) -> Carry:
+    def switch_backward_chunk(
+        self, layer_weights: Any, t: Tick, token: jax.Array, state: Carry
+    ) -> Carry:
         """Writes back the gradients of the old chunk; reads weights and gradients of the next."""
         grads = buffers.write_chunk(
             state.layer_grads, t.following.bwd_chunk_writeback, state.chunk_grads
@@ -542,7 +544,7 @@ class Pipeline(Executor):
         bwd_weights = drop_form("fprop_operand", w)
         return state.replace(layer_grads=grads, chunk_grads=chunk_grads, bwd_weights=bwd_weights)
 
-    def recv_bwd_slot(self, carry: Carry, t: Tick):
+    def recv_bwd_slot(self, carry: Carry, t: Tick) -> Any:
         # After the chunk switch, which overlaps the transfer.
         return ordering.index_after(
             t.following.recv_bwd_slot, jax.tree.leaves(carry.bwd_weights)[0]

@@ -1,12 +1,17 @@
 """The gradients of a step whose forward and backward passes overlap, with or without a pipeline."""
 
+from collections.abc import Callable
+from typing import Any
+
 from maxbench.config.run import Run
 from maxbench.pipeline.cpu_order import OneStageOnCpu, PipelineOnCpu
 from maxbench.pipeline.executor import OneStage, Pipeline
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 
 
-def gradients(run: Run, platform: str, w, grads, batch, zero: ZeroOverlap | None):
+def gradients(
+    run: Run, platform: str, w: Any, grads: Any, batch: Callable, zero: ZeroOverlap | None
+) -> Any:
     """Gradients of the sum of transformer.loss_fn over all microbatches, for this GPU's weights.
 
     Args:

@@ -8,6 +8,8 @@ part, which also embeds, and one of the last, which also computes the loss, are 
 and its gradients are zeros, so it is no special case.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +32,13 @@ def occupied(order: np.ndarray, pp: int, vp: int) -> np.ndarray:
     return (np.asarray(order) >= 0).reshape(pp, vp, -1)
 
 
-def init(m: Model, key: jax.Array, order: np.ndarray):
+def init(m: Model, key: jax.Array, order: np.ndarray) -> Any:
     """transformer.init with its layers in the order of slots, in place."""
     w = transformer.init(m, key, np.maximum(order, 0))
     return w | {"layers": zero_empty(w["layers"], order)}
 
 
-def permute(layers, to, source=None):
+def permute(layers: Any, to: Any, source: Any = None) -> Any:
     """Leaves [slots, ...] in the order `source` (default: that of the layers) -> in the order `to`.
     Empty slots are zeros."""
     to = np.asarray(to)
@@ -48,7 +50,7 @@ def permute(layers, to, source=None):
     return zero_empty(jax.tree.map(lambda x: x[slots], layers), to)
 
 
-def zero_empty(layers, order: np.ndarray):
+def zero_empty(layers: Any, order: np.ndarray) -> Any:
     """Leaves [slots, ...] with zeros in empty slots."""
     has_layer = np.asarray(order) >= 0
     if has_layer.all():

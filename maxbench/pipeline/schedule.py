@@ -173,7 +173,9 @@ def loss_group_size(name: str, pp: int, vp: int, microbatches: int, group: int, 
 
 
 @functools.cache
-def build_schedule(name: str, pp: int, vp: int, microbatches: int, group=0, mbs=1) -> Schedule:
+def build_schedule(
+    name: str, pp: int, vp: int, microbatches: int, group: int = 0, mbs: int = 1
+) -> Schedule:
     """Builds a schedule: 'gpipe', or '1f1b', which with vp > 1 is interleaved 1F1B.
 
     Args:

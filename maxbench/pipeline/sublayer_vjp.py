@@ -5,6 +5,8 @@ attention of the layer in the backward pass, and its MLP runs after both: the tp
 overlap GEMMs of the other.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -38,11 +40,13 @@ class SublayerVjp:
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
         self.structure: tuple | None = None
 
-    def part_of(self, layer):
+    def part_of(self, layer: Any) -> Any:
         """The entries of this sublayer in a layer's weights or gradients."""
         return {name: part for name, part in layer.items() if name.startswith(self.name)}
 
-    def forward(self, layer, grads, x, wait_for: dict[str, Token | None]):
+    def forward(
+        self, layer: Any, grads: Any, x: jax.Array, wait_for: dict[str, Token | None]
+    ) -> Any:
         """Runs the forward pass.
 
         Args:
@@ -70,7 +74,15 @@ class SublayerVjp:
         residuals = [leaf for leaf, i in zip(leaves, again, strict=True) if i is None]
         return y, aux, residuals, tokens
 
-    def backward(self, layer, grads, residuals, dy, daux, wait_for: Token):
+    def backward(
+        self,
+        layer: Any,
+        grads: Any,
+        residuals: Any,
+        dy: jax.Array,
+        daux: jax.Array,
+        wait_for: Token,
+    ) -> Any:
         """Runs the backward pass.
 
         Args:
@@ -98,13 +110,13 @@ class SublayerVjp:
         return [*jax.tree.leaves(w), *jax.tree.leaves(grads), *self.rope]
 
 
-def drop_form(form: str, layers):
+def drop_form(form: str, layers: Any) -> Any:
     """Layers without one operand of each Weight: the forward pass reads fprop_operand alone, the
     backward pass dgrad_operand."""
     return _map_weights(lambda w: w.replace(**{form: None}), layers)
 
 
-def with_fprop_form(layers):
+def with_fprop_form(layers: Any) -> Any:
     """Layers with the fprop_operand of each Weight that is stored as its dgrad_operand alone.
 
     Row-major: otherwise XLA would transpose the whole stack of layers, in each tick.

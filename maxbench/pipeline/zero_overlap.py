@@ -12,6 +12,7 @@ the first tick and reduce-scattered after the last.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ class ZeroOverlap:
             self.slices_per_layer, 1
         )
 
-    def initial_weights(self):
+    def initial_weights(self) -> Any:
         """The compute weights, [slots, ...]; of sliced ones the first chunk alone, and zeros."""
         first = lambda i, x: (
             x[: self.layers_per_chunk] if i in self.slice_dims and x is not None else x
@@ -117,7 +118,7 @@ class ZeroOverlap:
         ]
         return self.tree.unflatten(weights)
 
-    def all_gather_slices(self, tick, layer):
+    def all_gather_slices(self, tick: jax.Array | int, layer: Any) -> Any:
         """All-gathers the slices of a warm-up tick that go with a layer, as compute weights.
 
         `tick` is the schedule's allgather_tick. Ticks without a slice repeat the last one.
@@ -131,7 +132,7 @@ class ZeroOverlap:
 
         return self._slices(gather, 1 + tick // self.ticks, tick % self.ticks, layer)
 
-    def reduce_scatter_slices(self, grads, tick, layer):
+    def reduce_scatter_slices(self, grads: Any, tick: jax.Array | int, layer: Any) -> Any:
         """Reduce-scatters the slices of a cool-down tick that go with a layer, to master shards.
 
         `tick` is the schedule's reducescatter_tick. The result of a tick without a slice is unused.
@@ -159,7 +160,7 @@ class ZeroOverlap:
                 slices.append((index, slot, part, results))
         return slices
 
-    def write_weights(self, stack, slices):
+    def write_weights(self, stack: Any, slices: Any) -> Any:
         """The compute weights with the results of all_gather_slices()."""
         leaves, tree = jax.tree.flatten(stack, is_leaf=lambda x: isinstance(x, Weight))
         for _, slot, part, results in slices:
@@ -168,7 +169,7 @@ class ZeroOverlap:
                 leaves[i] = jax.tree.map(write, leaves[i], w)
         return tree.unflatten(leaves)
 
-    def write_gradients(self, grads, slices, tick):
+    def write_gradients(self, grads: Any, slices: Any, tick: jax.Array | int) -> Any:
         """The gradients with the results of reduce_scatter_slices(), at the start of the slices
         that they are sums of: those are not read again, and a buffer would take memory."""
         leaves, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, GradAccumulator))
@@ -183,7 +184,7 @@ class ZeroOverlap:
                 leaves[i] = leaves[i]._replace(grad=new) if is_pair else new
         return tree.unflatten(leaves)
 
-    def reduce_rest(self, grads):
+    def reduce_rest(self, grads: Any) -> Any:
         """All gradients, reduce-scattered: of sliced ones the first chunk's are left to do."""
         leaves = jax.tree.leaves(grads)
 
@@ -222,7 +223,7 @@ class HeadPrefetch:
         fits = [(n, d) for d in dims for n in range(1, ticks + 1) if w.shape[d] % n == 0]
         self.slices, self.dim = max(fits, default=(0, 0)) if len(dims) < w.ndim else (0, 0)
 
-    def all_gather_slice(self, weight, tick):
+    def all_gather_slice(self, weight: Any, tick: jax.Array | int) -> Any:
         """The compute weight with the slice of a warm-up tick; later ticks repeat the last one."""
         part = jnp.minimum(tick, self.slices - 1)
         w = gather_master(self.sharding, _slice(self.w[None], 0, self.dim, part, self.slices))
@@ -230,7 +231,7 @@ class HeadPrefetch:
         return lax.dynamic_update_slice_in_dim(weight, row_major(w), start, self.dim)
 
 
-def row_major(x):
+def row_major(x: jax.Array) -> Any:
     """x, with a row-major layout in memory."""
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 

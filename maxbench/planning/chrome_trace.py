@@ -3,6 +3,7 @@
 import json
 import pathlib
 import types
+from typing import Any
 
 from maxbench.cost_model.simulate import STREAMS, TraceEvent
 
@@ -39,7 +40,7 @@ def write(path: str, events: list[TraceEvent], title: str) -> list[pathlib.Path]
     return [trace, drawing]
 
 
-def render(template: str, **variables) -> str:
+def render(template: str, **variables: Any) -> str:
     """A template of this folder, rendered."""
     import jinja2  # late: takes 50 ms, and a plan without drawings needs none
 

@@ -104,7 +104,7 @@ def compile_program(run: Run) -> tuple[Compiled, bool]:
 
 
 def simulate_plan(
-    run: Run, program: hlo.Program, record=False, efficiency: Efficiency | None = None
+    run: Run, program: hlo.Program, record: bool = False, efficiency: Efficiency | None = None
 ) -> Timeline:
     """The program's predicted step.
 

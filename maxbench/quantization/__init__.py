@@ -81,7 +81,7 @@ class Arithmetic(Protocol):
     gather_along_outputs: bool
     needs_2d: bool
 
-    def scales(self, ws: list, lead: int, past) -> tuple[Iterator, jax.Array | None]:
+    def scales(self, ws: list, lead: int, past: Any) -> tuple[Iterator, jax.Array | None]:
         """What the scale of each weight depends on across GPUs, computed for all weights at once.
 
         Args:
@@ -93,14 +93,16 @@ class Arithmetic(Protocol):
           One scale argument of weight() for each of ws, and their amax [gemms, ...] or None.
         """
 
-    def weight(self, w, sharding: WeightSharding, lead: int, scale) -> Any:
+    def weight(self, w: Any, sharding: WeightSharding, lead: int, scale: Any) -> Any:
         """Quantizes this GPU's part of a master weight and all-gathers it: a Weight, or an array
         where the format does not quantize."""
 
-    def make_fprop_operand(self, dgrad_operand, gemm: GemmDims, lead: int = 0) -> Any:
+    def make_fprop_operand(self, dgrad_operand: Any, gemm: GemmDims, lead: int = 0) -> Any:
         """fprop_operand from dgrad_operand; per-tensor formats only."""
 
-    def quantize_operand(self, x, scales, gradient: bool, axes) -> tuple[Any, Any, Any]:
+    def quantize_operand(
+        self, x: jax.Array, scales: Any, gradient: bool, axes: Any
+    ) -> tuple[Any, Any, Any]:
         """Quantizes an activation, or an output gradient if `gradient`.
 
         Args:
@@ -113,10 +115,10 @@ class Arithmetic(Protocol):
           its amax if the format has an amax history, else None.
         """
 
-    def map_arrays(self, operand, move) -> Any:
+    def map_arrays(self, operand: Any, move: Any) -> Any:
         """Applies a collective or a reshape to each array of an operand that has the full shape."""
 
-    def product(self, a, b, over, dtype, exact: bool = False) -> jax.Array:
+    def product(self, a: Any, b: Any, over: Any, dtype: Any, exact: bool = False) -> jax.Array:
         """A GEMM of two operands, with fp32 accumulation.
 
         Args:
@@ -134,7 +136,9 @@ def arithmetic(run: Run) -> Arithmetic:
     return module.arithmetic(run)
 
 
-def scales(arithmetic: Arithmetic, shardings, masters, stacked: bool, past=None):
+def scales(
+    arithmetic: Arithmetic, shardings: Any, masters: Any, stacked: bool, past: Any = None
+) -> Any:
     """What weights() needs to know about all GPUs' parts of each weight, in one collective.
 
     Args:
@@ -155,7 +159,9 @@ def scales(arithmetic: Arithmetic, shardings, masters, stacked: bool, past=None)
     return [next(by_gemm) if sharding.gemm else None for sharding in shardings], amax
 
 
-def weights(arithmetic: Arithmetic, shardings, masters, scales, stacked: bool):
+def weights(
+    arithmetic: Arithmetic, shardings: Any, masters: Any, scales: Any, stacked: bool
+) -> Any:
     """The compute copy of layers' weights: quantized, and all-gathered from their master shards.
 
     Arguments are those of scales(), and the list that it returned. Returns a tree like masters,
@@ -172,14 +178,14 @@ def weights(arithmetic: Arithmetic, shardings, masters, scales, stacked: bool):
     return jax.tree.unflatten(tree, copies)
 
 
-def by_layer(values, layers: int | None):
+def by_layer(values: Any, layers: int | None) -> Any:
     """[layers x gemms, ...], or [gemms, layers, ...] if layers is None -> [layers, gemms, ...]."""
     if layers:
         return values.reshape(layers, -1, *values.shape[1:])
     return values.swapaxes(0, 1)
 
 
-def checkpoint_fp8(q, name: str):
+def checkpoint_fp8(q: Any, name: str) -> Any:
     """q under a name that remat policies know; '' leaves q unnamed.
 
     FP8 arrays are saved as uint8 bits: jax.checkpoint passes saved floats through

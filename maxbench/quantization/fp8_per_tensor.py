@@ -11,6 +11,7 @@ to powers of two, which makes scaling exact (TE: power_2_scale).
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,27 +37,27 @@ class PerTensor:
     gather_along_outputs: bool = True
     fprop_transposed, needs_2d = True, False
 
-    def quantize(self, x, dtype, scale):
+    def quantize(self, x: jax.Array, dtype: Any, scale: Any) -> Any:
         """x in an FP8 dtype, and its amax if scaling is delayed, else None."""
         q = quantize(x, scale, dtype, saturate=self.delayed)
         return q, amax_of(x) if self.delayed else None
 
-    def product(self, a, b, over, dtype, exact=False):
+    def product(self, a: Any, b: Any, over: Any, dtype: Any, exact: bool = False) -> jax.Array:
         a, b = (dequantize(x.q, x.scale, jnp.bfloat16) for x in (a, b))
         precision = jax.lax.Precision.HIGHEST if exact else None
         return jax.lax.dot_general(a, b, over, precision, dtype)
 
-    def scales(self, ws, lead, past):
+    def scales(self, ws: Any, lead: int, past: Any) -> Any:
         """Current: iterates over scales [layers]; delayed: over scales of x, dy, w [layers, 3]."""
-        amax = [amax_of(w, tuple(range(lead, w.ndim))) for w in ws]
-        amax = collectives.pmax(jnp.stack(amax), *AXES[1:])  # one all-reduce for all weights
+        amaxes = [amax_of(w, tuple(range(lead, w.ndim))) for w in ws]
+        amax = collectives.pmax(jnp.stack(amaxes), *AXES[1:])  # one all-reduce for all weights
         if past is None:
             return iter(_scale(amax, _top(FORWARD))), amax
         # All at once: one by one they would be hundreds of kernels over a few numbers each.
         scales = _scale(past, jnp.array([_top(FORWARD), _top(GRADIENT), _top(FORWARD)]))
         return iter(scales.swapaxes(0, 1) if lead else scales.reshape(-1, 3)), amax
 
-    def weight(self, w, sharding: WeightSharding, lead: int, scale) -> Weight:
+    def weight(self, w: Any, sharding: WeightSharding, lead: int, scale: Any) -> Weight:
         xdy_scales, scale = (scale[..., :2], scale[..., 2]) if self.delayed else (None, scale)
         per_layer = scale.reshape(scale.shape + (1,) * (w.ndim - lead))
         q = gather_master(sharding, quantize(w, per_layer, FORWARD, saturate=self.delayed))
@@ -69,12 +70,12 @@ class PerTensor:
             fprop = fprop._replace(q=collectives.all_to_all(fprop.q, "fsdp", first, first + 1))
         return Weight(dgrad, fprop, self, xdy_scales, gemm)
 
-    def make_fprop_operand(self, dgrad_operand, gemm, lead=0):
+    def make_fprop_operand(self, dgrad_operand: Any, gemm: Any, lead: int = 0) -> Any:
         first, shape = lead + gemm.batch, dgrad_operand.q.shape
         matrices = *shape[:first], math.prod(shape[first : first + gemm.ins]), -1
         return dgrad_operand._replace(q=jnp.swapaxes(dgrad_operand.q.reshape(matrices), -1, -2))
 
-    def quantize_operand(self, x, scales, gradient, axes):
+    def quantize_operand(self, x: jax.Array, scales: Any, gradient: bool, axes: Any) -> Any:
         dtype = GRADIENT if gradient else FORWARD
         if self.delayed:
             scale = scales[int(gradient)]
@@ -87,7 +88,7 @@ class PerTensor:
         operand = QuantizedArray(q, scale)
         return operand, operand, amax
 
-    def map_arrays(self, operand, move):
+    def map_arrays(self, operand: Any, move: Any) -> Any:
         return QuantizedArray(move(operand.q), operand.scale)
 
 
@@ -96,10 +97,10 @@ class TePerTensor(PerTensor):
 
     needs_2d = True
 
-    def quantize(self, x, dtype, scale):
+    def quantize(self, x: jax.Array, dtype: Any, scale: Any) -> Any:
         return transformer_engine.quantize_per_tensor(x, dtype, scale)
 
-    def product(self, a, b, over, dtype, exact=False):
+    def product(self, a: Any, b: Any, over: Any, dtype: Any, exact: bool = False) -> jax.Array:
         return transformer_engine.gemm(a, b, over, dtype, exact)
 
 
@@ -108,13 +109,13 @@ def arithmetic(run: Run) -> PerTensor:
     return kind(run.format.amax_history, gather_along_outputs=run.layout.pp == 1)
 
 
-def scale_of(x, dtype, axes=()):
+def scale_of(x: jax.Array, dtype: Any, axes: Any = ()) -> jax.Array:
     """The smallest power of two s such that x / s fits an FP8 dtype, over all GPUs of mesh axes;
     fp32, 1 if x is all zeros."""
     return _scale(collectives.pmax(amax_of(x), *axes), _top(dtype))
 
 
-def amax_of(x, dims=None):
+def amax_of(x: jax.Array, dims: Any = None) -> jax.Array:
     """max |x| over dims (default: all), fp32."""
     return jnp.max(jnp.abs(x.astype(jnp.float32)), dims)
 
@@ -130,7 +131,7 @@ def _scale(amax, top):
     return jnp.where(scale > 0, scale, 1)
 
 
-def quantize(x, scale, dtype, saturate: bool = False):
+def quantize(x: jax.Array, scale: Any, dtype: Any, saturate: bool = False) -> Any:
     """x / scale, rounded to an FP8 dtype. `saturate` clips to its range first: with delayed scaling
     the scale comes from other tensors, and x may exceed it."""
     x = x * (1 / scale).astype(x.dtype)
@@ -138,13 +139,13 @@ def quantize(x, scale, dtype, saturate: bool = False):
     return (jnp.clip(x, -top, top) if saturate else x).astype(dtype)
 
 
-def dequantize(q, scale, dtype):
+def dequantize(q: Any, scale: Any, dtype: Any) -> jax.Array:
     """q x scale. XLA's GEMM rewriter matches this pattern before a dot: convert, multiply by a
     broadcast scalar."""
     return q.astype(dtype) * scale.astype(dtype)
 
 
-def init_amax_history(slots: int, gemms: int, steps: int):
+def init_amax_history(slots: int, gemms: int, steps: int) -> jax.Array:
     """Delayed scaling's state: amax of x, dy and w of each GEMM in past steps, oldest first.
 
     fp32 zeros [slots, gemms, 3, steps]; gemms in the order of the weights in a layer's tree.
@@ -152,6 +153,6 @@ def init_amax_history(slots: int, gemms: int, steps: int):
     return jnp.zeros((slots, gemms, 3, steps), jnp.float32)
 
 
-def update_amax_history(history, amax):
+def update_amax_history(history: Any, amax: Any) -> jax.Array:
     """Replaces the oldest step of the history by this step's amax [slots, gemms, 3]."""
     return jnp.concatenate([history[..., 1:], amax[..., None]], -1)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +29,17 @@ class Mxfp8:
 
     fprop_transposed, gather_along_outputs, needs_2d = True, False, True
 
-    def quantize(self, x) -> tuple[QuantizedArray, QuantizedArray]:
+    def quantize(self, x: jax.Array) -> tuple[QuantizedArray, QuantizedArray]:
         """x [..., left, right] in blocks along right, and in blocks along left."""
         return quantize(x, E4M3, -1), quantize(x, E4M3, -2)
 
-    def product(self, a, b, over, dtype, exact=False):
+    def product(self, a: Any, b: Any, over: Any, dtype: Any, exact: bool = False) -> jax.Array:
         return gemm(a, b, over, dtype)
 
-    def scales(self, ws, lead, past):
+    def scales(self, ws: Any, lead: int, past: Any) -> Any:
         return itertools.repeat(None), None
 
-    def weight(self, w, sharding: WeightSharding, lead: int, scale) -> Weight:
+    def weight(self, w: Any, sharding: WeightSharding, lead: int, scale: Any) -> Weight:
         """If this GPU's part of the master weight has no whole blocks, the weight is all-gathered
         in the compute dtype and quantized afterwards."""
         first = lead + sharding.gemm.batch
@@ -59,20 +60,20 @@ class Mxfp8:
         dgrad, fprop = operands
         return Weight(dgrad, transpose(fprop._replace(q=matrix(fprop.q))), self)
 
-    def quantize_operand(self, x, scales, gradient, axes):
+    def quantize_operand(self, x: jax.Array, scales: Any, gradient: bool, axes: Any) -> Any:
         return *self.quantize(x), None
 
-    def map_arrays(self, operand, move):
+    def map_arrays(self, operand: Any, move: Any) -> Any:
         return QuantizedArray(move(operand.q), move(operand.scale))
 
 
 class TeMxfp8(Mxfp8):
     """The Arithmetic on Transformer Engine's kernels."""
 
-    def quantize(self, x):
+    def quantize(self, x: jax.Array) -> Any:
         return transformer_engine.quantize_mxfp8(x, E4M3)
 
-    def product(self, a, b, over, dtype, exact=False):
+    def product(self, a: Any, b: Any, over: Any, dtype: Any, exact: bool = False) -> jax.Array:
         return transformer_engine.gemm(a, b, over, dtype, exact, blocks=True)
 
 
@@ -80,7 +81,7 @@ def arithmetic(run: Run) -> Mxfp8:
     return TeMxfp8() if run.precision.backend == "te" else Mxfp8()
 
 
-def quantize(x, dtype, dim: int) -> QuantizedArray:
+def quantize(x: jax.Array, dtype: Any, dim: int) -> QuantizedArray:
     """x in blocks of 32 along a dim whose size is a multiple of 32.
 
     The scale of a block is the smallest power of two that brings its amax into the range of dtype;
@@ -102,7 +103,7 @@ def transpose(x: QuantizedArray) -> QuantizedArray:
     return QuantizedArray(jnp.swapaxes(x.q, -1, -2), jnp.swapaxes(x.scale, -1, -2))
 
 
-def gemm(a: QuantizedArray, b: QuantizedArray, over: str, dtype=jnp.bfloat16):
+def gemm(a: QuantizedArray, b: QuantizedArray, over: Any, dtype: Any = jnp.bfloat16) -> jax.Array:
     """GEMM of matrices [..., left, right] with equal leading dims, fp32 accumulation.
 
     Args:

@@ -8,7 +8,7 @@ import functools
 import importlib
 from importlib import metadata
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def set_compute_capability(capability: tuple[int, int]) -> None:
     utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
 
 
-def quantize_per_tensor(x, dtype, scale) -> tuple[jax.Array, jax.Array]:
+def quantize_per_tensor(x: jax.Array, dtype: Any, scale: Any) -> tuple[jax.Array, jax.Array]:
     """x / scale, saturated to an FP8 dtype, and the amax of x.
 
     Args:
@@ -90,7 +90,7 @@ def quantize_per_tensor(x, dtype, scale) -> tuple[jax.Array, jax.Array]:
     return scaled.data.reshape(x.shape), quantizer.amax_history[-1]
 
 
-def quantize_mxfp8(x, dtype) -> tuple[QuantizedArray, QuantizedArray]:
+def quantize_mxfp8(x: jax.Array, dtype: Any) -> tuple[QuantizedArray, QuantizedArray]:
     """x [..., left, right], bf16, in blocks along right and in blocks along left, by one kernel.
 
     Both dims are multiples of 32.
@@ -112,8 +112,13 @@ def quantize_mxfp8(x, dtype) -> tuple[QuantizedArray, QuantizedArray]:
 
 
 def gemm(
-    a: QuantizedArray, b: QuantizedArray, over: str, dtype=jnp.bfloat16, exact=False, blocks=False
-):
+    a: QuantizedArray,
+    b: QuantizedArray,
+    over: Any,
+    dtype: Any = jnp.bfloat16,
+    exact: bool = False,
+    blocks: bool = False,
+) -> jax.Array:
     """GEMM of matrices [..., left, right] with equal leading dims, as mxfp8.gemm.
 
     Experts (leading dims) are separate GEMMs: their sizes are static, and TE's grouped GEMM for

@@ -1,6 +1,7 @@
 """GEMMs without quantization, in bf16 or fp32: a weight is an array."""
 
 import itertools
+from typing import Any
 
 import jax
 
@@ -13,19 +14,19 @@ class Plain:
 
     fprop_transposed, gather_along_outputs, needs_2d = False, False, False
 
-    def scales(self, ws, lead, past):
+    def scales(self, ws: Any, lead: int, past: Any) -> Any:
         return itertools.repeat(None), None
 
-    def weight(self, w, sharding, lead, scale):
+    def weight(self, w: Any, sharding: Any, lead: int, scale: Any) -> Any:
         return gather_master(sharding, w)
 
-    def quantize_operand(self, x, scales, gradient, axes):
+    def quantize_operand(self, x: jax.Array, scales: Any, gradient: bool, axes: Any) -> Any:
         return x, x, None
 
-    def map_arrays(self, operand, move):
+    def map_arrays(self, operand: Any, move: Any) -> Any:
         return move(operand)
 
-    def product(self, a, b, over, dtype, exact=False):
+    def product(self, a: Any, b: Any, over: Any, dtype: Any, exact: bool = False) -> jax.Array:
         return jax.lax.dot_general(a, b, over, None, dtype)
 
 

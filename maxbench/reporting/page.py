@@ -6,6 +6,7 @@ import functools
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from maxbench.config import recipes
 from maxbench.reporting import compare, details, diagnosis, plots, suite, tables
@@ -61,7 +62,7 @@ class Overlay:
 
 
 @functools.cache
-def template():
+def template() -> Any:
     """page.html, compiled."""
     import jinja2  # late: no other format needs it, and it takes 50 ms
 

@@ -103,7 +103,7 @@ class Saver:
         self.thread = futures.ThreadPoolExecutor(1)
         self.newest = self.thread.submit(lambda: None)
 
-    def save(self, state) -> None:
+    def save(self, state: Any) -> None:
         """Saves the state as its step, unless that is saved already.
 
         Training may continue, and reuse the state's buffers, once this returns. The checkpoint is

@@ -4,6 +4,8 @@ Each element is hashed with its position, and the hashes are summed modulo 2**32
 order devices sum, the result is the same; a changed element, or two swapped ones, change it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def array_checksums(state) -> dict[str, int]:
+def array_checksums(state: Any) -> dict[str, int]:
     """Checksum of each array of a pytree, by its path: 'params/embed'.
 
     numpy arrays are summed on the host, jax arrays on their devices.

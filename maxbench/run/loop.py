@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -133,7 +134,7 @@ def start_log(run: Run, devices: jax.sharding.Mesh, screen: terminal.Screen | No
     return log
 
 
-def compile_step(step: Step, log: Log):
+def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
     """Compiles the step, and logs the memory that it needs, before any weight is allocated."""
     log.phase("compile")
     events: list[str] = []
@@ -163,7 +164,7 @@ def compile_step(step: Step, log: Log):
     return compiled
 
 
-def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log):
+def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log) -> Any:
     """Restores the newest undamaged checkpoint onto the step's mesh, and returns the state.
 
     Logs the checkpoints that were skipped, and the settings that differ from the saved run's.
@@ -196,7 +197,7 @@ def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log):
     return state
 
 
-def make_saver(run: Run, log: Log):
+def make_saver(run: Run, log: Log) -> Any:
     """Context manager of the run's checkpoint.Saver, which logs each save; of None without any."""
     if not (run.output.checkpoint or run.output.checkpoint_every):
         return contextlib.nullcontext()
@@ -221,8 +222,8 @@ def run_steps(
     run: Run,
     log: Log,
     stop_reason: Callable[[int], str],
-    compiled,
-    state,
+    compiled: jax.stages.Compiled,
+    state: Any,
     saver: checkpoint.Saver | None = None,
 ) -> str:
     """Trains until the last step, or until a stop is requested.

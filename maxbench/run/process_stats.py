@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class MemoryUse(NamedTuple):
@@ -12,7 +12,7 @@ class MemoryUse(NamedTuple):
     allocated: int
 
 
-def memory_use(device) -> MemoryUse:
+def memory_use(device: Any) -> MemoryUse:
     """Memory of a jax device; a CPU keeps no count of its own."""
     if stats := device.memory_stats():
         return MemoryUse(stats["peak_bytes_in_use"], stats["bytes_in_use"])

@@ -4,6 +4,8 @@ Every collective in the program is a call of one of these functions; no partitio
 Each is the identity on an axis of size 1 and outside shard_map.
 """
 
+from typing import Any
+
 import jax
 
 
@@ -48,7 +50,7 @@ def all_to_all(x: jax.Array, axis: str, split: int = 0, join: int = 0) -> jax.Ar
     return jax.lax.all_to_all(x, axis, split, join, tiled=True) if axis_size(axis) > 1 else x
 
 
-def ppermute_shift(tree, axis: str, by: int = 1):
+def ppermute_shift(tree: Any, axis: str, by: int = 1) -> Any:
     """Sends each array of a tree to the GPU `by` positions further along the axis, cyclically."""
     n = axis_size(axis)
     if n == 1:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 from importlib import metadata
+from typing import Any
 
 
 @functools.cache
@@ -42,7 +43,7 @@ def collective_kernels_off() -> dict[str, object]:
     return {"xla_gpu_experimental_use_collective_kernels": ""}
 
 
-def cudnn_attention(q, k, v, causal: bool):
+def cudnn_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
     """cuDNN's flash attention.
 
     jax.nn.dot_product_attention is the same kernel by a public name, but its VJP takes no
@@ -58,7 +59,7 @@ def cudnn_attention(q, k, v, causal: bool):
     return _bind_attention(primitive, q, k, v, causal, is_training=True)
 
 
-def cudnn_attention_grad(q, k, v, o, lse, do, causal: bool):
+def cudnn_attention_grad(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool) -> Any:
     """Gradients of q, k and v, from the output o, its gradient do, and the logsumexp."""
     primitive = _cudnn()._dot_product_attention_bwd_p_wrapper
     return _bind_attention(primitive, q, k, v, causal, lse, o, do)

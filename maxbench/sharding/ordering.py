@@ -15,6 +15,7 @@ import contextvars
 import functools
 import operator
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def enabled(on: bool) -> Iterator[None]:
         _enabled.reset(before)
 
 
-def token(tree) -> Token:
+def token(tree: Any) -> Token:
     """A token that is known once all arrays of the tree are computed."""
     return _token(tree) if _enabled.get() else jnp.zeros(())
 
@@ -51,7 +52,7 @@ def _token(tree) -> Token:
     return sum(map(one, jax.tree.leaves(tree)), jnp.zeros(()))
 
 
-def after(tree, t: Token | None):
+def after(tree: Any, t: Token | None) -> Any:
     """The tree, used by its readers only after the token; None is no token.
 
     Costs a pass over each array, unless XLA fuses the addition. On the result of a collective, it
@@ -88,7 +89,7 @@ def _write_first(into, x, t, start):
     return lax.dynamic_update_slice(into, first.astype(x.dtype), start)
 
 
-def index_after(index, *trees):
+def index_after(index: jax.Array | int, *trees: Any) -> Any:
     """An int32 index, of a slot or of a chunk, that is known only after all arrays of the trees.
 
     It orders the write of a buffer after the reads of what it replaces, so that XLA writes in
@@ -99,13 +100,13 @@ def index_after(index, *trees):
     return index
 
 
-def index_token(tree) -> jax.Array:
+def index_token(tree: Any) -> jax.Array:
     """An int32 zero, known after all arrays of the tree, computed once for all of its readers."""
     return lax.optimization_barrier(token(tree).astype(jnp.int32))
 
 
 @jax.custom_vjp
-def grad_after_wgrads(x):
+def grad_after_wgrads(x: jax.Array) -> Any:
     """x, and tokens [3] for GEMMs (linear.CommOrder.wait_for): the gradient of x waits for their
     wgrads.
 
@@ -120,7 +121,7 @@ grad_after_wgrads.defvjp(
 )
 
 
-def serialize_on_cpu(before, indices):
+def serialize_on_cpu(before: Any, indices: Any) -> Any:
     """On XLA:CPU, `indices` are known only after `before`; elsewhere they are returned unchanged.
 
     XLA:CPU runs a branch and a collective that do not depend on each other concurrently, in another

@@ -14,7 +14,7 @@ gradients onto them once (gather_master, reduce_grad).
 import dataclasses
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -92,7 +92,11 @@ class WeightSharding:
 
 
 def shard_weight(
-    names: tuple[str, ...], shape: tuple[int, ...], mesh_shape, rules=RULES, gemm=None
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    mesh_shape: Any,
+    rules: Any = RULES,
+    gemm: Any = None,
 ) -> WeightSharding:
     """The sharding of a weight from its logical axes.
 
@@ -152,7 +156,7 @@ def local_size(name: str, size: int) -> int:
     return size // math.prod(map(axis_size, RULES[name]))
 
 
-def size_gib(tree) -> float:
+def size_gib(tree: Any) -> float:
     """GiB per device of a tree of arrays or ShapeDtypeStructs with shardings."""
     shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return sum(map(shard_bytes, jax.tree.leaves(tree))) / 2**30

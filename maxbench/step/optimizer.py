@@ -1,5 +1,8 @@
 """AdamW and its learning rate schedule."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,7 +10,7 @@ import optax
 from maxbench.config.run import DTYPES, Run
 
 
-def learning_rate(run: Run):
+def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
     """step -> learning rate: linear warm-up, cosine decay to lr_min, then constant_steps at lr_min.
 
     Equals NeMo's CosineAnnealing with warmup_offset=1, or with constant_steps > 0 and
@@ -44,7 +47,7 @@ def transform(run: Run) -> optax.GradientTransformation:
     )
 
 
-def cast(tree, precision: str):
+def cast(tree: Any, precision: str) -> Any:
     """Casts the floating-point leaves of a tree to 'bf16' or 'fp32'."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(DTYPES[precision]) if is_float(x) else x, tree)

@@ -10,7 +10,7 @@ Training and planning build the step by the same code; only the devices differ.
 import dataclasses
 import functools
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -41,7 +41,7 @@ class _ComputeWeights(NamedTuple):
     amax: jax.Array | None  # of layers' weights, fp32 [layers, gemms], with per-tensor scales
 
 
-def for_device(run: Run, device) -> Run:
+def for_device(run: Run, device: Any) -> Run:
     """The run with its automatic settings resolved for a device: attention kernel, number format,
     chunk size of the loss, and how many layers are unrolled.
 
@@ -125,21 +125,21 @@ class Step:
             state["fp8"] = {"layers": fp8_per_tensor.init_amax_history(len(order), gemms, length)}
         return state
 
-    def init(self):
+    def init(self) -> Any:
         """The initial state, created sharded on the devices; the same numbers on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         # It runs once: on a CPU, optimizing the program takes longer than running it.
         options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        init = functools.partial(self._init, order=self.order)
-        init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+        fresh = functools.partial(self._init, order=self.order)
+        init = jax.jit(fresh, out_shardings=shardings, compiler_options=options)
         return init(jax.random.key(self.run.train.seed))
 
-    def in_order(self, order):
+    def in_order(self, order: Any) -> Any:
         """The abstract state with the layers in another order, for reorder()."""
         # The number of slots may not divide by pp: shard other dims over pp instead.
         return self._abstract(order, self._shardings(order, self.rules | {"layers": ()}))
 
-    def reorder(self, state, order):
+    def reorder(self, state: Any, order: Any) -> Any:
         """Permutes the layers of a state from `order` to this step's order. Donates the state."""
 
         def permute(path, x):
@@ -150,13 +150,13 @@ class Step:
         reorder = lambda state: jax.tree_util.tree_map_with_path(permute, state)
         return jax.jit(reorder, out_shardings=shardings, donate_argnums=0)(state)
 
-    def lower(self):
+    def lower(self) -> jax.stages.Lowered:
         """The step as jax.stages.Lowered, for the mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
         return step.trace(self.abstract).lower()
 
-    def compile(self, **compiler_options) -> tuple[jax.stages.Compiled, float, float]:
+    def compile(self, **compiler_options: Any) -> tuple[jax.stages.Compiled, float, float]:
         """The compiled step, the seconds of tracing and lowering, and the seconds of compilation.
 
         compiler_options override those of xla_options().
@@ -186,7 +186,7 @@ class Step:
             state["fp8"] = {"layers": fp8_per_tensor.update_amax_history(history, amax)}
         return state, out
 
-    def gradients(self, params, step, history=None):
+    def gradients(self, params: Any, step: Any, history: Any = None) -> Any:
         """Gradients of the mean loss over the global batch, and the metrics of the step.
 
         Args:
