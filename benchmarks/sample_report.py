@@ -74,9 +74,8 @@ def plans() -> dict[str, dict]:
     found = {}
     for run in (config_of(RUNS[i]) for i in PLANNED):
         f = planner.figures(planner.plan(run))
-        seconds = {text: f["parts_s"].get(part, 0.0) for part, text in plan_text.PARTS.items()}
-        parts = {text: round(s, 3) for text, s in seconds.items() if s > 0}
-        found[run.name] = {"step_s": round(f["step_s"], 3), "parts": parts}
+        parts_s = {name: round(s, 3) for name, s in f["parts_s"].items() if s > 0}
+        found[run.name] = {"step_s": round(f["step_s"], 3), "parts_s": parts_s}
     return found
 
 
@@ -119,6 +118,9 @@ def write(folder: pathlib.Path, number: int, run: SyntheticRun) -> None:
 def html() -> str:
     """The page, without its creation time."""
     plans = json.loads(PLANS.read_text())
+    for plan in plans.values():
+        labels = plan_text.PARTS.items()
+        plan["parts"] = {text: s for name, text in labels if (s := plan["parts_s"].get(name))}
     with tempfile.TemporaryDirectory() as name:
         for number, run in enumerate(RUNS):
             write(pathlib.Path(name), number, run)

@@ -9,7 +9,7 @@ from maxbench.cost_model.memory import GIB
 from maxbench.planning.planner import FACTORS, Plan, figures
 
 PARTS = {  # key of figures()["parts_s"] -> its label
-    "gemm": "matrix products",
+    "gemm": "GEMMs",
     "attention": "attention",
     "memory": "memory-bound kernels",
     "amax": "passes for FP8 scales",
@@ -17,7 +17,7 @@ PARTS = {  # key of figures()["parts_s"] -> its label
     "offload": "waiting for host memory",
     "launch": "gaps between kernels",
     "host": "host-side branches",
-    "contention": "slower beside communication",
+    "contention": "slower during communication",
     "slowest": "waiting for the slowest GPU",
     "exposed": "exposed communication",
     "idle": "pipeline idle",

@@ -11,13 +11,14 @@ from maxbench.reporting.compare import Curve, RunSummary
 from maxbench.run_logs.record import dig
 
 LARGE = 0.05  # least share of a predicted step that is worth naming
-LOST = {  # parts of a predicted step in which nothing is computed -> their group
-    "exposed communication": "communication",
-    "slower beside communication": "communication",
-    "waiting for the slowest GPU": "communication",
-    "pipeline idle": "pipeline idle",
-    "gaps between kernels": "host",
-    "host-side branches": "host",
+# Part of a predicted step in which nothing is computed (planner.figures()["parts_s"]) -> its group.
+LOST = {
+    "exposed": "communication",
+    "contention": "communication",
+    "slowest": "communication",
+    "idle": "pipeline idle",
+    "launch": "host",
+    "host": "host",
 }
 # Least share of the speed per GPU that is lost between two scales, beyond what published runs lose.
 SCALE = 0.02
@@ -91,7 +92,7 @@ def _prediction(run: RunSummary) -> list[str]:
     """Reasons from the prediction of the step, which is not a measurement."""
     if not run.planned:
         return []
-    step_s, parts = run.planned["step_s"], run.planned["parts"]
+    step_s, parts_s = run.planned["step_s"], run.planned["parts_s"]
     predicted_share, excess = run.baseline.step_s / step_s, run.step["mean"] / step_s - 1
     if predicted_share < compare.PASS:
         reason = f"plan predicts no more than {predicted_share:.0%} for this layout"
@@ -99,15 +100,15 @@ def _prediction(run: RunSummary) -> list[str]:
         reason = f"its step takes {excess:.0%} longer than plan predicts"
     else:
         return []
-    shares = {name: s / step_s for name, s in split(parts).items() if name != "computing"}
+    shares = {name: s / step_s for name, s in split(parts_s).items() if name != "computing"}
     large = [f"plan attributes {x:.0%} of the step to {n}" for n, x in shares.items() if x > LARGE]
     return [reason, *large]
 
 
-def split(parts: Mapping[str, float]) -> dict[str, float]:
+def split(parts_s: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a predicted step by group: computing, communication, pipeline idle and host."""
     groups: dict[str, float] = {"computing": 0.0}
-    for name, seconds in parts.items():
+    for name, seconds in parts_s.items():
         group = LOST.get(name, "computing")
         groups[group] = groups.get(group, 0.0) + seconds
     return groups

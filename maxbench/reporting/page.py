@@ -224,7 +224,7 @@ def predicted_parts(
     for point in curve.points:
         same = [x for x in rows if (x.tokens_s, x.record.gpus) == (point.tokens_s, point.gpus)]
         if same and (plan := same[0].planned):
-            found.append((point.gpus, diagnosis.split(plan["parts"])))
+            found.append((point.gpus, diagnosis.split(plan["parts_s"])))
     return found
 
 

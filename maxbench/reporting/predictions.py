@@ -71,8 +71,9 @@ def _planned(run: Run) -> dict | None:
     if compile_cache.load(run) is None:
         return None
     figures = planner.figures(planner.plan(run))
-    seconds = ((text, figures["parts_s"].get(name, 0.0)) for name, text in plan_text.PARTS.items())
-    return figures | {"parts": {text: s for text, s in seconds if s > 0}}
+    parts_s = figures["parts_s"]
+    labelled = {text: parts_s.get(name, 0.0) for name, text in plan_text.PARTS.items()}
+    return figures | {"parts": {text: s for text, s in labelled.items() if s > 0}}
 
 
 def _plan_command(command: list) -> str:

@@ -99,7 +99,7 @@ def test_sensitivity_to_the_cluster():
     for seconds in sensitivity.values():  # factors in ascending order
         assert sorted(seconds) in (seconds, seconds[::-1])
         assert min(seconds) <= plan["step_s"] <= max(seconds)
-    slower = sensitivity["matrix products"][0] - plan["step_s"]
+    slower = sensitivity["GEMMs"][0] - plan["step_s"]
     assert slower == pytest.approx(plan["parts_s"]["gemm"], rel=0.1)  # at half the rate
 
 
@@ -242,7 +242,7 @@ def test_hint_of_a_plan_that_does_not_fit_fits():
 def test_screen_and_timeline(tmp_path, check_figures):
     done = command(f"{LLAMA31_70B} --timeline {tmp_path}/step.json")
     assert done.returncode == 0, done.stderr
-    for text in ("fits, ", "all-gather", "predicted step", "matrix products", "MFU", "days to 1T"):
+    for text in ("fits, ", "all-gather", "predicted step", "GEMMs", "MFU", "days to 1T"):
         assert text in done.stdout
     assert len(done.stdout.splitlines()) < 40
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -263,7 +263,7 @@ def test_the_python_api_returns_what_the_command_prints():
     assert len(result.figures["sensitivity_s"]["network bandwidth"]) == 4
     html = result._repr_html_()
     assert html.count("<table>") == 3
-    for text in (f"{result.best.step_s:.3f} s a step", "matrix products", "activations", "x 0.5"):
+    for text in (f"{result.best.step_s:.3f} s a step", "GEMMs", "activations", "x 0.5"):
         assert text in html
 
 

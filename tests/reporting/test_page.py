@@ -158,8 +158,8 @@ def test_answer_names_slow_runs_and_their_reasons(tmp_path):
 def test_reasons_from_the_prediction(tmp_path, predicted, why):
     ours(tmp_path, step_s=12.0)
     (row,) = found = rows(tmp_path)
-    parts = {"matrix products": 0.8 * predicted, "exposed communication": 0.2 * predicted}
-    row.planned = {"step_s": predicted, "parts": parts}
+    parts = {"gemm": 0.8 * predicted, "exposed": 0.2 * predicted}
+    row.planned = {"step_s": predicted, "parts_s": parts}
     assert ", and ".join(diagnosis.reasons(row, found, [])).startswith(why)
     assert diagnosis.split(parts).keys() == {"computing", "communication"}
 

@@ -561,7 +561,7 @@ def test_page_marks_predicted_parts_as_predicted(tmp_path, program):
     (said,) = re.findall(r"Predicted ([0-9.]+) s; measured 9.400 s, \+([0-9,.]+)%", text)
     assert float(said[0]) * (1 + float(said[1].replace(",", "")) / 100) == pytest.approx(9.4, 0.2)
     assert "exposed communication" in text
-    assert "matrix products" not in text  # the program has none
+    assert "GEMMs" not in text  # the program has none
 
 
 @pytest.mark.parametrize(
