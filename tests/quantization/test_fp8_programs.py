@@ -13,7 +13,7 @@ from maxbench.config.number_formats import SCALINGS
 from maxbench.cost_model import compile_cache, hlo
 from maxbench.cost_model.costs import GEMM
 from tests.conftest import resolve
-from tests.planning.test_plan import compiler, planned
+from tests.planning.plans import planned
 from tests.quantization.fp8_step import FAMILIES, build
 
 GEMM_NAMES = r"(attn/qkv|attn/out|mlp/up|mlp/down|mlp\.experts)/dot_general"
@@ -82,7 +82,6 @@ def test_weights_and_activations_are_all_gathered_in_fp8(scaling):
             assert ",".join(shape) not in bf16_shapes
 
 
-@compiler
 @pytest.mark.gpu_compile
 @pytest.mark.exhaustive
 def test_pipeline_with_experts_compiles_to_fp8_gemms():
@@ -101,7 +100,6 @@ def test_pipeline_with_experts_compiles_to_fp8_gemms():
     assert kernels.total() >= 12
 
 
-@compiler
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize(
     ("workload", "scaling", "kernel", "gathered", "flags"),

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from maxbench.cost_model import aot
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import mxfp8
-from tests.planning.test_plan import compiler
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
@@ -92,7 +91,6 @@ def test_nan_and_inf_become_nan_in_their_block_only():
         assert jnp.isfinite(y[1:]).all()
 
 
-@compiler
 @pytest.mark.core
 @pytest.mark.gpu_compile
 def test_blackwell_runs_block_scaled_gemms_in_shard_map():
