@@ -90,7 +90,7 @@ POINTS = (
     (folders, "make_folder"),
     (process_stats, "since_start_s"),
     (process_stats, "memory_use"),
-    (terminal, "closing"),
+    (terminal, "summary_parts"),
     (step_stats, "measured_window"),
     (log_writer.Log, "line"),
     (log_writer.Log, "step"),
@@ -234,7 +234,7 @@ class Program:
             shutil.rmtree(self.out, ignore_errors=True)
 
     def judge(self, code: int | BaseException, printed: str) -> str:
-        """How a run ended.
+        """Checks how a run ended, and names it.
 
         Raises:
           Violation: its result is incomplete or lacks the reason, or a checkpoint is lost.

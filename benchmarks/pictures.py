@@ -61,7 +61,7 @@ def replay(run: dict) -> console.Console:
         screen.line(line)
     for step in run["steps"]:
         screen.step(step, len(run["steps"]))
-    screen.summary(terminal.closing(run["result"]))
+    screen.summary(terminal.summary_parts(run["result"]))
     return screen.console
 
 

@@ -1,4 +1,4 @@
-"""How a run ends: stop requests, and the status, reason and exit code of an exception."""
+"""Endings of a run: stop requests; status, reason and exit code of an exception."""
 
 import signal
 from collections.abc import Callable

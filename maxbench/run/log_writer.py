@@ -177,7 +177,7 @@ class Log:
         result.status, result.reason, result.ended = status, reason, time.time()
         try:
             result.record_figures(self.run, self.devices, self.times)
-            return terminal.closing(result.to_json())
+            return terminal.summary_parts(result.to_json())
         finally:
             self.write_result()
 

@@ -31,10 +31,10 @@ class TrainResult(records.Records):
     result: Mapping[str, Any]  # result.json
 
     def __str__(self) -> str:
-        return terminal.summary(terminal.closing(self.result)).strip()
+        return terminal.summary(terminal.summary_parts(self.result)).strip()
 
     def _repr_html_(self) -> str:
-        parts = terminal.closing(self.result)
+        parts = terminal.summary_parts(self.result)
         return "".join(
             records.html_table((title, ""), rows.items(), text=True)
             for title, rows in parts.items()

@@ -148,7 +148,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def closing(result: Mapping) -> Parts:
+def summary_parts(result: Mapping) -> Parts:
     """The summary of a run in two parts, from its result.json.
 
     Figures without a meaning on the device are left out, as TFLOP/s per GPU on a CPU.
@@ -203,12 +203,12 @@ def text(parts: Parts) -> str:
 
 
 def summary(parts: Parts) -> str:
-    """closing() as text, with one line per label."""
+    """summary_parts() as text, with one line per label."""
     return "\n".join(label + text for label, text in lines(parts))
 
 
 def lines(parts: Parts, width: int | None = None) -> Iterator[tuple[str, str]]:
-    """closing() as lines: a padded label and a part of its text, in at most `width` columns."""
+    """summary_parts() as lines: a padded label and a part of its text, in at most `width` columns."""
     label_width = 2 + max(len(label) for rows in parts.values() for label in rows)
     for title, rows in parts.items():
         yield from (("", ""), (title, ""))

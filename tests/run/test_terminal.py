@@ -79,7 +79,7 @@ def test_no_screen_without_a_terminal(capsys):
 
 def test_summary_of_a_run_without_steps():
     result = {"device": vars(H100), "name": NAME, "status": "failed", "reason": "no room"}
-    summary = terminal.summary(terminal.closing(result))
+    summary = terminal.summary(terminal.summary_parts(result))
     assert re.search(r"^status +failed no room$", summary, re.M)
     assert re.search(r"^published +no step was measured$", summary, re.M)
 
