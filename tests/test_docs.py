@@ -70,7 +70,7 @@ def test_pages_outside_reference_have_at_most_1500_words():
     assert {p: n for p, n in words.items() if n > 1500} == {}
 
 
-def test_every_experiment_has_an_idea_figures_or_a_reason_and_an_outcome():
+def test_experiments_have_an_outcome_and_figures_or_a_reason():
     with (DOCS / "experiments.csv").open(newline="") as f:
         rows = list(csv.DictReader(f))
     outcomes = ("kept", "left out", "not built", "correction of the cost model")
