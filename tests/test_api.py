@@ -22,7 +22,7 @@ from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
 
 
-def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
+def test_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = pathlib.Path("docs/how-to/use_from_python.md").read_text()
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():
@@ -32,25 +32,25 @@ def test_the_lines_of_the_page_run(tmp_path, monkeypatch, capsys):
     names = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(code, names)
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     run, report = names["run"], names["report"]
     assert (run.code, len(run.records()), names["verdicts"]) == (0, 8, ["-"])
     assert run.result["config"]["optim"]["lr"] == 1e-3
-    assert said.count("completed step: ") == 8  # of the first alone
-    assert "train_step_timing" not in said
+    assert out.count("completed step: ") == 8  # of the run; the sweep prints a line each
+    assert "train_step_timing" not in out
     assert str(run).startswith("measured\n")
-    assert str(run) not in said
-    assert str(report) in said
+    assert str(run) not in out
+    assert str(report) in out
     errors = [one["error"] for one in names["sweep"].records()]
     assert errors == ["", "train.steps=0 must be a whole number, at least 1"]
     assert names["sweep"].records()[0]["loss"] > 6
-    assert str(names["sweep"]) in said
-    for made in (run, report):
-        assert made._repr_html_().count("<table>") in (1, 2)
-        assert "8b-tiny" in made._repr_html_() or "8B tiny" in made._repr_html_()
+    assert str(names["sweep"]) in out
+    for shown in (run, report):
+        assert shown._repr_html_().count("<table>") in (1, 2)
+        assert "8b-tiny" in shown._repr_html_() or "8B tiny" in shown._repr_html_()
 
 
-def test_the_notebook_runs_and_keeps_what_it_printed(tmp_path, monkeypatch):
+def test_notebook_runs_with_the_stored_output(tmp_path, monkeypatch):
     """If not: python -m benchmarks.notebook. On the slowest network 0.12.0.1's program, which
     starts some gathers late, takes 12 % longer."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
@@ -122,8 +122,8 @@ def test_every_keyword_is_documented(name):
 
 
 def test_keywords_become_flags():
-    given = {"config": "llama31_8b", "gpus": 8, "mbs": None, "tp_overlap": False}
-    words = command_line.flag_words(given, {"train.remat": "full", "train.window": (1, 4)})
+    flags = {"config": "llama31_8b", "gpus": 8, "mbs": None, "tp_overlap": False}
+    words = command_line.flag_words(flags, {"train.remat": "full", "train.window": (1, 4)})
     assert words[:3] == ["--config=llama31_8b", "--gpus=8", "--notp_overlap"]
     overrides = {"train.remat": "full", "train.window": (1, 4), "runtime.tp_overlap": False}
     assert command_line.run_of(words) == resolve("llama31_8b", "", overrides, gpus=8)
@@ -167,7 +167,7 @@ def test_unknown_keywords_are_type_errors():
         maxbench.train("llama31_8b:tiny", stepz=3)
 
 
-def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
+def test_run_that_does_not_start_raises_its_last_line(monkeypatch):
     script = "print('maxbench train: error: no GPU here'); raise SystemExit(2)"
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -179,7 +179,7 @@ def test_a_run_that_did_not_start_raises_what_it_said(monkeypatch):
         maxbench.train("llama31_8b:tiny")
 
 
-def test_another_cluster_is_not_for_the_next_plan(monkeypatch):
+def test_cluster_flags_hold_for_one_plan(monkeypatch):
     seen = []
 
     def ask(fv, argv):
@@ -192,33 +192,33 @@ def test_another_cluster_is_not_for_the_next_plan(monkeypatch):
     assert seen == [25, GPU_TYPES["h100"].network_gbps]
 
 
-def test_a_sweep_tries_every_choice_and_loses_none(monkeypatch, capsys):
-    """Lists are choices, layouts go together, and what fails is a row with its error."""
-    asked = []
+def test_sweep_calls_every_combination_and_keeps_errors(monkeypatch, capsys):
+    """Lists vary independently, layouts together, and a failure is a row with its error."""
+    calls = []
 
     def plan(config, settings, **flags):
-        asked.append((config, flags, settings))
+        calls.append((config, flags, settings))
         if flags["gpus"] == 16:
             raise UserError("no recipe") if flags["tp"] == 1 else KeyError("tp")
-        found = {"step_s": 1.25, "mfu_full": None, "fits": True, "layout": "devices"}
-        return types.SimpleNamespace(records=lambda: [found])
+        figures = {"step_s": 1.25, "mfu_full": None, "fits": True, "layout": "devices"}
+        return types.SimpleNamespace(records=lambda: [figures])
 
     monkeypatch.setattr(api, "plan", plan)
-    found = maxbench.sweep(
+    sweep = maxbench.sweep(
         "plan", ["a", "b<i>"], gpus=[8, 16], layouts=[{"tp": 1}, {"tp": 2, "mbs": 4}], dtype="fp8",
         settings={"train.remat": ["full"], "train.window": (1, 4)},
     )  # fmt: skip
-    assert len(asked) == 8
+    assert len(calls) == 8
     settings = {"train.remat": "full", "train.window": (1, 4)}
-    assert asked[-1] == ("b<i>", {"gpus": 16, "tp": 2, "mbs": 4, "dtype": "fp8"}, settings)
-    errors = [one["error"] for one in found.records()]
+    assert calls[-1] == ("b<i>", {"gpus": 16, "tp": 2, "mbs": 4, "dtype": "fp8"}, settings)
+    errors = [one["error"] for one in sweep.records()]
     assert errors == ["", "no recipe", "", "KeyError: 'tp'"] * 2
-    assert found.records()[0]["layout"] == "devices"
-    heads, *_, last = str(found).splitlines()
+    assert sweep.records()[0]["layout"] == "devices"
+    heads, *_, last = str(sweep).splitlines()
     assert heads.split() == ["config", "tp", "gpus", "mbs", "fits", "step_s", "error"]
     assert last.split() == ["b<i>", "2", "16", "4", "KeyError:", "'tp'"]
     assert "8 of 8: config=b<i> tp=2" in capsys.readouterr().out
-    assert "b&lt;i&gt;" in found._repr_html_()
+    assert "b&lt;i&gt;" in sweep._repr_html_()
 
 
 def test_tables_escape_and_frames_need_pandas(monkeypatch):
@@ -226,7 +226,7 @@ def test_tables_escape_and_frames_need_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match="needs pandas: pip install pandas"):
         reporting_sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
-    made = types.SimpleNamespace(DataFrame=types.SimpleNamespace(from_records=list))
-    monkeypatch.setitem(sys.modules, "pandas", made)
+    pandas = types.SimpleNamespace(DataFrame=types.SimpleNamespace(from_records=list))
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
     rows = reporting_sweep.Sweep([{"a": 1}], [None], ["no"]).to_dataframe()
     assert rows == [{"a": 1, "error": "no"}]

@@ -125,9 +125,17 @@ def init(m: Model, key: jax.Array, layers: np.ndarray | None = None) -> dict[str
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered"))
 def layer(
-    run: Run, kind: Model, w: Any, sums: Any, x_bud: jax.Array, rope: Any, wait_for: Any=None, issued: Any=None, sublayer: str="",
-    dx_unordered: bool=False,
-) -> Any:  # fmt: skip
+    run: Run,
+    kind: Model,
+    w: Any,
+    sums: Any,
+    x_bud: jax.Array,
+    rope: Any,
+    wait_for: Any = None,
+    issued: Any = None,
+    sublayer: str = "",
+    dx_unordered: bool = False,
+) -> Any:
     """One layer, or one sublayer, under the remat policy of train.remat and train.offload.
 
     Jitted, so that it is traced and differentiated once, however many layers are unrolled.
