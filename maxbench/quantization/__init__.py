@@ -82,7 +82,7 @@ class Arithmetic(Protocol):
     needs_2d: bool
 
     def scales(self, ws: list, lead: int, past: Any) -> tuple[Iterator, jax.Array | None]:
-        """What the scale of each weight depends on across GPUs, computed for all weights at once.
+        """Computes what the scale of each weight depends on across GPUs, for all weights at once.
 
         Args:
           ws: this GPU's parts of the master weights, in the compute dtype.
@@ -139,7 +139,7 @@ def arithmetic(run: Run) -> Arithmetic:
 def scales(
     arithmetic: Arithmetic, shardings: Any, masters: Any, stacked: bool, past: Any = None
 ) -> Any:
-    """What weights() needs to know about all GPUs' parts of each weight, in one collective.
+    """Computes what weights() needs from all GPUs' parts of each weight, in one collective.
 
     Args:
       shardings: tree of WeightSharding like masters.

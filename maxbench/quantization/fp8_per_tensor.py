@@ -133,7 +133,7 @@ def _scale(amax, top):
 
 def quantize(x: jax.Array, scale: Any, dtype: Any, saturate: bool = False) -> Any:
     """x / scale, rounded to an FP8 dtype. `saturate` clips to its range first: with delayed scaling
-    the scale comes from other tensors, and x may exceed it."""
+    the scale follows from past tensors, and x / scale may exceed the range."""
     x = x * (1 / scale).astype(x.dtype)
     top = _top(dtype)
     return (jnp.clip(x, -top, top) if saturate else x).astype(dtype)

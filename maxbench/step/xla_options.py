@@ -8,7 +8,7 @@ from maxbench.config import lowering
 from maxbench.config.run import Run
 from maxbench.sharding import jax_compat
 
-# Of every GPU program: NVIDIA's JAX recipe for Llama 2, except options that XLA has removed.
+# For every GPU program: NVIDIA's JAX recipe for Llama 2, except options that XLA has removed.
 XLA_OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
