@@ -102,7 +102,7 @@ class Step:
         shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
         specs = jax.tree.map(lambda s: s.master_spec, shardings)
         by_slot = P(*jax.tree.leaves(specs["layers"])[0][:1])
-        # Optimizer state contains trees like the weights: the paths of its leaves end in the weights'.
+        # Optimizer state contains trees like the weights, so its paths end in paths of weights.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
         def sharded(path, leaf):
