@@ -88,7 +88,7 @@ assert all(isinstance(f, types.FunctionType) for f in functions), functions
 
 COMMAND_LINE_ONLY = {
     "train": {"dry_run", "json"},
-    "plan": {"json", "schedule", "calibrate", "write"},
+    "plan": {"json", "schedule"},
     "report": {"format", "output", "diff"},
 }
 

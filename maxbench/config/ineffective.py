@@ -27,7 +27,8 @@ def check_effective(run: Run, paths: Iterable[str]) -> None:
         default = type(getattr(run, section)).__dataclass_fields__[name].default
         if path in RULES and value != default and (reason := RULES[path](run)):
             shown = f"{path}={value!r}" if isinstance(value, str) else f"{path}={value}"
-            raise UserError(f"{shown} has no effect: {reason}; leave it out")
+            advice = ", or leave it out" if "; use " in reason else "; leave it out"
+            raise UserError(f"{shown} has no effect: {reason}{advice}")
 
 
 def _unroll_layers(run: Run) -> str:
