@@ -93,7 +93,7 @@ class Cluster:
         munge = ["munged", "-F", "--force", f"--key-file={key}", f"--socket={root}/munge.socket"]
         munge += [f"--{n}={root}/munge.{n.partition('-')[0]}" for n in ("pid-file", "log-file")]
         self._daemon("munged", [*munge, f"--seed-file={root}/munge.seed"])
-        _wait(lambda: (root / "munge.socket").exists(), 20, "munged made no socket")
+        _wait(lambda: (root / "munge.socket").exists(), 20, "munged created no socket")
         self._daemon("slurmctld", ["slurmctld", "-D", "-i"])
         self.start_node("node1")
         self.start_node("node2")
@@ -111,7 +111,7 @@ class Cluster:
         self._daemon(name, ["slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
-        """As if the machine lost power: slurmd and all that it started; and Slurm has noticed."""
+        """Kills slurmd and all its processes, as a power failure, and marks the node as down."""
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait()
@@ -133,7 +133,7 @@ class Cluster:
             )
 
     def run(self, *command: str, **kwargs) -> str:
-        """Runs a command of Slurm; returns what it printed."""
+        """Output of a Slurm command."""
         done = subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=60, **kwargs
         )
@@ -194,7 +194,7 @@ def _with_environment(*starts: str) -> list[int]:
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().decode(errors="replace").split("\0")
-            # an empty value stands for every value
+            # an empty value matches every value
             match = lambda s, words=words: any(
                 w == s or (s.endswith("=") and w.startswith(s)) for w in words
             )
@@ -220,12 +220,12 @@ def cluster() -> Iterator[Cluster]:
     """A Slurm cluster for as long as the block lasts."""
     root = pathlib.Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     root.chmod(0o755)
-    made = Cluster(root)
+    started = Cluster(root)
     try:
-        made.start()
-        yield made
+        started.start()
+        yield started
     finally:
-        made.stop()
+        started.stop()
         shutil.rmtree(root, ignore_errors=True)
 
 

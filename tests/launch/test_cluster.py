@@ -1,4 +1,4 @@
-"""maxbench cluster: what a stand-in for Slurm tells, what is asked, and what cannot be known."""
+"""maxbench cluster: variables from a fake Slurm, questions on a terminal, and errors."""
 
 import builtins
 import os
@@ -53,7 +53,7 @@ def slurm_says(place: pathlib.Path, nodes: list[str], accounts: str = "", defaul
     tool(place / "bin", "sbatch", "echo '  --segment=nodes'")
 
 
-def made(place: pathlib.Path) -> dict[str, str]:
+def variables_in_file(place: pathlib.Path) -> dict[str, str]:
     return tomllib.loads((place / "a b" / "cluster.toml").read_text())
 
 
@@ -65,13 +65,13 @@ def refused(capsys) -> str:
 def test_detected_variables_are_written_and_used_by_jobs(place, capsys, monkeypatch):
     """GPUs are in two partitions: one is named in the environment."""
     slurm_says(place, [*H100, *CPU], accounts="acct acct", default="acct")
-    said = refused(capsys)
+    output = refused(capsys)
     about = "batch (3 nodes of 8 h100, x86_64), all (3 nodes of 8 h100, x86_64)"
-    assert f"set SBATCH_PARTITION: one of {about}" in said
+    assert f"set SBATCH_PARTITION: one of {about}" in output
     assert not (place / "a b").exists()
     monkeypatch.setenv("SBATCH_PARTITION", "batch")
     assert entry.run("cluster", []) == 0
-    assert made(place) == {
+    assert variables_in_file(place) == {
         "SBATCH_PARTITION": "batch", "GPU_TYPE": "h100", "GPUS_PER_NODE": "8",
         "SBATCH_GPUS_PER_NODE": "8", "ARCHITECTURE": "x86_64", "SBATCH_ACCOUNT": "acct",
         "SEGMENT": "true",
@@ -86,14 +86,14 @@ def test_existing_variables_are_kept_and_missing_ones_added(place, capsys, monke
     slurm_says(place, H100[:1])
     file = place / "a b" / "cluster.toml"
     file.parent.mkdir()
-    mine = '# mine\nSLURM_PARTITION = "all"\nTIME_LIMIT = "02:00:00"\nGPU_TYPE = "h200"'
-    file.write_text(mine)
+    user_text = '# mine\nSLURM_PARTITION = "all"\nTIME_LIMIT = "02:00:00"\nGPU_TYPE = "h200"'
+    file.write_text(user_text)
     monkeypatch.setenv("GPU_TYPE", "H100")
     monkeypatch.setenv("RUN_CONF_IMAGE", "/x/y.sqsh")
     entry.run("cluster", [])
     assert "note: GPU_TYPE=H100 is set in the environment and wins\n" in capsys.readouterr().out
-    assert file.read_text().startswith(mine + "\n")
-    assert {*made(place)} == {
+    assert file.read_text().startswith(user_text + "\n")
+    assert {*variables_in_file(place)} == {
         "SLURM_PARTITION", "TIME_LIMIT", "GPU_TYPE", "GPUS_PER_NODE", "SBATCH_GPUS_PER_NODE",
         "ARCHITECTURE", "SEGMENT", "RUN_CONF_IMAGE",
     }  # fmt: skip
@@ -110,12 +110,12 @@ def test_ambiguous_variables_are_asked_on_a_terminal(place, capsys, monkeypatch)
     monkeypatch.setattr(cli_cluster.sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(builtins, "input", lambda _: asked.append(1) or answers.pop(0))
     entry.run("cluster", [])
-    said = capsys.readouterr().out
-    assert "SBATCH_PARTITION, which one?\n  batch  3 nodes of 8 h100, x86_64\n" in said
-    assert "  dev    1 node of 4 gb200, aarch64\n" in said
-    assert "'dve' is not one of batch, all, dev" in said
-    assert "SBATCH_ACCOUNT, which one?\n  a\n  b  your default\n  c\n" in said
-    kept = made(place)
+    output = capsys.readouterr().out
+    assert "SBATCH_PARTITION, which one?\n  batch  3 nodes of 8 h100, x86_64\n" in output
+    assert "  dev    1 node of 4 gb200, aarch64\n" in output
+    assert "'dve' is not one of batch, all, dev" in output
+    assert "SBATCH_ACCOUNT, which one?\n  a\n  b  your default\n  c\n" in output
+    kept = variables_in_file(place)
     assert (kept["SBATCH_PARTITION"], kept["SBATCH_ACCOUNT"]) == ("dev", "a")
     assert (kept["GPU_TYPE"], kept["GPUS_PER_NODE"], kept["ARCHITECTURE"]) == (
         "gb200", "4", "aarch64")  # fmt: skip
@@ -131,9 +131,9 @@ def test_without_an_answer_choices_are_listed_and_nothing_is_written(place, caps
 
     monkeypatch.setattr(cli_cluster.sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(builtins, "input", ended)
-    said = refused(capsys)
-    assert "set SBATCH_PARTITION: one of all (1 node of no gres, x86_64), cpu" in said
-    assert "; set GPU_TYPE: one of h100, h200, b200, gb200, gb300" in said
+    output = refused(capsys)
+    assert "set SBATCH_PARTITION: one of all (1 node of no gres, x86_64), cpu" in output
+    assert "; set GPU_TYPE: one of h100, h200, b200, gb200, gb300" in output
 
 
 def test_in_a_job_its_own_facts_are_used(place, monkeypatch):
@@ -143,7 +143,7 @@ def test_in_a_job_its_own_facts_are_used(place, monkeypatch):
     for name, value in {"ID": "7", "PARTITION": "other", "ACCOUNT": "b"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     entry.run("cluster", [])
-    assert made(place) == {
+    assert variables_in_file(place) == {
         "SBATCH_PARTITION": "other", "GPU_TYPE": "gb200", "GPUS_PER_NODE": "4",
         "SBATCH_GPUS_PER_NODE": "none", "ARCHITECTURE": HERE, "SBATCH_ACCOUNT": "b",
         "SEGMENT": "true",

@@ -1,4 +1,4 @@
-"""Variables that stand in files: jobs of one call, a suite, and what the cluster's file says."""
+"""Variables from files: files of jobs, suites, and cluster.toml."""
 
 import copy
 import json
@@ -45,21 +45,21 @@ def sizes(settled) -> list[tuple]:
 
 
 def test_jobs_of_a_file_are_all_combinations_largest_first(tmp_path):
-    made = job_file.resolve_jobs({}, file=write(tmp_path, JOBS))
+    configs = job_file.resolve_jobs({}, file=write(tmp_path, JOBS))
     small = [(gpus, "fp8", mbs) for gpus in (16, 8) for mbs in (1, 1, 2, 2)]
-    assert sizes(made) == [(64, "bf16", 2), (64, "fp8", 2), *small]
-    assert {s.run.train.steps for s in made} == {20}
-    assert not any(s.expect for s in made)
+    assert sizes(configs) == [(64, "bf16", 2), (64, "fp8", 2), *small]
+    assert {s.run.train.steps for s in configs} == {20}
+    assert not any(s.expect for s in configs)
 
 
 def test_job_overrides_environment_and_environment_overrides_defaults(tmp_path):
     (tmp_path / "cluster.toml").write_text('MAX_STEPS = 7\nSLURM_ACCOUNT = "acct"\n')
     env = {"STAGE_PATH": str(tmp_path), "DTYPE": "bf16", "MODEL_SIZE": "70b"}
-    made = job_file.resolve_jobs(env | {"RUN_CONF_MAX_STEPS": "30"}, file=write(tmp_path, JOBS))
-    assert {s.run.train.steps for s in made} == {30}
-    assert [s.run.precision.dtype for s in made][:3] == ["bf16", "fp8", "bf16"]
-    assert {s.values["SBATCH_ACCOUNT"] for s in made} == {"acct"}
-    notes = {note for s in made for note in s.notes}
+    configs = job_file.resolve_jobs(env | {"RUN_CONF_MAX_STEPS": "30"}, file=write(tmp_path, JOBS))
+    assert {s.run.train.steps for s in configs} == {30}
+    assert [s.run.precision.dtype for s in configs][:3] == ["bf16", "fp8", "bf16"]
+    assert {s.values["SBATCH_ACCOUNT"] for s in configs} == {"acct"}
+    notes = {note for s in configs for note in s.notes}
     assert "MODEL_SIZE of the environment is not used: jobs.toml job 1 sets it" in notes
     assert "DTYPE of the environment is not used: jobs.toml job 2 sets it" in notes
     alone = {"STAGE_PATH": str(tmp_path), "MODEL_SIZE": "8b"}
@@ -135,26 +135,26 @@ TOML = st.recursive(
 )
 def test_any_file_of_jobs_gives_configurations_or_a_message(monkeypatch, data, suite):
     monkeypatch.setattr(job_file, "load", lambda file: copy.deepcopy(data))
-    made, message = [], ""
+    configs, message = [], ""
     try:
-        made = job_file.resolve_jobs({"MODEL_SIZE": "8b"}, file="jobs.toml", suite=suite)
+        configs = job_file.resolve_jobs({"MODEL_SIZE": "8b"}, file="jobs.toml", suite=suite)
     except UserError as e:
         message = str(e)
-    assert made or message.startswith("jobs.toml")
-    assert all(isinstance(s.expect, Expectation) == suite for s in made)
+    assert configs or message.startswith("jobs.toml")
+    assert all(isinstance(s.expect, Expectation) == suite for s in configs)
 
 
 def test_every_run_of_the_exemplar_has_a_published_figure():
-    made = job_file.resolve_jobs({}, file=str(ROOT / "launch" / "exemplar.toml"), suite=True)
-    assert len(made) == 36
-    assert {s.expect for s in made} == {Expectation(published=0.95)}
-    for s in made:
+    configs = job_file.resolve_jobs({}, file=str(ROOT / "launch" / "exemplar.toml"), suite=True)
+    assert len(configs) == 36
+    assert {s.expect for s in configs} == {Expectation(published=0.95)}
+    for s in configs:
         assert not step_stats.compare_with_published(s.run, "h100").refusal
-    assert len({(s.run.model.name, s.run.model.size) for s in made}) == 6
+    assert len({(s.run.model.name, s.run.model.size) for s in configs}) == 6
 
 
 def test_submitted_runs_of_a_suite_are_listed_until_sbatch_refuses_one(tmp_path):
-    """launch.sh: looked at with --dry_run, then submitted; the third sbatch is refused."""
+    """A dry run, then a submission of which the third sbatch fails."""
     bin_, stage = tmp_path / "bin", tmp_path / "stage"
     bin_.mkdir()
     count = f"echo x >> {tmp_path}/n; [[ $(wc -l < {tmp_path}/n) -lt 3 ]] && echo 4711"
@@ -162,21 +162,21 @@ def test_submitted_runs_of_a_suite_are_listed_until_sbatch_refuses_one(tmp_path)
     asked = "[expect]\npublished = 0.9\nloss = 11\n[[jobs]]\nMODEL_SIZE = '8b'\nREPEATS = 4\n"
     write(tmp_path, asked + "[[jobs]]\nMODEL_SIZE = '8b'\nexpect = {loss = 12}", "try.toml")
     env = {"PATH": f"{bin_}:{plain_env()['PATH']}", "STAGE_PATH": str(stage)}
-    said = dry_run("--suite", "try.toml", **env, cwd=tmp_path)
-    assert said.startswith("# 4 x pretrain_llama31_8b_bf16_gpus8_")
-    assert "gbs128: at least 90% of published, loss at most 11\n# 1 x pretrain_llama31_8b" in said
+    output = dry_run("--suite", "try.toml", **env, cwd=tmp_path)
+    assert output.startswith("# 4 x pretrain_llama31_8b_bf16_gpus8_")
+    assert "gbs128: at least 90% of published, loss at most 11\n# 1 x pretrain_llama31_8b" in output
     assert not stage.exists()
     assert "sbatch refused" in run_launch_sh("--suite=try.toml", code=2, **env, cwd=tmp_path)
     (listed,) = (stage / "experiments").glob("suite_try_*.json")
-    made = json.loads(listed.read_text())
-    assert made["suite"] == "try"
-    assert [one["expect"]["loss"] for one in made["runs"]] == [11.0] * 4 + [12.0]
-    folders = [listed.parent / one["folder"] for one in made["runs"] if "folder" in one]
+    suite = json.loads(listed.read_text())
+    assert suite["suite"] == "try"
+    assert [one["expect"]["loss"] for one in suite["runs"]] == [11.0] * 4 + [12.0]
+    folders = [listed.parent / one["folder"] for one in suite["runs"] if "folder" in one]
     assert [(folder / "job_id").is_file() for folder in folders] == [True, True, False]
 
 
 def refused(capsys, *words: str) -> str:
-    """What `maxbench launch` says of words that cannot be."""
+    """Error message of `maxbench launch`."""
     assert entry.run("launch", words) == 2
     return capsys.readouterr().err
 
@@ -188,9 +188,9 @@ def test_invalid_command_lines_are_refused(tmp_path, capsys, monkeypatch):
     assert "'no.toml' is not a file" in refused(capsys, "--file", "no.toml", "--dry-run")
     assert "'a b.toml' is not a file" in refused(capsys, "--file=a b.toml", "--dry_run")
     assert "--wait=3 must be true or false" in refused(capsys, "--wait=3")
-    said = refused(capsys, "--layers", "8")
-    assert "--layers is a flag of maxbench train and has no effect here; " in said
-    assert "flags of maxbench train follow after --" in said
+    output = refused(capsys, "--layers", "8")
+    assert "--layers is a flag of maxbench train and has no effect here; " in output
+    assert "flags of maxbench train follow after --" in output
     listed = write(tmp_path, "[expect]\nloss = 1\n[[jobs]]\nMODEL_SIZE = '8b'", "a.toml")
     with monkeypatch.context() as only:
         only.setenv("DISABLE_PERFRUN", "true")
@@ -215,9 +215,9 @@ def test_cluster_file_has_the_lowest_precedence(tmp_path):
     assert not [option for option in options if option.startswith("--gres")]
     (s,) = job_file.resolve_jobs(env | {"SBATCH_PARTITION": ""})  # set, though to nothing
     assert "--partition=batch" not in slurm.sbatch_options(s, "", pathlib.Path("x"))
-    said = dry_run(STAGE_PATH=str(tmp_path))
-    assert "#SBATCH --account=acct" in said
-    assert "#SBATCH --gres=gpu:4" in said
+    output = dry_run(STAGE_PATH=str(tmp_path))
+    assert "#SBATCH --account=acct" in output
+    assert "#SBATCH --gres=gpu:4" in output
 
 
 @pytest.mark.parametrize(
@@ -241,15 +241,15 @@ def test_invalid_cluster_file_is_refused(tmp_path, text, message):
 def test_segment_follows_the_cluster_file(monkeypatch):
     monkeypatch.setattr(slurm, "sbatch_supports", lambda option: False)
     env = {"MODEL": "nemotron4", "GPU_TYPE": "gb200", "JOB_TOTAL_GPUS": "128"}
-    for asked, said in (("true", []), ("false", ["--segment=16 is left out: SEGMENT=false"])):
+    for asked, output in (("true", []), ("false", ["--segment=16 is left out: SEGMENT=false"])):
         (s,) = job_file.resolve_jobs(env | {"SEGMENT": asked})
         options = slurm.sbatch_options(s, "", pathlib.Path("x"))
         assert ("--segment=16" in options) == (asked == "true")
-        assert slurm.notes(s) == said
+        assert slurm.notes(s) == output
 
 
 def test_nodes_of_another_architecture_need_their_own_environment(tmp_path, monkeypatch):
-    """setup.sh has run on the login node alone; the door is what a job calls."""
+    """setup.sh has run on the login node alone; jobs call the wrapper."""
     here = slurm.platform.machine()
     for name in ("venv", f"venv-{here}"):
         (tmp_path / name / "bin").mkdir(parents=True)

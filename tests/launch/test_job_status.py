@@ -1,4 +1,4 @@
-"""maxbench jobs and archive: runs while they are there, and what is kept of them."""
+"""maxbench jobs, watch and archive."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from tests.launch.test_launch import tool
 
 def folder(place: pathlib.Path, stamp: int, **files: object) -> pathlib.Path:
     """A run's folder with JSON files in it."""
-    made = place / "experiments" / "run" / f"run_{stamp}"
-    made.mkdir(parents=True)
+    folder = place / "experiments" / "run" / f"run_{stamp}"
+    folder.mkdir(parents=True)
     for name, what in files.items():
-        (made / f"{name}.json").write_text(json.dumps(what))
-    return made
+        (folder / f"{name}.json").write_text(json.dumps(what))
+    return folder
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_jobs_are_listed_from_slurm_and_their_folders(runs, tmp_path, monkeypatc
 
 def test_without_slurm_the_state_is_from_the_folders(runs, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    said = [row[1] for row in job_status.table(job_status.folders([runs]))]
-    assert said == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
+    output = [row[1] for row in job_status.table(job_status.folders([runs]))]
+    assert output == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
     assert entry.run("jobs", ["/nowhere"]) == 2
 
 

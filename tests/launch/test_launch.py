@@ -1,4 +1,4 @@
-"""The launcher without a cluster: variables, scripts, what is submitted and what is not."""
+"""The launcher without a cluster: variables, job scripts, submission."""
 
 import contextlib
 import io
@@ -81,11 +81,11 @@ def tool(folder: pathlib.Path, name: str, body: str) -> None:
 @pytest.mark.parametrize(
     ("env", "name", "nodes", "tasks", "more"),
     [
-        # seed 002: everything has a default
+        # every variable has a default
         ({}, "pretrain_llama31_8b_bf16_gpus8", 1, 8, {"TIME_LIMIT": "00:30:00"}),
         ({"MODEL_SIZE": "8b", "JOB_TOTAL_GPUS": "16", "GPUS_PER_NODE": "8"},
          "pretrain_llama31_8b_bf16_gpus16", 2, 8, {"MAX_STEPS": "50"}),
-        # seed 003: sbatch -N 8 says how many GPUs
+        # sbatch -N 8 determines the number of GPUs
         ({"MODEL": "llama2", "SLURM_JOB_NUM_NODES": "8"},
          "pretrain_llama2_70b_fp8_gpus64", 8, 8, {"TIME_LIMIT": "01:00:00"}),
         # one process per node
@@ -122,9 +122,9 @@ def test_defaults_of_nvidia_recipes():
     assert (s.run.layout.gbs, s.values["TIME_LIMIT"]) == (512, "00:35:00")
 
 
-# What the scripts of each seed's release read, with the default that it has here too where it is
-# one value; '!' is refused here, '-' changes nothing.
-SEEDS = {
+# Variables that the scripts of each release of NVIDIA's recipes read, with a default that is the same
+# here; '!' = refused here, '-' = without effect here.
+RECIPES = {
     "nemotron4 24.11 to 25.02": (
         {"MODEL": "nemotron4", "SBATCH_GPUS": "128"},
         "DTYPE=fp8 RUN_CONF_GPU_PER_NODE=8 RUN_CONF_MAX_STEPS=50 ENABLE_PROFILE=false "
@@ -168,9 +168,9 @@ SEEDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_variables_of_each_nvidia_recipe(seed):
-    env, table = SEEDS[seed]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_variables_of_each_nvidia_recipe(recipe):
+    env, table = RECIPES[recipe]
     named = {n: name for name, v in variables.VARIABLES.items() for n in (name, *v.also)}
     values = variables.resolve_job(env).values
     for name, _, wanted in (word.partition("=") for word in table.split()):
@@ -258,7 +258,7 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
 
 
-# --- what bad input gets ---
+# --- invalid input ---
 
 
 @pytest.mark.parametrize(
@@ -303,10 +303,10 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
     ],
 )  # fmt: skip
 def test_invalid_variable_is_named_with_what_would_work(env, message):
-    said = dry_run(code=2, **env)
-    assert message in said
-    assert "Traceback" not in said
-    assert said.count("\n") == 1
+    output = dry_run(code=2, **env)
+    assert message in output
+    assert "Traceback" not in output
+    assert output.count("\n") == 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -346,11 +346,11 @@ def test_installation_without_job_scripts_is_refused(tmp_path, monkeypatch, caps
 
 def test_dry_run_takes_under_a_second_without_jax(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    said = run_launch_sh("--dry-run", MODEL_SIZE="8b", STAGE_PATH=str(tmp_path))
+    output = run_launch_sh("--dry-run", MODEL_SIZE="8b", STAGE_PATH=str(tmp_path))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
-    assert "#SBATCH --nodes=1" in said
-    assert "python3 -m maxbench.train --config configs/llama31_8b.py --gpus 8" in said
-    assert f"export JAX_COMPILATION_CACHE_DIR={tmp_path}/cache/pretrain_llama31_8b_" in said
+    assert "#SBATCH --nodes=1" in output
+    assert "python3 -m maxbench.train --config configs/llama31_8b.py --gpus 8" in output
+    assert f"export JAX_COMPILATION_CACHE_DIR={tmp_path}/cache/pretrain_llama31_8b_" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -393,8 +393,8 @@ def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
 def test_one_step_after_a_checkpoint_is_not_profiled(tmp_path):
     (tmp_path / "about").mkdir()
     (tmp_path / "about/run.json").write_text('{"step": 50}')
-    said = dry_run(code=2, LOAD_CHECKPOINT_PATH=str(tmp_path), ENABLE_PROFILE="true")
-    assert "LOAD_CHECKPOINT_PATH trains one step" in said
+    output = dry_run(code=2, LOAD_CHECKPOINT_PATH=str(tmp_path), ENABLE_PROFILE="true")
+    assert "LOAD_CHECKPOINT_PATH trains one step" in output
 
 
 def test_shellcheck_passes_on_every_script(tmp_path):
@@ -402,10 +402,10 @@ def test_shellcheck_passes_on_every_script(tmp_path):
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     shellcheck = shutil.which("shellcheck", path=path)
     assert shellcheck, "shellcheck is not installed: pip install -e '.[test]'"
-    made = tmp_path / "job.sh"
+    job_script = tmp_path / "job.sh"
     s = variables.resolve_job({"ENABLE_PROFILE": "true"})
-    made.write_text(slurm.script(s, "nsys", 1))
-    scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh"), made]
+    job_script.write_text(slurm.script(s, "nsys", 1))
+    scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("*.sh"), job_script]
     done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -418,7 +418,7 @@ def test_scripts_need_nothing_newer_than_bash_4_2():
         assert not [word for word in newer if word in text], script
 
 
-# --- what is submitted ---
+# --- submission ---
 
 
 @pytest.fixture
@@ -431,11 +431,11 @@ def fake_sbatch(tmp_path):
 
 
 def test_profile_and_trace_are_jobs_of_their_own(tmp_path, fake_sbatch):
-    said = run_launch_sh(
+    output = run_launch_sh(
         PATH=fake_sbatch, STAGE_PATH=str(tmp_path), ENABLE_PROFILE="true",
         ENABLE_NCCL_TRACE="true", ENABLE_GPU_METRICS="true", HF_TOKEN="hf_secret",
     )  # fmt: skip
-    assert said.count("job 4711") == 3
+    assert output.count("job 4711") == 3
     calls = (tmp_path / "calls").read_text().splitlines()
     kinds = ["", "_nsys", "_nccltrace"]
     scripts = [pathlib.Path(c.split()[-1]) for c in calls]
@@ -450,21 +450,21 @@ def test_profile_and_trace_are_jobs_of_their_own(tmp_path, fake_sbatch):
     assert "export NCCL_DEBUG=INFO" in trace
     assert "--steps 5" in trace
     assert "--time=00:15:00" in trace
-    whole = perf + nsys + trace + said + (tmp_path / "env").read_text()
+    whole = perf + nsys + trace + output + (tmp_path / "env").read_text()
     assert "hf_secret" not in whole
 
 
 def test_lists_of_values_submit_a_run_for_each(tmp_path, fake_sbatch):
     many = {"JOB_TOTAL_GPUS": "8 16 32", "DTYPE": "bf16 fp8", "REPEATS": "3"}
-    said = dry_run(**many)
-    sizes = [line for line in said.splitlines() if line.startswith("# 3 x pretrain_llama31_8b_")]
+    output = dry_run(**many)
+    sizes = [line for line in output.splitlines() if line.startswith("# 3 x pretrain_llama31_8b_")]
     assert [line.split("_")[3:5] for line in sizes] == [
         [dtype, f"gpus{gpus}"] for gpus in (32, 16, 8) for dtype in ("bf16", "fp8")
     ]
-    assert said.count("\n#!/bin/bash") == 6
+    assert output.count("\n#!/bin/bash") == 6
     few = {"JOB_TOTAL_GPUS": "8 16", "REPEATS": "2", "MODEL_SIZE": "8b"}
-    said = run_launch_sh(**few, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
-    assert said.count("job 4711: ") == 4
+    output = run_launch_sh(**few, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
+    assert output.count("job 4711: ") == 4
     folders = [file.parent for file in tmp_path.rglob("job_id")]
     assert len({*folders}) == 4
     wrong = dry_run(code=2, JOB_TOTAL_GPUS="8 9")
@@ -490,9 +490,9 @@ def test_variables_without_effect_are_noted():
 
 def test_refusal_of_sbatch_is_an_error(tmp_path, fake_sbatch):
     tool(tmp_path / "bin", "sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
-    said = run_launch_sh(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
-    assert "invalid account" in said
-    assert "sbatch refused" in said
+    output = run_launch_sh(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path))
+    assert "invalid account" in output
+    assert "sbatch refused" in output
 
 
 def test_missing_tool_is_named_with_the_alternative(tmp_path):
@@ -500,11 +500,11 @@ def test_missing_tool_is_named_with_the_alternative(tmp_path):
     folder.mkdir()
     for name in ("bash", "dirname", "sed", "python3"):
         (folder / name).symlink_to(shutil.which(name))
-    said = run_launch_sh(code=2, PATH=str(folder), STAGE_PATH=str(tmp_path))
-    assert "sbatch is not on PATH" in said
-    assert "python3 -m maxbench.train --config" in said
-    said = run_launch_sh(code=2, **RUNAI, PATH=str(folder), STAGE_PATH=str(tmp_path))
-    assert "runai is not on PATH" in said
+    output = run_launch_sh(code=2, PATH=str(folder), STAGE_PATH=str(tmp_path))
+    assert "sbatch is not on PATH" in output
+    assert "python3 -m maxbench.train --config" in output
+    output = run_launch_sh(code=2, **RUNAI, PATH=str(folder), STAGE_PATH=str(tmp_path))
+    assert "runai is not on PATH" in output
 
 
 def test_unknown_xla_flag_is_refused_before_submission(tmp_path, fake_sbatch):
@@ -536,8 +536,8 @@ def test_xla_options_by_gpu_and_scale():
 
 def test_stage_path_that_cannot_be_written_is_refused(tmp_path, fake_sbatch):
     (tmp_path / "file").write_text("")
-    said = run_launch_sh(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path / "file"))
-    assert f"STAGE_PATH='{tmp_path}/file' cannot be written" in said
+    output = run_launch_sh(code=2, PATH=fake_sbatch, STAGE_PATH=str(tmp_path / "file"))
+    assert f"STAGE_PATH='{tmp_path}/file' cannot be written" in output
 
 
 def test_missing_image_is_refused(tmp_path, fake_sbatch):
@@ -549,7 +549,7 @@ def test_runai_gets_the_same_command_and_no_secret(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     tool(folder, "runai", f'printf "%s\\n" "$@" > {tmp_path}/args; env > {tmp_path}/env')
-    said = run_launch_sh(**RUNAI, PATH=f"{folder}:{os.environ['PATH']}", JOB_TOTAL_GPUS="16")
+    output = run_launch_sh(**RUNAI, PATH=f"{folder}:{os.environ['PATH']}", JOB_TOTAL_GPUS="16")
     args = (tmp_path / "args").read_text().split("\n")
     name = "maxbench-llama31-8b-bf16-16g"
     assert args[:5] == ["training", "pytorch", "submit", name, "--project"]
@@ -561,13 +561,13 @@ def test_runai_gets_the_same_command_and_no_secret(tmp_path):
     assert pairs["--output_dir"] == "/workspace/results"
     assert any(w.startswith("JAX_COMPILATION_CACHE_DIR=/workspace/results/cache/") for w in args)
     assert "maxbench.train" in args
-    everything = said + "".join(args) + (tmp_path / "env").read_text()
+    everything = output + "".join(args) + (tmp_path / "env").read_text()
     assert "secret-never-to-be-seen" not in everything
     assert "secret-never-to-be-seen" not in dry_run(**RUNAI)
 
 
 def test_runai_variables_become_flags_of_the_trainer():
-    def said(**env: str) -> str:
+    def output(**env: str) -> str:
         command = ["bash", str(ROOT / "launch" / "runai.sh"), "echo", "train"]
         done = subprocess.run(
             command, env=plain_env(**env), capture_output=True, text=True, check=True
@@ -575,8 +575,8 @@ def test_runai_variables_become_flags_of_the_trainer():
         return done.stdout
 
     env = {"MASTER_ADDR": "m0", "MASTER_PORT": "1234", "WORLD_SIZE": "2", "RANK": "1"}
-    assert said(**env) == "train --coordinator m0:1234 --processes 2 --process 1\n"
-    assert said(**env | {"WORLD_SIZE": "1"}) == "train\n"
+    assert output(**env) == "train --coordinator m0:1234 --processes 2 --process 1\n"
+    assert output(**env | {"WORLD_SIZE": "1"}) == "train\n"
 
 
 def test_runai_jobs_of_one_node_and_of_other_kinds():
@@ -585,8 +585,8 @@ def test_runai_jobs_of_one_node_and_of_other_kinds():
     assert "--workers" not in perf
     assert "NCCL_DEBUG" not in perf
     assert "NCCL_DEBUG=INFO" in trace
-    said = dry_run(code=2, **RUNAI, ENABLE_PROFILE="true")
-    assert "use PROFILER=xplane" in said
+    output = dry_run(code=2, **RUNAI, ENABLE_PROFILE="true")
+    assert "use PROFILER=xplane" in output
 
 
 def test_nsys_runs_on_chosen_ranks(tmp_path):
@@ -594,7 +594,7 @@ def test_nsys_runs_on_chosen_ranks(tmp_path):
     s = variables.resolve_job({"RUN_CONF_PROFILE_RANKS": "0,3", "ENABLE_GPU_METRICS": "true"})
     task = [str(ROOT / "launch" / "task.sh"), "echo", "train"]
 
-    def said(rank: str) -> str:
+    def output(rank: str) -> str:
         env = plain_env(
             **slurm.nsys_variables(s), PATH=f"{tmp_path}:{os.environ['PATH']}", MB_PROFILE="nsys",
             MB_FOLDER=str(tmp_path), SLURM_JOB_ID="77", SLURM_NODEID="1", SLURM_PROCID=rank,
@@ -602,13 +602,13 @@ def test_nsys_runs_on_chosen_ranks(tmp_path):
         )  # fmt: skip
         return subprocess.run(task, env=env, capture_output=True, text=True, check=True).stdout
 
-    words = shlex.split(said("0"))
+    words = shlex.split(output("0"))
     name = "profile_llama31-8b-bf16_8g_77_node1_rank0"
     assert f"--output={tmp_path}/nsys_profile/{name}" in words
     assert {"--capture-range-end=stop", "--trace=cuda,nvtx", "--gpu-metrics-device=all"} <= {*words}
     assert words[-2:] == ["echo", "train"]
-    assert "--gpu-metrics-device=all" not in said("3")
-    assert said("1") == "train\n"
+    assert "--gpu-metrics-device=all" not in output("3")
+    assert output("1") == "train\n"
 
 
 def test_missing_nsys_is_named_with_the_alternative(tmp_path):

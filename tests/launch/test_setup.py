@@ -79,8 +79,8 @@ def test_only_missing_parts_are_installed(place):
     """Environment, wrappers and image are checked one by one."""
     tool(place / "bin", "enroot", ENROOT)
     stage, installed = place / "a b", {"INSTALLS": "installed"}
-    said, calls = setup(place, IMAGE="docker://x#y@sha256:1", **installed)
-    assert f"RUN_CONF_IMAGE={stage}/maxbench.sqsh" in said
+    text, calls = setup(place, IMAGE="docker://x#y@sha256:1", **installed)
+    assert f"RUN_CONF_IMAGE={stage}/maxbench.sqsh" in text
     assert f"uv venv --quiet --seed --python 3.12 {stage}/venv-{MACHINE}" in calls
     (pip,) = [c for c in calls if c.startswith("image python3 -m pip install")]
     assert "-c /tmp/constraints.txt" in pip  # the image's own jax stays
@@ -95,17 +95,17 @@ def test_only_missing_parts_are_installed(place):
     tool(place / "bin", "sacctmgr", "exit 1")
     skip = "while [[ $1 == -* ]]; do shift 2; done"
     tool(place / "bin", "srun", f'echo "srun $*" >> calls; {skip}; "$@"')
-    said, calls = setup(place, IMAGE="docker://x#y@sha256:1", **installed, SBATCH_ACCOUNT="me")
+    text, calls = setup(place, IMAGE="docker://x#y@sha256:1", **installed, SBATCH_ACCOUNT="me")
     assert [c.split()[1] for c in calls if c.startswith("enroot")] == ["start"]
     assert not [c for c in calls if c.startswith("uv")]
     assert [c for c in calls if c.startswith("srun -N 1 -t 01:00:00 -A me -p batch ")]
     kept = tomllib.loads((stage / "cluster.toml").read_text())
     assert (kept["GPU_TYPE"], kept["ARCHITECTURE"]) == ("h200", "riscv")
     assert kept["RUN_CONF_IMAGE"] == f"{stage}/maxbench.sqsh"
-    assert said.endswith(f"For launch.sh: export STAGE_PATH={stage}\n")  # the file has the image
+    assert text.endswith(f"For launch.sh: export STAGE_PATH={stage}\n")  # the file has the image
     # Another image; an environment whose Python no longer exists.
     (stage / f"venv-{MACHINE}" / "bin" / "python").unlink()
-    said, calls = setup(place, IMAGE="docker://x#y@sha256:2", **installed)
+    text, calls = setup(place, IMAGE="docker://x#y@sha256:2", **installed)
     assert [c for c in calls if "enroot import" in c and "sha256:2" in c]
     assert [c for c in calls if c.startswith("uv venv")]
 
@@ -139,9 +139,9 @@ def test_changed_image_tag_is_noted(place):
 
 def test_image_in_which_maxbench_does_not_run_is_refused(place):
     tool(place / "bin", "enroot", ENROOT)
-    said, _ = setup(place, code=2, IMAGE="docker://old")
-    assert "ml-collections is not installed" in said
-    assert "maxbench does not run in IMAGE='docker://old'" in said
+    text, _ = setup(place, code=2, IMAGE="docker://old")
+    assert "ml-collections is not installed" in text
+    assert "maxbench does not run in IMAGE='docker://old'" in text
     assert not list(place.rglob("maxbench.sqsh*"))
 
 

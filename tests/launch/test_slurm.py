@@ -62,7 +62,7 @@ class Jobs:
         return done.stdout.partition("job ")[2].partition(":")[0]
 
     def maxbench(self, *words: str, code: int = 0, **env: str) -> str:
-        """What a command prints."""
+        """Output of a command."""
         command = [sys.executable, "-m", "maxbench", *words]
         done = subprocess.run(
             command, env=self.env | env, capture_output=True, text=True, timeout=300, cwd=ROOT
@@ -71,7 +71,7 @@ class Jobs:
         return done.stdout
 
     def sbatch(self, env: dict[str, str], *options: str) -> str:
-        """Submits launch.sh itself, as the seeds do."""
+        """Submits launch.sh itself, as NVIDIA's recipes do."""
         command = ["sbatch", "--parsable", *options, LAUNCH, "--", *SMALL]
         done = subprocess.run(
             command, env=self.env | TINY | env, capture_output=True, text=True, cwd=self.out
@@ -80,13 +80,13 @@ class Jobs:
         return done.stdout.strip()
 
     def log(self) -> str:
-        """All that the jobs of this folder printed, and what Slurm says it did."""
+        """Output of the jobs of this folder, and the log of Slurm."""
         files = [*self.out.rglob("*.out"), *self.out.rglob("srun-*.log")]
         files.append(self.slurm.root / "slurmctld.log")
         return "\n".join(f"{f}:\n{f.read_text(errors='replace')}" for f in files)
 
     def metrics(self) -> list[pathlib.Path]:
-        """Of all runs. rglob would stumble on checkpoints, which come and go beside them."""
+        """Files of all runs. rglob would fail on checkpoints, which are created and removed."""
         return list(self.out.glob("experiments/*/*/metrics.jsonl"))
 
     def wait_for_step(self, step: int, seconds: float = 90) -> None:
@@ -96,7 +96,7 @@ class Jobs:
             time.sleep(0.3)
 
     def run(self) -> readers.RunRecord:
-        """The one there is: no job was started twice."""
+        """The only run: no job started twice."""
         runs = readers.read([self.out])
         assert len(runs) == 1, f"{[r.path.name for r in runs]}\n{self.log()}"
         return runs[0]
@@ -125,8 +125,7 @@ def losses(out: pathlib.Path) -> dict[int, float]:
 
 
 def test_two_nodes_train_as_one_process(jobs, tmp_path):
-    """The whole journey: the cluster's file, a suite submitted, preflight, train on two nodes,
-    watched to its end, report."""
+    """cluster.toml, submission of a suite, preflight, training on two nodes, watch, report."""
     kept = tomllib.loads(jobs.maxbench("cluster", GPU_TYPE="h100").partition(":\n")[2])
     assert kept["SBATCH_PARTITION"] == "batch"
     assert kept["ARCHITECTURE"] == os.uname().machine
@@ -154,9 +153,11 @@ def test_two_nodes_train_as_one_process(jobs, tmp_path):
     command += ["--fsdp", "8", "--cpu_devices", "8", "--dtype", "fp32", "--steps", "8"]
     command += [*SMALL, "--output_dir", str(single)]
     subprocess.run(command, env=jobs.env, cwd=ROOT, check=True, capture_output=True)
-    ours, theirs = losses(run.path), losses(single)
-    assert ours.keys() == theirs.keys() == set(range(8))
-    assert [ours[i] for i in range(8)] == pytest.approx([theirs[i] for i in range(8)], rel=1e-5)
+    ours, on_one_machine = losses(run.path), losses(single)
+    assert ours.keys() == on_one_machine.keys() == set(range(8))
+    assert [ours[i] for i in range(8)] == pytest.approx(
+        [on_one_machine[i] for i in range(8)], rel=1e-5
+    )
     assert "hf_never_to_be_seen" not in jobs.log()
     report = subprocess.run(
         [sys.executable, "-m", "maxbench.report", str(tmp_path)],
@@ -170,8 +171,8 @@ def test_cancelled_job_stops_after_its_step(jobs):
     number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     second = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
-    # One of a name at a time; dead before the first ends, the second leaves no run behind.
-    # Until the scheduler looks again it may wait for "Resources", which the first holds.
+    # One job per name runs at a time: the second, cancelled before the first ends, has no run.
+    # Until the next scheduling cycle it may wait for "Resources", which the first one uses.
     why = lambda: jobs.slurm.run("squeue", "-h", "-j", second, "-o", "%T %r").split()
     slurm_cluster._wait(lambda: why() == ["PENDING", "Dependency"], 60, f"waits: {why()}")
     jobs.slurm.run("scancel", second)
@@ -185,7 +186,7 @@ def test_cancelled_job_stops_after_its_step(jobs):
 
 
 def test_killed_process_ends_the_job(jobs):
-    """Of launch.sh as the seeds submit it: GPUs follow from the nodes that sbatch gives."""
+    """With launch.sh submitted by sbatch: the number of GPUs follows from the nodes."""
     env = LONG | {"JOB_TOTAL_GPUS": "", "DISABLE_PREFLIGHT": "true"}
     env |= {"SLURM_GPUS_PER_NODE": "null"}  # srun would refuse it
     number = jobs.sbatch(env, "-N", "2", "-p", "batch")
@@ -193,8 +194,8 @@ def test_killed_process_ends_the_job(jobs):
     victim = _trainers(jobs.out)[-1]
     os.kill(victim, signal.SIGKILL)
     assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
-    (said,) = jobs.out.glob("slurm-*.out")  # it may repeat steps, and is no second run
-    assert text_logs.JOB_MARK in said.read_bytes()
+    (slurm_log,) = jobs.out.glob("slurm-*.out")  # it may repeat steps, but is not a second run
+    assert text_logs.JOB_MARK in slurm_log.read_bytes()
     run = jobs.run()
     row = compare.summarize(run, compare.ReportOptions())
     assert row.verdict == "DIED"
@@ -230,7 +231,7 @@ def test_killed_node_is_named(jobs):
 
 
 def test_job_that_gets_sigterm_saves_and_continues_after_requeue(jobs):
-    """As before its time limit: Slurm tells the run, and not the script around it."""
+    """As before its time limit: Slurm sends the signal to the run, not to the script."""
     env = LONG | {"CHECKPOINT_EVERY": "5", "DISABLE_PREFLIGHT": "true"}
     number = jobs.submit(env)
     jobs.wait_for_step(7)
@@ -267,7 +268,7 @@ def test_time_limit_is_named(jobs):
 
 
 def test_preflight_refuses_an_unknown_xla_flag(jobs):
-    """Even where launch.sh could not try the flags: sbatch itself brought them."""
+    """Even if launch.sh could not check the flags, because sbatch started it."""
     number = jobs.sbatch({"XLA_FLAGS": "--xla_gpu_graph_level=0"}, "-N", "2")
     assert jobs.slurm.wait(number)["JobState"] == "FAILED"
     assert "use --xla_gpu_enable_command_buffer=" in jobs.log()

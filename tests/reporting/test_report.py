@@ -226,13 +226,13 @@ def test_job_that_never_trained_names_the_preflight_error(tmp_path):
 
 
 def every_format(path: pathlib.Path, **kwargs) -> dict[str, str]:
-    """What report prints of a path, by format, from this process."""
-    made = {}
+    """Report on a path in each format, from this process."""
+    texts = {}
     for name in build_report.FORMATS:
-        out = path.parent / f"{name}.made"
+        out = path.parent / f"{name}.out"
         entry.run("report", [f"--format={name}", f"--output={out}", "--gpu_type=h100", str(path)])
-        made[name] = out.read_text()
-    return made
+        texts[name] = out.read_text()
+    return texts
 
 
 def test_log_of_any_size_is_read_completely_in_constant_memory(tmp_path):
@@ -276,8 +276,8 @@ def test_figures_do_not_depend_on_the_block_size_of_reading(tmp_path, block, see
 def test_damaged_lines_are_counted_in_every_format(tmp_path):
     path = ours(tmp_path) / "metrics.jsonl"
     path.write_text(path.read_text().replace('{"step": 7,', '{"st').replace('"step": 8,', ""))
-    said = every_format(tmp_path)
-    assert {name for name, text in said.items() if "damaged lines about steps: 2" in text} == {
+    output = every_format(tmp_path)
+    assert {name for name, text in output.items() if "damaged lines about steps: 2" in text} == {
         *build_report.FORMATS
     }
     log = nemo(tmp_path / "b" / "log-pretrain_llama31_8b_fp8_8_1.out", 50, 9.4)
@@ -341,8 +341,8 @@ def test_control_characters_are_escaped(tmp_path):
     nemo(tmp_path / name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape"), 3,
          9.4, end=f"ValueError: {evil[:-1]}\n")  # fmt: skip
     ours(tmp_path, status="failed", reason=evil, versions={evil: evil}, slow_hosts=[evil])
-    said = every_format(tmp_path) | {"names": run("--full-names", str(tmp_path), code=1)}
-    for format, text in said.items():
+    output = every_format(tmp_path) | {"names": run("--full-names", str(tmp_path), code=1)}
+    for format, text in output.items():
         assert {c for c in text if not c.isprintable()} <= {"\n"}, format
 
 
@@ -350,13 +350,13 @@ def test_running_job_has_not_failed(tmp_path):
     ours(tmp_path, steps=12, status="running")
     log = nemo(tmp_path / "log-pretrain_llama31_8b_fp8_8_1.out", 20, 9.4)
     os.utime(log)
-    said = every_format(tmp_path)
-    assert json.loads(said["json"])["summary"] == {
+    output = every_format(tmp_path)
+    assert json.loads(output["json"])["summary"] == {
         "success_experiments": 0, "failed_experiments": 0, "running_experiments": 2,
         "success_rate": 0,
     }  # fmt: skip
-    assert said["csv"].endswith("# Summary: 0 success, 0 failed, 2 running, 2 total\n")
-    assert "Running experiments: 2" in said["table"]
+    assert output["csv"].endswith("# Summary: 0 success, 0 failed, 2 running, 2 total\n")
+    assert "Running experiments: 2" in output["table"]
     assert entry.run("report", ["--output=/dev/null", str(tmp_path)]) == 0
 
 
@@ -464,21 +464,21 @@ def test_cost_and_energy(tmp_path):
     assert row.joules == pytest.approx(700 * 8 / row.tokens_s)
 
 
-# --- what plan predicts, and what NCCL was asked to do ---
+# --- predictions and NCCL calls ---
 
 FLAGS = ["--config", "configs/llama31_8b.py", "--gpus", "8", "--dtype", "fp8"]
 
 
 def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **result) -> pathlib.Path:
-    """A run with its whole configuration and, under nccltrace, a log of one gather a step."""
+    """A run with its complete configuration and, under nccltrace, one all-gather per step."""
     config = recipes.load(ROOT / FLAGS[1])
     steps = 5 if tool else 50
     flags = {"dtype": "fp8", "profile": tool, "steps": steps, "output_dir": str(folder)}
-    made = build_run(config, gpus=8, flags=flags)
+    run_config = build_run(config, gpus=8, flags=flags)
     more = [f"--profile={tool}", "--steps", str(steps), "--output_dir", "/x"]
     device = {"gpu_type": gpu, "kind": gpu, "count": 8}
-    result = {"config": made.asdict(), "command": ["train.py", *FLAGS, *more], "name": made.name,
-              "device": device} | result  # fmt: skip
+    config = {"config": run_config.asdict(), "name": run_config.name, "device": device}
+    result = config | {"command": ["train.py", *FLAGS, *more]} | result
     path = ours(folder, stamp=len(list(folder.rglob("result.json"))), steps=steps, **result)
     line = ("0: n1:1:2 [0] NCCL INFO AllGather: opCount 3 sendbuff 0x1 recvbuff 0x2 count 67108864 "
             "datatype 9 op 0 root 0 comm 0xabc [nranks=8] stream 0x4\n")  # fmt: skip
@@ -489,9 +489,9 @@ def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **resul
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """A cache of plan's that holds the run's program: one all-gather of 1 GiB over 8 GPUs."""
+    """A compile cache with the program of the run: one all-gather of 1 GiB over 8 GPUs."""
     monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "cache"))
-    made = build_run(recipes.load(ROOT / FLAGS[1]), gpus=8, flags={"dtype": "fp8"})
+    run_config = build_run(recipes.load(ROOT / FLAGS[1]), gpus=8, flags={"dtype": "fp8"})
     text = (
         "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
         "  %x = bf16[67108864]{0} parameter(0)\n  %s = (bf16[67108864]{0}, bf16[536870912]{0}) "
@@ -500,7 +500,7 @@ def program(tmp_path, monkeypatch):
     )
     sizes = dict.fromkeys(("weights", "optimizer", "arguments", "temporaries"), 1 << 30)
     compile_cache.store(
-        made,
+        run_config,
         compile_cache.Compiled(
             text=text, **sizes, copy=1, gradients=1, host=0, attention="cudnn",
             lower_s=1.0, compile_s=1.0, peak_rss_gib=1.0,
@@ -549,17 +549,21 @@ def test_trace_without_a_plan_names_the_command(tmp_path, monkeypatch):
     assert command in run(str(tmp_path))
     (path / "srun-train-1.0.log").write_text("0: nothing\n")
     assert "no NCCL call in the log" in run(str(tmp_path))
-    os.mkfifo(path / "srun-train-2.0.log")  # nobody writes to it: reading it would not end
-    said = run(str(tmp_path))
-    assert said.count("srun-train-2.0.log cannot be read: not a regular file") == 1
+    os.mkfifo(path / "srun-train-2.0.log")  # has no writer: reading it would not end
+    output = run(str(tmp_path))
+    assert output.count("srun-train-2.0.log cannot be read: not a regular file") == 1
 
 
 def test_page_marks_predicted_parts_as_predicted(tmp_path, program):
     planned_run(tmp_path)
     text = run("--format=html", str(tmp_path / "experiments"))
     assert "are <b>predicted</b> by maxbench plan, not measured" in text
-    (said,) = re.findall(r"Predicted ([0-9.]+) s; measured 9.400 s, \+([0-9,.]+)%", text)
-    assert float(said[0]) * (1 + float(said[1].replace(",", "")) / 100) == pytest.approx(9.4, 0.2)
+    ((predicted, excess),) = re.findall(
+        r"Predicted ([0-9.]+) s; measured 9.400 s, \+([0-9,.]+)%", text
+    )
+    assert float(output[0]) * (1 + float(output[1].replace(",", "")) / 100) == pytest.approx(
+        9.4, 0.2
+    )
     assert "exposed communication" in text
     assert "GEMMs" not in text  # the program has none
 
@@ -609,9 +613,9 @@ def mixed(tmp_path):
     nemo(tmp_path / "old" / "log-a.pretrain_llama31_8b_fp8_short_10_0.out", 30, 9.4, tflops=None)
     (tmp_path / "notes.txt").write_text("remember the milk")
     (tmp_path / "sbatch_x.out").write_text(nemo_line(49, 50, 1.0))
-    # What a job says that sbatch was given by hand, where the run is that it is of.
-    said = f"[2026-11-23 13:46:40] maxbench: JOB_ID=7 RESTART=0 FOLDER={tmp_path}\n0: "
-    (tmp_path / "slurm-7.out").write_text(said + nemo_line(49, 50, 1.0))
+    # The output of a job that was submitted by sbatch directly names the folder of its run.
+    output = f"[2026-11-23 13:46:40] maxbench: JOB_ID=7 RESTART=0 FOLDER={tmp_path}\n0: "
+    (tmp_path / "slurm-7.out").write_text(output + nemo_line(49, 50, 1.0))
     return tmp_path
 
 
@@ -807,8 +811,10 @@ def test_nvidia_parser_reads_our_log(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "SLURM_CONF")}
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
     (log,) = tmp_path.rglob("log-*.out")
-    said = subprocess.run([gawk, AWK, str(log)], capture_output=True, text=True, check=True).stdout
-    status, mean, *_ = said.split()
+    output = subprocess.run(
+        [gawk, AWK, str(log)], capture_output=True, text=True, check=True
+    ).stdout
+    status, mean, *_ = output.split()
     (row,) = rows(tmp_path)
     assert status == "Success"
     assert float(mean) == pytest.approx(row.step["mean"], abs=1e-3)
@@ -826,9 +832,9 @@ def test_nvidia_parser_reads_our_log(tmp_path):
 
 def test_help_lists_the_flags_of_report(capsys):
     assert entry.run("report", ["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "--cost" in said
-    assert "--dry_run" not in said
+    output = capsys.readouterr().out
+    assert "--cost" in output
+    assert "--dry_run" not in output
 
 
 @pytest.mark.parametrize("width", [80, 120, 400])
@@ -850,8 +856,8 @@ def test_table_fits_the_terminal(tmp_path, width):
 def test_rates_of_virtual_devices_are_left_out(tmp_path):
     ours(tmp_path, device={"kind": "cpu", "count": 8})
     (row,) = rows(tmp_path)
-    told = tables.cells(row)
-    assert {told[head] for head in tables.NOT_ON_CPU} == {"-"}
-    assert told["Tokens/s"] != "-"
+    cells_of_row = tables.cells(row)
+    assert {cells_of_row[head] for head in tables.NOT_ON_CPU} == {"-"}
+    assert cells_of_row["Tokens/s"] != "-"
     assert tables.record(row)["tflops_per_gpu_mean"] > 0  # data stays
     assert (tables.record(row)["loss_first"], tables.record(row)["loss_last"]) == (2.0, 2.0)
