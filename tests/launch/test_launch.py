@@ -122,7 +122,7 @@ def test_defaults_of_nvidia_recipes():
     assert (s.run.layout.gbs, s.values["TIME_LIMIT"]) == (512, "00:35:00")
 
 
-# Variables that the scripts of each release of NVIDIA's recipes read, with a default that is the same
+# Variables that the scripts of each release of NVIDIA's recipes read, with a default that is equal
 # here; '!' = refused here, '-' = without effect here.
 RECIPES = {
     "nemotron4 24.11 to 25.02": (

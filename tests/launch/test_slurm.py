@@ -153,11 +153,9 @@ def test_two_nodes_train_as_one_process(jobs, tmp_path):
     command += ["--fsdp", "8", "--cpu_devices", "8", "--dtype", "fp32", "--steps", "8"]
     command += [*SMALL, "--output_dir", str(single)]
     subprocess.run(command, env=jobs.env, cwd=ROOT, check=True, capture_output=True)
-    ours, on_one_machine = losses(run.path), losses(single)
-    assert ours.keys() == on_one_machine.keys() == set(range(8))
-    assert [ours[i] for i in range(8)] == pytest.approx(
-        [on_one_machine[i] for i in range(8)], rel=1e-5
-    )
+    two_nodes, one_process = losses(run.path), losses(single)
+    assert two_nodes.keys() == one_process.keys() == {*range(8)}
+    assert two_nodes == pytest.approx(one_process, rel=1e-5)
     assert "hf_never_to_be_seen" not in jobs.log()
     report = subprocess.run(
         [sys.executable, "-m", "maxbench.report", str(tmp_path)],
