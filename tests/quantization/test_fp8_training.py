@@ -134,7 +134,7 @@ def single_device_training(family: str, scaling: str):
             marks=exhaustive,
         ),
         ("llama", "delayed", PIPELINE),
-        ("llama", "mxfp8", dict(fsdp=4, tp=2)),
+        pytest.param("llama", "mxfp8", dict(fsdp=4, tp=2), marks=exhaustive),
         pytest.param("grok", "mxfp8", dict(ep=2, mbs=1), marks=exhaustive),
     ],
     ids=str,

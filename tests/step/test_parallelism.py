@@ -45,8 +45,8 @@ CASES = [
     pytest.param("llama", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
     pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=2), marks=exhaustive),
     pytest.param("llama", dict(pp=2, dp=2, tp=2, mbs=1), marks=exhaustive),
-    ("llama", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1)),
-    ("nemotron", dict(fsdp=2, cp=2, tp=2)),
+    pytest.param("llama", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1), marks=exhaustive),
+    pytest.param("nemotron", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
     ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
     pytest.param("grok", dict(ep=2, fsdp=2, dp=2), marks=exhaustive),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
@@ -141,7 +141,7 @@ def test_loss_and_gradients_do_not_depend_on_the_schedule(family, axes):
 @pytest.mark.parametrize(
     ("family", "axes", "remat"),
     [
-        ("llama", dict(cp=2, tp=2), dict(remat="selective")),
+        pytest.param("llama", dict(cp=2, tp=2), dict(remat="selective"), marks=exhaustive),
         pytest.param("llama", dict(cp=2, tp=2), dict(remat="query,mlp_act"), marks=exhaustive),
         ("llama", dict(fsdp=2, tp=2), dict(remat="none", offload="mlp_up,query")),
         pytest.param(
@@ -169,7 +169,7 @@ def unrolled(step: Step, remat: str = "full") -> Step:
         # four microbatches
         pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none", marks=exhaustive),
         pytest.param("llama", dict(cp=4), "save_gemms_only", marks=exhaustive),
-        ("grok", dict(ep=2, tp=2), "full"),
+        pytest.param("grok", dict(ep=2, tp=2), "full", marks=exhaustive),
         ("mixed", dict(ep=2, tp=2), "none"),
     ],
 )
