@@ -208,7 +208,7 @@ def summary(parts: Parts) -> str:
 
 
 def lines(parts: Parts, width: int | None = None) -> Iterator[tuple[str, str]]:
-    """summary_parts() as lines: a padded label and a part of its text, in at most `width` columns."""
+    """summary_parts() as lines of at most `width` columns: padded labels and parts of texts."""
     label_width = 2 + max(len(label) for rows in parts.values() for label in rows)
     for title, rows in parts.items():
         yield from (("", ""), (title, ""))
