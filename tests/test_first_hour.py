@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: its stages at toy sizes, and stages that fail, die or hang."""
+"""benchmarks/gpu.py without a GPU: its stages at toy sizes, and cases that fail, crash or hang."""
 
 import json
 import os

@@ -36,10 +36,10 @@ class Report(records.Records):
         """Whether a run succeeded or is running; for a suite, whether all runs passed."""
         if self.settings.suite:
             return suite.judge(self.settings.suite, self.rows).ok
-        return any(one.ok or one.record.status == "running" for one in self.rows)
+        return any(row.ok or row.record.status == "running" for row in self.rows)
 
     def text(self, form: str = "table", diff: bool = False) -> str:
-        """The report in one of FORMATS, or the differences between its two runs.
+        """The report in row of FORMATS, or the differences between its two runs.
 
         Raises:
           UserError: diff is set, and there are not two runs.
@@ -52,17 +52,17 @@ class Report(records.Records):
         return self.text()
 
     def _repr_html_(self) -> str:
-        told = [tables.cells(one) for one in self.rows]
-        heads = [head for head in HEADS if any(c.get(head, "-") != "-" for c in told)]
+        cells = [tables.cells(row) for row in self.rows]
+        heads = [head for head in HEADS if any(c.get(head, "-") != "-" for c in cells)]
         body = [
-            [page.label(one), *(c.get(head, "") for head in heads), one.explanation]
-            for one, c in zip(self.rows, told, strict=True)
+            [page.label(row), *(c.get(head, "") for head in heads), row.explanation]
+            for row, c in zip(self.rows, cells, strict=True)
         ]
         return records.html_table(["Run", *heads, "Why"], body)
 
     def records(self) -> list[dict[str, Any]]:
         """Figures of each run: the columns of --format=csv."""
-        return [tables.record(one) for one in self.rows]
+        return [tables.record(row) for row in self.rows]
 
 
 def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
@@ -71,16 +71,16 @@ def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
     Raises:
       UserError: a flag is invalid; there is no run.
     """
-    given, listed = command_line.parse_flags(fv, argv)[1:], fv.suite
-    paths = _of_suite(listed, given) if listed else given or ["experiments"]
-    chosen = options_from(fv, paths)
-    rows = [compare.summarize(r, chosen) for r in readers.read(paths, chosen.gpu_types)]
-    if not (rows or listed):
+    _, *paths = command_line.parse_flags(fv, argv)
+    paths = _suite_folders(fv.suite, paths) if fv.suite else paths or ["experiments"]
+    options = options_from(fv, paths)
+    rows = [compare.summarize(r, options) for r in readers.read(paths, options.gpu_types)]
+    if not (rows or fv.suite):
         raise UserError(f"no run and no log at or below {', '.join(paths)}")
-    return Report(rows, chosen)
+    return Report(rows, options)
 
 
-def _of_suite(file: str, paths: Sequence[str]) -> list[str]:
+def _suite_folders(file: str, paths: Sequence[str]) -> list[str]:
     """Folders of a suite's runs."""
     if paths:
         raise UserError(f"--suite names its runs: leave {paths[0]!r} out")
@@ -97,10 +97,10 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
     gpu_types = command_line.gpu_types(fv.hardware)
     if fv.gpu_type:
         check_choice("gpu_type", fv.gpu_type, gpu_types)
-    as_given = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
-    given: Mapping[str, Any] = {name: fv[name].value for name in as_given}
+    same_names = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
+    values: Mapping[str, Any] = {name: fv[name].value for name in same_names}
     width = 0 if fv.output else console.terminal_width()
     return ReportOptions(
         paths=tuple(paths), full_names=fv["full-names"].value, width=width,
-        gpu_types=gpu_types, **given,
+        gpu_types=gpu_types, **values,
     )  # fmt: skip
