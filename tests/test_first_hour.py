@@ -24,7 +24,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", gpu.STAGES)
+LONG = ("stamps", "families", "fp8")  # stages that compile for 10 s or more
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(s, marks=pytest.mark.exhaustive) if s in LONG else s for s in gpu.STAGES],
+)
 def test_stage_passes_at_toy_sizes(name):
     stage = gpu.STAGES[name][0]
     chosen = [case for case, _ in stage(True) if re.search(CASES.get(name, ""), case)]

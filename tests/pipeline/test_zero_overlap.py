@@ -1,4 +1,4 @@
-"""ZeRO slices: all-gathered weights and reduce-scattered gradients are those of whole collectives."""
+"""ZeRO slices: all-gathered weights and reduce-scattered gradients equal those of one collective."""
 
 import math
 
