@@ -70,7 +70,7 @@ class RunSummary:
     share: float | None = None  # of the published tokens/s
     planned: dict | None = None  # planner.figures() of the same step: a prediction
     unplanned: str = ""  # why there is no prediction
-    trace: dict | None = None  # NCCL calls: steps, damaged_lines, calls, step_beside_plan
+    trace: dict | None = None  # NCCL: steps, damaged_lines, calls, step_compared_with_plan
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property

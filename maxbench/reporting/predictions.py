@@ -30,7 +30,7 @@ def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, eve
             calls, damaged = nccl.calls(_lines(logs, summary.notes))
             planned, steps = (summary.planned or {}).get("communication", []), max(1, len(r.step_s))
             summary.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
-            summary.trace["step_beside_plan"] = nccl.compare_with_plan(calls, planned, steps)
+            summary.trace["step_compared_with_plan"] = nccl.compare_with_plan(calls, planned, steps)
 
 
 def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:

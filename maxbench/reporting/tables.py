@@ -228,7 +228,7 @@ def _trace(summary: RunSummary) -> Trace:
         why = f"ran on {summary.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
         notes.append(f"no NCCL call in the log: {why}")
     elif summary.planned:
-        tables.append(nccl.plan_table(summary.trace["step_beside_plan"]))
+        tables.append(nccl.plan_table(summary.trace["step_compared_with_plan"]))
         notes.append(
             "traced: includes the start and the end of the run, and one call per array; planned: "
             "one step, and one call for all arrays that XLA combines"

@@ -1,4 +1,4 @@
-"""ZeRO slices: all-gathered weights and reduce-scattered gradients equal those of one collective."""
+"""ZeRO slices: gathered weights and reduced gradients equal those of whole collectives."""
 
 import math
 

@@ -526,7 +526,7 @@ def test_trace_is_compared_with_the_plan(tmp_path, program):
     ]
     assert "damaged lines left out: 1" in text
     (one,) = json.loads(run("--format=json", str(tmp_path / "experiments")))["results"]
-    assert one["nccl"]["step_beside_plan"][0]["planned_bytes"] == 2**30
+    assert one["nccl"]["step_compared_with_plan"][0]["planned_bytes"] == 2**30
     assert f"    {line.strip()}" in run("--format=md", str(tmp_path))
 
 
