@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from maxbench.config import environment
+from maxbench.config import console, environment
 from maxbench.hardware.gpus import Gpu, GpuTypes
 
 # Check -> why it matters; in the order of the report.
@@ -184,7 +184,8 @@ def number(text: str) -> float:
 
 def lines(findings: Sequence[Finding]) -> list[str]:
     """A line per finding, which says why the check matters unless it passed."""
-    return [
-        f"{verdict}  {check:<12} {text}" + ("" if verdict == "pass" else f": {CHECKS[check]}")
+    rows = [
+        [verdict, check, text if verdict == "pass" else f"{text}: {CHECKS[check]}"]
         for verdict, check, text in findings
     ]
+    return console.table((), rows, text=(0, 1, 2))

@@ -126,6 +126,6 @@ def test_mig_fails():
 def test_line_of_a_finding_says_why_it_matters():
     facts = {"n0": node(governors=["powersave"], gpus=[])}
     assert node_health.lines(node_health.judge(facts, "h100", GPU_TYPES)) == [
-        "warn  governor     powersave on n0: a CPU in a power-saving state launches kernels late",
-        "pass  disk         10 GiB or more free on n0",
+        "warn  governor  powersave on n0: a CPU in a power-saving state launches kernels late",
+        "pass  disk      10 GiB or more free on n0",
     ]
