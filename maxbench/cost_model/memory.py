@@ -86,9 +86,8 @@ def stashed_bytes(program: hlo.Program) -> int:
             if op.opcode != "while":
                 continue
             writes = _stash_writes(program, program.called(op, "body"))
-            written = {_array_key(write.shape) for write in writes}
-            carried = (s for s in _carried_arrays(where, op) if _array_key(s) in written)
-            size = sum(shape.bytes for shape in carried if not shape.host)
+            stash = _written_arrays(_carried_arrays(where, op), writes)
+            size = sum(shape.bytes for shape in stash if not shape.host)
             if any(STASH in write.op_name for write in writes):
                 in_pipeline = max(in_pipeline, size)
             else:
@@ -109,9 +108,22 @@ def _ops(program: hlo.Program, where: hlo.Computation) -> Iterator[hlo.Op]:
             yield from program.called(op).ops
 
 
-def _array_key(shape: hlo.Shape) -> tuple[str, tuple[int, ...]]:
-    """Dtype and dims, the same after a bitcast that adds or removes dims of 1."""
-    return shape.dtype, tuple(dim for dim in shape.dims if dim > 1)
+def _written_arrays(carried: list[hlo.Shape], writes: list[hlo.Op]) -> list[hlo.Shape]:
+    """The carried arrays that have the shape of a write.
+
+    A fusion may write a transposed bitcast of an array. Order is ignored only if no array has the
+    dims in the order of the write, because weights may have the same dims as activations.
+    """
+    dims = lambda shape: (shape.dtype, [dim for dim in shape.dims if dim > 1])
+    unordered = lambda shape: (shape.dtype, sorted(dim for dim in shape.dims if dim > 1))
+    written: set[int] = set()
+    for write in writes:
+        same = [i for i, shape in enumerate(carried) if dims(shape) == dims(write.shape)]
+        transposed = (
+            i for i, shape in enumerate(carried) if unordered(shape) == unordered(write.shape)
+        )
+        written.update(same or transposed)
+    return [carried[i] for i in sorted(written)]
 
 
 def _carried_arrays(where: hlo.Computation, loop: hlo.Op) -> list[hlo.Shape]:

@@ -72,6 +72,14 @@ def test_stashes_of_several_scans_add_up():
     assert memory.stashed_bytes(program(first, second)) == 1024 + 3 * 2 * 64 * 4
 
 
+def test_a_write_to_a_transposed_bitcast_is_found():
+    """The weights have the dims of the activations, in another order than any write."""
+    activations, weights = "bf16[4,2,64]{2,1,0}", "bf16[4,64,2]{2,1,0}"
+    carry = f"{activations}, {weights}, {STASHED.replace('64', '32')}"
+    writes = {activations: SCAN_WRITE, "bf16[32,4,2]{2,1,0}": SCAN_WRITE}
+    assert memory.stashed_bytes(program(loop("fwd", writes, carry, 3))) == 1024 + 512
+
+
 def test_updates_inside_a_layer_are_no_stash():
     inner = f"{SCAN}/closed_call/while/body/dynamic_update_slice"
     assert memory.stashed_bytes(program(loop("fwd", {STASHED: inner}, STASHED, 1))) == 0
