@@ -50,6 +50,7 @@ def test_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
         assert "8b-tiny" in shown._repr_html_() or "8B tiny" in shown._repr_html_()
 
 
+@pytest.mark.exhaustive
 def test_notebook_runs_with_the_stored_output(tmp_path, monkeypatch):
     """If not: python -m benchmarks.notebook. On the slowest network 0.12.0.1's program, which
     starts some gathers late, takes 12 % longer."""

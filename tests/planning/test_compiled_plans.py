@@ -154,6 +154,7 @@ def test_unrolled_layers_are_recomputed(check_figures):
     check_figures("llama31_8b 8 h100 bf16 2 layers full", full)
 
 
+@pytest.mark.exhaustive
 def test_recomputed_norms_save_memory_at_no_cost(check_figures):
     row = "--config configs/llama31_8b.py --gpus 8 --layers 4 --config.train.remat="
     none, gemms = (planned(f"{row}{policy}") for policy in ("none", "save_gemms_only"))
@@ -186,6 +187,7 @@ def test_offloaded_activations_are_in_host_memory(tmp_path, check_figures):
     check_figures("llama31_8b 8 h100 bf16 4 layers offload", plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.core
 def test_tensor_parallel_layers_on_b200(check_figures):
     """Llama 3.1 405B, 4 layers, 4 microbatches. FLOPs are the model's, causal, 3 passes: the
@@ -213,6 +215,7 @@ def test_forward_and_backward_passes_hide_each_others_collectives(check_figures)
     check_figures("llama31_405b 32 h100 bf16 2 layers", plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.core
 def test_experts_exchange_tokens(check_figures):
     """Grok-1: dispatch and combine, forward and backward, are at least four all-to-alls a layer."""
@@ -267,6 +270,7 @@ def test_the_python_api_returns_what_the_command_prints():
         assert text in html
 
 
+@pytest.mark.exhaustive
 def test_search_compiles_the_given_layout_and_others():
     done = command(f"{LLAMA31_70B} --search --compiled 1")
     assert done.returncode == 0, done.stderr

@@ -133,7 +133,8 @@ def single_device_training(family: str, scaling: str):
             dict(dp=2, tp=2, mbs=1, unroll=4),  # two microbatches, unrolled layers
             marks=exhaustive,
         ),
-        ("llama", "delayed", PIPELINE),
+        pytest.param("llama", "delayed", PIPELINE, marks=exhaustive),
+        ("llama", "delayed", dict(dp=2, mbs=1)),
         pytest.param("llama", "mxfp8", dict(fsdp=4, tp=2), marks=exhaustive),
         pytest.param("grok", "mxfp8", dict(ep=2, mbs=1), marks=exhaustive),
     ],

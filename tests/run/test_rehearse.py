@@ -65,6 +65,7 @@ def pipeline_with_experts(tmp_path_factory) -> Run:
     return command_line.run_of([*words, "--steps", "2", "--seq", "16", "--output_dir", out])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("pipeline_with_experts")
 def test_collectives_on_a_cpu_are_ordered(pipeline_with_experts):
     """Branches and loops with collectives depend on every other collective, or it on them.

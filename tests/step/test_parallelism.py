@@ -125,8 +125,9 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
         pytest.param(
             "grok",
             dict(pp=2, vp=4, ep=2, mbs=1, layers=6, remat="save_qkv_proj"),
-            marks=pytest.mark.core,
+            marks=[pytest.mark.core, exhaustive],
         ),
+        ("llama", dict(pp=2, vp=2, mbs=1)),
     ],
     ids=str,
 )
@@ -170,7 +171,8 @@ def unrolled(step: Step, remat: str = "full") -> Step:
         pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none", marks=exhaustive),
         pytest.param("llama", dict(cp=4), "save_gemms_only", marks=exhaustive),
         pytest.param("grok", dict(ep=2, tp=2), "full", marks=exhaustive),
-        ("mixed", dict(ep=2, tp=2), "none"),
+        pytest.param("mixed", dict(ep=2, tp=2), "none", marks=exhaustive),
+        ("llama", dict(tp=2), "none"),
     ],
 )
 def test_unrolled_layers_equal_the_loop(family, axes, remat):
