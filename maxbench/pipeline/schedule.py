@@ -23,8 +23,8 @@ WAYS = ("fwd", "bwd")
 
 
 class Row(NamedTuple):
-    """What one stage does in one tick: the columns of a schedule's tables. -1 is nothing; slots are
-    of this stage's own buffers.
+    """The work of one stage in one tick: the columns of a schedule's tables. -1 is no work; slots
+    are those of this stage's own buffers.
     """
 
     fwd_microbatch: int
