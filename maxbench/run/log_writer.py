@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +21,17 @@ RESERVED_BYTES = 1 << 18  # of disk, for the end of result.json on a disk that i
 
 class FolderDeleted(Exception):
     """The run's folder was deleted during the run; the message is the reason."""
+
+
+def _print(text: str) -> None:
+    """Prints a line. A run whose reader closes the pipe (`maxbench train | head`) goes on, with its
+    log and result.json; later lines go to the null device."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 class Log:
@@ -68,7 +80,7 @@ class Log:
         if show and self.screen:
             self.screen.line(text)
         elif show:
-            print(text, flush=True)
+            _print(text)
         self.file.write(text + "\n")
 
     def step(self, i: int, step_s: float, metrics: dict[str, float], memory: MemoryUse) -> None:

@@ -216,6 +216,20 @@ def test_deleted_folder_is_the_reason(train, monkeypatch, checkpoint):
     assert "results: " not in printed
 
 
+def test_closed_pipe_does_not_end_the_run(tmp_path):
+    """`maxbench train | head -n 1`: the reader leaves after the first line, the run goes on."""
+    command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]
+    command += ["--steps", "8", "--output_dir", str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=processes(), text=True, **pipes) as run:
+        assert run.stdout.readline()
+        run.stdout.close()
+        errors = run.stderr.read()
+    assert (run.returncode, errors) == (0, "")
+    result = result_of(tmp_path)
+    assert (result["status"], result["steps_done"]) == ("done", 8)
+
+
 def test_failing_figures_do_not_hide_how_the_run_ended(train, tmp_path, monkeypatch):
     original = RunResult.record_figures
 
