@@ -1,1 +1,1 @@
-"""Runs that are over: compared, judged, shown."""
+"""Reports on finished runs: comparison, diagnosis, tables, and the page."""

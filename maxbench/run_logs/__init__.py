@@ -1,1 +1,1 @@
-"""Runs from their files: run folders, logs of other programs, NCCL's calls, lists of suites."""
+"""Readers of runs: run folders, logs of other programs, NCCL calls, lists of suites."""
