@@ -18,7 +18,9 @@ def test_command_lines_give_figures_or_a_one_line_error(count):
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=LONG)])
 def test_damaged_logs_give_reports(monkeypatch, count):
     monkeypatch.delenv("MAXBENCH_CACHE")
-    assert {*fuzz.logs(count, seed=0)} <= {0, 1, 2}
+    codes = {*fuzz.logs(count, seed=0)}
+    assert codes <= {0, 1, 2}
+    assert count < 200 or codes == {0, 1, 2}
 
 
 def test_fault_points_exist():

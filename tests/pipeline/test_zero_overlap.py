@@ -40,8 +40,18 @@ def on_every_gpu(step, check, specs):
     [
         ("llama31_405b", {}, dict(pp=2, vp=4, cp=2, layers=6)),  # two empty slots
         ("llama31_405b", {"precision.scaling": "delayed"}, dict(pp=2, vp=2, dp=2, layers=8)),
-        ("llama31_405b", MXFP8, dict(pp=2, vp=2, dp=2, layers=4)),
-        ("grok1_314b", {"precision.scaling": "current"}, dict(pp=2, vp=2, cp=2, ep=2, layers=8)),
+        pytest.param(
+            "llama31_405b",
+            MXFP8,
+            dict(pp=2, vp=2, dp=2, layers=4),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "grok1_314b",
+            {"precision.scaling": "current"},
+            dict(pp=2, vp=2, cp=2, ep=2, layers=8),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )

@@ -207,6 +207,7 @@ def test_tensor_parallel_layers_on_b200(check_figures):
     check_figures("llama31_405b 16 b200 bf16 4 layers", plan)
 
 
+@pytest.mark.exhaustive
 def test_forward_and_backward_passes_hide_each_others_collectives(check_figures):
     """Also without a pipeline."""
     plan = planned("--config configs/llama31_405b.py --gpus 32 --layers 2")
