@@ -9,6 +9,7 @@ of the result; a backward all_gather is that of the output gradient where the fo
 reduce-scatters (out, down), and of the input, again, where it all-gathers (qkv, up).
 """
 
+from maxbench.config import console
 from maxbench.config.run import Run
 from maxbench.pipeline.schedule import COOLDOWN, STEADY, WARMUP
 
@@ -90,15 +91,16 @@ def render(run: Run) -> str:
         return "train.order=off: no event waits for another one"
     steady = [tick_order(run, STEADY, layer) for layer in (0, 1)]
     words = lambda events: ", ".join(events) or "nothing"
-    lines = ["event                   waits for (steady state; a layer's own events unless noted)"]
+    rows = []
     for event in {**steady[0], **steady[1]}:
-        first, later = (rows.get(event, ()) for rows in steady)
-        note = f"   [first layer of a tick: {words(first)}]" if first != later else ""
-        lines.append(f"{event:<24}{words(later)}{note}")
-    lines += [f"{event:<24}{words(events)}" for event, events in EVERY_GEMM.items()]
+        first, later = (order.get(event, ()) for order in steady)
+        rows.append([event, words(later), words(first) if first != later else ""])
+    rows += [[event, words(events), ""] for event, events in EVERY_GEMM.items()]
+    heads = ["event", "waits for (steady state)", "in the first layer of a tick"]
+    lines = console.table(heads, rows, text=(0, 1, 2))
     for phase in (WARMUP, COOLDOWN):
-        rows = tick_order(run, phase, 1)
-        changed = {e: rows[e] for e in rows if rows[e] != steady[1].get(e)}
-        lines.append(f"{phase.removeprefix('pipeline_')}:")
-        lines += [f"  {event:<22}{words(events)}" for event, events in changed.items()]
+        order = tick_order(run, phase, 1)
+        changed = [[e, words(order[e])] for e in order if order[e] != steady[1].get(e)]
+        lines += ["", f"{phase.removeprefix('pipeline_')}:"]
+        lines += console.table((), changed, text=(0, 1), indent="  ")
     return "\n".join(lines)

@@ -33,6 +33,11 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     precision, quantized = run.precision, ""
     if run.format.quantized:
         quantized = f", {precision.dtype} {precision.backend} {run.format.name}"
+    shares = [[text, f"{s:.3f}", f"{s / t.seconds:.1%}"] for text, s in parts.items() if s]
+    sizes = [[name, f"{getattr(m, name) / GIB:.2f}"] for name in PURPOSES]
+    sizes += [["total", f"{m.total / GIB:.2f}"], ["capacity", f"{m.capacity / GIB:.2f}"]]
+    if p.compiled.host:
+        sizes.append(["in host memory", f"{p.compiled.host / GIB:.2f}"])
     lines = [
         title(run),
         f"{run.layout.describe()}; remat {run.train.remat_summary}, "
@@ -41,15 +46,15 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
         *headline(p, f),
         *more,
         "",
-        f"memory per GPU      {m.total / GIB:8.2f} GiB of {m.capacity / GIB:.2f}",
-        *(f"  {name:<18}{getattr(m, name) / GIB:8.2f} GiB" for name in PURPOSES),
-        *([f"in host memory      {p.compiled.host / GIB:8.2f} GiB"] if p.compiled.host else []),
+        *console.table(["memory of one GPU", "GiB"], sizes),
         "",
         *_communication_table(p),
         "",
-        f"predicted step      {t.seconds:10.3f} s",
-        *(f"  {text:<28}{s:8.3f} s {s / t.seconds:6.1%}" for text, s in parts.items() if s),
-        "TFLOP/s per GPU     "
+        *console.table(
+            ["predicted step", "s", "share"], [*shares, ["total", f"{t.seconds:.3f}", ""]]
+        ),
+        "",
+        "TFLOP/s per GPU: "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
         *published_lines(p, f["published"]),
@@ -123,16 +128,18 @@ def format_ranking(plans: Sequence[Plan], given: Run) -> str:
 def published_lines(p: Plan, row: dict | None) -> list[str]:
     """The published step, and the deltas of at least 0.1 % of the step."""
     if row is None:
-        return ["published           nothing for this workload, precision and GPU"]
-    head = f"published           {row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
+        return ["published: nothing for this workload, precision and GPU"]
+    head = f"published: {row['step_s']} s on {row['gpus']} GPUs, {row['source']}: "
     if p.published.refusal:
         return [head + p.published.refusal]
-    shown = {name: s for name, s in p.deltas.items() if abs(s) > 1e-3 * p.step_s}
+    shown = [
+        [f"without {n}", f"{-s:+.3f} s"] for n, s in p.deltas.items() if abs(s) > 1e-3 * p.step_s
+    ]
     lines = [f"{head}predicted {row['error']:+.1%}"]
-    lines += [f"  without {name:<20}{-seconds:+8.3f} s" for name, seconds in shown.items()]
     if shown:
-        total = f"  {'as published':<28}{row['as_published_s']:8.3f} s"
-        lines.append(f"{total}: predicted {row['error_as_published']:+.1%}")
+        total = f"{row['as_published_s']:.3f} s"
+        lines += console.table((), [*shown, ["as published", total]], indent="  ")
+        lines[-1] += f": predicted {row['error_as_published']:+.1%}"
     return lines
 
 
