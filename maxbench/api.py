@@ -143,6 +143,7 @@ def plan(
     mtbf_hours_per_gpu: float | None = None,
     checkpoint_s: float | None = None,
     restart_s: float | None = None,
+    explain: bool | None = None,
     sensitivity: bool | None = None,
     timeline: str | None = None,
     scaling: str | None = None,
@@ -187,6 +188,7 @@ def plan(
       mtbf_hours_per_gpu: GPU hours between failures (default: 50,670, of Llama 3).
       checkpoint_s: seconds that a step waits for a checkpoint (default: 10).
       restart_s: seconds from a failure to the next step (default: 600).
+      explain: add the longest operations, with source lines and bounds (PlanResult.explain).
       sensitivity: add the step time with a slower or faster network, NVLink, memory and GEMM.
       timeline: write the step's timeline to this .json file, and drawings next to it.
       scaling: add the step time at up to 65,536 GPUs, and draw it to this .svg file.
@@ -298,6 +300,7 @@ def sweep(
     mtbf_hours_per_gpu: OneOrList[float] = None,
     checkpoint_s: OneOrList[float] = None,
     restart_s: OneOrList[float] = None,
+    explain: OneOrList[bool] = None,
     sensitivity: OneOrList[bool] = None,
     timeline: OneOrList[str] = None,
     scaling: OneOrList[str] = None,

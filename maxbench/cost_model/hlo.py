@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -191,11 +191,40 @@ class Computation:
         return users
 
 
-class Program:
-    """An HLO module: its computations by name, and its entry."""
+class Frame(NamedTuple):
+    """A stack frame: 'model/layers.py', 'Attention.__call__', 243."""
 
-    def __init__(self, computations: dict[str, Computation], entry: str):
+    file: str
+    function: str
+    line: int
+
+
+class Program:
+    """An HLO module: its computations by name, its entry, and its stack frames.
+
+    Args:
+      frames: stack_frame_id -> (the Frame, the caller's stack_frame_id), or empty.
+    """
+
+    def __init__(
+        self,
+        computations: dict[str, Computation],
+        entry: str,
+        frames: dict[str, tuple[Frame, str]] | None = None,
+    ):
         self.computations, self.entry = computations, computations[entry]
+        self.frames = frames or {}
+
+    def stack(self, op: Op) -> list[Frame]:
+        """Frames of the code that emitted an op, innermost first; empty if the program does not
+        name them. A fusion without frames has those of its root."""
+        frame_id, frames = op.attr("stack_frame_id"), []
+        while frame_id in self.frames:
+            frame, frame_id = self.frames[frame_id]
+            frames.append(frame)
+        if not frames and op.base == "fusion" and not op.is_done:
+            return self.stack(self.called(op).root)
+        return frames
 
     def called(self, op: Op, key: str = "calls") -> Computation:
         return self.computations[op.attr(key)]
@@ -269,7 +298,8 @@ def parse(text: str) -> Program:
         raise ValueError("not a scheduled HLO module: is_scheduled=true is missing")
     computations: dict[str, Computation] = {}
     name, ops, entry = "", [], ""
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for line in lines:
         if line.startswith((" ", "\t")) and " = " in line:
             ops.append(_op(line))
         elif line.endswith("{") and (found := re.match(r"(ENTRY )?%?([\w.\-$]+) \(", line)):
@@ -277,7 +307,39 @@ def parse(text: str) -> Program:
             entry = name if found[1] else entry
         elif line.startswith("}") and name:
             computations[name], name = Computation(name, ops), ""
-    return Program(computations, entry)
+    return Program(computations, entry, _frames(lines))
+
+
+def _frames(lines: list[str]) -> dict[str, tuple[Frame, str]]:
+    """Program.frames, from the tables in front of the computations."""
+    tables: dict[str, dict[str, str]] = {}
+    rows: dict[str, str] = {}
+    for line in lines:
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            rows = tables.setdefault(line, {})
+        elif tables and line[:1].isdigit():
+            key, _, rows[key] = line.partition(" ")
+        elif tables and line:
+            break
+    table = lambda name: tables.get(name, {}).items()
+    number = lambda text, name: int(re.search(rf"{name}=(\d+)", text)[1])
+    name = lambda text: re.sub(r".*/(?:maxbench|site-packages)/", "", text[1:-1])
+    names = {
+        (kind, key): name(x) for kind in ("FileNames", "FunctionNames") for key, x in table(kind)
+    }
+    at = {
+        key: Frame(
+            names["FileNames", str(number(x, "file_name_id"))],
+            names["FunctionNames", str(number(x, "function_name_id"))],
+            number(x, "line"),
+        )
+        for key, x in table("FileLocations")
+    }
+    # XLA prints the caller's id plus one; 1 is no caller.
+    caller = lambda x: str(number(x, "parent_frame_id") - 1) if "parent_frame_id" in x else ""
+    return {
+        key: (at[str(number(x, "file_location_id"))], caller(x)) for key, x in table("StackFrames")
+    }
 
 
 _COMMENT = re.compile(r"/\*.*?\*/")

@@ -17,6 +17,7 @@ import math
 import re
 import types
 from collections.abc import Mapping
+from typing import Any
 
 from maxbench.cost_model import hlo, pipeline_timing
 from maxbench.cost_model.costs import Costs, Link, bytes_moved, gemm_sizes, is_gemm, kernel_kind
@@ -57,6 +58,32 @@ class CollectiveStats:
 
 
 @dataclasses.dataclass
+class OpTime:
+    """Seconds of a step that one op takes on one GPU's compute stream.
+
+    Attributes:
+      where, op: the op and its computation; None of waiting for the slowest GPU.
+      kind: key of Timeline.compute, a kind of collective whose end blocks the stream, or 'idle'.
+      count: how often the op runs in a step.
+      seconds: of all runs, with contention and the gap to the next kernel.
+      flops, bytes: of one run.
+      traffic: of a collective.
+      busy_s, queued_s: seconds of all runs of a collective, and before them in the queue.
+    """
+
+    where: hlo.Computation | None
+    op: hlo.Op | None
+    kind: str
+    count: float = 0
+    seconds: float = 0
+    flops: float = 0
+    bytes: float = 0
+    traffic: CollectiveStats | None = None
+    busy_s: float = 0
+    queued_s: float = 0
+
+
+@dataclasses.dataclass
 class Timeline:
     """A simulated step.
 
@@ -74,6 +101,7 @@ class Timeline:
         it, or of a collective queued behind it, would block. Within a loop over ticks: of the most
         frequent kind of tick.
       branch_s: branch_name() of a conditional -> seconds of its longest branch.
+      ops: (name of an op, kind) -> its OpTime. Their seconds sum to `seconds`.
     """
 
     seconds: float = 0
@@ -84,6 +112,14 @@ class Timeline:
     events: list[TraceEvent] = dataclasses.field(default_factory=list)
     slack_s: dict[str, float] = dataclasses.field(default_factory=dict)
     branch_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    ops: dict[tuple[str, str], OpTime] = dataclasses.field(default_factory=dict)
+
+    def time_of(self, where: Any, op: Any, kind: str) -> OpTime:
+        """The OpTime of an op, to add to."""
+        key = op.name if op else "", kind
+        if key not in self.ops:
+            self.ops[key] = OpTime(where, op, kind)
+        return self.ops[key]
 
     @property
     def exposed_s(self) -> float:
@@ -101,6 +137,7 @@ class InFlight:
     end: float
     bytes: int = 0
     traffic: CollectiveStats | None = None  # None: a copy or another kernel
+    op_time: OpTime | None = None
     # Collectives that end before this one or with it -> idle time of the stream in between.
     queued: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -131,6 +168,7 @@ def simulate(
     seconds = simulator.run(program.entry, 0.0, 1)
     slowest = costs.straggler_s(seconds, 1, costs.gpus)  # gradients synchronize once per step
     simulator.timeline.compute["slowest"] = slowest
+    simulator.timeline.time_of(None, None, "slowest").seconds += slowest
     simulator.timeline.seconds = seconds + slowest
     return simulator.timeline
 
@@ -164,7 +202,7 @@ class Simulator:
                 now = self._loop(where, op, now, times)
             elif op.opcode == "conditional":
                 branches = [self.program.computations[name] for name in op.branches]
-                now = self._conditional(op, branches, now, times)
+                now = self._conditional(where, op, branches, now, times)
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
@@ -181,7 +219,7 @@ class Simulator:
     def _loop(self, where, op, now, times):
         body, frequency = self.program.called(op, "body"), self.frequencies.get(branch_name(op))
         if frequency and not self.program.counts(op):
-            return self._conditional(op, [body], now, times)
+            return self._conditional(where, op, [body], now, times)
         work, bubble = frequency or EVERY_TICK
         left = trips = self.program.trips(where, op)
         begin, busy_times = now, times * work
@@ -195,8 +233,13 @@ class Simulator:
             self._add_event("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
             self.free = min(self.free, now)
             now += seconds
-        self.timeline.idle_s += (now - begin) * times * bubble
+        self._idle(where, op, (now - begin) * times * bubble)
         return now
+
+    def _idle(self, where, op, seconds):
+        self.timeline.idle_s += seconds
+        if seconds:
+            self.timeline.time_of(where, op, "idle").seconds += seconds
 
     def _iteration(self, body, now, times):
         """Simulates an iteration; returns its end. For a loop over ticks it is an average tick.
@@ -226,7 +269,7 @@ class Simulator:
         self._add_event("compute", label, "loop", end, now + seconds - end)
         return now + seconds
 
-    def _conditional(self, op, branches, now, times):
+    def _conditional(self, where, op, branches, now, times):
         """A conditional, or a while loop with 0 or 1 trips, on a predicate that the host reads.
 
         A conditional costs one device-to-host sync, a loop one more per trip.
@@ -239,11 +282,13 @@ class Simulator:
         syncs = 1 + taken * (op.opcode == "while")
         host_s = syncs * self.costs.efficiency.host_sync_us * 1e-6
         self.timeline.compute["host"] += host_s * times
+        host = self.timeline.time_of(where, op, "host")
+        host.count, host.seconds = host.count + times, host.seconds + host_s * times
         now += host_s
         free_before = self.free
         seconds = self.run(longest, now, times * taken) - now
         self.timeline.branch_s[branch_name(op)] = seconds
-        self.timeline.idle_s += seconds * waited * times
+        self._idle(where, op, seconds * waited * times)
         end = now + seconds * (taken + waited)
         if others and (rest := 1 - taken - waited) > 0:
             end += (self.run(others[0], end, times * rest) - end) * rest
@@ -258,6 +303,7 @@ class Simulator:
         begin, end = running.begin, running.end
         self._add_event(stream, running.name, running.kind, begin, end - begin, running.bytes)
         waited = max(end - now, 0.0)
+        running.op_time.seconds += waited * times
         if waited and running.traffic:
             running.traffic.exposed_s += waited * times
             self._add_event("compute", f"wait for {running.traffic.kind}", "wait", now, waited)
@@ -279,7 +325,9 @@ class Simulator:
                 out = any(s.host for user in where.users[op.name] for s in hlo.leaves(user.shape))
                 begin = max(now, self.host[out])
                 self.host[out] = begin + seconds
-            pending[op.name] = InFlight(op.name, kind, begin, begin + seconds)
+            op_time = self.timeline.time_of(where, op, kind)
+            op_time.count += times
+            pending[op.name] = InFlight(op.name, kind, begin, begin + seconds, op_time=op_time)
             return now
         sent = sum(hlo.size(o.shape) for o in scope.operands(inner))
         done = next((user for user in where.users[op.name] if user.is_done), op)
@@ -292,9 +340,14 @@ class Simulator:
         traffic.bytes += max(sent, received) * times
         traffic.busy_s += seconds * times
         begin, idle = max(now, self.free), max(now - self.free, 0)
+        op_time = self.timeline.time_of(where, op, kind)
+        op_time.traffic, op_time.bytes = traffic, max(sent, received)
+        op_time.count += times
+        op_time.busy_s += seconds * times
+        op_time.queued_s += (begin - now) * times
         self.free = begin + seconds
         name = f"{kind} over {link.axes} ({link.name})"
-        running = InFlight(name, kind, begin, self.free, max(sent, received), traffic)
+        running = InFlight(name, kind, begin, self.free, max(sent, received), traffic, op_time)
         if op.sync or not op.opcode.endswith("-start"):
             return self._wait(running, now, times)
         earlier = (name for name, other in pending.items() if other.traffic)
@@ -309,6 +362,9 @@ class Simulator:
         kind, alone, flops = self.kernel_costs[op]
         t, launch = self.timeline, self.costs.launch
         seconds = self._with_contention(now, alone)
+        op_time = t.time_of(where, op, kind)
+        op_time.count, op_time.flops = op_time.count + times, flops
+        op_time.seconds += (seconds + launch) * times
         t.compute[kind] += alone * times
         t.compute["contention"] += (seconds - alone) * times
         t.compute["launch"] += launch * times

@@ -12,7 +12,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import Gpu
-from maxbench.planning import budget, plan_text, planner, scaling, search
+from maxbench.planning import budget, explain, plan_text, planner, scaling, search
 from maxbench.planning.planner import Plan
 
 CLUSTER = ("memory_margin", "network_gbps", "gpus_per_node", "nvlink_gpus")  # fields of Gpu, flags
@@ -34,6 +34,7 @@ class PlanResult(records.Records):
         the run does not fit.
       budget: of budget.budget(), or empty.
       curves: of scaling.scaling(), or empty.
+      explanation: of the best plan, or None.
     """
 
     run: Run
@@ -42,6 +43,7 @@ class PlanResult(records.Records):
     sensitivity: Mapping[str, Sequence[float | None]]
     budget: Mapping[str, float] = dataclasses.field(default_factory=dict)
     curves: Mapping[str, scaling.Points] = dataclasses.field(default_factory=dict)
+    explanation: explain.Explanation | None = None
 
     @property
     def best(self) -> Plan:
@@ -53,6 +55,7 @@ class PlanResult(records.Records):
         """The best plan as plain data; seconds and bytes unless a name has another unit."""
         more = {"sensitivity_s": self.sensitivity, "budget": self.budget}
         more |= {"scaling": scaling.figures(dict(self.curves))}
+        more |= {"explain": self.explanation.data() if self.explanation else None}
         return planner.figures(self.best) | {k: v for k, v in more.items() if v}
 
     def data(self) -> dict | list[dict]:
@@ -64,6 +67,8 @@ class PlanResult(records.Records):
     def __str__(self) -> str:
         parts = [plan_text.format_ranking(self.plans, self.run)] if self.searched else []
         parts.append(plan_text.format_plan(self.best, self._budget_lines()))
+        if self.explanation:
+            parts.append(str(self.explanation))
         if self.sensitivity:
             parts.append(plan_text.format_sensitivity(self.best, self.sensitivity))
         if self.curves:
@@ -89,7 +94,12 @@ class PlanResult(records.Records):
             records.html_table(("predicted step", "s", "share"), shares),
             records.html_table(("memory of a GPU", "GiB"), gib),
             records.html_table(heads, changed) if changed else "",
+            self.explanation._repr_html_() if self.explanation else "",
         ])  # fmt: skip
+
+    def explain(self) -> explain.Explanation:
+        """Where the seconds of the best plan's step go, op by op."""
+        return self.explanation or explain.explain(self.best)
 
     def _budget_lines(self) -> list[str]:
         return budget.budget_lines(self.budget) if self.budget else []
@@ -131,6 +141,8 @@ def plan_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> PlanResult:
     else:
         plans = [planner.best_remat(run) if flag("best_remat") else planner.plan(run)]
     result = PlanResult(run, plans, bool(candidates), {})
+    if flag("explain"):
+        result = dataclasses.replace(result, explanation=result.explain())
     if flag("sensitivity"):
         seconds = planner.sensitivity(result.best)
         seconds |= {"memory size": search.memory_sensitivity(result.best)}

@@ -1,6 +1,7 @@
 """Drawings of a plan as SVG: memory over a step, a pipeline's schedule, scaling curves."""
 
 import dataclasses
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from maxbench.cost_model import buffer_liveness, hlo
 from maxbench.cost_model.buffer_liveness import Liveness
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline.schedule import Schedule, schedule_for
-from maxbench.planning import chrome_trace, planner
+from maxbench.planning import chrome_trace, explain, planner
 
 COLORS = ("#4878a8", "#e49444", "#85b6b2", "#d1615d", "#6a9f58", "#b6992d", "#a87c9f", "#967662")
 GREY, IDLE = "#9a9a9a", "#d1615d"
@@ -67,14 +68,18 @@ def legend(entries: Sequence[tuple[str, str]], y: float) -> tuple[list[Shape], l
 
 def draw(p: planner.Plan, path: str) -> list[pathlib.Path]:
     """Writes the trace to `path` (.json), and drawings next to it: the streams (.svg), memory
-    (.memory.svg) and, of a pipeline, the schedule (.schedule.svg). Returns all paths."""
+    (.memory.svg), operations (.explain.svg) and, of a pipeline, the schedule (.schedule.svg).
+    Returns all paths."""
     run, program = p.run, hlo.parse(p.compiled.text)
     timeline = planner.simulate_plan(run, program, record=True)
     paths = chrome_trace.write(path, timeline.events, run.name)
     frequencies = planner.branch_frequencies(run, program)
     live = buffer_liveness.liveness(program, planner.costs_of(run), frequencies)
     total = p.compiled.arguments + p.compiled.temporaries
-    drawings = {"memory": memory(live, run.name, total, p.memory.capacity)}
+    drawings = {
+        "memory": memory(live, run.name, total, p.memory.capacity),
+        "explain": explain.explain(p).svg(),
+    }
     if run.layout.pp > 1:
         drawings["schedule"] = schedule(schedule_for(run), run.name)
     for name, drawing in drawings.items():
@@ -182,6 +187,77 @@ def schedule(s: Schedule, title: str) -> str:
     entries = [(COLORS[0], "forward"), (COLORS[1], "backward"), (IDLE, "bubble")]
     keys, key_texts = legend(entries, bottom + 10)
     return svg(WIDTH, bottom + 40, shapes + keys, texts + key_texts)
+
+
+def bars_and_roofline(
+    title: str,
+    parts: Mapping[str, Mapping[str, float]],
+    points: Sequence[tuple[float, float, float, str]],
+    peak_tflops: float,
+    memory_gbps: float,
+) -> str:
+    """A stacked bar per pass of a step, and a roofline of its operations.
+
+    Args:
+      parts: pass -> part -> seconds.
+      points: FLOPs per byte, TFLOP/s, seconds of the step and label of each operation; the area of
+        its square is proportional to the seconds.
+      peak_tflops, memory_gbps: the roofs.
+    """
+    total = sum(sum(x.values()) for x in parts.values())
+    names = list(dict.fromkeys(name for x in parts.values() for name in x))
+    color = dict(zip(names, itertools.cycle(COLORS), strict=False))
+    shapes, texts = [], [Text(8, 20, f"{title}: {total:.3f} s a step")]
+    longest = max(sum(x.values()) for x in parts.values())
+    width = (WIDTH - LEFT - 90) / longest
+    for i, (which, x) in enumerate(parts.items()):
+        y, left = TOP + i * ROW, float(LEFT + 30)
+        seconds = sum(x.values())
+        texts.append(Text(8, y + 18, which))
+        for name, s in x.items():
+            label = f"{which} {name}: {s:.3f} s, {s / total:.1%}"
+            shapes.append(Shape(rectangle(left, y, s * width, ROW - 4), color[name], label))
+            left += s * width
+        texts.append(Text(left + 4, y + 18, f"{seconds / total:.0%}"))
+    below = TOP + len(parts) * ROW + 10
+    keys, key_texts = legend([(color[name], name[:48]) for name in names], below)
+    top = below + 22 * math.ceil(len(names) / 3) + 40
+    roof, roof_texts = _roofline(points, peak_tflops, memory_gbps, top, total)
+    return svg(WIDTH, top + HEIGHT + 60, shapes + keys + roof, texts + key_texts + roof_texts)
+
+
+def _roofline(
+    points: Sequence[tuple[float, float, float, str]],
+    peak_tflops: float,
+    memory_gbps: float,
+    top: float,
+    total: float,
+) -> tuple[list[Shape], list[Text]]:
+    """Shapes and texts of bars_and_roofline()'s lower half, from `top` down."""
+    low_x, high_x = 10.0, 1e5
+    high_y = 10.0 ** math.ceil(math.log10(peak_tflops))
+    low_y = high_y / 100
+    scale = (WIDTH - LEFT - 60) / math.log(high_x / low_x)
+    x = lambda v: LEFT + scale * math.log(min(max(v, low_x), high_x) / low_x)
+    y = lambda v: top + HEIGHT * (1 - math.log(max(v, low_y) / low_y) / math.log(high_y / low_y))
+    shapes, texts = [], [Text(8, top - 14, "TFLOP/s over FLOPs per byte of memory")]
+    for e in range(1, 6):
+        shapes.append(Shape(f"M{x(10.0**e):.1f} {top}V{top + HEIGHT}", kind="line"))
+        texts.append(Text(x(10.0**e), top + HEIGHT + 18, f"{10.0**e:g}", "middle"))
+    for e in range(3):
+        v = low_y * 10.0**e
+        shapes.append(Shape(f"M{LEFT} {y(v):.1f}H{WIDTH - 60}", kind="line"))
+        texts.append(Text(LEFT - 8, y(v) + 4, f"{v:g}", "end"))
+    ridge = peak_tflops * 1e3 / memory_gbps  # FLOPs per byte
+    start = max(low_x, low_y * 1e3 / memory_gbps)
+    roof = f"M{x(start):.1f} {y(start * memory_gbps / 1e3):.1f}L{x(ridge):.1f} {y(peak_tflops):.1f}"
+    label = f"{memory_gbps:g} GB/s, {peak_tflops:g} TFLOP/s"
+    shapes.append(Shape(f"{roof}H{WIDTH - 60}", GREY, label, "curve"))
+    for intensity, rate, seconds, label in points:
+        half = 2 + 40 * math.sqrt(seconds / total)
+        square = rectangle(x(intensity) - half / 2, y(rate) - half / 2, half, half)
+        shapes.append(Shape(square, COLORS[0], label))
+    return shapes, texts
 
 
 def curves(title: str, lines: Mapping[str, Mapping[int, float]], unit: str) -> str:

@@ -45,7 +45,9 @@ def run(lines: str, op_costs: Costs = EIGHT, others: str = "", **kwargs) -> simu
         "HloModule m, is_scheduled=true\n\n" + others + "ENTRY %main (x: f32[]) -> f32[] {\n"
         f"  %x = {BIG} parameter(0)\n  %shard = bf16[67108864]{{0}} parameter(1)\n{lines}}}\n"
     )
-    return simulate.simulate(hlo.parse(text), op_costs, **kwargs)
+    t = simulate.simulate(hlo.parse(text), op_costs, **kwargs)
+    assert sum(op.seconds for op in t.ops.values()) == pytest.approx(t.seconds)
+    return t
 
 
 def script(text: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from maxbench.cost_model import hlo, memory, pipeline_timing, simulate
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import FORWARD_CHUNK_SWITCH, STEADY
-from maxbench.planning import planner
+from maxbench.planning import explain, planner
 from tests.planning.plans import exposed_share, planned, program_of, run_of, traffic
 
 pytestmark = [
@@ -42,6 +42,15 @@ def test_pipeline_memory(plan_405b, check_figures):
     copies = [hlo.size(op.shape) for op in program.entry.ops if op.base == "copy"]
     assert max(copies) < 0.6e9
     check_figures("llama31_405b 64 h100 bf16", plan_405b)
+
+
+def test_explanation_of_a_pipeline(plan_405b):
+    p = planner.plan(run_of(LLAMA31_405B))
+    explained = explain.explain(p)
+    assert explained.step_s == pytest.approx(plan_405b["step_s"])
+    assert sum(sum(x.values()) for x in explained.parts.values()) == pytest.approx(p.step_s)
+    assert sum(x.seconds for x in explained.exposed) == pytest.approx(p.timeline.exposed_s)
+    assert {"stash", "loss", "backward chunk switch"} < set(explained.tick_events)
 
 
 def test_pipeline_communication(plan_405b):

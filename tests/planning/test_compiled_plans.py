@@ -244,13 +244,17 @@ def test_hint_of_a_plan_that_does_not_fit_fits():
 
 
 def test_screen_and_timeline(tmp_path, check_figures):
-    done = command(f"{LLAMA31_70B} --timeline {tmp_path}/step.json")
+    done = command(f"{LLAMA31_70B} --explain --timeline {tmp_path}/step.json")
     assert done.returncode == 0, done.stderr
+    screen, _, explained = done.stdout.partition("\noperation")
     for text in ("fits, ", "all-gather", "predicted step", "GEMMs", "MFU", "days to 1T"):
-        assert text in done.stdout
-    assert len(done.stdout.splitlines()) < 40
+        assert text in screen
+    assert len(screen.splitlines()) < 50
+    for text in ("forward mlp/up", "model/layers.py:", "part of the network", "100.0%"):
+        assert text in explained
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    xml.etree.ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    for drawing in ("step.svg", "step.explain.svg"):
+        xml.etree.ElementTree.fromstring((tmp_path / drawing).read_text())
     peak, compiled = drawn_memory(tmp_path)
     assert peak == pytest.approx(compiled, rel=0.15)
     check_figures("llama31_70b 32 h200 bf16 4 layers", planned(LLAMA31_70B))
@@ -265,6 +269,12 @@ def test_the_python_api_returns_what_the_command_prints():
     assert result.data() == result.figures
     assert result.figures["step_s"] == result.records()[0]["step_s"] == result.best.step_s
     assert len(result.figures["sensitivity_s"]["network bandwidth"]) == 4
+    operations = result.explain().records()
+    assert sum(x["seconds"] for x in operations) == pytest.approx(result.best.step_s)
+    gemm = next(x for x in operations if x["name"] == "forward mlp/up")
+    tokens, mlp = result.best.run.train.seq, result.best.run.model.mlp // 4
+    assert gemm["shape"] == f"bf16 {tokens} x {2 * mlp} x 8192 nn"
+    assert (gemm["bound"], gemm["source"].partition(":")[0]) == ("compute", "model/layers.py")
     html = result._repr_html_()
     assert html.count("<table>") == 3
     for text in (f"{result.best.step_s:.3f} s a step", "GEMMs", "activations", "x 0.5"):

@@ -1,0 +1,402 @@
+"""Where the seconds of a predicted step go, op by op: `maxbench plan --explain`."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from maxbench.config import console, records
+from maxbench.cost_model import costs, hlo, simulate
+from maxbench.cost_model.memory import GIB
+from maxbench.cost_model.simulate import OpTime
+from maxbench.pipeline import schedule
+from maxbench.planning import planner
+from maxbench.planning.planner import Plan
+
+SHOWN = 20  # rows of the table of operations
+LARGE = 0.003  # of the step, that a segment of a bar has
+LEAST = 5e-4  # of the step, that a row of the other tables has
+# Frames of generic code: an op is explained by the frame that calls it.
+GENERIC_FILES = (
+    "model/linear.py",
+    "model/grad_accumulation.py",
+    "pipeline/buffers.py",
+    "sharding/",
+)
+GENERIC_FUNCTIONS = ("matmul", "Linear.__call__", "param", "param_value", "take")
+NO_WORK = {"idle": "pipeline idle", "slowest": "waiting for the slowest GPU"}
+SCOPES = {  # named scope of the executor -> event of a tick
+    schedule.STASH: "stash",
+    schedule.FORWARD_CHUNK_SWITCH: "forward chunk switch",
+    schedule.BACKWARD_CHUNK_SWITCH: "backward chunk switch",
+    schedule.SEND_X: "send activation",
+    schedule.SEND_DX: "send gradient",
+    schedule.EMBED_BACKWARD: "embedding backward",
+    schedule.EMBED: "embedding",
+    schedule.LOSS: "loss",
+    schedule.END_OF_TICK: "branch at the end of a tick",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """Ops of the program that come from one source line and have one shape.
+
+    Attributes:
+      name: pass and module ('backward mlp/up'), event of a tick, or function.
+      kind: key of Timeline.compute, kind of a collective, or 'idle'.
+      shape: m x n x k of a GEMM, 'GiB over axes' of a collective, shape of the result of others.
+      source: 'model/layers.py:243', or ''.
+      bound: what limits it: compute, memory, latency (of kernels or links), link, host, schedule.
+      count: runs in a step.
+      seconds: of the step, on one GPU's compute stream.
+      tflops, gbps: rates while it runs; 0 where it has no FLOPs or moves no bytes.
+      intensity: FLOPs per byte.
+    """
+
+    name: str
+    kind: str
+    shape: str
+    source: str
+    bound: str
+    count: float
+    seconds: float
+    tflops: float = 0
+    gbps: float = 0
+    intensity: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Exposed:
+    """Collectives that the compute stream waits for.
+
+    Attributes:
+      name, kind, shape, source: as in Operation.
+      seconds: for which the compute stream waits, in a step.
+      busy_s: of the collectives, hidden or not.
+      queued_s: for which they wait for earlier collectives of the same stream.
+      after: the operation that computes their operand.
+      before: the operation that needs their result.
+    """
+
+    name: str
+    kind: str
+    shape: str
+    source: str
+    seconds: float
+    busy_s: float
+    queued_s: float
+    after: str
+    before: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(records.Records):
+    """The seconds of a step by operation. Prints as text; in a notebook as tables and a drawing.
+
+    Attributes:
+      operations: all, the longest first; their seconds sum to the step.
+      exposed: collectives with exposed seconds, the longest first.
+      tick_events: event of a pipeline's tick -> seconds of a step; empty without a pipeline.
+      parts: pass ('forward', 'backward', 'recomputed', 'outside layers') -> part -> seconds.
+    """
+
+    plan: Plan
+    operations: tuple[Operation, ...]
+    exposed: tuple[Exposed, ...]
+    tick_events: Mapping[str, float]
+    parts: Mapping[str, Mapping[str, float]]
+
+    @property
+    def step_s(self) -> float:
+        return sum(o.seconds for o in self.operations)
+
+    def records(self) -> list[dict]:
+        """A row per operation, the longest first."""
+        return [dataclasses.asdict(o) for o in self.operations]
+
+    def data(self) -> dict:
+        """The explanation as plain data."""
+        return {
+            "operations": self.records(),
+            "exposed": [dataclasses.asdict(x) for x in self.exposed],
+            "tick_events_s": dict(self.tick_events),
+            "parts_s": {name: dict(parts) for name, parts in self.parts.items()},
+        }
+
+    def tables(self) -> list[tuple[list[str], list[list[str]], tuple[int, ...]]]:
+        """Heads, rows and text columns of each table."""
+        heads = ["operation", "shape", "source", "bound", "runs", "TFLOP/s", "GB/s", "s", "share"]
+        shown, others = self.operations[:SHOWN], self.operations[SHOWN:]
+        rate = lambda x: f"{x:.0f}" if x else ""
+        rows = [
+            [o.name, o.shape, o.source, o.bound, f"{o.count:.0f}", rate(o.tflops), rate(o.gbps),
+             *self._share(o.seconds)]
+            for o in shown
+        ]  # fmt: skip
+        if others:
+            rest = sum(o.seconds for o in others)
+            rows.append([f"{len(others)} others", *[""] * 6, *self._share(rest)])
+        rows.append(["step", *[""] * 6, *self._share(self.step_s)])
+        tables = [(heads, rows, (0, 1, 2, 3))]
+        if self.exposed:
+            heads = ["exposed", "shape", "after", "before", "busy s", "queued s", "s", "share"]
+            shown = [x for x in self.exposed if x.seconds > LEAST * self.step_s]
+            rows = [
+                [f"{x.kind}, {x.name}", x.shape, x.after, x.before, f"{x.busy_s:.3f}",
+                 f"{x.queued_s:.3f}", *self._share(x.seconds)]
+                for x in shown
+            ]  # fmt: skip
+            if rest := self.exposed[len(shown) :]:
+                total = sum(x.seconds for x in rest)
+                rows.append([f"{len(rest)} others", *[""] * 5, *self._share(total)])
+            tables.append((heads, rows, (0, 1, 2, 3)))
+        if self.tick_events:
+            ticks = schedule.schedule_for(self.plan.run).ticks
+            rows = [
+                [name, f"{s / ticks * 1e6:.1f}", *self._share(s)]
+                for name, s in self.tick_events.items()
+            ]
+            heads = [f"events of {ticks} ticks", "us per tick", "s", "share"]
+            tables.append((heads, rows, (0,)))
+        rows = [
+            [f"{which} {part}", *self._share(s)]
+            for which, parts in self.parts.items()
+            for part, s in _large(parts, LEAST * self.step_s).items()
+        ]
+        tables.append((["part of the network", "s", "share"], rows, (0,)))
+        return tables
+
+    def _share(self, seconds: float) -> list[str]:
+        return [f"{seconds:.3f}", f"{seconds / self.step_s:.1%}"]
+
+    def __str__(self) -> str:
+        width = console.terminal_width()
+        tables = (console.table(h, rows, text=text, width=width) for h, rows, text in self.tables())
+        return "\n\n".join("\n".join(lines) for lines in tables)
+
+    def _repr_html_(self) -> str:
+        tables = (records.html_table(heads, rows) for heads, rows, _ in self.tables())
+        return self.svg() + "".join(tables)
+
+    def svg(self) -> str:
+        """The drawing: a stacked bar per pass, and a roofline."""
+        from maxbench.planning import svg
+
+        peaks = self.plan.run.gpu
+        peak = peaks.peak_tflops(self.plan.run.format.peak)
+        parts = {w: _large(x, LARGE * self.step_s) for w, x in self.parts.items()}
+        points = [
+            (o.intensity, o.tflops, o.seconds, f"{o.name} {o.shape}: {o.seconds:.3f} s")
+            for o in self.operations
+            if o.intensity and o.seconds > LEAST * self.step_s
+        ]
+        return svg.bars_and_roofline(self.plan.run.name, parts, points, peak, peaks.memory_gbps)
+
+
+def explain(p: Plan) -> Explanation:
+    """Explains the predicted step of a plan."""
+    program = hlo.parse(p.compiled.text)
+    timeline = planner.simulate_plan(p.run, program)
+    x = _Explainer(program, planner.costs_of(p.run))
+    ops = list(timeline.ops.values())
+    operations = _merged(x.operation(t) for t in ops if t.seconds)
+    exposed = [x.exposed(t) for t in ops if t.traffic and t.seconds]
+    in_pipeline = p.run.layout.pp > 1
+    return Explanation(
+        p,
+        operations,
+        _merged_exposed(exposed),
+        _tick_events(ops) if in_pipeline else {},
+        x.parts(ops),
+    )
+
+
+def _merged(rows: Iterable[Operation]) -> tuple[Operation, ...]:
+    """One Operation for equal rows, the longest first. Rates are means over the runs."""
+    groups: dict[tuple, list[Operation]] = collections.defaultdict(list)
+    for o in rows:
+        groups[o.name, o.kind, o.shape, o.source].append(o)
+    merged = []
+    for same in groups.values():
+        total = sum(o.seconds for o in same)
+        mean = lambda name, same=same, total=total: (
+            sum(getattr(o, name) * o.seconds for o in same) / total
+        )
+        merged.append(
+            dataclasses.replace(
+                same[0],
+                count=sum(o.count for o in same),
+                seconds=total,
+                tflops=mean("tflops"),
+                gbps=mean("gbps"),
+            )
+        )
+    return tuple(sorted(merged, key=lambda o: -o.seconds))
+
+
+def _merged_exposed(rows: Iterable[Exposed]) -> tuple[Exposed, ...]:
+    groups: dict[tuple, Exposed] = {}
+    for x in rows:
+        key = x.name, x.kind, x.shape, x.after, x.before
+        if other := groups.get(key):
+            add = {n: getattr(x, n) + getattr(other, n) for n in ("seconds", "busy_s", "queued_s")}
+            x = dataclasses.replace(x, **add)
+        groups[key] = x
+    return tuple(sorted(groups.values(), key=lambda x: -x.seconds))
+
+
+def _scope(op_name: str) -> str:
+    """The event of a tick that an op belongs to, by its innermost named scope; '' if none."""
+    scopes = [part for part in op_name.split("/") if part in SCOPES]
+    return SCOPES[scopes[-1]] if scopes else ""
+
+
+def _tick_events(ops: Iterable[OpTime]) -> dict[str, float]:
+    """Event of a tick -> seconds of a step, the longest first."""
+    seconds: collections.Counter = collections.Counter()
+    for t in ops:
+        if t.op and (event := _scope(t.op.op_name)):
+            seconds[event] += t.seconds
+    return dict(seconds.most_common())
+
+
+def _large(parts: Mapping[str, float], least: float) -> dict[str, float]:
+    """Parts of at least `least` seconds, and 'others'."""
+    large = {name: s for name, s in parts.items() if s >= least}
+    rest = sum(parts.values()) - sum(large.values())
+    return large | ({"others": rest} if len(large) < len(parts) else {})
+
+
+class _Explainer:
+    """Names, shapes and bounds of the ops of one program."""
+
+    def __init__(self, program: hlo.Program, costs_: costs.Costs):
+        self.program, self.costs = program, costs_
+
+    def operation(self, t: OpTime) -> Operation:
+        if t.op is None or t.kind in NO_WORK:
+            name = NO_WORK[t.kind]
+            return Operation(name, t.kind, "", "", "schedule", t.count, t.seconds)
+        name, source = self.name_and_source(t.op)
+        if t.traffic:
+            name = f"wait for {t.traffic.kind}, {name}"
+        shape, bound, flops, size = self.shape_and_bound(t)
+        rate = t.count / t.seconds
+        return Operation(
+            name, t.kind, shape, source, bound, t.count, t.seconds,
+            tflops=flops * rate / 1e12, gbps=size * rate / 1e9, intensity=flops / max(size, 1),
+        )  # fmt: skip
+
+    def exposed(self, t: OpTime) -> Exposed:
+        name, source = self.name_and_source(t.op)
+        shape, *_ = self.shape_and_bound(t)
+        return Exposed(
+            name, t.traffic.kind, shape, source, t.seconds, t.busy_s, t.queued_s,
+            self._label(self._producer(t)), self._label(self._consumer(t)),
+        )  # fmt: skip
+
+    def name_and_source(self, op: hlo.Op) -> tuple[str, str]:
+        """The name and source line of an op (Operation)."""
+        frames = self.program.stack(op)
+        generic = lambda f: f.file.startswith(GENERIC_FILES) or f.function in GENERIC_FUNCTIONS
+        frame = next((f for f in frames if not generic(f)), frames[0] if frames else None)
+        source = f"{frame.file}:{frame.line}" if frame else ""
+        name = self._full_name(op)
+        name = simulate.module_of(name) or _scope(name)
+        if not name:
+            name = re.sub(r"\.?<\w+>|\.__call__", "", frame.function) if frame else op.opcode
+        return name, source
+
+    def _full_name(self, op: hlo.Op) -> str:
+        """op_name of an op, or of the root of a fusion without one."""
+        if not op.op_name and op.base == "fusion" and not op.is_done:
+            return self.program.called(op).root.op_name
+        return op.op_name
+
+    def _label(self, op: hlo.Op | None) -> str:
+        if op is None:
+            return "the start of the step"
+        base = op.base if op.base in hlo.COLLECTIVES else ""
+        return f"{base} {self.name_and_source(op)[0]}".strip()
+
+    def _producer(self, t: OpTime) -> hlo.Op | None:
+        """The op that computes a collective's first operand; None if it is an input."""
+        op = t.op
+        while op.operands:
+            op = t.where.by_name[op.operands[0]]
+            if op.opcode not in hlo.FREE:
+                return None if op.opcode == "while" else op
+        return None
+
+    def _consumer(self, t: OpTime) -> hlo.Op | None:
+        """The first op that reads a collective's result; None if none does in its computation."""
+        done = next((user for user in t.where.users[t.op.name] if user.is_done), t.op)
+        names = {done.name}
+        for op in t.where.ops[t.where.ops.index(done) + 1 :]:
+            if names & set(op.operands):
+                if op.opcode not in hlo.FREE and op.opcode != "while":
+                    return op
+                names.add(op.name)
+        return None
+
+    def shape_and_bound(self, t: OpTime) -> tuple[str, str, float, float]:
+        """Shape and bound (Operation), FLOPs and bytes of one run."""
+        op, where = t.op, t.where
+        if t.traffic:
+            latency = self.costs.collective(t.traffic.kind, t.traffic.link, 0, 0)
+            bound = "latency" if latency > t.busy_s / t.count / 2 else "link"
+            return f"{t.bytes / GIB:.3f} GiB over {t.traffic.link.axes}", bound, 0.0, 0.0
+        if t.kind == "host":
+            return "", "host", 0.0, 0.0
+        inner, scope = op, where
+        if op.base == "async":
+            scope = self.program.called(op)
+            inner = scope.root
+        kind, alone, flops = simulate.kernel_cost(self.program, scope, inner, self.costs)
+        size = costs.bytes_moved(self.program, scope, inner)
+        fused = self.program.called(inner) if inner.base == "fusion" else scope
+        gemms = [x for x in (fused.ops if inner.base == "fusion" else [inner]) if costs.is_gemm(x)]
+        first = hlo.leaves(inner.shape)[0]
+        shape = f"{first.dtype}[{','.join(map(str, first.dims))}]"
+        if gemms:
+            m, n, k, batch, dtype, layout = costs.gemm_sizes(fused, gemms[0])
+            shape = f"{dtype} {m} x {n} x {k} {layout}" + (f", batch {batch}" if batch > 1 else "")
+        if kind == "offload":
+            return shape, "link", flops, size
+        if alone < self.costs.launch:
+            return shape, "latency", flops, size
+        memory_s = self.costs.memory(size)
+        if not flops or memory_s >= alone * 0.999:
+            return shape, "memory", flops, size
+        return shape, "compute", flops, size
+
+    def parts(self, ops: Iterable[OpTime]) -> dict[str, dict[str, float]]:
+        """Explanation.parts."""
+        parts: dict[str, collections.Counter] = {}
+        for t in ops:
+            if not t.seconds:
+                continue
+            which, part = self._part(t)
+            parts.setdefault(which, collections.Counter())[part] += t.seconds
+        order = ("forward", "backward", "recomputed", "outside layers")
+        return {which: dict(parts[which].most_common()) for which in order if which in parts}
+
+    def _part(self, t: OpTime) -> tuple[str, str]:
+        if t.op is None or t.kind in NO_WORK:
+            return "outside layers", NO_WORK[t.kind]
+        name = self._full_name(t.op)
+        module = simulate.module_of(name)
+        exposed = "exposed communication of " if t.traffic else ""
+        if module:
+            which, _, path = module.partition(" ")
+            return which, exposed + (path.split("/")[0] or "residual stream")
+        return "outside layers", exposed + (_scope(name) or self._file(t.op))
+
+    def _file(self, op: hlo.Op) -> str:
+        """Name of the module that emitted an op: 'loss', 'zero overlap', 'optimizer'."""
+        source = self.name_and_source(op)[1]
+        if source.startswith("optax/"):
+            return "optimizer"
+        stem = re.sub(r".*/|\.py:\d+$", "", source.replace("/__init__", ""))
+        return stem.replace("_", " ").strip() or op.opcode
