@@ -62,8 +62,6 @@ def _microbatch_group_size(run: Run) -> str:
 def _remat_layers(run: Run) -> str:
     if run.layout.pp > 1:
         return f"pp={run.layout.pp} applies train.remat to all layers; it needs pp=1"
-    if run.model.layer_groups:
-        return "a model with layer groups applies train.remat to all layers"
     return ""
 
 
@@ -142,6 +140,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "output.keep_period": _keep_period,
     "optim.warmup_offset": _warmup_offset,
     "optim.decay_norms": _decay_norms,
+    "model.quantized": _fp8,
     "model.top_k": _experts,
     "model.router": _experts,
     "model.capacity_factor": _experts,

@@ -25,8 +25,8 @@ def layers_unrolled(run: Run) -> bool:
 
 
 def remat_layer_count(run: Run) -> int:
-    """Number of first layers with the policy train.remat: all, in a pipeline or with groups."""
-    all_layers = not run.train.remat_layers or run.layout.pp > 1 or run.model.layer_groups
+    """Number of first layers with the policy train.remat: all, in a pipeline."""
+    all_layers = not run.train.remat_layers or run.layout.pp > 1
     return run.model.layers if all_layers else min(run.train.remat_layers, run.model.layers)
 
 

@@ -4,28 +4,48 @@ Size fields of Model (embed, heads, ...) are also names of logical axes: a weigh
 axes, Model has the size of each axis, sharding.rules.RULES its mesh axes.
 """
 
+import collections
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxbench.config.errors import UserError, divisors
 from maxbench.config.validation import field, validate
 
 
-class LayerGroup(NamedTuple):
-    """Consecutive layers with the same kind of MLP, in a model whose layers differ."""
+class LayerKind(NamedTuple):
+    """The sizes in which layers of one model differ."""
 
-    layers: int
     mlp: int
     experts: int = 0  # 0 = one dense MLP
+    window: int = 0  # as Model.window
+    quantized: int = 1  # 0: GEMMs compute in Format.compute, whatever the run's number format
 
 
+class LayerGroup(NamedTuple):
+    """Consecutive layers whose kinds repeat: `count` times the cycle."""
+
+    count: int
+    cycle: tuple[LayerKind, ...]
+
+
+MAX_LAYERS = 10_000  # of a model with layer groups, which are listed one by one
 NAME = (re.compile(r"\w[\w.+-]*", re.ASCII).fullmatch, "letters, digits, and . + - _ between them")
 LAYER_GROUPS = (
-    lambda groups: all(g.layers > 0 and g.mlp > 0 and g.experts >= 0 for g in groups),
-    "(layers, mlp, experts) of consecutive layers, at least (1, 1, 0), "
-    "as ((1, 8192, 0), (7, 1024, 64))",
+    lambda groups: (
+        sum(g.count * len(g.cycle) for g in groups) <= MAX_LAYERS
+        and all(g.count > 0 and g.cycle for g in groups)
+        and all(
+            k.mlp > 0 <= min(k) and max(k) < 2**31 and k.quantized < 2
+            for g in groups
+            for k in g.cycle
+        )
+    ),
+    "groups (count, (kind, ...)) of consecutive layers, each kind (mlp, experts, window), at least "
+    "(1, 0, 0), as ((3, ((18432,),)), (58, ((2048, 256),)))",
 )
 
 
@@ -46,8 +66,10 @@ class Model:
     mlp: int = field(at_least=1)
     vocab: int = field(at_least=1)
     value_dim: int = field(0, at_least=0)  # width of a value head; 0 = head_dim
-    # first to last; () if all layers are equal
+    # First to last; () if all layers are alike. With fewer `layers`, the first ones of the groups.
     layer_groups: tuple[LayerGroup, ...] = field((), check=LAYER_GROUPS)
+    window: int = field(0, at_least=0)  # tokens that a query attends to, itself included; 0 = all
+    quantized: bool = True  # as LayerKind.quantized
     act: str = field("swiglu", options=("swiglu", "geglu", "relu2"))
     # layernorm1p: its weight is stored minus one
     norm: str = field("rmsnorm", options=("rmsnorm", "layernorm1p"))
@@ -103,12 +125,31 @@ class Model:
     embed_replicated = property(lambda self: self.embed)
     experts_replicated = property(lambda self: self.experts)
 
-    @property
-    def stacks(self) -> tuple[tuple[int, "Model"], ...]:
-        """Each layer group as its number of layers and the Model of one of them."""
-        groups = ((g.layers, {"mlp": g.mlp, "experts": g.experts}) for g in self.layer_groups)
-        same = lambda sizes: dataclasses.replace(self, layer_groups=(), **sizes)
-        return tuple((layers, same(sizes)) for layers, sizes in groups) or ((self.layers, self),)
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, tuple["Model", ...]], ...]:
+        """The layer groups, with the Model of a layer of each kind: (count, cycle)."""
+
+        @functools.cache
+        def layer(kind: LayerKind) -> "Model":
+            sizes = kind._asdict() | {"quantized": bool(kind.quantized)}
+            return dataclasses.replace(self, layer_groups=(), **sizes)
+
+        groups = ((g.count, tuple(map(layer, g.cycle))) for g in self.layer_groups)
+        return tuple(groups) or ((self.layers, (self,)),)
+
+    @functools.cached_property
+    def per_layer(self) -> tuple["Model", ...]:
+        """The Model of each layer."""
+        return sum((count * cycle for count, cycle in self.groups), ())
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[int, "Model"], ...]:
+        """The kinds of layers: how many there are, and the Model of one."""
+        counts = collections.Counter[Model]()
+        for count, cycle in self.groups:
+            for kind in cycle:
+                counts[kind] += count
+        return tuple((n, kind) for kind, n in counts.items())
 
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for the tokens of one GPU; capacity_factor must not be 0."""
@@ -122,7 +163,7 @@ class Model:
 
     def __post_init__(self):
         validate(self, "model.")
-        self._merge_layer_groups()
+        self._check_layer_groups()
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
@@ -140,22 +181,50 @@ class Model:
         if 0 < self.experts < self.top_k:
             raise UserError(f"model.top_k={self.top_k} must be at most experts={self.experts}")
 
-    def _merge_layer_groups(self) -> None:
-        """Merges equal neighbours and checks the totals; a model of one group has () instead."""
-        merged: list[LayerGroup] = []
-        for group in self.layer_groups:
-            if merged and merged[-1][1:] == group[1:]:
-                group = group._replace(layers=merged.pop().layers + group.layers)
-            merged.append(group)
-        object.__setattr__(self, "layer_groups", tuple(merged) if len(merged) > 1 else ())
-        if not merged:
+    def _check_layer_groups(self) -> None:
+        """Checks the totals, leaves out layers after the first `layers`, and groups the layers
+        anew, so that equal models have equal groups; a model whose layers are alike has ()."""
+        if not self.layer_groups:
             return
-        layers, experts = sum(g.layers for g in merged), max(g.experts for g in merged)
-        for name, total in (("layers", layers), ("experts", experts)):
-            if getattr(self, name) != total:
-                raise UserError(
-                    f"model.{name}={getattr(self, name)} differs from the {name}={total} of "
-                    f"model.layer_groups={tuple(map(tuple, merged))}; give the same in both"
-                )
-        if len(merged) == 1:
-            object.__setattr__(self, "mlp", merged[0].mlp)
+        kinds = [kind for g in self.layer_groups for kind in g.count * g.cycle]
+        given = tuple((g.count, tuple(map(tuple, g.cycle))) for g in self.layer_groups)
+        if self.layers > len(kinds):
+            raise UserError(
+                f"model.layers={self.layers} is more than the layers={len(kinds)} of model."
+                f"layer_groups={given}; give at most as many"
+            )
+        experts = max(kind.experts for kind in kinds)
+        kinds = kinds[: self.layers]
+        kept = max(kind.experts for kind in kinds)
+        if self.experts not in (experts, kept):
+            raise UserError(
+                f"model.experts={self.experts} differs from the experts={experts} of "
+                f"model.layer_groups={given}; give the same in both"
+            )
+        groups, sizes = group_layers(kinds), {"experts": kept}
+        if len(groups) == 1 and len(groups[0].cycle) == 1:
+            sizes = {**kinds[0]._asdict(), "quantized": bool(kinds[0].quantized)}
+            groups = ()
+        for name, value in {**sizes, "layer_groups": groups}.items():
+            object.__setattr__(self, name, value)
+
+
+def group_layers(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
+    """Groups consecutive layers: the cycle that covers most of the next layers, then the next; of
+    equally long ones the shortest cycle. Layers that repeat nothing are groups of one."""
+    groups, start = [], 0
+    while start < len(kinds):
+        best, longest = LayerGroup(1, (kinds[start],)), 1
+        for period in range(1, (len(kinds) - start) // 2 + 1):
+            end = start + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            count = (end - start) // period
+            if count > 1 and count * period > longest:
+                best = LayerGroup(count, tuple(kinds[start : start + period]))
+                longest = count * period
+            if end == len(kinds):
+                break  # a longer cycle covers no more
+        groups.append(best)
+        start += longest
+    return tuple(groups)

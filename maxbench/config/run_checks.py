@@ -15,6 +15,7 @@ def check(run: "Run") -> None:
     _check_checkpoints(run)
     _check_pipeline(run)
     _check_experts(run)
+    _check_window(run)
     _check_sharded_dims(run)
     _check_sequence(run)
     if run.format.quantized:
@@ -65,13 +66,20 @@ def _check_experts(run: "Run") -> None:
         )
 
 
+def _check_window(run: "Run") -> None:
+    if window := max(kind.window for _, kind in run.model.kinds):
+        raise UserError(
+            f"model.window={window}: no attention kernel supports windows; use model.window=0"
+        )
+
+
 def _check_sharded_dims(run: "Run") -> None:
     """Mesh axes divide the dims that they shard, of every layer group."""
     a, m = run.layout, run.model
     axes_of: dict[str, tuple[str, ...]]
     axes_of = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tp",))
     axes_of |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
-    for (_, layer), (dim, axes) in itertools.product(m.stacks, axes_of.items()):
+    for (_, layer), (dim, axes) in itertools.product(m.kinds, axes_of.items()):
         sizes = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
         if (value := getattr(layer, dim)) % math.prod(sizes.values()):
             product = " x ".join(f"{axis}={n}" for axis, n in sizes.items())

@@ -104,8 +104,11 @@ def _convert(kind: Any, raw: Any) -> Any:
         first, *others = typing.get_args(kind)
         kinds = [first] * len(raw) if others == [...] else [first, *others]
         return tuple(_convert(k, x) for k, x in zip(kinds, raw, strict=True))
-    if hasattr(kind, "_fields"):  # a NamedTuple of whole numbers
-        return kind(*(_convert(int, x) for x in raw))
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        types = typing.get_type_hints(kind).values()
+        if len(raw) > len(types):
+            raise ValueError
+        return kind(*(_convert(t, x) for t, x in zip(types, raw, strict=False)))
     if kind in (int, float) and isinstance(raw, str):
         raw = kind(raw)
     if kind is float and type(raw) is int:

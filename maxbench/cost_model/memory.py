@@ -7,6 +7,7 @@ shapes. The workspace is the rest.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 
@@ -170,10 +171,11 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
     if a.pp == 1:
         # train.remat applies to the first layers alone; the others recompute norms and activation.
-        rest: float = 0 if remat else run.model.layers - lowering.remat_layer_count(run)
-        rest *= per_token(run.model, REMATS["save_gemms_recompute_act"]) - per_token(run.model)
-        layers = sum(per_token(kind) * n for n, kind in run.model.stacks)
-        return int(tokens * width * (layers + rest))
+        first = run.model.layers if remat else lowering.remat_layer_count(run)
+        last = functools.partial(per_token, names=REMATS["save_gemms_recompute_act"])
+        layers = run.model.per_layer
+        elements = sum(map(per_token, layers[:first])) + sum(map(last, layers[first:]))
+        return int(tokens * width * elements)
     layers = -(-run.model.layers // (a.pp * a.vp))
     return int(tokens * width * per_token(run.model) * (stash_slots(run) + 1) * layers)
 
@@ -203,7 +205,7 @@ def stage_weights(run: Run) -> tuple[float, float]:
     """Weights on one GPU, gathered over fsdp: of a stage's layers, and of embedding and LM head."""
     a, m = run.layout, run.model
     table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    experts = sum(n * k.experts * k.embed * k.mlp * (k.mlp_inputs + 1) for n, k in m.stacks)
+    experts = sum(n * k.experts * k.embed * k.mlp * (k.mlp_inputs + 1) for n, k in m.kinds)
     layers = flops.params(m) - ends - experts + experts / a.ep
     elsewhere = table * (1 - 1 / a.pp) if lowering.embedding_sharded_over_pp(run) else 0
     return layers / (a.pp * a.tp), (ends - elsewhere) / a.tp

@@ -15,7 +15,7 @@ def recomputed_fraction(run: Run, remat: str = "") -> float:
       remat: a policy in place of the run's own, in all layers.
     """
     m, saved = run.model, REMATS[remat] if remat else run.train.saved
-    active: float = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.stacks)
+    active: float = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.kinds)
     active /= m.layers
     flops = {
         "query": m.embed * m.heads * m.head_dim,

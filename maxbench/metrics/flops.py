@@ -24,7 +24,7 @@ def params(m: Model) -> int:
     norm = m.embed * (2 if m.norm == "layernorm1p" else 1)
     attention = m.embed * (m.head_dim + m.value_width) * (m.heads + m.kv_heads)
     per_layer = attention + norm * (4 if m.post_norm else 2)
-    layers = sum(n * (per_layer + mlp_params(layer)) for n, layer in m.stacks)
+    layers = sum(n * (per_layer + mlp_params(layer)) for n, layer in m.kinds)
     return layers + norm + m.vocab * m.embed * (1 if m.tied else 2)
 
 
@@ -39,7 +39,7 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     projections = m.embed * (m.heads + m.kv_heads)
     scores = CONVENTIONS[convention] * seq * m.heads
     attention = 6 * m.layers * (m.head_dim + m.value_width) * (projections + scores)
-    active = sum(n * g.mlp * (g.top_k if g.experts else 1) for n, g in m.stacks)
+    active = sum(n * g.mlp * (g.top_k if g.experts else 1) for n, g in m.kinds)
     mlp = 6 * active * m.embed * (m.mlp_inputs + 1)
     return seq * (attention + mlp + 6 * m.vocab * m.embed)
 

@@ -4,55 +4,159 @@ As a loop, each weight is stacked [layers, ...] and XLA compiles one layer, but 
 gradients and saved activations of each layer are copied out of stacked arrays and back. Unrolled,
 layers are a tuple of trees: compilation takes longer, and nothing is copied.
 
-A model whose layers are all alike has one stack. A model with Model.layer_groups has a dict of
-stacks, '000', '001', ..., one for each run of consecutive layers that are alike (Model.stacks).
+A model whose layers are all alike has one stack, whose tree is 'layers' itself. Others have a dict
+of stacks, whose names and contents are those of a table, Stacks: without a pipeline one stack for
+each position of the cycle of each layer group ('000', '001', ...), so that a group is one scan over
+its cycles; in a pipeline those of pipeline/layer_order.py.
 """
 
 import functools
-import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxbench.config import lowering
 from maxbench.config.model import Model
 
+# Sublayers of a layer, and their GEMMs with tp collectives: the first all-gathers, the last
+# reduce-scatters. Names of a sublayer's weights begin with its name.
+SUBLAYERS = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
+EMPTY = -1  # of Stack.slots
 
-def split(m: Model, layers: Any) -> list:
-    """The stacks of a tree of weights, or of a tree like it, in the order of Model.stacks."""
-    return [layers] if len(m.stacks) == 1 else [layers[name] for name in sorted(layers)]
+
+class Stack(NamedTuple):
+    """Layers, or one sublayer of layers, whose weights are stacked: leaves [slots, ...].
+
+    Attributes:
+      name: its key in the tree of layers; '' if it is the only stack.
+      kind: the Model of a layer in it.
+      slots: the layer in each slot; EMPTY in an empty one, whose weights are zeros.
+      sublayers: of SUBLAYERS.
+    """
+
+    name: str
+    kind: Model
+    slots: tuple[int, ...]
+    sublayers: tuple[str, ...] = tuple(SUBLAYERS)
 
 
-def join(m: Model, stacks: Any) -> Any:
+Stacks = tuple[Stack, ...]
+
+
+@functools.cache
+def stacks(m: Model) -> Stacks:
+    """The stacks of a program without a pipeline, in the order of groups and their cycles."""
+    if not m.layer_groups:
+        return (Stack("", m, tuple(range(m.layers))),)
+    table: list[Stack] = []
+    start = 0
+    for count, cycle in m.groups:
+        end = start + count * len(cycle)
+        for i, kind in enumerate(cycle, start):
+            table.append(Stack(f"{len(table):03}", kind, tuple(range(i, end, len(cycle)))))
+        start = end
+    return tuple(table)
+
+
+def stacks_to_json(table: Stacks) -> list[list]:
+    """[name, sublayers, slots] of each stack."""
+    return [[s.name, list(s.sublayers), list(s.slots)] for s in table]
+
+
+def stacks_from_json(m: Model, stacks: Sequence) -> Stacks:
+    """The inverse of stacks_to_json()."""
+    return tuple(
+        Stack(name, m.per_layer[max(slots)], tuple(slots), tuple(sublayers))
+        for name, sublayers, slots in stacks
+    )
+
+
+def split(table: Stacks, layers: Any) -> list:
+    """The stacks of a tree of weights, or of a tree like it, in the order of the table."""
+    return [layers[s.name] if s.name else layers for s in table]
+
+
+def join(table: Stacks, trees: Sequence) -> Any:
     """The inverse of split()."""
-    return stacks[0] if len(m.stacks) == 1 else {f"{i:03}": s for i, s in enumerate(stacks)}
+    return trees[0] if not table[0].name else {s.name: t for s, t in zip(table, trees, strict=True)}
+
+
+def part_of(sublayer: str, layer: Any) -> Any:
+    """The entries of a sublayer in a layer's weights, gradients or state."""
+    return {name: part for name, part in layer.items() if name.startswith(sublayer)}
 
 
 def unstack(m: Model, layers: Any) -> Any:
     """Stacked arrays -> a tuple of trees, one per layer."""
-    indices = lambda stack: range(len(jax.tree.leaves(stack)[0]))
     layer = lambda stack, i: jax.tree.map(lambda x: x[i], stack)
-    return tuple(layer(stack, i) for stack in split(m, layers) for i in indices(stack))
+    trees = {
+        index: layer(stack, i)
+        for s, stack in zip(stacks(m), split(stacks(m), layers), strict=True)
+        for i, index in enumerate(s.slots)
+    }
+    return tuple(trees[i] for i in range(m.layers))
 
 
 def stack(m: Model, layers: Any) -> Any:
     """A tuple of trees, one per layer -> stacked arrays."""
-    trees = iter(layers)
-    stacked = lambda n: jax.tree.map(lambda *x: jnp.stack(x), *itertools.islice(trees, n))
-    return join(m, [stacked(n) for n in _counts(m, len(layers))])
+    stacked = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    return join(stacks(m), [stacked([layers[i] for i in s.slots]) for s in stacks(m)])
 
 
-def repeat(m: Model, trees: Any, layers: int) -> tuple:
+def repeat(m: Model, trees: Any) -> tuple:
     """One tree per stack -> a tuple of trees, one per layer, as unstack() returns."""
-    counts = _counts(m, layers)
-    return sum(((tree,) * n for n, tree in zip(counts, split(m, trees), strict=True)), ())
+    of_layer = {
+        i: tree for s, tree in zip(stacks(m), split(stacks(m), trees), strict=True) for i in s.slots
+    }
+    return tuple(of_layer[i] for i in range(m.layers))
 
 
-def _counts(m: Model, layers: int) -> list[int]:
-    """Layers of each stack; a pipeline, whose layers are alike, may have empty slots besides."""
-    return [n for n, _ in m.stacks] if m.layer_groups else [layers]
+def permute(layers: Any, to: Stacks, source: Stacks) -> Any:
+    """The layers of one table of stacks in the slots of another. Empty slots are zeros.
+
+    Args:
+      layers: weights, or a tree like them: leaves [slots, ...].
+    """
+    if to == source:
+        return zero_empty(layers, to)
+    trees = list(zip(source, split(source, layers), strict=True))
+    return zero_empty(join(to, [_collect(s, trees) for s in to]), to)
+
+
+def _collect(to: Stack, trees: Sequence[tuple[Stack, Any]]) -> Any:
+    """The tree of a stack from those of other stacks."""
+
+    def take(used):
+        layer_of = sum((s.slots for s, _ in used), ())
+        slot_of = {layer: slot for slot, layer in enumerate(layer_of)}
+        slots = np.array([slot_of.get(layer, 0) for layer in to.slots])
+        one = lambda *xs: (jnp.concatenate(xs) if len(xs) > 1 else xs[0])[slots]
+        return jax.tree.map(one, *(tree for _, tree in used))
+
+    if len(trees) == 1 and not to.name:
+        return take(trees)
+    collected = {}
+    shared = [(s, tree) for s, tree in trees if {*s.slots} & {*to.slots} - {EMPTY}]
+    for name in to.sublayers:
+        collected |= take([(s, part_of(name, tree)) for s, tree in shared if name in s.sublayers])
+    return collected
+
+
+def zero_empty(layers: Any, table: Stacks) -> Any:
+    """Leaves [slots, ...] with zeros in empty slots."""
+    zeroed = [_zero_empty(tree, s) for s, tree in zip(table, split(table, layers), strict=True)]
+    return join(table, zeroed)
+
+
+def _zero_empty(tree, s: Stack):
+    has_layer = np.asarray(s.slots) >= 0
+    if has_layer.all():
+        return tree
+    mask = lambda x: has_layer.reshape(-1, *[1] * (x.ndim - 1))
+    return jax.tree.map(lambda x: jnp.where(mask(x), x, 0), tree)
 
 
 def run_layers(
@@ -75,19 +179,36 @@ def run_layers(
       x, and the sum of the auxiliary losses.
     """
     if isinstance(layers, tuple):
-        kinds = repeat(m, join(m, [kind for _, kind in m.stacks]), len(layers))
         total = jnp.zeros(())
-        for kind, *args in zip(kinds, layers, sums or [None] * len(layers), strict=True):
+        for kind, *args in zip(m.per_layer, layers, sums or [None] * len(layers), strict=True):
             x, aux = step(kind, x, args)
             total += aux
         return x, total
     count, last_step = last
-    sums, losses = [None] * len(m.stacks) if sums is None else split(m, sums), []
-    for (n, kind), *args in zip(m.stacks, split(m, layers), sums, strict=True):
-        for part, body in ((slice(0, n - count), step), (slice(n - count, n), last_step)):
-            if part.start < part.stop:
-                xs = jax.tree.map(lambda x, part=part: x[part], tuple(args))
+    table, losses, start = stacks(m), [], 0
+    sums = [None] * len(table) if sums is None else split(table, sums)
+    trees = iter(zip(split(table, layers), sums, strict=True))
+    for n, cycle in m.groups:
+        args = tuple(next(trees) for _ in cycle)
+        change = min(max(m.layers - count - start, 0), n * len(cycle))  # the first with last_step
+        whole, rest = divmod(change, len(cycle))
+        mixed = whole + bool(rest)
+        # Cycles with step, the cycle in which it changes, and cycles with last_step.
+        for first, end, same in ((0, whole, len(cycle)), (whole, mixed, rest), (mixed, n, 0)):
+            if first < end:
+                steps = [step] * same + [last_step] * (len(cycle) - same)
+                body = functools.partial(_run_cycle, steps, cycle)
+                xs = jax.tree.map(lambda x, part=slice(first, end): x[part], args)
                 with jax.named_scope(lowering.LAYERS):  # cost_model/memory.py looks for it
-                    x, aux = jax.lax.scan(functools.partial(body, kind), x, xs)
+                    x, aux = jax.lax.scan(body, x, xs)
                 losses.append(jnp.sum(aux))
+        start += n * len(cycle)
+    return x, functools.reduce(jnp.add, losses)
+
+
+def _run_cycle(steps, cycle, x, args):
+    losses = []
+    for step, kind, arg in zip(steps, cycle, args, strict=True):
+        x, aux = step(kind, x, arg)
+        losses.append(aux)
     return x, functools.reduce(jnp.add, losses)

@@ -2,9 +2,10 @@
 
     {'embed': ..., 'layers': ..., 'head': ...}      each leaf of 'layers' is stacked [layers, ...]
 
-A model with Model.layer_groups has a dict of stacks in 'layers' (layer_stack.py). The tree is the
-same for every mesh, so initial weights, loss and checkpoints do not depend on the mesh. No layer
-runs under vmap, because Transformer Engine's GEMM has no batching rule.
+A model with Model.layer_groups has a dict of stacks in 'layers' (layer_stack.py). Initial weights,
+loss and checkpoints do not depend on the mesh: only the order of layers in stacks does, and
+layer_stack.permute() changes it. No layer runs under vmap, because Transformer Engine's GEMM has no
+batching rule.
 """
 
 import dataclasses
@@ -24,14 +25,11 @@ from maxbench.config.run import Run
 from maxbench.model import layer_stack
 from maxbench.model.experts import Moe
 from maxbench.model.grad_accumulation import accumulate_into
+from maxbench.model.layer_stack import SUBLAYERS, Stacks, part_of
 from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
 from maxbench.model.linear import CommOrder, no_comm
 from maxbench.model.loss import cross_entropy
 from maxbench.sharding import mesh, ordering, rules
-
-# Sublayers of a layer, and their GEMMs with tp collectives: the first all-gathers, the last
-# reduce-scatters. Names of a sublayer's weights begin with its name.
-SUBLAYERS = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
 
 
 def add(x_bud: jax.Array, y_bud: jax.Array, name: str) -> jax.Array:
@@ -93,32 +91,34 @@ class Block(nn.Module):
         return x_bud, tokens, aux
 
 
-def init(m: Model, key: jax.Array, layers: np.ndarray | None = None) -> dict[str, Any]:
+def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
     """Initial weights, fp32; each leaf is boxed with its logical axes (layers.GemmParam).
 
+    A layer's weights follow from its index alone, whatever the stacks.
+
     Args:
-      layers: indices of the layers to initialize, in the order in which they are stacked. Default:
-        all layers, which a model with layer_groups requires.
+      table: the stacks; default: layer_stack.stacks(m). In an empty slot are the weights of a
+        layer, which layer_stack.zero_empty() replaces.
     """
-    indices = np.arange(m.layers) if layers is None else layers
+    table = table or layer_stack.stacks(m)
     tokens_bt, x_btd = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8, m.embed))
     rope = rope_angles(m, jnp.arange(8))
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-    keys = jax.random.split(k_layers, m.layers)[indices]
+    keys = jax.random.split(k_layers, m.layers)
     is_box = lambda x: isinstance(x, nn.Partitioned)
     with_layers_axis = lambda box: box.replace(names=("layers", *box.names))
 
-    def init_stack(kind, keys):
-        stack = jax.vmap(lambda k: Block(kind, "xla").init(k, x_btd, rope)["params"])(keys)
-        return jax.tree.map(with_layers_axis, stack, is_leaf=is_box)
+    def init_stack(stack):
+        stack_keys = keys[np.maximum(stack.slots, 0)]
+        layer = lambda k: Block(stack.kind, "xla").init(k, x_btd, rope)["params"]
+        parts = lambda w: {k: v for s in stack.sublayers for k, v in part_of(s, w).items()}
+        tree = parts(jax.vmap(layer)(stack_keys))
+        return jax.tree.map(with_layers_axis, tree, is_leaf=is_box)
 
-    first = np.cumsum([0, *(n for n, _ in m.stacks[:-1])])
-    stack_keys = [keys[a:b] for a, b in zip(first, [*first[1:], None], strict=True)]
-    stacks = [init_stack(kind, keys) for (_, kind), keys in zip(m.stacks, stack_keys, strict=True)]
     embed = Embed(m).init(k_embed, tokens_bt, jnp.float32)["params"]
     return {
         "embed": embed,
-        "layers": layer_stack.join(m, stacks),
+        "layers": layer_stack.join(table, list(map(init_stack, table))),
         "head": Head(m).init(k_head, x_btd, nn.unbox(embed)["w"])["params"],
     }
 
@@ -141,7 +141,7 @@ def layer(
     Jitted, so that it is traced and differentiated once, however many layers are unrolled.
 
     Args:
-      kind: the Model of this layer (Model.stacks).
+      kind: the Model of this layer (Model.groups).
       w, sums: weights and their gradient accumulators; sums may be None.
     """
 

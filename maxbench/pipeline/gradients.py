@@ -16,7 +16,7 @@ def gradients(
 
     Args:
       platform: of the devices, as jax names it.
-      w: compute weights of this GPU; 'layers' stacked in the order of layer_order, as
+      w: compute weights of this GPU; 'layers' in the stacks of layer_order, as
         ZeroOverlap.initial_weights returns them.
       grads: tree like w of zeros, in precision.grads.
       batch: microbatch -> (tokens_bt, targets_bt).

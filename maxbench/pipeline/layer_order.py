@@ -8,16 +8,19 @@ part, which also embeds, and one of the last, which also computes the loss, are 
 and its gradients are zeros, so it is no special case.
 """
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxbench.config.model import Model
-from maxbench.model import transformer
+from maxbench.config.run import Run
+from maxbench.model import layer_stack
+from maxbench.model.layer_stack import EMPTY, Stack, Stacks
 
-EMPTY = -1
+
+def stacks(run: Run) -> Stacks:
+    """The stacks of a run's weights, and the layer in each of their slots."""
+    m, a = run.model, run.layout
+    if a.pp == 1:
+        return layer_stack.stacks(m)
+    return (Stack("", m, tuple(layer_order(m.layers, a.pp, a.vp).tolist())),)
 
 
 def layer_order(layers: int, pp: int, vp: int) -> np.ndarray:
@@ -30,30 +33,3 @@ def layer_order(layers: int, pp: int, vp: int) -> np.ndarray:
 def occupied(order: np.ndarray, pp: int, vp: int) -> np.ndarray:
     """Whether each slot has a layer, bool [stage, chunk, layer of the chunk]."""
     return (np.asarray(order) >= 0).reshape(pp, vp, -1)
-
-
-def init(m: Model, key: jax.Array, order: np.ndarray) -> Any:
-    """transformer.init with its layers in the order of slots, in place."""
-    w = transformer.init(m, key, np.maximum(order, 0))
-    return w | {"layers": zero_empty(w["layers"], order)}
-
-
-def permute(layers: Any, to: Any, source: Any = None) -> Any:
-    """Leaves [slots, ...] in the order `source` (default: that of the layers) -> in the order `to`.
-    Empty slots are zeros."""
-    to = np.asarray(to)
-    source = range(max(to) + 1) if source is None else source
-    if np.array_equal(source, to):
-        return zero_empty(layers, to)
-    slot_of = {layer: slot for slot, layer in enumerate(source)}
-    slots = np.array([slot_of.get(layer, 0) for layer in to])
-    return zero_empty(jax.tree.map(lambda x: x[slots], layers), to)
-
-
-def zero_empty(layers: Any, order: np.ndarray) -> Any:
-    """Leaves [slots, ...] with zeros in empty slots."""
-    has_layer = np.asarray(order) >= 0
-    if has_layer.all():
-        return layers
-    mask = lambda x: has_layer.reshape(-1, *[1] * (x.ndim - 1))
-    return jax.tree.map(lambda x: jnp.where(mask(x), x, 0), layers)

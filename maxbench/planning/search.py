@@ -56,7 +56,7 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
     m, few = run.model, functools.partial(degrees, gpus)
     stages = pipelines(m.layers, few(MAX_PP))
     # Validation of a Run takes 0.1 ms, so the most frequent violations are filtered before.
-    tps = [n for n in few(MAX_TP) if all(k.heads % n == k.mlp % n == 0 for _, k in m.stacks)]
+    tps = [n for n in few(MAX_TP) if all(k.heads % n == k.mlp % n == 0 for _, k in m.kinds)]
     fsdps = [n for n in few(gpus) if m.embed % n == 0]
     for (pp, vp), tp, cp, ep, fsdp, mbs in itertools.product(
         stages, tps, few(MAX_CP), few(m.experts or 1), fsdps, powers(4)
@@ -117,7 +117,7 @@ def estimate_bytes(run: Run) -> float:
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
     rows = a.mbs * run.train.seq // a.cp
-    widest = m.mlp_inputs * max(kind.mlp * kind.rows(a.ep) for _, kind in m.stacks)
+    widest = m.mlp_inputs * max(kind.mlp * kind.rows(a.ep) for _, kind in m.kinds)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
     if m.experts and lowering.layers_unrolled(run):
         # XLA delays the wgrads of all layers, and keeps their operands.

@@ -25,6 +25,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
+from maxbench.model import layer_stack
 from maxbench.pipeline import layer_order
 from maxbench.run.checksums import array_checksums
 from maxbench.run.result import CheckpointSave
@@ -38,7 +39,7 @@ class CheckpointInfo:
 
     run: dict[str, Any]  # Run.asdict() of the run that saved it
     step: int
-    layer_order: list[int]  # of the stacked layers: layer_order.layer_order()
+    stacks: list[Any]  # of the layers' weights: layer_stack.stacks_to_json()
     fingerprints: dict[str, int]  # array_checksums() of the state
 
     def to_json(self) -> dict[str, Any]:
@@ -113,9 +114,8 @@ class Saver:
         self.newest.result()
         if self.manager.latest_step() == step:
             return
-        layout = self.run.layout
-        order = layer_order.layer_order(self.run.model.layers, layout.pp, layout.vp)
-        info = CheckpointInfo(self.run.asdict(), step, order.tolist(), array_checksums(state))
+        stacks = layer_stack.stacks_to_json(layer_order.stacks(self.run))
+        info = CheckpointInfo(self.run.asdict(), step, stacks, array_checksums(state))
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(info.to_json())
         )

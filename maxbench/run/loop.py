@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax import monitoring
 from jax.experimental import multihost_utils
 
@@ -18,6 +17,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
 from maxbench.metrics import step_stats
+from maxbench.model import layer_stack
 from maxbench.run import checkpoint, endings, metric_writers, profile, restore, terminal
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
@@ -170,15 +170,16 @@ def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log) -> Any
     Logs the checkpoints that were skipped, and the settings that differ from the saved run's.
     """
     start = time.time()
-    same_order = lambda order: np.array_equal(order, step.order)
-    abstract = lambda order: step.abstract if same_order(order) else step.in_order(order)
+    table = lambda stacks: layer_stack.stacks_from_json(step.run.model, stacks)
+    same = lambda stacks: stacks == layer_stack.stacks_to_json(step.stacks)
+    abstract = lambda stacks: step.abstract if same(stacks) else step.with_stacks(table(stacks))
     try:
         saved, state = restore.restore(candidates, restore.read_onto(abstract))
     finally:
         for reason in candidates.skipped:
             log.line(f"resume: skipped {reason}")
-    order = saved.info.layer_order
-    state = state if same_order(order) else step.reorder(state, order)
+    stacks = saved.info.stacks
+    state = state if same(stacks) else step.restack(state, table(stacks))
     load = CheckpointLoad(
         path=str(saved.path),
         seconds=time.time() - start,

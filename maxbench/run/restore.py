@@ -14,7 +14,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import Precision, Run
 from maxbench.distributed import stragglers
-from maxbench.pipeline import layer_order
+from maxbench.model import layer_stack
 from maxbench.run.checkpoint import INFO_FILE, CheckpointInfo, as_json, silence_orbax_shutdown
 from maxbench.run.checksums import array_checksums
 
@@ -125,7 +125,8 @@ def weights(path: str) -> tuple[Model, dict]:
     checkpoint, state = restore(_find(path), read)
     info, params = checkpoint.info, state["params"]
     model = Model(**info.run["model"])
-    layers = layer_order.permute(params["layers"], range(model.layers), info.layer_order)
+    source = layer_stack.stacks_from_json(model, info.stacks)
+    layers = layer_stack.permute(params["layers"], layer_stack.stacks(model), source)
     return model, params | {"layers": layers}
 
 
@@ -197,16 +198,16 @@ def _checksum_error(info: CheckpointInfo, state) -> str:
     return f"checksum of {wrong[0]} is wrong" if wrong else ""
 
 
-def read_onto(abstract: Callable[[Sequence[int]], Any]) -> Read:
+def read_onto(abstract: Callable[[Sequence], Any]) -> Read:
     """A function for restore() that reads a state onto devices.
 
     Args:
-      abstract: the abstract state, with its shardings, for an order of layers.
+      abstract: the abstract state, with its shardings, for CheckpointInfo.stacks.
     """
 
     def read(checkpoint: Checkpoint):
         # Not a Checkpointer: on exit that waits for other processes, which may have failed.
-        args = ocp.args.StandardRestore(abstract(checkpoint.info.layer_order))
+        args = ocp.args.StandardRestore(abstract(checkpoint.info.stacks))
         folder = (checkpoint.path / "state").absolute()
         return ocp.StandardCheckpointHandler().restore(folder, args=args)
 

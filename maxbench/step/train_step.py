@@ -74,7 +74,7 @@ class Step:
 
     Attributes:
       run: resolved by for_device.
-      order: layer index of each slot of the stacked layers, -1 for an empty slot.
+      stacks: the stacks of the layers' weights, and the layer in each of their slots.
       shardings: tree of WeightSharding like the weights.
       abstract: the state as ShapeDtypeStructs with their NamedShardings.
     """
@@ -84,22 +84,22 @@ class Step:
         self.platform = device.platform
         self.run, self.mesh = for_device(run, device), devices
         self.arithmetic, self.tx = quantization.arithmetic(self.run), optimizer.transform(run)
-        self.order = layer_order.layer_order(run.model.layers, run.layout.pp, run.layout.vp)
+        self.stacks = layer_order.stacks(self.run)
         over_pp = lowering.embedding_sharded_over_pp(self.run)
         self.rules = RULES | ({"embed_sharded": RULES["embed_sharded_pp"]} if over_pp else {})
-        self.shardings = self._shardings(self.order, self.rules)
-        self.abstract = self._abstract(self.order, self.shardings)
+        self.shardings = self._shardings(self.stacks, self.rules)
+        self.abstract = self._abstract(self.stacks, self.shardings)
 
-    def _shardings(self, order, rules):
-        init = functools.partial(layer_order.init, self.run.model, order=order)
+    def _shardings(self, stacks, rules):
+        init = functools.partial(transformer.init, self.run.model, table=stacks)
         boxed = jax.eval_shape(init, jax.random.key(0))
         shard = lambda box: shard_weight(
             box.names, box.value.shape, self.mesh.shape, rules, box.gemm
         )
         return jax.tree.map(shard, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
-    def _abstract(self, order, shardings):
-        shapes = jax.eval_shape(functools.partial(self._init, order=order), jax.random.key(0))
+    def _abstract(self, stacks, shardings):
+        shapes = jax.eval_shape(functools.partial(self._init, stacks=stacks), jax.random.key(0))
         specs = jax.tree.map(lambda s: s.master_spec, shardings)
         by_slot = P(*jax.tree.leaves(specs["layers"])[0][:1])
         # Optimizer state contains trees like the weights, so its paths end in paths of weights.
@@ -113,16 +113,17 @@ class Step:
 
         return jax.tree_util.tree_map_with_path(sharded, shapes)
 
-    def _init(self, key, order):
+    def _init(self, key, stacks):
         run = self.run
-        params = optimizer.cast(
-            nn.unbox(layer_order.init(run.model, key, order)), run.precision.weights
-        )
+        params = nn.unbox(transformer.init(run.model, key, stacks))
+        params |= {"layers": layer_stack.zero_empty(params["layers"], stacks)}
+        params = optimizer.cast(params, run.precision.weights)
         opt = self.tx.init(optimizer.cast(params, run.precision.moments))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
         if length := run.precision.amax_history_len:
             gemms = sum(bool(s.gemm) for s in jax.tree.leaves(self.shardings["layers"]))
-            state["fp8"] = {"layers": fp8_per_tensor.init_amax_history(len(order), gemms, length)}
+            slots = len(stacks[0].slots)
+            state["fp8"] = {"layers": fp8_per_tensor.init_amax_history(slots, gemms, length)}
         return state
 
     def init(self) -> Any:
@@ -130,25 +131,27 @@ class Step:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         # It runs once: on a CPU, optimizing the program takes longer than running it.
         options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        fresh = functools.partial(self._init, order=self.order)
+        fresh = functools.partial(self._init, stacks=self.stacks)
         init = jax.jit(fresh, out_shardings=shardings, compiler_options=options)
         return init(jax.random.key(self.run.train.seed))
 
-    def in_order(self, order: Any) -> Any:
-        """The abstract state with the layers in another order, for reorder()."""
+    def with_stacks(self, stacks: layer_stack.Stacks) -> Any:
+        """The abstract state with the layers in other stacks, for restack()."""
         # The number of slots may not divide by pp: shard other dims over pp instead.
-        return self._abstract(order, self._shardings(order, self.rules | {"layers": ()}))
+        return self._abstract(stacks, self._shardings(stacks, self.rules | {"layers": ()}))
 
-    def reorder(self, state: Any, order: Any) -> Any:
-        """Permutes the layers of a state from `order` to this step's order. Donates the state."""
+    def restack(self, state: Any, stacks: layer_stack.Stacks) -> Any:
+        """The layers of a state from other stacks in this step's stacks. Donates the state."""
+        has_layers = lambda x: isinstance(x, dict) and "layers" in x
 
-        def permute(path, x):
-            keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-            return layer_order.permute(x, self.order, order) if "layers" in keys else x
+        def permute(x):
+            if not has_layers(x):
+                return x
+            return x | {"layers": layer_stack.permute(x["layers"], self.stacks, stacks)}
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        reorder = lambda state: jax.tree_util.tree_map_with_path(permute, state)
-        return jax.jit(reorder, out_shardings=shardings, donate_argnums=0)(state)
+        restack = lambda state: jax.tree.map(permute, state, is_leaf=has_layers)
+        return jax.jit(restack, out_shardings=shardings, donate_argnums=0)(state)
 
     def lower(self) -> jax.stages.Lowered:
         """The step as jax.stages.Lowered, for the mesh."""
@@ -243,7 +246,7 @@ class Step:
         if not stacked:
             w = w | {"layers": layer_stack.unstack(run.model, w["layers"])}
             layer = jax.tree.map(lambda s: s.layer, shardings["layers"])
-            layers = layer_stack.repeat(run.model, layer, len(w["layers"]))
+            layers = layer_stack.repeat(run.model, layer)
             shardings = shardings | {"layers": layers}
         args = self.arithmetic, shardings["layers"], w["layers"]
         overlap = None

@@ -4,7 +4,6 @@ import pytest
 
 from maxbench.config import command_line
 from maxbench.config.errors import UserError
-from maxbench.config.model import LayerGroup
 from tests.conftest import resolve, train_command
 
 LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
@@ -168,7 +167,7 @@ def test_every_number_has_bounds(path):
         assert f"{path.rpartition('.')[2]}={text or repr(text)} " in str(error.value)
 
 
-GROUPS = (LayerGroup(1, 256), LayerGroup(3, 256, 4))
+GROUPS = (1, ((256,),)), (3, ((256, 4),))
 
 
 @pytest.mark.parametrize(
@@ -177,15 +176,15 @@ GROUPS = (LayerGroup(1, 256), LayerGroup(3, 256, 4))
         ({"model.layer_groups": GROUPS}, dict(pp=2, mbs=1, gbs=4), "pp=2 needs layers of one kind"),
         ({"model.layer_groups": GROUPS}, dict(dtype="fp8"), "layers of one kind .* use dtype=bf16"),
         (
-            {"model.layer_groups": (*GROUPS[:1], LayerGroup(3, 64, 4))},
+            {"model.layer_groups": (*GROUPS[:1], (3, ((64, 4),)))},
             dict(tp=128),
             "tp=128 does not divide",
         ),
-        ({"model.layer_groups": GROUPS}, dict(layers=5), "layers=5 differs from the layers=4 of"),
+        ({"model.layer_groups": GROUPS}, dict(layers=5), "layers=5 is more than the layers=4 of"),
         (
-            {"model.layer_groups": (LayerGroup(0, 256), *GROUPS)},
+            {"model.layer_groups": ((0, ((256,),)), *GROUPS)},
             {},
-            "must be .layers, mlp, experts",
+            "must be groups .count, .kind, ...",
         ),
     ],
     ids=str,

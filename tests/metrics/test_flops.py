@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxbench.config.errors import UserError
-from maxbench.config.model import LayerGroup
+from maxbench.config.model import LayerKind
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
@@ -49,9 +49,9 @@ def test_parameter_count_is_that_of_the_weights_and_of_the_source(workload, pres
 UNUSUAL = [
     dict(head_dim=24),  # heads x head_dim above embed
     dict(head_dim=24, value_dim=8),
-    dict(layer_groups=(LayerGroup(1, 192), LayerGroup(2, 64, 4), LayerGroup(1, 96, 2))),
+    dict(layer_groups=((1, ((192,),)), (2, ((64, 4),)), (1, ((96, 2),)))),
     dict(
-        layer_groups=(LayerGroup(1, 64, 4), LayerGroup(2, 192), LayerGroup(1, 192)),
+        layer_groups=((2, ((64, 4), (192,))),),
         post_norm=True,
         tied=True,
     ),
@@ -64,9 +64,9 @@ def test_parameter_count_of_unusual_heads_and_layer_groups(sizes):
     shapes = jax.eval_shape(lambda key: transformer.init(m, key), jax.random.key(0))
     assert flops.params(m) == sum(x.size for x in jax.tree.leaves(shapes))
     if m.layer_groups:
-        stacks = layer_stack.split(m, shapes["layers"])
+        stacks = layer_stack.split(layer_stack.stacks(m), shapes["layers"])
         counts = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks]
-        assert counts == [g.layers for g in m.layer_groups]
+        assert counts == [g.count for g in m.layer_groups for _ in g.cycle]
         assert sum(counts) == m.layers
 
 
@@ -78,10 +78,10 @@ DENSE = dict(experts=0, softcap=0.0)
     [
         DENSE,
         DENSE | dict(head_dim=24, value_dim=8),
-        DENSE | dict(layer_groups=(LayerGroup(1, 192), LayerGroup(3, 96)), act="relu2", tied=True),
+        DENSE | dict(layer_groups=((1, ((192,),)), (3, ((96,),))), act="relu2", tied=True),
         # Every expert gets every token, so that no slot is empty.
         dict(experts=4, top_k=4, capacity_factor=1.0),
-        dict(layer_groups=(LayerGroup(2, 192), LayerGroup(2, 64, 4)), top_k=4, capacity_factor=1.0),
+        dict(layer_groups=((2, ((192,), (64, 4))),), top_k=4, capacity_factor=1.0),
     ],
     ids=str,
 )
@@ -91,7 +91,7 @@ def test_flops_are_three_times_the_dots_of_a_traced_forward_pass(sizes):
     params = jax.eval_shape(net.init, jax.random.key(0), tokens)
     forward = dots(jax.make_jaxpr(net.apply)(params, tokens).jaxpr)
     # No convention counts routers and the weighted sums of a token's experts.
-    uncounted = sum(n * (layer.experts + layer.top_k) for n, layer in m.stacks if layer.experts)
+    uncounted = sum(n * (layer.experts + layer.top_k) for n, layer in m.kinds if layer.experts)
     forward -= 2 * seq * m.embed * uncounted
     assert 3 * forward == flops.per_sequence(m, seq, "full")
 
@@ -118,9 +118,19 @@ def is_jaxpr(x) -> bool:
 
 def test_equal_layer_groups_are_merged_and_checked():
     m = resolve("grok1_314b", "tiny").model
-    groups = (LayerGroup(1, m.mlp, 4), LayerGroup(2, m.mlp, 4), LayerGroup(1, m.mlp, 4))
+    same, other = LayerKind(m.mlp, 4), LayerKind(64)
+    groups = (1, (same,)), (1, (same, same)), (1, (same,))
     assert dataclasses.replace(m, layer_groups=groups) == m
-    for wrong, text in ((groups[:2], "layers=3"), ((LayerGroup(4, 64, 2),), "experts=2")):
+    for groups, merged in (
+        (((1, (same, other)), (1, (same,)), (1, (other,))), ((2, (same, other)),)),
+        (((1, (other, same)), (2, (same,))), ((1, (other,)), (3, (same,)))),
+        (((9, (other, same)),), ((2, (other, same)),)),  # the first 4 layers
+        (((2, (other,)), (30, (same, other))), ((2, (other,)), (1, (same,)), (1, (other,)))),
+    ):
+        assert dataclasses.replace(m, layer_groups=groups).layer_groups == merged
+    few = dataclasses.replace(m, layers=2, layer_groups=((3, (other,)), (58, (same,))))
+    assert (few.layer_groups, few.mlp, few.experts) == ((), 64, 0)
+    for wrong, text in ((((3, (same,)),), "layers=3"), (((4, ((64, 2),)),), "experts=2")):
         with pytest.raises(UserError, match=text):
             dataclasses.replace(m, layer_groups=wrong)
 

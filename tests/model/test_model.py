@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from maxbench.config.errors import UserError
-from maxbench.config.model import LayerGroup, Model
+from maxbench.config.model import Model
 from maxbench.model import hugging_face, transformer
 from maxbench.run import checkpoint, restore
 from maxbench.sharding import mesh
@@ -123,7 +123,7 @@ def test_xai_preset_equals_the_released_grok():
 
 def test_module_has_the_weights_and_the_loss_of_training():
     """With layer groups."""
-    groups = LayerGroup(1, 192), LayerGroup(1, 64, 4)
+    groups = (1, ((192,),)), (1, ((64, 4),))
     overrides = {"model.layer_groups": groups, "model.value_dim": 8}
     run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", layers=2, seq=16, mbs=2)
     step = Step(run, mesh.make_mesh(run.layout))
@@ -147,7 +147,7 @@ def test_weights_are_loaded_from_a_checkpoint_of_a_pipeline(tmp_path):
     with checkpoint.Saver(tmp_path, pipeline.run) as saver:
         saver.save(pipeline.init())
     about = json.loads((tmp_path / "0/about/run.json").read_text())
-    assert about["layer_order"] == [-1, 0, 3, 4, 1, 2, 5, -1]
+    assert about["stacks"] == [["", ["attn", "mlp"], [-1, 0, 3, 4, 1, 2, 5, -1]]]
     m, params = restore.weights(str(tmp_path))
     assert m == single.run.model
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(single.init()["params"]))

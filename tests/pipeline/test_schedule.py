@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maxbench.config.run import SCHEDULES
+from maxbench.model import layer_stack
 from maxbench.pipeline import layer_order
 from maxbench.pipeline.schedule import COOLDOWN, STEADY, WARMUP, WAYS, Row, build_schedule
 
@@ -219,8 +220,9 @@ def test_layers_move_from_any_order_to_any_other(pp, vp, to_pp, to_vp, each, emp
         layer_order.layer_order(layers, to_pp, to_vp),
     )
     stack = {"w": np.where(source < 0, 7.0, 10.0 * source)[:, None]}
+    tables = ((layer_stack.Stack("", None, tuple(order.tolist())),) for order in (to, source))
     np.testing.assert_array_equal(
-        layer_order.permute(stack, to, source)["w"][:, 0], np.where(to < 0, 0, 10 * to)
+        layer_stack.permute(stack, *tables)["w"][:, 0], np.where(to < 0, 0, 10 * to)
     )
 
 

@@ -149,7 +149,7 @@ def test_delayed_scaling_and_mxfp8_train_as_bf16_on_every_mesh(family, scaling, 
     assert (values != bf16).any()
     np.testing.assert_allclose(values, bf16, rtol=2e-3)
     if scaling == "delayed":
-        history = np.asarray(state["fp8"]["layers"])[np.argsort(step.order)]
+        history = np.asarray(state["fp8"]["layers"])[np.argsort(step.stacks[0].slots)]
         assert (history[..., 0] == 0).all()  # three steps in a history of four
         assert (history[..., 1:] > 0).all()
         if family == "llama":
@@ -170,10 +170,12 @@ def test_checkpoint_contains_the_amax_history(tmp_path):
     *_, single, compiled = single_device_training("llama", "delayed")
     checkpoints = restore.find_checkpoints(str(tmp_path), single.run)
     _, restored = restore.restore(checkpoints, restore.read_onto(single.in_order))
-    restored, restored_out = compiled(single.reorder(restored, step.order))
+    restored, restored_out = compiled(single.restack(restored, step.stacks))
     np.testing.assert_allclose(restored_out["loss"], out["loss"], rtol=5e-4)
     actual, expected = (np.asarray(s["fp8"]["layers"]) for s in (restored, state))
-    np.testing.assert_array_equal(actual[..., :3], expected[np.argsort(step.order)][..., :3])
+    np.testing.assert_array_equal(
+        actual[..., :3], expected[np.argsort(step.stacks[0].slots)][..., :3]
+    )
     current = dataclasses.replace(single.run.precision, scaling="current")
     with pytest.raises(ValueError, match=r"has 4 steps.*scaling=delayed.*history=4"):
         restore.find_checkpoints(str(tmp_path), dataclasses.replace(single.run, precision=current))
