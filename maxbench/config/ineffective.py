@@ -108,10 +108,18 @@ def _experts(run: Run) -> str:
     return "" if run.model.experts else f"{run.model.name} {run.model.size} has no experts"
 
 
+def _capacity_factor(run: Run) -> str:
+    return _experts(run) or "model.force_balance drops no token" * run.model.force_balance
+
+
 def _drop_policy(run: Run) -> str:
     if run.model.capacity_factor:
-        return _experts(run)
+        return _capacity_factor(run)
     return _experts(run) or "model.capacity_factor=0 drops no token"
+
+
+def _router_groups_top(run: Run) -> str:
+    return _experts(run) or "model.router_groups=1 is one group" * (run.model.router_groups == 1)
 
 
 def _rope(run: Run) -> str:
@@ -143,7 +151,13 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.quantized": _fp8,
     "model.top_k": _experts,
     "model.router": _experts,
-    "model.capacity_factor": _experts,
+    "model.router_bias": _experts,
+    "model.router_groups": _experts,
+    "model.router_groups_top": _router_groups_top,
+    "model.router_scale": _experts,
+    "model.force_balance": _experts,
+    "model.shared_mlp": _experts,
+    "model.capacity_factor": _capacity_factor,
     "model.aux_loss": _experts,
     "model.drop_policy": _drop_policy,
     "model.rope_low": _rope,

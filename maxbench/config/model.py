@@ -70,7 +70,9 @@ class Model:
     layer_groups: tuple[LayerGroup, ...] = field((), check=LAYER_GROUPS)
     window: int = field(0, at_least=0)  # tokens that a query attends to, itself included; 0 = all
     quantized: bool = True  # as LayerKind.quantized
-    act: str = field("swiglu", options=("swiglu", "geglu", "relu2"))
+    # swiglu_clamped, of gpt-oss: (up + 1) x gate x sigmoid(1.702 gate), gate <= 7, -7 <= up <= 7
+    act: str = field("swiglu", options=("swiglu", "geglu", "relu2", "swiglu_clamped"))
+    mlp_bias: bool = False  # biases of the MLP's or the experts' projections
     # layernorm1p: its weight is stored minus one
     norm: str = field("rmsnorm", options=("rmsnorm", "layernorm1p"))
     norm_eps: float = field(1e-5, above=0)
@@ -89,8 +91,16 @@ class Model:
     init_std: float = field(0.02, at_least=0)
     experts: int = field(0, at_least=0)  # 0 = one dense MLP; with layer groups, their maximum
     top_k: int = field(2, at_least=1)
-    # softmax_topk: softmax over all experts, then top-k; topk_softmax: the reverse
-    router: str = field("topk_softmax", options=("topk_softmax", "softmax_topk"))
+    # softmax_topk: softmax over all experts, then top-k; topk_softmax: the reverse; sigmoid: top-k
+    # of sigmoids, whose weights are normalized to a sum of 1
+    router: str = field("topk_softmax", options=("topk_softmax", "softmax_topk", "sigmoid"))
+    router_bias: bool = False  # of the router's projection
+    router_groups: int = field(1, at_least=1)  # of consecutive experts
+    router_groups_top: int = field(1, at_least=1)  # groups that a token chooses its experts from
+    router_scale: float = field(1.0, above=0)  # multiplies the weights of the chosen experts
+    # Tokens choose experts at random, all equally often, as in NVIDIA's benchmarks
+    force_balance: bool = False
+    shared_mlp: int = field(0, at_least=0)  # width of an MLP beside the experts; 0 = none
     capacity_factor: float = field(1.0, at_least=0)  # 0 = dropless
     # tokens that an expert drops beyond its capacity: the least probable, or the last
     drop_policy: str = field("probs", options=("probs", "position"))
@@ -115,7 +125,7 @@ class Model:
     @property
     def mlp_inputs(self) -> int:
         """Up-projections of the MLP: 2 if gated."""
-        return 2 if self.act.endswith("glu") else 1
+        return 1 if self.act == "relu2" else 2
 
     # The same sizes under other names, for weights with another sharding (sharding.rules.RULES).
     # An untied embedding table:
@@ -151,6 +161,16 @@ class Model:
                 counts[kind] += count
         return tuple((n, kind) for kind, n in counts.items())
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether experts have a fixed number of slots for the tokens of a GPU."""
+        return self.capacity_factor > 0 or self.force_balance
+
+    @property
+    def balanced_window(self) -> int:
+        """Consecutive positions that choose each expert once, with force_balance."""
+        return self.experts // self.top_k
+
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for the tokens of one GPU; capacity_factor must not be 0."""
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
@@ -159,6 +179,8 @@ class Model:
         """Rows of the MLP's GEMMs that memory is reserved for, per token of a GPU."""
         if not self.experts:
             return 1
+        if self.force_balance:
+            return self.top_k
         return self.capacity_factor * self.top_k or min(self.top_k * ep, self.experts)
 
     def __post_init__(self):
@@ -180,6 +202,30 @@ class Model:
             )
         if 0 < self.experts < self.top_k:
             raise UserError(f"model.top_k={self.top_k} must be at most experts={self.experts}")
+        if self.experts:
+            self._check_router()
+
+    def _check_router(self) -> None:
+        m, groups, top = self, self.router_groups, self.router_groups_top
+        named = f"model.router_groups={groups} and model.router_groups_top={top}"
+        if m.experts % groups:
+            raise UserError(
+                f"model.experts={m.experts} is not a multiple of model.router_groups={groups}; "
+                f"router_groups that work: {divisors(m.experts)}"
+            )
+        if top > groups or top * (m.experts // groups) < m.top_k:
+            raise UserError(
+                f"{named}: a token chooses top_k={m.top_k} of experts={m.experts} from the top "
+                "groups; router_groups_top must be at most router_groups, and have as many experts"
+            )
+        if groups > 1 and m.router != "sigmoid":
+            raise UserError(f"{named} need model.router=sigmoid, and it is {m.router}")
+        if m.force_balance and (m.experts % m.top_k or m.top_k % top or groups % top):
+            raise UserError(
+                f"model.force_balance shares experts={m.experts} and router_groups={groups} out "
+                f"evenly: top_k={m.top_k} must divide the experts, and router_groups_top={top} "
+                f"must divide router_groups and top_k; top_k that work: {divisors(m.experts)}"
+            )
 
     def _check_layer_groups(self) -> None:
         """Checks the totals, leaves out layers after the first `layers`, and groups the layers

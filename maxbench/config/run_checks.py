@@ -138,13 +138,14 @@ def _check_gemm_dims(run: "Run") -> None:
 def _check_expert_slots(run: "Run") -> None:
     """The rows of experts' quantized GEMMs are a multiple of the format's."""
     m, a, f, dtype = run.model, run.layout, run.format, run.precision.dtype
-    if not m.experts:
+    if not m.experts or m.force_balance:  # whose slots are whole blocks
         return
-    if not m.capacity_factor:
+    if not m.has_slots:
         raise UserError(
             f"dtype={dtype!r} needs a fixed number of slots for each expert, and model."
             "capacity_factor=0 has none; capacity_factor=experts / top_k="
-            f"{m.experts / m.top_k:g} drops no token either, or use dtype=bf16"
+            f"{m.experts / m.top_k:g} drops no token either, and model.force_balance=True needs "
+            "no factor; or use dtype=bf16"
         )
     tokens = a.mbs * run.train.seq // (a.cp * a.tp)
     slots = m.capacity(tokens)

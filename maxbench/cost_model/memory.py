@@ -154,7 +154,8 @@ def activation_bytes(run: Run, remat: str = "") -> int:
     def per_token(m, names=on_device) -> float:
         """Elements per token and layer."""
         routed = m.rows(a.ep)
-        slots = routed if m.experts and m.capacity_factor else 0
+        mlp = routed * m.mlp + (m.shared_mlp if m.experts else 0)
+        slots = routed if m.experts and m.has_slots else 0
         elements = {
             "query": m.heads * m.head_dim / a.tp,
             "key": kv_sets * m.kv_heads * m.head_dim / a.tp,
@@ -162,8 +163,8 @@ def activation_bytes(run: Run, remat: str = "") -> int:
             "context": m.heads * (m.value_width + 4 / width) / a.tp,  # and fp32 log-sum-exp
             "attn_out": m.embed / a.tp,
             "slots": slots * m.embed / a.tp * narrow,
-            "mlp_up": routed * m.mlp_inputs * m.mlp / a.tp,
-            "mlp_act": routed * m.mlp / a.tp * narrow,
+            "mlp_up": m.mlp_inputs * mlp / a.tp,
+            "mlp_act": mlp / a.tp * narrow,
             # For a second norm or the experts' weights. Dropless experts return it summed.
             "mlp_down": (slots or 1) * m.embed / a.tp if m.post_norm or m.experts else 0,
         }

@@ -29,9 +29,14 @@ def params(m: Model) -> int:
 
 
 def mlp_params(m: Model) -> int:
-    """Parameters of one layer's MLP, or of its experts and their router."""
-    mlp = m.embed * m.mlp * (m.mlp_inputs + 1)
-    return (mlp + m.embed) * m.experts if m.experts else mlp
+    """Parameters of one layer's MLP, or of its experts, their router and the shared expert."""
+    width = lambda mlp: (
+        m.embed * mlp * (m.mlp_inputs + 1) + m.mlp_bias * (m.mlp_inputs * mlp + m.embed)
+    )
+    if not m.experts:
+        return width(m.mlp)
+    shared = width(m.shared_mlp) if m.shared_mlp else 0
+    return (width(m.mlp) + m.embed + m.router_bias) * m.experts + shared
 
 
 def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
@@ -39,7 +44,7 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     projections = m.embed * (m.heads + m.kv_heads)
     scores = CONVENTIONS[convention] * seq * m.heads
     attention = 6 * m.layers * (m.head_dim + m.value_width) * (projections + scores)
-    active = sum(n * g.mlp * (g.top_k if g.experts else 1) for n, g in m.kinds)
+    active = sum(n * (g.mlp * g.top_k + g.shared_mlp if g.experts else g.mlp) for n, g in m.kinds)
     mlp = 6 * active * m.embed * (m.mlp_inputs + 1)
     return seq * (attention + mlp + 6 * m.vocab * m.embed)
 

@@ -5,6 +5,10 @@ experts of a GPU's tokens in a microbatch. model.drop_policy selects the tokens 
 'probs' those with the largest router weight (Megatron's default), 'position' the first ones; the
 others are dropped. One all-to-all over ep dispatches the slots, and one returns them.
 
+With model.force_balance the choice is random and exactly balanced (router.balanced_choice): there
+are as many slots as choices, and no token is dropped, whatever the capacity_factor. The GEMMs are
+then batched, without padding and in every number format.
+
 Dropless (capacity_factor = 0), each GPU all-gathers the tokens of ep and tp, sorts those that chose
 its experts into blocks of one expert each, and multiplies as many blocks as are filled
 (grouped_matmul.py). Each token is sent once, however many experts it chose; a reduce-scatter over
@@ -16,7 +20,9 @@ Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expe
 n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -24,12 +30,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxbench import quantization
 from maxbench.config.model import Model
-from maxbench.model import grouped_matmul
+from maxbench.model import grouped_matmul, linear, router
 from maxbench.model.grouped_matmul import take
-from maxbench.model.layers import Linear, activate, matmul, out_std, param_value
-from maxbench.sharding import collectives, ordering, rules
+from maxbench.model.layers import Linear, Mlp, activate, add_bias, matmul, out_std, param_value
+from maxbench.sharding import collectives, mesh, ordering, rules
 
 
 class Moe(nn.Module):
@@ -42,31 +47,63 @@ class Moe(nn.Module):
     def __call__(self, x_bud, orders):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
-        router = Linear(
-            m, "embed_replicated -> experts_replicated", m.init_std, plain=True, name="router"
+        logits_je = self.logits(x_jd)
+        forced_jk, window_j = (
+            balanced_tokens(m, *x_bud.shape[:2]) if m.force_balance else (None,) * 2
         )
-        logits_je, _ = router(x_jd.astype(jnp.float32))
-        gate_jk, expert_jk, probs_je = route(m, logits_je)
-        forward = self.with_capacity if m.capacity_factor else self.dropless
-        load_be = expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
-        y_jd, tokens = forward(x_jd, gate_jk, expert_jk, orders, load_be)
-        aux = balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
-        return y_jd.reshape(x_bud.shape), tokens, aux
+        gate_jk, expert_jk, probs_je = router.route(m, logits_je, None, forced_jk)
+        load_be = router.expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
+        if m.force_balance:
+            slots = balanced_slots(m, *x_bud.shape[:2])
+            assigned = assign_balanced_slots(m, slots, expert_jk, window_j)
+        elif m.has_slots:
+            assigned = map(router.save_routing, assign_slots(m, gate_jk, expert_jk))
+        if m.has_slots:
+            slot_jk, token_ec = assigned
+            y_jd, tokens = self.with_slots(x_jd, gate_jk, slot_jk, token_ec, orders, load_be)
+            if m.mlp_bias:  # a dropped token has no expert, and no bias of one
+                gate_jk = jnp.where(slot_jk >= 0, gate_jk, 0)
+        else:
+            y_jd, tokens = self.dropless(x_jd, gate_jk, expert_jk, orders)
+        if m.mlp_bias:
+            bias_ed = param_value(self, "down_bias", "experts_replicated embed_replicated")
+            y_jd = add_bias(y_jd, expert_biases(gate_jk, expert_jk, bias_ed))
+        aux = router.balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
+        y_bud = y_jd.reshape(x_bud.shape)
+        return y_bud + self.shared(x_bud, orders) if m.shared_mlp else y_bud, tokens, aux
 
-    def with_capacity(
+    def logits(self, x_jd: jax.Array) -> jax.Array:
+        """The router's projection, fp32: logits_je."""
+        m, axes = self.model, "embed_replicated -> experts_replicated"
+        projection = Linear(m, axes, m.init_std, plain=True, name="router")
+        logits_je, _ = projection(x_jd.astype(jnp.float32))
+        if m.router_bias:
+            logits_je += param_value(self, "router_bias", "experts_replicated")
+        return logits_je
+
+    def shared(self, x_bud: jax.Array, orders: Any) -> jax.Array:
+        """The shared expert: y_bud. It neither reads nor changes what the all-to-alls of the others
+        carry, so they can overlap its GEMMs."""
+        m = self.model
+        shared = Mlp(dataclasses.replace(m, mlp=m.shared_mlp), name="shared_expert")
+        return shared(x_bud, dict.fromkeys(orders, linear.UNORDERED))[0]
+
+    def with_slots(
         self,
         x_jd: jax.Array,
         gate_jk: jax.Array,
-        expert_jk: jax.Array,
+        slot_jk: jax.Array,
+        token_ec: jax.Array,
         orders: Any,
-        load_be: jax.Array,
+        load_be: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        slot_jk, token_ec = map(save_routing, assign_slots(self.model, gate_jk, expert_jk))
         y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, load_be)
         y_ecd, gate_jk = checkpoint_name(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype)
         return combine(y_ecd, gate_jk, slot_jk, token_ec), tokens
 
-    def experts(self, x_ecd: jax.Array, orders: Any, load_be: jax.Array) -> tuple[jax.Array, Any]:
+    def experts(
+        self, x_ecd: jax.Array, orders: Any, load_be: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
@@ -77,6 +114,9 @@ class Moe(nn.Module):
         # Orders the all-reduce of the load before the end of 'up'. XLA would run it in the backward
         # pass, after dx's communication, or wherever save_routing() has it recomputed.
         summed = ordering.token(load_be if collectives.axis_size("pp") > 1 else None)
+        if m.mlp_bias:
+            bias_enf = param_value(self, "up_bias", "experts mlp_inputs mlp")
+            up_ecnf = add_bias(up_ecnf, bias_enf[:, None])
         up_ecnf = ordering.after(checkpoint_name(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
@@ -84,7 +124,7 @@ class Moe(nn.Module):
         return y_ecd, {"up": up_token, "down": down_token}
 
     def dropless(
-        self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any, _: Any
+        self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any
     ) -> tuple[jax.Array, Any]:
         m = self.model
         gather = lambda x: collectives.all_gather(collectives.all_gather(x, "tp", 0), "ep", 0)
@@ -96,6 +136,10 @@ class Moe(nn.Module):
         w_edgf = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
         x_ncd = grouped_matmul.dispatch(x_jd, blocks)
         up_ncf = grouped_matmul.grouped_matmul(x_ncd, w_edgf.reshape(*w_edgf.shape[:2], -1), blocks)
+        if m.mlp_bias:
+            bias_egf = param_value(self, "up_bias", "experts mlp_inputs mlp")
+            bias_ef = bias_egf.reshape(len(bias_egf), -1)
+            up_ncf = add_bias(up_ncf, bias_ef[blocks.expert_n][:, None])
         up_ncgf = checkpoint_name(up_ncf, "mlp_up").reshape(*up_ncf.shape[:2], *w_edgf.shape[2:])
         # The router's weights are applied here, where rows are narrow: combine is a plain sum.
         h_ncf = activate(m, up_ncgf, 2) * grouped_matmul.block_gates(gate_jk, blocks)[..., None]
@@ -130,33 +174,6 @@ def _grad_after_wgrad_backward(_, gradients):
 grad_after_wgrad.defvjp(lambda *args: (grad_after_wgrad(*args), None), _grad_after_wgrad_backward)
 
 
-def route(m: Model, logits_je: jax.Array) -> Any:
-    """Top-k routing.
-
-    Returns:
-      gate_jk, fp32: weights of the chosen experts. With model.router 'softmax_topk', their softmax
-        over all experts; with 'topk_softmax' (Megatron's default), over the chosen ones.
-      expert_jk: chosen experts.
-      probs_je, fp32: softmax over all experts.
-    """
-    probs_je = jax.nn.softmax(logits_je)
-    softmax_first = m.router == "softmax_topk"
-    score_je = probs_je if softmax_first else logits_je
-    expert_jk = save_routing(jax.lax.top_k(jax.lax.stop_gradient(score_je), m.top_k)[1])
-    top_jk = jnp.take_along_axis(score_je, expert_jk, 1)
-    return top_jk if softmax_first else jax.nn.softmax(top_jk), expert_jk, probs_je
-
-
-def save_routing(x: jax.Array) -> Any:
-    """In a pipeline, saves a routing decision for the backward pass, which must use the same slots:
-    recomputed from an x that was rounded differently, a token could get another slot.
-
-    Without a pipeline it is recomputed. Saved, XLA would move what only the loss needs into the
-    next microbatch's iteration, and run both at once.
-    """
-    return checkpoint_name(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
-
-
 def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
     """Assigns tokens to slots of the experts that they chose, by model.drop_policy.
 
@@ -178,6 +195,59 @@ def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
     expert_e1 = jnp.arange(e)[:, None]
     slot_ej = jnp.full((e, j), -1, jnp.int32).at[expert_e1, column_ec].set(slot_ec, mode="drop")
     return slot_ej[expert_jk, token_j1], token_ec
+
+
+def balanced_tokens(m: Model, batch: int, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """router.balanced_choice() of this GPU's tokens, expert_jk, and the number of each token's
+    window among those of this GPU, window_j.
+
+    Args:
+      batch, tokens: this GPU's sequences, and its tokens of each.
+    """
+    seq = tokens * collectives.axis_size("tp") * collectives.axis_size("cp")
+    position_t = jnp.asarray(mesh.token_positions(seq))
+    position_u = jax.lax.dynamic_slice_in_dim(
+        position_t, collectives.axis_index("tp") * tokens, tokens
+    )
+    window_u = position_u // m.balanced_window
+    number_u = jnp.cumsum(jnp.diff(window_u, prepend=window_u[:1]) != 0)
+    first_b1 = jnp.arange(batch)[:, None] * _balanced_windows(m, tokens)
+    expert_uk = router.balanced_choice(m, seq)[position_u]
+    return jnp.tile(expert_uk, (batch, 1)), (first_b1 + number_u).reshape(-1)
+
+
+def balanced_slots(m: Model, batch: int, tokens: int) -> int:
+    """Slots of an expert for a GPU's tokens with model.force_balance, each window having one: whole
+    blocks of any number format."""
+    return -(-batch * _balanced_windows(m, tokens) // rules.BLOCK) * rules.BLOCK
+
+
+def _balanced_windows(m: Model, tokens: int) -> int:
+    """The most windows that a GPU's tokens of one sequence are in."""
+    cp, tp = collectives.axis_size("cp"), collectives.axis_size("tp")
+    parts = 1 if cp == 1 else 2  # intervals of positions (mesh.token_positions)
+    length = tokens * tp // parts
+    if (length if tp == 1 else math.gcd(length, tokens)) % m.balanced_window == 0 or cp == tp == 1:
+        return -(-tokens // m.balanced_window)
+    return min(tokens, tokens // m.balanced_window + 2 * parts)
+
+
+def assign_balanced_slots(m: Model, slots: int, expert_jk: jax.Array, window_j: jax.Array) -> Any:
+    """assign_slots() of balanced_tokens(): a window's number is the slot of each of its experts."""
+    slot_jk = expert_jk * slots + window_j[:, None]
+    token_j1 = jnp.arange(len(expert_jk), dtype=jnp.int32)[:, None]
+    token_s = jnp.full(m.experts * slots, -1, jnp.int32).at[slot_jk].set(token_j1)
+    return slot_jk, token_s.reshape(m.experts, slots)
+
+
+def expert_biases(gate_jk: jax.Array, expert_jk: jax.Array, bias_ed: jax.Array) -> jax.Array:
+    """The biases of each token's experts, weighted by gate_jk and summed: y_jd, fp32.
+
+    One small GEMM with the biases of all experts, added where the token is: nothing more is sent.
+    """
+    j1 = jnp.arange(len(gate_jk))[:, None]
+    gate_je = jnp.zeros((len(gate_jk), len(bias_ed))).at[j1, expert_jk].add(gate_jk)
+    return gate_je @ bias_ed.astype(jnp.float32)
 
 
 @jax.custom_vjp
@@ -215,24 +285,3 @@ def _combine_backward(saved, dy_jd):
 
 
 combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
-
-
-def expert_load(m: Model, expert_jk: jax.Array, batch: int) -> jax.Array:
-    """The fraction of each sequence's choices that each expert got, load_be, fp32: this GPU's
-    sequences, summed over cp and tp, which split their tokens."""
-    parts = collectives.axis_size("cp") * collectives.axis_size("tp")
-    chosen = jax.nn.one_hot(expert_jk, m.experts).sum(1)
-    load_be = jnp.mean(chosen.reshape(batch, -1, m.experts), 1) / (m.top_k * parts)
-    return save_routing(collectives.psum(load_be, "cp", "tp"))
-
-
-def balance_loss(m: Model, probs_je: jax.Array, load_be: jax.Array) -> jax.Array:
-    """Load-balancing loss, summed over this GPU's sequences: this GPU's part of it.
-
-    Per sequence: aux_loss x experts x sum over e of load_e x mean probability of e, as in Switch
-    Transformers (arXiv:2101.03961). Per sequence, because it then does not depend on how the batch
-    is sharded (Megatron's seq_aux_loss). A psum over GPUs adds the parts.
-    """
-    parts = collectives.axis_size("cp") * collectives.axis_size("tp")
-    probs_be = jnp.mean(probs_je.reshape(len(load_be), -1, m.experts), 1) / parts
-    return m.aux_loss * m.experts * jnp.sum(load_be * probs_be)

@@ -32,7 +32,10 @@ ACTS: dict[str, Callable] = {
     "swiglu": jax.nn.silu,
     "geglu": jax.nn.gelu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "swiglu_clamped": lambda x: jnp.minimum(x, 7) * jax.nn.sigmoid(1.702 * jnp.minimum(x, 7)),
 }
+# The function of the other input of a gated activation; the identity for all others.
+UP_ACTS: dict[str, Callable] = {"swiglu_clamped": lambda x: jnp.clip(x, -7, 7) + 1}
 
 
 class GemmParam(nn.Partitioned):
@@ -272,8 +275,8 @@ def out_std(m: Model) -> float:
 def activate(m: Model, up_nf: jax.Array, axis: int) -> jax.Array:
     """The activation function, of input 0 of `axis`; gated, times input 1. Computed in fp32."""
     gate, *up = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
-    h = ACTS[m.act](gate)
-    return jnp.squeeze(h * up[0] if up else h, axis).astype(up_nf.dtype)
+    h, up_act = ACTS[m.act](gate), UP_ACTS.get(m.act, lambda x: x)
+    return jnp.squeeze(h * up_act(up[0]) if up else h, axis).astype(up_nf.dtype)
 
 
 def _activate_backward(m, axis, up_nf, dh):
@@ -285,10 +288,18 @@ def _activate_backward(m, axis, up_nf, dh):
     other = jnp.flip(up, axis)  # at the gate the other input, and the reverse
     is_gate = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
     h, vjp = jax.vjp(ACTS[m.act], jnp.where(is_gate, up, other))
+    if m.act in UP_ACTS:
+        other, up_vjp = jax.vjp(UP_ACTS[m.act], jnp.where(is_gate, other, up))
+        return (jnp.where(is_gate, *vjp(dh * other), *up_vjp(dh * h)).astype(up_nf.dtype),)
     return (jnp.where(is_gate, *vjp(dh * other), dh * h).astype(up_nf.dtype),)
 
 
 activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), _activate_backward)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x + bias, added in fp32: the sum over rows in the gradient of the bias is then fp32 too."""
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 class Mlp(nn.Module):
@@ -303,7 +314,11 @@ class Mlp(nn.Module):
         up = Linear(m, "embed -> mlp_inputs mlp", m.init_std, "gather", name="up")
         down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
         up_tbgf, up_token = up(seq_major(x_bud), orders["up"])
+        if m.mlp_bias:
+            up_tbgf = add_bias(up_tbgf, param_value(self, "up_bias", "mlp_inputs mlp"))
         y_ubd, down_token = down(activate(m, checkpoint_name(up_tbgf, "mlp_up"), 2), orders["down"])
+        if m.mlp_bias:
+            y_ubd = add_bias(y_ubd, param_value(self, "down_bias", "embed_replicated"))
         return (
             checkpoint_name(seq_major(y_ubd), "mlp_down"),
             {"up": up_token, "down": down_token},

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbench.model import experts, layers, linear, transformer
+from maxbench.model import experts, layers, linear, router, transformer
 from tests.conftest import resolve
 
 
 def loop_over_choices(m, x_jd, w, capacity):
     """The MoE layer, one choice at a time in the order of slots: output, and choices per expert."""
     load, out = np.zeros(m.experts, int), np.zeros_like(x_jd)
-    gates, chosen, _ = jax.device_get(experts.route(m, x_jd @ w["router"]["w"]))
+    gates, chosen, _ = jax.device_get(router.route(m, x_jd @ w["router"]["w"]))
     act = lambda x: np.asarray(layers.ACTS[m.act](x))
     choices = list(
         zip(gates.ravel(), np.arange(gates.size) // m.top_k, chosen.ravel(), strict=True)
@@ -37,12 +37,12 @@ UNORDERED = dict.fromkeys(sum(transformer.SUBLAYERS.values(), ()), linear.UNORDE
     "factor", [0.0, 0.5, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in (1.0, 2.0))]
 )
 @pytest.mark.parametrize(
-    ("router", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
+    ("scores", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
 )
-def test_experts_process_tokens_up_to_their_capacity(factor, router, drop):
+def test_experts_process_tokens_up_to_their_capacity(factor, scores, drop):
     m = resolve("grok1_314b", "tiny").model
     m = dataclasses.replace(
-        m, capacity_factor=factor, router=router, drop_policy=drop, init_std=0.3
+        m, capacity_factor=factor, router=scores, drop_policy=drop, init_std=0.3
     )
     x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
     w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
@@ -58,6 +58,53 @@ def test_experts_process_tokens_up_to_their_capacity(factor, router, drop):
         assert load.max() > capacity  # some tokens were dropped
     if factor == m.experts / m.top_k:
         assert capacity == 48
+
+
+def dense_experts(m, w, x_jd, choice_jk=None):
+    """Every expert for every token, in plain jax: for gradients, and independent of dispatch."""
+    gate_jk, expert_jk, _ = router.route(
+        m, x_jd @ w["router"]["w"] + w["router_bias"], None, choice_jk
+    )
+    gate_je = jnp.sum(jax.nn.one_hot(expert_jk, m.experts) * gate_jk[..., None], 1)
+
+    def clamped(up):
+        gate, up = jnp.minimum(up[..., 0, :], 7), jnp.clip(up[..., 1, :], -7, 7)
+        return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+
+    up = jnp.einsum("jd,ednf->jenf", x_jd, w["up"]) + w["up_bias"]
+    y_jed = jnp.einsum("jef,efd->jed", clamped(up), w["down"]) + w["down_bias"]
+    w = w["shared_expert"]
+    up = jnp.einsum("jd,dnf->jnf", x_jd, w["up"]["w"]) + w["up_bias"]
+    shared = clamped(up) @ w["down"]["w"] + w["down_bias"]
+    return jnp.einsum("jed,je->jd", y_jed, gate_je) + shared
+
+
+@pytest.mark.parametrize("how", ["dropless", "slots", "force_balance"])
+def test_biases_clamped_activation_and_shared_expert(how):
+    """Values and gradients of everything that gpt-oss and DeepSeek-V3 add."""
+    m = dataclasses.replace(
+        resolve("grok1_314b", "tiny").model,
+        **dict(experts=8, top_k=2, mlp=48, shared_mlp=80, embed=32, act="swiglu_clamped"),
+        **dict(mlp_bias=True, router_bias=True, router="sigmoid", router_groups=4),
+        **dict(router_groups_top=2, router_scale=2.5, init_std=0.5),
+        **dict(capacity_factor=4.0 * (how == "slots"), force_balance=how == "force_balance"),
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 24, m.embed))
+    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
+    keys = iter(jax.random.split(jax.random.key(2), 20))
+    w = jax.tree.map(lambda a: a + 0.3 * jax.random.normal(next(keys), a.shape), w)
+    choice = jnp.tile(router.balanced_choice(m, 24), (2, 1)) if how == "force_balance" else None
+
+    def value_and_grads(apply):
+        loss = lambda w, x: (jnp.sum(y := apply(w, x).reshape(cotangent.shape) * cotangent), y)
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(w, x)
+
+    cotangent = jax.random.normal(jax.random.key(3), (48, m.embed))
+    actual = value_and_grads(lambda w, x: experts.Moe(m).apply({"params": w}, x, UNORDERED)[0])
+    expected = value_and_grads(lambda w, x: dense_experts(m, w, x.reshape(-1, m.embed), choice))
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, actual, expected)
+    assert jnp.abs(x.reshape(-1, m.embed) @ w["up"].reshape(8, 32, -1)).max() > 7  # clamped
 
 
 @pytest.mark.parametrize(
@@ -111,7 +158,7 @@ def test_gradients_of_dispatch_and_combine_equal_indexing():
     m = dataclasses.replace(resolve("grok1_314b", "tiny").model, capacity_factor=0.75)
     key = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(key[0], (12, 8))
-    _, expert, _ = experts.route(m, jax.random.normal(key[1], (12, m.experts)))
+    _, expert, _ = router.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
     slot, token = experts.assign_slots(m, gate, expert)
 
@@ -132,7 +179,7 @@ def test_balance_loss_is_minimal_for_balanced_load():
     m = dataclasses.replace(resolve("grok1_314b", "tiny").model, aux_loss=1.0)
     even = jnp.full((8, m.experts), 1 / m.experts)
     choices = jnp.stack([jnp.arange(8) % m.experts, (jnp.arange(8) + 1) % m.experts], 1)
-    loss = lambda probs, choices: experts.balance_loss(m, probs, experts.expert_load(m, choices, 1))
+    loss = lambda probs, choices: router.balance_loss(m, probs, router.expert_load(m, choices, 1))
     assert loss(even, choices) == pytest.approx(1.0)
     skewed = jax.nn.softmax(jnp.tile(jnp.array([4.0, 4.0] + [0.0] * (m.experts - 2)), (8, 1)))
     assert loss(skewed, jnp.tile(jnp.array([[0, 1]]), (8, 1))) > 1.5
