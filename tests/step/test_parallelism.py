@@ -22,6 +22,28 @@ FAMILIES = {
     "nemotron": ("nemotron4_340b", {}),
     "grok": ("grok1_314b", {}),
     "dropless": ("grok1_314b", {"model.capacity_factor": 0.0}),
+    # The experts of gpt-oss, and those of DeepSeek-V3 as they are benchmarked.
+    "gpt_oss": (
+        "grok1_314b",
+        {
+            "model.capacity_factor": 0.0,
+            "model.act": "swiglu_clamped",
+            "model.mlp_bias": True,
+            "model.router_bias": True,
+        },
+    ),
+    "deepseek": (
+        "grok1_314b",
+        {
+            "model.force_balance": True,
+            "model.experts": 8,
+            "model.router": "sigmoid",
+            "model.router_groups": 4,
+            "model.router_groups_top": 2,
+            "model.router_scale": 2.5,
+            "model.shared_mlp": 96,
+        },
+    ),
     # Three layer groups, heads x head_dim > embed, and values narrower than keys.
     "mixed": (
         "grok1_314b",
@@ -51,6 +73,11 @@ CASES = [
     pytest.param("nemotron", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
     ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
     pytest.param("grok", dict(ep=2, fsdp=2, dp=2), marks=exhaustive),
+    pytest.param("gpt_oss", dict(ep=2, tp=2, fsdp=2), marks=exhaustive),
+    ("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1)),
+    pytest.param("deepseek", dict(ep=4, fsdp=2), marks=exhaustive),
+    pytest.param("deepseek", dict(pp=2, dp=2, ep=2, mbs=1), marks=exhaustive),
+    ("deepseek", dict(cp=2, ep=2, tp=2, mbs=1)),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("mixed", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
 ]
