@@ -211,7 +211,7 @@ def step_jitters() -> dict[str, float]:
     FP8 steps grow more than BF16 steps from the fewest to the most GPUs of the whole model. The
     difference is attributed to amax synchronization.
     """
-    rows = [r for r in published.rows() if "nemo" in r.source]
+    rows = [r for r in published.fitted_rows() if "nemo" in r.source]
     jitters = {}
     for name in dict.fromkeys((r.model, r.size) for r in rows):
         of_workload = [r for r in rows if (r.model, r.size) == name]
@@ -271,7 +271,7 @@ def main() -> None:
     yes("--terms", "also errors without parts of the cost model, and without deltas: minutes")
     options = parser.parse_args()
     log = lambda text: print(text, file=sys.stderr, flush=True)
-    runs = [(row, run_of(row)) for row in published.rows()]
+    runs = [(row, run_of(row)) for row in published.fitted_rows()]
     if options.cached:
         runs = [(row, run) for row, run in runs if compile_cache.load(run)]
     programs = {}  # one row of each

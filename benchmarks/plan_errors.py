@@ -38,7 +38,7 @@ def table() -> tuple[dict[Key, tuple[float, ...]], dict[Key, float]]:
 
 def trends(rows: dict[Key, tuple]) -> dict[str, list[tuple[Key, Key]]]:
     """Name -> pairs of keys of rows whose ratio is a trend."""
-    layers = {(f"{r.model}_{r.size}", r.dtype, r.gpus): r.layers for r in published.rows()}
+    layers = {(f"{r.model}_{r.size}", r.dtype, r.gpus): r.layers for r in published.fitted_rows()}
     fewest: dict[tuple, tuple] = {}
     for key in sorted(rows, key=lambda key: key[2]):
         fewest.setdefault((*key[:2], layers[key]), key)

@@ -19,6 +19,7 @@ from typing import Any, NewType
 
 PeakFraction = NewType("PeakFraction", float)  # above 0, at most 1
 Fraction = NewType("Fraction", float)  # from 0 to 1
+OptionalPeak = NewType("OptionalPeak", float)  # 0 = none
 Microseconds = NewType("Microseconds", float)  # at least 0
 # Rows that `maxbench calibrate` measures. The last value of a row is measured over modelled time.
 # GEMMs: operand type as in HLO, layout (nn, nt or tn), m, n, k, batch.
@@ -85,9 +86,10 @@ class Gpu:
     kernels: Kernels
     chip: Chip
     efficiency: Efficiency
+    fp4_tflops: OptionalPeak = OptionalPeak(0.0)  # of NVFP4
 
     def peak_tflops(self, peak: str) -> float:
-        """Dense peak in TFLOP/s for 'fp8' or 'bf16' (Format.peak)."""
+        """Dense peak in TFLOP/s for 'fp4', 'fp8' or 'bf16' (Format.peak)."""
         return getattr(self, f"{peak}_tflops")
 
     def segment(self, nodes: int) -> int:
@@ -207,6 +209,7 @@ _CHECKS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     float: (lambda v: _is_number(v, 1e-9, 1e30), "a number above 0"),
     PeakFraction: (lambda v: _is_number(v, 1e-9, 1), "a number above 0 and up to 1"),
     Fraction: (lambda v: _is_number(v, 0, 1), "a number from 0 and up to 1"),
+    OptionalPeak: (lambda v: _is_number(v, 0, 1e30), "a number from 0"),
     Microseconds: (lambda v: _is_number(v, 0, 1e30), "a number from 0"),
     Products: (
         lambda v: _is_rows(v, str, str, *[float] * 5),
@@ -255,6 +258,7 @@ def _record(cls: type, values: Mapping, base: Any, prefix: str = "") -> Any:
     """A record of class cls: the fields of base, if any, with checked values in their place."""
     fields = dict(vars(base)) if base else {}
     kinds: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
+    defaults = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
     for key, value in values.items():
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1)
@@ -269,7 +273,7 @@ def _record(cls: type, values: Mapping, base: Any, prefix: str = "") -> Any:
             fields[key] = _record(kinds[key], value, fields.get(key), f"{key}.")
         else:
             fields[key] = _frozen(value)
-    if missing := [key for key in kinds if key not in fields]:
+    if missing := [key for key in kinds if key not in {*fields, *defaults}]:
         raise ValueError(f'{prefix}{missing[0]} is missing; give it, or like = "h100"')
     return cls(**fields)
 

@@ -66,4 +66,5 @@ def compare_with_published(run: Run, gpu_type: str) -> published.Comparison:
     return published.compare(
         model.name, model.size, run.precision.dtype, gpu_type,
         gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=model.layers,
+        format=run.format.name, layout={axis: getattr(layout, axis) for axis in published.LAYOUT},
     )  # fmt: skip

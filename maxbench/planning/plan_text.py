@@ -100,7 +100,8 @@ def headline(p: Plan, f: dict) -> list[str]:
     row = f["published"]
     if row and not p.published.refusal:
         faster = "faster" if row["error"] < 0 else "slower"
-        lines += [f"{abs(row['error']):.1%} {faster} than published ({row['step_s']} s)"]
+        about = f"{row['step_s']} s, {row['release']}"
+        lines += [f"{abs(row['error']):.1%} {faster} than published ({about})"]
     return lines
 
 

@@ -214,13 +214,14 @@ def _verdict(summary: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
     if lacking := [name for name, value in needed.items() if not value]:
         return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
     comparison = published.compare(
-        r.model, r.size, r.dtype, r.gpu_type, gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers
-    )
+        r.model, r.size, r.dtype, r.gpu_type,
+        gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers, format=r.format, layout=r.layout,
+    )  # fmt: skip
     share = comparison.share(summary.step["mean"])
     summary.baseline, summary.share = comparison.row, share
-    if comparison.refusal:
-        return "-", comparison.refusal
-    text = f"{share:.1%} of published {comparison.row.step_s:g} s"
+    text = comparison.verdict(summary.step["mean"])
+    if share is None:
+        return "-", text
     return ("PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"), text
 
 

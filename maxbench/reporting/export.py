@@ -62,6 +62,7 @@ def _json_result(summary: RunSummary) -> dict:
     }
     if summary.baseline:
         published = {"step_s": summary.baseline.step_s, "source": summary.baseline.source}
+        published["release"] = summary.baseline.release
         result["published"] = published
     if summary.trace:
         result["nccl"] = summary.trace

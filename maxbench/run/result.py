@@ -146,5 +146,4 @@ def _compare_with_published(run: Run, devices: step_stats.Devices, step_s: float
     if run.runtime.mock_gpus:
         return {"verdict": "not comparable: the network was mocked"}
     comparison = step_stats.compare_with_published(run, devices.gpu_type)
-    share = lambda: f"{comparison.share(step_s):.1%} of the published tokens/s"
-    return comparison.about | {"verdict": comparison.refusal or share()}
+    return comparison.about | {"verdict": comparison.verdict(step_s)}

@@ -56,12 +56,14 @@ class RunRecord:
     model: str = _at("config.model.name")
     size: str = _at("config.model.size")
     dtype: str = _at("config.precision.dtype")
+    format: str = ""  # number format of GEMMs (config.number_formats)
     gpu_type: str = _at("device.gpu_type")
     device: str = _at("device.kind")  # jax's name
     gpus: int = _at("device.count", 0)
     gbs: int = _at("config.layout.gbs", 0)
     seq: int = _at("config.train.seq", 0)
     layers: int = _at("config.model.layers", 0)
+    layout: dict[str, int] = dataclasses.field(default_factory=dict)  # axes of published.LAYOUT
     total_steps: int = _at("config.train.steps", 0)  # that the run was started for
     started: float = _at("started", 0.0)  # seconds since 1970
     mocked: bool = _at("mocked", False)

@@ -8,6 +8,9 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+from maxbench.config.errors import UserError
+from maxbench.config.number_formats import DTYPES, resolve_format
+from maxbench.hardware import published
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import log_files, text_logs
 from maxbench.run_logs.record import RunRecord, dig, parse_json
@@ -34,6 +37,7 @@ def read_run_folder(
     record.name = name = dig(result, "name", "") or without_stamp
     for field in (f for f in dataclasses.fields(RunRecord) if f.metadata):
         setattr(record, field.name, dig(result, field.metadata["path"], field.default))
+    _read_program(record, gpu_types)
     _read_steps(record)
     if not result:  # in its preflight, refused by it, or damaged
         is_marked = not content and {"result.json", "job.json"} & {*files}
@@ -69,6 +73,17 @@ def _read_json(record: RunRecord, name: str) -> dict:
     if not (content := parse_json(text)) and text:
         record.unread.append(f"{name} is damaged")
     return content
+
+
+def _read_program(record: RunRecord, gpu_types: GpuTypes) -> None:
+    """The layout, and the number format of GEMMs, of a finished run's configuration."""
+    sizes = {axis: dig(record.result, f"config.layout.{axis}", 0) for axis in published.LAYOUT}
+    record.layout = {axis: n for axis, n in sizes.items() if n}
+    scaling = dig(record.result, "config.precision.scaling", "")
+    if record.gpu_type in gpu_types and record.dtype in DTYPES:
+        with contextlib.suppress(UserError):  # a GPU type without such GEMMs: it did not run them
+            gpu = record.gpu_type, gpu_types
+            record.format = resolve_format(record.dtype, scaling, *gpu).name
 
 
 def _read_steps(record: RunRecord) -> None:

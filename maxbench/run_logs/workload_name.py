@@ -8,6 +8,7 @@ from maxbench.hardware import published
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs.record import RunRecord
 
+AXES = re.compile(r"_(tp|pp|cp|vp|ep)(\d{1,5})(?![0-9a-z])")
 BATCH_SIZE = re.compile(r"_gbs(\d{1,7})")
 # Folders of NVIDIA's results: results/<version>/<dtype>/<size>/<gpus>/
 RESULT_FOLDERS = re.compile(r"(?:^|/)(bf16|fp8)/(\d{1,4}b)/(\d{1,6}(?=/))?")
@@ -39,6 +40,8 @@ def fill_from_name(record: RunRecord, name: str, gpu_types: GpuTypes) -> None:
         record.dtype, record.size = record.dtype or dtype, record.size or size
         record.gpus = record.gpus or int(count or 0)
     record.gpu_type = record.gpu_type or gpu_types.type_of(name)
+    if not record.layout:
+        record.layout = {axis: int(size) for axis, size in AXES.findall(name)}
     if not record.gbs and (batch := BATCH_SIZE.search(name)):
         record.gbs = int(batch[1])
     rows = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]

@@ -78,7 +78,7 @@ BAD = {
     ),
     "mxfp8": (
         ["--config", LLAMA, "--dtype", "fp8", "--config.precision.scaling=mxfp8"],
-        ["gpu_type='h100'", "b200, gb200, gb300", "current or delayed"],
+        ["gpu_type='h100'", "b200, b300, gb200, gb300", "current or delayed"],
     ),
     "mxfp8 embed": (
         [*MXFP8, "--fsdp", "64", "--config.model.embed=7168"],

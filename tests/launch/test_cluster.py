@@ -133,7 +133,7 @@ def test_without_an_answer_choices_are_listed_and_nothing_is_written(place, caps
     monkeypatch.setattr(builtins, "input", ended)
     output = refused(capsys)
     assert "set SBATCH_PARTITION: one of all (1 node of no gres, x86_64), cpu" in output
-    assert "; set GPU_TYPE: one of h100, h200, b200, gb200, gb300" in output
+    assert "; set GPU_TYPE: one of h100, h200, b200, b300, gb200, gb300" in output
 
 
 def test_in_a_job_its_own_facts_are_used(place, monkeypatch):

@@ -65,7 +65,7 @@ def test_error_band_is_of_the_most_specific_kind_with_enough_programs(monkeypatc
 
 
 def test_stored_errors_are_of_published_rows():
-    rows = {(r.model, r.size, r.dtype, r.gpus): r for r in published.rows()}
+    rows = {(r.model, r.size, r.dtype, r.gpus): r for r in published.fitted_rows()}
     errors = published.errors()
     assert {(e.model, e.size, e.dtype, e.gpus) for e in errors} <= rows.keys()
     assert len({(e.model, e.size, e.dtype) for e in errors}) == 12
@@ -82,7 +82,7 @@ def test_stored_errors_are_those_of_their_constants():
     with open(fit_constants.PATH, newline="") as f:
         lines = [x for x in csv.DictReader(f) if (x["model"], x["gpus"]) == ("llama2", "128")]
     line = next(x for x in lines if x["dtype"] == "bf16")
-    step = next(r for r in published.rows() if r.model == "llama2" and r.gpus == 128)
+    step = next(r for r in published.fitted_rows() if r.model == "llama2" and r.gpus == 128)
     run = fit_constants.run_of(step)
     plan = planner.plan(run)
     program = hlo.parse(plan.compiled.text)

@@ -68,7 +68,7 @@ def test_bad_input_is_refused(arguments, message, capsys):
 
 def test_as_published_replaces_recomputation_and_microbatches():
     """Of every published row, and whatever the run's own policy is."""
-    for row in published.rows():
+    for row in published.fitted_rows():
         config = f"--config {ROOT}/configs/{row.model}_{row.size}.py"
         run = run_of(f"{config} --gpus {row.gpus} --dtype {row.dtype}")
         theirs = planner.as_published(run)

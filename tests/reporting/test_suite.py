@@ -41,7 +41,7 @@ def test_suite_whose_runs_reach_the_expectations_passes_in_every_format(tmp_path
     title = "Suite try: PASS, 2 of 2 runs reached what was expected"
     text = report_text(capsys, "--suite", str(file), code=0)
     assert text.splitlines()[-1] == title
-    assert text.count("99.3% of published 9.33 s, 9.4 s a step, loss 2\n") == 2
+    assert text.count("99.3% of published 9.33 s (25.02.01), 9.4 s a step, loss 2\n") == 2
     assert "Success experiments: 2" in text
     for form in ("csv", "md", "html"):
         assert title in report_text(capsys, f"--suite={file}", f"--format={form}", code=0)
@@ -61,7 +61,7 @@ def loss_of(folder: pathlib.Path, value: str) -> pathlib.Path:
     [
         (lambda p: ours(p, step_s=10.0), {"published": 0.95},
          "FAIL  pretrain_llama31_8b_fp8_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128_1: 93.3% of published "
-         "9.33 s, 10 s a step, loss 2; expected at least 95% of published"),
+         "9.33 s (25.02.01), 10 s a step, loss 2; expected at least 95% of published"),
         (lambda p: ours(p, step_s=9.4), {"step_s": 9.0}, "expected at most 9 s a step"),
         (lambda p: ours(p, step_s=9.4), {"loss": 1.9}, "loss 2; expected loss at most 1.9"),
         (lambda p: loss_of(ours(p), "NaN"), {"published": 0.1}, "loss is nan at step 0"),
