@@ -223,6 +223,10 @@ class Runtime:
     process: int = field(-1, at_least=-1)  # index of this process
     # seconds to wait for all processes; 0 = 60 s + 0.25 s per process
     rendezvous_timeout_s: int = field(0, at_least=0)
+    # seconds of silence of a process, or without the end of a step (at least 10 median steps),
+    # after which the frozen or stuck processes are named; 0 = never
+    hang_timeout_s: int = field(60, at_least=0)
+    on_hang: str = field("exit", options=("exit", "continue"))  # exit: with code 75
 
     def __post_init__(self):
         validate(self)

@@ -36,3 +36,28 @@ def receive(connection: socket.socket) -> dict:
             raise ValueError("connection closed")
         line += byte
     return json.loads(line)
+
+
+class Buffer:
+    """The messages of a connection, read without waiting for one that is incomplete.
+
+    The process at the other end may freeze in the middle of a message.
+    """
+
+    def __init__(self):
+        self.incomplete = b""
+
+    def receive(self, connection: socket.socket) -> list[dict]:
+        """Reads what has arrived, after a selector found the connection readable.
+
+        Raises:
+          OSError: the connection failed.
+          ValueError: the other side closed it, or sent no JSON object.
+        """
+        if not (data := connection.recv(1 << 16)):
+            raise ValueError("connection closed")
+        *lines, self.incomplete = (self.incomplete + data).split(b"\n")
+        read = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in read):
+            raise ValueError("no JSON object")
+        return read

@@ -1,11 +1,12 @@
-"""Watch over the processes of a run: a lost one is named, and ends the run everywhere.
+"""Watch over the processes of a run: a lost, frozen or stuck one is named, and ends the run.
 
 The connections of the rendezvous stay open. The kernel closes those of a process that dies, and
-keepalive those of a host that does, so the run ends on all hosts within a minute. jax by itself
-would abort after 100 s of silence, and name no process.
+keepalive those of a host that does, so the run ends on all hosts within a minute. A process that is
+frozen or stuck keeps its connections: hang_detector.py finds it by its silence, or by its steps.
 
 Slurm kills all processes once the first one fails. So process 0 exits last, after the results are
-written; if process 0 is the one that died, the others write them before they do anything else.
+written; if process 0 is the one that died or froze, the others write them before they do anything
+else.
 """
 
 import contextlib
@@ -16,10 +17,14 @@ import sys
 import threading
 from collections.abc import Callable
 
-from maxbench.distributed import messages
+from maxbench.distributed import messages, stacks
+from maxbench.distributed.hang_detector import Hang, HangDetector
+from maxbench.distributed.progress import Progress
 from maxbench.distributed.stop_consensus import StopConsensus
 
 GRACE_S = 5.0  # time for a process to exit by itself after another was lost
+TICK_S = 0.5  # between two looks at the clock
+FAILED, EX_TEMPFAIL = 1, 75  # exit codes: a process died or failed; a hang, to be tried again
 
 
 class PeerWatch:
@@ -30,7 +35,10 @@ class PeerWatch:
     Attributes:
       hosts: host of each process.
       log_paths: log of each process, or ''.
+      progress: of this process; the run updates it.
       reason: why the run ended for all processes, or ''.
+      exit_code: of a run that ended for that reason.
+      hang: the frozen or stuck processes, if they are the reason.
       lost: set once a process is lost or has failed.
     """
 
@@ -43,19 +51,42 @@ class PeerWatch:
     ):
         self.process, self.hosts, self.log_paths = process, hosts, log_paths
         self.connections = connections
-        self.reason = ""
+        self.progress = Progress()
+        self.reason, self.exit_code = "", FAILED
+        self.hang: Hang | None = None
         self.write_result: Callable[[str], None] = lambda reason: None
+        self.write_hang: Callable[[Hang | None, list[str]], None] = lambda hang, lines: None
+        self.detector: HangDetector | None = None
+        self.on_hang, self.next_beat = "exit", 0.0
+        self.reported_at, self.hang_start = -1.0, 0.0
         self.lost, self.closed = threading.Event(), threading.Event()
+        self.sending = threading.Lock()
         self.stop_consensus = StopConsensus(process, len(hosts), self._send)
         self.thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
         self.thread.start()
 
-    def on_peer_loss(self, write_result: Callable[[str], None]) -> None:
-        """Sets the function that writes the run's results, given the reason of its end.
+    def watch_hangs(self, timeout_s: float, on_hang: str) -> None:
+        """Finds frozen and stuck processes from now on; all processes must call it.
 
-        Process 0 calls it if the main thread does not return, the others if process 0 died.
+        Args:
+          timeout_s: see hang_detector.HangDetector; 0: never.
+          on_hang: exit | continue.
         """
-        self.write_result = write_result
+        if timeout_s:
+            self.on_hang = on_hang
+            self.detector = HangDetector(self.process, self.hosts, self.log_paths, timeout_s)
+
+    def on_peer_loss(
+        self,
+        write_result: Callable[[str], None],
+        write_hang: Callable[[Hang | None, list[str]], None] = lambda hang, lines: None,
+    ) -> None:
+        """Sets functions that write the run's results, given the reason of its end, and of a hang.
+
+        Process 0 calls the first if the main thread does not return, the others if process 0 died
+        or froze. The second records a hang, and logs lines in the process that found it.
+        """
+        self.write_hang, self.write_result = write_hang, write_result
         if self.reason:
             self._write_result()
 
@@ -70,29 +101,75 @@ class PeerWatch:
     def close(self, failure: str = "") -> None:
         """Ends the watch. With a failure the others fail too, and process 0 exits first."""
         self.closed.set()
-        self._notify({"lost": self.reason} if self.reason else {"failed": failure})
+        stacks.cancel()
+        self._notify(self._loss() if self.reason else {"failed": failure})
         if failure and self.process:
             self.thread.join(3 * GRACE_S)
 
     def _watch(self) -> None:
         reported = set()  # processes whose end was announced: their hang-up is no death
+        buffers = {process: messages.Buffer() for process in self.connections}
         with contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
             for process, connection in self.connections.items():
                 selector.register(stack.enter_context(connection), selectors.EVENT_READ, process)
             while selector.get_map():
-                for key, _ in selector.select():
+                for key, _ in selector.select(TICK_S):
                     process = key.data
                     try:
-                        message = messages.receive(self.connections[process])
+                        received = buffers[process].receive(self.connections[process])
                     except (OSError, ValueError):
                         selector.unregister(key.fileobj)
-                        message = {} if process in reported else {"died": True}
-                    if {"failed", "lost"} & {*message}:
-                        reported.add(process)
-                    self.stop_consensus.receive(process, message)
-                    if reason := self._reason(message, process):
-                        self._end_run(reason, "died" in message)
+                        received = [{} if process in reported else {"died": True}]
+                    for message in received:
+                        if {"failed", "lost"} & {*message}:
+                            reported.add(process)
+                        self._handle(process, message)
+                self._find_hang()
+
+    def _handle(self, process: int, message: dict) -> None:
+        self.stop_consensus.receive(process, message)
+        if self.detector:
+            self.detector.hear(process, message.get("progress"), message.get("stack"))
+        if "probe" in message:
+            self._send({"stack": stacks.main_thread_stack(), "progress": self.progress.report()})
+        if reason := self._reason(message, process):
+            hang = Hang.from_json(message["hang"]) if message.get("hang") else None
+            self._end_run(reason, "died" in message, hang)
+
+    def _find_hang(self) -> None:
+        """Sends this process's progress, and ends the run if a process is frozen or stuck."""
+        detector = self.detector
+        if not detector or self.closed.is_set() or self.reason:
+            return
+        now = detector.clock()
+        if frozen_s := detector.tick(self.progress):
+            name = f"process {self.process} on {self.hosts[self.process]}"
+            self._report(None, [f"hang: {name} was itself frozen for {frozen_s:.0f} s"])
+        if now >= self.next_beat:
+            self.next_beat = now + detector.beat_s
+            stacks.print_stacks_after(detector.timeout_s)
+            self._send({"progress": self.progress.report()})
+        if self.reported_at == detector.last_change:
+            return
+        if self.reported_at >= 0:
+            self._report(None, [f"hang: the run goes on after {now - self.hang_start:.0f} s"])
+            self.reported_at = -1.0
+        if detector.must_probe():
+            self._send({"probe": True})
+        if hang := detector.verdict(stacks.main_thread_stack):
+            # While the run goes on, one process is enough to report that process 0 froze.
+            if self.on_hang == "exit" or self.process <= 1:
+                self._report(hang, hang.lines())
+            if self.on_hang == "exit":
+                self._end_run(hang.reason, False, hang, found_here=True)
+            self.reported_at, self.hang_start = detector.last_change, now - detector.stalled_s()
+
+    def _report(self, hang: Hang | None, lines: list[str]) -> None:
+        try:
+            self.write_hang(hang, lines)
+        except OSError as e:
+            print(f"maxbench: the log cannot be written: {e}", file=sys.stderr)
 
     def _reason(self, message: dict, process: int) -> str:
         """Why the run must end, from a message of a process; '' if it need not."""
@@ -103,20 +180,30 @@ class PeerWatch:
             return f"{name} died, see {self.log_paths[process] or 'its output'}"
         return f"{name}: {message['failed']}" if message.get("failed") else ""
 
-    def _end_run(self, reason: str, died: bool) -> None:
+    def _end_run(
+        self, reason: str, died: bool, hang: Hang | None = None, found_here: bool = False
+    ) -> None:
         if self.closed.is_set() or self.reason:
             return
-        self.reason = reason
-        if died:
+        self.reason, self.hang = reason, hang
+        if hang:
+            self.exit_code = EX_TEMPFAIL
+            self._report(hang, [])
+        if died or found_here:
             self._write_result()
-        self._notify({"lost": reason})
+        self._notify(self._loss(), everywhere=found_here)
         self.lost.set()
         # The main thread may wait for ever, in a collective that a lost process never joins.
         if not self.closed.wait(GRACE_S * (1 + (self.process > 0))):
             if self.process == 0:
                 self._write_result()
             print(f"maxbench: error: {reason}", file=sys.stderr, flush=True)
-            os._exit(1)
+            os._exit(self.exit_code)
+
+    def _loss(self) -> dict:
+        """The message that the run ends."""
+        about = {"hang": self.hang.to_json()} if self.hang else {}
+        return {"lost": self.reason, **about}
 
     def _write_result(self) -> None:
         try:
@@ -124,13 +211,13 @@ class PeerWatch:
         except OSError as e:
             print(f"maxbench: result.json cannot be written: {e}", file=sys.stderr)
 
-    def _notify(self, message: dict) -> None:
-        """Sends a message; process 0 alone says which process is lost."""
-        if self.process == 0 or "lost" not in message:
+    def _notify(self, message: dict, everywhere: bool = False) -> None:
+        """Sends a message; process 0 alone says which process is lost, unless it is frozen."""
+        if self.process == 0 or everywhere or "lost" not in message:
             self._send(message)
 
     def _send(self, message: dict) -> None:
         """Sends a message to process 0, or from there to all others."""
         for connection in self.connections.values():
-            with contextlib.suppress(OSError):  # the watch notices
+            with contextlib.suppress(OSError), self.sending:  # the watch notices
                 messages.send(connection, message)

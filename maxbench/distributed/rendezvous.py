@@ -13,6 +13,13 @@ from typing import Any
 
 from maxbench.config.errors import UserError
 from maxbench.distributed import messages
+from maxbench.distributed.coordinator import (
+    MESSAGE_S,
+    Coordinator,
+    Member,
+    loopback_address,
+    wait_for_address,
+)
 from maxbench.distributed.peer_watch import PeerWatch
 
 WAIT_LONGER = "--config.runtime.rendezvous_timeout_s waits longer"
@@ -24,70 +31,33 @@ def default_timeout_s(process_count: int) -> float:
     return 60 + process_count / 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """One process, as it introduces itself to process 0."""
-
-    process: int
-    host: str
-    log_path: str = ""
-
-
-@dataclasses.dataclass
-class Coordinator:
-    """The address of process 0, and how long to try it."""
-
-    address: str  # host:port
-    timeout_s: float
-    host: str = dataclasses.field(init=False)
-    port: int = dataclasses.field(init=False)
-    deadline: float = dataclasses.field(init=False)  # of time.monotonic()
-
-    def __post_init__(self):
-        host, _, port = self.address.rpartition(":")
-        self.host = host.strip("[]")
-        if not self.host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise UserError(f"coordinator={self.address!r} is not host:port, as node1:12345")
-        self.port = int(port)
-        self.deadline = time.monotonic() + self.timeout_s
-
-    @property
-    def remaining_s(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def error(self, text: str) -> UserError:
-        return UserError(f"coordinator={self.address!r} {text}")
-
-
 def rendezvous(
     address: str,
     process_count: int,
     member: Member,
     timeout_s: float,
     expected_hosts: Sequence[str] = (),
+    wait_for_name: bool = False,
 ) -> PeerWatch:
-    """Waits until all processes are connected to process 0.
+    """Waits until all processes are connected to process 0. Prints every 30 s which are missing.
 
     Args:
       address: host:port of process 0.
       member: this process.
       expected_hosts: host of each process, if known, to name those that do not connect.
+      wait_for_name: wait for the coordinator's name, too: a pod's exists once it is scheduled.
 
     Raises:
       UserError: the address is malformed, unknown, or not that of process 0; two processes have
         one number; or some did not connect in time.
     """
     coordinator = Coordinator(address, timeout_s)
-    try:
-        socket.getaddrinfo(coordinator.host, coordinator.port)
-    except OSError as e:
-        raise coordinator.error(f"cannot be resolved on {member.host}: {e.strerror}") from None
+    wait_for_address(coordinator, member, wait_for_name)
     if member.process == 0:
         return _accept_all(coordinator, process_count, member, expected_hosts)
     connection = _connect(coordinator, member)
-    connection.settimeout(max(1.0, coordinator.remaining_s) + 10)
     try:
-        reply = messages.receive(connection)
+        reply = _receive_reply(coordinator, connection)
     except (OSError, ValueError):
         connection.close()
         raise coordinator.error("closed the connection: see the log of process 0") from None
@@ -96,6 +66,19 @@ def rendezvous(
         raise UserError(reply["error"])
     connection.settimeout(None)
     return PeerWatch(member.process, reply["hosts"], reply["log_paths"], {0: connection})
+
+
+def _receive_reply(coordinator: Coordinator, connection: socket.socket) -> dict:
+    """Waits for the message of process 0 that all are connected."""
+    while True:
+        connection.settimeout(min(MESSAGE_S, max(1.0, coordinator.remaining_s + 10)))
+        with contextlib.suppress(TimeoutError):
+            connection.recv(1, socket.MSG_PEEK)
+            connection.settimeout(10)
+            return messages.receive(connection)
+        if coordinator.remaining_s < -10:
+            raise TimeoutError
+        coordinator.report_wait("connected to process 0, which waits for other processes")
 
 
 def _connect(coordinator: Coordinator, member: Member) -> socket.socket:
@@ -115,6 +98,7 @@ def _connect(coordinator: Coordinator, member: Member) -> socket.socket:
                 f"{coordinator.timeout_s:.0f} s ({error}): start process 0, or give its address; "
                 f"{WAIT_LONGER}"
             )
+        coordinator.report_wait(f"process 0 cannot be reached at {coordinator.address} ({error})")
         time.sleep(0.2)
 
 
@@ -128,11 +112,16 @@ def _accept_all(
     members: dict[int, Member] = {}
     connections: dict[int, socket.socket] = {}
     error = ""
+    known = expected_hosts if len(expected_hosts) == process_count else ()
     with _listen(coordinator, process_count) as server:
         arguments = (coordinator, itself)
         threading.Thread(target=_connect_and_close, args=arguments, daemon=True).start()
         while len(members) < process_count and not error and coordinator.remaining_s > 0:
             error = _accept(server, min(coordinator.remaining_s, 1.0), members, connections)
+            coordinator.report_wait(
+                f"no connection from process {_listed(members, process_count, known)} of "
+                f"{process_count}; {len(members)} connected"
+            )
     error = error or _missing(coordinator, process_count, members, itself.host, expected_hosts)
     reply: dict[str, Any] = {"error": error}
     if not error:
@@ -181,6 +170,9 @@ def _accept(
     except (OSError, ValueError, TypeError):
         connection.close()
         return ""
+    if member.process in members and _is_closed(connections[member.process]):
+        connections.pop(member.process).close()  # a pod that was started again
+        del members[member.process]
     if member.process in members:
         connections[-1] = connection
         first = members[member.process].host
@@ -201,17 +193,35 @@ def _missing(
     if 0 not in members:
         text = f"is not an address of {host}, where process 0 runs: give one of that host"
         return str(coordinator.error(text))
-    missing = [i for i in range(process_count) if i not in members]
-    if not missing:
+    if len(members) == process_count:
         return ""
     known = expected_hosts if len(expected_hosts) == process_count else ()
-    names = [f"{i} on {known[i]}" if known else str(i) for i in missing]
-    listed = ", ".join(names[:MAX_NAMES]) + ", ..." * (len(names) > MAX_NAMES)
+    listed = _listed(members, process_count, known)
     connected = ", ".join(sorted({m.host for m in members.values()})[:MAX_NAMES])
+    remedy = WAIT_LONGER
+    if loopback := loopback_address(coordinator.host):
+        remedy += f"; no other host reaches {loopback}, the address of {coordinator.host} on {host}"
     return (
         f"process {listed} of {process_count} did not connect in {coordinator.timeout_s:.0f} s; "
-        f"connected: {connected}; {WAIT_LONGER}"
+        f"connected: {connected}; {remedy}"
     )
+
+
+def _listed(members: dict[int, Member], process_count: int, known: Sequence[str]) -> str:
+    """The processes that are missing, with their hosts if known: '3 on node7, 5 on node9'."""
+    missing = [i for i in range(process_count) if i not in members]
+    names = [f"{i} on {known[i]}" if known else str(i) for i in missing[:MAX_NAMES]]
+    return ", ".join(names) + ", ..." * (len(missing) > MAX_NAMES)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the process at the other end has ended."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _connect_and_close(coordinator: Coordinator, member: Member) -> None:

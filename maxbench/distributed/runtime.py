@@ -16,9 +16,12 @@ from typing import NamedTuple
 from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.distributed import rendezvous, slurm_env
+from maxbench.distributed import coordinator, rendezvous, slurm_env
 from maxbench.distributed.peer_watch import PeerWatch
+from maxbench.distributed.service_relay import ServiceRelay
 
+# The peer watch finds lost and frozen processes. The service would abort this one, without a name.
+SERVICE_HEARTBEAT_TIMEOUT_S = 7 * 24 * 3600
 JAX_PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 MIN_DRIVER = {12: 525, 13: 580}  # CUDA version of jax's wheels -> the oldest driver that runs it
 
@@ -147,20 +150,31 @@ def init_distributed(run: Run) -> PeerWatch | None:
         jax.config.update("jax_mock_gpu_topology", topology)
     peers, group = None, _process_group(run)
     if group.processes > 1:
-        timeout_s = run.runtime.rendezvous_timeout_s or rendezvous.default_timeout_s(
-            group.processes
-        )
+        configured_s = run.runtime.rendezvous_timeout_s
+        timeout_s = configured_s or rendezvous.default_timeout_s(group.processes)
         member = rendezvous.Member(group.process, environment.hostname(), log_path())
+        hosts = slurm_env.process_hosts()
+        coordinator.check_loopback(group.coordinator, member, hosts)
         peers = rendezvous.rendezvous(
-            group.coordinator, group.processes, member, timeout_s, slurm_env.process_hosts()
-        )
-        jax.distributed.initialize(
             group.coordinator,
+            group.processes,
+            member,
+            timeout_s,
+            hosts,
+            wait_for_name=configured_s > 0,
+        )
+        peers.watch_hangs(run.runtime.hang_timeout_s, run.runtime.on_hang)
+        service_address = group.coordinator
+        if group.process:
+            host, port = coordinator.split_address(group.coordinator)
+            service_address = ServiceRelay(host, port, timeout_s).address
+        jax.distributed.initialize(
+            service_address,
             group.processes,
             group.process,
             local_device_ids=group.local_gpus,
             initialization_timeout=round(timeout_s),
-            heartbeat_timeout_seconds=50,  # finds a process that hangs, which keepalive does not
+            heartbeat_timeout_seconds=SERVICE_HEARTBEAT_TIMEOUT_S,
         )
     if jax.default_backend() != "gpu":
         reason = "jax found none, see above; a Slurm job may lack --gres=gpu:8"

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
+from maxbench.distributed.peer_watch import EX_TEMPFAIL as EX_TEMPFAIL
 from maxbench.distributed.peer_watch import GRACE_S, PeerWatch
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.step_timer import RunFailed
 
-EX_TEMPFAIL = 75  # sysexits.h: try again later
 INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
@@ -36,7 +36,7 @@ def explain(e: BaseException, run: Run, log: Log | None, peers: PeerWatch | None
     if isinstance(e, RunFailed):
         return Ending("failed", str(e), 1)
     if peers and peers.lost.wait(GRACE_S):  # the exception is a consequence of the loss
-        return Ending("failed", peers.reason, 1)
+        return Ending("failed", peers.reason, peers.exit_code)
     for text in DISK_FULL:
         if text in str(e):  # tensorstore raises no OSError
             return Ending("failed", f"{text}: output_dir={run.output.dir!r}", 1)

@@ -1,6 +1,7 @@
 """The files of a run: log-<name>.out, metrics.jsonl, result.json; and its lines on stdout."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,6 +11,8 @@ import threading
 import time
 
 from maxbench.config.run import Run
+from maxbench.distributed.hang_detector import Hang
+from maxbench.distributed.progress import Progress
 from maxbench.metrics import step_stats
 from maxbench.run import terminal
 from maxbench.run.metric_writers import MetricWriters
@@ -48,6 +51,7 @@ class Log:
     Attributes:
       times: seconds of each recorded step.
       writers: TensorBoard and others, or None.
+      progress: of this process, which the peer watch reads.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Log:
         self.process, self.writes, self.screen = process, process == 0, screen
         self.times: dict[int, float] = {}
         self.writers: MetricWriters | None = None
+        self.progress = Progress()
         self.closing = threading.Lock()  # the main thread and the peer watch may both close
         if not self.writes:
             return
@@ -91,6 +96,7 @@ class Log:
         """
         self.times[i], self.result.peak_bytes = step_s, memory.peak
         self.result.record_loss(i, metrics["loss"])
+        self.progress.finish(i, step_s)
         if not self.writes:
             return
         for text in self._step_lines(i, step_s, metrics, memory):
@@ -140,7 +146,8 @@ class Log:
         return rates
 
     def phase(self, name: str, done: int = 0, total: int | None = None) -> None:
-        """Shows on a terminal what the run does from now on: compile, steps, save."""
+        """Begins a phase: compile, steps, save. A terminal and the other processes see it."""
+        self.progress.phase = name
         if self.screen:
             self.screen.phase(name, done, total)
 
@@ -193,6 +200,27 @@ class Log:
         finally:
             self.write_result()
 
+    def report_hang(self, hang: Hang | None, lines: list[str]) -> None:
+        """Records a hang in the result, and writes lines about it to the log.
+
+        A process other than 0 writes to the log if process 0 is frozen.
+        """
+        if hang:
+            self.result.stalled = [dataclasses.asdict(process) for process in hang.processes]
+        if self.writes:
+            for text in lines:
+                self.line(text)
+            return
+        for text in lines:
+            _print(text)
+        if hang and lines and self._is_running():
+            with (self.folder / f"log-{self.run.name}.out").open("a") as file:
+                file.write("".join(f"{text}\n" for text in lines))
+
+    def _is_running(self) -> bool:
+        """Whether no process has written the run's end yet."""
+        return json.loads((self.folder / "result.json").read_text())["status"] == "running"
+
     def write_result_for_lost_peer(self, reason: str) -> None:
         """Writes the result of a run that lost a process, which may be process 0.
 
@@ -200,7 +228,7 @@ class Log:
         """
         if self.writes:
             self.close("failed", reason)
-        elif json.loads((self.folder / "result.json").read_text())["status"] == "running":
+        elif self._is_running():
             self._finish("failed", reason)
 
     def write_result(self) -> None:

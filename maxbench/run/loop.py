@@ -30,8 +30,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     """Trains a model.
 
     Returns:
-      The exit code: 0 done, 1 failed, 2 bad input, 75 (EX_TEMPFAIL) stopped by SIGTERM, 130
-      stopped by Ctrl-C.
+      The exit code: 0 done, 1 failed, 2 bad input, 75 (EX_TEMPFAIL) stopped by SIGTERM or because
+      a process was frozen or stuck, 130 stopped by Ctrl-C.
     """
     log = peers = None
     try:
@@ -44,7 +44,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         step = Step(run, devices)
         log = start_log(run, devices, screen)
         if peers:
-            peers.on_peer_loss(log.write_result_for_lost_peer)
+            log.progress = peers.progress
+            peers.on_peer_loss(log.write_result_for_lost_peer, log.report_hang)
         stopped = _train(step, candidates, stop_reason, log)
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
@@ -96,6 +97,7 @@ def _train(
     with make_saver(run, log) as saver:
         stopped = run_steps(run, log, stop_reason, compiled, state, saver)
     if runtime.process_count() > 1 or step.platform in ("gpu", "cuda"):
+        log.progress.phase = "compare"
         _, measured_s = step_stats.measured_window(run.train.window, log.times)
         log.result.hosts, log.result.slow_hosts = stragglers.compare_hosts(measured_s)
     return stopped
@@ -237,6 +239,7 @@ def run_steps(
       Why training stopped before the last step, or ''.
     """
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
+    progress = log.progress
     window = profile.Window(run.profile, jax.process_index(), log.folder)
     timer = StepTimer(log)
     log.phase("steps", i, run.train.steps)
@@ -244,18 +247,23 @@ def run_steps(
         reason = stop_reason(i)
         if window.changes_at(i):
             timer.drain()
-        window.before_step(i)
+        with progress.during("profile"):
+            window.before_step(i)
+        progress.began = i
         state, metrics = compiled(state)
+        progress.dispatched = i
         timer.add(i, metrics)
         i += 1
         if saver and every and i % every == 0 and i < run.train.steps:
             timer.drain()
-            saver.save(state)
+            with progress.during("save"):
+                saver.save(state)
             timer.restart()
         elif saver:
             saver.check()
     timer.drain()
-    window.close()
+    with progress.during("profile"):
+        window.close()
     if saver:
         log.phase("save")
         saver.save(state)

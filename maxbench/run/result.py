@@ -69,6 +69,8 @@ class RunResult:
     quantization: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # by dtype
     compilation_cache: str | None = None  # hit | miss
     checkpoint_load: CheckpointLoad | None = None
+    # Processes that froze or did not go on (distributed/hang_detector.py), each with its stack.
+    stalled: list[dict[str, Any]] | None = None
     # Steps.
     start_to_first_step_s: float | None = None
     loss: dict[str, tuple[int, float]] | None = None  # first and last: step and loss

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import jax
 import pytest
@@ -152,7 +153,8 @@ def test_several_processes_cache_in_a_folder_of_their_job_alone(host, tmp_path):
 def test_process_uses_the_gpus_of_the_run_on_its_node(monkeypatch):
     """A run on 8 GPUs of 2 nodes takes 4 of each, whatever the GPU type has."""
     calls = []
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda *arguments: calls.append(arguments))
+    record = lambda *arguments, **_: calls.append(arguments) or mock.Mock()
+    monkeypatch.setattr(rendezvous, "rendezvous", record)
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda *arguments, **options: calls.append(options)
     )

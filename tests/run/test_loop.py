@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from maxbench.distributed import runtime, stragglers
+from maxbench.distributed.progress import Progress
 from maxbench.run import endings, log_writer, loop, process_stats, step_timer
 from maxbench.run.result import RunResult
 from maxbench.sharding import mesh
@@ -86,6 +87,7 @@ class SimulatedGpu:
 
     def __init__(self, monkeypatch, steps: int):
         self.now, self.times, self.folder = 0.0, {}, None
+        self.progress = Progress()
         self.result = types.SimpleNamespace(mocked=False, start_to_first_step_s=None)
         self.ended = [threading.Event() for _ in range(steps)]
         self.recorded = [threading.Event() for _ in range(steps)]
