@@ -282,6 +282,15 @@ def test_the_python_api_returns_what_the_command_prints():
 
 
 @pytest.mark.exhaustive
+def test_microbatches_run_one_after_the_other():
+    """A loop over two is unrolled by XLA, which must not keep the activations of both."""
+    row = "--config configs/llama2_70b.py --fsdp 16 --layers 16 --mbs 2 --config.train.remat=full"
+    one, two, four = (planned(f"{row} --gbs {32 * n}")["memory"] for n in (1, 2, 4))
+    assert two["activations"] == one["activations"]
+    assert one["total"] <= two["total"] <= four["total"] <= 1.2 * one["total"]
+
+
+@pytest.mark.exhaustive
 def test_search_compiles_the_given_layout_and_others():
     done = command(f"{LLAMA31_70B} --search --compiled 1")
     assert done.returncode == 0, done.stderr
