@@ -129,14 +129,15 @@ def run_attention(kind: str, width: int, mask: str, small: bool) -> dict:
     shapes = (queries, heads), (keys, groups), (keys, groups), (queries, heads)
     draw = lambda i, t, h: jax.random.normal(jax.random.key(i), (1, t, h, width), BF16)
     q, k, v, do = (draw(i, *shape) for i, shape in enumerate(shapes))
+    logits = kernels.Logits(width**-0.5)
     forward, backward = kernels.KERNELS[kind]
     if mask == "ring":
-        forward, backward = ring(forward, backward)
+        forward, backward = ring(forward, backward, logits)
     scores = heads * queries * (keys - queries / 2 * (mask != "whole"))
     record, outputs = {}, ()
     for name, kernel, flops_per_score in (("forward", forward, 4), ("backward", backward, 10)):
         args = (q, k, v, *outputs, do) if outputs else (q, k, v)
-        call = jax.jit(lambda *x, kernel=kernel: kernel(*x, mask == "causal", 0.0))
+        call = jax.jit(lambda *x, kernel=kernel: kernel(*x, mask == "causal", logits))
         program = call.lower(*args).compile()
         outputs += tuple(program(*args))
         seconds = timed(program, *args)
@@ -150,19 +151,19 @@ def run_attention(kind: str, width: int, mask: str, small: bool) -> dict:
     return record
 
 
-def ring(forward, backward):
+def ring(forward, backward, logits):
     """Kernels of the later half of the sequence's queries: attention to the earlier half of the
     keys, unmasked, merged with attention to their own half, causal."""
     hops = lambda *x: zip(*(jnp.split(part, 2, 1) for part in x), (False, True), strict=True)
 
     def merged(q, k, v, *_):
-        (o1, lse1), (o2, lse2) = (forward(q, *kv, causal, 0.0) for *kv, causal in hops(k, v))
+        (o1, lse1), (o2, lse2) = (forward(q, *kv, causal, logits) for *kv, causal in hops(k, v))
         lse = jnp.logaddexp(lse1, lse2)
         weight = lambda part: jnp.exp(part - lse).swapaxes(1, 2)[..., None]
         return (o1 * weight(lse1) + o2 * weight(lse2)).astype(q.dtype), lse
 
     def gradients(q, k, v, *saved):
-        parts = (backward(q, *kv, *saved[:3], causal, 0.0) for *kv, causal in hops(k, v))
+        parts = (backward(q, *kv, *saved[:3], causal, logits) for *kv, causal in hops(k, v))
         (dq1, *early), (dq2, *late) = parts
         return dq1 + dq2, *(jnp.concatenate(x, 1) for x in zip(early, late, strict=True))
 

@@ -280,12 +280,12 @@ def _attention(sizes: Sizes) -> Iterator[Measurement]:
     tokens, heads, head_dim = sizes.attention
     kind = "cudnn" if jax.default_backend() == "gpu" else "xla"
     forward, backward = attention.KERNELS[kind]
-    q = _random(1, tokens, heads, head_dim)
-    o, lse = jax.jit(lambda q: forward(q, q, q, True, 0.0))(q)
+    q, logits = _random(1, tokens, heads, head_dim), attention.Logits(head_dim**-0.5)
+    o, lse = jax.jit(lambda q: forward(q, q, q, True, logits))(q)
     name = f"{tokens} tokens, {heads} heads of {head_dim}"
     passes = {
-        "attention forward": (lambda q, *_: forward(q, q, q, True, 0.0)),
-        "attention backward": (lambda q, o, lse: backward(q, q, q, o, lse, o, True, 0.0)),
+        "attention forward": (lambda q, *_: forward(q, q, q, True, logits)),
+        "attention backward": (lambda q, o, lse: backward(q, q, q, o, lse, o, True, logits)),
     }
     for label, function in passes.items():
         yield _measure(sizes, None, label, name, function, q, o, lse)

@@ -126,6 +126,16 @@ def _rope(run: Run) -> str:
     return "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
 
 
+def _llama3_rope(run: Run) -> str:
+    yarn = run.model.rope_scaling == "yarn"
+    return _rope(run) or "model.rope_scaling=yarn has rope_beta_slow and rope_beta_fast" * yarn
+
+
+def _yarn_rope(run: Run) -> str:
+    llama3 = run.model.rope_scaling == "llama3"
+    return _rope(run) or "it is YaRN's; use --config.model.rope_scaling=yarn" * llama3
+
+
 def _combine(run: Run) -> str:
     return "one device has no collectives" if run.layout.gpus == 1 else ""
 
@@ -160,7 +170,12 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.capacity_factor": _capacity_factor,
     "model.aux_loss": _experts,
     "model.drop_policy": _drop_policy,
-    "model.rope_low": _rope,
-    "model.rope_high": _rope,
+    "model.rope_scaling": _rope,
     "model.rope_context": _rope,
+    "model.rope_low": _llama3_rope,
+    "model.rope_high": _llama3_rope,
+    "model.rope_beta_fast": _yarn_rope,
+    "model.rope_beta_slow": _yarn_rope,
+    "model.rope_truncate": _yarn_rope,
+    "model.rope_mscale": _yarn_rope,
 }

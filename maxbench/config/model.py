@@ -80,12 +80,28 @@ class Model:
     tied: bool = False  # the LM head is the embedding table
     rope_base: float = field(10_000.0, above=0)
     rope_fraction: float = field(1.0, above=0, at_most=1)  # of head_dim that is rotated
-    # Llama 3.1 scaling of the low frequencies; 1 = off
+    # Low frequencies are divided by rope_factor, for sequences longer than rope_context: as
+    # Llama 3.1 does, or by YaRN (layers.rope_angles). A factor of 1 = off
+    rope_scaling: str = field("llama3", options=("llama3", "yarn"))
     rope_factor: float = field(1.0, above=0)
-    rope_low: float = field(1.0, above=0)
-    rope_high: float = field(4.0, above=0)
     rope_context: int = field(8192, at_least=1)
+    rope_low: float = field(1.0, above=0)  # llama3: periods in rope_context, scaled below
+    rope_high: float = field(4.0, above=0)  # and unscaled above
+    rope_beta_fast: float = field(32.0, above=0)  # yarn: the same, unscaled above
+    rope_beta_slow: float = field(1.0, above=0)  # and scaled below
+    rope_truncate: bool = True  # yarn: the dims of both limits are rounded
+    # yarn: 0 = cos and sin are multiplied by 0.1 ln(factor) + 1; otherwise all attention logits by
+    # (0.1 rope_mscale ln(factor) + 1)^2
+    rope_mscale: float = field(0.0, at_least=0)
     softcap: float = field(0.0, at_least=0)  # cap of attention logits; 0 = off
+    qk_norm: bool = False  # RMSNorm of each query and key over head_dim, before RoPE
+    attention_bias: bool = False  # of the projections before and after attention
+    sinks: bool = False  # a logit per head joins the softmax's denominator
+    # Multi-head latent attention (layers.LatentAttention) if set, all three: widths of the latents
+    # of queries and of keys and values, and the last dims of a head, those that RoPE rotates
+    q_rank: int = field(0, at_least=0)
+    kv_rank: int = field(0, at_least=0)
+    rope_head_dim: int = field(0, at_least=0)
     embed_multiplier: float = field(1.0, above=0)
     output_multiplier: float = field(1.0, above=0)
     init_std: float = field(0.02, at_least=0)
@@ -123,16 +139,40 @@ class Model:
         return (self.heads // self.kv_heads + 1) * self.head_dim + self.value_width
 
     @property
+    def latents(self) -> int:
+        """Width of the down-projection of latent attention: both latents and the shared key."""
+        return self.q_rank + self.kv_rank + self.rope_head_dim
+
+    @property
+    def kv_up_width(self) -> int:
+        """Width per head of the up-projection of keys and values in latent attention."""
+        return self.head_dim - self.rope_head_dim + self.value_width
+
+    @property
     def mlp_inputs(self) -> int:
         """Up-projections of the MLP: 2 if gated."""
         return 1 if self.act == "relu2" else 2
+
+    @property
+    def rope_dims(self) -> int:
+        """Dims of a head that RoPE rotates."""
+        return self.rope_head_dim or int(self.head_dim * self.rope_fraction)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        yarn = self.rope_scaling == "yarn" and self.rope_mscale
+        scale = 0.1 * self.rope_mscale * math.log(self.rope_factor) + 1 if yarn else 1.0
+        return scale * scale / math.sqrt(self.head_dim)
 
     # The same sizes under other names, for weights with another sharding (sharding.rules.RULES).
     # An untied embedding table:
     vocab_replicated = property(lambda self: self.vocab)
     embed_sharded = embed_sharded_pp = property(lambda self: self.embed)
-    # Norms and the router:
+    # Norms, biases and the router:
     embed_replicated = property(lambda self: self.embed)
+    q_rank_replicated = property(lambda self: self.q_rank)
+    kv_rank_replicated = property(lambda self: self.kv_rank)
     experts_replicated = property(lambda self: self.experts)
 
     @functools.cached_property
@@ -191,15 +231,13 @@ class Model:
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
                 f"kv_heads that work: {divisors(self.heads)}"
             )
-        if (dims := int(self.head_dim * self.rope_fraction)) % 2 or not dims:
+        self._check_latents()
+        if self.rope_dims % 2 or not self.rope_dims:
             raise UserError(
                 f"model.rope_fraction={self.rope_fraction} of model.head_dim={self.head_dim} must "
                 "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works"
             )
-        if self.rope_factor != 1 and self.rope_low >= self.rope_high:
-            raise UserError(
-                f"model.rope_low={self.rope_low} must be below model.rope_high={self.rope_high}"
-            )
+        self._check_rope_scaling()
         if 0 < self.experts < self.top_k:
             raise UserError(f"model.top_k={self.top_k} must be at most experts={self.experts}")
         if self.experts:
@@ -225,6 +263,50 @@ class Model:
                 f"model.force_balance shares experts={m.experts} and router_groups={groups} out "
                 f"evenly: top_k={m.top_k} must divide the experts, and router_groups_top={top} "
                 f"must divide router_groups and top_k; top_k that work: {divisors(m.experts)}"
+            )
+
+    def _check_latents(self) -> None:
+        names = ("q_rank", "kv_rank", "rope_head_dim")
+        if not any(getattr(self, name) for name in names):
+            return
+        if zero := [name for name in names if not getattr(self, name)]:
+            raise UserError(
+                f"model.{zero[0]}=0: latent attention needs all of {', '.join(names)} above 0; "
+                "leave all of them out for grouped-query attention"
+            )
+        if self.rope_head_dim >= self.head_dim or self.rope_head_dim % 2:
+            raise UserError(
+                f"model.rope_head_dim={self.rope_head_dim} must be an even number of dims below "
+                f"model.head_dim={self.head_dim}, the others of which RoPE does not rotate"
+            )
+        if self.kv_heads != self.heads:
+            raise UserError(
+                f"model.kv_heads={self.kv_heads}: latent attention (model.kv_rank={self.kv_rank}) "
+                f"has keys and values for each head; use kv_heads={self.heads}"
+            )
+        if self.qk_norm:
+            raise UserError(
+                f"model.qk_norm=True: latent attention (model.kv_rank={self.kv_rank}) normalizes "
+                "its latents instead; leave qk_norm out"
+            )
+        if self.rope_fraction != 1:
+            raise UserError(
+                f"model.rope_fraction={self.rope_fraction}: latent attention rotates "
+                f"model.rope_head_dim={self.rope_head_dim} dims of a head; leave rope_fraction out"
+            )
+
+    def _check_rope_scaling(self) -> None:
+        if self.rope_factor == 1:
+            return
+        llama3 = self.rope_scaling == "llama3"
+        low, high = ("rope_low", "rope_high") if llama3 else ("rope_beta_slow", "rope_beta_fast")
+        below, above = getattr(self, low), getattr(self, high)
+        if below > above or (llama3 and below == above):
+            raise UserError(f"model.{low}={below} must be below model.{high}={above}")
+        if self.rope_scaling == "yarn" and self.rope_factor < 1:
+            raise UserError(
+                f"model.rope_factor={self.rope_factor} shortens the context, and YaRN lengthens "
+                "it; use a factor above 1, or 1 for none"
             )
 
     def _check_layer_groups(self) -> None:

@@ -18,17 +18,20 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 SCHEDULES = ("1f1b", "gpipe")  # pipeline schedules
 
 # Tensors of a layer that a remat policy may save, in the order of the forward pass.
-TENSORS = ("query", "key", "value", "context", "attn_out", "slots", "mlp_up", "mlp_act", "mlp_down")
+TENSORS = ("latent", "query", "key", "value", "context", "attn_out")
+TENSORS += ("slots", "mlp_up", "mlp_act", "mlp_down")
 # Remat policy -> tensors saved for the backward pass, which recomputes all others.
 REMATS = {
     "full": (),
     "none": TENSORS,  # and every intermediate but gathered weights and gathered sequences
     "save_gemms_only": TENSORS,  # no other intermediate; equals 'none' if layers are not unrolled
     "save_gemms_recompute_act": tuple(t for t in TENSORS if t != "mlp_act"),  # likewise
-    "selective": ("query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
-    "save_qkv_proj": ("query", "key", "value"),
-    "save_dot_except_mlp": ("query", "key", "value", "attn_out"),
-    "save_dot_except_mlpwi": ("query", "key", "value", "attn_out", "mlp_down"),
+    # latent attention: recomputes the up-projections (Megatron's recompute_modules mla_up_proj)
+    "save_gemms_recompute_mla_up": tuple(t for t in TENSORS if t not in ("query", "key", "value")),
+    "selective": ("latent", "query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
+    "save_qkv_proj": ("latent", "query", "key", "value"),
+    "save_dot_except_mlp": ("latent", "query", "key", "value", "attn_out"),
+    "save_dot_except_mlpwi": ("latent", "query", "key", "value", "attn_out", "mlp_down"),
     "save_context": ("context",),
 }
 

@@ -66,19 +66,13 @@ def _check_experts(run: "Run") -> None:
         )
 
 
-def _check_window(run: "Run") -> None:
-    if window := max(kind.window for _, kind in run.model.kinds):
-        raise UserError(
-            f"model.window={window}: no attention kernel supports windows; use model.window=0"
-        )
-
-
 def _check_sharded_dims(run: "Run") -> None:
     """Mesh axes divide the dims that they shard, of every layer group."""
     a, m = run.layout, run.model
     axes_of: dict[str, tuple[str, ...]]
     axes_of = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tp",))
     axes_of |= {"embed": ("fsdp",) if m.tied else ("tp", "fsdp"), "experts": ("ep",)}
+    axes_of |= {"q_rank": ("fsdp",), "kv_rank": ("fsdp",)}
     for (_, layer), (dim, axes) in itertools.product(m.kinds, axes_of.items()):
         sizes = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
         if (value := getattr(layer, dim)) % math.prod(sizes.values()):
@@ -98,6 +92,20 @@ def _check_sequence(run: "Run") -> None:
         raise UserError(
             f"train.seq={seq} does not divide into {factors} = {chunks} parts (cp={a.cp}, "
             f"tp={a.tp}); nearest that works: {nearest(seq, chunks)}"
+        )
+
+
+def _check_window(run: "Run") -> None:
+    """Over cp, a window reaches into the chunk before a query's own, and no further."""
+    a, seq = run.layout, run.train.seq
+    window = max((layer.window for _, layer in run.model.kinds if layer.window < seq), default=0)
+    most = seq // (2 * a.cp) + 1
+    if a.cp > 1 and window > most:
+        fits = max(seq // (2 * (window - 1)), 1)
+        raise UserError(
+            f"model.window={window} reaches over more than the 1 / (2 x cp={a.cp}) of "
+            f"train.seq={seq} before a query's own, {most - 1} tokens: use a cp of at most {fits}, "
+            f"or a window of at most {most} or at least {seq}"
         )
 
 

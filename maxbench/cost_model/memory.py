@@ -149,17 +149,22 @@ def activation_bytes(run: Run, remat: str = "") -> int:
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # tensors that only a GEMM's backward pass reads
-    kv_sets = 1 + (a.cp > 1)  # with context parallelism, also those of another GPU
 
     def per_token(m, names=on_device) -> float:
         """Elements per token and layer."""
         routed = m.rows(a.ep)
         mlp = routed * m.mlp + (m.shared_mlp if m.experts else 0)
         slots = routed if m.experts and m.has_slots else 0
+        # With context parallelism also keys and values of another GPU, or those within a window of
+        # this GPU's two chunks.
+        window = min(m.window or run.train.seq, run.train.seq)
+        received = min(1, 2 * a.cp * window / run.train.seq) * (a.cp > 1)
+        key_dims = m.head_dim - m.rope_head_dim + received * m.head_dim
         elements = {
+            "latent": m.latents / a.tp,
             "query": m.heads * m.head_dim / a.tp,
-            "key": kv_sets * m.kv_heads * m.head_dim / a.tp,
-            "value": kv_sets * m.kv_heads * m.value_width / a.tp,
+            "key": m.kv_heads * key_dims / a.tp,
+            "value": (1 + received) * m.kv_heads * m.value_width / a.tp,
             "context": m.heads * (m.value_width + 4 / width) / a.tp,  # and fp32 log-sum-exp
             "attn_out": m.embed / a.tp,
             "slots": slots * m.embed / a.tp * narrow,

@@ -423,7 +423,7 @@ def kernel_cost(
         keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
         flops = 2.0 * (3 * keys + 2 * values if backward else keys + values)
         flops *= math.prod(op.dims("dimensions"))
-        flops *= 0.5 if '"mask_type": "CAUSAL"' in op.attrs else 1
+        flops *= _attention_mask(op)
         seconds = costs.attention(flops, backward)
     elif op.base in MOVES or (fused and all(map(_moves, ops))):
         kind = "copy"
@@ -438,6 +438,16 @@ def kernel_cost(
     # Measured GEMM times include reads and writes.
     memory_s = 0.0 if gemms and costs.gpu.products else costs.memory(size)
     return kind, max(seconds, memory_s), flops
+
+
+def _attention_mask(op: hlo.Op) -> float:
+    """Fraction of the scores that cuDNN's attention computes: all, causal, or within a window."""
+    if '"mask_type": "CAUSAL"' not in op.attrs:
+        return 1
+    tokens = op.dims("dimensions")[-1]
+    found = re.search(r'"sliding_window_length": ?(\d+)', op.attrs)
+    window = int(found[1]) if found else 0
+    return window / tokens - window * window / tokens**2 / 2 if 0 < window < tokens else 0.5
 
 
 def _moves(op: hlo.Op) -> bool:

@@ -13,7 +13,7 @@ k head_dim (that of the values may differ).
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,21 @@ from maxbench.sharding import collectives, jax_compat, ordering
 BLOCK = 256  # queries whose scores are in memory at once in the XLA kernel
 # Value dims that cuDNN's backward pass supports with keys of 192 dims on Blackwell.
 VALUE_SLICE = 128
+HALO_MULTIPLE = 64  # tokens that a window receives over cp, rounded up for the kernels
+
+
+class Logits(NamedTuple):
+    """Logits of attention, from the products of queries and keys.
+
+    Attributes:
+      scale: of the products.
+      softcap: logits are capped by softcap x tanh(logits / softcap); 0 is off.
+      window: tokens that a query attends to, itself included; 0 is all before it.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
 
 
 def select_kernel(run: Run, device: Any) -> str:
@@ -79,47 +94,120 @@ def _compile_error(kind: str, run: Run) -> str:
     widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
     shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
     qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
-    grad = jax.grad(lambda *qkv: jnp.sum(attend(*qkv, kind=kind)), (0, 1, 2))
+    windows = sorted({layer.window for _, layer in m.kinds})
+    attention = lambda *qkv: sum(jnp.sum(attend(*qkv, kind=kind, window=w)) for w in windows)
     try:
-        jax.jit(grad).lower(*qkv).compile()
+        jax.jit(jax.grad(attention, (0, 1, 2))).lower(*qkv).compile()
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         return f": {error}"
     return ""
 
 
 def attend(
-    q_bthk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array, *, kind: str, softcap: float = 0.0
+    q_bthk: jax.Array,
+    k_bsgk: jax.Array,
+    v_bsgk: jax.Array,
+    sinks_h: jax.Array | None = None,
+    *,
+    kind: str,
+    softcap: float = 0.0,
+    scale: float = 0.0,
+    window: int = 0,
 ) -> jax.Array:
     """Causal attention of this GPU's queries to the keys of all GPUs of cp.
 
     Args:
       q_bthk, k_bsgk, v_bsgk: this GPU's heads and tokens, at mesh.token_positions().
+      sinks_h: a logit per head whose exponential joins the softmax's denominator, or None.
       kind: a key of KERNELS.
-      softcap: logits are capped by softcap x tanh(logits / softcap); 0 is off.
+      softcap, window: as in Logits.
+      scale: of logits; 0 is 1 / sqrt(head_dim).
 
     Returns:
       o_bthk, with the width of the values.
     """
-    return _attend(kind, softcap, q_bthk, k_bsgk, v_bsgk)
+    tokens, cp = k_bsgk.shape[1], collectives.axis_size("cp")
+    window = 0 if window >= tokens * cp else window
+    logits = Logits(scale or 1 / math.sqrt(q_bthk.shape[-1]), softcap, window)
+    if window and cp > 1:
+        return _attend_halo(kind, logits, q_bthk, k_bsgk, v_bsgk, sinks_h)
+    return _attend(kind, logits, q_bthk, k_bsgk, v_bsgk, sinks_h)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kind, softcap, q, k, v):
-    return _ring_forward(kind, softcap, q, k, v)[0]
+def _attend(kind, logits, q, k, v, sinks):
+    return _attend_forward(kind, logits, q, k, v, sinks)[0]
 
 
-def _attend_forward(kind, softcap, q, k, v):
-    o, lse, last = _ring_forward(kind, softcap, q, k, v)
-    o, lse = checkpoint_name((o, lse), "context")
+def _attend_forward(kind, logits, q, k, v, sinks):
+    o, lse, last = _ring_forward(kind, logits, q, k, v)
+    if sinks is not None:
+        o, lse = _add_sinks(o, lse, sinks)
+    o, lse = checkpoint_name((o.astype(k.dtype), lse), "context")
     last = tuple(map(checkpoint_name, last, ("key", "value")))
-    return o, (q, k, v, o, lse, last)
+    return o, (q, k, v, sinks, o, lse, last)
 
 
-def _attend_backward(kind, softcap, saved, do):
-    return _ring_backward(kind, softcap, *saved, do)
+def _attend_backward(kind, logits, saved, do):
+    q, k, v, sinks, o, lse, last = saved
+    dqkv = _ring_backward(kind, logits, q, k, v, o, lse, last, do)
+    return *dqkv, None if sinks is None else _sinks_grad(sinks, o, lse, do)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+# Sinks. A sink adds exp(sink) to the denominator of every query's softmax: o and the logsumexp of
+# the keys alone are corrected for it. From the corrected ones, each kernel's backward pass gives
+# the exact gradients of q, k and v.
+
+
+def _add_sinks(o_bthk, lse_bht, sinks_h):
+    total_bht = jnp.logaddexp(lse_bht, sinks_h.astype(jnp.float32)[:, None])
+    weight_bth = jnp.exp(lse_bht - total_bht).swapaxes(1, 2)
+    return o_bthk.astype(jnp.float32) * weight_bth[..., None], total_bht
+
+
+def _sinks_grad(sinks_h, o_bthk, lse_bht, do_bthk):
+    """The sink's probability times 0 - do . o, since its value is 0."""
+    p_bht = jnp.exp(sinks_h.astype(jnp.float32)[:, None] - lse_bht)
+    delta_bth = jnp.sum(o_bthk.astype(jnp.float32) * do_bthk, -1)
+    return -jnp.sum(p_bht * delta_bth.swapaxes(1, 2), (0, 2)).astype(sinks_h.dtype)
+
+
+# A window over cp. Each GPU has chunks i and 2 cp - 1 - i of the sequence (mesh.token_positions),
+# "early" and "late". A window of at most a chunk and one token reaches into the chunk before: that
+# of the early chunk is the early one of GPU i - 1, that of the late chunk is the late one of GPU
+# i + 1, and its own early one on the last GPU. Two shifts by one GPU replace the ring.
+
+
+def _attend_halo(kind, logits, q, k, v, sinks):
+    """Attention within a window over cp: of each chunk, with the end of the chunk before."""
+    index, cp, size = collectives.axis_index("cp"), collectives.axis_size("cp"), q.shape[1] // 2
+    assert logits.window <= size + 1  # run_checks.check
+    halo = min(size, -(-max(logits.window - 1, 1) // HALO_MULTIPLE) * HALO_MULTIPLE)
+    is_first, is_last = index == 0, index == cp - 1
+    # Nothing precedes the first chunk. There the halo follows, where the causal mask hides it.
+    join = lambda halo, chunk: jnp.concatenate([halo, chunk], 1)
+    joined = lambda halo, chunk: jnp.where(is_first, join(chunk, halo), join(halo, chunk))
+
+    def with_halo(x, name):
+        early, late = jnp.split(x, 2, 1)
+        ends = early[:, -halo:], late[:, -halo:]
+        before_early = collectives.ppermute_shift(ends[0], "cp")
+        before_late = collectives.ppermute_shift(ends[1], "cp", -1)
+        halos = before_early, jnp.where(is_last, ends[0], before_late)
+        before_early, before_late = checkpoint_name(halos, name)
+        return jnp.concatenate([joined(before_early, early), join(before_late, late)])
+
+    # The halo's queries are padding, so that kernels have as many queries as keys.
+    early, late = jnp.split(q, 2, 1)
+    padding = jnp.zeros_like(early[:, :halo])
+    q = jnp.concatenate([joined(padding, early), join(padding, late)])
+    o = _attend(kind, logits, q, with_halo(k, "key"), with_halo(v, "value"), sinks)
+    early, late = jnp.split(o, 2)
+    early = jnp.where(is_first, early[:, :size], early[:, halo:])
+    return jnp.concatenate([early, late[:, halo:]], 1)
 
 
 # The ring over cp. Each GPU has chunks i and 2 cp - 1 - i of the sequence (mesh.token_positions),
@@ -130,12 +218,16 @@ _attend.defvjp(_attend_forward, _attend_backward)
 # opposite direction, because the keys and values that arrived last are saved.
 
 
-def _ring_forward(kind, softcap, q, k, v):
-    cp, kv = collectives.axis_size("cp"), (k, v)
-    received = collectives.ppermute_shift(kv, "cp")
-    o, lse = KERNELS[kind][0](q, k, v, True, softcap)
+def _ring_size(logits: Logits) -> int:
+    return 1 if logits.window else collectives.axis_size("cp")
+
+
+def _ring_forward(kind, logits, q, k, v):
+    cp, kv = _ring_size(logits), (k, v)
     if cp == 1:
-        return o, lse, ()
+        return *KERNELS[kind][0](q, k, v, True, logits), ()
+    received = collectives.ppermute_shift(kv, "cp")
+    o, lse = KERNELS[kind][0](q, k, v, True, logits)
     kv = ordering.after(received, ordering.token(lse))
     o, q = o.astype(jnp.float32), jnp.split(q, 2, 1)
     for hop in range(1, cp):
@@ -144,26 +236,26 @@ def _ring_forward(kind, softcap, q, k, v):
             received = collectives.ppermute_shift(kv, "cp")
         precedes = collectives.axis_index("cp") >= hop  # the keys' GPU precedes this one
         pairs = _pairs(precedes, q, *(jnp.split(x, 2, 1) for x in kv))
-        o_pairs, lse_pairs = KERNELS[kind][0](*pairs, False, softcap)
+        o_pairs, lse_pairs = KERNELS[kind][0](*pairs, False, logits)
         kv = ordering.after(received, ordering.token(lse_pairs))
         o, lse = _merge(precedes, o, lse, o_pairs, lse_pairs)
-    return o.astype(k.dtype), lse, last
+    return o, lse, last
 
 
-def _ring_backward(kind, softcap, q, k, v, o, lse, last, do):
-    cp, kv, backward = collectives.axis_size("cp"), last, KERNELS[kind][1]
+def _ring_backward(kind, logits, q, k, v, o, lse, last, do):
+    cp, kv, backward = _ring_size(logits), last, KERNELS[kind][1]
     chunks, hops = lambda x: jnp.split(x, 2, 1), []
     for hop in reversed(range(1, cp)):
         kv = kv if hop == cp - 1 else collectives.ppermute_shift(kv, "cp", -1)
         precedes = collectives.axis_index("cp") >= hop
         saved = [_query_side(precedes, x) for x in (chunks(o), jnp.split(lse, 2, 2), chunks(do))]
-        grads = backward(*_pairs(precedes, chunks(q), *map(chunks, kv)), *saved, False, softcap)
+        grads = backward(*_pairs(precedes, chunks(q), *map(chunks, kv)), *saved, False, logits)
         dkv_pairs = collectives.ppermute_shift(grads[1:], "cp", -hop)
         # Whether this GPU precedes the one whose queries gave the gradients that it receives.
         we_precede = collectives.axis_index("cp") + hop < cp
         hops.append((precedes, we_precede, grads[0], dkv_pairs))
         lse += ordering.token(grads[0])
-    grads = backward(q, k, v, o, lse, do, True, softcap)
+    grads = backward(q, k, v, o, lse, do, True, logits)
     if cp == 1:
         return grads
     dq, *dkv = (x.astype(jnp.float32) for x in grads)
@@ -220,16 +312,17 @@ def _merge(precedes, o, lse, o_pairs, lse_pairs):
     return sum(x * weight(lse) for x, lse in zip(parts, lses, strict=True)), total
 
 
-# Kernels: forward(q, k, v, causal, softcap) -> o_bthk, lse_bht
-#          backward(q, k, v, o, lse, do, causal, softcap) -> dq, dk, dv
+# Kernels: forward(q, k, v, causal, logits) -> o_bthk, lse_bht
+#          backward(q, k, v, o, lse, do, causal, logits) -> dq, dk, dv
+# With a causal mask there are as many queries as keys; a window is causal.
 
 
-def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, softcap):
+def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, logits):
     outs, lses = [], []
     for t0, t1 in _blocks(q_bthk.shape[1]):
-        s1 = t1 if causal else k_bsgk.shape[1]
-        v = v_bsgk[:, :s1]
-        logits_bgrts, _ = _logits(q_bthk[:, t0:t1], k_bsgk[:, :s1], causal, softcap)
+        s0, s1 = _key_range(t0, t1, k_bsgk.shape[1], causal, logits)
+        v = v_bsgk[:, s0:s1]
+        logits_bgrts, _ = _logits(q_bthk[:, t0:t1], k_bsgk[:, s0:s1], causal, logits)
         lse_bgrt = jax.nn.logsumexp(logits_bgrts, -1)
         p_bgrts = jnp.exp(logits_bgrts - lse_bgrt[..., None]).astype(v.dtype)
         outs.append(_merge_heads(_dot("bgrts,bsgk->btgrk", p_bgrts, v)).astype(q_bthk.dtype))
@@ -237,51 +330,60 @@ def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, softcap):
     return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
 
 
-def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, softcap):
+def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, logits):
     """FlashAttention-2's backward pass (arXiv:2307.08691), by blocks of queries."""
-    b, s, g, k = k_bsgk.shape
+    b, s, g, _ = k_bsgk.shape
     dqs = []
     dk_bsgk = jnp.zeros(k_bsgk.shape, jnp.float32)
     dv_bsgk = jnp.zeros(v_bsgk.shape, jnp.float32)
     for t0, t1 in _blocks(q_bthk.shape[1]):
-        s1 = t1 if causal else s
-        q, keys, do = q_bthk[:, t0:t1], k_bsgk[:, :s1], do_bthk[:, t0:t1]
+        s0, s1 = _key_range(t0, t1, s, causal, logits)
+        q, keys, do = q_bthk[:, t0:t1], k_bsgk[:, s0:s1], do_bthk[:, t0:t1]
         delta_bth = jnp.sum(o_bthk[:, t0:t1].astype(jnp.float32) * do, -1)
         delta_bgrt = delta_bth.swapaxes(1, 2).reshape(b, g, -1, t1 - t0)
-        logits_bgrts, slope = _logits(q, keys, causal, softcap)
+        logits_bgrts, slope = _logits(q, keys, causal, logits)
         lse_bgrt = lse_bht[:, :, t0:t1].reshape(delta_bgrt.shape)
         p_bgrts = jnp.exp(logits_bgrts - lse_bgrt[..., None])
         do_btgrk = _split_heads(do, g)
-        dp_bgrts = _dot("btgrk,bsgk->bgrts", do_btgrk, v_bsgk[:, :s1])
+        dp_bgrts = _dot("btgrk,bsgk->bgrts", do_btgrk, v_bsgk[:, s0:s1])
         ds_bgrts = (p_bgrts * (dp_bgrts - delta_bgrt[..., None]) * slope).astype(q.dtype)
-        scale = 1 / math.sqrt(k)
         dq_btgrk = _dot("bgrts,bsgk->btgrk", ds_bgrts, keys)
-        dqs.append((_merge_heads(dq_btgrk) * scale).astype(q.dtype))
-        later = ((0, 0), (0, s - s1), (0, 0), (0, 0))  # keys after the block have no gradient
-        dk = _dot("bgrts,btgrk->bsgk", ds_bgrts, _split_heads(q, g)) * scale
-        dk_bsgk += jnp.pad(dk, later)
+        dqs.append((_merge_heads(dq_btgrk) * logits.scale).astype(q.dtype))
+        others = ((0, 0), (s0, s - s1), (0, 0), (0, 0))  # other keys have no gradient
+        dk = _dot("bgrts,btgrk->bsgk", ds_bgrts, _split_heads(q, g)) * logits.scale
+        dk_bsgk += jnp.pad(dk, others)
         dv = _dot("bgrts,btgrk->bsgk", p_bgrts.astype(do.dtype), do_btgrk)
-        dv_bsgk += jnp.pad(dv, later)
+        dv_bsgk += jnp.pad(dv, others)
     return jnp.concatenate(dqs, 1), dk_bsgk.astype(k_bsgk.dtype), dv_bsgk.astype(v_bsgk.dtype)
 
 
-def _logits(q_bthk, k_bsgk, causal, softcap):
+def _logits(q_bthk, k_bsgk, causal, logits):
     """Scaled, capped and masked logits_bgrts in fp32, and the derivative of the cap.
 
-    The causal mask aligns the last query with the last key.
+    The masks align the last query with the last key.
     """
     t, s = q_bthk.shape[1], k_bsgk.shape[1]
     x = _dot("btgrk,bsgk->bgrts", _split_heads(q_bthk, k_bsgk.shape[2]), k_bsgk)
-    x *= 1 / math.sqrt(q_bthk.shape[-1])
+    x *= logits.scale
     slope = 1.0
-    if softcap:
-        x = jnp.tanh(x / softcap)
+    if logits.softcap:
+        x = jnp.tanh(x / logits.softcap)
         slope = 1 - x * x
-        x = softcap * x
+        x = logits.softcap * x
     if causal:
         row = jax.lax.broadcasted_iota(jnp.int32, (t, s), 0) + (s - t)
-        x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (t, s), 1) <= row, x, -1e30)
+        column = jax.lax.broadcasted_iota(jnp.int32, (t, s), 1)
+        seen = column <= row
+        if logits.window:
+            seen &= column > row - logits.window
+        x = jnp.where(seen, x, -1e30)
     return x, slope
+
+
+def _key_range(t0: int, t1: int, keys: int, causal: bool, logits: Logits) -> tuple[int, int]:
+    """First key that a block of queries attends to, and the one after the last."""
+    first = max(0, t0 + 1 - logits.window) if logits.window else 0
+    return (first, t1) if causal else (0, keys)
 
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -293,16 +395,17 @@ def _blocks(t: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
 
 
-def _cudnn_forward(q, k, v, causal, softcap):
-    assert not softcap  # jax's binding of cuDNN has no softcap
-    return jax_compat.cudnn_attention(q, k, v, causal)
+def _cudnn_forward(q, k, v, causal, logits):
+    assert not logits.softcap  # jax's binding of cuDNN has no softcap
+    return jax_compat.cudnn_attention(q, k, v, causal, logits.scale, logits.window)
 
 
-def _cudnn_backward(q, k, v, o, lse, do, causal, softcap):
-    return jax_compat.cudnn_attention_grad(q, k, v, o, lse, do, causal)
+def _cudnn_backward(q, k, v, o, lse, do, causal, logits):
+    mask = causal, logits.scale, logits.window
+    return jax_compat.cudnn_attention_grad(q, k, v, o, lse, do, *mask)
 
 
-def _split_backward(q, k, v, o, lse, do, causal, softcap):
+def _split_backward(q, k, v, o, lse, do, causal, logits):
     """cuDNN's backward pass once per VALUE_SLICE dims of the values.
 
     do @ v^T, and with it dq and dk, are sums over the dims of the values.
@@ -310,7 +413,7 @@ def _split_backward(q, k, v, o, lse, do, causal, softcap):
     padding = ((0, 0), (0, 0), (0, 0), (0, -v.shape[-1] % VALUE_SLICE))
     slices = lambda x: jnp.split(jnp.pad(x, padding), -(-v.shape[-1] // VALUE_SLICE), -1)
     grads = [
-        _cudnn_backward(q, k, v, o, lse, do, causal, softcap)
+        _cudnn_backward(q, k, v, o, lse, do, causal, logits)
         for v, o, do in zip(slices(v), slices(o), slices(do), strict=True)
     ]
     dq, dk, dv = zip(*grads, strict=True)

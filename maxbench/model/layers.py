@@ -26,7 +26,7 @@ from maxbench.config.model import Model
 from maxbench.model import linear
 from maxbench.model.attention import attend
 from maxbench.model.grad_accumulation import accumulate_into
-from maxbench.sharding import collectives, rules
+from maxbench.sharding import collectives, ordering, rules
 
 ACTS: dict[str, Callable] = {
     "swiglu": jax.nn.silu,
@@ -98,8 +98,8 @@ def matmul(
     names = f"{ins} {outs}".split()
     dims = rules.GemmDims(batch, len(ins.split()) - batch)
     w, own = param(module, name, " ".join(names), std, gemm=None if plain else dims)
-    is_split = "embed" in names and collectives.axis_size("fsdp") > 1
-    fsdp = names.index("embed") if is_split else None
+    split = [i for i, n in enumerate(names) if "fsdp" in rules.RULES[n]]
+    fsdp = split[0] if split and collectives.axis_size("fsdp") > 1 else None
     gemm = linear.MatmulSpec(dims.ins, batch, fsdp=fsdp, **how)
     return linear.linear(x, w, own if sums is None else sums, gemm, order)
 
@@ -107,7 +107,8 @@ def matmul(
 class Linear(nn.Module):
     """x @ w; the logical axes of w are 'ins -> outs': Linear(m, 'heads head_dim -> embed', std).
 
-    `sequence` and `saved` are those of linear.MatmulSpec, `plain` is that of matmul().
+    `sequence` and `saved` are those of linear.MatmulSpec, `plain` is that of matmul(). `bias` names
+    the axes of a bias: all dims of the result but its rows.
     """
 
     model: Model
@@ -116,11 +117,27 @@ class Linear(nn.Module):
     sequence: str = ""
     saved: str = ""
     plain: bool = False
+    bias: str = ""
 
     @nn.compact
     def __call__(self, x, order=linear.UNORDERED):
         how = {"sequence": self.sequence, "saved": self.saved, "plain": self.plain}
-        return matmul(self, x, "w", self.axes, self.std, order=order, **how)
+        y, token = matmul(self, x, "w", self.axes, self.std, order=order, **how)
+        return add_bias(y, param_value(self, "bias", self.bias)) if self.bias else y, token
+
+
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y plus a bias, whose dims are the last ones of y. The bias's gradient is summed in fp32."""
+    return y + bias.astype(y.dtype)
+
+
+def _add_bias_backward(bias, dy):
+    sums_d = _sum_positions(dy.astype(jnp.float32).reshape(-1, bias.size))
+    return dy, sums_d.reshape(bias.shape).astype(bias.dtype)
+
+
+add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)
 
 
 class Norm(nn.Module):
@@ -137,6 +154,18 @@ class Norm(nn.Module):
         bias_d = fp32(param_value(self, "bias", "embed_replicated")) if center else None
         scale_d = scale_d + 1 if center else scale_d
         return normalize(x_btd, scale_d, bias_d, m.norm_eps, self.separate_statistics)
+
+
+class RmsNorm(nn.Module):
+    """RMSNorm over a last dim that is not embed; `axis` is its logical axis."""
+
+    model: Model
+    axis: str
+
+    @nn.compact
+    def __call__(self, x):
+        scale = param_value(self, "scale", self.axis, fill=1.0).astype(jnp.float32)
+        return normalize(x, scale, None, self.model.norm_eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -201,18 +230,42 @@ normalize.defvjp(lambda *args: (normalize(*args), args[:3]), _normalize_backward
 def rope_angles(m: Model, position_t: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
     """cos and sin of RoPE (arXiv:2104.09864) at each position, [t, rotated dims / 2], fp32.
 
-    With rope_factor != 1, Llama 3.1's scaling: wavelengths longer than rope_context / rope_low are
-    multiplied by rope_factor, those shorter than rope_context / rope_high are unchanged, and
-    frequencies between are interpolated linearly.
+    With rope_factor != 1, low frequencies are divided by it and high ones are unchanged:
+
+      llama3  wavelengths longer than rope_context / rope_low are low, those shorter than
+              rope_context / rope_high are high; frequencies between are interpolated linearly.
+      yarn    (arXiv:2309.00071) frequencies with at most rope_beta_slow periods in rope_context are
+              low, those with at least rope_beta_fast are high; between, the interpolation is linear
+              in the index of the dim. cos and sin are multiplied by 0.1 ln(rope_factor) + 1, unless
+              rope_mscale is set, which Model.logit_scale has.
     """
-    dims = int(m.head_dim * m.rope_fraction)
-    freq = m.rope_base ** (-np.arange(0, dims, 2) / dims)
+    freq, scale = m.rope_base ** (-np.arange(0, m.rope_dims, 2) / m.rope_dims), 1.0
     if m.rope_factor != 1:
-        periods = m.rope_context * freq / (2 * np.pi)  # in the original context
-        mix = np.clip((periods - m.rope_low) / (m.rope_high - m.rope_low), 0, 1)
+        if m.rope_scaling == "yarn":
+            mix = _yarn_mix(m)
+            scale = 1.0 if m.rope_mscale else 0.1 * math.log(m.rope_factor) + 1
+        else:
+            periods = m.rope_context * freq / (2 * np.pi)  # in the original context
+            mix = np.clip((periods - m.rope_low) / (m.rope_high - m.rope_low), 0, 1)
         freq *= mix + (1 - mix) / m.rope_factor
     angle_tk = jnp.asarray(position_t, jnp.float32)[:, None] * jnp.asarray(freq, jnp.float32)
-    return jnp.cos(angle_tk), jnp.sin(angle_tk)
+    cos_tk, sin_tk = jnp.cos(angle_tk), jnp.sin(angle_tk)
+    return (cos_tk, sin_tk) if scale == 1 else (cos_tk * scale, sin_tk * scale)
+
+
+def _yarn_mix(m: Model) -> np.ndarray:
+    """1 for unscaled frequencies, 0 for scaled ones, and a ramp between."""
+
+    def index(periods):  # of the frequency with so many periods in the original context
+        wavelength = m.rope_context / periods
+        return m.rope_dims * math.log(wavelength / (2 * math.pi)) / (2 * math.log(m.rope_base))
+
+    first, last = index(m.rope_beta_fast), index(m.rope_beta_slow)
+    if m.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, m.rope_dims - 1)
+    last += 0.001 * (first == last)  # a step
+    return 1 - np.clip((np.arange(m.rope_dims // 2) - first) / (last - first), 0, 1)
 
 
 def rotate(x_bthk: jax.Array, cos_tk: jax.Array, sin_tk: jax.Array) -> jax.Array:
@@ -242,19 +295,89 @@ class Attention(nn.Module):
     def __call__(self, x_bud, rope, orders):
         m = self.model
         equal = m.value_width == m.head_dim
-        axes = "embed -> kv_heads " + ("qkv head_dim" if equal else "group_width")
-        qkv, qkv_token = Linear(m, axes, m.init_std, "gather", name="qkv")(
+        outs = "kv_heads " + ("qkv head_dim" if equal else "group_width")
+        bias = outs if m.attention_bias else ""
+        qkv, qkv_token = Linear(m, f"embed -> {outs}", m.init_std, "gather", bias=bias, name="qkv")(
             seq_major(x_bud), orders["qkv"]
         )
         q_btgrk, k_btgk, v_btgk = split_qkv(m, seq_major(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
-        q_bthk = checkpoint_name(rotate(q_bthk, *rope), "query")
-        k_btgk = checkpoint_name(rotate(k_btgk, *rope), "key")
+        if m.qk_norm:
+            # Saved before the norm, whose backward pass reads it.
+            q_bthk, k_btgk = checkpoint_name(q_bthk, "query"), checkpoint_name(k_btgk, "key")
+            q_bthk = rotate(RmsNorm(m, "head_dim", name="q_norm")(q_bthk), *rope)
+            k_btgk = rotate(RmsNorm(m, "head_dim", name="k_norm")(k_btgk), *rope)
+        else:
+            q_bthk = checkpoint_name(rotate(q_bthk, *rope), "query")
+            k_btgk = checkpoint_name(rotate(k_btgk, *rope), "key")
         v_btgk = checkpoint_name(v_btgk, "value")
-        o_bthk = attend(q_bthk, k_btgk, v_btgk, kind=self.kind, softcap=m.softcap)
-        out = Linear(m, "heads value_width -> embed", out_std(m), "scatter", name="out")
-        y_ubd, out_token = out(seq_major(o_bthk), orders["out"])
-        return checkpoint_name(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
+        o_bthk = attention(self, q_bthk, k_btgk, v_btgk)
+        return attention_output(self, o_bthk, qkv_token, orders)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1).
+
+    One down-projection gives the latent of queries, that of keys and values, and the dims of keys
+    that RoPE rotates, which all heads share. It reads this GPU's part of the sequence; then the
+    latents, normalized, are all-gathered over tp, and up-projections compute this GPU's heads.
+    """
+
+    model: Model
+    kind: str
+
+    @nn.compact
+    def __call__(self, x_bud, rope, orders):
+        m = self.model
+        bias = "latents" if m.attention_bias else ""
+        down = Linear(m, "embed -> latents", m.init_std, bias=bias, name="qkv")
+        latents_ubc, qkv_token = down(seq_major(x_bud), orders["qkv"])
+        q, kv, k = self._split(checkpoint_name(latents_ubc, "latent"))
+        q = RmsNorm(m, "q_rank_replicated", name="q_norm")(q)
+        kv = RmsNorm(m, "kv_rank_replicated", name="kv_norm")(kv)
+        latents_ubc = jnp.concatenate([q, kv, k], -1)
+        q, kv, k = self._split(_all_gather_latents(latents_ubc, orders["qkv"].wait_for))
+        up = lambda axes, name: Linear(m, axes, m.init_std, name=name)
+        q_tbhk, _ = up("q_rank -> heads head_dim", "q_up")(q)
+        kv_tbhk, _ = up("kv_rank -> heads kv_up_width", "kv_up")(kv)
+        plain = m.head_dim - m.rope_head_dim  # dims that RoPE does not rotate
+        k_bthk, v_bthk = jnp.split(seq_major(kv_tbhk), (plain,), -1)
+        k_bthk, v_bthk = checkpoint_name(k_bthk, "key"), checkpoint_name(v_bthk, "value")
+        shared_bthk = rotate(seq_major(k)[:, :, None], *rope)
+        shared_bthk = jnp.broadcast_to(shared_bthk, (*k_bthk.shape[:-1], m.rope_head_dim))
+        q_bthk, rotated_bthk = jnp.split(seq_major(q_tbhk), (plain,), -1)
+        q_bthk = jnp.concatenate([q_bthk, rotate(rotated_bthk, *rope)], -1)
+        k_bthk = jnp.concatenate([k_bthk, shared_bthk], -1)
+        o_bthk = attention(self, checkpoint_name(q_bthk, "query"), k_bthk, v_bthk)
+        return attention_output(self, o_bthk, qkv_token, orders)
+
+    def _split(self, latents):
+        m = self.model
+        return jnp.split(latents, (m.q_rank, m.q_rank + m.kv_rank), -1)
+
+
+def _all_gather_latents(latents_ubc: jax.Array, wait_for: jax.Array | None) -> jax.Array:
+    """latents_tbc, used only after wait_for[0]; its cotangent is that of the GEMM (CommOrder)."""
+    t = None if wait_for is None else jax.lax.stop_gradient(wait_for[0])
+    return ordering.all_gather_after(latents_ubc, "tp", 0, t)
+
+
+def attention(module: Any, q_bthk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array) -> jax.Array:
+    """o_bthk, as the Model says; declares the sinks."""
+    m = module.model
+    sinks_h = param_value(module, "sinks", "heads", m.init_std) if m.sinks else None
+    mask = {"softcap": m.softcap, "scale": m.logit_scale, "window": m.window}
+    return attend(q_bthk, k_btgk, v_btgk, sinks_h, kind=module.kind, **mask)
+
+
+def attention_output(module: Any, o_bthk: jax.Array, qkv_token: Any, orders: Any) -> Any:
+    """The output projection: y_bud, and the tokens of the sublayer's GEMMs by name."""
+    m = module.model
+    bias = "embed_replicated" if m.attention_bias else ""
+    how = {"sequence": "scatter", "bias": bias, "name": "out"}
+    out = Linear(m, "heads value_width -> embed", out_std(m), **how)
+    y_ubd, out_token = out(seq_major(o_bthk), orders["out"])
+    return checkpoint_name(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
 
 
 def split_qkv(m: Model, qkv: Any) -> Any:

@@ -26,7 +26,15 @@ from maxbench.model import layer_stack
 from maxbench.model.experts import Moe
 from maxbench.model.grad_accumulation import accumulate_into
 from maxbench.model.layer_stack import SUBLAYERS, Stacks, part_of
-from maxbench.model.layers import Attention, Embed, Head, Mlp, Norm, rope_angles
+from maxbench.model.layers import (
+    Attention,
+    Embed,
+    Head,
+    LatentAttention,
+    Mlp,
+    Norm,
+    rope_angles,
+)
 from maxbench.model.linear import CommOrder, no_comm
 from maxbench.model.loss import cross_entropy
 from maxbench.sharding import mesh, ordering, rules
@@ -80,7 +88,8 @@ class Block(nn.Module):
             }
             y_bud = Norm(m, self.separate_statistics, name=f"{sublayer}_norm")(x_bud)
             if sublayer == "attn":
-                attend = Attention(m, self.attention, name="attn")
+                kind = LatentAttention if m.kv_rank else Attention
+                attend = kind(m, self.attention, name="attn")
                 y_bud, tokens = attend(y_bud, rope, orders)
             else:
                 mlp = (Moe if m.experts else Mlp)(m, name="mlp")

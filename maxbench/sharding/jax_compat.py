@@ -6,7 +6,6 @@ Importing this module needs no jax: preflight checks compiler options without it
 
 import functools
 import inspect
-import math
 from importlib import metadata
 from typing import Any
 
@@ -43,7 +42,7 @@ def collective_kernels_off() -> dict[str, object]:
     return {"xla_gpu_experimental_use_collective_kernels": ""}
 
 
-def cudnn_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
+def cudnn_attention(q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0) -> Any:
     """cuDNN's flash attention.
 
     jax.nn.dot_product_attention is the same kernel by a public name, but its VJP takes no
@@ -51,18 +50,22 @@ def cudnn_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
     Args:
       q, k, v: [b, t, h, k], [b, s, g, k], [b, s, g, k of the values].
+      scale: of the products of queries and keys.
+      window: tokens that a query attends to, itself included; needs causal. 0 is all before it.
 
     Returns:
       The output [b, t, h, k of the values], and the logsumexp [b, h, t] in fp32.
     """
     primitive = _cudnn()._dot_product_attention_fwd_p_wrapper
-    return _bind_attention(primitive, q, k, v, causal, is_training=True)
+    return _bind_attention(primitive, q, k, v, (causal, scale, window), is_training=True)
 
 
-def cudnn_attention_grad(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool) -> Any:
+def cudnn_attention_grad(
+    q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0
+) -> Any:
     """Gradients of q, k and v, from the output o, its gradient do, and the logsumexp."""
     primitive = _cudnn()._dot_product_attention_bwd_p_wrapper
-    return _bind_attention(primitive, q, k, v, causal, lse, o, do)
+    return _bind_attention(primitive, q, k, v, (causal, scale, window), lse, o, do)
 
 
 def _cudnn():
@@ -71,19 +74,19 @@ def _cudnn():
     return fused_attention_stablehlo
 
 
-def _bind_attention(primitive, q, k, v, causal: bool, *saved, **options) -> tuple:
+def _bind_attention(primitive, q, k, v, logits: tuple, *saved, **options) -> tuple:
     """Binds a primitive without bias, lengths, offsets and page tables."""
     import jax.numpy as jnp
 
-    cudnn = _cudnn()
+    cudnn, (causal, scale, window) = _cudnn(), logits
     options |= {
         "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         "layout": cudnn.AttentionLayout.BTNH.value,
-        "scale": 1 / math.sqrt(q.shape[-1]),
+        "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "sliding_window_length": None,
+        "sliding_window_length": window or None,
     }
     if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:
         options["score_mod"] = None  # required since jax 0.12

@@ -29,6 +29,8 @@ BLOCK = max(f.multiple for f in FORMATS.values())  # preferred multiple of a sha
 RULES = {
     "layers": ("pp",),
     "embed": ("fsdp",),
+    "q_rank": ("fsdp",),
+    "kv_rank": ("fsdp",),
     "experts": ("ep",),
     "heads": ("tp",),
     "kv_heads": ("tp",),
@@ -42,8 +44,12 @@ RULES = {
     "head_dim": (),
     "value_width": (),
     "group_width": (),
+    "latents": (),
+    "kv_up_width": (),
     "mlp_inputs": (),
     "embed_replicated": (),
+    "q_rank_replicated": (),
+    "kv_rank_replicated": (),
     "experts_replicated": (),
 }
 

@@ -32,12 +32,12 @@ def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
 def transform(run: Run) -> optax.GradientTransformation:
     """AdamW: clipping by global norm, Adam, decoupled weight decay, learning rate.
 
-    Moments have the dtypes of the tree that is passed to init and update. Weight decay skips norms
-    and biases unless optim.decay_norms.
+    Moments have the dtypes of the tree that is passed to init and update. Weight decay skips norms,
+    biases and sinks unless optim.decay_norms.
     """
     o = run.optim
     name = lambda path: jax.tree_util.keystr(path[-1:], simple=True)
-    decays = lambda path, _: o.decay_norms or not name(path).endswith(("scale", "bias"))
+    decays = lambda path, _: o.decay_norms or not name(path).endswith(("scale", "bias", "sinks"))
     decayed = lambda w: jax.tree_util.tree_map_with_path(decays, w)
     return optax.chain(
         optax.clip_by_global_norm(o.clip),

@@ -9,6 +9,10 @@ from tests.conftest import resolve, train_command
 LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
 MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
 MXFP8 += ["--config.precision.scaling=mxfp8"]
+TOY = f"{LLAMA}:tiny"
+YARN = ["--config.model.rope_scaling=yarn", "--config.model.rope_factor=8"]
+WINDOW = ["--config.model.window=16"]
+LATENT = [f"--config.model.{name}" for name in ("q_rank=32", "kv_rank=32", "rope_head_dim=8")]
 BAD = {
     "unknown flag": (["--config", LLAMA, "--fsdq", "8"], ["'fsdq'", "did you mean --fsdp"]),
     "no config": ([], ["--config is missing", "--config llama31_8b:tiny"]),
@@ -139,6 +143,49 @@ BAD = {
     "rope low": (
         ["--config", LLAMA, "--config.model.rope_factor=8", "--config.model.rope_low=4"],
         ["rope_low=4.0 must be below model.rope_high=4.0"],
+    ),
+    "beta": (
+        ["--config", TOY, *YARN, "--config.model.rope_beta_slow=40"],
+        ["rope_beta_slow=40.0 must be below model.rope_beta_fast=32.0"],
+    ),
+    "yarn shortens": (
+        ["--config", TOY, *YARN, "--config.model.rope_factor=0.5"],
+        ["model.rope_factor=0.5 shortens the context", "above 1"],
+    ),
+    "window over cp": (
+        ["--config", TOY, *WINDOW, "--cp", "4", "--seq", "64"],
+        ["model.window=16 reaches over more than", "cp of at most 2, or a window of at most 9"],
+    ),
+    "one latent": (
+        ["--config", TOY, "--config.model.q_rank=32"],
+        ["model.kv_rank=0: latent attention needs all of q_rank, kv_rank, rope_head_dim"],
+    ),
+    "latent kv heads": (
+        ["--config", TOY, *LATENT],
+        ["model.kv_heads=4: latent attention", "use kv_heads=8"],
+    ),
+    "latent rope dims": (
+        ["--config", TOY, *LATENT, "--config.model.rope_head_dim=16"],
+        ["model.rope_head_dim=16 must be an even number of dims below model.head_dim=16"],
+    ),
+    "latent qk norm": (
+        ["--config", TOY, *LATENT, "--config.model.kv_heads=8", "--config.model.qk_norm=true"],
+        ["model.qk_norm=True: latent attention", "leave qk_norm out"],
+    ),
+    "latent rope fraction": (
+        [
+            *("--config", TOY, *LATENT, "--config.model.kv_heads=8"),
+            "--config.model.rope_fraction=0.5",
+        ],
+        ["model.rope_fraction=0.5: latent attention rotates model.rope_head_dim=8"],
+    ),
+    "latent tp": (
+        ["--config", TOY, *LATENT, "--config.model.kv_heads=8", "--tp", "16"],
+        ["tp=16 does not divide model.heads=8", "tp that works: 1, 2, 4, 8"],
+    ),
+    "latent fsdp": (
+        ["--config", TOY, *LATENT, "--config.model.kv_heads=8", "--fsdp", "64"],
+        ["fsdp=64 does not divide model.q_rank=32"],
     ),
     "output": (["--config", LLAMA, "--output_dir", "/proc/none"], ["output_dir='/proc/none'"]),
 }

@@ -1,4 +1,5 @@
-"""Attention: the XLA kernel against the formula, the choice of kernel, and cuDNN's limits."""
+"""Attention: the XLA kernel against the formula, over cp too, the choice of kernel, and cuDNN's
+limits."""
 
 import dataclasses
 import types
@@ -7,34 +8,103 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from maxbench.config.errors import UserError
+from maxbench.config.run import Layout
 from maxbench.cost_model import aot, hlo
 from maxbench.model import attention
+from maxbench.sharding import mesh
 from tests.conftest import resolve
 
 
-def attention_formula(q_bthk, k_bsgk, v_bsgk, softcap):
+def attention_formula(q_bthk, k_bsgk, v_bsgk, sinks_h, softcap=0.0, window=0, scale=0.0):
+    """With a [seq, seq] mask, and a sink as one more key whose value is 0."""
     r = q_bthk.shape[2] // k_bsgk.shape[2]
     k, v = (jnp.repeat(x, r, 2) for x in (k_bsgk, v_bsgk))
-    x = jnp.einsum("bthk,bshk->bhts", q_bthk, k) / np.sqrt(q_bthk.shape[-1])
+    x = jnp.einsum("bthk,bshk->bhts", q_bthk, k) * (scale or q_bthk.shape[-1] ** -0.5)
     x = softcap * jnp.tanh(x / softcap) if softcap else x
-    x = jnp.where(np.tri(x.shape[-1], dtype=bool), x, -jnp.inf)
-    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(x), v)
+    seen = np.tri(x.shape[-1], dtype=bool)
+    seen &= ~np.tri(x.shape[-1], k=-window, dtype=bool) if window else True
+    x = jnp.where(seen, x, -jnp.inf)
+    if sinks_h is not None:
+        sinks = jnp.broadcast_to(sinks_h[:, None, None], (*x.shape[:-1], 1))
+        x = jnp.concatenate([x, sinks], -1)
+    p = jax.nn.softmax(x)[..., : k.shape[1]]
+    return jnp.einsum("bhts,bshk->bthk", p, v)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("seq", [8, attention.BLOCK + 40])
-def test_xla_attention_and_its_gradient_equal_the_formula(seq, softcap):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (
-        jax.random.normal(key, (2, seq, h, 8)) for key, h in zip(keys, (4, 2, 2), strict=True)
-    )
-    weigh = jax.random.normal(jax.random.key(1), q.shape)
-    blockwise = lambda *x: jnp.sum(weigh * attention.attend(*x, kind="xla", softcap=softcap))
-    formula = lambda *x: jnp.sum(weigh * attention_formula(*x, softcap))
-    both = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v) for f in (blockwise, formula))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-4), *both)
+def assert_attention_equals_the_formula(seq, widths, sinks, options, cp=1):
+    """Output and gradients within 1e-5 of the largest, in fp32; over cp as one shard_map."""
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    shapes = [(2, seq, h, width) for h, width in zip((4, 2, 2), widths, strict=True)]
+    args = *(draw(*shape) for shape in shapes), draw(4) if sinks else None
+    weigh = draw(2, seq, 4, widths[2])
+    chunks = np.split(np.arange(seq), 2 * cp)  # those of mesh.token_positions()
+    order = np.concatenate([np.r_[chunks[i], chunks[-1 - i]] for i in range(cp)])
+
+    def over_cp(*args):
+        attend = jax.shard_map(
+            lambda *x: attention.attend(*x, kind="xla", **options),
+            mesh=mesh.make_mesh(Layout(cp=cp)),
+            in_specs=(*(P(None, "cp"),) * 3, P()),
+            out_specs=P(None, "cp"),
+            check_vma=False,
+        )
+        return attend(*(x[:, order] for x in args[:3]), args[3])[:, np.argsort(order)]
+
+    def outputs(attend):
+        def weighted(*args):
+            o = attend(*args)
+            return jnp.sum(weigh * o), o
+
+        return jax.jit(jax.grad(weighted, range(3 + sinks), has_aux=True))(*args)
+
+    single = lambda *x: attention.attend(*x, kind="xla", **options)
+    formula = lambda *x: attention_formula(*x, **options)
+    largest = lambda x: float(jnp.abs(x).max()) or 1.0  # one key has no gradient
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest(b))
+    jax.tree.map(close, outputs(over_cp if cp > 1 else single), outputs(formula))
+
+
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.7},
+    "window": {"window": 5},
+    "window 1": {"window": 1},
+    "window of two blocks": {"window": attention.BLOCK + 9},
+    "softcap and window": {"softcap": 2.0, "window": 7, "scale": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_xla_attention_and_its_gradient_equal_the_formula(name):
+    sinks = name in ("plain", "window", "softcap and window")
+    options = OPTIONS[name]
+    assert_attention_equals_the_formula(2 * attention.BLOCK + 40, (8, 8, 8), sinks, options)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_short_attention_and_its_gradient_equal_the_formula(sinks):
+    assert_attention_equals_the_formula(8, (8, 8, 8), sinks, {})
+
+
+@pytest.mark.parametrize(
+    ("cp", "sinks", "options"),
+    [
+        (2, True, {}),
+        (4, True, {"softcap": 2.0}),
+        (2, True, {"window": 5}),
+        (4, False, {"window": 9}),  # a chunk and one token
+        (4, True, {"window": 1, "scale": 0.2}),
+        (4, True, {"window": 64}),  # the whole sequence: a ring
+    ],
+    ids=str,
+)
+def test_attention_over_cp_equals_the_formula(cp, sinks, options):
+    assert_attention_equals_the_formula(64, (12, 12, 8), sinks, options, cp)
 
 
 # Widths of keys and values. Each GPU supports the first `supported` of them.
@@ -85,7 +155,8 @@ def test_backward_pass_by_slices_of_values_equals_the_whole(monkeypatch):
 
     @jax.jit
     def both(*qkv):
-        rest = *forward(*qkv, True, 0.0), do, True, 0.0
+        logits = attention.Logits(192**-0.5)
+        rest = *forward(*qkv, True, logits), do, True, logits
         return attention.KERNELS["cudnn_split"][1](*qkv, *rest), backward(*qkv, *rest)
 
     monkeypatch.setattr(attention, "_cudnn_backward", one_slice)

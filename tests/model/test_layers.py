@@ -1,5 +1,6 @@
 """Norms and activations, and their gradients, against the formulas."""
 
+import math
 import types
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxbench.config.model import Model
 from maxbench.model import layers
 
 
@@ -54,3 +56,34 @@ def test_activation_and_its_gradient_equal_the_formula(act, mlp_inputs, dtype):
     assert h.dtype == dup.dtype == dtype
     np.testing.assert_allclose(h.astype(jnp.float32), expected, rtol=1e-2, atol=1e-5)
     np.testing.assert_allclose(dup.astype(jnp.float32), expected_dup, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("mscale", [0.0, 1.0])
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize(("base", "fast"), [(150_000.0, 32.0), (5e4, 1.0)])
+def test_yarn_equals_its_definition(base, fast, truncate, mscale):
+    """Dim by dim, from the paper's equations 17 to 22 as DeepSeek and gpt-oss use them."""
+    factor, context, dims = 32.0, 4096, 64
+    yarn = dict(rope_scaling="yarn", rope_factor=factor, rope_context=context, rope_base=base)
+    m = Model(
+        name="a", size="b", layers=1, embed=64, heads=1, kv_heads=1, head_dim=dims, mlp=8, vocab=8,
+        rope_beta_fast=fast, rope_truncate=truncate, rope_mscale=mscale, **yarn,
+    )  # fmt: skip
+    position = np.array([0, 1, 77, 5000])
+
+    def limit(periods, rounded):
+        x = dims * math.log(context / (2 * math.pi * periods)) / (2 * math.log(base))
+        return rounded(x) if truncate else x
+
+    low, high = limit(fast, math.floor), limit(1, math.ceil)
+    for i in range(dims // 2):
+        freq = base ** (-2 * i / dims)
+        scaled = float(i > low) if low == high else min(max((i - low) / (high - low), 0), 1)
+        angle = position * (freq * (1 - scaled) + freq / factor * scaled)
+        a = 1.0 if mscale else 0.1 * math.log(factor) + 1
+        cos, sin = (x[:, i] for x in layers.rope_angles(m, position))
+        np.testing.assert_allclose(cos, a * np.cos(angle), atol=2e-3)
+        np.testing.assert_allclose(sin, a * np.sin(angle), atol=2e-3)
+        np.testing.assert_allclose(cos[:3], a * np.cos(angle)[:3], atol=2e-5)
+    logits = (0.1 * mscale * math.log(factor) + 1) ** 2 / math.sqrt(dims)
+    assert m.logit_scale == pytest.approx(logits)

@@ -56,6 +56,30 @@ FAMILIES = {
             "model.value_dim": 16,
         },
     ),
+    # QK norm, biases, sinks, a window (of a chunk and one token over cp 4), and YaRN.
+    "window": (
+        "llama31_405b",
+        {
+            "model.qk_norm": True,
+            "model.attention_bias": True,
+            "model.sinks": True,
+            "model.window": 5,
+            "model.rope_scaling": "yarn",
+            "model.rope_context": 16,
+        },
+    ),
+    "latent": (
+        "llama31_405b",
+        {
+            "model.kv_heads": 8,
+            "model.q_rank": 48,
+            "model.kv_rank": 32,
+            "model.rope_head_dim": 8,
+            "model.value_dim": 12,
+            "model.rope_scaling": "yarn",
+            "model.rope_mscale": 1.0,
+        },
+    ),
 }
 GBS, SEQ = 8, 32
 exhaustive = pytest.mark.exhaustive
@@ -71,6 +95,12 @@ CASES = [
     pytest.param("llama", dict(pp=2, dp=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("llama", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1), marks=exhaustive),
     pytest.param("nemotron", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
+    ("window", dict(dp=2, cp=2, tp=2)),
+    pytest.param("window", dict(fsdp=2, cp=4), marks=exhaustive),
+    pytest.param("window", dict(pp=2, cp=2, tp=2, mbs=1), marks=exhaustive),
+    ("latent", dict(fsdp=2, cp=2, tp=2)),
+    pytest.param("latent", dict(pp=2, dp=2, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("latent", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1), marks=exhaustive),
     ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
     pytest.param("grok", dict(ep=2, fsdp=2, dp=2), marks=exhaustive),
     pytest.param("gpt_oss", dict(ep=2, tp=2, fsdp=2), marks=exhaustive),
