@@ -12,7 +12,7 @@ numa_nodes() {
 }
 
 prefix=()
-tasks=${MB_TASKS_PER_NODE:-1} local_id=${SLURM_LOCALID:-0}
+tasks=${MB_TASKS_PER_NODE:-1} local_id=${MB_LOCAL_PROCESS:-${SLURM_LOCALID:-0}}
 if [[ "${MB_BIND:-}" == numa ]] && ((tasks > 1)) && command -v numactl >/dev/null; then
   count=$(numa_nodes)
   if ((count > 1)); then
@@ -26,10 +26,10 @@ if [[ "$local_id" == 0 && -n "${MB_FOLDER:-}" && "${MB_PROFILE:-}" == "" ]] &&
   command -v nvidia-smi >/dev/null; then
   nvidia-smi --query-gpu=timestamp,index,power.draw,temperature.gpu,clocks.sm \
     --format=csv,noheader,nounits -l 5 \
-    >"$MB_FOLDER/gpu-${SLURMD_NODENAME:-$(uname -n)}.csv" 2>/dev/null </dev/null &
+    >"$MB_FOLDER/gpu-${MB_NODE_NAME:-${SLURMD_NODENAME:-$(uname -n)}}.csv" 2>/dev/null </dev/null &
 fi
 
-rank=${SLURM_PROCID:-0}
+rank=${MB_PROCESS:-${SLURM_PROCID:-0}}
 if [[ "${MB_PROFILE:-}" == nsys && ",$MB_PROFILE_RANKS," == *",$rank,"* ]]; then
   if ! command -v nsys >/dev/null; then
     echo "task.sh: error: nsys is not on PATH of $(uname -n): install Nsight Systems there, use a" \
@@ -43,7 +43,7 @@ if [[ "${MB_PROFILE:-}" == nsys && ",$MB_PROFILE_RANKS," == *",$rank,"* ]]; then
     options+=(--gpu-metrics-device=all)
   fi
   prefix+=(nsys profile
-    "--output=$MB_FOLDER/nsys_profile/${MB_NSYS_NAME}_${SLURM_JOB_ID:-0}_node${SLURM_NODEID:-0}_rank$rank"
+    "--output=$MB_FOLDER/nsys_profile/${MB_NSYS_NAME}_${MB_JOB:-${SLURM_JOB_ID:-0}}_node${MB_NODE_INDEX:-${SLURM_NODEID:-0}}_rank$rank"
     "${options[@]}")
 fi
 exec ${prefix[@]+"${prefix[@]}"} "$@"

@@ -9,7 +9,8 @@ from maxbench.launch import job_status
 def main(argv: Sequence[str]) -> int:
     """Prints a line per job, newest first; returns the exit code."""
     _, *places = command_line.parse_flags(commands.define("jobs"), argv)
-    heads, rows = job_status.HEADS, job_status.table(job_status.folders(places))
+    folders = job_status.refresh(job_status.folders(places))
+    heads, rows = job_status.HEADS, job_status.table(folders)
     width = console.terminal_width()
     print("\n".join(console.table(heads, rows, text=range(len(heads)), width=width)))
     return 0

@@ -12,14 +12,14 @@ from absl import flags
 from maxbench.config import command_line, commands, console, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.launch import jobs, runai, slurm
+from maxbench.launch import hosts, jobs, kubernetes, runai, slurm
 from maxbench.launch.job_file import resolve_jobs
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, JobConfig
 from maxbench.preflight import xla_flags
 
 # CLUSTER_TYPE -> scheduler module, with dry_run(configs), the text that would be submitted, and
 # submit(configs, wait, suite), which returns an exit code; suite is a name or ''.
-SCHEDULERS = {"slurm": slurm, "runai": runai}
+SCHEDULERS = {"slurm": slurm, "kubernetes": kubernetes, "runai": runai, "hosts": hosts}
 HELP = """\
 Checks the variables of launch.sh, writes the job scripts and submits them.
 
@@ -39,7 +39,7 @@ are refused):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 submitted, or that of sbatch.
+    """Returns the exit code: 0 submitted, that of sbatch, or with --wait 1 if a job failed.
 
     Raises:
       UserError: invalid variables or flags.

@@ -23,18 +23,19 @@ def make_folder(run: Run) -> int:
     return new_folder(pathlib.Path(run.output.dir), run.name)[1]
 
 
-def new_folder(out: pathlib.Path, name: str) -> tuple[pathlib.Path, int]:
+def new_folder(out: pathlib.Path, name: str, step: int = 1) -> tuple[pathlib.Path, int]:
     """Creates experiments/<name>/<name>_<timestamp> in `out`; returns the folder and its timestamp.
 
-    The timestamp is the time in seconds, or the first later one without a folder.
+    The timestamp is the time in seconds, rounded down to a multiple of `step`, or the first later
+    multiple without a folder.
     """
-    stamp = int(time.time())
+    stamp = int(time.time()) // step * step
     while True:
         folder = out / "experiments" / name / f"{name}_{stamp}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            stamp += 1
+            stamp += step
         else:
             return folder, stamp
     raise AssertionError("unreachable")

@@ -1,4 +1,7 @@
-"""Writes cluster.toml under STAGE_PATH, from what Slurm reports; asks for what it does not."""
+"""Writes cluster.toml under STAGE_PATH, from what Slurm reports; asks for what it does not.
+
+cluster_kubernetes.py and cluster_hosts.py do so for clusters without Slurm.
+"""
 
 import collections
 import getpass
@@ -24,7 +27,7 @@ FIELD = re.compile(r"(\w+)=(\S*)")
 GPU_GRES = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)")
 # Variables that setup.sh or a user adds; they are not detected.
 ADDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS")
-Ask = Callable[[str, Mapping[str, str]], str]  # variable, {choice: its meaning}
+Ask = Callable[[str, Mapping[str, str]], str]  # variable, {choice: its meaning}; {} = any text
 
 
 class Kind(NamedTuple):
@@ -49,6 +52,7 @@ def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
     if not shutil.which("scontrol"):
         raise UserError(
             "scontrol is not on PATH: run this on a login node of the cluster (module load slurm?)"
+            ", or set CLUSTER_TYPE to kubernetes, runai or hosts"
         )
     found: collections.Counter[Kind] = collections.Counter()
     lines, why = _run("scontrol", "show", "nodes", "--oneliner")
@@ -84,34 +88,80 @@ def _run(*command: str) -> tuple[list[str], str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()], ""
 
 
-def detect(
-    env: Mapping[str, str],
-    kinds: Mapping[Kind, int],
-    ask: Ask,
-    gpu_types: GpuTypes = GPU_TYPES,
-) -> dict[str, str]:
-    """Variables of the cluster.
+class Answers:
+    """Values of variables: from the environment, the only choice, or an answer.
 
     Args:
       env: its variables are taken unchanged.
-      kinds: nodes().
       ask: called for a variable with several possible values, or without a known one.
+      ask_optional: the same for a variable that may stay empty.
+
+    Attributes:
+      found: the variables with a value.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        ask: Ask,
+        ask_optional: Ask | None = None,
+        gpu_types: GpuTypes = GPU_TYPES,
+    ):
+        self.env, self.ask, self.ask_optional = env, ask, ask_optional or ask
+        self.gpu_types = gpu_types
+        self.found = {n: text for n in ADDED if (text := job_file.env_value(env, n))}
+
+    def of_env(self, name: str) -> str:
+        """A variable's value in the environment, or ''."""
+        return job_file.env_value(self.env, name)
+
+    def resolve(
+        self,
+        name: str,
+        choices: Mapping[str, str],
+        detected: str = "",
+        needed: bool = False,
+        optional: bool = False,
+    ) -> str:
+        """Sets a variable, and returns its value or ''.
+
+        Args:
+          choices: possible values and their meanings; the only one is taken.
+          detected: taken if the environment has no value.
+          needed: ask for any text if there is no choice.
+          optional: ask even for the only choice, and accept no answer.
+
+        Raises:
+          UserError: the value is invalid.
+        """
+        value = self.of_env(name) or detected
+        if not value and optional:
+            value = self.ask_optional(name, choices)
+        elif not value and (len(choices) > 1 or (needed and not choices)):
+            value = self.ask(name, choices)
+        elif not value:
+            value = next(iter(choices), "")
+        if value:
+            v = variables.VARIABLES[name]
+            self.found[name] = variables.checked(name, value, v, self.gpu_types)
+        return self.found.get(name, "")
+
+
+def detect(kinds: Mapping[Kind, int], answers: Answers) -> dict[str, str]:
+    """Variables of a Slurm cluster.
+
+    Args:
+      kinds: nodes().
 
     Raises:
-      UserError: a variable of env is invalid.
+      UserError: a variable of the environment is invalid.
     """
-    found = {n: text for n in ADDED if (text := job_file.env_value(env, n))}
+    env, gpu_types = answers.env, answers.gpu_types
     in_job = bool(env.get("SLURM_JOB_ID"))
     here = environment.query_nvidia_smi("name") if in_job else []
 
     def resolve(name: str, of_this_job: str, choices: Mapping[str, str]) -> str:
-        """Sets a variable from the environment, this job, the only choice, or by asking."""
-        value = job_file.env_value(env, name) or (of_this_job if in_job else "")
-        if not value:
-            value = ask(name, choices) if len(choices) > 1 else next(iter(choices), "")
-        if value:
-            found[name] = variables.checked(name, value, variables.VARIABLES[name], gpu_types)
-        return found.get(name, "")
+        return answers.resolve(name, choices, of_this_job if in_job else "")
 
     with_gpus = {kind: n for kind, n in kinds.items() if kind.gpus} or kinds
     partitions = collections.defaultdict(list)
@@ -133,7 +183,7 @@ def detect(
     resolve("SBATCH_ACCOUNT", env.get("SLURM_JOB_ACCOUNT", ""), accounts())
     if shutil.which("sbatch"):
         resolve("SEGMENT", "", {str(slurm.sbatch_supports("--segment")).lower(): ""})
-    return found
+    return answers.found
 
 
 def write(file: pathlib.Path, values: Mapping[str, str]) -> None:

@@ -8,14 +8,13 @@ no command line.
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 
 from maxbench.config.errors import UserError
-from maxbench.launch.jobs import command, environment, job_kinds
+from maxbench.launch.jobs import command, environment, job_kinds, short_name
 from maxbench.launch.variables import SECRETS, VARIABLES, JobConfig
 
 NEEDED = ("RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR")
@@ -40,7 +39,7 @@ def submissions(s: JobConfig) -> list[list[str]]:
         )
     commands = []
     for kind in job_kinds(s):
-        words = ["runai", "training", "pytorch", "submit", workload_name(s, kind)]
+        words = ["runai", "training", "pytorch", "submit", short_name(s, kind, 50)]
         words += ["--project", s.values["PROJECT_NAME"], "--image", s.values["RUN_CONF_IMAGE"]]
         gpus = min(s.number("GPUS_PER_NODE"), s.run.layout.gpus)
         words += ["--gpu-devices-request", str(gpus), "--large-shm"]
@@ -73,13 +72,6 @@ def _claims(s: JobConfig) -> list[tuple[str, str]]:
             f"{', '.join(path for _, path in found)}"
         )
     return found
-
-
-def workload_name(s: JobConfig, kind: str) -> str:
-    """A name that Kubernetes accepts: lower case, 63 characters, no underscore."""
-    run = s.run
-    words = (run.model.name, run.model.size, run.precision.dtype, f"{run.layout.gpus}g", kind)
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(filter(None, ("maxbench", *words))).lower())[:50]
 
 
 def dry_run(runs: Sequence[JobConfig]) -> str:

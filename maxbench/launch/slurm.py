@@ -16,11 +16,17 @@ from collections.abc import Sequence
 from maxbench.config import folders
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
-from maxbench.launch import job_file
-from maxbench.launch.jobs import command, environment, job_kinds, job_name
-from maxbench.launch.nsight import NSYS_CPU_OPTIONS, NSYS_OPTIONS
+from maxbench.launch import job_file, submission
+from maxbench.launch.jobs import (
+    command,
+    environment,
+    job_kinds,
+    job_name,
+    nsys_variables,
+    suite_writer,
+    time_limit,
+)
 from maxbench.launch.variables import SECRETS, JobConfig
-from maxbench.run_logs.suite_file import SuiteWriter
 
 SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that saves and can continue
 
@@ -30,7 +36,7 @@ def sbatch_options(s: JobConfig, kind: str, folder: pathlib.Path) -> list[str]:
     v, job = s.values, job_name(s, kind)
     options = [f"--job-name={job}", f"--nodes={s.nodes}", "--exclusive", "--mem=0"]
     options += [f"--ntasks-per-node={s.tasks_per_node}", "--open-mode=append"]
-    options.append(f"--time={'00:15:00' if kind == 'nccltrace' else v['TIME_LIMIT']}")
+    options.append(f"--time={time_limit(s, kind)}")
     options.append(f"--output={folder}/sbatch_{job}.out")
     options.append("--dependency=singleton")  # one job per name at a time, as in NVIDIA's recipes
     optional = {"account": v["SBATCH_ACCOUNT"], "partition": v["SBATCH_PARTITION"]}
@@ -141,17 +147,6 @@ def _words(command: Sequence[str]) -> str:
     )
 
 
-def nsys_variables(s: JobConfig) -> dict[str, str]:
-    """Variables with which task.sh starts Nsight Systems."""
-    model, dtype = s.run.model, s.run.precision.dtype
-    return {
-        "MB_PROFILE_RANKS": s.values["RUN_CONF_PROFILE_RANKS"],
-        "MB_GPU_METRICS": s.values["ENABLE_GPU_METRICS"],
-        "MB_NSYS_OPTIONS": NSYS_CPU_OPTIONS if s.on("RUN_CONF_PROFILE_CPU") else NSYS_OPTIONS,
-        "MB_NSYS_NAME": f"profile_{model.name}-{model.size}-{dtype}_{s.run.layout.gpus}g",
-    }
-
-
 def additional(text: str) -> list[str]:
     """'nodelist=a,b;exclusive' -> ['--nodelist=a,b', '--exclusive'].
 
@@ -202,9 +197,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     results, running, suite_list = runs[0].out / "experiments", [], None
     each = [(s, kind) for s in runs for kind in job_kinds(s)]
     if suite:
-        expectations = [(job_name(s, ""), s.expect) for s, kind in each if not kind and s.expect]
-        file = results / f"suite_{suite}_{int(time.time())}.json"
-        suite_list = SuiteWriter(file, suite, expectations)
+        suite_list = suite_writer(each, results, suite)
     for s, kind in each:
         job = job_name(s, kind)
         folder, stamp = folders.new_folder(s.out, job)
@@ -218,13 +211,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
         if not wait:
             _submitted(*running.pop())
     codes = [_submitted(*job) for job in running]
-    then = [
-        "maxbench",
-        "report",
-        *(["--suite", str(suite_list.file)] if suite_list else [str(results)]),
-    ]
-    look = shlex.join(["maxbench", "jobs", str(results)])
-    print(f"state: {look}; results: {shlex.join(then)}")
+    submission.print_next_steps(results, str(suite_list.file) if suite_list else "")
     return max(codes, default=0)
 
 

@@ -50,6 +50,8 @@ KINDS = {  # a pattern that the value must match, and its description in message
     "time": (r"([0-9]+-)?[0-9]{1,3}(:[0-9]{2}){0,2}", "HH:MM:SS, as 00:30:00"),
     "count": (r"[0-9]{1,9}", "a whole number, at least {least}"),
     "ranks": (r"[0-9]+( *, *[0-9]+)*", "whole numbers, for example 0,1,2,3"),
+    "label": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, - and ."),
+    "hosts": (r"[\w@.,:\[\] -]*", "hosts, as 'node1 node2' or node[1-8]"),
     "gres": (r"0*[1-9][0-9]*", "a whole number, at least 1; none where the cluster has no gres"),
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")

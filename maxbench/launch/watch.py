@@ -4,10 +4,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from maxbench.config.errors import UserError
-from maxbench.launch import job_status
-
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
-         "DEADLINE", "OUT_OF_MEMORY", "REVOKED")  # fmt: skip
+from maxbench.launch import job_status, submission
+from maxbench.launch.submission import Submission
 
 
 def changes(
@@ -19,26 +17,34 @@ def changes(
       UserError: a root is not a folder, or neither Slurm nor a run folder knows the job.
     """
     folder, last = None, None
-    while last is None or last.state.partition(" ")[0] not in ENDED:
+    submitted = Submission(job)
+    while last is None or last.state.partition(" ")[0] not in submission.ENDED:
         if last:
             pause()
         # A requeue creates a folder with the same parent: the other roots need no second search.
         found = job_status.folders([folder.parent] if folder else roots)
-        newest = next((f for f in found if job_status.job_number(f) == job), folder)
-        row = _row(job, newest, last)
+        own = [f for f in found if submission.of(f).job == job]
+        own = job_status.refresh(own)
+        own = [f for f in own if submission.of(f).job == job]
+        newest = own[0] if own else folder
+        submitted = submission.of(newest) if newest else submitted
+        row = _row(submitted, newest, last)
         if row != last:
             yield (newest if newest != folder else None), row
         folder, last = newest, row
 
 
-def _row(job: str, folder: pathlib.Path | None, last: job_status.Row | None) -> job_status.Row:
-    """The row of a job; the last one if Slurm does not answer and its folder shows no end."""
-    of_slurm = job_status.states({job}).get(job)
-    if not (of_slurm or folder or last):
-        raise UserError(f"job {job} is not known to Slurm, and has no run folder")
-    if not of_slurm and last and not (folder and job_status.ended(folder)[0] in ENDED):
-        of_slurm = (last.state, last.why)
+def _row(
+    job: Submission, folder: pathlib.Path | None, last: job_status.Row | None
+) -> job_status.Row:
+    """The row of a job; the last one if its scheduler does not answer and it has not ended."""
+    known = job_status.states({job}).get(job)
+    if not (known or folder or last):
+        raise UserError(f"job {job.job} is not known to Slurm, and has no run folder")
+    has_ended = folder and job_status.ended(folder)[0] in submission.ENDED
+    if last and not (known and known[0]) and not has_ended:
+        known = (last.state, last.why)
     if folder:
-        return job_status.row_of(folder, job, of_slurm or ("", ""))
-    state, why = of_slurm or ("", "")
-    return job_status.Row(job, state, "-", "-", "-", why)
+        return job_status.row_of(folder, job.job, known or ("", ""))
+    state, why = known or ("", "")
+    return job_status.Row(job.job, state, "-", "-", "-", why)

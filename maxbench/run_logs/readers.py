@@ -15,7 +15,7 @@ from maxbench.run_logs import text_logs
 from maxbench.run_logs.record import RunRecord
 from maxbench.run_logs.run_folder import MARKERS, read_run_folder
 
-NOT_RUNS = re.compile(r"^(sbatch_|srun-|gpu-|nccl)|prepare_squad_dataset_exp|import_ckpt_exp")
+NOT_RUNS = re.compile(r"^(sbatch_|srun-|node-|gpu-|nccl)|prepare_squad_dataset_exp|import_ckpt_exp")
 SKIPPED_FOLDERS = ("checkpoints", "nsys_profile", "xplane")
 
 

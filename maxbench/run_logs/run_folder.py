@@ -122,7 +122,8 @@ def _infer_death(record: RunRecord) -> None:
 
 def _job_logs(record: RunRecord) -> bytes:
     """The ends of the logs of the job and of its steps."""
-    paths = [*sorted(record.path.glob("srun-*.log")), *sorted(record.path.glob("sbatch_*.out"))]
+    patterns = ("srun-*.log", "node-*.log", "sbatch_*.out")
+    paths = [path for pattern in patterns for path in sorted(record.path.glob(pattern))]
     return b"".join(log_files.tail(_blocks(record, p.name), JOB_LOG_END) for p in paths)
 
 
