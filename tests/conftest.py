@@ -46,6 +46,7 @@ WORKLOADS = (
     "llama31_405b",
     "nemotron4_340b",
     "grok1_314b",
+    "mixtral_8x7b",
 )
 
 

@@ -4,6 +4,7 @@ Later settings win: the workload's values, its settings for dtype=fp8, the row o
 layouts (--gpus), presets, shorthand flags (--tp, --mbs, ...), and last --config.section.field.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from ml_collections import ConfigDict
 
 from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
+from maxbench.config.model import LayerGroup, LayerKind
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.recipes import PRESETS, table
 from maxbench.config.run import AXES, SECTIONS, Layout, Run
@@ -22,6 +24,8 @@ from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 COLUMN_SECTIONS = dict.fromkeys(("gpus", "dtype", "scaling", "gpu_type"), "")
 COLUMN_SECTIONS |= {"layers": "model"}
 COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
+
+TOY_WINDOW = 16  # tokens
 
 Sections = dict[str, dict[str, Any]]
 
@@ -179,11 +183,34 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
     raise NoRow(f"{why}; {hint}", min(whole_model or near, key=distance))
 
 
+def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
+    """The layer groups of a toy: one cycle of each, and of the last as many as there are layers.
+
+    An expert is a quarter as wide as a dense MLP in a model that has both.
+    """
+    groups = [[LayerKind(*kind) for kind in cycle] for _, cycle in model["layer_groups"]]
+    has_dense = any(not kind.experts for kind in itertools.chain(*groups))
+    expert_mlp = model["mlp"] // (4 if has_dense else 1)
+
+    def toy(kind: LayerKind) -> LayerKind:
+        mlp, experts = (expert_mlp, model["experts"]) if kind.experts else (model["mlp"], 0)
+        return kind._replace(mlp=mlp, experts=experts, window=min(kind.window, TOY_WINDOW))
+
+    toys, left = [], model["layers"]
+    for group in groups:
+        count = -(-max(1, left) // len(group)) if group is groups[-1] else 1
+        toys.append(LayerGroup(count, tuple(map(toy, group))))
+        left -= count * len(group)
+    return tuple(toys)
+
+
 def _shrink(values: Sections, axes: bool) -> None:
     """Toy sizes that depend on the model; with `axes`, mesh axes of at most 2, few microbatches."""
     model, layout = values["model"], values["layout"]
-    if model["experts"]:
-        model["experts"] = 4
+    if experts := model["experts"]:  # so many that a router of groups has a choice in each
+        model["experts"] = 4 if model["top_k"] < 3 else min(experts, 4 * model["top_k"])
+    model["window"] = min(model["window"], TOY_WINDOW)
+    model["layer_groups"] = _toy_groups(model)
     model["rope_context"] = min(model["rope_context"], 16)  # so that rope scaling has an effect
     if axes:
         sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]

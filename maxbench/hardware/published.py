@@ -49,7 +49,7 @@ class Published:
     mfu_pct: float | None
     days_to_1t: float | None
     remat: str  # remat policy of the published run, a name of config.run.REMATS
-    convention: str  # of its FLOPs, a key of metrics.flops.CONVENTIONS, or words
+    convention: str  # of its FLOPs, a key of PUBLISHED_CONVENTIONS in metrics.flops, or words
     source: str
 
     @property

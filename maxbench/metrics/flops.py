@@ -1,22 +1,38 @@
 """Parameter counts, FLOPs by named convention, and the figures that follow from a step time.
 
 FLOPs are of one sequence, forward and backward pass, without recompute; a multiply-add is two. With
-S sequence, H embed, F mlp, g KV heads, h heads of width d and value width v, V vocab and k experts
-per token, summed over the L layers:
+S sequence, H embed, F mlp, g KV heads, h heads of width d and value width v, V vocab, k experts per
+token, E the shared expert's width and A the scores per query, summed over the L layers:
 
-    S (sum of (6 H (h + g)(d + v)  +  6 S h (d + v)  +  6 F H k x (up-projections + 1))  +  6 V H)
+    S (sum of (6 H (h + g)(d + v)  +  6 A h (d + v)  +  6 H (F k + E) x (up-projections + 1))
+       +  6 V H)
 
-If h x d = H and v = d, this is S (12 L H^2 (1 + g/h + S/H) + ...), the formula of the "model flops"
-section of NVIDIA's recipes. Routers are not counted.
+If h x d = H, v = d and A = S, this is S (12 L H^2 (1 + g/h + S/H) + ...), the formula of the "model
+flops" section of NVIDIA's recipes. Routers, norms, biases and sinks are not counted.
 """
+
+from typing import NamedTuple
 
 from maxbench.config.model import Model
 
-# Convention -> factor on the FLOPs of the two GEMMs of attention scores.
+
+class Convention(NamedTuple):
+    """The scores of attention and the up-projections that a convention counts."""
+
+    causal: bool  # only the scores that a causal mask keeps: half of S x S
+    windows: bool = False  # only those inside a layer's window
+    silu_gates: bool = False  # a gate only before SiLU: other gated MLPs count one up-projection
+
+
+# `maxbench train` and `maxbench report` print the first two.
 CONVENTIONS = {
-    "full": 1.0,  # all S x S scores, as in most published figures
-    "causal": 0.5,  # only the scores that a causal mask keeps
+    "full": Convention(causal=False),  # all S x S scores, as in most published figures
+    "causal": Convention(causal=True, windows=True),
 }
+# Of published figures: Megatron-Bridge 0.4 (container 26.04.01), training/utils/flop_utils.py. From
+# 0.5 on (26.06) it counts as `causal` does, windows of 26.06 as half of what is counted here (0.2 %
+# of gpt-oss's FLOPs).
+PUBLISHED_CONVENTIONS = CONVENTIONS | {"bridge-0.4": Convention(causal=True, silu_gates=True)}
 
 
 def params(m: Model) -> int:
@@ -40,13 +56,26 @@ def mlp_params(m: Model) -> int:
 
 
 def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
-    """FLOPs of one sequence of `seq` tokens. `convention` is a key of CONVENTIONS."""
-    projections = m.embed * (m.heads + m.kv_heads)
-    scores = CONVENTIONS[convention] * seq * m.heads
-    attention = 6 * m.layers * (m.head_dim + m.value_width) * (projections + scores)
-    active = sum(n * (g.mlp * g.top_k + g.shared_mlp if g.experts else g.mlp) for n, g in m.kinds)
-    mlp = 6 * active * m.embed * (m.mlp_inputs + 1)
-    return seq * (attention + mlp + 6 * m.vocab * m.embed)
+    """FLOPs of one sequence of `seq` tokens. `convention` is a key of PUBLISHED_CONVENTIONS."""
+    counted = PUBLISHED_CONVENTIONS[convention]
+    layers = sum(n * _layer(layer, seq, counted) for n, layer in m.kinds)
+    return 6 * seq * (layers + m.vocab * m.embed)
+
+
+def _layer(m: Model, seq: int, counted: Convention) -> float:
+    """Multiply-adds of a layer for one token, forward pass."""
+    scores = m.heads * (m.head_dim + m.value_width) * _scores_per_query(m, seq, counted)
+    attention = m.embed * (m.heads + m.kv_heads) * (m.head_dim + m.value_width)
+    width = m.mlp * m.top_k + m.shared_mlp if m.experts else m.mlp
+    gated = m.mlp_inputs == 2 and (m.act == "swiglu" or not counted.silu_gates)
+    return attention + scores + m.embed * width * (3 if gated else 2)
+
+
+def _scores_per_query(m: Model, seq: int, counted: Convention) -> float:
+    """Scores of a query that are counted, the mean over the sequence."""
+    if counted.windows and 0 < m.window < seq:
+        return m.window - m.window * (m.window - 1) / (2 * seq)
+    return seq / 2 if counted.causal else seq
 
 
 def figures(

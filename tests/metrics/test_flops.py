@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import statistics
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerKind
 from maxbench.hardware import published
@@ -20,6 +22,7 @@ PARAMETERS = {
     "llama31_8b": 8_030_261_248,
     "llama31_70b": 70_553_706_496,
     "llama31_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
 }
 APPROXIMATE_PARAMETERS = {"nemotron4_340b": 341.0e9, "grok1_314b": 316.5e9}
 FLOPS = {  # of one sequence, at the sequence length and convention of the source
@@ -150,16 +153,18 @@ def test_flops_of_grok_with_few_layers_are_those_of_the_source():
         assert flops.per_sequence(m, 8192, "causal") == pytest.approx(expected, rel=2e-5)
 
 
-NAMES = {("llama2", "70b"): "llama2_70b", ("nemotron4", "340b"): "nemotron4_340b"}
-NAMES |= {("llama31", s): f"llama31_{s}" for s in ("8b", "70b", "405b")}
-NAMES |= {("grok1", "314b"): "grok1_314b"}
+def workload_of(row) -> str:
+    (path,) = recipes.find_workloads(row.model, row.size)
+    return path.stem
 
 
-@pytest.mark.parametrize("row", published.rows(), ids=lambda r: f"{r.model}-{r.dtype}-{r.gpus}")
+@pytest.mark.parametrize(
+    "row", published.fitted_rows(), ids=lambda r: f"{r.model}-{r.dtype}-{r.gpus}"
+)
 def test_published_figures_follow_from_their_step_time(row):
-    assumed = dict(config(NAMES[row.model, row.size]).published)
+    assumed = dict(config(workload_of(row)).published)
     convention = assumed.pop("convention", "full")
-    m = resolve(NAMES[row.model, row.size], layers=row.layers).model
+    m = resolve(workload_of(row), layers=row.layers).model
     m = dataclasses.replace(m, **assumed)
     peak = GPU_TYPES[row.gpu_type].peak_tflops(row.dtype)
     figures = flops.figures(m, row.seq, row.gbs, row.gpus, row.step_s, peak)
@@ -171,3 +176,48 @@ def test_published_figures_follow_from_their_step_time(row):
         assert days == pytest.approx(row.days_to_1t, abs=digits, rel=1.5e-3)
     if row.mfu_pct is not None:
         assert 100 * figures["mfu"][convention] == pytest.approx(row.mfu_pct, rel=1.6e-3)
+
+
+def tflops_error(row) -> float:
+    """TFLOP/s of a row of Megatron-Bridge from its tokens/s and our FLOPs, over those published."""
+    m = resolve(workload_of(row)).model
+    per_token = flops.per_sequence(m, row.seq, row.convention) / row.seq
+    return row.tokens_per_s / row.gpus * per_token / 1e12 / row.tflops_per_gpu - 1
+
+
+# Rows whose tokens/s are whole sequences/s, so few that they are more than 1 % from the true ones.
+ROUNDED = {
+    ("llama31", "70b", "h100", "current"),  # 13 sequences/s
+    ("llama31", "405b", "gb300", "current"),  # 32
+    ("llama31", "405b", "gb300", "mxfp8"),  # 30
+    ("llama31", "405b", "gb200", "current"),  # 27
+    ("llama31", "405b", "gb200", "mxfp8"),  # 25
+}
+
+
+def test_published_tflops_follow_from_published_tokens():
+    """Within 1 %, or within the rounding of tokens/s; and without a bias for any model."""
+    bridge = [r for r in published.rows() if r not in published.fitted_rows()]
+    errors = {r: tflops_error(r) for r in bridge if recipes.find_workloads(r.model, r.size)}
+    outside = {r for r, error in errors.items() if abs(error) > 0.01}
+    assert {(r.model, r.size, r.gpu_type, r.format) for r in outside} == ROUNDED
+    assert all(r.release == "26.04.01" and abs(errors[r]) < r.rounding for r in outside)
+    for model in {(r.model, r.size, r.convention) for r in errors}:
+        of_model = [e for r, e in errors.items() if (r.model, r.size, r.convention) == model]
+        assert abs(statistics.median(of_model)) < 3e-3
+
+
+@pytest.mark.parametrize(("window", "scores"), [(0, 32), (16, 14.125), (64, 32), (100, 32)])
+def test_causal_flops_count_the_scores_inside_a_window(window, scores):
+    m, seq = dataclasses.replace(resolve("llama31_8b", "tiny").model, window=window), 64
+    full = flops.per_sequence(m, seq, "full")
+    assert full == flops.per_sequence(dataclasses.replace(m, window=0), seq, "full")
+    causal = full - 6 * seq * m.layers * m.heads * 2 * m.head_dim * (seq - scores)
+    assert flops.per_sequence(m, seq, "causal") == pytest.approx(causal)
+
+
+def test_causal_scores_of_a_window_are_those_that_its_mask_keeps():
+    seq, window = 64, 16
+    kept = sum(min(query + 1, window) for query in range(seq)) / seq
+    m = dataclasses.replace(resolve("llama31_8b", "tiny").model, window=window)
+    assert flops._scores_per_query(m, seq, flops.CONVENTIONS["causal"]) == kept
