@@ -30,7 +30,7 @@ def performance_figures(run: Run, gpu_type: str | None, step_s: float) -> dict:
 
 
 def measured_window(
-    window: tuple[int, int], times: Mapping[int, float]
+    window: tuple[int, int], times: Mapping[int, float], interval: int = 1
 ) -> tuple[list[int], list[float]]:
     """The steps that are measured, and their times.
 
@@ -38,12 +38,17 @@ def measured_window(
       window: first and last step, inclusive. If `times` does not span it, the last half of the
         steps is measured.
       times: step -> seconds.
+      interval: steps of which each time is the mean, the last of which is the key of `times`. A
+        mean counts if the window has one of its steps; that of the first steps has the start of
+        the program, and counts only if it is the only one.
     """
     first, last = window
     steps = sorted(times)
-    if not steps or steps[-1] < last or steps[0] > first:
+    if interval > 1 and len(steps) > 1:
+        steps = [i for i in steps if i > steps[0] and i >= interval] or steps[1:]
+    if not steps or steps[-1] < last or steps[0] - interval + 1 > first:
         first, last = (steps[len(steps) // 2], steps[-1]) if steps else (0, -1)
-    measured = [i for i in steps if first <= i <= last]
+    measured = [i for i in steps if first <= i and i - interval < last]
     return measured, [times[i] for i in measured]
 
 

@@ -19,11 +19,13 @@ from maxbench.config.validation import field, validate
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import flops, step_stats
+from maxbench.reporting import fast_steps
 from maxbench.run_logs.record import RunRecord, dig
 
 PASS, WARN = 0.95, 0.85  # least shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median step time that are worth an alarm
 SPREAD = 0.05  # between repeats of a run that is worth an alarm
+SAME = 0.015  # relative difference of TFLOP/s within which they are of one convention
 POINTS = 200  # at most so many steps of a run are checked for a drift
 
 
@@ -60,6 +62,7 @@ class RunSummary:
     window: tuple[int, int] | None = None
     step: dict[str, float] | None = None  # mean, std, median, p10, p90
     tflops: dict[str, float] | None = None  # mean, std; as logged, else calculated
+    convention: str = "full"  # of tflops: full, causal, or "of its own" of the run's program
     tokens_s: float | None = None
     mfu: dict[str, float] | None = None  # by convention
     days: float | None = None
@@ -128,14 +131,16 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     died = r.status in ("died", "failed") or cut or not r.step_s
     summary = RunSummary(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
     _check_loss_and_status(summary)
-    steps, times = step_stats.measured_window(options.window, r.step_s)
-    if not steps or not (summary.ok or (steps[0], steps[-1]) == options.window):
+    fast = _fast_steps(summary, options)
+    summary.notes += [fast.note] if fast.note else []
+    work = {i: s for i, s in r.step_s.items() if i not in fast.steps}
+    steps, times = step_stats.measured_window(options.window, work, r.interval)
+    if not steps or not (summary.ok or _spans_window(r, steps, options.window)):
         return summary
-    summary.window = (steps[0], steps[-1])
+    summary.window = (max(0, steps[0] - r.interval + 1), steps[-1])
     if summary.window != options.window:
-        starts_late, short = min(r.step_s) > options.window[0], r.last < options.window[1]
-        why = "the run starts later" if starts_late else "the run was shorter" if short else "a gap"
-        summary.notes.append(f"steps {steps[0]} to {steps[-1]} count: {why}")
+        why = _why_other_window(r, options.window)
+        summary.notes.append(f"steps {summary.window[0]} to {steps[-1]} count: {why}")
     summary.step = step_stats.statistics_of(times)
     summary.peak_gib = r.peak_bytes / 2**30 or None
     _add_figures(summary, steps, options)
@@ -145,6 +150,54 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
         if slow := dig(r.result, "slow_hosts", []):
             summary.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return summary
+
+
+def _spans_window(r: RunRecord, steps: Sequence[int], window: tuple[int, int]) -> bool:
+    """Whether the steps of a run that has not finished give figures of the whole window.
+
+    Means over several steps give figures as soon as one lacks the start of the program.
+    """
+    if r.interval > 1:
+        return len(r.step_s) > 1
+    return (steps[0], steps[-1]) == window
+
+
+def _why_other_window(r: RunRecord, window: tuple[int, int]) -> str:
+    """Why the measured steps are not those of the window."""
+    if r.interval > 1:
+        return f"each time in the log is the mean of {r.interval} steps"
+    starts_late, short = min(r.step_s) > window[0], r.last < window[1]
+    return "the run starts later" if starts_late else "the run was shorter" if short else "a gap"
+
+
+def _fast_steps(summary: RunSummary, options: ReportOptions) -> fast_steps.FastSteps:
+    """Steps that are faster than the run's GPUs; those of our own runs only by their peak."""
+    r, least_s, device = summary.record, 0.0, ""
+    model = _model(r) if r.gpus and r.gbs and r.seq else None
+    if model and r.gpu_type in options.gpu_types and not r.grows:
+        gpu = options.gpu_types[r.gpu_type]
+        format = number_formats.PEAKS.get(r.dtype)
+        peak = gpu.peak_tflops(format) if format else max(gpu.bf16_tflops, gpu.fp8_tflops)
+        device = f"{r.gpus} {r.gpu_type}"
+        least_s = flops.per_sequence(model, r.seq, "causal") * r.gbs / (r.gpus * peak * 1e12)
+    if r.grows or (not least_s and r.source in ("", "maxbench")):
+        return fast_steps.FastSteps(frozenset(), "")
+    return fast_steps.find(r.step_s, least_s, device)
+
+
+def gpu_type_request(rows: Sequence[RunSummary], options: ReportOptions) -> str:
+    """Asks once for the GPU type of all logs that do not name it; '' if all do."""
+    unnamed = [
+        x for x in rows
+        if x.step and x.record.source != "maxbench" and x.record.gpu_type not in options.gpu_types
+    ]  # fmt: skip
+    if not unnamed:
+        return ""
+    logs = "The log does" if len(rows) == 1 else f"{len(unnamed)} of {len(rows)} logs do"
+    return (
+        f"{logs} not name the GPU type: give it once for all, --gpu_type="
+        f"{'|'.join(options.gpu_types)}; without it no figure is compared and there is no MFU"
+    )
 
 
 def _check_loss_and_status(summary: RunSummary) -> None:
@@ -160,6 +213,11 @@ def _check_loss_and_status(summary: RunSummary) -> None:
     if r.damaged > 0:
         summary.notes.append(f"damaged lines about steps: {r.damaged}")
     summary.notes += r.unread
+    if not_finite := [i for i, x in r.grad_norm.items() if not math.isfinite(x)]:
+        more = f" and in {len(not_finite) - 1} more steps" if len(not_finite) > 1 else ""
+        first = min(not_finite)
+        summary.notes.append(f"grad norm is {r.grad_norm[first]} at step {first}{more}")
+    summary.notes += r.inferred
     summary.notes += gaps(r.step_s)
     if r.status == "done" and 0 <= r.last < r.total_steps - 1:
         summary.notes.append(f"the log ends at step {r.last}, the run at {r.total_steps - 1}")
@@ -183,6 +241,8 @@ def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) 
     if logged := [r.tflops[i] for i in steps if r.tflops.get(i)]:
         summary.tflops = step_stats.statistics_of(logged)
     if not (r.gbs and r.seq):
+        if r.gpus and (rates := [r.tokens_s[i] for i in steps if i in r.tokens_s]):
+            summary.tokens_s = statistics.fmean(rates) * r.gpus
         return
     model = _model(r) if r.gpus else None
     known = model and r.gpu_type in options.gpu_types and r.dtype in number_formats.PEAKS
@@ -191,6 +251,8 @@ def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) 
     mean = figures(step_s)
     summary.tokens_s, summary.days = mean["tokens_per_s"], mean["days_to_1t_tokens"]
     summary.mfu = mean["mfu"] if peak else None
+    if model and logged:
+        _name_convention(summary, mean["tflops_per_gpu"])
     if model and not logged:
         calculated = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in steps]
         summary.tflops = step_stats.statistics_of(calculated)
@@ -198,6 +260,24 @@ def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) 
         summary.cost = summary.days * 24 * r.gpus * options.cost
     if r.gpus and r.power_w:
         summary.joules = r.power_w * r.gpus / summary.tokens_s
+
+
+def _name_convention(summary: RunSummary, ours: dict[str, float]) -> None:
+    """Notes whose TFLOP/s the run has, and by which convention, where it is not ours (full).
+
+    Args:
+      ours: by convention, from the mean step time.
+    """
+    logged = summary.tflops["mean"]
+    near = min(ours, key=lambda name: abs(logged / ours[name] - 1))
+    summary.convention = near if abs(logged / ours[near] - 1) < SAME else "of its own"
+    if summary.convention != "full":
+        program = summary.record.program
+        how = f"{near} attention" if summary.convention == near else "a convention of its own"
+        values = ", ".join(f"{x:.1f} {name}" for name, x in ours.items())
+        summary.notes.append(
+            f"TFLOPS/GPU {logged:.1f} is {program}'s, {how}; by our formula it is {values}"
+        )
 
 
 def _verdict(summary: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
@@ -208,7 +288,7 @@ def _verdict(summary: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
     if r.mocked:
         return "-", "not comparable: the network was mocked"
     if r.gpu_type not in gpu_types:
-        where = f"ran on {r.device}" if r.device else "GPU type not in the log, give --gpu_type"
+        where = f"ran on {r.device}" if r.device else "its log does not name the GPU type"
         return "-", f"not comparable: {where}"
     needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
     if lacking := [name for name, value in needed.items() if not value]:

@@ -65,7 +65,10 @@ def changed_settings(a: RunSummary, b: RunSummary) -> dict[str, tuple[str, str]]
 
 def settings_of(summary: RunSummary) -> dict[str, str]:
     """Settings that a run's log or result.json names: 'config.layout.cp' -> '2'."""
-    named = {k: getattr(summary.record, k) for k in NAMED}
+    record = summary.record
+    named = {k: getattr(record, k) for k in NAMED}
+    if record.source != "maxbench":
+        named |= {"program": record.program, "layout": record.layout}
     return dict(leaves(named | {k: summary.record.result.get(k) for k in SECTIONS}))
 
 

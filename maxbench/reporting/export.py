@@ -43,6 +43,8 @@ def to_json(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         "repeats": [dataclasses.asdict(x) for x in compare.repeats(rows)],
         "summary": tables.counts(rows),
     }
+    if request := compare.gpu_type_request(rows, options):
+        report["request"] = request
     if options.suite:
         report["suite"] = suite.judge(options.suite, rows)._asdict()
     return json.dumps(report, indent=1, allow_nan=False)
@@ -55,6 +57,10 @@ def _json_result(summary: RunSummary) -> dict:
         "path": str(r.path),
         "time_std_dev": data["time_std_dev_seconds"],
         "source": r.source,
+        "program": r.program,
+        "layout": r.layout,
+        "steps_per_time": r.interval,
+        "tflops_convention": summary.convention,
         "window": summary.window,
         "last_step": r.last,
         "gpus": r.gpus,

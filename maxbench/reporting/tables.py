@@ -10,10 +10,11 @@ from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs import nccl
 
 LEGEND = (
-    "Std is the population's. MFU: 'full' convention (all S x S attention scores count), as a",
-    "share of the dense peak of the precision; for FP8 runs the FP8 peak, although attention and",
-    "logits run in BF16. Verdict: tokens/s relative to the published row of the same GPUs, batch,",
-    f"sequence and layers; PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
+    "Std is the population's. TFLOPS/GPU: as the run's program logs it, else ours, 'full': all S x",
+    "S attention scores count. MFU: ours, 'full', as a share of the dense peak of the precision;",
+    "for FP8 runs the FP8 peak, although attention and logits run in BF16. Verdict: tokens/s",
+    "relative to the published row of the same GPUs, batch, sequence and layers;",
+    f"PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
 )
 # Head of a cell in tables for people -> its column in record(), and its format.
 CELLS = {
@@ -100,6 +101,8 @@ def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     calls = [(t.title, t.lines(max(0, width - 2))) for t in traces(rows)]
     for title, section in (*sections(rows, options), *calls):
         lines += ["", title, *_indented(section, width)]
+    if request := compare.gpu_type_request(rows, options):
+        lines += ["", *console.fold(request, width)]
     lines += ["", *(console.fold(" ".join(LEGEND), width) if width else LEGEND)]
     if options.suite:
         verdict = suite.judge(options.suite, rows)
@@ -252,6 +255,8 @@ def markdown(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         verdict = f"{verdict} {summary.explanation}".strip()
         body.append([name, *(c.get(k, "-") for k in shown), verdict])
     out = console.markdown(heads, body, text=(0, len(heads) - 1))
+    if request := compare.gpu_type_request(rows, options):
+        out += ["", request]
     for title, lines in sections(rows, options):
         out += ["", f"**{title}**", "", *_bullets(lines)]
     for trace in traces(rows):

@@ -1,8 +1,9 @@
-"""All runs below given paths: run folders of maxbench, text logs of other programs.
+"""All runs below given paths: run folders of maxbench, logs and exports of other programs.
 
 No content of a file raises an error: unreadable parts are left out, and noted in the RunRecord.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -11,11 +12,12 @@ from typing import Any
 
 from maxbench.config.errors import UserError, escape_control
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
-from maxbench.run_logs import text_logs
+from maxbench.run_logs import csv_exports, event_files, text_logs
 from maxbench.run_logs.record import RunRecord
 from maxbench.run_logs.run_folder import MARKERS, read_run_folder
 
 NOT_RUNS = re.compile(r"^(sbatch_|srun-|node-|gpu-|nccl)|prepare_squad_dataset_exp|import_ckpt_exp")
+SAME = 2e-3  # relative difference of step times that are printed with four digits
 SKIPPED_FOLDERS = ("checkpoints", "nsys_profile", "xplane")
 
 
@@ -34,9 +36,11 @@ def read(paths: Iterable[str | pathlib.Path], gpu_types: GpuTypes = GPU_TYPES) -
     for path in map(pathlib.Path, paths):
         if not os.path.lexists(path):
             raise UserError(f"no such file or folder: {path}")
+        named = not path.is_dir()
         for folder, files in _folders(path, lambda e: add(_unreadable(e.filename, e))):
-            for record in _read_folder(folder, files, gpu_types):
+            for record in _read_folder(folder, files, gpu_types, named):
                 add(record)
+    _drop_copies(records)
     key = lambda record: (_natural_order(record.name), record.started, str(record.path))
     return sorted(records.values(), key=key)
 
@@ -66,19 +70,62 @@ def _folders(
 
 
 def _read_folder(
-    folder: pathlib.Path, files: list[str], gpu_types: GpuTypes
+    folder: pathlib.Path, files: list[str], gpu_types: GpuTypes, named: bool
 ) -> Iterator[RunRecord]:
-    """The run of a folder, or the runs of the text logs in it."""
+    """The run of a folder, or the runs of the logs in it.
+
+    Args:
+      named: whether the user named the one file itself.
+    """
     if MARKERS & {*files} and (record := read_run_folder(folder, files, gpu_types)):
         yield record
         return
+    if events := [folder / name for name in files if event_files.NAME in name]:
+        yield from _readable(lambda: [event_files.read_event_files(events, gpu_types)], events[0])
     for name in files:
-        if not name.endswith(text_logs.SUFFIXES) or NOT_RUNS.search(name):
+        path = folder / name
+        if event_files.NAME in name or (NOT_RUNS.search(name) and not named):
             continue
-        try:
-            if record := text_logs.read_text_log(folder / name, gpu_types):
-                yield record
-        except FileNotFoundError:  # removed since the folder was listed
+        if name.endswith(".csv"):
+            yield from _readable(
+                functools.partial(csv_exports.read_csv, path, gpu_types, named), path
+            )
+        elif named or text_logs.is_log_name(name):
+            read = functools.partial(text_logs.read_text_log, path, gpu_types, named)
+            yield from _readable(lambda read=read: [read()], path)
+
+
+def _readable(
+    read: Callable[[], Iterable[RunRecord | None]], path: pathlib.Path
+) -> Iterator[RunRecord]:
+    """The runs that a reader finds, or the record of a file that cannot be read."""
+    try:
+        yield from filter(None, read())
+    except FileNotFoundError:  # removed since the folder was listed
+        return
+    except OSError as e:
+        yield _unreadable(path, e)
+
+
+def _drop_copies(records: dict[str, RunRecord]) -> None:
+    """Leaves event files and exports out that have the steps of a log: the run counts once."""
+    logs = [r for r in records.values() if r.source not in ("", "tensorboard", "wandb")]
+    for key, copy in [*records.items()]:
+        if copy.source not in ("tensorboard", "wandb"):
             continue
-        except OSError as e:
-            yield _unreadable(folder / name, e)
+        for log in logs:
+            if _same_steps(copy.step_s, log.step_s):
+                log.inferred.append(f"the same steps are in {copy.path.name}")
+                del records[key]
+                break
+
+
+def _same_steps(a: dict[int, float], b: dict[int, float]) -> bool:
+    """Whether two runs have nearly the same time at three or more steps, and at all common ones."""
+    for shift in (0, 1):  # programs count the steps of their tags from 0 or from 1
+        common = [(a[i], b[i - shift]) for i in a if i - shift in b]
+        if len(common) >= 3 and len(common) >= 0.9 * min(len(a), len(b)):
+            close = sum(abs(x / y - 1) < SAME for x, y in common)
+            if close == len(common) and len({x for x, _ in common}) > 1:
+                return True
+    return False

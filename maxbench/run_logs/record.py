@@ -10,6 +10,7 @@ from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
+from maxbench.run_logs import formats
 
 
 def dig(data: Any, path: str, default: Any) -> Any:
@@ -50,7 +51,8 @@ class RunRecord:
 
     path: pathlib.Path
     name: str
-    source: str  # maxbench | nemo | megatron | maxtext; '' = could not be read
+    # maxbench, a name in formats.FORMATS, tensorboard or wandb; '' = could not be read
+    source: str
     status: str = _at("status")  # done | stopped | failed | died | running | skipped
     reason: str = _at("reason")
     model: str = _at("config.model.name")
@@ -71,6 +73,13 @@ class RunRecord:
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
+    # as logged; not of runs of maxbench
+    grad_norm: dict[int, float] = dataclasses.field(default_factory=dict)
+    tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU
+    interval: int = 1  # steps from a step time to the next; the time is their mean
+    grows: bool = False  # whether the global batch changes from step to step
+    layout: dict[str, int] = dataclasses.field(default_factory=dict)  # tp, pp, ...; mbs
+    inferred: list[str] = dataclasses.field(default_factory=list)  # and other notes on the log
     peak_bytes: int = _at("peak_bytes", 0)
     power_w: float = 0.0  # mean over GPUs and the time in which they are busy
     saves: list[float] = dataclasses.field(default_factory=list)  # seconds of each checkpoint
@@ -81,14 +90,23 @@ class RunRecord:
     unread: list[str] = dataclasses.field(default_factory=list)  # files that cannot be, and why
 
     @property
+    def program(self) -> str:
+        """The program that wrote the log, for people."""
+        if self.source in formats.FORMATS:
+            return formats.FORMATS[self.source].program
+        others = {"tensorboard": "the event file", "wandb": "the export"}
+        return others.get(self.source, self.source)
+
+    @property
     def last(self) -> int:
         """The last logged step; -1 before the first."""
         return max(self.step_s, default=-1)
 
     def may_be_running(self, *files: pathlib.Path) -> bool:
-        """Whether one of the run's files was written within 15 minutes, or ten steps."""
+        """Whether one of the run's files was written within 15 minutes, or ten reports."""
         written = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-        return time.time() - written < max(900.0, 10 * max(self.step_s.values(), default=0.0))
+        reports = 10 * self.interval * max(self.step_s.values(), default=0.0)
+        return time.time() - written < max(900.0, reports)
 
     def to_run(self, gpu_types: GpuTypes = GPU_TYPES) -> Run:
         """The run's configuration, from which plan predicts the same program.

@@ -1,65 +1,33 @@
-"""Text logs of NeMo, Megatron-Bridge and MaxText: steps, checkpoints, and how the run ended.
+"""Text logs of training programs: steps, checkpoints, settings, and how the run ended.
 
-Any bytes are accepted: incomplete lines and malformed numbers are left out.
+formats.FORMATS is the table of the programs. Any bytes are accepted: incomplete lines and malformed
+numbers are left out, and counted.
 """
 
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from maxbench.hardware.gpus import GpuTypes
-from maxbench.run_logs import log_files
+from maxbench.run_logs import formats, log_files
+from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
+from maxbench.run_logs.log_settings import HINTS, SEARCHED, LogSettings
 from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.step_series import StepSeries, positive
 from maxbench.run_logs.workload_name import fill_from_name
 
 SUFFIXES = (".out", ".log", ".txt", ".err")
-RUN_NAME = re.compile(r"pretrain|nemo|maxtext|megatron|log-")  # in the names of logs of runs
+COMPRESSED = (".gz", ".zst")
+RUN_NAME = re.compile(  # in the names of logs of runs
+    r"pretrain|nemo|maxtext|megatron|torchtitan|neox|deepspeed|levanter|log-"
+)
 JOB_MARK = b"] maxbench: JOB_ID="  # line of launch/slurm.sh
 ENDING = 1 << 18  # bytes at the end of a log that are searched for the reason of a death
-
-_INT = rb"(\d{1,9})"
-_FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
-# Program -> patterns of the line of a step: the step, the number of steps, and the fields.
-LINES = {
-    "maxtext": [re.compile(rb"completed step: " + _INT + rb"()((?:(?!completed)[^\r\n])*)")],
-    "nemo": [
-        re.compile(rb"iteration " + _INT + rb"/" + _INT + rb"\b([^\r\n]*)"),
-        re.compile(rb"\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"),  # progress bar
-    ],
-    "megatron": [re.compile(rb"iteration +" + _INT + rb"/ +" + _INT + rb" \|([^\r\n]*)")],
-}
-FROM_0 = (LINES["maxtext"][0], LINES["nemo"][0])  # the others count steps from 1
-FIELD_NAMES = {  # program -> label in its log -> field
-    "maxtext": {
-        b", seconds": "step_s",
-        b"TFLOP/s/device": "tflops",
-        b", loss": "loss",
-        b"total_weights": "tokens",
-    },
-    "nemo": {
-        b"train_step_timing in s": "step_s",
-        b"TFLOPS_per_GPU": "tflops",
-        b"reduced_train_loss": "loss",
-        b"global_batch_size": "gbs",
-        b"peak_memory_usage": "peak",
-        b"global_step": "step",
-        b"consumed_samples": "samples",
-    },
-    "megatron": {
-        b"elapsed time per iteration (ms)": "step_ms",
-        b"throughput per GPU (TFLOP/s/GPU)": "tflops",
-        b"lm loss": "loss",
-        b"global batch size": "gbs",
-    },
-}
-FIELDS = {
-    source: re.compile(rb"(%b)[:=] *%b(?![\w.])" % (b"|".join(map(re.escape, words)), _FLOAT))
-    for source, words in FIELD_NAMES.items()
-}
-MODEL_TFLOPS = re.compile(_FLOAT + rb" ?MODEL_TFLOP/s/GPU")
 # Text in every line of a step, and in the lines of checkpoints: searching for it first is faster.
-TIMES = (b"completed step: ", b"train_step_timing in s", b"elapsed time per iteration (ms): ")
+TIMES = formats.MARKERS
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
+RELEVANT = (*TIMES, *CHECKPOINTS, formats.BRIDGE_MARKER)
+_FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
 REASON = re.compile(
@@ -72,8 +40,18 @@ REASON = re.compile(
 )
 
 
-def read_text_log(path: pathlib.Path, gpu_types: GpuTypes) -> RunRecord | None:
+def is_log_name(name: str) -> bool:
+    """Whether a file's name is that of a text log, compressed or not."""
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name.endswith(SUFFIXES)
+
+
+def read_text_log(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) -> RunRecord | None:
     """Reads a run from a text log.
+
+    Args:
+      named: whether the user named the file itself: then it is a run whatever it contains.
 
     Returns:
       None if the log has no step and its name is not that of a run; or if a job of maxbench wrote
@@ -84,15 +62,18 @@ def read_text_log(path: pathlib.Path, gpu_types: GpuTypes) -> RunRecord | None:
     """
     record = RunRecord(path=path, name=_run_name(path), source="nemo")
     record.started = path.stat().st_mtime
-    end = b""
-    for block in log_files.blocks(path):
-        if JOB_MARK in block:
-            return None
-        parse_block(record, block)
-        end = (end + block)[-ENDING:]
-    if not record.step_s and not RUN_NAME.search(path.name):
+    parser, end = LogParser(record), b""
+    try:
+        for block in log_files.log_blocks(path):
+            if JOB_MARK in block:
+                return None
+            parser.read(block)
+            end = (end + block)[-ENDING:]
+    except log_files.DamagedFile as e:
+        record.unread.append(e.strerror)
+    parser.finish(f"{path.parent}/{path.name}", gpu_types)
+    if not (record.step_s or named or RUN_NAME.search(path.name)):
         return None
-    fill_from_name(record, f"{path.parent}/{path.name}", gpu_types)
     tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
     record.profiled = next((tool for part, tool in tools.items() if part in str(path)), "")
     _set_status(record, end)
@@ -102,6 +83,8 @@ def read_text_log(path: pathlib.Path, gpu_types: GpuTypes) -> RunRecord | None:
 def _run_name(path: pathlib.Path) -> str:
     """The run's name in the name of its log."""
     name = path.name.removeprefix("log-").removeprefix("slurm-")
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
     name = name.rpartition(".")[0] if name.endswith(SUFFIXES) else name
     name = name.removesuffix("_0")
     last = name.rpartition(".")[2]  # NeMo-Run puts the account first
@@ -111,49 +94,95 @@ def _run_name(path: pathlib.Path) -> str:
 def _set_status(record: RunRecord, end: bytes) -> None:
     """Sets status and reason from the end of the log."""
     record.status, last = "done", record.last
-    if record.total_steps and last >= record.total_steps - 1:
-        return
     reason = death_reason(end)
+    # After the last report there may be steps that complete no interval.
+    rest = 0 if reason else record.interval - 1
+    if record.total_steps and last + rest >= record.total_steps - 1:
+        return
     if last >= 0 and record.total_steps and not reason and record.may_be_running(record.path):
         record.status = "running"
-    elif record.total_steps or last < 0 or reason:  # MaxText does not log the number of steps
+    elif record.total_steps or last < 0 or reason:  # some programs do not log the number of steps
         record.status = "died"
         record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")
 
 
-def parse_block(record: RunRecord, block: bytes) -> None:
-    """Adds the steps and checkpoints in a block of a log to the record."""
-    data = relevant_lines(block)
-    record.damaged += sum(map(data.count, TIMES))
-    for source, step, total, fields in lines(data):
-        record.source = source
-        step_s = positive(fields.get("step_s", fields.get("step_ms", 0) / 1000))
-        if not step_s or step < 0:
-            continue
-        record.damaged -= 1
-        # Every process of MaxText prints the line; the slowest one determines the step time.
-        slowest = record.step_s.get(step, 0.0) if source == "maxtext" else 0.0
-        record.step_s[step] = max(step_s, slowest)
-        record.total_steps = max(record.total_steps, total)
-        if "tflops" in fields:
-            record.tflops[step] = positive(fields["tflops"])
-        if "loss" in fields:
-            record.loss[step] = fields["loss"]
-        if "gbs" in fields:
-            record.gbs = int(positive(fields["gbs"]))
-        elif "samples" in fields and step:  # older progress bars
-            record.gbs = record.gbs or round(positive(fields["samples"]) / (step + 1))
-        if "tokens" in fields:
-            record.tokens = int(positive(fields["tokens"]))
-        record.peak_bytes = max(record.peak_bytes, int(positive(fields.get("peak", 0))))
-    for pattern, seconds in ((SAVED, record.saves), (LOADED, record.loads)):
-        seconds += filter(None, (positive(float(x)) for x in pattern.findall(data)))
+class LogParser:
+    """Reads the blocks of a log into a record."""
+
+    def __init__(self, record: RunRecord):
+        self.record = record
+        self.settings = LogSettings()
+        self.series = {
+            source: StepSeries(means=format.means, slowest=source == "maxtext")
+            for source, format in formats.FORMATS.items()
+        }
+        self._size = 0  # bytes that were read
+        self._bridge_rate = 0.0  # TFLOP/s of the next step, of Megatron-Bridge
+        self._is_bridge = False
+
+    def read(self, block: bytes) -> None:
+        """Adds the steps, checkpoints and settings in a block, which ends at the end of a line."""
+        for line in lines_with(block, RELEVANT).splitlines():
+            self._read_step(line)
+        if self._size < SEARCHED:
+            for line in lines_with(block[: SEARCHED - self._size], HINTS).splitlines():
+                if not any(marker in line for marker in TIMES):
+                    self.settings.read(strip_prefixes(line))
+        self._size += len(block)
+
+    def _read_step(self, line: bytes) -> None:
+        """Adds what a line about a step or a checkpoint has; counts it if it is damaged."""
+        text = strip_prefixes(line)
+        lines_about_steps = sum(map(text.count, TIMES))
+        for source, step, total, fields in formats.step_lines(text):
+            if rate := self._bridge_rate or self._rate_in(text):
+                fields.setdefault("tflops", rate)
+                self._bridge_rate = 0.0
+            if "step_s" not in fields and "step_ms" not in fields:
+                fields["time"] = time_of(line)
+            lines_about_steps -= self.series[source].add(step, total, fields)
+        if lines_about_steps > 0 and not self._is_validation(text):
+            self.record.damaged += lines_about_steps
+        if formats.BRIDGE_MARKER in text:
+            self._is_bridge = True
+            if not any(marker in text for marker in TIMES):
+                self._bridge_rate = self._rate_in(text)
+        for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
+            seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
+
+    @staticmethod
+    def _rate_in(text: bytes) -> float:
+        match = formats.BRIDGE_RATE.search(text)
+        return (match and formats.number(match[1])) or 0.0
+
+    @staticmethod
+    def _is_validation(text: bytes) -> bool:
+        """Whether a line has text of a step's line, but is of another kind: progress of data."""
+        return b" mfu: " in text and b"step" not in text
+
+    def finish(self, name: str, gpu_types: GpuTypes) -> None:
+        """Completes the record after the last block, with what the name of the log has too."""
+        record, used = self.record, {n: s for n, s in self.series.items() if s.steps}
+        self.settings.apply(record, gpu_types)
+        series = StepSeries()
+        if used:
+            record.source = max(used, key=lambda name: len(used[name].steps))
+            series = used[record.source]
+        for other in used.values():  # our log has the lines of two programs
+            if not (series.means or other.means):
+                for step, fields in other.steps.items():
+                    series.steps.setdefault(step, fields)
+        series.set_batch(record)
+        fill_from_name(record, name, gpu_types)
+        series.fill(record)
+        if record.source == "megatron" and self._is_bridge:
+            record.source = "megatron-bridge"
 
 
-def relevant_lines(block: bytes) -> bytes:
-    """The lines of a block that contain one of TIMES or CHECKPOINTS."""
+def lines_with(block: bytes, texts: Iterable[bytes]) -> bytes:
+    """The lines of a block that contain one of several texts."""
     spans = set()
-    for text in (*TIMES, *CHECKPOINTS):
+    for text in texts:
         at = block.find(text)
         while at >= 0:
             end = block.find(b"\n", at)
@@ -165,23 +194,8 @@ def relevant_lines(block: bytes) -> bytes:
 
 def lines(data: bytes) -> Iterator[tuple[str, int, int, dict[str, float]]]:
     """Program, step (from 0), number of steps (0: unknown) and fields of each line of a step."""
-    for source, patterns in LINES.items():
-        for match in (m for pattern in patterns for m in pattern.finditer(data)):
-            step, total, text = int(match[1]), int(match[2] or 0), match[3]
-            names = FIELD_NAMES[source]
-            fields = {names[label]: float(x) for label, x in FIELDS[source].findall(text)}
-            if b"MODEL_TFLOP" in text and (rate := MODEL_TFLOPS.search(text)):
-                fields.setdefault("tflops", float(rate[1]))
-            if match.re in FROM_0:
-                total += match[2] != b""  # the line has the last step
-            else:
-                step = int(positive(fields["step"])) if "step" in fields else step - 1
-            yield source, step, total, fields
-
-
-def positive(number: float) -> float:
-    """The number, or 0 if it is not positive and finite."""
-    return number if 0 < number < 1e30 else 0.0
+    for line in data.splitlines():
+        yield from formats.step_lines(line)
 
 
 def death_reason(text: bytes) -> str:

@@ -31,8 +31,9 @@ def fill_from_name(record: RunRecord, name: str, gpu_types: GpuTypes) -> None:
     """Sets unknown fields of the record from a name, and then from the nearest published row."""
     if matches := list(_workload_pattern().finditer(name)):
         match = max(matches, key=lambda m: len(m.group(0)))
-        record.model = recipes.model_names()[match["model"]]
-        record.size = match["size"] + (match["preset"] or "")
+        if not record.model:  # the log itself knows better
+            record.model = recipes.model_names()[match["model"]]
+            record.size = match["size"] + (match["preset"] or "")
         record.dtype = record.dtype or match["dtype"] or ""
         count = int(match["gpus"] or 0)
         record.gpus = record.gpus or (count * 8 if match["nodes"] else count)

@@ -422,8 +422,19 @@ def test_run_that_is_not_comparable_has_no_verdict(tmp_path, change, why):
 def test_log_without_gpu_type_is_not_assumed_to_be_h100(tmp_path):
     nemo(tmp_path / f"log-{NAME.format(dtype='fp8', gpus=8, gbs=128)}_1.out", 50, 9.4)
     (row,) = rows(tmp_path, compare.ReportOptions())
-    assert "give --gpu_type" in row.why
+    assert row.why == "not comparable: its log does not name the GPU type"
     assert row.mfu is None
+
+
+def test_gpu_type_is_asked_for_once_for_all_logs(tmp_path):
+    for name in "abc":
+        nemo(tmp_path / f"log-{NAME.format(dtype='fp8', gpus=8, gbs=128)}_{name}.out", 50, 9.4)
+    ours(tmp_path)
+    for form in ("table", "json", "html", "md"):
+        text = run(f"--format={form}", str(tmp_path))
+        assert text.count("--gpu_type=") == 1, form
+        assert "3 of 4 logs do not name the GPU type" in text, form
+        assert "--gpu_type=" not in run(f"--format={form}", "--gpu_type=h100", str(tmp_path))
 
 
 # --- scaling, repeats, money ---

@@ -1,0 +1,69 @@
+"""Steps of a log that are faster than the hardware: their time is dispatch, not work.
+
+An asynchronous program returns from a step before the GPUs have done it, and a later step waits for
+them: a first step of 60 s, a second of 0.3 s, a third of 106 s.
+"""
+
+import itertools
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+SHARE = 0.3  # of the median of the later half, below which a step without a known peak is not work
+WAIT = 1.5  # of that median, above which the next step has waited for those before it
+NAMED = 3  # steps that the note names
+
+
+class FastSteps(NamedTuple):
+    """Steps that are left out of the figures, and a note that names them, '' if there are none."""
+
+    steps: frozenset[int]
+    note: str
+
+
+def find(times: Mapping[int, float], least_s: float, device: str) -> FastSteps:
+    """Finds steps that cannot be work, and the steps that waited for them.
+
+    Args:
+      times: step -> seconds.
+      least_s: time of a step's FLOPs at the peak of its GPUs; 0 = unknown, then steps are compared
+        with the median of the later half.
+      device: the GPUs, for the note.
+    """
+    order = sorted(times)
+    if len(order) < 2:
+        return FastSteps(frozenset(), "")
+    usual = statistics.median(times[i] for i in order[len(order) // 2 :])
+    limit = least_s or SHARE * usual
+    fast = [i for i in order if times[i] < limit]
+    if not fast or len(fast) == len(order):
+        return FastSteps(frozenset(), _all_fast(times, least_s, device) if fast else "")
+    waited = [
+        b for a, b in itertools.pairwise(order)
+        if times[a] < limit <= times[b] and times[b] > WAIT * usual
+    ]  # fmt: skip
+    if len(fast) + len(waited) >= len(order):
+        waited = []
+    named = ", ".join(f"{i} ({times[i]:.3g} s)" for i in fast[:NAMED])
+    named += f" and {len(fast) - NAMED} more" if len(fast) > NAMED else ""
+    why = (
+        f"its FLOPs take {least_s:.3g} s at the peak of {device}"
+        if least_s
+        else f"the later steps take {usual:.3g} s"
+    )
+    note = f"left out as dispatch, not work: step{'s' * (len(fast) > 1)} {named}; {why}"
+    if waited:
+        longest = ", ".join(f"{i} ({times[i]:.3g} s)" for i in waited[:NAMED])
+        note += f"; and step{'s' * (len(waited) > 1)} {longest}, which waited for it"
+    return FastSteps(frozenset([*fast, *waited]), note)
+
+
+def _all_fast(times: Mapping[int, float], least_s: float, device: str) -> str:
+    """A note on a log all of whose steps are faster than the peak: a setting must be wrong."""
+    if not least_s:
+        return ""
+    usual = statistics.median(times.values())
+    return (
+        f"all steps are faster than the peak of {device}: {usual:.3g} s for FLOPs of at least "
+        f"{least_s:.3g} s; the model, gbs, seq, GPUs or GPU type of this run is another"
+    )

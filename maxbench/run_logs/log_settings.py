@@ -1,0 +1,223 @@
+"""Settings of a run that its log names: device names, mesh lines, dumps of the configuration.
+
+The programs print their configuration in many shapes (`num_layers ....... 32`, `num_layers: 32`,
+`"n_layers": 32`, `Config param base_num_decoder_layers: 32`); the names in KEYS are theirs.
+"""
+
+import dataclasses
+import functools
+import re
+
+from maxbench.config import recipes
+from maxbench.hardware.gpus import GpuTypes
+from maxbench.run_logs.record import RunRecord
+
+SEARCHED = 4 << 20  # bytes at the start of a log that are searched: programs dump settings there
+LONGEST = 4096  # bytes of a line; longer ones are data
+# Names of a whole number in a dump of the configuration -> the setting.
+KEYS = {
+    "layers": "num_layers num_hidden_layers n_layers base_num_decoder_layers num_decoder_layers",
+    "embed": "hidden_size base_emb_dim emb_dim",
+    "mlp": "ffn_hidden_size intermediate_size base_mlp_dim",
+    "heads": "num_attention_heads n_heads base_num_query_heads",
+    "seq": "seq_length max_target_length seq_len train_seq_len max_context_length",
+    "gbs": "global_batch_size global_batch_size_to_train_on train_batch_size",
+    "mbs": "micro_batch_size local_batch_size train_micro_batch_size_per_gpu",
+    "gpus": "world_size num_gpus_total",
+    "steps": "train_iters max_steps num_train_steps",
+    "tp": "tensor_model_parallel_size tensor_parallel_degree model_parallel_size",
+    "pp": "pipeline_model_parallel_size pipeline_parallel_degree pipe_parallel_size",
+    "cp": "context_parallel_size context_parallel_degree",
+    "ep": "expert_model_parallel_size expert_parallel_degree",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "fsdp": "data_parallel_shard_degree",
+}
+# MaxText's mesh: each axis is the product of the degree inside a slice and that between slices.
+AXES = {"data": "dp", "fsdp": "fsdp", "tensor": "tp", "pipeline": "pp", "context": "cp",
+        "expert": "ep"}  # fmt: skip
+LAYOUT = ("dp", "fsdp", "tp", "pp", "vp", "cp", "ep", "mbs")
+_SETTING_OF = {name: setting for setting, names in KEYS.items() for name in names.split()}
+_NAMES = "|".join([*_SETTING_OF, r"(?:ici|dcn)_(?:" + "|".join(AXES) + ")_parallelism"])
+_IS = r'"?\s*(?:\.{3,}|[:=])\s*'  # between a name and its value
+_KEY = re.compile(rf'(?<![\w.-])({_NAMES}){_IS}"?(-?\d{{1,9}})(?![\w.])'.encode())
+_WORD_NAMES = (
+    "model_name|flavor|gpu_type|device_kind|device_name|accelerator_type|quantization|fp8|bf16"
+    "|dtype|mixed_precision_param|precision"
+)
+_WORDS = re.compile(rf"(?<![\w.-])({_WORD_NAMES}){_IS}[\"']?([\w .+-]{{1,60}})".encode())
+_LINES = (  # sentences of the programs: torchtitan, Megatron-LM
+    re.compile(rb"Building device mesh with parallelism: (?P<mesh>[^\r\n]{1,200})"),
+    re.compile(
+        rb"Building \d-D device mesh with [\[(](?P<axes>[^\])\r\n]{1,200})[\])], "
+        rb"\[(?P<sizes>[\d, ]{1,60})\]"
+    ),
+    re.compile(rb"global batch size (?P<gbs>\d{1,9})"),
+    re.compile(rb"sequence length (?P<seq>\d{1,9})"),
+    re.compile(rb"maximum context length (?P<seq>\d{1,9})"),
+    re.compile(rb"(?P<tokens>\d{1,15}) tokens per train step"),
+    re.compile(rb"total steps (?P<steps>\d{1,9})"),
+    re.compile(rb"Config param steps: (?P<steps>\d{1,9})"),
+    re.compile(rb"using world size: (?P<gpus>\d{1,7})(?P<megatron>[^\r\n]{0,300})"),
+    re.compile(rb"[Nn]um_devices: (?P<gpus>\d{1,7})"),
+    re.compile(rb"world_?size[=: ]+(?P<gpus>\d{1,7})\b"),
+    re.compile(rb"Model (?P<model>[\w./-]{1,40} [\w.-]{1,20}) size:"),
+)
+_AXIS = re.compile(rb"(\w{1,20})=(\d{1,7})")
+_MEGATRON_AXIS = re.compile(
+    rb"\b(data|context|tensor-model|pipeline-model|expert-model)-parallel.size: (\d{1,7})"
+)
+_DEVICE = re.compile(
+    rb"NVIDIA (?:[A-Za-z]{2,8} ){0,2}[A-Z]{1,3}\d{2,4}[A-Za-z]{0,3}\b"
+    rb"(?: \d{1,3}GB(?: [\w.-]{1,9})?| PCIe| NVL| SXM\d?)?"
+)
+# Torchtitan's names of mesh axes -> ours.
+_TITAN_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "dp": "dp", "tp": "tp", "pp": "pp",
+               "cp": "cp", "ep": "ep"}  # fmt: skip
+_MEGATRON_AXES = {"data": "dp", "context": "cp", "tensor-model": "tp", "pipeline-model": "pp",
+                  "expert-model": "ep"}  # fmt: skip
+# Text in lines that may name a setting: searching for it first is faster.
+HINTS = (b"_size", b"seq_len", b"layers", b"_dim", b"_heads", b"parallel", b"NVIDIA", b"evice",
+         b"fp8", b"bf16", b"float16", b"precision", b"quantization", b"odel", b"world", b"_length",
+         b" length", b"tokens per", b"steps", b"_iters", b"gpu_type", b"accelerator")  # fmt: skip
+
+
+@dataclasses.dataclass
+class LogSettings:
+    """Settings that were found so far; the first value of each counts."""
+
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    words: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: list[str] = dataclasses.field(default_factory=list)  # names, without repetitions
+
+    def read(self, line: bytes) -> None:
+        """Adds the settings that a line of a log names."""
+        if len(line) > LONGEST:
+            return
+        for name, value in _KEY.findall(line):
+            self._add_number(name.decode(), int(value))
+        for name, value in _WORDS.findall(line):
+            self.words.setdefault(name.decode(), value.decode().strip())
+        for pattern in _LINES:
+            if match := pattern.search(line):
+                self._add_sentence(match.groupdict())
+        for match in _DEVICE.finditer(line):
+            name = match[0].decode("utf-8", "replace")
+            if len(self.devices) < 8 and name not in self.devices:
+                self.devices.append(name)
+
+    def _add_number(self, name: str, value: int) -> None:
+        if setting := _SETTING_OF.get(name):
+            if value > 0:
+                self.numbers.setdefault(setting, value)
+            return
+        self.numbers.setdefault(name, value)  # an axis of MaxText's mesh
+
+    def _add_sentence(self, groups: dict[str, bytes | None]) -> None:
+        for name in ("gbs", "seq", "tokens", "steps", "gpus"):
+            if (text := groups.get(name)) and int(text) > 0:
+                self.numbers.setdefault(name, int(text))
+        if mesh := groups.get("mesh"):
+            self._add_axes(_AXIS.findall(mesh), _TITAN_AXES)
+        if (axes := groups.get("axes")) and (sizes := groups.get("sizes")):
+            names = re.findall(rb"\w+", axes)
+            self._add_axes([*zip(names, re.findall(rb"\d+", sizes), strict=False)], _TITAN_AXES)
+        if text := groups.get("megatron"):
+            self._add_axes(_MEGATRON_AXIS.findall(text), _MEGATRON_AXES)
+        if model := groups.get("model"):
+            self.words.setdefault("model", model.decode())
+
+    def _add_axes(self, pairs: list[tuple[bytes, bytes]], names: dict[str, str]) -> None:
+        """Axes of a mesh; their product is the number of GPUs (experts share other axes)."""
+        gpus = 1
+        for name, size in pairs:
+            axis = names.get(name.decode())
+            if axis and 0 < int(size) < 1e7:
+                self.numbers.setdefault(axis, int(size))
+                gpus *= 1 if axis == "ep" else int(size)
+        if names is _TITAN_AXES and pairs:
+            self.numbers.setdefault("gpus", gpus)
+
+    def apply(self, record: RunRecord, gpu_types: GpuTypes) -> None:
+        """Sets the fields of a record that the log names."""
+        numbers = self.numbers
+        record.layout = self.layout()
+        record.seq = record.seq or numbers.get("seq", 0)
+        record.gpus = record.gpus or numbers.get("gpus", 0)
+        record.gbs = record.gbs or numbers.get("gbs", 0)
+        record.tokens = record.tokens or numbers.get("tokens", 0)
+        record.total_steps = record.total_steps or numbers.get("steps", 0)
+        if not record.gbs and record.seq:
+            record.gbs = record.tokens // record.seq
+        self._set_gpu_type(record, gpu_types)
+        self._set_model(record)
+        self._set_dtype(record)
+
+    def layout(self) -> dict[str, int]:
+        """Degrees of parallelism and the microbatch, as far as the log names them."""
+        layout = {name: self.numbers[name] for name in LAYOUT if name in self.numbers}
+        for name, axis in AXES.items():
+            sizes = [self.numbers.get(f"{kind}_{name}_parallelism", 0) for kind in ("ici", "dcn")]
+            if max(sizes) > 0 and min(sizes) >= 0 and axis not in layout:  # -1: the other GPUs
+                layout[axis] = max(sizes[0], 1) * max(sizes[1], 1)
+        return layout
+
+    def _set_gpu_type(self, record: RunRecord, gpu_types: GpuTypes) -> None:
+        named = ("gpu_type", "device_kind", "device_name", "accelerator_type")
+        texts = [*self.devices, *(self.words[name] for name in named if name in self.words)]
+        types = dict.fromkeys(filter(None, map(gpu_types.type_of, texts)))
+        if len(types) > 1:
+            record.inferred.append(f"its log names several GPU types: {', '.join(types)}")
+        elif types:
+            record.gpu_type = record.gpu_type or next(iter(types))
+        elif self.devices:
+            name = self.devices[0]
+            record.inferred.append(f"its log names {name!r}: --hardware FILE adds such a GPU type")
+
+    def _set_model(self, record: RunRecord) -> None:
+        """The workload with the dimensions in the log, else the one with the name in it."""
+        numbers = self.numbers
+        sizes = {key: numbers[key] for key in ("embed", "mlp", "heads") if key in numbers}
+        if len(sizes) >= 2 and (known := _workload_of(tuple(sorted(sizes.items())))):
+            record.model, record.size, layers = known
+            record.layers = numbers.get("layers", layers)
+            return
+        name = self.words.get("model_name") or self.words.get("model", "")
+        if not name and "flavor" in self.words:
+            name = self.words["flavor"]
+        if found := _workload_named(re.sub(r"[^a-z0-9]", "", name.lower())):
+            record.model, record.size, layers = found
+            record.layers = numbers.get("layers", layers)
+
+    def _set_dtype(self, record: RunRecord) -> None:
+        fp8, quantized = self.words.get("fp8", ""), self.words.get("quantization", "")
+        if re.match(r"(?i)hybrid|e4m3|true|fp8|nanoo", fp8) or "fp8" in quantized.lower():
+            record.dtype = "fp8"
+            return
+        types = [
+            self.words.get(name, "") for name in ("dtype", "mixed_precision_param", "precision")
+        ]
+        is_bf16 = re.match(r"(?i)true|1$", self.words.get("bf16", ""))
+        if is_bf16 or any(re.match(r"(?i)bf16|bfloat16", text) for text in types):
+            record.dtype = record.dtype or "bf16"
+
+
+@functools.cache
+def _workload_of(sizes: tuple[tuple[str, int], ...]) -> tuple[str, str, int] | None:
+    """Model, size and layers of the one workload with these dimensions."""
+    found = {
+        (w.model.name, w.model.size, w.model.layers)
+        for w in recipes.workloads().values()
+        if all(getattr(w.model, name) == value for name, value in sizes)
+    }
+    return next(iter(found)) if len(found) == 1 else None
+
+
+@functools.cache
+def _workload_named(text: str) -> tuple[str, str, int] | None:
+    """Model, size and layers of the workload whose name is in the text: 'llama318b'."""
+    plain = lambda name: re.sub(r"[^a-z0-9]", "", name.lower())
+    workloads = [w.model for w in recipes.workloads().values()]
+    names = {plain(f"{name}{m.size}"): m for m in workloads
+             for name, model in recipes.model_names().items() if model == m.name}  # fmt: skip
+    match = max((name for name in names if name in text), key=len, default="")
+    return (m.name, m.size, m.layers) if match and (m := names[match]) else None
