@@ -151,6 +151,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "precision.backend": _fp8,
     "precision.scaling": _fp8,
     "precision.history": _history,
+    "precision.bf16_layers": _fp8,
     "profile.start": _profile,
     "profile.stop": _profile,
     "profile.ranks": _profile,

@@ -211,6 +211,16 @@ class Model:
         """Consecutive positions that choose each expert once, with force_balance."""
         return self.experts // self.top_k
 
+    def with_bf16_layers(self, first: int, last: int) -> "Model":
+        """The model with its first and last layers not quantized."""
+        if not first + last:
+            return self
+        kind = lambda m: LayerKind(m.mlp, m.experts, m.window, int(m.quantized))
+        kinds = list(map(kind, self.per_layer))
+        for i in (*range(first), *range(self.layers - last, self.layers)):
+            kinds[i] = kinds[i]._replace(quantized=0)
+        return dataclasses.replace(self, layer_groups=tuple(LayerGroup(1, (k,)) for k in kinds))
+
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for the tokens of one GPU; capacity_factor must not be 0."""
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))

@@ -180,6 +180,8 @@ class Precision:
     backend: str = field("xla", options=("xla", "te"))
     scaling: str = field("auto", options=("auto", *number_formats.SCALINGS))
     history: int = field(1024, at_least=1)  # length of the amax history of delayed scaling
+    # First and last layers whose GEMMs are not quantized (Megatron's first_last_layers_bf16)
+    bf16_layers: tuple[int, int] = field((0, 0), at_least=0)
 
     @property
     def amax_history_len(self) -> int:
@@ -304,6 +306,12 @@ class Run:
         return number_formats.resolve_format(
             self.precision.dtype, self.precision.scaling, self.layout.gpu_type, self.gpu_types
         )
+
+    @property
+    def network(self) -> Model:
+        """The model as it is computed: layers of precision.bf16_layers are not quantized."""
+        first, last = self.precision.bf16_layers
+        return self.model.with_bf16_layers(first, last) if self.format.quantized else self.model
 
     def asdict(self) -> dict:
         """All sections as nested plain dicts, for JSON. The GPU type is the layout's name alone."""

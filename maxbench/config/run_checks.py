@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from maxbench.config.errors import UserError, divisors, nearest
 
 if TYPE_CHECKING:
+    from maxbench.config.model import Model
     from maxbench.config.run import Run
 
 
@@ -19,8 +20,11 @@ def check(run: "Run") -> None:
     _check_sharded_dims(run)
     _check_sequence(run)
     if run.format.quantized:
-        _check_gemm_dims(run)
-        _check_expert_slots(run)
+        _check_bf16_layers(run)
+        for _, kind in run.network.kinds:
+            if kind.quantized:
+                _check_gemm_dims(run, kind)
+                _check_expert_slots(run, kind)
 
 
 def _check_checkpoints(run: "Run") -> None:
@@ -109,14 +113,21 @@ def _check_window(run: "Run") -> None:
         )
 
 
-def _check_gemm_dims(run: "Run") -> None:
-    """All dims of quantized GEMMs are multiples of the format's, and no scaling block is cut."""
-    m, a, seq, f = run.model, run.layout, run.train.seq, run.format
-    dtype = run.precision.dtype
-    if m.layer_groups:
+def _check_bf16_layers(run: "Run") -> None:
+    first, last = run.precision.bf16_layers
+    if first + last >= run.model.layers:
         raise UserError(
-            f"dtype={dtype!r} is for layers of one kind (model.layer_groups); use dtype=bf16"
+            f"precision.bf16_layers={first},{last} leaves none of the {run.model.layers} layers in "
+            f"dtype={run.precision.dtype!r}; give fewer than {run.model.layers} in total, or use "
+            "dtype=bf16"
         )
+
+
+def _check_gemm_dims(run: "Run", m: "Model") -> None:
+    """All dims of a layer's quantized GEMMs are multiples of the format's, and no scaling block is
+    cut."""
+    a, seq, f = run.layout, run.train.seq, run.format
+    dtype = run.precision.dtype
     heads, kv_heads = m.heads // a.tp, m.kv_heads // a.tp
     fsdp, tp = (a.fsdp, a.tp) if f.blocks else (1, 1)
     qkv = f"({heads} heads + 2 x {kv_heads} kv_heads) x it"
@@ -143,9 +154,9 @@ def _check_gemm_dims(run: "Run") -> None:
             )
 
 
-def _check_expert_slots(run: "Run") -> None:
-    """The rows of experts' quantized GEMMs are a multiple of the format's."""
-    m, a, f, dtype = run.model, run.layout, run.format, run.precision.dtype
+def _check_expert_slots(run: "Run", m: "Model") -> None:
+    """The rows of a layer's quantized GEMMs of experts are a multiple of the format's."""
+    a, f, dtype = run.layout, run.format, run.precision.dtype
     if not m.experts or m.force_balance:  # whose slots are whole blocks
         return
     if not m.has_slots:

@@ -84,6 +84,26 @@ def join(table: Stacks, trees: Sequence) -> Any:
     return trees[0] if not table[0].name else {s.name: t for s, t in zip(table, trees, strict=True)}
 
 
+def by_stack(table: Stacks, layers: Any) -> list:
+    """The stacks of a tree, of layers that are stacked or unrolled: of unrolled ones the tuple of
+    each stack's layers."""
+    if not isinstance(layers, tuple):
+        return split(table, layers)
+    return [tuple(layers[i] for i in s.slots) for s in table]
+
+
+def from_stacks(table: Stacks, trees: Sequence) -> Any:
+    """The inverse of by_stack()."""
+    if not isinstance(trees[0], tuple):
+        return join(table, trees)
+    layers = {
+        i: layer
+        for s, tree in zip(table, trees, strict=True)
+        for i, layer in zip(s.slots, tree, strict=True)
+    }
+    return tuple(layers[i] for i in sorted(layers))
+
+
 def part_of(sublayer: str, layer: Any) -> Any:
     """The entries of a sublayer in a layer's weights, gradients or state."""
     return {name: part for name, part in layer.items() if name.startswith(sublayer)}

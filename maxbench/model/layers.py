@@ -89,7 +89,8 @@ def matmul(
     Args:
       axes: 'batch... ins... -> outs...', logical axes of the weight.
       batch: number of batch axes (experts).
-      plain: multiplies in the dtype of x, not in the run's number format.
+      plain: multiplies in the dtype of x, not in the run's number format, as all GEMMs do in a
+        layer that is not quantized.
       sums: replaces the weight's own gradient accumulator.
       order: as in linear.linear, which defines the result too.
       how: further fields of linear.MatmulSpec.
@@ -97,6 +98,7 @@ def matmul(
     ins, outs = axes.split("->")
     names = f"{ins} {outs}".split()
     dims = rules.GemmDims(batch, len(ins.split()) - batch)
+    plain = plain or not module.model.quantized
     w, own = param(module, name, " ".join(names), std, gemm=None if plain else dims)
     split = [i for i, n in enumerate(names) if "fsdp" in rules.RULES[n]]
     fsdp = split[0] if split and collectives.axis_size("fsdp") > 1 else None

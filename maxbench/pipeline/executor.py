@@ -35,7 +35,7 @@ from jax import lax
 
 from maxbench.config.run import Run
 from maxbench.model import transformer
-from maxbench.model.grad_accumulation import GradAccumulator
+from maxbench.model.grad_accumulation import Statistic, is_accumulator
 from maxbench.pipeline import buffers, layer_order, schedule, tick_order
 from maxbench.pipeline.embed_and_loss import WEIGHTS, EmbedAndLoss
 from maxbench.pipeline.schedule import Row
@@ -214,7 +214,7 @@ class Executor:
         for event, token in tokens.items():
             t.tokens.emit(f"bwd.{event}", token)
         t.dy = ordering.after(t.dy, t.tokens.wanted_by(f"bwd.{sublayer}.output"))
-        grads[i] = _keep_amax(has_work, new, old)
+        grads[i] = _keep_counts(has_work, new, old)
         return carry.replace(chunk_grads=tuple(grads))
 
     def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
@@ -551,9 +551,15 @@ class Pipeline(Executor):
         )
 
 
-def _keep_amax(has_work, new, old):
-    """New gradients, with amaxes of ticks that have work only; their other gradients are zeros."""
-    is_grad = lambda x: isinstance(x, GradAccumulator)
-    select = lambda new, old: new._replace(amax=jnp.where(has_work, new.amax, old.amax))
-    one = lambda new, old: select(new, old) if is_grad(new) else new
-    return jax.tree.map(one, new, old, is_leaf=is_grad)
+def _keep_counts(has_work, new, old):
+    """New gradients, with the amaxes and statistics of ticks that have work only; their other
+    gradients are zeros."""
+
+    def one(new, old):
+        if not is_accumulator(new):
+            return new
+        name = "value" if isinstance(new, Statistic) else "amax"
+        kept = jnp.where(has_work, getattr(new, name), getattr(old, name))
+        return new._replace(**{name: kept})
+
+    return jax.tree.map(one, new, old, is_leaf=is_accumulator)

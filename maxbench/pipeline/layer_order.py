@@ -17,7 +17,7 @@ from maxbench.model.layer_stack import EMPTY, Stack, Stacks
 
 def stacks(run: Run) -> Stacks:
     """The stacks of a run's weights, and the layer in each of their slots."""
-    m, a = run.model, run.layout
+    m, a = run.network, run.layout
     if a.pp == 1:
         return layer_stack.stacks(m)
     return (Stack("", m, tuple(layer_order(m.layers, a.pp, a.vp).tolist())),)

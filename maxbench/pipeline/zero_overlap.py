@@ -22,7 +22,13 @@ from jax.experimental import layout
 
 from maxbench import quantization
 from maxbench.config.run import Run
-from maxbench.model.grad_accumulation import GradAccumulator, grads_of
+from maxbench.model.grad_accumulation import (
+    GradAccumulator,
+    LayerState,
+    Statistic,
+    grads_of,
+    is_accumulator,
+)
 from maxbench.pipeline.schedule import WARMUP, schedule_for
 from maxbench.quantization import Weight
 from maxbench.sharding.rules import WeightSharding, gather_master, reduce_grad
@@ -162,9 +168,11 @@ class ZeroOverlap:
 
     def write_weights(self, stack: Any, slices: Any) -> Any:
         """The compute weights with the results of all_gather_slices()."""
-        leaves, tree = jax.tree.flatten(stack, is_leaf=lambda x: isinstance(x, Weight))
+        is_leaf = lambda x: isinstance(x, Weight | LayerState)
+        leaves, tree = jax.tree.flatten(stack, is_leaf=is_leaf)
+        weights = [i for i, x in enumerate(leaves) if not isinstance(x, LayerState)]
         for _, slot, part, results in slices:
-            for i, w in zip(self.slice_dims, results, strict=True):
+            for i, w in zip((weights[i] for i in self.slice_dims), results, strict=True):
                 write = lambda stack, x, at=(slot, part): _write_form(stack, x, *at)
                 leaves[i] = jax.tree.map(write, leaves[i], w)
         return tree.unflatten(leaves)
@@ -172,12 +180,14 @@ class ZeroOverlap:
     def write_gradients(self, grads: Any, slices: Any, tick: jax.Array | int) -> Any:
         """The gradients with the results of reduce_scatter_slices(), at the start of the slices
         that they are sums of: those are not read again, and a buffer would take memory."""
-        leaves, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, GradAccumulator))
+        leaves, tree = jax.tree.flatten(grads, is_leaf=is_accumulator)
+        gradients = [i for i, x in enumerate(leaves) if not isinstance(x, Statistic)]
         for index, slot, part, results in slices:
             valid = (tick >= 0) & (index < self.layers_per_chunk * self.slices_per_layer)
-            for i, g in zip(self.slice_dims, results, strict=True):
+            for (leaf, dim), g in zip(self.slice_dims.items(), results, strict=True):
+                i = gradients[leaf]
                 stack = grads_of(leaves[i])
-                start = [part * n if d == self.slice_dims[i] else 0 for d, n in enumerate(g.shape)]
+                start = [part * n if d == dim else 0 for d, n in enumerate(g.shape)]
                 old = lax.dynamic_slice(stack, [slot, *start], (1, *g.shape))
                 new = lax.dynamic_update_slice(stack, jnp.where(valid, g, old), [slot, *start])
                 is_pair = isinstance(leaves[i], GradAccumulator)

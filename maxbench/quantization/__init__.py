@@ -154,6 +154,8 @@ def scales(
     """
     leaves, shardings = jax.tree.leaves(masters), jax.tree.leaves(shardings)
     gemm_weights = [w for w, sharding in zip(leaves, shardings, strict=True) if sharding.gemm]
+    if not gemm_weights:  # of layers that are not quantized
+        return [None] * len(leaves), None
     by_gemm, amax = arithmetic.scales(gemm_weights, int(stacked), past)
     amax = amax if amax is None else by_layer(amax, None if stacked else len(masters))
     return [next(by_gemm) if sharding.gemm else None for sharding in shardings], amax

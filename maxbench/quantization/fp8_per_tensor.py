@@ -2,7 +2,7 @@
 
   current   the scale of a tensor is computed from its own amax, when it is quantized
   delayed   the scale is computed from the largest amax of past steps: the amax history, which is
-            non-trainable state of the step (init_amax_history, update_amax_history)
+            non-trainable state of the step (step/state.py, update_amax_history)
 
 Operands of the forward pass are e4m3, gradients are e5m2 (arXiv:2209.05433), as in Transformer
 Engine's Float8CurrentScaling and DelayedScaling recipes with Format.HYBRID. Scales are rounded up
@@ -145,14 +145,11 @@ def dequantize(q: Any, scale: Any, dtype: Any) -> jax.Array:
     return q.astype(dtype) * scale.astype(dtype)
 
 
-def init_amax_history(slots: int, gemms: int, steps: int) -> jax.Array:
-    """Delayed scaling's state: amax of x, dy and w of each GEMM in past steps, oldest first.
-
-    fp32 zeros [slots, gemms, 3, steps]; gemms in the order of the weights in a layer's tree.
-    """
-    return jnp.zeros((slots, gemms, 3, steps), jnp.float32)
-
-
 def update_amax_history(history: Any, amax: Any) -> jax.Array:
-    """Replaces the oldest step of the history by this step's amax [slots, gemms, 3]."""
+    """Replaces the oldest step of the history by this step's amax [slots, gemms, 3].
+
+    Delayed scaling's state is the amax of x, dy and w of each GEMM in past steps, oldest first:
+    fp32 [slots, gemms, 3, steps], zeros at first; gemms in the order of the weights in a layer's
+    tree.
+    """
     return jnp.concatenate([history[..., 1:], amax[..., None]], -1)

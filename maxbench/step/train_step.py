@@ -1,7 +1,7 @@
 """The training state, and the training step, compiled once ahead of time.
 
     state = {'step': int32, 'params': master weights, 'opt': optimizer state}
-            with delayed scaling also 'fp8': {'layers': amax history [slots, gemms, 3, steps]}
+            with non-trainable state of layers also 'layer_state' (step/state.py)
     state, out = step(state)        donates the state, and generates the batch on the device
 
 Training and planning build the step by the same code; only the devices differ.
@@ -26,10 +26,10 @@ from maxbench.model import attention, grad_accumulation, layer_stack, transforme
 from maxbench.pipeline import layer_order
 from maxbench.pipeline.gradients import gradients
 from maxbench.pipeline.zero_overlap import ZeroOverlap
-from maxbench.quantization import fp8_per_tensor, transformer_engine
+from maxbench.quantization import transformer_engine
 from maxbench.sharding import collectives, ordering
 from maxbench.sharding.rules import RULES, gather_master, reduce_grad, shard_weight
-from maxbench.step import data, optimizer, xla_options
+from maxbench.step import data, optimizer, state, xla_options
 
 
 class _ComputeWeights(NamedTuple):
@@ -38,12 +38,12 @@ class _ComputeWeights(NamedTuple):
     weights: dict  # {'embed': ..., 'layers': ..., 'head': ...}
     shardings: dict  # tree of WeightSharding like weights
     overlap: ZeroOverlap | None  # in a pipeline: layers' all-gathers and reduce-scatters
-    amax: jax.Array | None  # of layers' weights, fp32 [layers, gemms], with per-tensor scales
+    amaxes: list  # of each stack's weights, fp32 [slots, gemms], with per-tensor scales, or None
 
 
 def for_device(run: Run, device: Any) -> Run:
     """The run with its automatic settings resolved for a device: attention kernel, number format,
-    chunk size of the loss, and how many layers are unrolled.
+    chunk size of the loss, how many layers are unrolled, and which ones are not quantized.
 
     Raises:
       UserError: Transformer Engine is selected and absent, too old, or does not load; the selected
@@ -64,7 +64,7 @@ def for_device(run: Run, device: Any) -> Run:
         transformer_engine.load()
     scaling = run.format.name if run.format.quantized else p.scaling
     precision = dataclasses.replace(p, scaling=scaling)
-    return dataclasses.replace(run, train=train, precision=precision)
+    return dataclasses.replace(run, model=run.network, train=train, precision=precision)
 
 
 class Step:
@@ -99,39 +99,39 @@ class Step:
         return jax.tree.map(shard, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
     def _abstract(self, stacks, shardings):
-        shapes = jax.eval_shape(functools.partial(self._init, stacks=stacks), jax.random.key(0))
+        shapes = jax.eval_shape(
+            functools.partial(self._init, stacks=stacks, shardings=shardings), jax.random.key(0)
+        )
         specs = jax.tree.map(lambda s: s.master_spec, shardings)
         by_slot = P(*jax.tree.leaves(specs["layers"])[0][:1])
         # Optimizer state contains trees like the weights, so its paths end in paths of weights.
         by_path = {path: spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
         def sharded(path, leaf):
-            spec = by_slot if path[0].key == "fp8" else P()
+            spec = by_slot if path[0].key == state.KEY else P()
             spec = next((by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path), spec)
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(sharded, shapes)
 
-    def _init(self, key, stacks):
+    def _init(self, key, stacks, shardings):
         run = self.run
         params = nn.unbox(transformer.init(run.model, key, stacks))
         params |= {"layers": layer_stack.zero_empty(params["layers"], stacks)}
         params = optimizer.cast(params, run.precision.weights)
         opt = self.tx.init(optimizer.cast(params, run.precision.moments))
-        state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
-        if length := run.precision.amax_history_len:
-            gemms = sum(bool(s.gemm) for s in jax.tree.leaves(self.shardings["layers"]))
-            slots = len(stacks[0].slots)
-            state["fp8"] = {"layers": fp8_per_tensor.init_amax_history(slots, gemms, length)}
-        return state
+        result = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
+        if layer_state := state.init(run, stacks, shardings["layers"]):
+            result[state.KEY] = layer_state
+        return result
 
     def init(self) -> Any:
         """The initial state, created sharded on the devices; the same numbers on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         # It runs once: on a CPU, optimizing the program takes longer than running it.
         options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
-        fresh = functools.partial(self._init, stacks=self.stacks)
+        fresh = functools.partial(self._init, stacks=self.stacks, shardings=self.shardings)
         init = jax.jit(fresh, out_shardings=shardings, compiler_options=options)
         return init(jax.random.key(self.run.train.seed))
 
@@ -140,18 +140,27 @@ class Step:
         # The number of slots may not divide by pp: shard other dims over pp instead.
         return self._abstract(stacks, self._shardings(stacks, self.rules | {"layers": ()}))
 
-    def restack(self, state: Any, stacks: layer_stack.Stacks) -> Any:
+    def restack(self, before: Any, stacks: layer_stack.Stacks) -> Any:
         """The layers of a state from other stacks in this step's stacks. Donates the state."""
         has_layers = lambda x: isinstance(x, dict) and "layers" in x
+        source = self._shardings(stacks, self.rules | {"layers": ()})["layers"]
 
         def permute(x):
             if not has_layers(x):
                 return x
             return x | {"layers": layer_stack.permute(x["layers"], self.stacks, stacks)}
 
+        def restack(before):
+            after = {k: v for k, v in before.items() if k != state.KEY}
+            after = jax.tree.map(permute, after, is_leaf=has_layers)
+            if state.KEY in before:
+                layers = before[state.KEY]["layers"]
+                layers = state.permute(layers, self.stacks, stacks, source)
+                after[state.KEY] = {"layers": layers}
+            return after
+
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        restack = lambda state: jax.tree.map(permute, state, is_leaf=has_layers)
-        return jax.jit(restack, out_shardings=shardings, donate_argnums=0)(state)
+        return jax.jit(restack, out_shardings=shardings, donate_argnums=0)(before)
 
     def lower(self) -> jax.stages.Lowered:
         """The step as jax.stages.Lowered, for the mesh."""
@@ -171,36 +180,35 @@ class Step:
         compiled = lowered.compile(compiler_options=options)
         return compiled, traced - start, time.perf_counter() - traced
 
-    def _step(self, state):
+    def _step(self, before):
         p = self.run.precision
-        history = state["fp8"]["layers"] if p.amax_history_len else None
-        grads, out, amax = self.gradients(state["params"], state["step"], history)
+        layer_state = before.get(state.KEY)
+        grads, out, statistics = self.gradients(before["params"], before["step"], layer_state)
         # The update is computed in fp32, whatever the dtypes of the state.
         grads, opt, params = (
-            optimizer.cast(x, "fp32") for x in (grads, state["opt"], state["params"])
+            optimizer.cast(x, "fp32") for x in (grads, before["opt"], before["params"])
         )
         out["grad_norm"] = optax.tree.norm(grads)
-        out["lr"] = optimizer.learning_rate(self.run)(state["step"])
+        out["lr"] = optimizer.learning_rate(self.run)(before["step"])
         updates, opt = self.tx.update(grads, opt, params)
         params = optimizer.cast(optax.apply_updates(params, updates), p.weights)
         opt = optimizer.cast(opt, p.moments)
-        state = {"step": state["step"] + 1, "params": params, "opt": opt}
-        if p.amax_history_len:
-            state["fp8"] = {"layers": fp8_per_tensor.update_amax_history(history, amax)}
-        return state, out
+        after = {"step": before["step"] + 1, "params": params, "opt": opt}
+        if layer_state:
+            after[state.KEY] = state.update(self.run, layer_state, statistics)
+        return after, out
 
-    def gradients(self, params: Any, step: Any, history: Any = None) -> Any:
+    def gradients(self, params: Any, step: Any, layer_state: Any = None) -> Any:
         """Gradients of the mean loss over the global batch, and the metrics of the step.
 
         Args:
           params: master weights.
           step: its number, which determines the batch.
-          history: with delayed scaling, the amax history [slots, gemms, 3, steps], from which the
-            scales follow.
+          layer_state: non-trainable state of layers (step/state.py), or None.
 
         Returns:
-          Gradients, sharded as the master weights; {'loss', 'aux'}, fp32 scalars; with delayed
-          scaling this step's amax [slots, gemms, 3], else None.
+          Gradients, sharded as the master weights; {'loss', 'aux'}, fp32 scalars; the statistics
+          of this step, a tree like layer_state, or None.
         """
         masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
         by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
@@ -211,29 +219,47 @@ class Step:
             out_specs=(masters, P(), by_slot),
             check_vma=False,
         )
-        return grads(params, step, None if history is None else jnp.max(history, -1))
+        return grads(params, step, layer_state and state.read(layer_state))
 
-    def _local_grads(self, params, step, past):
-        """gradients() on one GPU, inside shard_map; `past` is the history's maximum over steps."""
+    def _local_grads(self, params, step, layer_state):
+        """gradients() on one GPU, inside shard_map; layer_state is what state.read() returns."""
         with ordering.enabled(self.run.train.order == "auto"):
-            return self._local_grads_in_order(params, step, past)
+            return self._local_grads_in_order(params, step, layer_state)
 
-    def _local_grads_in_order(self, params, step, past):
-        w, shardings, overlap, amax_w = self._compute_weights(params, past)
-        grads, out = self._accumulated_grads(w, step, overlap)
+    def _local_grads_in_order(self, params, step, layer_state):
+        w, shardings, overlap, amaxes = self._compute_weights(params, layer_state)
+        sums, out = self._accumulated_grads(w, step, overlap)
         stacked = not lowering.layers_unrolled(self.run)
-        grads, amax = grad_accumulation.grads_of(grads), grad_accumulation.amaxes_of(grads, stacked)
-        if amax is not None:
-            amax = collectives.pmax(amax, *(axis for axis in AXES if axis != "pp"))
-            amax = jnp.concatenate([amax, amax_w[..., None]], -1)
+        statistics = layer_state and self._statistics(layer_state, sums["layers"], amaxes)
+        grads = grad_accumulation.grads_of(sums)
         reduced = lambda name: jax.tree.map(reduce_grad, shardings[name], grads[name])
         layers = overlap.reduce_rest(grads["layers"]) if overlap else reduced("layers")
         grads = {name: reduced(name) for name in ("embed", "head")} | {"layers": layers}
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
-        return grads, jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out), amax
+        out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
+        return grads, out, statistics
 
-    def _compute_weights(self, params, past) -> _ComputeWeights:
+    def _statistics(self, layer_state, sums, amaxes):
+        """What state.update() needs, from gradient accumulators of layers and amaxes of weights."""
+        unrolled = lowering.layers_unrolled(self.run)
+        trees = layer_stack.split(self.stacks, layer_state["layers"])
+        statistics = []
+        sums = layer_stack.by_stack(self.stacks, sums)
+        for tree, layers, amax_w in zip(trees, sums, amaxes, strict=True):
+            amax = grad_accumulation.amaxes_of(layers, not unrolled)
+            if amax is not None:
+                amax = collectives.pmax(amax, *(axis for axis in AXES if axis != "pp"))
+                amax = jnp.concatenate([amax, amax_w[..., None]], -1)
+            if unrolled:
+                counted = map(grad_accumulation.statistics_of, layers)
+                counted = jax.tree.map(lambda *x: jnp.stack(x), *counted)
+            else:
+                counted = grad_accumulation.statistics_of(layers)
+            statistics.append(state.statistics(tree, counted, amax))
+        return {"layers": layer_stack.join(self.stacks, statistics)}
+
+    def _compute_weights(self, params, layer_state) -> _ComputeWeights:
         """All-gathers (and quantizes) the compute weights from this GPU's master shards.
 
         Once per step, as the reduction of the gradients is, however many microbatches there are.
@@ -248,21 +274,47 @@ class Step:
             layer = jax.tree.map(lambda s: s.layer, shardings["layers"])
             layers = layer_stack.repeat(run.model, layer)
             shardings = shardings | {"layers": layers}
-        args = self.arithmetic, shardings["layers"], w["layers"]
+        trees = [{}] * len(self.stacks)
+        if layer_state:
+            trees = layer_stack.split(self.stacks, layer_state["layers"])
+        pasts = [tree.get("amax") for tree in trees]
         overlap = None
         if run.layout.pp > 1:
             head = None if run.model.tied else (shardings["head"]["w"], w["head"]["w"])
-            overlap = ZeroOverlap(run, *args[:2], params["layers"], cast, past, head)
-            layers, amax = overlap.initial_weights(), overlap.amax
+            overlap = ZeroOverlap(
+                run, self.arithmetic, shardings["layers"], params["layers"], cast, pasts[0], head
+            )
+            layers, amaxes = overlap.initial_weights(), [overlap.amax]
             # The head is read last, after the warm-up: its all-gather follows those of the layers.
             # If ZeroOverlap gathers it in slices, nothing reads this result, and XLA drops it.
             w["head"] = ordering.after(w["head"], ordering.token(layers))
         else:
-            scales, amax = quantization.scales(*args, stacked, past)
-            layers = quantization.weights(*args, scales, stacked)
+            layers, amaxes = self._quantize(shardings["layers"], w["layers"], pasts)
+        if layer_state:
+            layers = self._with_state(layers, trees)
         gathered = lambda name: jax.tree.map(gather_master, shardings[name], w[name])
         weights = {name: gathered(name) for name in ("embed", "head")} | {"layers": layers}
-        return _ComputeWeights(weights, shardings, overlap, amax)
+        return _ComputeWeights(weights, shardings, overlap, amaxes)
+
+    def _quantize(self, shardings, masters, pasts):
+        """Compute weights of layers, and amaxes of each stack."""
+        stacked, stacks = not lowering.layers_unrolled(self.run), []
+        of_stacks = (layer_stack.by_stack(self.stacks, tree) for tree in (shardings, masters))
+        for *args, past in zip(*of_stacks, pasts, strict=True):
+            scales, amax = quantization.scales(self.arithmetic, *args, stacked, past)
+            weights = quantization.weights(self.arithmetic, *args, scales, stacked)
+            stacks.append((weights, amax))
+        weights, amaxes = zip(*stacks, strict=True)
+        return layer_stack.from_stacks(self.stacks, weights), list(amaxes)
+
+    def _with_state(self, layers, trees):
+        """Layers with the state that they read; `trees` is the state of each stack."""
+        merge = lambda w, tree: _merge(w, state.for_layers(tree))
+        if isinstance(layers, tuple):
+            tree = layer_stack.join(self.stacks, trees)
+            return tuple(map(merge, layers, layer_stack.unstack(self.run.model, tree)))
+        stacks = layer_stack.split(self.stacks, layers)
+        return layer_stack.join(self.stacks, list(map(merge, stacks, trees)))
 
     def _accumulated_grads(self, w, step, overlap: ZeroOverlap | None):
         """Gradient accumulators after all microbatches, and this GPU's shares of the metrics."""
@@ -302,3 +354,9 @@ class Step:
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(accumulate, zeros, 0)[1])
         with jax.named_scope("about_2_trips"):  # cost_model/hlo.py reads it
             return jax.lax.fori_loop(0, 2 + jnp.minimum(step, 0), add, (zeros, sums))
+
+
+def _merge(tree, more):
+    """A nested dict with the entries of another."""
+    inner = {k: _merge(tree[k], v) for k, v in more.items() if isinstance(v, dict)}
+    return tree | more | inner

@@ -221,7 +221,7 @@ GROUPS = (1, ((256,),)), (3, ((256, 4),))
     ("setting", "flags", "text"),
     [
         ({"model.layer_groups": GROUPS}, dict(pp=2, mbs=1, gbs=4), "pp=2 needs layers of one kind"),
-        ({"model.layer_groups": GROUPS}, dict(dtype="fp8"), "layers of one kind .* use dtype=bf16"),
+        ({"precision.bf16_layers": (3, 1)}, dict(dtype="fp8"), "leaves none of the 4 layers"),
         (
             {"model.layer_groups": (*GROUPS[:1], (3, ((64, 4),)))},
             dict(tp=128),

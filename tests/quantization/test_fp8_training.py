@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxbench.model import layer_stack
 from maxbench.run import checkpoint, restore
 from maxbench.step.train_step import Step
 from tests.quantization.fp8_step import FAMILIES, build
@@ -121,7 +122,13 @@ def train(family: str, scaling: str, steps: int = 3, **axes):
 def single_device_training(family: str, scaling: str):
     """Losses, the amax history or None, and the step with its compiled program."""
     values, state, *step = train(family, scaling)
-    return values, np.asarray(state["fp8"]["layers"]) if "fp8" in state else None, *step
+    return values, amax_history(state, step[0]) if scaling == "delayed" else None, *step
+
+
+def amax_history(state, step: Step) -> np.ndarray:
+    """[layers, gemms, 3, steps], in the order of layers."""
+    history = np.asarray(state["layer_state"]["layers"]["amax"])
+    return history[np.argsort(step.stacks[0].slots)]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +156,7 @@ def test_delayed_scaling_and_mxfp8_train_as_bf16_on_every_mesh(family, scaling, 
     assert (values != bf16).any()
     np.testing.assert_allclose(values, bf16, rtol=2e-3)
     if scaling == "delayed":
-        history = np.asarray(state["fp8"]["layers"])[np.argsort(step.stacks[0].slots)]
+        history = amax_history(state, step)
         assert (history[..., 0] == 0).all()  # three steps in a history of four
         assert (history[..., 1:] > 0).all()
         if family == "llama":
@@ -166,16 +173,20 @@ def test_checkpoint_contains_the_amax_history(tmp_path):
     _, state, step, compiled = train("llama", "delayed", 2, **PIPELINE)
     with checkpoint.Saver(tmp_path, step.run) as saver:
         saver.save(state)
+    saved = amax_history(state, step)
     state, out = compiled(state)
     *_, single, compiled = single_device_training("llama", "delayed")
     checkpoints = restore.find_checkpoints(str(tmp_path), single.run)
-    _, restored = restore.restore(checkpoints, restore.read_onto(single.in_order))
-    restored, restored_out = compiled(single.restack(restored, step.stacks))
+    table = lambda stacks: layer_stack.stacks_from_json(step.run.model, stacks)
+    read = restore.read_onto(lambda stacks: single.with_stacks(table(stacks)))
+    _, restored = restore.restore(checkpoints, read)
+    restored = single.restack(restored, step.stacks)
+    actual = amax_history(restored, single)
+    np.testing.assert_array_equal(actual, saved)
+    restored, restored_out = compiled(restored)
     np.testing.assert_allclose(restored_out["loss"], out["loss"], rtol=5e-4)
-    actual, expected = (np.asarray(s["fp8"]["layers"]) for s in (restored, state))
-    np.testing.assert_array_equal(
-        actual[..., :3], expected[np.argsort(step.stacks[0].slots)][..., :3]
-    )
+    actual, expected = amax_history(restored, single), amax_history(state, step)
+    np.testing.assert_array_equal(actual[..., :3], expected[..., :3])
     current = dataclasses.replace(single.run.precision, scaling="current")
     with pytest.raises(ValueError, match=r"has 4 steps.*scaling=delayed.*history=4"):
         restore.find_checkpoints(str(tmp_path), dataclasses.replace(single.run, precision=current))
