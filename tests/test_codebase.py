@@ -24,7 +24,7 @@ IMPORTS = {
     "model": "config sharding quantization",
     "pipeline": "config sharding quantization model",
     "step": "config sharding quantization model pipeline",
-    "run": "hardware config metrics distributed sharding pipeline step",
+    "run": "hardware config metrics distributed sharding model pipeline step",
     "cost_model": "hardware config metrics sharding quantization pipeline step",
     "planning": "hardware config metrics pipeline cost_model",
     "preflight": "hardware config run_logs distributed model step",
