@@ -122,6 +122,10 @@ def _router_groups_top(run: Run) -> str:
     return _experts(run) or "model.router_groups=1 is one group" * (run.model.router_groups == 1)
 
 
+def _mtp_loss(run: Run) -> str:
+    return "" if run.model.mtp_layers else "model.mtp_layers=0 predicts the next token alone"
+
+
 def _rope(run: Run) -> str:
     return "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
 
@@ -171,6 +175,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.capacity_factor": _capacity_factor,
     "model.aux_loss": _experts,
     "model.drop_policy": _drop_policy,
+    "model.mtp_loss": _mtp_loss,
     "model.rope_scaling": _rope,
     "model.rope_context": _rope,
     "model.rope_low": _llama3_rope,

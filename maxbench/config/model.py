@@ -121,6 +121,9 @@ class Model:
     # tokens that an expert drops beyond its capacity: the least probable, or the last
     drop_policy: str = field("probs", options=("probs", "position"))
     aux_loss: float = field(0.0, at_least=0)  # coefficient of the load-balancing loss
+    # Multi-token prediction: a layer that predicts the token after the next; its loss' coefficient
+    mtp_layers: int = field(0, at_least=0, at_most=1)
+    mtp_loss: float = field(0.1, at_least=0)
 
     # Logical axes that are no fields: fused projections.
     @property
@@ -164,6 +167,8 @@ class Model:
         yarn = self.rope_scaling == "yarn" and self.rope_mscale
         scale = 0.1 * self.rope_mscale * math.log(self.rope_factor) + 1 if yarn else 1.0
         return scale * scale / math.sqrt(self.head_dim)
+
+    mtp_inputs = property(lambda self: 2)  # a hidden state and an embedding (model/mtp.py)
 
     # The same sizes under other names, for weights with another sharding (sharding.rules.RULES).
     # An untied embedding table:

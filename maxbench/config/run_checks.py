@@ -47,6 +47,11 @@ def _check_pipeline(run: "Run") -> None:
             f"pp={a.pp} needs layers of one kind, and model.layer_groups has {len(groups)}; "
             "use pp=1 with fsdp, ep or tp"
         )
+    if run.model.mtp_layers:
+        raise UserError(
+            f"pp={a.pp} has no stage for model.mtp_layers={run.model.mtp_layers}; use "
+            "model.mtp_layers=0, or pp=1 with fsdp, ep or tp"
+        )
     if layers % chunks and (layers + 2) % chunks:
         below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
         near = sorted({n for n in (below, above - 2, above) if n > 0})

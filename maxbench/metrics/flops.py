@@ -36,11 +36,14 @@ PUBLISHED_CONVENTIONS = CONVENTIONS | {"bridge-0.4": Convention(causal=True, sil
 
 
 def params(m: Model) -> int:
-    """Exact number of parameters, each counted once: a tied LM head adds none."""
+    """Exact number of parameters, each counted once: a tied LM head adds none. Multi-token
+    prediction adds a layer, a projection of 2 embed to embed, and three norms."""
     norm = m.embed * (2 if m.norm == "layernorm1p" else 1)
     attention = m.embed * (m.head_dim + m.value_width) * (m.heads + m.kv_heads)
     per_layer = attention + norm * (4 if m.post_norm else 2)
     layers = sum(n * (per_layer + mlp_params(layer)) for n, layer in m.kinds)
+    if m.mtp_layers:
+        layers += per_layer + mlp_params(m.per_layer[-1]) + 2 * m.embed**2 + 3 * norm
     return layers + norm + m.vocab * m.embed * (1 if m.tied else 2)
 
 

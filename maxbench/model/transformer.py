@@ -1,6 +1,7 @@
 """The network as functions of a dict of weights, and as one Linen module, Transformer.
 
     {'embed': ..., 'layers': ..., 'head': ...}      each leaf of 'layers' is stacked [layers, ...]
+     with model.mtp_layers also 'mtp' (mtp.py)
 
 A model with Model.layer_groups has a dict of stacks in 'layers' (layer_stack.py). Initial weights,
 loss and checkpoints do not depend on the mesh: only the order of layers in stacks does, and
@@ -22,7 +23,7 @@ from maxbench import quantization
 from maxbench.config import lowering
 from maxbench.config.model import Model
 from maxbench.config.run import Run
-from maxbench.model import layer_stack
+from maxbench.model import layer_stack, mtp
 from maxbench.model.experts import Moe
 from maxbench.model.grad_accumulation import accumulate_into
 from maxbench.model.layer_stack import SUBLAYERS, Stacks, part_of
@@ -125,11 +126,15 @@ def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
         return jax.tree.map(with_layers_axis, tree, is_leaf=is_box)
 
     embed = Embed(m).init(k_embed, tokens_bt, jnp.float32)["params"]
-    return {
+    weights = {
         "embed": embed,
         "layers": layer_stack.join(table, list(map(init_stack, table))),
         "head": Head(m).init(k_head, x_btd, nn.unbox(embed)["w"])["params"],
     }
+    if m.mtp_layers:
+        k_mtp = jax.random.fold_in(k_layers, m.layers)
+        weights["mtp"] = mtp.init(m, k_mtp, Block, x_btd, rope)
+    return weights
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered"))
@@ -277,8 +282,48 @@ def forward(run: Run, w: Any, tokens_bt: jax.Array, sums: Any = None) -> Any:
     return layer_stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, last)
 
 
-def loss_fn(run: Run, w: Any, tokens_bt: jax.Array, targets_bt: jax.Array, sums: Any) -> Any:
-    """This GPU's part of the loss of one microbatch, and {'loss', 'aux'}, its two terms.
+def mtp_loss(
+    run: Run,
+    w: Any,
+    x_bud: jax.Array,
+    targets_bt: jax.Array,
+    after_bt: jax.Array,
+    sums: Any,
+    padded: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """This GPU's part of the loss of multi-token prediction (mtp.py), and of its auxiliary loss.
+
+    Args:
+      w: weights, at least 'embed', 'head' and 'mtp'.
+      x_bud: hidden states.
+      targets_bt, after_bt: the next token of each position, and the one after that.
+      sums: gradient accumulators of w['mtp'], or None.
+      padded: as in cross_entropy(), for after_bt.
+    """
+    m, parts = run.model, w["mtp"]
+    layer_sums = None
+    if sums is not None:
+        layer_sums = sums["layer"]
+        ends = "input", "head_norm"
+        parts = parts | {name: accumulate_into(sums[name], parts[name]) for name in ends}
+    embedded_bud = embed(m, w, targets_bt)
+    x_bud = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
+    rope = rope_angles(m, mesh.token_positions(run.train.seq))
+    x_bud, _, aux = layer(run, mtp.layer_kind(m), parts["layer"], layer_sums, x_bud, rope)
+    w = w | {"head": w["head"] | {"norm": parts["head_norm"]}}
+    return lm_loss(run, w, x_bud, after_bt, None, padded), aux
+
+
+def loss_fn(
+    run: Run,
+    w: Any,
+    tokens_bt: jax.Array,
+    targets_bt: jax.Array,
+    sums: Any,
+    after_bt: jax.Array | None = None,
+) -> Any:
+    """This GPU's part of the loss of one microbatch, and its terms {'loss', 'aux'}. Multi-token
+    prediction adds a term 'mtp_loss', which counts model.mtp_loss times.
 
     The sum of the parts over GPUs and microbatches is the mean over the global batch, so gradients
     are summed and need no further scaling.
@@ -287,9 +332,16 @@ def loss_fn(run: Run, w: Any, tokens_bt: jax.Array, targets_bt: jax.Array, sums:
       w: this GPU's compute weights.
       tokens_bt, targets_bt: this GPU's sequences at mesh.token_positions().
       sums: gradient accumulators like w, to differentiate with respect to (grad_accumulation.py).
+      after_bt: the token after each target, for multi-token prediction.
     """
-    w = w | {"embed": accumulate_into(sums["embed"], w["embed"])}
+    w, head_sums = w | {"embed": accumulate_into(sums["embed"], w["embed"])}, sums["head"]
+    if run.model.mtp_layers:  # two losses read the head: they cannot both add to its accumulator
+        w, head_sums = w | {"head": accumulate_into(head_sums, w["head"])}, None
     x_bud, aux = forward(run, w, tokens_bt, sums["layers"])
-    loss = lm_loss(run, w, x_bud, targets_bt, sums["head"])
-    out = {"loss": loss, "aux": aux / run.layout.gbs}
-    return out["loss"] + out["aux"], out
+    loss = lm_loss(run, w, x_bud, targets_bt, head_sums)
+    if not run.model.mtp_layers:
+        out = {"loss": loss, "aux": aux / run.layout.gbs}
+        return out["loss"] + out["aux"], out
+    extra, extra_aux = mtp_loss(run, w, x_bud, targets_bt, after_bt, sums["mtp"])
+    out = {"loss": loss, "aux": (aux + extra_aux) / run.layout.gbs, "mtp_loss": extra}
+    return out["loss"] + out["aux"] + run.model.mtp_loss * extra, out

@@ -47,6 +47,7 @@ RULES = {
     "latents": (),
     "kv_up_width": (),
     "mlp_inputs": (),
+    "mtp_inputs": (),
     "embed_replicated": (),
     "q_rank_replicated": (),
     "kv_rank_replicated": (),

@@ -14,18 +14,21 @@ from maxbench.sharding import mesh
 SUCCESSORS = 4  # of each token in the Markov chain, equally likely: the minimum loss is ln 4
 
 
-def batch(run: Run, step: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+def batch(run: Run, step: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, ...]:
     """This GPU's tokens and targets in one microbatch, int32 [mbs, seq / cp] each; in shard_map.
+    With multi-token prediction, also the tokens after the targets.
 
     A sequence depends on (seed, step, its index in the global batch) only, so that every mesh
     trains on the same tokens. Over cp each GPU has the positions of mesh.token_positions().
     """
     key = jax.random.fold_in(jax.random.key(run.train.seed), step)
     source = {"random": _random, "markov": _markov}[run.train.data]
-    draw = lambda i: source(jax.random.fold_in(key, i), run.train.seq + 1, run.model.vocab)
+    length = run.train.seq + 1 + run.model.mtp_layers
+    draw = lambda i: source(jax.random.fold_in(key, i), length, run.model.vocab)
     tokens_bt = jax.vmap(draw)(mesh.sequence_ids(run.layout, micro))
     position_t = jnp.asarray(mesh.token_positions(run.train.seq))
-    return tokens_bt[:, position_t], tokens_bt[:, position_t + 1]
+    after = (tokens_bt[:, position_t + 2],) if run.model.mtp_layers else ()
+    return tokens_bt[:, position_t], tokens_bt[:, position_t + 1], *after
 
 
 def _random(key, length: int, vocab: int):

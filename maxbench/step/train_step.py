@@ -234,7 +234,7 @@ class Step:
         grads = grad_accumulation.grads_of(sums)
         reduced = lambda name: jax.tree.map(reduce_grad, shardings[name], grads[name])
         layers = overlap.reduce_rest(grads["layers"]) if overlap else reduced("layers")
-        grads = {name: reduced(name) for name in ("embed", "head")} | {"layers": layers}
+        grads = {name: reduced(name) for name in grads if name != "layers"} | {"layers": layers}
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
@@ -293,7 +293,7 @@ class Step:
         if layer_state:
             layers = self._with_state(layers, trees)
         gathered = lambda name: jax.tree.map(gather_master, shardings[name], w[name])
-        weights = {name: gathered(name) for name in ("embed", "head")} | {"layers": layers}
+        weights = {name: gathered(name) for name in w if name != "layers"} | {"layers": layers}
         return _ComputeWeights(weights, shardings, overlap, amaxes)
 
     def _quantize(self, shardings, masters, pasts):
@@ -325,8 +325,9 @@ class Step:
             return gradients(run, self.platform, w, zeros, batch, overlap)
 
         def accumulate(accumulators, micro):
+            tokens_bt, targets_bt, *after = data.batch(run, step, micro)
             loss = lambda accumulators: transformer.loss_fn(
-                run, w, *data.batch(run, step, micro), accumulators
+                run, w, tokens_bt, targets_bt, accumulators, *after
             )
             return jax.grad(loss, has_aux=True)(accumulators)
 

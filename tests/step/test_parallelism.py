@@ -42,6 +42,8 @@ FAMILIES = {
             "model.router_groups_top": 2,
             "model.router_scale": 2.5,
             "model.shared_mlp": 96,
+            "model.mtp_layers": 1,
+            "model.init_std": 0.1,  # larger gradients of the router than rounding errors
         },
     ),
     # Three layer groups, heads x head_dim > embed, and values narrower than keys.
@@ -106,7 +108,6 @@ CASES = [
     pytest.param("gpt_oss", dict(ep=2, tp=2, fsdp=2), marks=exhaustive),
     ("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1)),
     pytest.param("deepseek", dict(ep=4, fsdp=2), marks=exhaustive),
-    pytest.param("deepseek", dict(pp=2, dp=2, ep=2, mbs=1), marks=exhaustive),
     ("deepseek", dict(cp=2, ep=2, tp=2, mbs=1)),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("mixed", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),

@@ -1,0 +1,56 @@
+"""Multi-token prediction: one more layer, which predicts the token after the next one.
+
+As in DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Megatron. The hidden state of position i,
+before the LM head's norm, and the embedding of token i + 1 are normalized and projected together
+onto the width of the model. A layer like the network's last one follows, a norm, and the LM head.
+Embedding and LM head are those of the network. The weights:
+
+    w['mtp'] = {'input': MtpInput's, 'layer': a layer's, 'head_norm': a norm's}
+
+GEMMs of this layer are not quantized.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from maxbench.config.model import Model
+from maxbench.model.layers import Linear, Norm
+
+
+class MtpInput(nn.Module):
+    """The input of the MTP layer: x_bud."""
+
+    model: Model
+
+    @nn.compact
+    def __call__(self, x_bud, embedded_bud):
+        """Args: x_bud, hidden states; embedded_bud, embeddings of the next tokens."""
+        m = self.model
+        parts = Norm(m, name="embed_norm")(embedded_bud), Norm(m, name="hidden_norm")(x_bud)
+        axes = "mtp_inputs embed_replicated -> embed"
+        projection = Linear(m, axes, m.init_std, plain=True, name="projection")
+        return projection(jnp.stack(parts, 2))[0]
+
+
+def layer_kind(m: Model) -> Model:
+    """The Model of the MTP layer."""
+    return dataclasses.replace(m.per_layer[-1], quantized=False)
+
+
+def init(m: Model, key: jax.Array, block: Any, x_btd: jax.Array, rope: Any) -> dict[str, Any]:
+    """Initial weights, boxed as those of transformer.init().
+
+    Args:
+      block: transformer.Block.
+      x_btd: an activation of any length, and rope its table.
+    """
+    keys = jax.random.split(key, 3)
+    return {
+        "input": MtpInput(m).init(keys[0], x_btd, x_btd)["params"],
+        "layer": block(layer_kind(m), "xla").init(keys[1], x_btd, rope)["params"],
+        "head_norm": Norm(m).init(keys[2], x_btd)["params"],
+    }

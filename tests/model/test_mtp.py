@@ -1,0 +1,61 @@
+"""Multi-token prediction against a plain form of DeepSeek-V3's equations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxbench.model import layer_stack, mtp, transformer
+from maxbench.model.layers import rope_angles
+from maxbench.sharding import mesh
+from maxbench.step import data
+from maxbench.step.train_step import Step
+from tests.conftest import resolve
+
+
+def plain_loss(m, w, tokens_bt):
+    """L_main + 0.1 L_MTP (arXiv:2412.19437, equations 21 to 25), of tokens [b, t + 2]."""
+    rms = lambda x, s: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + m.norm_eps) * s["scale"]
+    t = tokens_bt.shape[1] - 2
+    rope = rope_angles(m, jnp.arange(t))
+    layer = lambda kind, w, x: transformer.Block(kind, "xla").apply({"params": w}, x, rope)[0]
+    embedded = lambda tokens: w["embed"]["w"][tokens]
+
+    def cross_entropy(x, norm, targets_bt):
+        log_p = jax.nn.log_softmax(rms(x, norm) @ w["head"]["w"])
+        return -jnp.mean(jnp.take_along_axis(log_p, targets_bt[..., None], -1))
+
+    x = embedded(tokens_bt[:, :t])
+    for kind, weights in zip(m.per_layer, layer_stack.unstack(m, w["layers"]), strict=True):
+        x = layer(kind, weights, x)
+    main = cross_entropy(x, w["head"]["norm"], tokens_bt[:, 1:-1])
+    p = w["mtp"]["input"]
+    after = rms(embedded(tokens_bt[:, 1:-1]), p["embed_norm"])
+    merged = jnp.concatenate([after, rms(x, p["hidden_norm"])], -1)
+    x = merged @ p["projection"]["w"].reshape(2 * m.embed, m.embed)
+    x = layer(mtp.layer_kind(m), w["mtp"]["layer"], x)
+    return main + 0.1 * cross_entropy(x, w["mtp"]["head_norm"], tokens_bt[:, 2:])
+
+
+def test_loss_and_gradients_equal_the_published_form():
+    overrides = {
+        "model.layer_groups": ((1, ((96,),)), (1, ((64, 4),))),
+        "model.capacity_factor": 0.0,
+        "model.mtp_layers": 1,
+        "model.aux_loss": 0.0,
+        "model.init_std": 0.1,
+        "precision.grads": "fp32",
+    }
+    run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", layers=2, seq=16, mbs=1, gbs=2)
+    step = Step(run, mesh.make_mesh(run.layout))
+    params = step.init()["params"]
+    batches = [data.batch(run, 3, micro) for micro in range(2)]
+    tokens, targets, after = (jnp.concatenate(x) for x in zip(*batches, strict=True))
+    np.testing.assert_array_equal(targets[:, 1:], after[:, :-1])
+    tokens_bt = jnp.concatenate([tokens, targets[:, -1:], after[:, -1:]], 1)
+    plain = jax.jit(jax.value_and_grad(lambda w: plain_loss(run.model, w, tokens_bt)))
+    loss, expected = plain(params)
+    grads, out, _ = jax.jit(step.gradients)(params, 3)
+    assert float(out["loss"] + 0.1 * out["mtp_loss"]) == pytest.approx(float(loss), rel=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, grads, expected)
