@@ -2,7 +2,8 @@
 
 The compiler reports only a total. Here a buffer is a result with memory of its own, alive from the
 op that writes it to the last op that reads it; the step's state is donated and always alive. A
-loop's body represents all of its iterations, and its carry keeps its buffers.
+loop's body represents all of its iterations. Its carry keeps its buffers, except between the last
+op of the body that reads a carried array and the op that writes the array of the next iteration.
 """
 
 import dataclasses
@@ -18,14 +19,19 @@ STATE = {"params": "weights", "opt": "optimizer"}  # argument of the step -> buf
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A buffer, alive from step `start` to step `end` of the program, inclusive; steps are indices
-    of Liveness.seconds."""
+    """A buffer, alive from step `start` to step `end` of the program, inclusive, except in `gaps`
+    (first and last step of each); steps are indices of Liveness.seconds."""
 
     name: str
     bytes: int
     start: int
     end: int
     shape: str = ""  # 'bf16[80,8192]', of its first array
+    gaps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def is_alive(self, step: int) -> bool:
+        in_gap = any(first <= step <= last for first, last in self.gaps)
+        return self.start <= step <= self.end and not in_gap
 
 
 Bound = dict[tuple[str, int], Buffer]  # (op, index of its result) -> the buffer it is written to
@@ -42,8 +48,12 @@ class Liveness:
         """Live bytes at each program step."""
         change = [0] * (len(self.seconds) + 1)
         for b in self.buffers:
-            change[b.start] += b.bytes
-            change[b.end + 1] -= b.bytes
+            for first, last in (
+                (b.start, b.end),
+                *((last + 1, first - 1) for first, last in b.gaps),
+            ):
+                change[first] += b.bytes
+                change[last + 1] -= b.bytes
         return list(itertools.accumulate(change[:-1]))
 
     def peak(self) -> tuple[int, dict[str, int]]:
@@ -53,7 +63,7 @@ class Liveness:
         at = max(range(len(total)), key=total.__getitem__)
         sizes: dict[str, int] = {}
         for b in self.buffers:
-            if b.start <= at <= b.end:
+            if b.is_alive(at):
                 sizes[b.name] = sizes.get(b.name, 0) + b.bytes
         return at, dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
@@ -70,7 +80,7 @@ def liveness(
     # The state is donated, so results are written to its buffers.
     walk.run(entry, state, 1, _bound(program, entry, state))
     for buffer in state:
-        buffer.end = len(walk.seconds) - 1
+        buffer.end, buffer.gaps = len(walk.seconds) - 1, []
     for buffer in walk.buffers:
         buffer.name = buffer.name or buffer.shape
     return Liveness(walk.buffers, walk.seconds)
@@ -164,6 +174,9 @@ class _Walk:
         results = []
         for i, shape in enumerate(hlo.leaves(op.shape)):
             buffer = bound.get((op.name, i))
+            now = len(self.seconds) - 1
+            if buffer and buffer not in sources and buffer.end < now - 1:
+                buffer.gaps.append((buffer.end + 1, now - 1))
             if buffer is None and i in reused:
                 buffer = operands[reused[i]][0]
             buffer = buffer or self.new("", 0 if shape.host else shape.bytes)
@@ -206,10 +219,12 @@ def in_place(program: hlo.Program, op: hlo.Op) -> dict[int, int]:
         return {int(result or 0): int(operand) for result, operand in pairs}
     if op.base != "fusion":
         return {}
+    # The result of a fusion-start has the operands in front.
+    first = len(op.operands) if op.opcode == "fusion-start" else 0
     inside = program.called(op)
     roots = inside.operands(inside.root) if inside.root.opcode == "tuple" else [inside.root]
     found = {}
-    for i, root in enumerate(roots):
+    for i, root in enumerate(roots, first):
         while root.opcode == "bitcast":
             root = inside.by_name[root.operands[0]]
         if root.opcode == "dynamic-update-slice":
