@@ -227,7 +227,7 @@ def report(
     `mb.report("experiments", cost=2.5)` is `maxbench report --cost 2.5 experiments`.
 
     Args:
-      paths: folders of runs, and logs of NeMo, Megatron-Bridge and MaxText.
+      paths: folders of runs, and logs, event files and CSV exports of other programs.
       full_names: show paths instead of names.
       title: heading of the HTML page.
       suite: file of a suite of runs, which is judged PASS or FAIL.

@@ -123,8 +123,6 @@ def number(token: bytes) -> float | None:
 _MEGATRON_FIELDS = {
     b"elapsed time per iteration (ms)": ("step_ms", 1.0),
     b"throughput per GPU (TFLOP/s/GPU)": ("tflops", 1.0),
-    b"TFLOPs": ("tflops", 1.0),
-    b"tokens per gpu per second (tgs)": ("tokens_s", 1.0),
     b"lm loss": ("loss", 1.0),
     b"grad norm": ("grad_norm", 1.0),
     b"global batch size": ("gbs", 1.0),
@@ -132,7 +130,7 @@ _MEGATRON_FIELDS = {
     b"number of nan iterations": ("nan_steps", 1.0),
 }
 _MEGATRON_LINE = re.compile(rb"iteration +" + _INT + rb"/ +" + _INT + rb" \|([^\r\n]*)")
-_MEGATRON_DUMP = ("gpu_type", "model", "layout", "gpus", "seq", "gbs")
+_MEGATRON_DUMP = ("peak", "gpu_type", "model", "layout", "gpus", "seq", "gbs")
 # Name of a format, as in RunRecord.source -> the format. Of a log that has lines of several
 # programs, the format with the most steps counts, the first one of those with equally many.
 FORMATS: dict[str, LogFormat] = {
@@ -230,7 +228,7 @@ FORMATS: dict[str, LogFormat] = {
         },
         means=True,
         tflops="GPT-NeoX's: recomputed FLOPs count (hardware FLOPs)",
-        dumps=("gpu_type", "model", "layout", "gpus", "seq", "gbs"),
+        dumps=("peak", "gpu_type", "model", "layout", "gpus", "seq", "gbs"),
         infers=("gbs",),
         inferred="gbs from samples/s and step time, where the log does not name it",
     ),
@@ -246,11 +244,15 @@ FORMATS: dict[str, LogFormat] = {
     "megatron": LogFormat(
         program="Megatron-LM",
         lines=(StepLine(b"elapsed time per iteration (ms): ", _MEGATRON_LINE),),
-        labels=_MEGATRON_FIELDS,
+        labels=_MEGATRON_FIELDS
+        | {  # of Megatron-DeepSpeed
+            b"TFLOPs": ("tflops", 1.0),
+            b"tokens per gpu per second (tgs)": ("tokens_s", 1.0),
+        },
         means=True,
         tflops="Megatron-LM's formula of the model: causal since 2025, before full",
         dumps=_MEGATRON_DUMP,
-        inferred="a loss that is left out of a line with nan iterations is nan",
+        inferred="a loss that a line with nan iterations leaves out is nan",
     ),
     "deepspeed": LogFormat(
         program="DeepSpeed",
@@ -304,6 +306,9 @@ FORMATS: dict[str, LogFormat] = {
 # Megatron-Bridge prints the rate of a step on a line of its own before the step's, or in it.
 BRIDGE_RATE = re.compile(rb"([\d.]{1,12}) ?MODEL_TFLOP/s/GPU")
 BRIDGE_MARKER = b"MODEL_TFLOP"
+# Megatron's report of memory after the first steps, in MiB.
+MEMORY = re.compile(rb"memory \(MB\) \|[^\r\n]*?max allocated: ([\d.]{1,12})")
+MEMORY_MARKER = b"memory (MB) |"
 # Rate of a progress bar: iterations per second, or seconds per iteration.
 BAR_RATE = re.compile(rb"(?:rate:|, *)([\d.]{1,12})(it/s|s/it)")
 LINES = tuple((source, format, line) for source, format in FORMATS.items() for line in format.lines)

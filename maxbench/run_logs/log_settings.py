@@ -20,6 +20,8 @@ KEYS = {
     "embed": "hidden_size base_emb_dim emb_dim",
     "mlp": "ffn_hidden_size intermediate_size base_mlp_dim",
     "heads": "num_attention_heads n_heads base_num_query_heads",
+    "experts": "num_experts num_moe_experts num_local_experts n_routed_experts",
+    "vocab": "padded_vocab_size vocab_size",
     "seq": "seq_length max_target_length seq_len train_seq_len max_context_length",
     "gbs": "global_batch_size global_batch_size_to_train_on train_batch_size",
     "mbs": "micro_batch_size local_batch_size train_micro_batch_size_per_gpu",
@@ -177,7 +179,8 @@ class LogSettings:
         """The workload with the dimensions in the log, else the one with the name in it."""
         numbers = self.numbers
         sizes = {key: numbers[key] for key in ("embed", "mlp", "heads") if key in numbers}
-        if len(sizes) >= 2 and (known := _workload_of(tuple(sorted(sizes.items())))):
+        other = numbers.get("experts", 0), numbers.get("vocab", 0)
+        if len(sizes) >= 2 and (known := _workload_of(tuple(sorted(sizes.items())), *other)):
             record.model, record.size, layers = known
             record.layers = numbers.get("layers", layers)
             return
@@ -202,14 +205,22 @@ class LogSettings:
 
 
 @functools.cache
-def _workload_of(sizes: tuple[tuple[str, int], ...]) -> tuple[str, str, int] | None:
-    """Model, size and layers of the one workload with these dimensions."""
-    found = {
-        (w.model.name, w.model.size, w.model.layers)
-        for w in recipes.workloads().values()
-        if all(getattr(w.model, name) == value for name, value in sizes)
-    }
-    return next(iter(found)) if len(found) == 1 else None
+def _workload_of(
+    sizes: tuple[tuple[str, int], ...], experts: int, vocab: int
+) -> tuple[str, str, int] | None:
+    """Model, size and layers of the one workload with these dimensions.
+
+    Args:
+      experts: 0 or 1 for a dense model, or if the log does not name them.
+      vocab: which programs pad; 0 = unknown.
+    """
+    models = [w.model for w in recipes.workloads().values()]
+    found = [m for m in models if all(getattr(m, name) == value for name, value in sizes)]
+    found = [m for m in found if (m.experts or 1) == (experts or 1)] or found
+    if vocab:
+        found = [m for m in found if 0.99 < vocab / m.vocab < 1.05]
+    names = {(m.name, m.size, m.layers) for m in found}
+    return next(iter(names)) if len(names) == 1 else None
 
 
 @functools.cache

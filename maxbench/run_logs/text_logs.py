@@ -26,7 +26,7 @@ ENDING = 1 << 18  # bytes at the end of a log that are searched for the reason o
 # Text in every line of a step, and in the lines of checkpoints: searching for it first is faster.
 TIMES = formats.MARKERS
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
-RELEVANT = (*TIMES, *CHECKPOINTS, formats.BRIDGE_MARKER)
+RELEVANT = (*TIMES, *CHECKPOINTS, formats.BRIDGE_MARKER, formats.MEMORY_MARKER)
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
@@ -72,7 +72,7 @@ def read_text_log(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) 
     except log_files.DamagedFile as e:
         record.unread.append(e.strerror)
     parser.finish(f"{path.parent}/{path.name}", gpu_types)
-    if not (record.step_s or named or RUN_NAME.search(path.name)):
+    if not (record.step_s or record.unread or named or RUN_NAME.search(path.name)):
         return None
     tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
     record.profiled = next((tool for part, tool in tools.items() if part in str(path)), "")
@@ -147,6 +147,9 @@ class LogParser:
             self._is_bridge = True
             if not any(marker in text for marker in TIMES):
                 self._bridge_rate = self._rate_in(text)
+        if memory := formats.MEMORY.search(text):
+            peak = int((formats.number(memory[1]) or 0) * 2**20)
+            self.record.peak_bytes = max(self.record.peak_bytes, peak)
         for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
             seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
 

@@ -1,0 +1,167 @@
+"""Generated logs of each program, as the formats of run_logs/formats.py describe them.
+
+Every log is of the same run: Llama 3.1 8B, 8 GPUs, 128 sequences of 8,192 tokens, 9.4 s a step.
+"""
+
+import datetime
+import struct
+from collections.abc import Callable, Iterable
+
+from maxbench.run_logs import event_files
+
+STEP_S, GBS, SEQ, GPUS = 9.4, 128, 8192, 8
+DEVICE = "NVIDIA H100 80GB HBM3"
+MEMORY = (
+    "[Rank 0] (after 2 iterations) memory (MB) | allocated: 20000.5 | max allocated: 40960.0 | "
+    "reserved: 50000.0 | max reserved: 51200.0\n"
+)
+SIZES = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+
+
+def clock(i: int) -> str:
+    """The time of day of a line."""
+    start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    moment = start + datetime.timedelta(seconds=60 + STEP_S * i)
+    return f"{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03}"
+
+
+def dots(values: dict, prefix: str = "  ") -> str:
+    """A dump of settings as Megatron's and DeepSpeed's."""
+    return "".join(f"{prefix}{k} {'.' * (40 - len(k))} {v}\n" for k, v in values.items())
+
+
+def nemo(steps: Iterable[int], total: int, loss: str = "11.96") -> str:
+    return f"GPU 0: {DEVICE}\n" + "".join(
+        f"Training epoch 0, iteration {i}/{total - 1} | lr: 7.5e-06 | global_batch_size: {GBS} | "
+        f"global_step: {i} | peak_memory_usage: 70833405952 | reduced_train_loss: {loss} | "
+        f"grad_norm: 1.2 | train_step_timing in s: {STEP_S} | TFLOPS_per_GPU: 611.2 | "
+        f"consumed_samples: {GBS}\n"
+        for i in steps
+    )
+
+
+def maxtext(steps: Iterable[int], total: int, loss: str = "2.500") -> str:
+    config = {
+        "model_name": "llama3.1-8b", "global_batch_size_to_train_on": GBS, "steps": total,
+        "max_target_length": SEQ, "ici_fsdp_parallelism": 8, "dcn_fsdp_parallelism": 1,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    head = "".join(f"I0101 Config param {k}: {v}\n" for k, v in config.items())
+    head += f"I0101 Num_devices: {GPUS}, shape (1, 1, 8, 1)\nGPU 0: {DEVICE}\n"
+    return head + "".join(
+        f"completed step: {i}, seconds: {STEP_S:.3f}, TFLOP/s/device: 687.1, Tokens/s/device: "
+        f"13943.8, total_weights: {GBS * SEQ}, loss: {loss}\n"
+        for i in steps
+    )
+
+
+def torchtitan(steps: Iterable[int], total: int, loss: str = " 8.1000") -> str:
+    log = "[titan] {} - root - INFO - {}\n"
+    head = [
+        "Building device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1",
+        f"CUDA capacity: {DEVICE} with 79.18GiB memory",
+        "Model llama3 8B size: 8,030,261,248 total parameters",
+        f"Trainer is initialized with local batch size 1, global batch size {GBS}, gradient "
+        f"accumulation steps 32, sequence length {SEQ}, total steps {total} (warmup 2)",
+    ]
+    tps = round(GBS * SEQ / GPUS / STEP_S)
+    body = [
+        (clock(i + 1), f"step: {i + 1:2}  loss: {loss}  grad_norm:  1.2000  memory: 47.55GiB"
+         f"(60.05%)  tps: {tps:,}  tflops: 714.97  mfu: 72.29%")
+        for i in steps
+    ]  # fmt: skip
+    validation = (clock(total), "validate step:  9  loss:  8.0  memory: 40.0GiB(50.5%)  tps: 9,000")
+    rows = [*((clock(0), text) for text in head), *body, validation]
+    return "".join(f"[rank0]:{log.format(*row)}" for row in rows)
+
+
+def neox(steps: Iterable[int], total: int, loss: str = "1.090000E+01") -> str:
+    config = SIZES | {"seq_length": SEQ, "train_batch_size": GBS, "world_size": GPUS,
+                      "model_parallel_size": 2, "pipe_parallel_size": 1, "train_iters": total,
+                      "precision": "bfloat16"}  # fmt: skip
+    return f"GPU 0: {DEVICE}\n" + dots(config) + "".join(
+        f" samples/sec: {GBS / STEP_S:.3f} | iteration {i + 1:8d}/{total:8d} | elapsed time per "
+        f"iteration (ms): {STEP_S * 1e3:.1f} | learning rate: 1.2E-05 | approx flops per GPU: "
+        f"823.4TFLOPS | lm_loss: {loss} | loss scale: 1.0 | number of skipped iterations:   0 | "
+        f"number of nan iterations:   0 |\n{MEMORY}steps: {i + 1} loss: 10.9 "
+        f"iter time (s): {STEP_S:.3f} samples/sec: {GBS / STEP_S:.3f}\n"
+        for i in steps
+    )  # fmt: skip
+
+
+def megatron(steps: Iterable[int], total: int, loss: str = "1.196000E+01", rate: str = "") -> str:
+    config = SIZES | {"seq_length": SEQ, "global_batch_size": GBS, "micro_batch_size": 1,
+                      "bf16": True, "fp8": "hybrid", "train_iters": total}  # fmt: skip
+    head = (
+        f"using world size: {GPUS}, data-parallel size: 4, context-parallel size: 2, "
+        f"tensor-model-parallel size: 1, pipeline-model-parallel size: 1\nGPU 0: {DEVICE}\n"
+    )
+    tgs = "" if rate else " tokens per gpu per second (tgs): 13943.8 |"
+    flops = "" if rate else " throughput per GPU (TFLOP/s/GPU): 687.1 |"
+    return head + dots(config) + "".join(
+        f"{rate} [{clock(i + 1)}] iteration {i + 1:8d}/{total:8d} | consumed samples: "
+        f"{GBS * (i + 1):12d} | elapsed time per iteration (ms): {STEP_S * 1e3:.1f} |{flops} "
+        f"learning rate: 1.0E-05 | global batch size: {GBS:5d} | lm loss: {loss} | loss scale: 1.0 "
+        f"| grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        f"{tgs}\n{MEMORY}"
+        for i in steps
+    )  # fmt: skip
+
+
+def bridge(steps: Iterable[int], total: int, loss: str = "1.196000E+01") -> str:
+    rate = f"Step Time : {STEP_S:.2f}s GPU utilization: 717.2MODEL_TFLOP/s/GPU\n"
+    return megatron(steps, total, loss, rate)
+
+
+def deepspeed(steps: Iterable[int], total: int, loss: str = "10.9000") -> str:
+    config = {"train_batch_size": GBS, "train_micro_batch_size_per_gpu": 2, "world_size": GPUS}
+    stamp = "[{}] [INFO] [{}] "
+    head = f"GPU 0: {DEVICE}\n" + dots(
+        config, stamp.format(clock(0), "config.py:1003:print") + "  "
+    )
+    return head + "".join(
+        stamp.format(clock(i + 1), "timer.py:264:stop")
+        + f"epoch=0/micro_step={4 * (i + 1)}/global_step={i + 1}, RunningAvgSamplesPerSec=13.1, "
+        f"CurrSamplesPerSec={GBS / STEP_S}, MemAllocated=4.32GB, MaxMemAllocated=38.49GB\n"
+        f"steps: {i + 1} loss: {loss} iter time (s): {STEP_S:.3f} samples/sec: {GBS / STEP_S:.3f}\n"
+        for i in steps
+    )
+
+
+def levanter(steps: Iterable[int], total: int, loss: str = "8.12") -> str:
+    head = f"device_kind: {DEVICE}\nseq_len: {SEQ}\ntrain_batch_size: {GBS}\nworld_size: {GPUS}\n"
+    return head + "".join(
+        f"{clock(i + 1)} - 0 - tqdm_loggable.tqdm_logging - INFO :: Progress on:train "
+        f"{i + 1:.1f}it/{total:.1f}it rate:{STEP_S:.1f}s/it remaining:1:05:15 elapsed:31:40 "
+        f"postfix:loss={loss}\n"
+        for i in steps
+    )
+
+
+# Name of a format -> a function of (steps from 0, number of steps, text of the loss).
+LOGS: dict[str, Callable[..., str]] = {
+    "nemo": nemo, "maxtext": maxtext, "torchtitan": torchtitan, "neox": neox,
+    "megatron-bridge": bridge, "megatron": megatron, "deepspeed": deepspeed, "levanter": levanter,
+}  # fmt: skip
+
+
+def event_file(scalars: Iterable[tuple[str, int, float]]) -> bytes:
+    """A TensorBoard event file of (tag, step, value)."""
+    field = lambda number, kind, data: bytes([number << 3 | kind]) + data
+    sized = lambda number, data: field(number, 2, varint(len(data)) + data)
+    records = [field(1, 1, struct.pack("<d", 1.0)) + sized(3, b"brain.Event:2")]
+    for tag, step, value in scalars:
+        scalar = sized(1, sized(1, tag.encode()) + field(2, 5, struct.pack("<f", value)))
+        wall = struct.pack("<d", 1e9 + STEP_S * step)
+        records.append(field(1, 1, wall) + field(2, 0, varint(step)) + sized(5, scalar))
+    pack = lambda data: data + struct.pack("<I", event_files.crc(data))
+    return b"".join(pack(struct.pack("<Q", len(data))) + pack(data) for data in records)
+
+
+def varint(number: int) -> bytes:
+    """A number as protocol buffers write it."""
+    out = b""
+    while number > 127:
+        out += bytes([number & 127 | 128])
+        number >>= 7
+    return out + bytes([number])
