@@ -1,6 +1,7 @@
-"""Trains a small Llama on learnable text in BF16 and in FP8, and plots the losses.
+"""Trains a small Llama on learnable text in BF16, FP8 and NVFP4, and plots the losses.
 
   python benchmarks/fp8_loss.py            2,000 steps each; some minutes on a CPU
+  python benchmarks/fp8_loss.py --runs nvfp4        that one alone; others as stored
 
 Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, and prints a table. The text
 is of a Markov chain (train.data=markov, maxbench/step/data.py), so the minimum loss is known.
@@ -22,8 +23,10 @@ RUNS = {
     "bf16": ["--dtype", "bf16"],
     "fp8 current": ["--dtype", "fp8", "--config.precision.scaling=current"],
     "fp8 delayed": ["--dtype", "fp8", "--config.precision.scaling=delayed"],
+    "mxfp8": ["--dtype", "fp8", "--config.precision.scaling=mxfp8", "--gpu_type", "b200"],
+    "nvfp4": ["--dtype", "nvfp4", "--gpu_type", "b200"],
 }
-COLOURS = ("#1f4e8c", "#d1495b", "#2a9d5c", "#8a5cc2")
+COLOURS = ("#1f4e8c", "#d1495b", "#2a9d5c", "#8a5cc2", "#d98324")
 SMOOTH = 50  # steps that a plotted and compared loss is averaged over
 FLAGS = [
     "--seq",
@@ -97,8 +100,12 @@ def picture(curves: dict[str, list[float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    steps = parser.parse_args().steps
-    curves = {name: smooth(losses(flags, steps)) for name, flags in RUNS.items()}
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS])
+    args = parser.parse_args()
+    steps, path = args.steps, ROOT / "benchmarks" / "results" / "fp8_loss.json"
+    stored = json.loads(path.read_text())["curves"] if len(args.runs) < len(RUNS) else {}
+    new = {name: smooth(losses(RUNS[name], steps)) for name in args.runs}
+    curves = {name: (stored | new)[name] for name in RUNS}
     rows = {}
     for name, curve in curves.items():
         differences = [abs(a / b - 1) for a, b in zip(curve, curves["bf16"], strict=True)]
@@ -107,10 +114,9 @@ def main() -> None:
             "apart_final": differences[-1],
             "apart_most": max(differences),
         }
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     record = {"steps": steps, "smooth": SMOOTH, "flags": FLAGS, "rows": rows, "curves": curves}
-    (results / "fp8_loss.json").write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
     (ROOT / "docs/images/fp8_loss.svg").write_text(picture(curves))
     print(f"{'run':<14}{'final loss':>12}{'vs bf16':>9}{'at most':>9}")
     for name, row in rows.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from maxbench.config import lowering
 from maxbench.config.errors import UserError
+from maxbench.config.number_formats import SCALINGS
 from maxbench.config.run import Run
 
 
@@ -75,10 +76,17 @@ def _fp8(run: Run) -> str:
     return f"dtype={run.precision.dtype} has unquantized GEMMs; use --dtype fp8"
 
 
+def _scaling(run: Run) -> str:
+    if not run.format.quantized or run.format.name in SCALINGS:
+        return _fp8(run)
+    return f"dtype={run.precision.dtype} has one scaling; use --dtype fp8"
+
+
 def _history(run: Run) -> str:
     if run.format.amax_history:
         return ""
-    return _fp8(run) or f"scaling={run.format.name} keeps no amax history; use scaling=delayed"
+    no_history = f"scaling={run.format.name} keeps no amax history; use scaling=delayed"
+    return _scaling(run) or no_history
 
 
 def _profile(run: Run) -> str:
@@ -153,7 +161,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "train.offload": _offload,
     "train.collective_combine_bytes": _combine,
     "precision.backend": _fp8,
-    "precision.scaling": _fp8,
+    "precision.scaling": _scaling,
     "precision.history": _history,
     "precision.bf16_layers": _fp8,
     "profile.start": _profile,

@@ -79,4 +79,5 @@ def compute_weight_bytes(run: Run, layers: float, ends: float) -> float:
     """
     f, compute = run.format, FORMATS[run.format.compute].bytes
     one_operand = run.layout.pp > 1 and f.quantized and not f.blocks
-    return layers * (f.bytes if one_operand else compute) + ends * compute
+    per_element = f.bytes * (1 if one_operand else 2) if f.quantized else compute
+    return layers * per_element + ends * compute

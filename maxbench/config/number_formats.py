@@ -17,7 +17,7 @@ class Format:
     name: str  # of precision.scaling, if dtype has several formats
     dtype: str  # of precision.dtype
     compute: str  # dtype of activations and of unquantized weights
-    peak: str  # bf16 | fp8: the GPU's peak for MFU and for the time of GEMMs
+    peak: str  # bf16 | fp8 | fp4: the GPU's peak for MFU and for the time of GEMMs
     reads: tuple[str, ...]  # operand types of its GEMMs, as in HLO
     bytes: float  # per element that is saved for the backward pass of a GEMM
     arithmetic: str = "unquantized"  # module in maxbench/quantization
@@ -28,6 +28,7 @@ class Format:
     # Elements that its quantization reads and writes per layer, counted in compiled programs:
     # in units of rows x embed, and of rows x mlp.
     conversions: tuple[int, int] = (0, 0)
+    backends: tuple[str, ...] = ("xla", "te")  # of precision.backend
 
     @property
     def quantized(self) -> bool:
@@ -46,11 +47,17 @@ _MXFP8 = dataclasses.replace(
     _CURRENT, name="mxfp8", reads=("f8e4m3fn",), arithmetic="mxfp8", multiple=32, blocks=True,
     capability=(10, 0),
 )  # fmt: skip
+# Blocks have 16 elements; 32 are the 16 bytes that a GEMM's rows are aligned to.
+_NVFP4 = Format(
+    name="nvfp4", dtype="nvfp4", compute="bf16", peak="fp4", reads=("f4e2m1fn",), bytes=0.5625,
+    arithmetic="nvfp4", multiple=32, blocks=True, capability=(10, 0), conversions=(20, 12),
+    backends=("xla",),
+)  # fmt: skip
 # The default scaling of a dtype is the first format that the GPU supports.
-FORMATS = {f.name: f for f in (_BF16, _FP32, _MXFP8, _CURRENT, _DELAYED)}
+FORMATS = {f.name: f for f in (_BF16, _FP32, _MXFP8, _CURRENT, _DELAYED, _NVFP4)}
 DTYPES = tuple(dict.fromkeys(f.dtype for f in FORMATS.values()))
 PEAKS = {f.dtype: f.peak for f in FORMATS.values()}  # by precision.dtype
-SCALINGS = tuple(f.name for f in FORMATS.values() if f.quantized)
+SCALINGS = tuple(f.name for f in FORMATS.values() if f.name != f.dtype)
 
 
 def resolve_format(
@@ -68,10 +75,12 @@ def resolve_format(
     if supported is None:
         wanted = candidates[0]
         having = ", ".join(gpu for gpu in gpu_types if supports(gpu, wanted))
-        others = " or ".join(f.name for f in of_dtype if supports(gpu_type, f))
+        scalings = " or ".join(f.name for f in of_dtype if supports(gpu_type, f))
+        dtypes = dict.fromkeys(f.dtype for f in FORMATS.values() if supports(gpu_type, f))
+        chosen = f"precision.scaling={wanted.name!r}" if scalings else f"dtype={dtype!r}"
+        others = f"precision.scaling={scalings}" if scalings else f"dtype={' or '.join(dtypes)}"
         raise UserError(
-            f"precision.scaling={wanted.name!r} and gpu_type={gpu_type!r}: only {having} have "
-            "GEMMs of that format; use "
-            + (f"precision.scaling={others}" if others else "another dtype")
+            f"{chosen} and gpu_type={gpu_type!r}: only {having} have GEMMs of that format; "
+            f"use {others}"
         )
     return supported

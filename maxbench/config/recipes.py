@@ -36,6 +36,7 @@ PRESETS = {
     # full dims, few layers: runs on one GPU
     "proxy": {"model": {"layers": 4}, "runtime": {"any_device": True}},
     "fp8": {"precision": {"dtype": "fp8"}},
+    "nvfp4": {"precision": {"dtype": "nvfp4"}},
     "rehearse": TOY_SIZES,  # the row's layout with axes of at most 2, on virtual CPU devices
 }
 LAYOUT_COLUMNS = (  # that every table of layouts has

@@ -96,7 +96,7 @@ def build_run(
     for path, value in settings.items():
         section, _, field = path.partition(".")
         values[section][field] = value
-    in_size = [name for name in presets if name != "fp8"]
+    in_size = [name for name in presets if name not in DTYPES]
     values["model"]["size"] = "-".join([values["model"]["size"], *in_size])
     if "rehearse" in presets and "runtime.cpu_devices" not in settings:
         values["runtime"]["cpu_devices"] = Layout(**values["layout"]).gpus

@@ -172,7 +172,8 @@ class Optim:
 class Precision:
     """Number formats. The published recipes use bf16 compute with fp32 weights and moments."""
 
-    dtype: str = "bf16"  # of forward and backward pass: bf16 | fp32 | fp8 (GEMMs of layers)
+    # Of forward and backward pass: bf16 | fp32. Of the GEMMs of layers alone: fp8 | nvfp4.
+    dtype: str = "bf16"
     weights: str = field("fp32", options=DTYPES)  # master weights
     moments: str = field("fp32", options=DTYPES)  # Adam's first and second moment
     grads: str = field("bf16", options=DTYPES)  # accumulated over microbatches, reduced over GPUs

@@ -20,6 +20,7 @@ def check(run: "Run") -> None:
     _check_sharded_dims(run)
     _check_sequence(run)
     if run.format.quantized:
+        _check_backend(run)
         _check_bf16_layers(run)
         for _, kind in run.network.kinds:
             if kind.quantized:
@@ -115,6 +116,15 @@ def _check_window(run: "Run") -> None:
             f"model.window={window} reaches over more than the 1 / (2 x cp={a.cp}) of "
             f"train.seq={seq} before a query's own, {most - 1} tokens: use a cp of at most {fits}, "
             f"or a window of at most {most} or at least {seq}"
+        )
+
+
+def _check_backend(run: "Run") -> None:
+    p, backends = run.precision, run.format.backends
+    if p.backend not in backends:
+        raise UserError(
+            f"precision.backend={p.backend!r} has no GEMMs of dtype={p.dtype!r}; "
+            f"use precision.backend={' or '.join(backends)}"
         )
 
 

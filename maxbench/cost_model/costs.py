@@ -108,7 +108,7 @@ class Costs:
         return self.memory(size) * self.kernels.ratio(kind, "", max(size, 1))
 
     def rate(self, peak: str) -> float:
-        """Achieved FLOP/s of a large GEMM, for the peak 'bf16' or 'fp8'."""
+        """Achieved FLOP/s of a large GEMM, for the peak 'bf16', 'fp8' or 'fp4'."""
         return self.gpu.peak_tflops(peak) * getattr(self.efficiency, f"gemm_{peak}") * 1e12
 
     def gemm(

@@ -51,6 +51,7 @@ class Efficiency:
 
     gemm_bf16: PeakFraction  # of bf16_tflops: a large GEMM inside a training step
     gemm_fp8: PeakFraction  # of fp8_tflops
+    gemm_fp4: PeakFraction  # of fp4_tflops
     attention_forward: PeakFraction  # of bf16_tflops, with causal FLOPs counted once
     attention_backward: PeakFraction
     memory: PeakFraction  # of memory_gbps: streaming kernels

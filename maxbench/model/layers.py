@@ -26,6 +26,7 @@ from maxbench.config.model import Model
 from maxbench.model import linear
 from maxbench.model.attention import attend
 from maxbench.model.grad_accumulation import accumulate_into
+from maxbench.quantization import Weight
 from maxbench.sharding import collectives, ordering, rules
 
 ACTS: dict[str, Callable] = {
@@ -61,7 +62,10 @@ def param(
     shape = tuple(rules.local_size(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
     boxed = lambda *args: GemmParam(init(*args), names, gemm=gemm)
-    return module.param(name, boxed, shape, jnp.float32), module.get_variable("sums", name)
+    w = module.get_variable("params", name)
+    if not isinstance(w, Weight):  # flax compares `shape` with that of q, which may be packed
+        w = module.param(name, boxed, shape, jnp.float32)
+    return w, module.get_variable("sums", name)
 
 
 def param_value(

@@ -104,12 +104,13 @@ def linear(x: jax.Array, w: Any, grad: Any, spec: MatmulSpec, order: CommOrder =
         a._replace(q=flat(a.q, *d)) if isinstance(a, QuantizedArray) else flat(a, *d)
     )
     if isinstance(w, Weight):
-        dims = (n, k) if w.arithmetic.fprop_transposed else (k, n)
+        packing = w.arithmetic.packing
+        dims = (n, k // packing) if w.arithmetic.fprop_transposed else (k, n // packing)
         if w.arithmetic.gather_along_outputs and spec.fsdp is not None and spec.fsdp < first:
             dims = -1, k * collectives.axis_size("fsdp")
         w = dataclasses.replace(
             w,
-            dgrad_operand=matrix(w.dgrad_operand, k, n),
+            dgrad_operand=matrix(w.dgrad_operand, k, n // packing),
             fprop_operand=matrix(w.fprop_operand, *dims),
         )
     else:

@@ -40,7 +40,8 @@ from maxbench.pipeline import buffers, layer_order, schedule, tick_order
 from maxbench.pipeline.embed_and_loss import WEIGHTS, EmbedAndLoss
 from maxbench.pipeline.schedule import Row
 from maxbench.pipeline.sublayer_vjp import SublayerVjp, drop_form, with_fprop_form
-from maxbench.pipeline.zero_overlap import ZeroOverlap, row_major
+from maxbench.pipeline.zero_overlap import ZeroOverlap
+from maxbench.quantization import row_major
 from maxbench.sharding import collectives, ordering
 
 # The sublayers of a tick: backward, forward, backward, forward.

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from maxbench.config.run import Run
 from maxbench.model import transformer
 from maxbench.model.layers import rope_angles
-from maxbench.pipeline.zero_overlap import row_major
-from maxbench.quantization import Weight
+from maxbench.quantization import Weight, row_major
 from maxbench.sharding import mesh
 from maxbench.sharding.ordering import Token
 
@@ -35,7 +34,7 @@ class SublayerVjp:
         # In FP8 over cp, the last wgrad of a tick overlaps the reduce-scatter of the output, which
         # has only half of the GEMMs that hide it otherwise. Without cp, `up` would wait for x after
         # dx.
-        fp8_over_cp = run.format.bytes == 1 and run.layout.cp > 1 and not run.model.experts
+        fp8_over_cp = run.format.quantized and run.layout.cp > 1 and not run.model.experts
         self.dx_unordered = fp8_over_cp and (name, layer) == ("attn", 0)
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
         self.structure: tuple | None = None

@@ -76,7 +76,9 @@ def tick_order(run: Run, phase: str, layer: int) -> dict[str, tuple[str, ...]]:
         rows = rows | FIRST_LAYER
     elif not run.model.experts:
         many = run.layout.mbs * run.train.seq // run.layout.cp >= MANY_TOKENS
-        rows = rows | (AFTER_DGRAD if run.format.bytes > 1 else {} if many else AFTER_ALL_GATHER)
+        rows = rows | (
+            AFTER_DGRAD if not run.format.quantized else {} if many else AFTER_ALL_GATHER
+        )
     if phase == WARMUP:
         return rows | WARMUP_ONLY
     if phase == COOLDOWN:

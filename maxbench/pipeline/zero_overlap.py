@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import layout
 
 from maxbench import quantization
 from maxbench.config.run import Run
@@ -30,7 +29,7 @@ from maxbench.model.grad_accumulation import (
     is_accumulator,
 )
 from maxbench.pipeline.schedule import WARMUP, schedule_for
-from maxbench.quantization import Weight
+from maxbench.quantization import Weight, row_major
 from maxbench.sharding.rules import WeightSharding, gather_master, reduce_grad
 
 # The fraction of the GPU's peak that GEMMs reach, and bytes/s of the network, one 400 Gb/s adapter
@@ -239,11 +238,6 @@ class HeadPrefetch:
         w = gather_master(self.sharding, _slice(self.w[None], 0, self.dim, part, self.slices))
         start = part * w.shape[self.dim]
         return lax.dynamic_update_slice_in_dim(weight, row_major(w), start, self.dim)
-
-
-def row_major(x: jax.Array) -> Any:
-    """x, with a row-major layout in memory."""
-    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 def _slice_dim(sharding: WeightSharding, shape, slices: int, block: int) -> int | None:

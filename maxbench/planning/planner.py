@@ -28,7 +28,7 @@ SENSITIVITY = {  # part of the cluster -> fields of Efficiency
     "network bandwidth": ("network",),
     "NVLink bandwidth": ("nvlink",),
     "memory bandwidth": ("memory",),
-    "GEMMs": ("gemm_bf16", "gemm_fp8"),
+    "GEMMs": ("gemm_bf16", "gemm_fp8", "gemm_fp4"),
     "latency of links": ("network_us", "nvlink_us"),
 }
 FACTORS = (0.5, 0.8, 1.25, 2.0)  # of a bandwidth, rate or latency in sensitivity()

@@ -18,6 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import layout
 
 from maxbench.config.run import Run
 from maxbench.sharding.rules import GemmDims, WeightSharding, gather_master
@@ -29,13 +30,15 @@ SCALE = "scale"
 class QuantizedArray(NamedTuple):
     """A quantized tensor: its value is q x scale.
 
-    Per-tensor scaling: scale is fp32 without dims. Block scaling: scale has the shape of q with the
-    blocked dim divided by 32, and holds e8m0 bits as uint8, because neither jax.checkpoint nor
-    every collective supports the e8m0 dtype.
+    Per-tensor scaling: scale is fp32 without dims. Block scaling: scale has the shape of the tensor
+    with the blocked dim divided by the elements of a block. MXFP8: e8m0 bits as uint8, because
+    neither jax.checkpoint nor every collective supports the e8m0 dtype. NVFP4: e4m3; q is uint8
+    with two elements in each, and the value is q x scale x tensor_scale, fp32 without dims.
     """
 
     q: jax.Array
     scale: jax.Array
+    tensor_scale: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -62,7 +65,8 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return jax.tree.leaves(self.dgrad_operand)[0].shape
+        *dims, last = jax.tree.leaves(self.dgrad_operand)[0].shape
+        return *dims, last * self.arithmetic.packing
 
 
 class Arithmetic(Protocol):
@@ -75,11 +79,13 @@ class Arithmetic(Protocol):
         master weight fsdp splits.
       needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' instead of dimension
         numbers.
+      packing: elements of the blocked dim in each number of QuantizedArray.q.
     """
 
     fprop_transposed: bool
     gather_along_outputs: bool
     needs_2d: bool
+    packing: int
 
     def scales(self, ws: list, lead: int, past: Any) -> tuple[Iterator, jax.Array | None]:
         """Computes what the scale of each weight depends on across GPUs, for all weights at once.
@@ -185,6 +191,11 @@ def by_layer(values: Any, layers: int | None) -> Any:
     if layers:
         return values.reshape(layers, -1, *values.shape[1:])
     return values.swapaxes(0, 1)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """x, with a row-major layout in memory."""
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 def checkpoint_fp8(q: Any, name: str) -> Any:

@@ -27,7 +27,7 @@ BLOCK, E4M3 = 32, jnp.float8_e4m3fn
 class Mxfp8:
     """The Arithmetic on XLA's kernels."""
 
-    fprop_transposed, gather_along_outputs, needs_2d = True, False, True
+    fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, 1
 
     def quantize(self, x: jax.Array) -> tuple[QuantizedArray, QuantizedArray]:
         """x [..., left, right] in blocks along right, and in blocks along left."""
@@ -51,8 +51,8 @@ class Mxfp8:
         matrix = lambda x: x.reshape(*x.shape[:first], math.prod(x.shape[first:outs]), -1)
         operands = []
         for dim, blocked in zip((-1, -2), blocked_dims, strict=True):
-            q, scale = quantize(matrix(w), E4M3, dim)
-            q = q.reshape(w.shape)
+            quantized = quantize(matrix(w), E4M3, dim)
+            q, scale = quantized.q.reshape(w.shape), quantized.scale
             if quantize_first:
                 shape = [n // BLOCK if i == blocked else n for i, n in enumerate(w.shape)]
                 q, scale = gather(q), matrix(gather(scale.reshape(shape)))

@@ -12,7 +12,7 @@ from maxbench.sharding.rules import gather_master
 class Plain:
     """The Arithmetic of unquantized formats."""
 
-    fprop_transposed, gather_along_outputs, needs_2d = False, False, False
+    fprop_transposed, gather_along_outputs, needs_2d, packing = False, False, False, 1
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:
         return itertools.repeat(None), None

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxbench import quantization
-from maxbench.config import lowering
+from maxbench.config import lowering, number_formats
 from maxbench.config.run import AXES, DTYPES, Run
 from maxbench.model import attention, grad_accumulation, layer_stack, transformer
 from maxbench.pipeline import layer_order
@@ -62,7 +62,7 @@ def for_device(run: Run, device: Any) -> Run:
     p = run.precision
     if run.format.quantized and p.backend == "te":
         transformer_engine.load()
-    scaling = run.format.name if run.format.quantized else p.scaling
+    scaling = run.format.name if run.format.name in number_formats.SCALINGS else p.scaling
     precision = dataclasses.replace(p, scaling=scaling)
     return dataclasses.replace(run, model=run.network, train=train, precision=precision)
 

@@ -83,7 +83,8 @@ def test_gemm_costs_depend_on_the_format():
     costs = Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1))
     seconds = lambda dtype: costs.gemm(8192, 8192, 8192, dtype=dtype)
     assert seconds("f32") == pytest.approx(2 * seconds("bf16"), rel=0.05)  # TF32
+    costs = Costs(GPU_TYPES["b200"], dict.fromkeys(AXES, 1))
+    dtypes = {"bf16": "bf16", "fp8": "f8e5m2", "fp4": "f4e2m1fn"}  # by the peak
     for f in number_formats.FORMATS.values():
-        dtype = "f8e5m2" if f.quantized else "bf16"
-        assert {seconds(d) for d in f.reads if d != "f32"} <= {seconds(dtype)}
-    assert seconds("f8e4m3fn") < seconds("bf16")
+        assert {seconds(d) for d in f.reads if d != "f32"} <= {seconds(dtypes[f.peak])}
+    assert seconds("f4e2m1fn") < seconds("f8e4m3fn") < seconds("bf16")

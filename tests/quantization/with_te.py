@@ -161,7 +161,7 @@ def test_mxfp8_quantization_equals_xlas_bit_for_bit(batch, dtype):
     x[..., :32, :32] = 0
     row, col = jax.jit(lambda x: transformer_engine.quantize_mxfp8(x, dtype))(bf16(x))
     for actual, dim in ((row, -1), (col, -2)):
-        for a, b in zip(actual, mxfp8.quantize(bf16(x), dtype, dim), strict=True):
+        for a, b in zip(actual[:2], mxfp8.quantize(bf16(x), dtype, dim)[:2], strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
