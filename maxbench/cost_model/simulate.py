@@ -5,7 +5,9 @@ in XLA (its ExecutionStreamAssignment has one, and no option for more; the limit
 collectives is the scheduler's). A collective starts at its start op or when the stream is free,
 whichever is later; its done op blocks the compute stream, and that wait is exposed communication. A
 kernel and a concurrent collective slow each other down by the GPU type's contention. Asynchronous
-copies and slices have a stream each; transfers to and from host memory have one per direction.
+kernels (copies, slices and, since jax 0.12, fusions) take as long as on the compute stream, as they
+share the cores and the memory with it; transfers to and from host memory have a stream per
+direction.
 
 Iterations of a loop are equal unless a collective from before the loop is still in flight, so one
 iteration is simulated and multiplied by the trip count. In a pipeline it is an average tick.
@@ -312,7 +314,7 @@ class Simulator:
         return now + waited
 
     def _communicate(self, where, op, base, now, times, pending):
-        """Starts a collective or an asynchronous kernel; returns the time after it."""
+        """Starts a collective or a transfer, or runs a kernel; returns the time after it."""
         inner, scope = op, where
         if base == "async":  # wraps the root of the computation that it calls
             scope = self.program.called(op)
@@ -320,11 +322,13 @@ class Simulator:
         kind = hlo.COLLECTIVES.get(inner.base)
         if kind is None:
             kind, seconds, _ = kernel_cost(self.program, scope, inner, self.costs)
-            begin = now
-            if kind == "offload":
-                out = any(s.host for user in where.users[op.name] for s in hlo.leaves(user.shape))
-                begin = max(now, self.host[out])
-                self.host[out] = begin + seconds
+            if kind != "offload":
+                # An asynchronous kernel takes the cores and the memory bandwidth from the kernels
+                # that run beside it: as long as it would take alone.
+                return self._kernel(scope, inner, now, times)
+            out = any(s.host for user in where.users[op.name] for s in hlo.leaves(user.shape))
+            begin = max(now, self.host[out])
+            self.host[out] = begin + seconds
             op_time = self.timeline.time_of(where, op, kind)
             op_time.count += times
             pending[op.name] = InFlight(op.name, kind, begin, begin + seconds, op_time=op_time)

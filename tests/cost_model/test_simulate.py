@@ -120,8 +120,7 @@ def test_contention_slows_both_while_both_run():
     assert t.seconds == pytest.approx(2 * GATHER_S + 0.1 * KERNEL_S)
 
 
-def test_an_asynchronous_copy_runs_on_a_stream_of_its_own():
-    """Its done op blocks."""
+def test_an_asynchronous_copy_takes_time_from_the_kernels_beside_it():
     slice_ = (
         "%slice (p: f32[]) -> f32[] {{\n  %p = {0} parameter(0)\n  ROOT %c = {0} copy(%p)\n}}\n\n"
     )
@@ -130,7 +129,7 @@ def test_an_asynchronous_copy_runs_on_a_stream_of_its_own():
     others = slice_.format(BIG)
     assert run(start + done, others=others).compute["copy"] == pytest.approx(KERNEL_S)
     t = run(start + script("k1 k2") + done, others=others)
-    assert t.seconds == pytest.approx(2 * KERNEL_S)
+    assert t.seconds == pytest.approx(3 * KERNEL_S)
 
 
 def test_transfers_to_the_host_share_a_link_per_direction():
