@@ -47,6 +47,10 @@ WORKLOADS = (
     "nemotron4_340b",
     "grok1_314b",
     "mixtral_8x7b",
+    "qwen3_30b_a3b",
+    "qwen3_235b_a22b",
+    "gpt_oss_20b",
+    "gpt_oss_120b",
 )
 
 

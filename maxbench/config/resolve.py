@@ -92,7 +92,7 @@ def build_run(
     for name in presets:
         _merge(values, config.known[name])
         if name in ("tiny", "rehearse"):
-            _shrink(values, axes=name == "rehearse")
+            _shrink(values, axes=name == "rehearse", dtype=dtype)
     for path, value in settings.items():
         section, _, field = path.partition(".")
         values[section][field] = value
@@ -204,7 +204,7 @@ def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
     return tuple(toys)
 
 
-def _shrink(values: Sections, axes: bool) -> None:
+def _shrink(values: Sections, axes: bool, dtype: str) -> None:
     """Toy sizes that depend on the model; with `axes`, mesh axes of at most 2, few microbatches."""
     model, layout = values["model"], values["layout"]
     if experts := model["experts"]:  # so many that a router of groups has a choice in each
@@ -217,3 +217,6 @@ def _shrink(values: Sections, axes: bool) -> None:
         microbatches = max(1, layout["gbs"] // sequences())
         layout.update({axis: min(2, layout[axis]) for axis in (*AXES, "vp", "mbs")})
         layout["gbs"] = sequences() * min(4, microbatches)
+        if dtype not in ("bf16", "fp32"):  # whole blocks of MXFP8 on each GPU
+            train = values["train"]
+            train["seq"] = max(train["seq"], 32 * layout["cp"] * layout["tp"])

@@ -7,7 +7,8 @@ token, E the shared expert's width and A the scores per query, summed over the L
     S (sum of (6 H (h + g)(d + v)  +  6 A h (d + v)  +  6 H (F k + E) x (up-projections + 1))
        +  6 V H)
 
-If h x d = H, v = d and A = S, this is S (12 L H^2 (1 + g/h + S/H) + ...), the formula of the "model
+With multi-head latent attention, the weights of its five projections replace H (h + g)(d + v). If
+h x d = H, v = d and A = S, this is S (12 L H^2 (1 + g/h + S/H) + ...), the formula of the "model
 flops" section of NVIDIA's recipes. Routers, norms, biases and sinks are not counted.
 """
 
@@ -29,9 +30,8 @@ CONVENTIONS = {
     "full": Convention(causal=False),  # all S x S scores, as in most published figures
     "causal": Convention(causal=True, windows=True),
 }
-# Of published figures: Megatron-Bridge 0.4 (container 26.04.01), training/utils/flop_utils.py. From
-# 0.5 on (26.06) it counts as `causal` does, windows of 26.06 as half of what is counted here (0.2 %
-# of gpt-oss's FLOPs).
+# Of published figures. Megatron-Bridge counts as `causal` since 0.5 (container 26.06), and as
+# `bridge-0.4` before (training/utils/flop_utils.py).
 PUBLISHED_CONVENTIONS = CONVENTIONS | {"bridge-0.4": Convention(causal=True, silu_gates=True)}
 
 
@@ -39,12 +39,29 @@ def params(m: Model) -> int:
     """Exact number of parameters, each counted once: a tied LM head adds none. Multi-token
     prediction adds a layer, a projection of 2 embed to embed, and three norms."""
     norm = m.embed * (2 if m.norm == "layernorm1p" else 1)
-    attention = m.embed * (m.head_dim + m.value_width) * (m.heads + m.kv_heads)
-    per_layer = attention + norm * (4 if m.post_norm else 2)
+    per_layer = attention_params(m) + norm * (4 if m.post_norm else 2)
     layers = sum(n * (per_layer + mlp_params(layer)) for n, layer in m.kinds)
     if m.mtp_layers:
         layers += per_layer + mlp_params(m.per_layer[-1]) + 2 * m.embed**2 + 3 * norm
     return layers + norm + m.vocab * m.embed * (1 if m.tied else 2)
+
+
+def attention_params(m: Model) -> int:
+    """Parameters of one layer's attention."""
+    if m.q_rank:
+        biases, norms = m.latents, m.q_rank + m.kv_rank
+    else:
+        biases, norms = m.kv_heads * m.group_width, 2 * m.head_dim * m.qk_norm
+    biases = (biases + m.embed) * m.attention_bias
+    return _attention_projections(m) + biases + norms + m.heads * m.sinks
+
+
+def _attention_projections(m: Model) -> int:
+    """Weights of the projections of one layer's attention."""
+    if m.q_rank:
+        up = m.q_rank * m.head_dim + m.kv_rank * m.kv_up_width
+        return m.embed * (m.latents + m.heads * m.value_width) + m.heads * up
+    return m.embed * (m.heads + m.kv_heads) * (m.head_dim + m.value_width)
 
 
 def mlp_params(m: Model) -> int:
@@ -68,10 +85,9 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
 def _layer(m: Model, seq: int, counted: Convention) -> float:
     """Multiply-adds of a layer for one token, forward pass."""
     scores = m.heads * (m.head_dim + m.value_width) * _scores_per_query(m, seq, counted)
-    attention = m.embed * (m.heads + m.kv_heads) * (m.head_dim + m.value_width)
     width = m.mlp * m.top_k + m.shared_mlp if m.experts else m.mlp
     gated = m.mlp_inputs == 2 and (m.act == "swiglu" or not counted.silu_gates)
-    return attention + scores + m.embed * width * (3 if gated else 2)
+    return _attention_projections(m) + scores + m.embed * width * (3 if gated else 2)
 
 
 def _scores_per_query(m: Model, seq: int, counted: Convention) -> float:

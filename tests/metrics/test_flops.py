@@ -23,6 +23,10 @@ PARAMETERS = {
     "llama31_70b": 70_553_706_496,
     "llama31_405b": 405_853_388_800,
     "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 APPROXIMATE_PARAMETERS = {"nemotron4_340b": 341.0e9, "grok1_314b": 316.5e9}
 FLOPS = {  # of one sequence, at the sequence length and convention of the source
@@ -49,6 +53,7 @@ def test_parameter_count_is_that_of_the_weights_and_of_the_source(workload, pres
         assert counted == pytest.approx(APPROXIMATE_PARAMETERS.get(workload, counted), rel=2e-3)
 
 
+MLA = dict(head_dim=24, value_dim=16, q_rank=40, kv_rank=32, rope_head_dim=8)
 UNUSUAL = [
     dict(head_dim=24),  # heads x head_dim above embed
     dict(head_dim=24, value_dim=8),
@@ -58,6 +63,15 @@ UNUSUAL = [
         post_norm=True,
         tied=True,
     ),
+]
+
+
+UNUSUAL += [
+    dict(qk_norm=True, sinks=True, attention_bias=True),
+    dict(qk_norm=True, head_dim=24, value_dim=8, attention_bias=True, mlp_bias=True),
+    dict(router_bias=True, mlp_bias=True, shared_mlp=96, act="swiglu_clamped"),
+    dict(kv_heads=8, **MLA),
+    dict(kv_heads=8, sinks=True, attention_bias=True, experts=0, **MLA),
 ]
 
 
@@ -82,6 +96,9 @@ DENSE = dict(experts=0, softcap=0.0)
         DENSE,
         DENSE | dict(head_dim=24, value_dim=8),
         DENSE | dict(layer_groups=((1, ((192,),)), (3, ((96,),))), act="relu2", tied=True),
+        DENSE | dict(window=16, sinks=True, attention_bias=True),  # masked scores are computed here
+        DENSE | dict(kv_heads=8, **MLA),
+        dict(experts=4, top_k=4, capacity_factor=1.0, shared_mlp=96, act="swiglu_clamped"),
         # Every expert gets every token, so that no slot is empty.
         dict(experts=4, top_k=4, capacity_factor=1.0),
         dict(layer_groups=((2, ((192,), (64, 4))),), top_k=4, capacity_factor=1.0),

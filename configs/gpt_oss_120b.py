@@ -1,0 +1,59 @@
+"""gpt-oss 120B, https://arxiv.org/abs/2508.10925, as NVIDIA's Megatron-Bridge recipes train it.
+
+Tokens choose experts at random and evenly, as in the recipes' benchmarks (force_balance).
+"""
+
+from maxbench.config.recipes import workload
+
+# Megatron-Bridge 067f987, perf_recipes/gpt_oss. Where it recomputes norms and the activation of the
+# experts, the activation is recomputed here.
+LAYOUTS = """
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat
+b200     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4 1280 save_gemms_recompute_act
+b300     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4 1280 none
+gb200    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4 1280 save_gemms_recompute_act
+gb200    fp8      weak      64     36 4096  1  1  1    1 64  1  1   4 1280 none
+gb300    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4 1280 none
+gb300    fp8      weak      64     36 4096  1  1  4    1 16  1  1   4 1280 none
+"""
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="gpt_oss",
+            size="120b",
+            layers=36,
+            embed=2880,
+            heads=64,
+            kv_heads=8,
+            head_dim=64,
+            mlp=2880,
+            vocab=201088,
+            # a window of 128 tokens and full attention in turn
+            layer_groups=((18, ((2880, 128, 128), (2880, 128, 0))),),
+            act="swiglu_clamped",
+            mlp_bias=True,
+            attention_bias=True,
+            sinks=True,
+            rope_base=150_000.0,
+            rope_scaling="yarn",
+            rope_factor=32.0,
+            rope_context=4096,
+            rope_truncate=False,
+            experts=128,
+            top_k=4,
+            router_bias=True,
+            capacity_factor=0.0,
+            force_balance=True,
+        ),
+        train=dict(
+            seq=4096,
+            remat="none",
+        ),
+        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        layouts=LAYOUTS,
+        launch=dict(rank=9, aliases=("gpt-oss", "gptoss"), stops=False),
+        published=dict(convention="causal"),
+    )

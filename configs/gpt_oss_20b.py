@@ -1,0 +1,63 @@
+"""gpt-oss 20B, https://arxiv.org/abs/2508.10925, as NVIDIA's Megatron-Bridge recipes train it.
+
+Its recipes on Blackwell are those of MLPerf Training, whose model differs from the released one:
+preset `mlperf`, with another vocabulary and without YaRN.
+"""
+
+from maxbench.config.recipes import workload
+
+MLPERF = {
+    "model": {"vocab": 128256, "rope_factor": 1.0, "force_balance": False},
+    "optim": {"lr": 6e-4, "lr_min": 4e-4, "warmup": 64},
+}
+
+# Megatron-Bridge 067f987, perf_recipes/gpt_oss.
+LAYOUTS = """
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs
+b300     fp8      weak       8     24 8192  1  1  1    1  4  2  1   1   4
+b300     fp8      weak      64     24 8192  1  1  8    1  4  2  1   1  32
+gb200    fp8      weak     512     24 8192  1  1  8    1  8  4  2   1  64
+gb300    fp8      weak     512     24 8192  1  1  8    1  8  4  2   1  64
+"""
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="gpt_oss",
+            size="20b",
+            layers=24,
+            embed=2880,
+            heads=64,
+            kv_heads=8,
+            head_dim=64,
+            mlp=2880,
+            vocab=201088,
+            # a window of 128 tokens and full attention in turn
+            layer_groups=((12, ((2880, 32, 128), (2880, 32, 0))),),
+            act="swiglu_clamped",
+            mlp_bias=True,
+            attention_bias=True,
+            sinks=True,
+            rope_base=150_000.0,
+            rope_scaling="yarn",
+            rope_factor=32.0,
+            rope_context=4096,
+            rope_truncate=False,
+            experts=32,
+            top_k=4,
+            router_bias=True,
+            capacity_factor=0.0,
+            force_balance=True,
+        ),
+        train=dict(
+            seq=4096,
+            remat="none",
+        ),
+        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        layouts=LAYOUTS,
+        launch=dict(rank=10, aliases=("gpt-oss", "gptoss"), stops=False),
+        published=dict(convention="causal"),
+        variants={"mlperf": MLPERF},
+    )
