@@ -46,7 +46,7 @@ that have a step of the window, leaves out the one with the start of the program
 |---|---|
 | loss is nan | a loss that is `nan`, `inf`, `nan.0`, or left out of a Megatron line that counts nan iterations, ends a run as DIED |
 | the loss of step 7 is not a number | any other text in place of a loss |
-| left out as dispatch, not work | a step that is faster than its FLOPs at the peak of its GPUs; where model or GPU type are unknown, faster than 0.3 of the later steps' median; and the step that waited for it |
+| left out as dispatch, not work | a step that is faster than its FLOPs at the peak of its GPUs; where model or GPU type are unknown, one of the first five that is faster than 0.3 of the later steps' median; and the step that waited for it |
 | TFLOPS/GPU 528.1 is Megatron-Bridge's, causal attention | the program's figure differs from ours by more than 1.5 %; the convention is the one of ours that agrees |
 | damaged lines about steps | lines that have the text of a step's line and no step that can be read |
 

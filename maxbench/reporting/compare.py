@@ -3,6 +3,7 @@
 Every figure names its convention. Times are seconds, rates per second, power watts, money dollars.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -99,7 +100,7 @@ class RunSummary:
         """Runs with equal keys are repeats of each other."""
         r = self.record
         # The name of another program's log may contain a job number.
-        work = (r.model, r.size, r.dtype, r.gpus, r.gbs)
+        work = (r.source, r.model, r.size, r.dtype, r.gpus, r.gbs)
         named = r.name if r.source == "maxbench" or not (r.model and r.gpus) else work
         return named, r.device or r.gpu_type
 
@@ -462,9 +463,15 @@ def overhead(r: RunRecord, options: ReportOptions) -> CheckpointOverhead | None:
 
 
 def names(rows: Sequence[RunSummary], options: ReportOptions) -> list[str]:
-    """Names of the runs, with the timestamps that distinguish repeats, or their full paths."""
+    """Names of the runs, with the timestamps that distinguish repeats, or their full paths.
+
+    Logs of the same name in different folders have the name of their folder before it.
+    """
+    logs = collections.Counter(x.record.name for x in rows if x.record.source != "maxbench")
     found = []
     for r in (x.record for x in rows):
-        stamp = r.path.name.removeprefix(r.name) if r.source == "maxbench" else ""
-        found.append(escape_control(str(r.path) if options.full_names else r.name + stamp))
+        name = r.name + (r.path.name.removeprefix(r.name) if r.source == "maxbench" else "")
+        if logs[r.name] > 1 and r.source != "maxbench" and r.path.parent.name:
+            name = f"{r.path.parent.name}/{name}"
+        found.append(escape_control(str(r.path) if options.full_names else name))
     return found

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 SHARE = 0.3  # of the median of the later half, below which a step without a known peak is not work
 WAIT = 1.5  # of that median, above which the next step has waited for those before it
+FIRST = 5  # steps of a log that are compared with the later ones: noise is left in
 NAMED = 3  # steps that the note names
 
 
@@ -27,7 +28,7 @@ def find(times: Mapping[int, float], least_s: float, device: str) -> FastSteps:
     Args:
       times: step -> seconds.
       least_s: time of a step's FLOPs at the peak of its GPUs; 0 = unknown, then steps are compared
-        with the median of the later half.
+        with the median of the later half, the first FIRST alone.
       device: the GPUs, for the note.
     """
     order = sorted(times)
@@ -35,12 +36,12 @@ def find(times: Mapping[int, float], least_s: float, device: str) -> FastSteps:
         return FastSteps(frozenset(), "")
     usual = statistics.median(times[i] for i in order[len(order) // 2 :])
     limit = least_s or SHARE * usual
-    fast = [i for i in order if times[i] < limit]
+    fast = [i for i in (order if least_s else order[:FIRST]) if times[i] < limit]
     if not fast or len(fast) == len(order):
         return FastSteps(frozenset(), _all_fast(times, least_s, device) if fast else "")
     waited = [
         b for a, b in itertools.pairwise(order)
-        if times[a] < limit <= times[b] and times[b] > WAIT * usual
+        if a in fast and b not in fast and times[b] > WAIT * usual
     ]  # fmt: skip
     if len(fast) + len(waited) >= len(order):
         waited = []

@@ -43,8 +43,8 @@ _NAMES = "|".join([*_SETTING_OF, r"(?:ici|dcn)_(?:" + "|".join(AXES) + ")_parall
 _IS = r'"?\s*(?:\.{3,}|[:=])\s*'  # between a name and its value
 _KEY = re.compile(rf'(?<![\w.-])({_NAMES}){_IS}"?(-?\d{{1,9}})(?![\w.])'.encode())
 _WORD_NAMES = (
-    "model_name|flavor|gpu_type|device_kind|device_name|accelerator_type|quantization|fp8|bf16"
-    "|dtype|mixed_precision_param|precision"
+    "model_name|flavor|gpu_type|device_kind|device_name|accelerator_type|quantization|fp8_recipe"
+    "|fp8|bf16|dtype|mixed_precision_param|precision"
 )
 _WORDS = re.compile(rf"(?<![\w.-])({_WORD_NAMES}){_IS}[\"']?([\w .+-]{{1,60}})".encode())
 _LINES = (  # sentences of the programs: torchtitan, Megatron-LM
@@ -62,6 +62,7 @@ _LINES = (  # sentences of the programs: torchtitan, Megatron-LM
     re.compile(rb"using world size: (?P<gpus>\d{1,7})(?P<megatron>[^\r\n]{0,300})"),
     re.compile(rb"[Nn]um_devices: (?P<gpus>\d{1,7})"),
     re.compile(rb"world_?size[=: ]+(?P<gpus>\d{1,7})\b"),
+    re.compile(rb"(?P<float8>Float8 |MXFP8 )[^\r\n]{0,60}training active"),
     re.compile(rb"Model (?P<model>[\w./-]{1,40} [\w.-]{1,20}) size:"),
 )
 _AXIS = re.compile(rb"(\w{1,20})=(\d{1,7})")
@@ -72,6 +73,8 @@ _DEVICE = re.compile(
     rb"NVIDIA (?:[A-Za-z]{2,8} ){0,2}[A-Z]{1,3}\d{2,4}[A-Za-z]{0,3}\b"
     rb"(?: \d{1,3}GB(?: [\w.-]{1,9})?| PCIe| NVL| SXM\d?)?"
 )
+# Megatron's --fp8-recipe -> the number format (config.number_formats).
+_FP8_RECIPES = {"delayed": "delayed", "tensorwise": "current", "mxfp8": "mxfp8"}
 # Torchtitan's names of mesh axes -> ours.
 _TITAN_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "dp": "dp", "tp": "tp", "pp": "pp",
                "cp": "cp", "ep": "ep"}  # fmt: skip
@@ -79,8 +82,9 @@ _MEGATRON_AXES = {"data": "dp", "context": "cp", "tensor-model": "tp", "pipeline
                   "expert-model": "ep"}  # fmt: skip
 # Text in lines that may name a setting: searching for it first is faster.
 HINTS = (b"_size", b"seq_len", b"layers", b"_dim", b"_heads", b"parallel", b"NVIDIA", b"evice",
-         b"fp8", b"bf16", b"float16", b"precision", b"quantization", b"odel", b"world", b"_length",
-         b" length", b"tokens per", b"steps", b"_iters", b"gpu_type", b"accelerator")  # fmt: skip
+         b"training active", b"fp8", b"bf16", b"float16", b"precision", b"quantization", b"odel",
+         b"world", b"_length", b" length", b"tokens per", b"steps", b"_iters", b"experts",
+         b"gpu_type", b"accelerator")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -127,6 +131,8 @@ class LogSettings:
             self._add_axes(_MEGATRON_AXIS.findall(text), _MEGATRON_AXES)
         if model := groups.get("model"):
             self.words.setdefault("model", model.decode())
+        if float8 := groups.get("float8"):
+            self.words.setdefault("float8", float8.decode())
 
     def _add_axes(self, pairs: list[tuple[bytes, bytes]], names: dict[str, str]) -> None:
         """Axes of a mesh; their product is the number of GPUs (experts share other axes)."""
@@ -193,8 +199,10 @@ class LogSettings:
 
     def _set_dtype(self, record: RunRecord) -> None:
         fp8, quantized = self.words.get("fp8", ""), self.words.get("quantization", "")
-        if re.match(r"(?i)hybrid|e4m3|true|fp8|nanoo", fp8) or "fp8" in quantized.lower():
+        is_fp8 = re.match(r"(?i)hybrid|e4m3|true|fp8|nanoo", fp8) or "fp8" in quantized.lower()
+        if is_fp8 or "float8" in self.words:
             record.dtype = "fp8"
+            record.format = _FP8_RECIPES.get(self.words.get("fp8_recipe", ""), record.format)
             return
         types = [
             self.words.get(name, "") for name in ("dtype", "mixed_precision_param", "precision")

@@ -65,7 +65,7 @@ class RunRecord:
     gbs: int = _at("config.layout.gbs", 0)
     seq: int = _at("config.train.seq", 0)
     layers: int = _at("config.model.layers", 0)
-    layout: dict[str, int] = dataclasses.field(default_factory=dict)  # axes of published.LAYOUT
+    layout: dict[str, int] = dataclasses.field(default_factory=dict)  # as pp; logs have mbs too
     total_steps: int = _at("config.train.steps", 0)  # that the run was started for
     started: float = _at("started", 0.0)  # seconds since 1970
     mocked: bool = _at("mocked", False)
@@ -78,7 +78,6 @@ class RunRecord:
     tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU
     interval: int = 1  # steps from a step time to the next; the time is their mean
     grows: bool = False  # whether the global batch changes from step to step
-    layout: dict[str, int] = dataclasses.field(default_factory=dict)  # tp, pp, ...; mbs
     inferred: list[str] = dataclasses.field(default_factory=list)  # and other notes on the log
     peak_bytes: int = _at("peak_bytes", 0)
     power_w: float = 0.0  # mean over GPUs and the time in which they are busy

@@ -177,6 +177,9 @@ class LogParser:
                     series.steps.setdefault(step, fields)
         series.set_batch(record)
         fill_from_name(record, name, gpu_types)
+        if record.source == "torchtitan" and not record.dtype:
+            record.dtype = "bf16"
+            record.inferred.append("precision bf16, torchtitan's default: its log names no other")
         series.fill(record)
         if record.source == "megatron" and self._is_bridge:
             record.source = "megatron-bridge"

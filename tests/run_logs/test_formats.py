@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import log_formats_table
+from benchmarks import log_formats_table, log_samples
+from benchmarks.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 from maxbench.reporting import compare, difference
 from maxbench.run_logs import formats, readers
 from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
 from maxbench.run_logs.record import RunRecord
-from tests.run_logs import log_samples
-from tests.run_logs.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 
 H100 = compare.ReportOptions(gpu_type="h100")
 INTERVAL = range(9, 50, 10)  # of logs that report every tenth step
