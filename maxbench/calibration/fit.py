@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import statistics
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 from scipy import optimize
@@ -21,6 +22,25 @@ MAX_ROUNDS = 12  # over all constants, because some depend on others
 TOLERANCE = 0.005  # relative, of a constant
 # Type of a constant -> its lowest and highest value.
 LIMITS = ((PeakFraction, (1e-3, 1.0)), (Fraction, (1e-3, 1.0)), (Microseconds, (1e-2, 1e5)))
+# Lowest and highest plausible value of each constant of a GPU. A value outside has another cause: a
+# throttled GPU, a busy host, a wrong link.
+PLAUSIBLE: Mapping[str, tuple[float, float]] = types.MappingProxyType({
+    "gemm_bf16": (0.35, 0.95),
+    "gemm_fp8": (0.25, 0.95),
+    "gemm_fp4": (0.20, 0.95),
+    "attention_forward": (0.20, 0.90),
+    "attention_backward": (0.15, 0.80),
+    "memory": (0.50, 0.98),
+    "nvlink": (0.30, 0.98),
+    "network": (0.30, 1.00),
+    "nvlink_us": (0.5, 40.0),
+    "network_us": (1.0, 100.0),
+    "wave_us": (0.3, 20.0),
+    "launch_us": (0.3, 20.0),
+    "host_sync_us": (2.0, 300.0),
+    "contention": (0.0, 0.6),
+    "step_jitter": (0.0, 0.05),
+})  # fmt: skip
 HUBER = 0.1  # log error below which errors count by their square
 # Change of a log prediction, for half the constant, from which on an observation depends on it.
 DEPENDS = 0.002
@@ -95,10 +115,25 @@ def is_unresolved(name: str, efficiency: Efficiency) -> bool:
     return kind is Microseconds and getattr(efficiency, name) < 2 * _limits_of(name)[0]
 
 
+def is_plausible(name: str, value: float) -> bool:
+    """Whether a constant of a GPU can have this value (PLAUSIBLE)."""
+    low, high = PLAUSIBLE[name]
+    return low <= value <= high
+
+
 def limits(name: str, value: float, max_factor: float) -> tuple[float, float]:
-    """Bounds of a constant in a fit that starts from `value`."""
+    """Bounds of a constant in a fit that starts from `value`. With a finite max_factor they are
+    plausible, if `value` is."""
     low, high = _limits_of(name)
+    if max_factor < math.inf and is_plausible(name, value):
+        low, high = max(low, PLAUSIBLE[name][0]), min(high, PLAUSIBLE[name][1])
     return max(low, value / max_factor), min(high, max(value, low) * max_factor)
+
+
+def at_limit(name: str, efficiency: Efficiency) -> bool:
+    """Whether a constant was fitted to a limit of its plausible range."""
+    value = getattr(efficiency, name)
+    return any(abs(math.log(value / x)) < 2 * TOLERANCE for x in PLAUSIBLE[name] if value and x)
 
 
 def depends(name: str, observations: Sequence[Observation], efficiency: Efficiency) -> bool:

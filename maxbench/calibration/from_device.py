@@ -46,6 +46,7 @@ class DeviceFit:
       efficiency: the constants after it; only `names` were fitted.
       observations: constant -> its observations.
       products, kernels: rows of the GPU type's tables (hardware/gpus.py).
+      implausible: constant -> the value that the microbenchmarks ask for, and that was not taken.
     """
 
     before: Efficiency
@@ -54,6 +55,7 @@ class DeviceFit:
     observations: dict[str, list[Observation]]
     products: list[list]
     kernels: list[list]
+    implausible: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def fit_device(measurements: Sequence[Measurement], gpu: Gpu, new: bool = False) -> DeviceFit:
@@ -71,13 +73,16 @@ def fit_device(measurements: Sequence[Measurement], gpu: Gpu, new: bool = False)
     before = gpu.efficiency
     efficiency, fitted = fit.fit(observations, before)
     names = [name for name in fitted if new or not fit.is_unresolved(name, efficiency)]
+    asked = {name: getattr(efficiency, name) for name in names}
+    implausible = {} if new else {n: x for n, x in asked.items() if not fit.is_plausible(n, x)}
+    names = [name for name in names if name not in implausible]
     for name in {*fitted} - {*names}:
         efficiency = fit.with_constant(efficiency, name, getattr(before, name))
     costs = Costs(gpu, dict.fromkeys(AXES, 1), efficiency)
     kernels = [kernel_row(m, costs) for m in measurements if m.kind == "kernel"]
     costs.kernels = Table((kind, "", *row) for kind, *row in kernels)
     gemms = [row for m in measurements if "GEMM" in m.kind and (row := gemm_row(m, costs))]
-    return DeviceFit(before, efficiency, names, observations, gemms, kernels)
+    return DeviceFit(before, efficiency, names, observations, gemms, kernels, implausible)
 
 
 def gemm_row(m: Measurement, costs: Costs) -> list | None:
@@ -191,6 +196,11 @@ def table(result: DeviceFit) -> str:
         rows.append([name, f"{before:.4g}", f"{after:.4g}", f"{errors}, {len(some)}"])
     heads = ["constant", "now", "measured", "median error, programs"]
     lines = [*programs, "", *console.table(heads, rows, text=(0, 3))]
+    lines += [
+        f"{name}: {value:.4g} was measured, plausible is {fit.PLAUSIBLE[name][0]:g} to "
+        f"{fit.PLAUSIBLE[name][1]:g}: it stays {getattr(result.before, name):.4g}"
+        for name, value in result.implausible.items()
+    ]
     unfitted = [n for n, some in result.observations.items() if some and n not in result.names]
     if unfitted:
         lines.append(f"unchanged, because no program depends on them: {', '.join(unfitted)}")

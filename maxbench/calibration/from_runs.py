@@ -17,6 +17,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.cost_model import compile_cache, hlo
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
+from maxbench.metrics import flops
 from maxbench.planning import planner
 from maxbench.run_logs import readers
 from maxbench.run_logs.record import RunRecord, dig
@@ -51,6 +52,13 @@ class RunFit:
     names: list[str]
     observations: list[Observation]
     left_out: list[float]
+
+    @property
+    def generalizes(self) -> bool:
+        """Whether the constants predict a program that they were not fitted to better than those
+        before."""
+        errors = statistics.median(map(abs, self.left_out))
+        return errors < fit.median_error(self.observations, self.before)
 
 
 def fit_runs(paths: Sequence[str], gpu_types: GpuTypes = GPU_TYPES) -> RunFit:
@@ -112,13 +120,28 @@ def finished_run(r: RunRecord, gpu_types: GpuTypes) -> tuple[Run, float]:
     Raises:
       UserError: the run did not finish, or `plan` cannot compile it.
     """
+    unread = "; ".join(r.unread)
+    if unread and not r.result:
+        raise UserError(f"calibrate: {str(r.path)!r}: {unread}; leave the run out")
     try:
         run = r.to_run(gpu_types)
     except UserError as e:
         raise UserError(f"calibrate: {str(r.path)!r}: {e}") from None
     step_s = dig(r.result, "step_s.median", 0.0)
-    if r.status != "done" or not step_s:
+    if r.status != "done":
         raise UserError(f"calibrate: {str(r.path)!r} is {r.status!r}; give runs that are 'done'")
+    least_s = flops.per_sequence(run.model, run.train.seq, "causal") * run.layout.gbs
+    least_s /= run.layout.gpus * run.gpu.peak_tflops(run.format.peak) * 1e12
+    if not math.isfinite(step_s) or step_s <= 0:
+        raise UserError(
+            f"calibrate: {str(r.path)!r}: step_s.median={dig(r.result, 'step_s', {}).get('median')}"
+            " is no time; leave the run out"
+        )
+    if step_s < least_s:
+        raise UserError(
+            f"calibrate: {str(r.path)!r}: step_s.median={step_s:g} s is below {least_s:.3g} s, its "
+            f"FLOPs at the peak of {run.layout.gpus} {run.layout.gpu_type}; leave the run out"
+        )
     # The number of steps affects only the learning rate: runs that differ in it share a program.
     train = dataclasses.replace(run.train, steps=Train.steps)
     return dataclasses.replace(run, train=train), step_s
@@ -166,10 +189,17 @@ def table(result: RunFit) -> str:
     names, observations = result.names, result.observations
     after, before = (fit.median_error(observations, p) for p in (result.efficiency, result.before))
     left_out = statistics.median(map(abs, result.left_out))
+    limited = [name for name in names if fit.at_limit(name, result.efficiency)]
     lines = [
         f"{result.runs} runs of {len(observations)} programs on {result.gpu_type}: median error "
         f"{before:.1%} -> {after:.1%}; of a program left out {left_out:.1%}",
-        *["the fit does not generalize: keep the constants as they were"] * (left_out >= before),
+        *["the fit does not generalize: the constants stay as they were, and nothing is written"]
+        * (not result.generalizes),
+        *(
+            f"{name} is at the limit of its plausible range, {fit.PLAUSIBLE[name][0]:g} to "
+            f"{fit.PLAUSIBLE[name][1]:g}: the runs have another cause"
+            for name in limited
+        ),
         "",
         *console.table(
             ["constant", "before", "after", f"change of a step by {STEP - 1:.0%} of it"],

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if calibrated:
         text, table = calibrated
         print(table)
-        if target:
+        if target and text:
             target.write_text(text)
             print(f"\nwritten: {target}; maxbench plan --hardware {target} reads it")
     return 0
@@ -47,7 +47,7 @@ def calibrate_runs(
     """Fits constants to finished runs.
 
     Returns:
-      The text of a file for --hardware, and a table of the fit.
+      The text of a file for --hardware, '' if the fit does not generalize; and a table of the fit.
 
     Raises:
       UserError: a flag of the measurement, too few runs, or one that cannot be used.
@@ -62,6 +62,7 @@ def calibrate_runs(
     result = from_runs.fit_runs(runs, gpu_types)
     source = fit.describe(f"{result.runs} runs of {len(result.observations)} programs")
     text = fit.toml(result.gpu_type, result.efficiency, result.names, "fitted", source)
+    text = text if result.generalizes else ""
     return text, from_runs.table(result)
 
 

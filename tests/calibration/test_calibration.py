@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import os
+import pathlib
 import re
 import tomllib
 
@@ -17,6 +18,7 @@ from maxbench.config.run import AXES
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.run_logs import readers
 from tests.conftest import resolve
 from tests.launch.test_launch import tool
 
@@ -174,7 +176,7 @@ def ran(tmp_path, monkeypatch):
     true = dataclasses.replace(GPU_TYPES["h100"].efficiency, gemm_bf16=0.5, memory=0.7)
 
     def write(dp: int, **changed) -> str:
-        run = resolve("llama31_8b", dp=dp)
+        run = resolve("llama31_8b", dp=dp, layers=1, seq=16, gbs=2 * dp)  # few FLOPs
         seconds = from_runs.observation(run, 1.0).predict(true)
         result = {"status": "done", "mocked": False, "device": {"gpu_type": "h100", "kind": "H100"}}
         result |= {"step_s": {"median": seconds}, "config": run.asdict()} | changed
@@ -203,10 +205,32 @@ def test_two_programs_determine_one_constant(ran):
     assert "4 programs settle" in from_runs.table(result)
 
 
+def test_a_fit_that_does_not_generalize_writes_nothing(ran, tmp_path, capsys):
+    """Two programs that ask for opposite constants."""
+    file = tmp_path / "fitted.toml"
+    seconds = [from_runs.finished_run(r, GPU_TYPES)[1] for r in readers.read([ran(2), ran(8)])]
+    runs = [ran(2, step_s={"median": 3 * seconds[0]}), ran(8, step_s={"median": 0.9 * seconds[1]})]
+    assert entry.run("calibrate", [*runs, "--write", str(file)]) == 0
+    assert "nothing is written" in capsys.readouterr().out
+    assert not file.exists()
+
+
+def test_a_truncated_result_is_refused(ran):
+    folder = ran(2)
+    path = pathlib.Path(folder, "result.json")
+    path.write_text(path.read_text()[:200])
+    with pytest.raises(UserError, match=r"result\.json is damaged; leave the run out"):
+        from_runs.fit_runs([folder, ran(4)])
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({}, "1 run of 1 program; 2 programs that differ .* settle one constant, 4 two"),
+        ({"step_s": {"median": -1.0}}, r"step_s.median=-1.0 is no time; leave the run out"),
+        ({"step_s": {"median": 0.0}}, "step_s.median=0.0 is no time"),
+        ({"step_s": {"median": float("nan")}}, "step_s.median=nan is no time"),
+        ({"step_s": {"median": 1e-6}}, r"is below \d\.\d+ s, its FLOPs at the peak of 2 h100"),
         ({"status": "failed"}, "is 'failed'; give runs that are 'done'"),
         ({"mocked": True}, "with its network mocked"),
         (
