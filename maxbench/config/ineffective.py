@@ -126,6 +126,14 @@ def _drop_policy(run: Run) -> str:
     return _experts(run) or "model.capacity_factor=0 drops no token"
 
 
+def _dispatch_factor(run: Run) -> str:
+    if run.model.has_slots:
+        return _experts(run) or (
+            "only dropless experts have it: model.capacity_factor=0 without force_balance"
+        )
+    return _experts(run) or "ep=1 sends no token" * (run.layout.ep == 1)
+
+
 def _router_groups_top(run: Run) -> str:
     return _experts(run) or "model.router_groups=1 is one group" * (run.model.router_groups == 1)
 
@@ -178,6 +186,8 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.router_groups": _experts,
     "model.router_groups_top": _router_groups_top,
     "model.router_scale": _experts,
+    "model.expert_bias_rate": _experts,
+    "model.dispatch_factor": _dispatch_factor,
     "model.force_balance": _experts,
     "model.shared_mlp": _experts,
     "model.capacity_factor": _capacity_factor,

@@ -54,6 +54,12 @@ def embedding_sharded_over_pp(run: Run) -> bool:
     return a.pp > 1 and fewer and not m.tied and m.embed % (a.tp * a.fsdp * a.pp) == 0
 
 
+def bounds_rows(run: Run) -> bool:
+    """Whether dropless experts receive tokens in buffers of model.dispatch_factor."""
+    m = run.model
+    return m.dispatch_factor > 0 and run.layout.ep > 1 and not m.has_slots
+
+
 def saved_on_device(run: Run, saved: tuple[str, ...]) -> set[str]:
     """The tensors of a remat policy that are saved in GPU memory.
 

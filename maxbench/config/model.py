@@ -114,10 +114,15 @@ class Model:
     router_groups: int = field(1, at_least=1)  # of consecutive experts
     router_groups_top: int = field(1, at_least=1)  # groups that a token chooses its experts from
     router_scale: float = field(1.0, above=0)  # multiplies the weights of the chosen experts
+    # Step of the bias that balances the choice of experts (arXiv:2412.19437); 0 = no bias
+    expert_bias_rate: float = field(0.0, at_least=0)
     # Tokens choose experts at random, all equally often, as in NVIDIA's benchmarks
     force_balance: bool = False
     shared_mlp: int = field(0, at_least=0)  # width of an MLP beside the experts; 0 = none
     capacity_factor: float = field(1.0, at_least=0)  # 0 = dropless
+    # Rows of dropless experts that memory is reserved for, over those of balanced routing, if each
+    # token is sent to the GPUs of its experts only; 0 = to all GPUs of ep, for any routing
+    dispatch_factor: float = field(0.0, at_least=0)
     # tokens that an expert drops beyond its capacity: the least probable, or the last
     drop_policy: str = field("probs", options=("probs", "position"))
     aux_loss: float = field(0.0, at_least=0)  # coefficient of the load-balancing loss
@@ -236,6 +241,8 @@ class Model:
             return 1
         if self.force_balance:
             return self.top_k
+        if self.dispatch_factor and not self.capacity_factor:
+            return min(self.dispatch_factor * self.top_k, min(self.top_k * ep, self.experts))
         return self.capacity_factor * self.top_k or min(self.top_k * ep, self.experts)
 
     def __post_init__(self):
@@ -273,6 +280,16 @@ class Model:
             )
         if groups > 1 and m.router != "sigmoid":
             raise UserError(f"{named} need model.router=sigmoid, and it is {m.router}")
+        if m.expert_bias_rate and m.router != "sigmoid":
+            raise UserError(
+                f"model.expert_bias_rate={m.expert_bias_rate} needs model.router=sigmoid, whose "
+                f"scores are between 0 and 1, and it is {m.router}; use model.aux_loss with it"
+            )
+        if 0 < m.dispatch_factor < 1:
+            raise UserError(
+                f"model.dispatch_factor={m.dispatch_factor} is less than balanced routing needs; "
+                "use at least 1, as 1.5, or 0 for any routing"
+            )
         if m.force_balance and (m.experts % m.top_k or m.top_k % top or groups % top):
             raise UserError(
                 f"model.force_balance shares experts={m.experts} and router_groups={groups} out "

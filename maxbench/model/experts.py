@@ -12,7 +12,8 @@ then batched, without padding and in every number format.
 Dropless (capacity_factor = 0), each GPU all-gathers the tokens of ep and tp, sorts those that chose
 its experts into blocks of one expert each, and multiplies as many blocks as are filled
 (grouped_matmul.py). Each token is sent once, however many experts it chose; a reduce-scatter over
-ep and tp sums the results.
+ep and tp sums the results. With model.dispatch_factor, a token is sent to the GPUs of its experts
+only (token_dispatch.py).
 
 Shapes are static either way. Dispatch and combine are gathers, also in the backward pass.
 
@@ -31,7 +32,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.model import Model
-from maxbench.model import grouped_matmul, linear, router
+from maxbench.model import grouped_matmul, linear, router, token_dispatch
+from maxbench.model.grad_accumulation import layer_state, record
 from maxbench.model.grouped_matmul import take
 from maxbench.model.layers import Linear, Mlp, activate, add_bias, matmul, out_std, param_value
 from maxbench.sharding import collectives, mesh, ordering, rules
@@ -48,10 +50,16 @@ class Moe(nn.Module):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
         logits_je = self.logits(x_jd)
-        forced_jk, window_j = (
-            balanced_tokens(m, *x_bud.shape[:2]) if m.force_balance else (None,) * 2
-        )
-        gate_jk, expert_jk, probs_je = router.route(m, logits_je, None, forced_jk)
+        forced_jk = None
+        if m.force_balance:
+            layer = layer_state(self, "layer")
+            layer = 0 if layer is None else layer[0].astype(jnp.int32)
+            forced_jk, window_j = balanced_tokens(m, *x_bud.shape[:2], layer)
+        bias_e = layer_state(self, "expert_bias")
+        gate_jk, expert_jk, probs_je = router.route(m, logits_je, bias_e, forced_jk)
+        if bias_e is not None:
+            counted_e = router.tokens_per_expert(m, expert_jk)
+            gate_jk = record(self, "expert_bias", gate_jk, counted_e)
         load_be = router.expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
         if m.force_balance:
             slots = balanced_slots(m, *x_bud.shape[:2])
@@ -126,13 +134,27 @@ class Moe(nn.Module):
     def dropless(
         self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any
     ) -> tuple[jax.Array, Any]:
-        m = self.model
-        gather = lambda x: collectives.all_gather(collectives.all_gather(x, "tp", 0), "ep", 0)
-        x_jd, expert_jk = gather(x_jd), gather(expert_jk)
-        gate_jk = gather(gate_jk.astype(x_jd.dtype))
-        local = rules.local_size("experts", m.experts)
-        first = collectives.axis_index("ep") * local
-        blocks = grouped_matmul.assign_blocks(expert_jk - first, local)
+        m, ep, tp = self.model, collectives.axis_size("ep"), collectives.axis_size("tp")
+        local, tokens = rules.local_size("experts", m.experts), len(x_jd)
+        mean_rows = tokens * m.top_k * ep * tp // m.experts
+        over_tp = lambda x: collectives.all_gather(x, "tp", 0)
+        first, pairs = collectives.axis_index("ep") * local, None
+        if m.dispatch_factor and ep > 1:
+            rows = token_dispatch.buffer_rows(tokens, m.experts, m.top_k, ep, m.dispatch_factor)
+            pairs, lost_rows = token_dispatch.assign(expert_jk, local, rows)
+            local_jk = over_tp(token_dispatch.send_indices(expert_jk, pairs)) - first
+            blocks, lost = grouped_matmul.assign_blocks(
+                local_jk, local, mean_rows, m.dispatch_factor
+            )
+            lost = lost_rows if lost is None else lost_rows + lost
+            x_jd = record(self, "lost_rows", x_jd, lost[None])
+            gather = lambda x: over_tp(token_dispatch.send(x, pairs))
+            x_jd, gate_jk = gather(x_jd), gather(gate_jk.astype(x_jd.dtype))
+        else:
+            gather = lambda x: collectives.all_gather(over_tp(x), "ep", 0)
+            x_jd, expert_jk = gather(x_jd), gather(expert_jk)
+            gate_jk = gather(gate_jk.astype(x_jd.dtype))
+            blocks, _ = grouped_matmul.assign_blocks(expert_jk - first, local, mean_rows)
         w_edgf = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
         x_ncd = grouped_matmul.dispatch(x_jd, blocks)
         up_ncf = grouped_matmul.grouped_matmul(x_ncd, w_edgf.reshape(*w_edgf.shape[:2], -1), blocks)
@@ -146,7 +168,10 @@ class Moe(nn.Module):
         w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
         y_ncd = grouped_matmul.grouped_matmul(checkpoint_name(h_ncf, "mlp_act"), w_efd, blocks)
         y_jd = grouped_matmul.combine(y_ncd, blocks)
-        y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
+        if pairs:
+            y_jd = token_dispatch.send_back(collectives.reduce_scatter(y_jd, "tp", 0), pairs)
+        else:
+            y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
         tokens = {name: order.issued for name, order in orders.items()}
         return checkpoint_name(y_jd, "mlp_down"), tokens
 
@@ -197,7 +222,9 @@ def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
     return slot_ej[expert_jk, token_j1], token_ec
 
 
-def balanced_tokens(m: Model, batch: int, tokens: int) -> tuple[jax.Array, jax.Array]:
+def balanced_tokens(
+    m: Model, batch: int, tokens: int, layer: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array]:
     """router.balanced_choice() of this GPU's tokens, expert_jk, and the number of each token's
     window among those of this GPU, window_j.
 
@@ -212,7 +239,7 @@ def balanced_tokens(m: Model, batch: int, tokens: int) -> tuple[jax.Array, jax.A
     window_u = position_u // m.balanced_window
     number_u = jnp.cumsum(jnp.diff(window_u, prepend=window_u[:1]) != 0)
     first_b1 = jnp.arange(batch)[:, None] * _balanced_windows(m, tokens)
-    expert_uk = router.balanced_choice(m, seq)[position_u]
+    expert_uk = router.balanced_choice(m, seq, layer)[position_u]
     return jnp.tile(expert_uk, (batch, 1)), (first_b1 + number_u).reshape(-1)
 
 

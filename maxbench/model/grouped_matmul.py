@@ -9,15 +9,18 @@ them. For 16 experts that is 16 times the memory and the FLOPs, as compiled for 
 Shape letters: j token, k choice, n block, c row of a block, e expert of this GPU, d in, f out.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from maxbench.sharding import collectives
 
 
-class BlockAssignment(NamedTuple):
+@flax.struct.dataclass
+class BlockAssignment:
     """The block and row of each choice of an expert by a token.
 
     Attributes:
@@ -26,15 +29,19 @@ class BlockAssignment(NamedTuple):
       expert_n: expert of each block; blocks of one expert are consecutive.
       used: number of blocks with rows, or None if almost all have (no ep): at most one per expert
         is empty.
+      mean_rows: rows of an expert if all experts are chosen equally often.
     """
 
     slot_jk: jax.Array
     choice_nc: jax.Array
     expert_n: jax.Array
     used: jax.Array | None
+    mean_rows: int = flax.struct.field(pytree_node=False)
 
 
-def assign_blocks(expert_jk: jax.Array, experts: int) -> BlockAssignment:
+def assign_blocks(
+    expert_jk: jax.Array, experts: int, mean_rows: int, factor: float = 0.0
+) -> tuple[BlockAssignment, jax.Array | None]:
     """Sorts choices by expert, stably, into blocks of one expert each.
 
     The rows of a block are a power of two, at least 8, so that an expert has 4 blocks or more if
@@ -44,12 +51,19 @@ def assign_blocks(expert_jk: jax.Array, experts: int) -> BlockAssignment:
       expert_jk: experts that each token chose, int; experts outside 0 .. experts - 1 are on other
         GPUs of ep.
       experts: number of experts on this GPU.
+      mean_rows: BlockAssignment.mean_rows.
+      factor: there are blocks for `factor` times as many rows; 0 = for any choices.
+
+    Returns:
+      The blocks, and the number of choices that did not fit; None if all do.
     """
     j, k = expert_jk.shape
-    size = 1 << max(3, (_mean_rows(expert_jk, experts) // 4).bit_length() - 1)
+    size = 1 << max(3, (mean_rows // 4).bit_length() - 1)
     # The most blocks for any choices: a token chooses an expert once at most, and each expert has
     # one block at most that is partly filled.
     count = min(j * min(k, experts) // size + experts, experts * -(-j // size))
+    worst, most = count, math.ceil(factor * mean_rows * experts / size) + experts
+    count = min(worst, most) if factor else worst
     flat = expert_jk.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     order = jnp.argsort(flat, stable=True)
@@ -59,6 +73,10 @@ def assign_blocks(expert_jk: jax.Array, experts: int) -> BlockAssignment:
     expert = flat[order]
     row = jnp.arange(j * k, dtype=jnp.int32) - exclusive_cumsum(rows_e)[expert]
     slot = jnp.where(expert < experts, exclusive_cumsum(blocks_e)[expert] * size + row, -1)
+    lost = None
+    if count < worst:
+        fits = slot < count * size
+        lost, slot = jnp.sum(~fits), jnp.where(fits, slot, -1)
     choice = jnp.full(count * size, -1, jnp.int32)
     choice = choice.at[jnp.where(slot < 0, count * size, slot)].set(order, mode="drop")
     ends_e = jnp.cumsum(blocks_e[:experts])
@@ -66,12 +84,8 @@ def assign_blocks(expert_jk: jax.Array, experts: int) -> BlockAssignment:
     slot_jk = jnp.zeros(j * k, jnp.int32).at[order].set(slot).reshape(j, k)
     expert_n = jnp.minimum(expert_n, experts - 1)
     used = ends_e[-1] if collectives.axis_size("ep") > 1 else None
-    return BlockAssignment(slot_jk, choice.reshape(count, size), expert_n, used)
-
-
-def _mean_rows(choices, experts: int) -> int:
-    """Rows of an expert if all experts are chosen equally often."""
-    return choices.size // (experts * collectives.axis_size("ep"))
+    used = used if lost is None else jnp.minimum(ends_e[-1], count)
+    return BlockAssignment(slot_jk, choice.reshape(count, size), expert_n, used, mean_rows), lost
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -160,7 +174,7 @@ def _for_blocks(blocks: BlockAssignment, experts: int, body, carry):
     if blocks.used is None:
         return jax.lax.fori_loop(0, len(blocks.expert_n), body, carry)
     rows = blocks.choice_nc.shape[1]
-    trips = experts * -(-_mean_rows(blocks.slot_jk, experts) // rows)
+    trips = experts * -(-blocks.mean_rows // rows)
     # The trip count is dynamic: cost_model/hlo.py reads its mean from the name of this scope.
     with jax.named_scope(f"about_{trips}_trips"):
         return jax.lax.fori_loop(0, blocks.used, body, carry)

@@ -37,8 +37,9 @@ class MtpInput(nn.Module):
 
 
 def layer_kind(m: Model) -> Model:
-    """The Model of the MTP layer."""
-    return dataclasses.replace(m.per_layer[-1], quantized=False)
+    """The Model of the MTP layer. It has no non-trainable state, so no bias of the choice, and no
+    count of rows that do not fit: its experts receive all tokens."""
+    return dataclasses.replace(m.per_layer[-1], quantized=False, dispatch_factor=0.0)
 
 
 def init(m: Model, key: jax.Array, block: Any, x_btd: jax.Array, rope: Any) -> dict[str, Any]:

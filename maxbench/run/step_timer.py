@@ -31,7 +31,8 @@ class StepTimer:
         """Adds a dispatched step with its metrics; returns once the step before is recorded.
 
         Raises:
-          RunFailed: the loss or gradient norm of the step before is not finite.
+          RunFailed: the loss or gradient norm of the step before is not finite, or experts of it
+            received more rows than fit.
         """
         previous = self.newest
         self.newest = self.thread.submit(self._record, previous, step, metrics)
@@ -41,7 +42,7 @@ class StepTimer:
         """Waits until all steps are recorded.
 
         Raises:
-          RunFailed: a loss or gradient norm is not finite.
+          RunFailed: as add().
         """
         self.newest.result()
 
@@ -63,3 +64,9 @@ class StepTimer:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(values[name]):
                 raise RunFailed(f"{name} is {values[name]} at step {step}: later steps are void")
+        if rows := values.get("lost_rows"):
+            raise RunFailed(
+                f"experts received {rows:.0f} rows too many at step {step} for model."
+                f"dispatch_factor={self.log.run.model.dispatch_factor}, and left them out; use a "
+                "larger factor, or 0 for any routing"
+            )

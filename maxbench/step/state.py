@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from maxbench.config import lowering
 from maxbench.config.model import Model
 from maxbench.config.run import AXES, Run
-from maxbench.model import layer_stack
+from maxbench.model import layer_stack, router
 from maxbench.model.grad_accumulation import LayerState
-from maxbench.model.layer_stack import Stacks, part_of
+from maxbench.model.layer_stack import Stack, Stacks, part_of
 from maxbench.quantization import fp8_per_tensor
 from maxbench.sharding import collectives
 
@@ -35,12 +37,14 @@ class Entry(NamedTuple):
     Attributes:
       path: its keys in a layer's tree. The first begins with the name of a sublayer.
       shape: (run, Model of the layer, its WeightShardings) -> its shape; () if the layer has none.
-        It is fp32, and zeros at first.
+        It is fp32.
       reduce: how the statistic is counted over microbatches and over GPUs: 'max' or 'sum'.
       update: (run, value, statistic) -> the next value. The statistic has the shape of what
         read() returns.
       read: what the step reads of the value.
       in_layer: the layer itself reads and counts it.
+      first: its initial value in each slot of a stack, [slots, ...]; None is zeros.
+      metric: the name of the sum of the statistic in the metrics of a step, or ''.
     """
 
     path: tuple[str, ...]
@@ -49,6 +53,8 @@ class Entry(NamedTuple):
     update: Callable[[Run, jax.Array, jax.Array], jax.Array]
     read: Callable[[jax.Array], jax.Array] = lambda value: value
     in_layer: bool = True
+    first: Callable[[Stack], Any] | None = None
+    metric: str = ""
 
 
 def _history_shape(run, _, shardings):
@@ -67,7 +73,30 @@ AMAX_HISTORY = Entry(
     read=lambda history: jnp.max(history, -1),
     in_layer=False,
 )
-REGISTRY: tuple[Entry, ...] = (AMAX_HISTORY,)
+# The bias of the choice of experts (model/router.py), [experts].
+EXPERT_BIAS = Entry(
+    path=("mlp", "expert_bias"),
+    shape=lambda run, m, _: (m.experts,) if m.experts and m.expert_bias_rate else (),
+    reduce="sum",
+    update=lambda run, bias, tokens: router.update_bias(bias, tokens, run.model.expert_bias_rate),
+)
+# The index of the layer, from which its random experts follow with model.force_balance, [1].
+LAYER = Entry(
+    path=("mlp", "layer"),
+    shape=lambda run, m, _: (1,) if m.experts and m.force_balance else (),
+    reduce="sum",
+    update=lambda run, layer, _: layer,
+    first=lambda stack: np.float32(stack.slots)[:, None],
+)
+# Rows for which model.dispatch_factor was too small (model/token_dispatch.py), [1], over all steps.
+LOST_ROWS = Entry(
+    path=("mlp", "lost_rows"),
+    shape=lambda run, m, _: (1,) if m.experts and lowering.bounds_rows(run) else (),
+    reduce="sum",
+    update=lambda run, before, rows: before + rows,
+    metric="lost_rows",
+)
+REGISTRY: tuple[Entry, ...] = (AMAX_HISTORY, EXPERT_BIAS, LAYER, LOST_ROWS)
 
 
 def init(run: Run, table: Stacks, shardings: Any) -> Any:
@@ -83,7 +112,9 @@ def init(run: Run, table: Stacks, shardings: Any) -> Any:
             if entry.in_layer and not entry.path[0].startswith(stack.sublayers):
                 continue
             if shape := entry.shape(run, stack.kind, shardings):
-                _set(tree, entry.path, jnp.zeros((len(stack.slots), *shape), jnp.float32))
+                value = jnp.zeros((len(stack.slots), *shape), jnp.float32)
+                value = value if entry.first is None else value + entry.first(stack)
+                _set(tree, entry.path, value)
         return tree
 
     trees = map(of_stack, table, layer_stack.split(table, shardings))
@@ -99,6 +130,16 @@ def read(tree: Any) -> Any:
 def update(run: Run, tree: Any, statistics: Any) -> Any:
     """The state after a step with these statistics, a tree like it."""
     return _map(lambda entry, *arrays: entry.update(run, *arrays), tree, statistics)
+
+
+def metrics(statistics: Any) -> dict[str, jax.Array]:
+    """The metrics of a step that its statistics have, fp32 scalars."""
+    found: dict[str, jax.Array] = {}
+    by_name = {entry.path[-1]: entry.metric for entry in REGISTRY}
+    for path, value in jax.tree_util.tree_leaves_with_path(statistics):
+        if name := by_name[path[-1].key]:
+            found[name] = found.get(name, jnp.zeros(())) + jnp.sum(value)
+    return found
 
 
 def for_layers(tree: Any) -> Any:

@@ -196,6 +196,7 @@ class Step:
         after = {"step": before["step"] + 1, "params": params, "opt": opt}
         if layer_state:
             after[state.KEY] = state.update(self.run, layer_state, statistics)
+            out |= state.metrics(statistics)
         return after, out
 
     def gradients(self, params: Any, step: Any, layer_state: Any = None) -> Any:

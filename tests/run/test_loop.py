@@ -296,6 +296,10 @@ def test_mocked_network_may_return_any_loss(mocked_log):
     timer.add(1, metrics)
     with pytest.raises(step_timer.RunFailed, match="loss is nan at step 1"):
         timer.drain()
+    timer = step_timer.StepTimer(mocked_log)
+    timer.add(2, {"loss": 1.0, "grad_norm": 1.0, "lr": 0.0, "lost_rows": 3.0})
+    with pytest.raises(step_timer.RunFailed, match=r"3 rows too many at step 2 .*use a larger"):
+        timer.drain()
 
 
 def test_log_reports_hits_of_the_compilation_cache(tmp_path):

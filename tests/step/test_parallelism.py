@@ -30,6 +30,8 @@ FAMILIES = {
             "model.act": "swiglu_clamped",
             "model.mlp_bias": True,
             "model.router_bias": True,
+            # Enough for any routing of the toy, so that buffers are used and nothing is lost.
+            "model.dispatch_factor": 4.0,
         },
     ),
     "deepseek": (
