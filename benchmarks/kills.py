@@ -92,6 +92,8 @@ def _train(flags, output_path, devices, variables) -> None:
 class RunProcesses:
     """The processes of a run that resumes from the folders of earlier runs in `out`."""
 
+    start = staticmethod(start_process)
+
     def __init__(self, out: pathlib.Path, steps: int, *flags: str, processes: int = 1):
         self.out, self.earlier = out, len(run_folders(out))
         out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ class RunProcesses:
         for i in range(processes):
             number = ["--process", str(i)] * (processes > 1)
             host = f"n{i}"
-            process = start_process([*flags, *number], self.output_path, SLURMD_NODENAME=host)
+            process = self.start([*flags, *number], self.output_path, SLURMD_NODENAME=host)
             self.processes.append(process)
 
     def folder(self) -> pathlib.Path | None:

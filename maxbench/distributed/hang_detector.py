@@ -13,7 +13,7 @@ from typing import Any
 from maxbench.distributed.progress import BEFORE_STEPS, WAITS, Progress
 
 MEDIANS = 10  # step times without the end of a step
-FIRST_STEPS = 10  # times the timeout for the first two steps, which load kernels and connect GPUs
+LONG = 10  # times the timeout: the first two steps, which connect GPUs; saves; profiles
 MAX_NAMES = 20  # processes that a reason or a log names
 BEATS = 12  # messages of a process within the timeout
 PROCESSES_PER_S = 200  # messages that process 0 reads per second, at most
@@ -37,6 +37,7 @@ class Hang:
 
     reason: str
     processes: list[StalledProcess]
+    must_end: bool = True  # False: a save that takes long may still succeed
 
     def lines(self) -> list[str]:
         """Lines for the log: the reason, and the stack of each process."""
@@ -127,13 +128,19 @@ class HangDetector:
         return gap
 
     def step_timeout_s(self) -> float:
-        """Seconds without progress after which the run hangs; inf where a phase takes its time."""
-        phases = {p.phase for p in self.progress.values()}
-        if self.process or phases & WAITS or phases <= BEFORE_STEPS:
+        """Seconds without progress after which the run hangs; inf while all processes compile."""
+        if self.process or all(p.phase in BEFORE_STEPS for p in self.progress.values()):
             return math.inf
-        if phases & BEFORE_STEPS or self.step_s is None:
-            return FIRST_STEPS * self.timeout_s
+        phases = {self.progress[i].phase for i in self._behind()}
+        if phases & (BEFORE_STEPS | WAITS) or self.step_s is None:
+            return LONG * self.timeout_s
         return max(self.timeout_s, MEDIANS * self.step_s)
+
+    def _behind(self) -> list[int]:
+        """The processes that the others wait for; all if none is behind."""
+        keys = {i: p.key for i, p in self.progress.items()}
+        lowest = min(keys.values())
+        return sorted(i for i, key in keys.items() if key == lowest)
 
     def stalled_s(self) -> float:
         """Seconds since the last progress of any process."""
@@ -186,10 +193,9 @@ class HangDetector:
 
     def _stuck(self, stack: str) -> Hang:
         stacks = self.stacks | {self.process: stack}
-        keys = {i: p.key for i, p in self.progress.items()}
-        behind = sorted(i for i, key in keys.items() if key == min(keys.values()))
+        behind = self._behind()
         seconds = f"no step has ended for {self.step_timeout_s():.0f} s"
-        if len(behind) == len(keys):
+        if len(behind) == len(self.progress):
             step = self.progress[0].began
             reason = (
                 f"{seconds}: all processes wait in step {step}, and none is behind; a GPU or the "
@@ -203,10 +209,12 @@ class HangDetector:
                 f"others wait: {seconds}"
             )
             state = "stuck"
-        return Hang(reason, [self._stalled(i, state, stacks[i]) for i in behind[:MAX_NAMES]])
+        stalled = [self._stalled(i, state, stacks[i]) for i in behind[:MAX_NAMES]]
+        waits = {self.progress[i].phase for i in behind} & WAITS
+        return Hang(reason, stalled, must_end=not waits)
 
     def _stalled(self, process: int, state: str, stack: str) -> StalledProcess:
-        progress = str(self.progress[process])
+        progress = f"{'last reported: ' * (state == 'frozen')}{self.progress[process]}"
         host, log_path = self.hosts[process], self.log_paths[process]
         return StalledProcess(process, host, state, progress, log_path, stack)
 

@@ -161,7 +161,7 @@ class PeerWatch:
             # While the run goes on, one process is enough to report that process 0 froze.
             if self.on_hang == "exit" or self.process <= 1:
                 self._report(hang, hang.lines())
-            if self.on_hang == "exit":
+            if self.on_hang == "exit" and hang.must_end:
                 self._end_run(hang.reason, False, hang, found_here=True)
             self.reported_at, self.hang_start = detector.last_change, now - detector.stalled_s()
 

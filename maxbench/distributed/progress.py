@@ -10,6 +10,7 @@ MEDIAN_STEPS = 50  # newest steps that the median is of
 # Phases of a run in their order. In those of WAITS a process may work for long between two steps.
 PHASES = ("start", "compile", "steps", "profile", "save", "compare")
 BEFORE_STEPS, WAITS = {"start", "compile"}, {"profile", "save"}
+AFTER_STEP = ("save", "compare")
 
 
 @dataclasses.dataclass
@@ -51,10 +52,13 @@ class Progress:
         return [self.phase, self.began, self.dispatched, self.finished]
 
     @property
-    def key(self) -> tuple[bool, int, int, int]:
-        """Orders processes: the one with the lowest key is behind."""
-        steps = (self.began, self.dispatched, self.finished)
-        return (self.phase not in BEFORE_STEPS, *steps)
+    def key(self) -> tuple[bool, int, int, int, int]:
+        """Orders processes: the one with the lowest key is behind.
+
+        A save follows a step, so a process that saves is ahead of one that does not yet.
+        """
+        after = AFTER_STEP.index(self.phase) + 1 if self.phase in AFTER_STEP else 0
+        return self.phase not in BEFORE_STEPS, self.began, self.dispatched, self.finished, after
 
     def __str__(self) -> str:
         if self.phase in BEFORE_STEPS:
