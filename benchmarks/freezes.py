@@ -82,7 +82,7 @@ def _block(number: int, wait: Callable[[], object]) -> None:
 class Stoppable(kills.RunProcesses):
     """A run whose processes block themselves on a signal."""
 
-    start = staticmethod(start_process)
+    start, axis = staticmethod(start_process), "dp"  # three do not divide the weights
 
 
 class Run:
@@ -103,8 +103,10 @@ class Run:
         """Waits for an event; returns the seconds that it took."""
         start = time.monotonic()
         while not event():
-            if time.monotonic() - start > timeout_s:
-                raise AssertionError(f"no {text} in {timeout_s} s")
+            ended = not self.run.is_running() and not event()
+            if ended or time.monotonic() - start > timeout_s:
+                seconds = time.monotonic() - start
+                raise AssertionError(f"no {text} in {seconds:.0f} s: {self.run.printed()[-2000:]}")
             time.sleep(0.1)
         return time.monotonic() - start
 

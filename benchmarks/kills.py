@@ -92,14 +92,14 @@ def _train(flags, output_path, devices, variables) -> None:
 class RunProcesses:
     """The processes of a run that resumes from the folders of earlier runs in `out`."""
 
-    start = staticmethod(start_process)
+    start, axis = staticmethod(start_process), "fsdp"
 
     def __init__(self, out: pathlib.Path, steps: int, *flags: str, processes: int = 1):
         self.out, self.earlier = out, len(run_folders(out))
         out.mkdir(parents=True, exist_ok=True)
         flags = [*FLAGS, "--steps", str(steps), "--output_dir", str(out), *resume(out), *flags]
         if processes > 1:
-            flags += [f"--fsdp={processes}", f"--processes={processes}"]
+            flags += [f"--{self.axis}={processes}", f"--processes={processes}"]
             flags += ["--coordinator", free_address()]
         self.output_path = str(out / f"{time.time_ns()}.txt")
         self.processes = []

@@ -18,7 +18,8 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 the run failed, 75 stopped by SIGTERM, 130 by Ctrl-C.
+    """Returns the exit code: 0 done, 1 the run failed, 75 stopped by SIGTERM or a hang, 130
+    by Ctrl-C.
 
     Raises:
       UserError: invalid flags, or a run that cannot be.

@@ -23,7 +23,7 @@ from maxbench.distributed.progress import Progress
 from maxbench.distributed.stop_consensus import StopConsensus
 
 GRACE_S = 5.0  # time for a process to exit by itself after another was lost
-TICK_S = 0.5  # between two looks at the clock
+TICK_S = 0.5  # between two looks at the clock, and less for a timeout below 12 s
 FAILED, EX_TEMPFAIL = 1, 75  # exit codes: a process died or failed; a hang, to be tried again
 
 
@@ -57,7 +57,7 @@ class PeerWatch:
         self.write_result: Callable[[str], None] = lambda reason: None
         self.write_hang: Callable[[Hang | None, list[str]], None] = lambda hang, lines: None
         self.detector: HangDetector | None = None
-        self.on_hang, self.next_beat = "exit", 0.0
+        self.on_hang, self.tick_s, self.next_beat = "exit", TICK_S, 0.0
         self.reported_at, self.hang_start = -1.0, 0.0
         self.lost, self.closed = threading.Event(), threading.Event()
         self.sending = threading.Lock()
@@ -73,7 +73,7 @@ class PeerWatch:
           on_hang: exit | continue.
         """
         if timeout_s:
-            self.on_hang = on_hang
+            self.on_hang, self.tick_s = on_hang, min(TICK_S, timeout_s / 24)
             self.detector = HangDetector(self.process, self.hosts, self.log_paths, timeout_s)
 
     def on_peer_loss(
@@ -114,7 +114,7 @@ class PeerWatch:
             for process, connection in self.connections.items():
                 selector.register(stack.enter_context(connection), selectors.EVENT_READ, process)
             while selector.get_map():
-                for key, _ in selector.select(TICK_S):
+                for key, _ in selector.select(self.tick_s):
                     process = key.data
                     try:
                         received = buffers[process].receive(self.connections[process])

@@ -3,12 +3,14 @@
 import contextlib
 import socket
 import threading
+import time
 from concurrent import futures
 
 import pytest
 
 from benchmarks.kills import free_address
 from maxbench.distributed import peer_watch
+from maxbench.distributed.progress import Progress
 from tests.distributed.peers import connect
 
 Pool = futures.ThreadPoolExecutor
@@ -100,3 +102,71 @@ def test_process_in_its_final_step_delays_no_stop():
         assert pool.submit(first.is_last_step, 3, False).result(10)
     for one in peers:
         one.close()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Connects three processes that find hangs after 2 s; collects exit codes and log lines."""
+    exits, lines = [], {0: [], 1: [], 2: []}
+    monkeypatch.setattr(peer_watch, "GRACE_S", 0.1)
+    monkeypatch.setattr(peer_watch.os, "_exit", exits.append)
+    monkeypatch.setattr(peer_watch.stacks, "print_stacks_after", lambda seconds: None)
+    peers = connect(free_address(), [0, 1, 2], 3)
+
+    def start(on_hang="exit"):
+        for one in peers:
+            log = lambda hang, new, i=one.process: lines[i].extend(new)
+            one.on_peer_loss(lambda reason: None, log)
+            one.progress = Progress("steps", 8, 8, 7)
+            for step in range(3):
+                one.progress.finish(5 + step, 0.01)
+            one.watch_hangs(2, on_hang)
+        return peers
+
+    yield start, exits, lines
+    for one in peers:
+        one.closed.set()
+    for one in peers:
+        die(one)
+        one.thread.join(10)
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_stuck_process_is_named_everywhere_with_its_stack(watched, stuck):
+    start, _, lines = watched
+    peers = start()
+    peers[stuck].progress = Progress("steps", 7, 7, 7, peers[stuck].progress.step_s)
+    for one in peers:
+        assert one.lost.wait(20)
+        assert one.reason.startswith(f"process {stuck} of 3 on n{stuck} is stuck, last step 7")
+        assert one.exit_code == 75
+        assert [p.process for p in one.hang.processes] == [stuck]
+        assert "test_stuck_process" in one.hang.processes[0].stack
+    assert f"hang: {peers[0].reason}" in lines[0]
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_frozen_process_is_named_by_the_others(watched, monkeypatch, frozen):
+    peers = watched[0]()
+    monkeypatch.setattr(peers[frozen], "_send", lambda message: None)
+    for one in (p for p in peers if p.process != frozen):
+        assert one.lost.wait(30)
+        reason = f"process {frozen} of 3 on n{frozen} is frozen: it has not answered for 2 s"
+        assert one.reason == f"{reason}, see {frozen}.log"
+        assert one.exit_code == 75
+
+
+def test_run_goes_on_after_a_hang_if_it_is_told_to(watched):
+    start, exits, lines = watched
+    peers = start("continue")
+    peers[1].progress = Progress("steps", 7, 7, 7)
+    deadline = time.monotonic() + 20
+    while not lines[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "process 1 of 3 on n1 is stuck" in lines[0][0]
+    for one in peers:
+        one.progress = Progress("steps", 9, 9, 8, one.progress.step_s)
+    while "hang: the run goes on" not in lines[0][-1] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(one.reason for one in peers)
+    assert not exits
