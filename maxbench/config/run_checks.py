@@ -143,23 +143,18 @@ def _check_gemm_dims(run: "Run", m: "Model") -> None:
     cut."""
     a, seq, f = run.layout, run.train.seq, run.format
     dtype = run.precision.dtype
-    heads, kv_heads = m.heads // a.tp, m.kv_heads // a.tp
-    fsdp, tp = (a.fsdp, a.tp) if f.blocks else (1, 1)
-    qkv = f"({heads} heads + 2 x {kv_heads} kv_heads) x it"
-    out = ("model.head_dim", m.head_dim)
-    if m.value_width != m.head_dim:
-        qkv = f"({heads} heads + {kv_heads} kv_heads) x it + {kv_heads} x value_dim={m.value_dim}"
-        out = ("model.value_dim", m.value_dim)
-    rows = f"mbs={a.mbs} x seq / cp={a.cp}"
+    fsdp = a.fsdp if f.blocks else 1
+    # The down-projection of latent attention has the rows of this GPU's part of the sequence.
+    tp = a.tp if f.blocks or m.kv_rank else 1
+    rows = f"mbs={a.mbs} x seq / cp={a.cp}" + f" / tp={tp}" * (tp > 1)
     # setting, its value, its divisor, the dim in words, the dim
     for name, value, divisor, words, dim in (
         ("model.embed", m.embed, fsdp, f"embed / fsdp={fsdp}", m.embed // fsdp),
         ("model.mlp", m.mlp, a.tp, f"mlp / tp={a.tp}", m.mlp // a.tp),
-        (*out, 1, f"{heads} heads x it", heads * m.value_width),
-        ("model.head_dim", m.head_dim, 1, qkv, kv_heads * m.group_width),
+        *_attention_gemm_dims(run, m, fsdp),
         ("train.seq", seq, a.cp * tp, f"seq / cp={a.cp} / tp={tp}", seq // a.cp // tp)
         if f.blocks
-        else ("train.seq", seq, a.cp, rows, a.mbs * seq // a.cp),
+        else ("train.seq", seq, a.cp * tp, rows, a.mbs * seq // a.cp // tp),
     ):
         if dim % f.multiple:
             raise UserError(
@@ -167,6 +162,28 @@ def _check_gemm_dims(run: "Run", m: "Model") -> None:
                 f"{name}={value} makes {words} = {dim}; nearest that works: "
                 f"{nearest(value, divisor * f.multiple)}"
             )
+
+
+def _attention_gemm_dims(run: "Run", m: "Model", fsdp: int) -> list[tuple[str, int, int, str, int]]:
+    """The rows of _check_gemm_dims for attention."""
+    heads, kv_heads = m.heads // run.layout.tp, m.kv_heads // run.layout.tp
+    qkv = f"({heads} heads + 2 x {kv_heads} kv_heads) x it"
+    out = ("model.head_dim", m.head_dim)
+    if m.value_width != m.head_dim:
+        qkv = f"({heads} heads + {kv_heads} kv_heads) x it + {kv_heads} x value_dim={m.value_dim}"
+        out = ("model.value_dim", m.value_dim)
+    rows = [(*out, 1, f"{heads} heads x it", heads * m.value_width)]
+    if not m.kv_rank:
+        return [*rows, ("model.head_dim", m.head_dim, 1, qkv, kv_heads * m.group_width)]
+    up = f"{heads} heads x (it - rope_head_dim={m.rope_head_dim} + values of {m.value_width})"
+    return [
+        *rows,
+        ("model.q_rank", m.q_rank, fsdp, f"q_rank / fsdp={fsdp}", m.q_rank // fsdp),
+        ("model.kv_rank", m.kv_rank, fsdp, f"kv_rank / fsdp={fsdp}", m.kv_rank // fsdp),
+        ("model.rope_head_dim", m.rope_head_dim, 1, "q_rank + kv_rank + it", m.latents),
+        ("model.head_dim", m.head_dim, 1, f"{heads} heads x it", heads * m.head_dim),
+        ("model.head_dim", m.head_dim, 1, up, heads * m.kv_up_width),
+    ]
 
 
 def _check_expert_slots(run: "Run", m: "Model") -> None:

@@ -427,7 +427,7 @@ def kernel_cost(
         keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
         flops = 2.0 * (3 * keys + 2 * values if backward else keys + values)
         flops *= math.prod(op.dims("dimensions"))
-        flops *= _attention_mask(op)
+        flops *= unmasked_fraction(op)
         seconds = costs.attention(flops, backward)
     elif op.base in MOVES or (fused and all(map(_moves, ops))):
         kind = "copy"
@@ -444,7 +444,7 @@ def kernel_cost(
     return kind, max(seconds, memory_s), flops
 
 
-def _attention_mask(op: hlo.Op) -> float:
+def unmasked_fraction(op: hlo.Op) -> float:
     """Fraction of the scores that cuDNN's attention computes: all, causal, or within a window."""
     if '"mask_type": "CAUSAL"' not in op.attrs:
         return 1

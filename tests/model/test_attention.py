@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.config.errors import UserError
 from maxbench.config.run import Layout
-from maxbench.cost_model import aot, hlo
+from maxbench.cost_model import aot, hlo, simulate
 from maxbench.model import attention
 from maxbench.sharding import mesh
 from tests.conftest import resolve
@@ -188,6 +188,23 @@ def test_heads_of_192_on_blackwell_have_two_backward_calls():
     backward = ("__cudnn$fmhaSoftmaxBackward", 192, 192, 128)
     assert calls == [("__cudnn$fmhaSoftmax", 192, 192, 192), backward, backward]
     assert temporaries[1] < 2.1 * temporaries[0]
+
+
+@pytest.mark.gpu_compile
+def test_window_is_that_of_cudnn_and_is_priced():
+    """Forward and backward, of gpt-oss: with sinks, which need no other kernel."""
+    device = aot.devices(resolve("llama2_70b", gpus=64))[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = (1, 1024, 8, 64), (1, 1024, 2, 64), (1, 1024, 2, 64), (8,)
+    args = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes]
+    attend = lambda *x: jnp.sum(attention.attend(*x, kind="cudnn", window=128))
+    program = jax.jit(jax.grad(attend, (0, 1, 2, 3))).lower(*args).compile()
+    computations = hlo.parse(program.as_text()).computations.values()
+    calls = [op for c in computations for op in c.ops if "fmha" in op.target]
+    assert len(calls) == 2
+    scores = np.tri(1024) - np.tri(1024, k=-128)
+    for call in calls:
+        assert simulate.unmasked_fraction(call) == pytest.approx(scores.mean(), rel=1e-2)
 
 
 def test_xla_attention_has_no_seq_by_seq_array():
