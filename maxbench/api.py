@@ -64,7 +64,7 @@ def train(
       config: workload name or path of its file, with presets: 'llama31_8b:tiny'.
       gpus: GPUs; takes the recipe's row for this many.
       gpu_type: GPU type, as 'h100'.
-      dtype: 'bf16', 'fp32' or 'fp8'.
+      dtype: 'bf16', 'fp32', 'fp8' or 'nvfp4'.
       strong_scaling: take the recipe's rows with a constant global batch.
       seq: tokens per sequence.
       layers: layers of the model.
@@ -158,7 +158,7 @@ def plan(
       config: workload name or path of its file, with presets: 'llama31_8b:tiny'.
       gpus: GPUs; takes the recipe's row for this many.
       gpu_type: GPU type, as 'h100'.
-      dtype: 'bf16', 'fp32' or 'fp8'.
+      dtype: 'bf16', 'fp32', 'fp8' or 'nvfp4'.
       strong_scaling: take the recipe's rows with a constant global batch.
       seq: tokens per sequence.
       layers: layers of the model.

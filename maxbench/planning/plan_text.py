@@ -12,7 +12,7 @@ PARTS = {  # key of figures()["parts_s"] -> its label
     "gemm": "GEMMs",
     "attention": "attention",
     "memory": "memory-bound kernels",
-    "amax": "passes for FP8 scales",
+    "amax": "passes for scales",
     "copy": "copies, nothing computed",
     "offload": "waiting for host memory",
     "launch": "gaps between kernels",
@@ -32,7 +32,8 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
     precision, quantized = run.precision, ""
     if run.format.quantized:
-        quantized = f", {precision.dtype} {precision.backend} {run.format.name}"
+        names = dict.fromkeys((precision.dtype, precision.backend, run.format.name))
+        quantized = f", {' '.join(names)}"
     shares = [[text, f"{s:.3f}", f"{s / t.seconds:.1%}"] for text, s in parts.items() if s]
     sizes = [[name, f"{getattr(m, name) / GIB:.2f}"] for name in PURPOSES]
     sizes += [["total", f"{m.total / GIB:.2f}"], ["capacity", f"{m.capacity / GIB:.2f}"]]

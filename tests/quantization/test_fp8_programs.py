@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxbench import quantization
-from maxbench.config.number_formats import SCALINGS
+from maxbench.config.number_formats import FORMATS, SCALINGS
 from maxbench.cost_model import compile_cache, hlo
 from maxbench.cost_model.costs import GEMM
 from tests.conftest import resolve
@@ -62,16 +62,17 @@ def test_operands_of_all_gemms_of_layers_are_fp8(family):
     assert dtypes["f8e4m3", "f8e5m2"] == 8
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_weights_and_activations_are_all_gathered_in_fp8(scaling):
-    gpu = "gb200" if scaling == "mxfp8" else "h100"
-    overrides = {"precision.scaling": scaling, "model.head_dim": 32}
-    step = build(FAMILIES["llama"], "fp8", overrides, gpu_type=gpu, dp=2, fsdp=2, tp=2)
+@pytest.mark.parametrize("scaling", [*SCALINGS, "nvfp4"])
+def test_weights_and_activations_are_all_gathered_quantized(scaling):
+    f = FORMATS[scaling]
+    gpu = "gb200" if f.blocks else "h100"
+    overrides = {"model.head_dim": 32}
+    overrides |= {"precision.scaling": scaling} if scaling in SCALINGS else {}
+    step = build(FAMILIES["llama"], f.dtype, overrides, gpu_type=gpu, dp=2, fsdp=2, tp=2)
     text = step.lower().as_text("hlo", debug_info=True)
     gathers = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-gather\(.*op_name=\"([^\"]*)\"", text)
     in_layers = {d for d, _, name in gathers if re.search("attn/(qkv|out)|mlp/(up|down)", name)}
-    fp8 = {"f8e4m3fn", "f8e5m2"} if scaling != "mxfp8" else {"f8e4m3fn", "u8"}
-    assert in_layers == fp8
+    assert in_layers == ({"f8e4m3fn", "u8"} if f.blocks else {"f8e4m3fn", "f8e5m2"})
     bf16_shapes = {shape for dtype, shape, _ in gathers if dtype == "bf16"}
     shardings = jax.tree.leaves(step.shardings["layers"])
     weights = jax.tree.leaves(step.abstract["params"]["layers"])

@@ -20,6 +20,7 @@ from maxbench.model import grad_accumulation, linear
 from maxbench.quantization import nvfp4
 from maxbench.sharding import rules
 from tests.conftest import resolve
+from tests.quantization.fp8_step import FAMILIES, build
 
 E2M1, E4M3, FP32 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, np.float32
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of e2m1
@@ -257,6 +258,42 @@ def test_zeros_stay_zero_and_nan_and_inf_are_not_hidden():
     for bad in (jnp.nan, jnp.inf):
         quantized = nvfp4.quantize(jnp.ones((32, 64), jnp.bfloat16).at[0, 0].set(bad), -1)
         assert not jnp.isfinite(nvfp4.gemm(quantized, ones, "nt")[0]).any()
+
+
+@functools.cache
+def losses(family: str, dtype: str, **axes) -> np.ndarray:
+    """Losses of three steps of a toy."""
+    fast = {"optim.warmup": 2.0, "optim.lr": 3e-3}
+    step = build(FAMILIES[family], dtype, fast, gpu_type="b200", layers=2, **axes)
+    compiled, state, values = step.lower().compile(), step.init(), []
+    for _ in range(3):
+        state, out = compiled(state)
+        values.append(float(out["loss"]))
+    return np.array(values)
+
+
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("llama", dict(fsdp=2, tp=2)),
+        pytest.param("llama", dict(pp=2, tp=2, mbs=1), marks=exhaustive),
+        pytest.param("llama", dict(dp=2, cp=2, mbs=1), marks=exhaustive),
+        pytest.param("nemotron", dict(dp=2), marks=exhaustive),
+        pytest.param("grok", dict(ep=2, mbs=1), marks=exhaustive),
+    ],
+    ids=str,
+)
+def test_toys_train_as_in_bf16_on_every_mesh(family, axes):
+    """Each GPU scales its own part of an activation, so every mesh rounds differently."""
+    single, mesh = losses(family, "nvfp4"), losses(family, "nvfp4", **axes)
+    bf16 = losses(family, "bf16")
+    assert (single != bf16).any()
+    assert (mesh != single).any()
+    np.testing.assert_allclose(single, bf16, rtol=2e-3)
+    np.testing.assert_allclose(mesh, bf16, rtol=2e-3)
 
 
 @pytest.mark.core
