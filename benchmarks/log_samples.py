@@ -31,7 +31,10 @@ def dots(values: dict, prefix: str = "  ") -> str:
 
 
 def nemo(steps: Iterable[int], total: int, loss: str = "11.96") -> str:
-    return f"GPU 0: {DEVICE}\n" + "".join(
+    config = SIZES | {"seq_length": SEQ, "tensor_model_parallel_size": 1}
+    head = f"[NeMo I] GPTConfig({', '.join(f'{k}={v}' for k, v in config.items())}, fp8='hybrid')\n"
+    head += f"All distributed processes registered. Starting with {GPUS} processes\n"
+    return f"{head}GPU 0: {DEVICE}\n" + "".join(
         f"Training epoch 0, iteration {i}/{total - 1} | lr: 7.5e-06 | global_batch_size: {GBS} | "
         f"global_step: {i} | peak_memory_usage: 70833405952 | reduced_train_loss: {loss} | "
         f"grad_norm: 1.2 | train_step_timing in s: {STEP_S} | TFLOPS_per_GPU: 611.2 | "

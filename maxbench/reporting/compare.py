@@ -194,7 +194,8 @@ def gpu_type_request(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     ]  # fmt: skip
     if not unnamed:
         return ""
-    logs = "The log does" if len(rows) == 1 else f"{len(unnamed)} of {len(rows)} logs do"
+    verb = "does" if len(unnamed) == 1 else "do"
+    logs = "The log does" if len(rows) == 1 else f"{len(unnamed)} of {len(rows)} logs {verb}"
     return (
         f"{logs} not name the GPU type: give it once for all, --gpu_type="
         f"{'|'.join(options.gpu_types)}; without it no figure is compared and there is no MFU"

@@ -31,7 +31,7 @@ def read_csv(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) -> It
       OSError: the file cannot be read.
     """
     lines = _lines(path)
-    heads = next(csv.reader([next(lines, "")]), [])
+    heads = next(_rows(lines), [])
     step_at = next((i for i, head in enumerate(heads) if head.strip().lower() in STEPS), -1)
     if step_at < 0:
         if named:

@@ -5,6 +5,7 @@ data (4), all little-endian (TensorFlow, core/lib/io/record_writer.cc). The data
 buffer Event (core/util/event.proto), of which wall_time, step and summary values are read.
 """
 
+import itertools
 import pathlib
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from maxbench.run_logs.step_series import StepSeries
 from maxbench.run_logs.workload_name import fill_from_name
 
 NAME = "tfevents"  # in the name of an event file
-LONGEST = 1 << 20  # bytes of a record; longer ones are images or histograms
+LONGEST = 1 << 16  # bytes of a record; longer ones are images or histograms
+BLOCKS = 64  # of 4 MiB of a file that are read
 FLOAT, DOUBLE = 1, 2  # TensorFlow's numbers of types
 
 
@@ -43,7 +45,10 @@ def read_event_files(paths: Sequence[pathlib.Path], gpu_types: GpuTypes) -> RunR
     record.started = max(path.stat().st_mtime for path in paths)
     values: dict[str, dict[int, tuple[float, float]]] = {}
     for path in paths:
-        data = b"".join(log_files.blocks(path))
+        blocks = log_files.blocks(path)
+        data = b"".join(itertools.islice(blocks, BLOCKS))
+        if next(blocks, b""):
+            record.unread.append(f"{path.name}: only its first {len(data) >> 20} MiB are read")
         for item in scalars(data, record):
             values.setdefault(item.tag, {})[item.step] = (item.value, item.wall_time)
     series = StepSeries(means=True)

@@ -159,7 +159,7 @@ FORMATS: dict[str, LogFormat] = {
             b"consumed_samples": ("samples", 1.0),
         },
         tflops="NeMo's formula of the model",
-        dumps=("gpu_type",),
+        dumps=("gpu_type", "model", "layout", "gpus", "seq"),
         infers=("gbs",),
         inferred="gbs from the consumed samples in older progress bars",
     ),
@@ -289,11 +289,15 @@ FORMATS: dict[str, LogFormat] = {
             ),
             StepLine(
                 b"it, loss=",
-                re.compile(rb"train: [^\r\n]*?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"),
+                re.compile(
+                    rb"train: [^\r\n]{0,300}?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"
+                ),
             ),
             StepLine(
                 b"it/s, loss=",
-                re.compile(rb"train: [^\r\n]*?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"),
+                re.compile(
+                    rb"train: [^\r\n]{0,300}?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"
+                ),
             ),
         ),
         labels={b"loss": ("loss", 1.0), b"postfix:loss": ("loss", 1.0)},
@@ -307,7 +311,7 @@ FORMATS: dict[str, LogFormat] = {
 BRIDGE_RATE = re.compile(rb"([\d.]{1,12}) ?MODEL_TFLOP/s/GPU")
 BRIDGE_MARKER = b"MODEL_TFLOP"
 # Megatron's report of memory after the first steps, in MiB.
-MEMORY = re.compile(rb"memory \(MB\) \|[^\r\n]*?max allocated: ([\d.]{1,12})")
+MEMORY = re.compile(rb"memory \(MB\) \|[^\r\n]{0,99}?max allocated: ([\d.]{1,12})")
 MEMORY_MARKER = b"memory (MB) |"
 # Rate of a progress bar: iterations per second, or seconds per iteration.
 BAR_RATE = re.compile(rb"(?:rate:|, *)([\d.]{1,12})(it/s|s/it)")

@@ -62,6 +62,7 @@ _LINES = (  # sentences of the programs: torchtitan, Megatron-LM
     re.compile(rb"using world size: (?P<gpus>\d{1,7})(?P<megatron>[^\r\n]{0,300})"),
     re.compile(rb"[Nn]um_devices: (?P<gpus>\d{1,7})"),
     re.compile(rb"world_?size[=: ]+(?P<gpus>\d{1,7})\b"),
+    re.compile(rb"Starting with (?P<gpus>\d{1,7}) processes"),  # Lightning
     re.compile(rb"(?P<float8>Float8 |MXFP8 )[^\r\n]{0,60}training active"),
     re.compile(rb"Model (?P<model>[\w./-]{1,40} [\w.-]{1,20}) size:"),
 )
@@ -83,7 +84,7 @@ _MEGATRON_AXES = {"data": "dp", "context": "cp", "tensor-model": "tp", "pipeline
 # Text in lines that may name a setting: searching for it first is faster.
 HINTS = (b"_size", b"seq_len", b"layers", b"_dim", b"_heads", b"parallel", b"NVIDIA", b"evice",
          b"training active", b"fp8", b"bf16", b"float16", b"precision", b"quantization", b"odel",
-         b"world", b"_length", b" length", b"tokens per", b"steps", b"_iters", b"experts",
+         b"world", b"_length", b" length", b"Starting with", b"tokens per", b"steps", b"_iters", b"experts",
          b"gpu_type", b"accelerator")  # fmt: skip
 
 

@@ -28,7 +28,7 @@ TIMES = formats.MARKERS
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
 RELEVANT = (*TIMES, *CHECKPOINTS, formats.BRIDGE_MARKER, formats.MEMORY_MARKER)
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
-SAVED = re.compile(rb"Checkpoint Save[^\r\n]*Save duration: " + _FLOAT)
+SAVED = re.compile(rb"Checkpoint Save[^\r\n]{0,300}Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
 REASON = re.compile(
     rb"F\d{4} \d\d:\d\d:[^\]\r\n]{0,80}\] [^\r\n]*|"  # absl's fatal error

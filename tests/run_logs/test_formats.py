@@ -6,6 +6,7 @@ import math
 import pathlib
 import random
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -381,6 +382,13 @@ def test_run_with_a_log_and_an_event_file_counts_once(tmp_path):
     (tmp_path / "train.log").write_text("".join(lines))
     r = read(tmp_path, log_samples.event_file(SCALARS), "events.out.tfevents.1.n")
     assert (r.source, r.inferred) == ("maxtext", ["the same steps are in events.out.tfevents.1.n"])
+
+
+@pytest.mark.parametrize("text", ["train: it, loss=", "memory (MB) | ", "Checkpoint Save ", "0: "])
+def test_line_of_a_megabyte_is_read_quickly(tmp_path, text):
+    before = time.process_time()
+    read(tmp_path, text * (2_000_000 // len(text)), "log-x.out")
+    assert time.process_time() - before < 3
 
 
 def test_number_of_a_field():
