@@ -115,3 +115,18 @@ GROK: dict[str, Any] = {
     "mlp": ("linear", "linear_v", "linear_1"),
     "norms": _GROK_NORMS,
 }
+
+
+def rope_order(m: Model, width: int, interleaved: bool = True) -> np.ndarray:
+    """Indices that reorder the last dims of a projection from Hugging Face's RoPE to ours.
+
+    DeepSeek-V3's RoPE rotates dims (2 i, 2 i + 1) of the last rope_head_dim ones, layers.rotate()
+    dims (i, i + rope_head_dim / 2): ours = theirs[..., order], theirs = ours[..., argsort(order)].
+
+    Args:
+      width: of the dim to reorder: head_dim of queries, Model.latents of the down-projection.
+      interleaved: `rope_interleave` of config.json; without it both orders are the same.
+    """
+    plain, rotated = np.arange(width - m.rope_head_dim), np.arange(width - m.rope_head_dim, width)
+    pairs = [rotated[0::2], rotated[1::2]] if interleaved else [rotated]
+    return np.concatenate([plain, *pairs])

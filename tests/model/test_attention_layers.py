@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxbench.config.model import Model
-from maxbench.model import layers
+from maxbench.model import hugging_face, layers
 from maxbench.model.linear import UNORDERED
 from tests.model.test_attention import attention_formula
 
@@ -97,3 +97,17 @@ def test_attention_and_its_gradients_equal_the_formula(kind, formula, sizes):
     expected = jax.jit(lambda: value_and_grads(lambda w, x: formula(m, w, x)))()
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
     jax.tree.map(close, actual, expected)
+
+
+def test_interleaved_rope_of_hugging_face_is_ours_reordered():
+    m, random = Model(**SIZES | LATENT), np.random.default_rng(0)
+    theirs = random.standard_normal((1, 5, 2, m.head_dim)).astype(np.float32)
+    order, plain = hugging_face.rope_order(m, m.head_dim), m.head_dim - m.rope_head_dim
+    angle = np.arange(5)[:, None] * m.rope_base ** (-np.arange(0, m.rope_head_dim, 2) / 4)
+    pairs = theirs[..., plain::2] + 1j * theirs[..., plain + 1 :: 2]
+    pairs = pairs * np.exp(1j * angle)[:, None]
+    rotated = np.stack([pairs.real, pairs.imag], -1).reshape(1, 5, 2, -1)
+    expected = np.concatenate([theirs[..., :plain], rotated], -1)
+    ours = theirs[..., order]
+    ours = np.concatenate([ours[..., :plain], rope(m, ours[..., plain:])], -1)
+    np.testing.assert_allclose(ours[..., np.argsort(order)], expected, atol=1e-6)
