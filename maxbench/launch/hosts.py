@@ -14,7 +14,6 @@ import pathlib
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -41,6 +40,8 @@ def expand(text: str) -> list[str]:
       UserError: brackets are malformed, or a host is listed twice.
     """
     found = []
+    if text.count("[") != text.count("]"):
+        raise UserError(f"SSH_HOSTS={text!r} has a bracket without its pair")
     for pattern in re.findall(r"(?:[^,\s\[]|\[[^\]]*\]?)+", text):
         parts = re.findall(r"([^\[]+)|\[([^\]]*)\]", pattern)
         choices = [[literal] if literal else _range(ranges, text) for literal, ranges in parts]
@@ -174,19 +175,22 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     env = {k: v for k, v in os.environ.items() if k not in SECRETS}
     env["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "maxbench.launch.hosts_driver", *map(str, made)]
-    with open(made[0] / "driver.log", "ab") as log:
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    pid = _start_detached(command, env, made[0] / "driver.log")
     for folder in made:
-        write_state(folder, "PENDING", pid=process.pid, only_new=True)
+        write_state(folder, "PENDING", pid=pid, only_new=True)
     submission.print_next_steps(results, str(suite_list.file) if suite_list else "")
-    return process.wait() if wait else 0
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if wait else 0
+
+
+def _start_detached(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> int:
+    """Starts a process that outlives this one; returns its number."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    return os.posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
 
 
 def write_state(

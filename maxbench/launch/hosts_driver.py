@@ -72,11 +72,12 @@ def run(folder: pathlib.Path, stopped: Stopped) -> tuple[str, str]:
         codes = _start(about, place, attempt, stopped)
         _collect(place)
         code, why = _verdict(about, place, codes)
+        unreachable = NO_CONNECTION in codes
         if stopped():
-            _write_exit(place, code or 143, "", "CANCELLED")
+            _write_exit(place, code or 143, "cancelled", "CANCELLED")
             return "CANCELLED", "cancelled"
         if code != node.RESTART:
-            _write_exit(place, code, why)
+            _write_exit(place, code, why, "FAILED" if unreachable else "")
             return ("COMPLETED", "") if code == 0 else ("FAILED", why)
     return "FAILED", f"stopped after {about['restarts']} restarts: {why}"
 

@@ -6,6 +6,7 @@ import re
 import time
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 from maxbench.config.errors import UserError
 from maxbench.launch.node import NodeJob
@@ -105,7 +106,7 @@ def port(job: str) -> int:
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
-def node_job(s: JobConfig, kind: str, stamp: int, **fields) -> NodeJob:
+def node_job(s: JobConfig, kind: str, stamp: int, **fields: Any) -> NodeJob:
     """A job for maxbench.launch.node, which runs it on each node.
 
     Args:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ MANAGED = "app.kubernetes.io/managed-by=maxbench"
 JOB_SET_NAME = "jobset.sigs.k8s.io/jobset-name"
 ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
+PREFIX = re.compile(r"^.*error when creating \"[^\"]*\": ")  # of kubectl, before the API's reason
 TIMEOUT_S = 60
 TAIL = 400  # lines of the log of a pod that runs
 Item = Mapping[str, Any]  # an object of the API
@@ -89,7 +91,8 @@ class Client:
         """
         name, why = self.run("create", "-f", str(file), "-o", "jsonpath={.metadata.name}")
         if why:
-            raise UserError(f"the cluster refused {file}: {why}")
+            reason = PREFIX.sub("", why)
+            raise UserError(f"the cluster refused {file}: {reason}")
         return name.strip()
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -40,6 +40,7 @@ ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 KILLED, TERMINATED = 137, 143  # by SIGKILL, as for want of memory; by SIGTERM before it is handled
 GRACE_S = 300  # from SIGTERM to SIGKILL of a pod: a checkpoint is written
 STAMP_STEP = 100  # stamps of first starts are multiples: a restart adds its number
+POLL_S = 5  # between two queries of --wait
 EMPTY_DIR = "/maxbench"  # folder of results of a pod without a claim for them
 FORWARDED = ("XLA_", "NCCL_", "NVTE_")  # variables of this environment that the pods get
 Manifest = dict[str, Any]
@@ -496,10 +497,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     return _wait_for(created) if wait else 0
 
 
-def _wait_for(
-    created: Sequence[tuple[pathlib.Path, Submission]],
-    pause: Callable[[float], None] = time.sleep,
-) -> int:
+def _wait_for(created: Sequence[tuple[pathlib.Path, Submission]]) -> int:
     """Waits until all jobs have ended; returns 0 if all completed, else 1."""
     known: dict[Submission, tuple[str, str]] = {}
     while True:
@@ -510,6 +508,6 @@ def _wait_for(
                 print("  ".join(filter(None, [job.job, *state])), file=sys.stderr, flush=True)
         if len(known) == len(created) and all(s[0] in submission.ENDED for s in known.values()):
             break
-        pause(5)
+        time.sleep(POLL_S)
     kubectl.refresh(dict(created))
     return 0 if all(state == "COMPLETED" for state, _ in known.values()) else 1

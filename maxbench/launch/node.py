@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -30,7 +29,6 @@ BAD_INPUT = 2  # exit code of a job that would fail again
 TIME_IS_OVER = 124  # exit code after the time limit, as timeout(1)
 GRACE_S = 60  # for the other processes of a node after one has failed
 SAVE_S = 120  # from SIGTERM to SIGKILL at the time limit: a checkpoint is written
-MESSAGE_EVERY_S = 60  # while a node waits
 MAX_SHIPPED_BYTES = 4 << 20  # of one file in the output
 BEGIN, END = "maxbench-files: begin", "maxbench-files: end"
 
@@ -136,7 +134,6 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
         )
         if job.node_index == 0:
             _write_job(job)
-        _wait_for_name(job, output, stop)
         phase, code = "train", 0
         if job.preflight:
             phase, output.phase = "preflight", "preflight"
@@ -211,31 +208,6 @@ class Output:
         """Copies a process's output, with its number before each line as `srun --label` does."""
         for line in stream:
             self.line(f"{process}: {line.decode(errors='replace').rstrip()}")
-
-
-def _wait_for_name(job: NodeJob, output: Output, stop: Stop) -> None:
-    """Waits until the host of process 0 has an address: on Kubernetes, until its pod is scheduled.
-
-    Says so every minute. After start_timeout_s the processes start anyway, and report the error.
-    """
-    host = job.coordinator.rpartition(":")[0]
-    started = next_message = time.monotonic()
-    while host and not stop.requested.is_set():
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except OSError as e:
-            why = e.strerror or str(e)
-        waited = time.monotonic() - started
-        if waited >= job.start_timeout_s:
-            return
-        if time.monotonic() >= next_message:
-            next_message += MESSAGE_EVERY_S
-            output.line(
-                f"maxbench: waiting for node 0 ({host}: {why}): its pod is pending or its image is "
-                f"being pulled; {waited:.0f} of {job.start_timeout_s} s"
-            )
-        stop.requested.wait(2)
 
 
 def _processes(

@@ -4,6 +4,7 @@ import builtins
 import os
 import pathlib
 import platform
+import shutil
 import tomllib
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from maxbench.cli import cluster as cli_cluster
 from maxbench.cli import entry
 from maxbench.launch import job_file, slurm
+from tests.launch import kubernetes_cluster
 from tests.launch.test_launch import tool
 
 HERE = platform.machine()
@@ -33,7 +35,9 @@ CPU = [node("c1", "(null)", "all,cpu")]
 def place(tmp_path, monkeypatch):
     """A STAGE_PATH, and no tools but those that a test adds."""
     (tmp_path / "bin").mkdir()
-    for name in [n for n in os.environ if n.startswith(("SLURM", "SBATCH", "GPU", "RUN_CONF"))]:
+    for name in [
+        n for n in os.environ if n.startswith(("SLURM", "SBATCH", "GPU", "RUN_CONF", "K8S", "KUBE"))
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("STAGE_PATH", str(tmp_path / "a b"))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
@@ -162,3 +166,132 @@ def test_missing_or_silent_slurm_is_an_error(place, capsys, monkeypatch):
     assert f"'{place}/a b/cluster.toml' cannot be written: " in refused(capsys)
     monkeypatch.setenv("GPU_TYPE", "a100")
     assert "GPU_TYPE='a100' is not one of h100, h200" in refused(capsys)
+
+
+# --- without Slurm ---
+
+
+@pytest.fixture
+def elsewhere(place, monkeypatch):
+    """No Slurm; programs of a test alone."""
+    monkeypatch.setenv("PATH", str(place / "bin"))
+    for name in ("bash", "cat", "uname", "test"):
+        (place / "bin" / name).symlink_to(shutil.which(name, path="/usr/bin:/bin"))
+    return place
+
+
+def gpu_node(name: str, product: str, machine: str = "", **resources: str) -> dict:
+    labels = {"nvidia.com/gpu.product": product, "node.kubernetes.io/instance-type": machine}
+    taints = [{"key": "nvidia.com/gpu"}, {"key": "team"}, {"key": "node.kubernetes.io/x"}]
+    allocatable = {"nvidia.com/gpu": "8", **resources}
+    return {"metadata": {"name": name, "labels": labels}, "status": {"allocatable": allocatable},
+            "spec": {"taints": taints}}  # fmt: skip
+
+
+@pytest.fixture
+def kubernetes(elsewhere, tmp_path, monkeypatch):
+    """The API of kubernetes_cluster.py, and kubectl."""
+    if not (kubectl := shutil.which("kubectl", path="/usr/local/bin:/usr/bin:/bin")):
+        pytest.skip("no kubectl")
+    tool(elsewhere / "bin", "kubectl", f'exec {kubectl} "$@"')
+    with kubernetes_cluster.cluster(tmp_path / "cluster") as cluster:
+        for name, value in cluster.env.items():
+            monkeypatch.setenv(name, value)
+
+        def add(plural: str, *items: dict) -> None:
+            for item in items:
+                cluster.add(plural, item["metadata"]["name"], **item)
+
+        cluster.extend = add
+        yield cluster
+
+
+def test_scheduler_is_asked_where_there_is_no_slurm(elsewhere, capsys):
+    for name in ("kubectl", "ssh"):
+        tool(elsewhere / "bin", name, "exit 1")
+    text = refused(capsys)
+    about = "kubernetes (JobSets, through kubectl), hosts (plain hosts, by ssh)"
+    assert f"set CLUSTER_TYPE: one of {about}" in text
+    assert "scontrol is not on PATH" in text
+
+
+def test_variables_of_a_kubernetes_cluster(kubernetes, elsewhere, capsys, monkeypatch):
+    monkeypatch.setenv("CLUSTER_TYPE", "kubernetes")
+    monkeypatch.setenv("RUN_CONF_IMAGE", "registry/image:1")
+    assert "no node of this cluster offers nvidia.com/gpu" in refused(capsys)
+    nodes = [gpu_node(f"n{i}", "NVIDIA-H100-80GB-HBM3", **{"rdma/ib": "1k"}) for i in range(2)]
+    kubernetes.extend("nodes", *nodes, gpu_node("old", "Tesla-V100"))
+    kubernetes.extend("localqueues", {"metadata": {"name": "queue"}})
+    assert entry.run("cluster", []) == 0
+    assert variables_in_file(elsewhere) == {
+        "CLUSTER_TYPE": "kubernetes", "K8S_CONTEXT": "here", "K8S_NAMESPACE": "team",
+        "GPU_TYPE": "h100", "GPUS_PER_NODE": "8", "K8S_RESOURCES": "rdma/ib=1",
+        "K8S_TOLERATIONS": "nvidia.com/gpu;team", "K8S_QUEUE": "queue",
+        "RUN_CONF_IMAGE": "registry/image:1",
+    }  # fmt: skip
+    stage = {"STAGE_PATH": str(elsewhere / "a b")}
+    (s,) = job_file.resolve_jobs(stage | {"JOB_TOTAL_GPUS": "16"})
+    assert s.values["CLUSTER_TYPE"] == "kubernetes"
+
+
+def test_networks_follow_the_type_of_the_machines(kubernetes, elsewhere, capsys, monkeypatch):
+    """The claim for results and the image are asked on a terminal."""
+    node = gpu_node("n", "", "a3-ultragpu-8g", **{"rdma/x": "1"})
+    node["metadata"]["labels"]["cloud.google.com/gke-accelerator"] = "nvidia-h200-141gb"
+    kubernetes.extend("nodes", node)
+    size = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}}
+    kubernetes.extend("persistentvolumeclaims", {"metadata": {"name": "mine"}, "spec": size})
+    answers = ["kubernetes", "results:/results:mine", "registry/image:2"]
+    monkeypatch.setattr(cli_cluster.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(builtins, "input", lambda _: answers.pop(0))
+    assert entry.run("cluster", []) == 0
+    output = capsys.readouterr().out
+    assert "  results:/results:mine  1Ti, ReadWriteMany\n" in output
+    assert "RUN_CONF_IMAGE, container image" in output
+    kept = variables_in_file(elsewhere)
+    assert (kept["GPU_TYPE"], kept["K8S_NETWORK"]) == ("h200", "gke-a3-ultra")
+    assert (kept["RUN_CONF_MOUNTS"], kept["PVC_DIR"]) == ("results:/results:mine", "/results")
+    assert kept["RUN_CONF_IMAGE"] == "registry/image:2"
+    assert "K8S_RESOURCES" not in kept
+
+
+def test_a_cluster_without_jobsets_or_an_image_is_refused(kubernetes, capsys, monkeypatch):
+    monkeypatch.setenv("CLUSTER_TYPE", "kubernetes")
+    kubernetes.extend("nodes", gpu_node("n", "NVIDIA-B200"))
+    assert "set RUN_CONF_IMAGE: container image" in refused(capsys)
+    kubernetes.groups = ("v1",)
+    shutil.rmtree(kubernetes.env["KUBECACHEDIR"])
+    assert "this cluster has no JobSets" in refused(capsys)
+    monkeypatch.setenv("CLUSTER_TYPE", "nomad")
+    assert "CLUSTER_TYPE='nomad' is not one of kubernetes, runai, hosts" in refused(capsys)
+
+
+def test_hosts_describe_themselves(elsewhere, capsys, monkeypatch):
+    monkeypatch.setenv("CLUSTER_TYPE", "hosts")
+    assert "set SSH_HOSTS: " in refused(capsys)
+    body = """
+host="${@: -2:1}"
+case "$host" in
+  down) echo "ssh: connect to host down port 22: No route to host" >&2; exit 255 ;;
+  small) echo x86_64; echo NVIDIA L4 ;;
+  *) echo x86_64; for i in 1 2 3 4 5 6 7 8; do echo NVIDIA H100 80GB HBM3; done ;;
+esac
+"""
+    tool(elsewhere / "bin", "ssh", body)
+    monkeypatch.setenv("SSH_HOSTS", "n1 down")
+    assert "down: ssh: connect to host down port 22: No route to host" in refused(capsys)
+    monkeypatch.setenv("SSH_HOSTS", "n1 small")
+    assert "differ: n1 has 8 h100, x86_64; small has 1 GPUs, x86_64" in refused(capsys)
+    monkeypatch.setenv("SSH_HOSTS", "n[1-3]")
+    assert entry.run("cluster", []) == 0
+    assert variables_in_file(elsewhere) == {
+        "CLUSTER_TYPE": "hosts", "SSH_HOSTS": "n[1-3]", "GPU_TYPE": "h100",
+        "GPUS_PER_NODE": "8", "ARCHITECTURE": "x86_64",
+    }  # fmt: skip
+
+
+def test_run_ai_asks_for_what_it_needs(elsewhere, capsys, monkeypatch):
+    monkeypatch.setenv("CLUSTER_TYPE", "runai")
+    text = refused(capsys)
+    for name in ("GPU_TYPE", "RUN_CONF_IMAGE", "RUN_CONF_MOUNTS", "PROJECT_NAME", "PVC_DIR"):
+        assert f"set {name}: " in text
