@@ -48,11 +48,6 @@ def _check_pipeline(run: "Run") -> None:
             f"pp={a.pp} needs layers of one kind, and model.layer_groups has {len(groups)}; "
             "use pp=1 with fsdp, ep or tp"
         )
-    if run.model.mtp_layers:
-        raise UserError(
-            f"pp={a.pp} has no stage for model.mtp_layers={run.model.mtp_layers}; use "
-            "model.mtp_layers=0, or pp=1 with fsdp, ep or tp"
-        )
     if layers % chunks and (layers + 2) % chunks:
         below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
         near = sorted({n for n in (below, above - 2, above) if n > 0})
@@ -65,6 +60,14 @@ def _check_pipeline(run: "Run") -> None:
         raise UserError(
             f"gbs={a.gbs} is {a.microbatches} microbatches, too few for the pp={a.pp} stages; "
             f"nearest that works: gbs={a.mbs * a.shards * a.pp}"
+        )
+    group = run.train.microbatch_group_size if a.vp > 1 else 0
+    if run.model.mtp_layers and (a.microbatches % a.pp or group % a.pp):
+        group_of = f" in groups of {group}" * (group > 0)
+        raise UserError(
+            f"model.mtp_layers={run.model.mtp_layers} is computed for one microbatch on each of "
+            f"the pp={a.pp} stages at a time, and gbs={a.gbs} is {a.microbatches} microbatches"
+            f"{group_of}; multiples of pp work, as gbs={a.mbs * a.shards * a.pp}"
         )
 
 

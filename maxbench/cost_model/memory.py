@@ -192,7 +192,8 @@ def stash_slots(run: Run) -> int:
     a = run.layout
     work = a.microbatches * a.vp
     group = min(max(run.train.microbatch_group_size, a.pp), a.microbatches) if a.vp > 1 else a.pp
-    per_loss = loss_group_size(run.train.schedule, a.pp, a.vp, a.microbatches, group, a.mbs)
+    mtp = run.model.mtp_layers > 0
+    per_loss = loss_group_size(run.train.schedule, a.pp, a.vp, a.microbatches, group, a.mbs, mtp)
     # A group longer than pp waits for a loss in any case.
     most = a.vp * group + a.pp - 2 + max(per_loss + a.pp - group, 1)
     return min(work, most) if run.train.schedule == "1f1b" else work + 1

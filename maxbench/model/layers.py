@@ -462,10 +462,12 @@ class Embed(nn.Module):
 
     Attributes:
       embed_axis: logical axis of an untied table's columns (sharding.rules.RULES).
+      stages_differ: each stage of a pipeline embeds other tokens, not all the same ones.
     """
 
     model: Model
     embed_axis: str = "embed_sharded"
+    stages_differ: bool = False
 
     @nn.compact
     def __call__(self, tokens_bt, dtype):
@@ -479,8 +481,13 @@ class Embed(nn.Module):
             x_btd = jnp.where(is_local_bt[..., None], w_vd[jnp.where(is_local_bt, local_bt, 0)], 0)
             x_bud = collectives.reduce_scatter(collectives.all_to_all(x_btd, "fsdp", 0, 2), "tp", 1)
         else:
-            x_btd, over_pp = w_vd[tokens_bt], "pp" in rules.RULES[self.embed_axis]
-            x_btd = collectives.all_gather(x_btd, "pp", 2) if over_pp else x_btd
+            over_pp = "pp" in rules.RULES[self.embed_axis]
+            if over_pp and self.stages_differ:
+                tokens_bt = collectives.all_gather(tokens_bt, "pp", 0)
+                x_btd = collectives.all_to_all(w_vd[tokens_bt], "pp", 0, 2)
+            else:
+                x_btd = w_vd[tokens_bt]
+                x_btd = collectives.all_gather(x_btd, "pp", 2) if over_pp else x_btd
             x_btd = collectives.all_to_all(x_btd, "fsdp", 0, 2)
             x_bud = collectives.all_to_all(x_btd, "tp", 1, 2)
         return x_bud * jnp.asarray(m.embed_multiplier, dtype)

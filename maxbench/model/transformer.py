@@ -219,13 +219,14 @@ class Transformer(nn.Module):
         return dot("btd,dv->btv", x_btd, w_dv) * m.output_multiplier
 
 
-def embed(m: Model, w: Any, tokens_bt: jax.Array) -> Any:
-    """Embedding of tokens, x_bud. w has at least 'embed'."""
+def embed(m: Model, w: Any, tokens_bt: jax.Array, stages_differ: bool = False) -> Any:
+    """Embedding of tokens, x_bud. w has at least 'embed'; stages_differ as layers.Embed has it."""
     w_vd = w["embed"]["w"]
     # Its width tells whether pp splits it too (lowering.embedding_sharded_over_pp).
     over_pp = w_vd.shape[1] < rules.local_size("embed_sharded", m.embed) and not m.tied
     embed_axis = "embed_sharded_pp" if over_pp else "embed_sharded"
-    return Embed(m, embed_axis).apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
+    module = Embed(m, embed_axis, stages_differ)
+    return module.apply({"params": w["embed"]}, tokens_bt, w_vd.dtype)
 
 
 def head(m: Model, w: Any, x_bud: jax.Array, sums: Any = None) -> Any:
@@ -289,7 +290,6 @@ def mtp_loss(
     targets_bt: jax.Array,
     after_bt: jax.Array,
     sums: Any,
-    padded: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """This GPU's part of the loss of multi-token prediction (mtp.py), and of its auxiliary loss.
 
@@ -298,7 +298,6 @@ def mtp_loss(
       x_bud: hidden states.
       targets_bt, after_bt: the next token of each position, and the one after that.
       sums: gradient accumulators of w['mtp'], or None.
-      padded: as in cross_entropy(), for after_bt.
     """
     m, parts = run.model, w["mtp"]
     layer_sums = None
@@ -306,12 +305,13 @@ def mtp_loss(
         layer_sums = sums["layer"]
         ends = "input", "head_norm"
         parts = parts | {name: accumulate_into(sums[name], parts[name]) for name in ends}
-    embedded_bud = embed(m, w, targets_bt)
+    # In a pipeline each stage has another microbatch.
+    embedded_bud = embed(m, w, targets_bt, stages_differ=True)
     x_bud = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
     rope = rope_angles(m, mesh.token_positions(run.train.seq))
     x_bud, _, aux = layer(run, mtp.layer_kind(m), parts["layer"], layer_sums, x_bud, rope)
     w = w | {"head": w["head"] | {"norm": parts["head_norm"]}}
-    return lm_loss(run, w, x_bud, after_bt, None, padded), aux
+    return lm_loss(run, w, x_bud, after_bt), aux
 
 
 def loss_fn(
@@ -338,10 +338,30 @@ def loss_fn(
     if run.model.mtp_layers:  # two losses read the head: they cannot both add to its accumulator
         w, head_sums = w | {"head": accumulate_into(head_sums, w["head"])}, None
     x_bud, aux = forward(run, w, tokens_bt, sums["layers"])
+    return losses(run, w, x_bud, targets_bt, aux, after_bt, head_sums, sums.get("mtp"))
+
+
+def losses(
+    run: Run,
+    w: Any,
+    x_bud: jax.Array,
+    targets_bt: jax.Array,
+    aux: Any,
+    after_bt: jax.Array | None,
+    head_sums: Any,
+    mtp_sums: Any,
+) -> Any:
+    """loss_fn() from the hidden states x_bud on.
+
+    Args:
+      aux: the sum of the layers' auxiliary losses.
+      head_sums, mtp_sums: gradient accumulators of w['head'] and w['mtp'], or None.
+    """
+    m = run.model
     loss = lm_loss(run, w, x_bud, targets_bt, head_sums)
-    if not run.model.mtp_layers:
+    if not m.mtp_layers:
         out = {"loss": loss, "aux": aux / run.layout.gbs}
         return out["loss"] + out["aux"], out
-    extra, extra_aux = mtp_loss(run, w, x_bud, targets_bt, after_bt, sums["mtp"])
+    extra, extra_aux = mtp_loss(run, w, x_bud, targets_bt, after_bt, mtp_sums)
     out = {"loss": loss, "aux": (aux + extra_aux) / run.layout.gbs, "mtp_loss": extra}
-    return out["loss"] + out["aux"] + run.model.mtp_loss * extra, out
+    return out["loss"] + out["aux"] + m.mtp_loss * extra, out

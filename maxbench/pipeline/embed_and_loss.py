@@ -1,4 +1,5 @@
-"""The embedding, and the LM head with its loss, in a pipeline: forward and backward."""
+"""The embedding, and the LM head with its loss, in a pipeline: forward and backward. Multi-token
+prediction (model/mtp.py) is part of the loss."""
 
 from typing import Any
 
@@ -9,19 +10,20 @@ from maxbench.config.run import Run
 from maxbench.model import transformer
 from maxbench.sharding import collectives
 
-WEIGHTS = "embed", "head"
+WEIGHTS = "embed", "head", "mtp"
 
 
 class EmbedAndLoss:
     """
     Args:
       w: compute weights of this GPU.
-      batch: microbatch -> (tokens_bt, targets_bt).
+      batch: microbatch -> (tokens_bt, targets_bt), with multi-token prediction also the tokens
+        after the targets.
     """
 
     def __init__(self, run: Run, w, batch):
         self.run, self.batch = run, batch
-        self.w = {name: w[name] for name in WEIGHTS}
+        self.w = {name: w[name] for name in WEIGHTS if name in w}
 
     def embed(self, first: jax.Array | int, count: int = 1, w: Any = None) -> Any:
         """The input activations of `count` microbatches from `first` on, [count x b, u, d].
@@ -47,7 +49,8 @@ class EmbedAndLoss:
         """The loss of the microbatches up to `last`, and the gradients.
 
         Each stage computes the head for its part of the tokens: otherwise all stages would wait
-        for the last one, pp times as long. Padding makes the parts equal.
+        for the last one, pp times as long. Padding makes the parts equal. With multi-token
+        prediction, whose layer needs whole sequences, the part is one of pp microbatches.
 
         Args:
           ys: output activations of these microbatches, [microbatches, b, u, d].
@@ -55,11 +58,22 @@ class EmbedAndLoss:
           head: the head's weight, if it is not that of w.
 
         Returns:
-          The loss, the gradients with those of these microbatches added, and the gradients of ys.
+          This GPU's shares of the metrics of these microbatches: {'loss'}, or those of
+          transformer.loss_fn. The gradients with those of these microbatches added, and the
+          gradients of ys.
         """
-        pp, stage, tokens = self.run.layout.pp, collectives.axis_index("pp"), ys.shape[2]
+        w = self.w if head is None else self.w | {"head": self.w["head"] | {"w": head}}
+        losses = self._mtp_losses if self.run.model.mtp_layers else self._losses
+        call = losses(last, len(ys), ys.shape[2])
+        _, vjp, metrics = jax.vjp(call, w, ys, has_aux=True)
+        dw, dys = vjp(jnp.ones(()))
+        return metrics, _add(grads, dw), dys
+
+    def _losses(self, last, count, tokens):
+        """(w, ys) -> loss, metrics: of this stage's part of the tokens."""
+        pp, stage = self.run.layout.pp, collectives.axis_index("pp")
         none, more = (0, 0), (0, -tokens % pp)
-        targets = jnp.concatenate([self.batch(last - i)[1] for i in reversed(range(len(ys)))])
+        targets = jnp.concatenate([self.batch(last - i)[1] for i in reversed(range(count))])
         targets = targets.reshape(len(targets), -1, tokens)  # of all GPUs of tp
         targets = jnp.pad(targets, (none, none, more), constant_values=-1)
         targets = targets.reshape(*targets.shape[:2], pp, -1)[:, :, stage]
@@ -68,12 +82,22 @@ class EmbedAndLoss:
             y = jnp.where(stage == pp - 1, ys.reshape(-1, *ys.shape[2:]), 0)
             y = jnp.pad(y, (none, more, none))
             y = collectives.reduce_scatter(y, "pp", 1)
-            return transformer.lm_loss(self.run, w, y, targets, padded=more != none)
+            loss = transformer.lm_loss(self.run, w, y, targets, padded=more != none)
+            return loss, {"loss": loss}
 
-        w = self.w if head is None else self.w | {"head": self.w["head"] | {"w": head}}
-        loss, vjp = jax.vjp(call, w, ys)
-        dw, dys = vjp(jnp.ones(()))
-        return loss, _add(grads, dw), dys
+        return call
+
+    def _mtp_losses(self, last, count, _):
+        """(w, ys) -> loss, metrics: of this stage's microbatch of `count`, which is pp."""
+        stage = collectives.axis_index("pp")
+        _, targets_bt, after_bt = self.batch(last - (count - 1) + stage)
+
+        def call(w, ys):
+            ys = jnp.where(stage == count - 1, ys, 0)
+            x_bud = collectives.reduce_scatter(ys, "pp", 0)[0]
+            return transformer.losses(self.run, w, x_bud, targets_bt, 0.0, after_bt, None, None)
+
+        return call
 
 
 def _add(grads, more):

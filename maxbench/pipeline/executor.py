@@ -53,6 +53,15 @@ class Metrics(NamedTuple):
 
     aux: jax.Array
     loss: jax.Array
+    mtp_loss: jax.Array | None = None  # with multi-token prediction
+
+    def plus(self, more: Any) -> "Metrics":
+        """With some metrics added, by name."""
+        return self._replace(**{name: getattr(self, name) + x for name, x in more.items()})
+
+    def asdict(self) -> dict[str, jax.Array]:
+        """The metrics that the run has, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 @flax.struct.dataclass
@@ -299,10 +308,10 @@ class Executor:
 
         Row-major: otherwise jax 0.12 transposes the buffers for it in each tick.
         """
-        loss, grads, dys = self.ends.loss(
+        more, grads, dys = self.ends.loss(
             t.now.loss_microbatch, row_major(ys), state.end_grads, head
         )
-        metrics = state.metrics._replace(loss=state.metrics.loss + loss)
+        metrics = state.metrics.plus(more)
         slots = buffers.write(state.grad_slots, t.now.loss_grad_slot, row_major(dys))
         return state.replace(end_grads=grads, metrics=metrics, grad_slots=slots)
 
@@ -354,8 +363,8 @@ class Executor:
             grad_slots=empty(max(plan.grad_slots, 2), x),
             output=jnp.zeros(x.shape, x.dtype),
             loss_inputs=empty(plan.microbatches_per_loss, x),
-            end_grads={name: grads[name] for name in WEIGHTS},
-            metrics=Metrics(jnp.zeros(()), jnp.zeros(())),
+            end_grads={name: grads[name] for name in WEIGHTS if name in grads},
+            metrics=Metrics(*[jnp.zeros(())] * (3 if self.run.model.mtp_layers else 2)),
         )
         if self.head:
             w = jax.ShapeDtypeStruct(self.head.shape, self.head.w.dtype)
@@ -398,7 +407,7 @@ class Executor:
 
     def finish(self, carry: Carry) -> Any:
         """The gradients, and this GPU's metrics."""
-        return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics._asdict()
+        return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics.asdict()
 
 
 class OneStage(Executor):
@@ -465,7 +474,7 @@ class Pipeline(Executor):
         newest = self.plan.microbatches - 1
         first = newest - newest % self.plan.microbatches_per_embedding
         carry = self.embed_grad(first, None, carry)
-        return {**carry.end_grads, "layers": layers}, carry.metrics._asdict()
+        return {**carry.end_grads, "layers": layers}, carry.metrics.asdict()
 
     def fwd_weights(self, carry: Carry) -> Any:
         return carry.fwd_weights

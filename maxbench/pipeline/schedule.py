@@ -158,15 +158,20 @@ def schedule_for(run: Run) -> Schedule:
     """The schedule of a run's pipeline; without one, of a pipeline of one stage."""
     a, t = run.layout, run.train
     name = t.schedule if a.pp > 1 else "1f1b"
-    return build_schedule(name, a.pp, a.vp, a.microbatches, t.microbatch_group_size, a.mbs)
+    size, mtp = t.microbatch_group_size, run.model.mtp_layers > 0
+    return build_schedule(name, a.pp, a.vp, a.microbatches, size, a.mbs, mtp)
 
 
-def loss_group_size(name: str, pp: int, vp: int, microbatches: int, group: int, mbs: int) -> int:
+def loss_group_size(
+    name: str, pp: int, vp: int, microbatches: int, group: int, mbs: int, mtp: bool = False
+) -> int:
     """How many microbatches have their loss computed together: two consecutive ones, or as many as
     have four sequences. All stages wait for each other for a loss, as two stages do in any tick.
     Many microbatches on many stages: eight, as the warm-up is that much longer, and the stages wait
-    half as often.
+    half as often. With multi-token prediction, one microbatch for each stage.
     """
+    if mtp:
+        return pp
     most = max(2, (8 if pp >= 8 and microbatches >= 64 else 4) // mbs)
     divides = lambda n: n <= most and microbatches % n == 0 and (vp == 1 or group % n == 0)
     return 1 if name == "gpipe" or pp <= 2 else next(filter(divides, (8, 4, 2)), 1)
@@ -174,7 +179,13 @@ def loss_group_size(name: str, pp: int, vp: int, microbatches: int, group: int, 
 
 @functools.cache
 def build_schedule(
-    name: str, pp: int, vp: int, microbatches: int, group: int = 0, mbs: int = 1
+    name: str,
+    pp: int,
+    vp: int,
+    microbatches: int,
+    group: int = 0,
+    mbs: int = 1,
+    mtp: bool = False,
 ) -> Schedule:
     """Builds a schedule: 'gpipe', or '1f1b', which with vp > 1 is interleaved 1F1B.
 
@@ -182,6 +193,7 @@ def build_schedule(
       group: microbatches per chunk switch (Megatron's microbatch_group_size_per_vp_stage); at least
         pp, which is the default and needs the least memory.
       mbs: sequences per microbatch.
+      mtp: the loss has multi-token prediction.
 
     The 1F1B order is that of Megatron-LM (arXiv:2104.04473): a stage delays a forward pass until a
     backward pass has freed its slot. The limit is one pass higher here, as the gradient of the last
@@ -194,7 +206,7 @@ def build_schedule(
     """
     assert name in SCHEDULES
     group = min(max(group, pp), microbatches) if vp > 1 else pp
-    per_loss = loss_group_size(name, pp, vp, microbatches, group, mbs)
+    per_loss = loss_group_size(name, pp, vp, microbatches, group, mbs, mtp)
     per_embedding = group if pp > 1 else 0
     fwd_tick, bwd_tick = _assign_ticks(name, pp, vp, microbatches, group, per_loss)
     ticks = 1 + max(bwd_tick.values())

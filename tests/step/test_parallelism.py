@@ -111,6 +111,7 @@ CASES = [
     ("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1)),
     pytest.param("deepseek", dict(ep=4, fsdp=2), marks=exhaustive),
     ("deepseek", dict(cp=2, ep=2, tp=2, mbs=1)),
+    ("deepseek", dict(pp=2, vp=2, ep=2, fsdp=2, mbs=1)),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("mixed", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
 ]
