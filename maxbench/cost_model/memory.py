@@ -203,16 +203,48 @@ def lower_bound(run: Run) -> float:
     """Bytes on one GPU that every program needs: state, compute weights, and gradients."""
     p, (weights, ends) = run.precision, stage_weights(run)
     width = lambda dtype: FORMATS[dtype].bytes
-    state = flops.params(run.model) * (width(p.weights) + 2 * width(p.moments))
+    state = master_weights(run) * (width(p.weights) + 2 * width(p.moments))
     local = lowering.compute_weight_bytes(run, weights, ends) + (weights + ends) * width(p.grads)
-    return state / run.layout.gpus + local / run.layout.fsdp
+    return state + local / run.layout.fsdp
+
+
+def master_weights(run: Run) -> float:
+    """Master weights on one GPU, as sharding.rules.shard_weight splits them: by the largest dims of
+    MLP, experts and embedding. An axis that divides none of them (dp 3) leaves a copy on each GPU.
+    """
+    a, m = run.layout, run.model
+    (layers, ends), (_, kind) = stage_weights(run), m.kinds[-1]
+    experts = expert_weights(run)
+    embed, mlp = m.embed // a.fsdp, max(1, kind.mlp // a.tp)
+    dense = _split([embed, mlp], a.dp, a.ep, a.cp)
+    routed = _split([max(1, kind.experts // a.ep), embed, mlp], a.dp, a.cp)
+    table = _split([m.vocab // a.tp, embed], a.pp, a.dp, a.ep, a.cp)
+    return ((layers - experts) / dense + experts / routed + ends / table) / a.fsdp
+
+
+def _split(dims: list[int], *axes: int) -> int:
+    """GPUs along mesh axes over which an array is split, each axis along a dim that it divides."""
+    shards = 1
+    for n in axes:
+        fits = [i for i, dim in enumerate(dims) if dim % n == 0]
+        if n > 1 and fits:
+            dims[fits[0]] //= n
+            shards *= n
+    return shards
+
+
+def expert_weights(run: Run) -> float:
+    """Weights of routed experts on one GPU, gathered over fsdp."""
+    a, m = run.layout, run.model
+    experts = sum(n * k.experts * k.embed * k.mlp * (k.mlp_inputs + 1) for n, k in m.kinds)
+    return experts / (a.ep * a.pp * a.tp)
 
 
 def stage_weights(run: Run) -> tuple[float, float]:
     """Weights on one GPU, gathered over fsdp: of a stage's layers, and of embedding and LM head."""
     a, m = run.layout, run.model
     table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    experts = sum(n * k.experts * k.embed * k.mlp * (k.mlp_inputs + 1) for n, k in m.kinds)
-    layers = flops.params(m) - ends - experts + experts / a.ep
+    experts = expert_weights(run)
+    dense = flops.params(m) - ends - experts * a.ep * a.pp * a.tp
     elsewhere = table * (1 - 1 / a.pp) if lowering.embedding_sharded_over_pp(run) else 0
-    return layers / (a.pp * a.tp), (ends - elsewhere) / a.tp
+    return dense / (a.pp * a.tp) + experts, (ends - elsewhere) / a.tp

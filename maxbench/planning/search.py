@@ -14,13 +14,13 @@ from typing import Any
 from maxbench.config import lowering
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES, Run
-from maxbench.cost_model import memory, remat
+from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.metrics import flops
 from maxbench.planning import planner
 from maxbench.planning.planner import Plan, plan
 
-MAX_TP, MAX_PP, MAX_CP = 16, 16, 8
+MAX_TP, MAX_PP, MAX_CP, MAX_MBS = 16, 16, 8, 16
 first = operator.itemgetter(0)
 WIDTH = 2  # bytes of a bf16 element
 LOGITS = 3 << 30  # bytes of a chunk of logits, their gradient and the loss's temporaries
@@ -59,7 +59,7 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
     tps = [n for n in few(MAX_TP) if all(k.heads % n == k.mlp % n == 0 for _, k in m.kinds)]
     fsdps = [n for n in few(gpus) if m.embed % n == 0]
     for (pp, vp), tp, cp, ep, fsdp, mbs in itertools.product(
-        stages, tps, few(MAX_CP), few(m.experts or 1), fsdps, powers(4)
+        stages, tps, few(MAX_CP), few(m.experts or 1), fsdps, powers(MAX_MBS)
     ):
         dp, left = divmod(gpus, pp * tp * cp * ep * fsdp)
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
@@ -214,15 +214,31 @@ def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
     """Plans of the candidates, compiled one after the other; progress goes to stderr.
 
     A candidate that does not fit once compiled is followed by the policy with the largest stash
-    that is smaller by the missing bytes. `given` is planned as it is.
+    that is smaller by the missing bytes. `given` is planned as it is. A candidate whose estimate is
+    above the fastest plan so far is not compiled: estimates leave out what only a compiled program
+    has.
+
+    Raises:
+      UserError: XLA's GPU compiler is not installed, and a program is not in the cache.
     """
+    if any(compile_cache.load(run) is None for run in candidates):
+        compile_cache.require_compiler()
     plans: list[Plan] = []
     log = lambda text: print(text, file=sys.stderr, flush=True)
     for i, run in enumerate(candidates):
-        log(f"{i + 1}/{len(candidates)}  {run.layout.describe()}; {run.train.remat_summary}")
+        name = f"{i + 1}/{len(candidates)}  {run.layout.describe()}; {run.train.remat_summary}"
+        best = min((p.step_s for p in plans if p.fits), default=math.inf)
+        if run != given and (estimate := estimate_step_s(run)) > best:
+            log(f"{name}: not compiled, estimated {estimate:.3f} s")
+            continue
+        log(name)
         plans.append(plan(run))
         available = memory.activation_bytes(run) + plans[-1].memory.spare
         if run != given and not plans[-1].fits and (less := remat.policies(run, available)):
             log(f"     does not fit; {less[0].train.remat}")
             plans.append(plan(less[0]))
+        p = plans[-1]
+        known = f"{p.step_s:.3f} s" + ", does not fit" * (not p.fits)
+        best = min((p.step_s for p in plans if p.fits), default=math.inf)
+        log(f"     {known}" + (f"; best so far {best:.3f} s" if best < math.inf else ""))
     return plans
