@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from maxbench.config import commands
 from maxbench.config.errors import UserError
+from maxbench.launch import job_status
 from maxbench.reporting import build_report
 
 
@@ -15,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: invalid flags, or no run at the paths.
     """
     fv = commands.define("report")
+    _fetch(argv[1:])
     report = build_report.report_from_flags(fv, argv)
     text = report.text(fv.format, fv.diff)
     if file := fv.output:
@@ -25,3 +27,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(text)
     return 0 if report.ok else 1
+
+
+def _fetch(words: Sequence[str]) -> None:
+    """Brings the files of jobs on Kubernetes into the folders that are reported."""
+    paths = [pathlib.Path(word.rpartition("=")[2]) for word in words or ("experiments",)]
+    folders = {path for path in paths if path.is_dir()}
+    folders |= {path.parent for path in paths if path.name.startswith("suite_") and path.is_file()}
+    if folders:
+        job_status.refresh(job_status.folders([*folders]))

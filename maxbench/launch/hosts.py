@@ -182,7 +182,7 @@ def submit(runs: Sequence[JobConfig], wait: bool, suite: str = "") -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if wait else 0
 
 
-def _start_detached(command: Sequence[str], env: Mapping[str, str], log: pathlib.Path) -> int:
+def _start_detached(command: list[str], env: Mapping[str, str], log: pathlib.Path) -> int:
     """Starts a process that outlives this one; returns its number."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions = [

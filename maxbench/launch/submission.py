@@ -24,9 +24,11 @@ class Submission(NamedTuple):
 
 
 def write(folder: pathlib.Path, job: Submission) -> None:
-    """Writes submission.json and job_id."""
+    """Writes submission.json and job_id, and the start to the list of the job's starts."""
     (folder / FILE).write_text(json.dumps(job._asdict()) + "\n")
     (folder / "job_id").write_text(job.job)
+    with open(folder.parent / f".job_{job.job}", "a") as starts:
+        starts.write(folder.name.rpartition("_")[2] + "\n")
 
 
 def of(folder: pathlib.Path) -> Submission:

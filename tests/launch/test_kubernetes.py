@@ -1,6 +1,7 @@
 """JobSets: what the manifests contain, and whether Kubernetes' own schemas accept them."""
 
 import json
+import os
 import re
 import time
 
@@ -255,3 +256,27 @@ def test_names_are_what_jobset_accepts(model, stamp, kind):
 )
 def test_time_limits_in_slurms_notation(text, seconds):
     assert jobs.seconds(text) == seconds
+
+
+EXAMPLES = {
+    "jobset_gke_a3_ultra.yaml": A3_ULTRA
+    | {
+        "K8S_QUEUE": "gpus",
+        "K8S_TOPOLOGY": "required=cloud.google.com/gce-topology-block",
+        "CHECKPOINT_EVERY": "20",
+        "RUN_CONF_MOUNTS": "results:/results:maxbench-results",
+        "PVC_DIR": "/results",
+    },
+    "jobset_plain.yaml": PLAIN | {"K8S_RESOURCES": "rdma/ib=1"},
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_manifests_in_the_docs_are_of_this_revision(name, monkeypatch):
+    """If not: UPDATE_DOCS=1 python -m pytest tests/launch/test_kubernetes.py."""
+    monkeypatch.setattr(time, "time", lambda: 1795757512.0)
+    file = kubernetes.ROOT / "docs" / "how-to" / name
+    output = dry_run(**EXAMPLES[name])
+    if os.environ.get("UPDATE_DOCS"):
+        file.write_text(output)
+    assert file.read_text() == output
