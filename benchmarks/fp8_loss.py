@@ -78,11 +78,12 @@ def picture(curves: dict[str, list[float]]) -> str:
     )
     parts = [line(y, 'stroke="#ddd"') for y in ys]
     parts += [text(f.LEFT - 7, f.down(y) + 4, "end", label) for y, label in ys.items()]
-    parts += [text(f.left(x), f.BOTTOM + 17, "middle", label) for x, label in xs.items()]
+    anchor = lambda x: "end" if x == steps else "middle"
+    parts += [text(f.left(x), f.BOTTOM + 17, anchor(x), label) for x, label in xs.items()]
     parts.append(text(f.RIGHT, f.HIGH - 3, "end", "step"))
     parts.append(line(math.log(SUCCESSORS), 'stroke="#888" stroke-dasharray="4 3"'))
     for number, ((name, curve), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
-        pixels = f.spots([((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)])
+        pixels = f.pixels([((i + 0.5) * SMOOTH, y) for i, y in enumerate(curve)])
         points = " ".join(f"{x},{y}" for x, y in pixels)
         dash = f' stroke-dasharray="{6 * number} 4"' if number else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" '

@@ -50,7 +50,7 @@ _MXFP8 = dataclasses.replace(
 # Blocks have 16 elements; 32 are the 16 bytes that a GEMM's rows are aligned to.
 _NVFP4 = Format(
     name="nvfp4", dtype="nvfp4", compute="bf16", peak="fp4", reads=("f4e2m1fn",), bytes=0.5625,
-    arithmetic="nvfp4", multiple=32, blocks=True, capability=(10, 0), conversions=(20, 12),
+    arithmetic="nvfp4", multiple=32, blocks=True, capability=(10, 0), conversions=(38, 18),
     backends=("xla",),
 )  # fmt: skip
 # The default scaling of a dtype is the first format that the GPU supports.

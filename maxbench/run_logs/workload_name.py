@@ -3,7 +3,7 @@
 import functools
 import re
 
-from maxbench.config import recipes
+from maxbench.config import number_formats, recipes
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs.record import RunRecord
@@ -20,9 +20,10 @@ def _workload_pattern() -> re.Pattern:
     longest_first = lambda names: [re.escape(x) for x in sorted(names, key=len, reverse=True)]
     models = longest_first(recipes.model_names())
     sizes = [*longest_first(recipes.sizes()), "[0-9]+b"]
+    dtypes = "|".join(number_formats.DTYPES)
     return re.compile(
         rf"(?P<model>{'|'.join(models)})[_-](?P<size>{'|'.join(sizes)})"
-        r"(?P<preset>(?:-[a-z]+)*)(?:[_-](?P<dtype>bf16|fp8|fp32))?"
+        rf"(?P<preset>(?:-[a-z]+)*)(?:[_-](?P<dtype>{dtypes}))?"
         r"(?:_(?:gpus)?(?P<gpus>\d{1,6})(?P<nodes>n?)(?=[_.g]|$))?"
     )
 
