@@ -129,6 +129,7 @@ _MEGATRON_FIELDS = {
     b"consumed samples": ("samples", 1.0),
     b"number of nan iterations": ("nan_steps", 1.0),
 }
+_TRAIN_BAR = re.compile(rb"train: [^\r\n]{0,300}?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)")
 _MEGATRON_LINE = re.compile(rb"iteration +" + _INT + rb"/ +" + _INT + rb" \|([^\r\n]*)")
 _MEGATRON_DUMP = ("peak", "gpu_type", "model", "layout", "gpus", "seq", "gbs")
 # Name of a format, as in RunRecord.source -> the format. Of a log that has lines of several
@@ -287,18 +288,8 @@ FORMATS: dict[str, LogFormat] = {
                     rb"Progress on:train +([\d.]{1,9}[kM]?)it/([\d.]{1,9}[kM]?)it( rate:[^\r\n]*)"
                 ),
             ),
-            StepLine(
-                b"it, loss=",
-                re.compile(
-                    rb"train: [^\r\n]{0,300}?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"
-                ),
-            ),
-            StepLine(
-                b"it/s, loss=",
-                re.compile(
-                    rb"train: [^\r\n]{0,300}?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"
-                ),
-            ),
+            StepLine(b"it, loss=", _TRAIN_BAR),
+            StepLine(b"it/s, loss=", _TRAIN_BAR),
         ),
         labels={b"loss": ("loss", 1.0), b"postfix:loss": ("loss", 1.0)},
         means=True,

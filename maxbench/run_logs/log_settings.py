@@ -84,8 +84,8 @@ _MEGATRON_AXES = {"data": "dp", "context": "cp", "tensor-model": "tp", "pipeline
 # Text in lines that may name a setting: searching for it first is faster.
 HINTS = (b"_size", b"seq_len", b"layers", b"_dim", b"_heads", b"parallel", b"NVIDIA", b"evice",
          b"training active", b"fp8", b"bf16", b"float16", b"precision", b"quantization", b"odel",
-         b"world", b"_length", b" length", b"Starting with", b"tokens per", b"steps", b"_iters", b"experts",
-         b"gpu_type", b"accelerator")  # fmt: skip
+         b"world", b"_length", b" length", b"Starting with", b"tokens per", b"steps", b"_iters",
+         b"experts", b"gpu_type", b"accelerator")  # fmt: skip
 
 
 @dataclasses.dataclass
