@@ -28,6 +28,7 @@ STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
 MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
 EXPANDED = 3  # iterations of a loop that a recorded timeline draws one by one
+ATTENTION_TILE = 128  # keys of a tile of cuDNN's attention, assumed: a window ends inside of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,8 +428,9 @@ def kernel_cost(
         keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
         flops = 2.0 * (3 * keys + 2 * values if backward else keys + values)
         flops *= math.prod(op.dims("dimensions"))
-        flops *= unmasked_fraction(op)
-        seconds = costs.attention(flops, backward)
+        fraction, computed = score_fractions(op)
+        seconds = costs.attention(flops * computed, backward)
+        flops *= fraction
     elif op.base in MOVES or (fused and all(map(_moves, ops))):
         kind = "copy"
     size = bytes_moved(program, where, op)
@@ -444,14 +446,21 @@ def kernel_cost(
     return kind, max(seconds, memory_s), flops
 
 
-def unmasked_fraction(op: hlo.Op) -> float:
-    """Fraction of the scores that cuDNN's attention computes: all, causal, or within a window."""
+def score_fractions(op: hlo.Op) -> tuple[float, float]:
+    """Fractions of the scores of cuDNN's attention that its mask leaves, and that it computes.
+
+    They differ for a window: it computes whole tiles. A causal mask's half tiles are in the
+    measured rate.
+    """
     if '"mask_type": "CAUSAL"' not in op.attrs:
-        return 1
+        return 1, 1
     tokens = op.dims("dimensions")[-1]
     found = re.search(r'"sliding_window_length": ?(\d+)', op.attrs)
     window = int(found[1]) if found else 0
-    return window / tokens - window * window / tokens**2 / 2 if 0 < window < tokens else 0.5
+    if not 0 < window < tokens:
+        return 0.5, 0.5
+    inside = lambda window: window / tokens - window * window / tokens**2 / 2
+    return inside(window), inside(min(window + ATTENTION_TILE, tokens))
 
 
 def _moves(op: hlo.Op) -> bool:

@@ -1,9 +1,15 @@
 """The activation stash: arrays that loops write under named scopes, in small HLO texts."""
 
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
 from maxbench.config import lowering
 from maxbench.cost_model import hlo, memory
+from maxbench.model import layers, transformer
 from maxbench.pipeline.schedule import STASH
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
@@ -113,3 +119,37 @@ def test_the_step_names_the_scopes(flags, scope):
     run = resolve("llama31_8b", "tiny", **flags)
     step = Step(run, mesh.make_mesh(run.layout))
     assert scope in step.lower().as_text(debug_info=True)
+
+
+LATENT = {"kv_heads": 8, "value_dim": 12, "q_rank": 48, "kv_rank": 32, "rope_head_dim": 8}
+GROUPED = {"qk_norm": True, "attention_bias": True, "sinks": True, "window": 5}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policies"),
+    [
+        (LATENT, ("none", "save_gemms_recompute_mla_up", "selective", "save_context", "latent")),
+        (GROUPED, ("none", "selective", "save_qkv_proj")),
+    ],
+    ids=["latent", "grouped"],
+)
+def test_estimated_stash_equals_the_residuals_of_a_layer(sizes, policies):
+    """A sequence of a prime number of tokens tells activations from weights."""
+    settings = {f"model.{name}": value for name, value in sizes.items()}
+    settings |= {"train.attention": "xla"}
+    seq = 23
+
+    def residuals(run, key, x_btd):
+        w = jax.tree.map(lambda x: x[0], nn.unbox(transformer.init(run.model, key))["layers"])
+        rope = layers.rope_angles(run.model, jnp.arange(seq))
+        layer = functools.partial(transformer.layer, run, run.model, sums=None, rope=rope)
+        call = lambda w, x_btd: layer(w=w, x_bud=x_btd)[::2]
+        return jax.vjp(call, jax.tree.map(lambda w: w.astype(x_btd.dtype), w), x_btd)[1]
+
+    for policy in policies:
+        run = resolve("llama31_8b", "tiny", settings | {"train.remat": policy}, seq=seq, layers=1)
+        x = jax.ShapeDtypeStruct((run.layout.mbs, seq, run.model.embed), jnp.bfloat16)
+        shapes = jax.eval_shape(functools.partial(residuals, run), jax.random.key(0), x)
+        is_stashed = lambda x: x.size % seq == 0 and x.shape[0] != seq  # but the RoPE table
+        stash = sum(x.size * x.dtype.itemsize for x in filter(is_stashed, jax.tree.leaves(shapes)))
+        assert stash == memory.activation_bytes(run), policy
