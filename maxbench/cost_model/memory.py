@@ -241,10 +241,13 @@ def expert_weights(run: Run) -> float:
 
 
 def stage_weights(run: Run) -> tuple[float, float]:
-    """Weights on one GPU, gathered over fsdp: of a stage's layers, and of embedding and LM head."""
+    """Weights on one GPU, gathered over fsdp: of a stage's layers, and of embedding and LM head.
+    Every stage has the layer of multi-token prediction."""
     a, m = run.layout, run.model
     table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    experts = expert_weights(run)
-    dense = flops.params(m) - ends - experts * a.ep * a.pp * a.tp
+    experts, mtp = expert_weights(run), flops.mtp_params(m)
+    of_layer = lambda k: k.experts * k.embed * k.mlp * (k.mlp_inputs + 1)
+    dense = flops.params(m) - ends - mtp - experts * a.ep * a.pp * a.tp
+    dense += a.pp * (mtp - m.mtp_layers * of_layer(m.per_layer[-1]) * (1 - 1 / a.ep))
     elsewhere = table * (1 - 1 / a.pp) if lowering.embedding_sharded_over_pp(run) else 0
     return dense / (a.pp * a.tp) + experts, (ends - elsewhere) / a.tp

@@ -12,6 +12,7 @@ h x d = H, v = d and A = S, this is S (12 L H^2 (1 + g/h + S/H) + ...), the form
 flops" section of NVIDIA's recipes. Routers, norms, biases and sinks are not counted.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 from maxbench.config.model import Model
@@ -41,9 +42,13 @@ def params(m: Model) -> int:
     norm = m.embed * (2 if m.norm == "layernorm1p" else 1)
     per_layer = attention_params(m) + norm * (4 if m.post_norm else 2)
     layers = sum(n * (per_layer + mlp_params(layer)) for n, layer in m.kinds)
-    if m.mtp_layers:
-        layers += per_layer + mlp_params(m.per_layer[-1]) + 2 * m.embed**2 + 3 * norm
+    layers += m.mtp_layers * (per_layer + mlp_params(m.per_layer[-1]) + 2 * m.embed**2 + 3 * norm)
     return layers + norm + m.vocab * m.embed * (1 if m.tied else 2)
+
+
+def mtp_params(m: Model) -> int:
+    """Parameters of multi-token prediction."""
+    return params(m) - params(dataclasses.replace(m, mtp_layers=0))
 
 
 def attention_params(m: Model) -> int:

@@ -75,7 +75,8 @@ class Moe(nn.Module):
             y_jd, tokens = self.dropless(x_jd, gate_jk, expert_jk, orders)
         if m.mlp_bias:
             bias_ed = param_value(self, "down_bias", "experts_replicated embed_replicated")
-            y_jd = add_bias(y_jd, expert_biases(gate_jk, expert_jk, bias_ed))
+            operands = gate_jk.astype(x_jd.dtype), expert_jk, bias_ed.astype(x_jd.dtype)
+            y_jd = add_bias(y_jd, expert_biases(*operands))
         aux = router.balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
         y_bud = y_jd.reshape(x_bud.shape)
         return y_bud + self.shared(x_bud, orders) if m.shared_mlp else y_bud, tokens, aux
@@ -263,7 +264,8 @@ def assign_balanced_slots(m: Model, slots: int, expert_jk: jax.Array, window_j: 
     """assign_slots() of balanced_tokens(): a window's number is the slot of each of its experts."""
     slot_jk = expert_jk * slots + window_j[:, None]
     token_j1 = jnp.arange(len(expert_jk), dtype=jnp.int32)[:, None]
-    token_s = jnp.full(m.experts * slots, -1, jnp.int32).at[slot_jk].set(token_j1)
+    token_s = jnp.full(m.experts * slots, -1, jnp.int32)
+    token_s = token_s.at[slot_jk].set(token_j1, unique_indices=True)
     return slot_jk, token_s.reshape(m.experts, slots)
 
 
@@ -272,9 +274,9 @@ def expert_biases(gate_jk: jax.Array, expert_jk: jax.Array, bias_ed: jax.Array) 
 
     One small GEMM with the biases of all experts, added where the token is: nothing more is sent.
     """
-    j1 = jnp.arange(len(gate_jk))[:, None]
-    gate_je = jnp.zeros((len(gate_jk), len(bias_ed))).at[j1, expert_jk].add(gate_jk)
-    return gate_je @ bias_ed.astype(jnp.float32)
+    chosen_jke = jax.nn.one_hot(expert_jk, len(bias_ed), dtype=gate_jk.dtype)
+    gate_je = jnp.sum(chosen_jke * gate_jk[..., None], 1)  # XLA fuses it, and writes gate_je alone
+    return jnp.einsum("je,ed->jd", gate_je, bias_ed, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp

@@ -111,7 +111,7 @@ def update_bias(bias_e: jax.Array, tokens_e: jax.Array, rate: float) -> jax.Arra
 
 def tokens_per_expert(m: Model, expert_jk: jax.Array) -> jax.Array:
     """This GPU's tokens of each expert, fp32 [experts]."""
-    return jnp.zeros(m.experts).at[expert_jk.reshape(-1)].add(1.0)
+    return jnp.sum(jax.nn.one_hot(expert_jk.reshape(-1), m.experts), 0)
 
 
 def save_routing(x: jax.Array) -> jax.Array:
