@@ -1,11 +1,12 @@
 """Runs of several processes: the same losses as of one, and a lost process is named."""
 
 import json
+import random
 import signal
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import freezes, kills
 from tests.run.conftest import MESH, folder_of, losses
 
 FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32"]
@@ -60,3 +61,14 @@ def test_killed_process_is_named_and_ends_the_run(tmp_path, lost):
     assert result["steps_done"] > 0
     assert f"error: {reason}" in run.printed()
     assert "Traceback" not in run.printed()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("process", "kind"), enumerate(freezes.KINDS))
+def test_frozen_or_stuck_process_is_named_and_ends_the_run(tmp_path, process, kind):
+    run = freezes.Run(tmp_path, 2, 10)
+    try:
+        run.stop_shortly(process % 2, 3)
+        run.end(process % 2, kind, random.Random(0))
+    finally:
+        run.close()
