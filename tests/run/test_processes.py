@@ -64,7 +64,7 @@ def test_killed_process_is_named_and_ends_the_run(tmp_path, lost):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("process", "kind"), enumerate(freezes.KINDS))
+@pytest.mark.parametrize(("process", "kind"), [*enumerate(freezes.KINDS)])
 def test_frozen_or_stuck_process_is_named_and_ends_the_run(tmp_path, process, kind):
     run = freezes.Run(tmp_path, 2, 10)
     try:
