@@ -4,7 +4,7 @@
   python -m benchmarks.freezes --ends 8 --timeout_s 60 --parallel 4
 
 A run of `ends` has a short stop, which must have no consequence, and then one that ends the run
-with exit code 75. A run of a `series` goes on after nine of them (on_hang=continue), and ends by
+with exit code 75. A run of a `series` goes on after some of them (on_hang=continue), and ends by
 SIGKILL. Each must name the right process in result.json or in the log within 90 s, leave the log,
 the metrics and the last checkpoint complete, and print no C++ stack trace. A process that is
 continued after the end of the others must not write another reason.
@@ -38,7 +38,6 @@ from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
 
 MAX_MESSAGE_S = 90
-PAUSES = 9  # of a series
 START_S, STEPS_S, EXIT_S = 600, 300, 120  # timeouts of the drill on a busy host
 STUCK, LOCKED, RELEASE = signal.SIGUSR1, signal.SIGRTMIN, signal.SIGUSR2
 # Kind -> the signal that begins it.
@@ -227,7 +226,7 @@ def drill(out: pathlib.Path, number: int, series: bool, args) -> list[tuple[str,
     events = []
     try:
         if series:
-            for i in range(PAUSES):
+            for i in range(args.pauses):
                 victim = rng.randrange(processes)
                 kind = [*KINDS][(0, 2, 3)[(number + i) % 3]]
                 events.append((f"{kind}, run goes on", run.pause(victim, kind), victim))
@@ -248,7 +247,8 @@ def drill(out: pathlib.Path, number: int, series: bool, args) -> list[tuple[str,
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--ends", type=int, default=8, help="runs that end by one process")
-    parser.add_argument("--series", type=int, default=2, help="runs that go on nine times")
+    parser.add_argument("--series", type=int, default=2, help="runs that go on after hangs")
+    parser.add_argument("--pauses", type=int, default=9, help="hangs of one series")
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--timeout_s", type=int, default=10, help="60: the default setting")
     parser.add_argument("--parallel", type=int, default=2)

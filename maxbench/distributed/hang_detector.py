@@ -91,6 +91,7 @@ class HangDetector:
         self.last_tick = self.last_change = clock()
         self.heard = dict.fromkeys(self.peers, self.last_tick)
         self.step_s: float | None = None
+        self.impatient = False  # a collective has failed: slow steps get no more time
 
     def hear(self, process: int, report: list | None = None, stack: str | None = None) -> None:
         """Takes a message of a process into account.
@@ -131,6 +132,8 @@ class HangDetector:
         """Seconds without progress after which the run hangs; inf while all processes compile."""
         if self.process or all(p.phase in BEFORE_STEPS for p in self.progress.values()):
             return math.inf
+        if self.impatient:
+            return self.timeout_s
         phases = {self.progress[i].phase for i in self._behind()}
         if phases & (BEFORE_STEPS | WAITS) or self.step_s is None:
             return LONG * self.timeout_s
@@ -145,6 +148,12 @@ class HangDetector:
     def stalled_s(self) -> float:
         """Seconds since the last progress of any process."""
         return self.clock() - self.last_change
+
+    def suspects(self) -> bool:
+        """Whether a process may be frozen or stuck, long before the timeout."""
+        now, soon_s = self.clock(), self.timeout_s / 4
+        silent = any(now - heard > soon_s for heard in self.heard.values())
+        return silent or self.stalled_s() > soon_s
 
     def must_probe(self) -> bool:
         """Whether to ask all processes for their stacks now; begins a probe."""

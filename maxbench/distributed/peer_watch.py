@@ -59,6 +59,7 @@ class PeerWatch:
         self.detector: HangDetector | None = None
         self.on_hang, self.tick_s, self.next_beat = "exit", TICK_S, 0.0
         self.reported_at, self.hang_start = -1.0, 0.0
+        self.cannot_go_on = False  # a collective of this process failed
         self.lost, self.closed = threading.Event(), threading.Event()
         self.sending = threading.Lock()
         self.stop_consensus = StopConsensus(process, len(hosts), self._send)
@@ -97,6 +98,22 @@ class PeerWatch:
         process was asked to stop.
         """
         return self.stop_consensus.is_last(step, stop_requested, self.lost)
+
+    def explains(self, communication_failed: bool) -> bool:
+        """Whether an exception of the main thread is a consequence of another process.
+
+        Waits for the reason: for a moment, or until a process that seems frozen or stuck is found.
+
+        Args:
+          communication_failed: the exception is about a collective, which others may wait for.
+        """
+        if self.lost.wait(GRACE_S):
+            return True
+        detector = self.detector
+        if not communication_failed or not detector or not detector.suspects():
+            return False
+        self.cannot_go_on = detector.impatient = True
+        return self.lost.wait(detector.timeout_s + 2 * detector.probe_s + 2 * GRACE_S)
 
     def close(self, failure: str = "") -> None:
         """Ends the watch. With a failure the others fail too, and process 0 exits first."""
@@ -151,8 +168,9 @@ class PeerWatch:
             stacks.print_stacks_after(detector.timeout_s)
             self._send({"progress": self.progress.report()})
         if self.reported_at == detector.last_change:
-            return
-        if self.reported_at >= 0:
+            if not self.cannot_go_on:
+                return
+        elif self.reported_at >= 0:
             self._report(None, [f"hang: the run goes on after {now - self.hang_start:.0f} s"])
             self.reported_at = -1.0
         if detector.must_probe():
@@ -161,7 +179,7 @@ class PeerWatch:
             # While the run goes on, one process is enough to report that process 0 froze.
             if self.on_hang == "exit" or self.process <= 1:
                 self._report(hang, hang.lines())
-            if self.on_hang == "exit" and hang.must_end:
+            if self.cannot_go_on or (self.on_hang == "exit" and hang.must_end):
                 self._end_run(hang.reason, False, hang, found_here=True)
             self.reported_at, self.hang_start = detector.last_change, now - detector.stalled_s()
 

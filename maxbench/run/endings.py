@@ -7,12 +7,17 @@ from typing import NamedTuple
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed.peer_watch import EX_TEMPFAIL as EX_TEMPFAIL
-from maxbench.distributed.peer_watch import GRACE_S, PeerWatch
+from maxbench.distributed.peer_watch import PeerWatch
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.step_timer import RunFailed
 
 INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
+
+
+# Of errors that a process sees if another does not take part in a collective: Gloo gives up after
+# 30 s, before the peer watch knows which process is frozen.
+COMMUNICATION = ("gloo", "nccl", "timeout", "timed out", "deadline", "unavailable", "connection")
 
 
 class Ending(NamedTuple):
@@ -35,13 +40,17 @@ def explain(e: BaseException, run: Run, log: Log | None, peers: PeerWatch | None
         return Ending("failed", str(e), 2)
     if isinstance(e, RunFailed):
         return Ending("failed", str(e), 1)
-    if peers and peers.lost.wait(GRACE_S):  # the exception is a consequence of the loss
+    if peers and peers.explains(_is_of_communication(e)):
         return Ending("failed", peers.reason, peers.exit_code)
     for text in DISK_FULL:
         if text in str(e):  # tensorstore raises no OSError
             return Ending("failed", f"{text}: output_dir={run.output.dir!r}", 1)
     first_line = str(e).splitlines()[0] if str(e) else ""
     return Ending("failed", f"{type(e).__name__}: {first_line}", 0)
+
+
+def _is_of_communication(e: BaseException) -> bool:
+    return any(word in str(e).lower() for word in COMMUNICATION)
 
 
 def _folder_deleted(log: Log) -> str:

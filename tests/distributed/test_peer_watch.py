@@ -170,3 +170,18 @@ def test_run_goes_on_after_a_hang_if_it_is_told_to(watched):
         time.sleep(0.05)
     assert not any(one.reason for one in peers)
     assert not exits
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_failed_collective_waits_for_the_name_of_the_frozen_process(watched, monkeypatch, frozen):
+    """Gloo gives up earlier than the peer watch. An error of another kind waits for nothing."""
+    peers = watched[0]("continue")
+    monkeypatch.setattr(peers[frozen], "_send", lambda message: None)
+    others = [p for p in peers if p.process != frozen]
+    time.sleep(1)
+    with Pool(3) as pool:
+        assert not any(pool.map(lambda one: one.explains(False), others))
+        assert all(pool.map(lambda one: one.explains(True), others))
+    for one in others:
+        assert one.reason.startswith(f"process {frozen} of 3 on n{frozen} is frozen")
+        assert one.exit_code == 75
