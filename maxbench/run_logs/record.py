@@ -73,9 +73,8 @@ class RunRecord:
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
-    # as logged; not of runs of maxbench
     grad_norm: dict[int, float] = dataclasses.field(default_factory=dict)
-    tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU
+    tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU, as logged
     interval: int = 1  # steps from a step time to the next; the time is their mean
     grows: bool = False  # whether the global batch changes from step to step
     inferred: list[str] = dataclasses.field(default_factory=list)  # and other notes on the log

@@ -97,8 +97,9 @@ def _read_steps(record: RunRecord) -> None:
             record.damaged += line.endswith(b"\n") or record.status != "running"
             continue
         record.step_s[step] = step_s
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            record.loss[step] = float(metrics["loss"])
+        for name, values in (("loss", record.loss), ("grad_norm", record.grad_norm)):
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                values[step] = float(metrics[name])
         record.peak_bytes = max(record.peak_bytes, dig(metrics, "peak_bytes", 0))
 
 

@@ -94,7 +94,7 @@ def _run_name(path: pathlib.Path) -> str:
 def _set_status(record: RunRecord, end: bytes) -> None:
     """Sets status and reason from the end of the log."""
     record.status, last = "done", record.last
-    reason = death_reason(end)
+    reason = death_reason(b"\n".join(map(strip_prefixes, end.splitlines())))
     # After the last report there may be steps that complete no interval.
     rest = 0 if reason else record.interval - 1
     if record.total_steps and last + rest >= record.total_steps - 1:

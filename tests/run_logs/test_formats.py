@@ -136,6 +136,14 @@ def test_prefixes_are_stripped_together():
     assert [strip_prefixes(x) for x in plain] == [*plain[:3], b"", b""]
 
 
+@pytest.mark.parametrize("how", WRAPPINGS)
+def test_reason_of_a_death_is_read_in_every_wrapping(tmp_path, how):
+    text = log_samples.torchtitan(range(20), 50) + "torch.OutOfMemoryError: CUDA out of memory\n"
+    row = summary(tmp_path, WRAPPINGS[how](text))
+    assert (row.verdict, row.record.last) == ("DIED", 19)
+    assert row.why == "torch.OutOfMemoryError: CUDA out of memory"
+
+
 # --- means over an interval ---
 
 
