@@ -467,6 +467,7 @@ def test_repeats_drift_and_two_modes(tmp_path):
     assert group.notes[0] == "runs differ by more than 5%"
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.99, 1.01), min_size=10, max_size=40))
 def test_noise_of_a_percent_does_not_raise_two_modes(times):
     assert (
