@@ -21,6 +21,7 @@ from maxbench.quantization import nvfp4
 from maxbench.sharding import rules
 from tests.conftest import resolve
 from tests.quantization.fp8_step import FAMILIES, build
+from tests.step.test_parallelism import overlap_zero  # noqa: F401
 
 E2M1, E4M3, FP32 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, np.float32
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of e2m1
@@ -264,7 +265,7 @@ def test_zeros_stay_zero_and_nan_and_inf_are_not_hidden():
 def losses(family: str, dtype: str, **axes) -> np.ndarray:
     """Losses of three steps of a toy."""
     fast = {"optim.warmup": 2.0, "optim.lr": 3e-3}
-    step = build(FAMILIES[family], dtype, fast, gpu_type="b200", layers=2, **axes)
+    step = build(FAMILIES[family], dtype, fast, gpu_type="b200", **axes)
     compiled, state, values = step.lower().compile(), step.init(), []
     for _ in range(3):
         state, out = compiled(state)
@@ -279,7 +280,7 @@ exhaustive = pytest.mark.exhaustive
     ("family", "axes"),
     [
         ("llama", dict(fsdp=2, tp=2)),
-        pytest.param("llama", dict(pp=2, tp=2, mbs=1), marks=exhaustive),
+        pytest.param("llama", dict(pp=2, vp=2, dp=2, tp=2, mbs=1), marks=exhaustive),
         pytest.param("llama", dict(dp=2, cp=2, mbs=1), marks=exhaustive),
         pytest.param("nemotron", dict(dp=2), marks=exhaustive),
         pytest.param("grok", dict(ep=2, mbs=1), marks=exhaustive),
