@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,26 @@ def test_weight_operands_have_the_same_values():
         np.testing.assert_array_equal(bits(unpacked(fprop.q[i], -1)), bits(q).T)
         np.testing.assert_array_equal(bits(dgrad.scale[i]), np.repeat(bits(scale), 16, 0))
         np.testing.assert_array_equal(bits(fprop.scale[i]), np.repeat(bits(scale).T, 16, 0))
+
+
+@pytest.mark.parametrize("gpus", [4, 16], ids=["whole blocks", "blocks that are cut"])
+def test_weights_are_the_same_on_every_mesh(gpus):
+    """Quantized before the all-gather, or after it where a GPU has 8 of 16 rows."""
+    w, dims = jnp.asarray(bf16(gradients_like(3, 128, 96))), rules.GemmDims(0, 1)
+
+    def quantize(w, zero1):
+        sharding = rules.WeightSharding(((), ()), (zero1, ()), (), dims)
+        args = nvfp4.Nvfp4(), (sharding,), (w,)
+        return quantization.weights(*args, quantization.scales(*args, False)[0], False)[0]
+
+    mesh = jax.make_mesh((gpus,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = dict(in_specs=P("dp"), out_specs=P(), check_vma=False)
+    share = jax.shard_map(lambda w: quantize(w, ("dp",)), mesh=mesh, **specs)
+    single, sharded = jax.jit(lambda w: quantize(w, ()))(w), jax.jit(share)(w)
+    for expected, actual in zip(*map(jax.tree.leaves, (single, sharded)), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    gathered = re.findall(r"= (\w+)\[.* all-gather\(", jax.jit(share).lower(w).as_text("hlo"))
+    assert {*gathered} == ({"u8", "f8e4m3fn"} if gpus == 4 else {"bf16"})
 
 
 @pytest.mark.core
