@@ -164,6 +164,7 @@ def _combine(run: Run) -> str:
 RULES: dict[str, Callable[[Run], str]] = {
     "train.unroll_layers": _unroll_layers,
     "train.schedule": _schedule,
+    "layout.stages": _schedule,
     "train.microbatch_group_size": _microbatch_group_size,
     "train.remat_layers": _remat_layers,
     "train.offload": _offload,

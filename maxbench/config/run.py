@@ -6,7 +6,7 @@ Every check raises UserError with the value, why it is invalid, and what would w
 import dataclasses
 from typing import Any
 
-from maxbench.config import number_formats, run_checks
+from maxbench.config import number_formats, pipeline_layout, run_checks
 from maxbench.config.errors import UserError, check_choice, nearest
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS, Format
@@ -49,6 +49,9 @@ class Layout:
     cp: int = field(1, at_least=1)
     tp: int = field(1, at_least=1)
     mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
+    # Layers of each of the pp x vp parts of a pipeline, in Megatron's notation
+    # (config/pipeline_layout.py); '' = evenly
+    stages: str = ""
     # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
     gbs: int = field(0, at_least=0)
 
@@ -86,6 +89,12 @@ class Layout:
                 f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
                 f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
                 f"{nearest(self.gbs, step)}"
+            )
+        parts = pipeline_layout.layers_of_parts(self.stages) if self.stages else ()
+        if parts and self.pp > 1 and len(parts) != self.pp * self.vp:
+            raise UserError(
+                f"layout.stages={self.stages[:60]!r} has {len(parts)} parts, and pp={self.pp} x "
+                f"vp={self.vp} are {self.pp * self.vp}; give as many"
             )
         if self.vp > 1 and self.pp == 1:
             raise UserError(f"vp={self.vp} needs pp > 1: virtual stages divide a pipeline's stages")

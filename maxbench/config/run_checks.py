@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError, divisors, nearest
 
 if TYPE_CHECKING:
@@ -43,18 +44,20 @@ def _check_pipeline(run: "Run") -> None:
             f"pp={a.pp} stashes activations in GPU memory, and train.offload={run.train.offload!r} "
             "moves them to host memory; leave one of them out"
         )
-    if groups := run.model.layer_groups:
-        raise UserError(
-            f"pp={a.pp} needs layers of one kind, and model.layer_groups has {len(groups)}; "
-            "use pp=1 with fsdp, ep or tp"
-        )
-    if layers % chunks and (layers + 2) % chunks:
+    if a.stages:
+        if (given := sum(pipeline_layout.layers_of_parts(a.stages))) != layers:
+            raise UserError(
+                f"layout.stages={a.stages[:60]!r} has {given} layers, and model.layers={layers}; "
+                f"give {layers}"
+            )
+    elif not pipeline_layout.even(layers, chunks):
         below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
         near = sorted({n for n in (below, above - 2, above) if n > 0})
         raise UserError(
             f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {chunks} chunks, nor "
             f"does {layers} + 2 (one slot each for embedding and loss); nearest layers that "
-            f"work: {' or '.join(map(str, near))}"
+            f"work: {' or '.join(map(str, near))}, or give the layers of each part in "
+            "layout.stages"
         )
     if a.microbatches < a.pp:
         raise UserError(

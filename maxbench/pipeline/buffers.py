@@ -3,10 +3,12 @@
 XLA updates a buffer in place if it can prove that all reads of the old value come first.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -32,15 +34,19 @@ def read(buffer: Any, slot: jax.Array | int) -> Any:
     return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
 
 
-def read_chunk(stack: Any, chunk: Any, layers: int) -> Any:
-    """The layers of a chunk, a tuple of trees, from a tree of arrays [chunks x layers, ...]."""
-    layer = lambda i: jax.tree.map(lambda x: read(x, chunk * layers + i), stack)
-    return tuple(map(layer, range(layers)))
+def read_slots(stack: Any, slots: Sequence) -> tuple:
+    """The layers in slots, a tuple of trees, from a tree of arrays [slots, ...]; a slot is a
+    function that returns its index."""
+    return tuple(jax.tree.map(lambda x, slot=slot: read(x, slot()), stack) for slot in slots)
 
 
-def write_chunk(stack: Any, chunk: Any, layers: Any) -> Any:
-    """The stack with the layers of a chunk replaced."""
-    for i, layer in enumerate(layers):
-        slot = chunk * len(layers) + i
-        stack = jax.tree.map(lambda buffer, x, slot=slot: write(buffer, slot, x), stack, layer)
+def write_slots(stack: Any, slots: Sequence, layers: Any, valid: Sequence) -> Any:
+    """The stack with the layers in slots replaced, those that are valid."""
+    for slot, layer, write_it in zip(slots, layers, valid, strict=True):
+
+        def one(buffer, x, slot, write_it=write_it):
+            x = x if write_it is True else jnp.where(write_it, x, read(buffer, slot))
+            return write(buffer, slot, x)
+
+        stack = jax.tree.map(functools.partial(one, slot=slot()), stack, layer)
     return stack

@@ -21,6 +21,21 @@ class SerializedOnCpu(Executor):
         t.now, t.dy = serialize_on_cpu(t.x, (t.now, t.dy))
         return carry
 
+    def before_branch(self, carry: Carry, t: Tick, index: Any) -> Any:
+        before = t.x, t.dy, carry.chunk_grads, carry.metrics, carry.head_weight, t.slices
+        return serialize_on_cpu((before, list(t.tokens.tokens.values())), index)
+
+    def after_branch(self, t: Tick, result: Any) -> None:
+        if t.x is not None:
+            t.x = serialize_on_cpu(result, t.x)
+        if t.dy is not None:
+            t.dy = serialize_on_cpu(result, t.dy)
+
+    def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
+        if any(slot.table is not None for slots in self.placement.slots.values() for slot in slots):
+            t.now = serialize_on_cpu((t.x, t.dy), t.now)
+        return super().zero_slices(carry, t, i)
+
     def run_branches(self, carry: Carry, t: Tick) -> Carry:
         before = carry.chunk_grads, carry.output, carry.metrics, carry.head_weight, t.dy, t.slices
         t.now = serialize_on_cpu(before, t.now)

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from maxbench.config.run import Run
-from maxbench.model import transformer
+from maxbench.model import layer_stack, transformer
 from maxbench.model.grad_accumulation import Statistic, is_accumulator
 from maxbench.pipeline import buffers, layer_order, schedule, tick_order
 from maxbench.pipeline.embed_and_loss import WEIGHTS, EmbedAndLoss
@@ -77,9 +77,9 @@ class Carry:
     residual_slot: Any = None  # and their slot
     metrics: Metrics | None = None
     layer_grads: Any = None  # of all chunks, arrays [slots of layers, ...]
-    chunk_grads: Any = None  # of the backward chunk, one tree per layer
-    bwd_weights: Any = None  # of the backward chunk, one tree per layer
-    fwd_weights: Any = None  # of the forward chunk, one tree per layer
+    chunk_grads: Any = None  # of the backward chunk, {stack: one tree per entry}
+    bwd_weights: Any = None  # of the backward chunk, {stack: one tree per entry}
+    fwd_weights: Any = None  # of the forward chunk, {stack: one tree per entry}
     layer_weights: Any = None  # of all chunks, arrays [slots of layers, ...]
     output: Any = None  # the output activation of the tick before, [b, u, d]
     loss_inputs: Any = None  # output activations until their loss, [microbatches, b, u, d]
@@ -139,17 +139,22 @@ class Executor:
     def __init__(self, run: Run, w, batch, zero: ZeroOverlap | None):
         a = run.layout
         self.run, self.zero = run, zero
+        self.residuals: dict[tuple, list] = {}  # shapes, by sublayer and kind
         self.head = zero and zero.head
         self.plan = schedule.schedule_for(run)
         self.ends = EmbedAndLoss(run, w, batch)
         # Row-major before any buffer is created: XLA would transpose all-gathered weights later.
         self.layers = jax.tree.map(row_major, w["layers"])
-        order = layer_order.layer_order(run.model.layers, a.pp, a.vp)
-        self.occupied = layer_order.occupied(order, a.pp, a.vp)
-        self.layers_per_chunk = self.occupied.shape[2]
-        self.shapes = jax.eval_shape(lambda: with_fprop_form(self.chunk(self.layers, 0)[0]))
-        vjps = lambda i: {name: SublayerVjp(run, name, i) for name in transformer.SUBLAYERS}
-        self.vjps = [vjps(i) for i in range(self.layers_per_chunk)]
+        self.placement = layer_order.placement(run)
+        self.layers_per_chunk = self.placement.slots_per_chunk
+        self.shapes = jax.eval_shape(lambda: with_fprop_form(self.chunk(self.layers, 0)))
+        self.vjps = {
+            name: [
+                [SublayerVjp(run, name, i, choice.kind) for choice in slot.choices]
+                for i, slot in enumerate(slots)
+            ]
+            for name, slots in self.placement.slots.items()
+        }
         u = run.train.seq // (a.cp * a.tp)
         self.activation = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
 
@@ -198,9 +203,9 @@ class Executor:
         operations = {first: "all_gather", last: "reduce_scatter"}
         wait_for = {g: t.tokens.wanted_by(f"fwd.{g}.{name}") for g, name in operations.items()}
         has_layer = self.has_layer(t.now.fwd_chunk, i)
-        w = self.with_both_forms(self.fwd_weights(carry)[i])
-        vjp = self.vjps[i][sublayer]
-        t.x, aux, residuals, tokens = vjp.forward(w, self.zero_grads, t.x, wait_for)
+        slot = self.placement.slots[sublayer][i]
+        forward = self.forward_by_kind if slot.table is not None else self.forward_one_kind
+        t.x, aux, residuals, tokens = forward(carry, t, sublayer, i, wait_for)
         t.residuals[sublayer].append(residuals)
         t.tokens.emit(f"fwd.{first}.all_gather", tokens[first])
         t.tokens.emit(f"fwd.{last}.gemm", tokens[last])
@@ -208,24 +213,130 @@ class Executor:
         aux = jnp.where(has_layer & (t.now.fwd_microbatch >= 0), aux, 0) / self.run.layout.gbs
         return carry.replace(metrics=carry.metrics._replace(aux=carry.metrics.aux + aux))
 
+    def forward_one_kind(
+        self, carry: Carry, t: Tick, sublayer: str, i: int, wait_for: Any, choice: int = 0
+    ) -> Any:
+        """SublayerVjp.forward() of a sublayer that is alike on all chunks, or of one choice."""
+        at = self.placement.slots[sublayer][i].choices[choice]
+        w = self.with_both_forms(at, self.fwd_weights(carry))
+        vjp = self.vjps[sublayer][i][choice]
+        return vjp.forward(w, self.shape_of_grads(at), t.x, wait_for)
+
+    def forward_by_kind(self, carry: Carry, t: Tick, sublayer: str, i: int, wait_for: Any) -> Any:
+        """SublayerVjp.forward() of the kind that the chunk has in slot i, by a branch.
+
+        Residuals are those of the most frequent kind. Another kind stashes its input alone, in
+        place of a residual of the same shape if there is one, and its backward pass recomputes it.
+        """
+        index = self.choice_index(sublayer, i, t.now.fwd_chunk, t.now.fwd_microbatch)
+        index = self.before_branch(carry, t, index)
+        shapes, where = self.residual_shapes(sublayer, i)
+        zeros = lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes]
+        input_alone = lambda x: [x if j == where else z for j, z in enumerate(zeros())]
+        slot = self.placement.slots[sublayer][i]
+
+        def run(choice, x):
+            if choice == len(slot.choices):
+                tokens = dict.fromkeys(transformer.SUBLAYERS[sublayer], jnp.zeros(()))
+                return x, jnp.zeros(()), zeros(), tokens
+            at = dataclasses.replace(t, x=x)
+            y, aux, residuals, tokens = self.forward_one_kind(
+                carry, at, sublayer, i, wait_for, choice
+            )
+            if choice:
+                residuals = input_alone(x)
+            elif len(residuals) < len(shapes):
+                residuals = [*residuals, jnp.zeros_like(x)]
+            return y, aux, residuals, tokens
+
+        choices = range(len(slot.choices) + 1)
+        out = lax.switch(index, [functools.partial(run, choice) for choice in choices], t.x)
+        self.after_branch(t, out[0])
+        return out
+
     def backward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
         """t.dy back through a sublayer of layer i of the backward chunk."""
-        has_work = self.has_layer(t.now.bwd_chunk, i) & (t.now.bwd_microbatch >= 0)
-        read = lambda stash: row_major(buffers.read(stash, t.now.bwd_stash_slot))
-        residuals = jax.tree.map(read, carry.stash[sublayer][i])
-        w = self.with_both_forms(self.bwd_weights(carry)[i])
-        daux = jnp.where(has_work, jnp.float32(1 / self.run.layout.gbs), 0)
-        last = transformer.SUBLAYERS[sublayer][1]
-        wait_for = t.tokens.wanted_by(f"bwd.{last}.all_gather")
-        wait_for = jnp.zeros(()) if wait_for is None else wait_for
-        grads, old = list(carry.chunk_grads), carry.chunk_grads[i]
-        vjp = self.vjps[i][sublayer]
-        new, t.dy, tokens = vjp.backward(w, old, residuals, t.dy, daux, wait_for)
+        slot = self.placement.slots[sublayer][i]
+        backward = self.backward_by_kind if slot.table is not None else self.backward_one_kind
+        grads, tokens = backward(carry, t, sublayer, i)
         for event, token in tokens.items():
             t.tokens.emit(f"bwd.{event}", token)
         t.dy = ordering.after(t.dy, t.tokens.wanted_by(f"bwd.{sublayer}.output"))
-        grads[i] = _keep_counts(has_work, new, old)
-        return carry.replace(chunk_grads=tuple(grads))
+        return carry.replace(chunk_grads=grads())
+
+    def read_residuals(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Any:
+        read = lambda stash: row_major(buffers.read(stash, t.now.bwd_stash_slot))
+        return jax.tree.map(read, carry.stash[sublayer][i])
+
+    def backward_one_kind(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Any:
+        """t.dy back through a sublayer that is alike on all chunks: a function that returns the
+        gradients of the chunk, and tokens."""
+        has_work = self.has_layer(t.now.bwd_chunk, i) & (t.now.bwd_microbatch >= 0)
+        residuals = self.read_residuals(carry, t, sublayer, i)
+        at = self.placement.slots[sublayer][i].choices[0]
+        w = self.with_both_forms(at, self.bwd_weights(carry))
+        daux = jnp.where(has_work, jnp.float32(1 / self.run.layout.gbs), 0)
+        wait_for = self.wait_of_backward(t, sublayer)
+        old = carry.chunk_grads[at.stack][at.entry]
+        vjp = self.vjps[sublayer][i][0]
+        new, t.dy, tokens = vjp.backward(w, old, residuals, t.dy, daux, wait_for)
+        kept = lambda: _keep_counts(has_work, new, old)
+        return lambda: _with_entry(carry.chunk_grads, at, kept()), tokens
+
+    def backward_by_kind(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Any:
+        """backward_one_kind() of the kind that the chunk has in slot i, by a branch for each kind:
+        a branch that is not taken changes nothing and copies nothing."""
+        index = self.choice_index(sublayer, i, t.now.bwd_chunk, t.now.bwd_microbatch)
+        index = self.before_branch(carry, t, index)
+        residuals = self.read_residuals(carry, t, sublayer, i)
+        wait_for, daux = self.wait_of_backward(t, sublayer), jnp.float32(1 / self.run.layout.gbs)
+        _, where = self.residual_shapes(sublayer, i)
+        gemms = transformer.SUBLAYERS[sublayer]
+        events = [
+            f"{g}.{operation}" for operation in ("dgrad", "all_gather", "wgrad") for g in gemms
+        ]
+        tokens, dy = dict.fromkeys(events, jnp.zeros(())), t.dy
+        chunk_grads = carry.chunk_grads
+        slot = self.placement.slots[sublayer][i]
+        for choice, (at, vjp) in enumerate(zip(slot.choices, self.vjps[sublayer][i], strict=True)):
+            w = self.with_both_forms(at, self.bwd_weights(carry))
+
+            def change(state, choice=choice, vjp=vjp, w=w):
+                grads, dy, _ = state
+                if choice:
+                    x = residuals[where]
+                    new = vjp.backward_from_input(w, grads, x, dy, daux, wait_for)
+                else:
+                    own = residuals[: vjp.residual_count]
+                    new = vjp.backward(w, grads, own, dy, daux, wait_for)
+                return new
+
+            state = chunk_grads[at.stack][at.entry], dy, tokens
+            grads, dy, tokens = buffers.run_if(index == choice, change, state)
+            chunk_grads = _with_entry(chunk_grads, at, grads)
+        t.dy = dy
+        self.after_branch(t, dy)
+        return lambda: chunk_grads, tokens
+
+    def wait_of_backward(self, t: Tick, sublayer: str) -> ordering.Token:
+        """The token that the all-gather of a sublayer's output gradient waits for."""
+        last = transformer.SUBLAYERS[sublayer][1]
+        wait_for = t.tokens.wanted_by(f"bwd.{last}.all_gather")
+        return jnp.zeros(()) if wait_for is None else wait_for
+
+    def choice_index(self, sublayer: str, i: int, chunk: Any, microbatch: Any) -> jax.Array:
+        """The index in Slot.choices of this stage's chunk; their number if slot i is empty, or if
+        there is no microbatch. It is the same on all GPUs of a stage."""
+        slot = self.placement.slots[sublayer][i]
+        index = jnp.asarray(slot.table)[collectives.axis_index("pp"), chunk]
+        return jnp.where(microbatch >= 0, index, len(slot.choices))
+
+    def before_branch(self, _carry: Carry, _t: Tick, index: jax.Array) -> jax.Array:
+        """The index that a branch in the middle of a tick depends on (cpu_order.py)."""
+        return index
+
+    def after_branch(self, _t: Tick, _result: jax.Array) -> None:
+        """Called with a result of a branch in the middle of a tick."""
 
     def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
         """Communicates the ZeRO slices of a tick that go with layer i: weights in the warm-up,
@@ -243,7 +354,7 @@ class Executor:
             slices = self.zero.all_gather_slices(t.now.allgather_tick + token, i)
         elif self.zero.slices_per_layer:
             tick = t.now.reducescatter_tick + token
-            slices = self.zero.reduce_scatter_slices(carry.layer_grads, tick, i)
+            slices = self.zero.reduce_scatter_slices(self.sliced(carry.layer_grads), tick, i)
         t.slices += slices
         done = ordering.token(slices)
         if self.head and t.forward and i == 0:
@@ -257,6 +368,15 @@ class Executor:
             t.dy = ordering.after(t.dy, t.tokens.wanted_by("bwd.next_layer"))
         return carry
 
+    def sliced(self, layers: Any) -> Any:
+        """The stacks of stacked layers that have ZeRO slices."""
+        names = self.placement.sliced
+        return layers if names == ("",) else {name: layers[name] for name in names}
+
+    def with_sliced(self, layers: Any, new: Any) -> Any:
+        """Stacked layers with sliced() of them replaced."""
+        return new if self.placement.sliced == ("",) else layers | new
+
     def end_tick(self, carry: Carry, t: Tick) -> Carry:
         """Stores the results of a tick, runs its branches and sends the input gradient."""
         if t.forward:
@@ -268,12 +388,12 @@ class Executor:
                 residual_slot=t.now.fwd_stash_slot,
             )
         if t.slices and t.forward:
-            layers = self.zero.write_weights(carry.layer_weights, t.slices)
-            carry = carry.replace(layer_weights=layers)
+            layers = self.zero.write_weights(self.sliced(carry.layer_weights), t.slices)
+            carry = carry.replace(layer_weights=self.with_sliced(carry.layer_weights, layers))
         elif t.slices:
             tick = t.now.reducescatter_tick
-            grads = self.zero.write_gradients(carry.layer_grads, t.slices, tick)
-            carry = carry.replace(layer_grads=grads)
+            grads = self.zero.write_gradients(self.sliced(carry.layer_grads), t.slices, tick)
+            carry = carry.replace(layer_grads=self.with_sliced(carry.layer_grads, grads))
         carry = self.run_branches(carry, t)
         return self.send_input_grad(carry, t) if t.backward else carry
 
@@ -346,12 +466,11 @@ class Executor:
         ones = (1 + i % 64 / 64 + ready for i in itertools.count())
         empty = lambda n, s: jnp.full((n, *s.shape), next(ones).astype(s.dtype))
         chunk_grads = self.chunk(grads["layers"], 0)
-        self.zero_grads = chunk_grads[0]
+        self.zero_grads = chunk_grads
         self.first_fwd_weights = self.fwd_form(0)
-        w = self.with_both_forms(self.first_fwd_weights[0])
         residuals = {
-            name: [shapes for _ in range(self.layers_per_chunk)]
-            for name, shapes in jax.eval_shape(functools.partial(self._residuals, w), x).items()
+            name: [self.residual_shapes(name, i)[0] for i in range(self.layers_per_chunk)]
+            for name in transformer.SUBLAYERS
         }
         carry = Carry(
             chunk_grads=chunk_grads,
@@ -371,26 +490,46 @@ class Executor:
             carry = carry.replace(head_weight=empty(1, w)[0])
         return carry
 
-    def _residuals(self, w, x):
-        return {
-            name: vjp.forward(w, self.zero_grads, x, dict.fromkeys(transformer.SUBLAYERS[name]))[2]
-            for name, vjp in self.vjps[0].items()
-        }
+    def residual_shapes(self, sublayer: str, i: int) -> tuple[list, int | None]:
+        """The residuals that slot i of a chunk stashes, as ShapeDtypeStructs, and which of them is
+        the input activation if another kind than the first stashes it."""
+        slot = self.placement.slots[sublayer][i]
+        if (key := (sublayer, slot.choices[0].kind)) not in self.residuals:
+            at, vjp = slot.choices[0], self.vjps[sublayer][i][0]
+            w = self.with_both_forms(at, self.first_fwd_weights)
+            unordered = dict.fromkeys(transformer.SUBLAYERS[sublayer])
+            forward = lambda x: vjp.forward(w, self.shape_of_grads(at), x, unordered)[2]
+            self.residuals[key] = jax.eval_shape(forward, self.activation)
+        shapes = self.residuals[key]
+        if len(slot.choices) == 1:
+            return shapes, None
+        form = lambda s: (s.shape, s.dtype)
+        same = [j for j, s in enumerate(shapes) if form(s) == form(self.activation)]
+        return (shapes, same[0]) if same else ([*shapes, self.activation], len(shapes))
 
     def fwd_form(self, chunk: int) -> Any:
         """The layers of a chunk as the forward pass reads them."""
         return drop_form("dgrad_operand", with_fprop_form(self.chunk(self.layers, chunk)))
 
-    def with_both_forms(self, layer: Any) -> Any:
-        """A layer with zeros for the operand of each Weight that its pass does not read
+    def with_both_forms(self, at: layer_order.Choice, chunk: Any) -> Any:
+        """A layer of a chunk, with zeros for the operand of each Weight that its pass does not read
         (drop_form)."""
         zeros = lambda form, shape: jax.tree.map(jnp.zeros_like, shape) if form is None else form
-        return jax.tree.map(zeros, layer, self.shapes, is_leaf=lambda form: form is None)
+        layer, shapes = chunk[at.stack][at.entry], self.shapes[at.stack][self.same_shapes(at)]
+        return jax.tree.map(zeros, layer, shapes, is_leaf=lambda form: form is None)
+
+    def shape_of_grads(self, at: layer_order.Choice) -> Any:
+        """Gradients of a layer of which only the shapes count."""
+        return self.zero_grads[at.stack][self.same_shapes(at)]
+
+    def same_shapes(self, _at: layer_order.Choice) -> int:
+        """An entry of a chunk whose weights have the shapes of those of a choice."""
+        return 0
 
     def has_layer(self, chunk: Any, i: int) -> Any:
         """Whether slot i of a chunk of this stage has a layer. A layer of zeros passes activations
         and gradients on unchanged, but must not count in metrics and amaxes."""
-        occupied = self.occupied[:, :, i]
+        occupied = self.placement.layers[:, :, i] >= 0
         if occupied.all():
             return True
         return jnp.asarray(occupied)[collectives.axis_index("pp"), chunk]
@@ -407,20 +546,23 @@ class Executor:
 
     def finish(self, carry: Carry) -> Any:
         """The gradients, and this GPU's metrics."""
-        return {**carry.end_grads, "layers": carry.chunk_grads}, carry.metrics.asdict()
+        return {**carry.end_grads, "layers": carry.chunk_grads[""]}, carry.metrics.asdict()
 
 
 class OneStage(Executor):
     """Without a pipeline: one stage with one chunk, whose layers are a tuple of trees."""
 
     def chunk(self, stack: Any, _chunk: Any) -> Any:
-        return stack
+        return {"": stack}
+
+    def same_shapes(self, at: layer_order.Choice) -> int:
+        return at.entry if self.run.model.layer_groups else 0
 
     def fwd_weights(self, _carry: Any) -> Any:
         return self.first_fwd_weights
 
     def bwd_weights(self, _carry: Any) -> Any:
-        return drop_form("fprop_operand", self.layers)
+        return drop_form("fprop_operand", self.chunk(self.layers, 0))
 
     def receive_input(self, carry: Carry, t: Tick) -> Carry:
         t.x = jnp.where(t.now.fwd_microbatch >= 0, self.ends.embed(t.now.fwd_microbatch), 0)
@@ -443,8 +585,36 @@ class OneStage(Executor):
 class Pipeline(Executor):
     """pp stages of vp chunks each."""
 
-    def chunk(self, stack: Any, chunk: Any) -> Any:
-        return buffers.read_chunk(stack, chunk, self.layers_per_chunk)
+    def chunk(self, layers: Any, chunk: Any) -> Any:
+        """The layers of a chunk, by stack: a tuple of trees each, from stacked layers."""
+        table = self.placement.stacks
+        stacks = zip(table, layer_stack.split(table, layers), strict=True)
+        return {
+            s.name: buffers.read_slots(tree, self.slots(s.name, chunk)[0]) for s, tree in stacks
+        }
+
+    def write_chunk(self, layers: Any, chunk: Any, new: Any) -> Any:
+        """Stacked layers with those of a chunk replaced."""
+        table = self.placement.stacks
+        stacks = zip(table, layer_stack.split(table, layers), strict=True)
+        write = lambda s, tree: buffers.write_slots(tree, *self._with(new, s.name, chunk))
+        return layer_stack.join(table, [write(s, tree) for s, tree in stacks])
+
+    def _with(self, new, name, chunk):
+        slots, valid = self.slots(name, chunk)
+        return slots, new[name], valid
+
+    def slots(self, name: str, chunk: Any) -> tuple[list, list]:
+        """The slot of a stack of each entry of a chunk, a function each (each reader computes it
+        for itself), and whether the chunk has a layer there."""
+        table = self.placement.entries[name]
+        _, chunks, count = table.shape
+        if (table == np.arange(chunks * count).reshape(chunks, count)).all():
+            return [lambda i=i: chunk * count + i for i in range(count)], [True] * count
+        slots = jnp.asarray(table)[collectives.axis_index("pp"), chunk]
+        always = (table >= 0).all((0, 1))
+        valid = [True if always[i] else slots[i] >= 0 for i in range(count)]
+        return [lambda i=i: jnp.maximum(slots[i], 0) for i in range(count)], valid
 
     def table(self) -> np.ndarray:
         table = super().table()
@@ -470,7 +640,7 @@ class Pipeline(Executor):
         return carry.replace(bwd_weights=drop_form("fprop_operand", last), chunk_grads=grads)
 
     def finish(self, carry: Carry) -> Any:
-        layers = buffers.write_chunk(carry.layer_grads, 0, carry.chunk_grads)  # the last is chunk 0
+        layers = self.write_chunk(carry.layer_grads, 0, carry.chunk_grads)  # the last is chunk 0
         newest = self.plan.microbatches - 1
         first = newest - newest % self.plan.microbatches_per_embedding
         carry = self.embed_grad(first, None, carry)
@@ -520,7 +690,7 @@ class Pipeline(Executor):
             found.append(Branch(schedule.EMBED_BACKWARD, first >= 0, embed_grad))
             # After all reads of what the switch replaces, or XLA would copy it; of the gradients of
             # the chunk only if the last wgrad is not ordered (SublayerVjp.dx_unordered).
-            unordered = t.forward and self.vjps[0]["attn"].dx_unordered
+            unordered = t.forward and self.vjps["attn"][0][0].dx_unordered
             reads = carry.chunk_grads if unordered else (), t.tokens.wanted_by("bwd.chunk_switch")
             token = ordering.index_token((t.dy, *reads))
             switch = functools.partial(self.switch_backward_chunk, carry.layer_weights, t, token)
@@ -546,7 +716,7 @@ class Pipeline(Executor):
         self, layer_weights: Any, t: Tick, token: jax.Array, state: Carry
     ) -> Carry:
         """Writes back the gradients of the old chunk; reads weights and gradients of the next."""
-        grads = buffers.write_chunk(
+        grads = self.write_chunk(
             state.layer_grads, t.following.bwd_chunk_writeback, state.chunk_grads
         )
         chunk = t.following.bwd_chunk_switch + token
@@ -559,6 +729,13 @@ class Pipeline(Executor):
         return ordering.index_after(
             t.following.recv_bwd_slot, jax.tree.leaves(carry.bwd_weights)[0]
         )
+
+
+def _with_entry(chunk, at, new):
+    """A chunk with one entry replaced."""
+    entries = list(chunk[at.stack])
+    entries[at.entry] = new
+    return chunk | {at.stack: tuple(entries)}
 
 
 def _keep_counts(has_work, new, old):

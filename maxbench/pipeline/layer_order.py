@@ -1,35 +1,206 @@
-"""The order of layers in the slots of the stacked weights.
+"""Where the layers of a pipeline are: the part of each layer, and its slot in stacked weights.
 
 A stage has vp chunks of layers (virtual stages); chunk c of stage p is the (c x pp + p)-th part of
-the network. Slots are ordered by stage, chunk and layer of the chunk, so that sharding them over pp
-gives each stage its chunks. If layers divide into the parts except for two, one slot of the first
-part, which also embeds, and one of the last, which also computes the loss, are empty (Llama 3.1
-405B: 126 + 2 = 8 x 8 x 2). Empty slots contain zeros: a layer of zeros adds nothing to its input,
-and its gradients are zeros, so it is no special case.
+the network. All chunks have the same number of slots, and the i-th layer of a chunk is in slot i.
+Every stage has the same stacks of weights, sharded over pp, and a chunk is read from them by a
+table.
+
+If all layers have the same weights there is one stack. If they divide into the parts except for
+two, one slot of the first part, which also embeds, and one of the last, which also computes the
+loss, are empty (Llama 3.1 405B: 126 + 2 = 8 x 8 x 2). Empty slots contain zeros: a layer of zeros
+adds nothing to its input, and its gradients are zeros, so it is no special case.
+
+Otherwise (layout.stages, or layers that differ) a slot may be empty, or of different kinds, on
+different chunks: the executor branches there, at each sublayer that differs. Each form of a
+sublayer, its weights' shapes and number format, has a stack of its own. A stack has as many slots
+as a stage has layers of that form at most, so a few layers of a rare form take no memory for all
+chunks of all stages.
 """
+
+import collections
+import dataclasses
+import functools
+from typing import NamedTuple
 
 import numpy as np
 
+from maxbench.config import pipeline_layout
+from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.model import layer_stack
-from maxbench.model.layer_stack import EMPTY, Stack, Stacks
+from maxbench.model.layer_stack import EMPTY, SUBLAYERS, Stack, Stacks
+
+
+class Choice(NamedTuple):
+    """One kind of a sublayer in a slot of chunks.
+
+    Attributes:
+      kind: the Model of the sublayer.
+      stack: the name of the stack with its weights.
+      entry: their index among those that a chunk has of the stack.
+    """
+
+    kind: Model
+    stack: str
+    entry: int
+
+
+class Slot(NamedTuple):
+    """A sublayer in a slot of chunks.
+
+    Attributes:
+      choices: its kinds, the most frequent first.
+      table: index of the choice, int32 [stage, chunk], len(choices) where the slot is empty; None
+        if it is choices[0] everywhere.
+    """
+
+    choices: tuple[Choice, ...]
+    table: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The layers of a pipeline, or of one stage without a pipeline.
+
+    Attributes:
+      layers: the layer in each slot, int [stage, chunk, slot]; EMPTY in an empty one.
+      stacks: of all stages: those of stage 0, then those of stage 1, ...
+      entries: stack -> the slot of the stage's stack of each entry of a chunk, int32 [stage, chunk,
+        entry]; EMPTY if the chunk has no such layer.
+      slots: sublayer -> a Slot for each slot of a chunk.
+      sliced: stacks whose chunks have an entry for each slot, at chunk x slots + slot: ZeRO slices
+        can be communicated in warm-up and cool-down (zero_overlap.py).
+    """
+
+    layers: np.ndarray
+    stacks: Stacks
+    entries: dict[str, np.ndarray]
+    slots: dict[str, tuple[Slot, ...]]
+    sliced: tuple[str, ...]
+
+    @property
+    def slots_per_chunk(self) -> int:
+        return self.layers.shape[2]
 
 
 def stacks(run: Run) -> Stacks:
     """The stacks of a run's weights, and the layer in each of their slots."""
-    m, a = run.network, run.layout
-    if a.pp == 1:
-        return layer_stack.stacks(m)
-    return (Stack("", m, tuple(layer_order(m.layers, a.pp, a.vp).tolist())),)
+    return placement(run).stacks
+
+
+def placement(run: Run) -> Placement:
+    a = run.layout
+    return _placement(run.network, a.pp, a.vp, a.stages)
 
 
 def layer_order(layers: int, pp: int, vp: int) -> np.ndarray:
     """The layer in each slot, [slots]; EMPTY in an empty one."""
-    even = layers % (pp * vp) == 0
-    ids = np.arange(layers) if even else np.concatenate([[EMPTY], np.arange(layers), [EMPTY]])
-    return ids.reshape(vp, pp, -1).swapaxes(0, 1).reshape(-1)
+    return _layers(pipeline_layout.even(layers, pp * vp), pp, vp).reshape(-1)
 
 
-def occupied(order: np.ndarray, pp: int, vp: int) -> np.ndarray:
-    """Whether each slot has a layer, bool [stage, chunk, layer of the chunk]."""
-    return (np.asarray(order) >= 0).reshape(pp, vp, -1)
+def _layers(counts: tuple[int, ...], pp: int, vp: int) -> np.ndarray:
+    """Placement.layers, from the number of layers of each part."""
+    ids = np.full((len(counts), max(counts)), EMPTY)
+    first = np.cumsum([0, *counts])
+    for part, count in enumerate(counts):
+        ids[part, :count] = np.arange(first[part], first[part + 1])
+    if min(counts) < max(counts) and counts == pipeline_layout.even(sum(counts), len(counts)):
+        ids[0] = np.roll(ids[0], 1)  # the empty slot is that of the embedding
+    return ids.reshape(vp, pp, -1).swapaxes(0, 1)
+
+
+@functools.cache
+def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
+    if pp == 1:
+        return _one_stage(m)
+    counts = pipeline_layout.layers_of_parts(stages) if stages else ()
+    even = pipeline_layout.even(m.layers, pp * vp)
+    layers = _layers(counts or even, pp, vp)
+    zeros = False  # whether empty slots have weights, which are zeros
+    forms = {s: dict.fromkeys(_form(kind, s) for kind in m.per_layer) for s in SUBLAYERS}
+    if all(len(found) == 1 for found in forms.values()):
+        found = [("", m.per_layer[0], tuple(SUBLAYERS), layers != EMPTY)]
+        zeros = not counts or counts == even
+    else:
+        found = []
+        for s in SUBLAYERS:
+            for i, form in enumerate(forms[s]):
+                has_form = [_form(kind, s) == form for kind in m.per_layer]
+                kind = m.per_layer[has_form.index(True)]
+                found.append((f"{s}{i}", kind, (s,), np.array([*has_form, False])[layers]))
+    table, entries, ranks, sliced = [], {}, {}, []
+    for name, kind, sublayers, uses in found:
+        stack, entries[name], ranks[name] = _stack(name, kind, sublayers, layers, uses, zeros)
+        table.append(stack)
+        uniform = len(stack.slots) == layers.size and uses.any((0, 1)).all()
+        sliced += [name] if uniform else []
+    slots = {}
+    for s in SUBLAYERS:
+        of_form = {_form(st.kind, s): st.name for st in table if s in st.sublayers}
+        slots[s] = tuple(
+            _slot(m, s, layers[:, :, i], i, of_form, ranks, zeros) for i in range(layers.shape[2])
+        )
+    return Placement(layers, tuple(table), entries, slots, tuple(sorted(sliced)))
+
+
+def _one_stage(m: Model) -> Placement:
+    """Without a pipeline: unrolled layers, each an entry of its own of the only chunk."""
+    slots = {
+        s: tuple(Slot((Choice(_kind(m, k, s), "", i),)) for i, k in enumerate(m.per_layer))
+        for s in SUBLAYERS
+    }
+    layers = np.arange(m.layers)[None, None]
+    return Placement(layers, layer_stack.stacks(m), {"": layers.astype(np.int32)}, slots, ())
+
+
+def _kind(m: Model, kind: Model, sublayer: str) -> Model:
+    """The Model of a sublayer of a layer: equal for all layers whose sublayers are alike."""
+    if not m.layer_groups:
+        return kind
+    if sublayer == "attn":
+        return dataclasses.replace(kind, mlp=m.mlp, experts=m.experts)
+    return dataclasses.replace(kind, window=0)
+
+
+def _form(kind: Model, sublayer: str):
+    """What the shapes and the number format of a sublayer's weights depend on."""
+    return (kind.quantized,) if sublayer == "attn" else (kind.quantized, kind.mlp, kind.experts)
+
+
+def _stack(name, kind, sublayers, layers, uses, uniform):
+    """A Stack, Placement.entries of it, and {slot of a chunk: entry}.
+
+    Args:
+      uses: whether a layer is in the stack, bool [stage, chunk, slot].
+      uniform: every chunk has an entry for each slot. It is so anyway if that takes no more memory.
+    """
+    rank = {int(slot): i for i, slot in enumerate(np.flatnonzero(uses.any((0, 1))))}
+    stages, chunks, _ = layers.shape
+    most = int(uses.sum((1, 2)).max())
+    if uniform := uniform or most >= chunks * len(rank):
+        most = chunks * len(rank)
+    order = np.full((stages, most), EMPTY)
+    entries = np.full((stages, chunks, len(rank)), EMPTY, np.int32)
+    if uniform:
+        entries[:] = np.arange(most).reshape(chunks, -1)
+    for stage in range(stages):
+        used = [(c, i) for c in range(chunks) for i in rank if uses[stage, c, i]]
+        for slot, (c, i) in enumerate(used):
+            if not uniform:
+                entries[stage, c, rank[i]] = slot
+            order[stage, entries[stage, c, rank[i]]] = layers[stage, c, i]
+    stack = Stack(name, kind, tuple(order.reshape(-1).tolist()), sublayers)
+    return stack, entries, rank
+
+
+def _slot(m, sublayer, layers, i, of_form, ranks, zeros):
+    """The Slot of a sublayer in slot i of chunks, which have `layers` there, [stage, chunk]."""
+    kind_of = {n: _kind(m, m.per_layer[n], sublayer) for n in layers.reshape(-1).tolist() if n >= 0}
+    counts = collections.Counter(kind_of[n] for n in layers.reshape(-1).tolist() if n >= 0)
+    kinds = [kind for kind, _ in counts.most_common()]
+    choice = lambda kind, name: Choice(kind, name, ranks[name][i])
+    choices = tuple(choice(kind, of_form[_form(kind, sublayer)]) for kind in kinds)
+    if len(kinds) == 1 and (zeros or (layers >= 0).all()):
+        return Slot(choices)
+    index = [kinds.index(kind_of[n]) if n >= 0 else len(kinds) for n in layers.reshape(-1).tolist()]
+    return Slot(choices, np.array(index, np.int32).reshape(layers.shape))

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.model import transformer
+from maxbench.model.layer_stack import part_of
 from maxbench.model.layers import rope_angles
 from maxbench.quantization import Weight, row_major
 from maxbench.sharding import mesh
@@ -27,10 +29,11 @@ class SublayerVjp:
     Args:
       name: of transformer.SUBLAYERS.
       layer: index of its layer in a chunk.
+      kind: its Model.
     """
 
-    def __init__(self, run: Run, name: str, layer: int):
-        self.run, self.name = run, name
+    def __init__(self, run: Run, name: str, layer: int, kind: Model):
+        self.run, self.name, self.kind = run, name, kind
         # In FP8 over cp, the last wgrad of a tick overlaps the reduce-scatter of the output, which
         # has only half of the GEMMs that hide it otherwise. Without cp, `up` would wait for x after
         # dx.
@@ -38,10 +41,7 @@ class SublayerVjp:
         self.dx_unordered = fp8_over_cp and (name, layer) == ("attn", 0)
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
         self.structure: tuple | None = None
-
-    def part_of(self, layer: Any) -> Any:
-        """The entries of this sublayer in a layer's weights or gradients."""
-        return {name: part for name, part in layer.items() if name.startswith(self.name)}
+        self.residual_count = 0  # of forward()
 
     def forward(
         self, layer: Any, grads: Any, x: jax.Array, wait_for: dict[str, Token | None]
@@ -58,10 +58,10 @@ class SublayerVjp:
           The output activation, the auxiliary loss, the residuals, and the token of each GEMM:
           known when it is computed (out, down) or when its input is all-gathered (qkv, up).
         """
-        w, grads = self.part_of(layer), self.part_of(grads)
+        w, grads = part_of(self.name, layer), part_of(self.name, grads)
         wait_for = {name: jnp.full(3, 0.0 if t is None else t) for name, t in wait_for.items()}
         call = lambda grads, x, wait_for, issued: transformer.layer(
-            self.run, self.run.model, w, grads, x, self.rope, wait_for, issued,
+            self.run, self.kind, w, grads, x, self.rope, wait_for, issued,
             sublayer=self.name, dx_unordered=self.dx_unordered,
         )  # fmt: skip
         (y, tokens, aux), vjp = jax.vjp(call, grads, x, wait_for, jnp.zeros(()))
@@ -71,6 +71,7 @@ class SublayerVjp:
         again = list(map(index, leaves))
         self.structure = self.structure or (tree, again)
         residuals = [leaf for leaf, i in zip(leaves, again, strict=True) if i is None]
+        self.residual_count = len(residuals)
         return y, aux, residuals, tokens
 
     def backward(
@@ -95,7 +96,7 @@ class SublayerVjp:
           '<GEMM>.dgrad', '<GEMM>.all_gather', '<GEMM>.wgrad'.
         """
         tree, again = self.structure
-        passed_again = self._passed_again(self.part_of(layer), self.part_of(grads))
+        passed_again = self._passed_again(part_of(self.name, layer), part_of(self.name, grads))
         residuals = iter(residuals)
         leaves = [next(residuals) if i is None else passed_again[i] for i in again]
         first, last = transformer.SUBLAYERS[self.name]
@@ -104,6 +105,20 @@ class SublayerVjp:
         operations = enumerate(("dgrad", "all_gather", "wgrad"))
         tokens = {f"{g}.{name}": t[i] for i, name in operations for g, t in tokens.items()}
         return grads | new, dx, tokens | {f"{last}.wgrad": last_wgrad}
+
+    def backward_from_input(
+        self,
+        layer: Any,
+        grads: Any,
+        x: jax.Array,
+        dy: jax.Array,
+        daux: jax.Array,
+        wait_for: Token,
+    ) -> Any:
+        """backward(), which recomputes the sublayer from its input activation."""
+        unordered = dict.fromkeys(transformer.SUBLAYERS[self.name])
+        residuals = self.forward(layer, grads, x, unordered)[2]
+        return self.backward(layer, grads, residuals, dy, daux, wait_for)
 
     def _passed_again(self, w, grads):
         return [*jax.tree.leaves(w), *jax.tree.leaves(grads), *self.rope]

@@ -48,6 +48,8 @@ class ZeroOverlap:
       past: amax history, as for quantization.scales.
       head: WeightSharding of the head's weight, and this GPU's shard of it in the compute dtype; or
         None.
+      sliced: whether slot i of chunk c is c x slots of a chunk + i. Otherwise nothing is
+        communicated in slices.
 
     Attributes:
       amax: amaxes of weights, as quantization.scales returns them.
@@ -57,7 +59,9 @@ class ZeroOverlap:
       head: HeadPrefetch, or None without such a weight, or if there is no time for its slices.
     """
 
-    def __init__(self, run: Run, arithmetic, shardings, masters, cast, past, head=None):
+    def __init__(
+        self, run: Run, arithmetic, shardings, masters, cast, past, head=None, sliced=True
+    ):
         self.arithmetic, self.cast, plan = arithmetic, cast, schedule_for(run)
         self.masters, self.tree = jax.tree.flatten(masters)
         self.stacked = jax.tree.leaves(shardings)
@@ -73,9 +77,12 @@ class ZeroOverlap:
         weights_per_slice = (
             GEMM_FRACTION * run.gpu.bf16_tflops * 1e12 / NETWORK_BYTES_PER_S / tokens
         )
-        self.slices_per_layer, self.slices_per_tick, self.slice_dims = self._choose_slices(
-            run, math.ceil(weights_per_slice)
-        )
+        self.slices_per_layer, self.slices_per_tick = 0, 0
+        self.slice_dims: dict[int, int] = {}
+        if sliced:
+            self.slices_per_layer, self.slices_per_tick, self.slice_dims = self._choose_slices(
+                run, math.ceil(weights_per_slice)
+            )
         head = head and HeadPrefetch(run, *head)
         room = head and head.slices * self._weights_left(weights_per_slice)
         self.head = head if head and math.prod(head.shape) < room else None

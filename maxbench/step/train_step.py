@@ -37,7 +37,9 @@ class _ComputeWeights(NamedTuple):
 
     weights: dict  # {'embed': ..., 'layers': ..., 'head': ...}
     shardings: dict  # tree of WeightSharding like weights
-    overlap: ZeroOverlap | None  # in a pipeline: layers' all-gathers and reduce-scatters
+    # In a pipeline the all-gathers and reduce-scatters of layers, and of which stacks; the first is
+    # communicated in slices.
+    overlaps: list[tuple[tuple[str, ...], ZeroOverlap]]
     amaxes: list  # of each stack's weights, fp32 [slots, gemms], with per-tensor scales, or None
 
 
@@ -228,13 +230,13 @@ class Step:
             return self._local_grads_in_order(params, step, layer_state)
 
     def _local_grads_in_order(self, params, step, layer_state):
-        w, shardings, overlap, amaxes = self._compute_weights(params, layer_state)
-        sums, out = self._accumulated_grads(w, step, overlap)
+        w, shardings, overlaps, amaxes = self._compute_weights(params, layer_state)
+        sums, out = self._accumulated_grads(w, step, overlaps[0][1] if overlaps else None)
         stacked = not lowering.layers_unrolled(self.run)
         statistics = layer_state and self._statistics(layer_state, sums["layers"], amaxes)
         grads = grad_accumulation.grads_of(sums)
         reduced = lambda name: jax.tree.map(reduce_grad, shardings[name], grads[name])
-        layers = overlap.reduce_rest(grads["layers"]) if overlap else reduced("layers")
+        layers = self._reduce_stages(overlaps, grads["layers"]) if overlaps else reduced("layers")
         grads = {name: reduced(name) for name in grads if name != "layers"} | {"layers": layers}
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
@@ -279,13 +281,12 @@ class Step:
         if layer_state:
             trees = layer_stack.split(self.stacks, layer_state["layers"])
         pasts = [tree.get("amax") for tree in trees]
-        overlap = None
+        overlaps: list = []
         if run.layout.pp > 1:
             head = None if run.model.tied else (shardings["head"]["w"], w["head"]["w"])
-            overlap = ZeroOverlap(
-                run, self.arithmetic, shardings["layers"], params["layers"], cast, pasts[0], head
+            layers, amaxes, overlaps = self._all_gather_stages(
+                shardings["layers"], params["layers"], cast, pasts, head
             )
-            layers, amaxes = overlap.initial_weights(), [overlap.amax]
             # The head is read last, after the warm-up: its all-gather follows those of the layers.
             # If ZeroOverlap gathers it in slices, nothing reads this result, and XLA drops it.
             w["head"] = ordering.after(w["head"], ordering.token(layers))
@@ -295,7 +296,43 @@ class Step:
             layers = self._with_state(layers, trees)
         gathered = lambda name: jax.tree.map(gather_master, shardings[name], w[name])
         weights = {name: gathered(name) for name in w if name != "layers"} | {"layers": layers}
-        return _ComputeWeights(weights, shardings, overlap, amaxes)
+        return _ComputeWeights(weights, shardings, overlaps, amaxes)
+
+    def _all_gather_stages(self, shardings, masters, cast, pasts, head):
+        """Compute weights of a pipeline's layers, amaxes of each stack, and the ZeroOverlaps."""
+        sliced = layer_order.placement(self.run).sliced
+        rest = [(s.name,) for s in self.stacks if s.name not in sliced]
+        names = [sliced, *rest] if sliced else rest
+        past_of = {s.name: past for s, past in zip(self.stacks, pasts, strict=True)}
+        layers, amax_of, overlaps = {}, {}, []
+        for i, group in enumerate(names):
+            trees = [_stacks_of(group, tree) for tree in (shardings, masters)]
+            past = [past_of[name] for name in group if past_of[name] is not None]
+            overlap = ZeroOverlap(
+                self.run, self.arithmetic, *trees, cast, _concatenate(past),
+                head=head if i == 0 and sliced else None, sliced=group == sliced,
+            )  # fmt: skip
+            overlaps.append((group, overlap))
+            weights = overlap.initial_weights()
+            layers |= {"": weights} if group == ("",) else weights
+            first = 0
+            for name in group:
+                leaves = jax.tree.leaves(_stacks_of((name,), shardings))
+                gemms = sum(bool(s.gemm) for s in leaves)
+                amax = overlap.amax
+                cut = amax is not None and len(group) > 1
+                amax_of[name] = amax[:, first : first + gemms] if cut else amax
+                first += gemms
+        amaxes = [amax_of[s.name] for s in self.stacks]
+        return layers.get("", layers), amaxes, overlaps
+
+    @staticmethod
+    def _reduce_stages(overlaps, grads):
+        layers: dict = {}
+        for group, overlap in overlaps:
+            reduced = overlap.reduce_rest(_stacks_of(group, grads))
+            layers |= {"": reduced} if group == ("",) else reduced
+        return layers.get("", layers)
 
     def _quantize(self, shardings, masters, pasts):
         """Compute weights of layers, and amaxes of each stack."""
@@ -356,6 +393,16 @@ class Step:
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(accumulate, zeros, 0)[1])
         with jax.named_scope("about_2_trips"):  # cost_model/hlo.py reads it
             return jax.lax.fori_loop(0, 2 + jnp.minimum(step, 0), add, (zeros, sums))
+
+
+def _stacks_of(names, layers):
+    """Some stacks of a tree of layers."""
+    return layers if names == ("",) else {name: layers[name] for name in names}
+
+
+def _concatenate(pasts):
+    """Amax histories of several stacks, [slots, gemms, 3], as one; None if there is none."""
+    return jnp.concatenate(pasts, 1) if len(pasts) > 1 else next(iter(pasts), None)
 
 
 def _merge(tree, more):

@@ -220,7 +220,7 @@ GROUPS = (1, ((256,),)), (3, ((256, 4),))
 @pytest.mark.parametrize(
     ("setting", "flags", "text"),
     [
-        ({"model.layer_groups": GROUPS}, dict(pp=2, mbs=1, gbs=4), "pp=2 needs layers of one kind"),
+        ({"model.layer_groups": GROUPS}, dict(pp=5, mbs=1, gbs=5), "give the layers of each part"),
         ({"precision.bf16_layers": (3, 1)}, dict(dtype="fp8"), "leaves none of the 4 layers"),
         (
             {"model.layer_groups": (*GROUPS[:1], (3, ((64, 4),)))},

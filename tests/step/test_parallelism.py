@@ -48,6 +48,15 @@ FAMILIES = {
             "model.init_std": 0.1,  # larger gradients of the router than rounding errors
         },
     ),
+    # Dense layers before experts, as DeepSeek-V3.
+    "dense_first": (
+        "grok1_314b",
+        {
+            "model.capacity_factor": 0.0,
+            "model.layer_groups": ((2, ((192,),)), (4, ((64, 4),))),
+            "model.layers": 6,
+        },
+    ),
     # Three layer groups, heads x head_dim > embed, and values narrower than keys.
     "mixed": (
         "grok1_314b",
@@ -114,6 +123,15 @@ CASES = [
     ("deepseek", dict(pp=2, vp=2, ep=2, fsdp=2, mbs=1)),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("mixed", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
+    # Layers that differ in a slot of the chunks, and empty slots: branches with collectives.
+    ("dense_first", dict(pp=2, ep=2, mbs=1)),
+    pytest.param(
+        "dense_first",
+        dict(pp=2, vp=2, tp=2, mbs=1, stages="Et|(tt|)*2tmL"),
+        marks=exhaustive,
+    ),
+    pytest.param("mixed", dict(pp=2, fsdp=2, mbs=1, stages="2,3"), marks=exhaustive),
+    pytest.param("llama", dict(pp=2, vp=2, cp=2, mbs=1, stages="1,2,0,1"), marks=exhaustive),
 ]
 
 
@@ -130,6 +148,7 @@ def build(family: str, preset: str = "tiny", overrides: dict | None = None, **ax
     layers = family_overrides.get("model.layers", 4)
     axes = {"layers": layers, "gbs": GBS, "mbs": GBS // shards, **axes}
     settings = EXACT | family_overrides | (overrides or {})
+    settings |= {"layout.stages": axes.pop("stages", "")}
     settings |= {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
     settings |= {"train.remat": axes.pop("remat")} if "remat" in axes else {}
     run = resolve(workload, preset, settings, dtype="fp32", seq=SEQ, **axes)

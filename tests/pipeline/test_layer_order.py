@@ -1,0 +1,108 @@
+"""Where the layers of a pipeline are: parts, stacks of weights, and kinds in slots."""
+
+import numpy as np
+import pytest
+
+from maxbench.config import pipeline_layout
+from maxbench.config.errors import UserError
+from maxbench.pipeline import layer_order
+from tests.conftest import resolve
+
+DEEPSEEK = ((3, ((256,),)), (58, ((64, 4),)))  # dense layers, then experts
+ALTERNATING = ((6, ((64, 4, 8), (64, 4))),)  # windows
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("Et|(tt|)*30mL", (1, *[2] * 30, 0)),
+        ("Et*3|(tt|)*29m|L", (3, *[2] * 29, 0, 0)),
+        ("Et*4|(t*4|)*14tmL", (4, *[4] * 14, 1)),
+        ("(t|(t|)*2)*2t", (1, 1, 1, 1, 1, 1, 1)),
+        ("1,2, 0,3", (1, 2, 0, 3)),
+    ],
+)
+def test_layers_of_parts_are_those_of_megatron(text, counts):
+    assert pipeline_layout.layers_of_parts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["E|L", "x", "t*", "(t", "1;2", "-1,2", "(t*99999)*99999"])
+def test_other_layouts_are_refused(text):
+    with pytest.raises(UserError, match="is not understood: give Megatron's"):
+        pipeline_layout.layers_of_parts(text)
+
+
+def place(groups=(), stages="", **layout):
+    overrides = {"model.layer_groups": groups, "layout.stages": stages}
+    overrides |= {} if groups else {"model.experts": 0}
+    run = resolve("grok1_314b", "tiny", overrides, mbs=1, gbs=64, **layout)
+    return layer_order.placement(run)
+
+
+def check(placement):
+    """Every layer is in one slot of the stacks of each sublayer, where its stage reads it."""
+    stages, chunks, count = placement.layers.shape
+    for sublayer, slots in placement.slots.items():
+        found = []
+        for stage, chunk, i in np.ndindex(stages, chunks, count):
+            slot, layer = slots[i], placement.layers[stage, chunk, i]
+            index = 0 if slot.table is None else slot.table[stage, chunk]
+            if index == len(slot.choices):
+                assert layer == -1
+                continue
+            choice = slot.choices[index]
+            stack = next(s for s in placement.stacks if s.name == choice.stack)
+            assert sublayer in stack.sublayers
+            entry = placement.entries[choice.stack][stage, chunk, choice.entry]
+            assert stack.slots[stage * len(stack.slots) // stages + entry] == layer
+            found += [layer] if layer >= 0 else []
+        assert sorted(found) == list(range(placement.layers.max() + 1))
+
+
+def test_a_published_layout_has_a_stack_for_each_form_of_a_sublayer():
+    placement = place(DEEPSEEK, "Et|(tt|)*30mL", layers=61, pp=8, vp=4)
+    check(placement)
+    sizes = {s.name: len(s.slots) // 8 for s in placement.stacks}
+    assert sizes == {"attn0": 8, "mlp0": 2, "mlp1": 8}  # two dense layers at most on a stage
+    assert placement.sliced == ("attn0", "mlp1")
+    attention, mlp = (placement.slots[s] for s in ("attn", "mlp"))
+    assert [len(slot.choices) for slot in (*attention, *mlp)] == [1, 1, 2, 2]
+    assert mlp[0].choices[0].kind.experts == 4  # the most frequent kind
+    assert mlp[0].table[:2, 0].tolist() == [1, 1]
+    assert attention[1].table[[0, 7], [0, 3]].tolist() == [1, 1]  # empty
+
+
+def test_kinds_that_are_alike_in_a_slot_need_no_branch():
+    aligned = place(ALTERNATING, layers=12, pp=2, vp=3)
+    check(aligned)
+    assert [s.name for s in aligned.stacks] == [""]  # windows have no weights
+    assert [slot.choices[0].kind.window for slot in aligned.slots["attn"]] == [8, 0]
+    assert all(slot.table is None for slots in aligned.slots.values() for slot in slots)
+    other = place(ALTERNATING, layers=12, pp=4)
+    check(other)
+    assert [len(slot.choices) for slot in other.slots["attn"]] == [2, 2, 2]
+    assert all(slot.table is None for slot in other.slots["mlp"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "branches"),
+    [(8, "", 0), (6, "", 0), (6, "1,2,2,1", 0), (6, "2,1,1,2", 1), (5, "2,1,0,2", 2)],
+)
+def test_empty_slots_of_equal_layers(layers, stages, branches):
+    """The two empty slots without layout.stages have weights of zeros; others are skipped."""
+    placement = place((), stages, layers=layers, pp=2, vp=2)
+    check(placement)
+    assert sum(slot.table is not None for slot in placement.slots["mlp"]) == branches
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ("t|t", "has 2 parts, and pp=2 x vp=2 are 4"),
+        ("2,2,2,2", "has 8 layers, and model.layers=5"),
+        ("", "layers=5 does not divide .* or give the layers of each part in layout.stages"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(stages, text):
+    with pytest.raises(UserError, match=text):
+        place((), stages, layers=5, pp=2, vp=2)
