@@ -251,7 +251,7 @@ FORMATS: dict[str, LogFormat] = {
             b"tokens per gpu per second (tgs)": ("tokens_s", 1.0),
         },
         means=True,
-        tflops="Megatron-LM's formula of the model: causal since 2025, before full",
+        tflops="Megatron-LM's formula of the model: causal, in older releases full",
         dumps=_MEGATRON_DUMP,
         inferred="a loss that a line with nan iterations leaves out is nan",
     ),
