@@ -55,7 +55,8 @@ def markdown(configs: Mapping[str, ConfigDict]) -> str:
     Rows that differ in GPUs, dp, fsdp and gbs only share a line, with lists of equal length.
     """
     head = ["gpu_type", "dtype", "scaling", "layers", "seq", "pp", "vp", "ep", "cp", "tp", "mbs"]
-    head += ["microbatch_group_size", "remat", "remat_layers"]  # optional columns
+    # optional columns
+    head += ["microbatch_group_size", "remat", "remat_layers", "format"]
     scale = ["gpus", "dp", "fsdp", "gbs"]
     lines = ["| workload | " + " | ".join([*head, *scale]) + " |"]
     lines.append("|---" * (1 + len(head) + len(scale)) + "|")

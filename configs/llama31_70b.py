@@ -5,22 +5,34 @@ The recipe does not scale RoPE as Llama 3.1 does.
 
 from maxbench.config.recipes import workload
 
-# mbs = 2 in BF16, where its activation stash fits in memory.
+# H100: mbs = 2 in BF16, where its activation stash fits in memory. Blackwell: Megatron-Bridge
+# 067f987, perf_recipes/llama; with fsdp it offloads the activations of 20 to 40 layers to the host,
+# and the activation function is recomputed here. Of its FP8 layouts, those of MXFP8.
 LAYOUTS = """
-gpu_type  dtype  scaling  gpus  layers   seq  pp  vp  dp  fsdp  ep  cp  tp  mbs   gbs
-h100      bf16   weak       64      80  8192   4   5   2     1   1   2   4    2   128
-h100      bf16   weak      128      80  8192   4   5   4     1   1   2   4    2   256
-h100      bf16   weak      256      80  8192   4   5   8     1   1   2   4    2   512
-h100      bf16   weak      512      80  8192   4   5  16     1   1   2   4    2  1024
-h100      bf16   weak     1024      80  8192   4   5  32     1   1   2   4    2  2048
-h100      bf16   weak     2048      80  8192   4   5  64     1   1   2   4    2  4096
-h100      fp8    weak       64      80  8192   8   5   2     1   1   1   4    1   128
-h100      fp8    weak      128      80  8192   8   5   4     1   1   1   4    1   256
-h100      fp8    weak      256      80  8192   8   5   8     1   1   1   4    1   512
-h100      fp8    weak      512      80  8192   8   5  16     1   1   1   4    1  1024
-h100      fp8    weak     1024      80  8192   8   5  32     1   1   1   4    1  2048
-h100      fp8    weak     2048      80  8192   8   5  64     1   1   1   4    1  4096
-"""
+gpu_type dtype     scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat format
+h100     bf16      weak      64     80 8192  4  5  2    1  1  2  4   2  128 none delayed
+h100     bf16      weak     128     80 8192  4  5  4    1  1  2  4   2  256 none delayed
+h100     bf16      weak     256     80 8192  4  5  8    1  1  2  4   2  512 none delayed
+h100     bf16      weak     512     80 8192  4  5 16    1  1  2  4   2 1024 none delayed
+h100     bf16      weak    1024     80 8192  4  5 32    1  1  2  4   2 2048 none delayed
+h100     bf16      weak    2048     80 8192  4  5 64    1  1  2  4   2 4096 none delayed
+h100     fp8       weak      64     80 8192  8  5  2    1  1  1  4   1  128 none delayed
+h100     fp8       weak     128     80 8192  8  5  4    1  1  1  4   1  256 none delayed
+h100     fp8       weak     256     80 8192  8  5  8    1  1  1  4   1  512 none delayed
+h100     fp8       weak     512     80 8192  8  5 16    1  1  1  4   1 1024 none delayed
+h100     fp8       weak    1024     80 8192  8  5 32    1  1  1  4   1 2048 none delayed
+h100     fp8       weak    2048     80 8192  8  5 64    1  1  1  4   1 4096 none delayed
+b200     bf16      weak      64     80 8192  4  5  4    1  1  2  2   1  256 none auto
+b200     fp8,nvfp4 weak      64     80 8192  4  5  8    1  1  1  2   1  256 none auto
+b300     bf16      weak      64     80 8192  1  1  1   64  1  1  1   1  256 save_gemms_recompute_act auto
+b300     fp8,nvfp4 weak      64     80 8192  4  5 16    1  1  1  1   1  256 none auto
+gb200    bf16      weak      32     80 8192  1  1  1   32  1  1  1   1  128 save_gemms_recompute_act auto
+gb200    bf16      weak      64     80 8192  1  1  1   64  1  1  1   1  256 save_gemms_recompute_act auto
+gb200    fp8,nvfp4 weak      64     80 8192  4  5  8    1  1  1  2   1  256 none auto
+gb300    bf16      weak      32     80 8192  1  1  1   32  1  1  1   2  128 save_gemms_recompute_act auto
+gb300    bf16      weak      64     80 8192  1  1  1   64  1  1  1   2  256 save_gemms_recompute_act auto
+gb300    fp8,nvfp4 weak      64     80 8192  4  5 16    1  1  1  1   1  256 none auto
+"""  # noqa: E501
 
 
 def get_config(presets=""):

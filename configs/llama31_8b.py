@@ -5,17 +5,27 @@ The recipe does not scale RoPE as Llama 3.1 does.
 
 from maxbench.config.recipes import workload
 
-# mbs = 2, which fills the last wave of GEMM tiles better. save_gemms_only recomputes norms where
-# memory is short: with few dp shards of the optimizer state.
+# H100: mbs = 2, which fills the last wave of GEMM tiles better. save_gemms_only recomputes norms
+# where memory is short: with few dp shards of the optimizer state. Blackwell: Megatron-Bridge
+# 067f987, perf_recipes/llama.
 LAYOUTS = """
-gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat
-h100     bf16,fp8 weak       8     32 8192  1  1  4    1  1  2  1   2  128 save_gemms_only
-h100     bf16     weak      16     32 8192  1  1  8    1  1  2  1   2  256 save_gemms_only
-h100     fp8      weak      16     32 8192  1  1  8    1  1  2  1   2  256 none
-h100     bf16,fp8 weak      32     32 8192  1  1 16    1  1  2  1   2  512 none
-h100     bf16,fp8 weak      64     32 8192  1  1 32    1  1  2  1   2 1024 none
-h100     bf16,fp8 weak     128     32 8192  1  1 64    1  1  2  1   2 2048 none
-"""
+gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat format
+h100     bf16,fp8       weak       8     32 8192  1  1  4    1  1  2  1   2  128 save_gemms_only delayed
+h100     bf16           weak      16     32 8192  1  1  8    1  1  2  1   2  256 save_gemms_only delayed
+h100     fp8            weak      16     32 8192  1  1  8    1  1  2  1   2  256 none delayed
+h100     bf16,fp8       weak      32     32 8192  1  1 16    1  1  2  1   2  512 none delayed
+h100     bf16,fp8       weak      64     32 8192  1  1 32    1  1  2  1   2 1024 none delayed
+h100     bf16,fp8       weak     128     32 8192  1  1 64    1  1  2  1   2 2048 none delayed
+b200     bf16,fp8       weak       8     32 8192  1  1  8    1  1  1  1   2  128 none auto
+b200     nvfp4          weak       8     32 8192  1  1  8    1  1  1  1   4  128 none auto
+b200     bf16,fp8       weak      64     32 8192  1  1 64    1  1  1  1   2 1024 none auto
+b300     bf16,fp8,nvfp4 weak       8     32 8192  1  1  8    1  1  1  1   4  128 none auto
+gb200    bf16,fp8       weak       8     32 8192  1  1  8    1  1  1  1   2  128 none auto
+gb200    nvfp4          weak       8     32 8192  1  1  8    1  1  1  1   4  128 none auto
+gb200    bf16,fp8       weak      32     32 8192  1  1 32    1  1  1  1   2  512 none auto
+gb300    bf16,fp8,nvfp4 weak       8     32 8192  1  1  8    1  1  1  1   4  128 none auto
+gb300    bf16,fp8,nvfp4 weak      32     32 8192  1  1 32    1  1  1  1   4  512 none auto
+"""  # noqa: E501
 
 
 def get_config(presets=""):

@@ -23,6 +23,7 @@ from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 # Columns of a table of layouts that are not fields of Layout; "" = they only select the row.
 COLUMN_SECTIONS = dict.fromkeys(("gpus", "dtype", "scaling", "gpu_type"), "")
 COLUMN_SECTIONS |= {"layers": "model"}
+COLUMN_SECTIONS |= {"format": "precision"}  # its field `scaling`
 COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
 
 TOY_WINDOW = 16  # tokens
@@ -166,7 +167,8 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
         sections: Sections = {"layout": {"gpu_type": key.gpu_type}}
         for column, value in row.items():
             if section := COLUMN_SECTIONS.get(column, "layout"):
-                sections.setdefault(section, {})[column] = value
+                field = "scaling" if column == "format" else column
+                sections.setdefault(section, {})[field] = value
         return sections
     if axes_given:
         return {"model": {"layers": config.model.layers}, "train": {"seq": config.train.seq}}

@@ -212,11 +212,14 @@ def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> 
     model = recipes.model_names().get(model.lower(), model.lower())
     if model == "*":
         having = [m for m in recipes.models() if size in ("*", *recipes.sizes(m))]
-        alone = [m for m in having if _rows(m, values, gpu_types[values["GPU_TYPE"]])]
-        model = alone[0] if len(alone) == 1 else having[0]
+        gpu = gpu_types[values["GPU_TYPE"]]
+        sizes = {m: recipes.sizes(m)[0] if size == "*" else size for m in having}
+        with_recipe = [m for m in having if _rows(m, sizes[m], values, gpu)]
+        model = with_recipe[0] if with_recipe else having[0]
         if model != having[0]:
             scale = f"{values['JOB_TOTAL_GPUS']} {values['GPU_TYPE']}"
-            notes.append(f"MODEL={model}, the only one with a recipe for {scale}")
+            which = "the only one" if len(with_recipe) == 1 else "the first one"
+            notes.append(f"MODEL={model}, {which} with a recipe for {scale}")
         elif size != "*" and len(having) > 1:
             notes.append(f"MODEL_SIZE={size} means MODEL={model}; {having[1]} has this size too")
     check_choice("MODEL", model, recipes.models())
@@ -232,9 +235,9 @@ def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> 
     return files[0]
 
 
-def _rows(model: str, values: Mapping[str, str], gpu: Gpu) -> bool:
-    """Whether a model has a recipe for JOB_TOTAL_GPUS of GPU_TYPE."""
-    tables = (w.layouts for w in recipes.workloads().values() if w.model.name == model)
+def _rows(model: str, size: str, values: Mapping[str, str], gpu: Gpu) -> bool:
+    """Whether a workload has a recipe for JOB_TOTAL_GPUS of GPU_TYPE."""
+    tables = (recipes.workloads()[path].layouts for path in recipes.find_workloads(model, size))
     wanted = {"gpus": values["JOB_TOTAL_GPUS"], "gpu_type": gpu.recipes}
     wanted["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
     rows = (row for table in tables for row in recipes.table(table))

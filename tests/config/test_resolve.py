@@ -14,7 +14,7 @@ ROWS = [(w, row) for w in WORKLOADS for row in recipes.table(config(w).layouts)]
 
 
 def test_tables_have_every_row_of_the_recipes():
-    assert len([w for w, _ in ROWS if w in WORKLOADS[:6]]) == 114
+    assert len([w for w, row in ROWS if row["gpu_type"] == "h100" and w in WORKLOADS[:6]]) == 74
     keys = [(w, *(r[k] for k in ("gpu_type", "dtype", "scaling", "gpus"))) for w, r in ROWS]
     assert len(set(keys)) == len(ROWS)
     for _, row in ROWS:

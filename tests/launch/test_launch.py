@@ -198,7 +198,7 @@ def test_data_parallelism_fills_the_gpus_that_other_axes_leave():
     assert variables.resolve_job({"NUM_LAYERS": "8"}).run.model.layers == 8
 
 
-def test_model_defaults_to_the_only_one_with_a_recipe_for_the_gpus():
+def test_model_defaults_to_the_first_one_with_a_recipe_for_the_gpus():
     for more in ({}, {"STRONG_SCALING": "true"}):
         s = variables.resolve_job({"JOB_TOTAL_GPUS": "256", "GPU_TYPE": "gb200"} | more)
         assert (s.run.model.name, s.run.precision.dtype) == ("nemotron4", "fp8")
@@ -284,7 +284,8 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
         ({"RUN_CONF_PROFILE_RANKS": "0-3"}, "for example 0,1,2,3"),
         ({"ADDITIONAL_SLURM_PARAMS": "nodelist n1"}, "'nodelist n1' is not key=value or key"),
         ({"GBS": "7"}, "GBS=7 is not a multiple of mbs x dp x fsdp x ep"),
-        ({"GPU_TYPE": "b200"}, "or name the axes, launch.sh -- --fsdp"),
+        ({"MODEL": "llama2", "GPU_TYPE": "b200", "JOB_TOTAL_GPUS": "8"},
+         "or name the axes, launch.sh -- --fsdp"),
         ({"TP": "3"}, "JOB_TOTAL_GPUS=8 is not a multiple of TP x PP x CP x EP = 3 x 1 x 2 x 1"),
         ({"EP": "2"}, "EP=2 needs experts, and llama31 8b has none"),
         ({"DP": "4"}, "DP='4' is refused: dp follows from JOB_TOTAL_GPUS and TP"),
@@ -525,7 +526,7 @@ def test_xla_options_by_gpu_and_scale():
     assert (small[scatter], small[command]) == (8 << 20, "")
     assert options(MODEL="llama2", JOB_TOTAL_GPUS="1024")[scatter] == 4 << 20
     assert options(MODEL="llama2", JOB_TOTAL_GPUS="64", DTYPE="bf16")[scatter] == 32 << 20
-    new = options("--fsdp", "8", GPU_TYPE="b200", JOB_TOTAL_GPUS="8")
+    new = options("--fsdp", "8", "--dp", "1", GPU_TYPE="b200", JOB_TOTAL_GPUS="8")
     assert new[command] == "FUSION,CUSTOM_CALL"
     wide = ("--tp", "2", "--dp", "4", "--cp", "1")
     alone = "xla_gpu_disable_async_collectives"
