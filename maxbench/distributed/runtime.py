@@ -154,7 +154,9 @@ def init_distributed(run: Run) -> PeerWatch | None:
         timeout_s = configured_s or rendezvous.default_timeout_s(group.processes)
         member = rendezvous.Member(group.process, environment.hostname(), log_path())
         hosts = slurm_env.process_hosts()
-        coordinator.check_loopback(group.coordinator, member, hosts)
+        # Several nodes of Slurm may be one machine, whose own name is then none of theirs.
+        own_machines = os.uname().nodename.partition(".")[0] in {h.partition(".")[0] for h in hosts}
+        coordinator.check_loopback(group.coordinator, member, hosts if own_machines else ())
         peers = rendezvous.rendezvous(
             group.coordinator,
             group.processes,
