@@ -6,6 +6,7 @@ import pathlib
 import shlex
 from typing import Any, NamedTuple
 
+from maxbench.run_logs import log_files
 from maxbench.run_logs.record import parse_json
 
 FILE = "submission.json"
@@ -40,14 +41,15 @@ def of(folder: pathlib.Path) -> Submission:
             known = {n: content[n] for n, kind in kinds.items() if isinstance(content.get(n), kind)}
             return Submission(str(number), **known)
     with contextlib.suppress(OSError):
-        return Submission((folder / "job_id").read_text().strip())
+        text = b"".join(log_files.blocks(folder / "job_id"))
+        return Submission(text.decode("utf-8", "replace").strip())
     return Submission("")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object in a file; {} if it is missing or damaged."""
+    """A JSON object in a file; {} if it is missing or damaged, or no regular file."""
     with contextlib.suppress(OSError):
-        return parse_json(path.read_bytes())
+        return parse_json(b"".join(log_files.blocks(path)))
     return {}
 
 
