@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxbench.config.model import Model
-from maxbench.model import hugging_face, layers
+from maxbench.model import hugging_face, layers, transformer
 from maxbench.model.linear import UNORDERED
 from tests.model.test_attention import attention_formula
 
@@ -99,15 +99,43 @@ def test_attention_and_its_gradients_equal_the_formula(kind, formula, sizes):
     jax.tree.map(close, actual, expected)
 
 
-def test_interleaved_rope_of_hugging_face_is_ours_reordered():
+@pytest.mark.parametrize("sizes", [GROUPED["all"], LATENT | LATENTS["all"]], ids=["all", "latent"])
+def test_weights_of_hugging_face_are_converted_and_back(sizes):
+    m = Model(**SIZES | sizes)
+    params = nn.unbox(transformer.init(m, jax.random.key(0)))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: random.standard_normal(x.shape).astype(np.float32), params)
+    tensors = hugging_face.to_hugging_face(m, params)
+    weights = sum(x.size for x in jax.tree.leaves(params))
+    assert sum(x.size for x in tensors.values()) == weights
+    converted = hugging_face.from_hugging_face(m, tensors)
+    jax.tree.map(np.testing.assert_array_equal, converted, params)
+
+
+def test_latent_attention_of_hugging_face_rotates_neighbouring_dims():
+    """DeepSeek-V3's attention from its own tensors, in numpy, equals ours."""
     m, random = Model(**SIZES | LATENT), np.random.default_rng(0)
-    theirs = random.standard_normal((1, 5, 2, m.head_dim)).astype(np.float32)
-    order, plain = hugging_face.rope_order(m, m.head_dim), m.head_dim - m.rope_head_dim
-    angle = np.arange(5)[:, None] * m.rope_base ** (-np.arange(0, m.rope_head_dim, 2) / 4)
-    pairs = theirs[..., plain::2] + 1j * theirs[..., plain + 1 :: 2]
-    pairs = pairs * np.exp(1j * angle)[:, None]
-    rotated = np.stack([pairs.real, pairs.imag], -1).reshape(1, 5, 2, -1)
-    expected = np.concatenate([theirs[..., :plain], rotated], -1)
-    ours = theirs[..., order]
-    ours = np.concatenate([ours[..., :plain], rope(m, ours[..., plain:])], -1)
-    np.testing.assert_allclose(ours[..., np.argsort(order)], expected, atol=1e-6)
+    params = nn.unbox(transformer.init(m, jax.random.key(0)))
+    draw = lambda x: random.standard_normal(x.shape).astype(np.float32) / 3
+    params = jax.tree.map(draw, params)
+    hf = hugging_face.to_hugging_face(m, params)
+    hf = {k.split("self_attn.")[1]: v for k, v in hf.items() if "layers.0.self_attn" in k}
+    x, plain = random.standard_normal((2, 16, m.embed)).astype(np.float32), m.head_dim - 4
+
+    def rotated(x):
+        freq = m.rope_base ** (-np.arange(0, 4, 2) / 4)
+        angle = np.arange(16)[:, None, None] * freq
+        pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
+        return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+
+    kv, shared = np.split(x @ hf["kv_a_proj_with_mqa.weight"].T, [m.kv_rank], -1)
+    kv = rms(kv, hf["kv_a_layernorm.weight"], m.norm_eps) @ hf["kv_b_proj.weight"].T
+    q = rms(x @ hf["q_a_proj.weight"].T, hf["q_a_layernorm.weight"], m.norm_eps)
+    q = np.asarray(q @ hf["q_b_proj.weight"].T).reshape(2, 16, m.heads, m.head_dim)
+    q = np.concatenate([q[..., :plain], rotated(q[..., plain:])], -1)
+    k, v = np.split(np.asarray(kv).reshape(2, 16, m.heads, -1), [plain], -1)
+    shared = np.broadcast_to(rotated(shared[:, :, None]), (2, 16, m.heads, 4))
+    o = attention_formula(q, np.concatenate([k, shared], -1), v, None)
+    expected = np.asarray(o).reshape(2, 16, -1) @ hf["o_proj.weight"].T
+    w = jax.tree.map(lambda x: x[0], params["layers"]["attn"])
+    np.testing.assert_allclose(latent_formula(m, w, x), expected, atol=1e-4)
