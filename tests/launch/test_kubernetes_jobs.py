@@ -71,7 +71,7 @@ class Place:
         return (job_set.get("status", {}).get("conditions") or [{"type": ""}])[0]["type"]
 
     def ended(self) -> str:
-        kubernetes_cluster.wait(self.condition, 60, "the JobSet did not end")
+        kubernetes_cluster.wait(self.condition, 120, "the JobSet did not end")
         return self.condition()
 
     def row(self) -> job_status.Row:
@@ -152,7 +152,7 @@ def test_a_preempted_pod_resumes_from_its_checkpoint(place):
     running = lambda: (
         "step: 2" in "".join(p.read_text() for p in (place.root / "cluster" / "logs").iterdir())
     )
-    kubernetes_cluster.wait(running, 30, "no step")
+    kubernetes_cluster.wait(running, 90, "no step")
     place.cluster.preempt(1)
     assert place.ended() == "Completed"
     assert place.cluster.listed("jobsets")[0]["status"]["restarts"] == 1
@@ -171,11 +171,11 @@ def test_a_pending_pod_and_a_cancelled_job(place, capsys, monkeypatch):
     (name,) = place.job_sets()
     pending = "1 of 2 pods pending: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     scheduled = lambda: place.row().why == pending
-    kubernetes_cluster.wait(scheduled, 30, "not pending")
+    kubernetes_cluster.wait(scheduled, 90, "not pending")
     assert place.row().state == "PENDING"
     place.cluster.pending = set()
-    kubernetes_cluster.wait(lambda: place.row().state == "RUNNING", 30, "not running")
-    kubernetes_cluster.wait(lambda: place.row().step == "2", 30, "no step in the log")
+    kubernetes_cluster.wait(lambda: place.row().state == "RUNNING", 90, "not running")
+    kubernetes_cluster.wait(lambda: place.row().step == "2", 90, "no step in the log")
     assert entry.run("cancel", [name]) == 0
     assert place.row()[1::4] == ("CANCELLED", "its JobSet is deleted")
     capsys.readouterr()
