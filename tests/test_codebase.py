@@ -28,7 +28,7 @@ IMPORTS = {
     "cost_model": "hardware config metrics sharding quantization pipeline step",
     "planning": "hardware config metrics pipeline cost_model",
     "preflight": "hardware config run_logs distributed model step",
-    "calibration": "hardware config run_logs distributed sharding quantization model step "
+    "calibration": "hardware config metrics run_logs distributed sharding quantization model step "
     "cost_model planning preflight",
     "launch": "hardware config metrics run_logs",
     "reporting": "hardware config metrics run_logs cost_model planning",
