@@ -6,8 +6,8 @@ that find it full are counted, and model/experts.py ends the run (step/state.py)
 
 NVIDIA's programs (DeepEP, HybridEP) send each token once per GPU too, or once per host, and then to
 its GPUs; their kernels read the number of rows from GPU memory. XLA's counterpart,
-jax.lax.ragged_all_to_all, copies it to the host first, which then waits for the GPU in every layer,
-and does not exist on a CPU.
+jax.lax.ragged_all_to_all, copies it to the host first over NCCL, which then waits for the GPU in
+every layer, and does not exist on a CPU.
 
 Shape letters: j token, k choice, p GPU of ep, c row of a pair's buffer, r row that a GPU receives,
 p x c of them.
