@@ -5,8 +5,9 @@ number_formats.py). Weights are quantized once per step, from the master copy, a
 over dp, fsdp and cp carry the quantized values; so do the all-gathers of activations over tp and
 the all-to-alls of tokens over ep that feed a GEMM.
 
-Scales are powers of two. Dividing and multiplying by one is exact in bf16, so rounding to the
+FP8's scales are powers of two. Dividing and multiplying by one is exact in bf16, so rounding to the
 format is the only error, and a GEMM of dequantized operands gives the same numbers as an FP8 GEMM.
+NVFP4's scales are not (nvfp4.py), but its dequantized blocks are exact too.
 XLA's GPU compiler rewrites dequantize + dot into an FP8 GEMM; a CPU runs the dot as written.
 """
 
