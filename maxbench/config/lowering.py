@@ -39,8 +39,7 @@ def overlaps_fwd_bwd(run: Run) -> bool:
     """
     a, m = run.layout, run.model
     overlappable = a.tp > 1 and a.microbatches > 1 and m.layers <= MAX_OVERLAPPED_LAYERS
-    same_dense = not m.experts and not m.layer_groups
-    return a.pp > 1 or (overlappable and same_dense and layers_unrolled(run))
+    return a.pp > 1 or (overlappable and not m.experts and layers_unrolled(run))
 
 
 def embedding_sharded_over_pp(run: Run) -> bool:

@@ -94,6 +94,8 @@ def build_run(
         _merge(values, config.known[name])
         if name in ("tiny", "rehearse"):
             _shrink(values, axes=name == "rehearse", dtype=dtype)
+    if {"layout.pp", "layout.vp", "model.layers"} & {*settings}:
+        values["layout"]["stages"] = ""  # the row's parts are those of its own pipeline
     for path, value in settings.items():
         section, _, field = path.partition(".")
         values[section][field] = value
@@ -218,6 +220,7 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
         sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
         microbatches = max(1, layout["gbs"] // sequences())
         layout.update({axis: min(2, layout[axis]) for axis in (*AXES, "vp", "mbs")})
+        layout["stages"] = ""
         layout["gbs"] = sequences() * min(4, microbatches)
         if dtype not in ("bf16", "fp32"):  # whole blocks of MXFP8 on each GPU
             train = values["train"]

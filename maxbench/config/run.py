@@ -50,7 +50,7 @@ class Layout:
     tp: int = field(1, at_least=1)
     mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
     # Layers of each of the pp x vp parts of a pipeline, in Megatron's notation
-    # (config/pipeline_layout.py); '' = evenly
+    # (config/pipeline_layout.py); '' or even = evenly
     stages: str = ""
     # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
     gbs: int = field(0, at_least=0)
@@ -90,6 +90,8 @@ class Layout:
                 f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
                 f"{nearest(self.gbs, step)}"
             )
+        if self.stages == "even":
+            object.__setattr__(self, "stages", "")
         parts = pipeline_layout.layers_of_parts(self.stages) if self.stages else ()
         if parts and self.pp > 1 and len(parts) != self.pp * self.vp:
             raise UserError(

@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from maxbench.config import lowering
+from maxbench.config import lowering, pipeline_layout
 from maxbench.config.environment import GPU_MEMORY_FRACTION
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, Run
@@ -182,8 +182,10 @@ def activation_bytes(run: Run, remat: str = "") -> int:
         layers = run.model.per_layer
         elements = sum(map(per_token, layers[:first])) + sum(map(last, layers[first:]))
         return int(tokens * width * elements)
-    layers = -(-run.model.layers // (a.pp * a.vp))
-    return int(tokens * width * per_token(run.model) * (stash_slots(run) + 1) * layers)
+    even = -(-run.model.layers // (a.pp * a.vp))
+    layers = max(pipeline_layout.layers_of_parts(a.stages)) if a.stages else even
+    _, kind = max(run.model.kinds, key=lambda kind: kind[0])  # others stash their input alone
+    return int(tokens * width * per_token(kind) * (stash_slots(run) + 1) * layers)
 
 
 def stash_slots(run: Run) -> int:

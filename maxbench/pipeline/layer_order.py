@@ -10,11 +10,12 @@ two, one slot of the first part, which also embeds, and one of the last, which a
 loss, are empty (Llama 3.1 405B: 126 + 2 = 8 x 8 x 2). Empty slots contain zeros: a layer of zeros
 adds nothing to its input, and its gradients are zeros, so it is no special case.
 
-Otherwise (layout.stages, or layers that differ) a slot may be empty, or of different kinds, on
-different chunks: the executor branches there, at each sublayer that differs. Each form of a
-sublayer, its weights' shapes and number format, has a stack of its own. A stack has as many slots
-as a stage has layers of that form at most, so a few layers of a rare form take no memory for all
-chunks of all stages.
+With layout.stages, or layers that differ, a slot may be of different kinds on different chunks: the
+executor branches there, at each sublayer that differs. Each form of a sublayer, its weights' shapes
+and number format, has a stack of its own. A stack has as many slots as a stage has layers of that
+form at most, so a few layers of a rare form take no memory for all chunks of all stages. An empty
+slot is skipped by such a branch, too, unless the stack has weights of zeros for it anyway: a tick
+takes as long as on the busiest stage, and a branch costs every stage time.
 """
 
 import collections
@@ -116,11 +117,11 @@ def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
     counts = pipeline_layout.layers_of_parts(stages) if stages else ()
     even = pipeline_layout.even(m.layers, pp * vp)
     layers = _layers(counts or even, pp, vp)
-    zeros = False  # whether empty slots have weights, which are zeros
+    uniform = False
     forms = {s: dict.fromkeys(_form(kind, s) for kind in m.per_layer) for s in SUBLAYERS}
     if all(len(found) == 1 for found in forms.values()):
         found = [("", m.per_layer[0], tuple(SUBLAYERS), layers != EMPTY)]
-        zeros = not counts or counts == even
+        uniform = layers.size == m.layers + 2
     else:
         found = []
         for s in SUBLAYERS:
@@ -130,13 +131,13 @@ def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
                 found.append((f"{s}{i}", kind, (s,), np.array([*has_form, False])[layers]))
     table, entries, ranks, sliced = [], {}, {}, []
     for name, kind, sublayers, uses in found:
-        stack, entries[name], ranks[name] = _stack(name, kind, sublayers, layers, uses, zeros)
+        stack, entries[name], ranks[name] = _stack(name, kind, sublayers, layers, uses, uniform)
         table.append(stack)
-        uniform = len(stack.slots) == layers.size and uses.any((0, 1)).all()
-        sliced += [name] if uniform else []
+        sliced += [name] if len(stack.slots) == layers.size else []
     slots = {}
     for s in SUBLAYERS:
         of_form = {_form(st.kind, s): st.name for st in table if s in st.sublayers}
+        zeros = sliced if _zeros_stay(m, s) else []
         slots[s] = tuple(
             _slot(m, s, layers[:, :, i], i, of_form, ranks, zeros) for i in range(layers.shape[2])
         )
@@ -193,14 +194,25 @@ def _stack(name, kind, sublayers, layers, uses, uniform):
     return stack, entries, rank
 
 
+def _zeros_stay(m: Model, sublayer: str) -> bool:
+    """Whether the gradients of a sublayer of zeros are zeros: those of the bias that it adds at the
+    end are not."""
+    bias = m.attention_bias if sublayer == "attn" else m.mlp_bias
+    return not bias and not (m.post_norm and m.norm == "layernorm1p")
+
+
 def _slot(m, sublayer, layers, i, of_form, ranks, zeros):
-    """The Slot of a sublayer in slot i of chunks, which have `layers` there, [stage, chunk]."""
+    """The Slot of a sublayer in slot i of chunks, which have `layers` there, [stage, chunk].
+
+    Args:
+      zeros: stacks that have weights of zeros in each empty slot.
+    """
     kind_of = {n: _kind(m, m.per_layer[n], sublayer) for n in layers.reshape(-1).tolist() if n >= 0}
     counts = collections.Counter(kind_of[n] for n in layers.reshape(-1).tolist() if n >= 0)
     kinds = [kind for kind, _ in counts.most_common()]
     choice = lambda kind, name: Choice(kind, name, ranks[name][i])
     choices = tuple(choice(kind, of_form[_form(kind, sublayer)]) for kind in kinds)
-    if len(kinds) == 1 and (zeros or (layers >= 0).all()):
+    if len(kinds) == 1 and (choices[0].stack in zeros or (layers >= 0).all()):
         return Slot(choices)
     index = [kinds.index(kind_of[n]) if n >= 0 else len(kinds) for n in layers.reshape(-1).tolist()]
     return Slot(choices, np.array(index, np.int32).reshape(layers.shape))

@@ -65,7 +65,7 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
             continue
         axes: dict[str, Any] = dict(
-            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs
+            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs, stages=""
         )
         with contextlib.suppress(UserError):  # an illegal layout
             yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))

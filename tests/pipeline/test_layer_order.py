@@ -32,8 +32,8 @@ def test_other_layouts_are_refused(text):
         pipeline_layout.layers_of_parts(text)
 
 
-def place(groups=(), stages="", **layout):
-    overrides = {"model.layer_groups": groups, "layout.stages": stages}
+def place(groups=(), stages="", mlp_bias=False, **layout):
+    overrides = {"model.layer_groups": groups, "layout.stages": stages, "model.mlp_bias": mlp_bias}
     overrides |= {} if groups else {"model.experts": 0}
     run = resolve("grok1_314b", "tiny", overrides, mbs=1, gbs=64, **layout)
     return layer_order.placement(run)
@@ -67,9 +67,10 @@ def test_a_published_layout_has_a_stack_for_each_form_of_a_sublayer():
     assert placement.sliced == ("attn0", "mlp1")
     attention, mlp = (placement.slots[s] for s in ("attn", "mlp"))
     assert [len(slot.choices) for slot in (*attention, *mlp)] == [1, 1, 2, 2]
+    assert all(slot.table is None for slot in attention)  # empty slots have weights of zeros
     assert mlp[0].choices[0].kind.experts == 4  # the most frequent kind
     assert mlp[0].table[:2, 0].tolist() == [1, 1]
-    assert attention[1].table[[0, 7], [0, 3]].tolist() == [1, 1]  # empty
+    assert mlp[1].table[[0, 7], [0, 3]].tolist() == [2, 2]  # empty
 
 
 def test_kinds_that_are_alike_in_a_slot_need_no_branch():
@@ -86,13 +87,27 @@ def test_kinds_that_are_alike_in_a_slot_need_no_branch():
 
 @pytest.mark.parametrize(
     ("layers", "stages", "branches"),
-    [(8, "", 0), (6, "", 0), (6, "1,2,2,1", 0), (6, "2,1,1,2", 1), (5, "2,1,0,2", 2)],
+    [
+        (8, "", 0),
+        (6, "", 0),
+        (6, "1,2,2,1", 0),
+        (6, "2,1,1,2", 0),
+        (7, "3,1,1,2", 2),
+        (5, "2,1,0,2", 2),
+    ],
 )
 def test_empty_slots_of_equal_layers(layers, stages, branches):
-    """The two empty slots without layout.stages have weights of zeros; others are skipped."""
+    """Two empty slots have weights of zeros; more are skipped, or a stage would store more."""
     placement = place((), stages, layers=layers, pp=2, vp=2)
     check(placement)
     assert sum(slot.table is not None for slot in placement.slots["mlp"]) == branches
+
+
+def test_empty_slots_are_skipped_where_a_bias_would_not_stay_zero():
+    placement = place((), layers=6, pp=2, vp=2, mlp_bias=True)
+    check(placement)
+    assert all(slot.table is None for slot in placement.slots["attn"])
+    assert all(slot.table is not None for slot in placement.slots["mlp"])
 
 
 @pytest.mark.parametrize(

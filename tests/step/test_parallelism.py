@@ -59,6 +59,11 @@ FAMILIES = {
             "model.layers": 6,
         },
     ),
+    # Windows and full attention in turn, as gpt-oss.
+    "windows": (
+        "llama31_405b",
+        {"model.layer_groups": ((3, ((192, 0, 8), (192,))),), "model.layers": 6},
+    ),
     # Three layer groups, heads x head_dim > embed, and values narrower than keys.
     "mixed": (
         "grok1_314b",
@@ -133,6 +138,7 @@ CASES = [
         marks=exhaustive,
     ),
     pytest.param("mixed", dict(pp=2, fsdp=2, mbs=1, stages="2,3"), marks=exhaustive),
+    pytest.param("windows", dict(pp=2, cp=2, mbs=1), marks=exhaustive),
     pytest.param("llama", dict(pp=2, vp=2, cp=2, mbs=1, stages="1,2,0,1"), marks=exhaustive),
 ]
 
@@ -262,6 +268,8 @@ def unrolled(step: Step, remat: str = "full") -> Step:
         pytest.param("llama", dict(cp=4), "save_gemms_only", marks=exhaustive),
         pytest.param("grok", dict(ep=2, tp=2), "full", marks=exhaustive),
         pytest.param("mixed", dict(ep=2, tp=2), "none", marks=exhaustive),
+        # The passes of two microbatches overlap.
+        pytest.param("windows", dict(tp=2, mbs=4), "none", marks=exhaustive),
         ("llama", dict(tp=2), "none"),
     ],
 )
