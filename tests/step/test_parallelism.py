@@ -76,14 +76,14 @@ FAMILIES = {
             "model.value_dim": 16,
         },
     ),
-    # QK norm, biases, sinks, a window (of a chunk and one token over cp 4), and YaRN.
+    # QK norm, biases, sinks, YaRN; in every other layer a window, over cp 4 a chunk and one token.
     "window": (
         "llama31_405b",
         {
             "model.qk_norm": True,
             "model.attention_bias": True,
             "model.sinks": True,
-            "model.window": 5,
+            "model.layer_groups": ((2, ((256, 0, 5), (256, 0, 0))),),
             "model.rope_scaling": "yarn",
             "model.rope_context": 16,
         },
