@@ -14,7 +14,8 @@
 # and .../python select the one of the current machine. With enroot, a container image is created
 # as $STAGE_PATH/maxbench.sqsh too, unless SETUP=venv. With Slurm, `maxbench cluster` writes
 # $STAGE_PATH/cluster.toml for launch.sh: account, partition, GPU type and others.
-# Variables: STAGE_PATH (or LLMB_INSTALL), CUDA=12|13, SETUP=auto|enroot|venv, IMAGE, TE=true|false.
+# Variables: STAGE_PATH (or LLMB_INSTALL), CUDA=12|13, SETUP=auto|enroot|venv, IMAGE, TE=auto|true|false:
+# auto installs Transformer Engine too, and goes on with XLA's FP8 GEMMs if that fails.
 set -eu -o pipefail
 
 say() { echo "setup: $*"; }
@@ -53,10 +54,10 @@ SETUP=${SETUP:-auto}
 # The image is named only here, by a monthly tag; its digest is recorded when the image is created.
 # enroot 4 also accepts a digest: ...jax@sha256:...
 IMAGE=${IMAGE:-docker://nvcr.io#nvidia/jax:26.06-py3}
-TE=${TE:-false}
+TE=${TE:-auto}
 [[ "$CUDA" =~ ^(12|13)$ ]] || fail "CUDA='$CUDA' is not one of 12, 13"
 [[ "$SETUP" =~ ^(auto|enroot|venv)$ ]] || fail "SETUP='$SETUP' is not one of auto, enroot, venv"
-[[ "$TE" =~ ^(true|false)$ ]] || fail "TE='$TE' is not one of true, false"
+[[ "$TE" =~ ^(auto|true|false)$ ]] || fail "TE='$TE' is not one of auto, true, false"
 mkdir -p "$STAGE" || fail "STAGE_PATH='$STAGE' cannot be created; choose a folder that you can write to"
 [[ "$CPU" == true ]] && SETUP=venv TE=false
 
@@ -131,9 +132,12 @@ if ! has ${needs[@]+"${needs[@]}"}; then
   install -e "$ROOT" ${needs:+"jax[cuda$CUDA]>=0.10.2,<0.13"}
   has ${needs[@]+"${needs[@]}"} || fail "$VENV lacks the requirement above; remove it and run setup.sh again"
 fi
-if [[ "$SETUP" == venv && "$TE" == true ]] && ! has transformer-engine-jax; then
+if [[ "$SETUP" == venv && "$TE" != false ]] && ! has transformer-engine-jax; then
   say "Transformer Engine ..."
-  "$ROOT/install_te.sh" "$VENV/bin/python"
+  if ! "$ROOT/install_te.sh" "$VENV/bin/python"; then
+    [[ "$TE" == auto ]] || fail "Transformer Engine cannot be installed; TE=false goes without it"
+    say "Transformer Engine cannot be installed: FP8 runs on XLA's GEMMs (TE=true stops here instead)"
+  fi
 fi
 make_wrappers
 

@@ -89,7 +89,8 @@ def scale(constants: Sequence[float]) -> np.ndarray:
 def run_of(row: published.Published) -> Run:
     (config,) = recipes.find_workloads(row.model, row.size)
     run = command_line.run_of(f"--config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
-    return planner.as_published(run)
+    precision = dataclasses.replace(run.precision, backend="xla")
+    return planner.as_published(dataclasses.replace(run, precision=precision))
 
 
 def linearize(

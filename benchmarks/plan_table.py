@@ -79,9 +79,11 @@ class Row:
 
     @property
     def flags(self) -> list[str]:
-        strong = ["--strong_scaling"] if self.scaling == "strong" else []
+        more = ["--strong_scaling"] if self.scaling == "strong" else []
+        if self.dtype in ("fp8", "nvfp4"):  # the published programs, also where TE is installed
+            more += ["--config.precision.backend=xla"]
         names = ("config", "gpus", "gpu_type", "dtype")
-        return [f"--{name}={getattr(self, name)}" for name in names] + strong
+        return [f"--{name}={getattr(self, name)}" for name in names] + more
 
 
 def rows(configs: list[str]) -> list[Row]:

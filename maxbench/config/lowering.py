@@ -3,12 +3,26 @@
 Decided here alone, for the step, the cost model and the memory estimate.
 """
 
+from maxbench.config import environment
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
 
 LAYERS = "layers"  # named scope of the scan over layers in the compiled program
+# Transformer Engine 2.17: the first whose attention runs inside shard_map. 2.14: the first that
+# supports JAX > 0.9.1.
+TE_OLDEST = (2, 17)
 MAX_OVERLAPPED_LAYERS = 16  # of a chunk outside of a pipeline: more take too long to compile
 MAX_UNROLLED_LAYERS = 40  # on a GPU; a CPU unrolls none. train.unroll_layers replaces both
+
+
+def backend(run: Run, gpu: bool = True) -> str:
+    """precision.backend with 'auto' resolved: Transformer Engine on a GPU where it is installed,
+    new enough, and has the GEMMs of the format; else XLA."""
+    if run.precision.backend != "auto":
+        return run.precision.backend
+    version = environment.version("transformer-engine")
+    new_enough = version and tuple(map(int, version.split(".")[:2])) >= TE_OLDEST
+    return "te" if gpu and new_enough and "te" in run.format.backends else "xla"
 
 
 def layers_unrolled(run: Run) -> bool:

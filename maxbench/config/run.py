@@ -188,8 +188,9 @@ class Precision:
     weights: str = field("fp32", options=DTYPES)  # master weights
     moments: str = field("fp32", options=DTYPES)  # Adam's first and second moment
     grads: str = field("bf16", options=DTYPES)  # accumulated over microbatches, reduced over GPUs
-    # Of dtype=fp8. te: Transformer Engine; scaling auto: mxfp8 on Blackwell, current on Hopper.
-    backend: str = field("xla", options=("xla", "te"))
+    # Of dtype=fp8. te: Transformer Engine; auto: te on GPUs where it is installed, else xla.
+    # scaling auto: mxfp8 on Blackwell, current on Hopper.
+    backend: str = field("auto", options=("auto", "xla", "te"))
     scaling: str = field("auto", options=("auto", *number_formats.SCALINGS))
     history: int = field(1024, at_least=1)  # length of the amax history of delayed scaling
     # First and last layers whose GEMMs are not quantized (Megatron's first_last_layers_bf16)

@@ -127,7 +127,7 @@ def _check_window(run: "Run") -> None:
 
 def _check_backend(run: "Run") -> None:
     p, backends = run.precision, run.format.backends
-    if p.backend not in backends:
+    if p.backend not in ("auto", *backends):
         raise UserError(
             f"precision.backend={p.backend!r} has no GEMMs of dtype={p.dtype!r}; "
             f"use precision.backend={' or '.join(backends)}"

@@ -53,7 +53,7 @@ def compile_run(run: Run) -> compile_cache.Compiled:
     Raises:
       UserError: Transformer Engine is needed and does not load.
     """
-    if run.format.quantized and run.precision.backend == "te":
+    if run.format.quantized and lowering.backend(run) == "te":
         stub_libcuda.install(run.gpu.chip.capability)
     step = Step(run, mesh.make_mesh(run.layout, devices(run)))
     compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import console, recipes
+from maxbench.config import console, lowering, recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
@@ -32,7 +32,7 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
     precision, quantized = run.precision, ""
     if run.format.quantized:
-        names = dict.fromkeys((precision.dtype, precision.backend, run.format.name))
+        names = dict.fromkeys((precision.dtype, lowering.backend(run), run.format.name))
         quantized = f", {' '.join(names)}"
     shares = [[text, f"{s:.3f}", f"{s / t.seconds:.1%}"] for text, s in parts.items() if s]
     sizes = [[name, f"{getattr(m, name) / GIB:.2f}"] for name in PURPOSES]

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.config.errors import UserError
+from maxbench.config.lowering import TE_OLDEST
 from maxbench.quantization import QuantizedArray
 
 BLOCK = 32  # elements of an MXFP8 block
-# 2.17: the first whose attention runs inside shard_map. 2.14: the first that supports JAX > 0.9.1.
-OLDEST = (2, 17)
 INSTALL = "./install_te.sh builds it; --config.precision.backend=xla needs none"
 
 
@@ -41,8 +40,8 @@ def load() -> Modules:
         version = metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
         raise UserError(f"Transformer Engine is not installed: {INSTALL}") from None
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if tuple(map(int, version.split(".")[:2])) < TE_OLDEST:
+        oldest = ".".join(map(str, TE_OLDEST))
         raise UserError(f"Transformer Engine {version} is older than {oldest}: {INSTALL}")
     jax.devices()  # loads JAX's plugin, and with it the NCCL that TE's library is linked to
     module = lambda name: importlib.import_module(f"transformer_engine.jax.{name}")

@@ -44,8 +44,9 @@ class _ComputeWeights(NamedTuple):
 
 
 def for_device(run: Run, device: Any) -> Run:
-    """The run with its automatic settings resolved for a device: attention kernel, number format,
-    chunk size of the loss, how many layers are unrolled, and which ones are not quantized.
+    """The run with its automatic settings resolved for a device: attention kernel, number format
+    and its backend, chunk size of the loss, how many layers are unrolled, and which ones are not
+    quantized.
 
     Raises:
       UserError: Transformer Engine is selected and absent, too old, or does not load; the selected
@@ -61,11 +62,11 @@ def for_device(run: Run, device: Any) -> Run:
     train = dataclasses.replace(
         t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll_layers=unroll
     )
-    p = run.precision
-    if run.format.quantized and p.backend == "te":
+    p, backend = run.precision, lowering.backend(run, gpu)
+    if run.format.quantized and backend == "te":
         transformer_engine.load()
     scaling = run.format.name if run.format.name in number_formats.SCALINGS else p.scaling
-    precision = dataclasses.replace(p, scaling=scaling)
+    precision = dataclasses.replace(p, backend=backend, scaling=scaling)
     return dataclasses.replace(run, model=run.network, train=train, precision=precision)
 
 

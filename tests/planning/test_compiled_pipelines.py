@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.xdist_group("plan"),
 ]
 # 30 layers of Llama 3.1 405B in four stages of eight chunks: 32 slots.
+XLA = "--config.precision.backend=xla"  # also where Transformer Engine is installed
 LLAMA31_405B = "--config configs/llama31_405b.py --gpus 64"
 ENDS = 2 * 128256 * 16384  # weights of embedding and LM head
 LAYERS = 99_833_823_232 - ENDS  # weights of 30 layers
@@ -107,7 +108,7 @@ def test_expert_counts_overlap_gemms(check_figures):
 def test_fp8_pipeline_keeps_weights_once(check_figures):
     """Nemotron-4: weights are stashed in one form, and a chunk's are transposed at its switch. If
     XLA transposed the whole stack, copies would be 15 % of the step."""
-    row = "--config configs/nemotron4_340b.py --gpus 512 --dtype fp8"
+    row = f"--config configs/nemotron4_340b.py --gpus 512 --dtype fp8 {XLA}"
     plan = planned(row)
     # All collectives share one queue: ZeRO slices must not delay tp's all-gathers.
     assert exposed_share(plan, "all-gather", "tp") < 0.5
@@ -123,14 +124,16 @@ def test_fp8_pipeline_keeps_weights_once(check_figures):
 
 @pytest.mark.core
 def test_fp8_pipeline_on_gb200(check_figures):
-    plan = planned("--config configs/nemotron4_340b.py --gpus 128 --dtype fp8 --gpu_type gb200")
+    plan = planned(
+        f"--config configs/nemotron4_340b.py --gpus 128 --gpu_type gb200 --dtype fp8 {XLA}"
+    )
     check_figures("nemotron4_340b 128 gb200 fp8", plan)
 
 
 def test_quantization_reads_its_input_once(check_figures):
     """XLA alone fuses a norm into an fp32 output that quantization and amax each read, and delays
     amaxes, which then read the operand again."""
-    row = "--config configs/llama31_405b.py --gpus 128 --dtype fp8"
+    row = f"--config configs/llama31_405b.py --gpus 128 --dtype fp8 {XLA}"
     plan = planned(row)
     parts, step_s = plan["parts_s"], plan["step_s"]
     assert parts.get("amax", 0) < 1e-3 * step_s
