@@ -1,11 +1,15 @@
 """Where the layers of a pipeline are: parts, stacks of weights, and kinds in slots."""
 
+import jax
 import numpy as np
 import pytest
 
 from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError
+from maxbench.model import layer_stack
 from maxbench.pipeline import layer_order
+from maxbench.sharding import rules
+from maxbench.step import state
 from tests.conftest import resolve
 
 DEEPSEEK = ((3, ((256,),)), (58, ((64, 4),)))  # dense layers, then experts
@@ -108,6 +112,33 @@ def test_empty_slots_are_skipped_where_a_bias_would_not_stay_zero():
     check(placement)
     assert all(slot.table is None for slot in placement.slots["attn"])
     assert all(slot.table is not None for slot in placement.slots["mlp"])
+
+
+@pytest.mark.parametrize("stages", ["Et|(tt|)*30mL", "(t|)*3(tt|)*29"])
+def test_layers_and_their_state_move_between_stacks(stages):
+    """From one device to a pipeline and back, as checkpoints do."""
+    to = place(DEEPSEEK, stages, layers=61, pp=8, vp=4).stacks
+    source = place(DEEPSEEK, layers=61).stacks
+
+    def tree(table):
+        """Layer i has i in each leaf, and in the amax history of three GEMMs of each sublayer."""
+
+        def of_stack(stack):
+            ids = np.array(stack.slots, np.float32) + 1  # 0 in an empty slot
+            weights = {s: {"w": ids[:, None]} for s in stack.sublayers}
+            amax = np.tile(ids[:, None], 3 * len(stack.sublayers))
+            return weights | {"amax": amax}
+
+        return layer_stack.join(table, list(map(of_stack, table)))
+
+    gemm = rules.WeightSharding((), (), (), gemm=rules.GemmDims(0, 1))
+    shardings = lambda table: layer_stack.join(
+        table, [{s: {"a": gemm, "b": gemm, "c": gemm} for s in stack.sublayers} for stack in table]
+    )
+    moved = state.permute(tree(source), to, source, shardings(source))
+    jax.tree.map(np.testing.assert_array_equal, moved, tree(to))
+    back = state.permute(moved, source, to, shardings(to))
+    jax.tree.map(np.testing.assert_array_equal, back, tree(source))
 
 
 @pytest.mark.parametrize(
