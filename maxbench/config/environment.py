@@ -49,7 +49,8 @@ def cache_dir() -> pathlib.Path:
 
 def hostname() -> str:
     """Name of this host: Slurm's in a Slurm job, the kernel's elsewhere."""
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    names = (os.environ.get(name) for name in ("SLURMD_NODENAME", "MB_NODE_NAME"))
+    return next(filter(None, names), os.uname().nodename)
 
 
 def run_lines(*command: str, cwd: str | None = None) -> list[str]:

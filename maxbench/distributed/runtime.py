@@ -128,7 +128,8 @@ def _require_gpu(run: Run, reason: str) -> None:
 def log_path() -> str:
     """File that this process prints to, or ''; of a log of all tasks, the prefix of its lines."""
     if shared_log := os.environ.get("MB_LOG"):  # srun --label puts the task's number first
-        return f"lines {os.environ.get('SLURM_PROCID', '0')}: of {shared_log}"
+        number = os.environ.get("SLURM_PROCID") or os.environ.get("MB_PROCESS", "0")
+        return f"lines {number}: of {shared_log}"
     with contextlib.suppress(OSError):
         if stat.S_ISREG(os.fstat(2).st_mode):
             return os.readlink("/proc/self/fd/2")

@@ -26,7 +26,9 @@ def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, eve
         if r.result.get("config") and (traced or (every and summary.step)):
             summary.planned, summary.unplanned = predict(r, gpu_types)
         if traced:
-            logs = sorted(r.path.glob("srun-train-*.log")) if r.path.is_dir() else [r.path]
+            patterns = ("srun-train-*.log", "node-*.log")
+            found = (path for pattern in patterns for path in r.path.glob(pattern))
+            logs = sorted(found) if r.path.is_dir() else [r.path]
             calls, damaged = nccl.calls(_lines(logs, summary.notes))
             planned, steps = (summary.planned or {}).get("communication", []), max(1, len(r.step_s))
             summary.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
