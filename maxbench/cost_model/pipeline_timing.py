@@ -21,7 +21,9 @@ from maxbench.pipeline.schedule import (
     EMBED_BACKWARD,
     END_OF_TICK,
     FORWARD_CHUNK_SWITCH,
+    FREQUENT_KIND,
     LOSS,
+    OTHER_KIND,
     SEND_DX,
     SEND_X,
     STEADY,
@@ -57,6 +59,7 @@ def branch_frequencies(
     schedule: Schedule,
     program: hlo.Program | None = None,
     first_pass: "Timeline | None" = None,
+    other_kinds: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """simulate.BranchFrequencies of a schedule.
 
@@ -67,6 +70,7 @@ def branch_frequencies(
       program: its steady state determines the order of events in a tick; default ORDER.
       first_pass: Timeline of the program, simulated with the frequencies without it. It gives the
         lengths of the chunk switches, and by how much y may be late.
+      other_kinds: layer_order.other_kinds() of the run.
     """
     found, work = {}, {}
     for phase, ticks in schedule.phases.items():
@@ -98,7 +102,8 @@ def branch_frequencies(
     nested = EMBED, EMBED_BACKWARD, BACKWARD_CHUNK_SWITCH, LOSS
     outer = min(sum(found[name][0] for name in nested), 1.0)
     found |= {name: (found[name][0] / outer, 0.0) for name in nested}
-    return found | {END_OF_TICK: (outer, 0.0)}
+    kinds = {FREQUENT_KIND: (1 - other_kinds, 0.0), OTHER_KIND: (other_kinds, 0.0)}
+    return found | {END_OF_TICK: (outer, 0.0)} | kinds
 
 
 def event_orders(program: hlo.Program, slack: Seconds = NO_SLACK) -> dict[str, float]:

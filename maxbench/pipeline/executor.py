@@ -250,7 +250,8 @@ class Executor:
             return y, aux, residuals, tokens
 
         choices = range(len(slot.choices) + 1)
-        out = lax.switch(index, [functools.partial(run, choice) for choice in choices], t.x)
+        with jax.named_scope(schedule.FORWARD_KIND):
+            out = lax.switch(index, [functools.partial(run, choice) for choice in choices], t.x)
         self.after_branch(t, out[0])
         return out
 
@@ -312,7 +313,8 @@ class Executor:
                 return new
 
             state = chunk_grads[at.stack][at.entry], dy, tokens
-            grads, dy, tokens = buffers.run_if(index == choice, change, state)
+            with jax.named_scope(schedule.OTHER_KIND if choice else schedule.FREQUENT_KIND):
+                grads, dy, tokens = buffers.run_if(index == choice, change, state)
             chunk_grads = _with_entry(chunk_grads, at, grads)
         t.dy = dy
         self.after_branch(t, dy)

@@ -30,6 +30,7 @@ from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.model import layer_stack
 from maxbench.model.layer_stack import EMPTY, SUBLAYERS, Stack, Stacks
+from maxbench.pipeline.schedule import Schedule
 
 
 class Choice(NamedTuple):
@@ -92,6 +93,19 @@ def stacks(run: Run) -> Stacks:
 def placement(run: Run) -> Placement:
     a = run.layout
     return _placement(run.network, a.pp, a.vp, a.stages)
+
+
+def other_kinds(run: Run, plan: Schedule) -> float:
+    """The fraction of backward passes through a slot that branches on its kind in which a stage has
+    another kind than the most frequent one, and the other stages wait for it."""
+    chunks, busy = plan.column("bwd_chunk"), plan.column("bwd_microbatch") >= 0
+    shares = []
+    for slot in sum(placement(run).slots.values(), ()):
+        if slot.table is not None:
+            kind = slot.table[np.arange(plan.pp), np.maximum(chunks, 0)]
+            other = busy & (kind > 0) & (kind < len(slot.choices))
+            shares.append(other.any(1).sum() / busy.any(1).sum())
+    return float(np.mean(shares)) if shares else 0.0
 
 
 def layer_order(layers: int, pp: int, vp: int) -> np.ndarray:

@@ -72,6 +72,10 @@ BACKWARD_CHUNK_SWITCH = "pipeline_bwd_chunk_switch"
 EMBED, LOSS, EMBED_BACKWARD = "pipeline_embed", "pipeline_loss", "pipeline_embed_backward"
 END_OF_TICK = "pipeline_end_of_tick"  # contains all branches except the forward chunk switch
 SEND_X, SEND_DX = "pipeline_send_x", "pipeline_send_dx"
+# Branches of a slot of chunks whose layers differ: any kind, in the forward pass; in the backward
+# pass one for the most frequent kind, and one for each other kind.
+FORWARD_KIND = "pipeline_forward_kind"
+FREQUENT_KIND, OTHER_KIND = "pipeline_frequent_kind", "pipeline_other_kind"
 STASH = "pipeline_stash"  # writes to the activation stash; cost_model/memory.py looks for it
 
 

@@ -35,6 +35,9 @@ SCOPES = {  # named scope of the executor -> event of a tick
     schedule.EMBED: "embedding",
     schedule.LOSS: "loss",
     schedule.END_OF_TICK: "branch at the end of a tick",
+    schedule.FORWARD_KIND: "layer of the chunk's kind, forward",
+    schedule.FREQUENT_KIND: "layer of the most frequent kind, backward",
+    schedule.OTHER_KIND: "layer of another kind, backward",
 }
 
 

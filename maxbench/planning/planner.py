@@ -22,6 +22,7 @@ from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import Efficiency
 from maxbench.hardware.published import Comparison, ErrorBand, error_band, parallelism
 from maxbench.metrics import step_stats
+from maxbench.pipeline import layer_order
 from maxbench.pipeline.schedule import schedule_for
 
 SENSITIVITY = {  # part of the cluster -> fields of Efficiency
@@ -125,7 +126,9 @@ def branch_frequencies(
     run: Run, program: hlo.Program, first_pass: Timeline | None = None
 ) -> simulate.BranchFrequencies:
     """pipeline_timing.branch_frequencies() of the run's schedule."""
-    return pipeline_timing.branch_frequencies(schedule_for(run), program, first_pass)
+    plan = schedule_for(run)
+    others = layer_order.other_kinds(run, plan)
+    return pipeline_timing.branch_frequencies(plan, program, first_pass, others)
 
 
 def costs_of(run: Run, efficiency: Efficiency | None = None) -> Costs:

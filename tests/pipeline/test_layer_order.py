@@ -7,7 +7,7 @@ import pytest
 from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError
 from maxbench.model import layer_stack
-from maxbench.pipeline import layer_order
+from maxbench.pipeline import layer_order, schedule
 from maxbench.sharding import rules
 from maxbench.step import state
 from tests.conftest import resolve
@@ -75,6 +75,20 @@ def test_a_published_layout_has_a_stack_for_each_form_of_a_sublayer():
     assert mlp[0].choices[0].kind.experts == 4  # the most frequent kind
     assert mlp[0].table[:2, 0].tolist() == [1, 1]
     assert mlp[1].table[[0, 7], [0, 3]].tolist() == [2, 2]  # empty
+
+
+def test_share_of_passes_through_other_kinds():
+    """The dense layers are in the first of a stage's four chunks."""
+    overrides = {"model.layer_groups": DEEPSEEK, "layout.stages": "Et|(tt|)*30mL"}
+    run = resolve("grok1_314b", "tiny", overrides, layers=61, pp=8, vp=4, mbs=1, gbs=64)
+    share = layer_order.other_kinds(run, schedule.schedule_for(run))
+    assert 0.2 < share < 0.35
+    assert layer_order.other_kinds(*alike()) == 0
+
+
+def alike():
+    run = resolve("llama31_8b", "tiny", layers=8, pp=2, vp=2, mbs=1, gbs=4)
+    return run, schedule.schedule_for(run)
 
 
 def test_kinds_that_are_alike_in_a_slot_need_no_branch():
