@@ -134,6 +134,7 @@ def plan(
     search: bool | None = None,
     compiled: int | None = None,
     memory_margin: float | None = None,
+    network: str | None = None,
     network_gbps: float | None = None,
     gpus_per_node: int | None = None,
     nvlink_gpus: int | None = None,
@@ -179,6 +180,7 @@ def plan(
       search: compare other layouts and remat policies for the same batch and GPUs.
       compiled: number of layouts that `search` compiles (default: 8).
       memory_margin: fraction of a GPU's memory that must stay free.
+      network: a name of hardware/networks.toml, as 'roce400'.
       network_gbps: GB/s of each GPU to the network, one direction.
       gpus_per_node: GPUs of a node.
       nvlink_gpus: GPUs of an NVLink domain.
@@ -291,6 +293,7 @@ def sweep(
     search: OneOrList[bool] = None,
     compiled: OneOrList[int] = None,
     memory_margin: OneOrList[float] = None,
+    network: OneOrList[str] = None,
     network_gbps: OneOrList[float] = None,
     gpus_per_node: OneOrList[int] = None,
     nvlink_gpus: OneOrList[int] = None,

@@ -40,7 +40,7 @@ _BF16 = Format(name="bf16", dtype="bf16", compute="bf16", peak="bf16", reads=("b
 _FP32 = Format(name="fp32", dtype="fp32", compute="fp32", peak="bf16", reads=("f32",), bytes=4)
 _CURRENT = Format(
     name="current", dtype="fp8", compute="bf16", peak="fp8", reads=("f8e4m3fn", "f8e5m2"), bytes=1,
-    arithmetic="fp8_per_tensor", multiple=16, conversions=(10, 6),
+    arithmetic="fp8_per_tensor", multiple=16, conversions=(10, 6), capability=(8, 9),
 )  # fmt: skip
 _DELAYED = dataclasses.replace(_CURRENT, name="delayed", amax_history=True)
 _MXFP8 = dataclasses.replace(
@@ -74,7 +74,7 @@ def resolve_format(
     supported = next((f for f in candidates if supports(gpu_type, f)), None)
     if supported is None:
         wanted = candidates[0]
-        having = ", ".join(gpu for gpu in gpu_types if supports(gpu, wanted))
+        having = ", ".join(g for g in gpu_types if any(supports(g, f) for f in candidates))
         scalings = " or ".join(f.name for f in of_dtype if supports(gpu_type, f))
         dtypes = dict.fromkeys(f.dtype for f in FORMATS.values() if supports(gpu_type, f))
         chosen = f"precision.scaling={wanted.name!r}" if scalings else f"dtype={dtype!r}"

@@ -34,7 +34,10 @@ def target(chip: Chip) -> str:
     """A GPU's GpuTargetConfigProto, in text form."""
     text = pathlib.Path(__file__).with_name("target.pbtxt").read_text()
     major, minor = chip.capability
-    return string.Template(text).substitute(dataclasses.asdict(chip), major=major, minor=minor)
+    values = dataclasses.asdict(chip) | {"major": major, "minor": minor}
+    values["features"] = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    values["shared_memory_per_block"] = chip.shared_memory_per_core - 1024  # 1 KB is CUDA's own
+    return string.Template(text).substitute(values)
 
 
 def devices(run: Run) -> list:

@@ -41,6 +41,7 @@ class Link:
     members: int
     domains: int  # NVLink domains that the group spans
     inside: int  # members of the group within one domain
+    pods: int = 1  # pods of the network that the group spans (networks.Network)
 
     @property
     def name(self) -> str:
@@ -150,7 +151,8 @@ class Costs:
         at = np.array(np.unravel_index(group, self.degrees))
         axes = [axis for axis, row in zip(AXES, at, strict=True) if len(set(row.tolist())) > 1]
         domains, inside = np.unique(group // self.domain, return_counts=True)
-        return Link("+".join(axes), len(group), len(domains), int(inside.min()))
+        pods = len(np.unique(group // self.gpu.pod_gpus)) if self.gpu.pod_gpus else 1
+        return Link("+".join(axes), len(group), len(domains), int(inside.min()), pods)
 
     def axis_link(self, *axes: str) -> Link:
         """The link of the devices along mesh axes."""
@@ -159,9 +161,11 @@ class Costs:
         return self.link_of(ids[along].reshape(1, -1))
 
     def permute_link(self, pairs: np.ndarray) -> Link:
-        """The link of a permute's (source, target) pairs: a pair between NVLink domains, if any."""
-        cross = pairs[:, 0] // self.domain != pairs[:, 1] // self.domain
-        return self.link_of(pairs[[np.argmax(cross)]])
+        """The link of a permute's (source, target) pairs: a pair between pods, else between NVLink
+        domains, if any."""
+        apart = lambda gpus: pairs[:, 0] // gpus != pairs[:, 1] // gpus
+        crossed = apart(self.domain).astype(int) + apart(self.gpu.pod_gpus or self.gpus)
+        return self.link_of(pairs[[np.argmax(crossed)]])
 
     def collective(self, kind: str, link: Link, sent: int, received: int) -> float:
         """Seconds of a collective alone on its links.
@@ -178,7 +182,7 @@ class Costs:
         if n == 1:
             return self.memory(sent + received)
         nvlink = self.gpu.nvlink_gbps / 2 * 1e9 * p.nvlink
-        network = self.gpu.network_gbps * 1e9 * p.network
+        network = self.gpu.network_gbps * 1e9 * p.network / self._between_pods(kind, link)
         rate = nvlink if link.domains == 1 else min(nvlink, network * link.inside)
         if kind in ("permute", "all-to-all"):  # point-to-point messages
             latency = PROTOCOLS[-1][1] * p.nvlink_us
@@ -197,6 +201,21 @@ class Costs:
             for data, steps in algorithms[:times]:  # only an all-reduce has a tree
                 candidates.append((base + times * steps) * 1e-6 + times * data / (rate * share))
         return min(candidates)
+
+    def _between_pods(self, kind: str, link: Link) -> float:
+        """Factor by which the links between pods slow a collective down.
+
+        A ring crosses from pod to pod once per pod, so that only the last node of each pod sends
+        through those links; an all-to-all sends to all pods alike.
+        """
+        if link.pods == 1:
+            return 1.0
+        crossing = link.pods / link.domains
+        if kind == "permute":
+            crossing = 1.0
+        elif kind == "all-to-all":
+            crossing = (1 - 1 / link.pods) / (1 - 1 / link.domains)
+        return max(1.0, self.gpu.oversubscription * crossing)
 
     def straggler_s(self, seconds: float, times: int, n: int) -> float:
         """Seconds lost when n GPUs synchronize `times` times, evenly spaced, in `seconds`.

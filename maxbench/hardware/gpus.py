@@ -17,9 +17,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NewType
 
+from maxbench.hardware.networks import networks
+
 PeakFraction = NewType("PeakFraction", float)  # above 0, at most 1
 Fraction = NewType("Fraction", float)  # from 0 to 1
 OptionalPeak = NewType("OptionalPeak", float)  # 0 = none
+OptionalCount = NewType("OptionalCount", int)  # at least 0
+Oversubscription = NewType("Oversubscription", float)  # at least 1
 Microseconds = NewType("Microseconds", float)  # at least 0
 # Rows that `maxbench calibrate` measures. The last value of a row is measured over modelled time.
 # GEMMs: operand type as in HLO, layout (nn, nt or tn), m, n, k, batch.
@@ -39,6 +43,10 @@ class Chip:
     l2_bytes: int
     memory_bytes: int
     memory_bytes_per_s: int
+    # of Hopper and Blackwell
+    shared_memory_per_core: int = 233472  # bytes
+    fpus_per_core: int = 128
+    nvlinks: int = 18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,7 @@ class Gpu:
     """A GPU type: datasheet, target of the compiler, efficiency, settings of a job."""
 
     bf16_tflops: float
-    fp8_tflops: float
+    fp8_tflops: OptionalPeak
     memory_gb: float
     memory_gbps: float
     nvlink_gbps: float
@@ -88,6 +96,9 @@ class Gpu:
     chip: Chip
     efficiency: Efficiency
     fp4_tflops: OptionalPeak = OptionalPeak(0.0)  # of NVFP4
+    # of the network between NVLink domains, as in networks.Network
+    pod_gpus: OptionalCount = OptionalCount(0)
+    oversubscription: Oversubscription = Oversubscription(1.0)
 
     def peak_tflops(self, peak: str) -> float:
         """Dense peak in TFLOP/s for 'fp4', 'fp8' or 'bf16' (Format.peak)."""
@@ -211,6 +222,8 @@ _CHECKS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     PeakFraction: (lambda v: _is_number(v, 1e-9, 1), "a number above 0 and up to 1"),
     Fraction: (lambda v: _is_number(v, 0, 1), "a number from 0 and up to 1"),
     OptionalPeak: (lambda v: _is_number(v, 0, 1e30), "a number from 0"),
+    OptionalCount: (lambda v: type(v) is int and v >= 0, "a whole number, at least 0"),
+    Oversubscription: (lambda v: _is_number(v, 1, 1e30), "a number from 1"),
     Microseconds: (lambda v: _is_number(v, 0, 1e30), "a number from 0"),
     Products: (
         lambda v: _is_rows(v, str, str, *[float] * 5),
@@ -235,8 +248,16 @@ class UnknownKey(ValueError):
 
 
 def _gpu(values: Mapping[str, Any], known: Mapping[str, Gpu]) -> Gpu:
-    """The checked record of a table; `like` in it names one of the known types."""
+    """The checked record of a table; `like` in it names one of the known types, and `network` one
+    of networks.toml, whose figures the table's own replace."""
     values = {"chip": {}, "efficiency": {}} | dict(values)
+    if (network := values.pop("network", None)) is not None:
+        if network not in networks():
+            raise ValueError(f"network={network!r} is not one of {', '.join(networks())}")
+        figures = networks()[network].figures
+        if isinstance(values["efficiency"], dict):
+            figures["efficiency"] |= values["efficiency"]
+        values = {**figures, **values, "efficiency": figures["efficiency"]}
     if (like := values.pop("like", "")) and like not in known:
         raise ValueError(f"like={like!r} is not one of {', '.join(known)}")
     gpu = _record(Gpu, values, known.get(like))

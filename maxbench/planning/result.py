@@ -8,14 +8,16 @@ from typing import Any
 from absl import flags
 
 from maxbench.config import command_line, environment, records, resolve, validation
-from maxbench.config.errors import UserError
+from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import Run
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import Gpu
+from maxbench.hardware.networks import networks
 from maxbench.planning import budget, explain, plan_text, planner, scaling, search
 from maxbench.planning.planner import Plan
 
 CLUSTER = ("memory_margin", "network_gbps", "gpus_per_node", "nvlink_gpus")  # fields of Gpu, flags
+NETWORK = "network"  # flag: a name of hardware/networks.toml
 
 
 class CannotFit(UserError):
@@ -171,9 +173,13 @@ def with_cluster(run: Run, fv: flags.FlagValues) -> Run:
     """The run on a cluster with the figures that flags give (CLUSTER).
 
     Raises:
-      UserError: a figure is invalid.
+      UserError: a figure is invalid, or there is no network of that name.
     """
-    kinds, figures = {f.name: f.type for f in dataclasses.fields(Gpu)}, {}
+    kinds = {f.name: f.type for f in dataclasses.fields(Gpu)}
+    figures: dict[str, Any] = {}
+    if name := fv[NETWORK].value:
+        check_choice(NETWORK, name, networks())
+        figures[NETWORK] = name
     for name in CLUSTER:
         if (text := fv[name].value) is not None:
             rules = {"below": environment.GPU_MEMORY_FRACTION} if name == "memory_margin" else {}

@@ -8,8 +8,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks.fit_constants import RANGES
 from maxbench import hardware
+from maxbench.calibration.fit import PLAUSIBLE
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs
@@ -362,10 +362,10 @@ def test_a_gemm_with_a_short_k_is_less_efficient():
 
 def test_efficiencies_are_plausible_and_have_a_source():
     names = [f.name for f in dataclasses.fields(EFFICIENCY)]
-    assert len(names) <= 14
-    assert set(names) == set(RANGES)
+    assert len(names) <= 15
+    assert set(names) == set(PLAUSIBLE)
     for gpu in GPU_TYPES.values():
-        for name, (low, high) in RANGES.items():
+        for name, (low, high) in PLAUSIBLE.items():
             assert low <= getattr(gpu.efficiency, name) <= high, name
     lines = (pathlib.Path(hardware.__path__[0]) / "gpus.toml").read_text().splitlines()
     for name in names:  # a comment with the source

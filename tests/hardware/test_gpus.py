@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from maxbench.config import command_line
+from maxbench.config import command_line, number_formats
 from maxbench.config.errors import UserError
 from maxbench.config.resolve import run_from_dict
 from maxbench.config.run import AXES
-from maxbench.cost_model import compile_cache
+from maxbench.cost_model import aot, compile_cache
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.hardware.networks import networks
 from maxbench.reporting import compare
 from maxbench.run_logs.record import RunRecord
 from maxbench.step import xla_options
@@ -94,11 +95,61 @@ def test_gpu_types_are_immutable_and_hashable():
         GPU_TYPES["h100"].environment["A"] = "1"
 
 
+def test_network_of_a_file_sets_what_the_table_leaves_open(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[h300]\nlike = "h100"\nnetwork = "ib400rails"\nnetwork_gbps = 40\n'
+        "[h300.efficiency]\nnetwork_us = 9\n"
+    )
+    gpu, rails = GPU_TYPES.read(path)["h300"], networks()["ib400rails"]
+    assert (gpu.network_gbps, gpu.efficiency.network_us) == (40, 9)
+    assert gpu.efficiency.network == rails.efficiency
+    assert (gpu.pod_gpus, gpu.oversubscription) == (rails.pod_gpus, rails.oversubscription)
+    assert gpu.efficiency.memory == GPU_TYPES["h100"].efficiency.memory
+    for name in networks():  # each is a valid GPU type
+        assert GPU_TYPES.override("a100", {"network": name})["a100"].network_gbps
+
+
+def test_links_between_pods_slow_down_what_crosses_them():
+    def seconds(kind, axis, **figures):
+        gpu = GPU_TYPES.override("h100", figures)["h100"]
+        costs = Costs(gpu, dict.fromkeys(AXES, 1) | {"dp": 2, "fsdp": 256})
+        return costs.collective(kind, costs.axis_link(axis), 1 << 32, 1 << 32)
+
+    pods = {"pod_gpus": 256, "oversubscription": 8}
+    for kind in ("all-reduce", "all-to-all"):
+        assert seconds(kind, "fsdp", **pods) == seconds(kind, "fsdp")  # inside a pod
+        slower = seconds(kind, "dp", **pods) / seconds(kind, "dp")  # every message crosses
+        assert slower == pytest.approx(8, rel=0.01)
+    # A ring over many nodes of each pod crosses once per pod, an all-to-all with half its messages.
+    smaller = pods | {"pod_gpus": 128}
+    assert seconds("all-gather", "fsdp", **smaller) == seconds("all-gather", "fsdp")
+    slower = seconds("all-to-all", "fsdp", **smaller) / seconds("all-to-all", "fsdp")
+    assert slower == pytest.approx(8 * 0.5 / (1 - 1 / 32), rel=0.01)
+
+
+def test_a_gpu_type_without_fp8_is_refused():
+    assert number_formats.resolve_format("bf16", "auto", "a100").name == "bf16"
+    for scaling in ("auto", "delayed"):
+        with pytest.raises(UserError, match="dtype='fp8' and gpu_type='a100': only h100"):
+            number_formats.resolve_format("fp8", scaling, "a100")
+
+
+def test_compile_target_has_the_limits_of_the_chip():
+    a100, h100 = (aot.target(GPU_TYPES[gpu].chip) for gpu in ("a100", "h100"))
+    for text in ("major: 8", "NONE", "per_core: 167936", "optin: 166912", "active_links: 12"):
+        assert text in a100
+    for text in ("major: 9", "ACCELERATED_FEATURES", "optin: 232448", "fpus_per_core: 128"):
+        assert text in h100
+
+
 LIKE = '[h300]\nlike = "h100"\n'
 BAD_FILES = {
     "no TOML": ("h300\n= 1", ["mine.toml", "line 1"]),
     "no table": ("h300 = 1", ["'h300' must be a table"]),
     "name": ('["H 300"]', ["'H 300' must be a table named in small letters"]),
+    "network": (LIKE + 'network = "ib40"', ["network='ib40' is not one of ib200, ib400"]),
+    "pods": (LIKE + "oversubscription = 0.5", ["oversubscription=0.5 must be a number from 1"]),
     "like": ('[h300]\nlike = "h10"', ["[h300] like='h10' is not one of h100, h200"]),
     "key": (LIKE + "memry_gb = 3", ["[h300] no key memry_gb; did you mean memory_gb?"]),
     "far key": (LIKE + "x = 3", ["no key x; there are bf16_tflops"]),
