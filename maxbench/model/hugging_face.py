@@ -1,9 +1,13 @@
-"""Conversion of weights from and to Hugging Face's formats: Llama, Nemotron, and Grok-1.
+"""Conversion of weights from and to Hugging Face's formats.
 
 A dict from Hugging Face's tensor names to numpy arrays (safetensors.numpy.load_file, merged over
 files) becomes the tree of weights of transformer.Transformer and of training, and back, bit for
-bit. Grok-1's names are those of hpcai-tech/grok-1, which vLLM and SGLang read too. Attention has the
-parts of Qwen3, gpt-oss and DeepSeek-V3 too.
+bit. The format follows from the Model alone: that of Llama, Nemotron, Qwen3, Mixtral, gpt-oss
+(experts in bf16, not MXFP4), DeepSeek-V3 and Kimi-K2, and Grok-1 with the names of
+hpcai-tech/grok-1, which vLLM and SGLang read too. hugging_face_config.py reads config.json.
+
+The correction biases of a router are no trained weights: they are 'expert_bias' in the tree of
+their layer's 'mlp', where transformer.Transformer reads them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,22 +19,58 @@ import numpy as np
 
 from maxbench.config.errors import UserError
 from maxbench.config.model import Model
-from maxbench.model import transformer
+from maxbench.model import layer_stack, transformer
+
+FORMATS = (
+    "dense models (Llama, Nemotron, Qwen3), experts of SwiGLU (Mixtral; with qk_norm Qwen3), those "
+    "of gpt-oss (swiglu_clamped with all biases and sinks), latent attention (DeepSeek-V3, Kimi-K2)"
+    ", and Grok-1's experts with norms after attention and MLP (preset xai)"
+)
+
+
+class Names(NamedTuple):
+    """Names of a layer's modules in a format."""
+
+    attn: str = "self_attn"
+    norms: Mapping[str, str] = {
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    }
+    mlp: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    moe: str = "mlp"  # the module of router and experts
+    router: str = "gate"
+    scale: str = "weight"  # of a norm
+
+
+LLAMA = Names()
+MIXTRAL = Names(moe="block_sparse_moe", mlp=("w1", "w3", "w2"))
+GPT_OSS = Names(router="router")
+GROK = Names(
+    attn="attn",
+    norms={
+        "attn_norm": "pre_attn_norm",
+        "attn_post": "post_attn_norm",
+        "mlp_norm": "pre_moe_norm",
+        "mlp_post": "post_moe_norm",
+    },
+    mlp=("linear", "linear_v", "linear_1"),
+    moe="moe_block",
+    scale="scale",
+)
 
 
 class Tensor(NamedTuple):
-    """One tensor of Hugging Face's format.
+    """A tensor of Hugging Face, and the weights in it.
 
     Attributes:
-      view: of the tree of weights, with Hugging Face's order of dims: writing to it writes there.
-      shape: in Hugging Face's format.
-      rows: where it has the rows of `view`, if in another order.
+      dims: its shape when it is compared with weights; a reshape of `shape`.
+      parts: (index into the tensor with these dims, view of the weights there).
     """
 
     name: str
-    view: np.ndarray
     shape: tuple[int, ...]
-    rows: np.ndarray | None = None
+    dims: tuple[int, ...]
+    parts: tuple[tuple[Any, np.ndarray], ...]
 
 
 def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = np.float32) -> dict:
@@ -42,17 +82,24 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
     """
     shapes = jax.eval_shape(lambda key: nn.unbox(transformer.init(m, key)), jax.random.key(0))
     params = jax.tree.map(lambda x: np.empty(x.shape, dtype), shapes)
+    _add_router_biases(m, params, lambda *shape: np.zeros(shape, dtype))
     unused = dict(tensors)
-    for name, view, shape, rows in _tensors(m, params):
-        if name not in unused:
-            raise UserError(f"{name} is missing: {m.name} {m.size} needs it, with shape {shape}")
-        tensor = unused.pop(name)
-        if tensor.shape != shape:
-            raise UserError(f"{name} has shape {tensor.shape}, and {m.name} {m.size} needs {shape}")
-        view[...] = (tensor if rows is None else tensor[rows]).reshape(view.shape)
-    head = unused.pop("lm_head.weight", None) if m.tied else None
-    if head is not None and not np.array_equal(head, tensors["model.embed_tokens.weight"]):
-        raise UserError("lm_head.weight is not model.embed_tokens.weight; use model.tied=False")
+    for t in _tensors(m, params):
+        if t.name not in unused:
+            quantized = any(name.endswith(("_blocks", "_scales")) for name in tensors)
+            why = "; convert its MXFP4 tensors to bf16 first" * quantized
+            raise UserError(
+                f"{t.name} is missing: {m.name} {m.size} needs it, with shape {t.shape}{why}"
+            )
+        tensor = unused.pop(t.name)
+        if tensor.shape != t.shape:
+            raise UserError(
+                f"{t.name} has shape {tensor.shape}, and {m.name} {m.size} needs {t.shape}"
+            )
+        tensor = tensor.reshape(t.dims)
+        for index, view in t.parts:
+            view[...] = tensor[index]
+    _drop_copies(m, tensors, unused)
     if unused:
         raise UserError(f"{', '.join(sorted(unused)[:3])}: {m.name} {m.size} has no such weight")
     return params
@@ -64,120 +111,222 @@ def to_hugging_face(m: Model, params: Mapping) -> dict[str, np.ndarray]:
     Raises:
       UserError: the model has no supported Hugging Face format.
     """
-    params = jax.tree.map(np.asarray, params)
+    params = jax.tree.map(np.asarray, dict(params))
+    _add_router_biases(m, params, lambda *shape: np.zeros(shape, np.float32))
     tensors = {}
-    for name, view, shape, rows in _tensors(m, params):
-        tensor = view.reshape(shape)
-        tensors[name] = tensor if rows is None else tensor[np.argsort(rows)]
+    for t in _tensors(m, params):
+        tensor = np.empty(t.dims, t.parts[0][1].dtype)
+        for index, view in t.parts:
+            tensor[index] = view
+        tensors[t.name] = tensor.reshape(t.shape)
+    if m.mtp_layers:
+        layer = f"model.layers.{m.layers}"
+        for copy, name in _mtp_copies(m).items():
+            tensors[f"{layer}.{copy}"] = tensors[name]
     return tensors
 
 
-def _tensors(m: Model, params) -> Iterator[Tensor]:
-    """Yields each tensor of a model, with views of params."""
-    widths_differ = m.value_width != m.head_dim and not m.kv_rank
-    if m.layer_groups or widths_differ or bool(m.experts) != m.post_norm:
-        raise UserError(
-            f"{m.name} {m.size} has no supported Hugging Face format: supported are dense models "
-            "(Llama, Nemotron), and Grok-1's experts with norms after attention and MLP (preset "
-            "xai); keys and values must have one width, and all layers one kind"
-        )
-    yield Tensor("model.embed_tokens.weight", params["embed"]["w"], (m.vocab, m.embed))
-    for i in range(m.layers):
-        w = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        yield from _layer(m, f"model.layers.{i}", w)
-    yield from _norm(m, "model.norm", params["head"]["norm"])
-    if not m.tied:
-        yield Tensor("lm_head.weight", params["head"]["w"].T, (m.vocab, m.embed))
+def _names(m: Model) -> Names:
+    """The names of a model's format.
 
-
-def _layer(m: Model, prefix: str, w):
-    names = GROK if m.experts else LLAMA
-    for norm, hf_norm in names["norms"].items():
-        yield from _norm(m, f"{prefix}.{hf_norm}", w[norm])
-    projections = _latent_projections if m.kv_rank else _projections
-    yield from projections(m, f"{prefix}.{names['attn']}", w["attn"])
-    yield from _attention_output(m, f"{prefix}.{names['attn']}", w["attn"])
-    if not m.experts:
-        up, down = w["mlp"]["up"]["w"], w["mlp"]["down"]["w"]
-        yield from _mlp(m, f"{prefix}.mlp", names["mlp"], up, down)
-        return
-    router = w["mlp"]["router"]["w"].T
-    yield Tensor(f"{prefix}.moe_block.gate.weight", router, (m.experts, m.embed))
-    for e, (up, down) in enumerate(zip(w["mlp"]["up"], w["mlp"]["down"], strict=True)):
-        yield from _mlp(m, f"{prefix}.moe_block.experts.{e}", names["mlp"], up, down)
-
-
-def _projections(m: Model, prefix: str, w) -> Iterator[Tensor]:
-    """The projections of grouped-query attention, and Qwen3's norms of queries and keys."""
-    parts = lambda qkv: {"q": qkv[:, :-2], "k": qkv[:, -2], "v": qkv[:, -1]}
-    for name, heads in parts(w["qkv"]["w"].transpose(1, 2, 3, 0)).items():
-        shape = heads.size // m.embed, m.embed
-        yield Tensor(f"{prefix}.{name}_proj.weight", heads, shape)
-    if m.attention_bias:
-        for name, bias in parts(w["qkv"]["bias"]).items():
-            yield Tensor(f"{prefix}.{name}_proj.bias", bias, (bias.size,))
-    if m.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield Tensor(f"{prefix}.{name}.weight", w[name]["scale"], (m.head_dim,))
-
-
-def _latent_projections(m: Model, prefix: str, w) -> Iterator[Tensor]:
-    """The projections of DeepSeek-V3's latent attention.
-
-    Its RoPE rotates dims (2 i, 2 i + 1) of the last rope_head_dim ones (rope_interleave of
-    config.json), and layers.rotate() dims (i, i + rope_head_dim / 2).
+    Raises:
+      UserError: it has none.
     """
-    pairs = np.arange(m.rope_head_dim).reshape(-1, 2).T.ravel()
-    plain, latents = m.head_dim - m.rope_head_dim, m.kv_rank + m.rope_head_dim
-    head = np.concatenate([np.arange(plain), plain + pairs])
-    q_rows = (np.arange(m.heads)[:, None] * m.head_dim + head).ravel()
-    kv_rows = np.concatenate([np.arange(m.kv_rank), m.kv_rank + pairs])
-    down, bias = w["qkv"]["w"].T, w["qkv"].get("bias")
-    yield Tensor(f"{prefix}.q_a_proj.weight", down[: m.q_rank], (m.q_rank, m.embed))
-    kv_down, kv_name = down[m.q_rank :], f"{prefix}.kv_a_proj_with_mqa"
-    yield Tensor(f"{kv_name}.weight", kv_down, (latents, m.embed), kv_rows)
-    if bias is not None:
-        yield Tensor(f"{prefix}.q_a_proj.bias", bias[: m.q_rank], (m.q_rank,))
-        yield Tensor(f"{kv_name}.bias", bias[m.q_rank :], (latents,), kv_rows)
-    yield Tensor(f"{prefix}.q_a_layernorm.weight", w["q_norm"]["scale"], (m.q_rank,))
-    yield Tensor(f"{prefix}.kv_a_layernorm.weight", w["kv_norm"]["scale"], (m.kv_rank,))
-    q_up, kv_up = (w[name]["w"].transpose(1, 2, 0) for name in ("q_up", "kv_up"))
-    yield Tensor(f"{prefix}.q_b_proj.weight", q_up, (m.heads * m.head_dim, m.q_rank), q_rows)
-    yield Tensor(f"{prefix}.kv_b_proj.weight", kv_up, (m.heads * m.kv_up_width, m.kv_rank))
+    kinds = [kind for _, kind in m.kinds]
+    experts = [kind for kind in kinds if kind.experts]
+    fused = m.act == "swiglu_clamped"
+    biases = (m.mlp_bias, m.attention_bias, m.sinks)
+    names = LLAMA
+    if fused:
+        supported = len(experts) == len(kinds) and all(biases) and m.router_bias and not m.kv_rank
+        names = GPT_OSS
+    elif m.kv_rank:
+        supported = not (m.mlp_bias or m.router_bias or m.post_norm) and m.act == "swiglu"
+    elif m.post_norm:
+        supported = len(experts) == len(kinds) == 1 and not (any(biases) or m.qk_norm)
+        names = GROK
+    elif experts:
+        supported = not any(biases) and m.act == "swiglu" and len(experts) == len(kinds)
+        names = LLAMA if m.qk_norm else MIXTRAL
+    else:
+        supported = not m.mlp_bias
+    same_width = m.value_width == m.head_dim or m.kv_rank
+    shared = not m.shared_mlp or m.kv_rank
+    if not supported or not same_width or not shared or (m.mtp_layers and not m.kv_rank):
+        raise UserError(
+            f"{m.name} {m.size} has no supported Hugging Face format: supported are {FORMATS}; "
+            "keys and values must have one width, but for latent attention"
+        )
+    return names
+
+
+def _add_router_biases(m: Model, params: Any, zeros: Any) -> None:
+    """Adds the correction biases of routers that a tree lacks: zeros."""
+    if m.router != "sigmoid":
+        return
+    table = layer_stack.stacks(m)
+    layers = [(s.kind, tree, (len(s.slots),)) for s, tree in
+              zip(table, layer_stack.split(table, params["layers"]), strict=True)]  # fmt: skip
+    layers += [(m.per_layer[-1], params["mtp"]["layer"], ())] if m.mtp_layers else []
+    for kind, tree, stacked in layers:
+        if kind.experts:
+            tree["mlp"].setdefault("expert_bias", zeros(*stacked, kind.experts))
+
+
+def _mtp_copies(m: Model) -> dict[str, str]:
+    """Tensors of the MTP layer that are copies of others, which Hugging Face's format repeats."""
+    return {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "shared_head.head.weight": "lm_head.weight",
+    }
+
+
+def _drop_copies(m: Model, tensors: Mapping, unused: dict) -> None:
+    """Removes tensors that repeat others.
+
+    Raises:
+      UserError: one differs from the one that it repeats.
+    """
+    copies = {"lm_head.weight": "model.embed_tokens.weight"} if m.tied else {}
+    if m.mtp_layers:
+        layer = f"model.layers.{m.layers}"
+        copies |= {f"{layer}.{copy}": name for copy, name in _mtp_copies(m).items()}
+    for copy, name in copies.items():
+        tensor = unused.pop(copy, None)
+        if tensor is not None and not np.array_equal(tensor, tensors[name]):
+            hint = "; use model.tied=False" if m.tied else ""
+            raise UserError(f"{copy} is not {name}{hint}")
+
+
+def _tensors(m: Model, params) -> Iterator[Tensor]:
+    """Yields each tensor with views of params. Writing to a view writes to params."""
+    names = _names(m)
+    yield _whole("model.embed_tokens.weight", params["embed"]["w"], m.vocab, m.embed)
+    table = layer_stack.stacks(m)
+    layers: dict[int, tuple[Model, Any]] = {}
+    for stack, tree in zip(table, layer_stack.split(table, params["layers"]), strict=True):
+        for i, layer in enumerate(stack.slots):
+            layers[layer] = stack.kind, jax.tree.map(lambda leaf, i=i: leaf[i], tree)
+    for i, (kind, w) in sorted(layers.items()):
+        yield from _layer(kind, names, f"model.layers.{i}", w)
+    if m.mtp_layers:
+        yield from _mtp(m, names, f"model.layers.{m.layers}", params["mtp"])
+    yield from _norm(m, names, "model.norm", params["head"]["norm"])
+    if not m.tied:
+        yield _whole("lm_head.weight", params["head"]["w"].T, m.vocab, m.embed)
+
+
+def _whole(name: str, view: np.ndarray, *shape: int) -> Tensor:
+    """A tensor that is one view, of this shape."""
+    return Tensor(name, shape, view.shape, ((..., view),))
+
+
+def _layer(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
+    for norm, hf_norm in names.norms.items():
+        yield from _norm(m, names, f"{prefix}.{hf_norm}", w[norm])
+    attention = _latent_attention if m.kv_rank else _attention
+    yield from attention(m, f"{prefix}.{names.attn}", w["attn"])
+    if not m.experts:
+        yield from _mlp(m, f"{prefix}.mlp", names.mlp, m.mlp, w["mlp"])
+        return
+    yield from _experts(m, names, f"{prefix}.{names.moe}", w["mlp"])
+
+
+def _attention(m: Model, prefix: str, w) -> Iterator[Tensor]:
+    qkv = w["qkv"]["w"].transpose(1, 2, 3, 0)
+    parts = {"q": slice(None, -2), "k": -2, "v": -1}
+    for name, part in parts.items():
+        heads = qkv[:, part]
+        width = heads.size // m.embed
+        yield _whole(f"{prefix}.{name}_proj.weight", heads, width, m.embed)
+        if m.attention_bias:
+            yield _whole(f"{prefix}.{name}_proj.bias", w["qkv"]["bias"][:, part], width)
+        if m.qk_norm and name != "v":
+            norm = w[f"{name}_norm"]["scale"]
+            yield _whole(f"{prefix}.{name}_norm.weight", norm, m.head_dim)
+    yield from _attention_output(m, prefix, w)
 
 
 def _attention_output(m: Model, prefix: str, w) -> Iterator[Tensor]:
-    """The output projection, and gpt-oss's sinks."""
     out = w["out"]["w"].transpose(2, 0, 1)
-    yield Tensor(f"{prefix}.o_proj.weight", out, (m.embed, m.heads * m.value_width))
+    yield _whole(f"{prefix}.o_proj.weight", out, m.embed, m.heads * m.value_width)
     if m.attention_bias:
-        yield Tensor(f"{prefix}.o_proj.bias", w["out"]["bias"], (m.embed,))
+        yield _whole(f"{prefix}.o_proj.bias", w["out"]["bias"], m.embed)
     if m.sinks:
-        yield Tensor(f"{prefix}.sinks", w["sinks"], (m.heads,))
+        yield _whole(f"{prefix}.sinks", w["sinks"], m.heads)
 
 
-def _mlp(m: Model, prefix: str, names, up_dnf, down_fd):
+def _latent_attention(m: Model, prefix: str, w) -> Iterator[Tensor]:
+    """DeepSeek-V3's latent attention. Its RoPE rotates dims (2 i, 2 i + 1) of the last
+    rope_head_dim ones, layers.rotate() dims (i, i + rope_head_dim / 2)."""
+    pairs = np.arange(m.rope_head_dim).reshape(-1, 2).T.ravel()
+    order = lambda plain: np.concatenate([np.arange(plain), plain + pairs])
+    down, bias = w["qkv"]["w"].T, w["qkv"].get("bias")
+    latents = order(m.kv_rank)
+    rows = m.kv_rank + m.rope_head_dim
+    yield _whole(f"{prefix}.q_a_proj.weight", down[: m.q_rank], m.q_rank, m.embed)
+    name, shape = f"{prefix}.kv_a_proj_with_mqa", (rows, m.embed)
+    yield Tensor(f"{name}.weight", shape, shape, ((latents, down[m.q_rank :]),))
+    if bias is not None:
+        yield _whole(f"{prefix}.q_a_proj.bias", bias[: m.q_rank], m.q_rank)
+        yield Tensor(f"{name}.bias", (rows,), (rows,), ((latents, bias[m.q_rank :]),))
+    for latent in ("q", "kv"):
+        norm = w[f"{latent}_norm"]["scale"]
+        yield _whole(f"{prefix}.{latent}_a_layernorm.weight", norm, norm.size)
+    queries, shape = w["q_up"]["w"].transpose(1, 2, 0), (m.heads * m.head_dim, m.q_rank)
+    head = slice(None), order(m.head_dim - m.rope_head_dim)
+    yield Tensor(f"{prefix}.q_b_proj.weight", shape, queries.shape, ((head, queries),))
+    values = w["kv_up"]["w"].transpose(1, 2, 0)
+    yield _whole(f"{prefix}.kv_b_proj.weight", values, m.heads * m.kv_up_width, m.kv_rank)
+    yield from _attention_output(m, prefix, w)
+
+
+def _experts(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
+    yield _whole(f"{prefix}.{names.router}.weight", w["router"]["w"].T, m.experts, m.embed)
+    if m.router_bias:
+        yield _whole(f"{prefix}.{names.router}.bias", w["router_bias"], m.experts)
+    if m.router == "sigmoid":
+        name = f"{prefix}.{names.router}.e_score_correction_bias"
+        yield _whole(name, w["expert_bias"], m.experts)
+    if m.shared_mlp:
+        shared = f"{prefix}.shared_experts"
+        yield from _mlp(m, shared, names.mlp, m.shared_mlp, w["shared_expert"])
+    if m.act == "swiglu_clamped":
+        yield from _fused_experts(m, f"{prefix}.experts", w)
+        return
+    for e, (up, down) in enumerate(zip(w["up"], w["down"], strict=True)):
+        weights = {"up": {"w": up}, "down": {"w": down}}
+        yield from _mlp(m, f"{prefix}.experts.{e}", names.mlp, m.mlp, weights)
+
+
+def _fused_experts(m: Model, prefix: str, w) -> Iterator[Tensor]:
+    """gpt-oss has the experts of a layer in one tensor, gates and up-projections in turn."""
+    e, f, d = m.experts, m.mlp, m.embed
+    yield _whole(f"{prefix}.gate_up_proj", w["up"].swapaxes(2, 3), e, d, 2 * f)
+    yield _whole(f"{prefix}.gate_up_proj_bias", w["up_bias"].swapaxes(1, 2), e, 2 * f)
+    yield _whole(f"{prefix}.down_proj", w["down"], e, f, d)
+    yield _whole(f"{prefix}.down_proj_bias", w["down_bias"], e, d)
+
+
+def _mlp(m: Model, prefix: str, names, width: int, w) -> Iterator[Tensor]:
     gate, up, down = names
+    up_dnf, down_fd = w["up"]["w"], w["down"]["w"]
     for i, name in enumerate((gate, up)[-m.mlp_inputs :]):
-        yield Tensor(f"{prefix}.{name}.weight", up_dnf[:, i].T, (m.mlp, m.embed))
-    yield Tensor(f"{prefix}.{down}.weight", down_fd.T, (m.embed, m.mlp))
+        yield _whole(f"{prefix}.{name}.weight", up_dnf[:, i].T, width, m.embed)
+    yield _whole(f"{prefix}.{down}.weight", down_fd.T, m.embed, width)
 
 
-def _norm(m: Model, prefix: str, w):
-    yield Tensor(f"{prefix}.{'scale' if m.experts else 'weight'}", w["scale"], (m.embed,))
+def _mtp(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
+    """DeepSeek-V3's layer after the last one (model/mtp.py)."""
+    for norm, name in (("embed_norm", "enorm"), ("hidden_norm", "hnorm")):
+        yield from _norm(m, names, f"{prefix}.{name}", w["input"][norm])
+    projection = w["input"]["projection"]["w"].transpose(2, 0, 1)
+    yield _whole(f"{prefix}.eh_proj.weight", projection, m.embed, 2 * m.embed)
+    yield from _layer(m.per_layer[-1], names, prefix, w["layer"])
+    yield from _norm(m, names, f"{prefix}.shared_head.norm", w["head_norm"])
+
+
+def _norm(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
+    yield _whole(f"{prefix}.{names.scale}", w["scale"], m.embed)
     if m.norm == "layernorm1p":
-        yield Tensor(f"{prefix}.bias", w["bias"], (m.embed,))
-
-
-LLAMA: dict[str, Any] = {
-    "attn": "self_attn",
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "norms": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-}
-_GROK_NORMS = {"attn_norm": "pre_attn_norm", "attn_post": "post_attn_norm"}
-_GROK_NORMS |= {"mlp_norm": "pre_moe_norm", "mlp_post": "post_moe_norm"}
-GROK: dict[str, Any] = {
-    "attn": "attn",
-    "mlp": ("linear", "linear_v", "linear_1"),
-    "norms": _GROK_NORMS,
-}
+        yield _whole(f"{prefix}.bias", w["bias"], m.embed)

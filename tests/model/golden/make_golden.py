@@ -1,21 +1,38 @@
-"""Make golden logits with Hugging Face transformers.
+"""Makes golden logits with Hugging Face transformers.
 
-Builds tiny randomly initialised Llama and Nemotron models (float32, eval mode, eager attention)
-and writes one `<name>.npz` per case next to this file. Each holds every parameter under its
-Hugging Face name (no `lm_head.weight` when it is tied to the embedding), `tokens` (int32 [2, T]),
-`logits` (float32 [2, T, V]) and `versions`, a string that says what the file was made with.
+Builds tiny randomly initialised models (float32, eval mode, eager attention) and writes one
+`<name>.npz` per case next to this file. Each holds every parameter under the name that it has in a
+checkpoint (no `lm_head.weight` when it is tied to the embedding), `tokens` (int32 [2, T]), `logits`
+(float32 [2, T, V]), `config`, the text of config.json, and `versions` of the programs.
 
-The stored files are what the tests read, so this is only run to make them again:
+The tests read the stored files, so this is only run to make them again, all or those that are
+named:
 
-    pip install torch transformers && python tests/model/golden/make_golden.py
+    pip install torch transformers && python tests/model/golden/make_golden.py gpt_oss
 """
 
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, NemotronConfig, NemotronForCausalLM
+from safetensors.numpy import load_file
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 BATCH = 2
 # Large enough that attention is far from uniform, so that RoPE mistakes show in the logits.
@@ -65,6 +82,66 @@ def nemotron():
     )
 
 
+def mixtral():
+    return MixtralConfig(
+        **LLAMA,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=10,
+        rope_parameters=dict(DEFAULT_ROPE),
+    )
+
+
+def qwen3_moe():
+    return Qwen3MoeConfig(
+        **{**LLAMA, "head_dim": 16, "rms_norm_eps": 1e-6},
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        rope_parameters=dict(DEFAULT_ROPE),
+    )
+
+
+def yarn(theta, factor, **more):
+    """YaRN whose three bands of frequencies are all in the few dims of a toy's head."""
+    rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "beta_slow": 0.25}
+    rope |= {"beta_fast": 4.0, "original_max_position_embeddings": 32}
+    return {"rope_parameters": rope | more, "max_position_embeddings": int(32 * factor)}
+
+
+def gpt_oss():
+    return GptOssConfig(
+        **{**LLAMA, "head_dim": 16, "num_hidden_layers": 4, "intermediate_size": 24},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=7,
+        **yarn(150000.0, 32.0, truncate=False),
+    )
+
+
+def deepseek_v3(groups, top):
+    sizes = {"num_key_value_heads": 4, "num_hidden_layers": 3, "rms_norm_eps": 1e-6}
+    return DeepseekV3Config(
+        **{name: x for name, x in (LLAMA | sizes).items() if name != "head_dim"},
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=groups,
+        topk_group=top,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        **yarn(10000.0, 40.0, mscale=1.0, mscale_all_dim=1.0),
+    )
+
+
 # name: (model class, config, sequence length)
 CASES = {
     "llama": (LlamaForCausalLM, llama(), 24),
@@ -73,17 +150,30 @@ CASES = {
     # above, so that all three are exercised.
     "llama31": (LlamaForCausalLM, llama31(64), 48),
     "nemotron": (NemotronForCausalLM, nemotron(), 24),
+    "mixtral": (MixtralForCausalLM, mixtral(), 24),
+    "qwen3_moe": (Qwen3MoeForCausalLM, qwen3_moe(), 24),
+    "gpt_oss": (GptOssForCausalLM, gpt_oss(), 48),
+    "deepseek_v3": (DeepseekV3ForCausalLM, deepseek_v3(4, 2), 48),
+    "kimi_k2": (DeepseekV3ForCausalLM, deepseek_v3(1, 1), 48),
 }
 
 
 def build(cls, config):
-    """A model with random weights, its norm weights and biases moved off ones and zeros."""
+    """A model with random weights, its norm weights, biases and the routers' correction biases
+    moved off ones and zeros."""
     torch.manual_seed(0)
     model = cls(config).float().eval()
     with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim == 1:
+        for name, param in model.named_parameters():
+            if param.ndim == 1 or name.endswith("bias"):
                 param.add_(0.1 * torch.randn_like(param))
+        if config.model_type == "gpt_oss":  # gates and up-projections beyond the clamp
+            for name, param in model.named_parameters():
+                if name.endswith("experts.gate_up_proj"):
+                    param.mul_(6)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model
 
 
@@ -92,11 +182,10 @@ def golden(cls, config, length):
     tokens = torch.randint(config.vocab_size, (BATCH, length))
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits
-    arrays = {
-        name: value.numpy()
-        for name, value in model.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        arrays = load_file(f"{folder}/model.safetensors")
+        arrays["config"] = np.array(Path(folder, "config.json").read_text())
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return arrays | {
         "tokens": tokens.numpy().astype(np.int32),
@@ -107,8 +196,8 @@ def golden(cls, config, length):
 
 def main():
     torch.set_num_threads(1)
-    for name, case in CASES.items():
-        arrays = golden(*case)
+    for name in sys.argv[1:] or CASES:
+        arrays = golden(*CASES[name])
         path = Path(__file__).with_name(f"{name}.npz")
         np.savez_compressed(path, **arrays)
         std = arrays["logits"].std()

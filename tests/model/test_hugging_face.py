@@ -1,0 +1,230 @@
+"""Logits, weights and config.json of today's models against transformers' own classes."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from maxbench.config.errors import UserError
+from maxbench.config.model import Model
+from maxbench.model import hugging_face, hugging_face_config, transformer
+from tests.conftest import resolve
+
+GOLDEN = pathlib.Path(__file__).with_name("golden")
+NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
+
+
+def golden(name: str) -> tuple[Model, dict, np.ndarray, np.ndarray]:
+    """The Model of a case's config.json, its tensors, tokens and logits; without MTP, which the
+    class of transformers has not."""
+    tensors = dict(np.load(GOLDEN / f"{name}.npz"))
+    tokens_bt, logits_btv, config, _ = (
+        tensors.pop(x) for x in ("tokens", "logits", "config", "versions")
+    )
+    m = hugging_face_config.model_of(json.loads(str(config)), "toy")
+    return dataclasses.replace(m, mtp_layers=0), tensors, tokens_bt, logits_btv
+
+
+@functools.cache
+def network(m: Model):
+    return jax.jit(transformer.Transformer(m).apply)
+
+
+def error(m: Model, params, tokens_bt: np.ndarray, expected: np.ndarray) -> float:
+    """Largest error of the logits over the largest logit."""
+    logits = network(m)({"params": params}, tokens_bt)
+    return float(np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_the_class_and_weights_are_converted_back(name):
+    m, tensors, tokens_bt, logits_btv = golden(name)
+    params = hugging_face.from_hugging_face(m, tensors)
+    assert error(m, params, tokens_bt, logits_btv) < 1e-5
+    converted = hugging_face.to_hugging_face(m, params)
+    assert converted.keys() == tensors.keys()
+    jax.tree.map(np.testing.assert_array_equal, converted, tensors)
+
+
+PARTS = [
+    ("mixtral", {"window": 0}),
+    ("qwen3_moe", {"router": "softmax_topk"}),  # weights that do not sum to 1
+    ("gpt_oss", {"rope_truncate": True}),
+    ("gpt_oss", {"act": "swiglu"}),
+    ("gpt_oss", {"layer_groups": (), "window": 7}),
+    ("deepseek_v3", {"rope_mscale": 0.0}),
+    ("deepseek_v3", {"router_groups": 1, "router_groups_top": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "without"), PARTS, ids=str)
+def test_each_part_shows_in_the_logits(name, without):
+    """The logits above would not be equal without it."""
+    m, tensors, tokens_bt, logits_btv = golden(name)
+    params = hugging_face.from_hugging_face(m, tensors)
+    if "layer_groups" in without:
+        stacks = params["layers"].values()
+        both = lambda *x: np.stack(x, 1).reshape(-1, *x[0].shape[1:])
+        params |= {"layers": jax.tree.map(both, *stacks)}
+    changed = dataclasses.replace(m, **without)
+    assert error(changed, params, tokens_bt, logits_btv) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("mlp", "expert_bias"),
+        ("mlp", "up_bias"),
+        ("mlp", "down_bias"),
+        ("mlp", "router_bias"),
+        ("attn", "sinks"),
+        ("attn", "qkv", "bias"),
+        ("attn", "out", "bias"),
+        ("attn", "q_norm", "scale"),
+    ],
+    ids=lambda path: "-".join(path),
+)
+def test_small_weights_show_in_the_logits(path):
+    name = {"expert_bias": "deepseek_v3", "scale": "qwen3_moe"}.get(path[-1], "gpt_oss")
+    m, tensors, tokens_bt, logits_btv = golden(name)
+    params = hugging_face.from_hugging_face(m, tensors)
+    layer = params["layers"] if not m.layer_groups else [*params["layers"].values()][-1]
+    for key in path[:-1]:
+        layer = layer[key]
+    layer[path[-1]][...] = 0
+    assert error(m, params, tokens_bt, logits_btv) > 1e-3
+
+
+def test_multi_token_prediction_is_converted_and_back():
+    m, tensors, _, _ = golden("deepseek_v3")
+    m = dataclasses.replace(m, mtp_layers=1)
+    random = np.random.default_rng(0)
+    init = lambda key: nn.unbox(transformer.init(m, key))
+    zeros = lambda x: np.zeros(x.shape, np.float32)
+    params = jax.tree.map(zeros, jax.eval_shape(init, jax.random.key(0)))
+    shapes = hugging_face.to_hugging_face(m, params)
+    mtp = {k: random.standard_normal(x.shape).astype(np.float32) for k, x in shapes.items()
+           if k not in tensors}  # fmt: skip
+    prefix = "model.layers.3"
+    assert mtp[f"{prefix}.eh_proj.weight"].shape == (m.embed, 2 * m.embed)
+    mtp[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    mtp[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"]
+    params = hugging_face.from_hugging_face(m, tensors | mtp)
+    jax.tree.map(
+        np.testing.assert_array_equal, hugging_face.to_hugging_face(m, params), tensors | mtp
+    )
+    first = params["mtp"]["input"]["projection"]["w"][0]  # of the embedding
+    theirs = mtp[f"{prefix}.eh_proj.weight"]
+    np.testing.assert_array_equal(first, theirs[:, : m.embed].T)
+    mtp[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"] + 1
+    with pytest.raises(UserError, match=r"shared_head.head.weight is not lm_head.weight"):
+        hugging_face.from_hugging_face(m, tensors | mtp)
+
+
+# The fields of the published config.json files that describe the network.
+LLAMA31_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA31_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+GPT_OSS = dict(
+    model_type="gpt_oss", attention_bias=True, experts_per_token=4, head_dim=64,
+    hidden_act="silu", hidden_size=2880, initial_context_length=4096, initializer_range=0.02,
+    intermediate_size=2880, max_position_embeddings=131072, num_attention_heads=64,
+    num_experts_per_tok=4, num_key_value_heads=8, rms_norm_eps=1e-5,
+    rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, rope_type="yarn",
+                      original_max_position_embeddings=4096, truncate=False),
+    rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0,
+    tie_word_embeddings=False, vocab_size=201088,
+)  # fmt: skip
+QWEN3 = dict(
+    model_type="qwen3_moe", attention_bias=False, attention_dropout=0.0, decoder_sparse_step=1,
+    head_dim=128, hidden_act="silu", initializer_range=0.02, intermediate_size=6144,
+    max_window_layers=48, mlp_only_layers=[], norm_topk_prob=True, num_experts=128,
+    num_experts_per_tok=8, num_key_value_heads=4, rms_norm_eps=1e-6, rope_scaling=None,
+    rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None,
+    tie_word_embeddings=False, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+MIXTRAL = dict(
+    model_type="mixtral", attention_dropout=0.0, hidden_act="silu", hidden_size=4096,
+    initializer_range=0.02, intermediate_size=14336, num_attention_heads=32,
+    num_experts_per_tok=2, num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8,
+    output_router_logits=False, rms_norm_eps=1e-5, rope_theta=1000000.0,
+    router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False, vocab_size=32000,
+)  # fmt: skip
+CONFIGS = {
+    "mixtral_8x7b": MIXTRAL,
+    "qwen3_30b_a3b": QWEN3
+    | dict(hidden_size=2048, num_attention_heads=32, num_hidden_layers=48)
+    | dict(moe_intermediate_size=768),
+    "qwen3_235b_a22b": QWEN3
+    | dict(hidden_size=4096, num_attention_heads=64, num_hidden_layers=94)
+    | dict(moe_intermediate_size=1536, intermediate_size=12288),
+    "gpt_oss_20b": GPT_OSS
+    | dict(num_hidden_layers=24, num_local_experts=32)
+    | dict(layer_types=["sliding_attention", "full_attention"] * 12),
+    "gpt_oss_120b": GPT_OSS
+    | dict(num_hidden_layers=36, num_local_experts=128)
+    | dict(layer_types=["sliding_attention", "full_attention"] * 18),
+}
+# Settings of training, which config.json does not have.
+TRAINING = ("name", "size", "init_std", "force_balance", "aux_loss", "capacity_factor")
+TRAINING += ("expert_bias_rate", "dispatch_factor")
+
+
+@pytest.mark.parametrize("workload", CONFIGS)
+def test_config_file_describes_the_model_of_the_workload_file(workload):
+    ours, theirs = resolve(workload).model, hugging_face_config.model_of(CONFIGS[workload])
+    same = {name: getattr(ours, name) for name in TRAINING}
+    assert dataclasses.replace(theirs, **same) == ours
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "gemma3"}, "model_type='gemma3'; understood are llama, nemotron"),
+        ({"attn_logit_softcap": 50.0}, "attn_logit_softcap=50.0, which is not understood; remove"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False, and only True is understood"),
+        ({"num_experts": None}, "has no num_experts, which model_type='qwen3_moe' needs"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; understood are"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], and only \[\] is understood"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'; under"),
+        ({"rope_scaling": LLAMA31_ROPE | {"x": 1}}, "x=1 in its RoPE of type llama3"),
+        ({"layer_types": ["linear_attention"] * 48}, "layer_types=.*, and only"),
+    ],
+    ids=str,
+)
+def test_config_file_that_is_not_understood_is_refused(change, text):
+    with pytest.raises(UserError, match=text):
+        hugging_face_config.model_of(CONFIGS["qwen3_30b_a3b"] | change)
+
+
+def test_config_files_of_older_models_are_understood(tmp_path):
+    llama = dict(
+        model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-5,
+        rope_theta=500000.0, rope_scaling=LLAMA31_ROPE, vocab_size=128256, mlp_bias=False,
+    )  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama))
+    m = hugging_face_config.read_config(path, "8b")
+    ours = resolve("llama31_8b").model
+    same = dict(name="llama31", init_std=ours.init_std, rope_factor=1.0)
+    assert dataclasses.replace(m, **same, capacity_factor=ours.capacity_factor) == ours
+    assert (m.rope_factor, m.rope_context, m.rope_scaling) == (8.0, 8192, "llama3")
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="must be a JSON object, and is a list"):
+        hugging_face_config.read_config(path)
+
+
+def test_quantized_tensors_and_models_without_a_format_are_refused():
+    m, tensors, _, _ = golden("gpt_oss")
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    packed = {k: v for k, v in tensors.items() if k != key} | {f"{key}_blocks": tensors[key]}
+    with pytest.raises(UserError, match=r"gate_up_proj is missing: .*MXFP4 tensors to bf16"):
+        hugging_face.from_hugging_face(m, packed)
+    for change in ({"mlp_bias": False}, {"router_bias": False}, {"act": "geglu"}):
+        with pytest.raises(UserError, match="no supported Hugging Face format: supported are"):
+            hugging_face.from_hugging_face(dataclasses.replace(m, **change), tensors)
