@@ -29,7 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from scipy import optimize
 
-from maxbench.calibration import fit as fit_ranges
 from maxbench.config import command_line, recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo, published_deltas
@@ -37,7 +36,25 @@ from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency
 from maxbench.planning import planner
 
-FITTED = {name: fit_ranges.PLAUSIBLE[name] for name in ("gemm_bf16", "gemm_fp8", "nvlink_us")}
+# The lowest and the highest plausible value of every constant in [h100.efficiency].
+RANGES = {
+    "gemm_bf16": (0.55, 0.85),
+    "gemm_fp8": (0.40, 0.80),
+    "gemm_fp4": (0.40, 0.80),
+    "attention_forward": (0.45, 0.75),
+    "attention_backward": (0.35, 0.60),
+    "memory": (0.75, 0.95),
+    "nvlink": (0.60, 0.90),
+    "network": (0.70, 0.98),
+    "nvlink_us": (1.0, 14.0),
+    "network_us": (5.0, 25.0),
+    "wave_us": (1.0, 6.0),
+    "launch_us": (1.0, 6.0),
+    "host_sync_us": (8.0, 50.0),
+    "contention": (0.0, 0.25),
+    "step_jitter": (0.0, 0.01),
+}
+FITTED = {name: RANGES[name] for name in ("gemm_bf16", "gemm_fp8", "nvlink_us")}
 FITTED |= {"hidden": (0.3, 1.0)}
 STEP = 1.07  # factor of a constant for its slope
 PRIOR = 0.05  # weight of a constant's distance from its current value, in widths of its range
