@@ -36,6 +36,7 @@ from maxbench.model import grouped_matmul, linear, router, token_dispatch
 from maxbench.model.grad_accumulation import layer_state, record
 from maxbench.model.grouped_matmul import take
 from maxbench.model.layers import Linear, Mlp, activate, add_bias, matmul, out_std, param_value
+from maxbench.quantization import Weight
 from maxbench.sharding import collectives, mesh, ordering, rules
 
 
@@ -116,10 +117,11 @@ class Moe(nn.Module):
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
-        x_ecd, sums = grad_after_wgrad(x_ecd, self.get_variable("sums", "down"))
-        up_ecnf, up_token = dot(
-            x_ecd, "up", up, m.init_std, order=orders["up"], sequence="gather", saved="slots"
-        )
+        names = ["down", "up"] if self.adds_apart() else ["down"]
+        sums = {name: self.get_variable("sums", name) for name in names}
+        x_ecd, sums = grad_after_wgrads(len(names) > 1, x_ecd, sums)
+        how = {"sequence": "gather", "saved": "slots", "sums": sums.get("up")}
+        up_ecnf, up_token = dot(x_ecd, "up", up, m.init_std, order=orders["up"], **how)
         # Orders the all-reduce of the load before the end of 'up'. XLA would run it in the backward
         # pass, after dx's communication, or wherever save_routing() has it recomputed.
         summed = ordering.token(load_be if collectives.axis_size("pp") > 1 else None)
@@ -128,9 +130,16 @@ class Moe(nn.Module):
             up_ecnf = add_bias(up_ecnf, bias_enf[:, None])
         up_ecnf = ordering.after(checkpoint_name(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2)
-        how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums}
+        how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums["down"]}
         y_ecd, down_token = dot(h_ecf, "down", down, out_std(m), order=orders["down"], **how)
         return y_ecd, {"up": up_token, "down": down_token}
+
+    def adds_apart(self) -> bool:
+        """Whether the addition of a wgrad to its accumulator is a kernel of its own, outside of a
+        pipeline, which has its own order: block-scaled GEMMs have no such operand."""
+        w = self.get_variable("params", "up")
+        apart = isinstance(w, Weight) and w.arithmetic.needs_2d
+        return apart and collectives.axis_size("pp") == 1
 
     def dropless(
         self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any
@@ -182,22 +191,26 @@ class Moe(nn.Module):
         return collectives.all_gather(w, "fsdp", axes.split().index("embed"))
 
 
-@jax.custom_vjp
-def grad_after_wgrad(x_ecd: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
-    """The identity, whose backward pass orders dx_ecd's all-to-all over ep after the wgrad that
-    `sums` accumulates, so that they overlap; XLA would run the wgrad last. With one expert per GPU
-    only: with more, the token would unfuse the addition to the accumulator from the wgrad GEMM."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grad_after_wgrads(always: bool, x_ecd: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+    """The identity, whose backward pass orders dx_ecd's all-to-all over ep after the wgrads that
+    `sums` accumulate, so that they overlap; XLA would run these last. Unless `always`, with one
+    expert per GPU only: with more, the token would unfuse the addition to the accumulator from the
+    wgrad GEMM."""
     return x_ecd, sums
 
 
-def _grad_after_wgrad_backward(_, gradients):
+def _grad_after_wgrads_backward(always, _, gradients):
     dx_ecd, sums = gradients
-    if sums is not None and collectives.axis_size("ep") == len(dx_ecd):
+    ep = collectives.axis_size("ep")
+    if jax.tree.leaves(sums) and (ep == len(dx_ecd) or (always and ep > 1)):
         dx_ecd = ordering.after(dx_ecd, ordering.token(sums))
     return dx_ecd, sums
 
 
-grad_after_wgrad.defvjp(lambda *args: (grad_after_wgrad(*args), None), _grad_after_wgrad_backward)
+grad_after_wgrads.defvjp(
+    lambda *args: (grad_after_wgrads(*args), None), _grad_after_wgrads_backward
+)
 
 
 def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:

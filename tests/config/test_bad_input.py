@@ -72,6 +72,11 @@ BAD = {
         ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
         ["train.seq=1000", "= 500", "992"],
     ),
+    "multi-token prediction": (
+        [*"--config grok1_314b --pp 4 --gbs 80 --mbs 1 --ep 8".split(),
+         "--config.model.mtp_layers=1"],
+        ["mtp_layers=1", "each of the pp=4 stages", "10 microbatches", "gbs=32"],
+    ),
     "fp8 dropless": (
         ["--config", GROK, "--dtype", "fp8", "--config.model.capacity_factor=0"],
         ["capacity_factor=0", "experts / top_k=4", "dtype=bf16"],
