@@ -131,11 +131,10 @@ def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
     counts = pipeline_layout.layers_of_parts(stages) if stages else ()
     even = pipeline_layout.even(m.layers, pp * vp)
     layers = _layers(counts or even, pp, vp)
-    uniform = False
     forms = {s: dict.fromkeys(_form(kind, s) for kind in m.per_layer) for s in SUBLAYERS}
-    if all(len(found) == 1 for found in forms.values()):
+    alike = [s for s in SUBLAYERS if len(forms[s]) == 1]
+    if len(alike) == len(SUBLAYERS):
         found = [("", m.per_layer[0], tuple(SUBLAYERS), layers != EMPTY)]
-        uniform = layers.size == m.layers + 2
     else:
         found = []
         for s in SUBLAYERS:
@@ -145,6 +144,8 @@ def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
                 found.append((f"{s}{i}", kind, (s,), np.array([*has_form, False])[layers]))
     table, entries, ranks, sliced = [], {}, {}, []
     for name, kind, sublayers, uses in found:
+        # One empty slot in the first and the last stage at most: zeros for each, and no branch.
+        uniform = layers.size == m.layers + 2 and sublayers[0] in alike
         stack, entries[name], ranks[name] = _stack(name, kind, sublayers, layers, uses, uniform)
         table.append(stack)
         sliced += [name] if len(stack.slots) == layers.size else []

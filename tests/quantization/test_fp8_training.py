@@ -190,3 +190,36 @@ def test_checkpoint_contains_the_amax_history(tmp_path):
     current = dataclasses.replace(single.run.precision, scaling="current")
     with pytest.raises(ValueError, match=r"has 4 steps.*scaling=delayed.*history=4"):
         restore.find_checkpoints(str(tmp_path), dataclasses.replace(single.run, precision=current))
+
+
+@exhaustive
+def test_layers_that_differ_train_alike_in_a_pipeline(tmp_path):
+    """A dense layer, then experts, the last layer in bf16: two steps with delayed scaling on one
+    device and on two stages, whose checkpoint has the weights and amax histories of the former."""
+    overrides = {
+        "model.layer_groups": ((1, ((256,),)), (3, ((128, 4),))),
+        "model.top_k": 4,
+        "precision.scaling": "delayed",
+        "precision.history": 4,
+        "precision.bf16_layers": (0, 1),
+    }
+    states, steps = [], []
+    for axes in ({}, dict(pp=2, mbs=1)):
+        step = build(FAMILIES["grok"], "fp8", overrides, gpu_type="h100", **axes)
+        compiled, state = step.lower().compile(), step.init()
+        for _ in range(2):
+            state, out = compiled(state)
+        states.append((state, out["loss"]))
+        steps.append(step)
+    (expected, loss), (state, pipeline_loss) = states
+    np.testing.assert_allclose(pipeline_loss, loss, rtol=5e-4)
+    single, pipeline = steps
+    with checkpoint.Saver(tmp_path, pipeline.run) as saver:
+        saver.save(state)
+    table = lambda stacks: layer_stack.stacks_from_json(pipeline.run.model, stacks)
+    read = restore.read_onto(lambda stacks: single.with_stacks(table(stacks)))
+    _, restored = restore.restore(restore.find_checkpoints(str(tmp_path), single.run), read)
+    restored = single.restack(restored, pipeline.stacks)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=0.02 * np.abs(b).max())
+    for part in ("params", "layer_state"):
+        jax.tree.map(close, *jax.device_get((restored[part], expected[part])))
