@@ -9,6 +9,7 @@ from maxbench.config.recipes import workload
 # experts, the activation is recomputed here.
 LAYOUTS = """
 gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat
+h100     bf16,fp8 weak      64     36 4096  4  1  2    1  8  1  1   1 1280 save_gemms_recompute_act
 b200     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4 1280 save_gemms_recompute_act
 b300     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4 1280 none
 gb200    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4 1280 save_gemms_recompute_act

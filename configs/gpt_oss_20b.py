@@ -8,16 +8,23 @@ from maxbench.config.recipes import workload
 
 MLPERF = {
     "model": {"vocab": 128256, "rope_factor": 1.0, "force_balance": False},
+    "precision": {"bf16_layers": (0, 4)},
     "optim": {"lr": 6e-4, "lr_min": 4e-4, "warmup": 64},
 }
 
-# Megatron-Bridge 067f987, perf_recipes/gpt_oss.
+# Megatron-Bridge 067f987: on H100 recipes/gpt_oss, with ep 4 over dp 2 x tp 2 (here ep 2 x tp 2: tp
+# splits each expert), on Blackwell perf_recipes/gpt_oss.
 LAYOUTS = """
-gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs
-b300     fp8      weak       8     24 8192  1  1  1    1  4  2  1   1   4
-b300     fp8      weak      64     24 8192  1  1  8    1  4  2  1   1  32
-gb200    fp8      weak     512     24 8192  1  1  8    1  8  4  2   1  64
-gb300    fp8      weak     512     24 8192  1  1  8    1  8  4  2   1  64
+gpu_type dtype     scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs
+h100     bf16,fp8  weak      16     24 4096  4  1  1    1  2  1  2   1 512
+b300     fp8,nvfp4 weak       8     24 8192  1  1  1    1  4  2  1   1   4
+b300     fp8,nvfp4 weak      64     24 8192  1  1  8    1  4  2  1   1  32
+gb200    nvfp4     weak       8     24 8192  1  1  1    1  4  2  1   1   4
+gb200    nvfp4     weak      72     24 8192  1  1  9    1  4  2  1   1  36
+gb200    fp8       weak     512     24 8192  1  1  8    1  8  4  2   1  64
+gb300    nvfp4     weak       8     24 8192  1  1  1    1  4  2  1   1   4
+gb300    nvfp4     weak      72     24 8192  1  1  9    1  4  2  1   1  36
+gb300    fp8       weak     512     24 8192  1  1  8    1  8  4  2   1  64
 """
 
 

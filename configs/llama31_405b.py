@@ -3,8 +3,8 @@
 from maxbench.config.recipes import workload
 
 # H100: mbs above 1, or a microbatch_group_size above pp, where their activation stash fits in
-# memory. Blackwell: Megatron-Bridge 067f987, perf_recipes/llama; where it offloads the activations of 40
-# layers to the host, they are recomputed. Of its FP8 layouts, those of MXFP8.
+# memory. Blackwell: Megatron-Bridge 067f987, perf_recipes/llama; where it offloads the activations
+# of 40 layers to the host, they are recomputed. Of its FP8 layouts, those of MXFP8.
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat format microbatch_group_size
 h100     bf16,fp8       weak      32      8 8192  1  1  2    1  1  2  8   4   64 none delayed 0

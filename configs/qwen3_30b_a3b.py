@@ -8,16 +8,16 @@ from maxbench.config.recipes import workload
 
 # Megatron-Bridge 067f987, perf_recipes/qwen. FP8 is MXFP8 on Blackwell, current scaling on H100.
 LAYOUTS = """
-gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs
-h100     bf16,fp8 weak      16     48 4096  1  1  1    1 16  1  1   1 1024
-h100     bf16,fp8 weak      64     48 4096  1  1  4    1 16  1  1   1 4096
-b200     bf16,fp8 weak       8     48 4096  1  1  1    1  8  1  1   4  512
-b200     bf16,fp8 weak      64     48 4096  1  1  8    1  8  1  1   4 4096
-b300     bf16,fp8 weak       8     48 4096  1  1  1    1  8  1  1   8  512
-gb200    bf16,fp8 weak       8     48 4096  1  1  1    1  8  1  1   4  512
-gb200    bf16,fp8 weak      32     48 4096  1  1  4    1  8  1  1   4 2048
-gb300    bf16,fp8 weak       8     48 4096  1  1  1    1  8  1  1   8  512
-gb300    bf16,fp8 weak      32     48 4096  1  1  4    1  8  1  1   8 2048
+gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs
+h100     bf16,fp8       weak      16     48 4096  1  1  1    1 16  1  1   1 1024
+h100     bf16,fp8       weak      64     48 4096  1  1  4    1 16  1  1   1 4096
+b200     bf16,fp8,nvfp4 weak       8     48 4096  1  1  1    1  8  1  1   4  512
+b200     bf16,fp8       weak      64     48 4096  1  1  8    1  8  1  1   4 4096
+b300     bf16,fp8,nvfp4 weak       8     48 4096  1  1  1    1  8  1  1   8  512
+gb200    bf16,fp8,nvfp4 weak       8     48 4096  1  1  1    1  8  1  1   4  512
+gb200    bf16,fp8       weak      32     48 4096  1  1  4    1  8  1  1   4 2048
+gb300    bf16,fp8,nvfp4 weak       8     48 4096  1  1  1    1  8  1  1   8  512
+gb300    bf16,fp8       weak      32     48 4096  1  1  4    1  8  1  1   8 2048
 """
 
 

@@ -51,6 +51,8 @@ WORKLOADS = (
     "qwen3_235b_a22b",
     "gpt_oss_20b",
     "gpt_oss_120b",
+    "deepseek_v3",
+    "kimi_k2",
 )
 
 

@@ -27,6 +27,8 @@ COLUMN_SECTIONS |= {"format": "precision"}  # its field `scaling`
 COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
 
 TOY_WINDOW = 16  # tokens
+TOY_LATENTS = {"kv_heads": 8, "head_dim": 48, "value_dim": 16}  # whole blocks of number formats
+TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
 
 Sections = dict[str, dict[str, Any]]
 
@@ -213,6 +215,9 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
     model, layout = values["model"], values["layout"]
     if experts := model["experts"]:  # so many that a router of groups has a choice in each
         model["experts"] = 4 if model["top_k"] < 3 else min(experts, 4 * model["top_k"])
+    if model["kv_rank"]:
+        model |= TOY_LATENTS
+    model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
     model["window"] = min(model["window"], TOY_WINDOW)
     model["layer_groups"] = _toy_groups(model)
     model["rope_context"] = min(model["rope_context"], 16)  # so that rope scaling has an effect

@@ -51,6 +51,12 @@ def mtp_params(m: Model) -> int:
     return params(m) - params(dataclasses.replace(m, mtp_layers=0))
 
 
+def expert_biases(m: Model) -> int:
+    """Correction biases of the routers of all layers, which are state and no parameters here;
+    published counts of DeepSeek-V3 and Kimi-K2 have them."""
+    return sum(n * layer.experts for n, layer in m.kinds) if m.expert_bias_rate else 0
+
+
 def attention_params(m: Model) -> int:
     """Parameters of one layer's attention."""
     if m.q_rank:
@@ -84,7 +90,9 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     """FLOPs of one sequence of `seq` tokens. `convention` is a key of PUBLISHED_CONVENTIONS."""
     counted = PUBLISHED_CONVENTIONS[convention]
     layers = sum(n * _layer(layer, seq, counted) for n, layer in m.kinds)
-    return 6 * seq * (layers + m.vocab * m.embed)
+    head = m.vocab * m.embed
+    mtp = _layer(m.per_layer[-1], seq, counted) + 2 * m.embed**2 + head
+    return 6 * seq * (layers + head + m.mtp_layers * mtp)
 
 
 def _layer(m: Model, seq: int, counted: Convention) -> float:

@@ -154,7 +154,27 @@ MIXTRAL = dict(
     output_router_logits=False, rms_norm_eps=1e-5, rope_theta=1000000.0,
     router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False, vocab_size=32000,
 )  # fmt: skip
+DEEPSEEK = dict(
+    model_type="deepseek_v3", attention_bias=False, attention_dropout=0.0, ep_size=1,
+    first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02,
+    intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=163840,
+    moe_intermediate_size=2048, moe_layer_freq=1, n_group=8, n_routed_experts=256,
+    n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8,
+    num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-6, rope_theta=10000,
+    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+                      original_max_position_embeddings=4096, type="yarn"),
+    routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4,
+    topk_method="noaux_tc", v_head_dim=128, vocab_size=129280,
+)  # fmt: skip
 CONFIGS = {
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": DEEPSEEK
+    | dict(model_type="kimi_k2", first_k_dense_replace=1, n_group=1, topk_group=1, seq_aux=True)
+    | dict(n_routed_experts=384, num_attention_heads=64, num_key_value_heads=64)
+    | dict(num_nextn_predict_layers=0, rope_theta=50000.0, vocab_size=163840)
+    | dict(routed_scaling_factor=2.827, aux_loss_alpha=0.001)
+    | dict(rope_scaling=DEEPSEEK["rope_scaling"] | dict(factor=32.0, beta_fast=1.0, beta_slow=1.0)),
     "mixtral_8x7b": MIXTRAL,
     "qwen3_30b_a3b": QWEN3
     | dict(hidden_size=2048, num_attention_heads=32, num_hidden_layers=48)

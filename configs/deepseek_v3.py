@@ -1,0 +1,74 @@
+"""DeepSeek-V3 671B, https://arxiv.org/abs/2412.19437, as NVIDIA's Megatron-Bridge recipes train it.
+
+Tokens choose experts at random and evenly, as in the recipes' benchmarks (force_balance); without
+it the router is DeepSeek-V3's own. The recipes' optimizer has bf16 moments; here they are fp32.
+"""
+
+from maxbench.config.recipes import workload
+
+# Megatron-Bridge 067f987, perf_recipes/deepseek; on B300 in FP8 without virtual stages, as the
+# published runs. On H100 ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp
+# splits each expert. Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300
+# with FSDP, which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
+LAYOUTS = """
+gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages remat
+h100     bf16,fp8       weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL save_gemms_recompute_mla_up
+b200     bf16           weak     256     61 4096 16  1  2    1  8  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+b200     fp8,nvfp4      weak     256     61 4096  8  2  1    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+b300     bf16           weak     256     61 4096  8  2  4    1  8  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+b300     nvfp4          weak     256     61 4096  8  2  4    1  8  1  1   2  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+b300     fp8            weak     256     61 4096  8  1  4    1  8  1  1   2  4096 Et*8|(t*8|)*6t*5mL save_gemms_recompute_mla_up
+gb200    bf16,fp8,nvfp4 weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_act
+gb300    fp8            weak     256     61 4096  2  8  4    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL none
+gb300    nvfp4          weak     256     61 4096  2  8  4    1 32  1  1   2  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+"""  # noqa: E501
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="deepseek_v3",
+            size="671b",
+            layers=61,
+            embed=7168,
+            heads=128,
+            kv_heads=128,
+            head_dim=192,
+            value_dim=128,
+            q_rank=1536,
+            kv_rank=512,
+            rope_head_dim=64,
+            mlp=2048,
+            layer_groups=((3, ((18432,),)), (58, ((2048, 256),))),
+            vocab=129280,
+            norm_eps=1e-6,
+            rope_base=10_000.0,
+            rope_scaling="yarn",
+            rope_factor=40.0,
+            rope_context=4096,
+            rope_mscale=1.0,
+            init_std=0.006,
+            experts=256,
+            top_k=8,
+            shared_mlp=2048,
+            router="sigmoid",
+            router_groups=8,
+            router_groups_top=4,
+            router_scale=2.5,
+            expert_bias_rate=0.001,
+            capacity_factor=0.0,
+            force_balance=True,
+            mtp_layers=1,
+            mtp_loss=0.1,
+        ),
+        train=dict(
+            seq=4096,
+            remat="none",
+        ),
+        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        layouts=LAYOUTS,
+        launch=dict(rank=11, aliases=("deepseek", "deepseekv3", "deepseek-v3"), stops=False),
+        published=dict(convention="causal"),
+    )

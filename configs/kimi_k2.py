@@ -1,0 +1,64 @@
+"""Kimi-K2 1T, https://arxiv.org/abs/2507.20534, as NVIDIA's Megatron-Bridge recipes train it.
+
+Tokens choose experts at random and evenly, as in the recipes' benchmarks (force_balance). The
+recipes' optimizer is Muon; here it is AdamW.
+"""
+
+from maxbench.config.recipes import workload
+
+# Megatron-Bridge 067f987, perf_recipes/kimi. On H100 ep 64 is over dp 8 x tp 8, whole experts on
+# each GPU; here ep 8 x tp 8: tp splits each expert.
+LAYOUTS = """
+gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs stages remat
+h100     bf16,fp8       weak    1024     61 4096 16  2  1    1  8  1  8   1 8192 Et|(tt|)*30L save_gemms_recompute_mla_up
+b200     bf16,fp8       weak     256     61 4096 16  1  1    1 16  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+b300     bf16,fp8       weak     256     61 4096 16  1  1    1 16  1  1   2 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+gb200    bf16,fp8       weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+gb300    bf16,fp8,nvfp4 weak     256     61 4096  4  4  1    1 64  1  1   2 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+"""  # noqa: E501
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="kimi_k2",
+            size="1t_a32b",
+            layers=61,
+            embed=7168,
+            heads=64,
+            kv_heads=64,
+            head_dim=192,
+            value_dim=128,
+            q_rank=1536,
+            kv_rank=512,
+            rope_head_dim=64,
+            mlp=2048,
+            layer_groups=((1, ((18432,),)), (60, ((2048, 384),))),
+            vocab=163840,
+            norm_eps=1e-6,
+            rope_base=50_000.0,
+            rope_scaling="yarn",
+            rope_factor=32.0,
+            rope_context=4096,
+            rope_beta_fast=1.0,
+            rope_mscale=1.0,
+            init_std=0.02,
+            experts=384,
+            top_k=8,
+            shared_mlp=2048,
+            router="sigmoid",
+            router_scale=2.827,
+            expert_bias_rate=0.001,
+            capacity_factor=0.0,
+            force_balance=True,
+        ),
+        train=dict(
+            seq=4096,
+            remat="none",
+        ),
+        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        layouts=LAYOUTS,
+        launch=dict(rank=12, aliases=("kimi", "kimi-k2"), stops=False),
+        published=dict(convention="causal"),
+    )
