@@ -22,7 +22,6 @@ from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import Efficiency
 from maxbench.hardware.published import Comparison, ErrorBand, error_band, parallelism
 from maxbench.metrics import step_stats
-from maxbench.pipeline import layer_order
 from maxbench.pipeline.schedule import schedule_for
 
 SENSITIVITY = {  # part of the cluster -> fields of Efficiency
@@ -126,8 +125,11 @@ def branch_frequencies(
     run: Run, program: hlo.Program, first_pass: Timeline | None = None
 ) -> simulate.BranchFrequencies:
     """pipeline_timing.branch_frequencies() of the run's schedule."""
-    plan = schedule_for(run)
-    others = layer_order.other_kinds(run, plan)
+    plan, others = schedule_for(run), 0.0
+    if run.network.layer_groups or run.layout.stages:
+        from maxbench.pipeline import layer_order  # late: it loads jax, which cached plans need not
+
+        others = layer_order.other_kinds(run, plan)
     return pipeline_timing.branch_frequencies(plan, program, first_pass, others)
 
 

@@ -178,7 +178,9 @@ def _fast_steps(summary: RunSummary, options: ReportOptions) -> fast_steps.FastS
     if model and r.gpu_type in options.gpu_types and not r.grows:
         gpu = options.gpu_types[r.gpu_type]
         format = number_formats.PEAKS.get(r.dtype)
-        peak = gpu.peak_tflops(format) if format else max(gpu.bf16_tflops, gpu.fp8_tflops)
+        fastest = max(gpu.bf16_tflops, gpu.fp8_tflops)
+        # A peak of 0: the GPU has no such GEMMs, and the run computed with others.
+        peak = (gpu.peak_tflops(format) if format else 0) or fastest
         device = f"{r.gpus} {r.gpu_type}"
         least_s = flops.per_sequence(model, r.seq, "causal") * r.gbs / (r.gpus * peak * 1e12)
     if r.grows or (not least_s and r.source in ("", "maxbench")):

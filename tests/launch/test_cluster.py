@@ -164,8 +164,8 @@ def test_missing_or_silent_slurm_is_an_error(place, capsys, monkeypatch):
     monkeypatch.setenv("PATH", f"{place}/bin:/usr/bin:/bin")
     monkeypatch.setenv("SBATCH_PARTITION", "all")
     assert f"'{place}/a b/cluster.toml' cannot be written: " in refused(capsys)
-    monkeypatch.setenv("GPU_TYPE", "a100")
-    assert "GPU_TYPE='a100' is not one of h100, h200" in refused(capsys)
+    monkeypatch.setenv("GPU_TYPE", "v100")
+    assert "GPU_TYPE='v100' is not one of h100, h200" in refused(capsys)
 
 
 # --- without Slurm ---

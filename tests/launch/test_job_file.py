@@ -230,7 +230,7 @@ def test_cluster_file_has_the_lowest_precedence(tmp_path):
         ),
         ("STAGE_PATH = '/x'", "cluster.toml: STAGE_PATH cannot be set here"),
         ("GPU_TYPE = h100", "cluster.toml' is not TOML: Invalid value"),
-        ("GPU_TYPE = 'a100'", "GPU_TYPE='a100' is not one of h100"),
+        ("GPU_TYPE = 'v100'", "GPU_TYPE='v100' is not one of h100"),
     ],
 )
 def test_invalid_cluster_file_is_refused(tmp_path, text, message):

@@ -300,8 +300,8 @@ def test_growing_batch_is_not_dispatch(tmp_path):
 
 
 def test_gpu_that_is_in_no_table_is_named(tmp_path):
-    row = summary(tmp_path, log_samples.nemo(range(50), 50).replace("H100 80GB HBM3", "A100-SXM4"))
-    assert any("its log names 'NVIDIA A100" in note for note in row.notes)
+    row = summary(tmp_path, log_samples.nemo(range(50), 50).replace("H100 80GB HBM3", "L40S"))
+    assert any("its log names 'NVIDIA L40S" in note for note in row.notes)
 
 
 def test_several_gpu_types_are_named_and_none_is_taken(tmp_path):
