@@ -9,8 +9,8 @@ from maxbench.config.recipes import workload
 # Megatron-Bridge 067f987, perf_recipes/deepseek; on B300 in FP8 without virtual stages, as the
 # published runs. On H100 ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp
 # splits each expert. Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a
-# stage; 64 and 128 GB300 with FSDP, which shards dense weights over the GPUs of ep (here ep and fsdp
-# are two axes).
+# stage; 64 and 128 GB300 with FSDP, which shards dense weights over the GPUs of ep (here ep and
+# fsdp are two axes).
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages remat
 h100     bf16,fp8       weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL save_gemms_recompute_mla_up

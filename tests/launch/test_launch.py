@@ -202,7 +202,8 @@ def test_model_defaults_to_the_first_one_with_a_recipe_for_the_gpus():
     for more in ({}, {"STRONG_SCALING": "true"}):
         s = variables.resolve_job({"JOB_TOTAL_GPUS": "256", "GPU_TYPE": "gb200"} | more)
         assert (s.run.model.name, s.run.precision.dtype) == ("nemotron4", "fp8")
-        assert "MODEL=nemotron4, the first one with a recipe for 256 gb200" in s.notes
+        which = "only" if more else "first"
+        assert f"MODEL=nemotron4, the {which} one with a recipe for 256 gb200" in s.notes
     assert variables.resolve_job({"JOB_TOTAL_GPUS": "64"}).run.model.size == "8b"
 
 
