@@ -144,7 +144,7 @@ class Step:
         return self._abstract(stacks, self._shardings(stacks, self.rules | {"layers": ()}))
 
     def restack(self, before: Any, stacks: layer_stack.Stacks) -> Any:
-        """The layers of a state from other stacks in this step's stacks. Donates the state."""
+        """The layers of a state from other stacks in this step's stacks. Deletes the state."""
         has_layers = lambda x: isinstance(x, dict) and "layers" in x
         source = self._shardings(stacks, self.rules | {"layers": ()})["layers"]
 
@@ -163,7 +163,15 @@ class Step:
             return after
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.jit(restack, out_shardings=shardings, donate_argnums=0)(before)
+        # Arrays of other shapes cannot be written in place.
+        shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        in_place = shapes(before) == shapes(self.abstract)
+        after = jax.jit(restack, out_shardings=shardings, donate_argnums=(0,) if in_place else ())(
+            before
+        )
+        jax.block_until_ready(after)
+        jax.tree.map(lambda x: x.is_deleted() or x.delete(), before)
+        return after
 
     def lower(self) -> jax.stages.Lowered:
         """The step as jax.stages.Lowered, for the mesh."""

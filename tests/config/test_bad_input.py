@@ -73,8 +73,10 @@ BAD = {
         ["train.seq=1000", "= 500", "992"],
     ),
     "multi-token prediction": (
-        [*"--config grok1_314b --pp 4 --gbs 80 --mbs 1 --ep 8".split(),
-         "--config.model.mtp_layers=1"],
+        [
+            *"--config grok1_314b --pp 4 --gbs 80 --mbs 1 --ep 8".split(),
+            "--config.model.mtp_layers=1",
+        ],
         ["mtp_layers=1", "each of the pp=4 stages", "10 microbatches", "gbs=32"],
     ),
     "fp8 dropless": (
