@@ -126,7 +126,7 @@ def test_multi_token_prediction_is_converted_and_back():
         hugging_face.from_hugging_face(m, tensors | mtp)
 
 
-# The fields of the published config.json files that describe the network.
+# Fields as the models' config.json files have them, written out here: not copies of the files.
 LLAMA31_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA31_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 GPT_OSS = dict(
