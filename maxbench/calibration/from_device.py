@@ -17,7 +17,7 @@ from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table, gemm_sizes, is_gemm
 from maxbench.cost_model.simulate import Timeline
-from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu, Kernels, Products
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu, Kernels, OptionalPeak, Products
 
 # Constant -> kinds of microbenchmarks that it is fitted to. In order: each depends on those before.
 KINDS_OF: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
@@ -168,7 +168,7 @@ def new_gpu(
         bf16_tflops=bf16,
         products=Products(()),
         kernels=Kernels(()),
-        fp8_tflops=best_rate("f8e4m3fn GEMM", tflops, bf16),
+        fp8_tflops=OptionalPeak(best_rate("f8e4m3fn GEMM", tflops, bf16)),
         memory_gb=memory / 1e9,
         memory_gbps=gbps,
         nvlink_gbps=2 * best_rate("NVLink", sent, like.nvlink_gbps / 2),

@@ -28,7 +28,7 @@ class LayerKind(NamedTuple):
 class LayerGroup(NamedTuple):
     """Consecutive layers whose kinds repeat: `count` times the cycle."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method of this name is not used
     cycle: tuple[LayerKind, ...]
 
 

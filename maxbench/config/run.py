@@ -18,8 +18,10 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 SCHEDULES = ("1f1b", "gpipe")  # pipeline schedules
 
 # Tensors of a layer that a remat policy may save, in the order of the forward pass.
-TENSORS = ("latent", "query", "key", "value", "context", "attn_out")
-TENSORS += ("slots", "mlp_up", "mlp_act", "mlp_down")
+TENSORS = (
+    "latent", "query", "key", "value", "context", "attn_out", "slots", "mlp_up", "mlp_act",
+    "mlp_down",
+)  # fmt: skip
 # Remat policy -> tensors saved for the backward pass, which recomputes all others.
 REMATS = {
     "full": (),

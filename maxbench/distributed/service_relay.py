@@ -42,8 +42,9 @@ class ServiceRelay:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 selector.register(connection, selectors.EVENT_READ)
             while True:
-                for source in [key.fileobj for key, _ in selector.select()]:
-                    data = b""
+                for key, _ in selector.select():
+                    source, data = key.fileobj, b""
+                    assert isinstance(source, socket.socket)
                     with contextlib.suppress(OSError):
                         data = source.recv(1 << 18)
                     if not data and source is client:

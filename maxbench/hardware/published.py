@@ -167,7 +167,7 @@ def compare(
         return Comparison(None, [nothing])
 
     def differences(row: Published) -> list[str]:
-        pairs = {"GPUs": (gpus, row.gpus), "GBS": (gbs, row.gbs)}
+        pairs: dict[str, tuple] = {"GPUs": (gpus, row.gpus), "GBS": (gbs, row.gbs)}
         pairs |= {"sequence": (seq, row.seq), "layers": (layers, row.layers)}
         if format and _gemms(format) != _gemms(row.format):
             pairs["number format"] = (format, row.format)
@@ -175,7 +175,8 @@ def compare(
                 if ours != its]  # fmt: skip
 
     def notes(row: Published) -> tuple[str, ...]:
-        pairs = {axis: ((layout or {}).get(axis), size) for axis, size in row.layout.items()}
+        ours_of = layout or {}
+        pairs: dict[str, tuple] = {x: (ours_of.get(x), size) for x, size in row.layout.items()}
         pairs["number format"] = (format or row.dtype, row.format)
         if _gemms(format or row.dtype) == _gemms(row.format):
             del pairs["number format"]

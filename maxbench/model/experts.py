@@ -118,7 +118,7 @@ class Moe(nn.Module):
         dot = functools.partial(matmul, self, batch=1)
         up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
         names = ["down", "up"] if self.adds_apart() else ["down"]
-        sums = {name: self.get_variable("sums", name) for name in names}
+        sums: Any = {name: self.get_variable("sums", name) for name in names}
         x_ecd, sums = grad_after_wgrads(len(names) > 1, x_ecd, sums)
         how = {"sequence": "gather", "saved": "slots", "sums": sums.get("up")}
         up_ecnf, up_token = dot(x_ecd, "up", up, m.init_std, order=orders["up"], **how)
@@ -137,7 +137,7 @@ class Moe(nn.Module):
     def adds_apart(self) -> bool:
         """Whether the addition of a wgrad to its accumulator is a kernel of its own, outside of a
         pipeline, which has its own order: block-scaled GEMMs have no such operand."""
-        w = self.get_variable("params", "up")
+        w: Any = self.get_variable("params", "up")
         apart = isinstance(w, Weight) and w.arithmetic.needs_2d
         return apart and collectives.axis_size("pp") == 1
 
@@ -182,8 +182,8 @@ class Moe(nn.Module):
             y_jd = token_dispatch.send_back(collectives.reduce_scatter(y_jd, "tp", 0), pairs)
         else:
             y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
-        tokens = {name: order.issued for name, order in orders.items()}
-        return checkpoint_name(y_jd, "mlp_down"), tokens
+        issued = {name: order.issued for name, order in orders.items()}
+        return checkpoint_name(y_jd, "mlp_down"), issued
 
     def whole(self, name: str, axes: Any, std: float, dtype: Any) -> jax.Array:
         """A weight of this GPU's experts, all-gathered over fsdp."""

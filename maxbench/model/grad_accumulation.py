@@ -57,7 +57,7 @@ class LayerState:
 
 def layer_state(module: nn.Module, name: str) -> Any:
     """Non-trainable state of a module, an array, or None if there is none."""
-    state = module.get_variable("params", name)
+    state: Any = module.get_variable("params", name)
     return state.value if isinstance(state, LayerState) else state
 
 
@@ -71,7 +71,8 @@ def record(module: nn.Module, name: str, x: jax.Array, count: jax.Array) -> jax.
     Returns:
       x, which must be used in its place: the statistic is added in its backward pass.
     """
-    state, sums = module.get_variable("params", name), module.get_variable("sums", name)
+    variables: Any = module.get_variable("params", name), module.get_variable("sums", name)
+    state, sums = variables
     if sums is None:
         return x
     count = jax.lax.stop_gradient(count.astype(jnp.float32))

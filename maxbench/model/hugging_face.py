@@ -165,7 +165,7 @@ def _add_router_biases(m: Model, params: Any, zeros: Any) -> None:
     if m.router != "sigmoid":
         return
     table = layer_stack.stacks(m)
-    layers = [(s.kind, tree, (len(s.slots),)) for s, tree in
+    layers: list[tuple] = [(s.kind, tree, (len(s.slots),)) for s, tree in
               zip(table, layer_stack.split(table, params["layers"]), strict=True)]  # fmt: skip
     layers += [(m.per_layer[-1], params["mtp"]["layer"], ())] if m.mtp_layers else []
     for kind, tree, stacked in layers:

@@ -158,7 +158,7 @@ def _collect(to: Stack, trees: Sequence[tuple[Stack, Any]]) -> Any:
 
     if len(trees) == 1 and not to.name:
         return take(trees)
-    collected = {}
+    collected: dict[str, Any] = {}
     shared = [(s, tree) for s, tree in trees if {*s.slots} & {*to.slots} - {EMPTY}]
     for name in to.sublayers:
         collected |= take([(s, part_of(name, tree)) for s, tree in shared if name in s.sublayers])
@@ -209,7 +209,7 @@ def run_layers(
     sums = [None] * len(table) if sums is None else split(table, sums)
     trees = iter(zip(split(table, layers), sums, strict=True))
     for n, cycle in m.groups:
-        args = tuple(next(trees) for _ in cycle)
+        of_cycle = tuple(next(trees) for _ in cycle)
         change = min(max(m.layers - count - start, 0), n * len(cycle))  # the first with last_step
         whole, rest = divmod(change, len(cycle))
         mixed = whole + bool(rest)
@@ -218,7 +218,7 @@ def run_layers(
             if first < end:
                 steps = [step] * same + [last_step] * (len(cycle) - same)
                 body = functools.partial(_run_cycle, steps, cycle)
-                xs = jax.tree.map(lambda x, part=slice(first, end): x[part], args)
+                xs = jax.tree.map(lambda x, part=slice(first, end): x[part], of_cycle)
                 with jax.named_scope(lowering.LAYERS):  # cost_model/memory.py looks for it
                     x, aux = jax.lax.scan(body, x, xs)
                 losses.append(jnp.sum(aux))

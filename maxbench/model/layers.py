@@ -62,7 +62,7 @@ def param(
     shape = tuple(rules.local_size(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
     boxed = lambda *args: GemmParam(init(*args), names, gemm=gemm)
-    w = module.get_variable("params", name)
+    w: Any = module.get_variable("params", name)
     if not isinstance(w, Weight):  # flax compares `shape` with that of q, which may be packed
         w = module.param(name, boxed, shape, jnp.float32)
     return w, module.get_variable("sums", name)
@@ -132,18 +132,9 @@ class Linear(nn.Module):
         return add_bias(y, param_value(self, "bias", self.bias)) if self.bias else y, token
 
 
-@jax.custom_vjp
-def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """y plus a bias, whose dims are the last ones of y. The bias's gradient is summed in fp32."""
-    return y + bias.astype(y.dtype)
-
-
-def _add_bias_backward(bias, dy):
-    sums_d = _sum_positions(dy.astype(jnp.float32).reshape(-1, bias.size))
-    return dy, sums_d.reshape(bias.shape).astype(bias.dtype)
-
-
-add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x + bias, added in fp32: the sum over rows in the gradient of the bias is then fp32 too."""
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 class Norm(nn.Module):
@@ -380,8 +371,9 @@ def attention_output(module: Any, o_bthk: jax.Array, qkv_token: Any, orders: Any
     """The output projection: y_bud, and the tokens of the sublayer's GEMMs by name."""
     m = module.model
     bias = "embed_replicated" if m.attention_bias else ""
-    how = {"sequence": "scatter", "bias": bias, "name": "out"}
-    out = Linear(m, "heads value_width -> embed", out_std(m), **how)
+    out = Linear(
+        m, "heads value_width -> embed", out_std(m), sequence="scatter", bias=bias, name="out"
+    )
     y_ubd, out_token = out(seq_major(o_bthk), orders["out"])
     return checkpoint_name(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
 
@@ -424,11 +416,6 @@ def _activate_backward(m, axis, up_nf, dh):
 
 
 activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), _activate_backward)
-
-
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x + bias, added in fp32: the sum over rows in the gradient of the bias is then fp32 too."""
-    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 class Mlp(nn.Module):

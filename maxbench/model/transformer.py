@@ -307,9 +307,9 @@ def mtp_loss(
         parts = parts | {name: accumulate_into(sums[name], parts[name]) for name in ends}
     # In a pipeline each stage has another microbatch.
     embedded_bud = embed(m, w, targets_bt, stages_differ=True)
-    x_bud = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
+    into: Any = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
     rope = rope_angles(m, mesh.token_positions(run.train.seq))
-    x_bud, _, aux = layer(run, mtp.layer_kind(m), parts["layer"], layer_sums, x_bud, rope)
+    x_bud, _, aux = layer(run, mtp.layer_kind(m), parts["layer"], layer_sums, into, rope)
     w = w | {"head": w["head"] | {"norm": parts["head_norm"]}}
     return lm_loss(run, w, x_bud, after_bt), aux
 

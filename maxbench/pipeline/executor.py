@@ -614,7 +614,7 @@ class Pipeline(Executor):
         if (table == np.arange(chunks * count).reshape(chunks, count)).all():
             return [lambda i=i: chunk * count + i for i in range(count)], [True] * count
         slots = jnp.asarray(table)[collectives.axis_index("pp"), chunk]
-        always = (table >= 0).all((0, 1))
+        always = np.asarray((table >= 0).all((0, 1)))
         valid = [True if always[i] else slots[i] >= 0 for i in range(count)]
         return [lambda i=i: jnp.maximum(slots[i], 0) for i in range(count)], valid
 

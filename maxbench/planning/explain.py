@@ -41,6 +41,9 @@ SCOPES = {  # named scope of the executor -> event of a tick
 }
 
 
+Table = tuple[list[str], list[list[str]], tuple[int, ...]]  # heads, rows, columns of text
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """Ops of the program that come from one source line and have one shape.
@@ -127,7 +130,7 @@ class Explanation(records.Records):
             "parts_s": {name: dict(parts) for name, parts in self.parts.items()},
         }
 
-    def tables(self) -> list[tuple[list[str], list[list[str]], tuple[int, ...]]]:
+    def tables(self) -> list[Table]:
         """Heads, rows and text columns of each table."""
         heads = ["operation", "shape", "source", "bound", "runs", "TFLOP/s", "GB/s", "s", "share"]
         shown, others = self.operations[:SHOWN], self.operations[SHOWN:]
@@ -141,18 +144,18 @@ class Explanation(records.Records):
             rest = sum(o.seconds for o in others)
             rows.append([f"{len(others)} others", *[""] * 6, *self._share(rest)])
         rows.append(["step", *[""] * 6, *self._share(self.step_s)])
-        tables = [(heads, rows, (0, 1, 2, 3))]
+        tables: list[Table] = [(heads, rows, (0, 1, 2, 3))]
         if self.exposed:
             heads = ["exposed", "shape", "after", "before", "busy s", "queued s", "s", "share"]
-            shown = [x for x in self.exposed if x.seconds > LEAST * self.step_s]
+            large = [x for x in self.exposed if x.seconds > LEAST * self.step_s]
             rows = [
                 [f"{x.kind}, {x.name}", x.shape, x.after, x.before, f"{x.busy_s:.3f}",
                  f"{x.queued_s:.3f}", *self._share(x.seconds)]
-                for x in shown
+                for x in large
             ]  # fmt: skip
-            if rest := self.exposed[len(shown) :]:
-                total = sum(x.seconds for x in rest)
-                rows.append([f"{len(rest)} others", *[""] * 5, *self._share(total)])
+            if small := self.exposed[len(large) :]:
+                total = sum(x.seconds for x in small)
+                rows.append([f"{len(small)} others", *[""] * 5, *self._share(total)])
             tables.append((heads, rows, (0, 1, 2, 3)))
         if self.tick_events:
             ticks = schedule.schedule_for(self.plan.run).ticks
@@ -257,11 +260,15 @@ def _scope(op_name: str) -> str:
 
 def _tick_events(ops: Iterable[OpTime]) -> dict[str, float]:
     """Event of a tick -> seconds of a step, the longest first."""
-    seconds: collections.Counter = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     for t in ops:
         if t.op and (event := _scope(t.op.op_name)):
             seconds[event] += t.seconds
-    return dict(seconds.most_common())
+    return _longest_first(seconds)
+
+
+def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _large(parts: Mapping[str, float], least: float) -> dict[str, float]:
@@ -376,14 +383,15 @@ class _Explainer:
 
     def parts(self, ops: Iterable[OpTime]) -> dict[str, dict[str, float]]:
         """Explanation.parts."""
-        parts: dict[str, collections.Counter] = {}
+        parts: dict[str, dict[str, float]] = {}
         for t in ops:
             if not t.seconds:
                 continue
             which, part = self._part(t)
-            parts.setdefault(which, collections.Counter())[part] += t.seconds
+            of_pass = parts.setdefault(which, collections.defaultdict(float))
+            of_pass[part] += t.seconds
         order = ("forward", "backward", "recomputed", "outside layers")
-        return {which: dict(parts[which].most_common()) for which in order if which in parts}
+        return {which: _longest_first(parts[which]) for which in order if which in parts}
 
     def _part(self, t: OpTime) -> tuple[str, str]:
         if t.op is None or t.kind in NO_WORK:

@@ -92,7 +92,7 @@ def _read_folder(
             )
         elif named or text_logs.is_log_name(name):
             read = functools.partial(text_logs.read_text_log, path, gpu_types, named)
-            yield from _readable(lambda read=read: [read()], path)
+            yield from _readable(lambda: [read()], path)  # noqa: B023 - read at once
 
 
 def _readable(

@@ -70,7 +70,7 @@ def read_text_log(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) 
             parser.read(block)
             end = (end + block)[-ENDING:]
     except log_files.DamagedFile as e:
-        record.unread.append(e.strerror)
+        record.unread.append(str(e.strerror))
     parser.finish(f"{path.parent}/{path.name}", gpu_types)
     if not (record.step_s or record.unread or named or RUN_NAME.search(path.name)):
         return None

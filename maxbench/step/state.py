@@ -86,7 +86,7 @@ LAYER = Entry(
     shape=lambda run, m, _: (1,) if m.experts and m.force_balance else (),
     reduce="sum",
     update=lambda run, layer, _: layer,
-    first=lambda stack: np.float32(stack.slots)[:, None],
+    first=lambda stack: np.asarray(stack.slots, np.float32)[:, None],
 )
 # Rows for which model.dispatch_factor was too small (model/token_dispatch.py), [1], over all steps.
 LOST_ROWS = Entry(

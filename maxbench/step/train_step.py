@@ -286,7 +286,7 @@ class Step:
             layer = jax.tree.map(lambda s: s.layer, shardings["layers"])
             layers = layer_stack.repeat(run.model, layer)
             shardings = shardings | {"layers": layers}
-        trees = [{}] * len(self.stacks)
+        trees: list = [{}] * len(self.stacks)
         if layer_state:
             trees = layer_stack.split(self.stacks, layer_state["layers"])
         pasts = [tree.get("amax") for tree in trees]

@@ -74,7 +74,7 @@ BAD = {
     ),
     "multi-token prediction": (
         [
-            *"--config grok1_314b --pp 4 --gbs 80 --mbs 1 --ep 8".split(),
+            *["--config", "grok1_314b", "--pp", "4", "--gbs", "80", "--mbs", "1", "--ep", "8"],
             "--config.model.mtp_layers=1",
         ],
         ["mtp_layers=1", "each of the pp=4 stages", "10 microbatches", "gbs=32"],
