@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbench.config import pipeline_layout
+from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.model import layer_stack
@@ -92,7 +93,14 @@ def stacks(run: Run) -> Stacks:
 
 def placement(run: Run) -> Placement:
     a = run.layout
-    return _placement(run.network, a.pp, a.vp, a.stages)
+    found = _placement(run.network, a.pp, a.vp, a.stages, a.cp > 1)
+    if a.cp > 1 and any(slot.table is not None for slot in found.slots["attn"]):
+        raise UserError(
+            f"cp={a.cp}: attention differs, or a slot with a bias is empty, on chunks of the pp="
+            f"{a.pp} x vp={a.vp} parts, and a branch cannot contain the ring over cp, which joins "
+            "all stages; use cp=1, or parts that all have whole cycles of the layer groups"
+        )
+    return found
 
 
 def other_kinds(run: Run, plan: Schedule) -> float:
@@ -125,7 +133,7 @@ def _layers(counts: tuple[int, ...], pp: int, vp: int) -> np.ndarray:
 
 
 @functools.cache
-def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
+def _placement(m: Model, pp: int, vp: int, stages: str, ring: bool) -> Placement:
     if pp == 1:
         return _one_stage(m)
     counts = pipeline_layout.layers_of_parts(stages) if stages else ()
@@ -145,7 +153,9 @@ def _placement(m: Model, pp: int, vp: int, stages: str) -> Placement:
     table, entries, ranks, sliced = [], {}, {}, []
     for name, kind, sublayers, uses in found:
         # One empty slot in the first and the last stage at most: zeros for each, and no branch.
-        uniform = layers.size == m.layers + 2 and sublayers[0] in alike
+        # Nor may attention branch over cp: the permutes of its ring wait for all stages.
+        few = layers.size == m.layers + 2 or (ring and sublayers[0] == "attn")
+        uniform = few and sublayers[0] in alike
         stack, entries[name], ranks[name] = _stack(name, kind, sublayers, layers, uses, uniform)
         table.append(stack)
         sliced += [name] if len(stack.slots) == layers.size else []

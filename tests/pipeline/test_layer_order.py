@@ -121,6 +121,16 @@ def test_empty_slots_of_equal_layers(layers, stages, branches):
     assert sum(slot.table is not None for slot in placement.slots["mlp"]) == branches
 
 
+def test_attention_never_branches_over_cp():
+    """The permutes of its ring over cp wait for all stages, and a branch runs on one of them."""
+    for groups, stages, layers in (((), "1,2,0,2", 5), (DEEPSEEK, "1,2,0,2", 5)):
+        placement = place(groups, stages, layers=layers, pp=2, vp=2, cp=2)
+        check(placement)
+        assert all(slot.table is None for slot in placement.slots["attn"])
+    with pytest.raises(UserError, match="cp=2: attention differs"):
+        place(ALTERNATING, layers=12, pp=4, cp=2)
+
+
 def test_empty_slots_are_skipped_where_a_bias_would_not_stay_zero():
     placement = place((), layers=6, pp=2, vp=2, mlp_bias=True)
     check(placement)

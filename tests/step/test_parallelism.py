@@ -138,7 +138,7 @@ CASES = [
         marks=exhaustive,
     ),
     pytest.param("mixed", dict(pp=2, fsdp=2, mbs=1, stages="2,3"), marks=exhaustive),
-    pytest.param("windows", dict(pp=2, cp=2, mbs=1), marks=exhaustive),
+    pytest.param("windows", dict(pp=3, cp=2, mbs=1), marks=exhaustive),
     pytest.param("llama", dict(pp=2, vp=2, cp=2, mbs=1, stages="1,2,0,1"), marks=exhaustive),
 ]
 
