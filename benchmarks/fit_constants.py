@@ -9,8 +9,9 @@ number of copies of a program count as one. A weak prior keeps each constant nea
 so that the only workload that depends on it can be left out.
 
 Leave-one-out: a workload is predicted with constants fitted to the others. These errors are stored
-in maxbench/hardware/errors.csv; `plan` computes its error bands from them. --terms: also without
-each part of the cost model and each delta. --cached: only rows whose program is in the cache.
+in maxbench/hardware/errors.csv; maxbench/hardware/error_band.py computes bands from them. --terms:
+also without each part of the cost model and each delta. --cached: only rows whose program is in the
+cache.
 
 Each program is simulated at the current constants and once per constant around them; predictions in
 between are linear in latencies and in inverse rates.
@@ -32,7 +33,7 @@ from scipy import optimize
 from maxbench.config import command_line, recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo, published_deltas
-from maxbench.hardware import published
+from maxbench.hardware import error_band, published
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency
 from maxbench.planning import planner
 
@@ -65,7 +66,7 @@ WITHOUT = {  # parts of the cost model that can be switched off
     "contention": {"contention": 0.0},
     "the slowest GPU": {"step_jitter": 0.0},
 }
-PATH = pathlib.Path(published.__file__).with_name("errors.csv")
+PATH = pathlib.Path(error_band.__file__).with_name("errors.csv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ def linearize(
     parts = {name: part(name, s) for name, s in at_center.items()}
     a, m = run.layout, run.model
     program_of = (row.model, row.size, row.dtype, row.layers, a.fsdp, a.ep, a.tp, a.pp, a.cp)
-    kind = published.parallelism(bool(m.experts), a.pp, a.tp, a.fsdp)
+    kind = error_band.parallelism(bool(m.experts), a.pp, a.tp, a.fsdp)
     return Row(row, program_of, kind, parts)
 
 
@@ -169,7 +170,7 @@ def left_out(rows: Sequence[Row]) -> list[np.ndarray]:
 
 def summary(rows: Sequence[Row], errors: Sequence[float]) -> str:
     """'median 3.1 %, 90th percentile 8.0 %, FP8 over BF16 4.0 %'."""
-    size = lambda errors, rows, q: published.quantile(map(abs, errors), weights(rows), q)
+    size = lambda errors, rows, q: error_band.quantile(map(abs, errors), weights(rows), q)
     median, p90 = (size(errors, rows, q) for q in (0.5, 0.9))
     key = lambda r: (r.workload, r.published.gpus)
     ratio = {(*key(r), r.published.dtype): 1 + e for r, e in zip(rows, errors, strict=True)}
@@ -197,13 +198,15 @@ def write(rows: Sequence[Row], log: Callable[[str], None]) -> None:
     fitted = left_out(rows)
     with PATH.open("w", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
-        writer.writerow([*published.Error._fields, *FITTED])
+        writer.writerow([*error_band.Error._fields, *FITTED])
         for r, weight, constants in zip(rows, weights(rows), fitted, strict=True):
             p, error = r.published, r.error(constants)
-            columns = [p.model, p.size, p.dtype, p.gpu_type, p.gpus, r.parallelism]
-            writer.writerow(
-                [*columns, f"{weight:.3f}", f"{error:.4f}", *(f"{c:.4f}" for c in constants)]
-            )
+            framework = "nemo" if "nemo" in p.source else "maxtext"
+            columns = [r.workload, p.dtype, p.gpu_type, framework, p.gpus, r.parallelism]
+            # MaxText published one workload: without it nothing is fitted to MaxText.
+            for way in ("workload", "framework")[: 2 if framework == "maxtext" else 1]:
+                values = [*columns, way, f"{weight:.3f}", f"{error:.4f}"]
+                writer.writerow([*values, *(f"{c:.4f}" for c in constants)])
     log(f"{PATH}: {len(rows)} rows")
 
 

@@ -15,7 +15,7 @@ import csv
 import pathlib
 import statistics
 
-from maxbench.hardware import published
+from maxbench.hardware import error_band, published
 
 WAYS = ("as compiled", "as published", "left out")
 Key = tuple[str, str, int]  # workload, dtype, GPUs
@@ -27,7 +27,9 @@ def table() -> tuple[dict[Key, tuple[float, ...]], dict[Key, float]]:
     with pathlib.Path("docs/plan.csv").open(newline="") as f:
         known = [r for r in csv.DictReader(f) if r["error_pct"]]
     (latest, _), *_ = collections.Counter(r["prices"] for r in known).most_common()
-    left = {(f"{e.model}_{e.size}", e.dtype, e.gpus): e for e in published.errors()}
+    left = {
+        (e.workload.replace(" ", "_"), e.dtype, e.gpus): e for e in error_band.read("errors.csv")
+    }
     for r in (r for r in known if r["prices"] == latest):
         key = (r["workload"], r["dtype"], int(r["gpus"]))
         if key in left:
@@ -52,7 +54,7 @@ def trends(rows: dict[Key, tuple]) -> dict[str, list[tuple[Key, Key]]]:
 
 def summary(errors: list[float], weights: list[float]) -> str:
     """Median and 90th percentile of their sizes, in %."""
-    at = lambda share: published.quantile(map(abs, errors), weights, share)
+    at = lambda share: error_band.quantile(map(abs, errors), weights, share)
     return f"{at(0.5) * 100:.1f}, {at(0.9) * 100:.1f}"
 
 

@@ -143,7 +143,7 @@ def _s(seconds: float) -> str:
 
 def _columns(plan: dict) -> dict:
     published = plan["published"] or {}
-    comparable = "error" in published
+    comparable, as_published = "error" in published, "as_published_s" in published
     percent = lambda error: "" if error is None else f"{error * 100:+.1f}"
     share = lambda part, n=1: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.{n}f}"
     return {
@@ -158,7 +158,7 @@ def _columns(plan: dict) -> dict:
         "copies_pct": share("copy"),
         "decisions_pct": share("host", 2),
         "bubble_pct": share("idle"),
-        "as_published_s": _s(published["as_published_s"]) if comparable else "",
+        "as_published_s": _s(published["as_published_s"]) if as_published else "",
         "error_as_published_pct": percent(published.get("error_as_published")),
     }
 

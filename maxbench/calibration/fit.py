@@ -181,6 +181,7 @@ def toml(
     source: str,
     gpu: Gpu | None = None,
     tables: Mapping[str, Sequence] | None = None,
+    band: Sequence[float] = (),
 ) -> str:
     """A file for --hardware with the constants `names`, each with its source in a comment.
 
@@ -190,6 +191,7 @@ def toml(
       source: date, devices and versions, the most important first.
       gpu: the measured record of a type that gpus.toml does not have.
       tables: key of Gpu -> rows.
+      band: of a plan with these constants (Gpu.band).
     """
     comment = f"# {verb} {', '.join(source.split(', ')[:3])}"
     number = lambda value: f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
@@ -199,6 +201,8 @@ def toml(
     if gpu:
         like = GPU_TYPES["h100"]
         lines += [line(gpu, key) for key in GPU_KEYS if getattr(gpu, key) != getattr(like, key)]
+    if band:
+        lines.append(f"band = [{band[0]:.3f}, {band[1]:.3f}]  {comment}")
     for key, rows in (tables or {}).items():
         lines += [f"{key} = [  {comment}", *(f"  {json.dumps(row)}," for row in rows), "]"]
     if gpu:

@@ -16,6 +16,7 @@ from maxbench.config import console
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.cost_model import compile_cache, hlo
+from maxbench.hardware.error_band import prediction_interval
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
 from maxbench.metrics import flops
 from maxbench.planning import planner
@@ -59,6 +60,14 @@ class RunFit:
         before."""
         errors = statistics.median(map(abs, self.left_out))
         return errors < fit.median_error(self.observations, self.before)
+
+    @property
+    def band(self) -> tuple[float, float] | tuple[()]:
+        """Factors of a predicted step between which nine of ten steps of further programs are; ()
+        with one program."""
+        if len(self.left_out) < 2:
+            return ()
+        return prediction_interval([-math.log1p(error) for error in self.left_out])
 
 
 def fit_runs(paths: Sequence[str], gpu_types: GpuTypes = GPU_TYPES) -> RunFit:

@@ -61,7 +61,8 @@ def calibrate_runs(
 
     result = from_runs.fit_runs(runs, gpu_types)
     source = fit.describe(f"{result.runs} runs of {len(result.observations)} programs")
-    text = fit.toml(result.gpu_type, result.efficiency, result.names, "fitted", source)
+    constants = (result.gpu_type, result.efficiency, result.names)
+    text = fit.toml(*constants, "fitted", source, band=result.band)
     text = text if result.generalizes else ""
     return text, from_runs.table(result)
 

@@ -35,7 +35,8 @@ from maxbench.config.run import Run
 from maxbench.cost_model import remat
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.simulate import Timeline
-from maxbench.hardware.published import Published
+from maxbench.hardware import published
+from maxbench.hardware.published import Comparison, Published
 from maxbench.pipeline.schedule import schedule_for
 
 HIDDEN = 0.889  # fitted to published steps by benchmarks/fit_constants.py
@@ -43,6 +44,15 @@ HIDDEN = 0.889  # fitted to published steps by benchmarks/fit_constants.py
 FLASH_2 = 0.62
 REPLICAS = {"dp", "cp", "ep"}  # mesh axes that shard only the optimizer state of a weight
 UNFUSED = ("nemo:24.09", "nemo:dev")  # releases that set NVTE_FUSED_ATTN=0
+
+
+def apply_to(comparison: Comparison) -> bool:
+    """Whether the deltas describe the published program of a comparison.
+
+    They describe the releases whose rows were fitted to, and programs with the layout of the run.
+    """
+    row = comparison.row
+    return row in published.fitted_rows() and not comparison.refusal and not comparison.notes
 
 
 def deltas(

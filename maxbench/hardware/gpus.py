@@ -24,6 +24,7 @@ Fraction = NewType("Fraction", float)  # from 0 to 1
 OptionalPeak = NewType("OptionalPeak", float)  # 0 = none
 OptionalCount = NewType("OptionalCount", int)  # at least 0
 Oversubscription = NewType("Oversubscription", float)  # at least 1
+Band = tuple[float, ...]  # none, or two numbers above 0
 Microseconds = NewType("Microseconds", float)  # at least 0
 # Rows that `maxbench calibrate` measures. The last value of a row is measured over modelled time.
 # GEMMs: operand type as in HLO, layout (nn, nt or tn), m, n, k, batch.
@@ -99,6 +100,8 @@ class Gpu:
     # of the network between NVLink domains, as in networks.Network
     pod_gpus: OptionalCount = OptionalCount(0)
     oversubscription: Oversubscription = Oversubscription(1.0)
+    # Nine of ten steps are between these factors of the predicted one; () = by error_band.py
+    band: Band = ()
 
     def peak_tflops(self, peak: str) -> float:
         """Dense peak in TFLOP/s for 'fp4', 'fp8' or 'bf16' (Format.peak)."""
@@ -210,6 +213,10 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
 
 
+def _is_band(value: list) -> bool:
+    return len(value) == 2 and all(_is_number(x, 1e-3, 1e3) for x in value) and value[0] < value[1]
+
+
 def _is_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
 
@@ -232,6 +239,10 @@ _CHECKS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     Kernels: (
         lambda v: _is_rows(v, str, float, float),
         'as ["plain", 65536, 1.5], row by row',
+    ),
+    Band: (
+        lambda v: isinstance(v, list) and (not v or _is_band(v)),
+        "two numbers above 0, the lower first, as [0.95, 1.08]",
     ),
     tuple[int, int]: (lambda v: _is_pair(v) and min(v) >= 0, "as [9, 0]"),
     Mapping[str, str]: (_is_texts, 'a table of texts, { NAME = "value" }'),

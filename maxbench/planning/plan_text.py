@@ -107,11 +107,12 @@ def headline(p: Plan, f: dict) -> list[str]:
 
 
 def error_band_line(p: Plan) -> str:
-    """'6.6 to 7.5 s in nine of ten published rows like it (h100 bf16 fsdp, 3 programs)'."""
+    """'6.6 to 7.5 s in nine of ten known steps like it (h100 bf16 fsdp, 3 programs)'."""
     b, gpu = p.band, p.run.layout.gpu_type
-    band = f"{p.step_s / b.factor:.3g} to {p.step_s * b.factor:.3g} s"
-    rows = f"{b.like or 'all'}, {b.programs} programs"
-    text = f"{band} in nine of ten published rows like it ({rows})"
+    band = f"{p.step_s * b.low:.3g} to {p.step_s * b.high:.3g} s"
+    if not b.programs:
+        return f"{band} in nine of ten {b.like}"
+    text = f"{band} in nine of ten known steps like it ({b.like}, {b.programs} programs)"
     return text if b.validated else f"{text}; unvalidated for {gpu.upper()}"
 
 

@@ -19,8 +19,9 @@ from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.memory import Memory
 from maxbench.cost_model.simulate import Timeline
+from maxbench.hardware.error_band import ErrorBand, error_band, parallelism
 from maxbench.hardware.gpus import Efficiency
-from maxbench.hardware.published import Comparison, ErrorBand, error_band, parallelism
+from maxbench.hardware.published import Comparison
 from maxbench.metrics import step_stats
 from maxbench.pipeline.schedule import schedule_for
 
@@ -40,7 +41,7 @@ class Plan:
 
     Attributes:
       published: the published row of the same work, or the nearest one.
-      deltas: published_deltas.deltas() of that row, empty if it is of other work.
+      deltas: published_deltas.deltas() of that row, empty if they do not apply to it.
       cached: whether the program was in the cache.
     """
 
@@ -62,8 +63,11 @@ class Plan:
 
     @property
     def band(self) -> ErrorBand:
-        """Error band of predictions of this GPU type, precision and parallelism."""
+        """Error band of predictions of this GPU type, precision and parallelism, or that of the
+        file of --hardware that has the type's fitted constants."""
         a, run = self.run.layout, self.run
+        if run.gpu.band:
+            return ErrorBand(*run.gpu.band, "runs that the constants were fitted to", 0, True)
         kind = parallelism(bool(run.model.experts), a.pp, a.tp, a.fsdp)
         return error_band(a.gpu_type, run.precision.dtype, kind)
 
@@ -79,7 +83,7 @@ def plan(run: Run) -> Plan:
     timeline = simulate_plan(run, program)
     published = step_stats.compare_with_published(run, run.layout.gpu_type)
     deltas = {}
-    if not published.refusal:
+    if published_deltas.apply_to(published):
         deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
     sizes = memory.breakdown(run, compiled, program)
     return Plan(run, compiled, sizes, timeline, published, deltas, cached)
@@ -206,7 +210,7 @@ def figures(p: Plan) -> dict:
         | {"host": p.compiled.host},
         "communication": traffic,
         "step_s": t.seconds,
-        "band_s": {"low": t.seconds / p.band.factor, "high": t.seconds * p.band.factor}
+        "band_s": {"low": t.seconds * p.band.low, "high": t.seconds * p.band.high}
         | {"rows_like_it": p.band.like, "programs": p.band.programs, "validated": p.band.validated},
         "parts_s": parts,
         **step_stats.performance_figures(run, run.layout.gpu_type, t.seconds),
@@ -226,7 +230,7 @@ def figures(p: Plan) -> dict:
 
 def comparison(p: Plan) -> dict | None:
     """The published row, with the errors of the prediction: as compiled, and as published (without
-    the deltas). None without a row."""
+    the deltas, where they apply). None without a row."""
     published = p.published
     if published.row is None:
         return None
@@ -234,11 +238,13 @@ def comparison(p: Plan) -> dict | None:
     if published.refusal:
         return about
     step_s, as_published_s = published.row.step_s, p.step_s - sum(p.deltas.values())
-    return about | {
-        "as_published_s": as_published_s,
-        "error": p.step_s / step_s - 1,
-        "error_as_published": as_published_s / step_s - 1,
-    }
+    about |= {"error": p.step_s / step_s - 1}
+    if published_deltas.apply_to(published):
+        about |= {
+            "as_published_s": as_published_s,
+            "error_as_published": as_published_s / step_s - 1,
+        }
+    return about
 
 
 def as_published(run: Run) -> Run:

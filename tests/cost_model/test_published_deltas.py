@@ -11,6 +11,7 @@ from maxbench.cost_model import hlo, published_deltas, remat, simulate
 from maxbench.cost_model.costs import Costs, Link
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.hardware.published import Comparison
 from maxbench.planning import planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -204,3 +205,14 @@ def test_recomputation_is_of_the_forward_flops_that_are_not_saved():
     row = row_of(run, "MaxText")
     found = published_deltas.deltas(run, t, row, planner.costs_of(run))
     assert found == {"recomputation": pytest.approx(8 * share / (3 + share))}
+
+
+def test_deltas_apply_to_their_releases_in_the_same_layout_alone():
+    fitted = next(r for r in published.fitted_rows() if r.model == "llama31")
+    newer = next(r for r in published.rows() if r not in published.fitted_rows())
+    apply = published_deltas.apply_to
+    assert apply(Comparison(fitted, []))
+    assert not apply(Comparison(fitted, [], ("pp 2, published 4",)))
+    assert not apply(Comparison(fitted, ["GBS 64, published 128"]))
+    assert not apply(Comparison(newer, []))
+    assert not apply(Comparison(None, ["nothing published"]))

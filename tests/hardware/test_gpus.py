@@ -150,6 +150,7 @@ BAD_FILES = {
     "name": ('["H 300"]', ["'H 300' must be a table named in small letters"]),
     "network": (LIKE + 'network = "ib40"', ["network='ib40' is not one of ib200, ib400"]),
     "pods": (LIKE + "oversubscription = 0.5", ["oversubscription=0.5 must be a number from 1"]),
+    "band": (LIKE + "band = [1.1, 0.9]", ["band=[1.1, 0.9] must be two numbers above 0"]),
     "like": ('[h300]\nlike = "h10"', ["[h300] like='h10' is not one of h100, h200"]),
     "key": (LIKE + "memry_gb = 3", ["[h300] no key memry_gb; did you mean memory_gb?"]),
     "far key": (LIKE + "x = 3", ["no key x; there are bf16_tflops"]),

@@ -1,17 +1,16 @@
-"""The fit to published steps, leave-one-out errors, and the error band of a plan."""
+"""The fit to published steps, and leave-one-out errors."""
 
 import csv
 import dataclasses
 import json
-import math
 
 import numpy as np
 import pytest
 
 from benchmarks import fit_constants
 from maxbench.cost_model import hlo
-from maxbench.hardware import published
-from maxbench.hardware.published import Error, ErrorBand, error_band, quantile
+from maxbench.hardware import error_band, published
+from maxbench.hardware.error_band import quantile
 from maxbench.planning import planner
 from tests.conftest import KEPT_FIGURES_JAX
 
@@ -50,37 +49,23 @@ def test_rows_of_one_program_count_as_one():
     assert quantile([0.1] * 9 + [0.0, 0.02], fit_constants.weights(rows), 0.5) == 0.02
 
 
-def test_error_band_is_of_the_most_specific_kind_with_enough_programs(monkeypatch):
-    error = lambda model, dtype, kind, e: Error(model, "", dtype, "h100", 8, kind, 1.0, e)
-    errors = [error(m, "bf16", "pp", e) for m, e in (("a", 0.01), ("b", -0.02), ("b", 0.01))]
-    errors += [error("c", "bf16", "fsdp", e) for e in (0.001, 0.002, 0.003)]
-    errors += [error("c", "fp8", "fsdp", 0.5)]
-    monkeypatch.setattr(published, "errors", lambda: tuple(errors))
-    factor = pytest.approx(1 / 0.98)
-    assert error_band("h100", "bf16", "pp") == ErrorBand(factor, "h100 bf16 pp", 3, True)
-    # Errors of one workload are not representative: the band is at least that of all BF16 rows.
-    assert error_band("h100", "bf16", "fsdp") == ErrorBand(factor, "h100 bf16", 6, True)
-    assert error_band("h100", "fp8", "fsdp") == ErrorBand(1.5, "h100", 7, True)
-    assert error_band("gb200", "bf16", "pp") == ErrorBand(factor, "bf16 pp", 3, False)
-
-
 def test_stored_errors_are_of_published_rows():
-    rows = {(r.model, r.size, r.dtype, r.gpus): r for r in published.fitted_rows()}
-    errors = published.errors()
-    assert {(e.model, e.size, e.dtype, e.gpus) for e in errors} <= rows.keys()
-    assert len({(e.model, e.size, e.dtype) for e in errors}) == 12
+    rows = {(f"{r.model} {r.size}", r.dtype, r.gpus) for r in published.fitted_rows()}
+    errors = [e for e in error_band.read("errors.csv") if e.left_out == "workload"]
+    assert {(e.workload, e.dtype, e.gpus) for e in errors} <= rows
+    assert len({(e.workload, e.dtype) for e in errors}) == 12
     sizes, weights = [abs(e.error) for e in errors], [e.weight for e in errors]
     assert quantile(sizes, weights, 0.5) < 0.04
     assert quantile(sizes, weights, 0.9) < 0.11
-    for e in errors:
-        assert 1.02 < error_band(e.gpu_type, e.dtype, e.parallelism).factor < 1.2
 
 
 @pytest.mark.gpu_compile
 def test_stored_errors_are_those_of_their_constants():
     """A row of errors.csv, simulated with its constants, which were fitted to the others."""
     with open(fit_constants.PATH, newline="") as f:
-        lines = [x for x in csv.DictReader(f) if (x["model"], x["gpus"]) == ("llama2", "128")]
+        lines = [
+            x for x in csv.DictReader(f) if (x["workload"], x["gpus"]) == ("llama2 70b", "128")
+        ]
     line = next(x for x in lines if x["dtype"] == "bf16")
     step = next(r for r in published.fitted_rows() if r.model == "llama2" and r.gpus == 128)
     run = fit_constants.run_of(step)
@@ -92,5 +77,5 @@ def test_stored_errors_are_those_of_their_constants():
     assert simulated.error(constants) == pytest.approx(float(line["error"]), abs=tolerance)
     low, high = (planner.figures(plan)["band_s"][k] for k in ("low", "high"))
     assert low < step.step_s < high
-    assert math.sqrt(low * high) == pytest.approx(plan.step_s)
+    assert low == pytest.approx(plan.band.low * plan.step_s)
     assert json.dumps(planner.figures(plan)["band_s"])
