@@ -204,8 +204,11 @@ def ceilings(small: bool) -> Cases:
         yield name, functools.partial(gemm, side, side, side, exact)
     yield "copy", functools.partial(copy, side * side * 16)
     for path, config in recipes.workloads().items():
-        most = max(row["gpus"] for row in recipes.table(config.layouts))
-        run = command_line.run_of([f"--config={path}", f"--gpus={most}"])
+        rows = recipes.table(config.layouts)
+        bf16 = [r for r in rows if (r["dtype"], r["scaling"]) == ("bf16", "weak")]
+        row = max(bf16 or rows, key=lambda r: (r["gpu_type"] == "h100", r["gpus"]))
+        words = [f"--{name}={row[name]}" for name in ("gpus", "gpu_type", "dtype")]
+        run = command_line.run_of([f"--config={path}", *words])
         for name in ("bf16", "fp8 fast"):
             yield f"{path.stem} {name}", functools.partial(layer_gemms, run, exact_of[name], small)
 

@@ -1,5 +1,6 @@
 """Reports finished runs: tables, plots, comparison with published figures: `maxbench report`."""
 
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 def _fetch(words: Sequence[str]) -> None:
     """Brings the files of jobs on Kubernetes into the folders that are reported."""
     paths = [pathlib.Path(word.rpartition("=")[2]) for word in words or ("experiments",)]
-    folders = {path for path in paths if path.is_dir()}
+    folders = {path for path in paths if os.path.isdir(path)}  # False for a name that is too long
     folders |= {path.parent for path in paths if path.name.startswith("suite_") and path.is_file()}
     if folders:
         job_status.refresh(job_status.folders([*folders]))

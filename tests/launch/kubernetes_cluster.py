@@ -141,7 +141,7 @@ class Cluster:
             text = "jobset failed due to reaching max number of restarts"
             self._condition(job_set, "Failed", "ReachedMaxRestarts", text)
         else:
-            for pod in failed:
+            for pod in pods:  # a restart creates all Jobs of the JobSet anew
                 self._delete_pod(pod)
             status["restarts"] += 1
 
