@@ -13,6 +13,7 @@ flops" section of NVIDIA's recipes. Routers, norms, biases and sinks are not cou
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from maxbench.config.model import Model
@@ -36,6 +37,7 @@ CONVENTIONS = {
 PUBLISHED_CONVENTIONS = CONVENTIONS | {"bridge-0.4": Convention(causal=True, silu_gates=True)}
 
 
+@functools.cache  # a search asks thousands of times
 def params(m: Model) -> int:
     """Exact number of parameters, each counted once: a tied LM head adds none. Multi-token
     prediction adds a layer, a projection of 2 embed to embed, and three norms."""
@@ -46,6 +48,7 @@ def params(m: Model) -> int:
     return layers + norm + m.vocab * m.embed * (1 if m.tied else 2)
 
 
+@functools.cache
 def mtp_params(m: Model) -> int:
     """Parameters of multi-token prediction."""
     return params(m) - params(dataclasses.replace(m, mtp_layers=0))
