@@ -67,7 +67,8 @@ class Plan:
         file of --hardware that has the type's fitted constants."""
         a, run = self.run.layout, self.run
         if run.gpu.band:
-            return ErrorBand(*run.gpu.band, "runs that the constants were fitted to", 0, True)
+            low, high = run.gpu.band
+            return ErrorBand(low, high, "runs that the constants were fitted to", 0, True)
         kind = parallelism(bool(run.model.experts), a.pp, a.tp, a.fsdp)
         return error_band(a.gpu_type, run.precision.dtype, kind)
 
