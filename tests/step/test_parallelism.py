@@ -123,10 +123,10 @@ CASES = [
     pytest.param("grok", dict(ep=2, fsdp=2, dp=2), marks=exhaustive),
     ("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1)),
     ("deepseek", dict(cp=2, ep=2, tp=2, mbs=1)),
-    ("deepseek", dict(pp=2, ep=2, fsdp=2, mbs=1)),
+    pytest.param("deepseek", dict(pp=2, ep=2, fsdp=2, mbs=1), marks=exhaustive),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     # Layers that differ in a slot of the chunks, and empty slots: branches with collectives.
-    ("dense_first", dict(pp=2, ep=2, mbs=1)),
+    pytest.param("dense_first", dict(pp=2, ep=2, mbs=1), marks=exhaustive),
     pytest.param(
         "dense_first",
         dict(pp=2, vp=2, tp=2, mbs=1, stages="Et|(tt|)*2tmL"),
