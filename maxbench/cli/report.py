@@ -4,7 +4,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from maxbench.config import commands
+from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError
 from maxbench.launch import job_status
 from maxbench.reporting import build_report
@@ -17,7 +17,8 @@ def main(argv: Sequence[str]) -> int:
       UserError: invalid flags, or no run at the paths.
     """
     fv = commands.define("report")
-    _fetch(argv[1:])
+    _, *words = command_line.parse_flags(fv, argv)
+    _fetch([*words, *filter(None, [fv.suite])])
     report = build_report.report_from_flags(fv, argv)
     text = report.text(fv.format, fv.diff)
     if file := fv.output:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _fetch(words: Sequence[str]) -> None:
     """Brings the files of jobs on Kubernetes into the folders that are reported."""
-    paths = [pathlib.Path(word.rpartition("=")[2]) for word in words or ("experiments",)]
+    paths = [pathlib.Path(word) for word in words or ("experiments",)]
     folders = {path for path in paths if os.path.isdir(path)}  # False for a name that is too long
     folders |= {path.parent for path in paths if path.name.startswith("suite_") and path.is_file()}
     if folders:
