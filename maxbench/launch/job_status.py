@@ -73,7 +73,9 @@ def row_of(folder: pathlib.Path, job: str, of_scheduler: tuple[str, str]) -> Row
     """A start of a job, from (state, reason) of its scheduler and from the files in its folder."""
     step, seconds = progress(folder)
     state, reason = ended(folder)
-    if of_scheduler[0] == "CANCELLED" and state in submission.ENDED:  # deleted after its end
+    if of_scheduler[0] == "CANCELLED" and reason == "stopped by SIGTERM":  # by the deletion
+        reason = ""
+    elif of_scheduler[0] == "CANCELLED" and state in submission.ENDED:  # deleted after its end
         of_scheduler = ("", "")
     why = escape_control(reason or of_scheduler[1])
     return Row(job, of_scheduler[0] or state, step, seconds, folder.name, why)
