@@ -35,7 +35,7 @@ import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.cli import entry  # noqa: E402
-from maxbench.config import environment, recipes  # noqa: E402
+from maxbench.config import environment, lowering, recipes  # noqa: E402
 from maxbench.config.resolve import build_run  # noqa: E402
 from maxbench.config.run import Run  # noqa: E402
 
@@ -145,3 +145,13 @@ def train_command(*args: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = entry.run("train", args)
     return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def auto_backend_is_xla():
+    """precision.backend=auto is XLA in this process, also where Transformer Engine is installed:
+    figures and kernels in tests are XLA's."""
+    resolve_backend = lowering.backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "backend", lambda run, gpu=True: resolve_backend(run, False))
+        yield resolve_backend

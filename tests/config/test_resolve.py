@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.config import recipes
+from maxbench.config import lowering, recipes
 from maxbench.config.resolve import build_run
 from maxbench.config.run import AXES, SECTIONS, Run
 from maxbench.hardware.gpus import GPU_TYPES
@@ -127,3 +127,15 @@ def test_run_is_frozen_and_hashable():
     with pytest.raises(AttributeError):
         run.layout.tp = 2
     assert Run(**{f: getattr(run, f) for f in SECTIONS}) == run
+
+
+def test_auto_backend_is_transformer_engine_where_it_is_installed(auto_backend_is_xla, monkeypatch):
+    run = resolve("llama31_8b", dtype="fp8")
+    for version, gpu, backend in (
+        ("2.17.0", True, "te"),
+        ("2.16", True, "xla"),
+        ("", True, "xla"),
+        ("2.20", False, "xla"),
+    ):
+        monkeypatch.setattr(lowering.environment, "version", lambda _, version=version: version)
+        assert auto_backend_is_xla(run, gpu) == backend
