@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.config.run import Run
-from maxbench.quantization import QuantizedArray, Weight, transformer_engine
+from maxbench.quantization import QuantizedArray, Weight, block_scaled, transformer_engine
 from maxbench.sharding.rules import WeightSharding, gather_master
 
 BLOCK, E4M3 = 32, jnp.float8_e4m3fn
@@ -58,7 +58,7 @@ class Mxfp8:
                 q, scale = gather(q), matrix(gather(scale.reshape(shape)))
             operands.append(QuantizedArray(q, scale))
         dgrad, fprop = operands
-        return Weight(dgrad, transpose(fprop._replace(q=matrix(fprop.q))), self)
+        return Weight(dgrad, block_scaled.transpose(fprop._replace(q=matrix(fprop.q))), self)
 
     def quantize_operand(self, x: jax.Array, scales: Any, gradient: bool, axes: Any) -> Any:
         return *self.quantize(x), None
@@ -98,34 +98,17 @@ def quantize(x: jax.Array, dtype: Any, dim: int) -> QuantizedArray:
     return QuantizedArray(q.reshape(x.shape), exponent)
 
 
-def transpose(x: QuantizedArray) -> QuantizedArray:
-    """Transposes matrices [..., left, right]; blocks along right become blocks along left."""
-    return QuantizedArray(jnp.swapaxes(x.q, -1, -2), jnp.swapaxes(x.scale, -1, -2))
+def gemm(a: QuantizedArray, b: QuantizedArray, over: str, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """As block_scaled.gemm."""
+
+    def kernel(a, b, *scales):
+        scales = (jax.lax.bitcast_convert_type(x, jnp.float8_e8m0fnu) for x in scales)
+        return jax.nn.scaled_matmul(a, b, *scales, preferred_element_type=dtype)
+
+    return block_scaled.gemm(a, b, over, dtype, kernel, _dequantize)
 
 
-def gemm(a: QuantizedArray, b: QuantizedArray, over: Any, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """GEMM of matrices [..., left, right] with equal leading dims, fp32 accumulation.
-
-    Args:
-      over: 'nt' is a b^T, of blocks along right; 'tn' is a^T b, of blocks along left.
-      dtype: of the result.
-    """
-    if over == "tn":
-        a, b = transpose(a), transpose(b)
-    batch = a.q.shape[:-2]
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in (a.q, b.q, a.scale, b.scale)]
-    flat[2:] = [jax.lax.bitcast_convert_type(x, jnp.float8_e8m0fnu) for x in flat[2:]]
-    block_scaled = functools.partial(jax.nn.scaled_matmul, preferred_element_type=dtype)
-    dequantized = functools.partial(_dequantized_gemm, dtype)
-    y = jax.lax.platform_dependent(*flat, cuda=block_scaled, default=dequantized)
-    return y.reshape(*batch, *y.shape[-2:])
-
-
-def _dequantized_gemm(dtype, a, b, a_scale, b_scale):
-    def dequantize(q, scale):
-        blocks = q.reshape(*scale.shape, BLOCK).astype(jnp.float32)
-        return (blocks * scale.astype(jnp.float32)[..., None]).reshape(q.shape)
-
-    dims = ((2,), (2,)), ((0,), (0,))
-    a, b = dequantize(a, a_scale), dequantize(b, b_scale)
-    return jax.lax.dot_general(a, b, dims, precision="highest").astype(dtype)
+def _dequantize(q, scale):
+    scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
+    blocks = q.reshape(*scale.shape, BLOCK).astype(jnp.float32)
+    return (blocks * scale.astype(jnp.float32)[..., None]).reshape(q.shape)

@@ -29,7 +29,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.run import AXES, Run
-from maxbench.quantization import SCALE, QuantizedArray, Weight, row_major
+from maxbench.quantization import SCALE, QuantizedArray, Weight, block_scaled, row_major
 from maxbench.quantization.fp8_per_tensor import amax_of
 from maxbench.sharding import collectives
 from maxbench.sharding.rules import WeightSharding, gather_master
@@ -257,11 +257,6 @@ def transpose_packed(q: jax.Array) -> jax.Array:
     return jnp.swapaxes(jnp.stack(columns, -1).reshape(*above.shape[:-1], -1), -1, -2)
 
 
-def transpose(x: QuantizedArray) -> QuantizedArray:
-    """Transposes matrices [..., left, right]; blocks along right become blocks along left."""
-    return x._replace(q=jnp.swapaxes(x.q, -1, -2), scale=jnp.swapaxes(x.scale, -1, -2))
-
-
 def unpack(q: jax.Array) -> jax.Array:
     """The fp32 values of packed elements [..., n / 2] -> [..., n]."""
     codes = jnp.stack((q & 0xF, q >> 4), -1).reshape(*q.shape[:-1], -1)
@@ -270,37 +265,20 @@ def unpack(q: jax.Array) -> jax.Array:
     return jnp.where(codes > 7, -magnitude, magnitude)
 
 
-def gemm(a: QuantizedArray, b: QuantizedArray, over: Any, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """GEMM of matrices [..., left, right] with equal leading dims, fp32 accumulation.
+def gemm(a: QuantizedArray, b: QuantizedArray, over: str, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """As block_scaled.gemm."""
 
-    Args:
-      over: 'nt' is a b^T, of blocks along right; 'tn' is a^T b, of blocks along left.
-      dtype: of the result.
-    """
-    if over == "tn":
-        a, b = transpose(a), transpose(b)
-    batch = a.q.shape[:-2]
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in (a.q, b.q, a.scale, b.scale)]
-    block_scaled = functools.partial(_block_scaled_gemm, dtype)
-    dequantized = functools.partial(_dequantized_gemm, dtype)
-    y = jax.lax.platform_dependent(*flat, cuda=block_scaled, default=dequantized)
+    def kernel(a, b, *scales):
+        elements = lambda q: jax.lax.bitcast_convert_type(q, E2M1).reshape(*q.shape[:-1], -1)
+        a, b = elements(a), elements(b)
+        return jax.nn.scaled_matmul(a, b, *scales, preferred_element_type=dtype)
+
+    y = block_scaled.gemm(a, b, over, dtype, kernel, _dequantize)
     # After rounding to the dtype of the result, so that the kernel which reads y multiplies.
-    y = (y.astype(jnp.float32) * (a.tensor_scale * b.tensor_scale)).astype(dtype)
-    return y.reshape(*batch, *y.shape[-2:])
+    return (y.astype(jnp.float32) * (a.tensor_scale * b.tensor_scale)).astype(dtype)
 
 
-def _block_scaled_gemm(dtype, a, b, a_scale, b_scale):
-    elements = lambda q: jax.lax.bitcast_convert_type(q, E2M1).reshape(*q.shape[:-1], -1)
-    a, b = elements(a), elements(b)
-    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=dtype)
-
-
-def _dequantized_gemm(dtype, a, b, a_scale, b_scale):
-    def dequantize(q, scale):
-        blocks = unpack(q).reshape(*scale.shape, BLOCK)
-        values = blocks * scale.astype(jnp.float32)[..., None]
-        return values.reshape(*q.shape[:-1], -1)
-
-    dims = ((2,), (2,)), ((0,), (0,))
-    a, b = dequantize(a, a_scale), dequantize(b, b_scale)
-    return jax.lax.dot_general(a, b, dims, precision="highest").astype(dtype)
+def _dequantize(q, scale):
+    blocks = unpack(q).reshape(*scale.shape, BLOCK)
+    values = blocks * scale.astype(jnp.float32)[..., None]
+    return values.reshape(*q.shape[:-1], -1)

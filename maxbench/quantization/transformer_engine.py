@@ -118,7 +118,7 @@ def gemm(
     exact: bool = False,
     blocks: bool = False,
 ) -> jax.Array:
-    """GEMM of matrices [..., left, right] with equal leading dims, as mxfp8.gemm.
+    """GEMM of matrices [..., left, right] with equal leading dims, as block_scaled.gemm.
 
     Experts (leading dims) are separate GEMMs: their sizes are static, and TE's grouped GEMM for
     per-tensor scaling copies the sizes to the host.

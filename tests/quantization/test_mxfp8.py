@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from maxbench.cost_model import aot
-from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.quantization import mxfp8
+from maxbench.quantization import block_scaled, mxfp8
+from tests.quantization.blackwell import BLOCK_SCALED_GEMM, compiled_gemms
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
@@ -35,7 +32,7 @@ def products(x, w, dy):
     """y = x w, dx and dw."""
     row, col = (lambda a, dim=dim: mxfp8.quantize(a, E4M3, dim) for dim in (-1, -2))
     return (
-        mxfp8.gemm(row(x), mxfp8.transpose(col(w)), "nt"),
+        mxfp8.gemm(row(x), block_scaled.transpose(col(w)), "nt"),
         mxfp8.gemm(row(dy), row(w), "nt"),
         mxfp8.gemm(col(x), col(dy), "tn"),
     )
@@ -95,23 +92,4 @@ def test_nan_and_inf_become_nan_in_their_block_only():
 @pytest.mark.gpu_compile
 def test_blackwell_runs_block_scaled_gemms_in_shard_map():
     """fprop, dgrad and wgrad. Other GPU types refuse precision.scaling=mxfp8."""
-    topology = jax.experimental.topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(GPU_TYPES["gb200"].chip), topology="1x1x4"
-    )
-    mesh = jax.experimental.topologies.make_mesh(topology, (4,), ("fsdp",))
-
-    def share(x, w, dy):
-        y, dx, dw = products(x, w, dy)
-        return y, dx, dw[None]
-
-    rows = P("fsdp")
-    specs = dict(in_specs=(rows, P(), rows), out_specs=rows, check_vma=False)
-    array = lambda shape, spec: jax.ShapeDtypeStruct(
-        shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
-    )
-    shapes = array((8192, 1024), rows), array((1024, 512), P()), array((8192, 512), rows)
-    lowered = jax.jit(jax.shard_map(share, mesh=mesh, **specs)).lower(*shapes)
-    text = lowered.compile(
-        compiler_options={"xla_gpu_enable_triton_gemm": False} | aot.PROGRAM_ONLY
-    ).as_text()
-    assert text.count('custom_call_target="__cudnn$blockScaledDot"') == 3
+    assert compiled_gemms(products, "gb200").count(BLOCK_SCALED_GEMM) == 3
