@@ -139,8 +139,8 @@ def finished_run(r: RunRecord, gpu_types: GpuTypes) -> tuple[Run, float]:
     step_s = dig(r.result, "step_s.median", 0.0)
     if r.status != "done":
         raise UserError(f"calibrate: {str(r.path)!r} is {r.status!r}; give runs that are 'done'")
-    least_s = flops.per_sequence(run.model, run.train.seq, "causal") * run.layout.gbs
-    least_s /= run.layout.gpus * run.gpu.peak_tflops(run.format.peak) * 1e12
+    work = run.model, run.train.seq, run.layout.gbs, run.layout.gpus
+    least_s = flops.seconds_at_peak(*work, run.gpu.peak_tflops(run.format.peak))
     if not math.isfinite(step_s) or step_s <= 0:
         raise UserError(
             f"calibrate: {str(r.path)!r}: step_s.median={dig(r.result, 'step_s', {}).get('median')}"

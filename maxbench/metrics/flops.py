@@ -113,6 +113,11 @@ def _scores_per_query(m: Model, seq: int, counted: Convention) -> float:
     return seq / 2 if counted.causal else seq
 
 
+def seconds_at_peak(m: Model, seq: int, gbs: int, gpus: int, peak_tflops: float) -> float:
+    """Seconds of a step whose causal FLOPs run at a dense peak, TFLOP/s of one GPU, on all GPUs."""
+    return per_sequence(m, seq, "causal") * gbs / (gpus * peak_tflops * 1e12)
+
+
 def figures(
     m: Model | None, seq: int, gbs: int, gpus: int, step_s: float, peak_tflops: float = 0
 ) -> dict:

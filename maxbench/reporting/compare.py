@@ -182,7 +182,7 @@ def _fast_steps(summary: RunSummary, options: ReportOptions) -> fast_steps.FastS
         # A peak of 0: the GPU has no such GEMMs, and the run computed with others.
         peak = (gpu.peak_tflops(format) if format else 0) or fastest
         device = f"{r.gpus} {r.gpu_type}"
-        least_s = flops.per_sequence(model, r.seq, "causal") * r.gbs / (r.gpus * peak * 1e12)
+        least_s = flops.seconds_at_peak(model, r.seq, r.gbs, r.gpus, peak)
     if r.grows or (not least_s and r.source in ("", "maxbench")):
         return fast_steps.FastSteps(frozenset(), "")
     return fast_steps.find(r.step_s, least_s, device)
