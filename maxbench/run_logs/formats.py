@@ -6,6 +6,7 @@ docs/reference/log_formats.md are made. The formats of lines are those of the pr
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -85,16 +86,10 @@ class LogFormat:
         return names & {*FIELDS, *SETTINGS}
 
 
-_patterns: dict[tuple[bytes, ...], re.Pattern[bytes]] = {}
-
-
+@functools.cache
 def _field_pattern(labels: tuple[bytes, ...]) -> re.Pattern[bytes]:
-    if labels not in _patterns:
-        longest_first = b"|".join(re.escape(x) for x in sorted(labels, key=len, reverse=True))
-        _patterns[labels] = re.compile(
-            rb"(?<![\w.])(" + longest_first + rb")\s*[:=]\s*([^\s|\]}\"']+)"
-        )
-    return _patterns[labels]
+    longest_first = b"|".join(re.escape(x) for x in sorted(labels, key=len, reverse=True))
+    return re.compile(rb"(?<![\w.])(" + longest_first + rb")\s*[:=]\s*([^\s|\]}\"']+)")
 
 
 _NUMBER = re.compile(rb"([-+]?\d{1,40}(?:\.\d*)?(?:[eE][-+]?\d{1,4})?)([a-zA-Z%/]*)(\([\d.]*%\))?")
