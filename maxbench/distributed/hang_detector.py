@@ -59,8 +59,9 @@ class Hang:
 class HangDetector:
     """Progress and silence of the processes of a run, as one of them sees them.
 
-    Process 0 hears all others, which hear process 0 alone. So process 0 decides, unless it is
-    itself the one that is silent. A suspicion is confirmed by a probe, which all must answer.
+    Process 0 receives the messages of all others, which receive those of process 0 alone. So
+    process 0 decides, unless it is itself the one that is silent. A suspicion is confirmed by a
+    probe, which all must answer.
 
     Args:
       process: number of this process.
@@ -83,24 +84,25 @@ class HangDetector:
         self.probe_s = min(10.0, max(3.0, timeout_s / 6))
         self.peers = [i for i in range(len(hosts)) if (i == 0) != (process == 0)]
         # If process 0 is silent, each of the others decides, not all at the same instant.
-        self.patience_s = timeout_s + (self.probe_s + min(process, 25) / 5 if process else 0.0)
+        later_s = self.probe_s + min(process, 25) / 5 if process else 0.0
+        self.silence_timeout_s = timeout_s + later_s
         self.progress = {i: Progress() for i in [*self.peers, process]}
         self.stacks: dict[int, str] = {}  # answers to the probe
         self.probe_start: float | None = None
         self.probed_silent: list[int] = []
         self.last_tick = self.last_change = clock()
-        self.heard = dict.fromkeys(self.peers, self.last_tick)
+        self.last_message = dict.fromkeys(self.peers, self.last_tick)
         self.step_s: float | None = None
-        self.impatient = False  # a collective has failed: slow steps get no more time
+        self.collective_failed = False  # then slow steps get no more time
 
-    def hear(self, process: int, report: list | None = None, stack: str | None = None) -> None:
+    def receive(self, process: int, report: list | None = None, stack: str | None = None) -> None:
         """Takes a message of a process into account.
 
         Args:
           report: Progress.report().
           stack: its answer to a probe.
         """
-        self.heard[process] = self.clock()
+        self.last_message[process] = self.clock()
         if report is not None and self.progress[process].report() != report:
             self.progress[process] = Progress(*report)
             self.last_change = self.clock()
@@ -125,14 +127,14 @@ class HangDetector:
         if gap < self.beat_s + self.timeout_s / 4:
             return 0.0
         self.last_change, self.probe_start = now, None
-        self.heard = dict.fromkeys(self.peers, now)
+        self.last_message = dict.fromkeys(self.peers, now)
         return gap
 
     def step_timeout_s(self) -> float:
         """Seconds without progress after which the run hangs; inf while all processes compile."""
         if self.process or all(p.phase in BEFORE_STEPS for p in self.progress.values()):
             return math.inf
-        if self.impatient:
+        if self.collective_failed:
             return self.timeout_s
         phases = {self.progress[i].phase for i in self._behind()}
         if phases & (BEFORE_STEPS | WAITS) or self.step_s is None:
@@ -152,7 +154,7 @@ class HangDetector:
     def suspects(self) -> bool:
         """Whether a process may be frozen or stuck, long before the timeout."""
         now, soon_s = self.clock(), self.timeout_s / 4
-        silent = any(now - heard > soon_s for heard in self.heard.values())
+        silent = any(now - last > soon_s for last in self.last_message.values())
         return silent or self.stalled_s() > soon_s
 
     def must_probe(self) -> bool:
@@ -160,7 +162,8 @@ class HangDetector:
         if self.probe_start is not None:
             return False
         now = self.clock()
-        self.probed_silent = [i for i in self.peers if now - self.heard[i] > self.patience_s]
+        silence_s = {i: now - self.last_message[i] for i in self.peers}
+        self.probed_silent = [i for i in self.peers if silence_s[i] > self.silence_timeout_s]
         if not self.probed_silent and self.stalled_s() <= self.step_timeout_s():
             return False
         self.probe_start, self.stacks = now, {}
@@ -177,7 +180,7 @@ class HangDetector:
         now = self.clock()
         silent = [i for i in self.peers if i not in self.stacks]
         if self.process:  # process 0 was silent for the time of a probe before
-            silent = [i for i in self.probed_silent if self.heard[i] < start]
+            silent = [i for i in self.probed_silent if self.last_message[i] < start]
         elif silent and (now - start < self.probe_s or self._may_answer_late(silent)):
             return None
         self.probe_start = None
@@ -189,8 +192,8 @@ class HangDetector:
         return self._stuck(own_stack()) if stalled else None
 
     def _may_answer_late(self, silent: Sequence[int]) -> bool:
-        """Whether a process without an answer was heard lately: its host may be slow."""
-        newest = max(self.heard[i] for i in silent)
+        """Whether a process without an answer sent a message lately: its host may be slow."""
+        newest = max(self.last_message[i] for i in silent)
         return self.clock() - newest < self.timeout_s / 3
 
     def _frozen(self, silent: Sequence[int]) -> Hang:

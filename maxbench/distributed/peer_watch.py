@@ -112,7 +112,7 @@ class PeerWatch:
         detector = self.detector
         if not communication_failed or not detector or not detector.suspects():
             return False
-        self.cannot_go_on = detector.impatient = True
+        self.cannot_go_on = detector.collective_failed = True
         return self.lost.wait(detector.timeout_s + 2 * detector.probe_s + 2 * GRACE_S)
 
     def close(self, failure: str = "") -> None:
@@ -147,7 +147,7 @@ class PeerWatch:
     def _handle(self, process: int, message: dict) -> None:
         self.stop_consensus.receive(process, message)
         if self.detector:
-            self.detector.hear(process, message.get("progress"), message.get("stack"))
+            self.detector.receive(process, message.get("progress"), message.get("stack"))
         if "probe" in message:
             self._send({"stack": stacks.main_thread_stack(), "progress": self.progress.report()})
         if reason := self._reason(message, process):

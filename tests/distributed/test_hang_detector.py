@@ -25,11 +25,11 @@ class Simulation:
         for _ in range(round(seconds)):
             self.now += 1
             for process, report in reports.items():
-                self.detector.hear(process, report)
+                self.detector.receive(process, report)
             self.detector.tick(self.own)
             if self.detector.must_probe() and answers:
                 for process, report in reports.items():
-                    self.detector.hear(process, report, f"stack of {process}")
+                    self.detector.receive(process, report, f"stack of {process}")
             if hang := self.detector.verdict(lambda: "own stack"):
                 return hang
         return None
@@ -107,7 +107,7 @@ def test_slow_answer_is_no_freeze():
     hang = simulation.run(75, {1: STEPS, 2: behind}, answers=False)
     assert hang is None
     for process, report in {1: STEPS, 2: behind}.items():
-        simulation.detector.hear(process, report, "")
+        simulation.detector.receive(process, report, "")
     assert simulation.detector.verdict(lambda: "").processes[0].process == 2
 
 
@@ -128,5 +128,5 @@ def test_other_processes_name_process_0_at_different_instants():
         simulation = Simulation(3, process)
         hang = simulation.run(90, {})
         assert hang.processes[0].process == 0
-        ends.append(simulation.detector.patience_s)
+        ends.append(simulation.detector.silence_timeout_s)
     assert ends[0] < ends[1] < 80
