@@ -82,6 +82,9 @@ def test_the_key_depends_on_the_run_and_not_on_its_output():
     assert key("llama2_70b.py --gpus 64 --output_dir elsewhere") == base
     assert key("llama2_70b.py --gpus 64 --gpu_type h200") != base
     assert key("llama2_70b.py --gpus 128") != base
+    fp8 = "llama2_70b.py --gpus 64 --dtype fp8"  # precision.backend=auto is XLA here
+    assert key(fp8) == key(f"{fp8} --config.precision.backend=xla")
+    assert key(fp8) != key(f"{fp8} --config.precision.backend=te")
 
 
 def test_a_damaged_cache_entry_is_ignored(monkeypatch, tmp_path):
