@@ -22,6 +22,7 @@ from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
 
 
+@pytest.mark.exhaustive
 def test_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = pathlib.Path("docs/how-to/use_from_python.md").read_text()
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))

@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-LONG = ("stamps", "families", "fp8")  # stages that compile for 10 s or more
+LONG = ("stamps", "families", "fp8", "options", "profile")  # stages that compile for 10 s or more
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def output(clone: pathlib.Path, *words: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_copied_file_trains_and_is_reported(clone):
     train = (sys.executable, "-m", "maxbench.train", "--config", "configs/copy.py:tiny")
     output(clone, *train, "--cpu_devices", "1", "--steps", "2", "--seq", "16", "--layers", "1")

@@ -112,6 +112,7 @@ def test_weights_of_hugging_face_are_converted_and_back(sizes):
     jax.tree.map(np.testing.assert_array_equal, converted, params)
 
 
+@pytest.mark.exhaustive
 def test_latent_attention_of_hugging_face_rotates_neighbouring_dims():
     """DeepSeek-V3's attention from its own tensors, in numpy, equals ours."""
     m, random = Model(**SIZES | LATENT), np.random.default_rng(0)

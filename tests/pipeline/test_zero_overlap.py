@@ -39,7 +39,12 @@ def on_every_gpu(step, check, specs):
     ("family", "how", "axes"),
     [
         ("llama31_405b", {}, dict(pp=2, vp=4, cp=2, layers=6)),  # two empty slots
-        ("llama31_405b", {"precision.scaling": "delayed"}, dict(pp=2, vp=2, dp=2, layers=8)),
+        pytest.param(
+            "llama31_405b",
+            {"precision.scaling": "delayed"},
+            dict(pp=2, vp=2, dp=2, layers=8),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "llama31_405b",
             MXFP8,

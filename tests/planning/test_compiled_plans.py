@@ -90,6 +90,7 @@ def test_fsdp(check_figures):
     check_figures("llama2_70b 128 h100 bf16 save_dot_except_mlpwi", plan)
 
 
+@pytest.mark.exhaustive
 def test_sensitivity_to_the_cluster():
     plan = planned(f"{LLAMA2_70B} --sensitivity")
     sensitivity = plan["sensitivity_s"]
@@ -142,6 +143,7 @@ def test_another_cluster_runs_the_same_program():
     assert other["budget"]["days_without_failures"] == pytest.approx(days, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_unrolled_layers_are_recomputed(check_figures):
     """XLA could merge recomputation with the forward pass (CSE), and would keep the activations."""
     row = "--config configs/llama31_8b.py --layers 2 --mbs 4 --config.train.remat="
@@ -170,6 +172,7 @@ def test_recomputed_norms_save_memory_at_no_cost(check_figures):
     check_figures("llama31_8b 8 h100 bf16 4 layers save_gemms_only", gemms)
 
 
+@pytest.mark.exhaustive
 def test_offloaded_activations_are_in_host_memory(tmp_path, check_figures):
     """Four layers over fsdp. Transfers block the step where nothing hides them."""
     row = "--layers 4 --fsdp 8 --mbs 2 --config.train.remat=none --config.train.offload=mlp_up"
@@ -230,6 +233,7 @@ def test_experts_exchange_tokens(check_figures):
     check_figures("grok1_314b 16 h100 bf16", plan)
 
 
+@pytest.mark.exhaustive
 def test_hint_of_a_plan_that_does_not_fit_fits():
     """Of 79 GiB, 29 may be used: of the 30 that are needed, 7 are activations."""
     row = "--config configs/llama31_8b.py --layers 2 --mbs 4 --memory_margin 0.57"

@@ -37,15 +37,16 @@ def test_the_table_has_every_row():
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.xdist_group("plan")
 @pytest.mark.parametrize(
     ("workload", "gpus", "dtype", "gpu"),
     [
-        ("llama2_70b", 128, "bf16", "h100"),
-        ("grok1_314b", 16, "bf16", "h100"),
-        pytest.param("llama31_405b", 64, "bf16", "h100", marks=pytest.mark.exhaustive),
-        pytest.param("nemotron4_340b", 512, "fp8", "h100", marks=pytest.mark.exhaustive),
-        pytest.param("nemotron4_340b", 128, "fp8", "gb200", marks=pytest.mark.exhaustive),
+        pytest.param(*row, marks=[*marks, pytest.mark.xdist_group(group)])
+        for *row, group, marks in (
+            ("llama2_70b", 128, "bf16", "h100", "plan", []),
+            ("grok1_314b", 16, "bf16", "h100", "plan", [pytest.mark.exhaustive]),
+            ("llama31_405b", 64, "bf16", "h100", "plan 405b", [pytest.mark.exhaustive]),
+            ("nemotron4_340b", 128, "fp8", "gb200", "plan nemotron", [pytest.mark.exhaustive]),
+        )
     ],
 )
 def test_the_table_is_current(workload, gpus, dtype, gpu):

@@ -93,6 +93,7 @@ def test_the_shaded_part_of_a_schedule_is_its_bubble(pp, vp, micro):
         assert "ticks left out" in picture
 
 
+@pytest.mark.exhaustive
 def test_scaling_starts_from_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SIZES", [1, 8, 16, 4096, 65536])
     monkeypatch.setattr(scaling, "SEARCHED", 16)

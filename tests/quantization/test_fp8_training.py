@@ -50,9 +50,8 @@ def distance(actual, expected) -> float:
 exhaustive = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=exhaustive) for f in ("nemotron", "grok"))]
-)
+@exhaustive
+@pytest.mark.parametrize("family", ["llama", "nemotron", "grok"])
 def test_fp8_differs_from_bf16_by_rounding(family):
     """Operands have 3 or 2 bits of mantissa, so gradients differ by about an eighth."""
     *_, rounding, loss = single_device(family)
@@ -131,19 +130,15 @@ def amax_history(state, step: Step) -> np.ndarray:
     return history[np.argsort(step.stacks[0].slots)]
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("family", "scaling", "axes"),
     [
-        pytest.param(
-            "llama",
-            "delayed",
-            dict(dp=2, tp=2, mbs=1, unroll=4),  # two microbatches, unrolled layers
-            marks=exhaustive,
-        ),
-        pytest.param("llama", "delayed", PIPELINE, marks=exhaustive),
-        ("llama", "delayed", dict(dp=2, mbs=1)),
-        pytest.param("llama", "mxfp8", dict(fsdp=4, tp=2), marks=exhaustive),
-        pytest.param("grok", "mxfp8", dict(ep=2, mbs=1), marks=exhaustive),
+        # Two microbatches, unrolled layers.
+        ("llama", "delayed", dict(dp=2, tp=2, mbs=1, unroll=4)),
+        ("llama", "delayed", PIPELINE),
+        ("llama", "mxfp8", dict(fsdp=4, tp=2)),
+        ("grok", "mxfp8", dict(ep=2, mbs=1)),
     ],
     ids=str,
 )
@@ -167,6 +162,7 @@ def test_delayed_scaling_and_mxfp8_train_as_bf16_on_every_mesh(family, scaling, 
             np.testing.assert_array_equal(first[0, 1, 0], expected_first[0, 1, 0])
 
 
+@exhaustive
 @pytest.mark.xdist_group("test_fp8_training llama")  # shares the programs of the test above
 def test_checkpoint_contains_the_amax_history(tmp_path):
     """Training continues on one device from a checkpoint of two stages, in another layer order."""

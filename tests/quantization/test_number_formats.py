@@ -44,6 +44,7 @@ class Toy(unquantized.Plain):
         return super().product(a.astype(dtype), b.astype(dtype), over, dtype)
 
 
+@pytest.mark.exhaustive
 def test_a_new_format_trains(monkeypatch):
     toy = Toy()
     module = types.SimpleNamespace(arithmetic=lambda run: toy)

@@ -39,7 +39,7 @@ def test_resume_is_bitwise_exact(reference_run, train, tmp_path):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(dict(cp=4, fsdp=2, mbs=2), id="cp"),
+        pytest.param(dict(cp=4, fsdp=2, mbs=2), id="cp", marks=pytest.mark.exhaustive),
         # Virtual stages store the layers in another order. Compiles for 10 s.
         pytest.param(dict(pp=2, vp=2, tp=2, mbs=1), id="pp", marks=pytest.mark.exhaustive),
     ],
@@ -158,6 +158,7 @@ def test_damaged_arrays_are_refused_without_a_traceback(copy_of_second_step, tmp
     assert result["reason"].startswith(reason)
 
 
+@pytest.mark.exhaustive
 def test_resume_skips_damaged_checkpoints_and_reports_changed_settings(train, tmp_path):
     every_step = {"output.checkpoint_every": 1}
     assert train(tmp_path / "a", steps=4, overrides=every_step)[0] == 0

@@ -47,7 +47,8 @@ def test_two_processes_train_as_one(reference_run, train, tmp_path):
     assert losses(folder_of(tmp_path / "one")) == pytest.approx({5: one[5]}, rel=1e-5)
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lost", [0, 1])
 def test_killed_process_is_named_and_ends_the_run(tmp_path, lost):
     run = kills.RunProcesses(tmp_path, kills.ENDLESS, processes=2)
     run.wait_until(lambda: run.folder() and losses(run.folder()))

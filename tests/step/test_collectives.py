@@ -76,6 +76,7 @@ def test_fsdp_communicates_weights_and_gradients_only():
     assert ("all-gather", f"{step.run.model.vocab},{embed}") not in counts
 
 
+@pytest.mark.exhaustive
 def test_dp_gathers_weights_and_reduces_gradients_once_per_step():
     one, four = (collectives(build("llama", dp=2, mbs=m)) for m in (4, 1))  # 1 and 4 microbatches
     assert one == four
@@ -96,6 +97,7 @@ def test_tp_communicates_activations_only():
     assert max(sizes(counts, "all-reduce")) <= 2 * 24
 
 
+@pytest.mark.exhaustive
 def test_cp_permutes_keys_and_values_only():
     step = build("llama", cp=4)
     counts, m = collectives(step), step.run.model
@@ -106,6 +108,7 @@ def test_cp_permutes_keys_and_values_only():
     assert "all-to-all" not in operations(counts)
 
 
+@pytest.mark.exhaustive
 def test_ep_exchanges_slots_by_all_to_all():
     step = build("grok", overrides={"model.capacity_factor": 1.0}, ep=4)
     counts, m = collectives(step), step.run.model
@@ -115,6 +118,7 @@ def test_ep_exchanges_slots_by_all_to_all():
     assert sizes(counts, "all-gather") <= weight_sizes(step)
 
 
+@pytest.mark.exhaustive
 def test_dropless_ep_gathers_each_token_once():
     step = build("dropless", ep=4)
     counts, m = collectives(step), step.run.model

@@ -103,33 +103,27 @@ FAMILIES = {
 }
 GBS, SEQ = 8, 32
 exhaustive = pytest.mark.exhaustive
-# Llama on each mesh axis alone (pp below), and on every pair; other families on the meshes that
-# split what only they have. By default each axis, and a mixture with each kind of layer.
+# Llama on all axes at once, without and with a pipeline; other families on the meshes that split
+# what only they have. By default experts here, all axes of Llama in training and a pipeline below.
 CASES = [
-    ("llama", dict(fsdp=8)),
-    ("llama", dict(tp=4)),
-    ("llama", dict(cp=4)),
-    ("llama", dict(dp=2, fsdp=2, mbs=1)),  # two microbatches
-    pytest.param("llama", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
-    pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=2), marks=exhaustive),
-    pytest.param("llama", dict(pp=2, dp=2, tp=2, mbs=1), marks=exhaustive),
-    pytest.param("llama", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1), marks=exhaustive),
+    # two microbatches
+    pytest.param("llama", dict(dp=2, fsdp=2, cp=4, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("llama", dict(pp=2, vp=2, dp=2, cp=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("nemotron", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
-    ("window", dict(dp=2, cp=2, tp=2)),
+    pytest.param("window", dict(dp=2, cp=2, tp=2), marks=exhaustive),
     pytest.param("window", dict(pp=2, cp=2, tp=2, mbs=1), marks=exhaustive),
-    ("latent", dict(fsdp=2, cp=2, tp=2)),
+    pytest.param("latent", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
     pytest.param("latent", dict(pp=2, vp=2, fsdp=2, cp=2, mbs=1), marks=exhaustive),
     ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
     pytest.param("grok", dict(ep=2, fsdp=2, dp=2), marks=exhaustive),
-    ("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1)),
-    ("deepseek", dict(cp=2, ep=2, tp=2, mbs=1)),
+    pytest.param("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("deepseek", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(pp=2, ep=2, fsdp=2, mbs=1), marks=exhaustive),
     pytest.param("dropless", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     # Layers that differ in a slot of the chunks, and empty slots: branches with collectives.
-    pytest.param("dense_first", dict(pp=2, ep=2, mbs=1), marks=exhaustive),
     pytest.param(
         "dense_first",
-        dict(pp=2, vp=2, tp=2, mbs=1, stages="Et|(tt|)*2tmL"),
+        dict(pp=2, vp=2, ep=2, tp=2, mbs=1, stages="Et|(tt|)*2tmL"),
         marks=exhaustive,
     ),
     pytest.param("mixed", dict(pp=2, fsdp=2, mbs=1, stages="2,3"), marks=exhaustive),
@@ -233,7 +227,12 @@ def test_loss_and_gradients_do_not_depend_on_the_schedule(family, axes):
     [
         pytest.param("llama", dict(cp=2, tp=2), dict(remat="selective"), marks=exhaustive),
         pytest.param("llama", dict(cp=2, tp=2), dict(remat="query,mlp_act"), marks=exhaustive),
-        ("llama", dict(fsdp=2, tp=2), dict(remat="none", offload="mlp_up,query")),
+        pytest.param(
+            "llama",
+            dict(fsdp=2, tp=2),
+            dict(remat="none", offload="mlp_up,query"),
+            marks=exhaustive,
+        ),
         pytest.param(
             "llama", dict(fsdp=2, tp=2), dict(remat="query", remat_layers=3), marks=exhaustive
         ),
@@ -259,10 +258,8 @@ def unrolled(step: Step, remat: str = "full") -> Step:
     ("family", "axes", "remat"),
     [
         # four microbatches
-        pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=1), "none", marks=exhaustive),
-        pytest.param("llama", dict(cp=4), "save_gemms_only", marks=exhaustive),
-        pytest.param("grok", dict(ep=2, tp=2), "full", marks=exhaustive),
-        pytest.param("mixed", dict(ep=2, tp=2), "none", marks=exhaustive),
+        pytest.param("llama", dict(dp=2, cp=2, tp=2, mbs=1), "save_gemms_only", marks=exhaustive),
+        pytest.param("mixed", dict(ep=2, tp=2), "full", marks=exhaustive),
         # The passes of two microbatches overlap.
         pytest.param("windows", dict(tp=2, mbs=4), "none", marks=exhaustive),
         ("llama", dict(tp=2), "none"),
