@@ -1,17 +1,21 @@
 """Content of the HTML page; the templates page.html, parts.html and run.html have its layout."""
 
+import base64
 import collections
 import dataclasses
 import functools
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxbench.config import recipes
 from maxbench.reporting import compare, details, diagnosis, plots, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs.record import dig
+
+if TYPE_CHECKING:  # it loads numpy
+    from maxbench.planning.explain import Explanation
 
 PLOTTED = 60  # at most so many runs have a plot of their own
 EXPLAINED = 3  # runs below published that the text at the top explains
@@ -38,6 +42,8 @@ class PageRun:
     # see details.recipe_differences()
     recipe: tuple[str, list[tuple[str, str, str]]] | None
     plotted: bool
+    # The first run with the same prediction, which shows where its seconds go; None without one.
+    explained_by: "PageRun | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,7 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         reach=reach(runs),
         plots=plots,
         details=details,
+        drawing=drawing,
         traces=tables.traces(rows),
         sections=tables.sections(rows, options),
         suite=suite.judge(options.suite, rows) if options.suite else None,
@@ -118,7 +125,16 @@ def page_runs(
         if same[run.label] > 1:
             count[run.label] += 1
             run.label += f", run {count[run.label]}"
+    first: dict[int, PageRun] = {}
+    for run in runs:
+        if run.row.planned and run.row.planned.get("explained"):
+            run.explained_by = first.setdefault(id(run.row.planned), run)
     return runs
+
+
+def drawing(explained: "Explanation") -> str:
+    """The drawing of an explanation as the URL of an image, whose style is its own."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(explained.svg().encode()).decode()}"
 
 
 def page_run(

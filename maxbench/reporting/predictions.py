@@ -49,7 +49,8 @@ def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:
 
 
 def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
-    """planner.figures() of the step that ran, from the compile cache; or None, and why.
+    """planner.figures() of the step that ran, from the compile cache, with labelled `parts` and its
+    explain.Explanation as `explained`; or None, and why.
 
     Nothing is compiled: that takes seconds, and needs a compiler that may not be installed.
     """
@@ -68,11 +69,14 @@ def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
 @functools.cache  # repeats of a run are many
 def _planned(run: Run) -> dict | None:
     from maxbench.cost_model import compile_cache
-    from maxbench.planning import plan_text, planner  # late: numpy takes a tenth of a second
+
+    # Late: numpy takes a tenth of a second.
+    from maxbench.planning import explain, plan_text, planner
 
     if compile_cache.load(run) is None:
         return None
-    figures = planner.figures(planner.plan(run))
+    plan = planner.plan(run)
+    figures = planner.figures(plan) | {"explained": explain.explain(plan)}
     parts_s = figures["parts_s"]
     labelled = {text: parts_s.get(name, 0.0) for name, text in plan_text.PARTS.items()}
     return figures | {"parts": {text: s for text, s in labelled.items() if s > 0}}

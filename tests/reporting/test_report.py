@@ -1,5 +1,6 @@
 """The report: run folders and logs of other programs, figures, verdicts, damaged files, speed."""
 
+import base64
 import csv
 import dataclasses
 import io
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -584,6 +586,17 @@ def test_page_marks_predicted_parts_as_predicted(tmp_path, program):
     assert measured == pytest.approx(9.4, 0.2)
     assert "exposed communication" in text
     assert "GEMMs" not in text  # the program has none
+    assert "all-gather" in text.split("Where the predicted seconds go")[1]
+
+
+def test_page_explains_each_prediction_once(tmp_path, program):
+    for _ in range(2):
+        planned_run(tmp_path)
+    text = run("--format=html", str(tmp_path / "experiments"))
+    assert text.count("Where the predicted seconds go: operations") == 1
+    assert text.count("has the same prediction") == 1
+    (drawing,) = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', text)
+    ElementTree.fromstring(base64.b64decode(drawing))
 
 
 @pytest.mark.parametrize(
