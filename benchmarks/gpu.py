@@ -1,6 +1,8 @@
 """The first hour on a GPU: measures what a CPU cannot show, in stages, and prints a table.
 
-    python benchmarks/gpu.py --minutes 9                  # stages that fit, most valuable first
+    python benchmarks/gpu.py --part 1                     # six minutes: does it run, and how fast?
+    python benchmarks/gpu.py --part 2                     # six minutes: the constants of plan
+    python benchmarks/gpu.py --minutes 30                 # stages that fit, most valuable first
     python benchmarks/gpu.py --stages options,attention
     python benchmarks/gpu.py --small                      # toy sizes: a smoke test, also on a CPU
 
@@ -43,8 +45,12 @@ STAGES = {
     "unrolled": (stages.unrolled, 0.8),
     "profile": (stages.profile, 0.5),
     "mocked": (stages.mocked, 4.0),
+    "calibrate": (stages.calibrate, 1.5),
     "maxtext": (stages.maxtext, 1.5),
 }
+# Two commands for a machine that is lent for a quarter of an hour, ten minutes a command.
+PARTS = {"1": "options,attention,fp8,families", "2": "ceilings,calibrate,mocked"}
+PART_MINUTES = 6.0
 # Stages whose cases need processes of their own, one for each first word of a case's name, because
 # peak memory and mocked devices are properties of a process.
 PROCESS_PER_CASE = ("families", "mocked")
@@ -53,10 +59,17 @@ PROCESS_PER_CASE = ("families", "mocked")
 def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--minutes", type=float, default=60, help="limit of all stages together")
-    parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, help="limit of all stages together; default: 60")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
+    parts = "; ".join(f"{name}: {names}" for name, names in PARTS.items())
+    help = f"stages of {PART_MINUTES:g} minutes. {parts}"
+    chosen.add_argument("--part", choices=PARTS, help=help)
     parser.add_argument("--small", action="store_true", help="toy sizes, also on a CPU")
     options = parser.parse_args()
+    if options.part:
+        options.stages = PARTS[options.part]
+    minutes = options.minutes or (PART_MINUTES if options.part else 60)
     if unknown := {*options.stages.split(",")} - {*STAGES}:
         names = ", ".join(sorted(unknown))
         parser.error(f"unknown stage {names}; choose from {', '.join(STAGES)}")
@@ -65,7 +78,7 @@ def main() -> int:
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    results, stopped, end = {}, False, time.monotonic() + 60 * options.minutes
+    results, stopped, end = {}, False, time.monotonic() + 60 * minutes
     try:
         run("machine", stages.machine, 1, results, time.monotonic() + 120, options.small)
         device = results["machine"]["cases"]["jax"]
@@ -137,7 +150,7 @@ def save(results: dict) -> None:
     machine = results["machine"]["cases"]["jax"]
     if len(results) == 1 or "device" not in machine:  # no results, or of an unknown device
         return
-    folder = pathlib.Path(os.environ.get("OUT") or pathlib.Path(__file__).with_name("results"))
+    folder = stages.results_folder()
     name = f"{machine['device']}-{machine['versions']['jax']}".lower().replace(" ", "-")
     file = folder / f"{name}.json"
     old = json.loads(file.read_text()) if file.exists() else {}

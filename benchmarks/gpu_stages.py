@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import timeit
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -59,6 +60,11 @@ def init_process(log_path: str) -> None:
 
 
 @functools.cache
+def results_folder() -> pathlib.Path:
+    """$OUT, or benchmarks/results."""
+    return pathlib.Path(os.environ.get("OUT") or pathlib.Path(__file__).with_name("results"))
+
+
 def cases(stage: Callable[[bool], Cases], small: bool) -> dict[str, Callable[[], dict]]:
     return dict(stage(small))
 
@@ -426,7 +432,29 @@ def mocked(small: bool) -> Cases:
 
     for family, count in ((FAMILY, 8), ("llama2_70b", 128), ("llama31_405b", 512)):
         words = functools.partial(row, family, count)
-        yield from run_and_plan(f"{family}-{count}", words, 3, f"--mock_gpus={count}")
+        mock = f"--mock_gpus={count}"
+        yield from run_and_plan(f"{family}-{count}", words, 3, mock)
+        more = mock, "--config.train.order=off"
+        unordered = lambda words=words, more=more: trained([*words(), *more], 3)[0]
+        yield f"{family}-{count} unordered", unordered
+
+
+def calibrate(small: bool) -> Cases:
+    """`maxbench calibrate`: a file of this machine's constants, for `plan --hardware`."""
+
+    def constants():
+        # Written in full or not at all. This process has not initialized the GPU, so the command
+        # has all its memory.
+        part = results_folder() / "constants.toml"
+        words = ["--write", str(part), *(["--small", "--cpu_devices=1"] if small else [])]
+        command = [sys.executable, "-m", "maxbench.calibrate", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ((name, gpu_type),) = tomllib.loads(part.read_text()).items()
+        file = part.rename(part.with_name(f"{name}-constants.toml"))
+        return {**gpu_type["efficiency"], "file": file.name, "table": done.stdout.splitlines()}
+
+    yield "constants", constants
 
 
 def maxtext(small: bool) -> Cases:

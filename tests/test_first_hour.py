@@ -11,6 +11,7 @@ import time
 import pytest
 
 from benchmarks import gpu, gpu_stages
+from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -31,7 +32,8 @@ LONG = ("stamps", "families", "fp8", "options", "profile")  # stages that compil
     "name",
     [pytest.param(s, marks=pytest.mark.exhaustive) if s in LONG else s for s in gpu.STAGES],
 )
-def test_stage_passes_at_toy_sizes(name):
+def test_stage_passes_at_toy_sizes(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
     stage = gpu.STAGES[name][0]
     chosen = [case for case, _ in stage(True) if re.search(CASES.get(name, ""), case)]
     assert chosen
@@ -40,6 +42,19 @@ def test_stage_passes_at_toy_sizes(name):
         assert "error" not in json.loads(json.dumps(record)), record["error"]
         skipped = name in ("mocked", "maxtext") or case.startswith(("cudnn", "te"))
         assert ("needs a GPU" in record.get("skipped", "")) == skipped, record
+    if name == "calibrate":
+        (file,) = tmp_path.glob("*-constants.toml")
+        name = file.name.partition("-")[0]
+        assert GPU_TYPES.read(file)[name].efficiency.gemm_bf16 == record["gemm_bf16"]
+
+
+def test_two_parts_name_stages_of_twelve_minutes():
+    names = [name for part in gpu.PARTS.values() for name in part.split(",")]
+    assert len({*names}) == len(names)
+    assert {*names} <= {*gpu.STAGES}
+    for part in gpu.PARTS.values():  # a stage starts if half of its minutes are left
+        *first, last = (gpu.STAGES[name][1] for name in part.split(","))
+        assert sum(first) + last / 2 <= gpu.PART_MINUTES
 
 
 def failing_stage(small):
