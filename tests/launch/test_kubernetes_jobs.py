@@ -274,6 +274,7 @@ def test_a_real_run_of_two_pods(place, monkeypatch, capsys):
     watching.join(600)
     assert codes == [0]
     second = max(place.experiments.glob("*/pretrain_*"))
+    kubernetes_cluster.wait((second / "result.json").exists, 60, "no result")
     assert json.loads((second / "result.json").read_text())["status"] == "done"
     steps = [json.loads(x)["step"] for x in (second / "metrics.jsonl").read_text().splitlines()]
     assert steps[0] > 0

@@ -114,13 +114,9 @@ def test_expert_counts_overlap_gemms(check_figures):
 
 @pytest.mark.core
 @group("plan nemotron")
-def test_fp8_pipeline_keeps_weights_and_reads_operands_once(check_figures):
+def test_fp8_pipeline_keeps_weights_once(check_figures):
     """Nemotron-4: weights are stashed in one form, and a chunk's are transposed at its switch. If
-    XLA transposed the whole stack, copies would be 15 % of the step.
-
-    XLA alone fuses a norm into an fp32 output that quantization and amax each read, and delays
-    amaxes, which then read the operand again.
-    """
+    XLA transposed the whole stack, copies would be 15 % of the step."""
     row = f"--config configs/nemotron4_340b.py --gpus 128 --gpu_type gb200 --dtype fp8 {XLA}"
     plan = planned(row)
     # All collectives share one queue: ZeRO slices must not delay tp's all-gathers.
@@ -132,16 +128,22 @@ def test_fp8_pipeline_keeps_weights_and_reads_operands_once(check_figures):
     stack = "f8e4m3fn", (96 // run.layout.pp,)  # layers of a stage
     weights = [s.bytes for s in hlo.leaves(steady.shape) if (s.dtype, s.dims[:1]) == stack]
     assert sum(weights) == pytest.approx(memory.stage_weights(run)[0], rel=0.01)
+    check_figures("nemotron4_340b 128 gb200 fp8", plan)
+
+
+@group("plan 405b fp8")
+def test_quantization_reads_its_input_once(check_figures):
+    """XLA alone fuses a norm into an fp32 output that quantization and amax each read, and delays
+    amaxes, which then read the operand again. Two layers in two stages."""
+    row = f"--config configs/llama31_405b.py --pp 2 --tp 8 --layers 2 --gbs 8 --dtype fp8 {XLA}"
+    plan = planned(row)
     assert plan["parts_s"].get("amax", 0) < 1e-3 * plan["step_s"]
-    norms = [
-        op
-        for computation in program.computations.values()
-        for op in computation.ops
-        if "_norm/" in op.op_name and op.base == "fusion"
-    ]
+    run = run_of(row)
+    ops = [op for c in program_of(run).computations.values() for op in c.ops]
+    norms = [op for op in ops if "_norm/" in op.op_name and op.base == "fusion"]
     a = run.layout
     stream = a.mbs * run.train.seq * run.model.embed // (a.cp * a.tp)  # elements of one GPU
     assert norms
     for op in norms:
         assert not any(s.dtype == "f32" and s.elements >= stream for s in hlo.leaves(op.shape))
-    check_figures("nemotron4_340b 128 gb200 fp8", plan)
+    check_figures("llama31_405b 16 h100 fp8 2 layers", plan)
