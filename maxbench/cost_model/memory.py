@@ -155,6 +155,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
         routed = m.rows(a.ep)
         mlp = routed * m.mlp + (m.shared_mlp if m.experts else 0)
         slots = routed if m.experts and m.has_slots else 0
+        output_is_read = m.post_norm or (m.experts and not m.force_balance)
         # With context parallelism also keys and values of another GPU, or those within a window of
         # this GPU's two chunks.
         window = min(m.window or run.train.seq, run.train.seq)
@@ -170,8 +171,8 @@ def activation_bytes(run: Run, remat: str = "") -> int:
             "slots": slots * m.embed / a.tp * narrow,
             "mlp_up": m.mlp_inputs * mlp / a.tp,
             "mlp_act": mlp / a.tp * narrow,
-            # For a second norm or the experts' weights. Dropless experts return it summed.
-            "mlp_down": (slots or 1) * m.embed / a.tp if m.post_norm or m.experts else 0,
+            # For a second norm or the gradient of the router's weights; dropless it is summed.
+            "mlp_down": (slots or 1) * m.embed / a.tp if output_is_read else 0,
         }
         return m.embed / a.tp + sum(elements[name] for name in names)
 

@@ -7,7 +7,8 @@ others are dropped. One all-to-all over ep dispatches the slots, and one returns
 
 With model.force_balance the choice is random and exactly balanced (router.balanced_choice): there
 are as many slots as choices, and no token is dropped, whatever the capacity_factor. The GEMMs are
-then batched, without padding and in every number format.
+then batched, without padding and in every number format. The gradient of a router's weight is
+computed where the experts are (gate_gradient): the backward pass needs no output of an expert.
 
 Dropless (capacity_factor = 0), each GPU all-gathers the tokens of ep and tp, sorts those that chose
 its experts into blocks of one expert each, and multiplies as many blocks as are filled
@@ -35,7 +36,16 @@ from maxbench.config.model import Model
 from maxbench.model import grouped_matmul, linear, router, token_dispatch
 from maxbench.model.grad_accumulation import layer_state, record
 from maxbench.model.grouped_matmul import take
-from maxbench.model.layers import Linear, Mlp, activate, add_bias, matmul, out_std, param_value
+from maxbench.model.layers import (
+    Linear,
+    Mlp,
+    activate,
+    activate_backward,
+    add_bias,
+    matmul,
+    out_std,
+    param_value,
+)
 from maxbench.quantization import Weight
 from maxbench.sharding import collectives, mesh, ordering, rules
 
@@ -107,12 +117,17 @@ class Moe(nn.Module):
         orders: Any,
         load_be: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        y_ecd, tokens = self.experts(dispatch(x_jd, slot_jk, token_ec), orders, load_be)
-        y_ecd, gate_jk = checkpoint_name(y_ecd, "mlp_down"), gate_jk.astype(x_jd.dtype)
-        return combine(y_ecd, gate_jk, slot_jk, token_ec), tokens
+        gate_jk, m = gate_jk.astype(x_jd.dtype), self.model
+        # Not with a capacity: of Grok-1 XLA would then run the passes of two microbatches in step,
+        # so that they do not overlap each other's all-to-alls (6 % of the step on 64 GPUs).
+        rows_ec = gate_gradient(token_ec.shape, gate_jk, slot_jk) if m.force_balance else None
+        x_ecd = dispatch(x_jd, slot_jk, token_ec)
+        y_ecd, tokens = self.experts(x_ecd, rows_ec, orders, load_be)
+        y_ecd = checkpoint_name(y_ecd, "mlp_down")
+        return combine(rows_ec is None, y_ecd, gate_jk, slot_jk, token_ec), tokens
 
     def experts(
-        self, x_ecd: jax.Array, orders: Any, load_be: jax.Array | None
+        self, x_ecd: jax.Array, rows_ec: Any, orders: Any, load_be: jax.Array | None
     ) -> tuple[jax.Array, Any]:
         m = self.model
         dot = functools.partial(matmul, self, batch=1)
@@ -129,7 +144,7 @@ class Moe(nn.Module):
             bias_enf = param_value(self, "up_bias", "experts mlp_inputs mlp")
             up_ecnf = add_bias(up_ecnf, bias_enf[:, None])
         up_ecnf = ordering.after(checkpoint_name(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
-        h_ecf = activate(m, up_ecnf, 2)
+        h_ecf = activate(m, up_ecnf, 2) if rows_ec is None else activate_rows(m, up_ecnf, rows_ec)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums["down"]}
         y_ecd, down_token = dot(h_ecf, "down", down, out_std(m), order=orders["down"], **how)
         return y_ecd, {"up": up_token, "down": down_token}
@@ -305,19 +320,33 @@ def _dispatch_backward(slot_jk, dy_ecd):
 dispatch.defvjp(lambda *args: (dispatch(*args), args[1]), _dispatch_backward)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(
-    y_ecd: jax.Array, gate_jk: jax.Array, slot_jk: jax.Array, token_ec: jax.Array
+    with_gates: bool,
+    y_ecd: jax.Array,
+    gate_jk: jax.Array,
+    slot_jk: jax.Array,
+    token_ec: jax.Array,
 ) -> jax.Array:
-    """Sums the experts' outputs of each token, weighted by gate_jk: y_jd."""
+    """Sums the experts' outputs of each token, weighted by gate_jk: y_jd.
+
+    Args:
+      with_gates: the backward pass computes the gradient of gate_jk; else gate_gradient() does.
+    """
     picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
     return jnp.einsum("jkd,jk->jd", picked_jkd, gate_jk)
 
 
-def _combine_backward(saved, dy_jd):
+def _combine_forward(with_gates, y_ecd, *routing):
+    return combine(with_gates, y_ecd, *routing), (y_ecd if with_gates else None, *routing)
+
+
+def _combine_backward(with_gates, saved, dy_jd):
     y_ecd, gate_jk, slot_jk, token_ec = saved
-    picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
-    dgate_jk = jnp.einsum("jkd,jd->jk", picked_jkd, dy_jd)
+    dgate_jk = None
+    if with_gates:
+        picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+        dgate_jk = jnp.einsum("jkd,jd->jk", picked_jkd, dy_jd)
     # The weight of each slot: that of its token's choice whose slot it is.
     e, c = token_ec.shape
     slot_ec = jnp.arange(e * c, dtype=slot_jk.dtype).reshape(e, c)
@@ -326,4 +355,44 @@ def _combine_backward(saved, dy_jd):
     return take(dy_jd, token_ec) * gate_ec[..., None], dgate_jk, None, None
 
 
-combine.defvjp(lambda *args: (combine(*args), args), _combine_backward)
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gate_gradient(slots: tuple[int, int], gate_jk: jax.Array, slot_jk: jax.Array) -> jax.Array:
+    """Zeros, fp32 [e, c], with which activate_rows() returns the gradient of gate_jk.
+
+    A token's output is the sum of gate_k y_k with y_k = h_k w, so that the gradient of gate_k is
+    y_k dy = (h_k dh_k) / gate_k, where dh_k = gate_k dy w^T is what the backward pass computes. So
+    a number for each slot returns from the experts' GPUs, and the outputs y need not be saved.
+    """
+    return jnp.zeros(slots, jnp.float32)
+
+
+def _gate_gradient_backward(slots, saved, hdh_ec):
+    gate_jk, slot_jk = saved
+    hdh_jk = take(hdh_ec.reshape(-1, 1), slot_jk)[..., 0]
+    dgate_jk = jnp.where(gate_jk == 0, 0, hdh_jk / gate_jk.astype(jnp.float32))
+    return dgate_jk.astype(gate_jk.dtype), None
+
+
+gate_gradient.defvjp(lambda *args: (gate_gradient(*args), args[1:]), _gate_gradient_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activate_rows(m: Model, up_ecnf: jax.Array, rows_ec: jax.Array) -> jax.Array:
+    """activate(); the gradient of rows_ec is the product of each row with its gradient, for the
+    slots of this GPU's tokens."""
+    return activate(m, up_ecnf, 2)
+
+
+def _activate_rows_backward(m, up_ecnf, dh_ecf):
+    (dup_ecnf,) = activate_backward(m, 2, up_ecnf, dh_ecf)
+    hdh_ec = jnp.sum(activate(m, up_ecnf, 2).astype(jnp.float32) * dh_ecf, -1)
+    hdh_ec = collectives.reduce_scatter(hdh_ec, "tp", 1)  # which shards f
+    hdh_ec = collectives.all_to_all(hdh_ec, "ep", 1, 0)
+    # XLA would wait for it last, and overlap no other collective until then.
+    return ordering.after(dup_ecnf, ordering.token(hdh_ec)), hdh_ec
+
+
+activate_rows.defvjp(lambda *args: (activate_rows(*args), args[1]), _activate_rows_backward)

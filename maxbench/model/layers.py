@@ -400,22 +400,23 @@ def activate(m: Model, up_nf: jax.Array, axis: int) -> jax.Array:
     return jnp.squeeze(h * up_act(up[0]) if up else h, axis).astype(up_nf.dtype)
 
 
-def _activate_backward(m, axis, up_nf, dh):
+def activate_backward(m: Model, axis: int, up_nf: Any, dh: Any) -> tuple[Any]:
     """Elementwise over the inputs and without a concatenation, which XLA would not fuse with the
     quantization that follows: the gradient would be written and read once more."""
-    up, dh = (x.astype(jnp.float32) for x in (up_nf, jnp.expand_dims(dh, axis)))
+    up, dh = up_nf.astype(jnp.float32), jnp.expand_dims(dh, axis).astype(jnp.float32)
     if m.mlp_inputs == 1:
         return (jax.vjp(ACTS[m.act], up)[1](dh)[0].astype(up_nf.dtype),)
-    other = jnp.flip(up, axis)  # at the gate the other input, and the reverse
+    other: Any = jnp.flip(up, axis)  # at the gate the other input, and the reverse
     is_gate = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
     h, vjp = jax.vjp(ACTS[m.act], jnp.where(is_gate, up, other))
+    up_vjp: Any = lambda dh: (dh,)
     if m.act in UP_ACTS:
         other, up_vjp = jax.vjp(UP_ACTS[m.act], jnp.where(is_gate, other, up))
-        return (jnp.where(is_gate, *vjp(dh * other), *up_vjp(dh * h)).astype(up_nf.dtype),)
-    return (jnp.where(is_gate, *vjp(dh * other), dh * h).astype(up_nf.dtype),)
+    (dgate,), (dup,) = vjp(dh * other), up_vjp(dh * h)
+    return (jnp.where(is_gate, dgate, dup).astype(up_nf.dtype),)
 
 
-activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), _activate_backward)
+activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), activate_backward)
 
 
 class Mlp(nn.Module):

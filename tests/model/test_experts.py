@@ -160,20 +160,25 @@ def test_dropless_rows_are_choices_and_partly_filled_blocks():
     assert max(sizes) <= 1.25 * tokens * m.top_k * m.embed
 
 
-def test_gradients_of_dispatch_and_combine_equal_indexing():
+@pytest.mark.parametrize("with_gates", [True, False])
+def test_gradients_of_dispatch_experts_and_combine_equal_indexing(with_gates):
     m = dataclasses.replace(resolve("grok1_314b", "tiny").model, capacity_factor=0.75)
     key = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = router.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
     slot, token = experts.assign_slots(m, gate, expert)
+    act, w = layers.ACTS[m.act], jax.random.normal(key[0], (4, 8))
 
     def with_custom_vjp(x, gate):
-        y = jnp.sin(experts.dispatch(x, slot, token))
-        return jnp.sum(jnp.cos(experts.combine(y, gate, slot, token)))
+        rows = experts.gate_gradient(token.shape, gate, slot)
+        up = experts.dispatch(x, slot, token).reshape(*token.shape, 2, 4)
+        h = layers.activate(m, up, 2) if with_gates else experts.activate_rows(m, up, rows)
+        return jnp.sum(jnp.cos(experts.combine(with_gates, h @ w, gate, slot, token)))
 
     def indexing(x, gate):
-        y = jnp.sin(jnp.where((token >= 0)[..., None], x[token], 0)).reshape(-1, 8)
+        up = jnp.where((token >= 0)[..., None], x[token], 0).reshape(-1, 2, 4)
+        y = (act(up[:, 0]) * up[:, 1]) @ w
         picked = jnp.where((slot >= 0)[..., None], y[slot], 0)
         return jnp.sum(jnp.cos(jnp.einsum("jkd,jk->jd", picked, gate)))
 
