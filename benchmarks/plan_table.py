@@ -1,12 +1,12 @@
-"""Plans every row of the recipe tables, in several processes, into docs/plan.csv, and 15 of them
-into docs/reference/plan_table.md.
+"""Plans rows of the recipe tables, in several processes, into docs/plan.csv, and the first ones of
+each kind into docs/reference/plan_table.md.
 
   python benchmarks/plan_table.py [--jobs 2] [--cached]
 
 A row is planned with the remat policy of the published run and, if that does not fit, also with
 --best_remat. Compiled programs are cached, so a sweep that was stopped can be continued. --cached:
-only rows whose program is in the cache; the others keep their line. The column `prices` is the
-revision of the cost model that a line was computed with.
+only rows whose program is in the cache; the others keep their line, if they have one. The column
+`prices` is the revision of the cost model that a line was computed with.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from maxbench.config import command_line, recipes
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.memory import GIB
 
-TABLE = "## Fifteen rows"  # heading in docs/reference/plan_table.md, above the generated table
+TABLE = "## First rows"  # heading in docs/reference/plan_table.md, above the generated table
 CSV = pathlib.Path("docs/plan.csv")
 # Files that determine the prediction of a program, besides the program itself.
 COST_MODEL = (
@@ -197,11 +197,11 @@ def as_csv(lines: list[dict]) -> str:
 
 
 def as_markdown(lines: list[dict]) -> str:
-    """The first row of each workload and dtype on H100, and of each other GPU type in BF16."""
+    """The first row of each workload, GPU type and dtype that is published, on H100, or in BF16."""
     first: dict[tuple, dict] = {}
     for x in lines:
-        h100 = x["gpu_type"] == "h100"
-        if x["step_s"] and (h100 or x["dtype"] == "bf16"):
+        shown = x["published_s"] or x["gpu_type"] == "h100" or x["dtype"] == "bf16"
+        if x["step_s"] and shown:
             first.setdefault((x["workload"], x["gpu_type"], x["dtype"]), x)
     text = ["| " + " | ".join(COLUMNS[k] for k in SHOWN) + " |", "|---" * len(SHOWN) + "|"]
     text += ["| " + " | ".join(str(x[k]) for k in SHOWN) + " |" for x in first.values()]
@@ -224,7 +224,8 @@ def main() -> None:
     with CSV.open(newline="") as f:
         lines = {tuple(x[k] for k in key(every[0])): x for x in csv.DictReader(f, restval="")}
     lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(chosen, options.jobs, log)}
-    ordered = [lines[tuple(key(row).values())] for row in every]
+    keys = [tuple(key(row).values()) for row in every]
+    ordered = [lines[k] for k in keys if k in lines]
     CSV.write_text(as_csv(ordered))
     page = pathlib.Path("docs/reference/plan_table.md")
     head, _, tail = page.read_text().partition(TABLE)

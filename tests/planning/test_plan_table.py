@@ -13,6 +13,15 @@ from tests.planning.plans import planned
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 ROOT = pathlib.Path(__file__).parents[2]
+# Workloads of NVIDIA's harness of 2024: the table has all their rows on H100.
+HARNESS = {
+    "grok1_314b",
+    "llama2_70b",
+    "llama31_405b",
+    "llama31_70b",
+    "llama31_8b",
+    "nemotron4_340b",
+}
 
 
 def table() -> list[dict]:
@@ -20,7 +29,7 @@ def table() -> list[dict]:
         return list(csv.DictReader(f))
 
 
-def test_the_table_has_every_row():
+def test_the_table_has_every_row_of_the_harness():
     configs = sorted(str(path) for path in (ROOT / "configs").glob("*.py"))
     columns = ("gpu_type", "gpus", "dtype", "scaling")
     rows = [
@@ -28,9 +37,8 @@ def test_the_table_has_every_row():
         for row in plan_table.rows(configs)
     ]
     planned = [(line["workload"], *(line[c] for c in columns)) for line in table()]
-    workloads = {line["workload"] for line in table()}
-    h100 = [row for row in rows if row[0] in workloads and row[1] == "h100"]
-    assert [row for row in planned if row[1] == "h100"] == h100
+    h100 = [row for row in rows if row[0] in HARNESS and row[1] == "h100"]
+    assert [row for row in planned if row[0] in HARNESS and row[1] == "h100"] == h100
     assert [row for row in rows if row in {*planned}] == planned
     page = (ROOT / "docs/reference/plan_table.md").read_text()
     assert plan_table.as_markdown(table()) in page

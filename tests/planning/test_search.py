@@ -58,10 +58,10 @@ def test_stash_slots_are_those_of_the_schedule(pp, vp, name):
 
 
 def test_estimates_are_near_compiled_programs():
-    """Every row of the table: time within a third, memory within a fifth."""
+    """Every row of the table on H100: time within a third, memory within a fifth."""
     with pathlib.Path("docs/plan.csv").open(newline="") as f:
         table = [row for row in csv.DictReader(f) if row["gpu_type"] == "h100"]
-    assert len(table) == 74
+    assert len(table) >= 74
     for row in table:
         flags = f"--gpus {row['gpus']} --dtype {row['dtype']}"
         run = run_of(f"{row['workload']}.py {flags}")
