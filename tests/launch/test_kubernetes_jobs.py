@@ -198,6 +198,7 @@ def test_kueue_says_why_a_job_waits(place, monkeypatch):
     assert place.row()[1::4] == ("PENDING", "queue queue: insufficient quota")
 
 
+@pytest.mark.exhaustive
 def test_wait_and_suite(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kubernetes, "POLL_S", 0.3)
     suite = tmp_path / "small.toml"

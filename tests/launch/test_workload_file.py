@@ -62,6 +62,7 @@ def test_copied_file_trains_and_is_reported(clone):
 
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(not compile_cache.versions()["jax-cuda13-plugin"], reason="no GPU compiler")
+@pytest.mark.exhaustive
 def test_copied_file_is_planned(clone, tmp_path):
     plan = (sys.executable, "-m", "maxbench.plan", "--config", "configs/copy.py:tiny", "--json")
     found = json.loads(output(clone, *plan, "--layers", "1", MAXBENCH_CACHE=str(tmp_path)))

@@ -102,6 +102,7 @@ def numpy_grok(m: Model, w, tokens_bt):
 GROK = "model.layers.1.moe_block.experts.3"
 
 
+@pytest.mark.exhaustive
 def test_xai_preset_equals_the_released_grok():
     """And Hugging Face's names refer to the tensors that numpy_grok() uses by that name."""
     m = resolve("grok1_314b", "xai,tiny", layers=2).model
@@ -121,6 +122,7 @@ def test_xai_preset_equals_the_released_grok():
     jax.tree.map(np.testing.assert_array_equal, converted, params)
 
 
+@pytest.mark.exhaustive
 def test_module_has_the_weights_and_the_loss_of_training():
     """With layer groups."""
     groups = (1, ((192,),)), (1, ((64, 4),))

@@ -247,6 +247,7 @@ def test_hint_of_a_plan_that_does_not_fit_fits():
     assert best["remat"] == hint[1]
 
 
+@pytest.mark.exhaustive
 def test_screen_and_timeline(tmp_path, check_figures):
     done = command(f"{LLAMA31_70B} --explain --timeline {tmp_path}/step.json")
     assert done.returncode == 0, done.stderr

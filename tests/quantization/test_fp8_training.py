@@ -72,7 +72,7 @@ def test_backward_pass_uses_the_slots_of_the_forward_pass():
 
 
 MESHES = [
-    ("llama", dict(fsdp=2, cp=2, tp=2)),
+    pytest.param("llama", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
     pytest.param("llama", dict(pp=2, vp=2, tp=2, mbs=1), marks=[pytest.mark.core, exhaustive]),
     pytest.param("nemotron", dict(fsdp=2, tp=2), marks=exhaustive),
     pytest.param("grok", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),

@@ -223,6 +223,7 @@ def test_invalid_figures_break_no_plot(tmp_path):
     assert plots.finite({0: math.nan, 1: -math.inf, 2: 1e300, 3: 1.0}) == {3: 1.0}
 
 
+@pytest.mark.exhaustive
 def test_thousand_runs_take_five_seconds_and_three_megabytes(tmp_path):
     for i in range(1000):
         n = (8, 16, 32)[i % 3]

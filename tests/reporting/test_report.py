@@ -833,6 +833,7 @@ END {
 """
 
 
+@pytest.mark.exhaustive
 def test_nvidia_parser_reads_our_log(tmp_path):
     """A real run of 50 steps, read with gawk, gives the same mean as result.json."""
     gawk = needs("gawk")

@@ -192,6 +192,7 @@ def single_device(family: str, preset: str = "tiny", layers: int = 0, gbs: int =
 def test_loss_and_gradients_do_not_depend_on_the_mesh(family, axes):
     params, grads, out = single_device(family)
     actual_grads, actual_out = gradients(build(family, **axes), params)
+    np.testing.assert_allclose(actual_out["loss"], out["loss"], rtol=1e-6)
     assert_metrics_close(actual_out, out)
     assert_grads_close(actual_grads, grads)
 
