@@ -1,5 +1,6 @@
 """benchmarks/gpu.py without a GPU: its stages at toy sizes, and cases that fail, crash or hang."""
 
+import dataclasses
 import json
 import os
 import re
@@ -45,7 +46,10 @@ def test_stage_passes_at_toy_sizes(name, tmp_path, monkeypatch):
     if name == "calibrate":
         (file,) = tmp_path.glob("*-constants.toml")
         name = file.name.partition("-")[0]
-        assert GPU_TYPES.read(file)[name].efficiency.gemm_bf16 == record["gemm_bf16"]
+        efficiency = dataclasses.asdict(GPU_TYPES.read(file)[name].efficiency)
+        shown = {k: v for k, v in record.items() if k in efficiency}  # plausible ones alone
+        assert shown
+        assert shown.items() <= efficiency.items()
 
 
 def test_two_parts_name_stages_of_twelve_minutes():
