@@ -59,12 +59,12 @@ def init_process(log_path: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-@functools.cache
 def results_folder() -> pathlib.Path:
     """$OUT, or benchmarks/results."""
     return pathlib.Path(os.environ.get("OUT") or pathlib.Path(__file__).with_name("results"))
 
 
+@functools.cache
 def cases(stage: Callable[[bool], Cases], small: bool) -> dict[str, Callable[[], dict]]:
     return dict(stage(small))
 
