@@ -48,7 +48,7 @@ STAGES = {
     "calibrate": (stages.calibrate, 1.5),
     "maxtext": (stages.maxtext, 1.5),
 }
-# Two commands for a machine that is lent for a quarter of an hour, ten minutes a command.
+# For a GPU that is available for 15 minutes, and 10 minutes a command.
 PARTS = {"1": "options,attention,fp8,families", "2": "ceilings,calibrate,mocked"}
 PART_MINUTES = 6.0
 # Stages whose cases need processes of their own, one for each first word of a case's name, because

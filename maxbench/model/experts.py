@@ -118,8 +118,8 @@ class Moe(nn.Module):
         load_be: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         gate_jk, m = gate_jk.astype(x_jd.dtype), self.model
-        # Not with a capacity: of Grok-1 XLA would then run the passes of two microbatches in step,
-        # so that they do not overlap each other's all-to-alls (6 % of the step on 64 GPUs).
+        # Not with a capacity: for Grok-1, XLA then schedules both microbatches of a loop iteration
+        # without an offset, and their all-to-alls are exposed (6 % of the step on 64 GPUs).
         rows_ec = gate_gradient(token_ec.shape, gate_jk, slot_jk) if m.force_balance else None
         x_ecd = dispatch(x_jd, slot_jk, token_ec)
         y_ecd, tokens = self.experts(x_ecd, rows_ec, orders, load_be)
