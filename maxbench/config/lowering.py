@@ -16,8 +16,13 @@ MAX_UNROLLED_LAYERS = 40  # on a GPU; a CPU unrolls none. train.unroll_layers re
 
 
 def backend(run: Run, gpu: bool = True) -> str:
-    """precision.backend with 'auto' resolved: Transformer Engine on a GPU where it is installed,
-    new enough, and has the GEMMs of the format; else XLA."""
+    """The library of quantized GEMMs: precision.backend with 'auto' resolved to Transformer Engine
+    on a GPU where it is installed, new enough, and has the GEMMs of the format; else to XLA.
+
+    XLA where no GEMM is quantized, so that such a program has one key in the compile cache.
+    """
+    if not run.format.quantized:
+        return "xla"
     if run.precision.backend != "auto":
         return run.precision.backend
     version = environment.version("transformer-engine")

@@ -139,3 +139,5 @@ def test_auto_backend_is_transformer_engine_where_it_is_installed(auto_backend_i
     ):
         monkeypatch.setattr(lowering.environment, "version", lambda _, version=version: version)
         assert auto_backend_is_xla(run, gpu) == backend
+    monkeypatch.setattr(lowering.environment, "version", lambda _: "2.17.0")
+    assert auto_backend_is_xla(resolve("llama31_8b", dtype="bf16"), True) == "xla"

@@ -489,6 +489,8 @@ def test_cost_and_energy(tmp_path):
 # --- predictions and NCCL calls ---
 
 FLAGS = ["--config", "configs/llama31_8b.py", "--gpus", "8", "--dtype", "fp8"]
+# A report is another process, which resolves auto to Transformer Engine where it is installed.
+XLA = {"precision.backend": "xla"}
 
 
 def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **result) -> pathlib.Path:
@@ -496,7 +498,7 @@ def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **resul
     config = recipes.load(ROOT / FLAGS[1])
     steps = 5 if tool else 50
     flags = {"dtype": "fp8", "profile": tool, "steps": steps, "output_dir": str(folder)}
-    run_config = build_run(config, gpus=8, flags=flags)
+    run_config = build_run(config, gpus=8, flags=flags, overrides=XLA)
     more = [f"--profile={tool}", "--steps", str(steps), "--output_dir", "/x"]
     device = {"gpu_type": gpu, "kind": gpu, "count": 8}
     config = {"config": run_config.asdict(), "name": run_config.name, "device": device}
@@ -513,7 +515,8 @@ def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **resul
 def program(tmp_path, monkeypatch):
     """A compile cache with the program of the run: one all-gather of 1 GiB over 8 GPUs."""
     monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "cache"))
-    run_config = build_run(recipes.load(ROOT / FLAGS[1]), gpus=8, flags={"dtype": "fp8"})
+    config = recipes.load(ROOT / FLAGS[1])
+    run_config = build_run(config, gpus=8, flags={"dtype": "fp8"}, overrides=XLA)
     text = (
         "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
         "  %x = bf16[67108864]{0} parameter(0)\n  %s = (bf16[67108864]{0}, bf16[536870912]{0}) "
