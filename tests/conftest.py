@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(items):
 
 def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of processes that a test starts: they choose their devices themselves, and
-    keep what they compile. Tests keep none: a program for a GPU that is not here cannot be read."""
+    keep what they compile, as tests do."""
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(KEPT),
@@ -110,12 +110,12 @@ def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def keeping(folder: pathlib.Path = CACHE / "jax"):
-    """This process keeps what it compiles, as those do that a test starts."""
+def keeping(folder: pathlib.Path | None = CACHE / "jax", seconds: float = 0):
+    """This process keeps programs that took longer to compile; none with None."""
     values = {
-        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_dir": folder and str(folder),
         "jax_compilation_cache_max_size": KEPT,
-        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_compile_time_secs": seconds,
     }
     before = {name: jax.config.values[name] for name in values}
     for name, value in values.items():
@@ -125,6 +125,21 @@ def keeping(folder: pathlib.Path = CACHE / "jax"):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_are_kept():
+    """For the next run of the tests, as half of their time compiles."""
+    with keeping(seconds=0.5):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def programs_for_gpus_are_not_kept(request):
+    """jax could not read a program for a GPU that is absent."""
+    for_gpu = request.node.get_closest_marker("gpu_compile")
+    with keeping(None) if for_gpu else contextlib.nullcontext():
+        yield
 
 
 def config(name: str, presets: str = ""):

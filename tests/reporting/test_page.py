@@ -184,7 +184,7 @@ def test_mfu_is_compared_in_the_published_convention(tmp_path):
 
 
 def test_differences_from_the_recipe_are_listed(tmp_path, program):
-    path = planned_run(tmp_path)
+    path = planned_run(tmp_path, overrides={})
     result = json.loads((path / "result.json").read_text())
     (row,) = rows(tmp_path)
     assert details.recipe_differences(row) == ("llama31_8b, 8 h100, fp8", [])

@@ -493,12 +493,14 @@ FLAGS = ["--config", "configs/llama31_8b.py", "--gpus", "8", "--dtype", "fp8"]
 XLA = {"precision.backend": "xla"}
 
 
-def planned_run(folder: pathlib.Path, tool: str = "", gpu: str = "h100", **result) -> pathlib.Path:
+def planned_run(
+    folder: pathlib.Path, tool: str = "", gpu: str = "h100", overrides: dict = XLA, **result
+) -> pathlib.Path:
     """A run with its complete configuration and, under nccltrace, one all-gather per step."""
     config = recipes.load(ROOT / FLAGS[1])
     steps = 5 if tool else 50
     flags = {"dtype": "fp8", "profile": tool, "steps": steps, "output_dir": str(folder)}
-    run_config = build_run(config, gpus=8, flags=flags, overrides=XLA)
+    run_config = build_run(config, gpus=8, flags=flags, overrides=overrides)
     more = [f"--profile={tool}", "--steps", str(steps), "--output_dir", "/x"]
     device = {"gpu_type": gpu, "kind": gpu, "count": 8}
     config = {"config": run_config.asdict(), "name": run_config.name, "device": device}
