@@ -53,7 +53,7 @@ def test_the_table_has_every_row_of_the_harness():
             ("llama2_70b", 128, "bf16", "h100", "plan", []),
             ("grok1_314b", 16, "bf16", "h100", "plan", [pytest.mark.exhaustive]),
             ("llama31_405b", 64, "bf16", "h100", "plan 405b", [pytest.mark.exhaustive]),
-            ("nemotron4_340b", 128, "fp8", "gb200", "plan nemotron", [pytest.mark.exhaustive]),
+            ("qwen3_30b_a3b", 8, "fp8", "b200", "plan qwen3", [pytest.mark.exhaustive]),
         )
     ],
 )
