@@ -6,19 +6,20 @@ it the router is DeepSeek-V3's own. The recipes' optimizer has bf16 moments; her
 
 from maxbench.config.recipes import workload
 
-# Megatron-Bridge 067f987, perf_recipes/deepseek; on B300 in FP8 without virtual stages, as the
-# published runs. On H100 ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp
-# splits each expert. Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a
-# stage; 64 and 128 GB300 with FSDP, which shards dense weights over the GPUs of ep (here ep and
-# fsdp are two axes).
+# Megatron-Bridge 067f987, perf_recipes/deepseek. A stage here has up to 2 pp - 1 microbatches in
+# flight, as each tick overlaps a forward with a backward pass, where Megatron's has pp: the recipes
+# for B200 and B300, with one or two virtual stages, do not fit and have four here. On B200 in BF16
+# the recipe has pp 16 x ep 8 and recomputes less; on B300 it has mbs 2 in NVFP4, and the published
+# run in FP8. On H100 ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp splits
+# each expert.
+# Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
+# which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages remat
 h100     bf16,fp8       weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL save_gemms_recompute_mla_up
-b200     bf16           weak     256     61 4096 16  1  2    1  8  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
-b200     fp8,nvfp4      weak     256     61 4096  8  2  1    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
-b300     bf16           weak     256     61 4096  8  2  4    1  8  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
-b300     nvfp4          weak     256     61 4096  8  2  4    1  8  1  1   2  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
-b300     fp8            weak     256     61 4096  8  1  4    1  8  1  1   2  4096 Et*8|(t*8|)*6t*5mL save_gemms_recompute_mla_up
+b200     bf16           weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL save_gemms_recompute_mla_up_and_mlp
+b200     fp8,nvfp4      weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL save_gemms_recompute_mla_up
+b300     bf16,fp8,nvfp4 weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL save_gemms_recompute_mla_up
 gb200    bf16,fp8,nvfp4 weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
 gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_act
 gb300    fp8            weak     256     61 4096  2  8  4    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL none

@@ -5,25 +5,24 @@ Tokens choose experts at random and evenly, as in the recipes' benchmarks (force
 
 from maxbench.config.recipes import workload
 
-# Megatron-Bridge 067f987, perf_recipes/qwen; on B200 and B300 without virtual stages in FP8, as the
-# published runs. On H100 the recipe has ep 32 over dp 16 x tp 2, a group of whole experts on each
-# GPU; here ep is a part of dp, and tp splits each expert: ep 16 x tp 2 has as many weights per GPU.
+# Megatron-Bridge 067f987, perf_recipes/qwen. Without virtual stages a stage here has 2 pp - 1
+# microbatches in flight, as each tick overlaps a forward with a backward pass, where Megatron's has
+# pp: such recipes do not fit and have 3, 4 or 12 here, as other recipes of the GPU type. On H100
+# the recipe has ep 32 over dp 16 x tp 2, a group of whole experts on each GPU; here ep is a part of
+# dp, and tp splits each expert: ep 16 x tp 2 has as many weights per GPU.
 # Not here: 64 GB200 in FP8 and 64 GB300, whose ep 32 is larger than the 8 and 16 GPUs of a stage.
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs
 h100     bf16,fp8       weak     256     94 4096  8  4  1    1 16  1  2   1 8192
-b200     bf16           weak      64     94 4096  8  4  1    1  8  1  1   1 2048
+b200     bf16,fp8,nvfp4 weak      64     94 4096  8  4  1    1  8  1  1   1 2048
 b200     bf16           weak     256     94 4096  8  4  4    1  8  1  1   1 8192
-b200     fp8,nvfp4      weak      64     94 4096  8  1  1    1  8  1  1   1 2048
-b200     fp8,nvfp4      weak     256     94 4096  8  1  4    1  8  1  1   1 8192
-b300     bf16,fp8,nvfp4 weak      64     94 4096  8  1  1    1  8  1  1   2 2048
-b300     bf16,fp8,nvfp4 weak     256     94 4096  8  1  4    1  8  1  1   2 8192
-gb200    bf16           weak      64     94 4096  8  1  1    1  8  1  1   1 2048
-gb200    bf16           weak     256     94 4096  8  1  4    1  8  1  1   1 8192
-gb200    fp8            weak     256     94 4096  8  3  1    1 32  1  1   1 8192
-gb200    nvfp4          weak     256     94 4096  8  1  1    1 32  1  1   1 8192
-gb300    bf16,nvfp4     weak     256     94 4096  4  1  2    1 32  1  1   2 8192
-gb300    fp8            weak     256     94 4096  4 12  2    1 32  1  1   2 8192
+b200     fp8,nvfp4      weak     256     94 4096  8  3  4    1  8  1  1   1 8192
+b300     bf16,fp8,nvfp4 weak      64     94 4096  8  4  1    1  8  1  1   2 2048
+b300     bf16,fp8,nvfp4 weak     256     94 4096  8  3  4    1  8  1  1   2 8192
+gb200    bf16           weak      64     94 4096  8  4  1    1  8  1  1   1 2048
+gb200    bf16           weak     256     94 4096  8  3  4    1  8  1  1   1 8192
+gb200    fp8,nvfp4      weak     256     94 4096  8  3  1    1 32  1  1   1 8192
+gb300    bf16,fp8,nvfp4 weak     256     94 4096  4 12  2    1 32  1  1   2 8192
 """
 
 

@@ -30,6 +30,8 @@ REMATS = {
     "save_gemms_recompute_act": tuple(t for t in TENSORS if t != "mlp_act"),  # likewise
     # latent attention: recomputes the up-projections (Megatron's recompute_modules mla_up_proj)
     "save_gemms_recompute_mla_up": tuple(t for t in TENSORS if t not in ("query", "key", "value")),
+    # and the up-projection of MLP and experts, of which the inputs are saved
+    "save_gemms_recompute_mla_up_and_mlp": ("latent", "context", "attn_out", "slots", "mlp_down"),
     "selective": ("latent", "query", "key", "value", "attn_out", "mlp_up", "mlp_act", "mlp_down"),
     "save_qkv_proj": ("latent", "query", "key", "value"),
     "save_dot_except_mlp": ("latent", "query", "key", "value", "attn_out"),

@@ -52,6 +52,7 @@ def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
     differs_from_none = {
         "save_gemms_only": lowering.layers_unrolled(run),
         "save_gemms_recompute_mla_up": run.model.kv_rank > 0,
+        "save_gemms_recompute_mla_up_and_mlp": run.model.kv_rank > 0,
         "save_gemms_recompute_act": "mlp_act" in lowering.saved_on_device(run, TENSORS),
     }
     names = [remat for remat in REMATS if differs_from_none.get(remat, True)]

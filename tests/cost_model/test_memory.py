@@ -128,7 +128,17 @@ GROUPED = {"qk_norm": True, "attention_bias": True, "sinks": True, "window": 5}
 @pytest.mark.parametrize(
     ("sizes", "policies"),
     [
-        (LATENT, ("none", "save_gemms_recompute_mla_up", "selective", "save_context", "latent")),
+        (
+            LATENT,
+            (
+                "none",
+                "save_gemms_recompute_mla_up",
+                "save_gemms_recompute_mla_up_and_mlp",
+                "selective",
+                "save_context",
+                "latent",
+            ),
+        ),
         (GROUPED, ("none", "selective", "save_qkv_proj")),
     ],
     ids=["latent", "grouped"],
