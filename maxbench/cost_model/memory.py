@@ -6,6 +6,7 @@ such a loop it is an estimate. Gradients and the compute copy of the weights are
 shapes. The workspace is the rest.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 from maxbench.config import lowering, pipeline_layout
 from maxbench.config.environment import GPU_MEMORY_FRACTION
+from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, Run
 from maxbench.cost_model import hlo
@@ -236,21 +238,56 @@ def _split(dims: list[int], *axes: int) -> int:
     return shards
 
 
-def expert_weights(run: Run) -> float:
-    """Weights of routed experts on one GPU, gathered over fsdp."""
+def stage_slots(run: Run) -> tuple[int, list[tuple[int, Model]]]:
+    """Slots for layers on one stage, which all stages have, whether a layer is in them or not: of
+    attention, and of each kind of MLP or experts, with a Model that has it."""
     a, m = run.layout, run.model
-    experts = sum(n * k.experts * k.embed * k.mlp * (k.mlp_inputs + 1) for n, k in m.kinds)
-    return experts / (a.ep * a.pp * a.tp)
+    if a.pp == 1:
+        return m.layers, list(m.kinds)
+    if a.stages:
+        counts = pipeline_layout.layers_of_parts(a.stages)
+    else:
+        counts = pipeline_layout.even(m.layers, a.pp * a.vp)
+    of_shape: dict[tuple, Model] = {}
+    stages = [collections.Counter[tuple]() for _ in range(a.pp)]
+    layers = iter(m.per_layer)
+    for part, count in enumerate(counts):
+        for _ in range(count):
+            kind = next(layers)
+            shape = kind.experts, kind.mlp
+            of_shape.setdefault(shape, kind)
+            stages[part % a.pp][shape] += 1
+    slots = a.vp * max(counts)
+    if len(of_shape) == 1:
+        return slots, [(slots, m.kinds[0][1])]
+    return slots, [(max(s[shape] for s in stages), kind) for shape, kind in of_shape.items()]
+
+
+def _mlp_weights(kind: Model) -> int:
+    """Of one layer: its MLP, or all of its routed experts."""
+    return max(kind.experts, 1) * kind.embed * kind.mlp * (kind.mlp_inputs + 1)
+
+
+def expert_weights(run: Run) -> float:
+    """Weights of routed experts on one GPU, gathered over fsdp, in the slots of its stage."""
+    a = run.layout
+    experts = sum(n * _mlp_weights(kind) for n, kind in stage_slots(run)[1] if kind.experts)
+    return experts / (a.ep * a.tp)
 
 
 def stage_weights(run: Run) -> tuple[float, float]:
-    """Weights on one GPU, gathered over fsdp: of a stage's layers, and of embedding and LM head.
+    """Weights on one GPU, gathered over fsdp: of a stage's slots, and of embedding and LM head.
     Every stage has the layer of multi-token prediction."""
     a, m = run.layout, run.model
     table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    experts, mtp = expert_weights(run), flops.mtp_params(m)
-    of_layer = lambda k: k.experts * k.embed * k.mlp * (k.mlp_inputs + 1)
-    dense = flops.params(m) - ends - mtp - experts * a.ep * a.pp * a.tp
-    dense += a.pp * (mtp - m.mtp_layers * of_layer(m.per_layer[-1]) * (1 - 1 / a.ep))
+    slots, kinds = stage_slots(run)
+    # Attention, norms, routers and shared experts: the mean of the layers.
+    rest = flops.params(m) - ends - flops.mtp_params(m)
+    rest -= sum(n * _mlp_weights(kind) for n, kind in m.kinds)
+    dense = rest / m.layers * slots
+    dense += sum(n * _mlp_weights(kind) for n, kind in kinds if not kind.experts)
+    last = m.per_layer[-1]
+    mtp_experts = m.mtp_layers * (last.experts > 0) * _mlp_weights(last)
+    dense += flops.mtp_params(m) - mtp_experts * (1 - 1 / a.ep)
     elsewhere = table * (1 - 1 / a.pp) if lowering.embedding_sharded_over_pp(run) else 0
-    return dense / (a.pp * a.tp) + experts, (ends - elsewhere) / a.tp
+    return dense / a.tp + expert_weights(run), (ends - elsewhere) / a.tp

@@ -111,15 +111,17 @@ def estimate_bytes(run: Run) -> float:
     """Estimated bytes on one GPU, without the activation stash."""
     a, m = run.layout, run.model
     weights, ends = memory.stage_weights(run)
-    empty_slots = 0 if m.layers % (a.pp * a.vp) == 0 else 2 / m.layers
-    # Without a pipeline, experts' gradients are transposed into another array.
-    copies = 2 * empty_slots * weights + (m.experts > 0 and a.pp == 1) * (weights + ends)
+    unrolled = lowering.layers_unrolled(run)
+    # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
+    # loop, or where tokens have slots of a fixed capacity.
+    transposed = m.experts > 0 and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
+    copies = transposed * (weights + ends)
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
     rows = a.mbs * run.train.seq // a.cp
     widest = m.mlp_inputs * max(kind.mlp * kind.rows(a.ep) for _, kind in m.kinds)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
-    if m.experts and lowering.layers_unrolled(run):
+    if m.experts and unrolled and (m.capacity_factor > 0 or run.format.quantized):
         # XLA delays the wgrads of all layers, and keeps their operands.
         operands = rows * m.rows(a.ep) * (2 * m.embed + (m.mlp_inputs + 1) * m.mlp / a.tp)
         scratch += (m.layers - 1) * run.format.bytes * operands
