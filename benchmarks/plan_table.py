@@ -1,7 +1,12 @@
 """Plans rows of the recipe tables, in several processes, into docs/plan.csv, and the first ones of
 each kind into docs/reference/plan_table.md.
 
-  python benchmarks/plan_table.py [--jobs 2] [--cached]
+  python benchmarks/plan_table.py [--jobs 2] [--cached] [ROWS ...]
+
+ROWS are patterns of a row's workload, GPU type, GPUs, dtype and scaling; the other rows keep their
+line:
+
+  python benchmarks/plan_table.py 'qwen3_* b200 256 fp8 *'
 
 A row is planned with the remat policy of the published run and, if that does not fit, also with
 --best_remat. Compiled programs are cached, so a sweep that was stopped can be continued. --cached:
@@ -14,6 +19,7 @@ import ast
 import concurrent.futures
 import csv
 import dataclasses
+import fnmatch
 import hashlib
 import io
 import json
@@ -217,10 +223,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--cached", action="store_true", help="only rows that were compiled")
+    parser.add_argument("rows", nargs="*", default=["*"], metavar="ROWS", help="all, if absent")
     options = parser.parse_args()
     every = rows(sorted(str(path) for path in pathlib.Path("configs").glob("*.py")))
     log = lambda text: print(text, file=sys.stderr, flush=True)
-    chosen = [row for row in every if not options.cached or cached(row)]
+    is_named = lambda row: any(
+        fnmatch.fnmatch(" ".join(key(row).values()), pattern) for pattern in options.rows
+    )
+    chosen = [row for row in every if is_named(row) and (not options.cached or cached(row))]
+    if not chosen:
+        sys.exit(f"plan_table: no row matches {' or '.join(map(repr, options.rows))}")
     with CSV.open(newline="") as f:
         lines = {tuple(x[k] for k in key(every[0])): x for x in csv.DictReader(f, restval="")}
     lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(chosen, options.jobs, log)}
