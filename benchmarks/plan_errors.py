@@ -7,7 +7,8 @@ maxbench/cost_model/published_deltas.py); and as published with constants fitted
 workloads (maxbench/hardware/errors.csv). Only rows of the most frequent cost model revision count.
 Rows that differ only in the number of copies of a program count as one. A trend is the ratio of two
 rows, with the error of the predicted ratio: the same model on more GPUs (weak scaling, against its
-fewest), and FP8 over BF16.
+fewest), and FP8 over BF16. Mixtures of experts that NVIDIA's newer program was published with are a
+table of their own, as compiled.
 """
 
 import collections
@@ -24,8 +25,7 @@ Key = tuple[str, str, int]  # workload, dtype, GPUs
 def table() -> tuple[dict[Key, tuple[float, ...]], dict[Key, float]]:
     """Rows with a published time -> predicted over published in each of WAYS; their weights."""
     ratios, weights = {}, {}
-    with pathlib.Path("docs/plan.csv").open(newline="") as f:
-        known = [r for r in csv.DictReader(f) if r["error_pct"]]
+    known = lines()
     (latest, _), *_ = collections.Counter(r["prices"] for r in known).most_common()
     left = {
         (e.workload.replace(" ", "_"), e.dtype, e.gpus): e for e in error_band.read("errors.csv")
@@ -36,6 +36,18 @@ def table() -> tuple[dict[Key, tuple[float, ...]], dict[Key, float]]:
             ours = [1 + float(r[c]) / 100 for c in ("error_pct", "error_as_published_pct")]
             ratios[key], weights[key] = (*ours, 1 + left[key].error), left[key].weight
     return ratios, weights
+
+
+def lines() -> list[dict[str, str]]:
+    """Rows of docs/plan.csv with a published time."""
+    with pathlib.Path("docs/plan.csv").open(newline="") as f:
+        return [r for r in csv.DictReader(f) if r["error_pct"]]
+
+
+def newer_models() -> list[dict[str, str]]:
+    """Rows whose published time no constant or delta was fitted to."""
+    fitted = {f"{r.model}_{r.size}" for r in published.fitted_rows()}
+    return [r for r in lines() if r["workload"] not in fitted]
 
 
 def trends(rows: dict[Key, tuple]) -> dict[str, list[tuple[Key, Key]]]:
@@ -84,6 +96,17 @@ def main() -> None:
             errors = ([rows[a][i] / rows[b][i] - 1 for a, b in pairs] for i, _ in ways)
             shares = [weights[a] for a, _ in pairs]
             line(name, [len(pairs), *(summary(e, shares) for e in errors)])
+    print()
+    columns = ("gpu_type", "dtype", "memory_gib", "fits", "step_s", "published_s", "error_pct")
+    columns += ("exposed_pct", "copies_pct")
+    line("workload, GPUs", [x.replace("_", " ") for x in columns])
+    print("|---" * (1 + len(columns)) + "|")
+    newer = newer_models()
+    for r in newer:
+        line(f"{r['workload']}, {r['gpus']}", [r[x] for x in columns])
+    errors = [float(r["error_pct"]) for r in newer]
+    slow = sum(e > 10 for e in errors)
+    print(f"\n{len(errors) - slow} of {len(errors)} at most 10 % slower than published")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ shapes. The workspace is the rest.
 import collections
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from maxbench.config import lowering, pipeline_layout
 from maxbench.config.environment import GPU_MEMORY_FRACTION
@@ -238,29 +239,31 @@ def _split(dims: list[int], *axes: int) -> int:
     return shards
 
 
-def stage_slots(run: Run) -> tuple[int, list[tuple[int, Model]]]:
+def stage_slots(run: Run) -> tuple[int, Sequence[tuple[int, Model]]]:
     """Slots for layers on one stage, which all stages have, whether a layer is in them or not: of
     attention, and of each kind of MLP or experts, with a Model that has it."""
-    a, m = run.layout, run.model
+    a = run.layout
     if a.pp == 1:
-        return m.layers, list(m.kinds)
-    if a.stages:
-        counts = pipeline_layout.layers_of_parts(a.stages)
+        return run.model.layers, run.model.kinds
+    return _stage_slots(run.model, a.pp, a.vp, a.stages)
+
+
+@functools.lru_cache(1024)
+def _stage_slots(m: Model, pp: int, vp: int, stages: str) -> tuple[int, list[tuple[int, Model]]]:
+    if stages:
+        counts = pipeline_layout.layers_of_parts(stages)
     else:
-        counts = pipeline_layout.even(m.layers, a.pp * a.vp)
-    of_shape: dict[tuple, Model] = {}
-    stages = [collections.Counter[tuple]() for _ in range(a.pp)]
-    layers = iter(m.per_layer)
-    for part, count in enumerate(counts):
-        for _ in range(count):
-            kind = next(layers)
-            shape = kind.experts, kind.mlp
-            of_shape.setdefault(shape, kind)
-            stages[part % a.pp][shape] += 1
-    slots = a.vp * max(counts)
+        counts = pipeline_layout.even(m.layers, pp * vp)
+    slots = vp * max(counts)
+    shape = lambda kind: (kind.experts, kind.mlp)
+    of_shape = {shape(kind): kind for _, kind in m.kinds}
     if len(of_shape) == 1:
         return slots, [(slots, m.kinds[0][1])]
-    return slots, [(max(s[shape] for s in stages), kind) for shape, kind in of_shape.items()]
+    on_stage = [collections.Counter[tuple]() for _ in range(pp)]
+    layers = iter(m.per_layer)
+    for part, count in enumerate(counts):
+        on_stage[part % pp].update(map(shape, itertools.islice(layers, count)))
+    return slots, [(max(s[x] for s in on_stage), kind) for x, kind in of_shape.items()]
 
 
 def _mlp_weights(kind: Model) -> int:

@@ -7,6 +7,7 @@ Units: TFLOP/s are dense (no sparsity), memory sizes are the vendor's (GB, 1e9 b
 are GB/s (1e9 bytes per second). NVLink bandwidth counts both directions, network bandwidth one.
 """
 
+import copyreg
 import dataclasses
 import difflib
 import math
@@ -133,6 +134,10 @@ class Gpu:
         domain = math.gcd(gpus, self.nvlink_domain(gpus))
         host = gpus_per_host or math.gcd(domain, self.gpus_per_node)
         return f"{gpus // domain}x{domain // host}x{host}"
+
+
+# So that a Run can be sent to another process.
+copyreg.pickle(types.MappingProxyType, lambda proxy: (types.MappingProxyType, (dict(proxy),)))
 
 
 class GpuTypes(Mapping[str, Gpu]):

@@ -58,16 +58,24 @@ def test_stash_slots_are_those_of_the_schedule(pp, vp, name):
 
 
 def test_estimates_are_near_compiled_programs():
-    """Every row of the table on H100: time within a third, memory within a fifth."""
+    """Every row of the table: memory within 16 %, 19 of 20 rows within a tenth; time on H100 within
+    a third."""
     with pathlib.Path("docs/plan.csv").open(newline="") as f:
-        table = [row for row in csv.DictReader(f) if row["gpu_type"] == "h100"]
-    assert len(table) >= 74
-    for row in table:
-        flags = f"--gpus {row['gpus']} --dtype {row['dtype']}"
-        run = run_of(f"{row['workload']}.py {flags}")
-        assert search.estimate_step_s(run) == pytest.approx(float(row["step_s"]), rel=0.33), flags
+        lines = [line for line in csv.DictReader(f) if line["step_s"]]
+    errors = {}
+    for line in lines:
+        flags = f"--gpus {line['gpus']} --dtype {line['dtype']} --gpu_type {line['gpu_type']}"
+        flags += " --strong_scaling" * (line["scaling"] == "strong")
+        run = run_of(f"{line['workload']}.py {flags}")
+        if line["gpu_type"] == "h100":
+            step_s = search.estimate_step_s(run)
+            assert step_s == pytest.approx(float(line["step_s"]), rel=0.33), flags
         size = search.estimate_bytes(run) + memory.activation_bytes(run)
-        assert size / GIB == pytest.approx(float(row["memory_gib"]), rel=0.2), flags
+        errors[line["workload"], flags] = size / GIB / float(line["memory_gib"]) - 1
+    assert len(errors) >= 100
+    far = {row: error for row, error in errors.items() if abs(error) > 0.1}
+    assert all(abs(error) < 0.16 for error in far.values()), far
+    assert len(far) <= len(errors) / 20, far
 
 
 def test_candidates_differ_and_are_estimated_to_fit():
