@@ -97,9 +97,18 @@ def main() -> None:
             shares = [weights[a] for a, _ in pairs]
             line(name, [len(pairs), *(summary(e, shares) for e in errors)])
     print()
-    columns = ("gpu_type", "dtype", "memory_gib", "fits", "step_s", "published_s", "error_pct")
-    columns += ("exposed_pct", "copies_pct")
-    line("workload, GPUs", [x.replace("_", " ") for x in columns])
+    columns = {
+        "gpu_type": "GPU",
+        "dtype": "dtype",
+        "memory_gib": "GiB",
+        "fits": "fits",
+        "step_s": "predicted s",
+        "published_s": "published s",
+        "error_pct": "error %",
+        "exposed_pct": "exposed %",
+        "copies_pct": "copies %",
+    }
+    line("workload, GPUs", [*columns.values()])
     print("|---" * (1 + len(columns)) + "|")
     newer = newer_models()
     for r in newer:
