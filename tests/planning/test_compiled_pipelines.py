@@ -103,6 +103,7 @@ def test_chunk_switches_overlap_communication(plan_405b):
     assert min(orders.values()) > first_pass.branch_s[FORWARD_CHUNK_SWITCH]
 
 
+@pytest.mark.core
 @group("plan grok")
 def test_expert_counts_overlap_gemms(check_figures):
     """Grok-1 in a pipeline: the all-reduce of the router's counts is not queued behind dx."""
@@ -115,7 +116,6 @@ def test_expert_counts_overlap_gemms(check_figures):
 LLAMA31_405B_FP8 = f"--config configs/llama31_405b.py --gpus 128 --dtype fp8 {XLA}"
 
 
-@pytest.mark.core
 @group("plan 405b fp8")
 def test_fp8_pipeline_keeps_weights_once():
     """Weights are stashed in one form, and a chunk's are transposed at its switch. If XLA
