@@ -29,6 +29,7 @@ from maxbench.planning.planner import Plan, plan
 # Compiled step over estimate, among the layouts of a model and GPU type: its standard deviation was
 # 4 % of it for 8 layouts of Llama 3.1 70B on 96 H100 (1.12 to 1.26).
 SPREAD = 0.04
+MAX_AT_A_TIME = 4  # programs: compiling one takes up to 3 GiB
 MAX_TP, MAX_PP, MAX_CP, MAX_MBS = 16, 16, 8, 16
 first = operator.itemgetter(0)
 WIDTH = 2  # bytes of a bf16 element
@@ -222,8 +223,8 @@ def memory_sensitivity(p: Plan) -> list[float | None]:
 
 
 def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
-    """Plans of the candidates, of which as many are compiled at a time as there are cores; progress
-    goes to stderr.
+    """Plans of the candidates, of which one is compiled on each core, at most MAX_AT_A_TIME;
+    progress goes to stderr.
 
     A candidate that does not fit once compiled is followed by the policy with the largest stash
     that is smaller by the missing bytes. `given` is planned as it is. Compiled programs take longer
@@ -237,7 +238,7 @@ def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
         compile_cache.require_compiler()
     log = lambda text: print(text, file=sys.stderr, flush=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    at_a_time = min(cores or 1, len(candidates))
+    at_a_time = min(cores or 1, MAX_AT_A_TIME, len(candidates))
     fastest = min(map(estimate_step_s, candidates))
     log(
         f"{len(candidates)} layouts, the fastest estimated at {fastest:.3f} s; compiling the first "

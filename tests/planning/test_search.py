@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import pathlib
 import re
+import types
 
 import pytest
 
@@ -115,6 +116,34 @@ def test_layouts_for_a_number_of_gpus_without_a_row():
     )
     assert {(one.layout.gpus, one.layout.gbs) for one in found} == {(576, 288)}
     assert any(one.layout.pp == 9 for one in found)
+
+
+def test_candidates_that_the_compiled_ones_show_to_be_slower_are_not_compiled(monkeypatch, capsys):
+    """Programs take 1.2 times the estimate. The first does not fit and is followed by another
+    policy."""
+    compiled = []
+
+    def plan(run):
+        compiled.append(run)
+        spare = -GIB if len(compiled) == 1 else GIB
+        step_s = 1.2 * search.estimate_step_s(run)
+        return types.SimpleNamespace(
+            run=run, step_s=step_s, fits=spare > 0, memory=types.SimpleNamespace(spare=spare)
+        )
+
+    monkeypatch.setattr(search, "plan", plan)
+    monkeypatch.setattr(search, "_compile", lambda run: None)
+    monkeypatch.setattr(search, "MAX_AT_A_TIME", 1)
+    monkeypatch.setattr(search.compile_cache, "load", lambda run: run)
+    candidates = search.fastest_on(run_of("llama31_70b.py --gpus 64"), 96, 8)
+    search.search(candidates, run_of("llama31_70b.py --gpus 64"))
+    first, second, *others = compiled
+    assert first == candidates[0]
+    assert second.layout == first.layout
+    assert memory.activation_bytes(second) <= memory.activation_bytes(first) - GIB
+    limit = min(map(search.estimate_step_s, [second, *others])) / (1 - search.SPREAD)
+    assert others == [x for x in candidates[1:] if search.estimate_step_s(x) <= limit]
+    assert capsys.readouterr().err.count("not compiled") == len(candidates) - 1 - len(others) > 0
 
 
 def test_a_run_that_cannot_fit_is_refused_with_one_that_does():
