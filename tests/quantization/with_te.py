@@ -168,6 +168,7 @@ def test_mxfp8_quantization_equals_xlas_bit_for_bit(batch, dtype):
 # Programs compiled for GPUs.
 
 
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize(("gpu", "blocks"), [("h100", False), ("gb200", True)])
 def test_gpu_program_in_shard_map_calls_tes_kernels(gpu, blocks, monkeypatch):
     from jax.experimental import topologies
@@ -247,6 +248,7 @@ def test_training_equals_xlas_backend(monkeypatch):
     np.testing.assert_allclose(history, expected_history, rtol=0.1)
 
 
+@pytest.mark.gpu_compile
 @pytest.mark.parametrize(
     ("gpu", "scaling", "axes"),
     [
