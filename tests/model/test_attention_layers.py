@@ -74,11 +74,21 @@ def latent_formula(m, w, x_btd):
     return attended(m, w, q, k, kv[..., plain:])
 
 
-CASES = [(layers.Attention, grouped_formula, SIZES | x) for x in GROUPED.values()]
-CASES += [(layers.LatentAttention, latent_formula, SIZES | LATENT | x) for x in LATENTS.values()]
+# By default with every part at once.
+marks = lambda name: [] if name == "all" else [pytest.mark.exhaustive]
+CASES = [
+    pytest.param(layers.Attention, grouped_formula, SIZES | x, id=name, marks=marks(name))
+    for name, x in GROUPED.items()
+]
+CASES += [
+    pytest.param(
+        layers.LatentAttention, latent_formula, SIZES | LATENT | x, id=name, marks=marks(name)
+    )
+    for name, x in LATENTS.items()
+]
 
 
-@pytest.mark.parametrize(("kind", "formula", "sizes"), CASES, ids=[*GROUPED, *LATENTS])
+@pytest.mark.parametrize(("kind", "formula", "sizes"), CASES)
 def test_attention_and_its_gradients_equal_the_formula(kind, formula, sizes):
     m, random = Model(**sizes), np.random.default_rng(0)
     module, orders = kind(m, "xla"), {"qkv": UNORDERED, "out": UNORDERED}
@@ -99,6 +109,7 @@ def test_attention_and_its_gradients_equal_the_formula(kind, formula, sizes):
     jax.tree.map(close, actual, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [GROUPED["all"], LATENT | LATENTS["all"]], ids=["all", "latent"])
 def test_weights_of_hugging_face_are_converted_and_back(sizes):
     m = Model(**SIZES | sizes)

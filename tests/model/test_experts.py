@@ -79,13 +79,8 @@ def dense_experts(m, w, x_jd, choice_jk=None):
     return jnp.einsum("jed,je->jd", y_jed, gate_je) + shared
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "slots",
-        *(pytest.param(h, marks=pytest.mark.exhaustive) for h in ("dropless", "force_balance")),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["slots", "dropless", "force_balance"])
 def test_biases_clamped_activation_and_shared_expert(how):
     """Values and gradients of everything that gpt-oss and DeepSeek-V3 add."""
     m = dataclasses.replace(

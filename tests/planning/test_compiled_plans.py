@@ -104,6 +104,7 @@ def test_sensitivity_to_the_cluster():
     assert slower == pytest.approx(plan["parts_s"]["gemm"], rel=0.1)  # at half the rate
 
 
+@pytest.mark.exhaustive
 def test_recomputation_in_some_layers_saves_memory(check_figures):
     """The row of the recipe recomputes in fewer layers: 22 layers save the attention context and
     the MLP's first GEMM."""
