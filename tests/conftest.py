@@ -101,17 +101,18 @@ def pytest_collection_modifyitems(items):
 
 def processes(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of processes that a test starts: they choose their devices themselves, and
-    keep what they compile, as tests do."""
-    kept = {
+    use the persistent compilation cache of the tests."""
+    cache = {
         "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(KEPT),
     }
-    return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"} | kept
+    return {k: v for k, v in env.items() if k != "JAX_NUM_CPU_DEVICES"} | cache
 
 
 @contextlib.contextmanager
-def keeping(folder: pathlib.Path | None = CACHE / "jax", seconds: float = 0):
-    """This process keeps programs that took longer to compile; none with None."""
+def persistent_cache(folder: pathlib.Path | None = CACHE / "jax", seconds: float = 0):
+    """JAX's persistent compilation cache in a folder, of programs that took longer to compile; no
+    cache with None."""
     values = {
         "jax_compilation_cache_dir": folder and str(folder),
         "jax_compilation_cache_max_size": KEPT,
@@ -128,17 +129,17 @@ def keeping(folder: pathlib.Path | None = CACHE / "jax", seconds: float = 0):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def programs_are_kept():
-    """For the next run of the tests, as half of their time compiles."""
-    with keeping(seconds=0.5):
+def compiled_programs_are_cached():
+    """For the next run of the tests, which take half of their time to compile."""
+    with persistent_cache(seconds=0.5):
         yield
 
 
 @pytest.fixture(autouse=True)
-def programs_for_gpus_are_not_kept(request):
-    """jax could not read a program for a GPU that is absent."""
+def programs_for_gpus_are_not_cached(request):
+    """JAX cannot load a program for a GPU that is absent."""
     for_gpu = request.node.get_closest_marker("gpu_compile")
-    with keeping(None) if for_gpu else contextlib.nullcontext():
+    with persistent_cache(None) if for_gpu else contextlib.nullcontext():
         yield
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks import faults, fuzz
-from tests.conftest import keeping
 
 LONG = pytest.mark.exhaustive
 
@@ -29,5 +28,4 @@ def test_fault_points_exist():
 
 @LONG
 def test_runs_with_faults_leave_a_complete_result_with_the_reason():
-    with keeping():
-        assert faults.inject_faults(4, seed=48).total() == 4
+    assert faults.inject_faults(4, seed=48).total() == 4

@@ -8,17 +8,10 @@ import signal
 import pytest
 
 from maxbench.run import log_writer, loop
-from tests.conftest import keeping, resolve
+from tests.conftest import resolve
 
 EXACT = {"precision.grads": "fp32"}
 MESH = dict(dp=2, fsdp=2, tp=2, gbs=8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compilation_cache():
-    """Caches compiled programs: most runs of a module compile the same one."""
-    with keeping():
-        yield
 
 
 @pytest.fixture

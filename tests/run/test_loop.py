@@ -19,7 +19,7 @@ from maxbench.distributed.progress import Progress
 from maxbench.run import endings, log_writer, loop, process_stats, step_timer
 from maxbench.run.result import RunResult
 from maxbench.sharding import mesh
-from tests.conftest import keeping, processes, resolve
+from tests.conftest import persistent_cache, processes, resolve
 from tests.run.conftest import folder_of, losses, result_of
 
 NUMBER = r"(\d+\.\d{3})"
@@ -307,7 +307,7 @@ def test_log_reports_hits_of_the_compilation_cache(tmp_path):
     log = types.SimpleNamespace(line=lines.append, result=result, phase=str)
     step = types.SimpleNamespace(run=resolve("llama2_70b", "tiny"), abstract={})
     step.compile = lambda: (jax.jit(lambda x: x * 3).lower(1.0).compile(), 0.0, 0.0)
-    with keeping(tmp_path):
+    with persistent_cache(tmp_path):
         loop.compile_step(step, log)
         assert lines[1:] == [f"compilation cache miss: {tmp_path}"]
         loop.compile_step(step, log)
