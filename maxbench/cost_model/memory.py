@@ -267,7 +267,7 @@ def _stage_slots(m: Model, pp: int, vp: int, stages: str) -> tuple[int, list[tup
 
 
 def _mlp_weights(kind: Model) -> int:
-    """Of one layer: its MLP, or all of its routed experts."""
+    """Weights of the MLP of one layer, or of all of its routed experts."""
     return max(kind.experts, 1) * kind.embed * kind.mlp * (kind.mlp_inputs + 1)
 
 
