@@ -118,12 +118,12 @@ def test_jobs_run_one_after_the_other_and_can_be_cancelled(place, monkeypatch, c
     monkeypatch.setenv("REPEATS", "2")
     assert entry.run("launch", []) == 0
     state = lambda: [row.state for row in place.rows()]
-    wait(lambda: state() == ["PENDING", "RUNNING"], 90, "not running")
+    wait(lambda: state() == ["PENDING", "RUNNING"], 300, "not running")
     second, first = place.rows()
-    wait(lambda: place.rows()[1].step == "2", 90, "no step")
+    wait(lambda: place.rows()[1].step == "2", 300, "no step")
     assert entry.run("cancel", [second.job]) == 0
     assert entry.run("cancel", [first.job]) == 0
-    wait(lambda: state() == ["CANCELLED", "CANCELLED"], 90, "not cancelled")
+    wait(lambda: state() == ["CANCELLED", "CANCELLED"], 300, "not cancelled")
     assert place.rows()[1].why == "cancelled"
     assert entry.run("watch", [first.job]) == 1
     assert sorted((place.root / "connections").read_text().split()) == ["me@n1", "me@n2"]
@@ -132,14 +132,14 @@ def test_jobs_run_one_after_the_other_and_can_be_cancelled(place, monkeypatch, c
 def test_a_driver_that_died_is_noticed(place):
     place.plan({"sleep": 60})
     entry.run("launch", [])
-    wait(lambda: place.rows()[0].state == "RUNNING", 90, "not running")
+    wait(lambda: place.rows()[0].state == "RUNNING", 300, "not running")
     (folder,) = place.experiments.glob("*/pretrain_*")
     pid = json.loads((folder / hosts.DRIVER).read_text())["pid"]
     os.kill(pid, 9)
-    wait(lambda: place.rows()[0].state == "FAILED", 90, "not noticed")
+    wait(lambda: place.rows()[0].state == "FAILED", 300, "not noticed")
     assert f"the process that ran it, {pid} on " in place.rows()[0].why
     ended = lambda: (folder / "exit.json").exists()  # its connections are closed
-    wait(ended, 90, "the processes go on")
+    wait(ended, 300, "the processes go on")
 
 
 def test_results_of_hosts_with_their_own_disk_are_copied(place, monkeypatch):

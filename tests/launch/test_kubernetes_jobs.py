@@ -123,6 +123,20 @@ def test_from_submission_to_report(place, capsys):
     assert folder.name in capsys.readouterr().out
 
 
+def test_watch_ends_with_the_last_step_and_the_files_of_the_run(place, monkeypatch, capsys):
+    """The job ends after its last log was read, before its state is asked for."""
+    place.plan({"sleep": 5})
+    monkeypatch.setattr(cli_watch, "PAUSE_S", 0.1)
+    entry.run("launch", [])
+    (name,) = place.job_sets()
+    kubernetes_cluster.wait(lambda: place.row().step == "2", 300, "no step")
+    states = job_status.states
+    monkeypatch.setattr(job_status, "states", lambda jobs: place.ended() and states(jobs))
+    assert entry.run("watch", [name]) == 0
+    (folder,) = place.experiments.glob("*/pretrain_*")
+    assert (folder / "exit.json").exists()
+
+
 def test_bad_input_ends_the_job_and_75_starts_it_again(place, capsys):
     place.plan({"codes": {"1": 75}, "save": True}, {"codes": {"1": 2}})
     entry.run("launch", [])
@@ -152,7 +166,7 @@ def test_a_preempted_pod_resumes_from_its_checkpoint(place):
     running = lambda: (
         "step: 2" in "".join(p.read_text() for p in (place.root / "cluster" / "logs").iterdir())
     )
-    kubernetes_cluster.wait(running, 90, "no step")
+    kubernetes_cluster.wait(running, 300, "no step")
     place.cluster.preempt(1)
     assert place.ended() == "Completed"
     assert place.cluster.listed("jobsets")[0]["status"]["restarts"] == 1
@@ -171,11 +185,11 @@ def test_a_pending_pod_and_a_cancelled_job(place, capsys, monkeypatch):
     (name,) = place.job_sets()
     pending = "1 of 2 pods pending: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     scheduled = lambda: place.row().why == pending
-    kubernetes_cluster.wait(scheduled, 90, "not pending")
+    kubernetes_cluster.wait(scheduled, 300, "not pending")
     assert place.row().state == "PENDING"
     place.cluster.pending = set()
-    kubernetes_cluster.wait(lambda: place.row().state == "RUNNING", 90, "not running")
-    kubernetes_cluster.wait(lambda: place.row().step == "2", 90, "no step in the log")
+    kubernetes_cluster.wait(lambda: place.row().state == "RUNNING", 300, "not running")
+    kubernetes_cluster.wait(lambda: place.row().step == "2", 300, "no step in the log")
     assert entry.run("cancel", [name]) == 0
     assert place.row()[1::4] == ("CANCELLED", "its JobSet is deleted")
     capsys.readouterr()
@@ -275,7 +289,6 @@ def test_a_real_run_of_two_pods(place, monkeypatch, capsys):
     watching.join(600)
     assert codes == [0]
     second = max(place.experiments.glob("*/pretrain_*"))
-    kubernetes_cluster.wait((second / "result.json").exists, 60, "no result")
     assert json.loads((second / "result.json").read_text())["status"] == "done"
     steps = [json.loads(x)["step"] for x in (second / "metrics.jsonl").read_text().splitlines()]
     assert steps[0] > 0
