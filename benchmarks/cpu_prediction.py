@@ -27,7 +27,7 @@ import jax
 from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
 from maxbench.cli import calibrate
 from maxbench.config import recipes, resolve
-from maxbench.config.run import AXES, Run
+from maxbench.config.run import Run
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table
 from maxbench.hardware.gpus import Efficiency, Gpu
@@ -106,7 +106,7 @@ def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())
     frequencies = planner.branch_frequencies(run, program)
-    degrees = {axis: getattr(run.layout, axis) for axis in AXES}
+    degrees = run.layout.mesh_shape
 
     def predict(efficiency):
         t = simulate.simulate(program, Costs(cpu, degrees, efficiency), frequencies)

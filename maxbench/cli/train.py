@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxbench.config import command_line, commands, folders, recipes
-from maxbench.config.run import AXES, Run
+from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
 from maxbench.metrics import flops, step_stats
 from maxbench.run import terminal
@@ -63,7 +63,7 @@ def overview(run: Run) -> terminal.Parts:
     """The page of --dry_run: model, layout, batch, FLOPs, memory and the published figure."""
     m, a, t = run.model, run.layout, run.train
     title = f"{recipes.display_name(m.name, m.size)} {run.precision.dtype} on {devices(run)}"
-    axes = " x ".join(f"{x} {n}" for x in (*AXES, "vp") if (n := getattr(a, x)) > 1)
+    axes = " x ".join(f"{x} {n}" for x in (*DEGREES, "vp") if (n := getattr(a, x)) > 1)
     per_shard = f"{a.microbatches} microbatch{'es' * (a.microbatches > 1)} of {a.mbs}"
     flop = flops.per_sequence(m, t.seq) * a.gbs
     window = f"steps {t.window[0]} to {t.window[1]}" if t.steps > t.window[1] else "the last half"

@@ -134,6 +134,12 @@ def _dispatch_factor(run: Run) -> str:
     return _experts(run) or "ep=1 sends no token" * (run.layout.ep == 1)
 
 
+def _ep_nodes(run: Run) -> str:
+    if run.model.experts and not (run.model.has_slots or run.model.dispatch_factor):
+        return "with model.dispatch_factor=0 each token is sent to all GPUs of ep"
+    return _experts(run)
+
+
 def _router_groups_top(run: Run) -> str:
     return _experts(run) or "model.router_groups=1 is one group" * (run.model.router_groups == 1)
 
@@ -165,6 +171,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "train.unroll_layers": _unroll_layers,
     "train.schedule": _schedule,
     "layout.stages": _schedule,
+    "layout.ep_nodes": _ep_nodes,
     "train.microbatch_group_size": _microbatch_group_size,
     "train.remat_layers": _remat_layers,
     "train.offload": _offload,

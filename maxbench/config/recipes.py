@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
-from maxbench.config.run import AXES, SECTIONS
+from maxbench.config.run import DEGREES, SECTIONS
 from maxbench.config.validation import field, parse
 from maxbench.hardware.published import rows as published_rows
 
@@ -41,7 +41,7 @@ PRESETS = {
 }
 LAYOUT_COLUMNS = (  # that every table of layouts has
     *("gpus", "dtype", "scaling", "gpu_type", "layers", "seq"),
-    *AXES,
+    *DEGREES,
     *("vp", "mbs", "gbs"),
 )
 

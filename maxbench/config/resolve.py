@@ -15,7 +15,7 @@ from maxbench.config.errors import UserError, check_choice
 from maxbench.config.model import LayerGroup, LayerKind
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.recipes import PRESETS, table
-from maxbench.config.run import AXES, SECTIONS, Layout, Run
+from maxbench.config.run import DEGREES, SECTIONS, Layout, Run
 from maxbench.config.run_flags import FLAGS
 from maxbench.config.validation import parse
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
@@ -88,7 +88,7 @@ def build_run(
         check_choice("gpu_type", gpu_type, gpu_types)
         scaling = "strong" if strong_scaling else "weak"
         key = RowKey(gpus, gpu_type, gpu_types[gpu_type].recipes, dtype, scaling)
-        _merge(values, _row(config, key, axes_given=bool({*(flags or ())} & {*AXES})))
+        _merge(values, _row(config, key, axes_given=bool({*(flags or ())} & {*DEGREES})))
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
     presets = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
@@ -224,7 +224,7 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
     if axes:
         sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
         microbatches = max(1, layout["gbs"] // sequences())
-        layout.update({axis: min(2, layout[axis]) for axis in (*AXES, "vp", "mbs")})
+        layout.update({axis: min(2, layout[axis]) for axis in (*DEGREES, "vp", "mbs")})
         layout["stages"] = ""
         layout["gbs"] = sequences() * min(4, microbatches)
         if dtype not in ("bf16", "fp32"):  # whole blocks of MXFP8 on each GPU

@@ -7,13 +7,15 @@ import dataclasses
 from typing import Any
 
 from maxbench.config import number_formats, pipeline_layout, run_checks
-from maxbench.config.errors import UserError, check_choice, nearest
+from maxbench.config.errors import UserError, check_choice, divisors, nearest
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS, Format
 from maxbench.config.validation import ADDRESS, COMBINE, RANKS, WINDOW, field, validate
 from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
 
-AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # mesh axes, from the slowest links to the fastest
+DEGREES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # of parallelism
+# Mesh axes, from the slowest links to the fastest: the GPUs of ep are ep_nodes x ep.
+AXES = ("pp", "dp", "fsdp", "ep_nodes", "ep", "cp", "tp")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 SCHEDULES = ("1f1b", "gpipe")  # pipeline schedules
 
@@ -42,7 +44,7 @@ REMATS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parallelism: the size of each mesh axis, and the batch."""
+    """Degrees of parallelism, and the batch."""
 
     gpu_type: str = "h100"  # a name of Run.gpu_types
     pp: int = field(1, at_least=1)
@@ -52,6 +54,10 @@ class Layout:
     ep: int = field(1, at_least=1)
     cp: int = field(1, at_least=1)
     tp: int = field(1, at_least=1)
+    # Nodes of the GPUs of ep: a token is sent to each of them once, and in each from there to the
+    # GPUs of its experts. 1: from its own GPU to those of its experts. 0: as many as ep spans, if
+    # less is sent over the network then (model/dispatch_nodes.py)
+    ep_nodes: int = field(0, at_least=0)
     mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
     # Layers of each of the pp x vp parts of a pipeline, in Megatron's notation
     # (config/pipeline_layout.py); '' or even = evenly
@@ -65,6 +71,13 @@ class Layout:
         return self.pp * self.shards * self.cp * self.tp
 
     @property
+    def mesh_shape(self) -> dict[str, int]:
+        """GPUs along each mesh axis."""
+        nodes = self.ep_nodes or 1
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        return axes | {"ep_nodes": nodes, "ep": self.ep // nodes}
+
+    @property
     def shards(self) -> int:
         """Data-parallel size: groups of pp x cp x tp GPUs with different sequences."""
         return self.dp * self.fsdp * self.ep
@@ -76,7 +89,7 @@ class Layout:
 
     def describe(self) -> str:
         """One line: '16 devices, fsdp 8 x tp 2, mbs 1, gbs 32 (4 microbatches)'."""
-        axes = [f"{a} {getattr(self, a)}" for a in AXES if getattr(self, a) > 1]
+        axes = [f"{a} {getattr(self, a)}" for a in DEGREES if getattr(self, a) > 1]
         if self.vp > 1:
             axes.insert(1, f"vp {self.vp}")
         devices = f"{self.gpus} devices, {' x '.join(axes)}" if axes else "1 device"
@@ -93,6 +106,11 @@ class Layout:
                 f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
                 f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
                 f"{nearest(self.gbs, step)}"
+            )
+        if self.ep % (self.ep_nodes or 1):
+            raise UserError(
+                f"ep_nodes={self.ep_nodes} does not divide ep={self.ep}; ep_nodes that works: "
+                f"{divisors(self.ep)}"
             )
         if self.stages == "even":
             object.__setattr__(self, "stages", "")
@@ -336,7 +354,23 @@ class Run:
 
     def __post_init__(self):
         check_choice("gpu_type", self.layout.gpu_type, self.gpu_types)
+        if not self.layout.ep_nodes:
+            nodes = _nodes_of_ep(self.layout, self.gpu, self.model)
+            object.__setattr__(self, "layout", dataclasses.replace(self.layout, ep_nodes=nodes))
         run_checks.check(self)
+
+
+def _nodes_of_ep(a: Layout, gpu: Gpu, m: Model) -> int:
+    """layout.ep_nodes if it is 0.
+
+    With n nodes, a token is sent over the network n - 1 times there and back, in 16 bits, instead
+    of top_k (n - 1) / n times, of which one in four is in 8 bits or fewer.
+    """
+    domain, neighbors = gpu.nvlink_domain(a.gpus), a.cp * a.tp
+    nodes = a.ep * neighbors // domain
+    if domain % neighbors or nodes < 2 or a.ep % nodes or not (m.has_slots or m.dispatch_factor):
+        return 1
+    return nodes if nodes < 3 / 4 * m.top_k else 1
 
 
 SECTIONS: dict[str, Any] = {  # name of a section of Run -> its class

@@ -16,6 +16,9 @@ its experts into blocks of one expert each, and multiplies as many blocks as are
 ep and tp sums the results. With model.dispatch_factor, a token is sent to the GPUs of its experts
 only (token_dispatch.py).
 
+With layout.ep_nodes > 1, tokens go to the nodes of ep first, once to each (dispatch_nodes.py); the
+all-to-alls above are then among the GPUs of a node, and e is an expert of this node.
+
 Shapes are static either way. Dispatch and combine are gathers, also in the backward pass.
 
 Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
@@ -33,7 +36,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.model import Model
-from maxbench.model import grouped_matmul, linear, router, token_dispatch
+from maxbench.model import dispatch_nodes, grouped_matmul, linear, router, token_dispatch
 from maxbench.model.grad_accumulation import layer_state, record
 from maxbench.model.grouped_matmul import take
 from maxbench.model.layers import (
@@ -118,13 +121,16 @@ class Moe(nn.Module):
         load_be: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         gate_jk, m = gate_jk.astype(x_jd.dtype), self.model
+        x_jd, gate_jk = dispatch_nodes.gather(x_jd), dispatch_nodes.gather(gate_jk)
+        slot_jk, token_ec = dispatch_nodes.gather_slots(slot_jk, token_ec)
         # Not with a capacity: for Grok-1, XLA then schedules both microbatches of a loop iteration
         # without an offset, and their all-to-alls are exposed (6 % of the step on 64 GPUs).
         rows_ec = gate_gradient(token_ec.shape, gate_jk, slot_jk) if m.force_balance else None
         x_ecd = dispatch(x_jd, slot_jk, token_ec)
         y_ecd, tokens = self.experts(x_ecd, rows_ec, orders, load_be)
         y_ecd = checkpoint_name(y_ecd, "mlp_down")
-        return combine(rows_ec is None, y_ecd, gate_jk, slot_jk, token_ec), tokens
+        y_jd = combine(rows_ec is None, y_ecd, gate_jk, slot_jk, token_ec)
+        return dispatch_nodes.sum_nodes(y_jd), tokens
 
     def experts(
         self, x_ecd: jax.Array, rows_ec: Any, orders: Any, load_be: jax.Array | None
@@ -159,13 +165,17 @@ class Moe(nn.Module):
     def dropless(
         self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any
     ) -> tuple[jax.Array, Any]:
-        m, ep, tp = self.model, collectives.axis_size("ep"), collectives.axis_size("tp")
-        local, tokens = rules.local_size("experts", m.experts), len(x_jd)
-        mean_rows = tokens * m.top_k * ep * tp // m.experts
+        m, tp = self.model, collectives.axis_size("tp")
+        local = rules.local_size("experts", m.experts)
+        ep = m.experts // local
+        mean_rows = len(x_jd) * m.top_k * ep * tp // m.experts
         over_tp = lambda x: collectives.all_gather(x, "tp", 0)
         first, pairs = collectives.axis_index("ep") * local, None
+        first_of_node = dispatch_nodes.first_expert(m.experts)
         if m.dispatch_factor and ep > 1:
-            rows = token_dispatch.buffer_rows(tokens, m.experts, m.top_k, ep, m.dispatch_factor)
+            x_jd, gate_jk = dispatch_nodes.gather(x_jd), dispatch_nodes.gather(gate_jk)
+            expert_jk = dispatch_nodes.gather(expert_jk) - first_of_node
+            rows = token_dispatch.buffer_rows(len(x_jd), m.experts, m.top_k, ep, m.dispatch_factor)
             pairs, lost_rows = token_dispatch.assign(expert_jk, local, rows)
             local_jk = over_tp(token_dispatch.send_indices(expert_jk, pairs)) - first
             blocks, lost = grouped_matmul.assign_blocks(
@@ -176,8 +186,8 @@ class Moe(nn.Module):
             gather = lambda x: over_tp(token_dispatch.send(x, pairs))
             x_jd, gate_jk = gather(x_jd), gather(gate_jk.astype(x_jd.dtype))
         else:
-            gather = lambda x: collectives.all_gather(over_tp(x), "ep", 0)
-            x_jd, expert_jk = gather(x_jd), gather(expert_jk)
+            gather = lambda x: dispatch_nodes.gather(collectives.all_gather(over_tp(x), "ep", 0))
+            x_jd, expert_jk = gather(x_jd), gather(expert_jk) - first_of_node
             gate_jk = gather(gate_jk.astype(x_jd.dtype))
             blocks, _ = grouped_matmul.assign_blocks(expert_jk - first, local, mean_rows)
         w_edgf = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
@@ -195,8 +205,10 @@ class Moe(nn.Module):
         y_jd = grouped_matmul.combine(y_ncd, blocks)
         if pairs:
             y_jd = token_dispatch.send_back(collectives.reduce_scatter(y_jd, "tp", 0), pairs)
+            y_jd = dispatch_nodes.sum_nodes(y_jd)
         else:
-            y_jd = collectives.reduce_scatter(collectives.reduce_scatter(y_jd, "ep", 0), "tp", 0)
+            y_jd = collectives.reduce_scatter(dispatch_nodes.sum_nodes(y_jd), "ep", 0)
+            y_jd = collectives.reduce_scatter(y_jd, "tp", 0)
         issued = {name: order.issued for name, order in orders.items()}
         return checkpoint_name(y_jd, "mlp_down"), issued
 

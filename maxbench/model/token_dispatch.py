@@ -35,7 +35,8 @@ def assign(expert_jk: jax.Array, experts: int, rows: int) -> tuple[BlockAssignme
     """Assigns tokens to rows of the buffers, in the order of tokens.
 
     Args:
-      expert_jk: experts that each token of this GPU chose, of all GPUs' experts.
+      expert_jk: experts that each token chose; those outside 0 .. p x experts - 1 are on other
+        nodes.
       experts: of one GPU.
       rows: of a buffer.
 
@@ -51,8 +52,10 @@ def assign(expert_jk: jax.Array, experts: int, rows: int) -> tuple[BlockAssignme
     lost = jnp.sum(jnp.maximum(row_jp[-1] + 1 - rows, 0))
     j1, earlier = jnp.arange(j, dtype=jnp.int32)[:, None], jnp.tri(k, k=-1, dtype=bool)
     repeated_jk = jnp.any((gpu_jk[:, :, None] == gpu_jk[:, None]) & earlier, -1)
-    row_jk = row_jp[j1, gpu_jk]
-    slot_jk = jnp.where(repeated_jk | (row_jk >= rows), -1, gpu_jk * rows + row_jk)
+    row_jk = row_jp[j1, jnp.clip(gpu_jk, 0, gpus - 1)]
+    elsewhere_jk = (gpu_jk < 0) | (gpu_jk >= gpus)
+    no_row_jk = elsewhere_jk | repeated_jk | (row_jk >= rows)
+    slot_jk = jnp.where(no_row_jk, -1, gpu_jk * rows + row_jk)
     index = jnp.where(slot_jk < 0, gpus * rows, slot_jk)
     choice = jnp.full(gpus * rows, -1, jnp.int32).at[index].set(j1 * k, mode="drop")
     return BlockAssignment(slot_jk, choice.reshape(gpus, rows), jnp.arange(gpus), None, 0), lost

@@ -5,7 +5,7 @@ import sys
 
 from maxbench.config import environment
 from maxbench.config.errors import UserError
-from maxbench.config.run import AXES, Run
+from maxbench.config.run import Run
 from maxbench.cost_model import (
     compile_cache,
     hlo,
@@ -140,7 +140,7 @@ def branch_frequencies(
 
 def costs_of(run: Run, efficiency: Efficiency | None = None) -> Costs:
     """Costs of ops on the run's GPU type and mesh."""
-    return Costs(run.gpu, {axis: getattr(run.layout, axis) for axis in AXES}, efficiency)
+    return Costs(run.gpu, run.layout.mesh_shape, efficiency)
 
 
 def sensitivity(p: Plan) -> dict[str, list[float]]:

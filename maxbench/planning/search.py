@@ -19,7 +19,7 @@ from typing import Any
 
 from maxbench.config import lowering
 from maxbench.config.errors import UserError
-from maxbench.config.run import AXES, Run
+from maxbench.config.run import DEGREES, Run
 from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.metrics import flops
@@ -75,7 +75,17 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
             continue
         axes: dict[str, Any] = dict(
-            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, cp=cp, tp=tp, mbs=mbs, gbs=gbs, stages=""
+            pp=pp,
+            vp=vp,
+            dp=dp,
+            fsdp=fsdp,
+            ep=ep,
+            cp=cp,
+            tp=tp,
+            mbs=mbs,
+            gbs=gbs,
+            stages="",
+            ep_nodes=0,
         )
         with contextlib.suppress(UserError):  # an illegal layout
             yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))
@@ -99,7 +109,9 @@ def estimate_step_s(run: Run) -> float:
     hops = 2 if a.pp > 1 else 6
     wait = costs.memory(WIDTH * moved) + hops * link("all-gather", WIDTH * elements, "tp")
     if m.experts:  # dispatch and combine, forward and backward
-        wait += 4 * link("all-to-all", WIDTH * elements * m.top_k // a.tp, "ep")
+        sent = WIDTH * elements // a.tp
+        wait += 4 * link("all-to-all", sent * m.top_k, "ep")
+        wait += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
     work = layers + wait * m.layers / a.pp
     weights, ends = memory.stage_weights(run)
     if a.fsdp > 1:  # all-gathered in both passes, reduce-scattered once, overlapping GEMMs
@@ -191,7 +203,7 @@ def smallest_fit(run: Run, gpus: int) -> str:
     for n in (gpus, *near, *(gpus << i for i in range(1, 12))):
         if ranked := rank_layouts(run, n):
             a, t = ranked[0].layout, ranked[0].train
-            axes = " ".join(f"--{x} {getattr(a, x)}" for x in (*AXES, "vp") if getattr(a, x) > 1)
+            axes = " ".join(f"--{x} {getattr(a, x)}" for x in (*DEGREES, "vp") if getattr(a, x) > 1)
             policy = f"--config.train.remat={t.remat}"
             policy += f" --config.train.offload={t.offload}" if t.offload else ""
             return f"estimated to fit on {n} GPUs: {axes} --mbs {a.mbs} --gbs {a.gbs} {policy}"

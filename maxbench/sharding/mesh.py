@@ -9,7 +9,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import AXES, Layout
 from maxbench.sharding.collectives import axis_index, axis_size
 
-DATA_AXES = ("dp", "fsdp", "ep")  # axes that split the batch
+DATA_AXES = ("dp", "fsdp", "ep_nodes", "ep")  # axes that split the batch
 
 
 def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
@@ -25,7 +25,7 @@ def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
             f"({devices[0].device_kind}); use --cpu_devices {layout.gpus} for virtual ones with "
             "the presets :tiny and :rehearse, or maxbench plan, which needs no devices"
         )
-    axis_sizes = [getattr(layout, axis) for axis in AXES]
+    axis_sizes = [*layout.mesh_shape.values()]
     auto = (AxisType.Auto,) * len(AXES)  # the default, Explicit, would put shardings into types
     return jax.make_mesh(axis_sizes, AXES, axis_types=auto, devices=devices[: layout.gpus])
 

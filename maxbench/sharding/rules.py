@@ -31,7 +31,7 @@ RULES = {
     "embed": ("fsdp",),
     "q_rank": ("fsdp",),
     "kv_rank": ("fsdp",),
-    "experts": ("ep",),
+    "experts": ("ep_nodes", "ep"),
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "mlp": ("tp",),

@@ -186,6 +186,17 @@ BAD = {
         ],
         ["model.rope_fraction=0.5: latent attention rotates model.rope_head_dim=8"],
     ),
+    "nodes of ep": (
+        ["--config", "grok1_314b:tiny", "--ep", "4", "--config.layout.ep_nodes=3"],
+        ["ep_nodes=3 does not divide ep=4", "ep_nodes that works: 1, 2, 4"],
+    ),
+    "nodes of tokens for all": (
+        [
+            *("--config", "grok1_314b:tiny", "--ep", "4", "--config.layout.ep_nodes=2"),
+            "--config.model.capacity_factor=0",
+        ],
+        ["layout.ep_nodes=2 has no effect", "each token is sent to all GPUs of ep"],
+    ),
     "latent tp": (
         ["--config", TOY, *LATENT, "--config.model.kv_heads=8", "--tp", "16"],
         ["tp=16 does not divide model.heads=8", "tp that works: 1, 2, 4, 8"],

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from maxbench.config import lowering, recipes
 from maxbench.config.resolve import build_run
-from maxbench.config.run import AXES, SECTIONS, Run
+from maxbench.config.run import DEGREES, SECTIONS, Run
 from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import WORKLOADS, config, resolve
 
@@ -75,6 +75,22 @@ def test_rehearsal_has_the_mesh_axes_of_the_row():
     assert resolve("grok1_314b", "rehearse", gpus=64, cpu_devices=4).runtime.cpu_devices == 4
 
 
+@pytest.mark.parametrize(
+    ("workload", "gpus", "gpu_type", "nodes"),
+    [
+        ("qwen3_30b_a3b", 16, "h100", 2),
+        ("qwen3_235b_a22b", 256, "h100", 4),  # ep 16 x tp 2
+        ("qwen3_235b_a22b", 256, "gb200", 1),  # all in one NVLink domain
+        ("deepseek_v3", 256, "b200", 4),
+        ("grok1_314b", 64, "h100", 1),
+    ],
+)
+def test_tokens_are_sent_once_to_each_node_where_that_is_less(workload, gpus, gpu_type, nodes):
+    a = resolve(workload, gpus=gpus, gpu_type=gpu_type, dtype="fp8").layout
+    assert a.ep_nodes == nodes
+    assert a.mesh_shape["ep_nodes"] * a.mesh_shape["ep"] == a.ep
+
+
 def test_fp8_settings_of_a_workload_apply_to_fp8_runs():
     assert resolve("llama2_70b", gpus=64).train.remat == "save_dot_except_mlpwi"
     assert resolve("llama2_70b", gpus=64, dtype="fp8").train.remat == "save_dot_except_mlp"
@@ -99,7 +115,9 @@ def test_later_settings_win():
 
 
 @given(
-    axes=st.dictionaries(st.sampled_from([*AXES, "vp", "mbs", "gbs", "seq"]), st.integers(-3, 40)),
+    axes=st.dictionaries(
+        st.sampled_from([*DEGREES, "vp", "mbs", "gbs", "seq"]), st.integers(-3, 40)
+    ),
     gpu=st.sampled_from([*GPU_TYPES, "h1000"]),
     workload=st.sampled_from(WORKLOADS),
 )

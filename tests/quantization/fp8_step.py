@@ -2,7 +2,7 @@
 
 import math
 
-from maxbench.sharding.mesh import DATA_AXES, make_mesh
+from maxbench.sharding.mesh import make_mesh
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -12,7 +12,7 @@ FAMILIES = {"llama": "llama31_405b", "nemotron": "nemotron4_340b", "grok": "grok
 def build(workload: str, dtype: str = "fp8", overrides: dict | None = None, **flags) -> Step:
     """The step of a workload's tiny preset: 4 layers, 4 sequences of 64 tokens. No expert drops a
     token: each has a slot for all of them, as a token chooses 2 of 4 experts."""
-    shards = math.prod(flags.get(axis, 1) for axis in DATA_AXES)
+    shards = math.prod(flags.get(axis, 1) for axis in ("dp", "fsdp", "ep"))
     flags = {"gbs": 4, "seq": 64, "layers": 4, "mbs": 4 // shards} | flags
     overrides = {"model.capacity_factor": 2.0, "precision.scaling": "auto"} | (overrides or {})
     if workload == "grok1_314b" and "optim.lr" in overrides:

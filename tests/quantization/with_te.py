@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench.config.run import AXES
 from maxbench.cost_model import aot, hlo, stub_libcuda
 from maxbench.cost_model.costs import GEMM, TE_GEMM, Costs
 from maxbench.cost_model.simulate import kernel_cost
@@ -263,7 +262,7 @@ def test_all_gemms_of_a_gpu_step_are_tes(gpu, scaling, axes, monkeypatch):
     flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes
     run = resolve("llama31_405b", "tiny", overrides, dtype="fp8", **flags)
     program = hlo.parse(aot.compile_run(run).text)
-    costs = Costs(GPU_TYPES[gpu], {axis: getattr(run.layout, axis) for axis in AXES})
+    costs = Costs(GPU_TYPES[gpu], run.layout.mesh_shape)
     gemms = [
         (op, kernel_cost(program, c, op, costs)[2])
         for c in program.computations.values()

@@ -114,10 +114,12 @@ CASES = [
     pytest.param("nemotron", dict(fsdp=2, cp=2, tp=2), marks=exhaustive),
     pytest.param("window", dict(pp=2, cp=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("latent", dict(pp=2, vp=2, fsdp=2, cp=2, tp=2, mbs=1), marks=exhaustive),
-    ("grok", dict(ep=2, tp=2, cp=2, mbs=1)),
-    pytest.param("gpt_oss", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
-    pytest.param("deepseek", dict(cp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
+    ("grok", dict(ep=4, ep_nodes=2, tp=2, cp=2, mbs=1)),
+    pytest.param("gpt_oss", dict(pp=2, ep=4, ep_nodes=2, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("gpt_oss", dict(ep=2, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("deepseek", dict(cp=2, ep=4, ep_nodes=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(pp=2, ep=2, fsdp=2, mbs=1), marks=exhaustive),
+    pytest.param("deepseek", dict(pp=2, ep=4, ep_nodes=2, mbs=1), marks=exhaustive),
     # Layers that differ in a slot of the chunks, and empty slots: branches with collectives.
     pytest.param(
         "dense_first",
@@ -137,12 +139,13 @@ def overlap_zero(monkeypatch):
 
 def build(family: str, preset: str = "tiny", overrides: dict | None = None, **axes) -> Step:
     """The fp32 step of a family, on a mesh; axes may have 'schedule' and 'remat' too."""
-    shards = math.prod(axes.get(a, 1) for a in mesh.DATA_AXES)
+    shards = math.prod(axes.get(a, 1) for a in ("dp", "fsdp", "ep"))
     workload, family_overrides = FAMILIES[family]
     layers = family_overrides.get("model.layers", 4)
     axes = {"layers": layers, "gbs": GBS, "mbs": GBS // shards, **axes}
     settings = EXACT | family_overrides | (overrides or {})
     settings |= {"layout.stages": axes.pop("stages", "")}
+    settings |= {"layout.ep_nodes": axes.pop("ep_nodes", 1)}
     settings |= {"train.loss_chunk": 24, "train.schedule": axes.pop("schedule", "1f1b")}
     settings |= {"train.remat": axes.pop("remat")} if "remat" in axes else {}
     run = resolve(workload, preset, settings, dtype="fp32", seq=SEQ, **axes)
