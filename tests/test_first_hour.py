@@ -26,7 +26,8 @@ CASES = {
 }
 
 
-LONG = ("stamps", "families", "fp8", "options", "profile")  # stages that compile for 10 s or more
+# stages that take 10 s or more
+LONG = ("stamps", "families", "fp8", "options", "profile", "calibrate")
 
 
 @pytest.mark.parametrize(

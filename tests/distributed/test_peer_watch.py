@@ -145,7 +145,7 @@ def test_stuck_process_is_named_everywhere_with_its_stack(watched, stuck):
     assert f"hang: {peers[0].reason}" in lines[0]
 
 
-@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("frozen", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_frozen_process_is_named_by_the_others(watched, monkeypatch, frozen):
     peers = watched[0]()
     monkeypatch.setattr(peers[frozen], "_send", lambda message: None)
@@ -172,7 +172,7 @@ def test_run_goes_on_after_a_hang_if_it_is_told_to(watched):
     assert not exits
 
 
-@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("frozen", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_failed_collective_waits_for_the_name_of_the_frozen_process(watched, monkeypatch, frozen):
     """Gloo gives up earlier than the peer watch. An error of another kind waits for nothing."""
     peers = watched[0]("continue")

@@ -125,7 +125,7 @@ def test_from_submission_to_report(place, capsys):
 
 def test_watch_ends_with_the_last_step_and_the_files_of_the_run(place, monkeypatch, capsys):
     """The job ends after its last log was read, before its state is asked for."""
-    place.plan({"sleep": 5})
+    place.plan({"sleep": 2})
     monkeypatch.setattr(cli_watch, "PAUSE_S", 0.1)
     entry.run("launch", [])
     (name,) = place.job_sets()
@@ -160,6 +160,7 @@ def test_a_failure_without_a_checkpoint_is_not_repeated(place):
     assert place.cluster.listed("jobsets")[0]["status"]["restarts"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_preempted_pod_resumes_from_its_checkpoint(place):
     place.plan({"sleep": 60}, {})
     entry.run("launch", [])
@@ -178,6 +179,7 @@ def test_a_preempted_pod_resumes_from_its_checkpoint(place):
         "COMPLETED", "REQUEUED"]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_pending_pod_and_a_cancelled_job(place, capsys, monkeypatch):
     place.plan({"sleep": 60})
     place.cluster.pending = {1}

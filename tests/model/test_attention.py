@@ -94,9 +94,9 @@ def test_short_attention_and_its_gradient_equal_the_formula(sinks):
 @pytest.mark.parametrize(
     ("cp", "sinks", "options"),
     [
-        (2, True, {}),
+        pytest.param(2, True, {}, marks=pytest.mark.exhaustive),
         (4, True, {"softcap": 2.0}),
-        (2, True, {"window": 5}),
+        pytest.param(2, True, {"window": 5}, marks=pytest.mark.exhaustive),
         (4, False, {"window": 9}),  # a chunk and one token
         (4, True, {"window": 1, "scale": 0.2}),
         (4, True, {"window": 64}),  # the whole sequence: a ring

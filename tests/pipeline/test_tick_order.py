@@ -44,9 +44,9 @@ def traced(name, monkeypatch, order="auto"):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_row_takes_effect(name, monkeypatch):
+def test_the_executor_orders_as_the_table_says(name, monkeypatch):
     """Each event of the table asks for its row, and the row's events happened before, in the order
-    of the table."""
+    of the table. No event asks under a name that no table has, except those that never wait."""
     run, emitted, waits, _ = traced(name, monkeypatch)
     size = 2 if name != "one stage" else run.model.layers
     for phase in (STEADY, *((WARMUP, COOLDOWN) if run.layout.pp > 1 else ())):
@@ -62,12 +62,6 @@ def test_every_row_takes_effect(name, monkeypatch):
                     continue
                 assert {*events} <= emitted, (event, events)
                 assert phase != STEADY or events in waits[event], event
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_events_of_the_executor_are_in_the_table(name, monkeypatch):
-    """No event is asked for under a name that no table has, except those that never wait."""
-    run, _, waits, _ = traced(name, monkeypatch)
     tables = [tick_order.tick_order(run, phase, layer) for phase in PHASES for layer in (0, 1)]
     known = set().union(*tables)
     never = {"fwd.attn.input", "fwd.mlp.input", "fwd.down.reduce_scatter"}

@@ -199,7 +199,7 @@ def test_full_disk_is_the_reason(train, tmp_path, monkeypatch):
     assert not any("part" in name for name in files)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_deleted_folder_is_the_reason(train, monkeypatch, checkpoint):
     """A checkpoint at the end creates the folder anew."""
     record_step = log_writer.Log.step

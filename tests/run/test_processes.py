@@ -64,8 +64,9 @@ def test_killed_process_is_named_and_ends_the_run(tmp_path, lost):
     assert "Traceback" not in run.printed()
 
 
+# The second kind begins as the first.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("process", "kind"), [*enumerate(freezes.KINDS)])
+@pytest.mark.parametrize(("process", "kind"), [*enumerate([*freezes.KINDS][1:])])
 def test_frozen_or_stuck_process_is_named_and_ends_the_run(tmp_path, process, kind):
     run = freezes.Run(tmp_path, 2, 10)
     try:

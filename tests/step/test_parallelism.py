@@ -116,7 +116,6 @@ CASES = [
     pytest.param("latent", dict(pp=2, vp=2, fsdp=2, cp=2, tp=2, mbs=1), marks=exhaustive),
     ("grok", dict(ep=4, ep_nodes=2, tp=2, cp=2, mbs=1)),
     pytest.param("gpt_oss", dict(pp=2, ep=4, ep_nodes=2, tp=2, mbs=1), marks=exhaustive),
-    pytest.param("gpt_oss", dict(ep=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(cp=2, ep=4, ep_nodes=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(pp=2, ep=2, fsdp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(pp=2, ep=4, ep_nodes=2, mbs=1), marks=exhaustive),
