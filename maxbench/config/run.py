@@ -3,7 +3,9 @@
 Every check raises UserError with the value, why it is invalid, and what would work.
 """
 
+import copy
 import dataclasses
+import functools
 from typing import Any
 
 from maxbench.config import number_formats, pipeline_layout, run_checks
@@ -335,7 +337,7 @@ class Run:
             + (f"_{self.profile.tool}" if self.profile.tool else "")
         )
 
-    @property
+    @functools.cached_property
     def format(self) -> Format:
         """The number format of the GEMMs of layers, with 'auto' resolved."""
         return number_formats.resolve_format(
@@ -355,8 +357,10 @@ class Run:
     def __post_init__(self):
         check_choice("gpu_type", self.layout.gpu_type, self.gpu_types)
         if not self.layout.ep_nodes:
-            nodes = _nodes_of_ep(self.layout, self.gpu, self.model)
-            object.__setattr__(self, "layout", dataclasses.replace(self.layout, ep_nodes=nodes))
+            layout = copy.copy(self.layout)  # valid: dataclasses.replace would check it again
+            nodes = _nodes_of_ep(layout, self.gpu, self.model)
+            object.__setattr__(layout, "ep_nodes", nodes)
+            object.__setattr__(self, "layout", layout)
         run_checks.check(self)
 
 

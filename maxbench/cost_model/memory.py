@@ -183,8 +183,11 @@ def activation_bytes(run: Run, remat: str = "") -> int:
         # train.remat applies to the first layers alone; the others recompute norms and activation.
         first = run.model.layers if remat else lowering.remat_layer_count(run)
         last = functools.partial(per_token, names=REMATS["save_gemms_recompute_act"])
-        kinds = run.model.per_layer
-        elements = sum(map(per_token, kinds[:first])) + sum(map(last, kinds[first:]))
+        if first == run.model.layers:
+            elements = sum(n * per_token(kind) for n, kind in run.model.kinds)
+        else:
+            kinds = run.model.per_layer
+            elements = sum(map(per_token, kinds[:first])) + sum(map(last, kinds[first:]))
         return int(tokens * width * elements)
     even = -(-run.model.layers // (a.pp * a.vp))
     layers = max(pipeline_layout.layers_of_parts(a.stages)) if a.stages else even

@@ -1,10 +1,11 @@
 """Rematerialization policies of a run: the activations they save, and the FLOPs they cost."""
 
 import dataclasses
+import functools
 import math
 
 from maxbench.config import lowering
-from maxbench.config.run import REMATS, TENSORS, Run
+from maxbench.config.run import REMATS, TENSORS, Run, Train
 from maxbench.cost_model.memory import activation_bytes
 
 
@@ -43,12 +44,22 @@ def _scores(run: Run) -> float:
 
 def with_remat(run: Run, remat: str, offload: str = "", layers: int = 0) -> Run:
     """The run with another policy, offloaded tensors, and number of layers (0: all)."""
-    train = dataclasses.replace(run.train, remat=remat, offload=offload, remat_layers=layers)
+    train = _with_remat(run.train, remat, offload, layers)
     return run if train == run.train else dataclasses.replace(run, train=train)
+
+
+@functools.cache  # a search asks for the same few of thousands of layouts
+def _with_remat(train: Train, remat: str, offload: str, layers: int) -> Train:
+    return dataclasses.replace(train, remat=remat, offload=offload, remat_layers=layers)
 
 
 def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
     """The run with each policy whose stash has at most `max_bytes`, the largest stash first."""
+    return [with_remat(run, remat) for remat in _fitting(run, max_bytes)]
+
+
+def _fitting(run: Run, max_bytes: float) -> list[str]:
+    """Names of policies()."""
     differs_from_none = {
         "save_gemms_only": lowering.layers_unrolled(run),
         "save_gemms_recompute_mla_up": run.model.kv_rank > 0,
@@ -58,13 +69,15 @@ def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
     names = [remat for remat in REMATS if differs_from_none.get(remat, True)]
     size = {remat: activation_bytes(run, remat) for remat in names}
     fitting = [remat for remat in size if size[remat] <= max_bytes]
-    return [with_remat(run, remat) for remat in sorted(fitting, key=size.__getitem__, reverse=True)]
+    return sorted(fitting, key=size.__getitem__, reverse=True)
 
 
 def least_recomputed(run: Run, max_bytes: float) -> Run | None:
     """The policy that recomputes least, of those with at most `max_bytes`; the largest stash of
     equal ones. None: no policy fits."""
-    return min(policies(run, max_bytes), key=recomputed_fraction, default=None)
+    recomputed = functools.partial(recomputed_fraction, run)
+    best = min(_fitting(run, max_bytes), key=recomputed, default=None)
+    return None if best is None else with_remat(run, best)
 
 
 def with_fewer_layers(run: Run, max_bytes: float) -> Run:
