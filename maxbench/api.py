@@ -133,6 +133,7 @@ def plan(
     as_published: bool | None = None,
     search: bool | None = None,
     compiled: int | None = None,
+    search_s: int | None = None,
     memory_margin: float | None = None,
     network: str | None = None,
     network_gbps: float | None = None,
@@ -179,6 +180,7 @@ def plan(
         fit.
       search: compare other layouts and remat policies for the same batch and GPUs.
       compiled: number of layouts that `search` compiles (default: 8).
+      search_s: seconds after which `search` compiles no further, once a layout fits (default: 90).
       memory_margin: fraction of a GPU's memory that must stay free.
       network: a name of hardware/networks.toml, as 'roce400'.
       network_gbps: GB/s of each GPU to the network, one direction.
@@ -292,6 +294,7 @@ def sweep(
     as_published: OneOrList[bool] = None,
     search: OneOrList[bool] = None,
     compiled: OneOrList[int] = None,
+    search_s: OneOrList[int] = None,
     memory_margin: OneOrList[float] = None,
     network: OneOrList[str] = None,
     network_gbps: OneOrList[float] = None,

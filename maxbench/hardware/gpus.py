@@ -137,7 +137,11 @@ class Gpu:
 
 
 # So that a Run can be sent to another process.
-copyreg.pickle(types.MappingProxyType, lambda proxy: (types.MappingProxyType, (dict(proxy),)))
+def _read_only(mapping: dict) -> types.MappingProxyType:
+    return types.MappingProxyType(mapping)
+
+
+copyreg.pickle(types.MappingProxyType, lambda proxy: (_read_only, (dict(proxy),)))
 
 
 class GpuTypes(Mapping[str, Gpu]):

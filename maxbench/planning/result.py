@@ -139,7 +139,7 @@ def plan_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> PlanResult:
     if flag("search") and not candidates:
         candidates = search.shortlist(run, flag("compiled"))
     if candidates:
-        plans = search.search(candidates, run)
+        plans = search.search(candidates, run, flag("search_s"))
     else:
         plans = [planner.best_remat(run) if flag("best_remat") else planner.plan(run)]
     result = PlanResult(run, plans, bool(candidates), {})

@@ -13,8 +13,8 @@ import pickle
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from concurrent import futures
 from typing import Any
 
 from maxbench.config import lowering
@@ -29,6 +29,7 @@ from maxbench.planning.planner import Plan, plan
 # Compiled step over estimate, among the layouts of a model and GPU type: its standard deviation was
 # 4 % of it for 8 layouts of Llama 3.1 70B on 96 H100 (1.12 to 1.26).
 SPREAD = 0.04
+POLL_S = 0.1
 MAX_AT_A_TIME = 4  # programs: compiling one takes up to 3 GiB
 MAX_TP, MAX_PP, MAX_CP, MAX_MBS = 16, 16, 8, 16
 first = operator.itemgetter(0)
@@ -234,7 +235,7 @@ def memory_sensitivity(p: Plan) -> list[float | None]:
     return seconds
 
 
-def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
+def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> list[Plan]:
     """Plans of the candidates, of which one is compiled on each core, at most MAX_AT_A_TIME;
     progress goes to stderr.
 
@@ -242,6 +243,9 @@ def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
     that is smaller by the missing bytes. `given` is planned as it is. Compiled programs take longer
     than estimated, by about the same factor (SPREAD): a candidate that would be slower than the
     fastest plan so far by it is not compiled.
+
+    Args:
+      seconds: after which compilation ends, but that of `given`, if a plan fits by then.
 
     Raises:
       UserError: XLA's GPU compiler is not installed, and a program is not in the cache.
@@ -251,28 +255,39 @@ def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
     log = lambda text: print(text, file=sys.stderr, flush=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     at_a_time = min(cores or 1, MAX_AT_A_TIME, len(candidates))
-    fastest = min(map(estimate_step_s, candidates))
+    fastest, end = min(map(estimate_step_s, candidates)), time.monotonic() + seconds
     log(
         f"{len(candidates)} layouts, the fastest estimated at {fastest:.3f} s; compiling the first "
         f"{at_a_time}, then those that may be faster"
     )
     plans: list[Plan] = []
     waiting = collections.deque(enumerate(candidates, 1))
-    running: dict[futures.Future, tuple[int, Run]] = {}
+    running: list[tuple[int, Run, subprocess.Popen | None]] = []
     name = lambda i, run: (
         f"{i}/{len(candidates)}  {run.layout.describe()}; {run.train.remat_summary}"
     )
-    with futures.ThreadPoolExecutor(at_a_time) as pool:
+    expected = lambda run: estimate_step_s(run) * _compiled_over_estimated(plans)
+    try:
         while waiting or running:
-            while waiting and len(running) < at_a_time:
+            late = time.monotonic() > end and _fastest(plans) < math.inf
+            while waiting and (late or len(running) < at_a_time):
                 i, run = waiting.popleft()
-                expected = estimate_step_s(run) * _compiled_over_estimated(plans)
-                if run != given and expected * (1 - SPREAD) > _fastest(plans):
-                    log(f"{name(i, run)}: not compiled, about {expected:.3f} s")
+                slower = expected(run) * (1 - SPREAD) > _fastest(plans)
+                if run != given and (slower or late):
+                    why = "not compiled" if slower else f"not compiled in {seconds:.0f} s"
+                    log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
+                else:
+                    running.append((i, run, _start(run)))
+            for i, run, process in [*running]:
+                if is_running := process and process.poll() is None:
+                    if not late or run == given:
+                        continue
+                    _stop(process)
+                running.remove((i, run, process))
+                if is_running:
+                    why = f"not compiled in {seconds:.0f} s"
+                    log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
                     continue
-                running[pool.submit(_compile, run)] = i, run
-            for done in futures.wait(running, return_when=futures.FIRST_COMPLETED).done:
-                i, run = running.pop(done)
                 plans.append(p := plan(run))
                 known = f"{name(i, run)}: {p.step_s:.3f} s"
                 available = memory.activation_bytes(run) + p.memory.spare
@@ -283,6 +298,10 @@ def search(candidates: Sequence[Run], given: Run) -> list[Plan]:
                         waiting.appendleft((i, less[0]))
                 best = _fastest(plans)
                 log(known + f"; fastest so far {best:.3f} s" * (best < math.inf))
+            time.sleep(POLL_S if running else 0)
+    finally:
+        for _, _, process in running:
+            _stop(process)
     return plans
 
 
@@ -302,9 +321,21 @@ planner.compile_program(pickle.load(sys.stdin.buffer))
 """
 
 
-def _compile(run: Run) -> None:
-    """Compiles a program into the cache, in another process. If that fails, plan() repeats it in
-    this process, and raises."""
-    if compile_cache.load(run) is None:
-        command, quiet = [sys.executable, "-c", COMPILE], subprocess.DEVNULL
-        subprocess.run(command, input=pickle.dumps(run), stdout=quiet, stderr=quiet, check=False)
+def _stop(process: subprocess.Popen | None) -> None:
+    if process:
+        process.kill()
+        process.wait()
+
+
+def _start(run: Run) -> subprocess.Popen | None:
+    """Starts another process that compiles a program into the cache; None if it is there. If that
+    fails, plan() repeats it in this process, and raises."""
+    if compile_cache.load(run) is not None:
+        return None
+    quiet = subprocess.DEVNULL
+    command = [sys.executable, "-c", COMPILE]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(pickle.dumps(run))
+    return process

@@ -3,7 +3,10 @@
 import csv
 import dataclasses
 import pathlib
+import pickle
 import re
+import subprocess
+import time
 import types
 
 import pytest
@@ -132,7 +135,6 @@ def test_candidates_that_the_compiled_ones_show_to_be_slower_are_not_compiled(mo
         )
 
     monkeypatch.setattr(search, "plan", plan)
-    monkeypatch.setattr(search, "_compile", lambda run: None)
     monkeypatch.setattr(search, "MAX_AT_A_TIME", 1)
     monkeypatch.setattr(search.compile_cache, "load", lambda run: run)
     candidates = search.fastest_on(run_of("llama31_70b.py --gpus 64"), 96, 8)
@@ -144,6 +146,43 @@ def test_candidates_that_the_compiled_ones_show_to_be_slower_are_not_compiled(mo
     limit = min(map(search.estimate_step_s, [second, *others])) / (1 - search.SPREAD)
     assert others == [x for x in candidates[1:] if search.estimate_step_s(x) <= limit]
     assert capsys.readouterr().err.count("not compiled") == len(candidates) - 1 - len(others) > 0
+
+
+def test_programs_are_compiled_in_other_processes(monkeypatch, tmp_path):
+    """The child's standard input is the run."""
+    run, echo = run_of("llama31_70b.py --gpus 64"), tmp_path / "echo"
+    copy = f"import sys; open({str(echo)!r}, 'wb').write(sys.stdin.buffer.read())"
+    monkeypatch.setattr(search, "COMPILE", copy)
+    monkeypatch.setattr(search.compile_cache, "load", lambda run: None)
+    assert search._start(run).wait() == 0
+    assert pickle.loads(echo.read_bytes()) == run
+
+
+def test_a_search_ends_after_its_time_if_a_layout_fits(monkeypatch, capsys):
+    """The first program compiles at once, but does not fit; the second fits; others take long."""
+    started, plans = [], []
+
+    def start(run):
+        started.append(run)
+        return None if len(started) < 3 else subprocess.Popen(["sleep", "60"])
+
+    def plan(run):
+        plans.append(run)
+        room = types.SimpleNamespace(spare=-GIB if len(plans) == 1 else GIB)
+        step_s = search.estimate_step_s(run)
+        return types.SimpleNamespace(run=run, step_s=step_s, fits=room.spare > 0, memory=room)
+
+    monkeypatch.setattr(search, "plan", plan)
+    monkeypatch.setattr(search, "_start", start)
+    monkeypatch.setattr(search, "SPREAD", 0.5)
+    monkeypatch.setattr(search, "MAX_AT_A_TIME", 1)
+    given = run_of("llama31_70b.py --gpus 64")
+    candidates = search.fastest_on(given, 96, 4)
+    begin = time.monotonic()
+    assert len(search.search(candidates, given, 1)) == 2
+    assert 1 < time.monotonic() - begin < 30
+    assert len(started) == 3
+    assert capsys.readouterr().err.count("not compiled in 1 s, about") == 3
 
 
 def test_a_run_that_cannot_fit_is_refused_with_one_that_does():
