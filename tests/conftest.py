@@ -128,19 +128,14 @@ def persistent_cache(folder: pathlib.Path | None = CACHE / "jax", seconds: float
     compilation_cache.reset_cache()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def compiled_programs_are_cached():
-    """For the next run of the tests, which take half of their time to compile."""
-    with persistent_cache(seconds=0.5):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def programs_for_gpus_are_not_cached(request):
-    """JAX cannot load a program for a GPU that is absent."""
-    for_gpu = request.node.get_closest_marker("gpu_compile")
-    with persistent_cache(None) if for_gpu else contextlib.nullcontext():
-        yield
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Compiled programs are cached for the next run of the tests, which take half of their time to
+    compile; not those for GPUs, as JAX cannot load the program of an absent one. A hook, so that
+    fixtures of modules compile inside of it too."""
+    for_gpu = item.get_closest_marker("gpu_compile")
+    with persistent_cache(None if for_gpu else CACHE / "jax", 0.5):
+        return (yield)
 
 
 def config(name: str, presets: str = ""):

@@ -3,13 +3,16 @@
 The Step is that of training, on compile-only devices.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import resource
 import string
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxbench.config import lowering
 from maxbench.config.number_formats import FORMATS
@@ -50,6 +53,19 @@ def devices(run: Run) -> list:
     return topology.devices
 
 
+@contextlib.contextmanager
+def no_persistent_cache() -> Iterator[None]:
+    """Without JAX's compilation cache: it cannot load the program of an absent GPU, and warns."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+
+
 def compile_run(run: Run) -> compile_cache.Compiled:
     """Compiles the run's step for its GPUs.
 
@@ -59,7 +75,8 @@ def compile_run(run: Run) -> compile_cache.Compiled:
     if run.format.quantized and lowering.backend(run) == "te":
         stub_libcuda.install(run.gpu.chip.capability)
     step = Step(run, mesh.make_mesh(run.layout, devices(run)))
-    compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
+    with no_persistent_cache():
+        compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
     memory = compiled.memory_analysis()
     parts = {name: round(rules.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}
 

@@ -19,7 +19,7 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import chrome_trace
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
-from tests.conftest import CACHE, resolve
+from tests.conftest import CACHE, persistent_cache, resolve
 from tests.planning.plans import exposed_share, planned, program_of, run_of, traffic
 
 pytestmark = [
@@ -301,3 +301,12 @@ def test_search_compiles_the_given_layout_and_others():
     done = command(f"{LLAMA31_70B} --search --compiled 1")
     assert done.returncode == 0, done.stderr
     assert "(as given)" in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_programs_are_not_in_the_cache_of_jax(tmp_path):
+    """Which the user may have set for training: it cannot load a program for an absent GPU."""
+    run = resolve("llama31_8b", "tiny", layers=1)
+    with persistent_cache(tmp_path):
+        assert aot.compile_run(run).text
+    assert not [*tmp_path.glob("jit__step*")]
