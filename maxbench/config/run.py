@@ -56,9 +56,9 @@ class Layout:
     ep: int = field(1, at_least=1)
     cp: int = field(1, at_least=1)
     tp: int = field(1, at_least=1)
-    # Nodes of the GPUs of ep: a token is sent to each of them once, and in each from there to the
-    # GPUs of its experts. 1: from its own GPU to those of its experts. 0: as many as ep spans, if
-    # less is sent over the network then (model/dispatch_nodes.py)
+    # Nodes (NVLink domains) that ep spans: a token is sent once to each of them, and there to the
+    # GPUs of its experts (model/dispatch_nodes.py). 1 = to the GPUs of its experts at once. 0 = the
+    # one of these two that sends less over the network
     ep_nodes: int = field(0, at_least=0)
     mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
     # Layers of each of the pp x vp parts of a pipeline, in Megatron's notation
@@ -365,10 +365,11 @@ class Run:
 
 
 def _nodes_of_ep(a: Layout, gpu: Gpu, m: Model) -> int:
-    """layout.ep_nodes if it is 0.
+    """The value of layout.ep_nodes if it is 0.
 
-    With n nodes, a token is sent over the network n - 1 times there and back, in 16 bits, instead
-    of top_k (n - 1) / n times, of which one in four is in 8 bits or fewer.
+    With n nodes a token crosses the network n - 1 times in each direction, in 16 bits; sent to the
+    GPUs of its experts at once, top_k (n - 1) / n times, of which the way there is in the number
+    format of the GEMMs: 3/4 of the bytes in 8 bits.
     """
     domain, neighbors = gpu.nvlink_domain(a.gpus), a.cp * a.tp
     nodes = a.ep * neighbors // domain
