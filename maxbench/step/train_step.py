@@ -381,17 +381,19 @@ class Step:
         count = run.layout.microbatches
         if count == 1:
             return accumulate(zeros, 0)
-        if count == 2:
-            return self._two_microbatches(accumulate, zeros, step)
+        if count == 2 or run.layout.fsdp > 1:
+            return self._loop_of_unknown_length(accumulate, zeros, step, count)
         grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
         return grads, jax.tree.map(jnp.sum, out)
 
     @staticmethod
-    def _two_microbatches(accumulate, zeros, step):
-        """A loop over two microbatches with a trip count that XLA does not know.
+    def _loop_of_unknown_length(accumulate, zeros, step, count):
+        """A loop over microbatches with a trip count that XLA does not know: it is not
+        double-buffered.
 
         Of a loop over two, double buffering leaves no loop, and XLA would run both microbatches at
-        once, with two activation stashes.
+        once, with two activation stashes. With fsdp, XLA allocates most of the stash of an
+        iteration's second microbatch before the backward pass of the first.
         """
 
         def add(micro, state):
@@ -400,8 +402,8 @@ class Step:
             return grads, jax.tree.map(jnp.add, sums, out)
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(accumulate, zeros, 0)[1])
-        with jax.named_scope("about_2_trips"):  # cost_model/hlo.py reads it
-            return jax.lax.fori_loop(0, 2 + jnp.minimum(step, 0), add, (zeros, sums))
+        with jax.named_scope(f"about_{count}_trips"):  # cost_model/hlo.py reads it
+            return jax.lax.fori_loop(0, count + jnp.minimum(step, 0), add, (zeros, sums))
 
 
 def _stacks_of(names, layers):

@@ -288,11 +288,20 @@ def test_the_python_api_returns_what_the_command_prints():
 
 
 @pytest.mark.exhaustive
-def test_microbatches_run_one_after_the_other():
-    """A loop over two is unrolled by XLA, which must not keep the activations of both."""
-    row = "--config configs/llama2_70b.py --fsdp 16 --layers 16 --mbs 2 --config.train.remat=full"
+@pytest.mark.parametrize(
+    "row",
+    [
+        "llama2_70b.py --layers 16 --config.train.remat=full",
+        "qwen3_30b_a3b.py --layers 6 --config.train.remat=save_gemms_recompute_act",
+    ],
+)
+def test_microbatches_run_one_after_the_other(row):
+    """XLA unrolls a loop over two and double-buffers a longer one, and must not keep the
+    activations of two."""
+    row = f"--config configs/{row} --gpu_type h100 --fsdp 16 --mbs 2"
     one, two, four = (planned(f"{row} --gbs {32 * n}")["memory"] for n in (1, 2, 4))
-    assert two["activations"] == one["activations"]
+    for more in (two, four):
+        assert more["activations"] == pytest.approx(one["activations"], rel=0.02)
     assert one["total"] <= two["total"] <= four["total"] <= 1.2 * one["total"]
 
 
