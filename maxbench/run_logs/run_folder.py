@@ -52,8 +52,13 @@ def read_run_folder(
     _read_power(record)
     if record.status in ("", "running"):
         _infer_death(record)
-    elif record.status == "stopped" and (reason := text_logs.death_reason(_job_logs(record))):
-        record.reason = f"{record.reason}: {reason}"
+    elif record.status in ("stopped", "failed"):
+        reason = text_logs.death_reason(_job_logs(record))
+        # A time limit or a lost node ends one process after another, and a later one may name the
+        # first.
+        is_cause = "DUE TO" in reason and " died, see " in record.reason
+        if reason and (record.status == "stopped" or is_cause):
+            record.reason = f"{record.reason}: {reason}"
     return record
 
 

@@ -198,6 +198,19 @@ def test_run_killed_without_a_message_is_dead(tmp_path):
     assert (row.verdict, row.record.last, row.why) == ("DIED", 11, "ended without an error message")
 
 
+def test_time_limit_is_named_if_a_process_saw_another_one_die_of_it(tmp_path):
+    path = ours(tmp_path, steps=12, status="failed")
+    result = json.loads((path / "result.json").read_text())
+    result["reason"] = "process 0 of 2 on n1 died, see lines 0: of srun-train-1.0.log"
+    (path / "result.json").write_text(json.dumps(result))
+    end = "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT"
+    (path / "srun-train-1.0.log").write_text(f"{end} ***\n")
+    (row,) = rows(tmp_path)
+    assert row.verdict == "DIED"
+    assert row.why.startswith(f"{result['reason']}: ")
+    assert "DUE TO TIME LIMIT" in row.why
+
+
 def test_running_run_is_not_dead(tmp_path):
     ours(tmp_path, steps=12, status="running")
     (row,) = rows(tmp_path)
