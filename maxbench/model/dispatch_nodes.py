@@ -1,7 +1,7 @@
 """Experts on several nodes: the first of two steps that dispatch a token (layout.ep_nodes).
 
 A token is sent over the network to one GPU of each node, whichever of its experts are there: the
-GPUs with the same place on all nodes all-gather their tokens. Each of them then dispatches all
+GPUs with the same local rank on all nodes all-gather their tokens. Each of them then dispatches all
 these tokens to the experts of its own node, by an all-to-all over NVLink, and sums what returns. A
 reduce-scatter over the nodes sums the results of the nodes. The backward pass is the transpose.
 
@@ -9,8 +9,8 @@ DeepEP does the same, but skips nodes that have no expert of a token: of 8 exper
 token misses a node once in 10. Sent from its own GPU to each of its experts' GPUs, a token would
 cross the network top_k (n - 1) / n times for n nodes, instead of n - 1 times.
 
-Shape letters: j token of this GPU, J of the GPUs with its place on all nodes (n x j), k choice, e
-expert, c slot of an expert for a GPU's tokens.
+Shape letters: j token of this GPU, J of the GPUs with its local rank on all nodes (n x j), k
+choice, e expert, c slot of an expert for a GPU's tokens, C for those of J (n x c).
 """
 
 import jax
@@ -22,7 +22,7 @@ AXIS = "ep_nodes"
 
 
 def gather(x_jd: jax.Array) -> jax.Array:
-    """The tokens of the GPUs with this one's place on all nodes: x_Jd."""
+    """The tokens of the GPUs with this one's local rank on all nodes: x_Jd."""
     return collectives.all_gather(x_jd, AXIS, 0)
 
 
@@ -44,7 +44,8 @@ def gather_slots(slot_jk: jax.Array, token_ec: jax.Array) -> tuple[jax.Array, ja
       token_ec: token of each slot of all experts, -1 if empty.
 
     Returns:
-      slot_Jk, -1 also if the expert is on another node; and token_eC.
+      slot_Jk, e x (slots of an expert x n) + C, -1 also if the expert is on another node; and
+      token_eC. e are the experts of this node.
     """
     nodes, (experts, slots) = collectives.axis_size(AXIS), token_ec.shape
     if nodes == 1:

@@ -83,9 +83,8 @@ def assign_blocks(
     expert_n = jnp.sum(jnp.arange(count)[:, None] >= ends_e, 1)
     slot_jk = jnp.zeros(j * k, jnp.int32).at[order].set(slot).reshape(j, k)
     expert_n = jnp.minimum(expert_n, experts - 1)
-    used = (
-        ends_e[-1] if collectives.axis_size("ep_nodes") * collectives.axis_size("ep") > 1 else None
-    )
+    is_sharded = any(collectives.axis_size(axis) > 1 for axis in ("ep_nodes", "ep"))
+    used = ends_e[-1] if is_sharded else None
     used = used if lost is None else jnp.minimum(ends_e[-1], count)
     return BlockAssignment(slot_jk, choice.reshape(count, size), expert_n, used, mean_rows), lost
 

@@ -76,18 +76,9 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
             continue
         axes: dict[str, Any] = dict(
-            pp=pp,
-            vp=vp,
-            dp=dp,
-            fsdp=fsdp,
-            ep=ep,
-            cp=cp,
-            tp=tp,
-            mbs=mbs,
-            gbs=gbs,
+            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, ep_nodes=0, cp=cp, tp=tp, mbs=mbs, gbs=gbs,
             stages="",
-            ep_nodes=0,
-        )
+        )  # fmt: skip
         with contextlib.suppress(UserError):  # an illegal layout
             yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))
 
@@ -267,6 +258,8 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
         f"{i}/{len(candidates)}  {run.layout.describe()}; {run.train.remat_summary}"
     )
     expected = lambda run: estimate_step_s(run) * _compiled_over_estimated(plans)
+    skip = lambda i, run, why: log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
+    too_late = f"not compiled in {seconds:.0f} s"
     try:
         while waiting or running:
             late = time.monotonic() > end and _fastest(plans) < math.inf
@@ -274,19 +267,17 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                 i, run = waiting.popleft()
                 slower = expected(run) * (1 - SPREAD) > _fastest(plans)
                 if run != given and (slower or late):
-                    why = "not compiled" if slower else f"not compiled in {seconds:.0f} s"
-                    log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
+                    skip(i, run, "not compiled" if slower else too_late)
                 else:
                     running.append((i, run, _start(run)))
             for i, run, process in [*running]:
-                if is_running := process and process.poll() is None:
-                    if not late or run == given:
-                        continue
-                    _stop(process)
+                compiles = process and process.poll() is None
+                if compiles and not (late and run != given):
+                    continue
                 running.remove((i, run, process))
-                if is_running:
-                    why = f"not compiled in {seconds:.0f} s"
-                    log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
+                if compiles:
+                    _stop(process)
+                    skip(i, run, too_late)
                     continue
                 plans.append(p := plan(run))
                 known = f"{name(i, run)}: {p.step_s:.3f} s"

@@ -168,9 +168,9 @@ def test_a_search_ends_after_its_time_if_a_layout_fits(monkeypatch, capsys):
 
     def plan(run):
         plans.append(run)
-        room = types.SimpleNamespace(spare=-GIB if len(plans) == 1 else GIB)
-        step_s = search.estimate_step_s(run)
-        return types.SimpleNamespace(run=run, step_s=step_s, fits=room.spare > 0, memory=room)
+        fits, step_s = len(plans) > 1, search.estimate_step_s(run)
+        memory = types.SimpleNamespace(spare=GIB if fits else -GIB)
+        return types.SimpleNamespace(run=run, step_s=step_s, fits=fits, memory=memory)
 
     monkeypatch.setattr(search, "plan", plan)
     monkeypatch.setattr(search, "_start", start)
