@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import command_line, commands, folders, recipes
+from maxbench.config import command_line, commands, folders, ineffective, recipes
 from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
 from maxbench.metrics import flops, step_stats
@@ -79,6 +79,9 @@ def overview(run: Run) -> terminal.Parts:
         rows |= {"memory": memory_estimate(run), "published": published_figure(run)}
     else:
         rows["published"] = "no figure for a run of toy size"
+    if without_effect := ineffective.reasons(run).values():
+        texts = [text.partition("; use")[0] for text in without_effect]
+        rows["no effect"] = "; ".join(texts).replace(" has no effect", "")
     rows["results"] = f"{folders.run_folder(run, run.output.stamp).parent}/"
     return {title: rows, "more": {"--json": "print every setting", "--help": "list the flags"}}
 

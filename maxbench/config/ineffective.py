@@ -1,7 +1,7 @@
-"""Settings of the user that would have no effect in a run: they are refused.
+"""Settings that have no effect in a run.
 
-Only settings of the command line, the launcher and the Python API are checked: a workload file may
-hold settings for runs of another layout or number format.
+Set by the command line, the launcher or the Python API, such a setting is refused. A workload file
+may hold settings for runs of another layout or number format: the run's log names them.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,14 +22,24 @@ def check_effective(run: Run, paths: Iterable[str]) -> None:
     Raises:
       UserError: one is not at its default and has no effect in the run; with the reason.
     """
+    without_effect = reasons(run)
     for path in paths:
+        if text := without_effect.get(path):
+            advice = ", or leave it out" if "; use " in text else "; leave it out"
+            raise UserError(f"{text}{advice}")
+
+
+def reasons(run: Run) -> dict[str, str]:
+    """For each setting that is not at its default and has no effect: its value and the reason."""
+    texts = {}
+    for path, rule in RULES.items():
         section, _, name = path.partition(".")
         value = getattr(getattr(run, section), name)
         default = type(getattr(run, section)).__dataclass_fields__[name].default
-        if path in RULES and value != default and (reason := RULES[path](run)):
-            shown = f"{path}={value!r}" if isinstance(value, str) else f"{path}={value}"
-            advice = ", or leave it out" if "; use " in reason else "; leave it out"
-            raise UserError(f"{shown} has no effect: {reason}{advice}")
+        if value != default and (reason := rule(run)):
+            shown = repr(value) if isinstance(value, str) else value
+            texts[path] = f"{path}={shown} has no effect: {reason}"
+    return texts
 
 
 def _unroll_layers(run: Run) -> str:
@@ -117,7 +127,9 @@ def _experts(run: Run) -> str:
 
 
 def _capacity_factor(run: Run) -> str:
-    return _experts(run) or "model.force_balance drops no token" * run.model.force_balance
+    no_limit = run.model.capacity_factor == 0  # drops no token, as force_balance does
+    unused = run.model.force_balance and not no_limit
+    return _experts(run) or "model.force_balance drops no token" * unused
 
 
 def _drop_policy(run: Run) -> str:
@@ -135,6 +147,8 @@ def _dispatch_factor(run: Run) -> str:
 
 
 def _ep_nodes(run: Run) -> str:
+    if run.layout.ep_nodes == 1:  # the automatic value where all ep is one node, or there is no ep
+        return ""
     if run.model.experts and not (run.model.has_slots or run.model.dispatch_factor):
         return "with model.dispatch_factor=0 each token is sent to all GPUs of ep"
     return _experts(run)

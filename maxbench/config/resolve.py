@@ -169,6 +169,8 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
     rows = [r for r in of_dtype if r["gpu_type"] == key.recipes]
     if row := next((r for r in rows if r["gpus"] == key.gpus), None):
         sections: Sections = {"layout": {"gpu_type": key.gpu_type}}
+        if dtype == "bf16":
+            row.pop("format", None)  # of the other dtypes of its line
         for column, value in row.items():
             if section := COLUMN_SECTIONS.get(column, "layout"):
                 field = "scaling" if column == "format" else column

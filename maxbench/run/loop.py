@@ -12,7 +12,7 @@ import jax
 from jax import monitoring
 from jax.experimental import multihost_utils
 
-from maxbench.config import folders
+from maxbench.config import folders, ineffective
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
@@ -133,6 +133,8 @@ def start_log(run: Run, devices: jax.sharding.Mesh, screen: terminal.Screen | No
     if log.writes:
         log.writers = metric_writers.MetricWriters(run, log.folder, log.line)
     log.line(f"{run.name}: {run.layout.describe()}; {kind.kind}, {run.precision.dtype}")
+    for text in ineffective.reasons(run).values():  # of the workload file: others were refused
+        log.line(text)
     return log
 
 

@@ -1,11 +1,14 @@
-"""Settings without effect in a run are refused, with the reason (config/ineffective.py)."""
+"""Settings without effect in a run are refused, or named if a file sets them
+(config/ineffective.py)."""
 
 import pytest
 
-from maxbench.config import command_line, ineffective
+from maxbench.cli import train
+from maxbench.config import command_line, ineffective, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
 from maxbench.config.resolve import build_run
+from maxbench.run import terminal
 from tests.conftest import WORKLOADS, config
 
 TOY = "llama31_8b:tiny"
@@ -63,10 +66,23 @@ def test_default_values_are_accepted():
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_scaling_of_a_workload_file_is_accepted_in_bf16(scaling):
+def test_scaling_of_a_workload_file_is_accepted_in_bf16_and_named(scaling):
     """A file may hold settings for runs in another number format."""
     run = build_run(config("llama31_8b", "tiny"), overrides={"precision.scaling": scaling})
     assert run.precision.dtype == "bf16"
+    text = f"precision.scaling='{scaling}' has no effect: dtype=bf16 has unquantized GEMMs"
+    assert ineffective.reasons(run)["precision.scaling"].startswith(text)
+    shown = " ".join(terminal.text(train.overview(run)).split())
+    assert text.replace(" has no effect", "") in shown
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_setting_of_our_workload_files_has_an_effect(workload):
+    for row in recipes.table(config(workload).layouts):
+        names = ("gpus", "gpu_type", "dtype")
+        strong = ["--strong_scaling"] * (row["scaling"] == "strong")
+        flags = [f"--{name}={row[name]}" for name in names] + strong
+        assert not ineffective.reasons(command_line.run_of(["--config", workload, *flags])), flags
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
