@@ -142,12 +142,14 @@ def _measure(
     call = functools.partial(program, *args)
     blocking = lambda: jax.block_until_ready(call())
     # On a CPU, collectives of concurrent calls could deadlock.
-    shared_cpu = mesh is not None and jax.default_backend() == "cpu"
-    seconds = median_s(blocking if shared_cpu else call, sizes.min_row_s)
+    cpu_mesh = mesh if jax.default_backend() == "cpu" else None
+    seconds = median_s(blocking if cpu_mesh else call, sizes.min_row_s)
     degrees = dict(mesh.shape) if mesh else {}
-    if shared_cpu:
-        seconds /= len(mesh.local_devices)
-    return Measurement(kind, name, program.as_text(), seconds, degrees)
+    if cpu_mesh:
+        seconds /= len(cpu_mesh.local_devices)
+    text = program.as_text()
+    assert text is not None  # XLA's compilers have it
+    return Measurement(kind, name, text, seconds, degrees)
 
 
 def median_s(call: Callable, min_row_s: float) -> float:

@@ -77,7 +77,9 @@ def compile_run(run: Run) -> compile_cache.Compiled:
     step = Step(run, mesh.make_mesh(run.layout, devices(run)))
     with no_persistent_cache():
         compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
-    memory = compiled.memory_analysis()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None  # XLA's compilers have both
+    assert memory is not None
     parts = {name: round(rules.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}
 
     def local_shape(weight, leaf):  # of a compute weight on one GPU
@@ -90,7 +92,7 @@ def compile_run(run: Run) -> compile_cache.Compiled:
     count = lambda tree: sum(w.size for w in jax.tree.leaves(tree))
     elements, layers = count(weights), count(weights["layers"])
     return compile_cache.Compiled(
-        text=compiled.as_text(),
+        text=text,
         weights=parts["params"],
         optimizer=parts["opt"],
         arguments=memory.argument_size_in_bytes,

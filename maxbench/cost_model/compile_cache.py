@@ -104,8 +104,10 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] == package)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-            yield from (node.module, *(f"{node.module}.{a.name}" for a in node.names))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module.split(".")[0] == package:
+                yield from (module, *(f"{module}.{a.name}" for a in node.names))
 
 
 def code_of(tree: ast.Module) -> str:

@@ -322,7 +322,7 @@ def _frames(lines: list[str]) -> dict[str, tuple[Frame, str]]:
         elif tables and line:
             break
     table = lambda name: tables.get(name, {}).items()
-    number = lambda text, name: int(re.search(rf"{name}=(\d+)", text)[1])
+    number = lambda text, name: int(re.findall(rf"{name}=(\d+)", text)[0])
     name = lambda text: re.sub(r".*/(?:maxbench|site-packages)/", "", text[1:-1])
     names = {
         (kind, key): name(x) for kind in ("FileNames", "FunctionNames") for key, x in table(kind)

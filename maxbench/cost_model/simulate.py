@@ -65,7 +65,7 @@ class OpTime:
     """Seconds of a step that one op takes on one GPU's compute stream.
 
     Attributes:
-      where, op: the op and its computation; None of waiting for the slowest GPU.
+      where, op: the op and its computation; the entry and None of waiting for the slowest GPU.
       kind: key of Timeline.compute, a kind of collective whose end blocks the stream, or 'idle'.
       count: how often the op runs in a step.
       seconds: of all runs, with contention and the gap to the next kernel.
@@ -74,7 +74,7 @@ class OpTime:
       busy_s, queued_s: seconds of all runs of a collective, and before them in the queue.
     """
 
-    where: hlo.Computation | None
+    where: hlo.Computation
     op: hlo.Op | None
     kind: str
     count: float = 0
@@ -171,7 +171,7 @@ def simulate(
     seconds = simulator.run(program.entry, 0.0, 1)
     slowest = costs.straggler_s(seconds, 1, costs.gpus)  # gradients synchronize once per step
     simulator.timeline.compute["slowest"] = slowest
-    simulator.timeline.time_of(None, None, "slowest").seconds += slowest
+    simulator.timeline.time_of(program.entry, None, "slowest").seconds += slowest
     simulator.timeline.seconds = seconds + slowest
     return simulator.timeline
 
@@ -209,10 +209,11 @@ class Simulator:
             elif op.opcode == "call":
                 now = self.run(self.program.called(op, "to_apply"), now, times)
             elif op.is_done:
-                running, slack = pending.pop(op.operands[0], None), self.timeline.slack_s
-                for name, idle in running.queued.items() if running else ():
-                    slack[name] = min(slack[name], max(now - running.end, 0) + idle)
-                now = self._wait(running, now, times)
+                if running := pending.pop(op.operands[0], None):
+                    slack = self.timeline.slack_s
+                    for name, idle in running.queued.items():
+                        slack[name] = min(slack[name], max(now - running.end, 0) + idle)
+                    now = self._wait(running, now, times)
             elif base in hlo.COLLECTIVES or base != op.opcode:
                 now = self._communicate(where, op, base, now, times, pending)
             else:
@@ -300,8 +301,6 @@ class Simulator:
         return end
 
     def _wait(self, running, now, times):
-        if running is None:
-            return now
         stream = "communication" if running.traffic else "copies"
         begin, end = running.begin, running.end
         self._add_event(stream, running.name, running.kind, begin, end - begin, running.bytes)

@@ -36,11 +36,11 @@ def route(
       probs_je, fp32: softmax over all experts; with 'sigmoid', sigmoids divided by their sum.
     """
     if m.router == "sigmoid":
-        sigmoid_je = jax.nn.sigmoid(logits_je)
-        probs_je = sigmoid_je / jnp.sum(sigmoid_je, -1, keepdims=True)
+        score_je = jax.nn.sigmoid(logits_je)
+        probs_je = score_je / jnp.sum(score_je, -1, keepdims=True)
     else:
-        sigmoid_je, probs_je = None, jax.nn.softmax(logits_je)
-    score_je = {"softmax_topk": probs_je, "topk_softmax": logits_je}.get(m.router, sigmoid_je)
+        probs_je = jax.nn.softmax(logits_je)
+        score_je = probs_je if m.router == "softmax_topk" else logits_je
     if forced_jk is None:
         forced_jk = best_experts(m, jax.lax.stop_gradient(score_je), bias_e)
     expert_jk = save_routing(forced_jk)

@@ -7,6 +7,7 @@ surround those of the executor with data dependences; a GPU's program has none o
 from typing import Any
 
 from maxbench.pipeline.executor import Carry, Executor, OneStage, Pipeline, Tick
+from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.sharding.ordering import serialize_on_cpu
 
 
@@ -31,10 +32,10 @@ class SerializedOnCpu(Executor):
         if t.dy is not None:
             t.dy = serialize_on_cpu(result, t.dy)
 
-    def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
+    def zero_slices(self, carry: Carry, t: Tick, i: int, zero: ZeroOverlap) -> Carry:
         if any(slot.table is not None for slots in self.placement.slots.values() for slot in slots):
             t.now = serialize_on_cpu((t.x, t.dy), t.now)
-        return super().zero_slices(carry, t, i)
+        return super().zero_slices(carry, t, i, zero)
 
     def run_branches(self, carry: Carry, t: Tick) -> Carry:
         before = carry.chunk_grads, carry.output, carry.metrics, carry.head_weight, t.dy, t.slices

@@ -64,7 +64,7 @@ class Metrics(NamedTuple):
         return {name: x for name, x in self._asdict().items() if x is not None}
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass(kw_only=True)
 class Carry:
     """State that the scans over ticks carry. Fields that a run does not need are None."""
 
@@ -75,7 +75,7 @@ class Carry:
     stash: Any = None  # residuals, {sublayer: [per layer of a chunk: arrays [slots, ...]]}
     residuals: Any = None  # of the tick before, {sublayer: [per layer of a chunk: arrays]}
     residual_slot: Any = None  # and their slot
-    metrics: Metrics | None = None
+    metrics: Metrics
     layer_grads: Any = None  # of all chunks, arrays [slots of layers, ...]
     chunk_grads: Any = None  # of the backward chunk, {stack: one tree per entry}
     bwd_weights: Any = None  # of the backward chunk, {stack: one tree per entry}
@@ -193,7 +193,8 @@ class Executor:
                 if forward:
                     carry = carry if i or bwd == "attn" else self.receive_input(carry, t)
                     carry = self.forward_sublayer(carry, t, fwd, i)
-            carry = self.zero_slices(carry, t, i) if self.zero and forward != backward else carry
+            if self.zero and forward != backward:
+                carry = self.zero_slices(carry, t, i, self.zero)
         return self.end_tick(carry, t), None
 
     def forward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
@@ -340,7 +341,7 @@ class Executor:
     def after_branch(self, _t: Tick, _result: jax.Array) -> None:
         """Called with a result of a branch in the middle of a tick."""
 
-    def zero_slices(self, carry: Carry, t: Tick, i: int) -> Carry:
+    def zero_slices(self, carry: Carry, t: Tick, i: int, zero: ZeroOverlap) -> Carry:
         """Communicates the ZeRO slices of a tick that go with layer i: weights in the warm-up,
         gradients in the cool-down.
 
@@ -352,11 +353,11 @@ class Executor:
         started = t.tokens.of(event)
         token = ordering.index_token(started)
         slices = []
-        if self.zero.slices_per_layer and t.forward:
-            slices = self.zero.all_gather_slices(t.now.allgather_tick + token, i)
-        elif self.zero.slices_per_layer:
+        if zero.slices_per_layer and t.forward:
+            slices = zero.all_gather_slices(t.now.allgather_tick + token, i)
+        elif zero.slices_per_layer:
             tick = t.now.reducescatter_tick + token
-            slices = self.zero.reduce_scatter_slices(self.sliced(carry.layer_grads), tick, i)
+            slices = zero.reduce_scatter_slices(self.sliced(carry.layer_grads), tick, i)
         t.slices += slices
         done = ordering.token(slices)
         if self.head and t.forward and i == 0:
@@ -389,10 +390,10 @@ class Executor:
                 residuals=t.residuals,
                 residual_slot=t.now.fwd_stash_slot,
             )
-        if t.slices and t.forward:
+        if self.zero and t.slices and t.forward:
             layers = self.zero.write_weights(self.sliced(carry.layer_weights), t.slices)
             carry = carry.replace(layer_weights=self.with_sliced(carry.layer_weights, layers))
-        elif t.slices:
+        elif self.zero and t.slices:
             tick = t.now.reducescatter_tick
             grads = self.zero.write_gradients(self.sliced(carry.layer_grads), t.slices, tick)
             carry = carry.replace(layer_grads=self.with_sliced(carry.layer_grads, grads))

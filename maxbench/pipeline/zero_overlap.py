@@ -253,8 +253,8 @@ def _slice_dim(sharding: WeightSharding, shape, slices: int, block: int) -> int 
     With blocks (MXFP8) it divides into slices of whole blocks, and is the first dim of the rows or
     the columns of its matrix: operands of such a weight are matrices [ins, outs].
     """
-    batch, outs = sharding.gemm.batch, sharding.gemm.batch + sharding.gemm.ins
-    first = lambda d: outs if d >= outs else batch if d >= batch else 0
+    ins, outs = sharding.matrix_dims()
+    first = lambda d: outs if d >= outs else ins if d >= ins else 0
     leads = lambda d: block == 1 or math.prod(shape[first(d) : d]) == 1
     unit = lambda d: block if d in (outs - 1, len(shape) - 1) else 1
     divides = lambda d: shape[d] % (slices * unit(d)) == 0

@@ -207,7 +207,7 @@ def explain(p: Plan) -> Explanation:
     x = _Explainer(program, planner.costs_of(p.run))
     ops = list(timeline.ops.values())
     operations = _merged(x.operation(t) for t in ops if t.seconds)
-    exposed = [x.exposed(t) for t in ops if t.traffic and t.seconds]
+    exposed = [x.exposed(t, t.op, t.traffic) for t in ops if t.op and t.traffic and t.seconds]
     in_pipeline = p.run.layout.pp > 1
     return Explanation(
         p,
@@ -291,19 +291,19 @@ class _Explainer:
         name, source = self.name_and_source(t.op)
         if t.traffic:
             name = f"wait for {t.traffic.kind}, {name}"
-        shape, bound, flops, size = self.shape_and_bound(t)
+        shape, bound, flops, size = self.shape_and_bound(t, t.op)
         rate = t.count / t.seconds
         return Operation(
             name, t.kind, shape, source, bound, t.count, t.seconds,
             tflops=flops * rate / 1e12, gbps=size * rate / 1e9, intensity=flops / max(size, 1),
         )  # fmt: skip
 
-    def exposed(self, t: OpTime) -> Exposed:
-        name, source = self.name_and_source(t.op)
-        shape, *_ = self.shape_and_bound(t)
+    def exposed(self, t: OpTime, op: hlo.Op, traffic: simulate.CollectiveStats) -> Exposed:
+        name, source = self.name_and_source(op)
+        shape, *_ = self.shape_and_bound(t, op)
         return Exposed(
-            name, t.traffic.kind, shape, source, t.seconds, t.busy_s, t.queued_s,
-            self._label(self._producer(t)), self._label(self._consumer(t)),
+            name, traffic.kind, shape, source, t.seconds, t.busy_s, t.queued_s,
+            self._label(self._producer(t.where, op)), self._label(self._consumer(t.where, op)),
         )  # fmt: skip
 
     def name_and_source(self, op: hlo.Op) -> tuple[str, str]:
@@ -330,36 +330,34 @@ class _Explainer:
         base = op.base if op.base in hlo.COLLECTIVES else ""
         return f"{base} {self.name_and_source(op)[0]}".strip()
 
-    def _producer(self, t: OpTime) -> hlo.Op | None:
+    def _producer(self, where: hlo.Computation, op: hlo.Op) -> hlo.Op | None:
         """The op that computes a collective's first operand; None if it is an input."""
-        op = t.op
         while op.operands:
-            op = t.where.by_name[op.operands[0]]
+            op = where.by_name[op.operands[0]]
             if op.opcode not in hlo.FREE:
                 return None if op.opcode == "while" else op
         return None
 
-    def _consumer(self, t: OpTime) -> hlo.Op | None:
+    def _consumer(self, where: hlo.Computation, start: hlo.Op) -> hlo.Op | None:
         """The first op that reads a collective's result; None if none does in its computation."""
-        done = next((user for user in t.where.users[t.op.name] if user.is_done), t.op)
+        done = next((user for user in where.users[start.name] if user.is_done), start)
         names = {done.name}
-        for op in t.where.ops[t.where.ops.index(done) + 1 :]:
+        for op in where.ops[where.ops.index(done) + 1 :]:
             if names & set(op.operands):
                 if op.opcode not in hlo.FREE and op.opcode != "while":
                     return op
                 names.add(op.name)
         return None
 
-    def shape_and_bound(self, t: OpTime) -> tuple[str, str, float, float]:
+    def shape_and_bound(self, t: OpTime, op: hlo.Op) -> tuple[str, str, float, float]:
         """Shape and bound (Operation), FLOPs and bytes of one run."""
-        op, where = t.op, t.where
         if t.traffic:
             latency = self.costs.collective(t.traffic.kind, t.traffic.link, 0, 0)
             bound = "latency" if latency > t.busy_s / t.count / 2 else "link"
             return f"{t.bytes / GIB:.3f} GiB over {t.traffic.link.axes}", bound, 0.0, 0.0
         if t.kind == "host":
             return "", "host", 0.0, 0.0
-        inner, scope = op, where
+        inner, scope = op, t.where
         if op.base == "async":
             scope = self.program.called(op)
             inner = scope.root

@@ -84,7 +84,7 @@ def plan(run: Run) -> Plan:
     timeline = simulate_plan(run, program)
     published = step_stats.compare_with_published(run, run.layout.gpu_type)
     deltas = {}
-    if published_deltas.apply_to(published):
+    if published.row and published_deltas.apply_to(published):
         deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
     sizes = memory.breakdown(run, compiled, program)
     return Plan(run, compiled, sizes, timeline, published, deltas, cached)

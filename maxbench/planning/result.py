@@ -57,7 +57,7 @@ class PlanResult(records.Records):
         """The best plan as plain data; seconds and bytes unless a name has another unit."""
         more = {"sensitivity_s": self.sensitivity, "budget": self.budget}
         more |= {"scaling": scaling.figures(dict(self.curves))}
-        more |= {"explain": self.explanation.data() if self.explanation else None}
+        more |= {"explain": self.explanation.data() if self.explanation else {}}
         return planner.figures(self.best) | {k: v for k, v in more.items() if v}
 
     def data(self) -> dict | list[dict]:
@@ -137,16 +137,16 @@ def plan_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> PlanResult:
     if not candidates and (why := search.why_it_cannot_fit(run)):
         raise CannotFit(why)
     if flag("search") and not candidates:
-        candidates = search.shortlist(run, flag("compiled"))
+        candidates = search.shortlist(run, fv.compiled)
     if candidates:
-        plans = search.search(candidates, run, flag("search_s"))
+        plans = search.search(candidates, run, fv.search_s)
     else:
         plans = [planner.best_remat(run) if flag("best_remat") else planner.plan(run)]
     result = PlanResult(run, plans, bool(candidates), {})
     if flag("explain"):
         result = dataclasses.replace(result, explanation=result.explain())
     if flag("sensitivity"):
-        seconds = planner.sensitivity(result.best)
+        seconds: dict[str, Sequence[float | None]] = {**planner.sensitivity(result.best)}
         seconds |= {"memory size": search.memory_sensitivity(result.best)}
         result = dataclasses.replace(result, sensitivity=seconds)
     if options:

@@ -64,9 +64,10 @@ class PerTensor:
         dgrad, gemm = QuantizedArray(q, scale), sharding.gemm
         if not self.gather_along_outputs:
             return Weight(dgrad, None, self, xdy_scales, gemm)
-        fprop, first = self.make_fprop_operand(dgrad, gemm, lead), lead + gemm.batch
+        fprop = self.make_fprop_operand(dgrad, gemm, lead)
+        first, outs = sharding.matrix_dims(lead)
         # fsdp splits ins: split outs instead, once per step and not in each layer.
-        if ("fsdp",) in sharding.compute_axes[first : first + gemm.ins]:
+        if ("fsdp",) in sharding.compute_axes[first:outs]:
             fprop = fprop._replace(q=collectives.all_to_all(fprop.q, "fsdp", first, first + 1))
         return Weight(dgrad, fprop, self, xdy_scales, gemm)
 

@@ -42,8 +42,7 @@ class Mxfp8:
     def weight(self, w: Any, sharding: WeightSharding, lead: int, scale: Any) -> Weight:
         """If this GPU's part of the master weight has no whole blocks, the weight is all-gathered
         in the compute dtype and quantized afterwards."""
-        first = lead + sharding.gemm.batch
-        outs = first + sharding.gemm.ins
+        first, outs = sharding.matrix_dims(lead)
         blocked_dims = w.ndim - 1, outs - 1
         quantize_first = all(w.shape[dim] % BLOCK == 0 for dim in blocked_dims)
         gather = functools.partial(gather_master, sharding)

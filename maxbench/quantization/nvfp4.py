@@ -63,8 +63,7 @@ class Nvfp4:
         If this GPU's part of the master weight has no whole blocks, the weight is all-gathered in
         the compute dtype and quantized afterwards.
         """
-        first = lead + sharding.gemm.batch
-        outs = first + sharding.gemm.ins
+        first, outs = sharding.matrix_dims(lead)
         matrix = lambda x: x.reshape(*x.shape[:first], math.prod(x.shape[first:outs]), -1)
 
         def divided(ins: int, out: int) -> list[int]:  # the shape of w with smaller blocked dims
@@ -267,6 +266,8 @@ def unpack(q: jax.Array) -> jax.Array:
 
 def gemm(a: QuantizedArray, b: QuantizedArray, over: str, dtype: Any = jnp.bfloat16) -> jax.Array:
     """As block_scaled.gemm."""
+    assert a.tensor_scale is not None
+    assert b.tensor_scale is not None
 
     def kernel(a, b, *scales):
         elements = lambda q: jax.lax.bitcast_convert_type(q, E2M1).reshape(*q.shape[:-1], -1)

@@ -101,6 +101,6 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
     values: Mapping[str, Any] = {name: fv[name].value for name in same_names}
     width = 0 if fv.output else console.terminal_width()
     return ReportOptions(
-        paths=tuple(paths), full_names=fv["full-names"].value, width=width,
+        paths=tuple(paths), full_names=bool(fv["full-names"].value), width=width,
         gpu_types=gpu_types, **values,
     )  # fmt: skip

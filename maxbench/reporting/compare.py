@@ -144,9 +144,9 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
         summary.notes.append(f"steps {summary.window[0]} to {steps[-1]} count: {why}")
     summary.step = step_stats.statistics_of(times)
     summary.peak_gib = r.peak_bytes / 2**30 or None
-    _add_figures(summary, steps, options)
+    _add_figures(summary, summary.step["mean"], steps, options)
     if summary.ok:
-        summary.verdict, summary.why = _verdict(summary, options.gpu_types)
+        summary.verdict, summary.why = _verdict(summary, summary.step["mean"], options.gpu_types)
         summary.notes += alarms(times)
         if slow := dig(r.result, "slow_hosts", []):
             summary.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
@@ -239,9 +239,11 @@ def gaps(steps: Iterable[int]) -> list[str]:
     return [f"no steps in the log from {missing[0]}{more}"] if missing else []
 
 
-def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) -> None:
-    """Adds rates, MFU, cost and energy of the steps that count."""
-    r, step_s = summary.record, summary.step["mean"]
+def _add_figures(
+    summary: RunSummary, step_s: float, steps: list[int], options: ReportOptions
+) -> None:
+    """Adds rates, MFU, cost and energy of the steps that count, whose mean is step_s."""
+    r = summary.record
     if logged := [r.tflops[i] for i in steps if r.tflops.get(i)]:
         summary.tflops = step_stats.statistics_of(logged)
     if not (r.gbs and r.seq):
@@ -255,9 +257,9 @@ def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) 
     mean = figures(step_s)
     summary.tokens_s, summary.days = mean["tokens_per_s"], mean["days_to_1t_tokens"]
     summary.mfu = mean["mfu"] if peak else None
-    if model and logged:
-        _name_convention(summary, mean["tflops_per_gpu"])
-    if model and not logged:
+    if model and summary.tflops:
+        _name_convention(summary, summary.tflops["mean"], mean["tflops_per_gpu"])
+    elif model:
         calculated = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in steps]
         summary.tflops = step_stats.statistics_of(calculated)
     if r.gpus and options.cost and not summary.on_cpu:  # virtual CPU devices are free
@@ -266,13 +268,13 @@ def _add_figures(summary: RunSummary, steps: list[int], options: ReportOptions) 
         summary.joules = r.power_w * r.gpus / summary.tokens_s
 
 
-def _name_convention(summary: RunSummary, ours: dict[str, float]) -> None:
+def _name_convention(summary: RunSummary, logged: float, ours: dict[str, float]) -> None:
     """Notes whose TFLOP/s the run has, and by which convention, where it is not ours (full).
 
     Args:
+      logged: the mean.
       ours: by convention, from the mean step time.
     """
-    logged = summary.tflops["mean"]
     near = min(ours, key=lambda name: abs(logged / ours[name] - 1))
     summary.convention = near if abs(logged / ours[near] - 1) < SAME else "of its own"
     if summary.convention != "full":
@@ -284,7 +286,7 @@ def _name_convention(summary: RunSummary, ours: dict[str, float]) -> None:
         )
 
 
-def _verdict(summary: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
+def _verdict(summary: RunSummary, step_s: float, gpu_types: GpuTypes) -> tuple[str, str]:
     """PASS, WARN, FAIL or '-', and the reason."""
     r = summary.record
     if r.profiled:
@@ -301,9 +303,9 @@ def _verdict(summary: RunSummary, gpu_types: GpuTypes) -> tuple[str, str]:
         r.model, r.size, r.dtype, r.gpu_type,
         gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers, format=r.format, layout=r.layout,
     )  # fmt: skip
-    share = comparison.share(summary.step["mean"])
+    share = comparison.share(step_s)
     summary.baseline, summary.share = comparison.row, share
-    text = comparison.verdict(summary.step["mean"])
+    text = comparison.verdict(step_s)
     if share is None:
         return "-", text
     return ("PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"), text
@@ -369,7 +371,7 @@ def repeats(rows: Iterable[RunSummary]) -> list[RepeatGroup]:
     found = []
     for group in (g for g in groups.values() if len(g) > 1):
         group.sort(key=lambda x: x.record.started)
-        medians = [x.step["median"] for x in group]
+        medians = [x.step["median"] for x in group if x.step]
         middle = statistics.median(medians)
         spread = (max(medians) - min(medians)) / middle
         notes = [f"runs differ by more than {SPREAD:.0%}"] if spread > SPREAD else []
@@ -399,8 +401,8 @@ class Curve:
 
 def curves(rows: Iterable[RunSummary]) -> list[Curve]:
     """Scaling curves of at least two scales."""
-    # (workload, kind, batch) -> GPUs -> the fastest run
-    best: dict[tuple, dict[int, RunSummary]] = {}
+    # (workload, kind, batch) -> GPUs -> tokens/s and the record of the fastest run
+    best: dict[tuple, dict[int, tuple[float, RunRecord]]] = {}
     for summary in rows:
         r = summary.record
         if not (summary.ok and summary.tokens_s and r.gpus) or r.profiled:
@@ -408,8 +410,8 @@ def curves(rows: Iterable[RunSummary]) -> list[Curve]:
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
         for kind, batch in (("weak", r.gbs / r.gpus), ("strong", r.gbs)):
             scales = best.setdefault((*key, kind == "strong", batch), {})
-            fastest = max(scales.get(r.gpus, summary), summary, key=lambda x: x.tokens_s)
-            scales[r.gpus] = fastest
+            this = summary.tokens_s, r
+            scales[r.gpus] = max(scales.get(r.gpus, this), this, key=lambda x: x[0])
     found = []
     for (*parts, strong, batch), scales in sorted(best.items(), key=lambda x: x[0]):
         if len(scales) > 1:
@@ -421,9 +423,9 @@ def curves(rows: Iterable[RunSummary]) -> list[Curve]:
     return found
 
 
-def _points(scales: dict[int, RunSummary], kind: str) -> tuple[Point, ...]:
+def _points(scales: dict[int, tuple[float, RunRecord]], kind: str) -> tuple[Point, ...]:
     base = min(scales)
-    r = scales[base].record
+    base_tokens_s, r = scales[base]
     rows = {
         p.gpus: p.tokens_per_s / p.gpus
         for p in published.rows()
@@ -431,10 +433,10 @@ def _points(scales: dict[int, RunSummary], kind: str) -> tuple[Point, ...]:
         == (r.model, r.size, r.dtype, r.gpu_type, kind, r.layers)
     }
     points = []
-    for n, summary in sorted(scales.items()):
+    for n, (tokens_s, _) in sorted(scales.items()):
         of_published = rows[n] / rows[base] if {n, base} <= rows.keys() else None
-        efficiency = summary.tokens_s / n / (scales[base].tokens_s / base)
-        points.append(Point(n, summary.tokens_s, efficiency, of_published))
+        efficiency = tokens_s / n / (base_tokens_s / base)
+        points.append(Point(n, tokens_s, efficiency, of_published))
     return tuple(points)
 
 

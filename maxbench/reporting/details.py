@@ -57,8 +57,10 @@ def _recipe(
 ):
     """Name and settings of the recipe with the nearest GPU count; None if there is no recipe."""
     path = next(iter(recipes.find_workloads(model, size)), None)
+    if path is None:
+        return None
     candidates = []
-    for strong in (False, True) if path else ():
+    for strong in (False, True):
         build = functools.partial(
             resolve.build_run, recipes.workloads()[path], strong_scaling=strong,
             flags={"dtype": dtype}, overrides={"layout.gpu_type": gpu_type}, gpu_types=gpu_types,

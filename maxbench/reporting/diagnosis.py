@@ -40,13 +40,18 @@ def summary(rows: Sequence[RunSummary]) -> str:
 def below_published(rows: Sequence[RunSummary]) -> list[RunSummary]:
     """Runs that are slower than published, the slowest first."""
     slow = [x for x in rows if x.ok and x.share and x.verdict != "PASS"]
-    return sorted(slow, key=lambda x: x.share)
+    return sorted(slow, key=lambda x: x.share or 0)
 
 
 def reasons(run: RunSummary, rows: Sequence[RunSummary], curves: Sequence[Curve]) -> list[str]:
     """Why a run is slower than published, as far as its data shows, the strongest reason first."""
-    from_steps = [_slow_hosts(run), _few_steps(run), *_unusual_steps(run), _repeat(run, rows)]
-    return [*filter(None, [*from_steps, _scale(run, curves), *_prediction(run)])]
+    if not (run.baseline and run.step):
+        return []
+    published_s, step_s = run.baseline.step_s, run.step["mean"]
+    few_steps = _few_steps(published_s / run.step["median"])
+    from_steps = [_slow_hosts(run), few_steps, *_unusual_steps(run), _repeat(run, rows)]
+    predicted = _prediction(run.planned, step_s, published_s) if run.planned else []
+    return [*filter(None, [*from_steps, _scale(run, curves), *predicted])]
 
 
 def _slow_hosts(run: RunSummary) -> str:
@@ -54,8 +59,7 @@ def _slow_hosts(run: RunSummary) -> str:
     return f"it has slow hosts ({', '.join(slow)})" if slow else ""
 
 
-def _few_steps(run: RunSummary) -> str:
-    share = run.baseline.step_s / run.step["median"]
+def _few_steps(share: float) -> str:
     if share < compare.PASS:
         return ""
     return f"a few of its steps are slow: with its median step it would be at {share:.0%}"
@@ -88,12 +92,10 @@ def _scale(run: RunSummary, curves: Sequence[Curve]) -> str:
     return ""
 
 
-def _prediction(run: RunSummary) -> list[str]:
+def _prediction(planned: dict, measured_s: float, published_s: float) -> list[str]:
     """Reasons from the prediction of the step, which is not a measurement."""
-    if not run.planned:
-        return []
-    step_s, parts_s = run.planned["step_s"], run.planned["parts_s"]
-    predicted_share, excess = run.baseline.step_s / step_s, run.step["mean"] / step_s - 1
+    step_s, parts_s = planned["step_s"], planned["parts_s"]
+    predicted_share, excess = published_s / step_s, measured_s / step_s - 1
     if predicted_share < compare.PASS:
         reason = f"plan predicts no more than {predicted_share:.0%} for this layout"
     elif excess > BEYOND:

@@ -169,7 +169,7 @@ def mfu(row: RunSummary) -> dict[str, tuple[float, float | None]]:
     by_convention: dict[str, tuple[float, float | None]] = {
         c: (share, None) for c, share in (row.mfu or {}).items() if share
     }
-    if by_convention and row.share and row.baseline.mfu_pct:
+    if by_convention and row.share and row.baseline and row.baseline.mfu_pct:
         published, convention = row.baseline.mfu_pct / 100, row.baseline.convention
         own, _ = by_convention.get(convention, (published * row.share, None))
         by_convention[convention] = (own, published)
@@ -179,7 +179,7 @@ def mfu(row: RunSummary) -> dict[str, tuple[float, float | None]]:
 def spread(row: RunSummary) -> dict[str, float]:
     """Least, p10, p90 and greatest of the steps that count, and their drift, as relative
     differences from the median; {} if no steps count."""
-    if not row.step or row.step["median"] <= 0:
+    if not row.step or not row.window or row.step["median"] <= 0:
         return {}
     first, last = row.window
     times = [t for i, t in sorted(row.record.step_s.items()) if first <= i <= last]

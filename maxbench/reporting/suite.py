@@ -40,7 +40,8 @@ def judge(file: str, rows: Sequence[RunSummary]) -> Verdict:
     summaries = {os.path.realpath(row.record.path): row for row in rows}
     judged = []
     for run in runs:
-        row = summaries.get(os.path.realpath(run.last_start())) if run.folder else None
+        folder = run.last_start()
+        row = summaries.get(os.path.realpath(folder)) if folder else None
         verdict, why = _judge(run, row)
         run_name = row.record.path.name if row else run.name
         judged.append({"run": run_name, "verdict": verdict, "why": why})

@@ -219,11 +219,11 @@ class Trace:
 
 def traces(rows: Sequence[RunSummary]) -> list[Trace]:
     """The trace runs among the rows."""
-    return [_trace(summary) for summary in rows if summary.trace]
+    return [_trace(summary, summary.trace) for summary in rows if summary.trace]
 
 
-def _trace(summary: RunSummary) -> Trace:
-    calls, steps, damaged = (summary.trace[k] for k in ("calls", "steps", "damaged_lines"))
+def _trace(summary: RunSummary, trace: dict) -> Trace:
+    calls, steps, damaged = (trace[k] for k in ("calls", "steps", "damaged_lines"))
     notes = [f"damaged lines left out: {damaged}"] if damaged else []
     tables = [nccl.calls_table(calls, steps)] if calls else []
     if not calls:
@@ -231,7 +231,7 @@ def _trace(summary: RunSummary) -> Trace:
         why = f"ran on {summary.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
         notes.append(f"no NCCL call in the log: {why}")
     elif summary.planned:
-        tables.append(nccl.plan_table(summary.trace["step_compared_with_plan"]))
+        tables.append(nccl.plan_table(trace["step_compared_with_plan"]))
         notes.append(
             "traced: includes the start and the end of the run, and one call per array; planned: "
             "one step, and one call for all arrays that XLA combines"

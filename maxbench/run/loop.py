@@ -149,7 +149,9 @@ def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
     result, train, precision = log.result, step.run.train, step.run.precision
     result.lower_s, result.compile_s = lower_s, compile_s
     result.state_gib = rules.size_gib(step.abstract)
-    result.temporary_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    memory = compiled.memory_analysis()
+    assert memory is not None  # XLA's compilers have it
+    result.temporary_gib = memory.temp_size_in_bytes / 2**30
     result.attention = train.attention
     quantization = ""
     if step.run.format.quantized:

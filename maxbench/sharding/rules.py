@@ -90,6 +90,12 @@ class WeightSharding:
         shards = [math.prod(map(axis_size, axes)) for axes in self.zero1_axes]
         return tuple(size * n for size, n in zip(shape, shards, strict=True))
 
+    def matrix_dims(self, lead: int = 0) -> tuple[int, int]:
+        """The first dim of ins and the first of outs of a GEMM operand, after `lead` more dims."""
+        assert self.gemm is not None
+        ins = lead + self.gemm.batch
+        return ins, ins + self.gemm.ins
+
     @property
     def layer(self) -> "WeightSharding":
         """The sharding of one layer of a stacked weight."""
