@@ -7,7 +7,8 @@ from maxbench.config.recipes import workload
 
 # H100: mbs = 2 in BF16, where its activation stash fits in memory. Blackwell: Megatron-Bridge
 # 067f987, perf_recipes/llama; with fsdp it offloads the activations of 20 to 40 layers to the host,
-# and the activation function is recomputed here. Of its FP8 layouts, those of MXFP8.
+# and the activation function is recomputed here. Of its FP8 layouts, those of MXFP8; on B300 and
+# GB300 with twice their virtual stages, as more microbatches are in flight here.
 LAYOUTS = """
 gpu_type dtype     scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat format
 h100     bf16      weak      64     80 8192  4  5  2    1  1  2  4   2  128 none delayed
@@ -25,13 +26,15 @@ h100     fp8       weak    2048     80 8192  8  5 64    1  1  1  4   1 4096 none
 b200     bf16      weak      64     80 8192  4  5  4    1  1  2  2   1  256 none auto
 b200     fp8,nvfp4 weak      64     80 8192  4  5  8    1  1  1  2   1  256 none auto
 b300     bf16      weak      64     80 8192  1  1  1   64  1  1  1   1  256 save_gemms_recompute_act auto
-b300     fp8,nvfp4 weak      64     80 8192  4  5 16    1  1  1  1   1  256 none auto
+b300     fp8       weak      64     80 8192  4 10 16    1  1  1  1   1  256 save_gemms_recompute_act auto
+b300     nvfp4     weak      64     80 8192  4  5 16    1  1  1  1   1  256 save_gemms_recompute_act auto
 gb200    bf16      weak      32     80 8192  1  1  1   32  1  1  1   1  128 save_gemms_recompute_act auto
 gb200    bf16      weak      64     80 8192  1  1  1   64  1  1  1   1  256 save_gemms_recompute_act auto
 gb200    fp8,nvfp4 weak      64     80 8192  4  5  8    1  1  1  2   1  256 none auto
-gb300    bf16      weak      32     80 8192  1  1  1   32  1  1  1   2  128 save_gemms_recompute_act auto
-gb300    bf16      weak      64     80 8192  1  1  1   64  1  1  1   2  256 save_gemms_recompute_act auto
-gb300    fp8,nvfp4 weak      64     80 8192  4  5 16    1  1  1  1   1  256 none auto
+gb300    bf16      weak      32     80 8192  1  1  1   32  1  1  1   2  128 context,attn_out,mlp_up auto
+gb300    bf16      weak      64     80 8192  1  1  1   64  1  1  1   2  256 context,attn_out,mlp_up auto
+gb300    fp8       weak      64     80 8192  4 10 16    1  1  1  1   1  256 save_gemms_recompute_act auto
+gb300    nvfp4     weak      64     80 8192  4  5 16    1  1  1  1   1  256 save_gemms_recompute_act auto
 """  # noqa: E501
 
 
