@@ -7,8 +7,8 @@ maxbench/cost_model/published_deltas.py); and as published with constants fitted
 workloads (maxbench/hardware/errors.csv). Only rows of the most frequent cost model revision count.
 Rows that differ only in the number of copies of a program count as one. A trend is the ratio of two
 rows, with the error of the predicted ratio: the same model on more GPUs (weak scaling, against its
-fewest), and FP8 over BF16. Mixtures of experts that NVIDIA's newer program was published with are a
-table of their own, as compiled.
+fewest), and FP8 over BF16. Rows that were published by releases of Megatron-Bridge are a table of
+their own, as compiled: no delta describes those programs.
 """
 
 import collections
@@ -23,9 +23,9 @@ Key = tuple[str, str, int]  # workload, dtype, GPUs
 
 
 def table() -> tuple[dict[Key, tuple[float, ...]], dict[Key, float]]:
-    """Rows with a published time -> predicted over published in each of WAYS; their weights."""
+    """Rows that the deltas describe -> predicted over published in each of WAYS; their weights."""
     ratios, weights = {}, {}
-    known = lines()
+    known = [r for r in lines() if r["error_as_published_pct"]]
     (latest, _), *_ = collections.Counter(r["prices"] for r in known).most_common()
     left = {
         (e.workload.replace(" ", "_"), e.dtype, e.gpus): e for e in error_band.read("errors.csv")
@@ -44,10 +44,9 @@ def lines() -> list[dict[str, str]]:
         return [r for r in csv.DictReader(f) if r["error_pct"]]
 
 
-def newer_models() -> list[dict[str, str]]:
-    """Rows whose published time no constant or delta was fitted to."""
-    fitted = {f"{r.model}_{r.size}" for r in published.fitted_rows()}
-    return [r for r in lines() if r["workload"] not in fitted]
+def newer_programs() -> list[dict[str, str]]:
+    """Rows that no delta describes."""
+    return [r for r in lines() if not r["error_as_published_pct"]]
 
 
 def trends(rows: dict[Key, tuple]) -> dict[str, list[tuple[Key, Key]]]:
@@ -110,7 +109,7 @@ def main() -> None:
     }
     line("workload, GPUs", [*columns.values()])
     print("|---" * (1 + len(columns)) + "|")
-    newer = newer_models()
+    newer = newer_programs()
     for r in newer:
         line(f"{r['workload']}, {r['gpus']}", [r[x] for x in columns])
     errors = [float(r["error_pct"]) for r in newer]
