@@ -49,7 +49,7 @@ from maxbench.model.layers import (
     out_std,
     param_value,
 )
-from maxbench.quantization import Weight
+from maxbench.quantization import Weight, unquantized
 from maxbench.sharding import collectives, mesh, ordering, rules
 
 
@@ -76,7 +76,7 @@ class Moe(nn.Module):
             gate_jk = record(self, "expert_bias", gate_jk, counted_e)
         load_be = router.expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
         if m.force_balance:
-            slots = balanced_slots(m, *x_bud.shape[:2])
+            slots = balanced_slots(m, *x_bud.shape[:2], self.arithmetic().slot_multiple)
             assigned = assign_balanced_slots(m, slots, expert_jk, window_j)
         elif m.has_slots:
             assigned = map(router.save_routing, assign_slots(m, gate_jk, expert_jk))
@@ -158,9 +158,12 @@ class Moe(nn.Module):
     def adds_apart(self) -> bool:
         """Whether the addition of a wgrad to its accumulator is a kernel of its own, outside of a
         pipeline, which has its own order: block-scaled GEMMs have no such operand."""
+        return self.arithmetic().needs_2d and collectives.axis_size("pp") == 1
+
+    def arithmetic(self) -> Any:
+        """The Arithmetic of the experts' GEMMs."""
         w: Any = self.get_variable("params", "up")
-        apart = isinstance(w, Weight) and w.arithmetic.needs_2d
-        return apart and collectives.axis_size("pp") == 1
+        return w.arithmetic if isinstance(w, Weight) else unquantized.Plain()
 
     def dropless(
         self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any
@@ -284,10 +287,9 @@ def balanced_tokens(
     return jnp.tile(expert_uk, (batch, 1)), (first_b1 + number_u).reshape(-1)
 
 
-def balanced_slots(m: Model, batch: int, tokens: int) -> int:
-    """Slots of an expert for a GPU's tokens with model.force_balance, each window having one: whole
-    blocks of any number format."""
-    return -(-batch * _balanced_windows(m, tokens) // rules.BLOCK) * rules.BLOCK
+def balanced_slots(m: Model, batch: int, tokens: int, multiple: int) -> int:
+    """Slots of an expert for a GPU's tokens with model.force_balance, each window having one."""
+    return -(-batch * _balanced_windows(m, tokens) // multiple) * multiple
 
 
 def _balanced_windows(m: Model, tokens: int) -> int:

@@ -81,12 +81,14 @@ class Arithmetic(Protocol):
       needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' instead of dimension
         numbers.
       packing: elements of the blocked dim in each number of QuantizedArray.q.
+      slot_multiple: slots of an expert that a GPU fills: whole blocks, or 16 bytes.
     """
 
     fprop_transposed: bool
     gather_along_outputs: bool
     needs_2d: bool
     packing: int
+    slot_multiple: int
 
     def scales(self, ws: list, lead: int, past: Any) -> tuple[Iterator, jax.Array | None]:
         """Computes what the scale of each weight depends on across GPUs, for all weights at once.

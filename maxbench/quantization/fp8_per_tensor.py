@@ -35,7 +35,7 @@ class PerTensor:
 
     delayed: bool
     gather_along_outputs: bool = True
-    fprop_transposed, needs_2d, packing = True, False, 1
+    fprop_transposed, needs_2d, packing, slot_multiple = True, False, 1, 16
 
     def quantize(self, x: jax.Array, dtype: Any, scale: Any) -> Any:
         """x in an FP8 dtype, and its amax if scaling is delayed, else None."""

@@ -28,6 +28,7 @@ class Mxfp8:
     """The Arithmetic on XLA's kernels."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, 1
+    slot_multiple = BLOCK
 
     def quantize(self, x: jax.Array) -> tuple[QuantizedArray, QuantizedArray]:
         """x [..., left, right] in blocks along right, and in blocks along left."""

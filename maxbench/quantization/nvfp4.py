@@ -51,6 +51,7 @@ class Nvfp4:
     """The Arithmetic on XLA's kernels."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, PACKING
+    slot_multiple = 32
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:
         """Iterates over the amax of each weight over all its parts, [layers]."""

@@ -13,6 +13,7 @@ class Plain:
     """The Arithmetic of unquantized formats."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = False, False, False, 1
+    slot_multiple = 8
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:
         return itertools.repeat(None), None
