@@ -1,13 +1,12 @@
 """Simulation of one training step from its compiled program: a timeline of streams.
 
 The compute stream runs kernels in program order. All collectives share one communication stream, as
-in XLA (its ExecutionStreamAssignment has one, and no option for more; the limit on parallel
-collectives is the scheduler's). A collective starts at its start op or when the stream is free,
-whichever is later; its done op blocks the compute stream, and that wait is exposed communication. A
-kernel and a concurrent collective slow each other down by the GPU type's contention. Asynchronous
-kernels (copies, slices and, since jax 0.12, fusions) take as long as on the compute stream, as they
-share the cores and the memory with it; transfers to and from host memory have a stream per
-direction.
+in XLA: its ExecutionStreamAssignment has one by default, the limit on parallel collectives is the
+scheduler's. A collective starts at its start op or when the stream is free, whichever is later; its
+done op blocks the compute stream, and that wait is exposed communication. A kernel and a concurrent
+collective slow each other down by the GPU type's contention. Asynchronous kernels (copies, slices
+and, since jax 0.12, fusions) take as long as on the compute stream, as they share the cores and the
+memory with it; transfers to and from host memory have a stream per direction.
 
 Iterations of a loop are equal unless a collective from before the loop is still in flight, so one
 iteration is simulated and multiplied by the trip count. In a pipeline it is an average tick.
