@@ -155,7 +155,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
     def per_token(m, names=on_device) -> float:
         """Elements per token and layer."""
-        routed = m.rows(a.ep)
+        routed = m.rows(a.ep) * slot_padding(run)
         mlp = routed * m.mlp + (m.shared_mlp if m.experts else 0)
         slots = routed if m.experts and m.has_slots else 0
         output_is_read = m.post_norm or (m.experts and not m.force_balance)
@@ -195,6 +195,19 @@ def activation_bytes(run: Run, remat: str = "") -> int:
     return int(tokens * width * per_token(kind) * (stash_slots(run) + 1) * layers)
 
 
+def slot_padding(run: Run) -> float:
+    """Slots of an expert that a GPU reserves with model.force_balance, over those it fills: about
+    as model.experts.balanced_slots()."""
+    m, a = run.model, run.layout
+    if not m.force_balance:
+        return 1.0
+    tokens, multiple = run.train.seq // (a.cp * a.tp), max(8, run.format.multiple)
+    cut = tokens % m.balanced_window > 0  # the first and the last window of a part
+    windows = tokens // m.balanced_window + cut * (2 if a.cp * a.tp > 1 else 1)
+    reserved = -(-a.mbs * windows // multiple) * multiple
+    return reserved * m.balanced_window / (a.mbs * tokens)
+
+
 def stash_slots(run: Run) -> int:
     """Schedule.stash_slots of a run, without building the schedule: the (microbatch, chunk) pairs
     of a stage whose backward pass is pending."""
@@ -209,12 +222,13 @@ def stash_slots(run: Run) -> int:
 
 
 def lower_bound(run: Run) -> float:
-    """Bytes on one GPU that every program needs: state, compute weights, and gradients."""
-    p, (weights, ends) = run.precision, stage_weights(run)
+    """Bytes on one GPU that every program needs: state, compute weights, and gradients. Those of
+    the only microbatch are reduced and used layer by layer."""
+    p, a, (weights, ends) = run.precision, run.layout, stage_weights(run)
     width = lambda dtype: FORMATS[dtype].bytes
     state = master_weights(run) * (width(p.weights) + 2 * width(p.moments))
-    local = lowering.compute_weight_bytes(run, weights, ends) + (weights + ends) * width(p.grads)
-    return state + local / run.layout.fsdp
+    gradients = (weights + ends) * width(p.grads) * (a.microbatches > 1 or a.pp > 1)
+    return state + (lowering.compute_weight_bytes(run, weights, ends) + gradients) / a.fsdp
 
 
 def master_weights(run: Run) -> float:

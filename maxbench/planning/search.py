@@ -97,13 +97,17 @@ def estimate_step_s(run: Run) -> float:
     # Elements that memory-bound kernels move per layer, as counted in compiled programs.
     routed = rows * (m.top_k if m.experts else 1) * m.mlp_inputs * m.mlp / a.tp
     moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * elements + (7 + narrow) * routed
-    # In a pipeline the backward pass of a tick hides most collectives of the forward pass.
-    hops = 2 if a.pp > 1 else 6
+    # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
+    # all wait behind the experts' on the network.
+    waits = m.experts > 0 and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
+    hops = 2 if a.pp > 1 and not waits else 6
     wait = costs.memory(WIDTH * moved) + hops * link("all-gather", WIDTH * elements, "tp")
     if m.experts:  # dispatch and combine, forward and backward
         sent = WIDTH * elements // a.tp
         wait += 4 * link("all-to-all", sent * m.top_k, "ep")
         wait += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
+        if m.has_slots:  # all-gathered before the GEMMs of the experts, reduce-scattered after them
+            wait += hops * link("all-gather", WIDTH * elements * m.top_k, "tp")
     work = layers + wait * m.layers / a.pp
     weights, ends = memory.stage_weights(run)
     if a.fsdp > 1:  # all-gathered in both passes, reduce-scattered once, overlapping GEMMs
@@ -139,7 +143,8 @@ def estimate_bytes(run: Run) -> float:
         # XLA delays the wgrads of all layers, and keeps their operands.
         operands = rows * m.rows(a.ep) * (2 * m.embed + (m.mlp_inputs + 1) * m.mlp / a.tp)
         scratch += (m.layers - 1) * run.format.bytes * operands
-    return memory.lower_bound(run) + WIDTH * copies / a.fsdp + gathered + LOGITS / 2 + scratch
+    scratch += min(LOGITS, 8 * rows * m.vocab / a.tp) / 2  # fp32, and their gradient
+    return memory.lower_bound(run) + WIDTH * copies / a.fsdp + gathered + scratch
 
 
 def rank_layouts(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
