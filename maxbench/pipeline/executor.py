@@ -451,7 +451,7 @@ class Executor:
     def write_stash(self, carry: Carry) -> tuple[Carry, ordering.Token]:
         """Writes the residuals of the tick before into their slots, which it has read; and the
         token of that. Row-major, or XLA transposes the buffers."""
-        write = lambda stash, x: buffers.write(stash, carry.residual_slot, row_major(x))
+        write = lambda stash, x: row_major(buffers.write(stash, carry.residual_slot, row_major(x)))
         with jax.named_scope(schedule.STASH):
             carry = carry.replace(stash=jax.tree.map(write, carry.stash, carry.residuals))
         return carry, ordering.token(carry.stash)
