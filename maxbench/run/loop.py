@@ -247,25 +247,29 @@ def run_steps(
     window = profile.Window(run.profile, jax.process_index(), log.folder)
     timer = StepTimer(log)
     log.phase("steps", i, run.train.steps)
-    while i < run.train.steps and not reason:
-        reason = stop_reason(i)
-        if window.changes_at(i):
-            timer.drain()
-        with progress.during("profile"):
-            window.before_step(i)
-        progress.began = i
-        state, metrics = compiled(state)
-        progress.dispatched = i
-        timer.add(i, metrics)
-        i += 1
-        if saver and every and i % every == 0 and i < run.train.steps:
-            timer.drain()
-            with progress.during("save"):
-                saver.save(state)
-            timer.restart()
-        elif saver:
-            saver.check()
-    timer.drain()
+    try:
+        while i < run.train.steps and not reason:
+            reason = stop_reason(i)
+            if window.changes_at(i):
+                timer.drain()
+            with progress.during("profile"):
+                window.before_step(i)
+            progress.began = i
+            state, metrics = compiled(state)
+            progress.dispatched = i
+            timer.add(i, metrics)
+            i += 1
+            if saver and every and i % every == 0 and i < run.train.steps:
+                timer.drain()
+                with progress.during("save"):
+                    saver.save(state)
+                timer.restart()
+            elif saver:
+                saver.check()
+        timer.drain()
+    except KeyboardInterrupt:
+        timer.stop()  # the reason names the last step of the log
+        raise
     with progress.during("profile"):
         window.close()
     if saver:

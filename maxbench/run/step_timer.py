@@ -1,6 +1,7 @@
 """Step times, from completion to completion, while the next step is already dispatched."""
 
 import math
+import threading
 import time
 from concurrent import futures
 
@@ -26,6 +27,7 @@ class StepTimer:
         self.thread = futures.ThreadPoolExecutor(1)
         self.newest = self.thread.submit(lambda: None)
         self.last_end = time.perf_counter()
+        self.recording, self.stopped = threading.Lock(), False
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Adds a dispatched step with its metrics; returns once the step before is recorded.
@@ -46,6 +48,11 @@ class StepTimer:
         """
         self.newest.result()
 
+    def stop(self) -> None:
+        """Records no later step, and waits until one that is being recorded is."""
+        with self.recording:
+            self.stopped = True
+
     def restart(self) -> None:
         """Starts the next step's time now; call after drain()."""
         self.last_end = time.perf_counter()
@@ -55,10 +62,13 @@ class StepTimer:
         jax.block_until_ready(metrics)
         end = time.perf_counter()
         step_s, self.last_end = end - self.last_end, end
-        if not self.log.times:
-            self.log.result.start_to_first_step_s = process_stats.since_start_s()
         values = {name: float(x) for name, x in metrics.items()}
-        self.log.step(step, step_s, values, process_stats.memory_use(self.device))
+        with self.recording:
+            if self.stopped:
+                return
+            if not self.log.times:
+                self.log.result.start_to_first_step_s = process_stats.since_start_s()
+            self.log.step(step, step_s, values, process_stats.memory_use(self.device))
         if self.log.result.mocked:  # mocked collectives leave their outputs unwritten
             return
         for name in ("loss", "grad_norm"):

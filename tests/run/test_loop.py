@@ -302,6 +302,19 @@ def test_mocked_network_may_return_any_loss(mocked_log):
         timer.drain()
 
 
+def test_no_step_is_recorded_after_stop():
+    """A step in flight at Ctrl-C would be later than the one that the reason names."""
+    log = types.SimpleNamespace(times={}, result=types.SimpleNamespace(mocked=False))
+    log.step = lambda i, *values: log.times.update({i: values})
+    timer, metrics = step_timer.StepTimer(log), {"loss": 1.0, "grad_norm": 1.0}
+    timer.add(0, metrics)
+    timer.drain()
+    timer.stop()
+    timer.add(1, metrics)
+    timer.drain()
+    assert [*log.times] == [0]
+
+
 def test_log_reports_hits_of_the_compilation_cache(tmp_path):
     lines, result = [], types.SimpleNamespace()
     log = types.SimpleNamespace(line=lines.append, result=result, phase=str)
