@@ -235,6 +235,24 @@ class Model:
         """Slots of one expert for the tokens of one GPU; capacity_factor must not be 0."""
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
 
+    def balanced_windows(self, tokens: int, tp: int, cp: int) -> int:
+        """The most windows that `tokens` of a sequence, which a GPU has, are in."""
+        parts = 1 if cp == 1 else 2  # intervals of positions (sharding.mesh.token_positions)
+        length = tokens * tp // parts
+        whole = (length if tp == 1 else math.gcd(length, tokens)) % self.balanced_window == 0
+        if whole or cp == tp == 1:
+            return -(-tokens // self.balanced_window)
+        return min(tokens, tokens // self.balanced_window + 2 * parts)
+
+    def balanced_slots(self, batch: int, tokens: int, tp: int, cp: int, multiple: int) -> int:
+        """Slots of an expert for a GPU's tokens with force_balance, each window having one.
+
+        Args:
+          batch, tokens: the GPU's sequences, and its tokens of each.
+          multiple: of the number format (Format.slot_multiple).
+        """
+        return -(-batch * self.balanced_windows(tokens, tp, cp) // multiple) * multiple
+
     def rows(self, ep: int) -> float:
         """Rows of the MLP's GEMMs that memory is reserved for, per token of a GPU."""
         if not self.experts:

@@ -31,6 +31,12 @@ class Format:
     backends: tuple[str, ...] = ("xla", "te")  # of precision.backend
 
     @property
+    def slot_multiple(self) -> int:
+        """Slots of an expert that a GPU fills with force_balance are a multiple of this: whole
+        blocks, or 16 bytes."""
+        return max(8, self.multiple)
+
+    @property
     def quantized(self) -> bool:
         """Whether GEMMs read other numbers than the activations around them."""
         return self.dtype != self.compute

@@ -196,15 +196,12 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
 
 def slot_padding(run: Run) -> float:
-    """Slots of an expert that a GPU reserves with model.force_balance, over those it fills: about
-    as model.experts.balanced_slots()."""
+    """Slots of an expert that a GPU reserves with model.force_balance, over those that it fills."""
     m, a = run.model, run.layout
     if not m.force_balance:
         return 1.0
-    tokens, multiple = run.train.seq // (a.cp * a.tp), max(8, run.format.multiple)
-    cut = tokens % m.balanced_window > 0  # the first and the last window of a part
-    windows = tokens // m.balanced_window + cut * (2 if a.cp * a.tp > 1 else 1)
-    reserved = -(-a.mbs * windows // multiple) * multiple
+    tokens = run.train.seq // (a.cp * a.tp)
+    reserved = m.balanced_slots(a.mbs, tokens, a.tp, a.cp, run.format.slot_multiple)
     return reserved * m.balanced_window / (a.mbs * tokens)
 
 

@@ -27,7 +27,6 @@ n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import flax.linen as nn
@@ -76,7 +75,8 @@ class Moe(nn.Module):
             gate_jk = record(self, "expert_bias", gate_jk, counted_e)
         load_be = router.expert_load(m, expert_jk, len(x_bud)) if m.aux_loss else None
         if m.force_balance:
-            slots = balanced_slots(m, *x_bud.shape[:2], self.arithmetic().slot_multiple)
+            axes = collectives.axis_size("tp"), collectives.axis_size("cp")
+            slots = m.balanced_slots(*x_bud.shape[:2], *axes, self.arithmetic().slot_multiple)
             assigned = assign_balanced_slots(m, slots, expert_jk, window_j)
         elif m.has_slots:
             assigned = map(router.save_routing, assign_slots(m, gate_jk, expert_jk))
@@ -275,31 +275,17 @@ def balanced_tokens(
     Args:
       batch, tokens: this GPU's sequences, and its tokens of each.
     """
-    seq = tokens * collectives.axis_size("tp") * collectives.axis_size("cp")
+    tp, cp = collectives.axis_size("tp"), collectives.axis_size("cp")
+    seq = tokens * tp * cp
     position_t = jnp.asarray(mesh.token_positions(seq))
     position_u = jax.lax.dynamic_slice_in_dim(
         position_t, collectives.axis_index("tp") * tokens, tokens
     )
     window_u = position_u // m.balanced_window
     number_u = jnp.cumsum(jnp.diff(window_u, prepend=window_u[:1]) != 0)
-    first_b1 = jnp.arange(batch)[:, None] * _balanced_windows(m, tokens)
+    first_b1 = jnp.arange(batch)[:, None] * m.balanced_windows(tokens, tp, cp)
     expert_uk = router.balanced_choice(m, seq, layer)[position_u]
     return jnp.tile(expert_uk, (batch, 1)), (first_b1 + number_u).reshape(-1)
-
-
-def balanced_slots(m: Model, batch: int, tokens: int, multiple: int) -> int:
-    """Slots of an expert for a GPU's tokens with model.force_balance, each window having one."""
-    return -(-batch * _balanced_windows(m, tokens) // multiple) * multiple
-
-
-def _balanced_windows(m: Model, tokens: int) -> int:
-    """The most windows that a GPU's tokens of one sequence are in."""
-    cp, tp = collectives.axis_size("cp"), collectives.axis_size("tp")
-    parts = 1 if cp == 1 else 2  # intervals of positions (mesh.token_positions)
-    length = tokens * tp // parts
-    if (length if tp == 1 else math.gcd(length, tokens)) % m.balanced_window == 0 or cp == tp == 1:
-        return -(-tokens // m.balanced_window)
-    return min(tokens, tokens // m.balanced_window + 2 * parts)
 
 
 def assign_balanced_slots(m: Model, slots: int, expert_jk: jax.Array, window_j: jax.Array) -> Any:

@@ -81,7 +81,7 @@ class Arithmetic(Protocol):
       needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' instead of dimension
         numbers.
       packing: elements of the blocked dim in each number of QuantizedArray.q.
-      slot_multiple: slots of an expert that a GPU fills: whole blocks, or 16 bytes.
+      slot_multiple: as Format.slot_multiple.
     """
 
     fprop_transposed: bool

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES, Run
 from maxbench.quantization import SCALE, QuantizedArray, Weight, transformer_engine
 from maxbench.sharding import collectives
@@ -35,7 +36,8 @@ class PerTensor:
 
     delayed: bool
     gather_along_outputs: bool = True
-    fprop_transposed, needs_2d, packing, slot_multiple = True, False, 1, 16
+    fprop_transposed, needs_2d, packing = True, False, 1
+    slot_multiple = FORMATS["current"].slot_multiple
 
     def quantize(self, x: jax.Array, dtype: Any, scale: Any) -> Any:
         """x in an FP8 dtype, and its amax if scaling is delayed, else None."""

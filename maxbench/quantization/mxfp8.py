@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
 from maxbench.quantization import QuantizedArray, Weight, block_scaled, transformer_engine
 from maxbench.sharding.rules import WeightSharding, gather_master
@@ -28,7 +29,7 @@ class Mxfp8:
     """The Arithmetic on XLA's kernels."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, 1
-    slot_multiple = BLOCK
+    slot_multiple = FORMATS["mxfp8"].slot_multiple
 
     def quantize(self, x: jax.Array) -> tuple[QuantizedArray, QuantizedArray]:
         """x [..., left, right] in blocks along right, and in blocks along left."""

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES, Run
 from maxbench.quantization import SCALE, QuantizedArray, Weight, block_scaled, row_major
 from maxbench.quantization.fp8_per_tensor import amax_of
@@ -51,7 +52,7 @@ class Nvfp4:
     """The Arithmetic on XLA's kernels."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, PACKING
-    slot_multiple = 32
+    slot_multiple = FORMATS["nvfp4"].slot_multiple
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:
         """Iterates over the amax of each weight over all its parts, [layers]."""

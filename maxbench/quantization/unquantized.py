@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
 from maxbench.sharding.rules import gather_master
 
@@ -13,7 +14,7 @@ class Plain:
     """The Arithmetic of unquantized formats."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = False, False, False, 1
-    slot_multiple = 8
+    slot_multiple = FORMATS["bf16"].slot_multiple
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:
         return itertools.repeat(None), None
