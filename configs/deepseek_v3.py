@@ -8,10 +8,10 @@ from maxbench.config.recipes import workload
 
 # Megatron-Bridge 067f987, perf_recipes/deepseek. Without virtual stages a stage here has 2 pp - 1
 # microbatches in flight, as each tick overlaps a forward with a backward pass, where Megatron's has
-# pp. The recipes for B200 and B300 have one or two virtual stages; neither fits here, four do. On
-# B200 in BF16 the recipe has pp 16 x ep 8 and recomputes less; on B300 it has mbs 2 in NVFP4, and
-# the published run in FP8. On H100 ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs;
-# here tp splits each expert.
+# pp. The recipes for B200 and B300 have one or two virtual stages; neither fits here, four do. In
+# BF16 on H100, B200 and GB200 the experts' up-projection is recomputed, too; on B200 the recipe has
+# pp 16 x ep 8 then. On B300 the recipe has mbs 2 in NVFP4, and the published run in FP8. On H100
+# ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp splits each expert.
 # Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
 # which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
 LAYOUTS = """

@@ -64,7 +64,7 @@ class OpTime:
     """Seconds of a step that one op takes on one GPU's compute stream.
 
     Attributes:
-      where, op: the op and its computation; the entry and None of waiting for the slowest GPU.
+      where, op: the op and its computation; for the wait for the slowest GPU, the entry and None.
       kind: key of Timeline.compute, a kind of collective whose end blocks the stream, or 'idle'.
       count: how often the op runs in a step.
       seconds: of all runs, with contention and the gap to the next kernel.

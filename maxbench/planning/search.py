@@ -98,7 +98,7 @@ def estimate_step_s(run: Run) -> float:
     routed = rows * (m.top_k if m.experts else 1) * m.mlp_inputs * m.mlp / a.tp
     moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * elements + (7 + narrow) * routed
     # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
-    # all wait behind the experts' on the network.
+    # the experts' collectives over the network occupy the communication stream.
     waits = m.experts > 0 and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
     hops = 2 if a.pp > 1 and not waits else 6
     wait = costs.memory(WIDTH * moved) + hops * link("all-gather", WIDTH * elements, "tp")
@@ -106,7 +106,9 @@ def estimate_step_s(run: Run) -> float:
         sent = WIDTH * elements // a.tp
         wait += 4 * link("all-to-all", sent * m.top_k, "ep")
         wait += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
-        if m.has_slots:  # all-gathered before the GEMMs of the experts, reduce-scattered after them
+        # Slots are all-gathered before the GEMMs of the experts and reduce-scattered after them;
+        # without tp they are copied, as an all-to-all's results are written again by expert.
+        if m.has_slots:
             wait += hops * link("all-gather", WIDTH * elements * m.top_k, "tp")
     work = layers + wait * m.layers / a.pp
     weights, ends = memory.stage_weights(run)
