@@ -70,6 +70,7 @@ def failing_stage(small):
     yield "hangs", lambda: time.sleep(600)
 
 
+@pytest.mark.exhaustive
 def test_exceptions_crashes_and_hangs_are_recorded():
     end, names = time.monotonic() + 600, ["raises", "crashes", "passes"]
     (_, raised), (_, crashed) = gpu.process(failing_stage, names, True, end)

@@ -76,6 +76,7 @@ def test_scaling_of_a_workload_file_is_accepted_in_bf16_and_named(scaling):
     assert text.replace(" has no effect", "") in shown
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_setting_of_our_workload_files_has_an_effect(workload):
     for row in recipes.table(config(workload).layouts):

@@ -24,6 +24,7 @@ def test_tables_have_every_row_of_the_recipes():
         assert row["gbs"] % (row["mbs"] * row["dp"] * row["fsdp"] * row["ep"]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("workload", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else "")
 def test_rows_resolve_to_their_layout(workload, row):
     flags = {} if row["pp"] == 1 else {"pp": 1, "vp": 1, "fsdp": row["fsdp"] * row["pp"]}

@@ -131,7 +131,7 @@ def watched(monkeypatch):
         one.thread.join(10)
 
 
-@pytest.mark.parametrize("stuck", [0, 1])
+@pytest.mark.parametrize("stuck", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_stuck_process_is_named_everywhere_with_its_stack(watched, stuck):
     start, _, lines = watched
     peers = start()
@@ -172,7 +172,8 @@ def test_run_goes_on_after_a_hang_if_it_is_told_to(watched):
     assert not exits
 
 
-@pytest.mark.parametrize("frozen", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("frozen", [0, 2])
 def test_failed_collective_waits_for_the_name_of_the_frozen_process(watched, monkeypatch, frozen):
     """Gloo gives up earlier than the peer watch. An error of another kind waits for nothing."""
     peers = watched[0]("continue")

@@ -137,6 +137,7 @@ def test_watch_ends_with_the_last_step_and_the_files_of_the_run(place, monkeypat
     assert (folder / "exit.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_bad_input_ends_the_job_and_75_starts_it_again(place, capsys):
     place.plan({"codes": {"1": 75}, "save": True}, {"codes": {"1": 2}})
     entry.run("launch", [])

@@ -62,6 +62,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "without"), PARTS, ids=str)
 def test_each_part_shows_in_the_logits(name, without):
     """The logits above would not be equal without it."""
@@ -75,6 +76,7 @@ def test_each_part_shows_in_the_logits(name, without):
     assert error(changed, params, tokens_bt, logits_btv) > 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "path",
     [

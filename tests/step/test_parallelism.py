@@ -292,6 +292,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(axes):
 
 
 @pytest.mark.core
+@pytest.mark.exhaustive
 def test_training_does_not_depend_on_the_mesh():
     """Three steps: with optimizer, clipping and donation of the state."""
 
