@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from maxbench.launch import hosts, node, submission
@@ -72,24 +72,27 @@ def run(folder: pathlib.Path, stopped: Stopped) -> tuple[str, str]:
         codes = _start(about, place, attempt, stopped)
         _collect(place)
         code, why = _verdict(about, place, codes)
-        unreachable = NO_CONNECTION in codes
+        unreachable = NO_CONNECTION in codes.values()
         if stopped():
-            _write_exit(place, code or 143, "cancelled", "CANCELLED")
+            _write_exit(place, code or node.STOPPED, "cancelled", "CANCELLED")
             return "CANCELLED", "cancelled"
+        _write_exit(place, code, why, "FAILED" if unreachable else "")
         if code != node.RESTART:
-            _write_exit(place, code, why, "FAILED" if unreachable else "")
             return ("COMPLETED", "") if code == 0 else ("FAILED", why)
     return "FAILED", f"stopped after {about['restarts']} restarts: {why}"
 
 
-def _start(about: Spec, place: pathlib.Path, attempt: int, stopped: Stopped) -> list[int]:
-    """Starts a job on all hosts, and waits for its end; returns ssh's exit code of each host.
+def _start(about: Spec, place: pathlib.Path, attempt: int, stopped: Stopped) -> dict[int, int]:
+    """Starts a job on all hosts, and waits for its end.
 
     After the first host has failed the others have time to end by themselves; then their
     connections are closed, which ends what runs there.
+
+    Returns:
+      ssh's exit code of each host, in the order in which they ended.
     """
     running: dict[int, subprocess.Popen] = {}
-    codes = [0] * len(about["hosts"])
+    codes: dict[int, int] = {}
     close_at = kill_at = float("inf")
     with contextlib.ExitStack() as logs:
         for i in range(len(about["hosts"])):
@@ -103,6 +106,7 @@ def _start(about: Spec, place: pathlib.Path, attempt: int, stopped: Stopped) -> 
                 if (code := process.poll()) is None:
                     continue
                 del running[i]
+                _close(process)
                 codes[i] = code if code >= 0 else 128 - code
                 if codes[i]:
                     wait_s = 0 if codes[i] == NO_CONNECTION else node.GRACE_S
@@ -112,13 +116,18 @@ def _start(about: Spec, place: pathlib.Path, attempt: int, stopped: Stopped) -> 
                 if kill_at == float("inf"):
                     kill_at = now + GRACE_S
                 for process in running.values():
-                    if process.stdin and not process.stdin.closed:
-                        process.stdin.close()
+                    _close(process)
             if now > kill_at:
                 for process in running.values():
                     process.kill()
             time.sleep(POLL_S)
     return codes
+
+
+def _close(process: subprocess.Popen) -> None:
+    """Closes the connection of a host: what runs there gets SIGTERM."""
+    if process.stdin:
+        process.stdin.close()
 
 
 def _collect(place: pathlib.Path) -> None:
@@ -131,19 +140,19 @@ def _collect(place: pathlib.Path) -> None:
         log.write_text("".join(lines))
 
 
-def _verdict(about: Spec, place: pathlib.Path, codes: Sequence[int]) -> tuple[int, str]:
-    """Exit code of a job from those of its hosts, and the reason if it failed.
+def _verdict(about: Spec, place: pathlib.Path, codes: Mapping[int, int]) -> tuple[int, str]:
+    """Exit code of a job from those of its hosts as they ended, and the reason if it failed.
 
     A host that cannot be reached ends the job unless another has saved: it would fail again.
     """
-    if not any(codes):
+    failed = [i for i, code in codes.items() if code]
+    if not failed:
         return 0, ""
-    failed = [i for i, code in enumerate(codes) if code]
     lost = [i for i in failed if codes[i] == NO_CONNECTION]
     why = "; ".join(
         f"{about['hosts'][i]}: {_last_line(place, i, codes[i])}" for i in lost or failed[:1]
     )
-    if node.RESTART in codes and not lost:
+    if node.RESTART in codes.values() and not lost:
         return node.RESTART, why
     own = [codes[i] for i in failed if codes[i] != node.RESTART]
     return own[0] if own else node.RESTART, why
@@ -162,6 +171,8 @@ def _last_line(place: pathlib.Path, i: int, code: int) -> str:
 def _write_exit(place: pathlib.Path, code: int, why: str, state: str = "") -> None:
     """Adds to exit.json what the nodes could not know; writes it if they did not."""
     about = submission.read_json(place / "exit.json")
+    if about.get("reason") == node.CLOSED:  # by the driver, after another host had failed
+        state = state or "FAILED"
     if about and not state:
         return
     about |= {"code": code or about.get("code", 1), "phase": about.get("phase", "train")}

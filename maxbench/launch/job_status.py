@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from maxbench.config import environment
 from maxbench.config.errors import UserError, escape_control
-from maxbench.launch import hosts, kubectl, submission
+from maxbench.launch import hosts, kubectl, node, submission
 from maxbench.launch.submission import Submission
 from maxbench.run_logs.record import parse_json
 
@@ -77,6 +77,8 @@ def row_of(folder: pathlib.Path, job: str, of_scheduler: tuple[str, str]) -> Row
         reason = ""
     elif of_scheduler[0] == "CANCELLED" and state in submission.ENDED:  # deleted after its end
         of_scheduler = ("", "")
+    if reason == node.CLOSED:  # by what the scheduler knows
+        reason = of_scheduler[1] or reason
     why = escape_control(reason or of_scheduler[1])
     return Row(job, of_scheduler[0] or state, step, seconds, folder.name, why)
 
@@ -149,7 +151,7 @@ def ended(folder: pathlib.Path) -> tuple[str, str]:
         return ("STARTED" if result or (folder / "job.json").exists() else "SUBMITTED"), ""
     if end.get("code") == 0:
         return "COMPLETED", ""
-    if end.get("state") in submission.ENDED:
-        return str(end["state"]), str(end.get("reason", ""))
+    if end.get("state") in submission.ENDED or end.get("reason") == node.CLOSED:
+        return str(end.get("state", "FAILED")), str(end.get("reason", ""))
     why = result.get("reason") or end.get("reason") or f"exit code {end.get('code')}"
     return "FAILED", str(why)

@@ -27,8 +27,10 @@ PREFIX = "MB_"
 RESTART = 75  # exit code of a job that is to be started again: EX_TEMPFAIL of sysexits.h
 BAD_INPUT = 2  # exit code of a job that would fail again
 TIME_IS_OVER = 124  # exit code after the time limit, as timeout(1)
+STOPPED = 143  # exit code after the end of stdin, as after SIGTERM
 GRACE_S = 60  # for the other processes of a node after one has failed
 SAVE_S = 120  # from SIGTERM to SIGKILL at the time limit: a checkpoint is written
+CLOSED = "the connection that started it was closed"  # a reason to stop: stdin has ended
 MAX_SHIPPED_BYTES = 4 << 20  # of one file in the output
 BEGIN, END = "maxbench-files: begin", "maxbench-files: end"
 
@@ -104,8 +106,8 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     """Runs preflight and training on this node; returns the exit code of the node.
 
     0: done. 75: start the job again: it was stopped by SIGTERM, or it failed and this start saved a
-    checkpoint. 124: the time limit has passed, and this start saved no checkpoint. Others: of the
-    first process that failed; the job would fail again.
+    checkpoint. 124, 143: stopped by the time limit or the end of stdin, and this start saved no
+    checkpoint. Others: of the first process that failed; the job would fail again.
     """
     job, train = NodeJob.from_env(env), [*words]
     stop = Stop()
@@ -158,6 +160,8 @@ def exit_code(code: int, stop: "Stop", has_saved: bool) -> int:
         return code
     if has_saved or stop.reason == "SIGTERM":
         return RESTART
+    if stop.reason == CLOSED:
+        return STOPPED
     if stop.reason == "time limit":
         return TIME_IS_OVER
     return code
@@ -174,7 +178,7 @@ class Stop:
     """A request to stop, from a signal, the time limit, or the end of stdin."""
 
     def __init__(self):
-        self.reason = ""
+        self.reason = ""  # SIGTERM, time limit, or CLOSED
         self.requested = threading.Event()
 
     def request(self, reason: str) -> None:
@@ -188,7 +192,7 @@ def _stop_at_eof(stop: Stop) -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 1024):
             pass
-    stop.request("SIGTERM")
+    stop.request(CLOSED)
 
 
 class Output:
@@ -336,7 +340,7 @@ def _write_exit(job: NodeJob, code: int, phase: str, reason: str) -> None:
     if reason == "time limit":
         about["reason"] = f"DUE TO TIME LIMIT of {job.time_limit_s} s"
     elif reason:
-        about["reason"] = "stopped by SIGTERM"
+        about["reason"] = CLOSED if reason == CLOSED else "stopped by SIGTERM"
     with contextlib.suppress(OSError):
         (job.folder() / "exit.json").write_text(json.dumps(about) + "\n")
 

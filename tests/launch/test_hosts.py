@@ -10,7 +10,7 @@ import pytest
 from maxbench.cli import entry
 from maxbench.cli import watch as cli_watch
 from maxbench.config.errors import UserError
-from maxbench.launch import hosts, job_status, submission
+from maxbench.launch import hosts, hosts_driver, job_status, node, submission
 from tests.launch.kubernetes_cluster import wait
 from tests.launch.test_kubernetes_jobs import TRAINER, WRAPPER
 from tests.launch.test_launch import dry_run, plain_env, tool
@@ -137,9 +137,24 @@ def test_a_driver_that_died_is_noticed(place):
     pid = json.loads((folder / hosts.DRIVER).read_text())["pid"]
     os.kill(pid, 9)
     wait(lambda: place.rows()[0].state == "FAILED", 300, "not noticed")
-    assert f"the process that ran it, {pid} on " in place.rows()[0].why
-    ended = lambda: (folder / "exit.json").exists()  # its connections are closed
+    ended = lambda: submission.read_json(folder / "exit.json")  # its connections are closed
     wait(ended, 300, "the processes go on")
+    assert ended()["reason"] == node.CLOSED
+    assert f"the process that ran it, {pid} on " in place.rows()[0].why
+
+
+def test_the_reason_is_the_host_that_failed(place, monkeypatch):
+    """The driver closes the connection of the first host after the second has failed."""
+    place.plan({"sleeps": {"0": 60}, "codes": {"1": 1}})
+    monkeypatch.setattr(hosts, "_start_detached", lambda *_: os.getpid())
+    monkeypatch.setattr(node, "GRACE_S", 1)
+    monkeypatch.setenv("MAX_RESTARTS", "0")
+    assert entry.run("launch", []) == 0
+    (folder,) = place.experiments.glob("*/pretrain_*")
+    state, why = hosts_driver.run(folder, lambda: False)
+    assert (state, why) == ("FAILED", "stopped after 0 restarts: me@n2: exit code 1")
+    hosts.write_state(folder, state, why, os.getpid())
+    assert place.rows()[0].why == "me@n2: exit code 1"
 
 
 def test_results_of_hosts_with_their_own_disk_are_copied(place, monkeypatch):

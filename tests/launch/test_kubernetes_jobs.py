@@ -39,7 +39,7 @@ if process == "0":
         with open(folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": i, "step_s": 0.5, "loss": 1.0}) + "\n")
 print("resume", *[w for w in sys.argv if "experiments/" in w], flush=True)
-time.sleep(does.get("sleep", 0))
+time.sleep(does.get("sleeps", {}).get(process, does.get("sleep", 0)))
 if does.get("save"):
     save()
 sys.exit(does.get("codes", {}).get(process, 0))

@@ -119,13 +119,13 @@ def test_a_restart_resumes_from_all_earlier_checkpoints(run, tmp_path):
     assert json.loads((folders / "run_103" / "job.json").read_text())["restart"] == 3
 
 
-@pytest.mark.parametrize("how", ["signal", "eof"])
-def test_a_stop_reaches_the_processes(run, how):
+@pytest.mark.parametrize(("how", "code"), [("signal", 75), ("eof", 143)])
+def test_a_stop_reaches_the_processes(run, how, code):
     with run.start("sleep=60", until_eof="true") as process:
         while "args" not in (line := process.stdout.readline()):
             assert line
         process.send_signal(signal.SIGTERM) if how == "signal" else process.stdin.close()
-        assert process.wait(60) == 75
+        assert process.wait(60) == code
 
 
 def test_preflight_gets_the_flags_of_the_run():
