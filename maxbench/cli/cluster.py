@@ -89,7 +89,7 @@ def prompt(name: str, choices: Mapping[str, str]) -> str:
 
 
 def _request(name: str, choices: Mapping[str, str]) -> str:
-    """What to set where nobody can be asked."""
+    """The line that names a variable to set, for a command that cannot ask."""
     return f"set {name}: one of {_listed(choices)}" if choices else f"set {name}: {_meaning(name)}"
 
 

@@ -1,4 +1,4 @@
-"""How a run is lowered to a program: unrolled layers, overlap of passes, recompute. Needs no jax.
+"""Choices of a run's program: unrolled layers, overlap of passes, recompute. Needs no jax.
 
 Decided here alone, for the step, the cost model and the memory estimate.
 """

@@ -1,4 +1,4 @@
-"""How many layers each part of a pipeline has: evenly, or as layout.stages says. Needs no jax.
+"""Numbers of layers of the parts of a pipeline: even, or those of layout.stages. Needs no jax.
 
 A pipeline has pp x vp parts (chunks) in the order of the network; stage p has parts p, p + pp, ...
 """

@@ -1,4 +1,4 @@
-"""How often the branches of a pipeline's compiled program run, from its schedule.
+"""Counts of runs of each branch of a pipeline's compiled program, from its schedule.
 
 Every stage runs the same program. Its loops over ticks do real work in some ticks and bubble in
 others; chunk switches, embedding and loss run in few ticks, and neighbours wait for chunk switches.

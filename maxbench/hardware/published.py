@@ -134,7 +134,7 @@ def compare(
     layout: Mapping[str, int] | None = None,
     release: str = "",
 ) -> Comparison:
-    """Finds the published row that a run is held against.
+    """Finds the published row that a run is compared with.
 
     Rows of the same work (GPUs, batch, sequence, layers) come first, among those the rows of the
     same number format, then of the same layout, then of the newest release.

@@ -64,7 +64,7 @@ def _range(ranges: str, text: str) -> list[str]:
 
 
 def spec(s: JobConfig, kind: str, stamp: int) -> Spec:
-    """What the driver needs to run a job.
+    """The job as hosts.json describes it to the driver.
 
     Raises:
       UserError: there are too few hosts, or a variable cannot be used here.

@@ -189,7 +189,7 @@ def _kind(m: Model, kind: Model, sublayer: str) -> Model:
 
 
 def _form(kind: Model, sublayer: str):
-    """What the shapes and the number format of a sublayer's weights depend on."""
+    """The fields that determine shapes and number format of a sublayer's weights."""
     return (kind.quantized,) if sublayer == "attn" else (kind.quantized, kind.mlp, kind.experts)
 
 

@@ -169,8 +169,8 @@ def schedule_for(run: Run) -> Schedule:
 def loss_group_size(
     name: str, pp: int, vp: int, microbatches: int, group: int, mbs: int, mtp: bool = False
 ) -> int:
-    """How many microbatches have their loss computed together: two consecutive ones, or as many as
-    have four sequences. All stages wait for each other for a loss, as two stages do in any tick.
+    """The number of microbatches whose loss is computed together: two consecutive ones, or as many
+    as have four sequences. All stages wait for each other for a loss, as two stages do in any tick.
     Many microbatches on many stages: eight, as the warm-up is that much longer, and the stages wait
     half as often. With multi-token prediction, one microbatch for each stage.
     """

@@ -105,8 +105,8 @@ class ZeroOverlap:
         return best[1:]
 
     def _weights_left(self, weights_per_slice: float) -> float:
-        """How many more weights a tick has time to communicate besides its slices: those of its
-        layers over weights_per_slice."""
+        """Weights that a tick has time to communicate besides its slices: those of its layers
+        over weights_per_slice."""
         size = lambda i: math.prod(self.shardings[i].compute_shape(self.shards[i].shape[1:]))
         gemms = sum(size(i) for i, sharding in enumerate(self.shardings) if sharding.gemm)
         sliced = sum(map(size, self.slice_dims)) * self.slices_per_tick

@@ -151,7 +151,7 @@ def _worst_tflops(processes: Sequence[ProcessFacts]) -> float:
 
 
 def errors(run: Run, processes: Sequence[ProcessFacts], allow_tcp: bool = False) -> list[str]:
-    """Whatever must be fixed before the run is worth its time, each in a line.
+    """Problems to solve before the run is worth its time, each in a line.
 
     Args:
       allow_tcp: TCP between nodes is no error.

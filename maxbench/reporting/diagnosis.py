@@ -26,7 +26,7 @@ BEYOND = 0.03  # least share by which a measured step is longer than predicted
 
 
 def summary(rows: Sequence[RunSummary]) -> str:
-    """How many runs are as fast as published, or why none can be compared."""
+    """The number of runs that are as fast as published, or why none can be compared."""
     judged = [x for x in rows if x.ok and x.share]
     if not judged:
         why = collections.Counter(x.why.removeprefix("not comparable: ") for x in rows if x.ok)

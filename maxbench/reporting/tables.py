@@ -166,7 +166,7 @@ def money(summary: RunSummary, options: ReportOptions) -> list[str]:
 
 
 def counts(rows: Sequence[RunSummary]) -> dict[str, int]:
-    """How many runs have each status, and the percentage of those that succeeded."""
+    """Counts of runs by status, and the percentage that succeeded."""
     found = collections.Counter(map(status, rows))
     good, bad = found.pop("Success", 0), found.pop("Failed", 0)
     by_status = {"success_experiments": good, "failed_experiments": bad}

@@ -49,7 +49,7 @@ class StepLine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogFormat:
-    """How one program logs its steps."""
+    """The lines in which one program logs its steps."""
 
     program: str
     lines: tuple[StepLine, ...]

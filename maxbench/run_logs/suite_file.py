@@ -17,7 +17,7 @@ from maxbench.config.validation import field, validate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What a run must reach besides its last step with finite losses; 0 = no requirement."""
+    """Requirements of a run besides its last step with finite losses; 0 = none."""
 
     published: float = field(0.0, at_least=0, at_most=10)  # share of the published tokens/s
     step_s: float = field(0.0, at_least=0)  # largest mean step time

@@ -123,7 +123,7 @@ def init(run: Run, table: Stacks, shardings: Any) -> Any:
 
 
 def read(tree: Any) -> Any:
-    """What the step reads of each array."""
+    """The part of each array that the step reads."""
     return _map(lambda entry, value: entry.read(value), tree)
 
 

@@ -253,7 +253,7 @@ class Step:
         return grads, out, statistics
 
     def _statistics(self, layer_state, sums, amaxes):
-        """What state.update() needs, from gradient accumulators of layers and amaxes of weights."""
+        """Statistics for state.update(), from gradient accumulators and amaxes of weights."""
         unrolled = lowering.layers_unrolled(self.run)
         trees = layer_stack.split(self.stacks, layer_state["layers"])
         statistics = []

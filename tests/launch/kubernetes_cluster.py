@@ -166,7 +166,7 @@ class Cluster:
         )
 
     def _run(self, pod: dict) -> None:
-        """What scheduler and kubelet do with a pod."""
+        """Runs a pod as scheduler and kubelet would."""
         name, status = pod["metadata"]["name"], pod["status"]
         if status["phase"] == "Pending":
             if _index(pod) in self.pending:
