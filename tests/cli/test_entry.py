@@ -76,7 +76,9 @@ def test_defects_keep_their_traceback():
 
 
 def test_interrupt_is_one_line_and_exit_code_130():
-    code = "import time; from maxbench.cli import entry; import sys\n"
+    # A shell's background job ignores SIGINT, and what it starts does.
+    code = "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from maxbench.cli import entry\n"
     code += "sys.exit(entry.guard('plan', lambda: print('ready', flush=True) or time.sleep(60)))"
     with subprocess.Popen([sys.executable, "-c", code], text=True, **PIPES) as process:
         assert process.stdout.readline() == "ready\n"
