@@ -143,7 +143,7 @@ def _collect(place: pathlib.Path) -> None:
 def _verdict(about: Spec, place: pathlib.Path, codes: Mapping[int, int]) -> tuple[int, str]:
     """Exit code of a job from those of its hosts as they ended, and the reason if it failed.
 
-    A host that cannot be reached ends the job unless another has saved: it would fail again.
+    A host that cannot be reached ends the job, which would fail again.
     """
     failed = [i for i, code in codes.items() if code]
     if not failed:
@@ -171,7 +171,7 @@ def _last_line(place: pathlib.Path, i: int, code: int) -> str:
 def _write_exit(place: pathlib.Path, code: int, why: str, state: str = "") -> None:
     """Adds to exit.json what the nodes could not know; writes it if they did not."""
     about = submission.read_json(place / "exit.json")
-    if about.get("reason") == node.CLOSED:  # by the driver, after another host had failed
+    if about.get("reason") == node.CLOSED:  # the driver closed it after another host failed
         state = state or "FAILED"
     if about and not state:
         return

@@ -77,7 +77,7 @@ def row_of(folder: pathlib.Path, job: str, of_scheduler: tuple[str, str]) -> Row
         reason = ""
     elif of_scheduler[0] == "CANCELLED" and state in submission.ENDED:  # deleted after its end
         of_scheduler = ("", "")
-    if reason == node.CLOSED:  # by what the scheduler knows
+    if reason == node.CLOSED:  # a consequence; the scheduler may know the cause
         reason = of_scheduler[1] or reason
     why = escape_control(reason or of_scheduler[1])
     return Row(job, of_scheduler[0] or state, step, seconds, folder.name, why)

@@ -76,7 +76,7 @@ def test_defects_keep_their_traceback():
 
 
 def test_interrupt_is_one_line_and_exit_code_130():
-    # A shell's background job ignores SIGINT, and what it starts does.
+    # In a background job of a shell, processes start with SIGINT ignored.
     code = "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from maxbench.cli import entry\n"
     code += "sys.exit(entry.guard('plan', lambda: print('ready', flush=True) or time.sleep(60)))"

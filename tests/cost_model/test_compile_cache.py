@@ -31,7 +31,7 @@ def edit(path: pathlib.Path, old: str, new: str) -> None:
 
 
 def source_hash(package: pathlib.Path) -> str:
-    """Of a copy, which is edited; compile_cache.source_hash() is of the sources themselves."""
+    """The hash of an edited copy, computed anew: compile_cache.source_hash() caches its result."""
     return compile_cache.source_hash.__wrapped__(package)
 
 
