@@ -25,9 +25,11 @@ def make_mesh(layout: Layout, devices: list | None = None) -> Mesh:
             f"({devices[0].device_kind}); use --cpu_devices {layout.gpus} for virtual ones with "
             "the presets :tiny and :rehearse, or maxbench plan, which needs no devices"
         )
-    axis_sizes = [*layout.mesh_shape.values()]
+    # Not jax.make_mesh: it refuses devices with several values of slice_index, and the GPUs of each
+    # NVLink domain have another (xla/pjrt/distributed/topology_util.cc).
+    grid = np.array(devices[: layout.gpus]).reshape([*layout.mesh_shape.values()])
     auto = (AxisType.Auto,) * len(AXES)  # the default, Explicit, would put shardings into types
-    return jax.make_mesh(axis_sizes, AXES, axis_types=auto, devices=devices[: layout.gpus])
+    return Mesh(grid, AXES, axis_types=auto)
 
 
 def token_positions(seq: int) -> np.ndarray | jax.Array:
