@@ -450,7 +450,8 @@ def score_fractions(op: hlo.Op) -> tuple[float, float]:
     They differ for a window: it computes whole tiles. A causal mask's half tiles are in the
     measured rate.
     """
-    if '"mask_type": "CAUSAL"' not in op.attrs:
+    # XLA writes the config with spaces where it was not autotuned, and without where it was.
+    if not re.search(r'"mask_type": ?"CAUSAL"', op.attrs):
         return 1, 1
     tokens = op.dims("dimensions")[-1]
     found = re.search(r'"sliding_window_length": ?(\d+)', op.attrs)

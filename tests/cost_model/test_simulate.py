@@ -1,6 +1,7 @@
 """Simulated timelines and op costs, against figures by hand."""
 
 import dataclasses
+import gzip
 import json
 import math
 import pathlib
@@ -370,3 +371,16 @@ def test_efficiencies_are_plausible_and_have_a_source():
     lines = (pathlib.Path(hardware.__path__[0]) / "gpus.toml").read_text().splitlines()
     for name in names:  # a comment with the source
         assert [line for line in lines if line.startswith(f"{name} = ") and " # " in line], name
+
+
+@pytest.mark.parametrize(
+    ("program", "measured_s"),
+    [("plain", 0.1328), ("llama31_8b-bf16", 0.1418), ("llama31_8b-fp8", 0.1179)],
+)
+def test_steps_measured_on_an_h200(program, measured_s):
+    """The text that XLA wrote on the GPU, autotuned, against the step that ran there."""
+    folder = pathlib.Path(__file__).parents[2] / "benchmarks/results/h200"
+    text = gzip.decompress((folder / f"{program}.hlo.txt.gz").read_bytes()).decode()
+    t = simulate.simulate(hlo.parse(text), Costs(GPU_TYPES["h200"], ONE))
+    assert t.seconds == pytest.approx(measured_s, rel=0.06)
+    assert t.compute["attention"] < 0.15 * t.seconds
