@@ -198,7 +198,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 def slot_padding(run: Run) -> float:
     """Slots of an expert that a GPU reserves with model.force_balance, over those that it fills."""
     m, a = run.model, run.layout
-    if not m.force_balance:
+    if not (m.experts and m.force_balance):
         return 1.0
     tokens = run.train.seq // (a.cp * a.tp)
     reserved = m.balanced_slots(a.mbs, tokens, a.tp, a.cp, run.format.slot_multiple)

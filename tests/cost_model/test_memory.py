@@ -163,3 +163,9 @@ def test_estimated_stash_equals_the_residuals_of_a_layer(sizes, policies):
         is_stashed = lambda x: x.size % seq == 0 and x.shape[0] != seq  # but the RoPE table
         stash = sum(x.size * x.dtype.itemsize for x in filter(is_stashed, jax.tree.leaves(shapes)))
         assert stash == memory.activation_bytes(run), policy
+
+
+def test_the_first_layers_of_a_model_with_experts_may_have_none():
+    dense = resolve("deepseek_v3", "proxy", layers=2)
+    assert not dense.model.experts
+    assert memory.activation_bytes(dense) > 0
