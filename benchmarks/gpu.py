@@ -5,6 +5,7 @@
     python benchmarks/gpu.py --minutes 30                 # stages that fit, most valuable first
     python benchmarks/gpu.py --stages options,attention
     python benchmarks/gpu.py --small                      # toy sizes: a smoke test, also on a CPU
+    python benchmarks/gpu.py --plans FILE.json            # afterwards, without a GPU: predictions
 
 Each stage runs in a process of its own, which is replaced after a crash, so neither a crash nor a
 hang ends the other stages. Results are written to benchmarks/results/<device>-<jax>.json (in $OUT
@@ -22,6 +23,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -33,27 +35,28 @@ from concurrent.futures.process import BrokenProcessPool
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # works without installation
 
 from benchmarks import gpu_stages as stages
+from maxbench.config import environment
 
-# Most valuable first; with the estimated minutes of each on an H200.
+# Most valuable first; with the minutes of each on an H200, those from "ceilings" on estimated.
 STAGES = {
-    "options": (stages.options, 0.3),
-    "attention": (stages.attention, 1.0),
+    "options": (stages.options, 0.4),
+    "attention": (stages.attention, 3.3),
+    "fp8": (stages.fp8, 1.2),
+    "calibrate": (stages.calibrate, 1.5),
+    "families": (stages.families, 3.5),
+    "profile": (stages.profile, 0.5),
     "ceilings": (stages.ceilings, 1.0),
     "stamps": (stages.stamps, 1.0),
-    "fp8": (stages.fp8, 1.2),
-    "families": (stages.families, 3.5),
     "unrolled": (stages.unrolled, 0.8),
-    "profile": (stages.profile, 0.5),
     "mocked": (stages.mocked, 4.0),
-    "calibrate": (stages.calibrate, 1.5),
     "maxtext": (stages.maxtext, 1.5),
 }
 # For a GPU that is available for 15 minutes, and 10 minutes a command.
-PARTS = {"1": "options,attention,fp8,families", "2": "ceilings,calibrate,mocked"}
+PARTS = {"1": "options,fp8,calibrate,profile,attention", "2": "families,mocked"}
 PART_MINUTES = 6.0
 # Stages whose cases need processes of their own, one for each first word of a case's name, because
 # peak memory and mocked devices are properties of a process.
-PROCESS_PER_CASE = ("families", "mocked")
+PROCESS_PER_CASE = ("fp8", "families", "mocked")
 
 
 def main() -> int:
@@ -66,7 +69,13 @@ def main() -> int:
     help = f"stages of {PART_MINUTES:g} minutes. {parts}"
     chosen.add_argument("--part", choices=PARTS, help=help)
     parser.add_argument("--small", action="store_true", help="toy sizes, also on a CPU")
+    parser.add_argument(
+        "--plans", type=pathlib.Path, help="a file of results, to add predictions to"
+    )
+    parser.add_argument("--cases", default="", help="regular expression of the cases that run")
     options = parser.parse_args()
+    if options.plans:
+        return add_plans(options.plans)
     if options.part:
         options.stages = PARTS[options.part]
     minutes = options.minutes or (PART_MINUTES if options.part else 60)
@@ -86,7 +95,7 @@ def main() -> int:
             print(f"JAX has no GPU: {device}; use --small on a CPU", file=sys.stderr)
             return 2
         for name in options.stages.split(","):
-            run(name, *STAGES[name], results, end, options.small)
+            run(name, *STAGES[name], results, end, options.small, options.cases)
     except (KeyboardInterrupt, RuntimeError) as error:
         # Interrupted while it starts, a process pool raises RuntimeError from KeyboardInterrupt.
         stopped = any(isinstance(e, KeyboardInterrupt) for e in (error, error.__context__))
@@ -97,9 +106,34 @@ def main() -> int:
     return 130 if stopped else int(any("error" in record for record in records))
 
 
-def run(name: str, stage: Callable, minutes: float, results: dict, end: float, small: bool) -> None:
-    """Runs a stage, unless less than half of its estimated minutes are left; at most twice as long
-    as estimated."""
+def add_plans(file: pathlib.Path) -> int:
+    """Predicts each measured case of a file that has its flags, and writes it beside the
+    measurement."""
+    os.environ.pop("XLA_FLAGS", None)
+    environment.set_for_compile_only()
+    results = json.loads(file.read_text())
+    for stage in results.values():
+        for case, record in stage["cases"].items():
+            if "flags" in record and "off" not in case:
+                record["planned"] = stages.planned(record)
+                print(
+                    f"{case:<26} measured {record['step_s']:.4g} s", record["planned"], flush=True
+                )
+                file.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def run(
+    name: str,
+    stage: Callable,
+    minutes: float,
+    results: dict,
+    end: float,
+    small: bool,
+    chosen: str = "",
+) -> None:
+    """Runs the chosen cases of a stage, unless less than half of its estimated minutes are left; at
+    most twice as long as estimated."""
     begin, cases = time.monotonic(), {}
     results[name] = {"started": time.time(), "command": sys.argv, "cases": cases}
     left = (end - begin) / 60
@@ -109,7 +143,8 @@ def run(name: str, stage: Callable, minutes: float, results: dict, end: float, s
         return
     limit = min(2 * minutes, left)
     print(f"{name}: about {minutes:g} minutes, at most {limit:.1f}", flush=True)
-    names, until = [case for case, _ in stage(small)], begin + 60 * limit
+    until = begin + 60 * limit
+    names = [case for case, _ in stage(small) if re.search(chosen, case)]
     group_of = lambda case: name in PROCESS_PER_CASE and case.split()[0]
     for group in [[*group] for _, group in itertools.groupby(names, group_of)]:
         while group and time.monotonic() < until:

@@ -8,6 +8,7 @@ the cases anew.
 import collections
 import faulthandler
 import functools
+import gzip
 import importlib.util
 import itertools
 import json
@@ -46,6 +47,14 @@ Cases = Iterator[tuple[str, Callable[[], dict]]]
 GIB, BF16, FP32 = 2**30, jnp.bfloat16, jnp.float32
 FP8_GEMM = "__cublas$lt$matmul$f8"
 FAMILY = "llama31_8b"  # workload of stages that need one
+FIRST = (
+    "mixtral_8x7b",
+    "deepseek_v3",
+    "llama2_70b",
+    "gpt_oss_20b",
+    "nemotron4_340b",
+    "qwen3_30b_a3b",
+)
 
 
 def init_process(log_path: str) -> None:
@@ -260,7 +269,7 @@ def layer_gemms(run: Run, exact: bool | None, small: bool) -> dict:
 def workload(family: str, presets: str, *words: str) -> list[str]:
     """Flags of a workload on this GPU type; on an H100 if there is no GPU."""
     kind = GPU_TYPES.type_of(jax.devices()[0].device_kind) or "h100"
-    return [f"--config={recipes.ROOT}/configs/{family}.py{presets}", f"--gpu_type={kind}", *words]
+    return [f"--config={family}{presets}", f"--gpu_type={kind}", *words]
 
 
 def proxy(family: str, small: bool, *words: str) -> list[str]:
@@ -270,27 +279,32 @@ def proxy(family: str, small: bool, *words: str) -> list[str]:
         return workload(family, ":tiny", "--layers=1", *words)
     bf16 = [f"--config.precision.{name}=bf16" for name in ("weights", "moments")]
     available = jax.local_devices()[0].memory_stats()["bytes_limit"] - 6 * GIB  # logits, scratch
+    has_experts = command_line.run_of(workload(family, ":proxy")).model.experts > 0
     # Bytes per weight: master, two moments, gradient, and the compute copy.
     for layers, (bytes_per_weight, state) in itertools.product((4, 2, 1), ((16, []), (8, bf16))):
         flags = workload(family, ":proxy", f"--layers={layers}", *state, *words)
         run = command_line.run_of(flags)
+        if has_experts and not run.model.experts:  # its first layers are dense
+            continue
         size = bytes_per_weight * flops.params(run.model)
         size += memory.activation_bytes(run, run.train.remat)
         if 1.05 * size < available:
             return flags
-    needed, available = size / GIB, available / GIB
-    raise UserError(f"{family}: one layer needs {needed:.0f} GiB, {available:.0f} are available")
+        least = f"{layers} layers need {size / GIB:.0f} GiB"
+    raise UserError(f"{family}: {least}, {available / GIB:.0f} are available")
 
 
-def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
-    """Trains with a wait after each step: returns the figures, and a function that dispatches one
-    more step without waiting."""
+def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable, str]:
+    """Trains with a wait after each step: returns the figures, a function that dispatches one more
+    step without waiting, and the program's text."""
     run, seconds = command_line.run_of(words), []
     step, device = Step(run, mesh.make_mesh(run.layout)), jax.local_devices()[0]
     compiled, lower_s, compile_s = step.compile()
+    text = compiled.as_text()
     record = {"layers": run.model.layers, "attention": step.run.train.attention}
+    record |= {"device": device.device_kind, "flags": words}
     if run.format.quantized and step.run.precision.backend == "xla":
-        record["fp8_gemms"] = compiled.as_text().count(FP8_GEMM)
+        record["fp8_gemms"] = text.count(FP8_GEMM)
         assert record["fp8_gemms"] or not on_gpu(), f"no {FP8_GEMM} in the program"
     state = jax.block_until_ready(step.init())
 
@@ -314,7 +328,7 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable]:
     record["compiler_gib"] = (sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / GIB
     if stats := device.memory_stats():  # None on a CPU
         record["peak_gib"] = stats["peak_bytes_in_use"] / GIB
-    return record, dispatch
+    return record, dispatch, text
 
 
 def stamps(small: bool) -> Cases:
@@ -353,30 +367,20 @@ def fp8(small: bool) -> Cases:
         yield f"{backend} {scaling}", functools.partial(quantized, backend, scaling)
 
 
-def run_and_plan(name: str, words: Callable[[], list[str]], steps: int, *more: str) -> Cases:
-    """A run, and its plan without the time that it would wait for other GPUs."""
-    measured = {}
-
-    def train():
-        measured.update(trained([*words(), *more], steps)[0])
-        return measured
-
-    def plan():
-        p = planner.plan(command_line.run_of(words()))
-        step_s = p.step_s - p.timeline.exposed_s - p.timeline.idle_s
-        predicted = {"step_s": step_s, "peak_gib": p.memory.total / GIB}
-        if not (measured and on_gpu()):
-            return predicted
-        return predicted | {f"{k}_off": x / measured[k] - 1 for k, x in predicted.items()}
-
-    yield f"{name} trained", train
-    yield f"{name} planned", plan
+def planned(record: dict) -> dict:
+    """The plan of a measured case, without the time that it would wait for other GPUs."""
+    words = [word for word in record["flags"] if "mock_gpus" not in word]
+    p = planner.plan(command_line.run_of(words))
+    step_s = p.step_s - p.timeline.exposed_s - p.timeline.idle_s
+    predicted = {"step_s": step_s, "peak_gib": p.memory.total / GIB}
+    return predicted | {f"{k}_off": x / record[k] - 1 for k, x in predicted.items() if k in record}
 
 
 def families(small: bool) -> Cases:
     """A proxy of each family."""
-    for path in recipes.workloads():
-        yield from run_and_plan(path.stem, functools.partial(proxy, path.stem, small), 8)
+    names = [path.stem for path in recipes.workloads()]
+    for name in [*FIRST, *(name for name in names if name not in FIRST)]:
+        yield name, lambda name=name: trained(proxy(name, small))[0]
 
 
 def unrolled(small: bool) -> Cases:
@@ -387,21 +391,32 @@ def unrolled(small: bool) -> Cases:
 
 
 def profile(small: bool) -> Cases:
-    """Three steps of a proxy: the kernels that take most time, and the longest gaps between two."""
+    """Three steps of a proxy: the kernels that take most time, and the longest gaps between two.
 
-    def traced():
-        dispatch = trained(proxy(FAMILY, small), 3)[1]
+    Writes <name>.xplane.pb.gz and the program's <name>.hlo.txt.gz beside the results.
+    """
+
+    def traced(name, *words):
+        record, dispatch, text = trained(proxy(FAMILY, small, *words), 3)
+        stem = f"{record['device']}-{name}".lower().replace(" ", "-")
+        write = lambda end, data: (results_folder() / f"{stem}.{end}.gz").write_bytes(
+            gzip.compress(data)
+        )
+        write("hlo.txt", text.encode())
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready([dispatch() for _ in range(3)])
             file = next(pathlib.Path(folder).rglob("*.xplane.pb"))
             data = jax.profiler.ProfileData.from_file(str(file))
+            write("xplane.pb", file.read_bytes())
         plane, line = ("/device:GPU:0", "Stream") if on_gpu() else ("/host:CPU", "tf_XLA")
         lines = [x for x in data.find_plane_with_name(plane).lines if x.name.startswith(line)]
         kernels = [(e.start_ns, e.end_ns, e.name) for x in lines for e in x.events]
-        return longest([k for k in kernels if on_gpu() or "::" not in k[2]])
+        kernels = [k for k in kernels if on_gpu() or "::" not in k[2]]
+        return {"step_s": record["step_s"], "file": f"{stem}.xplane.pb.gz"} | longest(kernels)
 
-    yield FAMILY, traced
+    for name, words in (("bf16", []), ("fp8", ["--dtype=fp8", "--config.precision.backend=xla"])):
+        yield f"{FAMILY} {name}", functools.partial(traced, f"{FAMILY}-{name}", *words)
 
 
 def longest(kernels: list[tuple[float, float, str]], most: int = 12) -> dict:
@@ -431,12 +446,10 @@ def mocked(small: bool) -> Cases:
         return workload(family, ":tiny" * small, f"--gpus={count}")
 
     for family, count in ((FAMILY, 8), ("llama2_70b", 128), ("llama31_405b", 512)):
-        words = functools.partial(row, family, count)
-        mock = f"--mock_gpus={count}"
-        yield from run_and_plan(f"{family}-{count}", words, 3, mock)
-        more = mock, "--config.train.order=off"
-        unordered = lambda words=words, more=more: trained([*words(), *more], 3)[0]
-        yield f"{family}-{count} unordered", unordered
+        for name, more in (("ordered", []), ("off", ["--config.train.order=off"])):
+            more = [f"--mock_gpus={count}", *more]
+            run = lambda f=family, n=count, more=more: trained([*row(f, n), *more], 3)[0]
+            yield f"{family}-{count} {name}", run
 
 
 def calibrate(small: bool) -> Cases:
