@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from scipy import optimize
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, recipes, resolve
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo, published_deltas
 from maxbench.hardware import error_band, published
@@ -107,8 +107,7 @@ def scale(constants: Sequence[float]) -> np.ndarray:
 def run_of(row: published.Published) -> Run:
     (config,) = recipes.find_workloads(row.model, row.size)
     run = command_line.run_of(f"--config {config} --gpus {row.gpus} --dtype {row.dtype}".split())
-    precision = dataclasses.replace(run.precision, backend="xla")
-    return planner.as_published(dataclasses.replace(run, precision=precision))
+    return planner.as_published(resolve.changed(run, precision={"backend": "xla"}))
 
 
 def linearize(

@@ -10,30 +10,30 @@ from maxbench.config.recipes import workload
 # pp overlaps more of the dp collectives.
 LAYOUTS = """
 gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs microbatch_group_size
-h100     bf16,fp8 weak     128     96 4096  8 12  2    1  1  1  8   1  32                     0
-h100     bf16,fp8 weak     256     96 4096  8 12  4    1  1  1  8   1  64                     0
-h100     bf16,fp8 weak     512     96 4096  8 12  8    1  1  1  8   1 128                     0
-h100     bf16,fp8 weak    1024     96 4096  8 12 16    1  1  1  8   1 256                     0
-h100     bf16,fp8 weak    2048     96 4096  8 12 32    1  1  1  8   1 512                     0
-gb200    bf16,fp8 weak     128     96 4096  4 12  4    1  1  1  8   2  32                     0
-gb200    bf16,fp8 weak     256     96 4096  4 12  8    1  1  1  8   2  64                     0
-gb200    bf16,fp8 weak     512     96 4096  4 12 16    1  1  1  8   2 128                     0
-gb200    bf16,fp8 strong   128     96 4096  4 12  4    1  1  1  8   4 512                     0
-gb200    bf16,fp8 strong   256     96 4096  4 12  8    1  1  1  8   4 512                     0
-gb200    bf16,fp8 strong   512     96 4096  4 12 16    1  1  1  8   4 512                     0
-gb300    bf16,fp8 weak     128     96 4096  4 12  4    1  1  1  8   2  32                     0
-gb300    bf16,fp8 weak     256     96 4096  4 12  8    1  1  1  8   2  64                     0
-gb300    bf16,fp8 weak     512     96 4096  4 12 16    1  1  1  8   2 128                     0
-gb300    bf16,fp8 strong   128     96 4096  4 12  4    1  1  1  8   4 512                     0
-gb300    bf16,fp8 strong   256     96 4096  4 12  8    1  1  1  8   4 512                     0
-gb300    bf16,fp8 strong   512     96 4096  4 12 16    1  1  1  8   4 512                     0
-b200     bf16,fp8 weak     128     96 4096  4 12  4    1  1  1  8   2  32                     0
-b200     bf16,fp8 weak     256     96 4096  4 12  8    1  1  1  8   2  64                     0
-b200     bf16,fp8 weak     512     96 4096  4 12 16    1  1  1  8   2 128                     0
-b200     bf16,fp8 weak    1024     96 4096  4 12 32    1  1  1  8   2 256                     0
-b200     bf16,fp8 strong   128     96 4096  4 12  4    1  1  1  8   4 512                     0
-b200     bf16,fp8 strong   256     96 4096  4 12  8    1  1  1  8   4 512                     0
-b200     bf16,fp8 strong   512     96 4096  4 12 16    1  1  1  8   4 512                     0
+h100     bf16,fp8 weak     128     96 4096  8 12  2    1  1  1  8   1  32                     auto
+h100     bf16,fp8 weak     256     96 4096  8 12  4    1  1  1  8   1  64                     auto
+h100     bf16,fp8 weak     512     96 4096  8 12  8    1  1  1  8   1 128                     auto
+h100     bf16,fp8 weak    1024     96 4096  8 12 16    1  1  1  8   1 256                     auto
+h100     bf16,fp8 weak    2048     96 4096  8 12 32    1  1  1  8   1 512                     auto
+gb200    bf16,fp8 weak     128     96 4096  4 12  4    1  1  1  8   2  32                     auto
+gb200    bf16,fp8 weak     256     96 4096  4 12  8    1  1  1  8   2  64                     auto
+gb200    bf16,fp8 weak     512     96 4096  4 12 16    1  1  1  8   2 128                     auto
+gb200    bf16,fp8 strong   128     96 4096  4 12  4    1  1  1  8   4 512                     auto
+gb200    bf16,fp8 strong   256     96 4096  4 12  8    1  1  1  8   4 512                     auto
+gb200    bf16,fp8 strong   512     96 4096  4 12 16    1  1  1  8   4 512                     auto
+gb300    bf16,fp8 weak     128     96 4096  4 12  4    1  1  1  8   2  32                     auto
+gb300    bf16,fp8 weak     256     96 4096  4 12  8    1  1  1  8   2  64                     auto
+gb300    bf16,fp8 weak     512     96 4096  4 12 16    1  1  1  8   2 128                     auto
+gb300    bf16,fp8 strong   128     96 4096  4 12  4    1  1  1  8   4 512                     auto
+gb300    bf16,fp8 strong   256     96 4096  4 12  8    1  1  1  8   4 512                     auto
+gb300    bf16,fp8 strong   512     96 4096  4 12 16    1  1  1  8   4 512                     auto
+b200     bf16,fp8 weak     128     96 4096  4 12  4    1  1  1  8   2  32                     auto
+b200     bf16,fp8 weak     256     96 4096  4 12  8    1  1  1  8   2  64                     auto
+b200     bf16,fp8 weak     512     96 4096  4 12 16    1  1  1  8   2 128                     auto
+b200     bf16,fp8 weak    1024     96 4096  4 12 32    1  1  1  8   2 256                     auto
+b200     bf16,fp8 strong   128     96 4096  4 12  4    1  1  1  8   4 512                     auto
+b200     bf16,fp8 strong   256     96 4096  4 12  8    1  1  1  8   4 512                     auto
+b200     bf16,fp8 strong   512     96 4096  4 12 16    1  1  1  8   4 512                     auto
 b200     bf16,fp8 strong  1024     96 4096  4 12 32    1  1  1  8   2 512                     8
 """
 

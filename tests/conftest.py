@@ -35,9 +35,10 @@ import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.cli import entry  # noqa: E402
-from maxbench.config import environment, lowering, recipes  # noqa: E402
-from maxbench.config.resolve import build_run  # noqa: E402
-from maxbench.config.run import Run  # noqa: E402
+from maxbench.config import environment, precedence, recipes  # noqa: E402
+from maxbench.config import resolve as resolving  # noqa: E402
+from maxbench.config.run import Device, Layout, LayoutConfig, Run  # noqa: E402
+from maxbench.hardware.gpus import GPU_TYPES  # noqa: E402
 
 WORKLOADS = (
     "llama2_70b",
@@ -143,10 +144,33 @@ def config(name: str, presets: str = ""):
     return recipes.load_workload(f"{name}:{presets}")
 
 
-def resolve(name: str, presets: str = "", overrides: dict | None = None, **flags) -> Run:
-    """The Run of a workload, as the command line would build it."""
+CPU = Device("cpu")
+
+
+def resolve(
+    name: str,
+    presets: str = "",
+    overrides: dict | None = None,
+    device: Device | None = None,
+    **flags,
+) -> Run:
+    """The Run of a workload, as the command line would resolve it: for this CPU if it may run on
+    any device, for a GPU otherwise."""
     first = {k: flags.pop(k) for k in ("gpus", "strong_scaling") if k in flags}
-    return build_run(config(name, presets), flags=flags, overrides=overrides, **first)
+    asked = precedence.build_config(
+        config(name, presets), flags=flags, overrides=overrides, **first
+    )
+    on_cpu = asked.runtime.any_device or asked.runtime.cpu_devices
+    return resolving.resolve(asked, GPU_TYPES, device or (CPU if on_cpu else None))
+
+
+def layout(**degrees: int) -> Layout:
+    """A layout without a model."""
+    asked = LayoutConfig(**degrees)
+    given = {name: getattr(asked, name) for name in asked.__dataclass_fields__}
+    gbs = asked.gbs or asked.mbs * asked.shards
+    resolved = {"ep_nodes": asked.ep_nodes or 1, "gbs": gbs, "parts": (1,) * asked.pp * asked.vp}
+    return Layout(**given | resolved)
 
 
 def train_command(*args: str) -> tuple[int, str, str]:
@@ -162,7 +186,8 @@ def train_command(*args: str) -> tuple[int, str, str]:
 def auto_backend_is_xla():
     """precision.backend=auto is XLA in this process, also where Transformer Engine is installed:
     figures and kernels in tests are XLA's."""
-    resolve_backend = lowering.backend
+    gemm_backend = resolving.gemm_backend
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "backend", lambda run, gpu=True: resolve_backend(run, False))
-        yield resolve_backend
+        only_xla = lambda given, fmt, platform: gemm_backend(given, fmt, "cpu")
+        patch.setattr(resolving, "gemm_backend", only_xla)
+        yield gemm_backend

@@ -11,7 +11,9 @@ import pytest
 import maxbench
 from benchmarks import pictures
 from maxbench.config import recipes
-from maxbench.config.resolve import build_run
+from maxbench.config.precedence import build_config
+from maxbench.config.resolve import resolve
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
 
 DOCS = pathlib.Path("docs")
@@ -87,7 +89,7 @@ def test_the_example_model_is_a_valid_workload(tmp_path):
     page = (DOCS / "how-to/add_a_model.md").read_text()
     file = tmp_path / "llama32_1b.py"
     file.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    run = build_run(recipes.load_workload(f"{file}:fp8"), gpus=8)
+    run = resolve(build_config(recipes.load_workload(f"{file}:fp8"), gpus=8), GPU_TYPES)
     assert (run.layout.fsdp, run.precision.dtype) == (8, "fp8")
     assert f"{flops.params(run.model):,} parameters" in page
 

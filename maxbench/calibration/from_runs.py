@@ -14,7 +14,7 @@ from maxbench.calibration import fit
 from maxbench.calibration.fit import Observation
 from maxbench.config import console
 from maxbench.config.errors import UserError
-from maxbench.config.run import Run, Train
+from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo
 from maxbench.hardware.error_band import prediction_interval
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
@@ -151,9 +151,7 @@ def finished_run(r: RunRecord, gpu_types: GpuTypes) -> tuple[Run, float]:
             f"calibrate: {str(r.path)!r}: step_s.median={step_s:g} s is below {least_s:.3g} s, its "
             f"FLOPs at the peak of {run.layout.gpus} {run.layout.gpu_type}; leave the run out"
         )
-    # The number of steps affects only the learning rate: runs that differ in it share a program.
-    train = dataclasses.replace(run.train, steps=Train.steps)
-    return dataclasses.replace(run, train=train), step_s
+    return run, step_s
 
 
 def observation(run: Run, seconds: float) -> Observation:

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.config import command_line, commands, environment, recipes, resolve, run_flags
+from maxbench.config import (
+    command_line,
+    commands,
+    environment,
+    precedence,
+    recipes,
+    resolve,
+    run_flags,
+)
 from maxbench.config.errors import UserError
 from maxbench.distributed import runtime
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, Kernels, Products
@@ -83,7 +91,8 @@ def calibrate_device(fv: flags.FlagValues, gpu_types: GpuTypes) -> tuple[str, st
     devices = {name: fv[name].value for name in DEVICE_FLAGS if fv[name].value is not None}
     workload = next(iter(recipes.workloads().values()))
     with tempfile.TemporaryDirectory() as folder:
-        run = resolve.build_run(workload, flags=devices | {"output_dir": folder})
+        config = precedence.build_config(workload, flags=devices | {"output_dir": folder})
+        run = resolve.resolve(config, gpu_types)
         runtime.set_environment(run)
         peers = runtime.init_distributed(run)
         measured = measure(fv.gpu_type, fv.small, gpu_types)

@@ -29,10 +29,10 @@ def main(argv: Sequence[str]) -> int:
         return 1
     import jax
 
-    from maxbench.model import attention
+    from maxbench.step.train_step import on_device
 
     processes = checks.collect(run)
-    kernel = attention.select_kernel(run, jax.local_devices()[0])
+    kernel = on_device(run, jax.local_devices()[0]).train.attention
     slow = checks.slow_hosts(processes)
     errors = checks.errors(run, processes, fv.allow_tcp)
     if jax.process_index() == 0:

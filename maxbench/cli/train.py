@@ -55,7 +55,8 @@ def describe(run: Run) -> dict[str, Any]:
         "microbatches": run.layout.microbatches,
         "parameters": flops.params(m),
         "flops_per_sequence": {c: flops.per_sequence(m, seq, c) for c in flops.CONVENTIONS},
-        "config": run.asdict(),
+        "config": run.config.asdict(),
+        "run": run.asdict(),
     }
 
 

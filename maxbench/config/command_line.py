@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import ineffective, recipes, renamed, resolve, run_flags
+from maxbench.config import ineffective, precedence, recipes, renamed, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.run import SECTIONS, Run
@@ -61,16 +61,18 @@ def parse(fv: flags.FlagValues, argv: Sequence[str], gpus: int | None = None) ->
     def present(names: Iterable[str]) -> dict[str, Any]:
         return {name: fv[name].value for name in names if name in fv and fv[name].present}
 
-    shorthands, settings = present(run_flags.FLAGS), present(SETTINGS)
-    overrides = {name.removeprefix("config."): value for name, value in settings.items()}
-    run = resolve.build_run(
+    shorthands = present(run_flags.FLAGS)
+    overrides = {name.removeprefix("config."): x for name, x in present(SETTINGS).items()}
+    hardware = gpu_types(fv["hardware"].value)
+    config = precedence.build_config(
         recipes.load_workload(fv["config"].value),
         gpus=gpus or fv["gpus"].value,
         strong_scaling=fv.strong_scaling,
         flags=shorthands,
         overrides=overrides,
-        gpu_types=gpu_types(fv["hardware"].value),
+        gpu_types=hardware,
     )
+    run = resolve.resolve(config, hardware)
     ineffective.check_effective(run, [*(run_flags.FLAGS[name] for name in shorthands), *overrides])
     return run
 

@@ -6,7 +6,6 @@ may hold settings for runs of another layout or number format: the run's log nam
 
 from collections.abc import Callable, Iterable
 
-from maxbench.config import lowering
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
 from maxbench.config.run import Run
@@ -34,8 +33,8 @@ def reasons(run: Run) -> dict[str, str]:
     texts = {}
     for path, rule in RULES.items():
         section, _, name = path.partition(".")
-        value = getattr(getattr(run, section), name)
-        default = type(getattr(run, section)).__dataclass_fields__[name].default
+        asked = getattr(run.config, section)
+        value, default = getattr(asked, name), asked.__dataclass_fields__[name].default
         if value != default and (reason := rule(run)):
             shown = repr(value) if isinstance(value, str) else value
             texts[path] = f"{path}={shown} has no effect: {reason}"
@@ -43,7 +42,7 @@ def reasons(run: Run) -> dict[str, str]:
 
 
 def _unroll_layers(run: Run) -> str:
-    if run.train.unroll_layers < run.model.layers or lowering.layers_unrolled(run):
+    if run.train.unroll_layers < run.model.layers or run.train.unrolled:
         return ""  # a threshold below the number of layers requests a loop
     if run.layout.pp > 1:
         return f"pp={run.layout.pp} runs the layers of each chunk in a loop; unrolling needs pp=1"
@@ -54,7 +53,7 @@ def _unroll_layers(run: Run) -> str:
         )
     if run.train.offload:
         return "train.offload needs layers in a loop"
-    return f"train.remat_layers={run.train.remat_layers} needs layers in a loop"
+    return f"train.remat_layers={run.config.train.remat_layers} needs layers in a loop"
 
 
 def _schedule(run: Run) -> str:
@@ -65,7 +64,8 @@ def _microbatch_group_size(run: Run) -> str:
     a = run.layout
     if a.vp == 1:
         return f"pp={a.pp} and vp=1 have one model chunk per stage; use --vp 2 or more"
-    if run.train.microbatch_group_size < a.pp:
+    given = run.config.train.microbatch_group_size
+    if given is not None and given < a.pp:
         return f"it must be at least pp={a.pp}, the default"
     return ""
 
@@ -129,7 +129,7 @@ def _experts(run: Run) -> str:
 def _capacity_factor(run: Run) -> str:
     no_limit = run.model.capacity_factor == 0  # drops no token, as force_balance does
     unused = run.model.force_balance and not no_limit
-    return _experts(run) or "model.force_balance drops no token" * unused
+    return _experts(run) or ("model.force_balance drops no token" if unused else "")
 
 
 def _drop_policy(run: Run) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxbench.config.errors import UserError, divisors
-from maxbench.config.validation import field, validate
+from maxbench.config.validation import field, parse, validate
 
 
 class LayerKind(NamedTuple):
@@ -216,6 +216,10 @@ class Model:
         """Whether experts have a fixed number of slots for the tokens of a GPU."""
         return self.capacity_factor > 0 or self.force_balance
 
+    def bounds_rows(self, ep: int) -> bool:
+        """Whether dropless experts receive tokens in buffers of dispatch_factor."""
+        return self.dispatch_factor > 0 and ep > 1 and not self.has_slots
+
     @property
     def balanced_window(self) -> int:
         """Consecutive positions that choose each expert once, with force_balance."""
@@ -264,6 +268,11 @@ class Model:
         return self.capacity_factor * self.top_k or min(self.top_k * ep, self.experts)
 
     def __post_init__(self):
+        constraints = self.__dataclass_fields__["layer_groups"]
+        groups = parse(
+            "model.layer_groups", constraints.type, self.layer_groups, constraints.metadata
+        )
+        object.__setattr__(self, "layer_groups", groups)
         validate(self, "model.")
         self._check_layer_groups()
         if self.heads % self.kv_heads:

@@ -67,9 +67,9 @@ SCALINGS = tuple(f.name for f in FORMATS.values() if f.name != f.dtype)
 
 
 def resolve_format(
-    dtype: str, scaling: str, gpu_type: str, gpu_types: GpuTypes = GPU_TYPES
+    dtype: str, scaling: str | None, gpu_type: str, gpu_types: GpuTypes = GPU_TYPES
 ) -> Format:
-    """The format for precision.dtype and precision.scaling; 'auto' depends on the GPU.
+    """The format for precision.dtype and precision.scaling; without one it depends on the GPU.
 
     Raises:
       UserError: the GPU has no GEMMs of that format.

@@ -48,3 +48,16 @@ def even(layers: int, parts: int) -> tuple[int, ...]:
         each = (layers + 2) // parts
         return (each - 1, *[each] * (parts - 2), each - 1)
     return ()
+
+
+def slots(parts: tuple[int, ...]) -> list[list[int]]:
+    """The layer in each slot of each part, -1 in an empty one. Parts have as many slots as the
+    longest; the empty slot of the first of even() is that of the embedding."""
+    first, rows = 0, []
+    for count in parts:
+        empty = max(parts) - count
+        rows.append([*range(first, first + count), *[-1] * empty])
+        first += count
+    if min(parts) < max(parts) and parts == even(first, len(parts)):
+        rows[0] = [*rows[0][-1:], *rows[0][:-1]]
+    return rows

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
-from maxbench.config.validation import field, parse
+from maxbench.config.validation import field, parse_fields, with_defaults
 from maxbench.hardware.published import rows as published_rows
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -97,11 +97,11 @@ def workload(
         "presets": tuple(name for name in (presets or "").split(",") if name),
         "known": PRESETS | {n: _parse_sections(fields) for n, fields in (variants or {}).items()},
         "fp8": _parse_sections(fp8 or {}),
-        "launch": _with_defaults(Launch, "launch", launch or {}),
+        "launch": with_defaults(Launch, "launch", launch or {}),
         "published": dict(published or {}),
     }
     for name, cls in SECTIONS.items():
-        config[name] = _with_defaults(cls, name, checked.get(name, {}))
+        config[name] = with_defaults(cls, name, checked.get(name, {}))
     return ConfigDict(config).lock()
 
 
@@ -109,26 +109,7 @@ def _parse_sections(sections: Mapping[str, Mapping]) -> dict[str, dict]:
     """Checked sections, each with some of its fields."""
     for name in sections:
         check_choice("section", name, SECTIONS)
-    return {name: _parse(SECTIONS[name], name, fields) for name, fields in sections.items()}
-
-
-def _parse(cls: type, section: str, values: Mapping) -> dict:
-    """Checked values of some fields of a section."""
-    renamed.check_section(section, values)
-    fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
-    for name, value in values.items():
-        check_choice(f"a field of {section}", name, fields)
-        field, path = fields[name], f"{section}.{name}"
-        parsed[name] = parse(path, field.type, value, field.metadata)
-    return parsed
-
-
-def _with_defaults(cls: type, section: str, values: Mapping) -> dict:
-    """Checked values of all fields of a section."""
-    fields = {f.name: f.default for f in dataclasses.fields(cls)} | _parse(cls, section, values)
-    if missing := [name for name, value in fields.items() if value is dataclasses.MISSING]:
-        raise UserError(f"{section} has no {', '.join(missing)}")
-    return fields
+    return {name: parse_fields(SECTIONS[name], name, fields) for name, fields in sections.items()}
 
 
 def table(layouts: str) -> list[dict[str, Any]]:

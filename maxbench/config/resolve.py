@@ -1,234 +1,271 @@
-"""From a workload and flags to a Run: the order in which settings apply.
+"""From a RunConfig to a Run: every setting that was not given, and what follows from others.
 
-Later settings win: the workload's values, its settings for dtype=fp8, the row of its table of
-layouts (--gpus), presets, shorthand flags (--tp, --mbs, ...), and last --config.section.field.
+resolve() is the only function that creates a Run. It needs no jax: the device may be absent.
 """
 
-import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
 
-from ml_collections import ConfigDict
+from maxbench.config import environment, number_formats, pipeline_layout, run_checks
+from maxbench.config.errors import UserError, check_choice, divisors, nearest
+from maxbench.config.model import Model
+from maxbench.config.number_formats import Format
+from maxbench.config.run import (
+    Device,
+    Layout,
+    LayoutConfig,
+    Precision,
+    Run,
+    RunConfig,
+    Train,
+)
+from maxbench.hardware.gpus import Gpu, GpuTypes
 
-from maxbench.config import renamed
-from maxbench.config.errors import UserError, check_choice
-from maxbench.config.model import LayerGroup, LayerKind
-from maxbench.config.number_formats import DTYPES
-from maxbench.config.recipes import PRESETS, table
-from maxbench.config.run import DEGREES, SECTIONS, Layout, Run
-from maxbench.config.run_flags import FLAGS
-from maxbench.config.validation import parse
-from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
-
-# Columns of a table of layouts that are not fields of Layout; "" = they only select the row.
-COLUMN_SECTIONS = dict.fromkeys(("gpus", "dtype", "scaling", "gpu_type"), "")
-COLUMN_SECTIONS |= {"layers": "model"}
-COLUMN_SECTIONS |= {"format": "precision"}  # its field `scaling`
-COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
-
-TOY_WINDOW = 16  # tokens
-TOY_LATENTS = {"kv_heads": 8, "head_dim": 48, "value_dim": 16}  # whole blocks of number formats
-TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
-
-Sections = dict[str, dict[str, Any]]
-
-
-class NoRow(UserError):
-    """The table has no row for that number of GPUs.
-
-    Attributes:
-      nearest: the nearest number that it has a row for, of the whole model if possible.
-    """
-
-    def __init__(self, message: str, nearest: int):
-        super().__init__(message)
-        self.nearest = nearest
+# Transformer Engine 2.17: the first whose attention runs inside shard_map. 2.14: the first that
+# supports JAX > 0.9.1.
+TE_OLDEST = (2, 17)
+MAX_OVERLAPPED_LAYERS = 16  # of a chunk outside of a pipeline: more take too long to compile
+MAX_UNROLLED_LAYERS = 40  # on a GPU; a CPU unrolls none
+# Bytes up to which collectives are combined (all-reduce, all-gather, reduce-scatter): NVIDIA's
+# MaxText recipe for Llama 2, except for FP8's all-gathers (512 MiB there), which combine the
+# weights of a layer as in BF16.
+COMBINE = {
+    "fp8": (1 << 30, 1 << 30, 8 << 20),
+    "bf16": (2 << 30, 2 << 30, 32 << 20),
+}
+# Bytes of the fp32 logits of one chunk of the loss; on a CPU, of its cache.
+LOGITS_BYTES = {"gpu": 1 << 30, "cpu": 32 << 20}
+# Value dims that cuDNN's backward pass supports with keys of 192 dims on Blackwell.
+VALUE_SLICE = 128
 
 
-class RowKey(NamedTuple):
-    """The values that select a row of a table of layouts."""
-
-    gpus: int
-    gpu_type: str  # of the run
-    recipes: str  # GPU type of the row (Gpu.recipes)
-    dtype: str
-    scaling: str  # weak | strong
-
-
-def build_run(
-    config: ConfigDict,
-    *,
-    gpus: int | None = None,
-    strong_scaling: bool = False,
-    flags: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    gpu_types: GpuTypes = GPU_TYPES,
-) -> Run:
-    """Builds the Run of a workload and settings.
+def resolve(config: RunConfig, hardware: GpuTypes, device: Device | None = None) -> Run:
+    """The run of a config.
 
     Args:
-      config: of recipes.workload().
-      gpus: selects the row of the table of layouts for this number of GPUs.
-      strong_scaling: selects among the rows with a constant global batch.
-      flags: shorthand flags by their names in FLAGS.
-      overrides: 'section.field' -> value, applied last.
-      gpu_types: that layout.gpu_type may name.
+      hardware: the GPU types that layout.gpu_type may name.
+      device: that the step runs on; default: expected_device().
 
     Raises:
-      NoRow: the table has no row for `gpus`, and no mesh axis is given.
-      UserError: another invalid setting.
+      UserError: a run that cannot be; with the setting, the reason, and what would work.
     """
-    settings = _settings(flags or {}, overrides or {})
-    values: Sections = {name: dict(config[name]) for name in SECTIONS}
-    gpu_type, dtype = _gpu_type_and_dtype(config, settings)
-    if dtype == "fp8":
-        _merge(values, config.fp8)
-    if gpus is not None:
-        gpus = parse("gpus", int, gpus, {"at_least": 1})
-        check_choice("gpu_type", gpu_type, gpu_types)
-        scaling = "strong" if strong_scaling else "weak"
-        key = RowKey(gpus, gpu_type, gpu_types[gpu_type].recipes, dtype, scaling)
-        _merge(values, _row(config, key, axes_given=bool({*(flags or ())} & {*DEGREES})))
-    elif strong_scaling:
-        raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
-    presets = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
-    for name in presets:
-        _merge(values, config.known[name])
-        if name in ("tiny", "rehearse"):
-            _shrink(values, axes=name == "rehearse", dtype=dtype)
-    if {"layout.pp", "layout.vp", "model.layers"} & {*settings}:
-        values["layout"]["stages"] = ""  # the row's parts are those of its own pipeline
-    for path, value in settings.items():
-        section, _, field = path.partition(".")
-        values[section][field] = value
-    in_size = [name for name in presets if name not in DTYPES]
-    values["model"]["size"] = "-".join([values["model"]["size"], *in_size])
-    if "rehearse" in presets and "runtime.cpu_devices" not in settings:
-        values["runtime"]["cpu_devices"] = Layout(**values["layout"]).gpus
-    sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
-    run = Run(**sections, gpu_types=gpu_types)
-    if gpus is not None and "rehearse" not in presets and run.layout.gpus != gpus:
-        raise UserError(
-            f"gpus={gpus}, but the layout ({run.layout.describe()}) needs {run.layout.gpus}; "
-            "leave gpus out to take the axes as given, or the axes to take the table's row"
-        )
+    p = config.precision
+    check_choice("gpu_type", config.layout.gpu_type, hardware)
+    gpu = hardware[config.layout.gpu_type]
+    device = device or expected_device(config, gpu)
+    fmt = number_formats.resolve_format(p.dtype, p.scaling, config.layout.gpu_type, hardware)
+    if fmt.quantized:
+        run_checks.check_bf16_layers(config)
+    model = _network(config.model, p.bf16_layers if fmt.quantized else (0, 0))
+    layout = _layout(config, model, gpu)
+    run = Run(
+        config=config,
+        hardware=hardware,
+        device=device,
+        model=model,
+        layout=layout,
+        train=_train(config, model, layout, fmt, device),
+        optim=config.optim,
+        precision=_precision(config, fmt, device),
+        output=config.output,
+        runtime=config.runtime,
+        profile=config.profile,
+        format=fmt,
+    )
+    run_checks.check(run)
     return run
 
 
-def run_from_dict(config: Mapping, gpu_types: GpuTypes = GPU_TYPES) -> Run:
-    """The Run of the config of a result.json, with the defaults of settings that do not change the
-    program: output, profile, processes and devices.
+def changed(run: Run, **sections) -> Run:
+    """The run of another config on the same hardware: changed(run, layout={'mbs': 2}).
 
     Raises:
-      UserError: a setting is invalid or has another name now.
+      UserError: a run that cannot be.
     """
-    for section, fields in config.items():
-        renamed.check_section(section, fields)
-    kept = {"output": {}, "profile": {}, "runtime": {"tp_overlap": config["runtime"]["tp_overlap"]}}
-    sections = {name: cls(**kept.get(name, config[name])) for name, cls in SECTIONS.items()}
-    return Run(**sections, gpu_types=gpu_types)
+    return resolve(run.config.changed(**sections), run.hardware, run.device)
 
 
-def _settings(flags: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """'section.field' -> value of flags and overrides."""
-    settings = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides)
-    for path, value in settings.items():
-        renamed.check_name(path)
-        renamed.check_value(path, value)
-    if "train.remat" in settings:  # applies to all layers, unlike the row's remat_layers
-        settings = {"train.remat_layers": 0} | settings
-    return settings
+def expected_device(config: RunConfig, gpu: Gpu) -> Device:
+    """The device that a config asks for: a CPU for virtual devices, else the layout's GPU."""
+    if config.runtime.cpu_devices:
+        return Device("cpu")
+    return Device("gpu", gpu.chip.capability)
 
 
-def _gpu_type_and_dtype(config: ConfigDict, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """layout.gpu_type and precision.dtype after presets and settings, which select the row."""
-    dtype = config.precision.dtype
-    for name in config.presets:
-        check_choice("preset", name, config.known)
-        dtype = config.known[name].get("precision", {}).get("dtype", dtype)
-    gpu_type = settings.get("layout.gpu_type", config.layout.gpu_type)
-    return gpu_type, settings.get("precision.dtype", dtype)
+@functools.lru_cache(64)  # a search asks for the same one of thousands of layouts
+def _network(model: Model, bf16_layers: tuple[int, int]) -> Model:
+    return model.with_bf16_layers(*bf16_layers)
 
 
-def _merge(values: Sections, sections: Mapping[str, Mapping]) -> None:
-    for section, fields in sections.items():
-        values[section] |= dict(fields)
+def _layout(config: RunConfig, model: Model, gpu: Gpu) -> Layout:
+    a = config.layout
+    step = a.mbs * a.shards
+    gbs = a.gbs or step
+    if gbs % step:
+        raise UserError(
+            f"gbs={gbs} is not a multiple of mbs x dp x fsdp x ep = {a.mbs} x {a.dp} x {a.fsdp} x "
+            f"{a.ep} = {step}; nearest that works: {nearest(gbs, step)}"
+        )
+    ep_nodes = a.ep_nodes or _nodes_of_ep(a, gpu, model)
+    if a.ep % ep_nodes:
+        raise UserError(
+            f"ep_nodes={ep_nodes} does not divide ep={a.ep}; ep_nodes that works: {divisors(a.ep)}"
+        )
+    given = {name: getattr(a, name) for name in a.__dataclass_fields__}
+    return Layout(**given | {
+        "gbs": gbs,
+        "ep_nodes": ep_nodes,
+        "parts": _parts(a, model.layers),
+        "embedding_over_pp": _embedding_over_pp(a, gbs, config.train.seq, model),
+    })  # fmt: skip
 
 
-def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
-    """Settings of the table's row; those of the model alone if there is none and axes are given.
+def _parts(a: LayoutConfig, layers: int) -> tuple[int, ...]:
+    """Layout.parts."""
+    if a.pp == 1:
+        return (layers,)
+    if a.stages:
+        parts = pipeline_layout.layers_of_parts(a.stages)
+        if sum(parts) != layers:
+            raise UserError(
+                f"layout.stages={a.stages[:60]!r} has {sum(parts)} layers, and model.layers="
+                f"{layers}; give {layers}"
+            )
+        return parts
+    chunks = a.pp * a.vp
+    if parts := pipeline_layout.even(layers, chunks):
+        return parts
+    below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
+    near = sorted({n for n in (below, above - 2, above) if n > 0})
+    raise UserError(
+        f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {chunks} chunks, nor does "
+        f"{layers} + 2 (one slot each for embedding and loss); nearest layers that work: "
+        f"{' or '.join(map(str, near))}, or give the layers of each part in layout.stages"
+    )
+
+
+def _nodes_of_ep(a: LayoutConfig, gpu: Gpu, m: Model) -> int:
+    """layout.ep_nodes where it is not given.
+
+    With n nodes a token crosses the network n - 1 times in each direction, in 16 bits; sent to the
+    GPUs of its experts at once, top_k (n - 1) / n times, of which the way there is in the number
+    format of the GEMMs: 3/4 of the bytes in 8 bits.
+    """
+    domain, neighbors = gpu.nvlink_domain(a.gpus), a.cp * a.tp
+    nodes = a.ep * neighbors // domain
+    if domain % neighbors or nodes < 2 or a.ep % nodes or not (m.has_slots or m.dispatch_factor):
+        return 1
+    return nodes if nodes < 3 / 4 * m.top_k else 1
+
+
+def _embedding_over_pp(a: LayoutConfig, gbs: int, seq: int, m: Model) -> bool:
+    """Where all-gathering the embedded tokens over pp is less than the table: if a GPU has fewer
+    tokens in a step than the vocabulary has rows."""
+    fewer = gbs // a.shards * seq // a.cp < m.vocab
+    return a.pp > 1 and fewer and not m.tied and m.embed % (a.tp * a.fsdp * a.pp) == 0
+
+
+def _train(config: RunConfig, m: Model, a: Layout, fmt: Format, device: Device) -> Train:
+    t = config.train
+    # A power of two, as token counts mostly are: no chunk is padded, and no smaller one remains.
+    tokens = max(1, LOGITS_BYTES[device.platform] // (4 * m.vocab // a.tp))
+    remat_layers = m.layers if a.pp > 1 else min(t.remat_layers or m.layers, m.layers)
+    unroll_layers = MAX_UNROLLED_LAYERS if device.platform == "gpu" else 0
+    if t.unroll_layers is not None:
+        unroll_layers = t.unroll_layers
+    unrolled = layers_unrolled(config, m, unroll_layers, remat_layers == m.layers)
+    given = {name: getattr(t, name) for name in t.__dataclass_fields__}
+    return Train(**given | {
+        "microbatch_group_size": max(t.microbatch_group_size or a.pp, a.pp),
+        "remat_layers": remat_layers,
+        "attention": attention_kernel(t.attention, m, fmt.compute, device),
+        "loss_chunk": t.loss_chunk or 1 << (tokens.bit_length() - 1),
+        "collective_combine_bytes": t.collective_combine_bytes
+        or COMBINE["fp8" if fmt.quantized else "bf16"],
+        "unroll_layers": unroll_layers,
+        "unrolled": unrolled,
+        "overlapped": _overlaps_fwd_bwd(a, m, unrolled),
+    })  # fmt: skip
+
+
+def layers_unrolled(config: RunConfig, m: Model, most: int, one_policy: bool) -> bool:
+    """Whether the program has code for every layer (on a GPU) instead of a scan over layers.
+
+    Never with fsdp: XLA would all-gather the weights of many layers ahead of their use. Nor with
+    offload, which XLA supports in loops only, nor in a pipeline, which selects the layers of a
+    chunk when its stage switches to it.
+
+    Args:
+      most: layers that are unrolled at most.
+      one_policy: whether all layers have the same remat policy.
+    """
+    a = config.layout
+    alone = a.pp == a.fsdp == 1
+    return alone and m.layers <= most and not config.train.offload and one_policy
+
+
+def _overlaps_fwd_bwd(a: Layout, m: Model, unrolled: bool) -> bool:
+    """Whether the TP collectives of a microbatch's forward pass overlap GEMMs of another's backward
+    pass, and the reverse.
+
+    Always in a pipeline. Elsewhere if layers are unrolled, few enough to compile for three phases,
+    and tp has collectives to overlap. Not with experts, whose all-to-alls would be in the way.
+    """
+    overlappable = a.tp > 1 and a.microbatches > 1 and m.layers <= MAX_OVERLAPPED_LAYERS
+    return a.pp > 1 or (overlappable and not m.experts and unrolled)
+
+
+def attention_kernel(given: str | None, m: Model, dtype: str, device: Device) -> str:
+    """The key of model.attention.KERNELS for a device.
 
     Raises:
-      NoRow, UserError: there is no row, and no axes are given.
+      UserError: a kernel of cuDNN is given, and cuDNN does not support this attention.
     """
-    check_choice("dtype", key.dtype, DTYPES)
-    dtype = "bf16" if key.dtype == "fp32" else key.dtype
-    of_dtype = [
-        r for r in table(config.layouts) if (r["dtype"], r["scaling"]) == (dtype, key.scaling)
-    ]
-    rows = [r for r in of_dtype if r["gpu_type"] == key.recipes]
-    if row := next((r for r in rows if r["gpus"] == key.gpus), None):
-        sections: Sections = {"layout": {"gpu_type": key.gpu_type}}
-        if dtype == "bf16":
-            row.pop("format", None)  # of the other dtypes of its line
-        for column, value in row.items():
-            if section := COLUMN_SECTIONS.get(column, "layout"):
-                field = "scaling" if column == "format" else column
-                sections.setdefault(section, {})[field] = value
-        return sections
-    if axes_given:
-        return {"model": {"layers": config.model.layers}, "train": {"seq": config.train.seq}}
-    name = f"{config.model.name} {config.model.size} {dtype} ({key.scaling} scaling)"
-    why = f"gpus={key.gpus}: {name} has no recipe for {key.gpus} {key.gpu_type}"
-    if not rows:
-        types = ", ".join(sorted({r["gpu_type"] for r in of_dtype}) or ["none"])
-        raise UserError(f"{why}; types that have one: {types}; or name the axes, --fsdp and so on")
-    distance = lambda gpus: abs(gpus / key.gpus - 1)
-    near = sorted((r["gpus"] for r in rows), key=distance)[:3]
-    hint = f"nearest: --gpus {' or '.join(map(str, sorted(near)))}"
-    hint += f"; or name the axes: maxbench plan --gpus {key.gpus} finds them"
-    whole_model = [r["gpus"] for r in rows if r["layers"] == config.model.layers]
-    raise NoRow(f"{why}; {hint}", min(whole_model or near, key=distance))
+    has_cudnn = device.platform == "gpu" and device.cudnn
+    fastest = cudnn_kernel(m, dtype, device.capability) if has_cudnn else "xla"
+    if given in (None, fastest) or given == "xla":
+        return given or fastest
+    if fastest != "xla":
+        return fastest
+    raise UserError(
+        f"train.attention={given!r}: cuDNN has no attention for {dtype}, heads of {m.head_dim} "
+        f"with values of {m.value_width}{f', softcap {m.softcap}' if m.softcap else ''} on a "
+        f"{device.platform} of compute capability {'.'.join(map(str, device.capability))}; use "
+        "train.attention=xla"
+    )
 
 
-def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
-    """The layer groups of a toy: one cycle of each, and of the last as many as there are layers.
+def cudnn_kernel(m: Model, dtype: str, capability: tuple[int, int]) -> str:
+    """The fastest of model.attention.KERNELS on a GPU, by its compute capability.
 
-    An expert is a quarter as wide as a dense MLP in a model that has both.
+    The limits are those of cuDNN's backward pass since 9.12; its forward pass supports more.
     """
-    groups = [[LayerKind(*kind) for kind in cycle] for _, cycle in model["layer_groups"]]
-    has_dense = any(not kind.experts for kind in itertools.chain(*groups))
-    expert_mlp = model["mlp"] // (4 if has_dense else 1)
-
-    def toy(kind: LayerKind) -> LayerKind:
-        mlp, experts = (expert_mlp, model["experts"]) if kind.experts else (model["mlp"], 0)
-        return kind._replace(mlp=mlp, experts=experts, window=min(kind.window, TOY_WINDOW))
-
-    toys, left = [], model["layers"]
-    for group in groups:
-        count = -(-max(1, left) // len(group)) if group is groups[-1] else 1
-        toys.append(LayerGroup(count, tuple(map(toy, group))))
-        left -= count * len(group)
-    return tuple(toys)
+    keys, values = m.head_dim, m.value_width
+    if dtype != "bf16" or m.softcap or capability < (8, 0) or keys % 8 or values % 8:
+        return "xla"
+    if max(keys, values) <= (256 if capability[0] == 9 else 128):
+        return "cudnn"
+    if capability[0] == 10 and keys == 192 and values >= VALUE_SLICE:
+        return "cudnn" if values == VALUE_SLICE else "cudnn_split"
+    return "xla"
 
 
-def _shrink(values: Sections, axes: bool, dtype: str) -> None:
-    """Toy sizes that depend on the model; with `axes`, mesh axes of at most 2, few microbatches."""
-    model, layout = values["model"], values["layout"]
-    if experts := model["experts"]:  # so many that a router of groups has a choice in each
-        model["experts"] = 4 if model["top_k"] < 3 else min(experts, 4 * model["top_k"])
-    if model["kv_rank"]:
-        model |= TOY_LATENTS
-    model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
-    model["window"] = min(model["window"], TOY_WINDOW)
-    model["layer_groups"] = _toy_groups(model)
-    model["rope_context"] = min(model["rope_context"], 16)  # so that rope scaling has an effect
-    if axes:
-        sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
-        microbatches = max(1, layout["gbs"] // sequences())
-        layout.update({axis: min(2, layout[axis]) for axis in (*DEGREES, "vp", "mbs")})
-        layout["stages"] = ""
-        layout["gbs"] = sequences() * min(4, microbatches)
-        if dtype not in ("bf16", "fp32"):  # whole blocks of MXFP8 on each GPU
-            train = values["train"]
-            train["seq"] = max(train["seq"], 32 * layout["cp"] * layout["tp"])
+def _precision(config: RunConfig, fmt: Format, device: Device) -> Precision:
+    p = config.precision
+    given = {name: getattr(p, name) for name in p.__dataclass_fields__}
+    backend = gemm_backend(p.backend, fmt, device.platform)
+    return Precision(**given | {"backend": backend, "scaling": fmt.name})
+
+
+def gemm_backend(given: str | None, fmt: Format, platform: str) -> str:
+    """The library of quantized GEMMs: Transformer Engine on a GPU where it is installed, new
+    enough, and has the GEMMs of the format; else XLA.
+
+    XLA where no GEMM is quantized, so that such a program has one key in the compile cache.
+    """
+    if not fmt.quantized:
+        return "xla"
+    if given:
+        return given
+    version = environment.version("transformer-engine")
+    new_enough = version and tuple(map(int, version.split(".")[:2])) >= TE_OLDEST
+    return "te" if platform == "gpu" and new_enough and "te" in fmt.backends else "xla"

@@ -1,19 +1,23 @@
-"""The description of a run: frozen dataclasses, checked when built, before any device work.
+"""The two descriptions of a run: RunConfig, as written, and Run, as it is computed.
 
-Every check raises UserError with the value, why it is invalid, and what would work.
+In a RunConfig, None is a setting that was not given. A Run has a value for each; resolve.resolve()
+computes it. Both are frozen. Every check raises UserError with the value, why it is invalid, and
+what would work.
 """
 
-import copy
 import dataclasses
 import functools
-from typing import Any
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from maxbench.config import number_formats, pipeline_layout, run_checks
-from maxbench.config.errors import UserError, check_choice, divisors, nearest
+from maxbench.config import number_formats, pipeline_layout
+from maxbench.config.errors import UserError, check_choice
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS, Format
-from maxbench.config.validation import ADDRESS, COMBINE, RANKS, WINDOW, field, validate
-from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
+from maxbench.config.validation import ADDRESS, COMBINE, RANKS, WINDOW, build, field, validate
+from maxbench.hardware.gpus import Gpu, GpuTypes
 
 DEGREES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # of parallelism
 # Mesh axes, from the slowest links to the fastest: the GPUs of ep are ep_nodes x ep.
@@ -44,11 +48,19 @@ REMATS = {
 }
 
 
+def saved_tensors(remat: str) -> tuple[str, ...]:
+    """The tensors that a remat policy saves for the backward pass."""
+    return REMATS.get(remat) or tuple(t for t in remat.split(",") if t in TENSORS)
+
+
+LAYERS = "layers"  # named scope of the scan over layers in the compiled program
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class LayoutConfig:
     """Degrees of parallelism, and the batch."""
 
-    gpu_type: str = "h100"  # a name of Run.gpu_types
+    gpu_type: str = "h100"  # a name of Run.hardware
     pp: int = field(1, at_least=1)
     vp: int = field(1, at_least=1)  # virtual stages (model chunks) per pipeline stage
     dp: int = field(1, at_least=1)
@@ -57,27 +69,15 @@ class Layout:
     cp: int = field(1, at_least=1)
     tp: int = field(1, at_least=1)
     # Nodes (NVLink domains) that ep spans: a token is sent once to each of them, and there to the
-    # GPUs of its experts (model/dispatch_nodes.py). 1 = to the GPUs of its experts at once. 0 = the
-    # one of these two that sends less over the network
-    ep_nodes: int = field(0, at_least=0)
+    # GPUs of its experts (model/dispatch_nodes.py). 1: to the GPUs of its experts at once. auto:
+    # the one of these two that sends less over the network
+    ep_nodes: int | None = field(None, at_least=1)
     mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
     # Layers of each of the pp x vp parts of a pipeline, in Megatron's notation
-    # (config/pipeline_layout.py); '' or even = evenly
-    stages: str = ""
-    # sequences per step over all GPUs; 0 = mbs x dp x fsdp x ep
-    gbs: int = field(0, at_least=0)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the mesh."""
-        return self.pp * self.shards * self.cp * self.tp
-
-    @property
-    def mesh_shape(self) -> dict[str, int]:
-        """GPUs along each mesh axis."""
-        nodes = self.ep_nodes or 1
-        axes = {axis: getattr(self, axis) for axis in AXES}
-        return axes | {"ep_nodes": nodes, "ep": self.ep // nodes}
+    # (config/pipeline_layout.py); auto: evenly
+    stages: str | None = None
+    # sequences per step over all GPUs; auto: mbs x dp x fsdp x ep
+    gbs: int | None = field(None, at_least=1)
 
     @property
     def shards(self) -> int:
@@ -85,9 +85,56 @@ class Layout:
         return self.dp * self.fsdp * self.ep
 
     @property
+    def gpus(self) -> int:
+        """GPUs of the mesh."""
+        return self.pp * self.shards * self.cp * self.tp
+
+    def __post_init__(self):
+        validate(self)
+        if self.stages:
+            parts = pipeline_layout.layers_of_parts(self.stages)
+            if self.pp > 1 and len(parts) != self.pp * self.vp:
+                raise UserError(
+                    f"layout.stages={self.stages[:60]!r} has {len(parts)} parts, and pp={self.pp} "
+                    f"x vp={self.vp} are {self.pp * self.vp}; give as many"
+                )
+        if self.vp > 1 and self.pp == 1:
+            raise UserError(f"vp={self.vp} needs pp > 1: virtual stages divide a pipeline's stages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout(LayoutConfig):
+    """LayoutConfig, resolved.
+
+    Attributes:
+      parts: layers of each of the pp x vp parts of the network; of the one part without a pipeline.
+      embedding_over_pp: whether the embedding table's columns are sharded over pp too. Embedded
+        tokens are then all-gathered over pp.
+    """
+
+    ep_nodes: int = 1
+    gbs: int = dataclasses.field()
+    parts: tuple[int, ...]
+    embedding_over_pp: bool = False
+
+    def __post_init__(self):
+        """Checked as a LayoutConfig already."""
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """GPUs along each mesh axis."""
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        return axes | {"ep": self.ep // self.ep_nodes}
+
+    @property
     def microbatches(self) -> int:
         """Microbatches per step of each data-parallel group (gradient accumulation)."""
         return self.gbs // (self.mbs * self.shards)
+
+    @property
+    def even(self) -> bool:
+        """Whether the parts are those of pipeline_layout.even()."""
+        return self.parts == pipeline_layout.even(sum(self.parts), len(self.parts))
 
     def describe(self) -> str:
         """One line: '16 devices, fsdp 8 x tp 2, mbs 1, gbs 32 (4 microbatches)'."""
@@ -95,39 +142,12 @@ class Layout:
         if self.vp > 1:
             axes.insert(1, f"vp {self.vp}")
         devices = f"{self.gpus} devices, {' x '.join(axes)}" if axes else "1 device"
-        microbatches = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+        microbatches = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         return f"{devices}, mbs {self.mbs}, gbs {self.gbs} ({microbatches})"
-
-    def __post_init__(self):
-        validate(self)
-        step = self.mbs * self.shards
-        if self.gbs == 0:
-            object.__setattr__(self, "gbs", step)
-        if self.gbs % step:
-            raise UserError(
-                f"gbs={self.gbs} is not a multiple of mbs x dp x fsdp x ep = {self.mbs} x {self.dp}"
-                f" x {self.fsdp} x {self.ep} = {step}; nearest that works: "
-                f"{nearest(self.gbs, step)}"
-            )
-        if self.ep % (self.ep_nodes or 1):
-            raise UserError(
-                f"ep_nodes={self.ep_nodes} does not divide ep={self.ep}; ep_nodes that works: "
-                f"{divisors(self.ep)}"
-            )
-        if self.stages == "even":
-            object.__setattr__(self, "stages", "")
-        parts = pipeline_layout.layers_of_parts(self.stages) if self.stages else ()
-        if parts and self.pp > 1 and len(parts) != self.pp * self.vp:
-            raise UserError(
-                f"layout.stages={self.stages[:60]!r} has {len(parts)} parts, and pp={self.pp} x "
-                f"vp={self.vp} are {self.pp * self.vp}; give as many"
-            )
-        if self.vp > 1 and self.pp == 1:
-            raise UserError(f"vp={self.vp} needs pp > 1: virtual stages divide a pipeline's stages")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Train:
+class TrainConfig:
     """The train step: data, pipeline schedule, recompute and memory, XLA's choices."""
 
     seq: int = field(at_least=1)  # tokens per sequence
@@ -137,23 +157,26 @@ class Train:
     data: str = field("random", options=("random", "markov"))
     schedule: str = field("1f1b", options=SCHEDULES)  # of a pipeline; interleaved if vp > 1
     # Consecutive microbatches that a model chunk runs before its stage switches to the next chunk:
-    # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean; more
-    # gives fewer chunk switches and stashes more activations.
-    microbatch_group_size: int = field(0, at_least=0)
+    # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean, and
+    # auto; more gives fewer chunk switches and stashes more activations.
+    microbatch_group_size: int | None = field(None, at_least=1)
     # auto: collectives wait for GEMMs as pipeline/tick_order.py says; off: XLA's scheduler decides
     order: str = field("auto", options=("auto", "off"))
     remat: str = "full"  # a policy of REMATS, or names of TENSORS to save, joined by commas
-    # First layers that `remat` applies to; the others use save_gemms_recompute_act. 0 = all layers
-    remat_layers: int = field(0, at_least=0)
+    # First layers that `remat` applies to; the others use save_gemms_recompute_act. auto: all
+    remat_layers: int | None = field(None, at_least=1)
     offload: str = ""  # saved tensors that move to host memory: all, or names joined by commas
     # auto: the fastest of model/attention.KERNELS that runs on the GPU
-    attention: str = field("auto", options=("auto", "xla", "cudnn", "cudnn_split"))
-    # tokens whose logits are in memory at a time; 0 = as many as fit 1 GiB, on a CPU 32 MiB
-    loss_chunk: int = field(0, at_least=0)
-    # thresholds in bytes for all-reduce, all-gather, reduce-scatter; () = step/xla_options.COMBINE
-    collective_combine_bytes: tuple[int, ...] = field((), at_least=0, at_most=2**40, check=COMBINE)
-    # unroll the layers if there are at most this many (config/lowering.py); -1 = GPU 40, CPU 0
-    unroll_layers: int = field(-1, at_least=-1)
+    attention: str | None = field(None, options=("xla", "cudnn", "cudnn_split"))
+    # tokens whose logits are in memory at a time; auto: as many as fit 1 GiB, on a CPU 32 MiB
+    loss_chunk: int | None = field(None, at_least=1)
+    # thresholds in bytes for all-reduce, all-gather, reduce-scatter; auto: resolve.COMBINE
+    collective_combine_bytes: tuple[int, int, int] | None = field(
+        None, at_least=0, at_most=2**40, check=COMBINE
+    )
+    # unroll the layers if there are at most this many (resolve.layers_unrolled); auto: 40 on a
+    # GPU, none on a CPU
+    unroll_layers: int | None = field(None, at_least=0)
     z_loss: float = field(0.0, at_least=0)  # coefficient of mean(logsumexp^2)
     # first and last step of the measured window; in a shorter run, its last half
     window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
@@ -161,18 +184,12 @@ class Train:
     @property
     def saved(self) -> tuple[str, ...]:
         """Names of the tensors that the remat policy saves for the backward pass."""
-        return REMATS.get(self.remat) or tuple(t for t in self.remat.split(",") if t in TENSORS)
+        return saved_tensors(self.remat)
 
     @property
     def offloaded(self) -> tuple[str, ...]:
         """Names of the saved tensors in host memory."""
         return self.saved if self.offload == "all" else tuple(filter(None, self.offload.split(",")))
-
-    @property
-    def remat_summary(self) -> str:
-        """The remat settings in words: 'none', 'full of 70 layers', 'none offload mlp_up'."""
-        layers = f" of {self.remat_layers} layers" * bool(self.remat_layers)
-        return self.remat + layers + f" offload {self.offload}" * bool(self.offload)
 
     def __post_init__(self):
         validate(self, "train.")
@@ -180,6 +197,31 @@ class Train:
             check_choice("train.offload", tensor, (*self.saved, "all"))
         for tensor in [] if self.remat in REMATS else self.remat.split(","):
             check_choice("train.remat", tensor, (*REMATS, *TENSORS))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """TrainConfig, resolved.
+
+    Attributes:
+      remat_layers: number of first layers with the policy `remat`.
+      attention: a key of model.attention.KERNELS.
+      unrolled: whether the program has code for every layer instead of a scan over layers.
+      overlapped: whether the forward pass of a microbatch and the backward pass of another are
+        interleaved (pipeline/executor.py).
+    """
+
+    microbatch_group_size: int = dataclasses.field()
+    remat_layers: int = dataclasses.field()
+    attention: str = dataclasses.field()
+    loss_chunk: int = dataclasses.field()
+    collective_combine_bytes: tuple[int, int, int] = dataclasses.field()
+    unroll_layers: int = dataclasses.field()
+    unrolled: bool
+    overlapped: bool
+
+    def __post_init__(self):
+        """Checked as a TrainConfig already."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +246,7 @@ class Optim:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Precision:
+class PrecisionConfig:
     """Number formats. The published recipes use bf16 compute with fp32 weights and moments."""
 
     # Of forward and backward pass: bf16 | fp32. Of the GEMMs of layers alone: fp8 | nvfp4.
@@ -214,21 +256,31 @@ class Precision:
     grads: str = field("bf16", options=DTYPES)  # accumulated over microbatches, reduced over GPUs
     # Of dtype=fp8. te: Transformer Engine; auto: te on GPUs where it is installed, else xla.
     # scaling auto: mxfp8 on Blackwell, current on Hopper.
-    backend: str = field("auto", options=("auto", "xla", "te"))
-    scaling: str = field("auto", options=("auto", *number_formats.SCALINGS))
+    backend: str | None = field(None, options=("xla", "te"))
+    scaling: str | None = field(None, options=number_formats.SCALINGS)
     history: int = field(1024, at_least=1)  # length of the amax history of delayed scaling
     # First and last layers whose GEMMs are not quantized (Megatron's first_last_layers_bf16)
     bf16_layers: tuple[int, int] = field((0, 0), at_least=0)
 
-    @property
-    def amax_history_len(self) -> int:
-        """Length of the amax history in the train state; 0 unless scaling is delayed."""
-        f = FORMATS.get(self.scaling)
-        return self.history if f and f.amax_history and f.dtype == self.dtype else 0
-
     def __post_init__(self):
         check_choice("dtype", self.dtype, number_formats.DTYPES)
         validate(self, "precision.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision(PrecisionConfig):
+    """PrecisionConfig, resolved; scaling is the name of Run.format."""
+
+    backend: str = dataclasses.field()
+    scaling: str = dataclasses.field()
+
+    @property
+    def amax_history_len(self) -> int:
+        """Length of the amax history in the train state; 0 unless scaling is delayed."""
+        return self.history if FORMATS[self.scaling].amax_history else 0
+
+    def __post_init__(self):
+        """Checked as a PrecisionConfig already; `scaling` has further names here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,88 +355,161 @@ class Profile:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """The description of a run, built once from a workload and flags.
-
-    Attributes:
-      gpu_types: that layout.gpu_type may name. A file of --hardware, or plan's flags of the
-        cluster, replace records here.
-    """
-
-    model: Model
-    layout: Layout
-    train: Train
-    optim: Optim
-    precision: Precision = Precision()
-    output: Output = Output()
-    runtime: Runtime = Runtime()
-    profile: Profile = Profile()
-    gpu_types: GpuTypes = GPU_TYPES
-
-    @property
-    def gpu(self) -> Gpu:
-        """The record of the layout's GPU type."""
-        return self.gpu_types[self.layout.gpu_type]
-
-    @property
-    def name(self) -> str:
-        """pretrain_<model>_<size>_<dtype>_gpus<N>_..., the pattern that log parsers know."""
-        m, a = self.model, self.layout
-        return (
-            f"pretrain_{m.name}_{m.size}_{self.precision.dtype}_gpus{a.gpus}_tp{a.tp}_pp{a.pp}"
-            f"_cp{a.cp}_vp{a.vp}_mbs{a.mbs}_gbs{a.gbs}"
-            + (f"_{self.profile.tool}" if self.profile.tool else "")
-        )
-
-    @functools.cached_property
-    def format(self) -> Format:
-        """The number format of the GEMMs of layers, with 'auto' resolved."""
-        return number_formats.resolve_format(
-            self.precision.dtype, self.precision.scaling, self.layout.gpu_type, self.gpu_types
-        )
-
-    @property
-    def network(self) -> Model:
-        """The model as it is computed: layers of precision.bf16_layers are not quantized."""
-        first, last = self.precision.bf16_layers
-        return self.model.with_bf16_layers(first, last) if self.format.quantized else self.model
-
-    def asdict(self) -> dict:
-        """All sections as nested plain dicts, for JSON. The GPU type is the layout's name alone."""
-        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
-
-    def __post_init__(self):
-        check_choice("gpu_type", self.layout.gpu_type, self.gpu_types)
-        if not self.layout.ep_nodes:
-            layout = copy.copy(self.layout)  # valid: dataclasses.replace would check it again
-            nodes = _nodes_of_ep(layout, self.gpu, self.model)
-            object.__setattr__(layout, "ep_nodes", nodes)
-            object.__setattr__(self, "layout", layout)
-        run_checks.check(self)
-
-
-def _nodes_of_ep(a: Layout, gpu: Gpu, m: Model) -> int:
-    """The value of layout.ep_nodes if it is 0.
-
-    With n nodes a token crosses the network n - 1 times in each direction, in 16 bits; sent to the
-    GPUs of its experts at once, top_k (n - 1) / n times, of which the way there is in the number
-    format of the GEMMs: 3/4 of the bytes in 8 bits.
-    """
-    domain, neighbors = gpu.nvlink_domain(a.gpus), a.cp * a.tp
-    nodes = a.ep * neighbors // domain
-    if domain % neighbors or nodes < 2 or a.ep % nodes or not (m.has_slots or m.dispatch_factor):
-        return 1
-    return nodes if nodes < 3 / 4 * m.top_k else 1
-
-
-SECTIONS: dict[str, Any] = {  # name of a section of Run -> its class
+SECTIONS: dict[str, Any] = {  # name of a section of RunConfig -> its class
     "model": Model,
-    "layout": Layout,
-    "train": Train,
+    "layout": LayoutConfig,
+    "train": TrainConfig,
     "optim": Optim,
-    "precision": Precision,
+    "precision": PrecisionConfig,
     "output": Output,
     "runtime": Runtime,
     "profile": Profile,
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run as it was written: by a workload file and flags."""
+
+    model: Model
+    layout: LayoutConfig
+    train: TrainConfig
+    optim: Optim
+    precision: PrecisionConfig = PrecisionConfig()
+    output: Output = Output()
+    runtime: Runtime = Runtime()
+    profile: Profile = Profile()
+
+    @classmethod
+    def from_dict(cls, sections: Mapping[str, Mapping[str, Any]]) -> "RunConfig":
+        """The config of nested dicts, as asdict() returns them; absent fields are not given.
+
+        Raises:
+          UserError: a value is invalid, or a section or field is unknown.
+        """
+        for name in sections:
+            check_choice("section", name, SECTIONS)
+        parts = {name: build(SECTIONS[name], name, part) for name, part in sections.items()}
+        return cls(**parts)
+
+    def asdict(self) -> dict[str, dict[str, Any]]:
+        """All sections as nested dicts, for JSON."""
+        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
+
+    def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
+        """The config with other fields: changed(layout={'mbs': 2})."""
+        replace = dataclasses.replace
+        parts = {name: replace(getattr(self, name), **new) for name, new in sections.items()}
+        return replace(self, **parts)
+
+
+class Device(NamedTuple):
+    """The device that a run is resolved for; it may be absent.
+
+    Attributes:
+      platform: 'gpu' or 'cpu'.
+      capability: compute capability of a GPU.
+      cudnn: False if its cuDNN cannot compile the run's attention.
+    """
+
+    platform: str
+    capability: tuple[int, int] = (0, 0)
+    cudnn: bool = True
+
+
+# Fields that change neither the work of a step nor its program, but for constants.
+_CONSTANTS = {
+    "train": ("steps", "seed", "window"),
+    "optim": tuple(f.name for f in dataclasses.fields(Optim) if f.name != "decay_norms"),
+}
+# Fields that depend on the machine that resolves them.
+_BY_DEVICE = {
+    "train": ("attention", "loss_chunk", "unroll_layers", "unrolled", "overlapped"),
+    "precision": ("backend",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as it is computed: complete, and checked. resolve.resolve() creates it.
+
+    Attributes:
+      config: what it was resolved from.
+      model: the network; layers of precision.bf16_layers are not quantized.
+      hardware: the GPU types that layout.gpu_type may name.
+      device: that it was resolved for.
+      format: the number format of the GEMMs of layers.
+    """
+
+    config: RunConfig
+    hardware: GpuTypes
+    device: Device
+    model: Model
+    layout: Layout
+    train: Train
+    optim: Optim
+    precision: Precision
+    output: Output
+    runtime: Runtime
+    profile: Profile
+    format: Format
+
+    @property
+    def gpu(self) -> Gpu:
+        """The record of the layout's GPU type."""
+        return self.hardware[self.layout.gpu_type]
+
+    @functools.cached_property
+    def name(self) -> str:
+        """pretrain_<model>_<size>_<dtype>_gpus<N>_..., the pattern that log parsers know, with the
+        start of a hash of all that changes the work or the program. Equal names are repeats."""
+        m, a = self.model, self.layout
+        work = self.program()
+        for section, names in _BY_DEVICE.items():  # as they were asked for
+            for field_name in names:
+                work[section][field_name] = getattr(getattr(self.config, section), field_name, None)
+        work["runtime"] = {"tp_overlap": self.runtime.tp_overlap}
+        digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
+        return (
+            f"pretrain_{m.name}_{m.size}_{self.precision.dtype}_gpus{a.gpus}_tp{a.tp}_pp{a.pp}"
+            f"_cp{a.cp}_vp{a.vp}_mbs{a.mbs}_gbs{a.gbs}_{digest[:6]}"
+            + (f"_{self.profile.tool}" if self.profile.tool else "")
+        )
+
+    @property
+    def remat_summary(self) -> str:
+        """The remat settings in words: 'none', 'full of 70 layers', 'none offload mlp_up'."""
+        t = self.train
+        layers = f" of {t.remat_layers} layers" if t.remat_layers < self.model.layers else ""
+        return t.remat + layers + (f" offload {t.offload}" if t.offload else "")
+
+    def saved_on_device(
+        self, saved: tuple[str, ...], offloaded: tuple[str, ...] | None = None
+    ) -> set[str]:
+        """The tensors of a remat policy that are saved in GPU memory.
+
+        In a pipeline a saved tensor is copied into its stash slot and out of it: two reads, two
+        writes. An MLP's activation is recomputed where that moves fewer bytes: it reads the outputs
+        of all up-projections and writes one tensor.
+        """
+        offloaded = self.train.offloaded if offloaded is None else offloaded
+        names, width = {*saved} - {*offloaded}, self.format.bytes
+        read = self.model.mlp_inputs * FORMATS[self.format.compute].bytes
+        recompute = read + width < 4 * width
+        in_pipeline = self.layout.pp > 1 and recompute and "mlp_up" in names
+        return names - {"mlp_act"} if in_pipeline else names
+
+    def program(self) -> dict[str, dict[str, Any]]:
+        """The fields that change the work or the program, by section, for JSON."""
+        fields = {
+            name: dataclasses.asdict(getattr(self, name))
+            for name in ("model", "layout", "train", "optim", "precision")
+        }
+        for section, names in _CONSTANTS.items():
+            for field_name in names:
+                del fields[section][field_name]
+        return fields
+
+    def asdict(self) -> dict[str, dict[str, Any]]:
+        """All sections as nested dicts, for JSON."""
+        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}

@@ -9,21 +9,21 @@ from maxbench.config.errors import UserError, divisors, nearest
 
 if TYPE_CHECKING:
     from maxbench.config.model import Model
-    from maxbench.config.run import Run
+    from maxbench.config.run import Run, RunConfig
 
 
 def check(run: "Run") -> None:
     """All checks, in the order in which a user would want to know."""
     _check_checkpoints(run)
     _check_pipeline(run)
+    _check_ring(run)
     _check_experts(run)
     _check_window(run)
     _check_sharded_dims(run)
     _check_sequence(run)
     if run.format.quantized:
         _check_backend(run)
-        _check_bf16_layers(run)
-        for _, kind in run.network.kinds:
+        for _, kind in run.model.kinds:
             if kind.quantized:
                 _check_gemm_dims(run, kind)
                 _check_expert_slots(run, kind)
@@ -36,7 +36,7 @@ def _check_checkpoints(run: "Run") -> None:
 
 
 def _check_pipeline(run: "Run") -> None:
-    a, layers, chunks = run.layout, run.model.layers, run.layout.pp * run.layout.vp
+    a = run.layout
     if a.pp == 1:
         return
     if run.train.offload:
@@ -44,34 +44,40 @@ def _check_pipeline(run: "Run") -> None:
             f"pp={a.pp} stashes activations in GPU memory, and train.offload={run.train.offload!r} "
             "moves them to host memory; leave one of them out"
         )
-    if a.stages:
-        if (given := sum(pipeline_layout.layers_of_parts(a.stages))) != layers:
-            raise UserError(
-                f"layout.stages={a.stages[:60]!r} has {given} layers, and model.layers={layers}; "
-                f"give {layers}"
-            )
-    elif not pipeline_layout.even(layers, chunks):
-        below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
-        near = sorted({n for n in (below, above - 2, above) if n > 0})
-        raise UserError(
-            f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {chunks} chunks, nor "
-            f"does {layers} + 2 (one slot each for embedding and loss); nearest layers that "
-            f"work: {' or '.join(map(str, near))}, or give the layers of each part in "
-            "layout.stages"
-        )
     if a.microbatches < a.pp:
         raise UserError(
             f"gbs={a.gbs} is {a.microbatches} microbatches, too few for the pp={a.pp} stages; "
             f"nearest that works: gbs={a.mbs * a.shards * a.pp}"
         )
-    group = run.train.microbatch_group_size if a.vp > 1 else 0
+    group = run.train.microbatch_group_size if a.vp > 1 else a.pp
     if run.model.mtp_layers and (a.microbatches % a.pp or group % a.pp):
-        group_of = f" in groups of {group}" * (group > 0)
+        group_of = f" in groups of {group}" if a.vp > 1 else ""
         raise UserError(
             f"model.mtp_layers={run.model.mtp_layers} is computed for one microbatch on each of "
             f"the pp={a.pp} stages at a time, and gbs={a.gbs} is {a.microbatches} microbatches"
             f"{group_of}; multiples of pp work, as gbs={a.mbs * a.shards * a.pp}"
         )
+
+
+def _check_ring(run: "Run") -> None:
+    """No stage of a pipeline branches on the kind of its attention where that has a ring over cp:
+    the permutes of the ring join all stages."""
+    a, m = run.layout, run.model
+    if a.pp == 1 or a.cp == 1:
+        return
+    attention_of = [(kind.quantized, kind.window) for kind in m.per_layer]
+    # An empty slot has weights of zeros and no branch, but for a bias or where kinds differ.
+    adds = m.attention_bias or (m.post_norm and m.norm == "layernorm1p")
+    branches_if_empty = adds or len({quantized for quantized, _ in attention_of}) > 1
+    for in_slot in zip(*pipeline_layout.slots(a.parts), strict=True):
+        kinds = {attention_of[layer] for layer in in_slot if layer >= 0}
+        if len(kinds) > 1 or (min(in_slot) < 0 and branches_if_empty):
+            raise UserError(
+                f"cp={a.cp}: attention differs, or a slot with a bias is empty, on chunks of the "
+                f"pp={a.pp} x vp={a.vp} parts, and a branch cannot contain the ring over cp, which "
+                "joins all stages; use cp=1, or parts that all have whole cycles of the layer "
+                "groups"
+            )
 
 
 def _check_experts(run: "Run") -> None:
@@ -127,20 +133,21 @@ def _check_window(run: "Run") -> None:
 
 def _check_backend(run: "Run") -> None:
     p, backends = run.precision, run.format.backends
-    if p.backend not in ("auto", *backends):
+    if p.backend not in backends:
         raise UserError(
             f"precision.backend={p.backend!r} has no GEMMs of dtype={p.dtype!r}; "
             f"use precision.backend={' or '.join(backends)}"
         )
 
 
-def _check_bf16_layers(run: "Run") -> None:
-    first, last = run.precision.bf16_layers
-    if first + last >= run.model.layers:
+def check_bf16_layers(config: "RunConfig") -> None:
+    """Some layers are quantized."""
+    p, layers = config.precision, config.model.layers
+    first, last = p.bf16_layers
+    if first + last >= layers:
         raise UserError(
-            f"precision.bf16_layers={first},{last} leaves none of the {run.model.layers} layers in "
-            f"dtype={run.precision.dtype!r}; give fewer than {run.model.layers} in total, or use "
-            "dtype=bf16"
+            f"precision.bf16_layers={first},{last} leaves none of the {layers} layers in "
+            f"dtype={p.dtype!r}; give fewer than {layers} in total, or use dtype=bf16"
         )
 
 

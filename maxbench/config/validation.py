@@ -8,6 +8,7 @@ import dataclasses
 import math
 import operator
 import re
+import types
 import typing
 import warnings
 from collections.abc import Mapping
@@ -28,10 +29,7 @@ MAXIMUM = {int: 2**31 - 1, float: 3e38}  # what 32 bits represent, unless at_mos
 
 # check= of fields: predicate, and words for it in messages.
 WINDOW = (lambda window: window[0] <= window[1], "first and last step, as 35,44")
-COMBINE = (
-    lambda sizes: len(sizes) in (0, 3),
-    "() or bytes for all-reduce, all-gather and reduce-scatter",
-)
+COMBINE = (lambda sizes: True, "bytes for all-reduce, all-gather and reduce-scatter, as 1,2,3")
 PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 ADDRESS = (re.compile(rf"|[\w.:\[\]-]+:{PORT}", re.ASCII).fullmatch, "host:port, as node1:1234")
 RANKS = (re.compile(r" *\d+ *(, *\d+ *)*").fullmatch, "process numbers joined by commas, as 0,1,2")
@@ -49,7 +47,7 @@ def field(default: Any = dataclasses.MISSING, **constraints: Any) -> Any:
 
 
 def validate(section: Any, prefix: str = "") -> None:
-    """Converts and checks every field of a frozen dataclass, in place.
+    """Checks every field of a dataclass.
 
     Args:
       prefix: of field names in messages, as 'train.'.
@@ -58,16 +56,60 @@ def validate(section: Any, prefix: str = "") -> None:
       UserError: the first field with an invalid value.
     """
     for field in dataclasses.fields(section):
-        value = parse(prefix + field.name, field.type, getattr(section, field.name), field.metadata)
-        object.__setattr__(section, field.name, value)
+        value = getattr(section, field.name)
+        if parse(prefix + field.name, field.type, value, field.metadata) != value:
+            raise UserError(f"{prefix}{field.name}={value!r} is text; give the value itself")
+
+
+def build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
+    """A dataclass from values of its fields, or their texts.
+
+    Raises:
+      UserError: a value is invalid, a field is unknown, or a required one is absent.
+    """
+    return cls(**with_defaults(cls, section, values))
+
+
+def parse_fields(cls: type, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checked values of some fields of a dataclass.
+
+    Args:
+      section: name of it in messages, as 'train'.
+
+    Raises:
+      UserError: a value is invalid, or a field is unknown.
+    """
+    fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
+    for name, value in values.items():
+        check_choice(f"a field of {section}", name, fields)
+        field, path = fields[name], f"{section}.{name}"
+        parsed[name] = parse(path, field.type, value, field.metadata)
+    return parsed
+
+
+def with_defaults(cls: type, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checked values of all fields of a dataclass.
+
+    Raises:
+      UserError: as parse_fields(); or a required field is absent.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+    fields = defaults | parse_fields(cls, section, values)
+    if missing := [name for name, value in fields.items() if value is dataclasses.MISSING]:
+        raise UserError(f"{section} has no {', '.join(missing)}")
+    return fields
 
 
 def parse(name: str, kind: Any, raw: Any, constraints: Mapping[str, Any]) -> Any:
-    """A value of type `kind` from a value or its text, checked.
+    """A value of type `kind` from a value or its text, checked. The text of None is 'auto'.
 
     Raises:
       UserError: the name, the invalid value, and what would work.
     """
+    if isinstance(kind, types.UnionType):  # KIND | None
+        if raw is None or raw == "auto":
+            return None
+        kind, _ = typing.get_args(kind)
     if options := constraints.get("options"):
         check_choice(name, raw, options)
     bounds = {bound: constraints[bound] for bound in BOUNDS if bound in constraints}

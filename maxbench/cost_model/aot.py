@@ -14,10 +14,9 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxbench.config import lowering
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
-from maxbench.cost_model import compile_cache, stub_libcuda
+from maxbench.cost_model import compile_cache, memory, stub_libcuda
 from maxbench.hardware.gpus import Chip
 from maxbench.sharding import mesh, rules
 from maxbench.step.train_step import Step
@@ -72,14 +71,14 @@ def compile_run(run: Run) -> compile_cache.Compiled:
     Raises:
       UserError: Transformer Engine is needed and does not load.
     """
-    if run.format.quantized and lowering.backend(run) == "te":
+    if run.precision.backend == "te":
         stub_libcuda.install(run.gpu.chip.capability)
     step = Step(run, mesh.make_mesh(run.layout, devices(run)))
     with no_persistent_cache():
         compiled, lower_s, compile_s = step.compile(**PROGRAM_ONLY)
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text, sizes = compiled.as_text(), compiled.memory_analysis()
     assert text is not None  # XLA's compilers have both
-    assert memory is not None
+    assert sizes is not None
     parts = {name: round(rules.size_gib(tree) * 2**30) for name, tree in step.abstract.items()}
 
     def local_shape(weight, leaf):  # of a compute weight on one GPU
@@ -95,10 +94,10 @@ def compile_run(run: Run) -> compile_cache.Compiled:
         text=text,
         weights=parts["params"],
         optimizer=parts["opt"],
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        host=memory.host_temp_size_in_bytes,
-        copy=int(lowering.compute_weight_bytes(run, layers, elements - layers)),
+        arguments=sizes.argument_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        host=sizes.host_temp_size_in_bytes,
+        copy=int(memory.compute_weight_bytes(run, layers, elements - layers)),
         gradients=elements * FORMATS[run.precision.grads].bytes,
         attention=step.run.train.attention,
         lower_s=lower_s,

@@ -15,7 +15,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from maxbench.config import environment, lowering
+from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
@@ -134,10 +134,8 @@ def key(run: Run) -> str:
     """Key of the run's program, the same on every machine."""
     gpu = run.gpu  # only what the compiler sees of it
     topology = gpu.topology(run.layout.gpus)
-    precision = dataclasses.replace(run.precision, backend=lowering.backend(run))
-    run = dataclasses.replace(run, precision=precision)
     inputs = {
-        **{k: v for k, v in run.asdict().items() if k not in ("output", "runtime")},
+        "run": run.program(),
         "target": (dataclasses.asdict(gpu.chip), topology, gpu.bf16_tflops),
         "options": xla_options.xla_options("gpu", run),
         "sources": source_hash(),

@@ -13,11 +13,10 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from maxbench.config import lowering, pipeline_layout
 from maxbench.config.environment import GPU_MEMORY_FRACTION
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
-from maxbench.config.run import REMATS, Run
+from maxbench.config.run import LAYERS, REMATS, Run
 from maxbench.cost_model import hlo
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.hardware.gpus import Gpu
@@ -28,7 +27,7 @@ GIB = 2**30
 # op_name of a write to the stash: in a pipeline, and in the forward scan over layers.
 STASH_WRITE = re.compile(
     rf"/{STASH}/(?:\w+/)*dynamic_update_slice$"
-    rf"|/jvp\({lowering.LAYERS}\)/while/body/(?:jit\(\w+\)/)?dynamic_update_slice$"
+    rf"|/jvp\({LAYERS}\)/while/body/(?:jit\(\w+\)/)?dynamic_update_slice$"
 )
 
 
@@ -148,7 +147,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
       remat: a remat policy in place of the run's own.
     """
     a, saved = run.layout, REMATS[remat] if remat else run.train.saved
-    on_device = lowering.saved_on_device(run, saved)
+    on_device = run.saved_on_device(saved)
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
     narrow = run.format.bytes / width  # tensors that only a GEMM's backward pass reads
@@ -181,7 +180,7 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
     if a.pp == 1:
         # train.remat applies to the first layers alone; the others recompute norms and activation.
-        first = run.model.layers if remat else lowering.remat_layer_count(run)
+        first = run.model.layers if remat else run.train.remat_layers
         last = functools.partial(per_token, names=REMATS["save_gemms_recompute_act"])
         if first == run.model.layers:
             elements = sum(n * per_token(kind) for n, kind in run.model.kinds)
@@ -189,10 +188,8 @@ def activation_bytes(run: Run, remat: str = "") -> int:
             kinds = run.model.per_layer
             elements = sum(map(per_token, kinds[:first])) + sum(map(last, kinds[first:]))
         return int(tokens * width * elements)
-    even = -(-run.model.layers // (a.pp * a.vp))
-    layers = max(pipeline_layout.layers_of_parts(a.stages)) if a.stages else even
     _, kind = max(run.model.kinds, key=lambda kind: kind[0])  # others stash their input alone
-    return int(tokens * width * per_token(kind) * (stash_slots(run) + 1) * layers)
+    return int(tokens * width * per_token(kind) * (stash_slots(run) + 1) * max(a.parts))
 
 
 def slot_padding(run: Run) -> float:
@@ -210,12 +207,28 @@ def stash_slots(run: Run) -> int:
     of a stage whose backward pass is pending."""
     a = run.layout
     work = a.microbatches * a.vp
-    group = min(max(run.train.microbatch_group_size, a.pp), a.microbatches) if a.vp > 1 else a.pp
+    group = min(run.train.microbatch_group_size, a.microbatches) if a.vp > 1 else a.pp
     mtp = run.model.mtp_layers > 0
     per_loss = loss_group_size(run.train.schedule, a.pp, a.vp, a.microbatches, group, a.mbs, mtp)
     # A group longer than pp waits for a loss in any case.
     most = a.vp * group + a.pp - 2 + max(per_loss + a.pp - group, 1)
     return min(work, most) if run.train.schedule == "1f1b" else work + 1
+
+
+def compute_weight_bytes(run: Run, layers: float, ends: float) -> float:
+    """Bytes of the compute weights.
+
+    Quantized per tensor, a weight has two operands, for fprop and dgrad, in a pipeline one
+    (quantization.Weight); quantized in blocks it has both everywhere.
+
+    Args:
+      layers: elements of the weights in layers.
+      ends: elements of embedding and LM head.
+    """
+    f, compute = run.format, FORMATS[run.format.compute].bytes
+    one_operand = run.layout.pp > 1 and f.quantized and not f.blocks
+    per_element = f.bytes * (1 if one_operand else 2) if f.quantized else compute
+    return layers * per_element + ends * compute
 
 
 def lower_bound(run: Run) -> float:
@@ -225,7 +238,7 @@ def lower_bound(run: Run) -> float:
     width = lambda dtype: FORMATS[dtype].bytes
     state = master_weights(run) * (width(p.weights) + 2 * width(p.moments))
     gradients = (weights + ends) * width(p.grads) * (a.microbatches > 1 or a.pp > 1)
-    return state + (lowering.compute_weight_bytes(run, weights, ends) + gradients) / a.fsdp
+    return state + (compute_weight_bytes(run, weights, ends) + gradients) / a.fsdp
 
 
 def master_weights(run: Run) -> float:
@@ -259,23 +272,21 @@ def stage_slots(run: Run) -> tuple[int, Sequence[tuple[int, Model]]]:
     a = run.layout
     if a.pp == 1:
         return run.model.layers, run.model.kinds
-    return _stage_slots(run.model, a.pp, a.vp, a.stages)
+    return _stage_slots(run.model, a.pp, a.vp, a.parts)
 
 
 @functools.lru_cache(1024)
-def _stage_slots(m: Model, pp: int, vp: int, stages: str) -> tuple[int, list[tuple[int, Model]]]:
-    if stages:
-        counts = pipeline_layout.layers_of_parts(stages)
-    else:
-        counts = pipeline_layout.even(m.layers, pp * vp)
-    slots = vp * max(counts)
+def _stage_slots(
+    m: Model, pp: int, vp: int, parts: tuple[int, ...]
+) -> tuple[int, list[tuple[int, Model]]]:
+    slots = vp * max(parts)
     shape = lambda kind: (kind.experts, kind.mlp)
     of_shape = {shape(kind): kind for _, kind in m.kinds}
     if len(of_shape) == 1:
         return slots, [(slots, m.kinds[0][1])]
     on_stage = [collections.Counter[tuple]() for _ in range(pp)]
     layers = iter(m.per_layer)
-    for part, count in enumerate(counts):
+    for part, count in enumerate(parts):
         on_stage[part % pp].update(map(shape, itertools.islice(layers, count)))
     return slots, [(max(s[x] for s in on_stage), kind) for x, kind in of_shape.items()]
 
@@ -306,5 +317,5 @@ def stage_weights(run: Run) -> tuple[float, float]:
     last = m.per_layer[-1]
     mtp_experts = m.mtp_layers * (last.experts > 0) * _mlp_weights(last)
     dense += flops.mtp_params(m) - mtp_experts * (1 - 1 / a.ep)
-    elsewhere = table * (1 - 1 / a.pp) if lowering.embedding_sharded_over_pp(run) else 0
+    elsewhere = table * (1 - 1 / a.pp) if a.embedding_over_pp else 0
     return dense / a.tp + expert_weights(run), (ends - elsewhere) / a.tp

@@ -1,11 +1,10 @@
 """Rematerialization policies of a run: the activations they save, and the FLOPs they cost."""
 
-import dataclasses
 import functools
 import math
 
-from maxbench.config import lowering
-from maxbench.config.run import REMATS, TENSORS, Run, Train
+from maxbench.config import resolve
+from maxbench.config.run import REMATS, TENSORS, Run
 from maxbench.cost_model.memory import activation_bytes
 
 
@@ -30,7 +29,7 @@ def recomputed_fraction(run: Run, remat: str = "") -> float:
         "mlp_up": m.embed * m.mlp_inputs * active,
     }
     total = sum(flops.values()) + m.embed * active  # no policy recomputes the last GEMM
-    layers = 1 if remat else lowering.remat_layer_count(run) / m.layers
+    layers = 1 if remat else run.train.remat_layers / m.layers
     return layers * sum(f for name, f in flops.items() if name not in saved) / total
 
 
@@ -42,15 +41,11 @@ def _scores(run: Run) -> float:
     return sum(n * seen(layer.window) for n, layer in kinds) / run.model.layers
 
 
-def with_remat(run: Run, remat: str, offload: str = "", layers: int = 0) -> Run:
-    """The run with another policy, offloaded tensors, and number of layers (0: all)."""
-    train = _with_remat(run.train, remat, offload, layers)
-    return run if train == run.train else dataclasses.replace(run, train=train)
-
-
-@functools.cache  # a search asks for the same few of thousands of layouts
-def _with_remat(train: Train, remat: str, offload: str, layers: int) -> Train:
-    return dataclasses.replace(train, remat=remat, offload=offload, remat_layers=layers)
+def with_remat(run: Run, remat: str, offload: str = "", layers: int | None = None) -> Run:
+    """The run with another policy, offloaded tensors, and number of layers (None: all)."""
+    train = {"remat": remat, "offload": offload, "remat_layers": layers}
+    same = all(getattr(run.config.train, name) == value for name, value in train.items())
+    return run if same else resolve.changed(run, train=train)
 
 
 def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
@@ -61,10 +56,10 @@ def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
 def _fitting(run: Run, max_bytes: float) -> list[str]:
     """Names of policies()."""
     differs_from_none = {
-        "save_gemms_only": lowering.layers_unrolled(run),
+        "save_gemms_only": run.train.unrolled,
         "save_gemms_recompute_mla_up": run.model.kv_rank > 0,
         "save_gemms_recompute_mla_up_and_mlp": run.model.kv_rank > 0,
-        "save_gemms_recompute_act": "mlp_act" in lowering.saved_on_device(run, TENSORS),
+        "save_gemms_recompute_act": "mlp_act" in run.saved_on_device(TENSORS),
     }
     names = [remat for remat in REMATS if differs_from_none.get(remat, True)]
     size = {remat: activation_bytes(run, remat) for remat in names}

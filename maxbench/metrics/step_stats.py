@@ -16,16 +16,16 @@ class Devices:
     platform: str  # jax's name: gpu, cpu
     kind: str  # as the driver reports it
     count: int
-    gpu_type: str | None  # a name of Run.gpu_types; None for devices of no known type
+    gpu_type: str | None  # a name of Run.hardware; None for devices of no known type
 
 
 def performance_figures(run: Run, gpu_type: str | None, step_s: float) -> dict:
-    """flops.figures() of a run on GPUs of a type, a name of run.gpu_types.
+    """flops.figures() of a run on GPUs of a type, a name of run.hardware.
 
     With None, the peak is unknown and MFU is None.
     """
     a = run.layout
-    peak = run.gpu_types[gpu_type].peak_tflops(run.format.peak) if gpu_type else 0
+    peak = run.hardware[gpu_type].peak_tflops(run.format.peak) if gpu_type else 0
     return flops.figures(run.model, run.train.seq, a.gbs, a.gpus, step_s, peak)
 
 

@@ -13,21 +13,17 @@ k head_dim (that of the values may differ).
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 
-from maxbench.config.errors import UserError
-from maxbench.config.model import Model
+from maxbench.config.resolve import VALUE_SLICE
 from maxbench.config.run import DTYPES, Run
 from maxbench.sharding import collectives, jax_compat, ordering
 
 BLOCK = 256  # queries whose scores are in memory at once in the XLA kernel
-# Value dims that cuDNN's backward pass supports with keys of 192 dims on Blackwell.
-VALUE_SLICE = 128
 HALO_MULTIPLE = 64  # tokens that a window receives over cp, rounded up for the kernels
 
 
@@ -45,51 +41,9 @@ class Logits(NamedTuple):
     window: int = 0
 
 
-def select_kernel(run: Run, device: Any) -> str:
-    """The key of KERNELS for run.train.attention on a device, which may be absent (planning).
-
-    Whether cuDNN supports the model follows from kernel_for(); for a device that is present, also
-    from compiling the attention of this run.
-
-    Raises:
-      UserError: train.attention=cudnn, and cuDNN does not support this attention.
-    """
-    m, requested, dtype = run.model, run.train.attention, run.format.compute
-    gpu = device.platform in ("gpu", "cuda")
-    if requested == "xla" or (requested == "auto" and not gpu):
-        return "xla"
-    major, minor = getattr(device, "compute_capability", "0.0").split(".")
-    kind = kernel_for(m, dtype, (int(major), int(minor)))
-    error = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
-    if kind != "xla" and not error:
-        return kind
-    reason = (
-        f"cuDNN has no attention for {device.device_kind}, {dtype}, heads of {m.head_dim} with "
-        f"values of {m.value_width}" + f", softcap {m.softcap}" * bool(m.softcap) + error
-    )
-    if requested != "auto":
-        raise UserError(f"train.attention={requested!r}: {reason}; use train.attention=xla")
-    logging.warning("train.attention=auto uses the slower XLA kernel: %s", reason)
-    return "xla"
-
-
-def kernel_for(m: Model, dtype: str, capability: tuple[int, int]) -> str:
-    """The fastest of KERNELS for a model computed in dtype, by the GPU's compute capability.
-
-    The limits are those of cuDNN's backward pass since 9.12; its forward pass supports more.
-    """
-    keys, values = m.head_dim, m.value_width
-    if dtype != "bf16" or m.softcap or capability < (8, 0) or keys % 8 or values % 8:
-        return "xla"
-    if max(keys, values) <= (256 if capability[0] == 9 else 128):
-        return "cudnn"
-    if capability[0] == 10 and keys == 192 and values >= VALUE_SLICE:
-        return "cudnn" if values == VALUE_SLICE else "cudnn_split"
-    return "xla"
-
-
-def _compile_error(kind: str, run: Run) -> str:
-    """Why the present device cannot compile a kernel for the run's shapes; '' if it can."""
+def compile_error(run: Run) -> str:
+    """Why the present device cannot compile the attention of a run; '' if it can."""
+    kind = run.train.attention
     m, a, tokens = run.model, run.layout, run.train.seq // run.layout.cp
     widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
     shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]

@@ -1,4 +1,4 @@
-"""Layers as a loop (scan) or unrolled (lowering.layers_unrolled): two programs of one network.
+"""Layers as a loop (scan) or unrolled (Train.unrolled): two programs of one network.
 
 As a loop, each weight is stacked [layers, ...] and XLA compiles one layer, but the weights,
 gradients and saved activations of each layer are copied out of stacked arrays and back. Unrolled,
@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbench.config import lowering
 from maxbench.config.model import Model
+from maxbench.config.run import LAYERS
 
 # Sublayers of a layer, and their GEMMs with tp collectives: the first all-gathers, the last
 # reduce-scatters. Names of a sublayer's weights begin with its name.
@@ -219,7 +219,7 @@ def run_layers(
                 steps = [step] * same + [last_step] * (len(cycle) - same)
                 body = functools.partial(_run_cycle, steps, cycle)
                 xs = jax.tree.map(lambda x, part=slice(first, end): x[part], of_cycle)
-                with jax.named_scope(lowering.LAYERS):  # cost_model/memory.py looks for it
+                with jax.named_scope(LAYERS):  # cost_model/memory.py looks for it
                     x, aux = jax.lax.scan(body, x, xs)
                 losses.append(jnp.sum(aux))
         start += n * len(cycle)

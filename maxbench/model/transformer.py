@@ -9,7 +9,6 @@ layer_stack.permute() changes it. No layer runs under vmap, because Transformer 
 batching rule.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -20,9 +19,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench import quantization
-from maxbench.config import lowering
 from maxbench.config.model import Model
-from maxbench.config.run import Run
+from maxbench.config.run import Run, saved_tensors
 from maxbench.model import layer_stack, mtp
 from maxbench.model.experts import Moe
 from maxbench.model.grad_accumulation import accumulate_into
@@ -137,7 +135,9 @@ def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
     return weights
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered"))
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered", "policy")
+)
 def layer(
     run: Run,
     kind: Model,
@@ -149,21 +149,24 @@ def layer(
     issued: Any = None,
     sublayer: str = "",
     dx_unordered: bool = False,
+    policy: tuple[str, tuple[str, ...]] | None = None,
 ) -> Any:
-    """One layer, or one sublayer, under the remat policy of train.remat and train.offload.
+    """One layer, or one sublayer, under a remat policy.
 
     Jitted, so that it is traced and differentiated once, however many layers are unrolled.
 
     Args:
       kind: the Model of this layer (Model.groups).
       w, sums: weights and their gradient accumulators; sums may be None.
+      policy: its name and the names of offloaded tensors; default: those of the run.
     """
 
     # If one computation has both the forward and the backward pass, XLA's CSE would find that they
     # compute the same, and save the result instead of recomputing it. In a scan or a pipeline they
     # are separate computations; with remat=none nothing is recomputed.
-    together = lowering.layers_unrolled(run) and not lowering.overlaps_fwd_bwd(run)
-    prevent_cse = together and run.train.remat != "none"
+    together = run.train.unrolled and not run.train.overlapped
+    remat, offloaded = policy or (run.train.remat, run.train.offloaded)
+    prevent_cse = together and remat != "none"
 
     def apply(w, sums, x_bud, wait_for, issued):
         if prevent_cse and no_comm():
@@ -175,16 +178,16 @@ def layer(
         block = Block(kind, run.train.attention, sublayer, separate_statistics, dx_unordered)
         return block.apply(variables, x_bud, rope, wait_for, issued)
 
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    saves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[
-            *lowering.saved_on_device(run, run.train.saved),
+            *run.saved_on_device(saved_tensors(remat), offloaded),
             quantization.SCALE,
         ],
-        names_which_can_be_offloaded=[*run.train.offloaded],
+        names_which_can_be_offloaded=[*offloaded],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    apply = jax.checkpoint(apply, policy=policy, prevent_cse=prevent_cse)
+    apply = jax.checkpoint(apply, policy=saves, prevent_cse=prevent_cse)
     return apply(w, sums, x_bud, wait_for, issued)
 
 
@@ -222,7 +225,7 @@ class Transformer(nn.Module):
 def embed(m: Model, w: Any, tokens_bt: jax.Array, stages_differ: bool = False) -> Any:
     """Embedding of tokens, x_bud. w has at least 'embed'; stages_differ as layers.Embed has it."""
     w_vd = w["embed"]["w"]
-    # Its width tells whether pp splits it too (lowering.embedding_sharded_over_pp).
+    # Its width tells whether pp splits it too (Layout.embedding_over_pp).
     over_pp = w_vd.shape[1] < rules.local_size("embed_sharded", m.embed) and not m.tied
     embed_axis = "embed_sharded_pp" if over_pp else "embed_sharded"
     module = Embed(m, embed_axis, stages_differ)
@@ -273,14 +276,11 @@ def forward(run: Run, w: Any, tokens_bt: jax.Array, sums: Any = None) -> Any:
     m = run.model
     rope = rope_angles(m, mesh.token_positions(run.train.seq))
     x_bud = embed(m, w, tokens_bt)
-    step = lambda run, kind, x_bud, w: layer(run, kind, *w, x_bud, rope)[::2]
+    step = lambda policy, kind, x_bud, w: layer(run, kind, *w, x_bud, rope, policy=policy)[::2]
     # train.remat applies to the first train.remat_layers layers. The others recompute no GEMM.
-    train = dataclasses.replace(
-        run.train, remat="save_gemms_recompute_act", offload="", remat_layers=0
-    )
-    save_gemms = functools.partial(step, dataclasses.replace(run, train=train))
-    last = m.layers - lowering.remat_layer_count(run), save_gemms
-    return layer_stack.run_layers(m, functools.partial(step, run), x_bud, w["layers"], sums, last)
+    save_gemms = functools.partial(step, ("save_gemms_recompute_act", ()))
+    last = m.layers - run.train.remat_layers, save_gemms
+    return layer_stack.run_layers(m, functools.partial(step, None), x_bud, w["layers"], sums, last)
 
 
 def mtp_loss(

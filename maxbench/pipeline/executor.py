@@ -17,7 +17,7 @@ activations is bounded by the schedule and not by the number of microbatches.
 The weights of the chunks that a stage runs, and their gradients, have buffers of their own. A chunk
 switch copies them, once in train.microbatch_group_size (at least pp) ticks.
 
-Without a pipeline there may be one stage of one chunk (config/lowering.py): the forward pass of a
+Without a pipeline there may be one stage of one chunk (Train.overlapped): the forward pass of a
 microbatch then overlaps the backward pass of the one before.
 """
 

@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbench.config import pipeline_layout
-from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.model import layer_stack
@@ -93,13 +92,9 @@ def stacks(run: Run) -> Stacks:
 
 def placement(run: Run) -> Placement:
     a = run.layout
-    found = _placement(run.network, a.pp, a.vp, a.stages, a.cp > 1)
-    if a.cp > 1 and any(slot.table is not None for slot in found.slots["attn"]):
-        raise UserError(
-            f"cp={a.cp}: attention differs, or a slot with a bias is empty, on chunks of the pp="
-            f"{a.pp} x vp={a.vp} parts, and a branch cannot contain the ring over cp, which joins "
-            "all stages; use cp=1, or parts that all have whole cycles of the layer groups"
-        )
+    found = _placement(run.model, a.pp, a.vp, a.parts, a.cp > 1)
+    # run_checks refuses others: a branch cannot contain the ring over cp.
+    assert a.cp == 1 or all(slot.table is None for slot in found.slots["attn"])
     return found
 
 
@@ -123,22 +118,14 @@ def layer_order(layers: int, pp: int, vp: int) -> np.ndarray:
 
 def _layers(counts: tuple[int, ...], pp: int, vp: int) -> np.ndarray:
     """Placement.layers, from the number of layers of each part."""
-    ids = np.full((len(counts), max(counts)), EMPTY)
-    first = np.cumsum([0, *counts])
-    for part, count in enumerate(counts):
-        ids[part, :count] = np.arange(first[part], first[part + 1])
-    if min(counts) < max(counts) and counts == pipeline_layout.even(sum(counts), len(counts)):
-        ids[0] = np.roll(ids[0], 1)  # the empty slot is that of the embedding
-    return ids.reshape(vp, pp, -1).swapaxes(0, 1)
+    return np.array(pipeline_layout.slots(counts)).reshape(vp, pp, -1).swapaxes(0, 1)
 
 
 @functools.cache
-def _placement(m: Model, pp: int, vp: int, stages: str, ring: bool) -> Placement:
+def _placement(m: Model, pp: int, vp: int, parts: tuple[int, ...], ring: bool) -> Placement:
     if pp == 1:
         return _one_stage(m)
-    counts = pipeline_layout.layers_of_parts(stages) if stages else ()
-    even = pipeline_layout.even(m.layers, pp * vp)
-    layers = _layers(counts or even, pp, vp)
+    layers = _layers(parts, pp, vp)
     forms = {s: dict.fromkeys(_form(kind, s) for kind in m.per_layer) for s in SUBLAYERS}
     alike = [s for s in SUBLAYERS if len(forms[s]) == 1]
     if len(alike) == len(SUBLAYERS):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import console, lowering, recipes
+from maxbench.config import console, recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
@@ -32,7 +32,7 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
     precision, quantized = run.precision, ""
     if run.format.quantized:
-        names = dict.fromkeys((precision.dtype, lowering.backend(run), run.format.name))
+        names = dict.fromkeys((precision.dtype, precision.backend, run.format.name))
         quantized = f", {' '.join(names)}"
     shares = [[text, f"{s:.3f}", f"{s / t.seconds:.1%}"] for text, s in parts.items() if s]
     sizes = [[name, f"{getattr(m, name) / GIB:.2f}"] for name in PURPOSES]
@@ -41,7 +41,7 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
         sizes.append(["in host memory", f"{p.compiled.host / GIB:.2f}"])
     lines = [
         title(run),
-        f"{run.layout.describe()}; remat {run.train.remat_summary}, "
+        f"{run.layout.describe()}; remat {run.remat_summary}, "
         f"attention {p.compiled.attention}" + quantized,
         "",
         *headline(p, f),
@@ -121,7 +121,7 @@ def format_ranking(plans: Sequence[Plan], given: Run) -> str:
     rows = []
     for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
         marker = "  (as given)" if p.run == given else ""
-        layout = f"{p.run.layout.describe()}; {p.run.train.remat_summary}{marker}"
+        layout = f"{p.run.layout.describe()}; {p.run.remat_summary}{marker}"
         mfu, spare = f"{figures(p)['mfu']['full']:.1%}", f"{p.memory.spare / GIB:.1f}"
         rows.append([f"{p.step_s:.3f}", mfu, spare, layout])
     heads = ["step s", "MFU", "spare GiB", "layout; remat"]

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 
-from maxbench.config import environment
+from maxbench.config import environment, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import (
@@ -131,7 +131,7 @@ def branch_frequencies(
 ) -> simulate.BranchFrequencies:
     """pipeline_timing.branch_frequencies() of the run's schedule."""
     plan, others = schedule_for(run), 0.0
-    if run.network.layer_groups or run.layout.stages:
+    if run.model.layer_groups or not run.layout.even:
         from maxbench.pipeline import layer_order  # late: it loads jax, which cached plans need not
 
         others = layer_order.other_kinds(run, plan)
@@ -170,6 +170,8 @@ def best_remat(run: Run) -> Plan:
     candidates = sorted(remat.policies(run, available * 1.05), key=remat.recomputed_fraction)
     plans = (plan(candidate) for candidate in candidates if candidate != smallest)
     best = next((p for p in plans if p.fits), smallest_plan)
+    if not best.fits:
+        return best
     available = 0.95 * best.memory.spare
     while (fewer := remat.with_fewer_layers(best.run, available)) != best.run:
         fewer_plan = plan(fewer)
@@ -225,7 +227,8 @@ def figures(p: Plan) -> dict:
             "cached": p.cached,
             "versions": compile_cache.versions(),
         },
-        "config": run.asdict(),
+        "config": run.config.asdict(),
+        "run": run.asdict(),
     }
 
 
@@ -260,6 +263,5 @@ def as_published(run: Run) -> Run:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")
     if not published.refusal:
-        layout = dataclasses.replace(run.layout, mbs=published.row.mbs)
-        run = dataclasses.replace(run, layout=layout)
+        run = resolve.changed(run, layout={"mbs": published.row.mbs})
     return remat.with_remat(run, published.row.remat)

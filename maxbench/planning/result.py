@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, environment, records, resolve, validation
+from maxbench.config import command_line, environment, precedence, records, resolve, validation
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import Run
 from maxbench.cost_model.memory import GIB
@@ -161,7 +161,7 @@ def run_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list
     of the nearest row, and candidate layouts on that number."""
     try:
         return with_cluster(command_line.parse(fv, argv), fv), []
-    except resolve.NoRow as e:
+    except precedence.NoRow as e:
         if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
             raise  # these flags need the layout of a row
         count = int(fv.gpus)
@@ -187,7 +187,7 @@ def with_cluster(run: Run, fv: flags.FlagValues) -> Run:
                 name, int if kinds[name] is int else float, text, rules
             )
     try:
-        gpu_types = run.gpu_types.override(run.layout.gpu_type, figures)
+        hardware = run.hardware.override(run.layout.gpu_type, figures)
     except ValueError as e:
         raise UserError(str(e)) from None
-    return dataclasses.replace(run, gpu_types=gpu_types)
+    return resolve.resolve(run.config, hardware, run.device)

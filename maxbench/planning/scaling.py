@@ -3,11 +3,10 @@
 All points are multiplied by the ratio of the plan's compiled step to its estimate.
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from maxbench.config import console
+from maxbench.config import console, resolve
 from maxbench.config.run import Run
 from maxbench.planning import search, svg
 from maxbench.planning.plan_text import title
@@ -43,8 +42,8 @@ def _weak(p: Plan, gpus: int, smaller: Points) -> Run | None:
     if last < SEARCHED or gpus % last:
         return _fastest(p, gpus, max(1, round(p.run.layout.gbs * gpus / p.run.layout.gpus)))
     run, copies = smaller[last][0], gpus // last
-    layout = dataclasses.replace(run.layout, dp=run.layout.dp * copies, gbs=run.layout.gbs * copies)
-    return dataclasses.replace(run, layout=layout)
+    a = run.layout
+    return resolve.changed(run, layout={"dp": a.dp * copies, "gbs": a.gbs * copies})
 
 
 def rate(run: Run, seconds: float) -> float:
@@ -59,7 +58,7 @@ def table(curves: Mapping[str, Points]) -> str:
         best = max((rate(*point) / gpus for gpus, point in points.items()), default=0)
         for gpus, (run, seconds) in points.items():
             speed = rate(run, seconds)
-            layout = f"{run.layout.describe().partition(', ')[2]}; {run.train.remat_summary}"
+            layout = f"{run.layout.describe().partition(', ')[2]}; {run.remat_summary}"
             efficiency = f"{speed / gpus / best:.1%}"
             row = [f"{gpus:,}", name, f"{seconds:.3f}", f"{speed:,.0f}", efficiency, layout]
             rows.append(row)

@@ -3,7 +3,6 @@ best are compiled."""
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -17,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxbench.config import lowering
+from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import DEGREES, Run
 from maxbench.cost_model import compile_cache, memory, remat
@@ -76,11 +75,11 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
             continue
         axes: dict[str, Any] = dict(
-            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, ep_nodes=0, cp=cp, tp=tp, mbs=mbs, gbs=gbs,
-            stages="",
+            pp=pp, vp=vp, dp=dp, fsdp=fsdp, ep=ep, ep_nodes=None, cp=cp, tp=tp, mbs=mbs, gbs=gbs,
+            stages=None,
         )  # fmt: skip
         with contextlib.suppress(UserError):  # an illegal layout
-            yield dataclasses.replace(run, layout=dataclasses.replace(run.layout, **axes))
+            yield resolve.changed(run, layout=axes)
 
 
 def estimate_step_s(run: Run) -> float:
@@ -120,7 +119,7 @@ def estimate_step_s(run: Run) -> float:
         without = remat.with_remat(run, run.train.remat)
         work += costs.offload(memory.activation_bytes(without) - memory.activation_bytes(run))
     if a.pp > 1:  # chunk switches of this stage and a neighbour: weights twice, and gradients
-        work += 2 * costs.memory(8 * WIDTH * weights) / max(run.train.microbatch_group_size, a.pp)
+        work += 2 * costs.memory(8 * WIDTH * weights) / run.train.microbatch_group_size
     loss = head * share / a.pp / costs.rate("bf16") + costs.memory(ACCUMULATED * ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
     # ZeRO-1: gradients reduce-scattered and weights all-gathered once.
@@ -131,7 +130,7 @@ def estimate_bytes(run: Run) -> float:
     """Estimated bytes on one GPU, without the activation stash."""
     a, m = run.layout, run.model
     weights, ends = memory.stage_weights(run)
-    unrolled = lowering.layers_unrolled(run)
+    unrolled = run.train.unrolled
     # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
     # loop, or where tokens have slots of a fixed capacity.
     transposed = m.experts > 0 and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
@@ -261,9 +260,7 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
     plans: list[Plan] = []
     waiting = collections.deque(enumerate(candidates, 1))
     running: list[tuple[int, Run, subprocess.Popen | None]] = []
-    name = lambda i, run: (
-        f"{i}/{len(candidates)}  {run.layout.describe()}; {run.train.remat_summary}"
-    )
+    name = lambda i, run: f"{i}/{len(candidates)}  {run.layout.describe()}; {run.remat_summary}"
     expected = lambda run: estimate_step_s(run) * _compiled_over_estimated(plans)
     skip = lambda i, run, why: log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
     too_late = f"not compiled in {seconds:.0f} s"

@@ -133,7 +133,7 @@ def by_host(processes: Sequence[ProcessFacts]) -> dict[str, list[ProcessFacts]]:
 def node_findings(run: Run, processes: Sequence[ProcessFacts]) -> list[node_health.Finding]:
     """Findings on all nodes."""
     nodes = {process.host: process.node for process in processes if process.node}
-    return node_health.judge(nodes, run.layout.gpu_type, run.gpu_types)
+    return node_health.judge(nodes, run.layout.gpu_type, run.hardware)
 
 
 def slow_hosts(processes: Sequence[ProcessFacts]) -> list[str]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbench.config.errors import UserError
-from maxbench.config.lowering import TE_OLDEST
+from maxbench.config.resolve import TE_OLDEST
 from maxbench.quantization import QuantizedArray
 
 BLOCK = 32  # elements of an MXFP8 block

@@ -115,7 +115,7 @@ def model_of(name: str, size: str) -> Model | None:
 def _model(r: RunRecord) -> Model | None:
     """The run's own model settings, else those of the workload that it is named after."""
     try:
-        if numbers := dig(r.result, "config.model", {}):
+        if numbers := dig(r.result, "run.model", {}):
             known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
             return Model(**{name: numbers[name] for name in known})
         model = model_of(r.model, r.size)

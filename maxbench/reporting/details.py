@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import recipes, resolve
+from maxbench.config import precedence, recipes, resolve
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.reporting import difference
@@ -17,7 +17,7 @@ from maxbench.run_logs.record import RunRecord, dig
 HOSTS = 4  # of a run that are listed: the slowest
 # Sections of the configuration that a recipe decides.
 COMPARED = ("model", "layout", "train", "optim", "precision")
-NOT_COMPARED = ("config.train.steps", "config.train.window", "config.train.seed")
+NOT_COMPARED = ("run.train.steps", "run.train.window", "run.train.seed")
 
 
 def settings(summary: RunSummary) -> dict[str, str]:
@@ -62,21 +62,23 @@ def _recipe(
     candidates = []
     for strong in (False, True):
         build = functools.partial(
-            resolve.build_run, recipes.workloads()[path], strong_scaling=strong,
+            precedence.build_config, recipes.workloads()[path], strong_scaling=strong,
             flags={"dtype": dtype}, overrides={"layout.gpu_type": gpu_type}, gpu_types=gpu_types,
         )  # fmt: skip
         try:
-            candidates.append((strong, build(gpus=gpus)))
-        except resolve.NoRow as e:
-            candidates.append((strong, build(gpus=e.nearest)))
+            candidates.append((strong, resolve.resolve(build(gpus=gpus), gpu_types)))
+        except precedence.NoRow as e:
+            config = build(gpus=e.nearest)
+            candidates.append((strong, resolve.resolve(config, gpu_types)))
         except UserError:
             continue
     if not candidates:
         return None
     mismatch = lambda x: (x[1].layout.gpus != gpus, x[1].layout.gbs != gbs)
     strong, run = min(candidates, key=mismatch)
-    name = f"{path.stem}, {run.layout.gpus} {gpu_type}, {dtype}" + ", strong scaling" * strong
-    return name, dict(difference.leaves({"config": json.loads(json.dumps(run.asdict()))}))
+    name = f"{path.stem}, {run.layout.gpus} {gpu_type}, {dtype}"
+    name += ", strong scaling" if strong else ""
+    return name, dict(difference.leaves({"run": json.loads(json.dumps(run.asdict()))}))
 
 
 def recipe_differences(

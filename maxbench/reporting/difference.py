@@ -10,7 +10,7 @@ from maxbench.reporting.compare import ReportOptions, RunSummary
 # Settings that the logs of other programs name too.
 NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")
 # Sections of result.json that describe a run.
-SECTIONS = ("config", "versions", "environment", "xla_options", "git", "device")
+SECTIONS = ("run", "versions", "environment", "xla_options", "git", "device")
 
 
 def difference(rows: Sequence[RunSummary], options: ReportOptions) -> str:
@@ -59,12 +59,12 @@ def changed_settings(a: RunSummary, b: RunSummary) -> dict[str, tuple[str, str]]
         key: (x.get(key, "(not set)"), y.get(key, "(not set)"))
         for key in sorted(x.keys() | y.keys() if same_program else x.keys() & y.keys())
         if x.get(key) != y.get(key)
-        and not key.startswith(("config.output.", "config.runtime.coordinator"))
+        and not key.startswith(("run.output.", "run.runtime.coordinator"))
     }
 
 
 def settings_of(summary: RunSummary) -> dict[str, str]:
-    """Settings that a run's log or result.json names: 'config.layout.cp' -> '2'."""
+    """Settings that a run's log or result.json names: 'run.layout.cp' -> '2'."""
     record = summary.record
     named = {k: getattr(record, k) for k in NAMED}
     if record.source != "maxbench":
@@ -73,7 +73,7 @@ def settings_of(summary: RunSummary) -> dict[str, str]:
 
 
 def leaves(data: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Values of nested dicts by dotted name: ('config.layout.cp', '2')."""
+    """Values of nested dicts by dotted name: ('run.layout.cp', '2')."""
     if isinstance(data, dict):
         for key, inner in data.items():
             yield from leaves(inner, f"{name}.{key}" if name else key)

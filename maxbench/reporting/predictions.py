@@ -1,6 +1,5 @@
 """Predictions and NCCL calls of runs, which a report adds to what their logs say."""
 
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -9,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from maxbench.config import command_line, run_flags
 from maxbench.config.errors import UserError
-from maxbench.config.run import Run, Train
+from maxbench.config.run import Run
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.reporting import compare
 from maxbench.run_logs import log_files, nccl
@@ -58,11 +57,8 @@ def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
         run = r.to_run(gpu_types)
     except UserError as e:
         return None, str(e)
-    # The number of steps only changes the learning rate: the default one gives the same figures.
-    for steps in (run.train.steps, Train.steps):
-        train = dataclasses.replace(run.train, steps=steps)
-        if figures := _planned(dataclasses.replace(run, train=train)):
-            return figures, ""
+    if figures := _planned(run):
+        return figures, ""
     return None, f"not planned yet: {_plan_command(dig(r.result, 'command', []))}"
 
 

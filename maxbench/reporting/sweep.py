@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxbench.config import commands, console, records, resolve
+from maxbench.config import commands, console, precedence, records, resolve
 from maxbench.config.errors import UserError
+from maxbench.hardware.gpus import GPU_TYPES
 
 Point = Mapping[str, Any]  # one combination: config, flags, and settings by SECTION.FIELD
 # Figures of the table, in this order, and their formats.
@@ -55,7 +56,8 @@ def figures(result: Any) -> dict[str, Any]:
     if not hasattr(result, "result"):  # a plan
         return result.records()[0]
     r = result.result
-    row = {"layout": resolve.run_from_dict(r["config"]).layout.describe(), "status": r["status"]}
+    run = resolve.resolve(precedence.without_processes(r["config"]), GPU_TYPES)
+    row = {"layout": run.layout.describe(), "status": r["status"]}
     if "step_s" in r:
         row |= {"step_s": r["step_s"]["mean"], "tokens_per_s": r["tokens_per_s"]}
         row |= {f"mfu_{convention}": share for convention, share in r["mfu"].items()}

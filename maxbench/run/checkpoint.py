@@ -37,7 +37,8 @@ INFO_FILE = "run.json"
 class CheckpointInfo:
     """Contents of run.json."""
 
-    run: dict[str, Any]  # Run.asdict() of the run that saved it
+    config: dict[str, Any]  # of the run that saved it, as written
+    run: dict[str, Any]  # as resolved
     step: int
     stacks: list[Any]  # of the layers' weights: layer_stack.stacks_to_json()
     fingerprints: dict[str, int]  # array_checksums() of the state
@@ -115,7 +116,8 @@ class Saver:
         if self.manager.latest_step() == step:
             return
         stacks = layer_stack.stacks_to_json(layer_order.stacks(self.run))
-        info = CheckpointInfo(self.run.asdict(), step, stacks, array_checksums(state))
+        asked, resolved = self.run.config.asdict(), self.run.asdict()
+        info = CheckpointInfo(asked, resolved, step, stacks, array_checksums(state))
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(info.to_json())
         )

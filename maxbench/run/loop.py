@@ -23,7 +23,7 @@ from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
 from maxbench.run.step_timer import StepTimer
 from maxbench.sharding import mesh, rules
-from maxbench.step.train_step import Step
+from maxbench.step.train_step import Step, on_device
 
 
 def train(run: Run, screen: terminal.Screen | None = None) -> int:
@@ -37,9 +37,10 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     try:
         peers = runtime.init_distributed(run)
         stop_reason = endings.stop_requests(peers)  # replaces jax's handler of SIGTERM
+        devices = mesh.make_mesh(run.layout)
+        run = on_device(run, devices.devices.flat[0])
         path = run.output.resume
         candidates = restore.find_checkpoints(path, run) if path else None
-        devices = mesh.make_mesh(run.layout)
         check_processes(run, devices)
         step = Step(run, devices)
         log = start_log(run, devices, screen)
@@ -122,7 +123,7 @@ def check_processes(run: Run, devices: jax.sharding.Mesh) -> None:
 def start_log(run: Run, devices: jax.sharding.Mesh, screen: terminal.Screen | None = None) -> Log:
     """Creates the run's folder, the same for all processes, and its log."""
     first = devices.devices.flat[0]
-    gpu_type = run.gpu_types.type_of(first.device_kind) or None
+    gpu_type = run.hardware.type_of(first.device_kind) or None
     kind = step_stats.Devices(first.platform, first.device_kind, run.layout.gpus, gpu_type)
     process, process_count = jax.process_index(), runtime.process_count()
     stamp = folders.make_folder(run) if process == 0 else 0
@@ -161,7 +162,7 @@ def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
     log.line(
         f"compiled in {lower_s + compile_s:.1f} s (lower {lower_s:.1f}); per device: state "
         f"{result.state_gib:.2f} GiB, temporaries {result.temporary_gib:.2f} GiB; "
-        f"attention {train.attention}, remat {train.remat_summary}{quantization}"
+        f"attention {train.attention}, remat {step.run.remat_summary}{quantization}"
     )
     if "/jax/compilation_cache/compile_requests_use_cache" in events:
         result.compilation_cache = "hit" if events[-1].endswith("cache_hits") else "miss"

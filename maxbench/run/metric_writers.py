@@ -146,7 +146,7 @@ class WandB:
             project=os.environ.get("WANDB_PROJECT", "maxbench"),
             name=folder.name,
             dir=str(folder),
-            config=run.asdict(),
+            config=run.config.asdict(),
         )
 
     def write(self, metrics: StepMetrics) -> None:

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from maxbench.config import number_formats, validation
 from maxbench.config.errors import UserError
 from maxbench.config.model import Model
-from maxbench.config.run import Precision, Run
+from maxbench.config.run import Run
 from maxbench.distributed import stragglers
 from maxbench.model import layer_stack
 from maxbench.run.checkpoint import INFO_FILE, CheckpointInfo, as_json, silence_orbax_shutdown
@@ -71,7 +72,8 @@ def _check_fits(checkpoint: Checkpoint, run: Run) -> None:
                 f"{prefix}: its {name} are {precision[name]}; "
                 f"use --config.precision.{name}={precision[name]}"
             )
-    saved_length = Precision(**precision).amax_history_len
+    amax_history = number_formats.FORMATS[precision["scaling"]].amax_history
+    saved_length = precision["history"] if amax_history else 0
     length = run.precision.amax_history_len
     if saved_length != length:
         scaling = (
@@ -124,7 +126,7 @@ def weights(path: str) -> tuple[Model, dict]:
 
     checkpoint, state = restore(_find(path), read)
     info, params = checkpoint.info, state["params"]
-    model = Model(**info.run["model"])
+    model = validation.build(Model, "model", info.run["model"])
     source = layer_stack.stacks_from_json(model, info.stacks)
     layers = layer_stack.permute(params["layers"], layer_stack.stacks(model), source)
     return model, params | {"layers": layers}

@@ -11,7 +11,7 @@ from maxbench.config.run import Run
 from maxbench.metrics import flops, step_stats
 from maxbench.step import xla_options
 
-SCHEMA = 1  # of result.json
+SCHEMA = 2  # of result.json
 # Key of `job` -> the variable of Slurm that has it.
 JOB = {"id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
 
@@ -52,7 +52,8 @@ class RunResult:
     device: dict[str, Any]
     mocked: bool
     parameters: int
-    config: dict[str, Any]
+    config: dict[str, Any]  # as written
+    run: dict[str, Any]  # as resolved
     versions: dict[str, str]
     git: str
     environment: dict[str, str]
@@ -98,7 +99,8 @@ class RunResult:
             device=dataclasses.asdict(devices),
             mocked=bool(run.runtime.mock_gpus),
             parameters=flops.params(run.model),
-            config=run.asdict(),
+            config=run.config.asdict(),
+            run=run.asdict(),
             versions=environment.versions(),
             git=environment.git_revision(),
             environment=environment.variables(),

@@ -184,7 +184,7 @@ def compared(result: Mapping) -> dict[str, str]:
     """The run compared with the device's peak, published figures, and its hosts with each other."""
     rows: dict[str, str] = {}
     if mfu := {c: v for c, v in result.get("mfu", {}).items() if v is not None}:
-        dtype = result["config"]["precision"]["dtype"]
+        dtype = result["run"]["precision"]["dtype"]
         shares = ", ".join(f"{v:.2%} ({c})" for c, v in mfu.items())
         rows |= {f"MFU against the {dtype} peak": shares}
         rows |= {"days to 1T tokens": f"{result['days_to_1t_tokens']:,.2f}"}

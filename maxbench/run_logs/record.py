@@ -6,7 +6,7 @@ import pathlib
 import time
 from typing import Any
 
-from maxbench.config import resolve
+from maxbench.config import precedence, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
@@ -55,21 +55,21 @@ class RunRecord:
     source: str
     status: str = _at("status")  # done | stopped | failed | died | running | skipped
     reason: str = _at("reason")
-    model: str = _at("config.model.name")
-    size: str = _at("config.model.size")
-    dtype: str = _at("config.precision.dtype")
+    model: str = _at("run.model.name")
+    size: str = _at("run.model.size")
+    dtype: str = _at("run.precision.dtype")
     format: str = ""  # number format of GEMMs (config.number_formats)
     gpu_type: str = _at("device.gpu_type")
     device: str = _at("device.kind")  # jax's name
     gpus: int = _at("device.count", 0)
-    gbs: int = _at("config.layout.gbs", 0)
-    seq: int = _at("config.train.seq", 0)
-    layers: int = _at("config.model.layers", 0)
+    gbs: int = _at("run.layout.gbs", 0)
+    seq: int = _at("run.train.seq", 0)
+    layers: int = _at("run.model.layers", 0)
     layout: dict[str, int] = dataclasses.field(default_factory=dict)  # as pp; logs have mbs too
-    total_steps: int = _at("config.train.steps", 0)  # that the run was started for
+    total_steps: int = _at("run.train.steps", 0)  # that the run was started for
     started: float = _at("started", 0.0)  # seconds since 1970
     mocked: bool = _at("mocked", False)
-    profiled: str = _at("config.profile.tool")
+    profiled: str = _at("run.profile.tool")
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -113,7 +113,8 @@ class RunRecord:
           UserError: it is of another version of maxbench, or the run used other devices.
         """
         try:
-            run = resolve.run_from_dict(self.result["config"], gpu_types)
+            config = precedence.without_processes(self.result["config"])
+            run = resolve.resolve(config, gpu_types)
         except UserError as e:
             raise UserError(f"its configuration is of another version of maxbench: {e}") from None
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):

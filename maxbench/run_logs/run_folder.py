@@ -82,9 +82,9 @@ def _read_json(record: RunRecord, name: str) -> dict:
 
 def _read_program(record: RunRecord, gpu_types: GpuTypes) -> None:
     """The layout, and the number format of GEMMs, of a finished run's configuration."""
-    sizes = {axis: dig(record.result, f"config.layout.{axis}", 0) for axis in published.LAYOUT}
+    sizes = {axis: dig(record.result, f"run.layout.{axis}", 0) for axis in published.LAYOUT}
     record.layout = {axis: n for axis, n in sizes.items() if n}
-    scaling = dig(record.result, "config.precision.scaling", "")
+    scaling = dig(record.result, "run.precision.scaling", "")
     if record.gpu_type in gpu_types and record.dtype in DTYPES:
         with contextlib.suppress(UserError):  # a GPU type without such GEMMs: it did not run them
             gpu = record.gpu_type, gpu_types

@@ -37,7 +37,7 @@ RULES = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "embed_sharded": ("tp", "fsdp"),
-    "embed_sharded_pp": ("tp", "fsdp", "pp"),  # if lowering.embedding_sharded_over_pp
+    "embed_sharded_pp": ("tp", "fsdp", "pp"),  # if Layout.embedding_over_pp
     # replicated
     "vocab_replicated": (),
     "qkv": (),

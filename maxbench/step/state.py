@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbench.config import lowering
 from maxbench.config.model import Model
 from maxbench.config.run import AXES, Run
 from maxbench.model import layer_stack, router
@@ -91,7 +90,7 @@ LAYER = Entry(
 # Rows for which model.dispatch_factor was too small (model/token_dispatch.py), [1], over all steps.
 LOST_ROWS = Entry(
     path=("mlp", "lost_rows"),
-    shape=lambda run, m, _: (1,) if m.experts and lowering.bounds_rows(run) else (),
+    shape=lambda run, m, _: (1,) if m.experts and run.model.bounds_rows(run.layout.ep) else (),
     reduce="sum",
     update=lambda run, before, rows: before + rows,
     metric="lost_rows",

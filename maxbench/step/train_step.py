@@ -7,7 +7,6 @@
 Training and planning build the step by the same code; only the devices differ.
 """
 
-import dataclasses
 import functools
 import time
 from typing import Any, NamedTuple
@@ -16,12 +15,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from absl import logging
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxbench import quantization
-from maxbench.config import lowering, number_formats
-from maxbench.config.run import AXES, DTYPES, Run
+from maxbench.config import resolve
+from maxbench.config.run import AXES, DTYPES, Device, Run
 from maxbench.model import attention, grad_accumulation, layer_stack, transformer
 from maxbench.pipeline import layer_order
 from maxbench.pipeline.gradients import gradients
@@ -43,31 +43,20 @@ class _ComputeWeights(NamedTuple):
     amaxes: list  # of each stack's weights, fp32 [slots, gemms], with per-tensor scales, or None
 
 
-def for_device(run: Run, device: Any) -> Run:
-    """The run with its automatic settings resolved for a device: attention kernel, number format
-    and its backend, chunk size of the loss, how many layers are unrolled, and which ones are not
-    quantized.
+def on_device(run: Run, device: jax.Device) -> Run:
+    """The run resolved for a device that is present.
 
     Raises:
-      UserError: Transformer Engine is selected and absent, too old, or does not load; the selected
-        attention kernel does not support the model on this device.
+      UserError: the given attention kernel does not support the model on this device.
     """
-    t, gpu = run.train, device.platform in ("gpu", "cuda")
-    logits_bytes = 1 << 30 if gpu else 32 << 20  # of one chunk's fp32 logits; a CPU's cache size
-    # A power of two, as token counts mostly are: no chunk is padded, and no smaller one remains.
-    tokens = max(1, logits_bytes // (4 * run.model.vocab // run.layout.tp))
-    chunk = 1 << (tokens.bit_length() - 1)
-    kind = attention.select_kernel(run, device)
-    unroll = t.unroll_layers if t.unroll_layers >= 0 else lowering.MAX_UNROLLED_LAYERS * gpu
-    train = dataclasses.replace(
-        t, attention=kind, loss_chunk=t.loss_chunk or chunk, unroll_layers=unroll
-    )
-    p, backend = run.precision, lowering.backend(run, gpu)
-    if run.format.quantized and backend == "te":
-        transformer_engine.load()
-    scaling = run.format.name if run.format.name in number_formats.SCALINGS else p.scaling
-    precision = dataclasses.replace(p, backend=backend, scaling=scaling)
-    return dataclasses.replace(run, model=run.network, train=train, precision=precision)
+    platform = "cpu" if device.platform == "cpu" else "gpu"
+    major, _, minor = getattr(device, "compute_capability", "0.0").partition(".")
+    present = Device(platform, (int(major), int(minor)))
+    run = resolve.resolve(run.config, run.hardware, present)
+    if run.train.attention != "xla" and (error := attention.compile_error(run)):
+        run = resolve.resolve(run.config, run.hardware, present._replace(cudnn=False))
+        logging.warning("attention uses the slower XLA kernel%s", error)
+    return run
 
 
 class Step:
@@ -75,20 +64,24 @@ class Step:
 
     The constructor allocates no device memory and compiles nothing.
 
+    Raises:
+      UserError: Transformer Engine is selected and absent, too old, or does not load.
+
     Attributes:
-      run: resolved by for_device.
       stacks: the stacks of the layers' weights, and the layer in each of their slots.
       shardings: tree of WeightSharding like the weights.
       abstract: the state as ShapeDtypeStructs with their NamedShardings.
     """
 
     def __init__(self, run: Run, devices: Mesh):
-        device = devices.devices.flat[0]
-        self.platform = device.platform
-        self.run, self.mesh = for_device(run, device), devices
+        self.platform = devices.devices.flat[0].platform
+        assert (self.platform == "cpu") == (run.device.platform == "cpu")
+        if run.precision.backend == "te":
+            transformer_engine.load()
+        self.run, self.mesh = run, devices
         self.arithmetic, self.tx = quantization.arithmetic(self.run), optimizer.transform(run)
         self.stacks = layer_order.stacks(self.run)
-        over_pp = lowering.embedding_sharded_over_pp(self.run)
+        over_pp = run.layout.embedding_over_pp
         self.rules = RULES | ({"embed_sharded": RULES["embed_sharded_pp"]} if over_pp else {})
         self.shardings = self._shardings(self.stacks, self.rules)
         self.abstract = self._abstract(self.stacks, self.shardings)
@@ -241,7 +234,7 @@ class Step:
     def _local_grads_in_order(self, params, step, layer_state):
         w, shardings, overlaps, amaxes = self._compute_weights(params, layer_state)
         sums, out = self._accumulated_grads(w, step, overlaps[0][1] if overlaps else None)
-        stacked = not lowering.layers_unrolled(self.run)
+        stacked = not self.run.train.unrolled
         statistics = layer_state and self._statistics(layer_state, sums["layers"], amaxes)
         grads = grad_accumulation.grads_of(sums)
         reduced = lambda name: jax.tree.map(reduce_grad, shardings[name], grads[name])
@@ -254,7 +247,7 @@ class Step:
 
     def _statistics(self, layer_state, sums, amaxes):
         """Statistics for state.update(), from gradient accumulators and amaxes of weights."""
-        unrolled = lowering.layers_unrolled(self.run)
+        unrolled = self.run.train.unrolled
         trees = layer_stack.split(self.stacks, layer_state["layers"])
         statistics = []
         sums = layer_stack.by_stack(self.stacks, sums)
@@ -280,7 +273,7 @@ class Step:
         # Cast before the all-gather: half the bytes, and no cast to differentiate.
         cast = lambda s, w: w if s.full_precision else w.astype(DTYPES[run.format.compute])
         w, shardings = jax.tree.map(cast, self.shardings, params), self.shardings
-        stacked = not lowering.layers_unrolled(run)
+        stacked = not run.train.unrolled
         if not stacked:
             w = w | {"layers": layer_stack.unstack(run.model, w["layers"])}
             layer = jax.tree.map(lambda s: s.layer, shardings["layers"])
@@ -345,7 +338,7 @@ class Step:
 
     def _quantize(self, shardings, masters, pasts):
         """Compute weights of layers, and amaxes of each stack."""
-        stacked, stacks = not lowering.layers_unrolled(self.run), []
+        stacked, stacks = not self.run.train.unrolled, []
         of_stacks = (layer_stack.by_stack(self.stacks, tree) for tree in (shardings, masters))
         for *args, past in zip(*of_stacks, pasts, strict=True):
             scales, amax = quantization.scales(self.arithmetic, *args, stacked, past)
@@ -367,7 +360,7 @@ class Step:
         """Gradient accumulators after all microbatches, and this GPU's shares of the metrics."""
         run = self.run
         zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
-        if lowering.overlaps_fwd_bwd(run):
+        if run.train.overlapped:
             batch = functools.partial(data.batch, run, step)
             return gradients(run, self.platform, w, zeros, batch, overlap)
 

@@ -4,7 +4,6 @@ They are passed to the compiler with the program. In XLA_FLAGS an unknown option
 process.
 """
 
-from maxbench.config import lowering
 from maxbench.config.run import Run
 from maxbench.sharding import jax_compat
 
@@ -24,13 +23,6 @@ XLA_OPTIONS = {
     "xla_gpu_memory_limit_slop_factor": 300,
 }
 
-# Bytes up to which collectives are combined (all-reduce, all-gather, reduce-scatter) unless
-# train.collective_combine_bytes is set: NVIDIA's MaxText recipe for Llama 2, except for FP8's
-# all-gathers (512 MiB there), which combine the weights of a layer as in BF16.
-COMBINE = {
-    "fp8": (1 << 30, 1 << 30, 8 << 20),
-    "bf16": (2 << 30, 2 << 30, 32 << 20),
-}
 MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
 
 
@@ -53,7 +45,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
     # Collectives in flight at once: reduce-scatters of a layer and all-gathers of the next one; a
     # stage's sends, and collectives of the layers that those overlap. With a lower limit XLA waits
     # for one collective where the next must start.
-    in_flight = 4 if lowering.overlaps_fwd_bwd(run) or fsdp else 1
+    in_flight = 4 if run.train.overlapped or fsdp else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
     for kind, size in _combine_thresholds(run).items():
         options[f"xla_gpu_{kind}_combine_threshold_bytes"] = size
@@ -67,8 +59,7 @@ def xla_options(platform_name: str, run: Run) -> dict:
 def _combine_thresholds(run: Run) -> dict[str, int]:
     """Bytes up to which XLA combines collectives of each kind."""
     a, m = run.layout, run.model
-    defaults = COMBINE["fp8" if run.format.quantized else "bf16"]
-    reduce, gather, scatter = run.train.collective_combine_bytes or defaults
+    reduce, gather, scatter = run.train.collective_combine_bytes
     if a.tp > 1:
         # Combined, tp's collectives would wait for the last of them, and the all-reduce of x's
         # scale for that of dy's. In FP8 without a pipeline, fewer launches outweigh that wait.

@@ -7,9 +7,8 @@ from maxbench.cli import train
 from maxbench.config import command_line, ineffective, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
-from maxbench.config.resolve import build_run
 from maxbench.run import terminal
-from tests.conftest import WORKLOADS, config
+from tests.conftest import WORKLOADS, config, resolve
 
 TOY = "llama31_8b:tiny"
 FP8 = "--dtype fp8 --config.precision.scaling"
@@ -61,14 +60,14 @@ def test_every_rule_has_a_setting():
 
 
 def test_default_values_are_accepted():
-    for setting in ("train.schedule=1f1b", "precision.history=1024", "train.unroll_layers=-1"):
+    for setting in ("train.schedule=1f1b", "precision.history=1024", "train.unroll_layers=auto"):
         run_of(TOY, "", setting)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_scaling_of_a_workload_file_is_accepted_in_bf16_and_named(scaling):
     """A file may hold settings for runs in another number format."""
-    run = build_run(config("llama31_8b", "tiny"), overrides={"precision.scaling": scaling})
+    run = resolve("llama31_8b", "tiny", {"precision.scaling": scaling})
     assert run.precision.dtype == "bf16"
     text = f"precision.scaling='{scaling}' has no effect: dtype=bf16 has unquantized GEMMs"
     assert ineffective.reasons(run)["precision.scaling"].startswith(text)

@@ -1,12 +1,17 @@
 """From a workload and settings to a Run: rows, presets, the order of settings."""
 
+import json
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.config import lowering, recipes
-from maxbench.config.resolve import build_run
-from maxbench.config.run import DEGREES, SECTIONS, Run
+from maxbench.config import recipes
+from maxbench.config import resolve as resolving
+from maxbench.config.number_formats import FORMATS
+from maxbench.config.precedence import build_config
+from maxbench.config.run import DEGREES, RunConfig
 from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import WORKLOADS, config, resolve
 
@@ -109,10 +114,13 @@ def test_fp8_settings_of_a_workload_apply_to_fp8_runs():
 
 def test_later_settings_win():
     base = config("llama31_8b", "tiny")
-    run = build_run(base, gpus=8, flags={"mbs": 2, "seq": 128}, overrides={"train.seq": 256})
+    flags, overrides = {"mbs": 2, "seq": 128}, {"train.seq": 256}
+    run = resolving.resolve(build_config(base, gpus=8, flags=flags, overrides=overrides), GPU_TYPES)
     assert (run.layout.dp, run.layout.cp, run.layout.mbs) == (4, 2, 2)  # row, then flag
     assert (run.model.embed, run.train.seq) == (128, 256)  # preset; flag, then --config.train.seq
-    assert run.name == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
+    readable, _, digest = run.name.rpartition("_")
+    assert readable == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
+    assert re.fullmatch("[0-9a-f]{6}", digest)
 
 
 @given(
@@ -145,18 +153,18 @@ def test_run_is_frozen_and_hashable():
     assert hash(run) == hash(resolve("llama31_8b", "tiny"))
     with pytest.raises(AttributeError):
         run.layout.tp = 2
-    assert Run(**{f: getattr(run, f) for f in SECTIONS}) == run
+    assert RunConfig.from_dict(json.loads(json.dumps(run.config.asdict()))) == run.config
 
 
 def test_auto_backend_is_transformer_engine_where_it_is_installed(auto_backend_is_xla, monkeypatch):
-    run = resolve("llama31_8b", dtype="fp8")
-    for version, gpu, backend in (
-        ("2.17.0", True, "te"),
-        ("2.16", True, "xla"),
-        ("", True, "xla"),
-        ("2.20", False, "xla"),
+    fmt = resolve("llama31_8b", dtype="fp8").format
+    for version, platform, backend in (
+        ("2.17.0", "gpu", "te"),
+        ("2.16", "gpu", "xla"),
+        ("", "gpu", "xla"),
+        ("2.20", "cpu", "xla"),
     ):
-        monkeypatch.setattr(lowering.environment, "version", lambda _, version=version: version)
-        assert auto_backend_is_xla(run, gpu) == backend
-    monkeypatch.setattr(lowering.environment, "version", lambda _: "2.17.0")
-    assert auto_backend_is_xla(resolve("llama31_8b", dtype="bf16"), True) == "xla"
+        monkeypatch.setattr(resolving.environment, "version", lambda _, version=version: version)
+        assert auto_backend_is_xla(None, fmt, platform) == backend
+    monkeypatch.setattr(resolving.environment, "version", lambda _: "2.17.0")
+    assert auto_backend_is_xla(None, FORMATS["bf16"], "gpu") == "xla"

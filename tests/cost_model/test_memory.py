@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxbench.config import lowering
+from maxbench.config.run import LAYERS
 from maxbench.cost_model import hlo, memory
 from maxbench.model import layers, transformer
 from maxbench.pipeline.schedule import STASH
@@ -15,7 +15,7 @@ from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
-SCAN = f"jit(_step)/shard_map/jvp({lowering.LAYERS})/while/body"
+SCAN = f"jit(_step)/shard_map/jvp({LAYERS})/while/body"
 SCAN_WRITE = f"{SCAN}/jit(dynamic_update_index_in_dim)/dynamic_update_slice"
 STASHED = "bf16[4,2,64]{2,1,0}"  # 4 layers, 2 x 64 elements: 1 KiB
 WEIGHTS = "bf16[4,32,4]{2,1,0}"  # as large, also one row per layer
@@ -111,7 +111,7 @@ def test_the_phases_of_a_pipeline_share_one_stash():
 @pytest.mark.parametrize(
     ("flags", "scope"),
     [
-        ({"layers": 3}, f"jvp({lowering.LAYERS})/while/body"),
+        ({"layers": 3}, f"jvp({LAYERS})/while/body"),
         ({"pp": 2, "gbs": 4}, f"{STASH}/dynamic_update_slice"),
     ],
 )

@@ -6,8 +6,8 @@ import pytest
 
 from maxbench.config import command_line, number_formats
 from maxbench.config.errors import UserError
-from maxbench.config.resolve import run_from_dict
-from maxbench.config.run import AXES
+from maxbench.config.resolve import resolve
+from maxbench.config.run import AXES, RunConfig
 from maxbench.cost_model import aot, compile_cache
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware.gpus import GPU_TYPES
@@ -51,11 +51,12 @@ def test_new_type_is_used_by_recipe_compiler_and_cost_model(hardware_file):
     assert options["xla_gpu_enable_command_buffer"] == "FUSION"
     gemm = lambda run: Costs(run.gpu, dict.fromkeys(AXES, 1)).gemm(8192, 8192, 8192)
     assert gemm(h300) == pytest.approx(gemm(h100) * 989 / 2000, rel=0.1)
-    assert h300.gpu_types.type_of("NVIDIA H300") == "h300"
-    assert h300.gpu_types.type_of("runs/h300/log.out") == "h300"
-    assert run_from_dict(config, h300.gpu_types).gpu == h300.gpu
+    assert h300.hardware.type_of("NVIDIA H300") == "h300"
+    assert h300.hardware.type_of("runs/h300/log.out") == "h300"
+    asked = RunConfig.from_dict(config)
+    assert resolve(asked, h300.hardware) == h300
     with pytest.raises(UserError, match="gpu_type='h300' is not one of"):
-        run_from_dict(config)
+        resolve(asked, GPU_TYPES)
 
 
 def test_known_type_is_replaced_in_that_run_alone(tmp_path):

@@ -14,7 +14,7 @@ def test_rows_describe_runs_that_can_be_planned():
         a = run.layout
         assert (a.gpus, a.gbs, run.train.seq) == (row.gpus, row.gbs, row.seq)
         assert row.work.startswith(f"{run.model.name} {run.model.size}")
-        assert run.precision.scaling == (row.scaling or "auto")
+        assert run.config.precision.scaling == (row.scaling or None)
 
 
 def test_rows_have_grades_sources_and_plausible_speeds():

@@ -11,11 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.errors import UserError
-from maxbench.config.run import Layout
 from maxbench.cost_model import aot, hlo, simulate
 from maxbench.model import attention
 from maxbench.sharding import mesh
-from tests.conftest import resolve
+from tests.conftest import layout, resolve
 
 
 def attention_formula(q_bthk, k_bsgk, v_bsgk, sinks_h, softcap=0.0, window=0, scale=0.0):
@@ -47,7 +46,7 @@ def assert_attention_equals_the_formula(seq, widths, sinks, options, cp=1):
     def over_cp(*args):
         attend = jax.shard_map(
             lambda *x: attention.attend(*x, kind="xla", **options),
-            mesh=mesh.make_mesh(Layout(cp=cp)),
+            mesh=mesh.make_mesh(layout(cp=cp)),
             in_specs=(*(P(None, "cp"),) * 3, P()),
             out_specs=P(None, "cp"),
             check_vma=False,

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbench.config import lowering
 from maxbench.model import layer_stack
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
@@ -24,7 +23,7 @@ from tests.conftest import resolve
 )
 def test_layers_are_unrolled_without_fsdp_and_pp(axes, unroll, unrolled):
     run = resolve("llama31_8b", "tiny", {"train.unroll_layers": unroll}, layers=4, mbs=1, **axes)
-    assert lowering.layers_unrolled(run) == unrolled
+    assert run.train.unrolled == unrolled
 
 
 @pytest.mark.parametrize(
@@ -44,9 +43,7 @@ def test_pipeline_recomputes_mlp_act_if_that_moves_fewer_bytes(
     run = resolve(workload, "tiny", settings, dtype=dtype, layers=4, gbs=4, mbs=1, **axes)
     saved = set(run.train.saved)
     assert "mlp_act" in saved
-    assert lowering.saved_on_device(run, run.train.saved) == saved - (
-        {"mlp_act"} if recomputed else set()
-    )
+    assert run.saved_on_device(run.train.saved) == saved - ({"mlp_act"} if recomputed else set())
 
 
 @pytest.mark.parametrize("with_sums", [True, False])

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from maxbench.cli import entry
 from maxbench.config import recipes
-from maxbench.config.resolve import build_run
+from maxbench.config.precedence import build_config
+from maxbench.config.resolve import resolve
 from maxbench.cost_model import compile_cache
 from maxbench.hardware import published
 from maxbench.hardware.gpus import GPU_TYPES
@@ -513,10 +514,11 @@ def planned_run(
     config = recipes.load(ROOT / FLAGS[1])
     steps = 5 if tool else 50
     flags = {"dtype": "fp8", "profile": tool, "steps": steps, "output_dir": str(folder)}
-    run_config = build_run(config, gpus=8, flags=flags, overrides=overrides)
+    run = resolve(build_config(config, gpus=8, flags=flags, overrides=overrides), GPU_TYPES)
     more = [f"--profile={tool}", "--steps", str(steps), "--output_dir", "/x"]
     device = {"gpu_type": gpu, "kind": gpu, "count": 8}
-    config = {"config": run_config.asdict(), "name": run_config.name, "device": device}
+    config = {"config": run.config.asdict(), "run": run.asdict()}
+    config |= {"name": run.name, "device": device}
     result = config | {"command": ["train.py", *FLAGS, *more]} | result
     path = ours(folder, stamp=len(list(folder.rglob("result.json"))), steps=steps, **result)
     line = ("0: n1:1:2 [0] NCCL INFO AllGather: opCount 3 sendbuff 0x1 recvbuff 0x2 count 67108864 "
@@ -531,7 +533,8 @@ def program(tmp_path, monkeypatch):
     """A compile cache with the program of the run: one all-gather of 1 GiB over 8 GPUs."""
     monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path / "cache"))
     config = recipes.load(ROOT / FLAGS[1])
-    run_config = build_run(config, gpus=8, flags={"dtype": "fp8"}, overrides=XLA)
+    asked = build_config(config, gpus=8, flags={"dtype": "fp8"}, overrides=XLA)
+    run = resolve(asked, GPU_TYPES)
     text = (
         "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[]) -> f32[] {\n"
         "  %x = bf16[67108864]{0} parameter(0)\n  %s = (bf16[67108864]{0}, bf16[536870912]{0}) "
@@ -540,7 +543,7 @@ def program(tmp_path, monkeypatch):
     )
     sizes = dict.fromkeys(("weights", "optimizer", "arguments", "temporaries"), 1 << 30)
     compile_cache.store(
-        run_config,
+        run,
         compile_cache.Compiled(
             text=text, **sizes, copy=1, gradients=1, host=0, attention="cudnn",
             lower_s=1.0, compile_s=1.0, peak_rss_gib=1.0,

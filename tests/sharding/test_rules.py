@@ -7,8 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbench.config.run import AXES, Layout
+from maxbench.config.run import AXES
 from maxbench.sharding import mesh, rules
+from tests.conftest import layout
 
 
 @given(
@@ -30,8 +31,8 @@ def test_shards_are_equal_and_each_axis_is_used_once(names, sizes, mesh_shape):
 
 
 def test_counts_of_a_layout():
-    layout = Layout(dp=2, fsdp=4, ep=1, cp=2, tp=2, mbs=2, gbs=64)
-    assert (layout.gpus, layout.shards, layout.microbatches) == (32, 8, 4)
+    a = layout(dp=2, fsdp=4, ep=1, cp=2, tp=2, mbs=2, gbs=64)
+    assert (a.gpus, a.shards, a.microbatches) == (32, 8, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Device:
 
 
 def test_a_mesh_over_several_nodes_keeps_their_order():
-    made = mesh.make_mesh(Layout(dp=2, tp=8), [Device(i) for i in range(16)])
+    made = mesh.make_mesh(layout(dp=2, tp=8), [Device(i) for i in range(16)])
     assert dict(made.shape)["tp"] == 8
     assert [d.id for d in made.devices.flat] == list(range(16))
     assert all(len({d.slice_index for d in row}) == 1 for row in made.devices.reshape(2, 8))

@@ -1,0 +1,233 @@
+"""From a workload and flags to a RunConfig: the order in which settings apply.
+
+Later settings win: the workload's values, its settings for dtype=fp8, the row of its table of
+layouts (--gpus), presets, shorthand flags (--tp, --mbs, ...), and last --config.section.field.
+"""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbench.config import renamed
+from maxbench.config.errors import UserError, check_choice
+from maxbench.config.model import LayerGroup, LayerKind
+from maxbench.config.number_formats import DTYPES
+from maxbench.config.recipes import PRESETS, table
+from maxbench.config.run import DEGREES, SECTIONS, LayoutConfig, RunConfig
+from maxbench.config.run_flags import FLAGS
+from maxbench.config.validation import build, parse
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
+
+# Columns of a table of layouts that are not fields of Layout; "" = they only select the row.
+COLUMN_SECTIONS = dict.fromkeys(("gpus", "dtype", "scaling", "gpu_type"), "")
+COLUMN_SECTIONS |= {"layers": "model"}
+COLUMN_SECTIONS |= {"format": "precision"}  # its field `scaling`
+COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
+
+TOY_WINDOW = 16  # tokens
+TOY_LATENTS = {"kv_heads": 8, "head_dim": 48, "value_dim": 16}  # whole blocks of number formats
+TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
+
+Sections = dict[str, dict[str, Any]]
+
+
+class NoRow(UserError):
+    """The table has no row for that number of GPUs.
+
+    Attributes:
+      nearest: the nearest number that it has a row for, of the whole model if possible.
+    """
+
+    def __init__(self, message: str, nearest: int):
+        super().__init__(message)
+        self.nearest = nearest
+
+
+class RowKey(NamedTuple):
+    """The values that select a row of a table of layouts."""
+
+    gpus: int
+    gpu_type: str  # of the run
+    recipes: str  # GPU type of the row (Gpu.recipes)
+    dtype: str
+    scaling: str  # weak | strong
+
+
+def build_config(
+    config: ConfigDict,
+    *,
+    gpus: int | None = None,
+    strong_scaling: bool = False,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    gpu_types: GpuTypes = GPU_TYPES,
+) -> RunConfig:
+    """The config of a workload and settings.
+
+    Args:
+      config: of recipes.workload().
+      gpus: selects the row of the table of layouts for this number of GPUs.
+      strong_scaling: selects among the rows with a constant global batch.
+      flags: shorthand flags by their names in FLAGS.
+      overrides: 'section.field' -> value, applied last.
+      gpu_types: that layout.gpu_type may name.
+
+    Raises:
+      NoRow: the table has no row for `gpus`, and no mesh axis is given.
+      UserError: another invalid setting.
+    """
+    settings = _settings(flags or {}, overrides or {})
+    values: Sections = {name: dict(config[name]) for name in SECTIONS}
+    gpu_type, dtype = _gpu_type_and_dtype(config, settings)
+    if dtype == "fp8":
+        _merge(values, config.fp8)
+    if gpus is not None:
+        gpus = parse("gpus", int, gpus, {"at_least": 1})
+        check_choice("gpu_type", gpu_type, gpu_types)
+        scaling = "strong" if strong_scaling else "weak"
+        key = RowKey(gpus, gpu_type, gpu_types[gpu_type].recipes, dtype, scaling)
+        _merge(values, _row(config, key, axes_given=bool({*(flags or ())} & {*DEGREES})))
+    elif strong_scaling:
+        raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
+    presets = sorted(config.presets, key=lambda name: name in PRESETS)  # toy sizes win
+    for name in presets:
+        _merge(values, config.known[name])
+        if name in ("tiny", "rehearse"):
+            _shrink(values, axes=name == "rehearse", dtype=dtype)
+    if {"layout.pp", "layout.vp", "model.layers"} & {*settings}:
+        values["layout"]["stages"] = None  # the row's parts are those of its own pipeline
+    for path, value in settings.items():
+        section, _, field = path.partition(".")
+        values[section][field] = value
+    in_size = [name for name in presets if name not in DTYPES]
+    values["model"]["size"] = "-".join([values["model"]["size"], *in_size])
+    if "rehearse" in presets and "runtime.cpu_devices" not in settings:
+        values["runtime"]["cpu_devices"] = build(LayoutConfig, "layout", values["layout"]).gpus
+    built = RunConfig.from_dict(values)
+    a = built.layout
+    if gpus is not None and "rehearse" not in presets and a.gpus != gpus:
+        axes = " x ".join(f"{x}={n}" for x in DEGREES if (n := getattr(a, x)) > 1)
+        raise UserError(
+            f"gpus={gpus}, but the layout ({axes or 'one device'}) needs {a.gpus}; leave gpus out "
+            "to take the axes as given, or the axes to take the table's row"
+        )
+    return built
+
+
+def without_processes(config: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The config of a result.json, with the defaults of settings that do not change the program:
+    output, profile, processes and devices.
+
+    Raises:
+      UserError: a setting is invalid or unknown.
+    """
+    runtime = {"tp_overlap": config["runtime"]["tp_overlap"]}
+    kept = {"output": {}, "profile": {}, "runtime": runtime}
+    return RunConfig.from_dict({name: kept.get(name, config[name]) for name in SECTIONS})
+
+
+def _settings(flags: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """'section.field' -> value of flags and overrides."""
+    settings = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides)
+    for path, value in settings.items():
+        renamed.check_name(path)
+        renamed.check_value(path, value)
+    if "train.remat" in settings:  # applies to all layers, unlike the row's remat_layers
+        settings = {"train.remat_layers": None} | settings
+    return settings
+
+
+def _gpu_type_and_dtype(config: ConfigDict, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """layout.gpu_type and precision.dtype after presets and settings, which select the row."""
+    dtype = config.precision.dtype
+    for name in config.presets:
+        check_choice("preset", name, config.known)
+        dtype = config.known[name].get("precision", {}).get("dtype", dtype)
+    gpu_type = settings.get("layout.gpu_type", config.layout.gpu_type)
+    return gpu_type, settings.get("precision.dtype", dtype)
+
+
+def _merge(values: Sections, sections: Mapping[str, Mapping]) -> None:
+    for section, fields in sections.items():
+        values[section] |= dict(fields)
+
+
+def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
+    """Settings of the table's row; those of the model alone if there is none and axes are given.
+
+    Raises:
+      NoRow, UserError: there is no row, and no axes are given.
+    """
+    check_choice("dtype", key.dtype, DTYPES)
+    dtype = "bf16" if key.dtype == "fp32" else key.dtype
+    of_dtype = [
+        r for r in table(config.layouts) if (r["dtype"], r["scaling"]) == (dtype, key.scaling)
+    ]
+    rows = [r for r in of_dtype if r["gpu_type"] == key.recipes]
+    if row := next((r for r in rows if r["gpus"] == key.gpus), None):
+        sections: Sections = {"layout": {"gpu_type": key.gpu_type}}
+        if dtype == "bf16":
+            row.pop("format", None)  # of the other dtypes of its line
+        for column, value in row.items():
+            if section := COLUMN_SECTIONS.get(column, "layout"):
+                field = "scaling" if column == "format" else column
+                sections.setdefault(section, {})[field] = value
+        return sections
+    if axes_given:
+        return {"model": {"layers": config.model.layers}, "train": {"seq": config.train.seq}}
+    name = f"{config.model.name} {config.model.size} {dtype} ({key.scaling} scaling)"
+    why = f"gpus={key.gpus}: {name} has no recipe for {key.gpus} {key.gpu_type}"
+    if not rows:
+        types = ", ".join(sorted({r["gpu_type"] for r in of_dtype}) or ["none"])
+        raise UserError(f"{why}; types that have one: {types}; or name the axes, --fsdp and so on")
+    distance = lambda gpus: abs(gpus / key.gpus - 1)
+    near = sorted((r["gpus"] for r in rows), key=distance)[:3]
+    hint = f"nearest: --gpus {' or '.join(map(str, sorted(near)))}"
+    hint += f"; or name the axes: maxbench plan --gpus {key.gpus} finds them"
+    whole_model = [r["gpus"] for r in rows if r["layers"] == config.model.layers]
+    raise NoRow(f"{why}; {hint}", min(whole_model or near, key=distance))
+
+
+def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
+    """The layer groups of a toy: one cycle of each, and of the last as many as there are layers.
+
+    An expert is a quarter as wide as a dense MLP in a model that has both.
+    """
+    groups = [[LayerKind(*kind) for kind in cycle] for _, cycle in model["layer_groups"]]
+    has_dense = any(not kind.experts for kind in itertools.chain(*groups))
+    expert_mlp = model["mlp"] // (4 if has_dense else 1)
+
+    def toy(kind: LayerKind) -> LayerKind:
+        mlp, experts = (expert_mlp, model["experts"]) if kind.experts else (model["mlp"], 0)
+        return kind._replace(mlp=mlp, experts=experts, window=min(kind.window, TOY_WINDOW))
+
+    toys, left = [], model["layers"]
+    for group in groups:
+        count = -(-max(1, left) // len(group)) if group is groups[-1] else 1
+        toys.append(LayerGroup(count, tuple(map(toy, group))))
+        left -= count * len(group)
+    return tuple(toys)
+
+
+def _shrink(values: Sections, axes: bool, dtype: str) -> None:
+    """Toy sizes that depend on the model; with `axes`, mesh axes of at most 2, few microbatches."""
+    model, layout = values["model"], values["layout"]
+    if experts := model["experts"]:  # so many that a router of groups has a choice in each
+        model["experts"] = 4 if model["top_k"] < 3 else min(experts, 4 * model["top_k"])
+    if model["kv_rank"]:
+        model |= TOY_LATENTS
+    model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
+    model["window"] = min(model["window"], TOY_WINDOW)
+    model["layer_groups"] = _toy_groups(model)
+    model["rope_context"] = min(model["rope_context"], 16)  # so that rope scaling has an effect
+    if axes:
+        sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
+        microbatches = max(1, (layout["gbs"] or 0) // sequences())
+        layout.update({axis: min(2, layout[axis]) for axis in (*DEGREES, "vp", "mbs")})
+        layout["stages"] = None
+        layout["gbs"] = sequences() * min(4, microbatches)
+        if dtype not in ("bf16", "fp32"):  # whole blocks of MXFP8 on each GPU
+            train = values["train"]
+            train["seq"] = max(train["seq"], 32 * layout["cp"] * layout["tp"])
