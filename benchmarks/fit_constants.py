@@ -3,13 +3,13 @@
   python benchmarks/fit_constants.py [--cached]
 
 Four constants are fitted to the published H100 rows, predicted as published
-(maxbench/cost_model/published_deltas.py): gemm_bf16, gemm_fp8, nvlink_us, and the share of exposed
+(maxbench/evidence/published_deltas.py): gemm_bf16, gemm_fp8, nvlink_us, and the share of exposed
 tp communication that NeMo hides. All others come from their sources. Rows that differ only in the
 number of copies of a program count as one. A weak prior keeps each constant near its current value,
 so that the only workload that depends on it can be left out.
 
 Leave-one-out: a workload is predicted with constants fitted to the others. These errors are stored
-in maxbench/hardware/errors.csv; maxbench/hardware/error_band.py computes bands from them. --terms:
+in maxbench/evidence/errors.csv; maxbench/evidence/error_band.py computes bands from them. --terms:
 also without each part of the cost model and each delta. --cached: only rows whose program is in the
 cache.
 
@@ -32,8 +32,8 @@ from scipy import optimize
 
 from maxbench.config import command_line, recipes
 from maxbench.config.run import Run
-from maxbench.cost_model import compile_cache, hlo, published_deltas
-from maxbench.hardware import error_band, published
+from maxbench.cost_model import compile_cache, hlo
+from maxbench.evidence import error_band, published, published_deltas
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency
 from maxbench.planning import planner
 

@@ -2,12 +2,12 @@
 
   python benchmarks/measured.py [--cached]
 
-Rows: those of maxbench/hardware/measured.csv, and the published dense rows of releases that nothing
+Rows: those of maxbench/evidence/measured.csv, and the published dense rows of releases that nothing
 is fitted to, if the recipe has the same layout. Each program is planned with its own layout and
 recomputation on its GPU type and network, and compared as compiled, without deltas. Prints a table
 of measured and predicted steps; writes it to benchmarks/results/measured.csv, and errors of
-predictions that were fitted to other rows to maxbench/hardware/measured_errors.csv, from which
-maxbench/hardware/error_band.py computes bands. --cached: only programs in the cache; the lines of
+predictions that were fitted to other rows to maxbench/evidence/measured_errors.csv, from which
+maxbench/evidence/error_band.py computes bands. --cached: only programs in the cache; the lines of
 other rows stay.
 
 Left out by workload: a row of use 'check' is predicted with the constants of gpus.toml, a row of
@@ -39,9 +39,8 @@ from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo
-from maxbench.hardware import error_band, measured, published
+from maxbench.evidence import error_band, measured, published
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency
-from maxbench.metrics import step_stats
 from maxbench.planning import planner
 
 PACKAGE = pathlib.Path(error_band.__file__).parent
@@ -105,7 +104,7 @@ def published_cases() -> list[Case]:
             run = planner.as_published(command_line.run_of(words.split()))
         except UserError:  # no row of the recipe
             continue
-        found = step_stats.compare_with_published(run, row.gpu_type)
+        found = published.compare_run(run, row.gpu_type)
         if found.row is row and not found.refusal and not found.notes:
             about = (f"{row.model} {row.size} {row.format} {row.gpu_type}", "bridge")
             cases.append(Case(run, *about, row.release, "a", "check", row.step_s))

@@ -3,8 +3,8 @@
   python benchmarks/plan_errors.py
 
 Three errors per row: of the program as compiled; as published (without the deltas of
-maxbench/cost_model/published_deltas.py); and as published with constants fitted to the other
-workloads (maxbench/hardware/errors.csv). Only rows of the most frequent cost model revision count.
+maxbench/evidence/published_deltas.py); and as published with constants fitted to the other
+workloads (maxbench/evidence/errors.csv). Only rows of the most frequent cost model revision count.
 Rows that differ only in the number of copies of a program count as one. A trend is the ratio of two
 rows, with the error of the predicted ratio: the same model on more GPUs (weak scaling, against its
 fewest), and FP8 over BF16. Rows that were published by releases of Megatron-Bridge are a table of
@@ -16,7 +16,7 @@ import csv
 import pathlib
 import statistics
 
-from maxbench.hardware import error_band, published
+from maxbench.evidence import error_band, published
 
 WAYS = ("as compiled", "as published", "left out")
 Key = tuple[str, str, int]  # workload, dtype, GPUs

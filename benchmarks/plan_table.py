@@ -39,7 +39,7 @@ COST_MODEL = (
     "hardware/gpus.toml",
     "cost_model/costs.py",
     "cost_model/simulate.py",
-    "cost_model/published_deltas.py",
+    "evidence/published_deltas.py",
     "cost_model/pipeline_timing.py",
 )
 COLUMNS = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from ml_collections import ConfigDict
 
 from maxbench.config.recipes import table, workloads
-from maxbench.hardware import published
+from maxbench.evidence import published
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/recipes.md"
 TEXT = """# Recipes and published figures

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from maxbench.config import recipes, resolve
 from maxbench.config.run import Run
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.planning import plan_text, planner
 from maxbench.reporting import compare, page
 from maxbench.run_logs import readers

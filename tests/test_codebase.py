@@ -17,21 +17,22 @@ IMPORTS = {
     "hardware": "",
     "config": "hardware",
     "metrics": "hardware config",
-    "run_logs": "hardware config metrics",
     "distributed": "hardware config",
     "sharding": "config",
     "quantization": "config sharding",
     "model": "config sharding quantization",
     "pipeline": "config sharding quantization model",
     "step": "config sharding quantization model pipeline",
-    "run": "hardware config metrics distributed sharding model pipeline step",
     "cost_model": "hardware config metrics sharding quantization pipeline step",
-    "planning": "hardware config metrics pipeline cost_model",
+    "evidence": "hardware config metrics pipeline cost_model",
+    "run_logs": "hardware config metrics evidence",
+    "run": "hardware config metrics distributed sharding model pipeline step evidence",
+    "planning": "hardware config metrics pipeline cost_model evidence",
     "preflight": "hardware config run_logs distributed model step",
     "calibration": "hardware config metrics run_logs distributed sharding quantization model step "
-    "cost_model planning preflight",
+    "cost_model evidence planning preflight",
     "launch": "hardware config metrics run_logs",
-    "reporting": "hardware config metrics run_logs cost_model planning",
+    "reporting": "hardware config metrics run_logs cost_model evidence planning",
 }
 ABOVE = {"cli", "api", "__main__"}  # may import all
 WITHOUT_JAX = ("hardware", "config", "metrics", "run_logs", "launch", "reporting", "cli")

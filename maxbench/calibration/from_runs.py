@@ -16,7 +16,7 @@ from maxbench.config import console
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.cost_model import compile_cache, hlo
-from maxbench.hardware.error_band import prediction_interval
+from maxbench.evidence.error_band import prediction_interval
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
 from maxbench.metrics import flops
 from maxbench.planning import planner

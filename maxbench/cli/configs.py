@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from maxbench.config import command_line, commands, console, recipes
 from maxbench.config.model import Model
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.metrics import flops
 
 MARK = "*"  # after a number of GPUs with a published figure

@@ -21,7 +21,6 @@ from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
 from maxbench.config.validation import field, parse
-from maxbench.hardware.published import rows as published_rows
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
@@ -227,6 +226,6 @@ def sizes(model: str = "") -> list[str]:
 
 @functools.cache
 def model_names() -> dict[str, str]:
-    """Names and aliases of models in workload files and published figures -> model.name."""
+    """Names and aliases of models in workload files -> model.name."""
     aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
-    return aliases | {name: name for name in [*models(), *(r.model for r in published_rows())]}
+    return aliases | {name: name for name in models()}

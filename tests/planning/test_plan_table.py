@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import plan_table
 from maxbench.cost_model.memory import GIB
-from maxbench.hardware import published
+from maxbench.evidence import published
 from tests.conftest import KEPT_FIGURES_JAX
 from tests.planning.plans import planned
 

@@ -7,11 +7,11 @@ import pytest
 
 from maxbench.config import command_line
 from maxbench.config.run import AXES
-from maxbench.cost_model import hlo, published_deltas, remat, simulate
+from maxbench.cost_model import hlo, remat, simulate
 from maxbench.cost_model.costs import Costs, Link
-from maxbench.hardware import published
+from maxbench.evidence import published, published_deltas
+from maxbench.evidence.published import Comparison
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.hardware.published import Comparison
 from maxbench.planning import planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

@@ -4,7 +4,7 @@ import pytest
 
 from maxbench.config import number_formats
 from maxbench.config.run import REMATS
-from maxbench.hardware import published
+from maxbench.evidence import published
 
 
 def test_newest_release_of_the_layout_is_the_one_to_be_held_against():

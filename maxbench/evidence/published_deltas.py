@@ -35,8 +35,8 @@ from maxbench.config.run import Run
 from maxbench.cost_model import remat
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.simulate import Timeline
-from maxbench.hardware import published
-from maxbench.hardware.published import Comparison, Published
+from maxbench.evidence import published
+from maxbench.evidence.published import Comparison, Published
 from maxbench.pipeline.schedule import schedule_for
 
 HIDDEN = 0.889  # fitted to published steps by benchmarks/fit_constants.py

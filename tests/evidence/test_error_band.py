@@ -6,8 +6,8 @@ import random
 import pytest
 
 from maxbench.config import command_line
-from maxbench.hardware import error_band, measured, published
-from maxbench.hardware.error_band import Error
+from maxbench.evidence import error_band, measured, published
+from maxbench.evidence.error_band import Error
 from maxbench.hardware.gpus import GPU_TYPES
 
 

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from maxbench.config.run import Run
+
 
 @dataclasses.dataclass(frozen=True)
 class Published:
@@ -183,6 +185,16 @@ def compare(
 
     row = min(same, key=distance)
     return Comparison(row, differences(row), notes(row))
+
+
+def compare_run(run: Run, gpu_type: str) -> Comparison:
+    """The published row of a run's workload on GPUs of a type, and what differs from it."""
+    model, layout = run.model, run.layout
+    return compare(
+        model.name, model.size, run.precision.dtype, gpu_type,
+        gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=model.layers,
+        format=run.format.name, layout={axis: getattr(layout, axis) for axis in LAYOUT},
+    )  # fmt: skip
 
 
 def _gemms(format: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from maxbench.config import command_line
-from maxbench.hardware import measured
+from maxbench.evidence import measured
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
 
