@@ -11,7 +11,6 @@ import nbformat
 import pytest
 
 import maxbench
-from benchmarks import notebook as notebook_file
 from maxbench import api
 from maxbench.config import command_line, commands, records
 from maxbench.config.errors import UserError
@@ -20,6 +19,7 @@ from maxbench.planning import result
 from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
+from tools import notebook as notebook_file
 
 
 @pytest.mark.exhaustive
@@ -53,7 +53,7 @@ def test_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_notebook_runs_with_the_stored_output(tmp_path, monkeypatch):
-    """If not: python -m benchmarks.notebook. On the slowest network 0.12.0.1's program, which
+    """If not: python -m tools.notebook. On the slowest network 0.12.0.1's program, which
     starts some gathers late, takes 12 % longer."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():

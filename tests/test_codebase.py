@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from benchmarks import recipes_table
+from tools import recipes_table
 
 PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 # Package -> the packages that it may import, besides itself: docs/explanation/architecture.md.
@@ -107,9 +107,10 @@ def test_an_installation_has_every_package():
 
 def test_files_that_are_named_exist():
     """In README, docs, docstrings and comments; capitals and copies are examples."""
-    named = r"(?<!/)\b(?:tests|maxbench|benchmarks|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
+    named = r"(?<!/)\b(?:maxbench|tests|benchmarks|tools|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
     texts = [pathlib.Path("README.md"), *pathlib.Path("docs").rglob("*.md"), *PACKAGE]
-    texts += [p for folder in ("benchmarks", "tests") for p in pathlib.Path(folder).rglob("*.py")]
+    scripts = ("benchmarks", "tests", "tools")
+    texts += [p for folder in scripts for p in pathlib.Path(folder).rglob("*.py")]
     examples = {"configs/copy.py", "configs/twin.py", "configs/llama2_7b.py"}
     examples |= {"configs/base.yml"}  # MaxText's
     found = {name for p in texts for name in re.findall(named, p.read_text())} - examples
@@ -117,7 +118,7 @@ def test_files_that_are_named_exist():
 
 
 def test_the_recipes_in_the_docs_are_of_this_revision():
-    """If not: python -m benchmarks.recipes_table."""
+    """If not: python -m tools.recipes_table."""
     assert recipes_table.PAGE.read_text() == recipes_table.page()
 
 

@@ -9,10 +9,10 @@ import re
 import pytest
 
 import maxbench
-from benchmarks import pictures
 from maxbench.config import recipes
 from maxbench.config.resolve import build_run
 from maxbench.metrics import flops
+from tools import pictures
 
 DOCS = pathlib.Path("docs")
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -93,7 +93,7 @@ def test_the_example_model_is_a_valid_workload(tmp_path):
 
 
 def test_pictures_are_up_to_date():
-    """On failure run `python -m benchmarks.pictures`."""
+    """On failure run `python -m tools.pictures`."""
     digests = pictures.source_digests()
     assert json.loads(pictures.DIGESTS.read_text()) == digests
     assert all((pictures.IMAGES / name).stat().st_size < 150e3 for name in digests)

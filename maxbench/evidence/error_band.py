@@ -1,7 +1,7 @@
 """The band around a predicted step, from errors of predictions of steps that nothing was fitted to.
 
-Errors are of two kinds of steps: published ones (errors.csv, by benchmarks/fit_constants.py) and
-measured ones of JAX programs (measured_errors.csv, by benchmarks/measured.py). Each step is
+Errors are of two kinds of steps: published ones (errors.csv, by tools/fit_constants.py) and
+measured ones of JAX programs (measured_errors.csv, by tools/measured.py). Each step is
 predicted with constants that were fitted without its workload, without its GPU type, and without
 its framework: the three ways in which a user's run may differ from everything known.
 

@@ -1,7 +1,7 @@
 """Steps of JAX programs that were measured on GPUs, with what it takes to plan them.
 
 The rows of measured.csv are programs of MaxText and Pax. Each is planned with its own layout and
-recomputation, and compared without deltas, unlike rows of published.csv. benchmarks/measured.py
+recomputation, and compared without deltas, unlike rows of published.csv. tools/measured.py
 plans them.
 """
 

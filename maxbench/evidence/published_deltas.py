@@ -39,7 +39,7 @@ from maxbench.evidence import published
 from maxbench.evidence.published import Comparison, Published
 from maxbench.pipeline.schedule import schedule_for
 
-HIDDEN = 0.889  # fitted to published steps by benchmarks/fit_constants.py
+HIDDEN = 0.889  # fitted to published steps by tools/fit_constants.py
 # Rate of FlashAttention 2 over cuDNN's: arXiv:2407.08608, figures 5 and 6, head_dim 128, length 4k.
 FLASH_2 = 0.62
 REPLICAS = {"dp", "cp", "ep"}  # mesh axes that shard only the optimizer state of a weight

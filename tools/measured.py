@@ -1,11 +1,11 @@
 """Plans measured steps of JAX programs, and newer published ones, and stores errors and fits.
 
-  python benchmarks/measured.py [--cached]
+  python tools/measured.py [--cached]
 
 Rows: those of maxbench/evidence/measured.csv, and the published dense rows of releases that nothing
 is fitted to, if the recipe has the same layout. Each program is planned with its own layout and
 recomputation on its GPU type and network, and compared as compiled, without deltas. Prints a table
-of measured and predicted steps; writes it to benchmarks/results/measured.csv, and errors of
+of measured and predicted steps; writes it to tools/results/measured.csv, and errors of
 predictions that were fitted to other rows to maxbench/evidence/measured_errors.csv, from which
 maxbench/evidence/error_band.py computes bands. --cached: only programs in the cache; the lines of
 other rows stay.
@@ -44,7 +44,7 @@ from maxbench.hardware.gpus import GPU_TYPES, Efficiency
 from maxbench.planning import planner
 
 PACKAGE = pathlib.Path(error_band.__file__).parent
-TABLE = pathlib.Path("benchmarks/results/measured.csv")
+TABLE = pathlib.Path("tools/results/measured.csv")
 ERRORS = PACKAGE / "measured_errors.csv"
 HOPPER = ("h100", "h200", "gh200", "h20")  # GPU types with H100's constants
 PRIOR = 0.02  # weight of the distance from the prior's fraction, in logarithms

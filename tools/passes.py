@@ -1,6 +1,6 @@
 """Bytes that memory-bound kernels of a layer move, as compiled for GPUs.
 
-    python -m benchmarks.passes --config=llama31_8b --gpus=8
+    python -m tools.passes --config=llama31_8b --gpus=8
 
 For each module of a layer: passes over its input [tokens, embed] in BF16, reads and writes
 together, per layer and microbatch, from the compiled program.

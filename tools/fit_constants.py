@@ -1,6 +1,6 @@
 """Fits constants of hardware/gpus.toml to published step times, and reports leave-one-out errors.
 
-  python benchmarks/fit_constants.py [--cached]
+  python tools/fit_constants.py [--cached]
 
 Four constants are fitted to the published H100 rows, predicted as published
 (maxbench/evidence/published_deltas.py): gemm_bf16, gemm_fp8, nvlink_us, and the share of exposed

@@ -1,6 +1,6 @@
 """Errors of docs/plan.csv against published step times: by workload, overall, and of trends.
 
-  python benchmarks/plan_errors.py
+  python tools/plan_errors.py
 
 Three errors per row: of the program as compiled; as published (without the deltas of
 maxbench/evidence/published_deltas.py); and as published with constants fitted to the other

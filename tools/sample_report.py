@@ -1,9 +1,9 @@
 """Writes docs/report.html, a sample of the report's page, from synthetic logs.
 
-  python -m benchmarks.sample_report
+  python -m tools.sample_report
 
 Its figures are not measured: step times are noise around the published ones, chosen to show every
-verdict. Predictions are those of maxbench plan, stored in benchmarks/results/sample_plans.json.
+verdict. Predictions are those of maxbench plan, stored in tools/results/sample_plans.json.
 """
 
 import dataclasses

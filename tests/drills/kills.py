@@ -1,6 +1,6 @@
 """Kills a small run at random moments and resumes it, again and again; and damages checkpoints.
 
-  python -m benchmarks.kills --kills 160 --pairs 40 --damages 70 --seed 1
+  python -m tests.drills.kills --kills 160 --pairs 40 --damages 70 --seed 1
 
 Losses and weights must be equal, bit for bit, to those of an uninterrupted run. Each process is
 forked from one that has loaded jax and compiled nothing, which takes a second instead of ten.

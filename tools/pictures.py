@@ -1,7 +1,7 @@
 """Draws the README's pictures: a terminal, and the sample report's page.
 
-  python -m benchmarks.pictures          from the stored run, and from docs/report.html
-  python -m benchmarks.pictures --run    trains the toy again first
+  python -m tools.pictures          from the stored run, and from docs/report.html
+  python -m tools.pictures --run    trains the toy again first
 
 docs/images/pictures.json has a digest of each picture's source, so that a test finds a stale one.
 """

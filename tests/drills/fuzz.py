@@ -1,7 +1,7 @@
 """Fuzzes commands with hostile command lines and damaged logs, in this process.
 
-  python -m benchmarks.fuzz commands 10000
-  python -m benchmarks.fuzz logs 10000 --seed 7
+  python -m tests.drills.fuzz commands 10000
+  python -m tests.drills.fuzz logs 10000 --seed 7
 
 A command line must end with exit code 0 and finite figures, or with 2 and a one-line message. A
 log of any program, however damaged, compressed, coloured or prefixed, must give a report that has
@@ -23,12 +23,12 @@ import time
 from collections.abc import Sequence
 from unittest import mock
 
-from benchmarks import log_samples
 from maxbench.cli import entry, train
 from maxbench.config import command_line, recipes, run_flags
 from maxbench.hardware import gpus
 from maxbench.reporting import build_report
 from maxbench.run_logs import readers, text_logs
+from tools import log_samples
 
 VALUES = """
 0 1 2 3 4 8 16 64 100 4096 -1 -7 0.5 1.5 1e-5 1e38 1e39 1e999 nan inf -inf NaN 0x10 1_000 1e3 007 +8

@@ -1,6 +1,6 @@
 """Runs docs/tutorial/notebook.ipynb and stores the output of its cells.
 
-python -m benchmarks.notebook
+python -m tools.notebook
 """
 
 import os

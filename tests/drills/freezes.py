@@ -1,7 +1,7 @@
 """Freezes, blocks and kills processes of small runs; each must be named by the others.
 
-  python -m benchmarks.freezes --ends 60 --series 16 --seed 1
-  python -m benchmarks.freezes --ends 8 --timeout_s 60 --parallel 4
+  python -m tests.drills.freezes --ends 60 --series 16 --seed 1
+  python -m tests.drills.freezes --ends 8 --timeout_s 60 --parallel 4
 
 A run of `ends` has a short stop, which must have no consequence, and then one that ends the run
 with exit code 75. A run of a `series` goes on after some of them (on_hang=continue), and ends by
@@ -30,12 +30,12 @@ from concurrent import futures
 
 import jax
 
-from benchmarks import kills
 from maxbench.config import command_line
 from maxbench.run import restore
 from maxbench.run.checksums import array_checksums
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
+from tests.drills import kills
 
 MAX_MESSAGE_S = 90
 START_S, STEPS_S, EXIT_S = 600, 300, 120  # timeouts of the drill on a busy host

@@ -1,6 +1,6 @@
 """Injects faults into a running program: functions raise, one at a time.
 
-  python -m benchmarks.faults 1000 --seed 3
+  python -m tests.drills.faults 1000 --seed 3
 
 Each run must leave a complete result.json with the reason of its end, and every checkpoint that its
 log reports. A small run is repeated in this process with one compiled step. In each, the n-th call
@@ -32,8 +32,6 @@ from unittest import mock
 import jax
 import orbax.checkpoint as ocp
 
-from benchmarks import kills
-from benchmarks.fuzz import Violation, check, short
 from maxbench.config import command_line, environment, folders
 from maxbench.config.errors import UserError
 from maxbench.distributed import messages, peer_watch, rendezvous, runtime, stragglers
@@ -53,6 +51,8 @@ from maxbench.run import (
 from maxbench.run.checksums import array_checksums
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
+from tests.drills import kills
+from tests.drills.fuzz import Violation, check, short
 
 STEPS = 3
 

@@ -1,12 +1,12 @@
 """Plans rows of the recipe tables, in several processes, into docs/plan.csv, and the first ones of
 each kind into docs/reference/plan_table.md.
 
-  python benchmarks/plan_table.py [--jobs 2] [--cached] [ROWS ...]
+  python tools/plan_table.py [--jobs 2] [--cached] [ROWS ...]
 
 ROWS are patterns of a row's workload, GPU type, GPUs, dtype and scaling; the other rows keep their
 line:
 
-  python benchmarks/plan_table.py 'qwen3_* b200 256 fp8 *'
+  python tools/plan_table.py 'qwen3_* b200 256 fp8 *'
 
 A row is planned with the remat policy of the published run and, if that does not fit, also with
 --best_remat. Compiled programs are cached, so a sweep that was stopped can be continued. --cached:
