@@ -35,9 +35,10 @@ import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.cli import entry  # noqa: E402
-from maxbench.config import environment, lowering, recipes  # noqa: E402
+from maxbench.config import lowering, recipes  # noqa: E402
 from maxbench.config.resolve import build_run  # noqa: E402
 from maxbench.config.run import Run  # noqa: E402
+from maxbench.host import environment  # noqa: E402
 
 WORKLOADS = (
     "llama2_70b",

@@ -12,9 +12,10 @@ import pytest
 
 import maxbench
 from maxbench import api
-from maxbench.config import command_line, commands, records
+from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.metrics import records
 from maxbench.planning import result
 from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
@@ -137,10 +138,6 @@ WRONG = {
     "setting": (
         lambda: maxbench.train("llama31_8b:tiny", settings={"optim.lrr": 1}),
         "unknown flag 'config.optim.lrr'",
-    ),
-    "old setting": (
-        lambda: maxbench.plan("llama31_8b", gpus=8, settings={"train.turn": 8}),
-        r"^train\.turn is now train\.microbatch_group_size$",
     ),
     "kind": (lambda: maxbench.sweep("plans", "llama31_8b"), "kind='plans' is not one of"),
     "flag of a sweep": (

@@ -14,28 +14,34 @@ from tools import recipes_table
 PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 # Package -> the packages that it may import, besides itself: docs/explanation/architecture.md.
 IMPORTS = {
+    "host": "",
+    "terminal": "",
     "hardware": "",
-    "config": "hardware",
+    "config": "host terminal hardware",
     "metrics": "hardware config",
-    "distributed": "hardware config",
+    "distributed": "host hardware config",
     "sharding": "config",
     "quantization": "config sharding",
     "model": "config sharding quantization",
-    "pipeline": "config sharding quantization model",
+    "pipeline": "terminal config sharding quantization model",
     "step": "config sharding quantization model pipeline",
-    "cost_model": "hardware config metrics sharding quantization pipeline step",
+    "cost_model": "host hardware config metrics sharding quantization pipeline step",
     "evidence": "hardware config metrics pipeline cost_model",
     "run_logs": "hardware config metrics evidence",
-    "run": "hardware config metrics distributed sharding model pipeline step evidence",
-    "planning": "hardware config metrics pipeline cost_model evidence",
-    "preflight": "hardware config run_logs distributed model step",
-    "calibration": "hardware config metrics run_logs distributed sharding quantization model step "
-    "cost_model evidence planning preflight",
-    "launch": "hardware config metrics run_logs",
-    "reporting": "hardware config metrics run_logs cost_model evidence planning",
+    "run": "host hardware config metrics distributed sharding model pipeline step evidence "
+    "run_logs",
+    "planning": "host terminal hardware config metrics pipeline cost_model evidence",
+    "preflight": "host terminal hardware config run_logs distributed model step",
+    "calibration": "host terminal hardware config metrics distributed sharding quantization model "
+    "step cost_model evidence run_logs planning preflight",
+    "launch": "host hardware config metrics run_logs",
+    "reporting": "terminal hardware config metrics cost_model evidence run_logs planning",
 }
 ABOVE = {"cli", "api", "__main__"}  # may import all
-WITHOUT_JAX = ("hardware", "config", "metrics", "run_logs", "launch", "reporting", "cli")
+WITHOUT_JAX = (
+    *("host", "terminal", "hardware", "config", "metrics", "run_logs"),
+    *("launch", "reporting", "cli"),
+)
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 
 

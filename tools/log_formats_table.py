@@ -6,9 +6,9 @@ python -m tools.log_formats_table
 import pathlib
 from collections.abc import Sequence
 
-from maxbench.config import console
 from maxbench.run_logs import scalar_tags
 from maxbench.run_logs.formats import FIELDS, FORMATS, SETTINGS, LogFormat
+from maxbench.terminal import console
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/log_formats.md"
 # Lines of the page have up to 120 columns.

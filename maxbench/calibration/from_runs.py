@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from maxbench.calibration import fit
 from maxbench.calibration.fit import Observation
-from maxbench.config import console
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run, Train
 from maxbench.cost_model import compile_cache, hlo
@@ -22,6 +21,7 @@ from maxbench.metrics import flops
 from maxbench.planning import planner
 from maxbench.run_logs import readers
 from maxbench.run_logs.record import RunRecord, dig
+from maxbench.terminal import console
 
 PROGRAMS = 2  # different programs per fitted constant
 MAX_FACTOR = 2.0  # by which a constant may change

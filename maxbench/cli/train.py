@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import command_line, commands, folders, ineffective, recipes
+from maxbench.config import command_line, commands, ineffective, recipes
 from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
 from maxbench.evidence import published
 from maxbench.metrics import flops
 from maxbench.run import terminal
+from maxbench.run_logs import folders
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 

@@ -3,9 +3,9 @@
 Decided here alone, for the step, the cost model and the memory estimate.
 """
 
-from maxbench.config import environment
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
+from maxbench.host import environment
 
 LAYERS = "layers"  # named scope of the scan over layers in the compiled program
 # Transformer Engine 2.17: the first whose attention runs inside shard_map. 2.14: the first that

@@ -17,7 +17,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
 from maxbench.config.validation import field, parse
@@ -113,7 +112,6 @@ def _parse_sections(sections: Mapping[str, Mapping]) -> dict[str, dict]:
 
 def _parse(cls: type, section: str, values: Mapping) -> dict:
     """Checked values of some fields of a section."""
-    renamed.check_section(section, values)
     fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
     for name, value in values.items():
         check_choice(f"a field of {section}", name, fields)
@@ -138,7 +136,6 @@ def table(layouts: str) -> list[dict[str, Any]]:
     """
     cells_of = [line.split() for line in layouts.splitlines() if line.strip()]
     header, lines = (cells_of[0], cells_of[1:]) if cells_of else ([], [])
-    renamed.check_columns(header)
     if lines and (missing := {*LAYOUT_COLUMNS} - {*header}):
         raise UserError(f"layouts has no column {', '.join(sorted(missing))}; it has {header}")
     for cells in lines:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.model import LayerGroup, LayerKind
 from maxbench.config.number_formats import DTYPES
@@ -120,10 +119,8 @@ def run_from_dict(config: Mapping, gpu_types: GpuTypes = GPU_TYPES) -> Run:
     program: output, profile, processes and devices.
 
     Raises:
-      UserError: a setting is invalid or has another name now.
+      UserError: a setting is invalid.
     """
-    for section, fields in config.items():
-        renamed.check_section(section, fields)
     kept = {"output": {}, "profile": {}, "runtime": {"tp_overlap": config["runtime"]["tp_overlap"]}}
     sections = {name: cls(**kept.get(name, config[name])) for name, cls in SECTIONS.items()}
     return Run(**sections, gpu_types=gpu_types)
@@ -132,9 +129,6 @@ def run_from_dict(config: Mapping, gpu_types: GpuTypes = GPU_TYPES) -> Run:
 def _settings(flags: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """'section.field' -> value of flags and overrides."""
     settings = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides)
-    for path, value in settings.items():
-        renamed.check_name(path)
-        renamed.check_value(path, value)
     if "train.remat" in settings:  # applies to all layers, unlike the row's remat_layers
         settings = {"train.remat_layers": 0} | settings
     return settings

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import (
@@ -22,6 +21,7 @@ from maxbench.evidence import published_deltas
 from maxbench.evidence.error_band import ErrorBand, error_band, parallelism
 from maxbench.evidence.published import Comparison, compare_run
 from maxbench.hardware.gpus import Efficiency
+from maxbench.host import environment
 from maxbench.metrics import step_stats
 from maxbench.pipeline.schedule import schedule_for
 

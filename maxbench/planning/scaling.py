@@ -7,11 +7,11 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from maxbench.config import console
 from maxbench.config.run import Run
 from maxbench.planning import search, svg
 from maxbench.planning.plan_text import title
 from maxbench.planning.planner import Plan
+from maxbench.terminal import console
 
 SIZES = [8 << i for i in range(14)]
 SEARCHED = 1024  # GPUs up to which weak scaling searches; above, dp copies of the last layout

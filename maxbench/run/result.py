@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import environment
 from maxbench.config.run import Run
 from maxbench.evidence import published
+from maxbench.host import environment
 from maxbench.metrics import flops, step_stats
 from maxbench.step import xla_options
 

@@ -32,9 +32,10 @@ from unittest import mock
 import jax
 import orbax.checkpoint as ocp
 
-from maxbench.config import command_line, environment, folders
+from maxbench.config import command_line
 from maxbench.config.errors import UserError
 from maxbench.distributed import messages, peer_watch, rendezvous, runtime, stragglers
+from maxbench.host import environment
 from maxbench.metrics import step_stats
 from maxbench.run import (
     checkpoint,
@@ -49,6 +50,7 @@ from maxbench.run import (
     terminal,
 )
 from maxbench.run.checksums import array_checksums
+from maxbench.run_logs import folders
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
 from tests.drills import kills

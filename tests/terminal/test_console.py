@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxbench.config import console
+from maxbench.terminal import console
 
 HEADS = ["run", "step s", "why"]
 ROWS = [
