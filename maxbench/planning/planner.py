@@ -5,14 +5,7 @@ import sys
 
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.cost_model import (
-    compile_cache,
-    hlo,
-    memory,
-    pipeline_timing,
-    remat,
-    simulate,
-)
+from maxbench.cost_model import compile_cache, hlo, memory, pipeline_timing, remat, simulate
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.memory import Memory
