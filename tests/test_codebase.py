@@ -114,7 +114,7 @@ def test_an_installation_has_every_package():
 def test_files_that_are_named_exist():
     """In README, docs, docstrings and comments; capitals and copies are examples."""
     named = r"(?<!/)\b(?:maxbench|tests|benchmarks|tools|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
-    texts = [pathlib.Path("README.md"), *pathlib.Path("docs").rglob("*.md"), *PACKAGE]
+    texts = [*pathlib.Path().glob("*.md"), *pathlib.Path("docs").rglob("*.md"), *PACKAGE]
     scripts = ("benchmarks", "tests", "tools")
     texts += [p for folder in scripts for p in pathlib.Path(folder).rglob("*.py")]
     examples = {"configs/copy.py", "configs/twin.py", "configs/llama2_7b.py"}

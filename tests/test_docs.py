@@ -16,6 +16,7 @@ from tools import pictures
 
 DOCS = pathlib.Path("docs")
 PAGES = sorted(DOCS.rglob("*.md"))
+TOP = [pathlib.Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -26,7 +27,7 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {*words}
 
 
-@pytest.mark.parametrize("page", [pathlib.Path("README.md"), *PAGES], ids=str)
+@pytest.mark.parametrize("page", [*TOP, *PAGES], ids=str)
 def test_links_lead_to_files_and_headings(page):
     text = CODE.sub("", page.read_text())
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
