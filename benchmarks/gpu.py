@@ -35,7 +35,7 @@ from concurrent.futures.process import BrokenProcessPool
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # works without installation
 
 from benchmarks import gpu_stages as stages
-from maxbench.config import environment
+from maxbench.host import environment
 
 # Most valuable first; with the minutes of each on an H200, those from "ceilings" on estimated.
 STAGES = {

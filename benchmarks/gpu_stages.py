@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from maxbench.config import command_line, environment, recipes
+from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.host import environment
 from maxbench.metrics import flops, step_stats
 from maxbench.model import attention as kernels
 from maxbench.planning import planner

@@ -35,10 +35,11 @@ import jax  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from maxbench.cli import entry  # noqa: E402
-from maxbench.config import environment, precedence, recipes  # noqa: E402
+from maxbench.config import precedence, recipes  # noqa: E402
 from maxbench.config import resolve as resolving  # noqa: E402
 from maxbench.config.run import Device, Layout, LayoutConfig, Run  # noqa: E402
 from maxbench.hardware.gpus import GPU_TYPES  # noqa: E402
+from maxbench.host import environment  # noqa: E402
 
 WORKLOADS = (
     "llama2_70b",

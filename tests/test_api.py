@@ -11,15 +11,16 @@ import nbformat
 import pytest
 
 import maxbench
-from benchmarks import notebook as notebook_file
 from maxbench import api
-from maxbench.config import command_line, commands, records
+from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.metrics import records
 from maxbench.planning import result
 from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
+from tools import notebook as notebook_file
 
 
 @pytest.mark.exhaustive
@@ -53,7 +54,7 @@ def test_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_notebook_runs_with_the_stored_output(tmp_path, monkeypatch):
-    """If not: python -m benchmarks.notebook. On the slowest network 0.12.0.1's program, which
+    """If not: python -m tools.notebook. On the slowest network 0.12.0.1's program, which
     starts some gathers late, takes 12 % longer."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path.cwd()))
     for name, value in processes().items():
@@ -137,10 +138,6 @@ WRONG = {
     "setting": (
         lambda: maxbench.train("llama31_8b:tiny", settings={"optim.lrr": 1}),
         "unknown flag 'config.optim.lrr'",
-    ),
-    "old setting": (
-        lambda: maxbench.plan("llama31_8b", gpus=8, settings={"train.turn": 8}),
-        r"^train\.turn is now train\.microbatch_group_size$",
     ),
     "kind": (lambda: maxbench.sweep("plans", "llama31_8b"), "kind='plans' is not one of"),
     "flag of a sweep": (

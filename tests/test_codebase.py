@@ -9,32 +9,39 @@ import tomllib
 
 import pytest
 
-from benchmarks import recipes_table
+from tools import recipes_table
 
 PACKAGE = sorted(pathlib.Path("maxbench").rglob("*.py"))
 # Package -> the packages that it may import, besides itself: docs/explanation/architecture.md.
 IMPORTS = {
+    "host": "",
+    "terminal": "",
     "hardware": "",
-    "config": "hardware",
+    "config": "host terminal hardware",
     "metrics": "hardware config",
-    "run_logs": "hardware config metrics",
-    "distributed": "hardware config",
+    "distributed": "host hardware config",
     "sharding": "config",
     "quantization": "config sharding",
     "model": "config sharding quantization",
-    "pipeline": "config sharding quantization model",
+    "pipeline": "terminal config sharding quantization model",
     "step": "config sharding quantization model pipeline",
-    "run": "hardware config metrics distributed sharding model pipeline step",
-    "cost_model": "hardware config metrics sharding quantization pipeline step",
-    "planning": "hardware config metrics pipeline cost_model",
-    "preflight": "hardware config run_logs distributed model step",
-    "calibration": "hardware config metrics run_logs distributed sharding quantization model step "
-    "cost_model planning preflight",
-    "launch": "hardware config metrics run_logs",
-    "reporting": "hardware config metrics run_logs cost_model planning",
+    "cost_model": "host hardware config metrics sharding quantization pipeline step",
+    "evidence": "hardware config metrics pipeline cost_model",
+    "run_logs": "hardware config metrics evidence",
+    "run": "host hardware config metrics distributed sharding model pipeline step evidence "
+    "run_logs",
+    "planning": "host terminal hardware config metrics pipeline cost_model evidence",
+    "preflight": "host terminal hardware config run_logs distributed model step",
+    "calibration": "host terminal hardware config metrics distributed sharding quantization model "
+    "step cost_model evidence run_logs planning preflight",
+    "launch": "host hardware config metrics run_logs",
+    "reporting": "terminal hardware config metrics cost_model evidence run_logs planning",
 }
 ABOVE = {"cli", "api", "__main__"}  # may import all
-WITHOUT_JAX = ("hardware", "config", "metrics", "run_logs", "launch", "reporting", "cli")
+WITHOUT_JAX = (
+    *("host", "terminal", "hardware", "config", "metrics", "run_logs"),
+    *("launch", "reporting", "cli"),
+)
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 
 
@@ -106,9 +113,10 @@ def test_an_installation_has_every_package():
 
 def test_files_that_are_named_exist():
     """In README, docs, docstrings and comments; capitals and copies are examples."""
-    named = r"(?<!/)\b(?:tests|maxbench|benchmarks|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
-    texts = [pathlib.Path("README.md"), *pathlib.Path("docs").rglob("*.md"), *PACKAGE]
-    texts += [p for folder in ("benchmarks", "tests") for p in pathlib.Path(folder).rglob("*.py")]
+    named = r"(?<!/)\b(?:maxbench|tests|benchmarks|tools|configs|docs)/[a-z0-9_./-]+\.[a-z]{2,4}\b"
+    texts = [*pathlib.Path().glob("*.md"), *pathlib.Path("docs").rglob("*.md"), *PACKAGE]
+    scripts = ("benchmarks", "tests", "tools")
+    texts += [p for folder in scripts for p in pathlib.Path(folder).rglob("*.py")]
     examples = {"configs/copy.py", "configs/twin.py", "configs/llama2_7b.py"}
     examples |= {"configs/base.yml"}  # MaxText's
     found = {name for p in texts for name in re.findall(named, p.read_text())} - examples
@@ -116,7 +124,7 @@ def test_files_that_are_named_exist():
 
 
 def test_the_recipes_in_the_docs_are_of_this_revision():
-    """If not: python -m benchmarks.recipes_table."""
+    """If not: python -m tools.recipes_table."""
     assert recipes_table.PAGE.read_text() == recipes_table.page()
 
 

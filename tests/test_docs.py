@@ -9,15 +9,16 @@ import re
 import pytest
 
 import maxbench
-from benchmarks import pictures
 from maxbench.config import recipes
 from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
+from tools import pictures
 
 DOCS = pathlib.Path("docs")
 PAGES = sorted(DOCS.rglob("*.md"))
+TOP = [pathlib.Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -28,7 +29,7 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {*words}
 
 
-@pytest.mark.parametrize("page", [pathlib.Path("README.md"), *PAGES], ids=str)
+@pytest.mark.parametrize("page", [*TOP, *PAGES], ids=str)
 def test_links_lead_to_files_and_headings(page):
     text = CODE.sub("", page.read_text())
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
@@ -95,7 +96,7 @@ def test_the_example_model_is_a_valid_workload(tmp_path):
 
 
 def test_pictures_are_up_to_date():
-    """On failure run `python -m benchmarks.pictures`."""
+    """On failure run `python -m tools.pictures`."""
     digests = pictures.source_digests()
     assert json.loads(pictures.DIGESTS.read_text()) == digests
     assert all((pictures.IMAGES / name).stat().st_size < 150e3 for name in digests)

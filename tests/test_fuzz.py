@@ -1,8 +1,8 @@
-"""Short runs of benchmarks/fuzz.py and faults.py; the long ones are exhaustive."""
+"""Short runs of tests/drills/fuzz.py and faults.py; the long ones are exhaustive."""
 
 import pytest
 
-from benchmarks import faults, fuzz
+from tests.drills import faults, fuzz
 
 LONG = pytest.mark.exhaustive
 

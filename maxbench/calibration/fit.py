@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scipy import optimize
 
-from maxbench.config import environment
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Fraction, Gpu, Microseconds, PeakFraction
+from maxbench.host import environment
 
 MAX_ROUNDS = 12  # over all constants, because some depend on others
 TOLERANCE = 0.005  # relative, of a constant

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from maxbench.calibration import fit
 from maxbench.calibration.fit import Observation
 from maxbench.calibration.microbenchmarks import Measurement
-from maxbench.config import console
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table, gemm_sizes, is_gemm
 from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu, Kernels, OptionalPeak, Products
+from maxbench.terminal import console
 
 # Constant -> kinds of microbenchmarks that it is fitted to. In order: each depends on those before.
 KINDS_OF: Mapping[str, tuple[str, ...]] = types.MappingProxyType({

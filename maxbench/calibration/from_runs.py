@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 from maxbench.calibration import fit
 from maxbench.calibration.fit import Observation
-from maxbench.config import console
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo
-from maxbench.hardware.error_band import prediction_interval
+from maxbench.evidence.error_band import prediction_interval
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
 from maxbench.metrics import flops
 from maxbench.planning import planner
 from maxbench.run_logs import readers
 from maxbench.run_logs.record import RunRecord, dig
+from maxbench.terminal import console
 
 PROGRAMS = 2  # different programs per fitted constant
 MAX_FACTOR = 2.0  # by which a constant may change

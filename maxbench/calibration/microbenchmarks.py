@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench.config import environment
 from maxbench.distributed import stragglers
 from maxbench.hardware.gpus import Gpu
+from maxbench.host import environment
 from maxbench.model import attention
 from maxbench.quantization import fp8_per_tensor
 from maxbench.sharding import collectives

@@ -11,18 +11,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.config import (
-    command_line,
-    commands,
-    environment,
-    precedence,
-    recipes,
-    resolve,
-    run_flags,
-)
+from maxbench.config import command_line, commands, precedence, recipes, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.distributed import runtime
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, Kernels, Products
+from maxbench.host import environment
 from maxbench.preflight import node_health
 
 DEVICE_FLAGS = tuple(run_flags.FLAG_GROUPS["devices and processes"])

@@ -5,9 +5,10 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import command_line, commands, console
+from maxbench.config import command_line, commands
 from maxbench.config.errors import UserError, check_choice
 from maxbench.launch import cluster, cluster_hosts, cluster_kubernetes, job_file, variables
+from maxbench.terminal import console
 
 DETECT = {
     "kubernetes": cluster_kubernetes.detect,

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from maxbench.config import command_line, commands, console, recipes
+from maxbench.config import command_line, commands, recipes
 from maxbench.config.model import Model
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.metrics import flops
+from maxbench.terminal import console
 
 MARK = "*"  # after a number of GPUs with a published figure
 

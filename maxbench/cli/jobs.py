@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands, console
+from maxbench.config import command_line, commands
 from maxbench.launch import job_status
+from maxbench.terminal import console
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxbench.config import command_line, commands, console, recipes
+from maxbench.config import command_line, commands, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.launch import hosts, jobs, kubernetes, runai, slurm
 from maxbench.launch.job_file import resolve_jobs
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, JobConfig
 from maxbench.preflight import xla_flags
+from maxbench.terminal import console
 
 # CLUSTER_TYPE -> scheduler module, with dry_run(configs), the text that would be submitted, and
 # submit(configs, wait, suite), which returns an exit code; suite is a name or ''.

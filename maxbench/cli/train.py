@@ -8,11 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import command_line, commands, folders, ineffective, recipes
+from maxbench.config import command_line, commands, ineffective, recipes
 from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
-from maxbench.metrics import flops, step_stats
+from maxbench.evidence import published
+from maxbench.metrics import flops
 from maxbench.run import terminal
+from maxbench.run_logs import folders
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 
@@ -102,7 +104,7 @@ def memory_estimate(run: Run) -> str:
 
 def published_figure(run: Run) -> str:
     """The published step time of the run, or why no figure compares with it."""
-    comparison = step_stats.compare_with_published(run, run.layout.gpu_type)
+    comparison = published.compare_run(run, run.layout.gpu_type)
     row = comparison.row
     figure = f"{row.step_s} s per step on {row.gpus} GPUs" if row else ""
     text = ", ".join(filter(None, [figure, comparison.refusal])) or "no figure"

@@ -9,11 +9,11 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import ineffective, precedence, recipes, renamed, resolve, run_flags
+from maxbench.config import ineffective, precedence, recipes, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.run import SECTIONS, Run
-from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, UnknownKey
+from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 # Flag of each setting, config.SECTION.FIELD -> its dataclass field.
 SETTINGS = {
@@ -94,7 +94,6 @@ def parse_flags(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
         name = name.lstrip("-").partition("=")[0]
         if name.removeprefix("no") in run_flags.FLAGS or name in run_flags.FLAGS:
             raise UserError(f"--{name} is a flag of maxbench train and has no effect here")
-        renamed.check_name(name.removeprefix("config."))
         raise UserError(f"unknown flag {name!r}{_did_you_mean(name, [*fv])}")
     return rest[:cut] + rest[cut + 1 :]
 
@@ -143,9 +142,6 @@ def gpu_types(path: str | None) -> GpuTypes:
         return GPU_TYPES.read(path) if path else GPU_TYPES
     except OSError as e:
         raise UserError(f"hardware={path!r} cannot be read: {e.strerror}") from None
-    except UnknownKey as e:
-        renamed.check_name(e.key)
-        raise UserError(f"hardware={path!r}: {e}") from None
     except ValueError as e:
         raise UserError(f"hardware={path!r}: {e}") from None
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 import maxbench
-from maxbench.config import command_line, console, run_flags
+from maxbench.config import command_line, run_flags
+from maxbench.terminal import console
 
 NARROW, WIDE = 60, 110  # columns of a help page, at least and at most
 FLAG_COLUMN = 22  # columns of a flag's name on a help page

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.model import LayerGroup, LayerKind
 from maxbench.config.number_formats import DTYPES
@@ -131,9 +130,6 @@ def without_processes(config: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 def _settings(flags: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """'section.field' -> value of flags and overrides."""
     settings = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides)
-    for path, value in settings.items():
-        renamed.check_name(path)
-        renamed.check_value(path, value)
     if "train.remat" in settings:  # applies to all layers, unlike the row's remat_layers
         settings = {"train.remat_layers": None} | settings
     return settings

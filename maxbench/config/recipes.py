@@ -17,11 +17,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
 from maxbench.config.validation import field, parse_fields, with_defaults
-from maxbench.hardware.published import rows as published_rows
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
@@ -120,7 +118,6 @@ def table(layouts: str) -> list[dict[str, Any]]:
     """
     cells_of = [line.split() for line in layouts.splitlines() if line.strip()]
     header, lines = (cells_of[0], cells_of[1:]) if cells_of else ([], [])
-    renamed.check_columns(header)
     if lines and (missing := {*LAYOUT_COLUMNS} - {*header}):
         raise UserError(f"layouts has no column {', '.join(sorted(missing))}; it has {header}")
     for cells in lines:
@@ -208,6 +205,6 @@ def sizes(model: str = "") -> list[str]:
 
 @functools.cache
 def model_names() -> dict[str, str]:
-    """Names and aliases of models in workload files and published figures -> model.name."""
+    """Names and aliases of models in workload files -> model.name."""
     aliases = {a: w.model.name for w in workloads().values() for a in w.launch.aliases}
-    return aliases | {name: name for name in [*models(), *(r.model for r in published_rows())]}
+    return aliases | {name: name for name in models()}

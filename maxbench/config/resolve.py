@@ -5,7 +5,7 @@ resolve() is the only function that creates a Run. It needs no jax: the device m
 
 import functools
 
-from maxbench.config import environment, number_formats, pipeline_layout, run_checks
+from maxbench.config import number_formats, pipeline_layout, run_checks
 from maxbench.config.errors import UserError, check_choice, divisors, nearest
 from maxbench.config.model import Model
 from maxbench.config.number_formats import Format
@@ -19,6 +19,7 @@ from maxbench.config.run import (
     Train,
 )
 from maxbench.hardware.gpus import Gpu, GpuTypes
+from maxbench.host import environment
 
 # Transformer Engine 2.17: the first whose attention runs inside shard_map. 2.14: the first that
 # supports JAX > 0.9.1.

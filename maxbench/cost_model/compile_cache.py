@@ -15,10 +15,10 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
+from maxbench.host import environment
 from maxbench.step import xla_options
 
 # A program depends on the step's import closure, on the modules that it loads by name

@@ -13,13 +13,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from maxbench.config.environment import GPU_MEMORY_FRACTION
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import LAYERS, REMATS, Run
 from maxbench.cost_model import hlo
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.hardware.gpus import Gpu
+from maxbench.host.environment import GPU_MEMORY_FRACTION
 from maxbench.metrics import flops
 from maxbench.pipeline.schedule import STASH, loss_group_size
 

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import tempfile
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError
+from maxbench.host import environment
 from maxbench.quantization import transformer_engine
 
 NAME = "libcuda.so.1"

@@ -13,12 +13,12 @@ import tempfile
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import coordinator, rendezvous, slurm_env
 from maxbench.distributed.peer_watch import PeerWatch
 from maxbench.distributed.service_relay import ServiceRelay
+from maxbench.host import environment
 
 # The peer watch finds lost and frozen processes. The service would abort this one, without a name.
 SERVICE_HEARTBEAT_TIMEOUT_S = 7 * 24 * 3600

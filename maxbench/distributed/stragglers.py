@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxbench.config import environment
 from maxbench.distributed import runtime
+from maxbench.host import environment
 
 SLOW_FRACTION = 0.93  # of the median rate; slower hosts are reported
 

@@ -1,1 +1,1 @@
-"""GPU types as data, and published performance figures."""
+"""GPU types and networks as data."""

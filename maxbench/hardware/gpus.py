@@ -179,8 +179,6 @@ class GpuTypes(Mapping[str, Gpu]):
                 )
             try:
                 gpu_types = gpu_types.replace(name, _gpu(values, gpu_types))
-            except UnknownKey as e:
-                raise UnknownKey(e.key, f"[{name}] {e}") from None
             except ValueError as e:
                 raise ValueError(f"[{name}] {e}") from None
         return gpu_types
@@ -259,14 +257,6 @@ _CHECKS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-class UnknownKey(ValueError):
-    """A key that no record of a GPU file has; `key` is its path, as efficiency.memory."""
-
-    def __init__(self, key: str, message: str):
-        super().__init__(message)
-        self.key = key
-
-
 def _gpu(values: Mapping[str, Any], known: Mapping[str, Gpu]) -> Gpu:
     """The checked record of a table; `like` in it names one of the known types, and `network` one
     of networks.toml, whose figures the table's own replace."""
@@ -305,7 +295,7 @@ def _record(cls: type, values: Mapping, base: Any, prefix: str = "") -> Any:
         if key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(kinds)}"
-            raise UnknownKey(f"{prefix}{key}", f"no key {prefix}{key}; {hint}")
+            raise ValueError(f"no key {prefix}{key}; {hint}")
         fits, must = _CHECKS[kinds[key]]
         if not fits(value):
             if isinstance(value, list) and kinds[key] in (Products, Kernels):

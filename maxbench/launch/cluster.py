@@ -14,9 +14,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
+from maxbench.host import environment
 from maxbench.launch import job_file, slurm, variables
 
 HEAD = """\

@@ -19,12 +19,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from maxbench.config import folders
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
 from maxbench.launch import jobs, slurm, submission
 from maxbench.launch.submission import Submission
 from maxbench.launch.variables import SECRETS, JobConfig
+from maxbench.run_logs import folders
 
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o",
        "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")  # fmt: skip

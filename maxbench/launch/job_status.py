@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError, escape_control
+from maxbench.host import environment
 from maxbench.launch import hosts, kubectl, node, submission
 from maxbench.launch.submission import Submission
 from maxbench.run_logs.record import parse_json

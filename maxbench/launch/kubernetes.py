@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-from maxbench.config import folders
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
 from maxbench.launch import jobs, kubectl, submission
 from maxbench.launch.node import RESTART, NodeJob
 from maxbench.launch.submission import Submission
 from maxbench.launch.variables import JobConfig
+from maxbench.run_logs import folders
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 REPLICATED_JOB, CONTAINER = "node", "maxbench"

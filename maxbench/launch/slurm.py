@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from maxbench.config import folders
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
 from maxbench.launch import job_file, submission
@@ -27,6 +26,7 @@ from maxbench.launch.jobs import (
     time_limit,
 )
 from maxbench.launch.variables import SECRETS, JobConfig
+from maxbench.run_logs import folders
 
 SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that saves and can continue
 

@@ -1,11 +1,10 @@
-"""Statistics of step times, a run's performance, and its comparison with published figures."""
+"""Statistics of step times, and a run's performance."""
 
 import dataclasses
 import statistics
 from collections.abc import Mapping
 
 from maxbench.config.run import Run
-from maxbench.hardware import published
 from maxbench.metrics import flops
 
 
@@ -63,13 +62,3 @@ def statistics_of(values: list[float]) -> dict[str, float]:
         "p10": percentile(0.1),
         "p90": percentile(0.9),
     }
-
-
-def compare_with_published(run: Run, gpu_type: str) -> published.Comparison:
-    """The published row of a run's workload on GPUs of a type, and what differs from it."""
-    model, layout = run.model, run.layout
-    return published.compare(
-        model.name, model.size, run.precision.dtype, gpu_type,
-        gpus=layout.gpus, gbs=layout.gbs, seq=run.train.seq, layers=model.layers,
-        format=run.format.name, layout={axis: getattr(layout, axis) for axis in published.LAYOUT},
-    )  # fmt: skip

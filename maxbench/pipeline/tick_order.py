@@ -9,9 +9,9 @@ of the result; a backward all_gather is that of the output gradient where the fo
 reduce-scatters (out, down), and of the input, again, where it all-gathers (qkv, up).
 """
 
-from maxbench.config import console
 from maxbench.config.run import Run
 from maxbench.pipeline.schedule import COOLDOWN, STEADY, WARMUP
+from maxbench.terminal import console
 
 # Rows of any kind of layer.
 COMMON = {

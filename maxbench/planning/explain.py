@@ -5,13 +5,14 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from maxbench.config import console, records
 from maxbench.cost_model import costs, hlo, simulate
 from maxbench.cost_model.memory import GIB
 from maxbench.cost_model.simulate import OpTime
+from maxbench.metrics import records
 from maxbench.pipeline import schedule
 from maxbench.planning import planner
 from maxbench.planning.planner import Plan
+from maxbench.terminal import console
 
 SHOWN = 20  # rows of the table of operations
 LARGE = 0.003  # of the step, that a segment of a bar has

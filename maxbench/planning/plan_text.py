@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import console, recipes
+from maxbench.config import recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.planning.planner import FACTORS, Plan, figures
+from maxbench.terminal import console
 
 PARTS = {  # key of figures()["parts_s"] -> its label
     "gemm": "GEMMs",

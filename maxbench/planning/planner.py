@@ -3,25 +3,19 @@
 import dataclasses
 import sys
 
-from maxbench.config import environment, resolve
+from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.cost_model import (
-    compile_cache,
-    hlo,
-    memory,
-    pipeline_timing,
-    published_deltas,
-    remat,
-    simulate,
-)
+from maxbench.cost_model import compile_cache, hlo, memory, pipeline_timing, remat, simulate
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.memory import Memory
 from maxbench.cost_model.simulate import Timeline
-from maxbench.hardware.error_band import ErrorBand, error_band, parallelism
+from maxbench.evidence import published_deltas
+from maxbench.evidence.error_band import ErrorBand, error_band, parallelism
+from maxbench.evidence.published import Comparison, compare_run
 from maxbench.hardware.gpus import Efficiency
-from maxbench.hardware.published import Comparison
+from maxbench.host import environment
 from maxbench.metrics import step_stats
 from maxbench.pipeline.schedule import schedule_for
 
@@ -82,7 +76,7 @@ def plan(run: Run) -> Plan:
     compiled, cached = compile_program(run)
     program = hlo.parse(compiled.text)
     timeline = simulate_plan(run, program)
-    published = step_stats.compare_with_published(run, run.layout.gpu_type)
+    published = compare_run(run, run.layout.gpu_type)
     deltas = {}
     if published.row and published_deltas.apply_to(published):
         deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
@@ -258,7 +252,7 @@ def as_published(run: Run) -> Run:
     Raises:
       UserError: nothing is published for this workload, precision and GPU.
     """
-    published = step_stats.compare_with_published(run, run.layout.gpu_type)
+    published = compare_run(run, run.layout.gpu_type)
     if published.row is None:
         name = f"{run.model.name} {run.model.size} {run.precision.dtype} on {run.layout.gpu_type}"
         raise UserError(f"as_published: nothing is published for {name}; leave the flag out")

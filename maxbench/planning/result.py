@@ -7,12 +7,14 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, environment, precedence, records, resolve, validation
+from maxbench.config import command_line, precedence, resolve, validation
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import Run
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import Gpu
 from maxbench.hardware.networks import networks
+from maxbench.host import environment
+from maxbench.metrics import records
 from maxbench.planning import budget, explain, plan_text, planner, scaling, search
 from maxbench.planning.planner import Plan
 

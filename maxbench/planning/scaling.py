@@ -6,11 +6,12 @@ All points are multiplied by the ratio of the plan's compiled step to its estima
 import pathlib
 from collections.abc import Mapping
 
-from maxbench.config import console, resolve
+from maxbench.config import resolve
 from maxbench.config.run import Run
 from maxbench.planning import search, svg
 from maxbench.planning.plan_text import title
 from maxbench.planning.planner import Plan
+from maxbench.terminal import console
 
 SIZES = [8 << i for i in range(14)]
 SEARCHED = 1024  # GPUs up to which weak scaling searches; above, dp copies of the last layout

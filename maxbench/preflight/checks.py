@@ -9,12 +9,13 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import console, environment
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
+from maxbench.host import environment
 from maxbench.preflight import node_health
 from maxbench.preflight.node_health import NodeFacts
 from maxbench.run_logs import nccl
+from maxbench.terminal import console
 
 SMI_PROPERTIES = {
     "name": "name",

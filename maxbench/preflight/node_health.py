@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from maxbench.config import console, environment
 from maxbench.hardware.gpus import Gpu, GpuTypes
+from maxbench.host import environment
+from maxbench.terminal import console
 
 # Check -> why it matters; in the order of the report.
 CHECKS = {

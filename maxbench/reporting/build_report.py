@@ -6,12 +6,14 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, console, records
+from maxbench.config import command_line
 from maxbench.config.errors import UserError, check_choice, escape_control
+from maxbench.metrics import records
 from maxbench.reporting import compare, difference, export, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.reporting.predictions import add_predictions
 from maxbench.run_logs import readers, suite_file
+from maxbench.terminal import console
 
 # Name of a format -> the function that renders rows and options in it.
 FORMATS = {

@@ -17,7 +17,7 @@ from maxbench.config.errors import escape_control
 from maxbench.config.model import Model
 from maxbench.config.run import WINDOW
 from maxbench.config.validation import field, validate
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import flops, step_stats
 from maxbench.reporting import fast_steps

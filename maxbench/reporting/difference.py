@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from maxbench.config import console
 from maxbench.config.errors import UserError
 from maxbench.reporting import tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
+from maxbench.terminal import console
 
 # Settings that the logs of other programs name too.
 NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")

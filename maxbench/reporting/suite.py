@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxbench.config import console
 from maxbench.reporting.compare import RunSummary
 from maxbench.run_logs import suite_file
 from maxbench.run_logs.suite_file import SuiteRun
+from maxbench.terminal import console
 
 
 class Verdict(NamedTuple):

@@ -5,9 +5,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxbench.config import commands, console, precedence, records, resolve
+from maxbench.config import commands, precedence, resolve
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.metrics import records
+from maxbench.terminal import console
 
 Point = Mapping[str, Any]  # one combination: config, flags, and settings by SECTION.FIELD
 # Figures of the table, in this order, and their formats.

@@ -4,10 +4,10 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from maxbench.config import console
 from maxbench.reporting import compare, suite
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs import nccl
+from maxbench.terminal import console
 
 LEGEND = (
     "Std is the population's. TFLOPS/GPU: as the run's program logs it, else ours, 'full': all S x",

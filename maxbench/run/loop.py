@@ -12,7 +12,7 @@ import jax
 from jax import monitoring
 from jax.experimental import multihost_utils
 
-from maxbench.config import folders, ineffective
+from maxbench.config import ineffective
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
@@ -22,6 +22,7 @@ from maxbench.run import checkpoint, endings, metric_writers, profile, restore, 
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
 from maxbench.run.step_timer import StepTimer
+from maxbench.run_logs import folders
 from maxbench.sharding import mesh, rules
 from maxbench.step.train_step import Step, on_device
 

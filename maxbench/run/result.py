@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import environment
 from maxbench.config.run import Run
+from maxbench.evidence import published
+from maxbench.host import environment
 from maxbench.metrics import flops, step_stats
 from maxbench.step import xla_options
 
@@ -149,5 +150,5 @@ def _compare_with_published(run: Run, devices: step_stats.Devices, step_s: float
         return {"verdict": f"not comparable: ran on {devices.kind}"}
     if run.runtime.mock_gpus:
         return {"verdict": "not comparable: the network was mocked"}
-    comparison = step_stats.compare_with_published(run, devices.gpu_type)
+    comparison = published.compare_run(run, devices.gpu_type)
     return comparison.about | {"verdict": comparison.verdict(step_s)}

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbench.config import records
 from maxbench.config.errors import UserError
+from maxbench.metrics import records
 from maxbench.run import terminal
 
 FOLDER = "results: "  # the last line of a run: its folder

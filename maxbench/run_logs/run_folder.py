@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES, resolve_format
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import log_files, text_logs
 from maxbench.run_logs.record import RunRecord, dig, parse_json

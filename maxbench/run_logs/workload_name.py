@@ -4,7 +4,7 @@ import functools
 import re
 
 from maxbench.config import number_formats, recipes
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs.record import RunRecord
 

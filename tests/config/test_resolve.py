@@ -57,7 +57,7 @@ def test_remat_of_the_user_applies_to_all_layers():
     row = dict(gpus=64, gpu_type="h100")
     assert resolve("llama2_70b", **row).train.remat_layers == 70
     run = resolve("llama2_70b", overrides={"train.remat": "full"}, **row)
-    assert (run.train.remat, run.train.remat_layers) == ("full", 0)
+    assert (run.train.remat, run.train.remat_layers) == ("full", run.model.layers)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

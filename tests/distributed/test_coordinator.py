@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from benchmarks.kills import free_address
 from maxbench.config.errors import UserError
 from maxbench.distributed import coordinator, rendezvous
 from maxbench.distributed.coordinator import Member, check_loopback
+from tests.drills.kills import free_address
 
 HOSTS = ["node1", "node1", "node2"]
 

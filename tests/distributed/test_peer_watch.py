@@ -8,10 +8,10 @@ from concurrent import futures
 
 import pytest
 
-from benchmarks.kills import free_address
 from maxbench.distributed import peer_watch
 from maxbench.distributed.progress import Progress
 from tests.distributed.peers import connect
+from tests.drills.kills import free_address
 
 Pool = futures.ThreadPoolExecutor
 

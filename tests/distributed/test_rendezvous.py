@@ -5,10 +5,10 @@ from concurrent import futures
 
 import pytest
 
-from benchmarks.kills import free_address
 from maxbench.config.errors import UserError
 from maxbench.distributed import rendezvous
 from tests.distributed.peers import connect
+from tests.drills.kills import free_address
 
 
 def test_all_processes_learn_the_hosts_of_all():

@@ -11,9 +11,9 @@ from unittest import mock
 import jax
 import pytest
 
-from maxbench.config import environment
 from maxbench.config.errors import UserError
 from maxbench.distributed import rendezvous, runtime
+from maxbench.host import environment
 from tests.conftest import processes, resolve
 
 

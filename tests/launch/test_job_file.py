@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from maxbench.cli import entry
 from maxbench.config.errors import UserError
+from maxbench.evidence import published
 from maxbench.launch import job_file, slurm
-from maxbench.metrics import step_stats
 from maxbench.run_logs.suite_file import Expectation
 from tests.launch.test_launch import LAUNCH, ROOT, RUNAI, dry_run, plain_env, run_launch_sh, tool
 
@@ -149,7 +149,7 @@ def test_every_run_of_the_exemplar_has_a_published_figure():
     assert len(configs) == 36
     assert {s.expect for s in configs} == {Expectation(published=0.95)}
     for s in configs:
-        assert not step_stats.compare_with_published(s.run, "h100").refusal
+        assert not published.compare_run(s.run, "h100").refusal
     assert len({(s.run.model.name, s.run.model.size) for s in configs}) == 6
 
 

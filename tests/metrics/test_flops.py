@@ -11,7 +11,7 @@ import pytest
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.config.model import LayerKind
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
 from maxbench.model import layer_stack, transformer

@@ -12,10 +12,10 @@ import xml.etree.ElementTree
 import pytest
 
 import maxbench
-from maxbench.config import environment
 from maxbench.cost_model import aot, hlo
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.host import environment
 from maxbench.planning import chrome_trace
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import fit_constants
 from maxbench.cost_model import hlo
-from maxbench.hardware import error_band, published
-from maxbench.hardware.error_band import quantile
+from maxbench.evidence import error_band, published
+from maxbench.evidence.error_band import quantile
 from maxbench.planning import planner
 from tests.conftest import KEPT_FIGURES_JAX
+from tools import fit_constants
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),

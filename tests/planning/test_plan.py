@@ -8,7 +8,7 @@ import pytest
 from maxbench.cli import entry
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB, Memory
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import planner
 from maxbench.planning.planner import Plan

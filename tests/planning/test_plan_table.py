@@ -5,11 +5,11 @@ import pathlib
 
 import pytest
 
-from benchmarks import plan_table
 from maxbench.cost_model.memory import GIB
-from maxbench.hardware import published
+from maxbench.evidence import published
 from tests.conftest import KEPT_FIGURES_JAX
 from tests.planning.plans import planned
+from tools import plan_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 ROOT = pathlib.Path(__file__).parents[2]

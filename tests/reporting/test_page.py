@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from benchmarks import sample_report
 from maxbench.reporting import compare, details, diagnosis, page, plots
 from tests.conftest import needs
 from tests.reporting.test_report import H100, ROOT, nemo, ours, planned_run, program, rows
+from tools import sample_report
 
 __all__ = ["program"]  # a fixture
 # Reports text that is too faint or too small, the width of the page, and results of its script.
@@ -245,5 +245,5 @@ def test_thousand_runs_take_five_seconds_and_three_megabytes(tmp_path):
 
 
 def test_sample_in_the_docs_is_current():
-    """Otherwise run: python -m benchmarks.sample_report."""
+    """Otherwise run: python -m tools.sample_report."""
     assert sample_report.PAGE.read_text() == sample_report.html()

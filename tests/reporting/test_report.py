@@ -25,7 +25,7 @@ from maxbench.config import recipes
 from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.cost_model import compile_cache
-from maxbench.hardware import published
+from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.reporting import build_report, compare, export, page, predictions, tables
 from maxbench.run_logs import log_files, readers

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from absl import logging
 
-from benchmarks import kills
 from maxbench.run import checkpoint, restore
 from tests.conftest import resolve
+from tests.drills import kills
 from tests.run.conftest import MESH, folder_of, losses, result_of
 
 
@@ -203,12 +203,12 @@ def test_saver_saves_each_step_once_and_keeps_the_newest(tmp_path):
 
 @pytest.mark.exhaustive
 def test_damaged_files_are_never_restored(tmp_path):
-    """Eight damages; benchmarks/kills.py makes more."""
+    """Eight damages; tests/drills/kills.py makes more."""
     assert kills.restore_damaged(tmp_path, 8, random.Random(0))["skipped"] > 1
 
 
 @pytest.mark.exhaustive
 def test_killed_and_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(tmp_path):
-    """Two kills; benchmarks/kills.py makes more."""
+    """Two kills; tests/drills/kills.py makes more."""
     trained, _ = kills.kill_and_resume(tmp_path / "killed", 2, random.Random(0))
     assert trained == kills.uninterrupted(tmp_path / "whole", max(trained.losses) + 1)

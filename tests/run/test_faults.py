@@ -1,8 +1,8 @@
-"""Faults that are injected into a running program; benchmarks/faults.py injects more."""
+"""Faults that are injected into a running program; tests/drills/faults.py injects more."""
 
 import pytest
 
-from benchmarks import faults
+from tests.drills import faults
 
 
 def test_functions_that_may_fail_exist():

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from benchmarks import freezes, kills
+from tests.drills import freezes, kills
 from tests.run.conftest import MESH, folder_of, losses
 
 FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32"]

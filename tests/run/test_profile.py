@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks import kills
 from maxbench.config.errors import UserError
 from maxbench.config.run import Profile
 from maxbench.run import profile
+from tests.drills import kills
 
 
 def test_xplane_profile_of_chosen_steps_is_written(tmp_path):

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from maxbench.config import folders
 from maxbench.metrics import step_stats
 from maxbench.run import log_writer, terminal
 from maxbench.run.process_stats import MemoryUse
 from maxbench.run.result import RunResult
+from maxbench.run_logs import folders
 from tests.conftest import resolve
 
 NAME = "pretrain_llama31_8b_bf16_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128"

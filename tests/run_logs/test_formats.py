@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import log_formats_table, log_samples
-from benchmarks.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 from maxbench.reporting import compare, difference
 from maxbench.run_logs import formats, readers
 from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
 from maxbench.run_logs.record import RunRecord
+from tools import log_formats_table, log_samples
+from tools.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 
 H100 = compare.ReportOptions(gpu_type="h100")
 INTERVAL = range(9, 50, 10)  # of logs that report every tenth step
@@ -59,7 +59,7 @@ def test_log_has_what_the_table_says(tmp_path, name):
 
 
 def test_docs_have_the_table_of_this_revision():
-    """If not: python -m benchmarks.log_formats_table."""
+    """If not: python -m tools.log_formats_table."""
     assert log_formats_table.PAGE.read_text() == log_formats_table.page()
 
 

@@ -1,0 +1,1 @@
+"""Published and measured step times, and how far predictions are from them."""

@@ -1,0 +1,189 @@
+"""The band around a predicted step, from errors of predictions of steps that nothing was fitted to.
+
+Errors are of two kinds of steps: published ones (errors.csv, by tools/fit_constants.py) and
+measured ones of JAX programs (measured_errors.csv, by tools/measured.py). Each step is
+predicted with constants that were fitted without its workload, without its GPU type, and without
+its framework: the three ways in which a user's run may differ from everything known.
+
+A band is two factors of the predicted step, for nine of ten steps. For a GPU type with rows: their
+median, and a factor to both sides that covers 0.9 (n + 1) / n of n programs (split conformal
+prediction, arXiv:2107.07511), so that few rows give a wider band. For one without: the prediction
+interval of a further GPU type, by Student's t, from the means of those that were left out.
+"""
+
+import csv
+import functools
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+COVERAGE = 0.9
+# 95th percentiles of Student's t distribution with 1, 2, ... degrees of freedom.
+T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
+# Of a kind, by weight, for a band of its own: with fewer, the largest error would be the band.
+MIN_PROGRAMS = 9
+MIN_WORKLOADS = 3  # with fewer, the band is at least that of the next kind
+WAYS = ("workload", "gpu_type", "framework")  # in which a row is left out
+
+
+class Error(NamedTuple):
+    """The error of a prediction of a step that the constants were not fitted to."""
+
+    workload: str  # model and size
+    dtype: str
+    gpu_type: str
+    framework: str  # maxtext | pax | nemo
+    gpus: int
+    parallelism: str
+    left_out: str  # one of WAYS
+    # 1 / number of rows with the same program, which differ in data-parallel size; a quarter of
+    # that for software of 2023 and 2024 and for assumed details (measured.GRADES)
+    weight: float
+    error: float  # predicted / measured - 1
+
+    @property
+    def log_ratio(self) -> float:
+        """Logarithm of measured over predicted."""
+        return -math.log1p(self.error)
+
+
+class ErrorBand(NamedTuple):
+    """Nine of ten measured steps are between `low` and `high` times the predicted step."""
+
+    low: float
+    high: float
+    like: str  # kind of the rows that the band is of, as 'h100 fp8'
+    programs: int  # of that kind, by weight; 0: the band is of a file of --hardware
+    validated: bool  # whether there are rows of the GPU type
+
+
+def parallelism(experts: bool, pp: int, tp: int, fsdp: int) -> str:
+    """The kind of parallelism that dominates a layout's communication."""
+    kinds = {"experts": experts, "pp": pp > 1, "tp": tp > 1, "fsdp": fsdp > 1}
+    return next((kind for kind, used in kinds.items() if used), "dp")
+
+
+def error_band(
+    gpu_type: str, dtype: str, parallelism: str, rows: Sequence[Error] | None = None
+) -> ErrorBand:
+    """The band of predictions for a GPU type, dtype and parallelism.
+
+    With rows of the GPU type it is of the most specific kind with MIN_PROGRAMS programs, left out
+    by workload and by framework. Without, it is of all GPU types that were left out: wider, and
+    centered on their mean.
+
+    Args:
+      rows: replaces errors().
+    """
+    rows = errors() if rows is None else rows
+    of_type = [e for e in rows if e.gpu_type == gpu_type and e.left_out != "gpu_type"]
+    if _programs(of_type) < MIN_PROGRAMS:
+        return _band_of_types(rows, bool(of_type))
+    wanted = {"dtype": dtype, "parallelism": parallelism}
+    narrowest = None
+    for kind in (("dtype", "parallelism"), ("dtype",), ()):
+        chosen = [e for e in of_type if all(getattr(e, k) == wanted[k] for k in kind)]
+        if _programs(chosen) < MIN_PROGRAMS:
+            continue
+        band = _band(chosen, " ".join([gpu_type, *(wanted[k] for k in kind)]), True)
+        narrowest = _wider(narrowest, band)
+        if len({e.workload for e in chosen}) >= MIN_WORKLOADS:
+            break
+    assert narrowest is not None  # the last kind has MIN_PROGRAMS
+    return narrowest
+
+
+def _programs(rows: Sequence[Error]) -> int:
+    """Weight of the rows; those that were left out in several ways count once."""
+    weights: dict[tuple, dict[str, float]] = {}
+    for e in rows:
+        work = (e.workload, e.dtype, e.gpu_type, e.framework, e.parallelism)
+        by_way = weights.setdefault(work, {})
+        by_way[e.left_out] = by_way.get(e.left_out, 0.0) + e.weight
+    return round(sum(max(by_way.values()) for by_way in weights.values()))
+
+
+def _wider(a: ErrorBand | None, b: ErrorBand) -> ErrorBand:
+    """The band with the larger range; the kind of the first if it is."""
+    return a if a and a.high / a.low >= b.high / b.low else b
+
+
+def _band(rows: Sequence[Error], like: str, validated: bool) -> ErrorBand:
+    """The band of rows: their median, and a factor to both sides."""
+    weights = [e.weight for e in rows]
+    programs = _programs(rows)
+    center = quantile([e.log_ratio for e in rows], weights, 0.5)
+    share = min(1.0, COVERAGE * (programs + 1) / programs)
+    half = quantile([abs(e.log_ratio - center) for e in rows], weights, share)
+    return ErrorBand(math.exp(center - half), math.exp(center + half), like, programs, validated)
+
+
+def _band_of_types(rows: Sequence[Error], validated: bool) -> ErrorBand:
+    """The band of a further GPU type; rows left out by GPU type are those that count."""
+    left_out = [e for e in rows if e.left_out == "gpu_type"]
+    means = []
+    for gpu_type in sorted({e.gpu_type for e in left_out}):
+        of_type = [e for e in left_out if e.gpu_type == gpu_type]
+        total = sum(e.weight for e in of_type)
+        means.append(sum(e.weight * e.log_ratio for e in of_type) / total)
+    if len(means) < 2:
+        return _band(rows, "on all GPU types", validated)
+    like = f"on {len(means)} GPU types that were left out"
+    return ErrorBand(*prediction_interval(means), like, _programs(left_out), validated)
+
+
+def prediction_interval(log_ratios: Sequence[float]) -> tuple[float, float]:
+    """Factors between which a further ratio is in nine of ten cases, by Student's t.
+
+    Args:
+      log_ratios: logarithms of at least two ratios of measured to predicted steps.
+    """
+    n, center = len(log_ratios), statistics.fmean(log_ratios)
+    deviation = statistics.stdev(log_ratios) * math.sqrt(1 + 1 / n)
+    half = T95[min(n - 1, len(T95)) - 1] * deviation
+    return math.exp(center - half), math.exp(center + half)
+
+
+def covered(rows: Sequence[Error]) -> dict[str, float]:
+    """Share of the weight of rows in the band that all other groups of rows give: by WAYS, and of
+    'all'.
+
+    A row is left out with all of its workload, GPU type or framework, and its band is that of a
+    prediction which knows nothing of that group.
+    """
+    inside, total = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0.0)
+    for e in rows:
+        way = e.left_out
+        others = [x for x in rows if getattr(x, way) != getattr(e, way)]
+        band = error_band(e.gpu_type, e.dtype, e.parallelism, others)
+        total[way] += e.weight
+        inside[way] += e.weight * (band.low <= math.exp(e.log_ratio) <= band.high)
+    shares = {way: inside[way] / total[way] for way in WAYS}
+    return shares | {"all": sum(inside.values()) / sum(total.values())}
+
+
+@functools.cache
+def errors() -> tuple[Error, ...]:
+    """All rows of errors.csv and measured_errors.csv."""
+    return (*read("errors.csv"), *read("measured_errors.csv"))
+
+
+def read(name: str) -> Iterable[Error]:
+    """Rows of a file in this folder. Further columns are left out."""
+    with open(pathlib.Path(__file__).with_name(name), newline="") as f:
+        for x in csv.DictReader(f):
+            kinds = Error.__annotations__
+            yield Error(**{k: kind(x[k]) for k, kind in kinds.items()})
+
+
+def quantile(values: Iterable[float], weights: Iterable[float], share: float) -> float:
+    """The smallest value such that at least `share` of the weight is at or below it."""
+    pairs = sorted(zip(values, weights, strict=True))
+    left = share * sum(weight for _, weight in pairs) - 1e-9
+    for value, weight in pairs:
+        left -= weight
+        if left <= 0:
+            return value
+    raise ValueError("a quantile needs at least one value")

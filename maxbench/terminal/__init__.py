@@ -1,0 +1,1 @@
+"""Text for terminals: tables, definitions, folded lines."""

@@ -1,0 +1,1 @@
+"""Faults, kills, freezes and hostile input, injected at random: `python -m tests.drills.NAME`."""

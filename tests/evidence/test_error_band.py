@@ -1,0 +1,91 @@
+"""Bands around predicted steps, and how many held-out steps are inside them."""
+
+import math
+import random
+
+import pytest
+
+from maxbench.config import command_line
+from maxbench.evidence import error_band, measured, published
+from maxbench.evidence.error_band import Error
+from maxbench.hardware.gpus import GPU_TYPES
+
+
+def error(measured_over_predicted, workload="a", **about):
+    values = dict(dtype="bf16", gpu_type="h100", framework="nemo", gpus=8, parallelism="pp")
+    values |= dict(left_out="workload", weight=1.0, error=1 / measured_over_predicted - 1)
+    return Error(workload, **values | about)
+
+
+def test_nine_of_ten_held_out_steps_are_inside_the_band():
+    shares = error_band.covered(error_band.errors())
+    assert 0.85 <= shares["all"] <= 0.95
+    for way in error_band.WAYS:
+        assert shares[way] >= 0.80, way
+
+
+def test_errors_are_of_known_rows_in_all_three_ways():
+    works = {row.work for row in measured.rows()}
+    for e in error_band.read("measured_errors.csv"):
+        work = f"{e.workload} {e.dtype} {e.gpu_type}"
+        assert work in works
+        assert 0 < e.weight <= 1
+    assert {e.left_out for e in error_band.errors()} == {*error_band.WAYS}
+    assert "h100" not in {e.gpu_type for e in error_band.errors() if e.left_out == "gpu_type"}
+    fitted = {f"{r.model} {r.size}" for r in published.fitted_rows()}
+    assert {e.workload for e in error_band.read("errors.csv")} == fitted
+
+
+def test_band_covers_nine_of_ten_steps_of_its_kind():
+    draw = random.Random(0)
+    ratio = lambda: math.exp(draw.gauss(0.1, 0.05))
+    rows = [error(ratio(), str(i)) for i in range(400)]
+    band = error_band.error_band("h100", "bf16", "pp", rows)
+    assert band.low == pytest.approx(math.exp(0.1 - 1.645 * 0.05), rel=0.02)
+    assert band.high == pytest.approx(math.exp(0.1 + 1.645 * 0.05), rel=0.02)
+    assert (band.like, band.programs, band.validated) == ("h100 bf16 pp", 400, True)
+    inside = 0  # also with few rows
+    for first in range(0, 390, 13):
+        few = error_band.error_band("h100", "bf16", "pp", rows[first : first + 12])
+        assert few.programs == 12
+        inside += sum(few.low <= ratio() <= few.high for _ in range(100))
+    assert inside / 3000 == pytest.approx(0.9, abs=0.04)
+
+
+def test_kinds_with_few_programs_or_workloads_have_the_band_of_a_wider_kind():
+    rows = [error(1.0, "abc"[i % 3]) for i in range(9)]
+    rows += [error(1.2, "d", parallelism="fsdp") for _ in range(9)]
+    band = lambda kind: error_band.error_band("h100", "bf16", kind, rows)
+    assert band("pp").like == "h100 bf16 pp"
+    assert band("fsdp").like == "h100 bf16"  # one workload
+    assert band("fsdp").high >= 1.2
+    assert band("tp").like == "h100 bf16"  # no program
+    assert error_band.error_band("h100", "fp8", "pp", rows).like == "h100"
+
+
+def test_a_gpu_type_without_rows_has_a_wider_centered_band():
+    on = lambda gpu, ratio: error(ratio, gpu_type=gpu, left_out="gpu_type")
+    rows = [error(1.0, "abc"[i % 3]) for i in range(9)]
+    rows += [on("h200", 1.1), on("b200", 1.2), on("a100", 1.0), on("gb200", 1.1)]
+    band = error_band.error_band("h20", "bf16", "pp", rows)
+    assert math.sqrt(band.low * band.high) == pytest.approx(1.1, rel=0.01)
+    known = error_band.error_band("h100", "bf16", "pp", rows)
+    assert band.high / band.low > 1.3 > known.high / known.low
+    assert (band.validated, known.validated) == (False, True)
+
+
+def test_prediction_interval_covers_nine_of_ten_further_ratios():
+    draw, inside = random.Random(1), 0
+    for _ in range(2000):
+        *known, further = (draw.gauss(0.05, 0.1) for _ in range(5))
+        low, high = error_band.prediction_interval(known)
+        inside += low <= math.exp(further) <= high
+    assert inside / 2000 == pytest.approx(0.9, abs=0.03)
+
+
+def test_a_fitted_file_has_a_band_of_its_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[h100]\nlike = "h100"\nband = [0.97, 1.04]\n')
+    run = command_line.run_of(["--config", "llama2_70b", "--gpus", "64", "--hardware", str(path)])
+    assert run.gpu.band == (0.97, 1.04)
+    assert GPU_TYPES["h100"].band == ()

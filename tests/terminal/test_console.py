@@ -1,0 +1,64 @@
+"""The table printer: alignment, folding in narrow terminals, Markdown."""
+
+import pytest
+
+from maxbench.terminal import console
+
+HEADS = ["run", "step s", "why"]
+ROWS = [
+    ["pretrain_llama", "1.234", ""],
+    ["short", "10.5", "node failure on the second host of the job"],
+    ["no steps"],
+]
+
+
+def table(width: int) -> list[str]:
+    return console.table(HEADS, ROWS, text=(0, 2), width=width)
+
+
+def test_text_is_left_aligned_and_figures_are_right_aligned():
+    assert table(0) == [
+        "run             step s  why",
+        "-------------- ------- -------------------------------------------",
+        "pretrain_llama   1.234",
+        "short             10.5  node failure on the second host of the job",
+        "no steps",
+    ]
+
+
+def test_last_text_column_folds_in_a_narrow_terminal():
+    lines = table(48)
+    assert max(map(len, lines)) <= 48
+    assert "pretrain_llama   1.234" in lines
+    assert "short             10.5  node failure on the" in lines
+
+
+@pytest.mark.parametrize("width", [16, 20, 30])
+def test_row_becomes_lines_where_the_columns_do_not_fit(width):
+    lines = table(width)
+    assert max(map(len, lines)) <= width
+    assert " ".join(" ".join(lines).split()).startswith("pretrain_llama step s 1.234 short step s")
+    assert lines[-1] == "no steps"
+
+
+def test_markup_and_control_sequences_of_rich_are_printed_as_they_are():
+    assert console.table((), [["[bold]x[/bold] :smile:", "1"]]) == ["[bold]x[/bold] :smile:  1"]
+
+
+def test_meanings_of_definitions_start_in_one_column_and_fold():
+    pairs = [("--short", "a meaning of several words"), ("--name-of-20-columns", "other")]
+    lines = console.definitions(pairs, width=30, column=12)
+    assert lines == [
+        "  --short     a meaning of",
+        "              several words",
+        "  --name-of-20-columns",
+        "              other",
+    ]
+
+
+def test_markdown_escapes_bars():
+    assert console.markdown(["run", "s"], [["a|b", "1"]]) == [
+        "| run | s |",
+        "|---|---:|",
+        "| a\\|b | 1 |",
+    ]

@@ -1,0 +1,1 @@
+"""Generators of pages and pictures of the documentation, and fits of constants."""

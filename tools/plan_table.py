@@ -1,0 +1,249 @@
+"""Plans rows of the recipe tables, in several processes, into docs/plan.csv, and the first ones of
+each kind into docs/reference/plan_table.md.
+
+  python tools/plan_table.py [--jobs 2] [--cached] [ROWS ...]
+
+ROWS are patterns of a row's workload, GPU type, GPUs, dtype and scaling; the other rows keep their
+line:
+
+  python tools/plan_table.py 'qwen3_* b200 256 fp8 *'
+
+A row is planned with the remat policy of the published run and, if that does not fit, also with
+--best_remat. Compiled programs are cached, so a sweep that was stopped can be continued. --cached:
+only rows whose program is in the cache; the others keep their line, if they have one. The column
+`prices` is the revision of the cost model that a line was computed with.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import csv
+import dataclasses
+import fnmatch
+import hashlib
+import io
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+from maxbench.config import command_line, recipes
+from maxbench.cost_model import compile_cache
+from maxbench.cost_model.memory import GIB
+
+TABLE = "## First rows"  # heading in docs/reference/plan_table.md, above the generated table
+CSV = pathlib.Path("docs/plan.csv")
+# Files that determine the prediction of a program, besides the program itself.
+COST_MODEL = (
+    "hardware/gpus.toml",
+    "cost_model/costs.py",
+    "cost_model/simulate.py",
+    "evidence/published_deltas.py",
+    "cost_model/pipeline_timing.py",
+)
+COLUMNS = {
+    "workload": "workload",
+    "gpu_type": "GPU",
+    "gpus": "GPUs",
+    "dtype": "dtype",
+    "scaling": "scaling",
+    "remat": "remat",
+    "memory_gib": "memory GiB",
+    "fits": "fits",
+    "step_s": "predicted s",
+    "published_s": "published s",
+    "error_pct": "error %",
+    "mfu_pct": "MFU %",
+    "exposed_pct": "exposed %",
+    "copies_pct": "copies %",
+    "decisions_pct": "decisions %",
+    "bubble_pct": "bubble %",
+    "as_published_s": "as published s",
+    "error_as_published_pct": "error as published %",
+    "fp8_ratio": "FP8/BF16",
+    "fp8_ratio_as_published": "FP8/BF16 as published",
+    "fp8_ratio_published": "FP8/BF16 published",
+    "fitting_remat": "remat that fits",
+    "fitting_step_s": "predicted s with it",
+    "prices": "prices",
+    "note": "note",
+}
+SHOWN = ["workload", "gpu_type", "gpus", "dtype", "memory_gib", "fits", "step_s", "published_s"]
+SHOWN += ["error_pct", "as_published_s", "error_as_published_pct", "mfu_pct", "exposed_pct"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a recipe table."""
+
+    config: str
+    gpu_type: str
+    gpus: int
+    dtype: str
+    scaling: str
+
+    @property
+    def flags(self) -> list[str]:
+        more = ["--strong_scaling"] if self.scaling == "strong" else []
+        if self.dtype in ("fp8", "nvfp4"):  # the published programs, also where TE is installed
+            more += ["--config.precision.backend=xla"]
+        names = ("config", "gpus", "gpu_type", "dtype")
+        return [f"--{name}={getattr(self, name)}" for name in names] + more
+
+
+def rows(configs: list[str]) -> list[Row]:
+    """All rows of the tables of workload files."""
+    every = []
+    for config in configs:
+        for row in recipes.table(recipes.load(config).layouts):
+            names = [f.name for f in dataclasses.fields(Row)][1:]
+            every.append(Row(config, **{name: row[name] for name in names}))
+    return every
+
+
+def cost_model_revision() -> str:
+    """Hash of COST_MODEL, without docstrings and comments."""
+    package, digest = pathlib.Path(compile_cache.__file__).parents[1], hashlib.sha256()
+    for name in COST_MODEL:
+        text = (package / name).read_text()
+        code = compile_cache.code_of(ast.parse(text)) if name.endswith(".py") else text
+        digest.update(code.encode())
+    return digest.hexdigest()[:8]
+
+
+def key(row: Row) -> dict[str, str]:
+    """The columns that identify a row's line."""
+    columns = {k: str(getattr(row, k)) for k in ("gpu_type", "gpus", "dtype", "scaling")}
+    return {"workload": pathlib.Path(row.config).stem} | columns
+
+
+def plan_row(row: Row) -> dict:
+    """A row's line of the table. Each plan runs in a process of its own, which frees the compiler's
+    memory."""
+    line = dict.fromkeys(COLUMNS, "") | key(row) | {"prices": cost_model_revision()}
+    published, error = _plan(row.flags)
+    if published is None:
+        return line | {"note": error}
+    line |= _columns(published)
+    if not published["fits"]:
+        fitting, error = _plan([*row.flags, "--best_remat"])
+        if fitting is None or not fitting["fits"]:
+            return line | {"note": error or "no policy fits"}
+        line |= {"fitting_remat": fitting["remat"], "fitting_step_s": _s(fitting["step_s"])}
+    return line
+
+
+def _plan(flags: list[str]) -> tuple[dict | None, str]:
+    command = [sys.executable, "-m", "maxbench.plan", "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode in (0, 3):
+        return json.loads(done.stdout), ""
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return None, last.removeprefix("maxbench plan: error: ").partition(";")[0]
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3f}"
+
+
+def _columns(plan: dict) -> dict:
+    published = plan["published"] or {}
+    comparable, as_published = "error" in published, "as_published_s" in published
+    percent = lambda error: "" if error is None else f"{error * 100:+.1f}"
+    share = lambda part, n=1: f"{plan['parts_s'].get(part, 0) / plan['step_s'] * 100:.{n}f}"
+    return {
+        "remat": plan["remat"],
+        "memory_gib": f"{plan['memory']['total'] / GIB:.1f}",
+        "fits": "yes" if plan["fits"] else "no",
+        "step_s": _s(plan["step_s"]),
+        "published_s": published["step_s"] if comparable else "",
+        "error_pct": percent(published.get("error")),
+        "mfu_pct": f"{plan['mfu']['full'] * 100:.1f}",
+        "exposed_pct": share("exposed"),
+        "copies_pct": share("copy"),
+        "decisions_pct": share("host", 2),
+        "bubble_pct": share("idle"),
+        "as_published_s": _s(published["as_published_s"]) if as_published else "",
+        "error_as_published_pct": percent(published.get("error_as_published")),
+    }
+
+
+def sweep(every: list[Row], jobs: int, log: Callable[[str], None]) -> list[dict]:
+    """Lines of all rows, in their order."""
+    lines: dict[Row, dict] = {}
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(plan_row, row): row for row in every}
+        for done in concurrent.futures.as_completed(running):
+            row, line = running[done], done.result()
+            lines[row] = line
+            name = f"{line['workload']} {row.gpus} x {row.gpu_type} {row.dtype} {row.scaling}"
+            result = line["note"] or f"{line['step_s']} s"
+            log(f"{len(lines)}/{len(every)}  {name}: {result}")
+    for row, line in lines.items():
+        if row.dtype == "fp8" and (bf16 := lines.get(dataclasses.replace(row, dtype="bf16"))):
+            line |= _ratios(line, bf16)
+    return [lines[row] for row in every]
+
+
+def _ratios(fp8: dict, bf16: dict) -> dict:
+    """Step time of FP8 over BF16, in each column where both are known."""
+    columns = {"fp8_ratio": "step_s", "fp8_ratio_as_published": "as_published_s"}
+    columns |= {"fp8_ratio_published": "published_s"}
+    known = {k: (fp8[c], bf16[c]) for k, c in columns.items() if fp8[c] and bf16[c]}
+    return {k: f"{float(a) / float(b):.3f}" for k, (a, b) in known.items()}
+
+
+def as_csv(lines: list[dict]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def as_markdown(lines: list[dict]) -> str:
+    """The first row of each workload, GPU type and dtype that is published, on H100, or in BF16."""
+    first: dict[tuple, dict] = {}
+    for x in lines:
+        shown = x["published_s"] or x["gpu_type"] == "h100" or x["dtype"] == "bf16"
+        if x["step_s"] and shown:
+            first.setdefault((x["workload"], x["gpu_type"], x["dtype"]), x)
+    text = ["| " + " | ".join(COLUMNS[k] for k in SHOWN) + " |", "|---" * len(SHOWN) + "|"]
+    text += ["| " + " | ".join(str(x[k]) for k in SHOWN) + " |" for x in first.values()]
+    return "\n".join(text) + "\n"
+
+
+def cached(row: Row) -> bool:
+    """Whether the row's program is in the cache."""
+    return compile_cache.load(command_line.run_of(row.flags)) is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--cached", action="store_true", help="only rows that were compiled")
+    parser.add_argument("rows", nargs="*", default=["*"], metavar="ROWS", help="all, if absent")
+    options = parser.parse_args()
+    every = rows(sorted(str(path) for path in pathlib.Path("configs").glob("*.py")))
+    log = lambda text: print(text, file=sys.stderr, flush=True)
+    is_named = lambda row: any(
+        fnmatch.fnmatch(" ".join(key(row).values()), pattern) for pattern in options.rows
+    )
+    chosen = [row for row in every if is_named(row) and (not options.cached or cached(row))]
+    if not chosen:
+        sys.exit(f"plan_table: no row matches {' or '.join(map(repr, options.rows))}")
+    with CSV.open(newline="") as f:
+        lines = {tuple(x[k] for k in key(every[0])): x for x in csv.DictReader(f, restval="")}
+    lines |= {tuple(x[k] for k in key(every[0])): x for x in sweep(chosen, options.jobs, log)}
+    keys = [tuple(key(row).values()) for row in every]
+    ordered = [lines[k] for k in keys if k in lines]
+    CSV.write_text(as_csv(ordered))
+    page = pathlib.Path("docs/reference/plan_table.md")
+    head, _, tail = page.read_text().partition(TABLE)
+    _, heading, after = tail.partition("\n## ")
+    page.write_text(f"{head}{TABLE}\n\n{as_markdown(ordered)}{heading}{after}")
+
+
+if __name__ == "__main__":
+    main()
