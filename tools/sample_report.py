@@ -14,9 +14,10 @@ import re
 import tempfile
 from collections.abc import Callable
 
-from maxbench.config import recipes, resolve
+from maxbench.config import precedence, recipes, resolve
 from maxbench.config.run import Run
 from maxbench.evidence import published
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import plan_text, planner
 from maxbench.reporting import compare, page
 from maxbench.run_logs import readers
@@ -64,9 +65,9 @@ PLANNED = (0, 5, 6)  # indices of RUNS
 def config_of(run: SyntheticRun) -> Run:
     """The configuration of a synthetic run."""
     config = recipes.load(recipes.CONFIGS / f"{run.workload}.py")
-    return resolve.build_run(
-        config, gpus=run.gpus, flags={"dtype": run.dtype}, overrides=run.overrides
-    )
+    flags = {"dtype": run.dtype}
+    asked = precedence.build_config(config, gpus=run.gpus, flags=flags, overrides=run.overrides)
+    return resolve.resolve(asked, GPU_TYPES)
 
 
 def plans() -> dict[str, dict]:
@@ -99,7 +100,8 @@ def write(folder: pathlib.Path, number: int, run: SyntheticRun) -> None:
     for slow in run.result.get("slow_hosts", []):
         hosts[slow]["gemm_tflops"][5] = 612
     result = {
-        "schema": 1, "name": config.name, "status": "done", "reason": "", "config": config.asdict(),
+        "schema": 1, "name": config.name, "status": "done", "reason": "",
+        "config": config.config.asdict(), "run": config.asdict(),
         "device": {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "gpu_type": "h100"},
         "started": start, "ended": start + 60 + round(STEPS * mean), "hosts": hosts,
         "start_to_first_step_s": 60.0, "lower_s": 2.0, "compile_s": 14.0, "peak_bytes": 62 << 30,

@@ -4,6 +4,8 @@ resolve() is the only function that creates a Run. It needs no jax: the device m
 """
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 from maxbench.config import number_formats, pipeline_layout, run_checks
 from maxbench.config.errors import UserError, check_choice, divisors, nearest
@@ -76,7 +78,7 @@ def resolve(config: RunConfig, hardware: GpuTypes, device: Device | None = None)
     return run
 
 
-def changed(run: Run, **sections) -> Run:
+def changed(run: Run, **sections: Mapping[str, Any]) -> Run:
     """The run of another config on the same hardware: changed(run, layout={'mbs': 2}).
 
     Raises:

@@ -74,7 +74,7 @@ def parse_fields(cls: type, section: str, values: Mapping[str, Any]) -> dict[str
     """Checked values of some fields of a dataclass.
 
     Args:
-      section: name of it in messages, as 'train'.
+      section: its name in messages, as 'train', or ''.
 
     Raises:
       UserError: a value is invalid, or a field is unknown.
@@ -82,7 +82,7 @@ def parse_fields(cls: type, section: str, values: Mapping[str, Any]) -> dict[str
     fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
     for name, value in values.items():
         check_choice(f"a field of {section}", name, fields)
-        field, path = fields[name], f"{section}.{name}"
+        field, path = fields[name], f"{section}.{name}" if section else name
         parsed[name] = parse(path, field.type, value, field.metadata)
     return parsed
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxbench.config.errors import UserError, check_choice
+from maxbench.config.validation import build
 from maxbench.launch.variables import (
     MANY,
     REFUSED,
@@ -149,7 +150,7 @@ def _expect(where: str, values: Mapping[str, Any]) -> Expectation:
     for key in values:
         check_choice(f"{where}: expect", key, [f.name for f in dataclasses.fields(Expectation)])
     try:
-        expect = Expectation(**values)
+        expect = build(Expectation, "", values)
     except UserError as e:
         raise UserError(f"{where}: expect.{e}") from None
     if expect == Expectation():

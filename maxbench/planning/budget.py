@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbench.config.errors import UserError
-from maxbench.config.validation import field, validate
+from maxbench.config.validation import build, field, validate
 from maxbench.planning.planner import Plan
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, 3.3.4).
@@ -58,7 +58,7 @@ def budget_options(values: Mapping[str, Any]) -> BudgetOptions | None:
     """
     if values and "tokens" not in values:
         raise UserError(f"{', '.join(values)} needs a token budget: give --tokens 15e12 too")
-    return BudgetOptions(**values) if values else None
+    return build(BudgetOptions, "", values) if values else None
 
 
 def budget(p: Plan, options: BudgetOptions) -> dict:

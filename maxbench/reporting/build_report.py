@@ -8,6 +8,7 @@ from absl import flags
 
 from maxbench.config import command_line
 from maxbench.config.errors import UserError, check_choice, escape_control
+from maxbench.config.validation import parse_fields
 from maxbench.metrics import records
 from maxbench.reporting import compare, difference, export, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
@@ -102,7 +103,8 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
     same_names = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     values: Mapping[str, Any] = {name: fv[name].value for name in same_names}
     width = 0 if fv.output else console.terminal_width()
+    checked = parse_fields(ReportOptions, "", values)
     return ReportOptions(
         paths=tuple(paths), full_names=bool(fv["full-names"].value), width=width,
-        gpu_types=gpu_types, **values,
+        gpu_types=gpu_types, **checked,
     )  # fmt: skip

@@ -26,7 +26,7 @@ def settings(summary: RunSummary) -> dict[str, str]:
     return {
         key: value
         for key, value in difference.settings_of(summary).items()
-        if not key.startswith(("config.output.dir", "config.output.stamp", "config.runtime.coor"))
+        if not key.startswith(("run.output.dir", "run.output.stamp", "run.runtime.coor"))
         and not (has_config and key in difference.NAMED)  # config has them too
     }
 
@@ -46,7 +46,7 @@ def unusual(settings: Mapping[str, str], common: Mapping[str, str]) -> dict[str,
     A run with a configuration names all settings, another program's log only a few, and only
     those are compared.
     """
-    complete = any(key.startswith("config.") for key in settings)
+    complete = any(key.startswith("run.") for key in settings)
     values = {k: settings.get(k, "(not set)") for k in (common if complete else settings)}
     return {k: value for k, value in values.items() if value != common[k]}
 
@@ -99,7 +99,7 @@ def recipe_differences(
         return None
     settings, (name, in_recipe) = difference.settings_of(summary), recipe
     return name, [
-        (key.removeprefix("config."), settings[key], in_recipe[key])
+        (key.removeprefix("run."), settings[key], in_recipe[key])
         for key in sorted(settings.keys() & in_recipe.keys())
         if settings[key] != in_recipe[key]
         and key.split(".")[1] in COMPARED

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxbench.config.errors import UserError
-from maxbench.config.validation import field, validate
+from maxbench.config.validation import build, field, validate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,8 @@ def read(file: str) -> tuple[str, list[SuiteRun]]:
     try:
         data = json.loads(path.read_text())
         folder = lambda run: path.parent / run["folder"] if "folder" in run else None
-        runs = (SuiteRun(r["run"], folder(r), Expectation(**r["expect"])) for r in data["runs"])
+        expect = lambda run: build(Expectation, "", run["expect"])
+        runs = (SuiteRun(r["run"], folder(r), expect(r)) for r in data["runs"])
         return f"{data['suite']}", [run for run in runs if run.name]
     except OSError as e:
         raise UserError(f"suite={file!r} cannot be read: {e.strerror}") from None

@@ -179,7 +179,7 @@ def ran(tmp_path, monkeypatch):
         run = resolve("llama31_8b", dp=dp, layers=1, seq=16, gbs=2 * dp)  # few FLOPs
         seconds = from_runs.observation(run, 1.0).predict(true)
         result = {"status": "done", "mocked": False, "device": {"gpu_type": "h100", "kind": "H100"}}
-        result |= {"step_s": {"median": seconds}, "config": run.asdict()} | changed
+        result |= {"step_s": {"median": seconds}, "config": run.config.asdict()} | changed
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         (folder / "result.json").write_text(json.dumps(result))

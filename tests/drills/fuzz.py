@@ -198,11 +198,12 @@ def run_folder(rng: random.Random, base: pathlib.Path) -> pathlib.Path:
     """A run folder with most of the files that a run writes."""
     run = command_line.run_of(["--config", f"{recipes.ROOT}/configs/llama31_8b.py", "--gpus=8"])
     tool = rng.choice(["", "", "nccltrace"])
-    config = run.asdict() | {"profile": {"tool": tool}}
+    config = run.config.asdict() | {"profile": {"tool": tool}}
     path = base / run.name / f"{run.name}_1"
     path.mkdir(parents=True)
     result = {"schema": 1, "name": run.name, "status": rng.choice(["done", "running", "stopped"])}
-    result |= {"config": config, "device": {"gpu_type": "h100", "kind": "H100", "count": 8}}
+    result |= {"config": config, "run": run.asdict() | {"profile": {"tool": tool}}}
+    result |= {"device": {"gpu_type": "h100", "kind": "H100", "count": 8}}
     result |= {"started": 1e9, "checkpoint_saves": [{"seconds": 2.0}], "versions": {"jax": "0.10"}}
     steps = ({"step": i, "step_s": 9.4, "loss": 2.0, "peak_bytes": 1 << 30} for i in range(50))
     call = ("0: n1:1:2 [0] NCCL INFO AllGather: opCount 3 sendbuff 0x1 recvbuff 0x2 count 64 "

@@ -188,10 +188,14 @@ def test_differences_from_the_recipe_are_listed(tmp_path, program):
     result = json.loads((path / "result.json").read_text())
     (row,) = rows(tmp_path)
     assert details.recipe_differences(row) == ("llama31_8b, 8 h100, fp8", [])
-    result["config"]["layout"] |= {"cp": 1, "dp": 8}
+    for section in ("config", "run"):
+        result[section]["layout"] |= {"cp": 1, "dp": 8}
     (path / "result.json").write_text(json.dumps(result))
     (row,) = rows(tmp_path)
-    assert details.recipe_differences(row)[1] == [("layout.cp", "1", "2"), ("layout.dp", "8", "4")]
+    assert details.recipe_differences(row)[1] == [
+        ("layout.cp", "1", "2"),
+        ("layout.dp", "8", "4"),
+    ]
 
 
 def test_common_settings_are_listed_once():
