@@ -75,7 +75,7 @@ def workload(
 
     Args:
       presets: names joined by commas, as in the text after the workload's name: 'tiny,xai'.
-        build_run() checks and applies them.
+        precedence.build_config() checks and applies them.
       model, train, optim, sections: fields of sections of Run (config/run.py).
       layouts: the table of layouts as text: a header with at least LAYOUT_COLUMNS, a row per
         layout.

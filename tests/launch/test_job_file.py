@@ -3,6 +3,7 @@
 import copy
 import json
 import pathlib
+import re
 import subprocess
 
 import pytest

@@ -441,7 +441,7 @@ def test_profile_and_trace_are_jobs_of_their_own(tmp_path, fake_sbatch):
     calls = (tmp_path / "calls").read_text().splitlines()
     kinds = ["", "_nsys", "_nccltrace"]
     scripts = [pathlib.Path(c.split()[-1]) for c in calls]
-    assert [s.parent.parent.name.partition("gbs128")[2] for s in scripts] == kinds
+    assert [s.parent.parent.name.partition("gbs128")[2][len("_000000") :] for s in scripts] == kinds
     perf, nsys, trace = (s.read_text() for s in scripts)
     assert "maxbench.preflight" in perf
     assert "NCCL_DEBUG" not in perf

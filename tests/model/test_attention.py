@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from maxbench.config import resolve as resolving
 from maxbench.config.errors import UserError
+from maxbench.config.run import Device
 from maxbench.cost_model import aot, hlo, simulate
 from maxbench.model import attention
 from maxbench.sharding import mesh
+from maxbench.step.train_step import on_device
 from tests.conftest import layout, resolve
 
 
@@ -118,7 +121,7 @@ WIDTHS += [(256, 256), (192, 192)]
 def test_kernel_is_cudnn_if_the_gpu_supports_it(capability, supported):
     def kind(keys, values, dtype="bf16", **others):
         m = dataclasses.replace(model, head_dim=keys, value_dim=values, **others)
-        return attention.kernel_for(m, dtype, capability)
+        return resolving.cudnn_kernel(m, dtype, capability)
 
     model = resolve("llama2_70b").model
     assert {kind(*each) for each in WIDTHS[:supported]} == {"cudnn"}
@@ -128,17 +131,17 @@ def test_kernel_is_cudnn_if_the_gpu_supports_it(capability, supported):
     assert unsupported == ("xla",) * 4
 
 
-def test_compile_error_of_cudnn_selects_xla(monkeypatch, caplog):
+def test_compile_error_of_cudnn_selects_xla(caplog):
     """A CPU that claims to be a GPU: cuDNN's kernel does not compile."""
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H999")
-    run = resolve("llama2_70b", "tiny")
-    assert attention.select_kernel(run, gpu) == "cudnn"
-    assert attention.select_kernel(run, jax.devices()[0]) == "xla"
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    assert attention.select_kernel(run, gpu) == "xla"
-    assert "cuDNN has no attention for H999, bf16, heads of" in caplog.text
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    run = resolve("llama2_70b", "tiny", device=Device("gpu", (9, 0)))
+    assert run.train.attention == "cudnn"
+    assert on_device(run, jax.devices()[0]).train.attention == "xla"
+    assert on_device(run, gpu).train.attention == "xla"
+    assert "attention uses the slower XLA kernel: " in caplog.text
+    asked = resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}, Device("gpu", (9, 0)))
     with pytest.raises(UserError, match=r"use train\.attention=xla"):
-        attention.select_kernel(resolve("llama2_70b", "tiny", {"train.attention": "cudnn"}), gpu)
+        on_device(asked, gpu)
 
 
 def test_backward_pass_by_slices_of_values_equals_the_whole(monkeypatch):
@@ -169,7 +172,7 @@ def test_heads_of_192_on_blackwell_have_two_backward_calls():
     """cuDNN's backward pass supports 128 dims of the values there. Memory is linear in seq."""
     run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
     device = aot.devices(run)[0]
-    kind = attention.select_kernel(run, device)
+    kind = run.train.attention
     grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
     temporaries = []
     for seq in (1024, 2048):

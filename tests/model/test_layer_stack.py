@@ -76,13 +76,13 @@ def test_layers_after_remat_layers_recompute_no_gemm():
             count += eqn.params.get("length", 1) * sum(map(gemms, inner))
         return count
 
-    def gemms_of_step(remat_layers: int, remat: str = "full") -> int:
+    def gemms_of_step(remat_layers: int | None, remat: str = "full") -> int:
         settings = {"train.remat": remat, "train.remat_layers": remat_layers}
         run = resolve("llama31_8b", "tiny", settings, layers=4)
         step = Step(run, mesh.make_mesh(run.layout))
         return gemms(jax.make_jaxpr(step.gradients)(step.abstract["params"], 3).jaxpr)
 
-    none, full = gemms_of_step(0, "save_gemms_recompute_act"), gemms_of_step(0)
+    none, full = gemms_of_step(None, "save_gemms_recompute_act"), gemms_of_step(None)
     assert full > none
     assert gemms_of_step(4) == full
     assert gemms_of_step(3) - none == (full - none) * 3 / 4

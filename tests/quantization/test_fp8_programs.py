@@ -10,8 +10,10 @@ import pytest
 
 from maxbench import quantization
 from maxbench.config.number_formats import FORMATS, SCALINGS
+from maxbench.config.run import Device
 from maxbench.cost_model import compile_cache, hlo
 from maxbench.cost_model.costs import GEMM
+from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import resolve
 from tests.planning.plans import planned
 from tests.quantization.fp8_step import FAMILIES, build
@@ -143,7 +145,8 @@ def test_each_scaling_compiles_to_fp8_kernels(workload, scaling, kernel, gathere
     words = " ".join(f"--{name} {value}" for name, value in flags.items())
     words += f" --config.precision.scaling={scaling}"
     plan = planned(f"--config configs/{workload}.py:proxy {words}")
-    run = resolve(workload, "proxy", {"precision.scaling": scaling}, **flags)
+    gpu = Device("gpu", GPU_TYPES[flags["gpu_type"]].chip.capability)
+    run = resolve(workload, "proxy", {"precision.scaling": scaling}, gpu, **flags)
     text = compile_cache.load(run).text
     ops = [op for c in hlo.parse(text).computations.values() for op in c.ops]
     gemms = [op for op in ops if (op.opcode == "dot" or op.target in GEMM)]
