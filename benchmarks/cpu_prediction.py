@@ -33,7 +33,8 @@ from maxbench.cost_model.costs import Costs, Table
 from maxbench.hardware.gpus import Efficiency, Gpu
 from maxbench.planning import planner
 from maxbench.sharding import mesh
-from maxbench.step.train_step import Step
+from maxbench.step import data
+from maxbench.step.train_step import Step, on_device
 
 RUNS = (
     *(("llama31_8b", x) for x in ({}, {"dp": 2}, {"fsdp": 4}, {"tp": 2}, {"cp": 2}, {"gbs": 8})),
@@ -102,6 +103,7 @@ def calibrate_cpu() -> tuple[from_device.DeviceFit, Gpu]:
 
 def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
     """A run's measured step, with its prediction. CPU seconds include no waiting."""
+    run = on_device(run, jax.devices()[0])
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())
@@ -112,10 +114,11 @@ def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
         t = simulate.simulate(program, Costs(cpu, degrees, efficiency), frequencies)
         return t.seconds - t.compute["slowest"]
 
-    return fit.Observation(name, step_s(compiled, step.init()) / run.layout.gpus, predict)
+    seconds = step_s(compiled, step.init(), data.Synthetic(run, step.mesh))
+    return fit.Observation(name, seconds / run.layout.gpus, predict)
 
 
-def step_s(compiled, state) -> float:
+def step_s(compiled, state, batches) -> float:
     """CPU seconds of a step, the median over rows."""
 
     def row(times: int) -> tuple[float, float]:
@@ -123,7 +126,7 @@ def step_s(compiled, state) -> float:
         nonlocal state
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(times):
-            state, out = compiled(state)
+            state, out = compiled(state, next(batches))
             jax.block_until_ready(out)
         return (time.process_time() - cpu) / times, (time.perf_counter() - wall) / times
 

@@ -41,8 +41,8 @@ from maxbench.planning import planner
 from maxbench.quantization import QuantizedArray, fp8_per_tensor, transformer_engine
 from maxbench.run import loop
 from maxbench.sharding import mesh
-from maxbench.step import xla_options
-from maxbench.step.train_step import Step
+from maxbench.step import data, xla_options
+from maxbench.step.train_step import Step, on_device
 
 Cases = Iterator[tuple[str, Callable[[], dict]]]
 GIB, BF16, FP32 = 2**30, jnp.bfloat16, jnp.float32
@@ -299,19 +299,21 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable, str]:
     """Trains with a wait after each step: returns the figures, a function that dispatches one more
     step without waiting, and the program's text."""
     run, seconds = command_line.run_of(words), []
-    step, device = Step(run, mesh.make_mesh(run.layout)), jax.local_devices()[0]
+    device = jax.local_devices()[0]
+    run = on_device(run, device)
+    step = Step(run, mesh.make_mesh(run.layout))
     compiled, lower_s, compile_s = step.compile()
     text = compiled.as_text()
-    record = {"layers": run.model.layers, "attention": step.run.train.attention}
+    record = {"layers": run.model.layers, "attention": run.train.attention}
     record |= {"device": device.device_kind, "flags": words}
-    if run.format.quantized and step.run.precision.backend == "xla":
+    if run.format.quantized and run.precision.backend == "xla":
         record["fp8_gemms"] = text.count(FP8_GEMM)
         assert record["fp8_gemms"] or not on_gpu(), f"no {FP8_GEMM} in the program"
-    state = jax.block_until_ready(step.init())
+    state, batches = jax.block_until_ready(step.init()), data.Synthetic(run, step.mesh)
 
     def dispatch():
         nonlocal state
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
         return out
 
     for _ in range(steps):
@@ -319,7 +321,7 @@ def trained(words: list[str], steps: int = 8) -> tuple[dict, Callable, str]:
         out = jax.block_until_ready(dispatch())
         seconds.append(time.perf_counter() - start)
     assert run.runtime.mock_gpus or math.isfinite(out["loss"]), f"the loss is {out['loss']}"
-    gpu_type = run.gpu_types.type_of(device.device_kind) or None
+    gpu_type = run.hardware.type_of(device.device_kind) or None
     step_s = statistics.median(seconds[1:])
     rates = step_stats.performance_figures(run, gpu_type, step_s)
     record |= {"step_s": step_s, "tflops": rates["tflops_per_gpu"]["full"]}

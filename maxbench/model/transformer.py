@@ -362,7 +362,7 @@ def losses(
     if not m.mtp_layers:
         out = {"loss": loss, "aux": aux / run.layout.gbs}
         return out["loss"] + out["aux"], out
-    assert after_bt is not None  # data.batch() has it with multi-token prediction
+    assert after_bt is not None  # data.microbatch() has it with multi-token prediction
     extra, extra_aux = mtp_loss(run, w, x_bud, targets_bt, after_bt, mtp_sums)
     out = {"loss": loss, "aux": (aux + extra_aux) / run.layout.gbs, "mtp_loss": extra}
     return out["loss"] + out["aux"] + m.mtp_loss * extra, out

@@ -40,6 +40,7 @@ class CheckpointInfo:
     config: dict[str, Any]  # of the run that saved it, as written
     run: dict[str, Any]  # as resolved
     step: int
+    data: dict[str, Any]  # state of the iterator of batches
     stacks: list[Any]  # of the layers' weights: layer_stack.stacks_to_json()
     fingerprints: dict[str, int]  # array_checksums() of the state
 
@@ -78,6 +79,7 @@ class Saver:
 
     Args:
       folder: of the checkpoints.
+      data_state: returns the state of the iterator of batches.
       on_saved: called in a background thread when a checkpoint is complete.
     """
 
@@ -85,6 +87,7 @@ class Saver:
         self,
         folder: pathlib.Path,
         run: Run,
+        data_state: Callable[[], dict[str, Any]],
         on_saved: Callable[[CheckpointSave], None] = lambda save: None,
     ):
         policies = [checkpoint_managers.LatestN(run.output.max_to_keep)]
@@ -100,7 +103,7 @@ class Saver:
                 "about": ocp.JsonCheckpointHandler(INFO_FILE),
             },
         )
-        self.run, self.on_saved = run, on_saved
+        self.run, self.data_state, self.on_saved = run, data_state, on_saved
         self.closing_since = 0.0  # when the run began to wait for its last save; 0 before
         self.thread = futures.ThreadPoolExecutor(1)
         self.newest = self.thread.submit(lambda: None)
@@ -117,7 +120,8 @@ class Saver:
             return
         stacks = layer_stack.stacks_to_json(layer_order.stacks(self.run))
         asked, resolved = self.run.config.asdict(), self.run.asdict()
-        info = CheckpointInfo(asked, resolved, step, stacks, array_checksums(state))
+        batches, checksums = self.data_state(), array_checksums(state)
+        info = CheckpointInfo(asked, resolved, step, batches, stacks, checksums)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(info.to_json())
         )

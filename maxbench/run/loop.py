@@ -24,6 +24,7 @@ from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
 from maxbench.run.step_timer import StepTimer
 from maxbench.run_logs import folders
 from maxbench.sharding import mesh, rules
+from maxbench.step import data
 from maxbench.step.train_step import Step, on_device
 
 
@@ -95,9 +96,10 @@ def _train(
     """Compiles, initializes or resumes, trains; returns why the run stopped early, or ''."""
     run = step.run
     compiled = compile_step(step, log)
-    state = load_checkpoint(step, candidates, log) if candidates else step.init()
-    with make_saver(run, log) as saver:
-        stopped = run_steps(run, log, stop_reason, compiled, state, saver)
+    batches = data.Synthetic(run, step.mesh)
+    state = load_checkpoint(step, candidates, batches, log) if candidates else step.init()
+    with make_saver(run, batches, log) as saver:
+        stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver)
     if runtime.process_count() > 1 or step.platform in ("gpu", "cuda"):
         log.progress.phase = "compare"
         _, measured_s = step_stats.measured_window(run.train.window, log.times)
@@ -172,8 +174,11 @@ def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
     return compiled
 
 
-def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log) -> Any:
-    """Restores the newest undamaged checkpoint onto the step's mesh, and returns the state.
+def load_checkpoint(
+    step: Step, candidates: restore.Candidates, batches: data.Synthetic, log: Log
+) -> Any:
+    """Restores the newest undamaged checkpoint onto the step's mesh, and the iterator of batches;
+    returns the state.
 
     Logs the checkpoints that were skipped, and the settings that differ from the saved run's.
     """
@@ -188,6 +193,7 @@ def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log) -> Any
             log.line(f"resume: skipped {reason}")
     stacks = saved.info.stacks
     state = state if same(stacks) else step.restack(state, table(stacks))
+    batches.restore(saved.info.data)
     load = CheckpointLoad(
         path=str(saved.path),
         seconds=time.time() - start,
@@ -206,7 +212,7 @@ def load_checkpoint(step: Step, candidates: restore.Candidates, log: Log) -> Any
     return state
 
 
-def make_saver(run: Run, log: Log) -> Any:
+def make_saver(run: Run, batches: data.Synthetic, log: Log) -> Any:
     """Context manager of the run's checkpoint.Saver, which logs each save; of None without any."""
     if not (run.output.checkpoint or run.output.checkpoint_every):
         return contextlib.nullcontext()
@@ -220,7 +226,7 @@ def make_saver(run: Run, log: Log) -> Any:
         )
         log.result.checkpoint_saves.append(save)
 
-    return checkpoint.Saver(log.folder / "checkpoints", run, on_saved)
+    return checkpoint.Saver(log.folder / "checkpoints", run, batches.state, on_saved)
 
 
 def _rate(size: int, seconds: float) -> str:
@@ -233,13 +239,14 @@ def run_steps(
     stop_reason: Callable[[int], str],
     compiled: jax.stages.Compiled,
     state: Any,
+    batches: data.Synthetic,
     saver: checkpoint.Saver | None = None,
 ) -> str:
     """Trains until the last step, or until a stop is requested.
 
     Args:
       stop_reason: why a step is the last one, or ''; see endings.stop_requests().
-      compiled: the step: state -> state, metrics.
+      compiled: the step: state, batch -> state, metrics.
 
     Returns:
       Why training stopped before the last step, or ''.
@@ -257,7 +264,7 @@ def run_steps(
             with progress.during("profile"):
                 window.before_step(i)
             progress.began = i
-            state, metrics = compiled(state)
+            state, metrics = compiled(state, next(batches))
             progress.dispatched = i
             timer.add(i, metrics)
             i += 1

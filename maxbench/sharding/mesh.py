@@ -44,11 +44,3 @@ def token_positions(seq: int) -> np.ndarray | jax.Array:
     size, i = seq // (2 * n), axis_index("cp")
     offset = jnp.arange(size)
     return jnp.concatenate([offset + i * size, offset + (2 * n - 1 - i) * size])
-
-
-def sequence_ids(layout: Layout, micro: jax.Array | int) -> jax.Array:
-    """Indices within the global batch of this GPU's sequences in a microbatch, [mbs]."""
-    shard: jax.Array | int = 0
-    for axis in DATA_AXES:
-        shard = shard * axis_size(axis) + axis_index(axis)
-    return (micro * layout.shards + shard) * layout.mbs + jnp.arange(layout.mbs)

@@ -1,34 +1,90 @@
-"""Synthetic batches, generated on the device from (seed, step, sequence), new in every step.
+"""Batches of a step, and the iterator of synthetic ones.
+
+A batch is int32 [microbatches, sequences of a microbatch, tokens]. In row-major order, sequences
+have the same numbers on every mesh. A sequence has the tokens that the model reads and the targets,
+which are the next tokens: train.seq + 1, and one more for multi-token prediction. The data axes
+split the second dim; the other axes have copies.
 
 train.data=random draws tokens uniformly, for measuring speed. train.data=markov draws them from a
 fixed Markov chain, which a model can learn: its loss shows the effect of a number format on
 training (benchmarks/fp8_loss.py).
 """
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxbench.config.run import Run
 from maxbench.sharding import mesh
 
 SUCCESSORS = 4  # of each token in the Markov chain, equally likely: the minimum loss is ln 4
+SPEC = P(None, mesh.DATA_AXES)  # of a batch
 
 
-def batch(run: Run, step: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, ...]:
-    """This GPU's tokens and targets in one microbatch, int32 [mbs, seq / cp] each; in shard_map.
+def shape(run: Run) -> tuple[int, int, int]:
+    """The shape of a global batch."""
+    a = run.layout
+    return a.microbatches, a.mbs * a.shards, run.train.seq + 1 + run.model.mtp_layers
+
+
+def abstract(run: Run, devices: Mesh) -> jax.ShapeDtypeStruct:
+    """A batch without its tokens."""
+    return jax.ShapeDtypeStruct(shape(run), jnp.int32, sharding=NamedSharding(devices, SPEC))
+
+
+def microbatch(run: Run, batch: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, ...]:
+    """Tokens and targets of one microbatch on this GPU, int32 [mbs, seq / cp] each; in shard_map.
     With multi-token prediction, also the tokens after the targets.
 
-    A sequence depends on (seed, step, its index in the global batch) only, so that every mesh
-    trains on the same tokens. Over cp each GPU has the positions of mesh.token_positions().
+    Args:
+      batch: this GPU's part of the batch.
     """
-    key = jax.random.fold_in(jax.random.key(run.train.seed), step)
-    source = {"random": _random, "markov": _markov}[run.train.data]
-    length = run.train.seq + 1 + run.model.mtp_layers
-    draw = lambda i: source(jax.random.fold_in(key, i), length, run.model.vocab)
-    tokens_bt = jax.vmap(draw)(mesh.sequence_ids(run.layout, micro))
+    tokens_bt = batch[micro]
     position_t = jnp.asarray(mesh.token_positions(run.train.seq))
     after = (tokens_bt[:, position_t + 2],) if run.model.mtp_layers else ()
     return tokens_bt[:, position_t], tokens_bt[:, position_t + 1], *after
+
+
+def draw(run: Run, step: jax.Array | int) -> jax.Array:
+    """The synthetic global batch of a step. A sequence depends on (seed, step, its number) only."""
+    key = jax.random.fold_in(jax.random.key(run.train.seed), step)
+    source = {"random": _random, "markov": _markov}[run.train.data]
+    microbatches, sequences, length = shape(run)
+    one = lambda i: source(jax.random.fold_in(key, i), length, run.model.vocab)
+    return jax.vmap(jax.vmap(one))(
+        jnp.arange(microbatches * sequences).reshape(microbatches, sequences)
+    )
+
+
+class Synthetic(Iterator[jax.Array]):
+    """Synthetic batches, generated on the devices: each GPU draws its own sequences.
+
+    Attributes:
+      next_step: the step whose batch comes next.
+    """
+
+    def __init__(self, run: Run, devices: Mesh):
+        self.next_step = 0
+        sharding = NamedSharding(devices, SPEC)
+        self._draw = jax.jit(functools.partial(draw, run), out_shardings=sharding)
+
+    def __next__(self) -> jax.Array:
+        batch = self._draw(self.next_step)
+        self.next_step += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """The state of the iterator, for a checkpoint."""
+        return {"next_step": self.next_step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from state()."""
+        self.next_step = int(state["next_step"])
 
 
 def _random(key, length: int, vocab: int):

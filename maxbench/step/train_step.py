@@ -2,7 +2,7 @@
 
     state = {'step': int32, 'params': master weights, 'opt': optimizer state}
             with non-trainable state of layers also 'layer_state' (step/state.py)
-    state, out = step(state)        donates the state, and generates the batch on the device
+    state, out = step(state, batch)     donates the state; step/data.py has the batch
 
 Training and planning build the step by the same code; only the devices differ.
 """
@@ -170,7 +170,7 @@ class Step:
         """The step as jax.stages.Lowered, for the mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
-        return step.trace(self.abstract).lower()
+        return step.trace(self.abstract, data.abstract(self.run, self.mesh)).lower()
 
     def compile(self, **compiler_options: Any) -> tuple[jax.stages.Compiled, float, float]:
         """The compiled step, the seconds of tracing and lowering, and the seconds of compilation.
@@ -184,10 +184,10 @@ class Step:
         compiled = lowered.compile(compiler_options=options)
         return compiled, traced - start, time.perf_counter() - traced
 
-    def _step(self, before):
+    def _step(self, before, batch):
         p = self.run.precision
         layer_state = before.get(state.KEY)
-        grads, out, statistics = self.gradients(before["params"], before["step"], layer_state)
+        grads, out, statistics = self.gradients(before["params"], batch, layer_state)
         # The update is computed in fp32, whatever the dtypes of the state.
         grads, opt, params = (
             optimizer.cast(x, "fp32") for x in (grads, before["opt"], before["params"])
@@ -203,12 +203,12 @@ class Step:
             out |= state.metrics(statistics)
         return after, out
 
-    def gradients(self, params: Any, step: Any, layer_state: Any = None) -> Any:
+    def gradients(self, params: Any, batch: jax.Array, layer_state: Any = None) -> Any:
         """Gradients of the mean loss over the global batch, and the metrics of the step.
 
         Args:
           params: master weights.
-          step: its number, which determines the batch.
+          batch: int32, as step/data.py has it.
           layer_state: non-trainable state of layers (step/state.py), or None.
 
         Returns:
@@ -220,20 +220,20 @@ class Step:
         grads = jax.shard_map(
             self._local_grads,
             mesh=self.mesh,
-            in_specs=(masters, P(), by_slot),
+            in_specs=(masters, data.SPEC, by_slot),
             out_specs=(masters, P(), by_slot),
             check_vma=False,
         )
-        return grads(params, step, layer_state and state.read(layer_state))
+        return grads(params, batch, layer_state and state.read(layer_state))
 
-    def _local_grads(self, params, step, layer_state):
+    def _local_grads(self, params, batch, layer_state):
         """gradients() on one GPU, inside shard_map; layer_state is what state.read() returns."""
         with ordering.enabled(self.run.train.order == "auto"):
-            return self._local_grads_in_order(params, step, layer_state)
+            return self._local_grads_in_order(params, batch, layer_state)
 
-    def _local_grads_in_order(self, params, step, layer_state):
+    def _local_grads_in_order(self, params, batch, layer_state):
         w, shardings, overlaps, amaxes = self._compute_weights(params, layer_state)
-        sums, out = self._accumulated_grads(w, step, overlaps[0][1] if overlaps else None)
+        sums, out = self._accumulated_grads(w, batch, overlaps[0][1] if overlaps else None)
         stacked = not self.run.train.unrolled
         statistics = layer_state and self._statistics(layer_state, sums["layers"], amaxes)
         grads = grad_accumulation.grads_of(sums)
@@ -356,16 +356,16 @@ class Step:
         stacks = layer_stack.split(self.stacks, layers)
         return layer_stack.join(self.stacks, list(map(merge, stacks, trees)))
 
-    def _accumulated_grads(self, w, step, overlap: ZeroOverlap | None):
+    def _accumulated_grads(self, w, batch, overlap: ZeroOverlap | None):
         """Gradient accumulators after all microbatches, and this GPU's shares of the metrics."""
         run = self.run
         zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
         if run.train.overlapped:
-            batch = functools.partial(data.batch, run, step)
-            return gradients(run, self.platform, w, zeros, batch, overlap)
+            microbatch = functools.partial(data.microbatch, run, batch)
+            return gradients(run, self.platform, w, zeros, microbatch, overlap)
 
         def accumulate(accumulators, micro):
-            tokens_bt, targets_bt, *after = data.batch(run, step, micro)
+            tokens_bt, targets_bt, *after = data.microbatch(run, batch, micro)
             loss = lambda accumulators: transformer.loss_fn(
                 run, w, tokens_bt, targets_bt, accumulators, *after
             )
@@ -375,12 +375,12 @@ class Step:
         if count == 1:
             return accumulate(zeros, 0)
         if count == 2 or run.layout.fsdp > 1:
-            return self._loop_of_unknown_length(accumulate, zeros, step, count)
+            return self._loop_of_unknown_length(accumulate, zeros, batch, count)
         grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
         return grads, jax.tree.map(jnp.sum, out)
 
     @staticmethod
-    def _loop_of_unknown_length(accumulate, zeros, step, count):
+    def _loop_of_unknown_length(accumulate, zeros, batch, count):
         """A loop over microbatches with a trip count that XLA does not know: it is not
         double-buffered.
 
@@ -396,7 +396,8 @@ class Step:
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(accumulate, zeros, 0)[1])
         with jax.named_scope(f"about_{count}_trips"):  # cost_model/hlo.py reads it
-            return jax.lax.fori_loop(0, count + jnp.minimum(step, 0), add, (zeros, sums))
+            zero = jnp.minimum(batch[0, 0, 0], 0)  # no token is negative, which XLA does not know
+            return jax.lax.fori_loop(0, count + zero, add, (zeros, sums))
 
 
 def _stacks_of(names, layers):

@@ -317,7 +317,7 @@ def restore_damaged(out: pathlib.Path, times: int, rng: random.Random) -> collec
     """
     run = command_line.run_of([*FLAGS, "--steps", "9"])
     step = Step(run, mesh.make_mesh(run.layout))
-    with checkpoint.Saver(out / "whole", run) as saver:
+    with checkpoint.Saver(out / "whole", run, dict) as saver:
         state = step.init()
         for i in (1, 2):
             saver.save(state | {"step": jnp.int32(i)})

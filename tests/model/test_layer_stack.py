@@ -7,6 +7,7 @@ import pytest
 
 from maxbench.model import layer_stack
 from maxbench.sharding import mesh
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -80,7 +81,8 @@ def test_layers_after_remat_layers_recompute_no_gemm():
         settings = {"train.remat": remat, "train.remat_layers": remat_layers}
         run = resolve("llama31_8b", "tiny", settings, layers=4)
         step = Step(run, mesh.make_mesh(run.layout))
-        return gemms(jax.make_jaxpr(step.gradients)(step.abstract["params"], 3).jaxpr)
+        batch = data.abstract(run, step.mesh)
+        return gemms(jax.make_jaxpr(step.gradients)(step.abstract["params"], batch).jaxpr)
 
     none, full = gemms_of_step(None, "save_gemms_recompute_act"), gemms_of_step(None)
     assert full > none

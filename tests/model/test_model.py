@@ -129,8 +129,9 @@ def test_module_has_the_weights_and_the_loss_of_training():
     overrides = {"model.layer_groups": groups, "model.value_dim": 8}
     run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", layers=2, seq=16, mbs=2)
     step = Step(run, mesh.make_mesh(run.layout))
-    params, (tokens_bt, targets_bt) = step.init()["params"], data.batch(run, 3, 0)
-    _, out, _ = jax.jit(step.gradients)(params, 3)
+    params, batch = step.init()["params"], data.draw(run, 3)
+    tokens_bt, targets_bt = data.microbatch(run, batch, 0)
+    _, out, _ = jax.jit(step.gradients)(params, batch)
     logits_btv = logits(run.model, params, tokens_bt)
     loss_bt = optax.softmax_cross_entropy_with_integer_labels(logits_btv, targets_bt)
     assert float(loss_bt.mean()) == pytest.approx(float(out["loss"]), rel=1e-5)
@@ -146,7 +147,7 @@ def test_weights_are_loaded_from_a_checkpoint_of_a_pipeline(tmp_path):
         for axes in (dict(mbs=8), dict(pp=2, vp=2, mbs=1))
     )
     single, pipeline = (Step(run, mesh.make_mesh(run.layout)) for run in runs)
-    with checkpoint.Saver(tmp_path, pipeline.run) as saver:
+    with checkpoint.Saver(tmp_path, pipeline.run, dict) as saver:
         saver.save(pipeline.init())
     about = json.loads((tmp_path / "0/about/run.json").read_text())
     assert about["stacks"] == [["", ["attn", "mlp"], [-1, 0, 3, 4, 1, 2, 5, -1]]]

@@ -50,13 +50,14 @@ def test_loss_and_gradients_equal_the_published_form():
     run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", layers=2, seq=16, mbs=1, gbs=2)
     step = Step(run, mesh.make_mesh(run.layout))
     params = step.init()["params"]
-    batches = [data.batch(run, 3, micro) for micro in range(2)]
+    batch = data.draw(run, 3)
+    batches = [data.microbatch(run, batch, micro) for micro in range(2)]
     tokens, targets, after = (jnp.concatenate(x) for x in zip(*batches, strict=True))
     np.testing.assert_array_equal(targets[:, 1:], after[:, :-1])
     tokens_bt = jnp.concatenate([tokens, targets[:, -1:], after[:, -1:]], 1)
     plain = jax.jit(jax.value_and_grad(lambda w: plain_loss(run.model, w, tokens_bt)))
     loss, expected = plain(params)
-    grads, out, _ = jax.jit(step.gradients)(params, 3)
+    grads, out, _ = jax.jit(step.gradients)(params, batch)
     assert float(out["loss"] + 0.1 * out["mtp_loss"]) == pytest.approx(float(loss), rel=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
     jax.tree.map(close, grads, expected)

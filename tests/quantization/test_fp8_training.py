@@ -9,6 +9,7 @@ import pytest
 
 from maxbench.model import layer_stack
 from maxbench.run import checkpoint, restore
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.quantization.fp8_step import FAMILIES, build
 from tests.step.test_parallelism import gradients, overlap_zero  # noqa: F401
@@ -18,8 +19,9 @@ FAST = {"optim.warmup": 2.0, "optim.lr": 3e-3}
 
 def losses(step: Step, steps: int) -> np.ndarray:
     compiled, state, values = step.lower().compile(), step.init(), []
+    batches = data.Synthetic(step.run, step.mesh)
     for _ in range(steps):
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
         values.append(float(out["loss"]))
     return np.array(values)
 
@@ -110,9 +112,9 @@ def program(family: str, scaling: str, unroll: int = 0, **axes):
 def train(family: str, scaling: str, steps: int = 3, **axes):
     """Losses, the final state, and the step with its compiled program."""
     step, compiled = program(family, scaling, **axes)
-    state, values = step.init(), []
+    state, values, batches = step.init(), [], data.Synthetic(step.run, step.mesh)
     for _ in range(steps):
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
         values.append(float(out["loss"]))
     return np.array(values), state, step, compiled
 
@@ -167,10 +169,12 @@ def test_delayed_scaling_and_mxfp8_train_as_bf16_on_every_mesh(family, scaling, 
 def test_checkpoint_contains_the_amax_history(tmp_path):
     """Training continues on one device from a checkpoint of two stages, in another layer order."""
     _, state, step, compiled = train("llama", "delayed", 2, **PIPELINE)
-    with checkpoint.Saver(tmp_path, step.run) as saver:
+    batches = data.Synthetic(step.run, step.mesh)
+    batches.restore({"next_step": 2})
+    with checkpoint.Saver(tmp_path, step.run, batches.state) as saver:
         saver.save(state)
     saved = amax_history(state, step)
-    state, out = compiled(state)
+    state, out = compiled(state, next(batches))
     *_, single, compiled = single_device_training("llama", "delayed")
     checkpoints = restore.find_checkpoints(str(tmp_path), single.run)
     table = lambda stacks: layer_stack.stacks_from_json(step.run.model, stacks)
@@ -203,14 +207,15 @@ def test_layers_that_differ_train_alike_in_a_pipeline(tmp_path):
     for axes in ({}, dict(pp=2, mbs=1)):
         step = build(FAMILIES["grok"], "fp8", overrides, gpu_type="h100", **axes)
         compiled, state = step.lower().compile(), step.init()
+        batches = data.Synthetic(step.run, step.mesh)
         for _ in range(2):
-            state, out = compiled(state)
+            state, out = compiled(state, next(batches))
         states.append((state, out["loss"]))
         steps.append(step)
     (expected, loss), (state, pipeline_loss) = states
     np.testing.assert_allclose(pipeline_loss, loss, rtol=5e-4)
     single, pipeline = steps
-    with checkpoint.Saver(tmp_path, pipeline.run) as saver:
+    with checkpoint.Saver(tmp_path, pipeline.run, dict) as saver:
         saver.save(state)
     table = lambda stacks: layer_stack.stacks_from_json(pipeline.run.model, stacks)
     read = restore.read_onto(lambda stacks: single.with_stacks(table(stacks)))

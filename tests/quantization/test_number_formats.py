@@ -14,6 +14,7 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import Weight, unquantized
 from maxbench.sharding import mesh
 from maxbench.sharding.rules import gather_master
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -61,9 +62,10 @@ def test_a_new_format_trains(monkeypatch):
     text = lowered.as_text()
     assert text.count("f8E3M4>") > 12  # four GEMMs, forward and backward
     state, compiled = step.init(), lowered.compile()
+    batches = data.Synthetic(step.run, step.mesh)
     losses = []
     for _ in range(2):
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
         losses.append(float(out["loss"]))
     assert all(0 < loss < 20 for loss in losses)
     with pytest.raises(UserError, match="multiples of 8"):

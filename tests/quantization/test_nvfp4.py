@@ -17,6 +17,7 @@ from maxbench.config.errors import UserError
 from maxbench.model import grad_accumulation, linear
 from maxbench.quantization import nvfp4
 from maxbench.sharding import rules
+from maxbench.step import data
 from tests.conftest import resolve
 from tests.quantization.blackwell import BLOCK_SCALED_GEMM, compiled_gemms
 from tests.quantization.fp8_step import FAMILIES, build
@@ -286,8 +287,9 @@ def losses(family: str, dtype: str, **axes) -> np.ndarray:
     fast = {"optim.warmup": 2.0, "optim.lr": 3e-3}
     step = build(FAMILIES[family], dtype, fast, gpu_type="b200", **axes)
     compiled, state, values = step.lower().compile(), step.init(), []
+    batches = data.Synthetic(step.run, step.mesh)
     for _ in range(3):
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
         values.append(float(out["loss"]))
     return np.array(values)
 

@@ -21,6 +21,7 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import QuantizedArray, mxfp8, transformer_engine
 from maxbench.quantization.fp8_per_tensor import scale_of
 from maxbench.sharding.mesh import make_mesh
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -222,8 +223,9 @@ def trained(backend: str, scaling: str, **axes) -> tuple[list[float], dict]:
     run = resolve("llama31_405b", "tiny", fast | fp8, dtype="fp8", **flags)
     step = Step(run, make_mesh(run.layout))
     compiled, state, values = step.lower().compile(), step.init(), []
+    batches = data.Synthetic(step.run, step.mesh)
     for _ in range(3):
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
         values += float(out["loss"]), float(out["grad_norm"])
     return values, state
 

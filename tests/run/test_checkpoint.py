@@ -193,7 +193,7 @@ def test_damaged_checkpoint_silences_orbax_alone(caplog):
 def test_saver_saves_each_step_once_and_keeps_the_newest(tmp_path):
     every = {"output.checkpoint_every": 1, "output.max_to_keep": 1, "output.keep_period": 3}
     run, saves = resolve("llama31_8b", "tiny", every), []
-    with checkpoint.Saver(tmp_path, run, saves.append) as saver:
+    with checkpoint.Saver(tmp_path, run, dict, saves.append) as saver:
         for step in (1, 2, 3, 4, 5, 5):
             saver.save({"step": jnp.int32(step), "params": jnp.ones(8)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "5"]

@@ -1,5 +1,6 @@
 """The training loop: files that it writes, step times, stops, failures."""
 
+import itertools
 import json
 import math
 import os
@@ -94,7 +95,7 @@ class SimulatedGpu:
         self.recorded = [threading.Event() for _ in range(steps)]
         monkeypatch.setattr(step_timer.time, "perf_counter", lambda: self.now)
 
-    def __call__(self, state):
+    def __call__(self, state, batch):
         i = state["step"]
         if i:
             self.end(i - 1)
@@ -139,14 +140,15 @@ def never(step: int) -> str:
 def test_first_and_last_step_take_as_long_as_the_others(monkeypatch):
     gpu = SimulatedGpu(monkeypatch, 6)
     run = resolve("llama31_8b", "tiny", steps=6)
-    assert loop.run_steps(run, gpu, never, gpu, {"step": 0}) == ""
+    assert loop.run_steps(run, gpu, never, gpu, {"step": 0}, itertools.repeat(None)) == ""
     assert gpu.times == {i: pytest.approx(10) for i in range(6)}
 
 
 def test_stop_without_checkpoints_saves_nothing(monkeypatch):
     gpu = SimulatedGpu(monkeypatch, 1)
     run = resolve("llama31_8b", "tiny", steps=6)
-    stopped = loop.run_steps(run, gpu, lambda i: "SIGTERM", gpu, {"step": 0})
+    sigterm, batches = lambda i: "SIGTERM", itertools.repeat(None)
+    stopped = loop.run_steps(run, gpu, sigterm, gpu, {"step": 0}, batches)
     assert stopped == "SIGTERM after step 0: nothing saved, no checkpoint was requested"
 
 
@@ -154,7 +156,7 @@ def test_stop_at_the_last_step_is_no_stop(monkeypatch):
     gpu = SimulatedGpu(monkeypatch, 6)
     run = resolve("llama31_8b", "tiny", steps=6)
     at_last = lambda i: "SIGTERM" if i == 5 else ""
-    assert loop.run_steps(run, gpu, at_last, gpu, {"step": 0}) == ""
+    assert loop.run_steps(run, gpu, at_last, gpu, {"step": 0}, itertools.repeat(None)) == ""
 
 
 def test_sigterm_finishes_the_step_and_saves(train, tmp_path, signal_at_step):

@@ -1,6 +1,5 @@
 """Collectives in the compiled step: each mesh axis communicates what it must, and nothing else."""
 
-import dataclasses
 import math
 import re
 from collections import Counter
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxbench.config import resolve as resolving
 from maxbench.model import transformer
 from maxbench.pipeline.schedule import schedule_for
 from maxbench.sharding import rules
@@ -133,16 +133,17 @@ def gradients_per_gpu(step, params):
     """Gradients and metrics if each GPU drops its own tokens: the mean over GPUs of the results of
     one device for the sequences of each GPU, in one microbatch."""
     run, gpus = step.run, step.run.layout.shards
-    single = dataclasses.replace(run.layout, dp=1, fsdp=1, ep=1, gbs=run.layout.mbs)
-    single_run = dataclasses.replace(run, layout=single)
+    alone = dict(dp=1, fsdp=1, ep=1, ep_nodes=None)
+    single_run = resolving.changed(run, layout=alone | {"gbs": run.layout.mbs})
 
     @jax.jit
     def grads(tokens_bt, targets_bt):
         loss = lambda sums: transformer.loss_fn(single_run, params, tokens_bt, targets_bt, sums)
         return jax.grad(loss, has_aux=True)(jax.tree.map(jnp.zeros_like, params))
 
-    global_run = dataclasses.replace(run, layout=dataclasses.replace(single, mbs=GBS, gbs=GBS))
-    batches = [x.reshape(gpus, -1, SEQ) for x in data.batch(global_run, 3, 0)]
+    global_run = resolving.changed(run, layout=alone | {"mbs": GBS, "gbs": GBS})
+    whole = data.microbatch(global_run, data.draw(global_run, 3), 0)
+    batches = [x.reshape(gpus, -1, SEQ) for x in whole]
     per_gpu = [grads(*batch) for batch in zip(*batches, strict=True)]
     return jax.tree.map(lambda *x: sum(x) / gpus, *per_gpu)
 

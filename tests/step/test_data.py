@@ -2,20 +2,36 @@
 
 import numpy as np
 
+from maxbench.sharding import mesh
 from maxbench.step import data
 from tests.conftest import resolve
 
 
 def test_tokens_differ_between_steps_sequences_and_seeds():
     run = resolve("llama31_8b", "tiny", mbs=4)
-    batches = [np.asarray(data.batch(run, step, 0)[0]) for step in (0, 1)]
+    batches = [np.asarray(data.microbatch(run, data.draw(run, i), 0)[0]) for i in (0, 1)]
     tokens = np.concatenate(batches)
     assert len(np.unique(tokens, axis=0)) == 8
     assert tokens.min() >= 0
     assert tokens.max() < run.model.vocab
-    tokens, targets = data.batch(run, 0, 0)  # targets are the next tokens
+    tokens, targets = data.microbatch(run, data.draw(run, 0), 0)  # targets are the next tokens
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
-    assert not np.array_equal(
-        batches[0],
-        data.batch(resolve("llama31_8b", "tiny", mbs=4, overrides={"train.seed": 1}), 0, 0)[0],
-    )
+    other = resolve("llama31_8b", "tiny", mbs=4, overrides={"train.seed": 1})
+    assert not np.array_equal(data.draw(run, 0), data.draw(other, 0))
+
+
+def test_every_mesh_draws_the_same_batch_and_the_iterator_continues():
+    axes = dict(dp=2, fsdp=2, cp=2, tp=2, mbs=2, gbs=16)
+    run = resolve("llama31_8b", "tiny", **axes)
+    batches = data.Synthetic(run, mesh.make_mesh(run.layout))
+    first, second = next(batches), next(batches)
+    assert first.shape == (2, 8, run.train.seq + 1)
+    assert first.addressable_shards[0].data.shape == (2, 2, run.train.seq + 1)
+    one = resolve("llama31_8b", "tiny", mbs=16)
+    for step, batch in enumerate((first, second)):
+        alone = np.asarray(data.draw(one, step)).reshape(first.shape)
+        np.testing.assert_array_equal(batch, alone)
+    again = data.Synthetic(run, mesh.make_mesh(run.layout))
+    again.restore({"next_step": 1})
+    np.testing.assert_array_equal(next(again), second)
+    assert again.state() == {"next_step": 2} == batches.state()

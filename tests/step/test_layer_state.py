@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from maxbench.sharding import mesh
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -22,8 +23,9 @@ def two_steps(overrides, **axes):
     run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", seq=32, layers=2, gbs=8, **axes)
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, state = step.lower().compile(), step.init()
+    batches = data.Synthetic(step.run, step.mesh)
     for _ in range(2):
-        state, out = compiled(state)
+        state, out = compiled(state, next(batches))
     return jax.device_get((state["layer_state"]["layers"]["mlp"], out))
 
 

@@ -43,9 +43,11 @@ def test_bf16_state_is_updated_in_fp32(monkeypatch):
     )
     grads = lambda self, w, i, past: (jax.tree.map(lambda x: x / 2, w), {}, None)
     monkeypatch.setattr(Step, "gradients", grads)
-    rounded = jax.jit(lambda s: optimizer.cast(exact._step(optimizer.cast(s, "fp32"))[0], "bf16"))
+    rounded = jax.jit(
+        lambda s: optimizer.cast(exact._step(optimizer.cast(s, "fp32"), None)[0], "bf16")
+    )
     state = step.init()
     for _ in range(2):
-        expected, state = rounded(state), jax.jit(step._step)(state)[0]
+        expected, state = rounded(state), jax.jit(step._step)(state, None)[0]
         jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert {x.dtype.name for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}

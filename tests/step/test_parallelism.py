@@ -12,6 +12,7 @@ from maxbench.model import layer_stack
 from maxbench.pipeline import zero_overlap
 from maxbench.sharding import mesh as mesh
 from maxbench.sharding import rules
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -157,7 +158,8 @@ def gradients(step: Step, params):
     stacks, canonical = step.stacks, layer_stack.stacks(step.run.model)
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
     params = params | {"layers": layer_stack.permute(params["layers"], stacks, canonical)}
-    grads, out, _ = jax.device_get(jax.jit(step.gradients)(jax.device_put(params, shardings), 3))
+    params, batch = jax.device_put(params, shardings), data.draw(step.run, 3)
+    grads, out, _ = jax.device_get(jax.jit(step.gradients)(params, batch))
     jax.tree.map(
         np.testing.assert_array_equal,
         grads["layers"],
@@ -299,8 +301,9 @@ def test_training_does_not_depend_on_the_mesh():
     def train(**axes):
         step = build("llama", **axes)
         compiled, state, values = step.lower().compile(), step.init(), []
+        batches = data.Synthetic(step.run, step.mesh)
         for _ in range(3):
-            state, out = compiled(state)
+            state, out = compiled(state, next(batches))
             values.append([float(out["loss"]), float(out["grad_norm"])])
         return values
 
