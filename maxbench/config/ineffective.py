@@ -73,7 +73,8 @@ def _microbatch_group_size(run: Run) -> str:
 def _remat_layers(run: Run) -> str:
     if run.layout.pp > 1:
         return f"pp={run.layout.pp} applies train.remat to all layers; it needs pp=1"
-    return ""
+    given, layers = run.config.train.remat_layers, run.model.layers
+    return f"the model has layers={layers}" if given is not None and given > layers else ""
 
 
 def _offload(run: Run) -> str:

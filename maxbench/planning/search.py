@@ -283,7 +283,13 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                     _stop(process)
                     skip(i, run, too_late)
                     continue
-                plans.append(p := plan(run))
+                try:
+                    plans.append(p := plan(run))
+                except UserError as error:
+                    if run == given:
+                        raise
+                    log(f"{name(i, run)}: fails: {error}")
+                    continue
                 known = f"{name(i, run)}: {p.step_s:.3f} s"
                 available = memory.activation_bytes(run) + p.memory.spare
                 if not p.fits:

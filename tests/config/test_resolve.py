@@ -7,13 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.config import recipes
+from maxbench.config import command_line, recipes
 from maxbench.config import resolve as resolving
+from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.precedence import build_config
 from maxbench.config.run import DEGREES, RunConfig
 from maxbench.hardware.gpus import GPU_TYPES
-from tests.conftest import WORKLOADS, config, resolve
+from tests.conftest import CPU, WORKLOADS, config, resolve
 
 ROWS = [(w, row) for w in WORKLOADS for row in recipes.table(config(w).layouts)]
 
@@ -168,3 +169,30 @@ def test_auto_backend_is_transformer_engine_where_it_is_installed(auto_backend_i
         assert auto_backend_is_xla(None, fmt, platform) == backend
     monkeypatch.setattr(resolving.environment, "version", lambda _: "2.17.0")
     assert auto_backend_is_xla(None, FORMATS["bf16"], "gpu") == "xla"
+
+
+def test_runs_of_other_work_have_other_names_and_repeats_have_one():
+    name = lambda overrides=None, **axes: resolve("llama31_8b", "", overrides, **axes).name
+    names = [name(fsdp=8), name(dp=8), name(dp=8, seq=4096), name({"train.remat": "full"}, dp=8)]
+    assert len({*names}) == 4
+    constants = {"train.seed": 7, "train.window": (3, 4), "optim.lr": 1e-5, "output.dir": "x"}
+    assert name(constants, dp=8, steps=99) == name(dp=8)
+    on_cpu = resolve("llama31_8b", dp=8, device=CPU)
+    assert on_cpu.name == name(dp=8)
+    assert on_cpu.train.unrolled != resolve("llama31_8b", dp=8).train.unrolled
+
+
+def test_a_derived_value_follows_the_cluster():
+    """Given, ep_nodes stays; derived, it is derived again for another NVLink domain."""
+    row = dict(gpus=256, gpu_type="h100", dtype="fp8")
+    run = resolve("qwen3_235b_a22b", **row)
+    wide = GPU_TYPES.override("h100", {"nvlink_gpus": 64})
+    nodes = lambda run, hardware: resolving.resolve(run.config, hardware).layout.ep_nodes
+    assert (nodes(run, GPU_TYPES), nodes(run, wide)) == (4, 1)
+    given = resolve("qwen3_235b_a22b", overrides={"layout.ep_nodes": 2}, **row)
+    assert nodes(given, wide) == 2
+
+
+def test_more_remat_layers_than_layers_are_refused():
+    with pytest.raises(UserError, match="remat_layers=1000 has no effect: the model has layers=4"):
+        command_line.run_of(["--config=deepseek_v3:tiny", "--config.train.remat_layers=1000"])

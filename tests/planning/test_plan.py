@@ -37,6 +37,19 @@ def test_best_remat_recomputes_as_few_layers_as_memory_allows(monkeypatch):
     assert not plan(remat.with_remat(run, policy, layers=layers - 5)).fits
 
 
+def test_best_remat_where_nothing_fits_is_the_smallest_stash(monkeypatch):
+    run = run_of("--config llama2_70b --gpus 128")
+
+    def plan(run) -> Plan:
+        sizes = Memory(90 * GIB, 0, 0, memory.activation_bytes(run), 0, capacity=75 * GIB)
+        return Plan(run, None, sizes, None, None, {}, cached=True)
+
+    monkeypatch.setattr(planner, "plan", plan)
+    best = planner.best_remat(run)
+    assert not best.fits
+    assert best.run.train.remat == "full"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,7 +1,6 @@
 """Estimates that select the layouts which --search compiles."""
 
 import csv
-import dataclasses
 import pathlib
 import pickle
 import re
@@ -11,10 +10,12 @@ import types
 
 import pytest
 
-from maxbench.config import command_line
-from maxbench.config.resolve import NoRow
+from maxbench.config import command_line, resolve
+from maxbench.config.errors import UserError
+from maxbench.config.precedence import NoRow
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
+from maxbench.pipeline import layer_order
 from maxbench.pipeline.schedule import schedule_for
 from maxbench.planning import search
 
@@ -53,10 +54,9 @@ def test_the_published_layout_is_among_the_legal_ones(arguments):
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_stash_slots_are_those_of_the_schedule(pp, vp, name):
     axes = f"--pp {pp} --vp {vp} --layers 32 --gbs {2 * 4 * pp} --mbs 2"
-    for group in (0, 1, pp + 2):
+    for group in (None, 1, pp + 2):
         run = run_of(f"llama2_70b.py:tiny {axes} --config.train.schedule={name}")
-        train = dataclasses.replace(run.train, microbatch_group_size=group)
-        run = dataclasses.replace(run, train=train)
+        run = resolve.changed(run, train={"microbatch_group_size": group})
         assert run.layout.microbatches == 4 * pp
         assert memory.stash_slots(run) == schedule_for(run).stash_slots
 
@@ -94,6 +94,42 @@ def test_candidates_differ_and_are_estimated_to_fit():
     assert [search.estimate_step_s(one) for one in found[1:]] == sorted(
         map(search.estimate_step_s, found[1:])
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "gpt_oss_120b.py --gpus 64 --gpu_type gb200 --dtype fp8",  # windows differ in a cycle
+        "deepseek_v3.py --gpus 256 --gpu_type b200 --dtype fp8",
+        "llama31_405b.py --gpus 256 --gpu_type gb200 --dtype nvfp4",
+    ],
+)
+def test_every_candidate_of_a_search_can_be_built(arguments):
+    """With pipelines and cp, the layers of each slot of a stage."""
+    found = search.rank_layouts(run_of(arguments), run_of(arguments).layout.gpus)
+    assert found
+    for run in found:
+        layer_order.placement(run)
+        schedule_for(run)
+
+
+def test_a_search_goes_on_after_a_candidate_that_fails(monkeypatch, capsys):
+    run = run_of("llama31_8b.py --gpus 8")
+    other = resolve.changed(run, layout={"mbs": 1})
+    plan = types.SimpleNamespace(
+        run=run, step_s=1.0, fits=True, memory=types.SimpleNamespace(spare=1)
+    )
+
+    def plan_of(candidate):
+        if candidate == other:
+            raise UserError("no kernel")
+        return plan
+
+    monkeypatch.setattr(search, "plan", plan_of)
+    monkeypatch.setattr(search, "_start", lambda run: None)
+    monkeypatch.setattr(search.compile_cache, "load", lambda run: object())
+    assert search.search([other, run], run) == [plan]
+    assert re.search(r"1/2 .*: fails: no kernel", capsys.readouterr().err)
 
 
 def test_offload_is_of_the_fewest_tensors_that_make_it_fit():

@@ -22,7 +22,8 @@ def train(tmp_path, capsys):
         folder=tmp_path, workload="llama31_8b", overrides=None, **flags
     ) -> tuple[int, str]:
         settings = EXACT | (overrides or {})
-        run = resolve(workload, "tiny", settings, dtype="fp32", output_dir=str(folder), **flags)
+        flags = {"dtype": "fp32", "output_dir": str(folder), **flags}
+        run = resolve(workload, "tiny", settings, **flags)
         code = loop.train(run)
         printed = capsys.readouterr()
         return code, printed.out + printed.err

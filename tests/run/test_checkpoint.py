@@ -10,7 +10,7 @@ import pytest
 from absl import logging
 
 from maxbench.run import checkpoint, restore
-from tests.conftest import resolve
+from tests.conftest import WORKLOADS, config, resolve
 from tests.drills import kills
 from tests.run.conftest import MESH, folder_of, losses, result_of
 
@@ -212,3 +212,28 @@ def test_killed_and_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(tmp_pat
     """Two kills; tests/drills/kills.py makes more."""
     trained, _ = kills.kill_and_resume(tmp_path / "killed", 2, random.Random(0))
     assert trained == kills.uninterrupted(tmp_path / "whole", max(trained.losses) + 1)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_preset_resumes_from_its_own_checkpoint(workload, tmp_path):
+    """Without the arrays: what was written is compared with what the command line resolves."""
+    for preset in ("tiny", "fp8,tiny", "nvfp4,tiny", *config(workload).known):
+        gpu = "b200" if "nvfp4" in preset else "h100"
+        if preset == "rehearse":
+            continue
+        settings = {"precision.bf16_layers": (1, 1)} if "fp" in preset else {}
+        run = resolve(workload, preset, settings, gpu_type=gpu)
+        info = checkpoint.CheckpointInfo(run.config.asdict(), run.asdict(), 1, {}, [], {"x": 1})
+        written = checkpoint.CheckpointInfo.from_json(json.dumps(info.to_json()))
+        restore._check_fits(restore.Checkpoint(tmp_path, written), run)
+        assert restore.config_diff(written, run) == []
+
+
+def test_a_run_with_some_layers_in_bf16_resumes(train, tmp_path):
+    some = {"precision.bf16_layers": (1, 1)}
+    flags = dict(dtype="fp8", layers=4, seq=64, mbs=2)
+    assert train(tmp_path / "a", overrides=some, steps=1, checkpoint=True, **flags)[0] == 0
+    folder = str(folder_of(tmp_path / "a"))
+    code, text = train(tmp_path / "b", overrides=some, steps=2, resume=folder, **flags)
+    assert code == 0, text
+    assert result_of(tmp_path / "b")["steps_done"] == 1

@@ -43,9 +43,8 @@ def test_bf16_state_is_updated_in_fp32(monkeypatch):
     )
     grads = lambda self, w, i, past: (jax.tree.map(lambda x: x / 2, w), {}, None)
     monkeypatch.setattr(Step, "gradients", grads)
-    rounded = jax.jit(
-        lambda s: optimizer.cast(exact._step(optimizer.cast(s, "fp32"), None)[0], "bf16")
-    )
+    alone = lambda state: exact._step(optimizer.cast(state, "fp32"), None)[0]
+    rounded = jax.jit(lambda state: optimizer.cast(alone(state), "bf16"))
     state = step.init()
     for _ in range(2):
         expected, state = rounded(state), jax.jit(step._step)(state, None)[0]
