@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from scipy import optimize
 
 from maxbench.calibration.fit import PLAUSIBLE
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, gpu_files, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo
@@ -83,7 +83,8 @@ def measured_cases() -> list[Case]:
     cases = []
     for row in measured.rows():
         run = command_line.run_of(row.words)
-        gpu_types = run.gpu_types.override(row.gpu_type, {"network_gbps": row.network_gbps})
+        figures = {"network_gbps": row.network_gbps}
+        gpu_types = gpu_files.override(run.gpu_types, row.gpu_type, figures)
         run = dataclasses.replace(run, gpu_types=gpu_types)
         about = (row.work, row.framework, row.software, row.grade, row.use, row.step_s)
         cases.append(Case(run, *about))

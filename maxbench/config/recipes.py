@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
-from maxbench.config.validation import field, parse
+from maxbench.config.validation import field, parse_fields, required
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
@@ -107,25 +107,14 @@ def _parse_sections(sections: Mapping[str, Mapping]) -> dict[str, dict]:
     """Checked sections, each with some of its fields."""
     for name in sections:
         check_choice("section", name, SECTIONS)
-    return {name: _parse(SECTIONS[name], name, fields) for name, fields in sections.items()}
-
-
-def _parse(cls: type, section: str, values: Mapping) -> dict:
-    """Checked values of some fields of a section."""
-    fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
-    for name, value in values.items():
-        check_choice(f"a field of {section}", name, fields)
-        field, path = fields[name], f"{section}.{name}"
-        parsed[name] = parse(path, field.type, value, field.metadata)
-    return parsed
+    return {n: parse_fields(SECTIONS[n], fields, f"{n}.") for n, fields in sections.items()}
 
 
 def _with_defaults(cls: type, section: str, values: Mapping) -> dict:
     """Checked values of all fields of a section."""
-    fields = {f.name: f.default for f in dataclasses.fields(cls)} | _parse(cls, section, values)
-    if missing := [name for name, value in fields.items() if value is dataclasses.MISSING]:
-        raise UserError(f"{section} has no {', '.join(missing)}")
-    return fields
+    parsed = parse_fields(cls, values, f"{section}.")
+    required(cls, parsed, section)
+    return {f.name: f.default for f in dataclasses.fields(cls)} | parsed
 
 
 def table(layouts: str) -> list[dict[str, Any]]:
