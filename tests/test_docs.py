@@ -101,12 +101,3 @@ def test_pictures_are_up_to_date():
     assert json.loads(pictures.DIGESTS.read_text()) == digests
     assert all((pictures.IMAGES / name).stat().st_size < 150e3 for name in digests)
     assert "url(http" not in (pictures.IMAGES / "terminal.svg").read_text()
-
-
-@pytest.mark.parametrize("page", ["how-to/plan_a_purchase.md", "tutorial/laptop_to_report.md"])
-def test_the_plan_on_a_page_is_the_row_of_the_table(page):
-    with (DOCS / "plan.csv").open(newline="") as f:
-        rows = [r for r in csv.DictReader(f) if (r["workload"], r["gpus"]) == ("llama2_70b", "128")]
-    predicted = next(r["step_s"] for r in rows if r["dtype"] == "bf16")
-    shown = (DOCS / page).read_text().partition("Llama 2 70B bf16, 80 layers")[2]
-    assert re.search(r"([\d.]+) s (?:a|per) step", shown)[1] == predicted

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from benchmarks import gpu, gpu_stages
-from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.config import gpu_files
 from tests.conftest import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -47,7 +47,7 @@ def test_stage_passes_at_toy_sizes(name, tmp_path, monkeypatch):
     if name == "calibrate":
         (file,) = tmp_path.glob("*-constants.toml")
         name = file.name.partition("-")[0]
-        efficiency = dataclasses.asdict(GPU_TYPES.read(file)[name].efficiency)
+        efficiency = dataclasses.asdict(gpu_files.read(file)[name].efficiency)
         shown = {k: v for k, v in record.items() if k in efficiency}  # plausible ones alone
         assert shown
         assert shown.items() <= efficiency.items()

@@ -60,6 +60,7 @@ FITTED |= {"hidden": (0.3, 1.0)}
 STEP = 1.07  # factor of a constant for its slope
 PRIOR = 0.05  # weight of a constant's distance from its current value, in widths of its range
 LINEAR_FROM = 0.05  # log error above which the loss is linear
+LARGEST = {0.5: 0.04, 0.9: 0.11}  # share of the programs -> largest error of a left-out prediction
 WITHOUT = {  # parts of the cost model that can be switched off
     "rounds of tiles": {"wave_us": 0.0},
     "latency of the network": {"network_us": 0.0},
@@ -209,6 +210,23 @@ def write(rows: Sequence[Row], log: Callable[[str], None]) -> None:
     log(f"{PATH}: {len(rows)} rows")
 
 
+def problems() -> list[str]:
+    """Reasons not to publish errors.csv: errors above those that the documentation names, rows that
+    are not published, and workloads without an error."""
+    errors = [e for e in error_band.read(PATH.name) if e.left_out == "workload"]
+    sizes, shares = [abs(e.error) for e in errors], [e.weight for e in errors]
+    found = []
+    for share, limit in LARGEST.items():
+        if (size := error_band.quantile(sizes, shares, share)) > limit:
+            found.append(f"quantile {share} of left-out errors is {size:.1%}, above {limit:.0%}")
+    known = {(f"{r.model} {r.size}", r.dtype, r.gpus) for r in published.fitted_rows()}
+    stored = {(e.workload, e.dtype, e.gpus) for e in errors}
+    found += [f"not a published row: {row}" for row in sorted(stored - known)]
+    kinds = lambda rows: {row[:2] for row in rows}
+    found += [f"no error of {work} {dtype}" for work, dtype in sorted(kinds(known) - kinds(stored))]
+    return [f"{PATH}: {text}" for text in found]
+
+
 def step_jitters() -> dict[str, float]:
     """NeMo workload -> Efficiency.step_jitter, from published times alone.
 
@@ -273,7 +291,10 @@ def main() -> None:
     yes = lambda name, text: parser.add_argument(name, action="store_true", help=text)
     yes("--cached", "only rows that were compiled")
     yes("--terms", "also errors without parts of the cost model, and without deltas: minutes")
+    yes("--check", "fits nothing; exits with the problems of the stored errors")
     options = parser.parse_args()
+    if options.check:
+        sys.exit("\n".join(problems()) or 0)
     log = lambda text: print(text, file=sys.stderr, flush=True)
     runs = [(row, run_of(row)) for row in published.fitted_rows()]
     if options.cached:
@@ -299,6 +320,7 @@ def main() -> None:
         one = [r for r in rows if any(r.published is row for row, _ in programs.values())]
         line("the same, one row of each program", one)
         ablations(one, lambda efficiency: simulate(efficiency, programs.values()))
+    sys.exit("\n".join(problems()) or 0)
 
 
 if __name__ == "__main__":

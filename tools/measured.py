@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from scipy import optimize
 
 from maxbench.calibration.fit import PLAUSIBLE
-from maxbench.config import command_line, recipes, resolve
+from maxbench.config import command_line, gpu_files, recipes, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo
@@ -83,7 +83,8 @@ def measured_cases() -> list[Case]:
     cases = []
     for row in measured.rows():
         run = command_line.run_of(row.words)
-        hardware = run.hardware.override(row.gpu_type, {"network_gbps": row.network_gbps})
+        figures = {"network_gbps": row.network_gbps}
+        hardware = gpu_files.override(run.hardware, row.gpu_type, figures)
         run = resolve.resolve(run.config, hardware, run.device)
         about = (row.work, row.framework, row.software, row.grade, row.use, row.step_s)
         cases.append(Case(run, *about))
@@ -234,10 +235,34 @@ def weighted(lines: Sequence[dict]) -> list[dict]:
     return [x | {"weight": f"{weight(x):.3f}"} for x in lines]
 
 
+def problems() -> list[str]:
+    """Reasons not to publish measured_errors.csv: errors of no row of measured.csv, and weights and
+    ways of leaving out that cannot be."""
+    found, works = [], {row.work for row in measured.rows()}
+    errors = [*error_band.read(ERRORS.name)]
+    for e in errors:
+        if (work := f"{e.workload} {e.dtype} {e.gpu_type}") not in works:
+            found.append(f"not a measured row: {work}")
+        if not 0 < e.weight <= 1:
+            found.append(f"{work}: weight {e.weight}")
+        if e.left_out not in error_band.WAYS:
+            found.append(f"{work}: left out by {e.left_out}")
+        if e.gpu_type == "h100" and e.left_out == "gpu_type":
+            found.append(f"{work}: constants were fitted to H100")
+    absent = {*error_band.WAYS} - {e.left_out for e in errors}
+    found += [f"nothing is left out by {way}" for way in sorted(absent)]
+    return [f"{ERRORS}: {text}" for text in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cached", action="store_true", help="only programs in the cache")
+    parser.add_argument(
+        "--check", action="store_true", help="plans nothing; exits with the problems of the errors"
+    )
     options = parser.parse_args()
+    if options.check:
+        sys.exit("\n".join(problems()) or 0)
     cases = [*measured_cases(), *published_cases()]
     if options.cached:
         cases = [case for case in cases if compile_cache.load(case.run)]
@@ -268,6 +293,7 @@ def main() -> None:
     print(f"{len(table)} rows: median {statistics.median(sizes):.1f} %, worst {max(sizes):.1f} %")
     for way, share in error_band.covered(error_band.errors()).items():
         print(f"left out by {way}: {share:.0%} inside the band")
+    sys.exit("\n".join(problems()) or 0)
 
 
 if __name__ == "__main__":

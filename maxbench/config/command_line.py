@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import ineffective, precedence, recipes, resolve, run_flags
+from maxbench.config import gpu_files, ineffective, precedence, recipes, resolve, run_flags
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.run import SECTIONS, Run
@@ -138,12 +138,7 @@ def gpu_types(path: str | None) -> GpuTypes:
     Raises:
       UserError: the file cannot be read, or an entry of it is invalid.
     """
-    try:
-        return GPU_TYPES.read(path) if path else GPU_TYPES
-    except OSError as e:
-        raise UserError(f"hardware={path!r} cannot be read: {e.strerror}") from None
-    except ValueError as e:
-        raise UserError(f"hardware={path!r}: {e}") from None
+    return gpu_files.read(path) if path else GPU_TYPES
 
 
 def writable(flag: str, text: str | None, suffix: str) -> pathlib.Path | None:

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
-from maxbench.config.validation import field, parse_fields, with_defaults
+from maxbench.config.validation import field, parse_fields, required
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
@@ -95,11 +95,11 @@ def workload(
         "presets": tuple(name for name in (presets or "").split(",") if name),
         "known": PRESETS | {n: _parse_sections(fields) for n, fields in (variants or {}).items()},
         "fp8": _parse_sections(fp8 or {}),
-        "launch": with_defaults(Launch, "launch", launch or {}),
+        "launch": _with_defaults(Launch, "launch", launch or {}),
         "published": dict(published or {}),
     }
     for name, cls in SECTIONS.items():
-        config[name] = with_defaults(cls, name, checked.get(name, {}))
+        config[name] = _with_defaults(cls, name, checked.get(name, {}))
     return ConfigDict(config).lock()
 
 
@@ -107,7 +107,14 @@ def _parse_sections(sections: Mapping[str, Mapping]) -> dict[str, dict]:
     """Checked sections, each with some of its fields."""
     for name in sections:
         check_choice("section", name, SECTIONS)
-    return {name: parse_fields(SECTIONS[name], name, fields) for name, fields in sections.items()}
+    return {n: parse_fields(SECTIONS[n], fields, f"{n}.") for n, fields in sections.items()}
+
+
+def _with_defaults(cls: type, section: str, values: Mapping) -> dict:
+    """Checked values of all fields of a section."""
+    parsed = parse_fields(cls, values, f"{section}.")
+    required(cls, parsed, section)
+    return {f.name: f.default for f in dataclasses.fields(cls)} | parsed
 
 
 def table(layouts: str) -> list[dict[str, Any]]:

@@ -67,37 +67,9 @@ def build(cls: type, section: str, values: Mapping[str, Any]) -> Any:
     Raises:
       UserError: a value is invalid, a field is unknown, or a required one is absent.
     """
-    return cls(**with_defaults(cls, section, values))
-
-
-def parse_fields(cls: type, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked values of some fields of a dataclass.
-
-    Args:
-      section: its name in messages, as 'train', or ''.
-
-    Raises:
-      UserError: a value is invalid, or a field is unknown.
-    """
-    fields, parsed = {f.name: f for f in dataclasses.fields(cls)}, {}
-    for name, value in values.items():
-        check_choice(f"a field of {section}", name, fields)
-        field, path = fields[name], f"{section}.{name}" if section else name
-        parsed[name] = parse(path, field.type, value, field.metadata)
-    return parsed
-
-
-def with_defaults(cls: type, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked values of all fields of a dataclass.
-
-    Raises:
-      UserError: as parse_fields(); or a required field is absent.
-    """
-    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-    fields = defaults | parse_fields(cls, section, values)
-    if missing := [name for name, value in fields.items() if value is dataclasses.MISSING]:
-        raise UserError(f"{section} has no {', '.join(missing)}")
-    return fields
+    parsed = parse_fields(cls, values, f"{section}." if section else "")
+    required(cls, parsed, section)
+    return cls(**parsed)
 
 
 def parse(name: str, kind: Any, raw: Any, constraints: Mapping[str, Any]) -> Any:
@@ -130,6 +102,36 @@ def parse(name: str, kind: Any, raw: Any, constraints: Mapping[str, Any]) -> Any
     return value
 
 
+def parse_fields(
+    cls: type, values: Mapping[str, Any], prefix: str = "", kinds: Mapping[Any, Any] | None = None
+) -> dict[str, Any]:
+    """Checked values of some fields of a dataclass.
+
+    Args:
+      prefix: of field names in messages, as 'train.'.
+      kinds: type of a field -> type of its values, and their constraints; of other types, and
+        without it, they are those of the field.
+
+    Raises:
+      UserError: a name is no field, or a value is invalid.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    parsed = {}
+    for name, value in values.items():
+        check_choice(f"a field of {prefix.rstrip('.')}" if prefix else "a field", name, fields)
+        field = fields[name]
+        kind, constraints = (kinds or {}).get(field.type, (field.type, field.metadata))
+        parsed[name] = parse(prefix + name, kind, value, constraints)
+    return parsed
+
+
+def required(cls: type, values: Mapping[str, Any], name: str, hint: str = "") -> None:
+    """Raises UserError if fields of a dataclass have neither a value nor a default."""
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    if missing := [field for field in needed if field not in values]:
+        raise UserError(f"{name} has no {', '.join(missing)}{hint}")
+
+
 def _shown(kind: Any, raw: Any) -> str:
     """An invalid value as a message shows it: short, on one line."""
     text = escape_control(str(raw))
@@ -146,11 +148,13 @@ def _convert(kind: Any, raw: Any) -> Any:
         first, *others = typing.get_args(kind)
         kinds = [first] * len(raw) if others == [...] else [first, *others]
         return tuple(_convert(k, x) for k, x in zip(kinds, raw, strict=True))
+    if typing.get_origin(kind) is Mapping:
+        return types.MappingProxyType({_convert(str, k): _convert(str, raw[k]) for k in raw})
     if hasattr(kind, "_fields"):  # a NamedTuple
-        types = typing.get_type_hints(kind).values()
-        if len(raw) > len(types):
+        hints = typing.get_type_hints(kind).values()
+        if len(raw) > len(hints):
             raise ValueError
-        return kind(*(_convert(t, x) for t, x in zip(types, raw, strict=False)))
+        return kind(*(_convert(t, x) for t, x in zip(hints, raw, strict=False)))
     if kind in (int, float) and isinstance(raw, str):
         raw = kind(raw)
     if kind is float and type(raw) is int:

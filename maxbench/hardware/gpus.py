@@ -1,7 +1,7 @@
 """GPU types as data: peaks, memory and links, and the efficiency that programs reach on them.
 
 GPU_TYPES are the built-in types, from gpus.toml, which gives the source of every figure.
-GpuTypes.read() adds the types of a user's file. Records and mappings are immutable.
+config/gpu_files.py reads the types of a user's file. Records and mappings are immutable.
 
 Units: TFLOP/s are dense (no sparsity), memory sizes are the vendor's (GB, 1e9 bytes), bandwidths
 are GB/s (1e9 bytes per second). NVLink bandwidth counts both directions, network bandwidth one.
@@ -9,13 +9,12 @@ are GB/s (1e9 bytes per second). NVLink bandwidth counts both directions, networ
 
 import copyreg
 import dataclasses
-import difflib
 import math
 import pathlib
 import re
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NewType
 
 from maxbench.hardware.networks import networks
@@ -162,38 +161,9 @@ class GpuTypes(Mapping[str, Gpu]):
     def __hash__(self) -> int:  # equal mappings have equal names
         return hash(frozenset(self._types))
 
-    def read(self, path: str | pathlib.Path) -> "GpuTypes":
-        """These types and those of a file, which replace types of the same name.
-
-        Raises:
-          OSError: the file cannot be read.
-          ValueError: it is not TOML, or an entry is invalid; names the entry and what would work.
-        """
-        with open(path, "rb") as f:
-            tables = tomllib.load(f)
-        gpu_types = self
-        for name, values in tables.items():
-            if not re.fullmatch(r"[a-z][a-z0-9]*", name) or not isinstance(values, dict):
-                raise ValueError(
-                    f"{name!r} must be a table named in small letters and digits, [h100]"
-                )
-            try:
-                gpu_types = gpu_types.replace(name, _gpu(values, gpu_types))
-            except ValueError as e:
-                raise ValueError(f"[{name}] {e}") from None
-        return gpu_types
-
     def replace(self, name: str, gpu: Gpu) -> "GpuTypes":
         """These types with another record under a name, new or known."""
         return GpuTypes({**self, name: gpu})
-
-    def override(self, name: str, values: Mapping[str, Any]) -> "GpuTypes":
-        """These types with other figures of one of them.
-
-        Raises:
-          ValueError: a figure is invalid; says what would work.
-        """
-        return self.replace(name, _gpu({"like": name, **values}, self))
 
     def type_of(self, text: str) -> str:
         """The type in a driver's device name, a path or a line of a log; '' if there is none."""
@@ -205,109 +175,26 @@ class GpuTypes(Mapping[str, Gpu]):
         return match[1] if match else ""
 
 
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return type(value) in (int, float) and low <= value <= high
+PARTS: Mapping[str, Any] = {"chip": Chip, "efficiency": Efficiency}  # tables of a type
 
 
-def _is_rows(value: Any, *cells: type) -> bool:
-    """Whether a value is a list of rows with texts and numbers above 0 as in `cells`."""
-    fits = lambda x, kind: isinstance(x, str) if kind is str else _is_number(x, 1e-9, 1e30)
-    row = lambda xs: isinstance(xs, list) and len(xs) == len(cells) and all(map(fits, xs, cells))
-    return isinstance(value, list) and all(map(row, value))
+def record(values: Mapping[str, Any], known: Mapping[str, Gpu]) -> Gpu:
+    """The record of a table whose values are valid (config/gpu_files.py checks those of a user).
 
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
-
-
-def _is_band(value: list) -> bool:
-    return len(value) == 2 and all(_is_number(x, 1e-3, 1e3) for x in value) and value[0] < value[1]
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
-
-
-# Type of a field -> check of a value, and the words of a message for it.
-_CHECKS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    str: (lambda v: isinstance(v, str) and v, "text"),
-    int: (lambda v: type(v) is int and v >= 1, "a whole number, at least 1"),
-    float: (lambda v: _is_number(v, 1e-9, 1e30), "a number above 0"),
-    PeakFraction: (lambda v: _is_number(v, 1e-9, 1), "a number above 0 and up to 1"),
-    Fraction: (lambda v: _is_number(v, 0, 1), "a number from 0 and up to 1"),
-    OptionalPeak: (lambda v: _is_number(v, 0, 1e30), "a number from 0"),
-    OptionalCount: (lambda v: type(v) is int and v >= 0, "a whole number, at least 0"),
-    Oversubscription: (lambda v: _is_number(v, 1, 1e30), "a number from 1"),
-    Microseconds: (lambda v: _is_number(v, 0, 1e30), "a number from 0"),
-    Products: (
-        lambda v: _is_rows(v, str, str, *[float] * 5),
-        'as ["bf16", "nt", 4096, 4096, 4096, 1, 1.05], row by row',
-    ),
-    Kernels: (
-        lambda v: _is_rows(v, str, float, float),
-        'as ["plain", 65536, 1.5], row by row',
-    ),
-    Band: (
-        lambda v: isinstance(v, list) and (not v or _is_band(v)),
-        "two numbers above 0, the lower first, as [0.95, 1.08]",
-    ),
-    tuple[int, int]: (lambda v: _is_pair(v) and min(v) >= 0, "as [9, 0]"),
-    Mapping[str, str]: (_is_texts, 'a table of texts, { NAME = "value" }'),
-    **dict.fromkeys((Chip, Efficiency), (lambda v: isinstance(v, dict), "a table")),
-}
-
-
-def _gpu(values: Mapping[str, Any], known: Mapping[str, Gpu]) -> Gpu:
-    """The checked record of a table; `like` in it names one of the known types, and `network` one
-    of networks.toml, whose figures the table's own replace."""
-    values = {"chip": {}, "efficiency": {}} | dict(values)
-    if (network := values.pop("network", None)) is not None:
-        if network not in networks():
-            raise ValueError(f"network={network!r} is not one of {', '.join(networks())}")
-        figures = networks()[network].figures
-        if isinstance(values["efficiency"], dict):
-            figures["efficiency"] |= values["efficiency"]
-        values = {**figures, **values, "efficiency": figures["efficiency"]}
-    if (like := values.pop("like", "")) and like not in known:
-        raise ValueError(f"like={like!r} is not one of {', '.join(known)}")
-    gpu = _record(Gpu, values, known.get(like))
-    if gpu.nvlink_gpus % gpu.gpus_per_node:
-        raise ValueError(
-            f"nvlink_gpus={gpu.nvlink_gpus} is not a whole number of nodes of gpus_per_node="
-            f"{gpu.gpus_per_node}"
-        )
-    for field, twin in (("memory_gb", "memory_bytes"), ("memory_gbps", "memory_bytes_per_s")):
-        datasheet, driver = getattr(gpu, field), getattr(gpu.chip, twin)
-        if not 0.9 < driver / (datasheet * 1e9) < 1.1:
-            raise ValueError(
-                f"{field}={datasheet} and chip.{twin}={driver} must agree within 10 %: both are "
-                "the same figure"
-            )
-    return gpu
-
-
-def _record(cls: type, values: Mapping, base: Any, prefix: str = "") -> Any:
-    """A record of class cls: the fields of base, if any, with checked values in their place."""
-    fields = dict(vars(base)) if base else {}
-    kinds: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
-    defaults = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
-    for key, value in values.items():
-        if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(kinds)}"
-            raise ValueError(f"no key {prefix}{key}; {hint}")
-        fits, must = _CHECKS[kinds[key]]
-        if not fits(value):
-            if isinstance(value, list) and kinds[key] in (Products, Kernels):
-                value = next((row for row in value if not fits([row])), value)
-            raise ValueError(f"{prefix}{key}={value!r} must be {must}")
-        if dataclasses.is_dataclass(kinds[key]):
-            fields[key] = _record(kinds[key], value, fields.get(key), f"{key}.")
-        else:
-            fields[key] = _frozen(value)
-    if missing := [key for key in kinds if key not in {*fields, *defaults}]:
-        raise ValueError(f'{prefix}{missing[0]} is missing; give it, or like = "h100"')
-    return cls(**fields)
+    Args:
+      values: of the fields of Gpu; `like` names one of the known types, and `network` one of
+        networks.toml: the table's own values replace theirs, in PARTS key by key.
+    """
+    values = dict(values)
+    base = known.get(values.pop("like", ""))
+    network = values.pop("network", "")
+    figures = networks()[network].figures if network else {}
+    fields = {**(vars(base) if base else {}), **figures, **values}
+    for name, part in PARTS.items():
+        inherited = vars(getattr(base, name)) if base else {}
+        own = {**inherited, **figures.get(name, {}), **values.get(name, {})}
+        fields[name] = part(**{key: _frozen(value) for key, value in own.items()})
+    return Gpu(**{key: _frozen(value) for key, value in fields.items()})
 
 
 def _frozen(value: Any) -> Any:
@@ -317,4 +204,12 @@ def _frozen(value: Any) -> Any:
     return types.MappingProxyType(value) if isinstance(value, dict) else value
 
 
-GPU_TYPES = GpuTypes({}).read(pathlib.Path(__file__).with_name("gpus.toml"))
+def _builtin() -> GpuTypes:
+    gpu_types = GpuTypes({})
+    tables = tomllib.loads(pathlib.Path(__file__).with_name("gpus.toml").read_text())
+    for name, values in tables.items():
+        gpu_types = gpu_types.replace(name, record(values, gpu_types))
+    return gpu_types
+
+
+GPU_TYPES = _builtin()

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxbench.config.errors import UserError, check_choice
-from maxbench.config.validation import build
+from maxbench.config.validation import parse_fields
 from maxbench.launch.variables import (
     MANY,
     REFUSED,
@@ -147,12 +147,7 @@ def _parts(file: str) -> dict[str, Any]:
 
 def _expect(where: str, values: Mapping[str, Any]) -> Expectation:
     """The expectation of a run."""
-    for key in values:
-        check_choice(f"{where}: expect", key, [f.name for f in dataclasses.fields(Expectation)])
-    try:
-        expect = build(Expectation, "", values)
-    except UserError as e:
-        raise UserError(f"{where}: expect.{e}") from None
+    expect = Expectation(**parse_fields(Expectation, values, f"{where}: expect."))
     if expect == Expectation():
         raise UserError(f"{where}: no expectation is set; [expect] published = 0.95 sets one")
     return expect

@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from maxbench.config import command_line, precedence, resolve, validation
+from maxbench.config import command_line, gpu_files, precedence, resolve, validation
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import Run
 from maxbench.cost_model.memory import GIB
@@ -188,8 +188,5 @@ def with_cluster(run: Run, fv: flags.FlagValues) -> Run:
             figures[name] = validation.parse(
                 name, int if kinds[name] is int else float, text, rules
             )
-    try:
-        hardware = run.hardware.override(run.layout.gpu_type, figures)
-    except ValueError as e:
-        raise UserError(str(e)) from None
+    hardware = gpu_files.override(run.hardware, run.layout.gpu_type, figures)
     return resolve.resolve(run.config, hardware, run.device)

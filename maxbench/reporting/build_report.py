@@ -103,7 +103,7 @@ def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
     same_names = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
     values: Mapping[str, Any] = {name: fv[name].value for name in same_names}
     width = 0 if fv.output else console.terminal_width()
-    checked = parse_fields(ReportOptions, "", values)
+    checked = parse_fields(ReportOptions, values)
     return ReportOptions(
         paths=tuple(paths), full_names=bool(fv["full-names"].value), width=width,
         gpu_types=gpu_types, **checked,

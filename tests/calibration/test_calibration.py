@@ -13,6 +13,7 @@ import pytest
 
 from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
 from maxbench.cli import calibrate, entry
+from maxbench.config import gpu_files
 from maxbench.config.errors import UserError
 from maxbench.config.run import AXES
 from maxbench.cost_model.compile_cache import Compiled
@@ -74,7 +75,7 @@ def test_unknown_device_becomes_a_gpu_type(measured, monkeypatch, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(text)
     new = from_device.new_gpu(measured, "cpu", 1, 1 << 30, 2)
-    gpu_types = GPU_TYPES.read(file)
+    gpu_types = gpu_files.read(file)
     read = gpu_types["abacus"]
     assert gpu_types.type_of("cpu") == "abacus"  # as the driver reports it
     assert read.bf16_tflops == pytest.approx(new.bf16_tflops, rel=1e-3)

@@ -1,15 +1,17 @@
 """GPU types of a user's file (--hardware): where they apply, and how bad entries are refused."""
 
 import json
+import pathlib
 
 import pytest
 
-from maxbench.config import command_line, number_formats
+from maxbench.config import command_line, gpu_files, number_formats
 from maxbench.config.errors import UserError
 from maxbench.config.resolve import resolve
 from maxbench.config.run import AXES, RunConfig
 from maxbench.cost_model import aot, compile_cache
 from maxbench.cost_model.costs import Costs
+from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.hardware.networks import networks
 from maxbench.reporting import compare
@@ -80,16 +82,16 @@ def test_report_uses_the_types_of_its_hardware_file(hardware_file):
         total_steps=50, step_s=steps,
     )  # fmt: skip
     assert compare.summarize(record, compare.ReportOptions()).mfu is None
-    options = compare.ReportOptions(gpu_types=GPU_TYPES.read(hardware_file))
+    options = compare.ReportOptions(gpu_types=gpu_files.read(hardware_file))
     summary = compare.summarize(record, options)
     assert summary.mfu["full"] == pytest.approx(summary.tflops["mean"] / 2000)
     assert summary.why == "nothing published for llama31 8b bf16 on h300"
 
 
 def test_gpu_types_are_immutable_and_hashable():
-    slower = GPU_TYPES.override("h100", {"network_gbps": 25})
+    slower = gpu_files.override(GPU_TYPES, "h100", {"network_gbps": 25})
     assert (slower["h100"].network_gbps, GPU_TYPES["h100"].network_gbps) == (25, 50)
-    assert len({GPU_TYPES, slower, slower.override("h100", {"network_gbps": 50})}) == 2
+    assert len({GPU_TYPES, slower, gpu_files.override(slower, "h100", {"network_gbps": 50})}) == 2
     with pytest.raises(TypeError):
         GPU_TYPES["h100"] = slower["h100"]
     with pytest.raises(TypeError):
@@ -102,18 +104,18 @@ def test_network_of_a_file_sets_what_the_table_leaves_open(tmp_path):
         '[h300]\nlike = "h100"\nnetwork = "ib400rails"\nnetwork_gbps = 40\n'
         "[h300.efficiency]\nnetwork_us = 9\n"
     )
-    gpu, rails = GPU_TYPES.read(path)["h300"], networks()["ib400rails"]
+    gpu, rails = gpu_files.read(path)["h300"], networks()["ib400rails"]
     assert (gpu.network_gbps, gpu.efficiency.network_us) == (40, 9)
     assert gpu.efficiency.network == rails.efficiency
     assert (gpu.pod_gpus, gpu.oversubscription) == (rails.pod_gpus, rails.oversubscription)
     assert gpu.efficiency.memory == GPU_TYPES["h100"].efficiency.memory
     for name in networks():  # each is a valid GPU type
-        assert GPU_TYPES.override("a100", {"network": name})["a100"].network_gbps
+        assert gpu_files.override(GPU_TYPES, "a100", {"network": name})["a100"].network_gbps
 
 
 def test_links_between_pods_slow_down_what_crosses_them():
     def seconds(kind, axis, **figures):
-        gpu = GPU_TYPES.override("h100", figures)["h100"]
+        gpu = gpu_files.override(GPU_TYPES, "h100", figures)["h100"]
         costs = Costs(gpu, dict.fromkeys(AXES, 1) | {"dp": 2, "fsdp": 256})
         return costs.collective(kind, costs.axis_link(axis), 1 << 32, 1 << 32)
 
@@ -144,23 +146,41 @@ def test_compile_target_has_the_limits_of_the_chip():
         assert text in h100
 
 
+def test_built_in_types_are_valid():
+    """They are read without checks."""
+    path = pathlib.Path(gpus.__file__).with_name("gpus.toml")
+    assert gpu_files.read(path, gpus.GpuTypes({})) == GPU_TYPES
+
+
 LIKE = '[h300]\nlike = "h100"\n'
 BAD_FILES = {
     "no TOML": ("h300\n= 1", ["mine.toml", "line 1"]),
     "no table": ("h300 = 1", ["'h300' must be a table"]),
     "name": ('["H 300"]', ["'H 300' must be a table named in small letters"]),
     "network": (LIKE + 'network = "ib40"', ["network='ib40' is not one of ib200, ib400"]),
-    "pods": (LIKE + "oversubscription = 0.5", ["oversubscription=0.5 must be a number from 1"]),
+    "pods": (
+        LIKE + "oversubscription = 0.5",
+        ["oversubscription=0.5 must be a finite number, at least 1"],
+    ),
     "band": (LIKE + "band = [1.1, 0.9]", ["band=[1.1, 0.9] must be two numbers above 0"]),
     "like": ('[h300]\nlike = "h10"', ["[h300] like='h10' is not one of h100, h200"]),
-    "key": (LIKE + "memry_gb = 3", ["[h300] no key memry_gb; did you mean memory_gb?"]),
-    "far key": (LIKE + "x = 3", ["no key x; there are bf16_tflops"]),
-    "key of a part": (LIKE + "[h300.chip]\ncore = 3", ["no key chip.core; did you mean cores?"]),
+    "key": (
+        LIKE + "memry_gb = 3",
+        ["[h300] a field='memry_gb' is not one of", "; did you mean 'memory_gb'?"],
+    ),
+    "far key": (LIKE + "x = 3", ["a field='x' is not one of bf16_tflops, "]),
+    "key of a part": (
+        LIKE + "[h300.chip]\ncore = 3",
+        ["a field of chip='core' is not one of name, ", "did you mean 'cores'?"],
+    ),
     "part": (LIKE + "chip = 3", ["chip=3 must be a table"]),
-    "missing": ("[h300]\nbf16_tflops = 3", ["chip.name is missing; give it, or like ="]),
-    "missing figure": ("[h300]\n[h300.chip]", ["chip.name is missing"]),
-    "type": (LIKE + 'bf16_tflops = "3"', ["bf16_tflops='3' must be a number above 0"]),
-    "bool": (LIKE + "bf16_tflops = true", ["bf16_tflops=True must be a number above 0"]),
+    "missing": (
+        "[h300]\nbf16_tflops = 3",
+        ["chip has no name, capability, ", "; add them, or like ="],
+    ),
+    "missing figure": ("[h300]\n[h300.chip]", ["chip has no name, "]),
+    "type": (LIKE + 'bf16_tflops = "fast"', ["bf16_tflops=fast must be a finite number, above 0"]),
+    "bool": (LIKE + "bf16_tflops = true", ["bf16_tflops=True must be a finite number, above 0"]),
     "whole": (LIKE + "gpus_per_node = 8.5", ["gpus_per_node=8.5 must be a whole number"]),
     "text": (LIKE + "recipes = 3", ["recipes=3 must be text"]),
     "texts": (LIKE + "environment = { A = 1 }", ["environment={'A': 1} must be a table of texts"]),
@@ -170,15 +190,18 @@ BAD_FILES = {
         ['[h300] products=[\'bf16\', 1] must be as ["bf16", "nt", 4096, 4096, 4096, 1, 1.05]'],
     ),
     "size": (LIKE + 'kernels = [["plain", 0, 1.0]]', ["kernels=['plain', 0, 1.0] must be as"]),
-    "negative": (LIKE + "network_gbps = -50", ["network_gbps=-50 must be a number above 0"]),
-    "nan": (LIKE + "network_gbps = nan", ["network_gbps=nan must be a number above 0"]),
+    "negative": (
+        LIKE + "network_gbps = -50",
+        ["network_gbps=-50 must be a finite number, above 0"],
+    ),
+    "nan": (LIKE + "network_gbps = nan", ["network_gbps=nan must be a finite number, above 0"]),
     "fraction": (
         LIKE + "[h300.efficiency]\nmemory = 1.2",
-        ["efficiency.memory=1.2", "and up to 1"],
+        ["efficiency.memory=1.2", "at most 1"],
     ),
     "latency": (
         LIKE + "[h300.efficiency]\nhost_sync_us = -1",
-        ["efficiency.host_sync_us=-1", "from 0"],
+        ["efficiency.host_sync_us=-1", "at least 0"],
     ),
     "domain": (LIKE + "nvlink_gpus = 12", ["nvlink_gpus=12 is not a whole number of nodes", "=8"]),
     "memory": (LIKE + "memory_gb = 160", ["memory_gb=160 and chip.memory_bytes=84942979072"]),

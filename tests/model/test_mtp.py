@@ -37,7 +37,6 @@ def plain_loss(m, w, tokens_bt):
     return main + 0.1 * cross_entropy(x, w["mtp"]["head_norm"], tokens_bt[:, 2:])
 
 
-@pytest.mark.exhaustive
 def test_loss_and_gradients_equal_the_published_form():
     overrides = {
         "model.layer_groups": ((1, ((96,),)), (1, ((64, 4),))),

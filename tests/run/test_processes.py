@@ -1,6 +1,7 @@
 """Runs of several processes: the same losses as of one, and a lost process is named."""
 
 import json
+import pathlib
 import random
 import signal
 
@@ -29,21 +30,31 @@ def train_pair(tmp_path, by: str, *flags: str) -> None:
         assert process.exitcode == 0, output.read_text()
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> pathlib.Path:
+    """Folder of a run of two processes, with a checkpoint of step 5."""
+    out = tmp_path_factory.mktemp("pair")
+    train_pair(out, "flags", "--config.output.checkpoint_every=5", "--output_dir", str(out))
+    return folder_of(out)
+
+
+@pytest.mark.xdist_group("reference_run")
+def test_two_processes_train_as_one(reference_run, pair):
+    assert losses(pair) == pytest.approx(losses(reference_run), rel=1e-5)
+    assert len(list(pair.parent.rglob("result.json"))) == 1
+
+
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("reference_run")
-def test_two_processes_train_as_one(reference_run, train, tmp_path):
-    """And resume each other's checkpoints."""
-    every = "--config.output.checkpoint_every=5"
-    train_pair(tmp_path, "flags", every, "--output_dir", str(tmp_path / "two"))
-    two = folder_of(tmp_path / "two")
-    fifth = str(two / "checkpoints/5")
-    train_pair(tmp_path, "environment", "--resume", fifth, "--output_dir", str(tmp_path / "more"))
-    one = losses(reference_run)
-    assert losses(two) == pytest.approx(one, rel=1e-5)
-    assert losses(folder_of(tmp_path / "more")) == {5: losses(two)[5]}
-    assert len(list((tmp_path / "two").rglob("result.json"))) == 1
+def test_one_and_two_processes_resume_from_the_checkpoint_of_two(
+    reference_run, pair, train, tmp_path
+):
+    fifth = str(pair / "checkpoints/5")
+    train_pair(tmp_path, "environment", "--resume", fifth, "--output_dir", str(tmp_path / "two"))
+    assert losses(folder_of(tmp_path / "two")) == {5: losses(pair)[5]}
     code, printed = train(tmp_path / "one", steps=6, resume=fifth, **MESH)
     assert code == 0, printed
+    one = losses(reference_run)
     assert losses(folder_of(tmp_path / "one")) == pytest.approx({5: one[5]}, rel=1e-5)
 
 

@@ -1,8 +1,8 @@
-"""Short runs of tests/drills/fuzz.py and faults.py; the long ones are exhaustive."""
+"""Short runs of tests/drills/fuzz.py; the long ones are exhaustive."""
 
 import pytest
 
-from tests.drills import faults, fuzz
+from tests.drills import fuzz
 
 LONG = pytest.mark.exhaustive
 
@@ -20,12 +20,3 @@ def test_damaged_logs_give_reports(monkeypatch, count):
     codes = {*fuzz.logs(count, seed=0)}
     assert codes <= {0, 1, 2}
     assert count < 200 or codes == {0, 1, 2}
-
-
-def test_fault_points_exist():
-    assert not [f"{of.__name__}.{name}" for of, name in faults.POINTS if not hasattr(of, name)]
-
-
-@LONG
-def test_runs_with_faults_leave_a_complete_result_with_the_reason():
-    assert faults.inject_faults(4, seed=48).total() == 4
