@@ -26,15 +26,15 @@ import jax
 
 from maxbench.calibration import fit, from_device, from_runs, microbenchmarks
 from maxbench.cli import calibrate
-from maxbench.config import recipes, resolve
-from maxbench.config.run import Run
+from maxbench.config import precedence, recipes, resolve
+from maxbench.config.run import Device, Run
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table
 from maxbench.hardware.gpus import Efficiency, Gpu
 from maxbench.planning import planner
 from maxbench.sharding import mesh
 from maxbench.step import data
-from maxbench.step.train_step import Step, on_device
+from maxbench.step.train_step import Step
 
 RUNS = (
     *(("llama31_8b", x) for x in ({}, {"dp": 2}, {"fsdp": 4}, {"tp": 2}, {"cp": 2}, {"gbs": 8})),
@@ -64,7 +64,8 @@ def main() -> None:
     observations = []
     for name, flags in RUNS:
         workload = recipes.load_workload(f"{name}:tiny")
-        run = resolve.build_run(workload, flags={"dtype": "fp32"} | flags)
+        asked = precedence.build_config(workload, flags={"dtype": "fp32"} | flags)
+        run = resolve.resolve(asked, GPU_TYPES, Device("cpu"))
         label = f"{name} {' '.join(f'{k} {v}' for k, v in flags.items())}"
         observations.append(observe(run, label, cpu))
         print(line(observations[-1], efficiency), flush=True)
@@ -103,7 +104,6 @@ def calibrate_cpu() -> tuple[from_device.DeviceFit, Gpu]:
 
 def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
     """A run's measured step, with its prediction. CPU seconds include no waiting."""
-    run = on_device(run, jax.devices()[0])
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, gpu_files, recipes
 from maxbench.config import resolve as resolving
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
@@ -186,7 +186,7 @@ def test_a_derived_value_follows_the_cluster():
     """Given, ep_nodes stays; derived, it is derived again for another NVLink domain."""
     row = dict(gpus=256, gpu_type="h100", dtype="fp8")
     run = resolve("qwen3_235b_a22b", **row)
-    wide = GPU_TYPES.override("h100", {"nvlink_gpus": 64})
+    wide = gpu_files.override(GPU_TYPES, "h100", {"nvlink_gpus": 64})
     nodes = lambda run, hardware: resolving.resolve(run.config, hardware).layout.ep_nodes
     assert (nodes(run, GPU_TYPES), nodes(run, wide)) == (4, 1)
     given = resolve("qwen3_235b_a22b", overrides={"layout.ep_nodes": 2}, **row)
