@@ -105,11 +105,11 @@ def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())
-    frequencies = planner.branch_frequencies(run, program)
+    meaning = planner.meaning_of(run, program)
     degrees = run.layout.mesh_shape
 
     def predict(efficiency):
-        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), frequencies)
+        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), meaning)
         return t.seconds - t.compute["slowest"]
 
     return fit.Observation(name, step_s(compiled, step.init()) / run.layout.gpus, predict)

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbench.config import loop_lengths
 from maxbench.config.model import Model
 from maxbench.model import dispatch_nodes, grouped_matmul, linear, router, token_dispatch
 from maxbench.model.grad_accumulation import layer_state, record
@@ -171,7 +172,7 @@ class Moe(nn.Module):
         m, tp = self.model, collectives.axis_size("tp")
         local = rules.local_size("experts", m.experts)
         ep = m.experts // local
-        mean_rows = len(x_jd) * m.top_k * ep * tp // m.experts
+        mean_rows = loop_lengths.mean_rows(len(x_jd), m.experts, m.top_k, ep * tp)
         over_tp = lambda x: collectives.all_gather(x, "tp", 0)
         first, pairs = collectives.axis_index("ep") * local, None
         first_of_node = dispatch_nodes.first_expert(m.experts)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxbench import quantization
-from maxbench.config import lowering, number_formats
+from maxbench.config import loop_lengths, lowering, number_formats
 from maxbench.config.run import AXES, DTYPES, Run
 from maxbench.model import attention, grad_accumulation, layer_stack, transformer
 from maxbench.pipeline import layer_order
@@ -402,7 +402,7 @@ class Step:
             return grads, jax.tree.map(jnp.add, sums, out)
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(accumulate, zeros, 0)[1])
-        with jax.named_scope(f"about_{count}_trips"):  # cost_model/hlo.py reads it
+        with jax.named_scope(loop_lengths.MICROBATCHES):
             return jax.lax.fori_loop(0, count + jnp.minimum(step, 0), add, (zeros, sums))
 
 
