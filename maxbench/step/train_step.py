@@ -28,7 +28,7 @@ from maxbench.pipeline.gradients import gradients
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import transformer_engine
 from maxbench.sharding import collectives, ordering
-from maxbench.sharding.rules import RULES, gather_master, reduce_grad, shard_weight
+from maxbench.sharding.rules import RULES, gather_master, global_norm, reduce_grad, shard_weight
 from maxbench.step import data, optimizer, state, xla_options
 
 
@@ -199,15 +199,13 @@ class Step:
         grads, opt, params = (
             optimizer.cast(x, "fp32") for x in (grads, before["opt"], before["params"])
         )
-        out["grad_norm"] = optax.tree.norm(grads)
         out["lr"] = optimizer.learning_rate(self.run)(before["step"])
-        updates, opt = self.tx.update(grads, opt, params)
+        updates, opt = self.tx.update(grads, opt, params, norm=out["grad_norm"])
         params = optimizer.cast(optax.apply_updates(params, updates), p.weights)
         opt = optimizer.cast(opt, p.moments)
         after = {"step": before["step"] + 1, "params": params, "opt": opt}
         if layer_state:
             after[state.KEY] = state.update(self.run, layer_state, statistics)
-            out |= state.metrics(statistics)
         return after, out
 
     def gradients(self, params: Any, step: Any, layer_state: Any = None) -> Any:
@@ -219,8 +217,9 @@ class Step:
           layer_state: non-trainable state of layers (step/state.py), or None.
 
         Returns:
-          Gradients, sharded as the master weights; {'loss', 'aux'}, fp32 scalars; the statistics
-          of this step, a tree like layer_state, or None.
+          Gradients, sharded as the master weights; {'loss', 'aux', 'grad_norm'} and the metrics of
+          layers' state, fp32 scalars; the statistics of this step, a tree like layer_state, or
+          None.
         """
         masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
         by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
@@ -250,7 +249,8 @@ class Step:
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
-        return grads, out, statistics
+        out["grad_norm"] = global_norm(self.shardings, grads)
+        return grads, out | state.metrics(statistics), statistics
 
     def _statistics(self, layer_state, sums, amaxes):
         """Statistics for state.update(), from gradient accumulators and amaxes of weights."""

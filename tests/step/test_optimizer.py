@@ -29,7 +29,9 @@ def test_norms_decay_if_the_recipe_decays_them(family, decays):
     run = resolve(family, overrides={"optim.warmup": 0.0})
     weights = {"w": jnp.ones(2), "norm": {"scale": jnp.ones(2)}}
     tx = optimizer.transform(run)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
+    updates, _ = tx.update(
+        jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights, norm=jnp.zeros(())
+    )
     rate = run.optim.lr * run.optim.weight_decay
     np.testing.assert_allclose(updates["w"], -rate, rtol=1e-6)
     np.testing.assert_allclose(updates["norm"]["scale"], -rate * decays, rtol=1e-6)
@@ -41,7 +43,11 @@ def test_bf16_state_is_updated_in_fp32(monkeypatch):
         Step(run, mesh.make_mesh(run.layout))
         for run in (resolve("nemotron4_340b", presets) for presets in ("tiny,bf16_state", "tiny"))
     )
-    grads = lambda self, w, i, past: (jax.tree.map(lambda x: x / 2, w), {}, None)
+    grads = lambda self, w, i, past: (
+        jax.tree.map(lambda x: x / 2, w),
+        {"grad_norm": jnp.full((), 3.0)},  # above the limit
+        None,
+    )
     monkeypatch.setattr(Step, "gradients", grads)
     rounded = jax.jit(lambda s: optimizer.cast(exact._step(optimizer.cast(s, "fp32"))[0], "bf16"))
     state = step.init()
