@@ -175,7 +175,7 @@ def global_norm(shardings: Any, grads: Any) -> jax.Array:
         copies = math.prod(map(axis_size, sharding.psum_axes))
         return jnp.sum(jnp.square(g.astype(jnp.float32))) / copies
 
-    total = sum(jax.tree.leaves(jax.tree.map(squares, shardings, grads)))
+    total: Any = sum(jax.tree.leaves(jax.tree.map(squares, shardings, grads)))
     return jnp.sqrt(psum(total, *AXES))
 
 
