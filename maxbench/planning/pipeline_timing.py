@@ -106,7 +106,15 @@ def branch_frequencies(
 
 
 def event_orders(program: hlo.Program, slack: Seconds = NO_SLACK) -> dict[str, float]:
-    """Orders of EVENTS in steady-state ticks -> the smallest slack of y's arrival there, in s."""
+    """The orders that the program's steady-state ticks have their EVENTS in, as strings like ORDER.
+
+    Args:
+      slack: Timeline.slack_s of the program.
+
+    Returns:
+      Order -> seconds by which y may arrive later without delaying a tick of this order; the least
+      over these ticks.
+    """
     found: dict[str, float] = {}
     for where in program.computations.values():
         events = [(letter, op) for op in where.ops for letter in _events(op)]
