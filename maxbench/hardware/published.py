@@ -155,7 +155,7 @@ def compare(
     same = [r for r in rows() if (r.model, r.size, r.dtype, r.gpu_type) == key]
     same = [r for r in same if release in ("", r.release)]
     if not same:
-        of_release = f" in {release}" * bool(release)
+        of_release = f" in {release}" if release else ""
         nothing = f"nothing published for {model} {size} {dtype} on {gpu_type}{of_release}"
         return Comparison(None, [nothing])
 

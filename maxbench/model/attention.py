@@ -63,9 +63,10 @@ def select_kernel(run: Run, device: Any) -> str:
     error = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
     if kind != "xla" and not error:
         return kind
+    softcap = f", softcap {m.softcap}" if m.softcap else ""
     reason = (
         f"cuDNN has no attention for {device.device_kind}, {dtype}, heads of {m.head_dim} with "
-        f"values of {m.value_width}" + f", softcap {m.softcap}" * bool(m.softcap) + error
+        f"values of {m.value_width}{softcap}{error}"
     )
     if requested != "auto":
         raise UserError(f"train.attention={requested!r}: {reason}; use train.attention=xla")

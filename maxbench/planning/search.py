@@ -296,7 +296,7 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                         known += f"; next with {less[0].train.remat}"
                         waiting.appendleft((i, less[0]))
                 best = _fastest(plans)
-                log(known + f"; fastest so far {best:.3f} s" * (best < math.inf))
+                log(f"{known}; fastest so far {best:.3f} s" if best < math.inf else known)
             time.sleep(POLL_S if running else 0)
     finally:
         for _, _, process in running:

@@ -75,7 +75,8 @@ def _recipe(
         return None
     mismatch = lambda x: (x[1].layout.gpus != gpus, x[1].layout.gbs != gbs)
     strong, run = min(candidates, key=mismatch)
-    name = f"{path.stem}, {run.layout.gpus} {gpu_type}, {dtype}" + ", strong scaling" * strong
+    name = f"{path.stem}, {run.layout.gpus} {gpu_type}, {dtype}"
+    name += ", strong scaling" if strong else ""
     return name, dict(difference.leaves({"config": json.loads(json.dumps(run.asdict()))}))
 
 
@@ -116,7 +117,7 @@ def hosts(r: RunRecord) -> tuple[dict[str, str], str]:
     listed = {}
     for speed, name, step_s in by_speed[:HOSTS]:
         step = f", {step_s:.3f} s a step" if step_s else ""
-        listed[name + " (slow)" * (name in slow)] = f"{speed:,.0f}{step}"
+        listed[f"{name} (slow)" if name in slow else name] = f"{speed:,.0f}{step}"
     rest = [speed for speed, _, _ in by_speed[HOSTS:]]
     return listed, f"{len(rest)} more, median {statistics.median(rest):,.0f}" if rest else ""
 
