@@ -19,6 +19,8 @@ LEAST = 5e-4  # of the step, that a row of the other tables has
 # Frames of generic code: an op is explained by the frame that calls it.
 GENERIC_FILES = (
     "model/linear.py",
+    "model/gemms.py",
+    "model/comm_order.py",
     "model/grad_accumulation.py",
     "pipeline/buffers.py",
     "sharding/",

@@ -110,8 +110,8 @@ def index_token(tree: Any) -> jax.Array:
 
 @jax.custom_vjp
 def grad_after_wgrads(x: jax.Array) -> Any:
-    """x, and tokens [3] for GEMMs (linear.CommOrder.wait_for): the gradient of x waits for their
-    wgrads.
+    """x, and tokens [3] for GEMMs (CommOrder.wait_for of model/comm_order.py): the gradient of x
+    waits for their wgrads.
 
     XLA would delay the wgrads, and with them the release of their operands.
     """

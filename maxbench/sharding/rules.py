@@ -17,12 +17,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES
-from maxbench.sharding.collectives import axis_size, psum
+from maxbench.sharding.collectives import axis_size
 
 BLOCK = max(f.multiple for f in FORMATS.values())  # preferred multiple of a shard's dim
 
@@ -163,20 +162,6 @@ def reduce_grad(sharding: WeightSharding, g: jax.Array) -> jax.Array:
         if axes:
             g = jax.lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(g, sharding.psum_axes) if sharding.psum_axes else g
-
-
-def global_norm(shardings: Any, grads: Any) -> jax.Array:
-    """Norm of the gradients of all weights, from each GPU's shards of their sum; inside shard_map.
-
-    One all-reduce: a shard that several GPUs have counts as a part on each of them.
-    """
-
-    def squares(sharding, g):
-        copies = math.prod(map(axis_size, sharding.psum_axes))
-        return jnp.sum(jnp.square(g.astype(jnp.float32))) / copies
-
-    total: Any = sum(jax.tree.leaves(jax.tree.map(squares, shardings, grads)))
-    return jnp.sqrt(psum(total, *AXES))
 
 
 def local_size(name: str, size: int) -> int:

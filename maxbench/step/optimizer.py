@@ -1,5 +1,6 @@
 """AdamW and its learning rate schedule."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxbench.config.run import DTYPES, Run
+from maxbench.config.run import AXES, DTYPES, Run
+from maxbench.sharding import collectives
 
 
 def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
@@ -27,6 +29,20 @@ def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
         return jnp.where(step < warmup, rising, falling)
 
     return rate
+
+
+def global_norm(shardings: Any, grads: Any) -> jax.Array:
+    """Norm of the gradients of all weights, from each GPU's shards of their sum; inside shard_map.
+
+    One all-reduce: a shard that several GPUs have counts as a part on each of them.
+    """
+
+    def squares(sharding, g):
+        copies = math.prod(map(collectives.axis_size, sharding.psum_axes))
+        return jnp.sum(jnp.square(g.astype(jnp.float32))) / copies
+
+    total: Any = sum(jax.tree.leaves(jax.tree.map(squares, shardings, grads)))
+    return jnp.sqrt(collectives.psum(total, *AXES))
 
 
 def clip(limit: float) -> optax.GradientTransformationExtraArgs:

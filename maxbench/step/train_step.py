@@ -28,7 +28,7 @@ from maxbench.pipeline.gradients import gradients
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import transformer_engine
 from maxbench.sharding import collectives, ordering
-from maxbench.sharding.rules import RULES, gather_master, global_norm, reduce_grad, shard_weight
+from maxbench.sharding.rules import RULES, gather_master, reduce_grad, shard_weight
 from maxbench.step import data, optimizer, state, xla_options
 
 
@@ -249,7 +249,7 @@ class Step:
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
-        out["grad_norm"] = global_norm(self.shardings, grads)
+        out["grad_norm"] = optimizer.global_norm(self.shardings, grads)
         return grads, out | state.metrics(statistics), statistics
 
     def _statistics(self, layer_state, sums, amaxes):

@@ -4,13 +4,8 @@ import dataclasses
 import itertools
 import math
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 from maxbench.config.run import AXES, Layout
 from maxbench.sharding import mesh, rules
@@ -56,25 +51,3 @@ def test_a_mesh_over_several_nodes_keeps_their_order():
     assert dict(made.shape)["tp"] == 8
     assert [d.id for d in made.devices.flat] == list(range(16))
     assert all(len({d.slice_index for d in row}) == 1 for row in made.devices.reshape(2, 8))
-
-
-def test_the_global_norm_counts_each_weight_once():
-    """Of weights split over some axes and replicated over others, on dp 3 x tp 2."""
-    layout = Layout(dp=3, tp=2)
-    sizes = layout.mesh_shape
-    weights = {
-        "norm": (("embed_replicated",), (7,)),
-        "up": (("embed", "mlp"), (6, 4)),
-        "odd": (("embed", "mlp"), (7, 4)),  # which dp 3 does not divide
-    }
-    shardings = {n: rules.shard_weight(*w, sizes) for n, w in weights.items()}
-    assert [s.psum_axes for s in shardings.values()] == [("dp", "tp"), (), ("dp",)]
-    grads = {n: jnp.arange(1.0, 1 + np.prod(s)).reshape(s) for n, (_, s) in weights.items()}
-    norm = jax.shard_map(
-        lambda grads: rules.global_norm(shardings, grads),
-        mesh=mesh.make_mesh(layout),
-        in_specs=({n: s.master_spec for n, s in shardings.items()},),
-        out_specs=P(),
-        check_vma=False,
-    )
-    np.testing.assert_allclose(jax.jit(norm)(grads), optax.tree.norm(grads), rtol=1e-6)

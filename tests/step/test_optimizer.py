@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from maxbench.sharding import mesh
+from maxbench.config.run import Layout
+from maxbench.sharding import mesh, rules
 from maxbench.step import optimizer
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
@@ -55,3 +58,25 @@ def test_bf16_state_is_updated_in_fp32(monkeypatch):
         expected, state = rounded(state), jax.jit(step._step)(state)[0]
         jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert {x.dtype.name for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}
+
+
+def test_the_global_norm_counts_each_weight_once():
+    """Of weights split over some axes and replicated over others, on dp 3 x tp 2."""
+    layout = Layout(dp=3, tp=2)
+    sizes = layout.mesh_shape
+    weights = {
+        "norm": (("embed_replicated",), (7,)),
+        "up": (("embed", "mlp"), (6, 4)),
+        "odd": (("embed", "mlp"), (7, 4)),  # which dp 3 does not divide
+    }
+    shardings = {n: rules.shard_weight(*w, sizes) for n, w in weights.items()}
+    assert [s.psum_axes for s in shardings.values()] == [("dp", "tp"), (), ("dp",)]
+    grads = {n: jnp.arange(1.0, 1 + np.prod(s)).reshape(s) for n, (_, s) in weights.items()}
+    norm = jax.shard_map(
+        lambda grads: optimizer.global_norm(shardings, grads),
+        mesh=mesh.make_mesh(layout),
+        in_specs=({n: s.master_spec for n, s in shardings.items()},),
+        out_specs=P(),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(norm)(grads), optax.tree.norm(grads), rtol=1e-6)
