@@ -30,7 +30,7 @@ from maxbench.config import precedence, recipes, resolve
 from maxbench.config.run import Device, Run
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs, Table
-from maxbench.hardware.gpus import Efficiency, Gpu
+from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu
 from maxbench.planning import planner
 from maxbench.sharding import mesh
 from maxbench.step import data
@@ -107,11 +107,11 @@ def observe(run: Run, name: str, cpu: Gpu) -> fit.Observation:
     step = Step(run, mesh.make_mesh(run.layout))
     compiled, _, _ = step.compile()
     program = hlo.parse(compiled.as_text())
-    frequencies = planner.branch_frequencies(run, program)
+    meaning = planner.meaning_of(run, program)
     degrees = run.layout.mesh_shape
 
     def predict(efficiency):
-        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), frequencies)
+        t = simulate.simulate(program, Costs(cpu, degrees, efficiency), meaning)
         return t.seconds - t.compute["slowest"]
 
     seconds = step_s(compiled, step.init(), data.Synthetic(run, step.mesh))

@@ -201,10 +201,9 @@ def write(rows: Sequence[Row], log: Callable[[str], None]) -> None:
         writer.writerow([*error_band.Error._fields, *FITTED])
         for r, weight, constants in zip(rows, weights(rows), fitted, strict=True):
             p, error = r.published, r.error(constants)
-            framework = "nemo" if "nemo" in p.source else "maxtext"
-            columns = [r.workload, p.dtype, p.gpu_type, framework, p.gpus, r.parallelism]
+            columns = [r.workload, p.dtype, p.gpu_type, p.framework, p.gpus, r.parallelism]
             # MaxText published one workload: without it nothing is fitted to MaxText.
-            for way in ("workload", "framework")[: 2 if framework == "maxtext" else 1]:
+            for way in ("workload", "framework")[: 2 if p.framework == "maxtext" else 1]:
                 values = [*columns, way, f"{weight:.3f}", f"{error:.4f}"]
                 writer.writerow([*values, *(f"{c:.4f}" for c in constants)])
     log(f"{PATH}: {len(rows)} rows")
@@ -233,7 +232,7 @@ def step_jitters() -> dict[str, float]:
     FP8 steps grow more than BF16 steps from the fewest to the most GPUs of the whole model. The
     difference is attributed to amax synchronization.
     """
-    rows = [r for r in published.fitted_rows() if "nemo" in r.source]
+    rows = [r for r in published.fitted_rows() if r.framework == "nemo"]
     jitters = {}
     for name in dict.fromkeys((r.model, r.size) for r in rows):
         of_workload = [r for r in rows if (r.model, r.size) == name]

@@ -37,8 +37,7 @@ def main():
     run = command_line.run_of(sys.argv[1:])
     compiled, _ = planner.compile_program(run)
     program = hlo.parse(compiled.text)
-    frequencies = planner.branch_frequencies(run, program)
-    counter = ByteCounter(program, planner.costs_of(run), frequencies)
+    counter = ByteCounter(program, planner.costs_of(run), planner.meaning_of(run, program))
     counter.run(program.entry, 0.0, 1)
     m, a = run.model, run.layout
     tokens, layers = a.mbs * run.train.seq / (a.cp * a.tp), m.layers / a.pp

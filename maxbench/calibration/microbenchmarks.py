@@ -220,7 +220,8 @@ def _gemms(sizes: Sizes) -> Iterator[Measurement]:
     every = itertools.product(("mk", "km"), ("kn", "nk"))
     layouts = [layout for layout in every if layout != ("km", "nk")]
     for (m, n, k, batch), (lhs, rhs), dtype in itertools.product(sizes.gemms, layouts, dtypes):
-        layout, b = ("t" if lhs == "km" else "n") + ("t" if rhs == "nk" else "n"), "b" * (batch > 1)
+        layout = ("t" if lhs == "km" else "n") + ("t" if rhs == "nk" else "n")
+        b = "b" if batch > 1 else ""
         if dtype == "f8e4m3fn" and (layout != "nt" or b):  # the only layout of FP8 GEMMs
             continue
         dims = {"b": batch, "m": m, "n": n, "k": k}

@@ -144,7 +144,7 @@ def _dispatch_factor(run: Run) -> str:
         return _experts(run) or (
             "only dropless experts have it: model.capacity_factor=0 without force_balance"
         )
-    return _experts(run) or "ep=1 sends no token" * (run.layout.ep == 1)
+    return _experts(run) or ("ep=1 sends no token" if run.layout.ep == 1 else "")
 
 
 def _ep_nodes(run: Run) -> str:
@@ -156,7 +156,8 @@ def _ep_nodes(run: Run) -> str:
 
 
 def _router_groups_top(run: Run) -> str:
-    return _experts(run) or "model.router_groups=1 is one group" * (run.model.router_groups == 1)
+    one_group = run.model.router_groups == 1
+    return _experts(run) or ("model.router_groups=1 is one group" if one_group else "")
 
 
 def _mtp_loss(run: Run) -> str:
@@ -168,13 +169,13 @@ def _rope(run: Run) -> str:
 
 
 def _llama3_rope(run: Run) -> str:
-    yarn = run.model.rope_scaling == "yarn"
-    return _rope(run) or "model.rope_scaling=yarn has rope_beta_slow and rope_beta_fast" * yarn
+    yarn = "model.rope_scaling=yarn has rope_beta_slow and rope_beta_fast"
+    return _rope(run) or (yarn if run.model.rope_scaling == "yarn" else "")
 
 
 def _yarn_rope(run: Run) -> str:
-    llama3 = run.model.rope_scaling == "llama3"
-    return _rope(run) or "it is YaRN's; use --config.model.rope_scaling=yarn" * llama3
+    llama3 = "it is YaRN's; use --config.model.rope_scaling=yarn"
+    return _rope(run) or (llama3 if run.model.rope_scaling == "llama3" else "")
 
 
 def _combine(run: Run) -> str:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from maxbench.config.activations import GATED
 from maxbench.config.errors import UserError, divisors
 from maxbench.config.validation import field, parse, validate
 
@@ -70,8 +71,7 @@ class Model:
     layer_groups: tuple[LayerGroup, ...] = field((), check=LAYER_GROUPS)
     window: int = field(0, at_least=0)  # tokens that a query attends to, itself included; 0 = all
     quantized: bool = True  # as LayerKind.quantized
-    # swiglu_clamped, of gpt-oss: (up + 1) x gate x sigmoid(1.702 gate), gate <= 7, -7 <= up <= 7
-    act: str = field("swiglu", options=("swiglu", "geglu", "relu2", "swiglu_clamped"))
+    act: str = field("swiglu", options=GATED)
     mlp_bias: bool = False  # biases of the MLP's or the experts' projections
     # layernorm1p: its weight is stored minus one
     norm: str = field("rmsnorm", options=("rmsnorm", "layernorm1p"))
@@ -159,7 +159,7 @@ class Model:
     @property
     def mlp_inputs(self) -> int:
         """Up-projections of the MLP: 2 if gated."""
-        return 1 if self.act == "relu2" else 2
+        return 2 if GATED[self.act] else 1
 
     @property
     def rope_dims(self) -> int:

@@ -172,7 +172,7 @@ def load_workload(text: str) -> ConfigDict:
             f"config={name!r} is no workload and no file; closest first, there are "
             f"{closest_first}; or give the path of a file of your own"
         )
-    return load(path, *[presets] * bool(has_presets))
+    return load(path, presets) if has_presets else load(path)
 
 
 @functools.cache

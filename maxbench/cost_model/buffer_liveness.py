@@ -12,9 +12,9 @@ import re
 
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs
+from maxbench.cost_model.meaning import UNKNOWN, Meaning
 
 ALIASES = {"bitcast", "opt-barrier", "add-dependency", "after-all", "domain"}  # of their operand
-STATE = {"params": "weights", "opt": "optimizer"}  # argument of the step -> buffer name
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,15 +68,11 @@ class Liveness:
         return at, dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def liveness(
-    program: hlo.Program,
-    costs: Costs,
-    frequencies: simulate.BranchFrequencies = simulate.NO_BRANCHES,
-) -> Liveness:
-    """Traces the buffers of a program's entry; `frequencies` as in simulate.simulate()."""
-    entry, walk = program.entry, _Walk(program, costs, frequencies)
-    parameters = _parameters(entry)
-    state = [walk.new(STATE.get(_state_part(op), "other"), op.shape.bytes) for op in parameters]
+def liveness(program: hlo.Program, costs: Costs, meaning: Meaning = UNKNOWN) -> Liveness:
+    """Traces the buffers of a program's entry, whose parameters Meaning.arguments names."""
+    entry, walk = program.entry, _Walk(program, costs, meaning)
+    names = ((_argument(op, meaning), op) for op in _parameters(entry))
+    state = [walk.new(name, op.shape.bytes) for name, op in names]
     # The state is donated, so results are written to its buffers.
     walk.run(entry, state, 1, _bound(program, entry, state))
     for buffer in state:
@@ -91,17 +87,17 @@ def _parameters(where: hlo.Computation) -> list[hlo.Op]:
     return sorted(parameters, key=lambda op: int(op.literal))
 
 
-def _state_part(op: hlo.Op) -> str:
-    """Part of the step's state of a parameter: "state['params']['embed']" -> 'params'."""
-    found = re.match(r"state\W+(\w+)", op.op_name)
-    return found[1] if found else ""
+def _argument(parameter: hlo.Op, meaning: Meaning) -> str:
+    """Name of the memory of a parameter of the program."""
+    found = (name for at, name in meaning.arguments.items() if at.search(parameter.op_name))
+    return next(found, "other")
 
 
 class _Walk:
     """Buffers and program steps so far, and the buffers of each op in the current computation."""
 
-    def __init__(self, program: hlo.Program, costs: Costs, frequencies: simulate.BranchFrequencies):
-        self.program, self.costs, self.frequencies = program, costs, frequencies
+    def __init__(self, program: hlo.Program, costs: Costs, meaning: Meaning):
+        self.program, self.costs, self.meaning = program, costs, meaning
         self.buffers: list[Buffer] = []
         self.seconds = [0.0]
         self.no_buffer = Buffer("constants", 0, 0, 0)
@@ -150,12 +146,12 @@ class _Walk:
 
     def _results(self, where, op, operands, times, bound) -> list[Buffer]:
         """The buffers of an op's results."""
-        program, frequency = self.program, self.frequencies.get(simulate.branch_name(op))
+        program, frequency = self.program, self.meaning.frequencies.get(op.scope)
         times *= frequency[0] if frequency else 1
         if op.opcode == "while":
             body = program.called(op, "body")
             if frequency is None or program.counts(op):
-                times *= program.trips(where, op)
+                times *= self.meaning.trips(program, where, op) or 1
             self.run(body, operands[0], times, _bound(program, body, operands[0]))
             return operands[0]
         if op.opcode == "conditional":
@@ -180,7 +176,7 @@ class _Walk:
             if buffer is None and i in reused:
                 buffer = operands[reused[i]][0]
             buffer = buffer or self.new("", 0 if shape.host else shape.bytes)
-            buffer.name = buffer.name or simulate.module_of(op.op_name).strip()
+            buffer.name = buffer.name or self.meaning.label(op.op_name).strip()
             if not buffer.name and i in reused:  # named after the values written to it
                 names = (b.name for b in sources if b.bytes and b is not buffer and b.name)
                 buffer.name = next(names, "")

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from maxbench.config.number_formats import FORMATS
-from maxbench.config.run import AXES
 from maxbench.cost_model import hlo
 from maxbench.hardware.gpus import Efficiency, Gpu
 
@@ -79,14 +78,14 @@ class Costs:
 
     Args:
       gpu: the GPU type.
-      degrees: mesh axis -> GPUs along it, for all of config.AXES.
+      degrees: mesh axis -> GPUs along it, the slowest axis first.
       efficiency: replaces the GPU type's own constants.
     """
 
     def __init__(self, gpu: Gpu, degrees: dict[str, int], efficiency: Efficiency | None = None):
         self.gpu = gpu
         self.chip, self.efficiency = gpu.chip, efficiency or gpu.efficiency
-        self.degrees = [degrees[axis] for axis in AXES]
+        self.axes, self.degrees = [*degrees], [*degrees.values()]
         self.gpus = math.prod(self.degrees)
         self.domain = self.gpu.nvlink_domain(self.gpus)
         self.products = Table(self.gpu.products)
@@ -149,7 +148,7 @@ class Costs:
         along the mesh in row-major order."""
         group = groups[0] if groups.size else np.arange(self.gpus)
         at = np.array(np.unravel_index(group, self.degrees))
-        axes = [axis for axis, row in zip(AXES, at, strict=True) if len(set(row.tolist())) > 1]
+        axes = [axis for axis, row in zip(self.axes, at, strict=True) if len(set(row.tolist())) > 1]
         domains, inside = np.unique(group // self.domain, return_counts=True)
         pods = len(np.unique(group // self.gpu.pod_gpus)) if self.gpu.pod_gpus else 1
         return Link("+".join(axes), len(group), len(domains), int(inside.min()), pods)
@@ -157,7 +156,7 @@ class Costs:
     def axis_link(self, *axes: str) -> Link:
         """The link of the devices along mesh axes."""
         ids = np.arange(self.gpus).reshape(self.degrees)
-        along = tuple(slice(None) if a in axes else 0 for a in AXES)
+        along = tuple(slice(None) if a in axes else 0 for a in self.axes)
         return self.link_of(ids[along].reshape(1, -1))
 
     def permute_link(self, pairs: np.ndarray) -> Link:

@@ -85,6 +85,11 @@ class Op:
         """JAX's name stack of the op: transforms, scopes and primitive."""
         return self.attr("op_name")
 
+    @property
+    def scope(self) -> str:
+        """Scope directly around a conditional or loop: 'loss' of one named '.../loss/cond'."""
+        return re.sub("/(cond|while)$", "", self.op_name).rpartition("/")[2]
+
     @functools.cached_property
     def target(self) -> str:
         """Library routine of a custom call, '__cublas$lt$matmul'."""
@@ -192,7 +197,7 @@ class Computation:
 
 
 class Frame(NamedTuple):
-    """A stack frame: 'model/layers.py', 'Attention.__call__', 243."""
+    """A stack frame: '/home/me/model/layers.py', 'Attention.__call__', 243."""
 
     file: str
     function: str
@@ -238,11 +243,9 @@ class Program:
         """Trip count of a while loop.
 
         Raises:
-          ValueError: it depends on data.
+          ValueError: it depends on data, or is computed in a way that is not understood.
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attrs):
-            return int(found[1])
-        if found := re.search(r"/about_(\d+)_trips/", loop.op_name):  # model/grouped_matmul.py
             return int(found[1])
         counter = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"', loop.attrs)
         if not counter:
@@ -250,7 +253,7 @@ class Program:
         # XLA rotated the loop and dropped its trip count: run its induction variable.
         index = int(counter[1])
         condition, body = self.called(loop, "condition"), self.called(loop, "body")
-        value = self._scalar(where, where.by_name[loop.operands[0]], {}.__getitem__, index)
+        value = self._scalar(where, where.by_name[loop.operands[0]], _unknown, index)
         for count in range(1 << 20):
             state = {index: value}.__getitem__
             if not self._scalar(condition, condition.root, state):
@@ -288,6 +291,11 @@ class Program:
         raise ValueError(f"{op.name}: a trip count through {op.opcode} cannot be evaluated")
 
 
+def _unknown(argument: int) -> int:
+    """The value of an argument of the program."""
+    raise ValueError(f"the trip count depends on argument {argument}")
+
+
 def parse(text: str) -> Program:
     """Parses a module's text.
 
@@ -323,9 +331,8 @@ def _frames(lines: list[str]) -> dict[str, tuple[Frame, str]]:
             break
     table = lambda name: tables.get(name, {}).items()
     number = lambda text, name: int(re.findall(rf"{name}=(\d+)", text)[0])
-    name = lambda text: re.sub(r".*/(?:maxbench|site-packages)/", "", text[1:-1])
     names = {
-        (kind, key): name(x) for kind in ("FileNames", "FunctionNames") for key, x in table(kind)
+        (kind, key): x[1:-1] for kind in ("FileNames", "FunctionNames") for key, x in table(kind)
     }
     at = {
         key: Frame(

@@ -10,25 +10,20 @@ import collections
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
-from maxbench.config.run import LAYERS, REMATS, Run
+from maxbench.config.run import REMATS, Run
 from maxbench.cost_model import hlo
 from maxbench.cost_model.compile_cache import Compiled
+from maxbench.cost_model.meaning import Meaning, matches
 from maxbench.hardware.gpus import Gpu
 from maxbench.host.environment import GPU_MEMORY_FRACTION
 from maxbench.metrics import flops
-from maxbench.pipeline.schedule import STASH, loss_group_size
+from maxbench.pipeline.schedule import loss_group_size
 
 GIB = 2**30
-# op_name of a write to the stash: in a pipeline, and in the forward scan over layers.
-STASH_WRITE = re.compile(
-    rf"/{STASH}/(?:\w+/)*dynamic_update_slice$"
-    rf"|/jvp\({LAYERS}\)/while/body/(?:jit\(\w+\)/)?dynamic_update_slice$"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +52,10 @@ def capacity(gpu: Gpu) -> int:
     return int(gpu.chip.memory_bytes * (GPU_MEMORY_FRACTION - gpu.memory_margin))
 
 
-def breakdown(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
+def breakdown(run: Run, compiled: Compiled, program: hlo.Program, meaning: Meaning) -> Memory:
     """The compiler's total, by purpose."""
     # Unrolled layers are in no loop, so their stash is estimated.
-    stash = stashed_bytes(program) or activation_bytes(run)
+    stash = stashed_bytes(program, meaning) or activation_bytes(run)
     activations = min(stash, compiled.temporaries)
     gradients = min(compiled.gradients, compiled.temporaries - activations)
     rest = compiled.temporaries - activations - gradients
@@ -76,31 +71,32 @@ def breakdown(run: Run, compiled: Compiled, program: hlo.Program) -> Memory:
     )
 
 
-def stashed_bytes(program: hlo.Program) -> int:
+def stashed_bytes(program: hlo.Program, meaning: Meaning) -> int:
     """Bytes of the activation stash on the GPU: the carried arrays of a loop that it writes under
-    STASH_WRITE. 0 without such a loop.
+    a name of Meaning.stash or shared_stash. 0 without such a loop.
 
     A pipeline carries one stash through the loops of its phases. Each scan over layers has its own,
     and all are alive at the end of the forward pass.
     """
-    in_pipeline, in_scans = 0, 0
+    shared, own = 0, 0
     for where in program.computations.values():
         for op in where.ops:
             if op.opcode != "while":
                 continue
-            writes = _stash_writes(program, program.called(op, "body"))
+            updates = (
+                op
+                for op in _ops(program, program.called(op, "body"))
+                if op.opcode == "dynamic-update-slice"
+            )
+            is_shared = {op: matches(meaning.shared_stash, op) for op in updates}
+            writes = [op for op in is_shared if is_shared[op] or matches(meaning.stash, op)]
             stash = _written_arrays(_carried_arrays(where, op), writes)
             size = sum(shape.bytes for shape in stash if not shape.host)
-            if any(STASH in write.op_name for write in writes):
-                in_pipeline = max(in_pipeline, size)
+            if any(is_shared.values()):
+                shared = max(shared, size)
             else:
-                in_scans += size
-    return in_pipeline or in_scans
-
-
-def _stash_writes(program: hlo.Program, body: hlo.Computation) -> list[hlo.Op]:
-    updates = (op for op in _ops(program, body) if op.opcode == "dynamic-update-slice")
-    return [op for op in updates if STASH_WRITE.search(op.op_name)]
+                own += size
+    return shared or own
 
 
 def _ops(program: hlo.Program, where: hlo.Computation) -> Iterator[hlo.Op]:

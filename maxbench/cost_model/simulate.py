@@ -9,19 +9,20 @@ and, since jax 0.12, fusions) take as long as on the compute stream, as they sha
 memory with it; transfers to and from host memory have a stream per direction.
 
 Iterations of a loop are equal unless a collective from before the loop is still in flight, so one
-iteration is simulated and multiplied by the trip count. In a pipeline it is an average tick.
+iteration is simulated and multiplied by the trip count. If branches run in some iterations alone,
+it is an average iteration.
 """
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-import types
-from collections.abc import Mapping
 from typing import Any
 
-from maxbench.cost_model import hlo, pipeline_timing
+from maxbench.cost_model import hlo
 from maxbench.cost_model.costs import Costs, Link, bytes_moved, gemm_sizes, is_gemm, kernel_kind
+from maxbench.cost_model.meaning import UNKNOWN, Meaning, matches
 
 STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
@@ -100,10 +101,12 @@ class Timeline:
       flops: GEMM and attention FLOPs that one GPU executes, recomputation included.
       events: the recorded timeline; empty unless `record` was set.
       slack_s: start op of a collective -> seconds by which its end could slip before a done op of
-        it, or of a collective queued behind it, would block. Within a loop over ticks: of the most
-        frequent kind of tick.
-      branch_s: branch_name() of a conditional -> seconds of its longest branch.
+        it, or of a collective queued behind it, would block. Within a loop: of the most frequent
+        kind of iteration.
+      branch_s: scope of a conditional -> seconds of its longest branch.
       ops: (name of an op, kind) -> its OpTime. Their seconds sum to `seconds`.
+      unknown_loops: name -> op_name of the loops whose trips are not known. Each is counted as one
+        trip, so that the step may be longer.
     """
 
     seconds: float = 0
@@ -115,6 +118,7 @@ class Timeline:
     slack_s: dict[str, float] = dataclasses.field(default_factory=dict)
     branch_s: dict[str, float] = dataclasses.field(default_factory=dict)
     ops: dict[tuple[str, str], OpTime] = dataclasses.field(default_factory=dict)
+    unknown_loops: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def time_of(self, where: Any, op: Any, kind: str) -> OpTime:
         """The OpTime of an op, to add to."""
@@ -144,29 +148,23 @@ class InFlight:
     queued: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-# branch_name() of a conditional, or of a loop with 0 or 1 trips -> the fraction of its executions
-# that run the longest branch, and the fraction that wait while other stages run it (the rest runs
-# the shortest branch). Scope of a loop over ticks -> the fraction of its work that is on real
-# microbatches, and the fraction that is bubble. Absent: (1, 0).
-BranchFrequencies = Mapping[str, tuple[float, float]]
-NO_BRANCHES: BranchFrequencies = types.MappingProxyType({})
-EVERY_TICK = (1.0, 0.0)
+ALWAYS = (1.0, 0.0)  # of Meaning.frequencies
 
 
 def simulate(
     program: hlo.Program,
     costs: Costs,
-    frequencies: BranchFrequencies = NO_BRANCHES,
+    meaning: Meaning = UNKNOWN,
     record: bool = False,
 ) -> Timeline:
     """Simulates one execution of the program's entry.
 
     Args:
-      frequencies: of branches. Every stage of a pipeline runs the same text, so only the schedule
-        determines them (pipeline_timing.branch_frequencies).
+      meaning: of the program's names; without it, every loop whose trips XLA does not know is
+        counted once (Timeline.unknown_loops).
       record: keep the events, for drawing.
     """
-    simulator = Simulator(program, costs, frequencies, record)
+    simulator = Simulator(program, costs, meaning, record)
     seconds = simulator.run(program.entry, 0.0, 1)
     slowest = costs.straggler_s(seconds, 1, costs.gpus)  # gradients synchronize once per step
     simulator.timeline.compute["slowest"] = slowest
@@ -175,18 +173,12 @@ def simulate(
     return simulator.timeline
 
 
-def branch_name(op: hlo.Op) -> str:
-    """Key of a conditional or loop in BranchFrequencies: 'pipeline_loss' of an op named
-    '.../pipeline_loss/cond'. The frequency of a nested one is relative to the outer one."""
-    return re.sub("/(cond|while)$", "", op.op_name).rpartition("/")[2]
-
-
 class Simulator:
     """State of a simulation: the streams, and the timeline so far. Args as of simulate()."""
 
-    def __init__(self, program, costs, frequencies, record=False):
+    def __init__(self, program, costs, meaning, record=False):
         self.program, self.costs, self.record = program, costs, record
-        self.frequencies = frequencies
+        self.meaning, self.frequencies = meaning, meaning.frequencies
         self.timeline = Timeline()
         self.free = 0.0  # time at which the communication stream is free
         self.host = {True: 0.0, False: 0.0}  # likewise of transfers to the host, and from it
@@ -220,11 +212,14 @@ class Simulator:
         return now
 
     def _loop(self, where, op, now, times):
-        body, frequency = self.program.called(op, "body"), self.frequencies.get(branch_name(op))
+        body, frequency = self.program.called(op, "body"), self.frequencies.get(op.scope)
         if frequency and not self.program.counts(op):
             return self._conditional(where, op, [body], now, times)
-        work, bubble = frequency or EVERY_TICK
-        left = trips = self.program.trips(where, op)
+        work, bubble = frequency or ALWAYS
+        trips = self.meaning.trips(self.program, where, op)
+        if trips is None:
+            self.timeline.unknown_loops[op.name], trips = op.op_name, 1
+        left = trips
         begin, busy_times = now, times * work
         # Iterations differ while a collective from before the loop is in flight.
         while left and (self.free > now or (self.record and trips - left < EXPANDED)):
@@ -245,30 +240,29 @@ class Simulator:
             self.timeline.time_of(where, op, "idle").seconds += seconds
 
     def _iteration(self, body, now, times):
-        """Simulates an iteration; returns its end. For a loop over ticks it is an average tick.
+        """Simulates an average iteration; returns its end.
 
-        Rare branches (a chunk switch, the loss) are simulated in ticks of their own: they hide
-        communication in those ticks only. The most frequent kind of tick runs last, so that its
+        Branches that run in some iterations alone are simulated in iterations of their own: they
+        hide communication in those only. The most frequent kind of iteration runs last, so that its
         slack is the one recorded.
         """
         frequencies, free, queue, record = self.frequencies, self.free, self.queue, self.record
-        known = {branch_name(op) for op in body.ops} & frequencies.keys()
+        known = {op.scope for op in body.ops} & frequencies.keys()
         rare = {name: frequencies[name][0] for name in sorted(known) if frequencies[name][0] < 1}
         if not rare:
             return self.run(body, now, times)
         never, seconds, self.record = dict.fromkeys(rare, (0.0, 0.0)), 0.0, False
-        *others, (last_share, last_branches) = pipeline_timing.tick_mix(rare)
+        *others, (last_share, last_branches) = iteration_kinds(rare)
         for share, branches in others:
-            self.frequencies = {**frequencies, **never, **dict.fromkeys(branches, EVERY_TICK)}
+            self.frequencies = {**frequencies, **never, **dict.fromkeys(branches, ALWAYS)}
             self.free, self.queue = free, [dataclasses.replace(running) for running in queue]
             seconds += (self.run(body, now, times * share) - now) * share
-        self.frequencies = {**frequencies, **never, **dict.fromkeys(last_branches, EVERY_TICK)}
+        self.frequencies = {**frequencies, **never, **dict.fromkeys(last_branches, ALWAYS)}
         self.free, self.queue, self.record = free, queue, record
         end = self.run(body, now, times * last_share)
         self.frequencies = frequencies
         seconds += (end - now) * last_share
-        names = ", ".join(rare).replace("pipeline_", "").replace("_", " ")
-        label = f"a tick's share of {names}"
+        label = f"an iteration's share of {', '.join(rare)}"
         self._add_event("compute", label, "loop", end, now + seconds - end)
         return now + seconds
 
@@ -277,11 +271,10 @@ class Simulator:
 
         A conditional costs one device-to-host sync, a loop one more per trip.
         """
-        alone = lambda branch: Simulator(self.program, self.costs, self.frequencies).run(
-            branch, 0.0, 1
-        )
+        meaning = dataclasses.replace(self.meaning, frequencies=self.frequencies)
+        alone = lambda branch: Simulator(self.program, self.costs, meaning).run(branch, 0.0, 1)
         *others, longest = sorted(branches, key=alone)
-        taken, waited = self.frequencies.get(branch_name(op)) or EVERY_TICK
+        taken, waited = self.frequencies.get(op.scope) or ALWAYS
         syncs = 1 + taken * (op.opcode == "while")
         host_s = syncs * self.costs.efficiency.host_sync_us * 1e-6
         self.timeline.compute["host"] += host_s * times
@@ -290,7 +283,7 @@ class Simulator:
         now += host_s
         free_before = self.free
         seconds = self.run(longest, now, times * taken) - now
-        self.timeline.branch_s[branch_name(op)] = seconds
+        self.timeline.branch_s[op.scope] = seconds
         self._idle(where, op, seconds * waited * times)
         end = now + seconds * (taken + waited)
         if others and (rest := 1 - taken - waited) > 0:
@@ -320,7 +313,7 @@ class Simulator:
             inner = scope.root
         kind = hlo.COLLECTIVES.get(inner.base)
         if kind is None:
-            kind, seconds, _ = kernel_cost(self.program, scope, inner, self.costs)
+            kind, seconds, _ = kernel_cost(self.program, scope, inner, self.costs, self.meaning)
             if kind != "offload":
                 # An asynchronous kernel takes the cores and the memory bandwidth from the kernels
                 # that run beside it: as long as it would take alone.
@@ -361,7 +354,8 @@ class Simulator:
 
     def _kernel(self, where, op, now, times):
         if op not in self.kernel_costs:
-            self.kernel_costs[op] = kernel_cost(self.program, where, op, self.costs)
+            cost = kernel_cost(self.program, where, op, self.costs, self.meaning)
+            self.kernel_costs[op] = cost
         kind, alone, flops = self.kernel_costs[op]
         t, launch = self.timeline, self.costs.launch
         seconds = self._with_contention(now, alone)
@@ -373,7 +367,10 @@ class Simulator:
         t.compute["launch"] += launch * times
         t.flops += flops * times
         if self.record:
-            name, size = f"{module_of(op.op_name)} {op.name}", bytes_moved(self.program, where, op)
+            name, size = (
+                f"{self.meaning.label(op.op_name)} {op.name}",
+                bytes_moved(self.program, where, op),
+            )
             self._add_event("compute", name.strip(), kind, now, seconds, size, flops)
         return now + seconds + launch
 
@@ -395,20 +392,29 @@ class Simulator:
             self.timeline.events.append(TraceEvent(*fields))
 
 
-def module_of(op_name: str) -> str:
-    """Pass and module of an op in a layer, 'backward mlp/up'; '' outside layers.
+def iteration_kinds(frequencies: dict[str, float]) -> list[tuple[float, set[str]]]:
+    """Kinds of iterations of a loop: (share of all iterations, branches that run in them), fewest
+    branches last.
 
-    `op_name` as JAX writes it: '.../transpose(jvp(jit(layer)))/checkpoint/Block/mlp/up/mul'.
+    Branches are spread as evenly as possible: each occupies the iterations after those of the one
+    before, wrapping around at the end.
     """
-    if "Block/" not in op_name:
-        return ""
-    passes = {"rematted": "recomputed", "transpose(": "backward", "": "forward"}
-    which = next(name for marker, name in passes.items() if marker in op_name)
-    return f"{which} {op_name.rpartition('Block/')[2].rpartition('/')[0]}"
+    ends = list(itertools.accumulate(frequencies.values(), initial=0.0))
+    spans = dict(zip(frequencies, itertools.pairwise(ends), strict=True))
+    kinds = []
+    for begin, end in itertools.pairwise(sorted({0.0, 1.0} | {end % 1 for end in ends})):
+        laps = [begin + lap for lap in range(math.ceil(ends[-1]))]
+        branches = {name for name, (a, b) in spans.items() if any(a <= at < b for at in laps)}
+        kinds.append((end - begin, branches))
+    return sorted(kinds, key=lambda kind: -len(kind[1]))
 
 
 def kernel_cost(
-    program: hlo.Program, where: hlo.Computation, op: hlo.Op, costs: Costs
+    program: hlo.Program,
+    where: hlo.Computation,
+    op: hlo.Op,
+    costs: Costs,
+    meaning: Meaning = UNKNOWN,
 ) -> tuple[str, float, float]:
     """Kind (as in Timeline.compute), seconds without contention, and FLOPs of a kernel."""
     fused = op.base == "fusion"
@@ -435,7 +441,7 @@ def kernel_cost(
     operands = [operand.shape for operand in where.operands(op)]
     if any(s.host for shape in (op.shape, *operands) for s in hlo.leaves(shape)):
         return "offload", costs.offload(size / 2), 0.0
-    if kind == "memory" and module_of(op.op_name) and op.op_name.endswith("reduce_max"):
+    if kind == "memory" and matches(meaning.amax, op):
         kind = "amax" if hlo.size(op.shape) < size / 100 else kind
     if not seconds:
         return kind, costs.kernel(size, kernel_kind(ops)), flops

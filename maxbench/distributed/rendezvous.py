@@ -211,7 +211,7 @@ def _listed(members: dict[int, Member], process_count: int, known: Sequence[str]
     """The processes that are missing, with their hosts if known: '3 on node7, 5 on node9'."""
     missing = [i for i in range(process_count) if i not in members]
     names = [f"{i} on {known[i]}" if known else str(i) for i in missing[:MAX_NAMES]]
-    return ", ".join(names) + ", ..." * (len(missing) > MAX_NAMES)
+    return ", ".join([*names, "..."] if len(missing) > MAX_NAMES else names)
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -1,9 +1,10 @@
-"""The band around a predicted step, from errors of predictions of steps that nothing was fitted to.
+"""Error band of a predicted step: the range in which nine of ten measured steps are.
 
-Errors are of two kinds of steps: published ones (errors.csv, by tools/fit_constants.py) and
-measured ones of JAX programs (measured_errors.csv, by tools/measured.py). Each step is
-predicted with constants that were fitted without its workload, without its GPU type, and without
-its framework: the three ways in which a user's run may differ from everything known.
+It follows from the errors of predictions of known steps: published ones (errors.csv, written by
+tools/fit_constants.py), and measured ones of JAX programs (measured_errors.csv, written by
+tools/measured.py). A step is predicted three times, each time with constants that were fitted
+without some steps: all of its workload, all of its GPU type, or all of its framework. A user's run
+differs from the known steps in one or more of these.
 
 A band is two factors of the predicted step, for nine of ten steps. For a GPU type with rows: their
 median, and a factor to both sides that covers 0.9 (n + 1) / n of n programs (split conformal

@@ -54,6 +54,11 @@ class Published:
         return tuple(-part for part in (*parts, 0, 0, 0)[:3])
 
     @property
+    def framework(self) -> str:
+        """The software that ran it: 'maxtext', 'nemo' or 'megatron-bridge'."""
+        return FRAMEWORKS.get(self.release, "megatron-bridge")
+
+    @property
     def layout(self) -> dict[str, int]:
         """Sizes of the axes that set the published program, by their names in config.run.Layout.
 
@@ -67,6 +72,8 @@ class Published:
         return 0.5 * self.seq / self.tokens_per_s if self.release in ROUNDED else 0.0
 
 
+# Framework of each release; all others are of Megatron-Bridge.
+FRAMEWORKS = {"24.12.09": "maxtext", "24.09": "nemo", "25.02.01": "nemo", "dev": "nemo"}
 ROUNDED = ("26.04.01", "26.06.01", "26.08")  # releases of Megatron-Bridge
 LAYOUT = ("pp", "vp", "cp", "tp", "ep", "fsdp")
 
@@ -157,7 +164,7 @@ def compare(
     same = [r for r in rows() if (r.model, r.size, r.dtype, r.gpu_type) == key]
     same = [r for r in same if release in ("", r.release)]
     if not same:
-        of_release = f" in {release}" * bool(release)
+        of_release = f" in {release}" if release else ""
         nothing = f"nothing published for {model} {size} {dtype} on {gpu_type}{of_release}"
         return Comparison(None, [nothing])
 

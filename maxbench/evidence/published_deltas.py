@@ -43,7 +43,7 @@ HIDDEN = 0.889  # fitted to published steps by tools/fit_constants.py
 # Rate of FlashAttention 2 over cuDNN's: arXiv:2407.08608, figures 5 and 6, head_dim 128, length 4k.
 FLASH_2 = 0.62
 REPLICAS = {"dp", "cp", "ep"}  # mesh axes that shard only the optimizer state of a weight
-UNFUSED = ("nemo:24.09", "nemo:dev")  # releases that set NVTE_FUSED_ATTN=0
+UNFUSED = ("24.09", "dev")  # releases of NeMo that set NVTE_FUSED_ATTN=0
 
 
 def apply_to(comparison: Comparison) -> bool:
@@ -70,11 +70,11 @@ def deltas(
     gemms = t.compute["gemm"] + t.compute["attention"]
     found = {"recomputation": gemms * (fraction - their_fraction) / (3 + fraction)}
     found["larger microbatches"] = -_smaller_microbatches(run, t, run.layout.mbs / row.mbs, costs)
-    if "nemo" in row.source:
+    if row.framework == "nemo":
         found |= {"copies": t.compute["copy"], "host-side branches": t.compute["host"]}
         found |= _nemo_communication(run, t, hidden)
         found["loss on one stage"] = -_loss_on_one_stage(run, costs)
-        if any(release in row.source for release in UNFUSED):
+        if row.release in UNFUSED:
             found["FlashAttention 2"] = -t.compute["attention"] * (1 / FLASH_2 - 1)
         if run.format.quantized:
             found |= _nemo_fp8(run, t, costs, row)

@@ -170,7 +170,8 @@ def exit_code(code: int, stop: "Stop", has_saved: bool) -> int:
 def preflight_of(train: Sequence[str], job: NodeJob) -> list[str]:
     """The command of the preflight, from that of the run."""
     words = ["maxbench.preflight" if word == "maxbench.train" else word for word in train]
-    words += ["--allow_tcp"] * bool(job.allow_tcp)
+    if job.allow_tcp:
+        words.append("--allow_tcp")
     return [*words, f"--json={job.folder() / 'preflight.json'}"]
 
 

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbench.config import loop_lengths
 from maxbench.config.model import Model
 from maxbench.model import dispatch_nodes, grouped_matmul, linear, router, token_dispatch
 from maxbench.model.grad_accumulation import layer_state, record
@@ -156,9 +157,9 @@ class Moe(nn.Module):
         return y_ecd, {"up": up_token, "down": down_token}
 
     def adds_apart(self) -> bool:
-        """Whether the addition of a wgrad to its accumulator is a kernel of its own, outside of a
-        pipeline, which has its own order: block-scaled GEMMs have no such operand."""
-        return self.arithmetic().needs_2d and collectives.axis_size("pp") == 1
+        """Whether wgrads are added to their accumulators by kernels of their own. False in a
+        pipeline, which orders them itself."""
+        return not self.arithmetic().fuses_addition and collectives.axis_size("pp") == 1
 
     def arithmetic(self) -> Any:
         """The Arithmetic of the experts' GEMMs."""
@@ -171,7 +172,7 @@ class Moe(nn.Module):
         m, tp = self.model, collectives.axis_size("tp")
         local = rules.local_size("experts", m.experts)
         ep = m.experts // local
-        mean_rows = len(x_jd) * m.top_k * ep * tp // m.experts
+        mean_rows = loop_lengths.mean_rows(len(x_jd), m.experts, m.top_k, ep * tp)
         over_tp = lambda x: collectives.all_gather(x, "tp", 0)
         first, pairs = collectives.axis_index("ep") * local, None
         first_of_node = dispatch_nodes.first_expert(m.experts)
@@ -223,10 +224,15 @@ class Moe(nn.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grad_after_wgrads(always: bool, x_ecd: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
-    """The identity, whose backward pass orders dx_ecd's all-to-all over ep after the wgrads that
-    `sums` accumulate, so that they overlap; XLA would run these last. Unless `always`, with one
-    expert per GPU only: with more, the token would unfuse the addition to the accumulator from the
-    wgrad GEMM."""
+    """The identity. In the backward pass, the result of dx_ecd's all-to-all over ep is used only
+    after the wgrads that `sums` accumulates, which the all-to-all then overlaps. XLA would run
+    these wgrads at the end of the backward pass.
+
+    Args:
+      always: with any number of experts per GPU. Otherwise only with one: with more, reading the
+        token of a sum keeps XLA from fusing the addition to the sum with the wgrad GEMM. That costs
+        nothing where the addition is a kernel of its own (adds_apart).
+    """
     return x_ecd, sums
 
 

@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from maxbench.config import loop_lengths
 from maxbench.sharding import collectives
 
 
@@ -29,14 +30,12 @@ class BlockAssignment:
       expert_n: expert of each block; blocks of one expert are consecutive.
       used: number of blocks with rows, or None if almost all have (no ep): at most one per expert
         is empty.
-      mean_rows: rows of an expert if all experts are chosen equally often.
     """
 
     slot_jk: jax.Array
     choice_nc: jax.Array
     expert_n: jax.Array
     used: jax.Array | None
-    mean_rows: int = flax.struct.field(pytree_node=False)
 
 
 def assign_blocks(
@@ -44,21 +43,20 @@ def assign_blocks(
 ) -> tuple[BlockAssignment, jax.Array | None]:
     """Sorts choices by expert, stably, into blocks of one expert each.
 
-    The rows of a block are a power of two, at least 8, so that an expert has 4 blocks or more if
-    choices are even.
+    The rows of a block are loop_lengths.block_rows().
 
     Args:
       expert_jk: experts that each token chose, int; experts outside 0 .. experts - 1 are on other
         GPUs of ep.
       experts: number of experts on this GPU.
-      mean_rows: BlockAssignment.mean_rows.
+      mean_rows: rows of an expert if all experts are chosen equally often.
       factor: there are blocks for `factor` times as many rows; 0 = for any choices.
 
     Returns:
       The blocks, and the number of choices that did not fit; None if all do.
     """
     j, k = expert_jk.shape
-    size = 1 << max(3, (mean_rows // 4).bit_length() - 1)
+    size = loop_lengths.block_rows(mean_rows)
     # The most blocks for any choices: a token chooses an expert once at most, and each expert has
     # one block at most that is partly filled.
     count = min(j * min(k, experts) // size + experts, experts * -(-j // size))
@@ -86,7 +84,7 @@ def assign_blocks(
     is_sharded = any(collectives.axis_size(axis) > 1 for axis in ("ep_nodes", "ep"))
     used = ends_e[-1] if is_sharded else None
     used = used if lost is None else jnp.minimum(ends_e[-1], count)
-    return BlockAssignment(slot_jk, choice.reshape(count, size), expert_n, used, mean_rows), lost
+    return BlockAssignment(slot_jk, choice.reshape(count, size), expert_n, used), lost
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -174,10 +172,7 @@ def _for_blocks(blocks: BlockAssignment, experts: int, body, carry):
     """A loop over blocks; with ep, where most may be empty, over the used ones."""
     if blocks.used is None:
         return jax.lax.fori_loop(0, len(blocks.expert_n), body, carry)
-    rows = blocks.choice_nc.shape[1]
-    trips = experts * -(-blocks.mean_rows // rows)
-    # The trip count is dynamic: cost_model/hlo.py reads its mean from the name of this scope.
-    with jax.named_scope(f"about_{trips}_trips"):
+    with jax.named_scope(loop_lengths.blocks_scope(experts)):  # its mean trips: trip_counts()
         return jax.lax.fori_loop(0, blocks.used, body, carry)
 
 

@@ -87,7 +87,7 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
     for t in _tensors(m, params):
         if t.name not in unused:
             quantized = any(name.endswith(("_blocks", "_scales")) for name in tensors)
-            why = "; convert its MXFP4 tensors to bf16 first" * quantized
+            why = "; convert its MXFP4 tensors to bf16 first" if quantized else ""
             raise UserError(
                 f"{t.name} is missing: {m.name} {m.size} needs it, with shape {t.shape}{why}"
             )

@@ -13,7 +13,7 @@ heads of a group (its queries, its key and its value), and w their total width.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import flax.struct
@@ -29,14 +29,28 @@ from maxbench.model.grad_accumulation import accumulate_into
 from maxbench.quantization import Weight
 from maxbench.sharding import collectives, ordering, rules
 
-ACTS: dict[str, Callable] = {
-    "swiglu": jax.nn.silu,
-    "geglu": jax.nn.gelu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "swiglu_clamped": lambda x: jnp.minimum(x, 7) * jax.nn.sigmoid(1.702 * jnp.minimum(x, 7)),
+
+class Activation(NamedTuple):
+    """An activation of config/activations.py, which says whether it is gated.
+
+    Attributes:
+      function: of the input; of a gated one, of the gate.
+      up: of the other input of a gated one; None is the identity.
+    """
+
+    function: Callable[[jax.Array], jax.Array]
+    up: Callable[[jax.Array], jax.Array] | None = None
+
+
+ACTS: dict[str, Activation] = {
+    "swiglu": Activation(jax.nn.silu),
+    "geglu": Activation(jax.nn.gelu),
+    "relu2": Activation(lambda x: jnp.square(jax.nn.relu(x))),
+    "swiglu_clamped": Activation(
+        lambda x: jnp.minimum(x, 7) * jax.nn.sigmoid(1.702 * jnp.minimum(x, 7)),
+        up=lambda x: jnp.clip(x, -7, 7) + 1,
+    ),
 }
-# The function of the other input of a gated activation; the identity for all others.
-UP_ACTS: dict[str, Callable] = {"swiglu_clamped": lambda x: jnp.clip(x, -7, 7) + 1}
 
 
 class GemmParam(nn.Partitioned):
@@ -396,22 +410,26 @@ def out_std(m: Model) -> float:
 def activate(m: Model, up_nf: jax.Array, axis: int) -> jax.Array:
     """The activation function, of input 0 of `axis`; gated, times input 1. Computed in fp32."""
     gate, *up = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
-    h, up_act = ACTS[m.act](gate), UP_ACTS.get(m.act, lambda x: x)
-    return jnp.squeeze(h * up_act(up[0]) if up else h, axis).astype(up_nf.dtype)
+    act = ACTS[m.act]
+    h = act.function(gate)
+    for x in up:
+        h = h * (act.up(x) if act.up else x)
+    return jnp.squeeze(h, axis).astype(up_nf.dtype)
 
 
 def activate_backward(m: Model, axis: int, up_nf: Any, dh: Any) -> tuple[Any]:
     """Elementwise over the inputs and without a concatenation, which XLA would not fuse with the
     quantization that follows: the gradient would be written and read once more."""
     up, dh = up_nf.astype(jnp.float32), jnp.expand_dims(dh, axis).astype(jnp.float32)
+    act = ACTS[m.act]
     if m.mlp_inputs == 1:
-        return (jax.vjp(ACTS[m.act], up)[1](dh)[0].astype(up_nf.dtype),)
+        return (jax.vjp(act.function, up)[1](dh)[0].astype(up_nf.dtype),)
     other: Any = jnp.flip(up, axis)  # at the gate the other input, and the reverse
     is_gate = jax.lax.broadcasted_iota(jnp.int32, up.shape, axis) == 0
-    h, vjp = jax.vjp(ACTS[m.act], jnp.where(is_gate, up, other))
+    h, vjp = jax.vjp(act.function, jnp.where(is_gate, up, other))
     up_vjp: Any = lambda dh: (dh,)
-    if m.act in UP_ACTS:
-        other, up_vjp = jax.vjp(UP_ACTS[m.act], jnp.where(is_gate, other, up))
+    if act.up:
+        other, up_vjp = jax.vjp(act.up, jnp.where(is_gate, other, up))
     (dgate,), (dup,) = vjp(dh * other), up_vjp(dh * h)
     return (jnp.where(is_gate, dgate, dup).astype(up_nf.dtype),)
 

@@ -1,9 +1,10 @@
 """linear(): x @ w with its collectives, forward and backward. Every GEMM with a weight is one.
 
-How its three GEMMs (fprop, dgrad, wgrad) compute is up to the weight's arithmetic (quantization/).
+gemms.py       the GEMMs on one GPU, in the weight's number format
+this file      what is all-gathered, reduce-scattered and exchanged around them
+comm_order.py  which GEMMs these collectives overlap
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -11,9 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxbench.model import gemms
+from maxbench.model.comm_order import UNORDERED, BackwardTokens, CommOrder
 from maxbench.model.grad_accumulation import GradAccumulator
-from maxbench.quantization import QuantizedArray, Weight, checkpoint_fp8, unquantized
+from maxbench.quantization import Weight, checkpoint_fp8
 from maxbench.sharding import collectives, ordering
+from maxbench.sharding.rules import GemmDims
 
 
 class MatmulSpec(NamedTuple):
@@ -39,35 +43,13 @@ class MatmulSpec(NamedTuple):
     dx_unordered: bool = False
 
     @property
+    def dims(self) -> GemmDims:
+        return GemmDims(self.batch, self.ins)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes over which rows are communicated."""
         return ("ep", "tp") if self.batch else ("tp",)
-
-
-class CommOrder(NamedTuple):
-    """Ordering tokens (sharding/ordering.py) of one GEMM: which GEMMs its tp collectives overlap.
-
-    A backward pass can return values only as cotangents, and receive them only as cotangents of
-    what the forward pass returned. So each token has two directions:
-
-    Attributes:
-      wait_for: fp32 [3]. Forward: the result of the tp collective is used only after wait_for[0].
-        Its cotangent are tokens of the backward pass: of the dgrad; of the all-gather over tp (dy
-        if forward reduce-scatters, x again if forward all-gathers; without one, of the dgrad); and
-        of the wgrad.
-      issued: fp32 scalar. Forward: linear() returns it plus a token: of the all-gathered x, or of
-        the GEMM if forward reduce-scatters. The cotangent of that result is a token that dy's
-        all-gather over tp waits for; the cotangent of `issued` is the token of the wgrad. Chained
-        through the GEMMs that reduce-scatter, dy's all-gather overlaps the wgrad of the next one.
-      dx_unordered: as in MatmulSpec.
-    """
-
-    wait_for: jax.Array | None = None
-    issued: jax.Array | None = None
-    dx_unordered: bool = False
-
-
-UNORDERED = CommOrder()
 
 
 def no_comm() -> bool:
@@ -95,32 +77,19 @@ def linear(x: jax.Array, w: Any, grad: Any, spec: MatmulSpec, order: CommOrder =
     spec, tokens = spec._replace(dx_unordered=order.dx_unordered), (order.wait_for, order.issued)
     if spec.batch and not isinstance(w, Weight):
         return _linear(x, w, grad, amax, tokens, spec)
-    # As matrices: some kernels support only those, and XLA's layout of a gradient is that of the
-    # GEMM which computes it.
     shape, first = w.shape, spec.batch + spec.ins
-    k, n = math.prod(shape[spec.batch : first]), math.prod(shape[first:])
-    flat = lambda a, *dims: a.reshape(*shape[: spec.batch], *dims)
-    matrix = lambda a, *d: (
-        a._replace(q=flat(a.q, *d)) if isinstance(a, QuantizedArray) else flat(a, *d)
-    )
-    if isinstance(w, Weight):
-        packing = w.arithmetic.packing
-        dims = (n, k // packing) if w.arithmetic.fprop_transposed else (k, n // packing)
-        if w.arithmetic.gather_along_outputs and spec.fsdp is not None and spec.fsdp < first:
-            dims = -1, k * collectives.axis_size("fsdp")
-        w = dataclasses.replace(
-            w,
-            dgrad_operand=matrix(w.dgrad_operand, k, n // packing),
-            fprop_operand=matrix(w.fprop_operand, *dims),
-        )
-    else:
-        w = flat(w, k, n)
-    grad = grad if grad is None else flat(grad, k, n)
+    fprop_k, shards_ins = None, spec.fsdp is not None and spec.fsdp < first
+    if shards_ins and isinstance(w, Weight) and w.arithmetic.gather_along_outputs:
+        # fprop_operand has a part of the outputs, and all of k.
+        fprop_k = math.prod(shape[spec.batch : first]) * collectives.axis_size("fsdp")
+    w = gemms.as_matrices(w, spec.dims, fprop_k)
+    grad = grad if grad is None else grad.reshape(w.shape)
     # fsdp shards embed, which is the only one of its side's dims.
     fsdp = None if spec.fsdp is None else spec.batch + (spec.fsdp >= first)
     rows = x.shape[: x.ndim - spec.ins]
     # Rows become one dim, too, where transformer.add or a kernel needs a matrix.
-    flat_rows = not spec.batch and (no_comm() or _as_weight(w).arithmetic.needs_2d)
+    needs_2d = gemms.as_weight(w).arithmetic.needs_2d
+    flat_rows = not spec.batch and (no_comm() or needs_2d)
     x = x.reshape(*([math.prod(rows)] if flat_rows else rows), -1)
     y, issued = _linear(x, w, grad, amax, tokens, spec._replace(ins=1, fsdp=fsdp))
     rows = (-1, *rows[1:]) if flat_rows else y.shape[:-1]
@@ -134,92 +103,84 @@ def _linear(x, w, grad, amax, tokens, spec):
 
 
 def _forward(x, w, grad, amax, tokens, spec):
-    wait_for, issued = tokens
-    weight, dtype, rows = _as_weight(w), x.dtype, x.ndim - spec.ins
-    how, first = weight.arithmetic, spec.batch + spec.ins
-    gathers = spec.sequence == "gather"
-    axes = spec.axes if gathers else ()
-    fprop_x, wgrad_x, amax_x = how.quantize_operand(x, weight.scales, False, axes)
+    order, weight, dtype, rows = CommOrder(*tokens), gemms.as_weight(w), x.dtype, x.ndim - spec.ins
+    how, gathers = weight.arithmetic, spec.sequence == "gather"
+    fprop_x, wgrad_x, amax_x = how.quantize_operand(
+        x, weight.scales, False, spec.axes if gathers else ()
+    )
     if gathers:
         fprop_x, wgrad_x = _map_forms(lambda x: _dispatch_slots(how, x, spec), fprop_x, wgrad_x)
     saved = how.map_arrays(wgrad_x, lambda x: checkpoint_fp8(x, spec.saved))
-    dims = list(range(len(weight.shape)))
-    if how.fprop_transposed:
-        dims = dims[: spec.batch] + dims[first:] + dims[spec.batch : first]
-    dim = spec.fsdp
-    if dim is not None and how.fprop_transposed:
-        dim = spec.batch if how.gather_along_outputs else dims.index(dim)
-    fprop_w = _all_gather(how, weight.fprop_operand, "fsdp", dim)
-    t = None if wait_for is None else wait_for[0]
-    fprop_x = _all_gather_after(how, fprop_x, t, spec) if gathers else fprop_x
-    ins = tuple(dims.index(d) for d in range(spec.batch, first))
-    y = _matmul(how, fprop_x, fprop_w, (tuple(range(rows, x.ndim)), ins), spec, dtype)
-    token = None if issued is None else issued + ordering.token(fprop_x if gathers else y)
+    fprop_w = _all_gather(how, weight.fprop_operand, "fsdp", _fprop_fsdp_dim(weight, spec))
+    used_after = order.used_after
+    fprop_x = _all_gather_after(how, fprop_x, used_after, spec) if gathers else fprop_x
+    y = gemms.fprop(weight, fprop_x, fprop_w, spec.dims, range(rows, x.ndim), dtype)
+    token = order.issue(fprop_x if gathers else y)
     if spec.sequence == "scatter":
         y = collectives.reduce_scatter(y, "tp", spec.batch)
-        y = ordering.after(_return_slots(y, spec), t)
+        y = ordering.after(_return_slots(y, spec), used_after)
     has_tokens = tuple(None if t is None else () for t in tokens)  # known when traced
     return (y, token), (saved, amax_x, w, grad, amax, has_tokens)
 
 
 def _backward(spec, residuals, cotangents):
     (wgrad_x, amax_x, w, grad, amax, has_tokens), (dy, token) = residuals, cotangents
-    weight, dtype, first = _as_weight(w), dy.dtype, spec.batch + spec.ins
-    how, outs = weight.arithmetic, tuple(range(first, len(weight.shape)))
-    rows = dy.ndim - len(outs)
-    columns = tuple(range(rows, dy.ndim))
+    weight, dtype = gemms.as_weight(w), dy.dtype
+    how, rows = weight.arithmetic, dy.ndim - (len(weight.shape) - spec.batch - spec.ins)
     gathers, scatters = spec.sequence == "gather", spec.sequence == "scatter"
+    tokens = BackwardTokens(*(t is not None for t in has_tokens), token)
     wgrad_x = _all_gather(how, wgrad_x, "tp", spec.batch if gathers else None)
-    regathers = gathers and collectives.axis_size("tp") > 1
-    gathered = ordering.token(wgrad_x) if regathers else None
-    # The all-gather of x overlaps the GEMM before: with the dgrad, dx's reduce-scatter is next.
+    if gathers and collectives.axis_size("tp") > 1:
+        tokens.x_is_gathered(wgrad_x)
     # dy of experts waits before it is quantized, or XLA takes another pass over it.
-    if regathers and spec.batch:
-        dy = ordering.after(dy, gathered)
-    axes = spec.axes if scatters else ()
-    dgrad_dy, wgrad_dy, amax_dy = how.quantize_operand(dy, weight.scales, True, axes)
-    if regathers and not spec.batch:
-        dgrad_dy, wgrad_dy = _map_forms(lambda dy: _after(dy, gathered), dgrad_dy, wgrad_dy)
+    dy = tokens.after_x(dy) if spec.batch else dy
+    dgrad_dy, wgrad_dy, amax_dy = how.quantize_operand(
+        dy, weight.scales, True, spec.axes if scatters else ()
+    )
+    if not spec.batch:
+        dgrad_dy, wgrad_dy = _map_forms(tokens.after_x, dgrad_dy, wgrad_dy)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if scatters:
-        t = None if has_tokens[1] is None else token
-        gather = lambda dy: _all_gather_after(how, _dispatch_slots(how, dy, spec), t, spec)
+        gather = lambda dy: _all_gather_after(
+            how, _dispatch_slots(how, dy, spec), tokens.dy_used_after, spec
+        )
         dgrad_dy, wgrad_dy = _map_forms(gather, dgrad_dy, wgrad_dy)
-        gathered = ordering.token(dgrad_dy)
+        tokens.dy_is_gathered(dgrad_dy)
     dgrad_w = _all_gather(how, weight.dgrad_operand, "fsdp", spec.fsdp)
-    dx = _matmul(how, dgrad_dy, dgrad_w, (columns, outs), spec, dtype, exact=True)
-    dgrad = ordering.token(dx)
+    dx = gemms.dgrad(weight, dgrad_dy, dgrad_w, spec.dims, range(rows, dy.ndim), dtype)
+    tokens.dgrad = ordering.token(dx)
     if gathers:
         dx = collectives.reduce_scatter(dx, "tp", spec.batch)
-    summed = tuple(range(spec.batch, rows))
     # In the dtype of the accumulated gradient, so that the GEMM adds to it; or that of its operands
     # if it has more bits.
     wide = dtype if grad is None else jnp.promote_types(dtype, grad.dtype)
     # If fsdp shards columns, the gradient is computed transposed: its shards are then contiguous.
     transposed = spec.fsdp == 1 and len(weight.shape) == 2
     operands = (wgrad_dy, wgrad_x) if transposed else (wgrad_x, wgrad_dy)
-    dw = _matmul(how, *operands, (summed, summed), spec, wide, exact=True)
+    dw = gemms.wgrad(weight, *operands, spec.dims, range(spec.batch, rows), wide)
     add = lambda dw: dw if grad is None else grad + dw.astype(grad.dtype)
     if spec.fsdp is None:
         dw = add(dw)
-    wgrad = ordering.token(dw)
+    tokens.wgrad = ordering.token(dw)
     if gathers:
-        dx = ordering.after(dx, wgrad if regathers and not spec.dx_unordered else None)
-        dx = _return_slots(dx, spec)
+        dx = _return_slots(dx if spec.dx_unordered else tokens.after_wgrad(dx), spec)
     if spec.fsdp is not None:
         dw = collectives.reduce_scatter(dw, "fsdp", 0 if transposed else spec.fsdp)
         dw = add(dw.T if transposed else dw)
-    tokens = jnp.stack([dgrad, dgrad if gathered is None else gathered, wgrad]), wgrad
-    tokens = tuple(None if none is None else t for none, t in zip(has_tokens, tokens, strict=True))
-    return (dx, dw, None, None, tokens) if grad is None else (dx, None, dw, amax, tokens)
+    dtokens = tokens.gradients()
+    return (dx, dw, None, None, dtokens) if grad is None else (dx, None, dw, amax, dtokens)
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _as_weight(w) -> Weight:
-    """w, or an array as an unquantized Weight."""
-    return w if isinstance(w, Weight) else Weight(w, w, unquantized.PLAIN)
+def _fprop_fsdp_dim(weight: Weight, spec: MatmulSpec) -> int | None:
+    """The dim of fprop_operand that is sharded over fsdp."""
+    if spec.fsdp is None or not weight.arithmetic.fprop_transposed:
+        return spec.fsdp
+    if weight.arithmetic.gather_along_outputs:
+        return spec.batch
+    return gemms.fprop_dims(weight, spec.dims).index(spec.fsdp)
 
 
 def _all_gather(how, x, axis: str, dim: int | None):
@@ -229,12 +190,6 @@ def _all_gather(how, x, axis: str, dim: int | None):
 def _all_gather_after(how, x, t, spec: MatmulSpec):
     """An operand, all-gathered over tp and used only after the token."""
     return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", spec.batch, t))
-
-
-def _after(x, t):
-    """An operand, used only after the token; of a quantized one the scale, which is small."""
-    after = lambda x: ordering.after(x, t)
-    return x._replace(scale=after(x.scale)) if isinstance(x, QuantizedArray) else after(x)
 
 
 def _map_forms(move, dgrad_or_fprop, wgrad):
@@ -250,20 +205,3 @@ def _dispatch_slots(how, x, spec: MatmulSpec):
 
 def _return_slots(y, spec: MatmulSpec):
     return collectives.all_to_all(y, "ep", 1, 0) if spec.batch else y
-
-
-def _matmul(how, a, b, contract, spec: MatmulSpec, dtype, exact=False):
-    """The product of two operands, contracting dims of a and of b; as matrices if needs_2d."""
-    if not how.needs_2d:
-        batch = tuple(range(spec.batch))
-        if batch and len(contract[0]) > 1:  # else XLA transposes the experts' weights each time
-            flat = lambda dims: lambda x: x.reshape(*x.shape[: dims[0]], -1)
-            a, b = how.map_arrays(a, flat(contract[0])), how.map_arrays(b, flat(contract[1]))
-            contract = contract[0][:1], contract[1][:1]
-        return how.product(a, b, (contract, (batch, batch)), dtype, exact)
-    rows, flat = a.q.shape[:-1], lambda x: x.reshape(*x.shape[: spec.batch], -1, x.shape[-1])
-    a, b = how.map_arrays(a, flat), how.map_arrays(b, flat)
-    if contract[0][0] == spec.batch:
-        return how.product(a, b, "tn", dtype, exact)
-    y = how.product(a, b, "nt", dtype, exact)
-    return y.reshape(*rows, y.shape[-1])

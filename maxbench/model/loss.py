@@ -88,7 +88,7 @@ def _chunk(w_dv, z_loss, multiplier, share, padded, grads, carry, chunk):
         logits_jv, cuda=_max_and_sum_in_one_pass, default=_max_and_sum
     )
     if collectives.axis_size("tp") > 1:
-        local_max_j, max_j = max_j, jax.lax.pmax(max_j, "tp")
+        local_max_j, max_j = max_j, collectives.pmax(max_j, "tp")
         sum_j *= jnp.exp(local_max_j - max_j)
     terms = jnp.stack([sum_j, jnp.where(is_local_j, at_target_j, 0)])
     sum_j, at_target_j = collectives.psum(terms, "tp")

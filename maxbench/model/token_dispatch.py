@@ -58,7 +58,7 @@ def assign(expert_jk: jax.Array, experts: int, rows: int) -> tuple[BlockAssignme
     slot_jk = jnp.where(no_row_jk, -1, gpu_jk * rows + row_jk)
     index = jnp.where(slot_jk < 0, gpus * rows, slot_jk)
     choice = jnp.full(gpus * rows, -1, jnp.int32).at[index].set(j1 * k, mode="drop")
-    return BlockAssignment(slot_jk, choice.reshape(gpus, rows), jnp.arange(gpus), None, 0), lost
+    return BlockAssignment(slot_jk, choice.reshape(gpus, rows), jnp.arange(gpus), None), lost
 
 
 def send(x_jd: jax.Array, pairs: BlockAssignment) -> jax.Array:

@@ -206,7 +206,7 @@ def build_schedule(
     microbatches are a multiple of pp.
 
     With groups longer than pp, backward passes start so many ticks later that stages wait least for
-    each other's chunk switches (cost_model.pipeline_timing.chunk_switch_delay).
+    each other's chunk switches (planning.pipeline_timing.chunk_switch_delay).
     """
     assert name in SCHEDULES
     group = min(max(group, pp), microbatches) if vp > 1 else pp

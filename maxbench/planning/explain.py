@@ -10,7 +10,7 @@ from maxbench.cost_model.memory import GIB
 from maxbench.cost_model.simulate import OpTime
 from maxbench.metrics import records
 from maxbench.pipeline import schedule
-from maxbench.planning import planner
+from maxbench.planning import planner, program_names
 from maxbench.planning.planner import Plan
 from maxbench.terminal import console
 
@@ -20,6 +20,8 @@ LEAST = 5e-4  # of the step, that a row of the other tables has
 # Frames of generic code: an op is explained by the frame that calls it.
 GENERIC_FILES = (
     "model/linear.py",
+    "model/gemms.py",
+    "model/comm_order.py",
     "model/grad_accumulation.py",
     "pipeline/buffers.py",
     "sharding/",
@@ -253,6 +255,11 @@ def _merged_exposed(rows: Iterable[Exposed]) -> tuple[Exposed, ...]:
     return tuple(sorted(groups.values(), key=lambda x: -x.seconds))
 
 
+def _in_package(file: str) -> str:
+    """Path of a source file in its package: 'model/layers.py', or 'optax/_src/transform.py'."""
+    return re.sub(r".*/(?:maxbench|site-packages)/", "", file)
+
+
 def _scope(op_name: str) -> str:
     """The event of a tick that an op belongs to, by its innermost named scope; '' if none."""
     scopes = [part for part in op_name.split("/") if part in SCOPES]
@@ -310,11 +317,13 @@ class _Explainer:
     def name_and_source(self, op: hlo.Op) -> tuple[str, str]:
         """The name and source line of an op (Operation)."""
         frames = self.program.stack(op)
-        generic = lambda f: f.file.startswith(GENERIC_FILES) or f.function in GENERIC_FUNCTIONS
+        generic = lambda f: (
+            _in_package(f.file).startswith(GENERIC_FILES) or f.function in GENERIC_FUNCTIONS
+        )
         frame = next((f for f in frames if not generic(f)), frames[0] if frames else None)
-        source = f"{frame.file}:{frame.line}" if frame else ""
+        source = f"{_in_package(frame.file)}:{frame.line}" if frame else ""
         name = self._full_name(op)
-        name = simulate.module_of(name) or _scope(name)
+        name = program_names.module_of(name) or _scope(name)
         if not name:
             name = re.sub(r"\.?<\w+>|\.__call__", "", frame.function) if frame else op.opcode
         return name, source
@@ -396,7 +405,7 @@ class _Explainer:
         if t.op is None or t.kind in NO_WORK:
             return "outside layers", NO_WORK[t.kind]
         name = self._full_name(t.op)
-        module = simulate.module_of(name)
+        module = program_names.module_of(name)
         exposed = "exposed communication of " if t.traffic else ""
         if module:
             which, _, path = module.partition(" ")

@@ -60,10 +60,16 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
         *published_lines(p, f["published"]),
+        *_unknown_loops(p),
         f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
         + (", from the cache" if p.cached else ""),
     ]
     return "\n".join(lines)
+
+
+def _unknown_loops(p: Plan) -> list[str]:
+    names = ", ".join(p.timeline.unknown_loops.values())
+    return [f"loops of unknown length, counted once: {names}"] if names else []
 
 
 def _communication_table(p: Plan) -> list[str]:

@@ -6,9 +6,10 @@ import sys
 from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.cost_model import compile_cache, hlo, memory, pipeline_timing, remat, simulate
+from maxbench.cost_model import buffer_liveness, compile_cache, hlo, memory, remat, simulate
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.costs import Costs
+from maxbench.cost_model.meaning import Meaning
 from maxbench.cost_model.memory import Memory
 from maxbench.cost_model.simulate import Timeline
 from maxbench.evidence import published_deltas
@@ -18,6 +19,7 @@ from maxbench.hardware.gpus import Efficiency
 from maxbench.host import environment
 from maxbench.metrics import step_stats
 from maxbench.pipeline.schedule import schedule_for
+from maxbench.planning import pipeline_timing, program_names
 
 SENSITIVITY = {  # part of the cluster -> fields of Efficiency
     "network bandwidth": ("network",),
@@ -80,7 +82,7 @@ def plan(run: Run) -> Plan:
     deltas = {}
     if published.row and published_deltas.apply_to(published):
         deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
-    sizes = memory.breakdown(run, compiled, program)
+    sizes = memory.breakdown(run, compiled, program, program_names.meaning(run))
     return Plan(run, compiled, sizes, timeline, published, deltas, cached)
 
 
@@ -116,20 +118,25 @@ def simulate_plan(
     """
     costs, first_pass = costs_of(run, efficiency), None
     if run.layout.pp > 1:
-        first_pass = simulate.simulate(program, costs, branch_frequencies(run, program))
-    return simulate.simulate(program, costs, branch_frequencies(run, program, first_pass), record)
+        first_pass = simulate.simulate(program, costs, meaning_of(run, program))
+    return simulate.simulate(program, costs, meaning_of(run, program, first_pass), record)
 
 
-def branch_frequencies(
-    run: Run, program: hlo.Program, first_pass: Timeline | None = None
-) -> simulate.BranchFrequencies:
-    """pipeline_timing.branch_frequencies() of the run's schedule."""
+def liveness(run: Run, program: hlo.Program) -> buffer_liveness.Liveness:
+    """The program's live buffers over a step."""
+    return buffer_liveness.liveness(program, costs_of(run), meaning_of(run, program))
+
+
+def meaning_of(run: Run, program: hlo.Program, first_pass: Timeline | None = None) -> Meaning:
+    """Meaning of the names in the run's program, with pipeline_timing.branch_frequencies() of its
+    schedule."""
     plan, others = schedule_for(run), 0.0
     if run.model.layer_groups or not run.layout.even:
         from maxbench.pipeline import layer_order  # late: it loads jax, which cached plans need not
 
         others = layer_order.other_kinds(run, plan)
-    return pipeline_timing.branch_frequencies(plan, program, first_pass, others)
+    frequencies = pipeline_timing.branch_frequencies(plan, program, first_pass, others)
+    return program_names.meaning(run, frequencies)
 
 
 def costs_of(run: Run, efficiency: Efficiency | None = None) -> Costs:
@@ -210,6 +217,7 @@ def figures(p: Plan) -> dict:
         "band_s": {"low": t.seconds * p.band.low, "high": t.seconds * p.band.high}
         | {"rows_like_it": p.band.like, "programs": p.band.programs, "validated": p.band.validated},
         "parts_s": parts,
+        "unknown_loops": [*t.unknown_loops.values()],
         **step_stats.performance_figures(run, run.layout.gpu_type, t.seconds),
         "hfu": t.flops / t.seconds / 1e12 / peak,
         "published": comparison(p),

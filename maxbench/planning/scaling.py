@@ -33,7 +33,8 @@ def scaling(p: Plan) -> dict[str, Points]:
 
 def _fastest(p: Plan, gpus: int, gbs: int) -> Run | None:
     runs = search.rank_layouts(p.run, gpus, gbs)
-    runs += [p.run] * (gpus == p.run.layout.gpus)
+    if gpus == p.run.layout.gpus:
+        runs.append(p.run)
     return min(runs, key=search.estimate_step_s, default=None)
 
 

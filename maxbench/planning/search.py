@@ -25,8 +25,9 @@ from maxbench.metrics import flops
 from maxbench.planning import planner
 from maxbench.planning.planner import Plan, plan
 
-# Compiled step over estimate, among the layouts of a model and GPU type: its standard deviation was
-# 4 % of it for 8 layouts of Llama 3.1 70B on 96 H100 (1.12 to 1.26).
+# By how much the ratio of compiled to estimated step differs between layouts of one model and GPU
+# type: its relative standard deviation. Over 8 layouts of Llama 3.1 70B on 96 H100, the ratio was
+# between 1.12 and 1.26.
 SPREAD = 0.04
 POLL_S = 0.1
 MAX_AT_A_TIME = 4  # programs: compiling one takes up to 3 GiB
@@ -298,7 +299,7 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                         known += f"; next with {less[0].train.remat}"
                         waiting.appendleft((i, less[0]))
                 best = _fastest(plans)
-                log(known + f"; fastest so far {best:.3f} s" * (best < math.inf))
+                log(f"{known}; fastest so far {best:.3f} s" if best < math.inf else known)
             time.sleep(POLL_S if running else 0)
     finally:
         for _, _, process in running:

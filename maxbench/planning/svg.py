@@ -6,7 +6,7 @@ import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
-from maxbench.cost_model import buffer_liveness, hlo
+from maxbench.cost_model import hlo
 from maxbench.cost_model.buffer_liveness import Liveness
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline.schedule import Schedule, schedule_for
@@ -73,8 +73,7 @@ def draw(p: planner.Plan, path: str) -> list[pathlib.Path]:
     run, program = p.run, hlo.parse(p.compiled.text)
     timeline = planner.simulate_plan(run, program, record=True)
     paths = chrome_trace.write(path, timeline.events, run.name)
-    frequencies = planner.branch_frequencies(run, program)
-    live = buffer_liveness.liveness(program, planner.costs_of(run), frequencies)
+    live = planner.liveness(run, program)
     total = p.compiled.arguments + p.compiled.temporaries
     drawings = {
         "memory": memory(live, run.name, total, p.memory.capacity),

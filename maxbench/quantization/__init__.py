@@ -80,6 +80,8 @@ class Arithmetic(Protocol):
         master weight fsdp splits.
       needs_2d: product() takes stacks of matrices only, and 'nt' or 'tn' instead of dimension
         numbers.
+      fuses_addition: XLA fuses the addition of a product to an accumulator with the GEMM. Else it
+        is a kernel of its own, which reads both: the GEMM's kernel takes no accumulator.
       packing: elements of the blocked dim in each number of QuantizedArray.q.
       slot_multiple: as Format.slot_multiple.
     """
@@ -87,6 +89,7 @@ class Arithmetic(Protocol):
     fprop_transposed: bool
     gather_along_outputs: bool
     needs_2d: bool
+    fuses_addition: bool
     packing: int
     slot_multiple: int
 

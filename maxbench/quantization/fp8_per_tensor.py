@@ -36,7 +36,7 @@ class PerTensor:
 
     delayed: bool
     gather_along_outputs: bool = True
-    fprop_transposed, needs_2d, packing = True, False, 1
+    fprop_transposed, needs_2d, fuses_addition, packing = True, False, True, 1
     slot_multiple = FORMATS["current"].slot_multiple
 
     def quantize(self, x: jax.Array, dtype: Any, scale: Any) -> Any:
@@ -98,7 +98,7 @@ class PerTensor:
 class TePerTensor(PerTensor):
     """The Arithmetic on Transformer Engine's kernels."""
 
-    needs_2d = True
+    needs_2d, fuses_addition = True, False
 
     def quantize(self, x: jax.Array, dtype: Any, scale: Any) -> Any:
         return transformer_engine.quantize_per_tensor(x, dtype, scale)

@@ -29,6 +29,7 @@ class Mxfp8:
     """The Arithmetic on XLA's kernels."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, 1
+    fuses_addition = False
     slot_multiple = FORMATS["mxfp8"].slot_multiple
 
     def quantize(self, x: jax.Array) -> tuple[QuantizedArray, QuantizedArray]:

@@ -52,6 +52,7 @@ class Nvfp4:
     """The Arithmetic on XLA's kernels."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = True, False, True, PACKING
+    fuses_addition = False
     slot_multiple = FORMATS["nvfp4"].slot_multiple
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:

@@ -14,6 +14,7 @@ class Plain:
     """The Arithmetic of unquantized formats."""
 
     fprop_transposed, gather_along_outputs, needs_2d, packing = False, False, False, 1
+    fuses_addition = True
     slot_multiple = FORMATS["bf16"].slot_multiple
 
     def scales(self, ws: Any, lead: int, past: Any) -> Any:

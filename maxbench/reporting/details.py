@@ -118,7 +118,7 @@ def hosts(r: RunRecord) -> tuple[dict[str, str], str]:
     listed = {}
     for speed, name, step_s in by_speed[:HOSTS]:
         step = f", {step_s:.3f} s a step" if step_s else ""
-        listed[name + " (slow)" * (name in slow)] = f"{speed:,.0f}{step}"
+        listed[f"{name} (slow)" if name in slow else name] = f"{speed:,.0f}{step}"
     rest = [speed for speed, _, _ in by_speed[HOSTS:]]
     return listed, f"{len(rest)} more, median {statistics.median(rest):,.0f}" if rest else ""
 

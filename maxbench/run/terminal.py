@@ -106,7 +106,9 @@ class Screen:
         median_s = statistics.median(self.times[-MEDIAN_STEPS:] or [figures["step_s"]])
         self.times.append(figures["step_s"])
         slow = len(self.times) > 2 and figures["step_s"] > SLOW_FACTOR * median_s
-        styles = {"step": "dim", "loss": "cyan", "mfu": "green", "step_s": "yellow" * slow}
+        styles = {"step": "dim", "loss": "cyan", "mfu": "green"}
+        if slow:
+            styles["step_s"] = "yellow"
         cells = [
             (f"{figures[c.name]:{c.format}}".rjust(c.width), styles.get(c.name, ""))
             for c in self.columns

@@ -43,7 +43,8 @@ def read_run_folder(
         is_marked = not content and {"result.json", "job.json"} & {*files}
         if not (record.step_s or is_marked):
             return None
-        record.unread += ["result.json is damaged"] * bool(content)
+        if content:
+            record.unread.append("result.json is damaged")
         record.started = dig(_read_json(record, "job.json"), "started", 0.0)
         fill_from_name(record, name, gpu_types)
     seconds = [dig(save, "seconds", 0.0) for save in dig(result, "checkpoint_saves", [])]

@@ -1,6 +1,7 @@
-"""Collectives of the step, which is one shard_map over all mesh axes.
+"""Collectives by mesh axis, for code inside the step's shard_map.
 
-Every collective in the program is a call of one of these functions; no partitioner inserts others.
+The program has no others than these and those of whole weights in rules.py: what is outside of the
+shard_map, the optimizer, is elementwise, so that XLA's partitioner adds none.
 Each is the identity on an axis of size 1 and outside shard_map.
 """
 

@@ -2,9 +2,10 @@
 
 XLA's latency-hiding scheduler may move any instruction that does not depend on another, and XLA
 drops optimization barriers before it schedules. Where an order matters, an instruction depends on
-a token of another one: an fp32 zero that is computed from the other's result, and that XLA cannot
-fold. Tokens never change a value. All functions of this module do nothing under
-enabled(False), which train.order=off sets, except serialize_on_cpu, which correctness needs.
+a token of another one: an fp32 zero that is computed from the other's result, infinities and NaN
+included, and that XLA cannot fold. Adding it changes no value (-0 becomes 0). All functions of this
+module do nothing under enabled(False), which train.order=off sets, except serialize_on_cpu, which
+correctness needs.
 
 The train step steers XLA's scheduler by this module alone. Optimization barriers elsewhere keep two
 kernels from being fused; they do not order.
@@ -46,8 +47,10 @@ def token(tree: Any) -> Token:
 def _token(tree) -> Token:
     def one(x):
         first = x[(0,) * x.ndim]
-        first = first if jnp.issubdtype(x.dtype, jnp.floating) else first.astype(jnp.float32)
-        return (0 * first).astype(jnp.float32)
+        if x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+            first = first.astype(jnp.float32)  # of 8 bits, a format may have no infinity
+        # False for infinities and NaN too, of which 0 * x would be NaN; XLA does not know that.
+        return (first < -jnp.inf).astype(jnp.float32)
 
     return sum(map(one, jax.tree.leaves(tree)), jnp.zeros(()))
 
@@ -107,8 +110,8 @@ def index_token(tree: Any) -> jax.Array:
 
 @jax.custom_vjp
 def grad_after_wgrads(x: jax.Array) -> Any:
-    """x, and tokens [3] for GEMMs (linear.CommOrder.wait_for): the gradient of x waits for their
-    wgrads.
+    """x, and tokens [3] for GEMMs (CommOrder.wait_for of model/comm_order.py): the gradient of x
+    waits for their wgrads.
 
     XLA would delay the wgrads, and with them the release of their operands.
     """

@@ -1,5 +1,6 @@
 """AdamW and its learning rate schedule."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxbench.config.run import DTYPES, Run
+from maxbench.config.run import AXES, DTYPES, Run
+from maxbench.sharding import collectives
 
 
 def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
@@ -29,8 +31,33 @@ def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
     return rate
 
 
-def transform(run: Run) -> optax.GradientTransformation:
-    """AdamW: clipping by global norm, Adam, decoupled weight decay, learning rate.
+def global_norm(shardings: Any, grads: Any) -> jax.Array:
+    """Norm of the gradients of all weights, from each GPU's shards of their sum; inside shard_map.
+
+    One all-reduce: a shard that several GPUs have counts as a part on each of them.
+    """
+
+    def squares(sharding, g):
+        copies = math.prod(map(collectives.axis_size, sharding.psum_axes))
+        return jnp.sum(jnp.square(g.astype(jnp.float32))) / copies
+
+    total: Any = sum(jax.tree.leaves(jax.tree.map(squares, shardings, grads)))
+    return jnp.sqrt(collectives.psum(total, *AXES))
+
+
+def clip(limit: float) -> optax.GradientTransformationExtraArgs:
+    """optax.clip_by_global_norm() of a norm that the caller computed: `norm` of update()."""
+
+    def update(grads, state, params=None, *, norm, **_):
+        clipped = lambda g: jax.lax.select(norm < limit, g, g / norm.astype(g.dtype) * limit)
+        return jax.tree.map(clipped, grads), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def transform(run: Run) -> optax.GradientTransformationExtraArgs:
+    """AdamW: clipping by global norm, Adam, decoupled weight decay, learning rate. update() takes
+    the `norm` of all gradients, so that each weight is updated where it is.
 
     Moments have the dtypes of the tree that is passed to init and update. Weight decay skips norms,
     biases and sinks unless optim.decay_norms.
@@ -40,7 +67,7 @@ def transform(run: Run) -> optax.GradientTransformation:
     decays = lambda path, _: o.decay_norms or not name(path).endswith(("scale", "bias", "sinks"))
     decayed = lambda w: jax.tree_util.tree_map_with_path(decays, w)
     return optax.chain(
-        optax.clip_by_global_norm(o.clip),
+        clip(o.clip),
         optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
         optax.add_decayed_weights(o.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(run)),

@@ -132,12 +132,13 @@ def update(run: Run, tree: Any, statistics: Any) -> Any:
 
 
 def metrics(statistics: Any) -> dict[str, jax.Array]:
-    """The metrics of a step that its statistics have, fp32 scalars."""
+    """The metrics of a step that its statistics have, fp32 scalars; inside shard_map."""
     found: dict[str, jax.Array] = {}
     by_name = {entry.path[-1]: entry.metric for entry in REGISTRY}
     for path, value in jax.tree_util.tree_leaves_with_path(statistics):
         if name := by_name[path[-1].key]:
-            found[name] = found.get(name, jnp.zeros(())) + jnp.sum(value)
+            total = collectives.psum(jnp.sum(value), "pp")  # which splits the slots for layers
+            found[name] = found.get(name, jnp.zeros(())) + total
     return found
 
 

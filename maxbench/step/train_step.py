@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxbench import quantization
-from maxbench.config import resolve
+from maxbench.config import loop_lengths, resolve
 from maxbench.config.run import AXES, DTYPES, Device, Run
 from maxbench.model import attention, grad_accumulation, layer_stack, transformer
 from maxbench.pipeline import layer_order
@@ -192,15 +192,13 @@ class Step:
         grads, opt, params = (
             optimizer.cast(x, "fp32") for x in (grads, before["opt"], before["params"])
         )
-        out["grad_norm"] = optax.tree.norm(grads)
         out["lr"] = optimizer.learning_rate(self.run)(before["step"])
-        updates, opt = self.tx.update(grads, opt, params)
+        updates, opt = self.tx.update(grads, opt, params, norm=out["grad_norm"])
         params = optimizer.cast(optax.apply_updates(params, updates), p.weights)
         opt = optimizer.cast(opt, p.moments)
         after = {"step": before["step"] + 1, "params": params, "opt": opt}
         if layer_state:
             after[state.KEY] = state.update(self.run, layer_state, statistics)
-            out |= state.metrics(statistics)
         return after, out
 
     def gradients(self, params: Any, batch: jax.Array, layer_state: Any = None) -> Any:
@@ -212,8 +210,9 @@ class Step:
           layer_state: non-trainable state of layers (step/state.py), or None.
 
         Returns:
-          Gradients, sharded as the master weights; {'loss', 'aux'}, fp32 scalars; the statistics
-          of this step, a tree like layer_state, or None.
+          Gradients, sharded as the master weights; {'loss', 'aux', 'grad_norm'} and the metrics of
+          layers' state, fp32 scalars; the statistics of this step, a tree like layer_state, or
+          None.
         """
         masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
         by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
@@ -243,7 +242,8 @@ class Step:
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
-        return grads, out, statistics
+        out["grad_norm"] = optimizer.global_norm(self.shardings, grads)
+        return grads, out | state.metrics(statistics), statistics
 
     def _statistics(self, layer_state, sums, amaxes):
         """Statistics for state.update(), from gradient accumulators and amaxes of weights."""
@@ -395,7 +395,7 @@ class Step:
             return grads, jax.tree.map(jnp.add, sums, out)
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(accumulate, zeros, 0)[1])
-        with jax.named_scope(f"about_{count}_trips"):  # cost_model/hlo.py reads it
+        with jax.named_scope(loop_lengths.MICROBATCHES):
             zero = jnp.minimum(batch[0, 0, 0], 0)  # no token is negative, which XLA does not know
             return jax.lax.fori_loop(0, count + zero, add, (zeros, sums))
 

@@ -61,8 +61,10 @@ def _combine_thresholds(run: Run) -> dict[str, int]:
     a, m = run.layout, run.model
     reduce, gather, scatter = run.train.collective_combine_bytes
     if a.tp > 1:
-        # Combined, tp's collectives would wait for the last of them, and the all-reduce of x's
-        # scale for that of dy's. In FP8 without a pipeline, fewer launches outweigh that wait.
+        # A combined collective starts when the last of its operands is computed. Those of
+        # activations over tp are not combined, so that each overlaps the next GEMM. Nor are
+        # all-reduces, of which FP8 has one for each scale of x and of dy; except in FP8 without a
+        # pipeline, where fewer launches save more time than the wait takes.
         gather = scatter = 1
         reduce = 1 if a.pp > 1 or not run.format.quantized else reduce
         if a.pp > 1:

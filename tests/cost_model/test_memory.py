@@ -9,8 +9,10 @@ import pytest
 
 from maxbench.config.run import LAYERS
 from maxbench.cost_model import hlo, memory
+from maxbench.cost_model.meaning import Meaning
 from maxbench.model import layers, transformer
 from maxbench.pipeline.schedule import STASH
+from maxbench.planning import program_names
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
@@ -58,8 +60,13 @@ def program(*loops: tuple[str, str]) -> hlo.Program:
     )
 
 
+def stashed_bytes(text: hlo.Program) -> int:
+    names = Meaning(stash=program_names.SCAN_STASH, shared_stash=program_names.PIPELINE_STASH)
+    return memory.stashed_bytes(text, names)
+
+
 def test_without_a_loop_there_is_no_stash():
-    assert memory.stashed_bytes(program()) == 0
+    assert stashed_bytes(program()) == 0
 
 
 def test_the_scan_over_layers_stashes_what_its_forward_pass_writes():
@@ -67,7 +74,7 @@ def test_the_scan_over_layers_stashes_what_its_forward_pass_writes():
     forward = loop("fwd", {STASHED: SCAN_WRITE}, f"{STASHED}, {STASHED}, {WEIGHTS}", 3)
     write = SCAN_WRITE.replace("jvp(layers)", "transpose(jvp(layers))")
     backward = loop("bwd", {WEIGHTS: write}, f"{STASHED}, {STASHED}, {WEIGHTS}", 3)
-    assert memory.stashed_bytes(program(forward, backward)) == 2 * 1024
+    assert stashed_bytes(program(forward, backward)) == 2 * 1024
 
 
 def test_stashes_of_several_scans_add_up():
@@ -75,7 +82,7 @@ def test_stashes_of_several_scans_add_up():
     other = "f32[3,2,64]{2,1,0}"
     first = loop("first", {STASHED: SCAN_WRITE}, f"{STASHED}, {WEIGHTS}", 2)
     second = loop("second", {other: SCAN_WRITE}, other, 1)
-    assert memory.stashed_bytes(program(first, second)) == 1024 + 3 * 2 * 64 * 4
+    assert stashed_bytes(program(first, second)) == 1024 + 3 * 2 * 64 * 4
 
 
 def test_a_write_to_a_transposed_bitcast_is_found():
@@ -83,18 +90,18 @@ def test_a_write_to_a_transposed_bitcast_is_found():
     activations, weights = "bf16[4,2,64]{2,1,0}", "bf16[4,64,2]{2,1,0}"
     carry = f"{activations}, {weights}, {STASHED.replace('64', '32')}"
     writes = {activations: SCAN_WRITE, "bf16[32,4,2]{2,1,0}": SCAN_WRITE}
-    assert memory.stashed_bytes(program(loop("fwd", writes, carry, 3))) == 1024 + 512
+    assert stashed_bytes(program(loop("fwd", writes, carry, 3))) == 1024 + 512
 
 
 def test_updates_inside_a_layer_are_no_stash():
     inner = f"{SCAN}/closed_call/while/body/dynamic_update_slice"
-    assert memory.stashed_bytes(program(loop("fwd", {STASHED: inner}, STASHED, 1))) == 0
+    assert stashed_bytes(program(loop("fwd", {STASHED: inner}, STASHED, 1))) == 0
 
 
 def test_offloaded_activations_are_not_counted():
     host = STASHED.replace("}", ":S(5)}")
     scan = loop("fwd", {STASHED: SCAN_WRITE}, f"{STASHED}, {host}", 2)
-    assert memory.stashed_bytes(program(scan)) == 1024
+    assert stashed_bytes(program(scan)) == 1024
 
 
 def test_the_phases_of_a_pipeline_share_one_stash():
@@ -105,7 +112,7 @@ def test_the_phases_of_a_pipeline_share_one_stash():
     input_slots = scope.format("warmup", "")
     stash = [scope.format(name, f"{STASH}/") for name in ("warmup", "steady")]
     warmup = phase("warmup", {STASHED: stash[0], WEIGHTS: input_slots})
-    assert memory.stashed_bytes(program(warmup, phase("steady", {STASHED: stash[1]}))) == 1024
+    assert stashed_bytes(program(warmup, phase("steady", {STASHED: stash[1]}))) == 1024
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from maxbench.calibration.fit import PLAUSIBLE
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
 from maxbench.cost_model.costs import Costs
+from maxbench.cost_model.meaning import Meaning
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import chrome_trace
 
@@ -41,12 +42,15 @@ DONE = "  %done{n} = bf16[536870912]{{0}} all-gather-done(%start{n})\n"
 KERNEL = "  %k{n} = bf16[536870912]{{0}} copy(%x)\n"
 
 
-def run(lines: str, op_costs: Costs = EIGHT, others: str = "", **kwargs) -> simulate.Timeline:
+def run(
+    lines: str, op_costs: Costs = EIGHT, others: str = "", record: bool = False, **names
+) -> simulate.Timeline:
+    """A program of these lines, simulated; `names` are fields of Meaning."""
     text = (
         "HloModule m, is_scheduled=true\n\n" + others + "ENTRY %main (x: f32[]) -> f32[] {\n"
         f"  %x = {BIG} parameter(0)\n  %shard = bf16[67108864]{{0}} parameter(1)\n{lines}}}\n"
     )
-    t = simulate.simulate(hlo.parse(text), op_costs, **kwargs)
+    t = simulate.simulate(hlo.parse(text), op_costs, Meaning(**names), record)
     assert sum(op.seconds for op in t.ops.values()) == pytest.approx(t.seconds)
     return t
 
@@ -192,6 +196,35 @@ def test_a_loop_counts_each_trip():
     assert t.seconds == pytest.approx(7 * GATHER_S)
     assert t.exposed_s == pytest.approx(7 * (GATHER_S - KERNEL_S))
     assert t.traffic["all-gather", "dp"].count == 7
+
+
+def named_loop(op_name: str) -> str:
+    """WHILE without a trip count, with a name."""
+    loop = f'{WHILE.partition(", backend_config")[0]}, metadata={{op_name="{op_name}"}}\n'
+    assert "trip_count" not in loop
+    return loop
+
+
+def test_a_loop_of_unknown_length_is_counted_once_and_reported():
+    name = "jit(step)/my_loop/while"
+    others = BODY.format(ops=script("k1"))
+    t = run(named_loop(name), others=others)
+    assert t.seconds == pytest.approx(KERNEL_S)
+    assert [*t.unknown_loops.values()] == [name]
+    t = run(named_loop(name), others=others, trip_counts={"my_loop": 5})
+    assert t.seconds == pytest.approx(5 * KERNEL_S)
+    assert not t.unknown_loops
+    assert not run(WHILE, others=others).unknown_loops
+
+
+def test_a_trip_count_is_that_of_the_innermost_scope():
+    """A loop in a loop of a given length does not have that length."""
+    t = run(
+        named_loop("jit(step)/outer/while/body/inner/while"),
+        others=BODY.format(ops=script("k1")),
+        trip_counts={"outer": 5, "inner": 3},
+    )
+    assert t.seconds == pytest.approx(3 * KERNEL_S)
 
 
 def test_a_collective_from_before_a_loop_delays_its_first_iteration_only():
@@ -383,4 +416,5 @@ def test_steps_measured_on_an_h200(program, measured_s):
     text = gzip.decompress((folder / f"{program}.hlo.txt.gz").read_bytes()).decode()
     t = simulate.simulate(hlo.parse(text), Costs(GPU_TYPES["h200"], ONE))
     assert t.seconds == pytest.approx(measured_s, rel=0.06)
+    assert not t.unknown_loops
     assert t.compute["attention"] < 0.15 * t.seconds

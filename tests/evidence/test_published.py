@@ -1,5 +1,7 @@
 """The published row of a workload, and what makes a run incomparable with it."""
 
+import re
+
 import pytest
 
 from maxbench.config import number_formats
@@ -45,7 +47,7 @@ def test_rows_have_formats_sources_and_figures_that_agree():
     for row in published.rows():
         if f := number_formats.FORMATS.get(row.format):
             assert f.dtype == row.dtype
-        assert row.source
+        assert row.framework in re.sub(r"\W", "-", row.source.lower())
         assert row.remat in REMATS
         assert row.gpus % (row.pp * row.cp * row.tp * row.fsdp) == 0
         assert row.layers >= row.pp * row.vp - 2

@@ -66,14 +66,17 @@ def timeline_of(**degrees) -> tuple[simulate.Timeline, Costs]:
     return simulate.simulate(hlo.parse(TEXT), costs), costs
 
 
-def row_of(run, source: str, remat: str = "none", mbs: int = 0) -> published.Published:
+NEMO, MAXTEXT = "25.02.01", "24.12.09"  # releases
+
+
+def row_of(run, release: str, remat: str = "none", mbs: int = 0) -> published.Published:
     """A published row, with the run's microbatch size by default."""
-    columns = {"source": source, "remat": remat, "mbs": mbs or run.layout.mbs}
+    columns = {"release": release, "remat": remat, "mbs": mbs or run.layout.mbs}
     return dataclasses.replace(published.rows()[0], **columns)
 
 
-def deltas_of(run, source: str, remat: str = "none") -> dict[str, float]:
-    row = row_of(run, source, remat)
+def deltas_of(run, release: str, remat: str = "none") -> dict[str, float]:
+    row = row_of(run, release, remat)
     timeline, costs = timeline_of(tp=8)
     return published_deltas.deltas(run, timeline, row, costs)
 
@@ -81,7 +84,7 @@ def deltas_of(run, source: str, remat: str = "none") -> dict[str, float]:
 def test_nemo_has_no_copies_and_hides_tp():
     run = run_of("llama31_8b.py --gpus 8 --mbs 1")
     assert run.layout.microbatches == 32
-    found = deltas_of(run, "nemo")
+    found = deltas_of(run, NEMO)
     _, one = timeline_of(tp=8)
     assert found["copies"] == pytest.approx(32 * 2 * one.memory(2 * 2 * WEIGHT), rel=1e-3)
     gather = one.collective("all-gather", one.axis_link("tp"), 0, 2 * 8 * 4096)
@@ -95,7 +98,7 @@ def test_expert_collectives_are_exposed_in_nemo():
     t, costs = timeline_of(tp=8)
     (gather,) = t.traffic.values()
     gather.exposed_s /= 2
-    row = row_of(run, "nemo:dev")
+    row = row_of(run, "dev")
     assert "expert collectives" not in published_deltas.deltas(
         run, t, row, costs
     )  # too few to be per microbatch
@@ -114,7 +117,7 @@ def test_nemo_hides_p2p_and_exposes_gradients():
     t = simulate.Timeline(seconds=10.0, compute=collections.Counter(gemm=3.0))
     several = [("reduce-scatter", "dp+cp", 1.5), ("permute", "pp", 0.5), ("permute", "cp", 0.25)]
     t.traffic = {(kind, axes): traffic(kind, axes, s, 1) for kind, axes, s in several}
-    row = row_of(run, "nemo:25.02.01")
+    row = row_of(run, NEMO)
     found = published_deltas.deltas(run, t, row, Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1)))
     del found["loss on one stage"]
     assert found == {"exposed pp and cp": pytest.approx(0.75), "ZeRO overlap": pytest.approx(-1.5)}
@@ -124,7 +127,7 @@ def test_nemo_has_the_loss_on_one_stage():
     """Three GEMMs of the LM head with 6 x vocab x embed FLOPs per token, here 1/4 on each stage; a
     GEMM of few rows is slightly less efficient."""
     run = run_of("llama31_70b.py --gpus 64")
-    a, row = run.layout, row_of(run, "nemo")
+    a, row = run.layout, row_of(run, NEMO)
     costs = planner.costs_of(run)
     found = published_deltas.deltas(run, simulate.Timeline(), row, costs)
     head = 6 * 128256 * 8192 / a.tp * a.mbs * 8192 / a.cp * a.microbatches / costs.rate("bf16")
@@ -136,7 +139,7 @@ def test_nemo_fp8_synchronizes_amaxes_and_dispatches_in_bf16():
     run = run_of("grok1_314b.py --gpus 128 --dtype fp8 --mbs 1")
     a = run.layout
     t = simulate.Timeline(seconds=16.0, compute=collections.Counter(attention=1.0, amax=0.1))
-    row = row_of(run, "nemo:dev")
+    row = row_of(run, "dev")
     costs = planner.costs_of(run)
     found = published_deltas.deltas(run, t, row, costs)
     waits = costs.straggler_s(16.0, 2 * a.microbatches * a.vp, a.dp * a.cp * a.ep)
@@ -154,7 +157,7 @@ def test_nemo_fp8_synchronizes_amaxes_and_dispatches_in_bf16():
 
 
 def test_maxtext_has_no_deltas():
-    assert deltas_of(run_of("llama31_8b.py --gpus 8"), "MaxText") == {}
+    assert deltas_of(run_of("llama31_8b.py --gpus 8"), MAXTEXT) == {}
 
 
 def test_smaller_microbatches_fill_expert_gemms_less():
@@ -171,7 +174,7 @@ def test_smaller_microbatches_fill_expert_gemms_less():
         return sum(costs.gemm(*g) for some in each for g in some)
 
     longer = 4 * (128 * layer(4096) - 32 * layer(16384))  # of four layers
-    found = published_deltas.deltas(run, simulate.Timeline(), row_of(run, "MaxText", mbs=1), costs)
+    found = published_deltas.deltas(run, simulate.Timeline(), row_of(run, MAXTEXT, mbs=1), costs)
     assert found == {"larger microbatches": pytest.approx(-longer)}
 
 
@@ -185,7 +188,7 @@ def test_smaller_microbatches_fill_gemms_less_and_launch_more_kernels():
     layer = lambda rows: sum(costs.gemm(*g) for w in weights for g in ways(rows, *w))
     longer = 32 * (32 * layer(4096) - 16 * layer(8192))
     t.compute["launch"] = 0.5
-    found = published_deltas.deltas(run, t, row_of(run, "MaxText", mbs=1), costs)
+    found = published_deltas.deltas(run, t, row_of(run, MAXTEXT, mbs=1), costs)
     assert found == {"larger microbatches": pytest.approx(-longer - 0.5)}
     assert longer > 0.1
 
@@ -202,7 +205,7 @@ def test_recomputation_is_of_the_forward_flops_that_are_not_saved():
         share / 4
     )
     t = simulate.Timeline(compute=collections.Counter(gemm=7.0, attention=1.0))
-    row = row_of(run, "MaxText")
+    row = row_of(run, MAXTEXT)
     found = published_deltas.deltas(run, t, row, planner.costs_of(run))
     assert found == {"recomputation": pytest.approx(8 * share / (3 + share))}
 

@@ -16,7 +16,7 @@ def loop_over_choices(m, x_jd, w, capacity):
     """The MoE layer, one choice at a time in the order of slots: output, and choices per expert."""
     load, out = np.zeros(m.experts, int), np.zeros_like(x_jd)
     gates, chosen, _ = jax.device_get(router.route(m, x_jd @ w["router"]["w"]))
-    act = lambda x: np.asarray(layers.ACTS[m.act](x))
+    act = lambda x: np.asarray(layers.ACTS[m.act].function(x))
     choices = list(
         zip(gates.ravel(), np.arange(gates.size) // m.top_k, chosen.ravel(), strict=True)
     )
@@ -163,7 +163,7 @@ def test_gradients_of_dispatch_experts_and_combine_equal_indexing(with_gates):
     _, expert, _ = router.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
     slot, token = experts.assign_slots(m, gate, expert)
-    act, w = layers.ACTS[m.act], jax.random.normal(key[0], (4, 8))
+    act, w = layers.ACTS[m.act].function, jax.random.normal(key[0], (4, 8))
 
     def with_custom_vjp(x, gate):
         rows = experts.gate_gradient(token.shape, gate, slot)

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxbench.config import activations
 from maxbench.config.model import Model
+from maxbench.metrics import flops
 from maxbench.model import layers
+from tests.conftest import resolve
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
@@ -47,7 +50,7 @@ def test_activation_and_its_gradient_equal_the_formula(act, mlp_inputs, dtype):
     dh = jax.random.normal(jax.random.key(1), (2, 3, 8)).astype(dtype)
 
     def formula(up):
-        h = layers.ACTS[act](up[:, :, 0])
+        h = layers.ACTS[act].function(up[:, :, 0])
         return h * up[:, :, 1] if mlp_inputs == 2 else h
 
     h, vjp = jax.vjp(lambda up: layers.activate(m, up, 2), up)
@@ -56,6 +59,26 @@ def test_activation_and_its_gradient_equal_the_formula(act, mlp_inputs, dtype):
     assert h.dtype == dup.dtype == dtype
     np.testing.assert_allclose(h.astype(jnp.float32), expected, rtol=1e-2, atol=1e-5)
     np.testing.assert_allclose(dup.astype(jnp.float32), expected_dup, rtol=1e-2, atol=1e-5)
+
+
+def test_every_activation_of_the_configuration_has_its_function():
+    assert layers.ACTS.keys() == activations.GATED.keys()
+    assert all(activations.GATED[name] for name, act in layers.ACTS.items() if act.up)
+
+
+def test_an_added_activation_is_gated_only_if_its_entry_says_so(monkeypatch):
+    """As docs/how-to/add_a_model.md adds one: an entry in each of two tables."""
+    monkeypatch.setitem(activations.GATED, "relu", False)
+    monkeypatch.setitem(layers.ACTS, "relu", layers.Activation(jax.nn.relu))
+    run = resolve("llama31_8b", "tiny", {"model.act": "relu"})
+    assert run.model.mlp_inputs == 1
+    gated = resolve("llama31_8b", "tiny")
+    up = gated.model.layers * gated.model.embed * gated.model.mlp
+    assert flops.params(gated.model) - flops.params(run.model) == up
+    x = jax.random.normal(jax.random.key(0), (2, 3, 1, 8))
+    h, vjp = jax.vjp(lambda x: layers.activate(run.model, x, 2), x)
+    np.testing.assert_array_equal(h, jnp.maximum(x[:, :, 0], 0))
+    np.testing.assert_array_equal(vjp(h)[0], jnp.maximum(x, 0))
 
 
 @pytest.mark.parametrize("mscale", [0.0, 1.0])

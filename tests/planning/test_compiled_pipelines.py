@@ -3,10 +3,10 @@ figures derived by hand. Each program takes up to a minute to compile."""
 
 import pytest
 
-from maxbench.cost_model import hlo, memory, pipeline_timing, simulate
+from maxbench.cost_model import hlo, memory, simulate
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import FORWARD_CHUNK_SWITCH, STEADY
-from maxbench.planning import explain, planner
+from maxbench.planning import explain, pipeline_timing, planner
 from tests.planning.plans import exposed_share, planned, program_of, run_of, traffic
 
 pytestmark = [
@@ -96,8 +96,8 @@ def test_chunk_switches_overlap_communication(plan_405b):
     """A chunk switch runs between send and receive, and y may be later than a switch takes."""
     run = run_of(LLAMA31_405B)
     program = program_of(run)
-    frequencies = planner.branch_frequencies(run, program)
-    first_pass = simulate.simulate(program, planner.costs_of(run), frequencies)
+    names = planner.meaning_of(run, program)
+    first_pass = simulate.simulate(program, planner.costs_of(run), names)
     orders = pipeline_timing.event_orders(program, first_pass.slack_s)
     assert {(order[:3], order[3:5]) for order in orders} == {("Yfy", "Xb")}
     assert min(orders.values()) > first_pass.branch_s[FORWARD_CHUNK_SWITCH]

@@ -8,10 +8,11 @@ import pytest
 from maxbench.config.run import AXES
 from maxbench.cost_model import buffer_liveness, hlo
 from maxbench.cost_model.costs import Costs
+from maxbench.cost_model.meaning import Meaning
 from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import build_schedule
-from maxbench.planning import scaling, search, svg
+from maxbench.planning import program_names, scaling, search, svg
 from maxbench.planning.planner import Plan
 from tests.conftest import resolve
 
@@ -59,7 +60,9 @@ backend_config={"known_trip_count":{"n":"4"}}
 
 def live_buffers() -> buffer_liveness.Liveness:
     return buffer_liveness.liveness(
-        hlo.parse(PROGRAM), Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1))
+        hlo.parse(PROGRAM),
+        Costs(GPU_TYPES["h100"], dict.fromkeys(AXES, 1)),
+        Meaning(label=program_names.module_of, arguments=program_names.ARGUMENTS),
     )
 
 

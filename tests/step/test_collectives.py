@@ -32,6 +32,10 @@ def collectives(step: Step, compiled: jax.stages.Compiled | None = None) -> Coun
     text = (compiled or step.lower().compile()).as_text()
     names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     instructions = re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)
+    named = re.findall(rf" (?:{names})(?:-start)?\(.*op_name=\"([^\"]*)", text)
+    assert len(named) == len(instructions)
+    # The partitioner adds none, for the norm of gradients or for the optimizer.
+    assert [name for name in named if "/shard_map/" not in name] == []
     shapes = lambda result: re.findall(r"\w+\[([\d,]*)\]", result)
     return Counter((op, shape) for result, op in instructions for shape in shapes(result))
 

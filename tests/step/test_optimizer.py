@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from maxbench.sharding import mesh
+from maxbench.config.run import Layout
+from maxbench.sharding import mesh, rules
 from maxbench.step import optimizer
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
@@ -29,7 +32,9 @@ def test_norms_decay_if_the_recipe_decays_them(family, decays):
     run = resolve(family, overrides={"optim.warmup": 0.0})
     weights = {"w": jnp.ones(2), "norm": {"scale": jnp.ones(2)}}
     tx = optimizer.transform(run)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
+    updates, _ = tx.update(
+        jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights, norm=jnp.zeros(())
+    )
     rate = run.optim.lr * run.optim.weight_decay
     np.testing.assert_allclose(updates["w"], -rate, rtol=1e-6)
     np.testing.assert_allclose(updates["norm"]["scale"], -rate * decays, rtol=1e-6)
@@ -41,7 +46,11 @@ def test_bf16_state_is_updated_in_fp32(monkeypatch):
         Step(run, mesh.make_mesh(run.layout))
         for run in (resolve("nemotron4_340b", presets) for presets in ("tiny,bf16_state", "tiny"))
     )
-    grads = lambda self, w, i, past: (jax.tree.map(lambda x: x / 2, w), {}, None)
+    grads = lambda self, w, i, past: (
+        jax.tree.map(lambda x: x / 2, w),
+        {"grad_norm": jnp.full((), 3.0)},  # above the limit
+        None,
+    )
     monkeypatch.setattr(Step, "gradients", grads)
     alone = lambda state: exact._step(optimizer.cast(state, "fp32"), None)[0]
     rounded = jax.jit(lambda state: optimizer.cast(alone(state), "bf16"))
@@ -50,3 +59,25 @@ def test_bf16_state_is_updated_in_fp32(monkeypatch):
         expected, state = rounded(state), jax.jit(step._step)(state, None)[0]
         jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert {x.dtype.name for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}
+
+
+def test_the_global_norm_counts_each_weight_once():
+    """Of weights split over some axes and replicated over others, on dp 3 x tp 2."""
+    layout = Layout(dp=3, tp=2)
+    sizes = layout.mesh_shape
+    weights = {
+        "norm": (("embed_replicated",), (7,)),
+        "up": (("embed", "mlp"), (6, 4)),
+        "odd": (("embed", "mlp"), (7, 4)),  # which dp 3 does not divide
+    }
+    shardings = {n: rules.shard_weight(*w, sizes) for n, w in weights.items()}
+    assert [s.psum_axes for s in shardings.values()] == [("dp", "tp"), (), ("dp",)]
+    grads = {n: jnp.arange(1.0, 1 + np.prod(s)).reshape(s) for n, (_, s) in weights.items()}
+    norm = jax.shard_map(
+        lambda grads: optimizer.global_norm(shardings, grads),
+        mesh=mesh.make_mesh(layout),
+        in_specs=({n: s.master_spec for n, s in shardings.items()},),
+        out_specs=P(),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(norm)(grads), optax.tree.norm(grads), rtol=1e-6)

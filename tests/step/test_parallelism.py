@@ -335,3 +335,26 @@ def test_zero1_splits_the_first_dim_with_whole_blocks(names, shape, dp, dim):
     dims = [i for i, axes in enumerate(sharding.zero1_axes) if "dp" in axes]
     assert dims == ([] if dim is None else [dim])
     assert ("dp" in sharding.psum_axes) == (dim is None)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        dict(tp=2, mbs=1, layers=2),
+        pytest.param(dict(pp=2, tp=2, mbs=1, layers=2), marks=exhaustive),
+    ],
+)
+def test_an_infinity_of_one_microbatch_reaches_no_other_by_an_order(axes):
+    """The embeddings of 16 tokens are infinite: the gradients of the embeddings in microbatches
+    without them are finite, with ordering tokens as without."""
+    finite = []
+    for order in ("auto", "off"):
+        step = build("llama", overrides={"train.order": order}, **axes)
+        params = jax.device_get(step.init()["params"])
+        params["embed"]["w"] = params["embed"]["w"].copy()
+        params["embed"]["w"][:16, 0] = np.inf
+        grads, _ = gradients(step, params)
+        finite.append(np.isfinite(grads["embed"]["w"]).all(-1))
+    assert finite[1].any()
+    assert not finite[1].all()
+    np.testing.assert_array_equal(*finite)

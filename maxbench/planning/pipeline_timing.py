@@ -4,7 +4,6 @@ Every stage runs the same program. Its loops over ticks do real work in some tic
 others; chunk switches, embedding and loss run in few ticks, and neighbours wait for chunk switches.
 """
 
-import itertools
 import math
 import re
 import types
@@ -61,7 +60,7 @@ def branch_frequencies(
     first_pass: "Timeline | None" = None,
     other_kinds: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
-    """simulate.BranchFrequencies of a schedule.
+    """meaning.Frequencies of a schedule.
 
     A neighbour waits for a chunk switch too, so its frequency is multiplied by
     chunk_switch_delay().
@@ -107,7 +106,15 @@ def branch_frequencies(
 
 
 def event_orders(program: hlo.Program, slack: Seconds = NO_SLACK) -> dict[str, float]:
-    """Orders of EVENTS in steady-state ticks -> the smallest slack of y's arrival there, in s."""
+    """The orders that the program's steady-state ticks have their EVENTS in, as strings like ORDER.
+
+    Args:
+      slack: Timeline.slack_s of the program.
+
+    Returns:
+      Order -> seconds by which y may arrive later without delaying a tick of this order; the least
+      over these ticks.
+    """
     found: dict[str, float] = {}
     for where in program.computations.values():
         events = [(letter, op) for op in where.ops for letter in _events(op)]
@@ -160,19 +167,3 @@ def chunk_switch_delay(
             elif loss:
                 delay = np.full(schedule.pp, delay.max())
     return float(delay.max() / np.sum([*switches.values()], 0).sum(0).mean())
-
-
-def tick_mix(frequencies: dict[str, float]) -> list[tuple[float, set[str]]]:
-    """Kinds of ticks: (share of all ticks, branches that run in them), fewest branches last.
-
-    Branches are spread as evenly as possible: each occupies the ticks after those of the one
-    before, wrapping around at the end.
-    """
-    ends = list(itertools.accumulate(frequencies.values(), initial=0.0))
-    spans = dict(zip(frequencies, itertools.pairwise(ends), strict=True))
-    kinds = []
-    for begin, end in itertools.pairwise(sorted({0.0, 1.0} | {end % 1 for end in ends})):
-        laps = [begin + lap for lap in range(math.ceil(ends[-1]))]
-        branches = {name for name, (a, b) in spans.items() if any(a <= at < b for at in laps)}
-        kinds.append((end - begin, branches))
-    return sorted(kinds, key=lambda kind: -len(kind[1]))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbench.config.run import SCHEDULES
-from maxbench.cost_model import hlo, pipeline_timing, simulate
+from maxbench.cost_model import hlo, simulate
 from maxbench.pipeline.schedule import Row, build_schedule
+from maxbench.planning import pipeline_timing
 
 NAMES = {"b": "pipeline_bwd_chunk_switch/while", "f": "pipeline_fwd_chunk_switch/while"}
 NAMES |= {"l": "pipeline_loss/while", "e": "pipeline_embed_backward/while"}
@@ -167,7 +168,7 @@ def test_slack_of_y_shortens_the_delay():
 def test_tick_mix_has_each_branch_at_its_frequency(values):
     """Spread as evenly as possible over the ticks."""
     frequencies = {str(i): value for i, value in enumerate(values)}
-    kinds = pipeline_timing.tick_mix(frequencies)
+    kinds = simulate.iteration_kinds(frequencies)
     assert sum(share for share, _ in kinds) == pytest.approx(1)
     for name, frequency in frequencies.items():
         assert sum(share for share, branches in kinds if name in branches) == pytest.approx(
