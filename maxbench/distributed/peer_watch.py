@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from maxbench.config import exit_codes
 from maxbench.distributed import messages, stacks
 from maxbench.distributed.hang_detector import Hang, HangDetector
 from maxbench.distributed.progress import Progress
@@ -24,7 +25,6 @@ from maxbench.distributed.stop_consensus import StopConsensus
 
 GRACE_S = 5.0  # time for a process to exit by itself after another was lost
 TICK_S = 0.5  # between two looks at the clock, and less for a timeout below 12 s
-FAILED, EX_TEMPFAIL = 1, 75  # exit codes: a process died or failed; a hang, to be tried again
 
 
 class PeerWatch:
@@ -52,7 +52,7 @@ class PeerWatch:
         self.process, self.hosts, self.log_paths = process, hosts, log_paths
         self.connections = connections
         self.progress = Progress()
-        self.reason, self.exit_code = "", FAILED
+        self.reason, self.exit_code = "", exit_codes.FAILED
         self.hang: Hang | None = None
         self.write_result: Callable[[str], None] = lambda reason: None
         self.write_hang: Callable[[Hang | None, list[str]], None] = lambda hang, lines: None
@@ -205,7 +205,7 @@ class PeerWatch:
             return
         self.reason, self.hang = reason, hang
         if hang:
-            self.exit_code = EX_TEMPFAIL
+            self.exit_code = exit_codes.RESTART
             self._report(hang, [])
         if died or found_here:
             self._write_result()

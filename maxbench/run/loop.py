@@ -12,7 +12,7 @@ import jax
 from jax import monitoring
 from jax.experimental import multihost_utils
 
-from maxbench.config import folders, ineffective
+from maxbench.config import exit_codes, folders, ineffective
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
@@ -30,8 +30,7 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     """Trains a model.
 
     Returns:
-      The exit code: 0 done, 1 failed, 2 bad input, 75 (EX_TEMPFAIL) stopped by SIGTERM or because
-      a process was frozen or stuck, 130 stopped by Ctrl-C.
+      The exit code, of config/exit_codes.py.
     """
     log = peers = None
     try:
@@ -58,13 +57,13 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
                 traceback.print_exc()
             peers.close(ending.reason)
             sys.stdout.flush()
-            os._exit(ending.code or 1)
+            os._exit(ending.code or exit_codes.FAILED)
         if not ending.code:
             raise
         return ending.code
     if peers:
         peers.close()
-    return endings.EX_TEMPFAIL if stopped else 0
+    return exit_codes.RESTART if stopped else exit_codes.DONE
 
 
 def _close(
