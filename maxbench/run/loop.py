@@ -35,7 +35,7 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     log = peers = None
     try:
         peers = runtime.init_distributed(run)
-        stop_reason = endings.stop_requests(peers)  # replaces jax's handler of SIGTERM
+        stop_reason = endings.stop_requests(peers)
         path = run.output.resume
         candidates = restore.find_checkpoints(path, run) if path else None
         devices = mesh.make_mesh(run.layout)

@@ -27,6 +27,7 @@ class Processes:
       count: of processes.
       absent: numbers of processes that do not start.
       heartbeat_s: silence after which jax's service takes a process for dead.
+      recoverable: jax_enable_recoverability.
       callback: pass jax's client a callback for errors, instead of its default, which aborts.
       first_step: of a run that resumes, which asks nothing before it.
       collectives: each step needs all processes.
@@ -38,6 +39,7 @@ class Processes:
         count: int = 2,
         absent: tuple[int, ...] = (),
         heartbeat_s: int = 3,
+        recoverable: bool = False,
         callback: bool = False,
         first_step: int = 0,
         collectives: bool = True,
@@ -47,7 +49,8 @@ class Processes:
         self.processes = {}
         for i in {*range(count)} - {*absent}:
             steps = functools.partial(_train, first_step, collectives)
-            arguments = (address, count, i, str(self.outputs[i]), heartbeat_s, callback, steps)
+            options = (heartbeat_s, recoverable, callback)
+            arguments = (address, count, i, str(self.outputs[i]), *options, steps)
             self.processes[i] = kills.fork_server().Process(target=_run, args=arguments)
             self.processes[i].start()
 
@@ -77,13 +80,14 @@ class Processes:
             process.join()
 
 
-def _run(address, count, process, output_path, heartbeat_s, callback, train) -> None:
+def _run(address, count, process, output_path, heartbeat_s, recoverable, callback, train) -> None:
     file = os.open(output_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     signal.signal(LOCKED, lambda *_: ctypes.PyDLL(None).pause())
     signal.signal(STUCK, lambda *_: signal.pause())
     jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_enable_recoverability", recoverable)
     if callback:
         client = functools.partial(
             _jax.get_distributed_runtime_client, missed_heartbeat_callback=print

@@ -41,9 +41,20 @@ def test_missing_process_is_not_named(start):
     assert "process 1" not in printed
 
 
-def test_process_0_takes_the_others_with_it_when_it_dies(start):
+def test_process_that_dies_is_known_by_an_address_of_gloo(start):
+    """peer_watch.py writes its number, host and log into the result. NCCL says nothing at all."""
+    run = start(count=3)
+    run.signal(1, signal.SIGKILL)
+    assert 0 not in (run.exit_code(0), run.exit_code(2))
+    printed = run.printed(0) + run.printed(2)
+    assert "by peer [127.0.0.1]" in printed
+    assert "process 1" not in printed
+
+
+@pytest.mark.parametrize("recoverable", [False, True])
+def test_process_0_takes_the_others_with_it_when_it_dies(start, recoverable):
     """They name no process, and write no result. service_relay.py keeps their connections."""
-    run = start()
+    run = start(recoverable=recoverable)
     run.signal(0, signal.SIGKILL)
     assert run.exit_code(1, stock.RESULT_S) == ABORTED
     assert "CoordinationService/PollForError" in run.printed(1)
@@ -57,6 +68,13 @@ def test_heartbeats_abort_all_and_name_the_frozen_process_by_number_in_one_log(s
     assert run.exit_code(0) == run.exit_code(2) == ABORTED
     assert "unhealthy (stopped sending heartbeats):\n1\n" in run.printed(0)
     assert "result written" not in run.printed(0) + run.printed(2)
+
+
+def test_frozen_recoverable_process_is_not_noticed(start):
+    run = start(count=3, recoverable=True)
+    run.signal(1, signal.SIGSTOP)
+    assert run.exit_code(0, 12) is None
+    assert "result written" not in run.printed(0)
 
 
 def test_frozen_process_0_is_not_named(start):
