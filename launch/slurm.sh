@@ -33,10 +33,11 @@ fi
 echo "$STAMP" >>"$STARTS"
 [[ -n "$RESUME" ]] && TRAIN+=("--resume" "$RESUME")
 
-# The coordinator is the first node, at the address that Slurm uses for it.
+# Process 0 is on the first node, at the address that Slurm uses for it; slurm_env.py has its port.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ADDRESS=$(scontrol show node "$FIRST" --oneliner | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-export JAX_COORDINATOR_ADDRESS="${ADDRESS:-$FIRST}:$((61440 + (SLURM_JOB_ID + STAMP) % 4096))"
+unset JAX_COORDINATOR_ADDRESS
+export MB_COORDINATOR_HOST="${ADDRESS:-$FIRST}"
 export MB_FOLDER="$FOLDER"
 
 SRUN=(srun "--nodes=$MB_NODES" "--ntasks-per-node=$MB_TASKS_PER_NODE" "--mpi=$MB_MPI"
@@ -49,11 +50,42 @@ fi
 cd "$MB_ROOT"
 
 say "maxbench: JOB_ID=$SLURM_JOB_ID RESTART=${SLURM_RESTART_COUNT:-0} NODES=$SLURM_JOB_NODELIST" \
-  "COORDINATOR=$JAX_COORDINATOR_ADDRESS FOLDER=$FOLDER RESUME=${RESUME:-none}"
+  "COORDINATOR=$MB_COORDINATOR_HOST FOLDER=$FOLDER RESUME=${RESUME:-none}"
 say "train: ${TRAIN[*]}"
 echo "{\"job\": \"$SLURM_JOB_ID\", \"restart\": ${SLURM_RESTART_COUNT:-0}," \
   "\"nodes\": \"$SLURM_JOB_NODELIST\", \"label\": \"$MB_LABEL\", \"started\": $(date +%s)}" \
   >"$FOLDER/job.json"
+
+# Runs the tasks of a phase; returns the exit code of the one that failed first. That of srun is
+# the largest: 143 of the tasks that it ended, whatever the first one had.
+run() {
+  local phase=$1 log code first
+  log="$FOLDER/srun-$phase-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.log"
+  shift
+  MB_LOG="$log" "${SRUN[@]}" "--output=$log" "$MB_ROOT/launch/task.sh" "$@" 2>&1 |
+    tee "$FOLDER/srun-$phase.messages" >&2
+  code=${PIPESTATUS[0]}
+  first=$(sed -nE 's/^srun: error: .*tasks? .*: Exited with exit code ([0-9]+).*/\1/p
+    s/^srun: error: .*tasks? .*: Terminated.*/143/p
+    s/^srun: error: .*tasks? .*: Killed.*/137/p' "$FOLDER/srun-$phase.messages" | head -n 1)
+  return "$((code ? ${first:-$code} : 0))"
+}
+
+# Whether the job starts again, as maxbench/config/exit_codes.py describes.
+restarts() {
+  local code=$1 stopped_by=$2 saved=$3
+  ((code != 0 && code != 2)) || return 1
+  [[ "$saved" == true || "$stopped_by" == SIGTERM ]] && return 0
+  [[ -z "$stopped_by" ]] && ((code == 75 || code == 143))
+}
+
+# "time limit" if SIGTERM came for it: 120 s before, and Slurm may be a minute early.
+stopped_by() {
+  local end
+  end=$(sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' <<<"$JOB")
+  end=$(date -d "$end" +%s 2>/dev/null) || return 0
+  ((end - $(date +%s) > 200)) || echo "time limit"
+}
 
 # Writes exit.json for the report, with the reason from the messages of Slurm.
 finish() {
@@ -67,23 +99,27 @@ finish() {
     tail -qn 15 "$FOLDER"/srun-"$phase"-*.log || true
   fi
   say "done: exit code $code; results: $FOLDER"
-  # A job that stopped before its time limit, or because a process died, is requeued if this start
-  # saved a checkpoint, and unless it was submitted with --no-requeue.
-  if ((code != 0)) && compgen -G "$FOLDER/checkpoints/[0-9]*/about/run.json" >/dev/null &&
-    scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=1'; then
-    say "requeue: the job continues from its newest checkpoint"
-    scontrol requeue "$SLURM_JOB_ID" || say "the job could not be requeued, see above"
+  local saved=false
+  compgen -G "$FOLDER/checkpoints/[0-9]*/about/run.json" >/dev/null && saved=true
+  JOB=$(scontrol show job "$SLURM_JOB_ID" --oneliner)
+  if restarts "$code" "$(stopped_by)" "$saved"; then
+    if [[ "$JOB" != *Requeue=1* ]]; then
+      say "no requeue: the job was submitted with --no-requeue"
+    elif ((${SLURM_RESTART_COUNT:-0} >= MB_MAX_RESTARTS)); then
+      say "no requeue: MAX_RESTARTS=$MB_MAX_RESTARTS"
+    else
+      say "requeue: the job continues from its newest checkpoint, if it has one"
+      scontrol requeue "$SLURM_JOB_ID" || say "the job could not be requeued, see above"
+    fi
   fi
   exit "$code"
 }
 
-LOG="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.log"
 if ((${#PREFLIGHT[@]})); then
   say "preflight"
   code=0
-  MB_FOLDER="" MB_LOG="$FOLDER/srun-preflight-$LOG" "${SRUN[@]}" "--output=$FOLDER/srun-preflight-$LOG" \
-    "$MB_ROOT/launch/task.sh" "${PREFLIGHT[@]}" "--json=$FOLDER/preflight.json" || code=$?
-  sed -n '/\[Gloo\]/d; s/^ *0: //p' "$FOLDER/srun-preflight-$LOG" || true
+  MB_FOLDER="" run preflight "${PREFLIGHT[@]}" "--json=$FOLDER/preflight.json" || code=$?
+  sed -n '/\[Gloo\]/d; s/^ *0: //p' "$FOLDER"/srun-preflight-*.log || true
   ((code == 0)) || finish "$code" preflight
 fi
 
@@ -94,6 +130,5 @@ fi
 
 say "training"
 code=0
-MB_LOG="$FOLDER/srun-train-$LOG" "${SRUN[@]}" "--output=$FOLDER/srun-train-$LOG" \
-  "$MB_ROOT/launch/task.sh" "${TRAIN[@]}" || code=$?
+run train "${TRAIN[@]}" || code=$?
 finish "$code" train

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Iterator
 
 from maxbench.config.errors import UserError
@@ -67,12 +68,15 @@ def versions() -> dict[str, str]:
 
 
 def require_compiler() -> None:
-    """Raises UserError, with the install command, if XLA's GPU compiler is not installed."""
-    if not versions()["jax-cuda13-plugin"]:
-        raise UserError(
-            "XLA's GPU compiler is not installed; run pip install 'jax-cuda13-plugin' or, in a "
-            "clone, pip install '.[plan]' (no GPU is needed)"
-        )
+    """Raises UserError, with the remedy, if XLA's GPU compiler is not installed."""
+    if versions()["jax-cuda13-plugin"]:
+        return
+    if sys.platform != "linux":
+        raise UserError("XLA's GPU compiler exists for Linux alone: run plan there, or in Docker")
+    raise UserError(
+        "XLA's GPU compiler is not installed; run pip install 'jax-cuda13-plugin' or, in a clone, "
+        "pip install '.[plan]' (no GPU is needed)"
+    )
 
 
 def program_sources(package: pathlib.Path = PACKAGE) -> dict[pathlib.Path, ast.Module]:

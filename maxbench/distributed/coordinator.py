@@ -67,19 +67,17 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def wait_for_address(coordinator: Coordinator, member: Member, wait: bool) -> None:
-    """Waits until the coordinator's name has an address, or refuses it at once without `wait`."""
-    while True:
-        try:
-            socket.getaddrinfo(coordinator.host, coordinator.port)
-            return
-        except OSError as e:
-            error = e.strerror
-        if not wait or coordinator.remaining_s < 0:
-            waited = f" in {coordinator.timeout_s:.0f} s" if wait else ""
-            raise coordinator.error(f"cannot be resolved on {member.host}{waited}: {error}")
-        coordinator.report_wait(f"{coordinator.host} has no address yet ({error})")
-        time.sleep(1.0)
+def check_name(coordinator: Coordinator, member: Member) -> None:
+    """Checks that the coordinator's name has an address.
+
+    Raises:
+      UserError: it has none.
+    """
+    try:
+        socket.getaddrinfo(coordinator.host, coordinator.port)
+    except OSError as e:
+        text = f"cannot be resolved on {member.host}: {e.strerror}"
+        raise coordinator.error(text) from None
 
 
 def loopback_address(host: str) -> str:

@@ -1,7 +1,8 @@
 """Decides from messages and a clock which processes of a run are frozen or stuck.
 
 A frozen process sends nothing: its host is stopped, or a thread keeps Python's lock. A stuck one
-answers, but its main thread does not go on, so all others wait for it in a collective.
+answers, but its main thread does not go on, so all others wait for it in a collective. jax's
+heartbeats find only the first kind, and not if a thread keeps Python's lock.
 """
 
 import dataclasses

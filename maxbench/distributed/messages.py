@@ -3,15 +3,17 @@
 import json
 import socket
 
-# A silent host is probed after 10 s, then every 5 s, and is lost after 35 s.
+# A silent host is probed after 10 s, then every 5 s, and is lost after 35 s. These options are
+# Linux's; elsewhere the system's times hold, for processes of one machine.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 35000}
 
 
 def enable_keepalive(connection: socket.socket) -> None:
     """Has the kernel close the connection within 35 s after the other host falls silent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def send(connection: socket.socket, message: dict) -> None:

@@ -1,12 +1,13 @@
 """Watch over the processes of a run: a lost, frozen or stuck one is named, and ends the run.
 
-The connections of the rendezvous stay open. The kernel closes those of a process that dies, and
-keepalive those of a host that does, so the run ends on all hosts within a minute. A process that is
-frozen or stuck keeps its connections: hang_detector.py finds it by its silence, or by its steps.
+The connections of the rendezvous stay open. If a process dies, the kernel of its host closes them;
+if the host dies, keepalive does within a minute. A frozen or stuck process keeps its connections:
+hang_detector.py finds it by its silence, or by its steps.
 
-Slurm kills all processes once the first one fails. So process 0 exits last, after the results are
-written; if process 0 is the one that died or froze, the others write them before they do anything
-else.
+Process 0 then writes result.json with the name of the lost process, sends the name to the others,
+and exits after them, because Slurm kills all processes once one has failed. If process 0 is the
+lost one, the others write result.json.
+docs/explanation/lost_and_frozen_processes.md has what jax does without this.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from maxbench.config import exit_codes
 from maxbench.distributed import messages, stacks
 from maxbench.distributed.hang_detector import Hang, HangDetector
 from maxbench.distributed.progress import Progress
@@ -24,7 +26,6 @@ from maxbench.distributed.stop_consensus import StopConsensus
 
 GRACE_S = 5.0  # time for a process to exit by itself after another was lost
 TICK_S = 0.5  # between two looks at the clock, and less for a timeout below 12 s
-FAILED, EX_TEMPFAIL = 1, 75  # exit codes: a process died or failed; a hang, to be tried again
 
 
 class PeerWatch:
@@ -52,7 +53,7 @@ class PeerWatch:
         self.process, self.hosts, self.log_paths = process, hosts, log_paths
         self.connections = connections
         self.progress = Progress()
-        self.reason, self.exit_code = "", FAILED
+        self.reason, self.exit_code = "", exit_codes.FAILED
         self.hang: Hang | None = None
         self.write_result: Callable[[str], None] = lambda reason: None
         self.write_hang: Callable[[Hang | None, list[str]], None] = lambda hang, lines: None
@@ -82,30 +83,34 @@ class PeerWatch:
         write_result: Callable[[str], None],
         write_hang: Callable[[Hang | None, list[str]], None] = lambda hang, lines: None,
     ) -> None:
-        """Sets functions that write the run's results, given the reason of its end, and of a hang.
+        """Sets the functions that write what the watch has found.
 
-        Process 0 calls the first if the main thread does not return, the others if process 0 died
-        or froze. The second records a hang, and logs lines in the process that found it.
+        Args:
+          write_result: writes result.json with a reason. Process 0 calls it; the others do if
+            process 0 is the one that died or froze.
+          write_hang: writes lines to the log, and the hang, if it is not None, to result.json.
         """
         self.write_hang, self.write_result = write_hang, write_result
         if self.reason:
             self._write_result()
 
     def is_last_step(self, step: int, stop_requested: bool) -> bool:
-        """Whether `step` is the last one, the same in all processes.
+        """Whether all processes stop after `step`; each must call it before each of its steps.
 
-        All processes must call it before each of their steps, with `stop_requested` if this
-        process was asked to stop.
+        Args:
+          stop_requested: this process has received SIGTERM.
         """
         return self.stop_consensus.is_last(step, stop_requested, self.lost)
 
     def explains(self, communication_failed: bool) -> bool:
-        """Whether an exception of the main thread is a consequence of another process.
+        """Whether another process caused an exception of the main thread; sets `reason` then.
 
-        Waits for the reason: for a moment, or until a process that seems frozen or stuck is found.
+        The message that names the other process may arrive after the exception: this waits GRACE_S
+        for it. A collective may fail before a frozen process is found, because Gloo waits for 30 s
+        only: this then waits until the hang detector has decided.
 
         Args:
-          communication_failed: the exception is about a collective, which others may wait for.
+          communication_failed: the exception is one of a collective.
         """
         if self.lost.wait(GRACE_S):
             return True
@@ -116,7 +121,7 @@ class PeerWatch:
         return self.lost.wait(detector.timeout_s + 2 * detector.probe_s + 2 * GRACE_S)
 
     def close(self, failure: str = "") -> None:
-        """Ends the watch. With a failure the others fail too, and process 0 exits first."""
+        """Ends the watch. A failure ends all other processes with this one's name."""
         self.closed.set()
         stacks.cancel()
         self._notify(self._loss() if self.reason else {"failed": failure})
@@ -124,7 +129,7 @@ class PeerWatch:
             self.thread.join(3 * GRACE_S)
 
     def _watch(self) -> None:
-        reported = set()  # processes whose end was announced: their hang-up is no death
+        reported = set()  # processes that have announced their end before they close
         buffers = {process: messages.Buffer() for process in self.connections}
         with contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
@@ -205,7 +210,7 @@ class PeerWatch:
             return
         self.reason, self.hang = reason, hang
         if hang:
-            self.exit_code = EX_TEMPFAIL
+            self.exit_code = exit_codes.RESTART
             self._report(hang, [])
         if died or found_here:
             self._write_result()
@@ -230,7 +235,7 @@ class PeerWatch:
             print(f"maxbench: result.json cannot be written: {e}", file=sys.stderr)
 
     def _notify(self, message: dict, everywhere: bool = False) -> None:
-        """Sends a message; process 0 alone says which process is lost, unless it is frozen."""
+        """Sends a message; that a process is lost, from process 0 alone, or from `everywhere`."""
         if self.process == 0 or everywhere or "lost" not in message:
             self._send(message)
 

@@ -1,5 +1,6 @@
 """Rendezvous of a run's processes before jax starts: a missing or misplaced one is named.
 
+jax itself aborts the others after its timeout and names none: tests/distributed/test_stock_jax.py.
 All connect to process 0 at the coordinator's address, where jax's own service listens later.
 """
 
@@ -17,8 +18,8 @@ from maxbench.distributed.coordinator import (
     MESSAGE_S,
     Coordinator,
     Member,
+    check_name,
     loopback_address,
-    wait_for_address,
 )
 from maxbench.distributed.peer_watch import PeerWatch
 
@@ -52,7 +53,8 @@ def rendezvous(
         one number; or some did not connect in time.
     """
     coordinator = Coordinator(address, timeout_s)
-    wait_for_address(coordinator, member, wait_for_name)
+    if not wait_for_name:
+        check_name(coordinator, member)
     if member.process == 0:
         return _accept_all(coordinator, process_count, member, expected_hosts)
     connection = _connect(coordinator, member)

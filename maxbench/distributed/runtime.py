@@ -20,7 +20,8 @@ from maxbench.distributed.peer_watch import PeerWatch
 from maxbench.distributed.service_relay import ServiceRelay
 from maxbench.host import environment
 
-# The peer watch finds lost and frozen processes. The service would abort this one, without a name.
+# The peer watch finds lost and frozen processes. jax's client would abort this one, without a name
+# and before the result is written (tests/distributed/test_stock_jax.py).
 SERVICE_HEARTBEAT_TIMEOUT_S = 7 * 24 * 3600
 JAX_PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 MIN_DRIVER = {12: 525, 13: 580}  # CUDA version of jax's wheels -> the oldest driver that runs it
@@ -171,6 +172,8 @@ def init_distributed(run: Run) -> PeerWatch | None:
         if group.process:
             host, port = coordinator.split_address(group.coordinator)
             service_address = ServiceRelay(host, port, timeout_s).address
+        # The service's handler would take a SIGTERM that comes before run/endings.py has its own.
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             service_address,
             group.processes,

@@ -7,8 +7,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
+from maxbench.config import ports
+
 SCONTROL_TIMEOUT_S = 10  # scontrol without a readable slurm.conf retries for a minute
-FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux assigns to outgoing connections
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
@@ -75,6 +76,7 @@ def coordinator_address(env: Mapping[str, str] = os.environ) -> str:
     Raises:
       KeyError, IndexError, ValueError: a variable is missing or malformed.
     """
-    host = expand_nodelist(env["SLURM_STEP_NODELIST"])[0]
-    number = int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))
-    return f"{host}:{FIRST_PORT + number % PORTS}"
+    host = env.get("MB_COORDINATOR_HOST") or expand_nodelist(env["SLURM_STEP_NODELIST"])[0]
+    # Jobs of consecutive numbers may share a node, and each has a few steps.
+    number = 4 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))
+    return f"{host}:{ports.port(number)}"

@@ -2,20 +2,29 @@
 
 import faulthandler
 import os
+import tempfile
 import threading
+from typing import IO
 
 STDERR = 2
 
 
 def main_thread_stack() -> str:
     """Stack of this process's main thread, most recent call first, by faulthandler."""
-    with os.fdopen(os.memfd_create("stack"), "r+b", buffering=0) as file:
+    with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read().decode(errors="replace")
     ident = f"0x{threading.main_thread().ident:016x}"
     blocks = (block.strip() for block in text.split("\n\n"))
     return next((block for block in blocks if ident in block.partition("\n")[0]), "")
+
+
+def _memory_file() -> IO[bytes]:
+    """A file in memory, which a full disk does not affect; elsewhere than on Linux a file."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stack"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def print_stacks_after(seconds: float) -> None:

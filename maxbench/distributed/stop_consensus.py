@@ -1,4 +1,9 @@
-"""Agreement of a run's processes on their last step, after one of them was asked to stop."""
+"""Agreement of a run's processes on their last step, after one of them was asked to stop.
+
+jax's reached_preemption_sync_point() agrees on a step in the same way. But it loses a SIGTERM that
+arrives while a resumed run starts, and while it waits for a lost process, up to 180 s, it keeps
+Python's lock: the peer watch could not run (tests/distributed/test_stock_jax.py).
+"""
 
 import threading
 from collections.abc import Callable

@@ -225,10 +225,16 @@ def states(jobs_: Collection[Submission]) -> dict[Submission, tuple[str, str]]:
 
 def _alive(pid: int) -> bool:
     """Whether a process exists, and is not a zombie."""
-    with contextlib.suppress(OSError, IndexError):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        pass
+    with contextlib.suppress(OSError, IndexError):  # macOS has no /proc
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] != "Z"
-    return False
+    return True
 
 
 def refresh(run_folders: Mapping[pathlib.Path, Submission]) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from maxbench.config import exit_codes
 from maxbench.launch import hosts, node, submission
 from maxbench.launch.hosts import Spec
 from maxbench.launch.submission import Submission
@@ -74,10 +75,10 @@ def run(folder: pathlib.Path, stopped: Stopped) -> tuple[str, str]:
         code, why = _verdict(about, place, codes)
         unreachable = NO_CONNECTION in codes.values()
         if stopped():
-            _write_exit(place, code or node.STOPPED, "cancelled", "CANCELLED")
+            _write_exit(place, code or exit_codes.TERMINATED, "cancelled", "CANCELLED")
             return "CANCELLED", "cancelled"
         _write_exit(place, code, why, "FAILED" if unreachable else "")
-        if code != node.RESTART:
+        if code != exit_codes.RESTART:
             return ("COMPLETED", "") if code == 0 else ("FAILED", why)
     return "FAILED", f"stopped after {about['restarts']} restarts: {why}"
 
@@ -152,10 +153,10 @@ def _verdict(about: Spec, place: pathlib.Path, codes: Mapping[int, int]) -> tupl
     why = "; ".join(
         f"{about['hosts'][i]}: {_last_line(place, i, codes[i])}" for i in lost or failed[:1]
     )
-    if node.RESTART in codes.values() and not lost:
-        return node.RESTART, why
-    own = [codes[i] for i in failed if codes[i] != node.RESTART]
-    return own[0] if own else node.RESTART, why
+    if exit_codes.RESTART in codes.values() and not lost:
+        return exit_codes.RESTART, why
+    own = [codes[i] for i in failed if codes[i] != exit_codes.RESTART]
+    return own[0] if own else exit_codes.RESTART, why
 
 
 def _last_line(place: pathlib.Path, i: int, code: int) -> str:

@@ -8,13 +8,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from maxbench.config import ports
 from maxbench.config.errors import UserError
 from maxbench.launch.node import NodeJob
 from maxbench.launch.nsight import NSYS_CPU_OPTIONS, NSYS_OPTIONS
 from maxbench.launch.variables import JobConfig, check_printable
 from maxbench.run_logs.suite_file import SuiteWriter
 
-FIRST_PORT, PORTS = 61440, 4094  # above the ports that Linux assigns to outgoing connections
 NCCL_TRACE_LIMIT = "00:15:00"  # of a job that traces a few steps
 
 
@@ -102,8 +102,8 @@ def seconds(text: str) -> int:
 
 
 def port(job: str) -> int:
-    """A port for process 0 of a job, by the job's name: two jobs on one node rarely share one."""
-    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    """A port for process 0 of a job, by the job's name."""
+    return ports.port(zlib.crc32(job.encode()))
 
 
 def node_job(s: JobConfig, kind: str, stamp: int, **fields: Any) -> NodeJob:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from maxbench.config import exit_codes
 from maxbench.config.errors import UserError, escape_control
 from maxbench.launch import node, submission
 from maxbench.launch.submission import Submission
@@ -235,7 +236,7 @@ def refresh(run_folders: Mapping[pathlib.Path, Submission]) -> None:
     for folder, job in sorted(run_folders.items(), key=lambda item: _stamp(item[0])):
         first.setdefault(job, folder)
         ended = submission.read_json(folder / "exit.json")
-        if ended and ended.get("code") != node.RESTART:
+        if ended and ended.get("code") != exit_codes.RESTART:
             complete.add(job)
     waiting = [job for job in first if job.scheduler == "kubernetes" and not job.shared]
     for client, members in _by_cluster(job for job in waiting if job not in complete):

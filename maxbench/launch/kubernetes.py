@@ -22,10 +22,11 @@ from typing import Any
 
 import yaml
 
+from maxbench.config import exit_codes
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
 from maxbench.launch import jobs, kubectl, submission
-from maxbench.launch.node import RESTART, NodeJob
+from maxbench.launch.node import NodeJob
 from maxbench.launch.submission import Submission
 from maxbench.launch.variables import JobConfig
 from maxbench.run_logs import folders
@@ -37,7 +38,6 @@ NAME_LENGTH = 45  # a pod's name adds -node-0-<index>-<5 letters>, and has 63 le
 NODE_LABEL = "kubernetes.io/hostname"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
-KILLED, TERMINATED = 137, 143  # by SIGKILL, as for want of memory; by SIGTERM before it is handled
 GRACE_S = 300  # from SIGTERM to SIGKILL of a pod: a checkpoint is written
 STAMP_STEP = 100  # stamps of first starts are multiples: a restart adds its number
 POLL_S = 5  # between two queries of --wait
@@ -141,7 +141,8 @@ def pod_failure_policy(saves: bool) -> Manifest:
     A disruption (preemption, eviction, a lost node) counts as a failure whatever the exit code. Of
     a job that saves checkpoints, a pod that was killed for want of memory restarts it too.
     """
-    restarting = [RESTART, *([KILLED] if saves else []), TERMINATED]
+    ends = (exit_codes.RESTART, exit_codes.KILLED, exit_codes.TERMINATED)
+    restarting = [code for code in ends if exit_codes.restarts(code, "", saves)]
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     codes = {"containerName": CONTAINER, "operator": "NotIn", "values": restarting}
     return {

@@ -21,13 +21,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from maxbench.config import exit_codes
 from maxbench.config.recipes import ROOT
 
 PREFIX = "MB_"
-RESTART = 75  # exit code of a job that is to be started again: EX_TEMPFAIL of sysexits.h
-BAD_INPUT = 2  # exit code of a job that would fail again
-TIME_IS_OVER = 124  # exit code after the time limit, as timeout(1)
-STOPPED = 143  # exit code after the end of stdin, as after SIGTERM
 GRACE_S = 60  # for the other processes of a node after one has failed
 SAVE_S = 120  # from SIGTERM to SIGKILL at the time limit: a checkpoint is written
 CLOSED = "the connection that started it was closed"  # a reason to stop: stdin has ended
@@ -105,13 +102,12 @@ def saved(folder: pathlib.Path) -> bool:
 def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     """Runs preflight and training on this node; returns the exit code of the node.
 
-    0: done. 75: start the job again: it was stopped by SIGTERM, or it failed and this start saved a
-    checkpoint. 124, 143: stopped by the time limit or the end of stdin, and this start saved no
-    checkpoint. Others: of the first process that failed; the job would fail again.
+    0: done. 75: start the job again, by the rule of exit_codes.restarts(). 124, 143: stopped by the
+    time limit or the end of stdin. Others: of the first process that failed.
     """
     job, train = NodeJob.from_env(env), [*words]
     stop = Stop()
-    signal.signal(signal.SIGTERM, lambda *_: stop.request("SIGTERM"))
+    signal.signal(signal.SIGTERM, lambda *_: stop.request(exit_codes.SIGTERM))
     if job.until_eof:
         threading.Thread(target=_stop_at_eof, args=(stop,), daemon=True).start()
     folder = job.folder()
@@ -119,7 +115,7 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         print(f"maxbench: error: {folder} cannot be created: {e.strerror}", flush=True)
-        return BAD_INPUT
+        return exit_codes.BAD_INPUT
     train.append(f"--config.output.stamp={job.stamp + job.attempt}")
     if resumed := job.earlier_checkpoints():
         train += ["--resume", ",".join(resumed)]
@@ -140,31 +136,28 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
         if job.preflight:
             phase, output.phase = "preflight", "preflight"
             code = _processes(job, preflight_of(train, job), 0, output, stop)
-        if code == 0 and not stop.reason:
+        if code == 0 and stop.reason:
+            code = exit_codes.TERMINATED
+        elif code == 0:
             phase = output.phase = "train"
             code = _processes(job, train, 1, output, stop, job.time_limit_s)
-        code = exit_code(code, stop, saved(folder))
+        code = exit_code(code, stop.reason, saved(folder))
         if job.node_index == 0:
-            _write_exit(job, code, phase, stop.reason)
+            _write_exit(job, code, phase, stop.reason if code else "")
         output.line(f"maxbench: {phase} ended with exit code {code}; results: {folder}")
     if job.node_index == 0 and (job.ship == "true" or (job.ship and not shared)):
         ship(folder, sys.stdout)
     return code
 
 
-def exit_code(code: int, stop: "Stop", has_saved: bool) -> int:
+def exit_code(code: int, stopped_by: str, has_saved: bool) -> int:
     """The exit code of a node from that of its processes; see main()."""
-    if code == 0 and not stop.reason:
-        return 0
-    if code == BAD_INPUT:
+    if exit_codes.restarts(code, stopped_by, has_saved):
+        return exit_codes.RESTART
+    if not stopped_by or code in (exit_codes.DONE, exit_codes.BAD_INPUT):
         return code
-    if has_saved or stop.reason == "SIGTERM":
-        return RESTART
-    if stop.reason == CLOSED:
-        return STOPPED
-    if stop.reason == "time limit":
-        return TIME_IS_OVER
-    return code
+    is_over = stopped_by == exit_codes.TIME_IS_OVER
+    return exit_codes.TIME_LIMIT if is_over else exit_codes.TERMINATED
 
 
 def preflight_of(train: Sequence[str], job: NodeJob) -> list[str]:
@@ -179,7 +172,7 @@ class Stop:
     """A request to stop, from a signal, the time limit, or the end of stdin."""
 
     def __init__(self):
-        self.reason = ""  # SIGTERM, time limit, or CLOSED
+        self.reason = ""  # exit_codes.SIGTERM, TIME_IS_OVER, or CLOSED
         self.requested = threading.Event()
 
     def request(self, reason: str) -> None:
@@ -295,7 +288,7 @@ def _wait(running: dict[int, subprocess.Popen], output: Output, stop: Stop, limi
                     )
         now = time.monotonic()
         if limit_s and now - started > limit_s and not stop.requested.is_set():
-            stop.request("time limit")
+            stop.request(exit_codes.TIME_IS_OVER)
             output.line(f"maxbench: the time limit of {limit_s} s has passed: SIGTERM")
         if stop.requested.is_set() and not signalled:
             signalled, kill_at = True, min(kill_at, now + SAVE_S)
@@ -338,7 +331,7 @@ def _write_job(job: NodeJob) -> None:
 def _write_exit(job: NodeJob, code: int, phase: str, reason: str) -> None:
     """Writes exit.json for the report."""
     about: dict[str, Any] = {"code": code, "phase": phase, "ended": int(time.time())}
-    if reason == "time limit":
+    if reason == exit_codes.TIME_IS_OVER:
         about["reason"] = f"DUE TO TIME LIMIT of {job.time_limit_s} s"
     elif reason:
         about["reason"] = CLOSED if reason == CLOSED else "stopped by SIGTERM"

@@ -28,7 +28,7 @@ from maxbench.launch.jobs import (
 from maxbench.launch.variables import SECRETS, JobConfig
 from maxbench.run_logs import folders
 
-SAVES = ["--requeue", "--signal=TERM@120"]  # of a job that saves and can continue
+BEFORE_TIME_LIMIT = "--signal=TERM@120"  # lets a run save that can
 
 
 def sbatch_options(s: JobConfig, kind: str, folder: pathlib.Path) -> list[str]:
@@ -43,9 +43,8 @@ def sbatch_options(s: JobConfig, kind: str, folder: pathlib.Path) -> list[str]:
     optional["exclude"] = v["EXCLUDE_NODES"]
     optional["gres"] = "" if (n := v["SBATCH_GPUS_PER_NODE"]) == "none" else f"gpu:{n}"
     options += [f"--{option}={value}" for option, value in optional.items() if value]
-    # A run that saves can continue after a requeue; a signal before the time limit lets it save.
-    saves = "--checkpoint" in s.flags and not kind
-    options += SAVES if saves else ["--no-requeue"]
+    options.append("--requeue")  # exit_codes.restarts() has the rule
+    options += [BEFORE_TIME_LIMIT] if "--checkpoint" in s.flags and not kind else []
     if (same_domain := segment(s)) and not segment_disabled_because(s):
         options += same_domain
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
@@ -89,7 +88,7 @@ def options_missing_in_job(s: JobConfig) -> list[str]:
     v, names = s.values, {"TIME_LIMIT": "time", "EXCLUDE_NODES": "exclude"}
     env = job_file.overlay(job_file.cluster_values(os.environ), os.environ)
     options = [f"--{o}={v[name]}" for name, o in names.items() if env.get(name)]
-    options += SAVES if "--checkpoint" in s.flags else []
+    options += ["--requeue", BEFORE_TIME_LIMIT] if "--checkpoint" in s.flags else []
     return options + additional(v["ADDITIONAL_SLURM_PARAMS"])
 
 
@@ -110,6 +109,7 @@ def script(s: JobConfig, kind: str, stamp: int) -> str:
         "MB_OUT": str(s.out),
         "MB_NAME": job_name(s, kind),
         "MB_STAMP": str(stamp),
+        "MB_MAX_RESTARTS": v["MAX_RESTARTS"],
         "MB_NODES": str(s.nodes),
         "MB_TASKS_PER_NODE": str(s.tasks_per_node),
         "MB_MPI": v["SLURM_MPI_TYPE"],

@@ -1,9 +1,6 @@
 """Training of a token budget: days, failures, checkpoints, cost and energy.
 
-Failures are a Poisson process, one per GPU in mtbf_hours_per_gpu hours. A failure costs the work
-since the last checkpoint, and a restart; a checkpoint costs the seconds that it blocks the step.
-Expected time and best interval are J. T. Daly's (A higher order estimate of the optimum checkpoint
-interval, 2006).
+A GPU fails once in mtbf_hours_per_gpu hours; metrics/checkpoint_interval.py has what that costs.
 """
 
 import dataclasses
@@ -13,6 +10,7 @@ from typing import Any
 
 from maxbench.config.errors import UserError
 from maxbench.config.validation import build, field, validate
+from maxbench.metrics import checkpoint_interval
 from maxbench.planning.planner import Plan
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, 3.3.4).
@@ -72,8 +70,10 @@ def budget(p: Plan, options: BudgetOptions) -> dict:
     steps = math.ceil(options.tokens / (run.layout.gbs * run.train.seq))
     mtbf = options.mtbf_hours_per_gpu * 3600 / gpus
     every = run.output.checkpoint_every
-    every = every or max(1, round(best_interval(options.checkpoint_s, mtbf) / p.step_s))
-    share = goodput(every * p.step_s, options.checkpoint_s, options.restart_s, mtbf)
+    best_s = checkpoint_interval.best_interval_s(options.checkpoint_s, mtbf)
+    every = every or max(1, round(best_s / p.step_s))
+    work_s = every * p.step_s
+    share = checkpoint_interval.goodput(work_s, options.checkpoint_s, options.restart_s, mtbf)
     if share < MIN_GOODPUT:
         raise UserError(
             f"mtbf_hours_per_gpu={options.mtbf_hours_per_gpu:g}: {gpus} GPUs fail every "
@@ -91,7 +91,7 @@ def budget(p: Plan, options: BudgetOptions) -> dict:
         "failures": seconds / mtbf,
         "hours_between_failures": mtbf / 3600,
         "checkpoint_every_steps": every,
-        "checkpoint_every_s": every * p.step_s,
+        "checkpoint_every_s": work_s,
         "gpu_hours": hours,
     }
     if options.usd_per_gpu_hour:
@@ -99,21 +99,6 @@ def budget(p: Plan, options: BudgetOptions) -> dict:
     if watts:
         result |= {"mwh": hours * watts / 1e6, "gpu_watts": watts}
     return result
-
-
-def best_interval(checkpoint_s: float, mtbf_s: float) -> float:
-    """Optimal seconds of work between two checkpoints (Daly)."""
-    if checkpoint_s >= 2 * mtbf_s:
-        return mtbf_s
-    x = math.sqrt(checkpoint_s / (2 * mtbf_s))
-    return math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + x / 3 + x * x / 9) - checkpoint_s
-
-
-def goodput(work_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Fraction of time that is work saved by a checkpoint, with one every `work_s` (Daly)."""
-    in_mtbf = lambda seconds: min(300.0, seconds / mtbf_s)  # e^600 is still a number
-    segment = math.exp(in_mtbf(restart_s)) * math.expm1(in_mtbf(work_s + checkpoint_s))
-    return work_s / (mtbf_s * segment)
 
 
 def budget_lines(found: Mapping[str, float]) -> list[str]:

@@ -19,7 +19,7 @@ from maxbench.config.run import WINDOW
 from maxbench.config.validation import field, validate
 from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
-from maxbench.metrics import flops, step_stats
+from maxbench.metrics import checkpoint_interval, flops, step_stats
 from maxbench.reporting import fast_steps
 from maxbench.run_logs.record import RunRecord, dig
 
@@ -39,7 +39,7 @@ class ReportOptions:
     cost: float = field(0.0, at_least=0)  # dollars per GPU hour
     gpu_type: str = ""  # of logs that do not name it
     gpu_types: GpuTypes = GPU_TYPES
-    # minutes between checkpoints; 0 = the optimum by Young and Daly
+    # minutes between checkpoints; 0 = metrics/checkpoint_interval.py's optimum
     interval: float = field(0.0, at_least=0, at_most=1e9)
     mtbf: float = field(24.0, above=0, at_most=1e9)  # mean hours between failures of the job
     paths: tuple[str, ...] = ()  # searched for runs
@@ -446,25 +446,23 @@ class CheckpointOverhead:
 
     save_s: float
     interval_s: float
-    best_s: float  # sqrt(2 x save x time between failures): Young 1974
+    best_s: float  # the optimal interval
     share: float  # of the total time
 
 
 def overhead(r: RunRecord, options: ReportOptions) -> CheckpointOverhead | None:
-    """First-order projected overhead of checkpoints (Young 1974, Daly 2006); None without saves.
+    """Projected overhead of checkpoints and failures; None without saves.
 
-    The overhead is the saves, and half an interval and a load per failure:
-    save / interval + (interval / 2 + load) / mtbf.
+    A restart takes a load. metrics/checkpoint_interval.py has the formulas.
     """
-    if not r.saves:
+    if not r.saves or not (save_s := statistics.fmean(r.saves)):
         return None
-    save = statistics.fmean(r.saves)
-    load = statistics.fmean(r.loads) if r.loads else save
+    load_s = statistics.fmean(r.loads) if r.loads else save_s
     mtbf_s = options.mtbf * 3600
-    best = math.sqrt(2 * save * mtbf_s)
-    interval = options.interval * 60 or best
-    share = save / interval + (interval / 2 + load) / mtbf_s
-    return CheckpointOverhead(save, interval, best, share)
+    best_s = checkpoint_interval.best_interval_s(save_s, mtbf_s)
+    interval_s = options.interval * 60 or best_s
+    share = 1 - checkpoint_interval.goodput(interval_s, save_s, load_s, mtbf_s)
+    return CheckpointOverhead(save_s, interval_s, best_s, share)
 
 
 def names(rows: Sequence[RunSummary], options: ReportOptions) -> list[str]:

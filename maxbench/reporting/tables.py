@@ -197,7 +197,7 @@ def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[s
         if (o := compare.overhead(summary.record, options))
     ]
     found.append(("Repeats", repeats))
-    found.append(("Checkpoint overhead, projected (Young 1974, Daly 2006, first order)", saves))
+    found.append(("Checkpoint overhead, projected (Daly 2006)", saves))
     return [(title, lines) for title, lines in found if lines]
 
 

@@ -4,14 +4,13 @@ import signal
 from collections.abc import Callable
 from typing import NamedTuple
 
+from maxbench.config import exit_codes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.distributed.peer_watch import EX_TEMPFAIL as EX_TEMPFAIL
 from maxbench.distributed.peer_watch import PeerWatch
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.step_timer import RunFailed
 
-INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
 
@@ -33,18 +32,19 @@ def explain(e: BaseException, run: Run, log: Log | None, peers: PeerWatch | None
     if isinstance(e, KeyboardInterrupt):
         steps = log.times if log else {}
         when = f"at step {max(steps)}" if steps else "before the first step"
-        return Ending("stopped", f"stopped by you {when}", INTERRUPTED)
+        return Ending("stopped", f"stopped by you {when}", exit_codes.INTERRUPTED)
     if log and (deleted := _folder_deleted(log)):
-        return Ending("failed", deleted, 1)
+        return Ending("failed", deleted, exit_codes.FAILED)
     if isinstance(e, UserError):
-        return Ending("failed", str(e), 2)
+        return Ending("failed", str(e), exit_codes.BAD_INPUT)
     if isinstance(e, RunFailed):
-        return Ending("failed", str(e), 1)
+        return Ending("failed", str(e), exit_codes.FAILED)
     if peers and peers.explains(_is_of_communication(e)):
         return Ending("failed", peers.reason, peers.exit_code)
     for text in DISK_FULL:
         if text in str(e):  # tensorstore raises no OSError
-            return Ending("failed", f"{text}: output_dir={run.output.dir!r}", 1)
+            reason = f"{text}: output_dir={run.output.dir!r}"
+            return Ending("failed", reason, exit_codes.FAILED)
     first_line = str(e).splitlines()[0] if str(e) else ""
     return Ending("failed", f"{type(e).__name__}: {first_line}", 0)
 

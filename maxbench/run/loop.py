@@ -12,7 +12,7 @@ import jax
 from jax import monitoring
 from jax.experimental import multihost_utils
 
-from maxbench.config import ineffective
+from maxbench.config import exit_codes, ineffective
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
@@ -32,13 +32,12 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
     """Trains a model.
 
     Returns:
-      The exit code: 0 done, 1 failed, 2 bad input, 75 (EX_TEMPFAIL) stopped by SIGTERM or because
-      a process was frozen or stuck, 130 stopped by Ctrl-C.
+      The exit code, of config/exit_codes.py.
     """
     log = peers = None
     try:
         peers = runtime.init_distributed(run)
-        stop_reason = endings.stop_requests(peers)  # replaces jax's handler of SIGTERM
+        stop_reason = endings.stop_requests(peers)
         devices = mesh.make_mesh(run.layout)
         run = on_device(run, devices.devices.flat[0])
         path = run.output.resume
@@ -61,13 +60,13 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
                 traceback.print_exc()
             peers.close(ending.reason)
             sys.stdout.flush()
-            os._exit(ending.code or 1)
+            os._exit(ending.code or exit_codes.FAILED)
         if not ending.code:
             raise
         return ending.code
     if peers:
         peers.close()
-    return endings.EX_TEMPFAIL if stopped else 0
+    return exit_codes.RESTART if stopped else exit_codes.DONE
 
 
 def _close(

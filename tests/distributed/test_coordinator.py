@@ -66,7 +66,7 @@ def test_rendezvous_waits_for_a_pending_pod_and_says_so(names, monkeypatch, caps
 
     threads = [threading.Thread(target=join, args=(i,)) for i in (0, 1, 2)]
     threads[1].start()
-    wait_for(capsys, "pod-0 has no address yet (Name or service not known)")
+    wait_for(capsys, f"cannot be reached at pod-0:{port} (Name or service not known)")
     names["pod-0"] = "127.0.0.1"
     wait_for(capsys, f"process 0 cannot be reached at pod-0:{port}")
     threads[0].start()

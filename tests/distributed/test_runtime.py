@@ -166,5 +166,5 @@ def test_process_uses_the_gpus_of_the_run_on_its_node(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "1")
     runtime.init_distributed(resolve("llama31_8b", gpus=8))
     (address, _, member, *_, expected_hosts), options = calls
-    assert (address, member.process, expected_hosts) == ("n1:61447", 1, ["n1", "n2"])
+    assert (address, member.process, expected_hosts) == ("n1:61468", 1, ["n1", "n2"])
     assert options["local_device_ids"] == [0, 1, 2, 3]

@@ -59,4 +59,8 @@ def test_undetermined_hosts_are_left_empty(env):
 
 
 def test_coordinator_is_the_first_host_with_a_port_of_the_step():
-    assert slurm_env.coordinator_address(ENV) == f"gpu-07:{61440 + 8}"
+    assert slurm_env.coordinator_address(ENV) == f"gpu-07:{61440 + 29}"
+    named = ENV | {"MB_COORDINATOR_HOST": "10.0.0.7"}  # by the job script
+    assert slurm_env.coordinator_address(named) == f"10.0.0.7:{61440 + 29}"
+    last = ENV | {"SLURM_JOB_ID": "4095"}
+    assert int(slurm_env.coordinator_address(last).rpartition(":")[2]) < 1 << 16

@@ -367,7 +367,7 @@ def test_slurm_parameters_reach_sbatch():
     options = slurm.sbatch_options(s, "", pathlib.Path("x"))
     for option in (
         "--nodelist=node001,node002", "--constraint=gpu&memory", "--gres=gpu:8",
-        "--account=acct", "--partition=batch", "--exclude=n7,n9", "--no-requeue",
+        "--account=acct", "--partition=batch", "--exclude=n7,n9", "--requeue",
         "--dependency=singleton",
     ):  # fmt: skip
         assert option in options
@@ -388,8 +388,8 @@ def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
     assert "--nocheckpoint" not in perf
     again = variables.resolve_job({}, trace[trace.index("--profile=nccltrace") :])
     assert (again.run.output.checkpoint, again.run.output.checkpoint_every) == (False, 0)
-    assert "--requeue" in slurm.sbatch_options(s, "", tmp_path)
-    assert "--no-requeue" in slurm.sbatch_options(s, "nccltrace", tmp_path)
+    assert slurm.BEFORE_TIME_LIMIT in slurm.sbatch_options(s, "", tmp_path)
+    assert slurm.BEFORE_TIME_LIMIT not in slurm.sbatch_options(s, "nccltrace", tmp_path)
 
 
 def test_one_step_after_a_checkpoint_is_not_profiled(tmp_path):

@@ -217,12 +217,12 @@ def _trainers(out: pathlib.Path) -> list[int]:
     return sorted(found)
 
 
-def test_killed_node_is_named(jobs):
+def test_killed_node_is_named_and_the_job_requeued(jobs):
     number = jobs.submit(LONG | {"DISABLE_PREFLIGHT": "true"})
     jobs.wait_for_step(2)
     jobs.slurm.kill_node("node2")
-    state = jobs.slurm.wait(number, 90)["JobState"]
-    assert state in ("NODE_FAIL", "FAILED"), jobs.log()
+    is_requeued = lambda: jobs.slurm.job(number)["Restarts"] == "1"  # it waits for a second node
+    slurm_cluster._wait(is_requeued, 90, "the job is not requeued")
     run = jobs.run()
     assert compare.summarize(run, compare.ReportOptions()).verdict == "DIED"
     assert run.reason, jobs.log()
@@ -250,6 +250,21 @@ def test_job_that_gets_sigterm_saves_and_continues_after_requeue(jobs):
     result = json.loads((second.parent / "result.json").read_text())
     assert result["job"]["restart"] == "1"
     assert result["config"]["output"]["resume"]
+
+
+def test_job_that_gets_sigterm_before_its_first_checkpoint_starts_again(jobs):
+    """As on hosts and Kubernetes, here before the signal is handled; up to MAX_RESTARTS times."""
+    number = jobs.submit(LONG | {"MAX_RESTARTS": "1", "DISABLE_PREFLIGHT": "true"})
+    for restart in ("0", "1"):
+        is_new = lambda count=restart: (
+            len(_trainers(jobs.out)) == 2 and jobs.slurm.job(number)["Restarts"] == count
+        )
+        slurm_cluster._wait(is_new, 60, f"no restart {restart}")
+        jobs.slurm.run("scancel", "--signal=TERM", number)
+        slurm_cluster._wait(lambda: not _trainers(jobs.out), 60, "the run does not end")
+    assert jobs.slurm.wait(number, 60)["JobState"] == "FAILED", jobs.log()
+    assert "requeue: the job continues" in jobs.log()
+    assert "no requeue: MAX_RESTARTS=1" in jobs.log()
 
 
 def test_time_limit_is_named(jobs):

@@ -4,6 +4,7 @@ import pytest
 
 from maxbench.config.errors import UserError
 from maxbench.cost_model.simulate import Timeline
+from maxbench.metrics import checkpoint_interval
 from maxbench.planning import budget
 from maxbench.planning.planner import Plan
 from tests.conftest import resolve
@@ -37,17 +38,11 @@ def test_failures_cost_work_and_restarts():
     assert found["failures"] == pytest.approx(found["days"] * 24 / found["hours_between_failures"])
 
 
-@pytest.mark.parametrize("mtbf_s", [2e3, 4e4, 1e6])
-def test_the_best_interval_maximizes_goodput(mtbf_s):
-    goodput = lambda work: budget.goodput(work, 30, 300, mtbf_s)
-    best = budget.best_interval(30, mtbf_s)
-    assert goodput(best) >= max(goodput(best * 1.1), goodput(best / 1.1))
-
-
-@pytest.mark.parametrize(("hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
-def test_the_best_interval_is_dalys(hours, minutes):
-    """Figures 3 to 5 of the paper: a dump takes 5 minutes, failures are `hours` apart."""
-    assert budget.best_interval(300, hours * 3600) / 60 == pytest.approx(minutes, rel=6e-3)
+def test_interval_is_the_best_one_in_whole_steps():
+    found = budget.budget(plan(), budget.BudgetOptions(tokens=15e12))
+    mtbf_s = found["hours_between_failures"] * 3600
+    best_s = checkpoint_interval.best_interval_s(budget.CHECKPOINT_S, mtbf_s)
+    assert found["checkpoint_every_s"] == pytest.approx(best_s, abs=10)
 
 
 def test_budget_as_text():

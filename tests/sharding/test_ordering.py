@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxbench.config.run import Layout
 from maxbench.model import linear
 from maxbench.sharding import mesh, ordering
+from tests.conftest import layout
 
 NOT_FINITE = (jnp.inf, -jnp.inf, jnp.nan)
 
@@ -41,7 +41,7 @@ def test_a_token_of_integers_is_zero(dtype):
 def test_an_infinity_reaches_no_value_by_an_order(sequence):
     """A GEMM and its gradients over tp, ordered and not, with an infinity where tokens are taken:
     in the first row of x, and of the gradient of y."""
-    devices = mesh.make_mesh(Layout(tp=2), jax.devices()[:2])
+    devices = mesh.make_mesh(layout(tp=2), jax.devices()[:2])
     spec = linear.MatmulSpec(1, sequence=sequence)
     x, w = (jax.random.normal(key, (8, 8)) for key in jax.random.split(jax.random.key(0)))
     x, dy = x.at[0, 0].set(jnp.inf), jnp.ones((8, 8)).at[0, 0].set(jnp.inf)
