@@ -81,6 +81,8 @@ def parse(name: str, kind: Any, raw: Any, constraints: Mapping[str, Any]) -> Any
                 raise ValueError
         if check and not check(value):
             raise ValueError
+    except UserError:
+        raise  # it says more
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         limits = (f"{bound.replace('_', ' ')} {limit}" for bound, limit in bounds.items())
         must = ", ".join([words, *limits])
@@ -104,6 +106,8 @@ def _convert(kind: Any, raw: Any) -> Any:
         first, *others = typing.get_args(kind)
         kinds = [first] * len(raw) if others == [...] else [first, *others]
         return tuple(_convert(k, x) for k, x in zip(kinds, raw, strict=True))
+    if hasattr(kind, "from_written"):
+        return kind.from_written(raw)
     if hasattr(kind, "_fields"):  # a NamedTuple
         types = typing.get_type_hints(kind).values()
         if len(raw) > len(types):

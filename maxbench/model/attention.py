@@ -13,6 +13,7 @@ k head_dim (that of the values may differ).
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config.errors import UserError
-from maxbench.config.model import Model
+from maxbench.config.mixers import Attention
 from maxbench.config.run import DTYPES, Run
 from maxbench.sharding import collectives, jax_compat, ordering
 
@@ -54,13 +55,16 @@ def select_kernel(run: Run, device: Any) -> str:
     Raises:
       UserError: train.attention=cudnn, and cuDNN does not support this attention.
     """
-    m, requested, dtype = run.model, run.train.attention, run.format.compute
+    requested, dtype = run.train.attention, run.format.compute
+    mixers = [x.mixer for _, x in run.model.kinds if isinstance(x.mixer, Attention)]
     gpu = device.platform in ("gpu", "cuda")
-    if requested == "xla" or (requested == "auto" and not gpu):
+    if requested == "xla" or (requested == "auto" and not gpu) or not mixers:
         return "xla"
     major, minor = getattr(device, "compute_capability", "0.0").split(".")
-    kind = kernel_for(m, dtype, (int(major), int(minor)))
-    error = _compile_error(kind, run) if kind != "xla" and device in jax.devices() else ""
+    kernel = functools.partial(kernel_for, dtype=dtype, capability=(int(major), int(minor)))
+    m = max(mixers, key=lambda m: ("cudnn", "cudnn_split", "xla").index(kernel(m)))
+    kind = kernel(m)
+    error = _compile_error(kind, run, mixers) if kind != "xla" and device in jax.devices() else ""
     if kind != "xla" and not error:
         return kind
     reason = (
@@ -73,8 +77,8 @@ def select_kernel(run: Run, device: Any) -> str:
     return "xla"
 
 
-def kernel_for(m: Model, dtype: str, capability: tuple[int, int]) -> str:
-    """The fastest of KERNELS for a model computed in dtype, by the GPU's compute capability.
+def kernel_for(m: Attention, dtype: str, capability: tuple[int, int]) -> str:
+    """The fastest of KERNELS for attention in dtype, by the GPU's compute capability.
 
     The limits are those of cuDNN's backward pass since 9.12; its forward pass supports more.
     """
@@ -88,18 +92,18 @@ def kernel_for(m: Model, dtype: str, capability: tuple[int, int]) -> str:
     return "xla"
 
 
-def _compile_error(kind: str, run: Run) -> str:
+def _compile_error(kind: str, run: Run, mixers: Sequence[Attention]) -> str:
     """Why the present device cannot compile a kernel for the run's shapes; '' if it can."""
-    m, a, tokens = run.model, run.layout, run.train.seq // run.layout.cp
-    widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
-    shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
-    qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
-    windows = sorted({layer.window for _, layer in m.kinds})
-    attention = lambda *qkv: sum(jnp.sum(attend(*qkv, kind=kind, window=w)) for w in windows)
-    try:
-        jax.jit(jax.grad(attention, (0, 1, 2))).lower(*qkv).compile()
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        return f": {error}"
+    a, tokens = run.layout, run.train.seq // run.layout.cp
+    for m in mixers:
+        widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
+        shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
+        qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
+        attention = lambda *qkv, m=m: jnp.sum(attend(*qkv, kind=kind, window=m.window))
+        try:
+            jax.jit(jax.grad(attention, (0, 1, 2))).lower(*qkv).compile()
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            return f": {error}"
     return ""
 
 

@@ -131,7 +131,7 @@ def branch_frequencies(
 ) -> simulate.BranchFrequencies:
     """pipeline_timing.branch_frequencies() of the run's schedule."""
     plan, others = schedule_for(run), 0.0
-    if run.network.layer_groups or run.layout.stages:
+    if len(run.network.kinds) > 1 or run.layout.stages:
         from maxbench.pipeline import layer_order  # late: it loads jax, which cached plans need not
 
         others = layer_order.other_kinds(run, plan)
