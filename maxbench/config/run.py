@@ -351,8 +351,11 @@ class Run:
         return self.model.with_bf16_layers(first, last) if self.format.quantized else self.model
 
     def asdict(self) -> dict:
-        """All sections as nested plain dicts, for JSON. The GPU type is the layout's name alone."""
-        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
+        """All sections as nested plain dicts, for JSON, without fields of layers that are not set.
+        The GPU type is the layout's name alone."""
+        fields = lambda pairs: {name: value for name, value in pairs if value is not None}
+        section = lambda name: dataclasses.asdict(getattr(self, name), dict_factory=fields)
+        return {name: section(name) for name in SECTIONS}
 
     def __post_init__(self):
         check_choice("gpu_type", self.layout.gpu_type, self.gpu_types)

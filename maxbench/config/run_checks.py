@@ -2,11 +2,11 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError, divisors, nearest
-from maxbench.config.sublayers import RULES, Sublayer, Weight
+from maxbench.config.sublayers import RULES, Sublayer
 
 if TYPE_CHECKING:
     from maxbench.config.model import Model
@@ -154,10 +154,8 @@ def _check_bf16_layers(run: "Run") -> None:
 def _check_gemm_dims(run: "Run", sublayer: Sublayer) -> None:
     """All dims of a sublayer's GEMMs are multiples of the format's, and no scaling block is cut."""
     a, seq, f = run.layout, run.train.seq, run.format
-    for weight in sublayer.weights.values():
-        if weight.is_gemm and not weight.plain:
-            for side in weight.sides[1:]:
-                _check_gemm_dim(run, weight, side)
+    for of_gemm in _gemm_dims(sublayer, a.fsdp if f.blocks else 1, a.tp):
+        _check_multiple(run, *of_gemm)
     tp = a.tp if f.blocks or sublayer.first_rows_are_split else 1
     divisor = a.cp * tp
     words, dim = f"seq / cp={a.cp} / tp={tp}", seq // divisor
@@ -166,26 +164,25 @@ def _check_gemm_dims(run: "Run", sublayer: Sublayer) -> None:
     _check_multiple(run, dim, "train.seq", seq, divisor, words)
 
 
-def _check_gemm_dim(run: "Run", weight: Weight, side: tuple[str, ...]) -> None:
-    """One dim of a GEMM: the logical axes that are together in it."""
-    cut = {
-        name: {
-            axis: n
-            for axis in _degrees_of(name)
-            if (axis != "fsdp" or run.format.blocks) and (n := getattr(run.layout, axis)) > 1
-        }
-        for name in side
-    }
-    owner, size = weight.owner, lambda name: getattr(weight.owner, name)
-    shard = {name: math.prod(degrees.values()) for name, degrees in cut.items()}
-    dim = math.prod(size(name) // shard[name] for name in side)
-    words = " x ".join(
-        name + "".join(f" / {axis}={n}" for axis, n in cut[name].items()) for name in side
-    )
-    setting = owner.setting(side[-1])
-    field = setting.partition(".")[2]
-    divisor = shard[side[-1]] if len(side) == 1 else 1
-    _check_multiple(run, dim, setting, getattr(owner, field, size(side[-1])), divisor, words)
+@functools.lru_cache(4096)  # a search asks of thousands of layouts
+def _gemm_dims(sublayer: Sublayer, fsdp: int, tp: int) -> tuple[tuple[Any, ...], ...]:
+    """The dims of a sublayer's quantized GEMMs on one GPU, and the further arguments of
+    _check_multiple() for each."""
+    found = []
+    for w in sublayer.weights.values():
+        for side in w.sides[1:] if w.is_gemm and not w.plain else ():
+            size = lambda name, w=w: getattr(w.owner, name)
+            degrees = {"fsdp": fsdp, "tp": tp}
+            cut = {x: {axis: degrees.get(axis, 1) for axis in RULES[x]} for x in side}
+            shard = {x: math.prod(cut[x].values()) for x in side}
+            dim = math.prod(size(x) // shard[x] for x in side)
+            over = {x: "".join(f" / {a}={n}" for a, n in cut[x].items() if n > 1) for x in side}
+            words = " x ".join(x + over[x] for x in side)
+            last = side[-1]
+            setting = w.owner.setting(last)
+            value = getattr(w.owner, setting.partition(".")[2], size(last))
+            found.append((dim, setting, value, shard[last] if len(side) == 1 else 1, words))
+    return tuple(dict.fromkeys(found))
 
 
 def _check_multiple(

@@ -106,6 +106,7 @@ class Weight(NamedTuple):
         return self.copies * math.prod(getattr(self.owner, name) for name in (*ins, *outs))
 
 
+@functools.cache
 def axes_of(axes: str) -> tuple[tuple[str, ...], ...]:
     """Names of Weight.axes: of the batch, the ins and the outs; of a weight of no GEMM all are
     outs."""
@@ -246,9 +247,9 @@ class Sublayer:
         return {path: Weight(axes, self) for path, axes in self.weight_axes().items()}
 
     @functools.cached_property
-    def params(self) -> int:
-        """Number of weights."""
-        return sum(w.size for w in self.weights.values())
+    def gemms(self) -> dict[str, float]:
+        """Path of each GEMM's weight -> Weight.multiply_adds."""
+        return {path: w.multiply_adds for path, w in self.weights.items() if w.is_gemm}
 
     @functools.cached_property
     def routed_params(self) -> int:

@@ -20,8 +20,7 @@ def recomputed_fraction(run: Run, remat: str = "") -> float:
     again, total = 0.0, 0.0
     for n, layer in m.kinds:
         for _, sublayer in layer.parts():
-            products = {path: w.multiply_adds for path, w in sublayer.weights.items() if w.is_gemm}
-            products["scores"] = sublayer.scores(seq)
+            products = sublayer.gemms | {"scores": sublayer.scores(seq)}
             lost = (t for t in sublayer.saved(run) if t.name not in saved)
             again += n * sum(products[path] for path in {p for t in lost for p in t.recompute})
             total += n * sum(products.values())

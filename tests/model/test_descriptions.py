@@ -73,7 +73,7 @@ def equations(jaxpr):
 
 def gemm_of(eqn):
     """(batch, rows, k, n) of a dot_general with a weight; None of another one."""
-    (contracted, other), (batch, _) = eqn.params["dimension_numbers"]
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     x, w = (v.aval.shape for v in eqn.invars)
     b, k = (math.prod(x[i] for i in dims) for dims in (batch, contracted))
     rows, n = math.prod(x) // (b * k), math.prod(w) // (b * k)
