@@ -58,7 +58,7 @@ def overlaps_fwd_bwd(run: Run) -> bool:
     """
     a, m = run.layout, run.model
     overlappable = a.tp > 1 and a.microbatches > 1 and m.layers <= MAX_OVERLAPPED_LAYERS
-    return a.pp > 1 or (overlappable and not m.experts and layers_unrolled(run))
+    return a.pp > 1 or (overlappable and not m.has_experts and layers_unrolled(run))
 
 
 def embedding_sharded_over_pp(run: Run) -> bool:

@@ -174,6 +174,11 @@ class Model:
                 counts[layer] += count
         return tuple((n, layer) for layer, n in counts.items())
 
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """Whether ep splits weights of some layer."""
+        return any(layer.has_experts for _, layer in self.kinds)
+
     @property
     def mtp_layer(self) -> Layer:
         """The layer of multi-token prediction: as the last one, not quantized and without state."""

@@ -41,11 +41,6 @@ def _check_pipeline(run: "Run") -> None:
     a, layers, chunks = run.layout, run.model.layers, run.layout.pp * run.layout.vp
     if a.pp == 1:
         return
-    if lone := [layer for _, layer in run.model.kinds if not (layer.mixer and layer.channel)]:
-        raise UserError(
-            f"pp={a.pp} alternates mixers and channels, and a layer has no "
-            f"{'channel' if lone[0].mixer else 'mixer'}; use pp=1"
-        )
     if run.train.offload:
         raise UserError(
             f"pp={a.pp} stashes activations in GPU memory, and train.offload={run.train.offload!r} "
@@ -83,7 +78,7 @@ def _check_pipeline(run: "Run") -> None:
 
 def _check_experts(run: "Run") -> None:
     m, ep = run.model, run.layout.ep
-    if ep > 1 and not any(layer.has_experts for _, layer in m.kinds):
+    if ep > 1 and not m.has_experts:
         raise UserError(
             f"ep={ep} needs experts, and {m.name} {m.size} has none; use fsdp or dp instead"
         )

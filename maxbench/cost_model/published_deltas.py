@@ -114,7 +114,7 @@ def _nemo_communication(run: Run, t: Timeline, hidden: float) -> dict[str, float
     found = dict.fromkeys(names, 0.0)
     for (kind, axes), x in t.traffic.items():
         per_microbatch = x.count >= run.layout.microbatches
-        if run.model.experts and axes in ("tp", "ep") and per_microbatch:
+        if run.model.has_experts and axes in ("tp", "ep") and per_microbatch:
             found["expert collectives"] -= x.busy_s - x.exposed_s
         elif axes == "tp":
             found["exposed tp"] += hidden * x.exposed_s
@@ -148,7 +148,7 @@ def _nemo_fp8(run: Run, t: Timeline, costs: Costs, row: Published) -> dict[str, 
     a, m = run.layout, run.model
     replicas, times = amax_syncs(run, row)
     found = {"amax synchronization": -costs.straggler_s(t.seconds, times, replicas)}
-    if m.experts:
+    if m.has_experts:
         times = 2 * a.microbatches * m.layers // a.pp  # dispatch, and the gradient of the combine
         theirs, ours = (_dispatch_s(run, costs, width) for width in (2, run.format.bytes))
         found["experts in bf16"] = -times * (theirs - ours)

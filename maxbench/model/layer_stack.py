@@ -159,7 +159,8 @@ def _collect(to: Stack, trees: Sequence[tuple[Stack, Any]]) -> Any:
     collected: dict[str, Any] = {}
     shared = [(s, tree) for s, tree in trees if {*s.slots} & {*to.slots} - {EMPTY}]
     for role in to.roles:
-        collected |= take([(s, part_of(role, tree)) for s, tree in shared if role in s.roles])
+        if parts := [(s, part_of(role, tree)) for s, tree in shared if role in s.roles]:
+            collected |= take(parts)
     return collected
 
 

@@ -198,13 +198,16 @@ class Executor:
 
     def forward_sublayer(self, carry: Carry, t: Tick, role: str, i: int) -> Carry:
         """t.x through a sublayer of layer i of the forward chunk."""
+        slot = self.placement.slots[role][i]
+        if not slot.choices:
+            getattr(t.residuals, role).append([])
+            return carry
         t.x = ordering.after(t.x, t.tokens.wanted_by(f"fwd.{role}.input"))
         wait_for = Ends(
             first=t.tokens.wanted_by(f"fwd.{role}.first.all_gather"),
             last=t.tokens.wanted_by(f"fwd.{role}.last.reduce_scatter"),
         )
         has_layer = self.has_layer(t.now.fwd_chunk, i)
-        slot = self.placement.slots[role][i]
         forward = self.forward_by_kind if slot.table is not None else self.forward_one_kind
         t.x, aux, residuals, tokens = forward(carry, t, role, i, wait_for)
         getattr(t.residuals, role).append(residuals)
@@ -257,6 +260,8 @@ class Executor:
     def backward_sublayer(self, carry: Carry, t: Tick, role: str, i: int) -> Carry:
         """t.dy back through a sublayer of layer i of the backward chunk."""
         slot = self.placement.slots[role][i]
+        if not slot.choices:
+            return carry
         backward = self.backward_by_kind if slot.table is not None else self.backward_one_kind
         grads, tokens = backward(carry, t, role, i)
         for event, token in tokens.items():
@@ -496,6 +501,8 @@ class Executor:
         """The residuals that slot i of a chunk stashes, as ShapeDtypeStructs, and which of them is
         the input activation if another kind than the first stashes it."""
         slot = self.placement.slots[role][i]
+        if not slot.choices:
+            return [], None
         if (key := slot.choices[0].sublayer) not in self.residuals:
             at, vjp = slot.choices[0], self.vjps[role][i][0]
             w = self.with_both_forms(at, self.first_fwd_weights)
@@ -692,7 +699,7 @@ class Pipeline(Executor):
             found.append(Branch(schedule.EMBED_BACKWARD, first >= 0, embed_grad))
             # After all reads of what the switch replaces, or XLA would copy it; of the gradients of
             # the chunk only if the last wgrad is not ordered (SublayerVjp.dx_unordered).
-            unordered = t.forward and self.vjps["mixer"][0][0].dx_unordered
+            unordered = t.forward and any(vjp.dx_unordered for vjp in self.vjps["mixer"][0])
             reads = carry.chunk_grads if unordered else (), t.tokens.wanted_by("bwd.chunk_switch")
             token = ordering.index_token((t.dy, *reads))
             switch = functools.partial(self.switch_backward_chunk, carry.layer_weights, t, token)

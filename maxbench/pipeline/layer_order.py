@@ -53,7 +53,7 @@ class Slot(NamedTuple):
     """A sublayer in a slot of chunks.
 
     Attributes:
-      choices: its kinds, the most frequent first.
+      choices: its kinds, the most frequent first; () if no layer in this slot has such a sublayer.
       table: index of the choice, int32 [stage, chunk], len(choices) where the slot is empty; None
         if it is choices[0] everywhere.
     """
@@ -143,11 +143,12 @@ def _placement(m: Model, pp: int, vp: int, stages: str, ring: bool) -> Placement
     forms = {role: dict.fromkeys(_form(layer, role) for layer in m.per_layer) for role in ROLES}
     alike = [role for role in ROLES if len(forms[role]) == 1]
     if len(alike) == len(ROLES):
-        found = [("", m.per_layer[0], ROLES, layers != EMPTY)]
+        roles = tuple(role for role, _ in m.per_layer[0].parts())
+        found = [("", m.per_layer[0], roles, layers != EMPTY)]
     else:
         found = []
         for role in ROLES:
-            for i, form in enumerate(forms[role]):
+            for i, form in enumerate(filter(None, forms[role])):
                 has_form = [_form(layer, role) == form for layer in m.per_layer]
                 layer = m.per_layer[has_form.index(True)]
                 uses = np.array([*has_form, False])[layers]
@@ -173,9 +174,9 @@ def _placement(m: Model, pp: int, vp: int, stages: str, ring: bool) -> Placement
 
 def _one_stage(m: Model) -> Placement:
     """Without a pipeline: unrolled layers, each an entry of its own of the only chunk."""
-    part = lambda role, layer: layer.part(role)
+    slot = lambda part, i: Slot((Choice(part, "", i),) if part else ())
     slots = {
-        role: tuple(Slot((Choice(part(role, x), "", i),)) for i, x in enumerate(m.per_layer))
+        role: tuple(slot(layer.part(role), i) for i, layer in enumerate(m.per_layer))
         for role in ROLES
     }
     layers = np.arange(m.layers)[None, None]
@@ -184,8 +185,7 @@ def _one_stage(m: Model) -> Placement:
 
 def _form(layer: Layer, role: str):
     part = layer.part(role)
-    assert part is not None  # run_checks: layers of a pipeline have both sublayers
-    return part.form
+    return part and part.form
 
 
 def _stack(name, layer, roles, layers, uses, uniform):
@@ -220,15 +220,16 @@ def _slot(m, role, layers, i, of_form, ranks, sliced):
     Args:
       sliced: stacks that have weights of zeros in each empty slot.
     """
-    kind_of = {n: m.per_layer[n].part(role) for n in layers.reshape(-1).tolist() if n >= 0}
-    counts = collections.Counter(kind_of[n] for n in layers.reshape(-1).tolist() if n >= 0)
-    kinds = [kind for kind, _ in counts.most_common()]
+    parts = [m.per_layer[n].part(role) if n >= 0 else None for n in layers.reshape(-1).tolist()]
+    kinds = [kind for kind, _ in collections.Counter(filter(None, parts)).most_common()]
+    if not kinds:
+        return Slot(())
     choice = lambda kind, name: Choice(kind, name, ranks[name][i])
     choices = tuple(choice(kind, of_form[kind.form]) for kind in kinds)
     # The gradient of a bias that the post-norm adds at the end is not zero.
     zeros_stay = kinds[0].zeros_stay and not (m.post_norm and m.norm == "layernorm1p")
     zeros = zeros_stay and choices[0].stack in sliced
-    if len(kinds) == 1 and (zeros or (layers >= 0).all()):
+    if len(kinds) == 1 and (zeros or all(parts)):
         return Slot(choices)
-    index = [kinds.index(kind_of[n]) if n >= 0 else len(kinds) for n in layers.reshape(-1).tolist()]
+    index = [kinds.index(part) if part else len(kinds) for part in parts]
     return Slot(choices, np.array(index, np.int32).reshape(layers.shape))

@@ -39,7 +39,7 @@ class SublayerVjp:
         # In FP8 over cp, the last wgrad of a tick overlaps the reduce-scatter of the output, which
         # has only half of the GEMMs that hide it otherwise. Without cp, the first GEMM of the
         # channel would wait for x after dx.
-        fp8_over_cp = run.format.quantized and run.layout.cp > 1 and not run.model.experts
+        fp8_over_cp = run.format.quantized and run.layout.cp > 1 and not run.model.has_experts
         self.dx_unordered = fp8_over_cp and (role, layer) == ("mixer", 0)
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
         self.structure: tuple | None = None

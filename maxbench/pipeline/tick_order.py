@@ -72,10 +72,10 @@ def tick_order(run: Run, phase: str, layer: int) -> dict[str, tuple[str, ...]]:
     """The rows for the layer-th layer of a tick of a phase (schedule.PHASES)."""
     if run.train.order == "off":
         return {}
-    rows = EXPERTS if run.model.experts else DENSE
+    rows = EXPERTS if run.model.has_experts else DENSE
     if layer == 0:
         rows = rows | FIRST_LAYER
-    elif not run.model.experts:
+    elif not run.model.has_experts:
         many = run.layout.mbs * run.train.seq // run.layout.cp >= MANY_TOKENS
         rows = rows | (
             AFTER_DGRAD if not run.format.quantized else {} if many else AFTER_ALL_GATHER
@@ -83,7 +83,7 @@ def tick_order(run: Run, phase: str, layer: int) -> dict[str, tuple[str, ...]]:
     if phase == WARMUP:
         return rows | WARMUP_ONLY
     if phase == COOLDOWN:
-        return rows | (COOLDOWN_ONLY if run.model.experts else COOLDOWN_DENSE)
+        return rows | (COOLDOWN_ONLY if run.model.has_experts else COOLDOWN_DENSE)
     return rows
 
 

@@ -69,7 +69,7 @@ class Plan:
         if run.gpu.band:
             low, high = run.gpu.band
             return ErrorBand(low, high, "runs that the constants were fitted to", 0, True)
-        kind = parallelism(bool(run.model.experts), a.pp, a.tp, a.fsdp)
+        kind = parallelism(run.model.has_experts, a.pp, a.tp, a.fsdp)
         return error_band(a.gpu_type, run.precision.dtype, kind)
 
 

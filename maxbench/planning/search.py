@@ -108,7 +108,7 @@ def estimate_step_s(run: Run) -> float:
     layers *= 1 + remat.recomputed_fraction(run) / 3
     # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
     # the experts' collectives over the network occupy the communication stream.
-    waits = m.experts > 0 and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
+    waits = m.has_experts and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
     hops = 2 if a.pp > 1 and not waits else 6
     wait = 0.0
     for n, layer in m.kinds:
@@ -153,7 +153,7 @@ def estimate_bytes(run: Run) -> float:
     unrolled = lowering.layers_unrolled(run)
     # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
     # loop, or where tokens have slots of a fixed capacity.
-    transposed = m.experts > 0 and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
+    transposed = m.has_experts and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
     copies = transposed * (weights + ends)
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
@@ -161,7 +161,7 @@ def estimate_bytes(run: Run) -> float:
     parts = [(n, part) for n, layer in m.kinds for _, part in layer.parts()]
     widest = max(part.reserved(a.ep) for _, part in parts)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
-    if m.experts and unrolled and (m.capacity_factor > 0 or run.format.quantized):
+    if m.has_experts and unrolled and (m.capacity_factor > 0 or run.format.quantized):
         # XLA delays the wgrads of all layers, and keeps their operands.
         delayed = [(n, part.delayed_operands(a.ep, a.tp)) for n, part in parts]
         operands = sum(n * x for n, x in delayed) - max(x for _, x in delayed)
