@@ -1,7 +1,7 @@
 """The dimensions and options of a transformer, checked.
 
-Size fields of Model (embed, heads, ...) are also names of logical axes: a weight is declared by its
-axes, Model has the size of each axis, sharding.rules.RULES its mesh axes.
+Layers are made of the kinds of config/mixers.py and config/channels.py, whose fields default to
+those of Model. Its own size fields (embed, vocab) are names of logical axes too, as those of kinds.
 """
 
 import collections

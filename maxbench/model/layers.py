@@ -465,7 +465,7 @@ class Embed(nn.Module):
     is sharded by vocabulary over tp, and a reduce-scatter over tp leaves the sequence sharded.
 
     Attributes:
-      embed_axis: logical axis of an untied table's columns (sharding.rules.RULES).
+      embed_axis: logical axis of an untied table's columns (config.sublayers.RULES).
       stages_differ: each stage of a pipeline embeds other tokens, not all the same ones.
     """
 

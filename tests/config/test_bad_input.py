@@ -256,6 +256,42 @@ GROUPS = (1, (dense(256),)), (3, (routed(256, 4),))
         ),
         ({"model.layer_groups": GROUPS}, dict(layers=5), "layers=5 is more than the layers=4 of"),
         (
+            {"model.layer_groups": ((4, ({"mixer": {"kind": "atention"}},)),)},
+            {},
+            "kind of a sublayer='atention' .* did you mean 'attention'",
+        ),
+        (
+            {"model.layer_groups": ((4, ({"mixer": {"kind": "attention", "windw": 8}},)),)},
+            {},
+            "a field of attention='windw' .* did you mean 'window'",
+        ),
+        (
+            {"model.layer_groups": ((4, (dense(256, window=-1),)),)},
+            {},
+            "model.window=-1 must be a whole number, at least 0",
+        ),
+        (
+            {"model.layer_groups": ((4, (dense(256, embed=64),)),)},
+            {},
+            "embed=64 is of the whole network; set model.embed",
+        ),
+        (
+            {"model.layer_groups": ((4, (dense(256, head_dim=32),)),)},
+            {},
+            "RoPE rotates 32 dims of a head in a layer with attention, and 16 in the model",
+        ),
+        ({"model.layer_groups": ((4, ({},)),)}, {}, "neither a mixer nor a channel"),
+        (
+            {"model.layer_groups": ((4, ({"mixer": {"kind": "mlp"}},)),)},
+            {},
+            r"mixer=Mlp\(\) of a layer must be one of .*attention.*latent_attention",
+        ),
+        (
+            {"model.layer_groups": ((4, (5,)),)},
+            {},
+            "must be groups .count, .layer, ...",
+        ),
+        (
             {"model.layer_groups": ((0, (dense(256),)), *GROUPS)},
             {},
             "must be groups .count, .layer, ...",
