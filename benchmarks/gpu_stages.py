@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from maxbench.config import command_line, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
+from maxbench.config.sublayers import RULES
 from maxbench.cost_model import memory
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.host import environment
@@ -255,14 +256,15 @@ def layer_gemms(run: Run, exact: bool | None, small: bool) -> dict:
     """TFLOP/s of each GEMM of a layer and of the LM head, as shaped on one GPU of a large row."""
     m, a, divisor = run.model, run.layout, 64 if small else 1
     rows = a.mbs * run.train.seq // a.cp
-    routed = int(rows * m.rows(a.ep) * a.ep / (m.experts or 1))
-    shapes = {
-        "qkv": (rows, m.embed, m.kv_heads * m.group_width // a.tp),
-        "out": (rows, m.heads * m.value_width // a.tp, m.embed),
-        "up": (routed, m.embed, m.mlp_inputs * m.mlp // a.tp),
-        "down": (routed, m.mlp // a.tp, m.embed),
-        "head": (rows, m.embed, m.vocab // a.tp),
-    }
+    shapes = {"head": (rows, m.embed, m.vocab // a.tp)}
+    for _, part in m.per_layer[-1].parts():
+        for path, w in part.weights.items():
+            if w.is_gemm and not w.plain:
+                batch, *sides = w.sides
+                share = w.owner.rows(a.ep) * a.ep / w.owner.experts if batch else 1
+                local = lambda x, w=w: getattr(w.owner, x) // (a.tp if "tp" in RULES[x] else 1)
+                k, n = (math.prod(map(local, side)) for side in sides)
+                shapes[path.removesuffix("/w")] = int(rows * share), k, n
     rate = lambda dims: gemm(*(dim // divisor for dim in dims), exact)["tflops"]
     return {name: rate(dims) for name, dims in shapes.items()}
 

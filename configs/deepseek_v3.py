@@ -4,7 +4,13 @@ Tokens choose experts at random and evenly, as in the recipes' benchmarks (force
 it the router is DeepSeek-V3's own. The recipes' optimizer has bf16 moments; here they are fp32.
 """
 
+from maxbench.config.channels import Experts, Mlp
+from maxbench.config.mixers import LatentAttention
 from maxbench.config.recipes import workload
+from maxbench.config.sublayers import Layer
+
+DENSE = Layer(mixer=LatentAttention(), channel=Mlp(mlp=18432))
+ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 
 # Megatron-Bridge 067f987, perf_recipes/deepseek. Without virtual stages a stage here has 2 pp - 1
 # microbatches in flight, as each tick overlaps a forward with a backward pass, where Megatron's has
@@ -45,7 +51,7 @@ def get_config(presets=""):
             kv_rank=512,
             rope_head_dim=64,
             mlp=2048,
-            layer_groups=((3, ((18432,),)), (58, ((2048, 256),))),
+            layer_groups=((3, (DENSE,)), (58, (ROUTED,))),
             vocab=129280,
             norm_eps=1e-6,
             rope_base=10_000.0,

@@ -3,7 +3,14 @@
 Tokens choose experts at random and evenly, as in the recipes' benchmarks (force_balance).
 """
 
+from maxbench.config.channels import Experts
+from maxbench.config.mixers import Attention
 from maxbench.config.recipes import workload
+from maxbench.config.sublayers import Layer
+
+# In turn a window of 128 tokens, and full attention.
+SLIDING = Layer(mixer=Attention(window=128), channel=Experts())
+FULL = Layer(mixer=Attention(), channel=Experts())
 
 # Megatron-Bridge 067f987, perf_recipes/gpt_oss. Where it recomputes norms and the activation of the
 # experts, the activation is recomputed here. On H100 it has no virtual stages; without, 7
@@ -33,8 +40,7 @@ def get_config(presets=""):
             head_dim=64,
             mlp=2880,
             vocab=201088,
-            # a window of 128 tokens and full attention in turn
-            layer_groups=((18, ((2880, 128, 128), (2880, 128, 0))),),
+            layer_groups=((18, (SLIDING, FULL)),),
             act="swiglu_clamped",
             mlp_bias=True,
             attention_bias=True,

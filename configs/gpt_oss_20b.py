@@ -4,13 +4,20 @@ Its recipes on Blackwell are those of MLPerf Training, whose model differs from 
 preset `mlperf`, with another vocabulary and without YaRN.
 """
 
+from maxbench.config.channels import Experts
+from maxbench.config.mixers import Attention
 from maxbench.config.recipes import workload
+from maxbench.config.sublayers import Layer
 
 MLPERF = {
     "model": {"vocab": 128256, "rope_factor": 1.0, "force_balance": False},
     "precision": {"bf16_layers": (0, 4)},
     "optim": {"lr": 6e-4, "lr_min": 4e-4, "warmup": 64},
 }
+
+# In turn a window of 128 tokens, and full attention.
+SLIDING = Layer(mixer=Attention(window=128), channel=Experts())
+FULL = Layer(mixer=Attention(), channel=Experts())
 
 # Megatron-Bridge 067f987: on H100 recipes/gpt_oss, with ep 4 over dp 2 x tp 2 (here ep 2 x tp 2: tp
 # splits each expert), on Blackwell perf_recipes/gpt_oss.
@@ -41,8 +48,7 @@ def get_config(presets=""):
             head_dim=64,
             mlp=2880,
             vocab=201088,
-            # a window of 128 tokens and full attention in turn
-            layer_groups=((12, ((2880, 32, 128), (2880, 32, 0))),),
+            layer_groups=((12, (SLIDING, FULL)),),
             act="swiglu_clamped",
             mlp_bias=True,
             attention_bias=True,

@@ -4,7 +4,13 @@ Tokens choose experts at random and evenly, as in the recipes' benchmarks (force
 recipes' optimizer is Muon; here it is AdamW.
 """
 
+from maxbench.config.channels import Experts, Mlp
+from maxbench.config.mixers import LatentAttention
 from maxbench.config.recipes import workload
+from maxbench.config.sublayers import Layer
+
+DENSE = Layer(mixer=LatentAttention(), channel=Mlp(mlp=18432))
+ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 
 # Megatron-Bridge 067f987, perf_recipes/kimi. On H100 ep 64 is over dp 8 x tp 8, whole experts on
 # each GPU; here ep 8 x tp 8: tp splits each expert. On B200 and B300 the recipes have no virtual
@@ -40,7 +46,7 @@ def get_config(presets=""):
             kv_rank=512,
             rope_head_dim=64,
             mlp=2048,
-            layer_groups=((1, ((18432,),)), (60, ((2048, 384),))),
+            layer_groups=((1, (DENSE,)), (60, (ROUTED,))),
             vocab=163840,
             norm_eps=1e-6,
             rope_base=50_000.0,

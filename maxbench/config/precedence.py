@@ -4,14 +4,15 @@ Later settings win: the workload's values, its settings for dtype=fp8, the row o
 layouts (--gpus), presets, shorthand flags (--tp, --mbs, ...), and last --config.section.field.
 """
 
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError, check_choice
-from maxbench.config.model import LayerGroup, LayerKind
+from maxbench.config.mixers import TOY_WINDOW
+from maxbench.config.model import LayerGroup
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.recipes import PRESETS, table
 from maxbench.config.run import DEGREES, SECTIONS, LayoutConfig, RunConfig
@@ -25,7 +26,6 @@ COLUMN_SECTIONS |= {"layers": "model"}
 COLUMN_SECTIONS |= {"format": "precision"}  # its field `scaling`
 COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
 
-TOY_WINDOW = 16  # tokens
 TOY_LATENTS = {"kv_heads": 8, "head_dim": 48, "value_dim": 16}  # whole blocks of number formats
 TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
 
@@ -187,24 +187,16 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
 
 
 def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
-    """The layer groups of a toy: one cycle of each, and of the last as many as there are layers.
-
-    An expert is a quarter as wide as a dense MLP in a model that has both.
-    """
-    groups = [[LayerKind(*kind) for kind in cycle] for _, cycle in model["layer_groups"]]
-    has_dense = any(not kind.experts for kind in itertools.chain(*groups))
-    expert_mlp = model["mlp"] // (4 if has_dense else 1)
-
-    def toy(kind: LayerKind) -> LayerKind:
-        mlp, experts = (expert_mlp, model["experts"]) if kind.experts else (model["mlp"], 0)
-        return kind._replace(mlp=mlp, experts=experts, window=min(kind.window, TOY_WINDOW))
-
-    toys, left = [], model["layers"]
-    for group in groups:
-        count = -(-max(1, left) // len(group)) if group is groups[-1] else 1
-        toys.append(LayerGroup(count, tuple(map(toy, group))))
-        left -= count * len(group)
-    return tuple(toys)
+    """The layer groups of a toy: one cycle of each, and of the last as many as there are layers."""
+    cycles = [cycle for _, cycle in model["layer_groups"]]
+    kinds = {type(layer.channel) for cycle in cycles for layer in cycle}
+    toy = lambda sublayer: sublayer.toy(model, has_dense={Mlp, Experts} <= kinds)
+    groups, left = [], model["layers"]
+    for cycle in cycles:
+        count = -(-max(1, left) // len(cycle)) if cycle is cycles[-1] else 1
+        groups.append(LayerGroup(count, tuple(layer.map(toy) for layer in cycle)))
+        left -= count * len(cycle)
+    return tuple(groups)
 
 
 def _shrink(values: Sections, axes: bool, dtype: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxbench.config import number_formats, pipeline_layout, run_checks
 from maxbench.config.errors import UserError, check_choice, divisors, nearest
+from maxbench.config.mixers import Attention
 from maxbench.config.model import Model
 from maxbench.config.number_formats import Format
 from maxbench.config.run import (
@@ -214,7 +215,7 @@ def _overlaps_fwd_bwd(a: Layout, m: Model, unrolled: bool) -> bool:
     and tp has collectives to overlap. Not with experts, whose all-to-alls would be in the way.
     """
     overlappable = a.tp > 1 and a.microbatches > 1 and m.layers <= MAX_OVERLAPPED_LAYERS
-    return a.pp > 1 or (overlappable and not m.experts and unrolled)
+    return a.pp > 1 or (overlappable and not m.has_experts and unrolled)
 
 
 def attention_kernel(given: str | None, m: Model, dtype: str, device: Device) -> str:
@@ -223,22 +224,29 @@ def attention_kernel(given: str | None, m: Model, dtype: str, device: Device) ->
     Raises:
       UserError: a kernel of cuDNN is given, and cuDNN does not support this attention.
     """
+    mixers = [layer.mixer for _, layer in m.kinds if isinstance(layer.mixer, Attention)]
+    if not mixers:
+        return "xla"
+    kernels = ("cudnn", "cudnn_split", "xla")
     has_cudnn = device.platform == "gpu" and device.cudnn
-    fastest = cudnn_kernel(m, dtype, device.capability) if has_cudnn else "xla"
+    kernel = lambda x: cudnn_kernel(x, dtype, device.capability) if has_cudnn else "xla"
+    slowest = max(mixers, key=lambda x: kernels.index(kernel(x)))
+    fastest = kernel(slowest)
     if given in (None, fastest) or given == "xla":
         return given or fastest
     if fastest != "xla":
         return fastest
     raise UserError(
-        f"train.attention={given!r}: cuDNN has no attention for {dtype}, heads of {m.head_dim} "
-        f"with values of {m.value_width}{f', softcap {m.softcap}' if m.softcap else ''} on a "
+        f"train.attention={given!r}: cuDNN has no attention for {dtype}, heads of "
+        f"{slowest.head_dim} with values of {slowest.value_width}"
+        f"{f', softcap {slowest.softcap}' if slowest.softcap else ''} on a "
         f"{device.platform} of compute capability {'.'.join(map(str, device.capability))}; use "
         "train.attention=xla"
     )
 
 
-def cudnn_kernel(m: Model, dtype: str, capability: tuple[int, int]) -> str:
-    """The fastest of model.attention.KERNELS on a GPU, by its compute capability.
+def cudnn_kernel(m: Attention, dtype: str, capability: tuple[int, int]) -> str:
+    """The fastest of model.attention.KERNELS for attention on a GPU, by its compute capability.
 
     The limits are those of cuDNN's backward pass since 9.12; its forward pass supports more.
     """

@@ -367,6 +367,12 @@ SECTIONS: dict[str, Any] = {  # name of a section of RunConfig -> its class
 }
 
 
+def given_fields(section: Any) -> dict[str, Any]:
+    """A dataclass as nested dicts, without fields that are None: those were not given."""
+    keep = lambda pairs: {name: value for name, value in pairs if value is not None}
+    return dataclasses.asdict(section, dict_factory=keep)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A run as it was written: by a workload file and flags."""
@@ -394,7 +400,7 @@ class RunConfig:
 
     def asdict(self) -> dict[str, dict[str, Any]]:
         """All sections as nested dicts, for JSON."""
-        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
+        return {name: given_fields(getattr(self, name)) for name in SECTIONS}
 
     def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
         """The config with other fields: changed(layout={'mbs': 2})."""
@@ -502,14 +508,14 @@ class Run:
     def program(self) -> dict[str, dict[str, Any]]:
         """The fields that change the work or the program, by section, for JSON."""
         fields = {
-            name: dataclasses.asdict(getattr(self, name))
+            name: given_fields(getattr(self, name))
             for name in ("model", "layout", "train", "optim", "precision")
         }
         for section, names in _CONSTANTS.items():
             for field_name in names:
-                del fields[section][field_name]
+                fields[section].pop(field_name, None)
         return fields
 
     def asdict(self) -> dict[str, dict[str, Any]]:
         """All sections as nested dicts, for JSON."""
-        return {name: dataclasses.asdict(getattr(self, name)) for name in SECTIONS}
+        return {name: given_fields(getattr(self, name)) for name in SECTIONS}

@@ -95,6 +95,8 @@ def parse(name: str, kind: Any, raw: Any, constraints: Mapping[str, Any]) -> Any
                 raise ValueError
         if check and not check(value):
             raise ValueError
+    except UserError:
+        raise  # it says more
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         limits = (f"{bound.replace('_', ' ')} {limit}" for bound, limit in bounds.items())
         must = ", ".join([words, *limits])
@@ -150,6 +152,8 @@ def _convert(kind: Any, raw: Any) -> Any:
         return tuple(_convert(k, x) for k, x in zip(kinds, raw, strict=True))
     if typing.get_origin(kind) is Mapping:
         return types.MappingProxyType({_convert(str, k): _convert(str, raw[k]) for k in raw})
+    if hasattr(kind, "from_written"):
+        return kind.from_written(raw)
     if hasattr(kind, "_fields"):  # a NamedTuple
         hints = typing.get_type_hints(kind).values()
         if len(raw) > len(hints):

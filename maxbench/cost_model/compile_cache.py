@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -19,11 +20,12 @@ from collections.abc import Iterator
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import Run
+from maxbench.config.sublayers import REGISTRY
 from maxbench.host import environment
 from maxbench.step import xla_options
 
 # A program depends on the step's import closure, on the modules that it loads by name
-# (number_formats.FORMATS), and on the module that compiles it.
+# (number_formats.FORMATS, sublayers.REGISTRY), and on the module that compiles it.
 PACKAGE = pathlib.Path(__file__).parent.parent
 STEP_MODULE = "maxbench.step.train_step"
 COMPILER, TARGET = "cost_model/aot.py", "cost_model/target.pbtxt"
@@ -90,6 +92,8 @@ def program_sources(package: pathlib.Path = PACKAGE) -> dict[pathlib.Path, ast.M
     """
     trees = {package / COMPILER: ast.parse((package / COMPILER).read_text())}
     pending = [STEP_MODULE, *LOADED_BY_NAME]
+    bodies = [kind.module.partition(":")[0] for kind in REGISTRY.values()]
+    pending += [name for name in bodies if name.split(".")[0] == package.name]
     while pending:
         module = pending.pop()
         folder = package.parent.joinpath(*module.split("."))
@@ -143,9 +147,18 @@ def key(run: Run) -> str:
         "target": (dataclasses.asdict(gpu.chip), topology, gpu.bf16_tflops),
         "options": xla_options.xla_options("gpu", run),
         "sources": source_hash(),
+        "kinds": _kinds_elsewhere(run),
         "versions": versions(),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _kinds_elsewhere(run: Run) -> list[str]:
+    """Code of the modules outside of the package that have kinds of sublayers of a run."""
+    parts = [type(part) for _, layer in run.model.kinds for _, part in layer.parts()]
+    modules = {name for kind in parts for name in (kind.__module__, kind.module.partition(":")[0])}
+    elsewhere = sorted(name for name in modules if name.split(".")[0] != PACKAGE.name)
+    return [code_of(ast.parse(inspect.getsource(sys.modules[name]))) for name in elsewhere]
 
 
 def load(run: Run) -> Compiled | None:

@@ -10,11 +10,14 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, Run
+from maxbench.config.sublayers import ROLES, RULES, Layer, Weight
 from maxbench.cost_model import hlo
 from maxbench.cost_model.compile_cache import Compiled
 from maxbench.cost_model.meaning import Meaning, matches
@@ -142,60 +145,33 @@ def activation_bytes(run: Run, remat: str = "") -> int:
     Args:
       remat: a remat policy in place of the run's own.
     """
-    a, saved = run.layout, REMATS[remat] if remat else run.train.saved
+    a, m, saved = run.layout, run.model, REMATS[remat] if remat else run.train.saved
     on_device = run.saved_on_device(saved)
     width = FORMATS[run.format.compute].bytes
     tokens = a.mbs * run.train.seq // a.cp
-    narrow = run.format.bytes / width  # tensors that only a GEMM's backward pass reads
-
-    def per_token(m, names=on_device) -> float:
-        """Elements per token and layer."""
-        routed = m.rows(a.ep) * slot_padding(run)
-        mlp = routed * m.mlp + (m.shared_mlp if m.experts else 0)
-        slots = routed if m.experts and m.has_slots else 0
-        output_is_read = m.post_norm or (m.experts and not m.force_balance)
-        # With context parallelism also keys and values of another GPU, or those within a window of
-        # this GPU's two chunks.
-        window = min(m.window or run.train.seq, run.train.seq)
-        received = min(1, 2 * a.cp * window / run.train.seq) * (a.cp > 1)
-        key_dims = m.head_dim - m.rope_head_dim + received * m.head_dim
-        elements = {
-            "latent": m.latents / a.tp,
-            "query": m.heads * m.head_dim / a.tp,
-            "key": m.kv_heads * key_dims / a.tp,
-            "value": (1 + received) * m.kv_heads * m.value_width / a.tp,
-            "context": m.heads * (m.value_width + 4 / width) / a.tp,  # and fp32 log-sum-exp
-            "attn_out": m.embed / a.tp,
-            "slots": slots * m.embed / a.tp * narrow,
-            "mlp_up": m.mlp_inputs * mlp / a.tp,
-            "mlp_act": mlp / a.tp * narrow,
-            # For a second norm or the gradient of the router's weights; dropless it is summed.
-            "mlp_down": (slots or 1) * m.embed / a.tp if output_is_read else 0,
-        }
-        return m.embed / a.tp + sum(elements[name] for name in names)
-
+    per_token = functools.partial(_stashed_elements, run)
     if a.pp == 1:
         # train.remat applies to the first layers alone; the others recompute norms and activation.
-        first = run.model.layers if remat else run.train.remat_layers
-        last = functools.partial(per_token, names=REMATS["save_gemms_recompute_act"])
-        if first == run.model.layers:
-            elements = sum(n * per_token(kind) for n, kind in run.model.kinds)
+        first = m.layers if remat else run.train.remat_layers
+        if first == m.layers:
+            elements = sum(n * per_token(layer, on_device) for n, layer in m.kinds)
         else:
-            kinds = run.model.per_layer
-            elements = sum(map(per_token, kinds[:first])) + sum(map(last, kinds[first:]))
+            last = REMATS["save_gemms_recompute_act"]
+            elements = sum(per_token(layer, on_device) for layer in m.per_layer[:first])
+            elements += sum(per_token(layer, last) for layer in m.per_layer[first:])
         return int(tokens * width * elements)
-    _, kind = max(run.model.kinds, key=lambda kind: kind[0])  # others stash their input alone
-    return int(tokens * width * per_token(kind) * (stash_slots(run) + 1) * max(a.parts))
+    _, layer = max(m.kinds, key=lambda kind: kind[0])  # others stash their input alone
+    slots = (stash_slots(run) + 1) * max(a.parts)
+    return int(tokens * width * per_token(layer, on_device) * slots)
 
 
-def slot_padding(run: Run) -> float:
-    """Slots of an expert that a GPU reserves with model.force_balance, over those that it fills."""
-    m, a = run.model, run.layout
-    if not (m.experts and m.force_balance):
-        return 1.0
-    tokens = run.train.seq // (a.cp * a.tp)
-    reserved = m.balanced_slots(a.mbs, tokens, a.tp, a.cp, run.format.slot_multiple)
-    return reserved * m.balanced_window / (a.mbs * tokens)
+def _stashed_elements(run: Run, layer: Layer, names: Collection[str]) -> float:
+    """Elements that a layer stashes per token on one GPU, of the width of Format.compute: its
+    input, and the tensors of these names."""
+    tp, gemm_only = run.layout.tp, run.format.bytes / FORMATS[run.format.compute].bytes
+    tensors = [t for _, sublayer in layer.parts() for t in sublayer.saved(run) if t.name in names]
+    elements = [t.elements * (gemm_only if t.gemm_only else 1) for t in tensors]
+    return (run.model.embed + sum(elements)) / tp
 
 
 def stash_slots(run: Run) -> int:
@@ -238,17 +214,37 @@ def lower_bound(run: Run) -> float:
 
 
 def master_weights(run: Run) -> float:
-    """Master weights on one GPU, as sharding.rules.shard_weight splits them: by the largest dims of
-    MLP, experts and embedding. An axis that divides none of them (dp 3) leaves a copy on each GPU.
+    """Master weights on one GPU, about as sharding.rules.shard_weight splits them: those of layers
+    as the largest weight of the last kind of layer. An axis that divides none of its dims (dp 3)
+    leaves a copy on each GPU.
     """
     a, m = run.layout, run.model
-    (layers, ends), (_, kind) = stage_weights(run), m.kinds[-1]
+    layers, ends = stage_weights(run)
     experts = expert_weights(run)
-    embed, mlp = m.embed // a.fsdp, max(1, kind.mlp // a.tp)
-    dense = _split([embed, mlp], a.dp, a.ep, a.cp)
-    routed = _split([max(1, kind.experts // a.ep), embed, mlp], a.dp, a.cp)
-    table = _split([m.vocab // a.tp, embed], a.pp, a.dp, a.ep, a.cp)
-    return ((layers - experts) / dense + experts / routed + ends / table) / a.fsdp
+    dense, routed = _largest_weights(m)
+    table = _split([m.vocab // a.tp, m.embed // a.fsdp], a.pp, a.dp, a.ep, a.cp)
+    shards = _split(_local_dims(run, dense), a.dp, a.ep, a.cp) if dense else 1
+    found = (layers - experts) / shards + ends / table
+    if routed:
+        found += experts / _split(_local_dims(run, routed), a.dp, a.cp)
+    return found / a.fsdp
+
+
+@functools.lru_cache(1024)
+def _largest_weights(m: Model) -> tuple[Weight | None, Weight | None]:
+    """Of the last kind of layer, the largest weight that ep does not split, and the largest one
+    that it splits."""
+    gemms = [w for _, s in m.kinds[-1][1].parts() for w in s.weights.values() if w.is_gemm]
+    of = lambda routed: (w for w in gemms if bool(w.sides[0]) == routed)
+    largest = lambda routed: max(of(routed), key=lambda w: w.size, default=None)
+    return largest(False), largest(True)
+
+
+def _local_dims(run: Run, weight: Weight) -> list[int]:
+    """The dims of one GPU's part of a compute weight."""
+    shape = run.layout.mesh_shape
+    shards = (math.prod(shape[axis] for axis in RULES[name]) for name in weight.names)
+    return [max(1, size // n) for size, n in zip(weight.shape, shards, strict=True)]
 
 
 def _split(dims: list[int], *axes: int) -> int:
@@ -262,41 +258,52 @@ def _split(dims: list[int], *axes: int) -> int:
     return shards
 
 
-def stage_slots(run: Run) -> tuple[int, Sequence[tuple[int, Model]]]:
-    """Slots for layers on one stage, which all stages have, whether a layer is in them or not: of
-    attention, and of each kind of MLP or experts, with a Model that has it."""
+def stage_slots(run: Run) -> Sequence[tuple[int, Layer]]:
+    """Slots for sublayers on one stage, which all stages have, whether a sublayer is in them or
+    not: how many, and a Layer of the sublayer alone."""
     a = run.layout
-    if a.pp == 1:
-        return run.model.layers, run.model.kinds
     return _stage_slots(run.model, a.pp, a.vp, a.parts)
 
 
 @functools.lru_cache(1024)
-def _stage_slots(
-    m: Model, pp: int, vp: int, parts: tuple[int, ...]
-) -> tuple[int, list[tuple[int, Model]]]:
-    slots = vp * max(parts)
-    shape = lambda kind: (kind.experts, kind.mlp)
-    of_shape = {shape(kind): kind for _, kind in m.kinds}
-    if len(of_shape) == 1:
-        return slots, [(slots, m.kinds[0][1])]
-    on_stage = [collections.Counter[tuple]() for _ in range(pp)]
-    layers = iter(m.per_layer)
-    for part, count in enumerate(parts):
-        on_stage[part % pp].update(map(shape, itertools.islice(layers, count)))
-    return slots, [(max(s[x] for s in on_stage), kind) for x, kind in of_shape.items()]
-
-
-def _mlp_weights(kind: Model) -> int:
-    """Weights of the MLP of one layer, or of all of its routed experts."""
-    return max(kind.experts, 1) * kind.embed * kind.mlp * (kind.mlp_inputs + 1)
+def _stage_slots(m: Model, pp: int, vp: int, parts: tuple[int, ...]) -> list[tuple[int, Layer]]:
+    if pp == 1:
+        return [
+            (n, Layer.alone(role, part)) for n, layer in m.kinds for role, part in layer.parts()
+        ]
+    found = []
+    for role in ROLES:
+        sublayers = [layer.part(role) for layer in m.per_layer]
+        of_form = {part.form: part for part in sublayers if part}
+        on_stage = [collections.Counter[Any]() for _ in range(pp)]
+        left = iter(sublayers)
+        for i, count in enumerate(parts):
+            on_stage[i % pp].update(x.form for x in itertools.islice(left, count) if x)
+        alike = len(of_form) == 1 and all(sublayers)
+        for form, part in of_form.items():
+            slots = vp * max(parts) if alike else max(s[form] for s in on_stage)
+            found.append((slots, Layer.alone(role, part)))
+    return found
 
 
 def expert_weights(run: Run) -> float:
     """Weights of routed experts on one GPU, gathered over fsdp, in the slots of its stage."""
+    return _slot_weights(run)[1] / (run.layout.ep * run.layout.tp)
+
+
+def _slot_weights(run: Run) -> tuple[int, int]:
+    """Weights in the slots of a stage: those that ep does not split, and those that it splits."""
     a = run.layout
-    experts = sum(n * _mlp_weights(kind) for n, kind in stage_slots(run)[1] if kind.experts)
-    return experts / (a.ep * a.tp)
+    return _weights_of_slots(run.model, a.pp, a.vp, a.parts)
+
+
+@functools.lru_cache(1024)
+def _weights_of_slots(m: Model, *layout: Any) -> tuple[int, int]:
+    every = routed = 0
+    for n, layer in _stage_slots(m, *layout):
+        every += n * sum(w.size for w in m.layer_weights(layer).values())
+        routed += n * sum(part.routed_params for _, part in layer.parts())
+    return every - routed, routed
 
 
 def stage_weights(run: Run) -> tuple[float, float]:
@@ -304,14 +311,9 @@ def stage_weights(run: Run) -> tuple[float, float]:
     Every stage has the layer of multi-token prediction."""
     a, m = run.layout, run.model
     table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    slots, kinds = stage_slots(run)
-    # Attention, norms, routers and shared experts: the mean of the layers.
-    rest = flops.params(m) - ends - flops.mtp_params(m)
-    rest -= sum(n * _mlp_weights(kind) for n, kind in m.kinds)
-    dense = rest / m.layers * slots
-    dense += sum(n * _mlp_weights(kind) for n, kind in kinds if not kind.experts)
-    last = m.per_layer[-1]
-    mtp_experts = m.mtp_layers * (last.experts > 0) * _mlp_weights(last)
-    dense += flops.mtp_params(m) - mtp_experts * (1 - 1 / a.ep)
+    dense: float = _slot_weights(run)[0] + m.embed  # the last norm
+    if m.mtp_layers:
+        routed = sum(part.routed_params for _, part in m.mtp_layer.parts())
+        dense += flops.mtp_params(m) - routed * (1 - 1 / a.ep)
     elsewhere = table * (1 - 1 / a.pp) if a.embedding_over_pp else 0
     return dense / a.tp + expert_weights(run), (ends - elsewhere) / a.tp

@@ -14,31 +14,17 @@ def recomputed_fraction(run: Run, remat: str = "") -> float:
     Args:
       remat: a policy in place of the run's own, in all layers.
     """
-    m, saved = run.model, REMATS[remat] if remat else run.train.saved
-    active: float = sum(n * kind.mlp * (kind.top_k if kind.experts else 1) for n, kind in m.kinds)
-    active /= m.layers
-    key_dims = m.head_dim - m.rope_head_dim  # the others of latent attention are in the latents
-    flops = {
-        "latent": m.embed * m.latents,
-        "query": (m.q_rank or m.embed) * m.heads * m.head_dim,
-        "key": (m.kv_rank or m.embed) * m.kv_heads * key_dims,
-        "value": (m.kv_rank or m.embed) * m.kv_heads * m.value_width,
-        # Two GEMMs, of the scores inside the mask.
-        "context": _scores(run) * m.heads * (m.head_dim + m.value_width),
-        "attn_out": m.embed * m.heads * m.value_width,
-        "mlp_up": m.embed * m.mlp_inputs * active,
-    }
-    total = sum(flops.values()) + m.embed * active  # no policy recomputes the last GEMM
+    m, seq = run.model, run.train.seq
+    saved = REMATS[remat] if remat else run.train.saved
+    again, total = 0.0, 0.0
+    for n, layer in m.kinds:
+        for _, sublayer in layer.parts():
+            products = sublayer.gemms | {"scores": sublayer.scores(seq)}
+            lost = (t for t in sublayer.saved(run) if t.name not in saved)
+            again += n * sum(products[path] for path in {p for t in lost for p in t.recompute})
+            total += n * sum(products.values())
     layers = 1 if remat else run.train.remat_layers / m.layers
-    return layers * sum(f for name, f in flops.items() if name not in saved) / total
-
-
-def _scores(run: Run) -> float:
-    """Keys that a query attends to, averaged over positions and layers."""
-    seq, kinds = run.train.seq, run.model.kinds
-    inside = lambda window: window - window * (window - 1) / (2 * seq)
-    seen = lambda window: inside(window) if 0 < window < seq else seq / 2
-    return sum(n * seen(layer.window) for n, layer in kinds) / run.model.layers
+    return layers * again / total
 
 
 def with_remat(run: Run, remat: str, offload: str = "", layers: int | None = None) -> Run:
@@ -55,10 +41,12 @@ def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
 
 def _fitting(run: Run, max_bytes: float) -> list[str]:
     """Names of policies()."""
+    tensors = (t for _, x in run.model.kinds for _, part in x.parts() for t in part.saved(run))
+    has_latents = any(t.name == "latent" for t in tensors)
     differs_from_none = {
         "save_gemms_only": run.train.unrolled,
-        "save_gemms_recompute_mla_up": run.model.kv_rank > 0,
-        "save_gemms_recompute_mla_up_and_mlp": run.model.kv_rank > 0,
+        "save_gemms_recompute_mla_up": has_latents,
+        "save_gemms_recompute_mla_up_and_mlp": has_latents,
         "save_gemms_recompute_act": "mlp_act" in run.saved_on_device(TENSORS),
     }
     names = [remat for remat in REMATS if differs_from_none.get(remat, True)]

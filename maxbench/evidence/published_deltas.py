@@ -31,7 +31,10 @@ predicted better with them: gradients and weights that overlap a microbatch (ove
 overlap_param_gather), and scales that need no pass over a tensor.
 """
 
+import math
+
 from maxbench.config.run import Run
+from maxbench.config.sublayers import RULES
 from maxbench.cost_model import remat
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.simulate import Timeline
@@ -84,16 +87,21 @@ def deltas(
 def _smaller_microbatches(run: Run, t: Timeline, times: float, costs: Costs) -> float:
     """Seconds that `times` as many microbatches of the same tokens take longer."""
     a, m, rows = run.layout, run.model, run.layout.mbs * run.train.seq // run.layout.cp
-    experts = m.experts // a.ep or 1  # of a GPU
-    weights: list[tuple[int, float, int]] = [
-        (m.kv_heads * m.group_width, 1, 1),
-        (m.heads * m.value_width, 1, 1),
-    ]
-    weights += [(n, m.rows(a.ep) / experts, experts) for n in (m.mlp_inputs * m.mlp, m.mlp)]
+    layer = m.per_layer[-1]
+    gemms = [w for _, part in layer.parts() for w in part.weights.values() if w.is_gemm]
+    weights: list[tuple[int, int, float, int]] = []  # both dims, share of rows, experts of a GPU
+    for w in filter(lambda w: not w.plain, gemms):
+        batch, *sides = w.sides
+        experts = w.owner.experts // a.ep or 1 if batch else 1
+        share = w.owner.rows(a.ep) / experts if batch else 1
+        split = [a.tp if any("tp" in RULES[x] for x in side) else 1 for side in sides]
+        dims = [math.prod(getattr(w.owner, x) for x in side) for side in sides]
+        k, n = (dim // tp for dim, tp in zip(dims, split, strict=True))
+        weights.append((k, n, share, experts))
 
     def layer_s(rows):
-        passes = lambda r, n, of: ((r, n, m.embed, of), (r, m.embed, n, of), (m.embed, n, r, of))
-        gemms = [passes(round(rows * share), n // a.tp, of) for n, share, of in weights]
+        passes = lambda r, k, n, of: ((r, n, k, of), (r, k, n, of), (k, n, r, of))
+        gemms = [passes(round(rows * share), k, n, of) for k, n, share, of in weights]
         return sum(costs.gemm(*g, dtype=run.format.reads[0]) for weight in gemms for g in weight)
 
     longer = times * layer_s(rows / times) - layer_s(rows)
@@ -106,7 +114,7 @@ def _nemo_communication(run: Run, t: Timeline, hidden: float) -> dict[str, float
     found = dict.fromkeys(names, 0.0)
     for (kind, axes), x in t.traffic.items():
         per_microbatch = x.count >= run.layout.microbatches
-        if run.model.experts and axes in ("tp", "ep") and per_microbatch:
+        if run.model.has_experts and axes in ("tp", "ep") and per_microbatch:
             found["expert collectives"] -= x.busy_s - x.exposed_s
         elif axes == "tp":
             found["exposed tp"] += hidden * x.exposed_s
@@ -140,7 +148,7 @@ def _nemo_fp8(run: Run, t: Timeline, costs: Costs, row: Published) -> dict[str, 
     a, m = run.layout, run.model
     replicas, times = amax_syncs(run, row)
     found = {"amax synchronization": -costs.straggler_s(t.seconds, times, replicas)}
-    if m.experts:
+    if m.has_experts:
         times = 2 * a.microbatches * m.layers // a.pp  # dispatch, and the gradient of the combine
         theirs, ours = (_dispatch_s(run, costs, width) for width in (2, run.format.bytes))
         found["experts in bf16"] = -times * (theirs - ours)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbench.config.mixers import Attention
 from maxbench.config.resolve import VALUE_SLICE
 from maxbench.config.run import DTYPES, Run
 from maxbench.sharding import collectives, jax_compat, ordering
@@ -43,17 +44,16 @@ class Logits(NamedTuple):
 
 def compile_error(run: Run) -> str:
     """Why the present device cannot compile the attention of a run; '' if it can."""
-    kind = run.train.attention
-    m, a, tokens = run.model, run.layout, run.train.seq // run.layout.cp
-    widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
-    shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
-    qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
-    windows = sorted({layer.window for _, layer in m.kinds})
-    attention = lambda *qkv: sum(jnp.sum(attend(*qkv, kind=kind, window=w)) for w in windows)
-    try:
-        jax.jit(jax.grad(attention, (0, 1, 2))).lower(*qkv).compile()
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        return f": {error}"
+    kind, a, tokens = run.train.attention, run.layout, run.train.seq // run.layout.cp
+    for m in [layer.mixer for _, layer in run.model.kinds if isinstance(layer.mixer, Attention)]:
+        widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
+        shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
+        qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
+        attention = lambda *qkv, m=m: jnp.sum(attend(*qkv, kind=kind, window=m.window))
+        try:
+            jax.jit(jax.grad(attention, (0, 1, 2))).lower(*qkv).compile()
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            return f": {error}"
     return ""
 
 

@@ -25,7 +25,6 @@ Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expe
 n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -35,7 +34,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench.config import loop_lengths
-from maxbench.config.model import Model
+from maxbench.config.channels import Experts
+from maxbench.config.sublayers import Context, Ends
 from maxbench.model import dispatch_nodes, grouped_matmul, linear, router, token_dispatch
 from maxbench.model.grad_accumulation import layer_state, record
 from maxbench.model.grouped_matmul import take
@@ -54,13 +54,12 @@ from maxbench.sharding import collectives, mesh, ordering, rules
 
 
 class Moe(nn.Module):
-    """The MoE layer in place of an MLP: y_bud, the issued tokens of its GEMMs by name, and the
-    auxiliary loss."""
+    """The experts of a layer, their router, and the shared expert."""
 
-    model: Model
+    model: Experts
 
     @nn.compact
-    def __call__(self, x_bud, orders):
+    def __call__(self, x_bud, context, orders):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
         logits_je = self.logits(x_jd)
@@ -89,28 +88,28 @@ class Moe(nn.Module):
         else:
             y_jd, tokens = self.dropless(x_jd, gate_jk, expert_jk, orders)
         if m.mlp_bias:
-            bias_ed = param_value(self, "down_bias", "experts_replicated embed_replicated")
+            bias_ed = param_value(self, "down_bias", m.weights["down_bias"].axes)
             operands = gate_jk.astype(x_jd.dtype), expert_jk, bias_ed.astype(x_jd.dtype)
             y_jd = add_bias(y_jd, expert_biases(*operands))
         aux = router.balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
         y_bud = y_jd.reshape(x_bud.shape)
-        return y_bud + self.shared(x_bud, orders) if m.shared_mlp else y_bud, tokens, aux
+        return y_bud + self.shared(x_bud, context) if m.shared else y_bud, tokens, aux
 
     def logits(self, x_jd: jax.Array) -> jax.Array:
         """The router's projection, fp32: logits_je."""
-        m, axes = self.model, "embed_replicated -> experts_replicated"
-        projection = Linear(m, axes, m.init_std, plain=True, name="router")
+        m = self.model
+        projection = Linear(m, m.weights["router/w"].axes, m.init_std, plain=True, name="router")
         logits_je, _ = projection(x_jd.astype(jnp.float32))
         if m.router_bias:
-            logits_je += param_value(self, "router_bias", "experts_replicated")
+            logits_je += param_value(self, "router_bias", m.weights["router_bias"].axes)
         return logits_je
 
-    def shared(self, x_bud: jax.Array, orders: Any) -> jax.Array:
+    def shared(self, x_bud: jax.Array, context: Context) -> jax.Array:
         """The shared expert: y_bud. It neither reads nor changes what the all-to-alls of the others
         carry, so they can overlap its GEMMs."""
-        m = self.model
-        shared = Mlp(dataclasses.replace(m, mlp=m.shared_mlp), name="shared_expert")
-        return shared(x_bud, dict.fromkeys(orders, linear.UNORDERED))[0]
+        unordered = Ends(linear.UNORDERED, linear.UNORDERED)
+        assert self.model.shared
+        return Mlp(self.model.shared, name="shared_expert")(x_bud, context, unordered)[0]
 
     def with_slots(
         self,
@@ -118,7 +117,7 @@ class Moe(nn.Module):
         gate_jk: jax.Array,
         slot_jk: jax.Array,
         token_ec: jax.Array,
-        orders: Any,
+        orders: Ends,
         load_be: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         gate_jk, m = gate_jk.astype(x_jd.dtype), self.model
@@ -134,27 +133,27 @@ class Moe(nn.Module):
         return dispatch_nodes.sum_nodes(y_jd), tokens
 
     def experts(
-        self, x_ecd: jax.Array, rows_ec: Any, orders: Any, load_be: jax.Array | None
+        self, x_ecd: jax.Array, rows_ec: Any, orders: Ends, load_be: jax.Array | None
     ) -> tuple[jax.Array, Any]:
         m = self.model
-        dot = functools.partial(matmul, self, batch=1)
-        up, down = "experts embed -> mlp_inputs mlp", "experts mlp -> embed"
+        dot = functools.partial(matmul, self)
+        up, down = (m.weights[name].axes for name in ("up", "down"))
         names = ["down", "up"] if self.adds_apart() else ["down"]
         sums: Any = {name: self.get_variable("sums", name) for name in names}
         x_ecd, sums = grad_after_wgrads(len(names) > 1, x_ecd, sums)
         how = {"sequence": "gather", "saved": "slots", "sums": sums.get("up")}
-        up_ecnf, up_token = dot(x_ecd, "up", up, m.init_std, order=orders["up"], **how)
+        up_ecnf, first_token = dot(x_ecd, "up", up, m.init_std, order=orders.first, **how)
         # Orders the all-reduce of the load before the end of 'up'. XLA would run it in the backward
         # pass, after dx's communication, or wherever save_routing() has it recomputed.
         summed = ordering.token(load_be if collectives.axis_size("pp") > 1 else None)
         if m.mlp_bias:
-            bias_enf = param_value(self, "up_bias", "experts mlp_inputs mlp")
+            bias_enf = param_value(self, "up_bias", m.weights["up_bias"].axes)
             up_ecnf = add_bias(up_ecnf, bias_enf[:, None])
         up_ecnf = ordering.after(checkpoint_name(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
         h_ecf = activate(m, up_ecnf, 2) if rows_ec is None else activate_rows(m, up_ecnf, rows_ec)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums["down"]}
-        y_ecd, down_token = dot(h_ecf, "down", down, out_std(m), order=orders["down"], **how)
-        return y_ecd, {"up": up_token, "down": down_token}
+        y_ecd, last_token = dot(h_ecf, "down", down, out_std(m), order=orders.last, **how)
+        return y_ecd, Ends(last=last_token, first=first_token)
 
     def adds_apart(self) -> bool:
         """Whether wgrads are added to their accumulators by kernels of their own. False in a
@@ -167,7 +166,7 @@ class Moe(nn.Module):
         return w.arithmetic if isinstance(w, Weight) else unquantized.Plain()
 
     def dropless(
-        self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Any
+        self, x_jd: jax.Array, gate_jk: jax.Array, expert_jk: jax.Array, orders: Ends
     ) -> tuple[jax.Array, Any]:
         m, tp = self.model, collectives.axis_size("tp")
         local = rules.local_size("experts", m.experts)
@@ -194,17 +193,17 @@ class Moe(nn.Module):
             x_jd, expert_jk = gather(x_jd), gather(expert_jk) - first_of_node
             gate_jk = gather(gate_jk.astype(x_jd.dtype))
             blocks, _ = grouped_matmul.assign_blocks(expert_jk - first, local, mean_rows)
-        w_edgf = self.whole("up", "experts embed mlp_inputs mlp", m.init_std, x_jd.dtype)
+        w_edgf = self.whole("up", m.init_std, x_jd.dtype)
         x_ncd = grouped_matmul.dispatch(x_jd, blocks)
         up_ncf = grouped_matmul.grouped_matmul(x_ncd, w_edgf.reshape(*w_edgf.shape[:2], -1), blocks)
         if m.mlp_bias:
-            bias_egf = param_value(self, "up_bias", "experts mlp_inputs mlp")
+            bias_egf = param_value(self, "up_bias", m.weights["up_bias"].axes)
             bias_ef = bias_egf.reshape(len(bias_egf), -1)
             up_ncf = add_bias(up_ncf, bias_ef[blocks.expert_n][:, None])
         up_ncgf = checkpoint_name(up_ncf, "mlp_up").reshape(*up_ncf.shape[:2], *w_edgf.shape[2:])
         # The router's weights are applied here, where rows are narrow: combine is a plain sum.
         h_ncf = activate(m, up_ncgf, 2) * grouped_matmul.block_gates(gate_jk, blocks)[..., None]
-        w_efd = self.whole("down", "experts mlp embed", out_std(m), x_jd.dtype)
+        w_efd = self.whole("down", out_std(m), x_jd.dtype)
         y_ncd = grouped_matmul.grouped_matmul(checkpoint_name(h_ncf, "mlp_act"), w_efd, blocks)
         y_jd = grouped_matmul.combine(y_ncd, blocks)
         if pairs:
@@ -213,13 +212,14 @@ class Moe(nn.Module):
         else:
             y_jd = collectives.reduce_scatter(dispatch_nodes.sum_nodes(y_jd), "ep", 0)
             y_jd = collectives.reduce_scatter(y_jd, "tp", 0)
-        issued = {name: order.issued for name, order in orders.items()}
+        issued = Ends(*(order.issued for order in orders))
         return checkpoint_name(y_jd, "mlp_down"), issued
 
-    def whole(self, name: str, axes: Any, std: float, dtype: Any) -> jax.Array:
+    def whole(self, name: str, std: float, dtype: Any) -> jax.Array:
         """A weight of this GPU's experts, all-gathered over fsdp."""
-        w = jnp.asarray(param_value(self, name, axes, std), dtype)
-        return collectives.all_gather(w, "fsdp", axes.split().index("embed"))
+        declared = self.model.weights[name]
+        w = jnp.asarray(param_value(self, name, declared.axes, std), dtype)
+        return collectives.all_gather(w, "fsdp", declared.names.index("embed"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -249,7 +249,7 @@ grad_after_wgrads.defvjp(
 )
 
 
-def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
+def assign_slots(m: Experts, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
     """Assigns tokens to slots of the experts that they chose, by model.drop_policy.
 
     Returns:
@@ -273,7 +273,7 @@ def assign_slots(m: Model, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
 
 
 def balanced_tokens(
-    m: Model, batch: int, tokens: int, layer: jax.Array | int = 0
+    m: Experts, batch: int, tokens: int, layer: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """router.balanced_choice() of this GPU's tokens, expert_jk, and the number of each token's
     window among those of this GPU, window_j.
@@ -294,7 +294,7 @@ def balanced_tokens(
     return jnp.tile(expert_uk, (batch, 1)), (first_b1 + number_u).reshape(-1)
 
 
-def assign_balanced_slots(m: Model, slots: int, expert_jk: jax.Array, window_j: jax.Array) -> Any:
+def assign_balanced_slots(m: Experts, slots: int, expert_jk: jax.Array, window_j: jax.Array) -> Any:
     """assign_slots() of balanced_tokens(): a window's number is the slot of each of its experts."""
     slot_jk = expert_jk * slots + window_j[:, None]
     token_j1 = jnp.arange(len(expert_jk), dtype=jnp.int32)[:, None]
@@ -386,7 +386,7 @@ gate_gradient.defvjp(lambda *args: (gate_gradient(*args), args[1:]), _gate_gradi
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def activate_rows(m: Model, up_ecnf: jax.Array, rows_ec: jax.Array) -> jax.Array:
+def activate_rows(m: Experts, up_ecnf: jax.Array, rows_ec: jax.Array) -> jax.Array:
     """activate(); the gradient of rows_ec is the product of each row with its gradient, for the
     slots of this GPU's tokens."""
     return activate(m, up_ecnf, 2)

@@ -17,8 +17,11 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError
+from maxbench.config.mixers import Attention, LatentAttention
 from maxbench.config.model import Model
+from maxbench.config.sublayers import KEYS, ROLES, Layer, imported
 from maxbench.model import layer_stack, transformer
 
 FORMATS = (
@@ -132,8 +135,8 @@ def _names(m: Model) -> Names:
     Raises:
       UserError: it has none.
     """
-    kinds = [kind for _, kind in m.kinds]
-    experts = [kind for kind in kinds if kind.experts]
+    kinds = [layer for _, layer in m.kinds]
+    experts = [layer for layer in kinds if layer.has_experts]
     fused = m.act == "swiglu_clamped"
     biases = (m.mlp_bias, m.attention_bias, m.sinks)
     names = LLAMA
@@ -150,7 +153,9 @@ def _names(m: Model) -> Names:
         names = LLAMA if m.qk_norm else MIXTRAL
     else:
         supported = not m.mlp_bias
-    same_width = m.value_width == m.head_dim or m.kv_rank
+    same_width = m.value_dim in (0, m.head_dim) or m.kv_rank
+    parts = [layer.part(role) for layer in kinds for role in ROLES]
+    supported &= all(part and part.hugging_face for part in parts)
     shared = not m.shared_mlp or m.kv_rank
     if not supported or not same_width or not shared or (m.mtp_layers and not m.kv_rank):
         raise UserError(
@@ -165,12 +170,13 @@ def _add_router_biases(m: Model, params: Any, zeros: Any) -> None:
     if m.router != "sigmoid":
         return
     table = layer_stack.stacks(m)
-    layers: list[tuple] = [(s.kind, tree, (len(s.slots),)) for s, tree in
+    layers: list[tuple] = [(s.layer, tree, (len(s.slots),)) for s, tree in
               zip(table, layer_stack.split(table, params["layers"]), strict=True)]  # fmt: skip
-    layers += [(m.per_layer[-1], params["mtp"]["layer"], ())] if m.mtp_layers else []
-    for kind, tree, stacked in layers:
-        if kind.experts:
-            tree["mlp"].setdefault("expert_bias", zeros(*stacked, kind.experts))
+    layers += [(m.mtp_layer, params["mtp"]["layer"], ())] if m.mtp_layers else []
+    for layer, tree, stacked in layers:
+        if isinstance(layer.channel, Experts):
+            bias = zeros(*stacked, layer.channel.experts)
+            tree[KEYS["channel"]].setdefault("expert_bias", bias)
 
 
 def _mtp_copies(m: Model) -> dict[str, str]:
@@ -203,12 +209,12 @@ def _tensors(m: Model, params) -> Iterator[Tensor]:
     names = _names(m)
     yield _whole("model.embed_tokens.weight", params["embed"]["w"], m.vocab, m.embed)
     table = layer_stack.stacks(m)
-    layers: dict[int, tuple[Model, Any]] = {}
+    layers: dict[int, tuple[Layer, Any]] = {}
     for stack, tree in zip(table, layer_stack.split(table, params["layers"]), strict=True):
-        for i, layer in enumerate(stack.slots):
-            layers[layer] = stack.kind, jax.tree.map(lambda leaf, i=i: leaf[i], tree)
-    for i, (kind, w) in sorted(layers.items()):
-        yield from _layer(kind, names, f"model.layers.{i}", w)
+        for i, index in enumerate(stack.slots):
+            layers[index] = stack.layer, jax.tree.map(lambda leaf, i=i: leaf[i], tree)
+    for i, (layer, w) in sorted(layers.items()):
+        yield from _layer(m, layer, names, f"model.layers.{i}", w)
     if m.mtp_layers:
         yield from _mtp(m, names, f"model.layers.{m.layers}", params["mtp"])
     yield from _norm(m, names, "model.norm", params["head"]["norm"])
@@ -221,18 +227,19 @@ def _whole(name: str, view: np.ndarray, *shape: int) -> Tensor:
     return Tensor(name, shape, view.shape, ((..., view),))
 
 
-def _layer(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
+def _layer(m: Model, layer: Layer, names: Names, prefix: str, w) -> Iterator[Tensor]:
     for norm, hf_norm in names.norms.items():
         yield from _norm(m, names, f"{prefix}.{hf_norm}", w[norm])
-    attention = _latent_attention if m.kv_rank else _attention
-    yield from attention(m, f"{prefix}.{names.attn}", w["attn"])
-    if not m.experts:
-        yield from _mlp(m, f"{prefix}.mlp", names.mlp, m.mlp, w["mlp"])
-        return
-    yield from _experts(m, names, f"{prefix}.{names.moe}", w["mlp"])
+    for role, sublayer in layer.parts():
+        yield from imported(sublayer.hugging_face)(sublayer, names, prefix, w[KEYS[role]])
 
 
-def _attention(m: Model, prefix: str, w) -> Iterator[Tensor]:
+# Tensors of the kinds of mixers and channels (Sublayer.hugging_face).
+
+
+def attention(m: Attention, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
+    """Grouped-query attention."""
+    prefix = f"{prefix}.{names.attn}"
     qkv = w["qkv"]["w"].transpose(1, 2, 3, 0)
     parts = {"q": slice(None, -2), "k": -2, "v": -1}
     for name, part in parts.items():
@@ -247,7 +254,7 @@ def _attention(m: Model, prefix: str, w) -> Iterator[Tensor]:
     yield from _attention_output(m, prefix, w)
 
 
-def _attention_output(m: Model, prefix: str, w) -> Iterator[Tensor]:
+def _attention_output(m: Attention, prefix: str, w) -> Iterator[Tensor]:
     out = w["out"]["w"].transpose(2, 0, 1)
     yield _whole(f"{prefix}.o_proj.weight", out, m.embed, m.heads * m.value_width)
     if m.attention_bias:
@@ -256,9 +263,10 @@ def _attention_output(m: Model, prefix: str, w) -> Iterator[Tensor]:
         yield _whole(f"{prefix}.sinks", w["sinks"], m.heads)
 
 
-def _latent_attention(m: Model, prefix: str, w) -> Iterator[Tensor]:
+def latent_attention(m: LatentAttention, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
     """DeepSeek-V3's latent attention. Its RoPE rotates dims (2 i, 2 i + 1) of the last
     rope_head_dim ones, layers.rotate() dims (i, i + rope_head_dim / 2)."""
+    prefix = f"{prefix}.{names.attn}"
     pairs = np.arange(m.rope_head_dim).reshape(-1, 2).T.ravel()
     order = lambda plain: np.concatenate([np.arange(plain), plain + pairs])
     down, bias = w["qkv"]["w"].T, w["qkv"].get("bias")
@@ -281,7 +289,14 @@ def _latent_attention(m: Model, prefix: str, w) -> Iterator[Tensor]:
     yield from _attention_output(m, prefix, w)
 
 
-def _experts(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
+def mlp(m: Mlp, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
+    """A dense layer's MLP."""
+    yield from _mlp(m, f"{prefix}.mlp", names.mlp, m.mlp, w)
+
+
+def experts(m: Experts, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
+    """Experts, their router, and the shared expert."""
+    prefix = f"{prefix}.{names.moe}"
     yield _whole(f"{prefix}.{names.router}.weight", w["router"]["w"].T, m.experts, m.embed)
     if m.router_bias:
         yield _whole(f"{prefix}.{names.router}.bias", w["router_bias"], m.experts)
@@ -299,7 +314,7 @@ def _experts(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
         yield from _mlp(m, f"{prefix}.experts.{e}", names.mlp, m.mlp, weights)
 
 
-def _fused_experts(m: Model, prefix: str, w) -> Iterator[Tensor]:
+def _fused_experts(m: Experts, prefix: str, w) -> Iterator[Tensor]:
     """gpt-oss has the experts of a layer in one tensor, gates and up-projections in turn."""
     e, f, d = m.experts, m.mlp, m.embed
     yield _whole(f"{prefix}.gate_up_proj", w["up"].swapaxes(2, 3), e, d, 2 * f)
@@ -308,7 +323,7 @@ def _fused_experts(m: Model, prefix: str, w) -> Iterator[Tensor]:
     yield _whole(f"{prefix}.down_proj_bias", w["down_bias"], e, d)
 
 
-def _mlp(m: Model, prefix: str, names, width: int, w) -> Iterator[Tensor]:
+def _mlp(m: Mlp | Experts, prefix: str, names, width: int, w) -> Iterator[Tensor]:
     gate, up, down = names
     up_dnf, down_fd = w["up"]["w"], w["down"]["w"]
     for i, name in enumerate((gate, up)[-m.mlp_inputs :]):
@@ -322,7 +337,7 @@ def _mtp(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
         yield from _norm(m, names, f"{prefix}.{name}", w["input"][norm])
     projection = w["input"]["projection"]["w"].transpose(2, 0, 1)
     yield _whole(f"{prefix}.eh_proj.weight", projection, m.embed, 2 * m.embed)
-    yield from _layer(m.per_layer[-1], names, prefix, w["layer"])
+    yield from _layer(m, m.mtp_layer, names, prefix, w["layer"])
     yield from _norm(m, names, f"{prefix}.shared_head.norm", w["head_norm"])
 
 

@@ -9,8 +9,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError
+from maxbench.config.mixers import Attention, LatentAttention
 from maxbench.config.model import Model
+from maxbench.config.sublayers import Layer
 
 ACTS = {"silu": "swiglu", "relu2": "relu2", "gelu_pytorch_tanh": "geglu"}
 # Fields that do not change the network: names, tokens, generation, caches, initialization's seed,
@@ -190,8 +193,8 @@ def _gpt_oss(c: Fields, common: Mapping) -> dict[str, Any]:
         raise UserError(
             f"config.json has layer_types with {unknown[0]!r}; understood are {[*windows]}"
         )
-    kind_of = lambda name: (common["mlp"], sizes["experts"], windows[name])
-    layers = tuple((1, (kind_of(name),)) for name in kinds)
+    layer_of = lambda name: Layer(mixer=Attention(window=windows[name]), channel=Experts())
+    layers = tuple((1, (layer_of(name),)) for name in kinds)
     return sizes | dict(layer_groups=layers)
 
 
@@ -221,8 +224,9 @@ def _deepseek(c: Fields, common: Mapping) -> dict[str, Any]:
             f"config.json has first_k_dense_replace={dense} of num_hidden_layers={layers} layers; "
             f"understood are 0 to {layers - 1}"
         )
-    first = ((dense, ((common["mlp"],),)),) if dense else ()
-    return sizes | dict(layer_groups=(*first, (layers - dense, ((expert_mlp, sizes["experts"]),))))
+    layer = lambda channel: Layer(mixer=LatentAttention(), channel=channel)
+    first = ((dense, (layer(Mlp(mlp=common["mlp"])),)),) if dense else ()
+    return sizes | dict(layer_groups=(*first, (layers - dense, (layer(Experts()),))))
 
 
 def _rope(c: Fields) -> dict[str, Any]:

@@ -20,10 +20,8 @@ import numpy as np
 
 from maxbench.config.model import Model
 from maxbench.config.run import LAYERS
+from maxbench.config.sublayers import KEYS, ROLES, Layer
 
-# Sublayers of a layer, and their GEMMs with tp collectives: the first all-gathers, the last
-# reduce-scatters. Names of a sublayer's weights begin with its name.
-SUBLAYERS = {"attn": ("qkv", "out"), "mlp": ("up", "down")}
 EMPTY = -1  # of Stack.slots
 
 
@@ -32,15 +30,15 @@ class Stack(NamedTuple):
 
     Attributes:
       name: its key in the tree of layers; '' if it is the only stack.
-      kind: the Model of a layer in it.
+      layer: a layer in it, complete.
       slots: the layer in each slot; EMPTY in an empty one, whose weights are zeros.
-      sublayers: of SUBLAYERS.
+      roles: of the sublayers in it.
     """
 
     name: str
-    kind: Model
+    layer: Layer
     slots: tuple[int, ...]
-    sublayers: tuple[str, ...] = tuple(SUBLAYERS)
+    roles: tuple[str, ...] = ROLES
 
 
 Stacks = tuple[Stack, ...]
@@ -49,28 +47,28 @@ Stacks = tuple[Stack, ...]
 @functools.cache
 def stacks(m: Model) -> Stacks:
     """The stacks of a program without a pipeline, in the order of groups and their cycles."""
-    if not m.layer_groups:
-        return (Stack("", m, tuple(range(m.layers))),)
+    if len(m.kinds) == 1:
+        return (Stack("", m.per_layer[0], tuple(range(m.layers))),)
     table: list[Stack] = []
     start = 0
     for count, cycle in m.groups:
         end = start + count * len(cycle)
-        for i, kind in enumerate(cycle, start):
-            table.append(Stack(f"{len(table):03}", kind, tuple(range(i, end, len(cycle)))))
+        for i, layer in enumerate(cycle, start):
+            table.append(Stack(f"{len(table):03}", layer, tuple(range(i, end, len(cycle)))))
         start = end
     return tuple(table)
 
 
 def stacks_to_json(table: Stacks) -> list[list]:
-    """[name, sublayers, slots] of each stack."""
-    return [[s.name, list(s.sublayers), list(s.slots)] for s in table]
+    """[name, roles, slots] of each stack."""
+    return [[s.name, list(s.roles), list(s.slots)] for s in table]
 
 
 def stacks_from_json(m: Model, stacks: Sequence) -> Stacks:
     """The inverse of stacks_to_json()."""
     return tuple(
-        Stack(name, m.per_layer[max(slots)], tuple(slots), tuple(sublayers))
-        for name, sublayers, slots in stacks
+        Stack(name, m.per_layer[max(slots)], tuple(slots), tuple(roles))
+        for name, roles, slots in stacks
     )
 
 
@@ -104,9 +102,9 @@ def from_stacks(table: Stacks, trees: Sequence) -> Any:
     return tuple(layers[i] for i in sorted(layers))
 
 
-def part_of(sublayer: str, layer: Any) -> Any:
+def part_of(role: str, layer: Any) -> Any:
     """The entries of a sublayer in a layer's weights, gradients or state."""
-    return {name: part for name, part in layer.items() if name.startswith(sublayer)}
+    return {name: part for name, part in layer.items() if name.startswith(KEYS[role])}
 
 
 def unstack(m: Model, layers: Any) -> Any:
@@ -160,8 +158,9 @@ def _collect(to: Stack, trees: Sequence[tuple[Stack, Any]]) -> Any:
         return take(trees)
     collected: dict[str, Any] = {}
     shared = [(s, tree) for s, tree in trees if {*s.slots} & {*to.slots} - {EMPTY}]
-    for name in to.sublayers:
-        collected |= take([(s, part_of(name, tree)) for s, tree in shared if name in s.sublayers])
+    for role in to.roles:
+        if parts := [(s, part_of(role, tree)) for s, tree in shared if role in s.roles]:
+            collected |= take(parts)
     return collected
 
 
@@ -190,7 +189,7 @@ def run_layers(
     """Applies all layers to x, and sums their auxiliary losses.
 
     Args:
-      step: (kind, x, (w, sums)) -> (x, auxiliary loss), where kind is the Model of that layer.
+      step: (layer, x, (w, sums)) -> (x, auxiliary loss), where the layer is complete.
       layers, sums: weights and gradient accumulators, both stacked or both unstacked; sums may be
         None.
       last: (n, step_n): the last n layers of a loop use step_n instead of step.

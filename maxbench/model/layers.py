@@ -22,7 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbench.config.channels import Experts
+from maxbench.config.channels import Mlp as MlpKind
+from maxbench.config.mixers import Attention as AttentionKind
+from maxbench.config.mixers import LatentAttention as LatentKind
 from maxbench.config.model import Model
+from maxbench.config.sublayers import Context, Ends, Sublayer, axes_of
 from maxbench.model import linear
 from maxbench.model.attention import attend
 from maxbench.model.grad_accumulation import accumulate_into
@@ -62,17 +67,18 @@ class GemmParam(nn.Partitioned):
 def param(
     module: nn.Module, name: str, axes: str, std: Any = None, fill: float = 0.0, gemm: Any = None
 ) -> Any:
-    """Declares a weight by its logical axes: Model has their sizes, sharding.rules their sharding.
+    """Declares a weight by its logical axes: the module's `model` has their sizes, sharding.rules
+    their sharding.
 
     Args:
-      axes: names of axes, separated by spaces.
+      axes: as in config.sublayers.Weight.
       std: of the normal initialization; None initializes with `fill`.
       gemm: as GemmParam.gemm.
 
     Returns:
       This GPU's shard, and its gradient accumulator (grad_accumulation.py) or None.
     """
-    names = tuple(axes.split())
+    names = sum(axes_of(axes), ())
     shape = tuple(rules.local_size(a, getattr(module.model, a)) for a in names)
     init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
     boxed = lambda *args: GemmParam(init(*args), names, gemm=gemm)
@@ -96,7 +102,6 @@ def matmul(
     name: str,
     axes: str,
     std: float,
-    batch: int = 0,
     plain: bool = False,
     sums: Any = None,
     order: Any = linear.UNORDERED,
@@ -105,33 +110,33 @@ def matmul(
     """linear.linear() of x and a weight that this declares.
 
     Args:
-      axes: 'batch... ins... -> outs...', logical axes of the weight.
-      batch: number of batch axes (experts).
+      axes: logical axes of the weight, as in config.sublayers.Weight.
       plain: multiplies in the dtype of x, not in the run's number format, as all GEMMs do in a
         layer that is not quantized.
       sums: replaces the weight's own gradient accumulator.
       order: as in linear.linear, which defines the result too.
       how: further fields of linear.MatmulSpec.
     """
-    ins, outs = axes.split("->")
-    names = f"{ins} {outs}".split()
-    dims = rules.GemmDims(batch, len(ins.split()) - batch)
+    batch, ins, outs = axes_of(axes)
+    names = (*batch, *ins, *outs)
+    dims = rules.GemmDims(len(batch), len(ins))
     plain = plain or not module.model.quantized
     w, own = param(module, name, " ".join(names), std, gemm=None if plain else dims)
     split = [i for i, n in enumerate(names) if "fsdp" in rules.RULES[n]]
     fsdp = split[0] if split and collectives.axis_size("fsdp") > 1 else None
-    gemm = linear.MatmulSpec(dims.ins, batch, fsdp=fsdp, **how)
+    gemm = linear.MatmulSpec(dims.ins, dims.batch, fsdp=fsdp, **how)
     return linear.linear(x, w, own if sums is None else sums, gemm, order)
 
 
 class Linear(nn.Module):
     """x @ w; the logical axes of w are 'ins -> outs': Linear(m, 'heads head_dim -> embed', std).
+    `model` has their sizes.
 
     `sequence` and `saved` are those of linear.MatmulSpec, `plain` is that of matmul(). `bias` names
     the axes of a bias: all dims of the result but its rows.
     """
 
-    model: Model
+    model: Model | Sublayer
     axes: str
     std: float
     sequence: str = ""
@@ -170,7 +175,7 @@ class Norm(nn.Module):
 class RmsNorm(nn.Module):
     """RMSNorm over a last dim that is not embed; `axis` is its logical axis."""
 
-    model: Model
+    model: Sublayer
     axis: str
 
     @nn.compact
@@ -248,7 +253,7 @@ def rope_angles(m: Model, position_t: jax.Array | np.ndarray) -> tuple[jax.Array
       yarn    (arXiv:2309.00071) frequencies with at most rope_beta_slow periods in rope_context are
               low, those with at least rope_beta_fast are high; between, the interpolation is linear
               in the index of the dim. cos and sin are multiplied by 0.1 ln(rope_factor) + 1, unless
-              rope_mscale is set, which Model.logit_scale has.
+              rope_mscale is set, which Model.logit_factor has.
     """
     freq, scale = m.rope_base ** (-np.arange(0, m.rope_dims, 2) / m.rope_dims), 1.0
     if m.rope_factor != 1:
@@ -295,35 +300,52 @@ def seq_major(x: jax.Array) -> jax.Array:
     return x.swapaxes(0, 1) if collectives.axis_size("tp") > 1 else x
 
 
+class Applied(nn.Module):
+    """A mixer or channel whose kind has its body in Sublayer.apply()."""
+
+    model: Sublayer
+
+    @nn.compact
+    def __call__(self, x_bud, context, orders):
+        return self.model.apply(self, x_bud, context, orders)
+
+
+def projection(m: Sublayer, name: str, std: float, **how: Any) -> Linear:
+    """Linear() with the weight 'name/w', and the bias 'name/bias' if there is one, that a kind
+    declares."""
+    bias = m.weights.get(f"{name}/bias")
+    how["bias"] = bias.axes if bias else ""
+    return Linear(m, m.weights[f"{name}/w"].axes, std, name=name, **how)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with one fused QKV projection, whose output is grouped by KV head so
     that tp can split it: each group has its queries, then its key, then its value."""
 
-    model: Model
-    kind: str
+    model: AttentionKind
 
     @nn.compact
-    def __call__(self, x_bud, rope, orders):
-        m = self.model
-        equal = m.value_width == m.head_dim
-        outs = "kv_heads " + ("qkv head_dim" if equal else "group_width")
-        bias = outs if m.attention_bias else ""
-        qkv, qkv_token = Linear(m, f"embed -> {outs}", m.init_std, "gather", bias=bias, name="qkv")(
-            seq_major(x_bud), orders["qkv"]
-        )
+    def __call__(self, x_bud, context, orders):
+        m, rope = self.model, context.rope
+        qkv_projection = projection(m, "qkv", m.init_std, sequence="gather")
+        qkv, first_token = qkv_projection(seq_major(x_bud), orders.first)
         q_btgrk, k_btgk, v_btgk = split_qkv(m, seq_major(qkv))
         q_bthk = q_btgrk.reshape(*q_btgrk.shape[:2], -1, m.head_dim)
         if m.qk_norm:
             # Saved before the norm, whose backward pass reads it.
             q_bthk, k_btgk = checkpoint_name(q_bthk, "query"), checkpoint_name(k_btgk, "key")
-            q_bthk = rotate(RmsNorm(m, "head_dim", name="q_norm")(q_bthk), *rope)
-            k_btgk = rotate(RmsNorm(m, "head_dim", name="k_norm")(k_btgk), *rope)
+            q_bthk = rotate(
+                RmsNorm(m, m.weights["q_norm/scale"].axes, name="q_norm")(q_bthk), *rope
+            )
+            k_btgk = rotate(
+                RmsNorm(m, m.weights["k_norm/scale"].axes, name="k_norm")(k_btgk), *rope
+            )
         else:
             q_bthk = checkpoint_name(rotate(q_bthk, *rope), "query")
             k_btgk = checkpoint_name(rotate(k_btgk, *rope), "key")
         v_btgk = checkpoint_name(v_btgk, "value")
-        o_bthk = attention(self, q_bthk, k_btgk, v_btgk)
-        return attention_output(self, o_bthk, qkv_token, orders)
+        o_bthk = attention(self, context, q_bthk, k_btgk, v_btgk)
+        return attention_output(self, o_bthk, first_token, orders)
 
 
 class LatentAttention(nn.Module):
@@ -334,23 +356,20 @@ class LatentAttention(nn.Module):
     latents, normalized, are all-gathered over tp, and up-projections compute this GPU's heads.
     """
 
-    model: Model
-    kind: str
+    model: LatentKind
 
     @nn.compact
-    def __call__(self, x_bud, rope, orders):
-        m = self.model
-        bias = "latents" if m.attention_bias else ""
-        down = Linear(m, "embed -> latents", m.init_std, bias=bias, name="qkv")
-        latents_ubc, qkv_token = down(seq_major(x_bud), orders["qkv"])
+    def __call__(self, x_bud, context, orders):
+        m, rope = self.model, context.rope
+        down = projection(m, "qkv", m.init_std)
+        latents_ubc, first_token = down(seq_major(x_bud), orders.first)
         q, kv, k = self._split(checkpoint_name(latents_ubc, "latent"))
-        q = RmsNorm(m, "q_rank_replicated", name="q_norm")(q)
-        kv = RmsNorm(m, "kv_rank_replicated", name="kv_norm")(kv)
+        q = RmsNorm(m, m.weights["q_norm/scale"].axes, name="q_norm")(q)
+        kv = RmsNorm(m, m.weights["kv_norm/scale"].axes, name="kv_norm")(kv)
         latents_ubc = jnp.concatenate([q, kv, k], -1)
-        q, kv, k = self._split(_all_gather_latents(latents_ubc, orders["qkv"].wait_for))
-        up = lambda axes, name: Linear(m, axes, m.init_std, name=name)
-        q_tbhk, _ = up("q_rank -> heads head_dim", "q_up")(q)
-        kv_tbhk, _ = up("kv_rank -> heads kv_up_width", "kv_up")(kv)
+        q, kv, k = self._split(_all_gather_latents(latents_ubc, orders.first.wait_for))
+        q_tbhk, _ = projection(m, "q_up", m.init_std)(q)
+        kv_tbhk, _ = projection(m, "kv_up", m.init_std)(kv)
         plain = m.head_dim - m.rope_head_dim  # dims that RoPE does not rotate
         k_bthk, v_bthk = jnp.split(seq_major(kv_tbhk), (plain,), -1)
         k_bthk, v_bthk = checkpoint_name(k_bthk, "key"), checkpoint_name(v_bthk, "value")
@@ -359,8 +378,8 @@ class LatentAttention(nn.Module):
         q_bthk, rotated_bthk = jnp.split(seq_major(q_tbhk), (plain,), -1)
         q_bthk = jnp.concatenate([q_bthk, rotate(rotated_bthk, *rope)], -1)
         k_bthk = jnp.concatenate([k_bthk, shared_bthk], -1)
-        o_bthk = attention(self, checkpoint_name(q_bthk, "query"), k_bthk, v_bthk)
-        return attention_output(self, o_bthk, qkv_token, orders)
+        o_bthk = attention(self, context, checkpoint_name(q_bthk, "query"), k_bthk, v_bthk)
+        return attention_output(self, o_bthk, first_token, orders)
 
     def _split(self, latents):
         m = self.model
@@ -373,26 +392,27 @@ def _all_gather_latents(latents_ubc: jax.Array, wait_for: jax.Array | None) -> j
     return ordering.all_gather_after(latents_ubc, "tp", 0, t)
 
 
-def attention(module: Any, q_bthk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array) -> jax.Array:
-    """o_bthk, as the Model says; declares the sinks."""
+def attention(
+    module: Any, context: Context, q_bthk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array
+) -> jax.Array:
+    """o_bthk; declares the sinks."""
     m = module.model
-    sinks_h = param_value(module, "sinks", "heads", m.init_std) if m.sinks else None
+    axes = m.weights["sinks"].axes if m.sinks else ""
+    sinks_h = param_value(module, "sinks", axes, m.init_std) if m.sinks else None
     mask = {"softcap": m.softcap, "scale": m.logit_scale, "window": m.window}
-    return attend(q_bthk, k_btgk, v_btgk, sinks_h, kind=module.kind, **mask)
+    return attend(q_bthk, k_btgk, v_btgk, sinks_h, kind=context.attention, **mask)
 
 
-def attention_output(module: Any, o_bthk: jax.Array, qkv_token: Any, orders: Any) -> Any:
-    """The output projection: y_bud, and the tokens of the sublayer's GEMMs by name."""
+def attention_output(module: Any, o_bthk: jax.Array, first_token: Any, orders: Ends) -> Any:
+    """The output projection 'out': what a mixer returns (Sublayer.apply)."""
     m = module.model
-    bias = "embed_replicated" if m.attention_bias else ""
-    out = Linear(
-        m, "heads value_width -> embed", out_std(m), sequence="scatter", bias=bias, name="out"
-    )
-    y_ubd, out_token = out(seq_major(o_bthk), orders["out"])
-    return checkpoint_name(seq_major(y_ubd), "attn_out"), {"qkv": qkv_token, "out": out_token}
+    out = projection(m, "out", out_std(m), sequence="scatter")
+    y_ubd, last_token = out(seq_major(o_bthk), orders.last)
+    tokens = Ends(last=last_token, first=first_token)
+    return checkpoint_name(seq_major(y_ubd), "attn_out"), tokens, None
 
 
-def split_qkv(m: Model, qkv: Any) -> Any:
+def split_qkv(m: AttentionKind, qkv: Any) -> Any:
     """Queries, keys and values, from btgqk, or from btgw if values and keys differ in width."""
     if qkv.ndim == 5:
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -401,13 +421,13 @@ def split_qkv(m: Model, qkv: Any) -> Any:
     return q.reshape(*q.shape[:-1], -1, m.head_dim), k, v
 
 
-def out_std(m: Model) -> float:
+def out_std(m: Sublayer) -> float:
     """Initial std of projections onto the residual stream: Megatron's scaled_init_method_normal."""
     return m.init_std / (2 * m.layers) ** 0.5
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def activate(m: Model, up_nf: jax.Array, axis: int) -> jax.Array:
+def activate(m: MlpKind | Experts, up_nf: jax.Array, axis: int) -> jax.Array:
     """The activation function, of input 0 of `axis`; gated, times input 1. Computed in fp32."""
     gate, *up = jnp.split(up_nf.astype(jnp.float32), m.mlp_inputs, axis)
     act = ACTS[m.act]
@@ -417,7 +437,7 @@ def activate(m: Model, up_nf: jax.Array, axis: int) -> jax.Array:
     return jnp.squeeze(h, axis).astype(up_nf.dtype)
 
 
-def activate_backward(m: Model, axis: int, up_nf: Any, dh: Any) -> tuple[Any]:
+def activate_backward(m: MlpKind | Experts, axis: int, up_nf: Any, dh: Any) -> tuple[Any]:
     """Elementwise over the inputs and without a concatenation, which XLA would not fuse with the
     quantization that follows: the gradient would be written and read once more."""
     up, dh = up_nf.astype(jnp.float32), jnp.expand_dims(dh, axis).astype(jnp.float32)
@@ -438,27 +458,23 @@ activate.defvjp(lambda m, up_nf, axis: (activate(m, up_nf, axis), up_nf), activa
 
 
 class Mlp(nn.Module):
-    """The MLP, gated if mlp_inputs is 2: y_bud, the issued tokens of its GEMMs by name, and 0, its
-    auxiliary loss."""
+    """The MLP, gated if mlp_inputs is 2."""
 
-    model: Model
+    model: MlpKind
 
     @nn.compact
-    def __call__(self, x_bud, orders):
+    def __call__(self, x_bud, context, orders):
         m = self.model
-        up = Linear(m, "embed -> mlp_inputs mlp", m.init_std, "gather", name="up")
-        down = Linear(m, "mlp -> embed", out_std(m), "scatter", "mlp_act", name="down")
-        up_tbgf, up_token = up(seq_major(x_bud), orders["up"])
+        up = projection(m, "up", m.init_std, sequence="gather")
+        down = projection(m, "down", out_std(m), sequence="scatter", saved="mlp_act")
+        up_tbgf, first_token = up(seq_major(x_bud), orders.first)
         if m.mlp_bias:
-            up_tbgf = add_bias(up_tbgf, param_value(self, "up_bias", "mlp_inputs mlp"))
-        y_ubd, down_token = down(activate(m, checkpoint_name(up_tbgf, "mlp_up"), 2), orders["down"])
+            up_tbgf = add_bias(up_tbgf, param_value(self, "up_bias", m.weights["up_bias"].axes))
+        y_ubd, last_token = down(activate(m, checkpoint_name(up_tbgf, "mlp_up"), 2), orders.last)
         if m.mlp_bias:
-            y_ubd = add_bias(y_ubd, param_value(self, "down_bias", "embed_replicated"))
-        return (
-            checkpoint_name(seq_major(y_ubd), "mlp_down"),
-            {"up": up_token, "down": down_token},
-            jnp.zeros(()),
-        )
+            y_ubd = add_bias(y_ubd, param_value(self, "down_bias", m.weights["down_bias"].axes))
+        tokens = Ends(last=last_token, first=first_token)
+        return checkpoint_name(seq_major(y_ubd), "mlp_down"), tokens, jnp.zeros(())
 
 
 class Embed(nn.Module):
@@ -467,7 +483,7 @@ class Embed(nn.Module):
     is sharded by vocabulary over tp, and a reduce-scatter over tp leaves the sequence sharded.
 
     Attributes:
-      embed_axis: logical axis of an untied table's columns (sharding.rules.RULES).
+      embed_axis: logical axis of an untied table's columns (config.sublayers.RULES).
       stages_differ: each stage of a pipeline embeds other tokens, not all the same ones.
     """
 

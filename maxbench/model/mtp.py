@@ -10,7 +10,6 @@ Embedding and LM head are those of the network. The weights:
 GEMMs of this layer are not quantized.
 """
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -31,27 +30,21 @@ class MtpInput(nn.Module):
         """Args: x_bud, hidden states; embedded_bud, embeddings of the next tokens."""
         m = self.model
         parts = Norm(m, name="embed_norm")(embedded_bud), Norm(m, name="hidden_norm")(x_bud)
-        axes = "mtp_inputs embed_replicated -> embed"
+        axes = m.mtp_weights["mtp/input/projection/w"].axes
         projection = Linear(m, axes, m.init_std, plain=True, name="projection")
         return projection(jnp.stack(parts, 2))[0]
 
 
-def layer_kind(m: Model) -> Model:
-    """The Model of the MTP layer. It has no non-trainable state, so no bias of the choice, and no
-    count of rows that do not fit: its experts receive all tokens."""
-    return dataclasses.replace(m.per_layer[-1], quantized=False, dispatch_factor=0.0)
-
-
-def init(m: Model, key: jax.Array, block: Any, x_btd: jax.Array, rope: Any) -> dict[str, Any]:
+def init(m: Model, key: jax.Array, block: Any, x_btd: jax.Array, context: Any) -> dict[str, Any]:
     """Initial weights, boxed as those of transformer.init().
 
     Args:
       block: transformer.Block.
-      x_btd: an activation of any length, and rope its table.
+      x_btd: an activation of any length, and `context` its sublayers.Context.
     """
     keys = jax.random.split(key, 3)
     return {
         "input": MtpInput(m).init(keys[0], x_btd, x_btd)["params"],
-        "layer": block(layer_kind(m), "xla").init(keys[1], x_btd, rope)["params"],
+        "layer": block(m, m.mtp_layer).init(keys[1], x_btd, context)["params"],
         "head_norm": Norm(m).init(keys[2], x_btd)["params"],
     }

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxbench import quantization
-from maxbench.config.model import Model
+from maxbench.config.channels import Experts
 from maxbench.sharding import collectives
 
 
 def route(
-    m: Model,
+    m: Experts,
     logits_je: jax.Array,
     bias_e: jax.Array | None = None,
     forced_jk: jax.Array | None = None,
@@ -53,7 +53,7 @@ def route(
     return gate_jk, expert_jk, probs_je
 
 
-def best_experts(m: Model, score_je: jax.Array, bias_e: jax.Array | None = None) -> jax.Array:
+def best_experts(m: Experts, score_je: jax.Array, bias_e: jax.Array | None = None) -> jax.Array:
     """The model.top_k experts with the highest score + bias: expert_jk.
 
     With model.router_groups, among the experts of the router_groups_top best groups. A group's
@@ -70,7 +70,7 @@ def best_experts(m: Model, score_je: jax.Array, bias_e: jax.Array | None = None)
     return jax.lax.top_k(score_je, m.top_k)[1]
 
 
-def balanced_choice(m: Model, seq: int, layer: jax.Array | int = 0) -> jax.Array:
+def balanced_choice(m: Experts, seq: int, layer: jax.Array | int = 0) -> jax.Array:
     """Random experts for each position (model.force_balance), all chosen equally often: expert_tk,
     for the positions 0 to seq - 1 of every sequence.
 
@@ -109,7 +109,7 @@ def update_bias(bias_e: jax.Array, tokens_e: jax.Array, rate: float) -> jax.Arra
     return bias_e + rate * jnp.sign(mean - tokens_e)
 
 
-def tokens_per_expert(m: Model, expert_jk: jax.Array) -> jax.Array:
+def tokens_per_expert(m: Experts, expert_jk: jax.Array) -> jax.Array:
     """This GPU's tokens of each expert, fp32 [experts]."""
     return jnp.sum(jax.nn.one_hot(expert_jk.reshape(-1), m.experts), 0)
 
@@ -124,7 +124,7 @@ def save_routing(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, quantization.SCALE) if collectives.axis_size("pp") > 1 else x
 
 
-def expert_load(m: Model, expert_jk: jax.Array, batch: int) -> jax.Array:
+def expert_load(m: Experts, expert_jk: jax.Array, batch: int) -> jax.Array:
     """The fraction of each sequence's choices that each expert got, load_be, fp32: this GPU's
     sequences, summed over cp and tp, which split their tokens."""
     parts = collectives.axis_size("cp") * collectives.axis_size("tp")
@@ -133,7 +133,7 @@ def expert_load(m: Model, expert_jk: jax.Array, batch: int) -> jax.Array:
     return save_routing(collectives.psum(load_be, "cp", "tp"))
 
 
-def balance_loss(m: Model, probs_je: jax.Array, load_be: jax.Array) -> jax.Array:
+def balance_loss(m: Experts, probs_je: jax.Array, load_be: jax.Array) -> jax.Array:
     """Load-balancing loss, summed over this GPU's sequences: this GPU's part of it.
 
     Per sequence: aux_loss x experts x sum over e of load_e x mean probability of e, as in Switch

@@ -21,19 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from maxbench import quantization
 from maxbench.config.model import Model
 from maxbench.config.run import Run, saved_tensors
+from maxbench.config.sublayers import KEYS, Context, Ends, Layer, imported
 from maxbench.model import layer_stack, mtp
-from maxbench.model.experts import Moe
 from maxbench.model.grad_accumulation import accumulate_into
-from maxbench.model.layer_stack import SUBLAYERS, Stacks, part_of
-from maxbench.model.layers import (
-    Attention,
-    Embed,
-    Head,
-    LatentAttention,
-    Mlp,
-    Norm,
-    rope_angles,
-)
+from maxbench.model.layer_stack import Stacks, part_of
+from maxbench.model.layers import Embed, Head, Norm, rope_angles
 from maxbench.model.linear import CommOrder, no_comm
 from maxbench.model.loss import cross_entropy
 from maxbench.sharding import mesh, ordering, rules
@@ -53,50 +45,44 @@ def add(x_bud: jax.Array, y_bud: jax.Array, name: str) -> jax.Array:
 
 
 class Block(nn.Module):
-    """A transformer layer, or one of its SUBLAYERS. Model families differ only in their Model.
+    """A layer: its mixer, its channel, or both.
 
     Attributes:
-      attention: key of attention.KERNELS.
-      sublayer: of SUBLAYERS; '' is the whole layer.
+      layer: complete (sublayers.complete).
       separate_statistics: as layers.normalize(), of norms whose output is quantized.
       dx_unordered: linear.CommOrder.dx_unordered of the first GEMM.
 
     Args:
-      wait_for: GEMM -> linear.CommOrder.wait_for, or None.
+      wait_for: Ends of linear.CommOrder.wait_for, or None.
       issued: token of the last GEMM of the layer or sublayer before (linear.CommOrder), or None.
 
     Returns:
-      x_bud, the token of each GEMM by name, and the auxiliary loss.
+      x_bud, the Ends of the last sublayer's tokens, and the auxiliary loss.
     """
 
     model: Model
-    attention: str
-    sublayer: str = ""
+    layer: Layer
     separate_statistics: bool = False
     dx_unordered: bool = False
 
     @nn.compact
-    def __call__(self, x_bud, rope, wait_for=None, issued=None):
-        m, aux = self.model, jnp.zeros(())
-        for sublayer in (self.sublayer,) if self.sublayer else SUBLAYERS:
-            first, last = SUBLAYERS[sublayer]
+    def __call__(self, x_bud, context: Context, wait_for=None, issued=None):
+        m, none, losses = self.model, jnp.zeros(()), []
+        for role, sublayer in self.layer.parts():
+            key = KEYS[role]
             zero = None if issued is None else jnp.zeros(())
-            orders = {
-                first: CommOrder(wait_for and wait_for[first], zero, self.dx_unordered),
-                last: CommOrder(wait_for and wait_for[last], issued),
-            }
-            y_bud = Norm(m, self.separate_statistics, name=f"{sublayer}_norm")(x_bud)
-            if sublayer == "attn":
-                kind = LatentAttention if m.kv_rank else Attention
-                attend = kind(m, self.attention, name="attn")
-                y_bud, tokens = attend(y_bud, rope, orders)
-            else:
-                mlp = (Moe if m.experts else Mlp)(m, name="mlp")
-                y_bud, tokens, aux = mlp(y_bud, orders)
-            issued = tokens[last]
-            post = m.post_norm and Norm(m, name=f"{sublayer}_post")
-            x_bud = x_bud + post(y_bud) if post else add(x_bud, y_bud, f"{sublayer}_out")
-        return x_bud, tokens, aux
+            orders = Ends(
+                first=CommOrder(wait_for and wait_for.first, zero, self.dx_unordered),
+                last=CommOrder(wait_for and wait_for.last, issued),
+            )
+            y_bud = Norm(m, self.separate_statistics, name=f"{key}_norm")(x_bud)
+            body = imported(sublayer.module)(sublayer, name=key)
+            y_bud, tokens, aux = body(y_bud, context, orders)
+            losses += [] if aux is None else [aux]
+            issued = tokens.last
+            post = m.post_norm and Norm(m, name=f"{key}_post")
+            x_bud = x_bud + post(y_bud) if post else add(x_bud, y_bud, f"{key}_out")
+        return x_bud, tokens, functools.reduce(jnp.add, losses) if losses else none
 
 
 def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
@@ -110,7 +96,7 @@ def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
     """
     table = table or layer_stack.stacks(m)
     tokens_bt, x_btd = jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8, m.embed))
-    rope = rope_angles(m, jnp.arange(8))
+    context = Context(rope_angles(m, jnp.arange(8)))
     k_embed, k_layers, k_head = jax.random.split(key, 3)
     keys = jax.random.split(k_layers, m.layers)
     is_box = lambda x: isinstance(x, nn.Partitioned)
@@ -118,8 +104,8 @@ def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
 
     def init_stack(stack):
         stack_keys = keys[np.maximum(stack.slots, 0)]
-        layer = lambda k: Block(stack.kind, "xla").init(k, x_btd, rope)["params"]
-        parts = lambda w: {k: v for s in stack.sublayers for k, v in part_of(s, w).items()}
+        layer = lambda k: Block(m, stack.layer).init(k, x_btd, context)["params"]
+        parts = lambda w: {k: v for role in stack.roles for k, v in part_of(role, w).items()}
         tree = parts(jax.vmap(layer)(stack_keys))
         return jax.tree.map(with_layers_axis, tree, is_leaf=is_box)
 
@@ -131,32 +117,29 @@ def init(m: Model, key: jax.Array, table: Stacks = ()) -> dict[str, Any]:
     }
     if m.mtp_layers:
         k_mtp = jax.random.fold_in(k_layers, m.layers)
-        weights["mtp"] = mtp.init(m, k_mtp, Block, x_btd, rope)
+        weights["mtp"] = mtp.init(m, k_mtp, Block, x_btd, context)
     return weights
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("sublayer", "dx_unordered", "policy")
-)
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("dx_unordered", "policy"))
 def layer(
     run: Run,
-    kind: Model,
+    kind: Layer,
     w: Any,
     sums: Any,
     x_bud: jax.Array,
     rope: Any,
     wait_for: Any = None,
     issued: Any = None,
-    sublayer: str = "",
     dx_unordered: bool = False,
     policy: tuple[str, tuple[str, ...]] | None = None,
 ) -> Any:
-    """One layer, or one sublayer, under a remat policy.
+    """One layer, or one sublayer alone, under a remat policy.
 
     Jitted, so that it is traced and differentiated once, however many layers are unrolled.
 
     Args:
-      kind: the Model of this layer (Model.groups).
+      kind: the layer, complete (Model.groups).
       w, sums: weights and their gradient accumulators; sums may be None.
       policy: its name and the names of offloaded tensors; default: those of the run.
     """
@@ -171,12 +154,14 @@ def layer(
     def apply(w, sums, x_bud, wait_for, issued):
         if prevent_cse and no_comm():
             x_bud, tokens = ordering.grad_after_wgrads(x_bud)
-            wait_for = dict.fromkeys(sum(SUBLAYERS.values(), ()), tokens)
+            wait_for = Ends(tokens, tokens)
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         per_tensor_xla = run.format.amax_history and run.precision.backend == "xla"
-        separate_statistics = per_tensor_xla and not kind.experts
-        block = Block(kind, run.train.attention, sublayer, separate_statistics, dx_unordered)
-        return block.apply(variables, x_bud, rope, wait_for, issued)
+        near = (kind,) if kind.channel else run.model.per_layer
+        separate_statistics = per_tensor_xla and not any(layer.has_experts for layer in near)
+        block = Block(run.model, kind, separate_statistics, dx_unordered)
+        context = Context(rope, run.train.attention)
+        return block.apply(variables, x_bud, context, wait_for, issued)
 
     saves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[
@@ -211,11 +196,9 @@ class Transformer(nn.Module):
             for name, w in params.items():
                 self.put_variable("params", name, w)
         w = self.variables["params"]
-        rope = rope_angles(m, jnp.arange(tokens_bt.shape[1]))
         x_btd = embed(m, w, tokens_bt)
-        block = lambda kind, x_btd, w: Block(kind, self.attention).apply(
-            {"params": w[0]}, x_btd, rope
-        )[::2]
+        context = Context(rope_angles(m, jnp.arange(tokens_bt.shape[1])), self.attention)
+        block = lambda layer, x_btd, w: Block(m, layer).apply({"params": w[0]}, x_btd, context)[::2]
         x_btd, _ = layer_stack.run_layers(m, block, x_btd, w["layers"], None)
         x_btd, w_dv, _ = head(m, w, x_btd)
         dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -309,7 +292,7 @@ def mtp_loss(
     embedded_bud = embed(m, w, targets_bt, stages_differ=True)
     into: Any = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
     rope = rope_angles(m, mesh.token_positions(run.train.seq))
-    x_bud, _, aux = layer(run, mtp.layer_kind(m), parts["layer"], layer_sums, into, rope)
+    x_bud, _, aux = layer(run, m.mtp_layer, parts["layer"], layer_sums, into, rope)
     w = w | {"head": w["head"] | {"norm": parts["head_norm"]}}
     return lm_loss(run, w, x_bud, after_bt), aux
 

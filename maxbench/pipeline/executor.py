@@ -34,18 +34,19 @@ import numpy as np
 from jax import lax
 
 from maxbench.config.run import Run
-from maxbench.model import layer_stack, transformer
+from maxbench.config.sublayers import ROLES, ByRole, Ends
+from maxbench.model import layer_stack
 from maxbench.model.grad_accumulation import Statistic, is_accumulator
 from maxbench.pipeline import buffers, layer_order, schedule, tick_order
 from maxbench.pipeline.embed_and_loss import WEIGHTS, EmbedAndLoss
 from maxbench.pipeline.schedule import Row
-from maxbench.pipeline.sublayer_vjp import SublayerVjp, drop_form, with_fprop_form
+from maxbench.pipeline.sublayer_vjp import OPERATIONS, SublayerVjp, drop_form, with_fprop_form
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import row_major
 from maxbench.sharding import collectives, ordering
 
 # The sublayers of a tick: backward, forward, backward, forward.
-ALTERNATION = (("mlp", "attn"), ("attn", "mlp"))
+ALTERNATION = (("channel", "mixer"), ("mixer", "channel"))
 
 
 class Metrics(NamedTuple):
@@ -72,8 +73,8 @@ class Carry:
     grad_slots: Any = None  # output gradients, [slots, b, u, d]
     head_weight: Any = None  # if it is all-gathered in slices
     input_slots: Any = None  # input activations, [slots, b, u, d]
-    stash: Any = None  # residuals, {sublayer: [per layer of a chunk: arrays [slots, ...]]}
-    residuals: Any = None  # of the tick before, {sublayer: [per layer of a chunk: arrays]}
+    stash: Any = None  # residuals, ByRole of [per layer of a chunk: arrays [slots, ...]]
+    residuals: Any = None  # of the tick before, ByRole of [per layer of a chunk: arrays]
     residual_slot: Any = None  # and their slot
     metrics: Metrics
     layer_grads: Any = None  # of all chunks, arrays [slots of layers, ...]
@@ -112,9 +113,7 @@ class Tick:
     tokens: ordering.Tokens
     x: Any = None
     dy: Any = None
-    residuals: dict = dataclasses.field(
-        default_factory=lambda: {s: [] for s in transformer.SUBLAYERS}
-    )
+    residuals: ByRole = dataclasses.field(default_factory=lambda: ByRole([], []))
     slices: list = dataclasses.field(default_factory=list)
 
 
@@ -139,7 +138,7 @@ class Executor:
     def __init__(self, run: Run, w, batch, zero: ZeroOverlap | None):
         a = run.layout
         self.run, self.zero = run, zero
-        self.residuals: dict[tuple, list] = {}  # shapes, by sublayer and kind
+        self.residuals: dict[Any, list] = {}  # shapes, by sublayer
         self.head = zero and zero.head
         self.plan = schedule.schedule_for(run)
         self.ends = EmbedAndLoss(run, w, batch)
@@ -149,11 +148,11 @@ class Executor:
         self.layers_per_chunk = self.placement.slots_per_chunk
         self.shapes = jax.eval_shape(lambda: with_fprop_form(self.chunk(self.layers, 0)))
         self.vjps = {
-            name: [
-                [SublayerVjp(run, name, i, choice.kind) for choice in slot.choices]
+            role: [
+                [SublayerVjp(run, role, i, choice.sublayer) for choice in slot.choices]
                 for i, slot in enumerate(slots)
             ]
-            for name, slots in self.placement.slots.items()
+            for role, slots in self.placement.slots.items()
         }
         u = run.train.seq // (a.cp * a.tp)
         self.activation = jax.ShapeDtypeStruct((a.mbs, u, run.model.embed), w["embed"]["w"].dtype)
@@ -191,59 +190,61 @@ class Executor:
                 if backward:
                     carry = self.backward_sublayer(carry, t, bwd, self.layers_per_chunk - 1 - i)
                 if forward:
-                    carry = carry if i or bwd == "attn" else self.receive_input(carry, t)
+                    carry = carry if i or bwd == "mixer" else self.receive_input(carry, t)
                     carry = self.forward_sublayer(carry, t, fwd, i)
             if self.zero and forward != backward:
                 carry = self.zero_slices(carry, t, i, self.zero)
         return self.end_tick(carry, t), None
 
-    def forward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
+    def forward_sublayer(self, carry: Carry, t: Tick, role: str, i: int) -> Carry:
         """t.x through a sublayer of layer i of the forward chunk."""
-        first, last = transformer.SUBLAYERS[sublayer]
-        t.x = ordering.after(t.x, t.tokens.wanted_by(f"fwd.{sublayer}.input"))
-        operations = {first: "all_gather", last: "reduce_scatter"}
-        wait_for = {g: t.tokens.wanted_by(f"fwd.{g}.{name}") for g, name in operations.items()}
+        slot = self.placement.slots[role][i]
+        if not slot.choices:
+            getattr(t.residuals, role).append([])
+            return carry
+        t.x = ordering.after(t.x, t.tokens.wanted_by(f"fwd.{role}.input"))
+        wait_for = Ends(
+            first=t.tokens.wanted_by(f"fwd.{role}.first.all_gather"),
+            last=t.tokens.wanted_by(f"fwd.{role}.last.reduce_scatter"),
+        )
         has_layer = self.has_layer(t.now.fwd_chunk, i)
-        slot = self.placement.slots[sublayer][i]
         forward = self.forward_by_kind if slot.table is not None else self.forward_one_kind
-        t.x, aux, residuals, tokens = forward(carry, t, sublayer, i, wait_for)
-        t.residuals[sublayer].append(residuals)
-        t.tokens.emit(f"fwd.{first}.all_gather", tokens[first])
-        t.tokens.emit(f"fwd.{last}.gemm", tokens[last])
-        t.tokens.emit(f"fwd.{sublayer}.output", ordering.token(t.x))
+        t.x, aux, residuals, tokens = forward(carry, t, role, i, wait_for)
+        getattr(t.residuals, role).append(residuals)
+        t.tokens.emit(f"fwd.{role}.first.all_gather", tokens.first)
+        t.tokens.emit(f"fwd.{role}.last.gemm", tokens.last)
+        t.tokens.emit(f"fwd.{role}.output", ordering.token(t.x))
         aux = jnp.where(has_layer & (t.now.fwd_microbatch >= 0), aux, 0) / self.run.layout.gbs
         return carry.replace(metrics=carry.metrics._replace(aux=carry.metrics.aux + aux))
 
     def forward_one_kind(
-        self, carry: Carry, t: Tick, sublayer: str, i: int, wait_for: Any, choice: int = 0
+        self, carry: Carry, t: Tick, role: str, i: int, wait_for: Any, choice: int = 0
     ) -> Any:
         """SublayerVjp.forward() of a sublayer that is alike on all chunks, or of one choice."""
-        at = self.placement.slots[sublayer][i].choices[choice]
+        at = self.placement.slots[role][i].choices[choice]
         w = self.with_both_forms(at, self.fwd_weights(carry))
-        vjp = self.vjps[sublayer][i][choice]
+        vjp = self.vjps[role][i][choice]
         return vjp.forward(w, self.shape_of_grads(at), t.x, wait_for)
 
-    def forward_by_kind(self, carry: Carry, t: Tick, sublayer: str, i: int, wait_for: Any) -> Any:
+    def forward_by_kind(self, carry: Carry, t: Tick, role: str, i: int, wait_for: Any) -> Any:
         """SublayerVjp.forward() of the kind that the chunk has in slot i, by a branch.
 
         Residuals are those of the most frequent kind. Another kind stashes its input alone, in
         place of a residual of the same shape if there is one, and its backward pass recomputes it.
         """
-        index = self.choice_index(sublayer, i, t.now.fwd_chunk, t.now.fwd_microbatch)
+        index = self.choice_index(role, i, t.now.fwd_chunk, t.now.fwd_microbatch)
         index = self.before_branch(carry, t, index)
-        shapes, where = self.residual_shapes(sublayer, i)
+        shapes, where = self.residual_shapes(role, i)
         zeros = lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes]
         input_alone = lambda x: [x if j == where else z for j, z in enumerate(zeros())]
-        slot = self.placement.slots[sublayer][i]
+        slot = self.placement.slots[role][i]
 
         def run(choice, x):
             if choice == len(slot.choices):
-                tokens = dict.fromkeys(transformer.SUBLAYERS[sublayer], jnp.zeros(()))
+                tokens = Ends(*[jnp.zeros(())] * 2)
                 return x, jnp.zeros(()), zeros(), tokens
             at = dataclasses.replace(t, x=x)
-            y, aux, residuals, tokens = self.forward_one_kind(
-                carry, at, sublayer, i, wait_for, choice
-            )
+            y, aux, residuals, tokens = self.forward_one_kind(carry, at, role, i, wait_for, choice)
             if choice:
                 residuals = input_alone(x)
             elif len(residuals) < len(shapes):
@@ -256,51 +257,52 @@ class Executor:
         self.after_branch(t, out[0])
         return out
 
-    def backward_sublayer(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Carry:
+    def backward_sublayer(self, carry: Carry, t: Tick, role: str, i: int) -> Carry:
         """t.dy back through a sublayer of layer i of the backward chunk."""
-        slot = self.placement.slots[sublayer][i]
+        slot = self.placement.slots[role][i]
+        if not slot.choices:
+            return carry
         backward = self.backward_by_kind if slot.table is not None else self.backward_one_kind
-        grads, tokens = backward(carry, t, sublayer, i)
+        grads, tokens = backward(carry, t, role, i)
         for event, token in tokens.items():
-            t.tokens.emit(f"bwd.{event}", token)
-        t.dy = ordering.after(t.dy, t.tokens.wanted_by(f"bwd.{sublayer}.output"))
+            t.tokens.emit(f"bwd.{role}.{event}", token)
+        t.dy = ordering.after(t.dy, t.tokens.wanted_by(f"bwd.{role}.output"))
         return carry.replace(chunk_grads=grads())
 
-    def read_residuals(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Any:
+    def read_residuals(self, carry: Carry, t: Tick, role: str, i: int) -> Any:
         read = lambda stash: row_major(buffers.read(stash, t.now.bwd_stash_slot))
-        return jax.tree.map(read, carry.stash[sublayer][i])
+        return jax.tree.map(read, getattr(carry.stash, role)[i])
 
-    def backward_one_kind(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Any:
+    def backward_one_kind(self, carry: Carry, t: Tick, role: str, i: int) -> Any:
         """t.dy back through a sublayer that is alike on all chunks: a function that returns the
         gradients of the chunk, and tokens."""
         has_work = self.has_layer(t.now.bwd_chunk, i) & (t.now.bwd_microbatch >= 0)
-        residuals = self.read_residuals(carry, t, sublayer, i)
-        at = self.placement.slots[sublayer][i].choices[0]
+        residuals = self.read_residuals(carry, t, role, i)
+        at = self.placement.slots[role][i].choices[0]
         w = self.with_both_forms(at, self.bwd_weights(carry))
         daux = jnp.where(has_work, jnp.float32(1 / self.run.layout.gbs), 0)
-        wait_for = self.wait_of_backward(t, sublayer)
+        wait_for = self.wait_of_backward(t, role)
         old = carry.chunk_grads[at.stack][at.entry]
-        vjp = self.vjps[sublayer][i][0]
+        vjp = self.vjps[role][i][0]
         new, t.dy, tokens = vjp.backward(w, old, residuals, t.dy, daux, wait_for)
         kept = lambda: _keep_counts(has_work, new, old)
-        return lambda: _with_entry(carry.chunk_grads, at, kept()), tokens
+        ends = tokens._asdict()
+        events = {f"{end}.{op}": ends[end][op] for op in OPERATIONS for end in ends}
+        return lambda: _with_entry(carry.chunk_grads, at, kept()), events
 
-    def backward_by_kind(self, carry: Carry, t: Tick, sublayer: str, i: int) -> Any:
+    def backward_by_kind(self, carry: Carry, t: Tick, role: str, i: int) -> Any:
         """backward_one_kind() of the kind that the chunk has in slot i, by a branch for each kind:
         a branch that is not taken changes nothing and copies nothing."""
-        index = self.choice_index(sublayer, i, t.now.bwd_chunk, t.now.bwd_microbatch)
+        index = self.choice_index(role, i, t.now.bwd_chunk, t.now.bwd_microbatch)
         index = self.before_branch(carry, t, index)
-        residuals = self.read_residuals(carry, t, sublayer, i)
-        wait_for, daux = self.wait_of_backward(t, sublayer), jnp.float32(1 / self.run.layout.gbs)
-        _, where = self.residual_shapes(sublayer, i)
-        gemms = transformer.SUBLAYERS[sublayer]
-        events = [
-            f"{g}.{operation}" for operation in ("dgrad", "all_gather", "wgrad") for g in gemms
-        ]
-        tokens, dy = dict.fromkeys(events, jnp.zeros(())), t.dy
+        residuals = self.read_residuals(carry, t, role, i)
+        wait_for, daux = self.wait_of_backward(t, role), jnp.float32(1 / self.run.layout.gbs)
+        _, where = self.residual_shapes(role, i)
+        none = dict.fromkeys(OPERATIONS, jnp.zeros(()))
+        tokens, dy = Ends(none, none), t.dy
         chunk_grads = carry.chunk_grads
-        slot = self.placement.slots[sublayer][i]
-        for choice, (at, vjp) in enumerate(zip(slot.choices, self.vjps[sublayer][i], strict=True)):
+        slot = self.placement.slots[role][i]
+        for choice, (at, vjp) in enumerate(zip(slot.choices, self.vjps[role][i], strict=True)):
             w = self.with_both_forms(at, self.bwd_weights(carry))
 
             def change(state, choice=choice, vjp=vjp, w=w):
@@ -319,18 +321,20 @@ class Executor:
             chunk_grads = _with_entry(chunk_grads, at, grads)
         t.dy = dy
         self.after_branch(t, dy)
-        return lambda: chunk_grads, tokens
+        ends = tokens._asdict()
+        return lambda: chunk_grads, {
+            f"{end}.{op}": ends[end][op] for end in ends for op in ends[end]
+        }
 
-    def wait_of_backward(self, t: Tick, sublayer: str) -> ordering.Token:
+    def wait_of_backward(self, t: Tick, role: str) -> ordering.Token:
         """The token that the all-gather of a sublayer's output gradient waits for."""
-        last = transformer.SUBLAYERS[sublayer][1]
-        wait_for = t.tokens.wanted_by(f"bwd.{last}.all_gather")
+        wait_for = t.tokens.wanted_by(f"bwd.{role}.last.all_gather")
         return jnp.zeros(()) if wait_for is None else wait_for
 
-    def choice_index(self, sublayer: str, i: int, chunk: Any, microbatch: Any) -> jax.Array:
+    def choice_index(self, role: str, i: int, chunk: Any, microbatch: Any) -> jax.Array:
         """The index in Slot.choices of this stage's chunk; their number if slot i is empty, or if
         there is no microbatch. It is the same on all GPUs of a stage."""
-        slot = self.placement.slots[sublayer][i]
+        slot = self.placement.slots[role][i]
         index = jnp.asarray(slot.table)[collectives.axis_index("pp"), chunk]
         return jnp.where(microbatch >= 0, index, len(slot.choices))
 
@@ -471,10 +475,10 @@ class Executor:
         chunk_grads = self.chunk(grads["layers"], 0)
         self.zero_grads = chunk_grads
         self.first_fwd_weights = self.fwd_form(0)
-        residuals = {
-            name: [self.residual_shapes(name, i)[0] for i in range(self.layers_per_chunk)]
-            for name in transformer.SUBLAYERS
-        }
+        shapes = lambda role, i: self.residual_shapes(role, i)[0]
+        residuals = ByRole(
+            *([shapes(role, i) for i in range(self.layers_per_chunk)] for role in ROLES)
+        )
         carry = Carry(
             chunk_grads=chunk_grads,
             stash=jax.tree.map(lambda s: empty(plan.stash_slots, s), residuals),
@@ -493,14 +497,16 @@ class Executor:
             carry = carry.replace(head_weight=empty(1, w)[0])
         return carry
 
-    def residual_shapes(self, sublayer: str, i: int) -> tuple[list, int | None]:
+    def residual_shapes(self, role: str, i: int) -> tuple[list, int | None]:
         """The residuals that slot i of a chunk stashes, as ShapeDtypeStructs, and which of them is
         the input activation if another kind than the first stashes it."""
-        slot = self.placement.slots[sublayer][i]
-        if (key := (sublayer, slot.choices[0].kind)) not in self.residuals:
-            at, vjp = slot.choices[0], self.vjps[sublayer][i][0]
+        slot = self.placement.slots[role][i]
+        if not slot.choices:
+            return [], None
+        if (key := slot.choices[0].sublayer) not in self.residuals:
+            at, vjp = slot.choices[0], self.vjps[role][i][0]
             w = self.with_both_forms(at, self.first_fwd_weights)
-            unordered = dict.fromkeys(transformer.SUBLAYERS[sublayer])
+            unordered = Ends(None, None)
             forward = lambda x: vjp.forward(w, self.shape_of_grads(at), x, unordered)[2]
             self.residuals[key] = jax.eval_shape(forward, self.activation)
         shapes = self.residuals[key]
@@ -559,7 +565,7 @@ class OneStage(Executor):
         return {"": stack}
 
     def same_shapes(self, at: layer_order.Choice) -> int:
-        return at.entry if self.run.model.layer_groups else 0
+        return at.entry if len(self.run.model.kinds) > 1 else 0
 
     def fwd_weights(self, _carry: Any) -> Any:
         return self.first_fwd_weights
@@ -693,7 +699,7 @@ class Pipeline(Executor):
             found.append(Branch(schedule.EMBED_BACKWARD, first >= 0, embed_grad))
             # After all reads of what the switch replaces, or XLA would copy it; of the gradients of
             # the chunk only if the last wgrad is not ordered (SublayerVjp.dx_unordered).
-            unordered = t.forward and self.vjps["attn"][0][0].dx_unordered
+            unordered = t.forward and any(vjp.dx_unordered for vjp in self.vjps["mixer"][0])
             reads = carry.chunk_grads if unordered else (), t.tokens.wanted_by("bwd.chunk_switch")
             token = ordering.index_token((t.dy, *reads))
             switch = functools.partial(self.switch_backward_chunk, carry.layer_weights, t, token)

@@ -28,8 +28,9 @@ import numpy as np
 from maxbench.config import pipeline_layout
 from maxbench.config.model import Model
 from maxbench.config.run import Run
+from maxbench.config.sublayers import KEYS, ROLES, Layer, Sublayer
 from maxbench.model import layer_stack
-from maxbench.model.layer_stack import EMPTY, SUBLAYERS, Stack, Stacks
+from maxbench.model.layer_stack import EMPTY, Stack, Stacks
 from maxbench.pipeline.schedule import Schedule
 
 
@@ -37,12 +38,12 @@ class Choice(NamedTuple):
     """One kind of a sublayer in a slot of chunks.
 
     Attributes:
-      kind: the Model of the sublayer.
+      sublayer: the sublayer, complete.
       stack: the name of the stack with its weights.
       entry: their index among those that a chunk has of the stack.
     """
 
-    kind: Model
+    sublayer: Sublayer
     stack: str
     entry: int
 
@@ -51,7 +52,7 @@ class Slot(NamedTuple):
     """A sublayer in a slot of chunks.
 
     Attributes:
-      choices: its kinds, the most frequent first.
+      choices: its kinds, the most frequent first; () if no layer in this slot has such a sublayer.
       table: index of the choice, int32 [stage, chunk], len(choices) where the slot is empty; None
         if it is choices[0] everywhere.
     """
@@ -69,7 +70,7 @@ class Placement:
       stacks: of all stages: those of stage 0, then those of stage 1, ...
       entries: stack -> the slot of the stage's stack of each entry of a chunk, int32 [stage, chunk,
         entry]; EMPTY if the chunk has no such layer.
-      slots: sublayer -> a Slot for each slot of a chunk.
+      slots: role -> a Slot for each slot of a chunk.
       sliced: stacks whose chunks have an entry for each slot, at chunk x slots + slot: ZeRO slices
         can be communicated in warm-up and cool-down (zero_overlap.py).
     """
@@ -94,7 +95,7 @@ def placement(run: Run) -> Placement:
     a = run.layout
     found = _placement(run.model, a.pp, a.vp, a.parts, a.cp > 1)
     # run_checks refuses others: a branch cannot contain the ring over cp.
-    assert a.cp == 1 or all(slot.table is None for slot in found.slots["attn"])
+    assert a.cp == 1 or all(slot.table is None for slot in found.slots["mixer"])
     return found
 
 
@@ -126,61 +127,55 @@ def _placement(m: Model, pp: int, vp: int, parts: tuple[int, ...], ring: bool) -
     if pp == 1:
         return _one_stage(m)
     layers = _layers(parts, pp, vp)
-    forms = {s: dict.fromkeys(_form(kind, s) for kind in m.per_layer) for s in SUBLAYERS}
-    alike = [s for s in SUBLAYERS if len(forms[s]) == 1]
-    if len(alike) == len(SUBLAYERS):
-        found = [("", m.per_layer[0], tuple(SUBLAYERS), layers != EMPTY)]
+    forms = {role: dict.fromkeys(_form(layer, role) for layer in m.per_layer) for role in ROLES}
+    alike = [role for role in ROLES if len(forms[role]) == 1]
+    if len(alike) == len(ROLES):
+        roles = tuple(role for role, _ in m.per_layer[0].parts())
+        found = [("", m.per_layer[0], roles, layers != EMPTY)]
     else:
         found = []
-        for s in SUBLAYERS:
-            for i, form in enumerate(forms[s]):
-                has_form = [_form(kind, s) == form for kind in m.per_layer]
-                kind = m.per_layer[has_form.index(True)]
-                found.append((f"{s}{i}", kind, (s,), np.array([*has_form, False])[layers]))
+        for role in ROLES:
+            for i, form in enumerate(filter(None, forms[role])):
+                has_form = [_form(layer, role) == form for layer in m.per_layer]
+                layer = m.per_layer[has_form.index(True)]
+                uses = np.array([*has_form, False])[layers]
+                found.append((f"{KEYS[role]}{i}", layer, (role,), uses))
     table, entries, ranks, sliced = [], {}, {}, []
-    for name, kind, sublayers, uses in found:
+    for name, layer, roles, uses in found:
         # One empty slot in the first and the last stage at most: zeros for each, and no branch.
-        # Nor may attention branch over cp: the permutes of its ring wait for all stages.
-        few = layers.size == m.layers + 2 or (ring and sublayers[0] == "attn")
-        uniform = few and sublayers[0] in alike
-        stack, entries[name], ranks[name] = _stack(name, kind, sublayers, layers, uses, uniform)
+        # Nor may a mixer branch over cp: the permutes of its ring wait for all stages.
+        few = layers.size == m.layers + 2 or (ring and roles[0] == "mixer")
+        uniform = few and roles[0] in alike
+        stack, entries[name], ranks[name] = _stack(name, layer, roles, layers, uses, uniform)
         table.append(stack)
         sliced += [name] if len(stack.slots) == layers.size else []
     slots = {}
-    for s in SUBLAYERS:
-        of_form = {_form(st.kind, s): st.name for st in table if s in st.sublayers}
-        zeros = sliced if _zeros_stay(m, s) else []
-        slots[s] = tuple(
-            _slot(m, s, layers[:, :, i], i, of_form, ranks, zeros) for i in range(layers.shape[2])
+    for role in ROLES:
+        of_form = {_form(st.layer, role): st.name for st in table if role in st.roles}
+        slots[role] = tuple(
+            _slot(m, role, layers[:, :, i], i, of_form, ranks, sliced)
+            for i in range(layers.shape[2])
         )
     return Placement(layers, tuple(table), entries, slots, tuple(sorted(sliced)))
 
 
 def _one_stage(m: Model) -> Placement:
     """Without a pipeline: unrolled layers, each an entry of its own of the only chunk."""
+    slot = lambda part, i: Slot((Choice(part, "", i),) if part else ())
     slots = {
-        s: tuple(Slot((Choice(_kind(m, k, s), "", i),)) for i, k in enumerate(m.per_layer))
-        for s in SUBLAYERS
+        role: tuple(slot(layer.part(role), i) for i, layer in enumerate(m.per_layer))
+        for role in ROLES
     }
     layers = np.arange(m.layers)[None, None]
     return Placement(layers, layer_stack.stacks(m), {"": layers.astype(np.int32)}, slots, ())
 
 
-def _kind(m: Model, kind: Model, sublayer: str) -> Model:
-    """The Model of a sublayer of a layer: equal for all layers whose sublayers are alike."""
-    if not m.layer_groups:
-        return kind
-    if sublayer == "attn":
-        return dataclasses.replace(kind, mlp=m.mlp, experts=m.experts)
-    return dataclasses.replace(kind, window=0)
+def _form(layer: Layer, role: str):
+    part = layer.part(role)
+    return part and part.form
 
 
-def _form(kind: Model, sublayer: str):
-    """The fields that determine shapes and number format of a sublayer's weights."""
-    return (kind.quantized,) if sublayer == "attn" else (kind.quantized, kind.mlp, kind.experts)
-
-
-def _stack(name, kind, sublayers, layers, uses, uniform):
+def _stack(name, layer, roles, layers, uses, uniform):
     """A Stack, Placement.entries of it, and {slot of a chunk: entry}.
 
     Args:
@@ -202,29 +197,26 @@ def _stack(name, kind, sublayers, layers, uses, uniform):
             if not uniform:
                 entries[stage, c, rank[i]] = slot
             order[stage, entries[stage, c, rank[i]]] = layers[stage, c, i]
-    stack = Stack(name, kind, tuple(order.reshape(-1).tolist()), sublayers)
+    stack = Stack(name, layer, tuple(order.reshape(-1).tolist()), roles)
     return stack, entries, rank
 
 
-def _zeros_stay(m: Model, sublayer: str) -> bool:
-    """Whether the gradients of a sublayer of zeros are zeros: those of the bias that it adds at the
-    end are not."""
-    bias = m.attention_bias if sublayer == "attn" else m.mlp_bias
-    return not bias and not (m.post_norm and m.norm == "layernorm1p")
-
-
-def _slot(m, sublayer, layers, i, of_form, ranks, zeros):
+def _slot(m, role, layers, i, of_form, ranks, sliced):
     """The Slot of a sublayer in slot i of chunks, which have `layers` there, [stage, chunk].
 
     Args:
-      zeros: stacks that have weights of zeros in each empty slot.
+      sliced: stacks that have weights of zeros in each empty slot.
     """
-    kind_of = {n: _kind(m, m.per_layer[n], sublayer) for n in layers.reshape(-1).tolist() if n >= 0}
-    counts = collections.Counter(kind_of[n] for n in layers.reshape(-1).tolist() if n >= 0)
-    kinds = [kind for kind, _ in counts.most_common()]
+    parts = [m.per_layer[n].part(role) if n >= 0 else None for n in layers.reshape(-1).tolist()]
+    kinds = [kind for kind, _ in collections.Counter(filter(None, parts)).most_common()]
+    if not kinds:
+        return Slot(())
     choice = lambda kind, name: Choice(kind, name, ranks[name][i])
-    choices = tuple(choice(kind, of_form[_form(kind, sublayer)]) for kind in kinds)
-    if len(kinds) == 1 and (choices[0].stack in zeros or (layers >= 0).all()):
+    choices = tuple(choice(kind, of_form[kind.form]) for kind in kinds)
+    # The gradient of a bias that the post-norm adds at the end is not zero.
+    zeros_stay = kinds[0].zeros_stay and not (m.post_norm and m.norm == "layernorm1p")
+    zeros = zeros_stay and choices[0].stack in sliced
+    if len(kinds) == 1 and (zeros or all(parts)):
         return Slot(choices)
-    index = [kinds.index(kind_of[n]) if n >= 0 else len(kinds) for n in layers.reshape(-1).tolist()]
+    index = [kinds.index(part) if part else len(kinds) for part in parts]
     return Slot(choices, np.array(index, np.int32).reshape(layers.shape))

@@ -1,7 +1,7 @@
-"""The vjp of a sublayer of a layer (attention or MLP) in two passes that can be far apart.
+"""The vjp of a sublayer of a layer (mixer or channel) in two passes that can be far apart.
 
-In a steady-state tick the attention of the layer in the forward pass runs between the MLP and the
-attention of the layer in the backward pass, and its MLP runs after both: the tp collectives of each
+In a steady-state tick the mixer of the layer in the forward pass runs between the channel and the
+mixer of the layer in the backward pass, and its channel runs after both: the tp collectives of each
 overlap GEMMs of the other.
 """
 
@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxbench.config.model import Model
 from maxbench.config.run import Run
+from maxbench.config.sublayers import Ends, Layer, Sublayer
 from maxbench.model import transformer
 from maxbench.model.layer_stack import part_of
 from maxbench.model.layers import rope_angles
 from maxbench.quantization import Weight, row_major
 from maxbench.sharding import mesh
 from maxbench.sharding.ordering import Token
+
+OPERATIONS = ("dgrad", "all_gather", "wgrad")  # of a GEMM's backward pass
 
 
 class SublayerVjp:
@@ -27,42 +29,41 @@ class SublayerVjp:
     backward pass gets those again; saved, they would be stashed once per microbatch.
 
     Args:
-      name: of transformer.SUBLAYERS.
+      role: 'mixer' or 'channel'.
       layer: index of its layer in a chunk.
-      kind: its Model.
+      sublayer: the sublayer, complete.
     """
 
-    def __init__(self, run: Run, name: str, layer: int, kind: Model):
-        self.run, self.name, self.kind = run, name, kind
+    def __init__(self, run: Run, role: str, layer: int, sublayer: Sublayer):
+        self.run, self.role, self.layer = run, role, Layer.alone(role, sublayer)
         # In FP8 over cp, the last wgrad of a tick overlaps the reduce-scatter of the output, which
-        # has only half of the GEMMs that hide it otherwise. Without cp, `up` would wait for x after
-        # dx.
-        fp8_over_cp = run.format.quantized and run.layout.cp > 1 and not run.model.experts
-        self.dx_unordered = fp8_over_cp and (name, layer) == ("attn", 0)
+        # has only half of the GEMMs that hide it otherwise. Without cp, the first GEMM of the
+        # channel would wait for x after dx.
+        fp8_over_cp = run.format.quantized and run.layout.cp > 1 and not run.model.has_experts
+        self.dx_unordered = fp8_over_cp and (role, layer) == ("mixer", 0)
         self.rope = rope_angles(run.model, mesh.token_positions(run.train.seq))
         self.structure: tuple | None = None
         self.residual_count = 0  # of forward()
 
-    def forward(
-        self, layer: Any, grads: Any, x: jax.Array, wait_for: dict[str, Token | None]
-    ) -> Any:
+    def forward(self, layer: Any, grads: Any, x: jax.Array, wait_for: Ends) -> Any:
         """Runs the forward pass.
 
         Args:
           layer: weights of the layer.
           grads: gradients so far, as backward() gets them; only their shapes count here.
           x: input activation [b, u, d].
-          wait_for: GEMM -> the token that its tp collective waits for.
+          wait_for: the tokens that the tp collectives of its GEMMs wait for, or None.
 
         Returns:
-          The output activation, the auxiliary loss, the residuals, and the token of each GEMM:
-          known when it is computed (out, down) or when its input is all-gathered (qkv, up).
+          The output activation, the auxiliary loss, the residuals, and Ends of tokens: known when
+          the input of the first GEMM is all-gathered, and when the last GEMM is computed.
         """
-        w, grads = part_of(self.name, layer), part_of(self.name, grads)
-        wait_for = {name: jnp.full(3, 0.0 if t is None else t) for name, t in wait_for.items()}
+        w, grads = part_of(self.role, layer), part_of(self.role, grads)
+        token = lambda t: jnp.full(3, 0.0 if t is None else t)
+        wait_for = Ends(first=token(wait_for.first), last=token(wait_for.last))
         call = lambda grads, x, wait_for, issued: transformer.layer(
-            self.run, self.kind, w, grads, x, self.rope, wait_for, issued,
-            sublayer=self.name, dx_unordered=self.dx_unordered,
+            self.run, self.layer, w, grads, x, self.rope, wait_for, issued,
+            dx_unordered=self.dx_unordered,
         )  # fmt: skip
         (y, tokens, aux), vjp = jax.vjp(call, grads, x, wait_for, jnp.zeros(()))
         leaves, tree = jax.tree.flatten(vjp)
@@ -92,19 +93,21 @@ class SublayerVjp:
           wait_for: the token that the all-gather of dy over tp waits for.
 
         Returns:
-          The gradients with those of this sublayer added, the input gradient, and tokens:
-          '<GEMM>.dgrad', '<GEMM>.all_gather', '<GEMM>.wgrad'.
+          The gradients with those of this sublayer added, the input gradient, and Ends of tokens
+          by OPERATIONS.
         """
         tree, again = self.structure
-        passed_again = self._passed_again(part_of(self.name, layer), part_of(self.name, grads))
+        passed_again = self._passed_again(part_of(self.role, layer), part_of(self.role, grads))
         residuals = iter(residuals)
         leaves = [next(residuals) if i is None else passed_again[i] for i in again]
-        first, last = transformer.SUBLAYERS[self.name]
-        issued = {first: jnp.zeros(()), last: wait_for}
+        issued = Ends(first=jnp.zeros(()), last=wait_for)
         new, dx, tokens, last_wgrad = jax.tree.unflatten(tree, leaves)((dy, issued, daux))
-        operations = enumerate(("dgrad", "all_gather", "wgrad"))
-        tokens = {f"{g}.{name}": t[i] for i, name in operations for g, t in tokens.items()}
-        return grads | new, dx, tokens | {f"{last}.wgrad": last_wgrad}
+        found = Ends({}, {})
+        for i, name in enumerate(OPERATIONS):
+            for of_gemm, token in zip(found, tokens, strict=True):
+                of_gemm[name] = token[i]
+        found.last["wgrad"] = last_wgrad
+        return grads | new, dx, found
 
     def backward_from_input(
         self,
@@ -116,8 +119,7 @@ class SublayerVjp:
         wait_for: Token,
     ) -> Any:
         """backward(), which recomputes the sublayer from its input activation."""
-        unordered = dict.fromkeys(transformer.SUBLAYERS[self.name])
-        residuals = self.forward(layer, grads, x, unordered)[2]
+        residuals = self.forward(layer, grads, x, Ends(None, None))[2]
         return self.backward(layer, grads, residuals, dy, daux, wait_for)
 
     def _passed_again(self, w, grads):

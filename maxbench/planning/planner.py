@@ -65,7 +65,7 @@ class Plan:
         if run.gpu.band:
             low, high = run.gpu.band
             return ErrorBand(low, high, "runs that the constants were fitted to", 0, True)
-        kind = parallelism(bool(run.model.experts), a.pp, a.tp, a.fsdp)
+        kind = parallelism(run.model.has_experts, a.pp, a.tp, a.fsdp)
         return error_band(a.gpu_type, run.precision.dtype, kind)
 
 
@@ -131,7 +131,7 @@ def meaning_of(run: Run, program: hlo.Program, first_pass: Timeline | None = Non
     """Meaning of the names in the run's program, with pipeline_timing.branch_frequencies() of its
     schedule."""
     plan, others = schedule_for(run), 0.0
-    if run.model.layer_groups or not run.layout.even:
+    if len(run.model.kinds) > 1 or not run.layout.even:
         from maxbench.pipeline import layer_order  # late: it loads jax, which cached plans need not
 
         others = layer_order.other_kinds(run, plan)

@@ -18,7 +18,9 @@ from typing import Any
 
 from maxbench.config import resolve
 from maxbench.config.errors import UserError
+from maxbench.config.model import Model
 from maxbench.config.run import DEGREES, Run
+from maxbench.config.sublayers import RULES
 from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.metrics import flops
@@ -67,10 +69,11 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
     m, few = run.model, functools.partial(degrees, gpus)
     stages = pipelines(m.layers, few(MAX_PP))
     # Validation of a Run takes 0.1 ms, so the most frequent violations are filtered before.
-    tps = [n for n in few(MAX_TP) if all(k.heads % n == k.mlp % n == 0 for _, k in m.kinds)]
+    tps = [n for n in few(MAX_TP) if all(size % n == 0 for size in _split_by("tp", m))]
+    eps = max(_split_by("ep", m), default=1)
     fsdps = [n for n in few(gpus) if m.embed % n == 0]
     for (pp, vp), tp, cp, ep, fsdp, mbs in itertools.product(
-        stages, tps, few(MAX_CP), few(m.experts or 1), fsdps, powers(MAX_MBS)
+        stages, tps, few(MAX_CP), few(eps), fsdps, powers(MAX_MBS)
     ):
         dp, left = divmod(gpus, pp * tp * cp * ep * fsdp)
         if left or gbs % (mbs * dp * fsdp * ep) or gbs < pp * mbs * dp * fsdp * ep:
@@ -81,6 +84,15 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
         )  # fmt: skip
         with contextlib.suppress(UserError):  # an illegal layout
             yield resolve.changed(run, layout=axes)
+
+
+@functools.lru_cache(64)
+def _split_by(mesh_axis: str, m: Model) -> frozenset[int]:
+    """The sizes of layers' weights that a mesh axis splits."""
+    parts = [part for _, layer in m.kinds for _, part in layer.parts()]
+    weights = [w for part in parts for w in part.weights.values()]
+    axes = [(name, w) for w in weights for name in w.names if mesh_axis in RULES[name]]
+    return frozenset(getattr(w.owner, name) for name, w in axes)
 
 
 def estimate_step_s(run: Run) -> float:
@@ -94,23 +106,30 @@ def estimate_step_s(run: Run) -> float:
     share = a.mbs / (a.cp * a.tp)  # of a sequence's FLOPs, per GPU and microbatch
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
     layers *= 1 + remat.recomputed_fraction(run) / 3
-    # Elements that memory-bound kernels move per layer, as counted in compiled programs.
-    routed = rows * (m.top_k if m.experts else 1) * m.mlp_inputs * m.mlp / a.tp
-    moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * elements + (7 + narrow) * routed
     # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
     # the experts' collectives over the network occupy the communication stream.
-    waits = m.experts > 0 and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
+    waits = m.has_experts and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
     hops = 2 if a.pp > 1 and not waits else 6
-    wait = costs.memory(WIDTH * moved) + hops * link("all-gather", WIDTH * elements, "tp")
-    if m.experts:  # dispatch and combine, forward and backward
-        sent = WIDTH * elements // a.tp
-        wait += 4 * link("all-to-all", sent * m.top_k, "ep")
-        wait += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
-        # Slots are all-gathered before the GEMMs of the experts and reduce-scattered after them;
-        # without tp they are copied, as an all-to-all's results are written again by expert.
-        if m.has_slots:
-            wait += hops * link("all-gather", WIDTH * elements * m.top_k, "tp")
-    work = layers + wait * m.layers / a.pp
+    wait = 0.0
+    for n, layer in m.kinds:
+        parts = [part for _, part in layer.parts()]
+        # Elements that memory-bound kernels move per layer, as counted in compiled programs.
+        activated = rows * sum(part.activated for part in parts) / a.tp
+        moved = (14 / a.tp + wide + 6 * (a.cp > 1)) * elements + (7 + narrow) * activated
+        of_layer = costs.memory(WIDTH * moved) + hops * link("all-gather", WIDTH * elements, "tp")
+        for part in parts:
+            if not part.choices:
+                continue
+            sent = WIDTH * elements // a.tp  # dispatch and combine, forward and backward
+            of_layer += 4 * link("all-to-all", sent * part.choices, "ep")
+            of_layer += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
+            # Slots are all-gathered before the GEMMs of the experts and reduce-scattered after
+            # them; without tp they are copied, as an all-to-all's results are written again by
+            # expert.
+            if part.has_slots:
+                of_layer += hops * link("all-gather", WIDTH * elements * part.choices, "tp")
+        wait += n * of_layer
+    work = layers + wait / a.pp
     weights, ends = memory.stage_weights(run)
     if a.fsdp > 1:  # all-gathered in both passes, reduce-scattered once, overlapping GEMMs
         gathers = 3 * link("all-gather", int(WIDTH * weights), "fsdp")
@@ -134,17 +153,19 @@ def estimate_bytes(run: Run) -> float:
     unrolled = run.train.unrolled
     # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
     # loop, or where tokens have slots of a fixed capacity.
-    transposed = m.experts > 0 and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
+    transposed = m.has_experts and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
     copies = transposed * (weights + ends)
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
     rows = a.mbs * run.train.seq // a.cp
-    widest = m.mlp_inputs * max(kind.mlp * kind.rows(a.ep) for _, kind in m.kinds)
+    parts = [(n, part) for n, layer in m.kinds for _, part in layer.parts()]
+    widest = max(part.reserved(a.ep) for _, part in parts)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
-    if m.experts and unrolled and (m.capacity_factor > 0 or run.format.quantized):
+    if m.has_experts and unrolled and (m.capacity_factor > 0 or run.format.quantized):
         # XLA delays the wgrads of all layers, and keeps their operands.
-        operands = rows * m.rows(a.ep) * (2 * m.embed + (m.mlp_inputs + 1) * m.mlp / a.tp)
-        scratch += (m.layers - 1) * run.format.bytes * operands
+        delayed = [(n, part.delayed_operands(a.ep, a.tp)) for n, part in parts]
+        operands = sum(n * x for n, x in delayed) - max(x for _, x in delayed)
+        scratch += run.format.bytes * rows * operands
     scratch += min(LOGITS, 8 * rows * m.vocab / a.tp) / 2  # fp32, and their gradient
     return memory.lower_bound(run) + WIDTH * copies / a.fsdp + gathered + scratch
 

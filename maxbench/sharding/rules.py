@@ -1,8 +1,8 @@
-"""Sharding of each weight: one table of rules, from logical axes to mesh axes.
+"""Sharding of each weight by its logical axes.
 
 A weight has two shardings:
 
-  compute   as the layers use it (RULES), in the compute dtype unless full_precision
+  compute   as the layers use it (sublayers.RULES), in the compute dtype unless full_precision
   master    the compute sharding, split further over every mesh axis that would otherwise store a
             copy: the stored weight, its gradient and its optimizer state. This is ZeRO stage 1
             (arXiv:1910.02054), Megatron's distributed optimizer, over all such axes.
@@ -21,38 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES
+from maxbench.config.sublayers import RULES
 from maxbench.sharding.collectives import axis_size
 
 BLOCK = max(f.multiple for f in FORMATS.values())  # preferred multiple of a shard's dim
-
-# Logical axis of a weight -> mesh axes that split it, the last one varying fastest.
-RULES = {
-    "layers": ("pp",),
-    "embed": ("fsdp",),
-    "q_rank": ("fsdp",),
-    "kv_rank": ("fsdp",),
-    "experts": ("ep_nodes", "ep"),
-    "heads": ("tp",),
-    "kv_heads": ("tp",),
-    "mlp": ("tp",),
-    "vocab": ("tp",),
-    "embed_sharded": ("tp", "fsdp"),
-    "embed_sharded_pp": ("tp", "fsdp", "pp"),  # if Layout.embedding_over_pp
-    # replicated
-    "vocab_replicated": (),
-    "qkv": (),
-    "head_dim": (),
-    "value_width": (),
-    "group_width": (),
-    "latents": (),
-    "kv_up_width": (),
-    "mlp_inputs": (),
-    "mtp_inputs": (),
-    "embed_replicated": (),
-    "q_rank_replicated": (),
-    "kv_rank_replicated": (),
-    "experts_replicated": (),
-}
 
 
 class GemmDims(NamedTuple):

@@ -198,7 +198,7 @@ class Step:
         opt = optimizer.cast(opt, p.moments)
         after = {"step": before["step"] + 1, "params": params, "opt": opt}
         if layer_state:
-            after[state.KEY] = state.update(self.run, layer_state, statistics)
+            after[state.KEY] = state.update(self.run, self.stacks, layer_state, statistics)
         return after, out
 
     def gradients(self, params: Any, batch: jax.Array, layer_state: Any = None) -> Any:
@@ -243,7 +243,9 @@ class Step:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
         out["grad_norm"] = optimizer.global_norm(self.shardings, grads)
-        return grads, out | state.metrics(statistics), statistics
+        if statistics:
+            out |= state.metrics(self.run, self.stacks, statistics)
+        return grads, out, statistics
 
     def _statistics(self, layer_state, sums, amaxes):
         """Statistics for state.update(), from gradient accumulators and amaxes of weights."""
@@ -251,7 +253,7 @@ class Step:
         trees = layer_stack.split(self.stacks, layer_state["layers"])
         statistics = []
         sums = layer_stack.by_stack(self.stacks, sums)
-        for tree, layers, amax_w in zip(trees, sums, amaxes, strict=True):
+        for stack, tree, layers, amax_w in zip(self.stacks, trees, sums, amaxes, strict=True):
             amax = grad_accumulation.amaxes_of(layers, not unrolled)
             if amax is not None:
                 amax = collectives.pmax(amax, *(axis for axis in AXES if axis != "pp"))
@@ -261,7 +263,7 @@ class Step:
                 counted = jax.tree.map(lambda *x: jnp.stack(x), *counted)
             else:
                 counted = grad_accumulation.statistics_of(layers)
-            statistics.append(state.statistics(tree, counted, amax))
+            statistics.append(state.statistics(self.run, stack, tree, counted, amax))
         return {"layers": layer_stack.join(self.stacks, statistics)}
 
     def _compute_weights(self, params, layer_state) -> _ComputeWeights:
@@ -349,12 +351,13 @@ class Step:
 
     def _with_state(self, layers, trees):
         """Layers with the state that they read; `trees` is the state of each stack."""
-        merge = lambda w, tree: _merge(w, state.for_layers(tree))
+        merge = lambda layer, w, tree: _merge(w, state.for_layers(self.run, layer, tree))
         if isinstance(layers, tuple):
-            tree = layer_stack.join(self.stacks, trees)
-            return tuple(map(merge, layers, layer_stack.unstack(self.run.model, tree)))
+            tree = layer_stack.unstack(self.run.model, layer_stack.join(self.stacks, trees))
+            return tuple(map(merge, self.run.model.per_layer, layers, tree))
         stacks = layer_stack.split(self.stacks, layers)
-        return layer_stack.join(self.stacks, list(map(merge, stacks, trees)))
+        merged = map(merge, (stack.layer for stack in self.stacks), stacks, trees)
+        return layer_stack.join(self.stacks, list(merged))
 
     def _accumulated_grads(self, w, batch, overlap: ZeroOverlap | None):
         """Gradient accumulators after all microbatches, and this GPU's shares of the metrics."""

@@ -5,6 +5,7 @@ import pytest
 from maxbench.config import command_line
 from maxbench.config.errors import UserError
 from tests.conftest import resolve, train_command
+from tests.kinds import dense, routed
 
 LLAMA, GROK = "configs/llama2_70b.py", "configs/grok1_314b.py"
 MXFP8 = ["--config", LLAMA, "--dtype", "fp8", "--gpu_type", "gb200"]
@@ -45,7 +46,7 @@ BAD = {
         ["--config", LLAMA, "--tp", "8", "--fsdp", "16", "--config.model.embed=8256"],
         ["tp=8 x fsdp=16 does not divide model.embed=8256", "tp x fsdp that works", "64, 86"],
     ),
-    "heads": (["--config", LLAMA, "--tp", "3"], ["tp=3", "model.heads=64", "1, 2, 4, 8"]),
+    "heads": (["--config", LLAMA, "--tp", "3"], ["tp=3", "model.kv_heads=8", "works: 1, 2, 4, 8"]),
     "kv heads": (["--config", LLAMA, "--tp", "16"], ["tp=16", "model.kv_heads=8"]),
     "experts": (["--config", GROK, "--ep", "3"], ["ep=3", "model.experts=8", "1, 2, 4, 8"]),
     "no experts": (["--config", LLAMA, "--ep", "2"], ["ep=2", "llama2 70b has none"]),
@@ -66,7 +67,15 @@ BAD = {
     ),
     "fp8 heads": (
         ["--config", LLAMA, "--dtype", "fp8", "--tp", "8", "--config.model.head_dim=36"],
-        ["model.head_dim=36", "2 x 1 kv_heads) x it = 360", "32"],
+        ["model.head_dim=36", "kv_heads / tp=8 x qkv x head_dim = 360", "32"],
+    ),
+    "shared expert": (
+        ["--config", "deepseek_v3:tiny", "--tp", "2", "--config.model.shared_mlp=63"],
+        ["tp=2 does not divide model.shared_mlp=63", "works: 1, 3, 7"],
+    ),
+    "fp8 shared expert": (
+        ["--config", "deepseek_v3:tiny", "--dtype", "fp8", "--config.model.shared_mlp=72"],
+        ["multiples of 16: model.shared_mlp=72", "mlp = 72", "nearest that works: 64"],
     ),
     "fp8 sequence": (
         ["--config", LLAMA, "--dtype", "fp8", "--cp", "2", "--seq", "1000", "--mbs", "1"],
@@ -232,7 +241,7 @@ def test_every_number_has_bounds(path):
         assert f"{path.rpartition('.')[2]}={text or repr(text)} " in str(error.value)
 
 
-GROUPS = (1, ((256,),)), (3, ((256, 4),))
+GROUPS = (1, (dense(256),)), (3, (routed(256, 4),))
 
 
 @pytest.mark.parametrize(
@@ -241,15 +250,51 @@ GROUPS = (1, ((256,),)), (3, ((256, 4),))
         ({"model.layer_groups": GROUPS}, dict(pp=5, mbs=1, gbs=5), "give the layers of each part"),
         ({"precision.bf16_layers": (3, 1)}, dict(dtype="fp8"), "leaves none of the 4 layers"),
         (
-            {"model.layer_groups": (*GROUPS[:1], (3, ((64, 4),)))},
+            {"model.layer_groups": (*GROUPS[:1], (3, (routed(64, 4),)))},
             dict(tp=128),
             "tp=128 does not divide",
         ),
         ({"model.layer_groups": GROUPS}, dict(layers=5), "layers=5 is more than the layers=4 of"),
         (
-            {"model.layer_groups": ((0, ((256,),)), *GROUPS)},
+            {"model.layer_groups": ((4, ({"mixer": {"kind": "atention"}},)),)},
             {},
-            "must be groups .count, .kind, ...",
+            "kind of a sublayer='atention' .* did you mean 'attention'",
+        ),
+        (
+            {"model.layer_groups": ((4, ({"mixer": {"kind": "attention", "windw": 8}},)),)},
+            {},
+            "a field of attention='windw' .* did you mean 'window'",
+        ),
+        (
+            {"model.layer_groups": ((4, (dense(256, window=-1),)),)},
+            {},
+            "model.window=-1 must be a whole number, at least 0",
+        ),
+        (
+            {"model.layer_groups": ((4, (dense(256, embed=64),)),)},
+            {},
+            "embed=64 is of the whole network; set model.embed",
+        ),
+        (
+            {"model.layer_groups": ((4, (dense(256, head_dim=32),)),)},
+            {},
+            "RoPE rotates 32 dims of a head in a layer with attention, and 16 in the model",
+        ),
+        ({"model.layer_groups": ((4, ({},)),)}, {}, "neither a mixer nor a channel"),
+        (
+            {"model.layer_groups": ((4, ({"mixer": {"kind": "mlp"}},)),)},
+            {},
+            r"mixer=Mlp\(\) of a layer must be one of .*attention.*latent_attention",
+        ),
+        (
+            {"model.layer_groups": ((4, (5,)),)},
+            {},
+            "must be groups .count, .layer, ...",
+        ),
+        (
+            {"model.layer_groups": ((0, (dense(256),)), *GROUPS)},
+            {},
+            "must be groups .count, .layer, ...",
         ),
     ],
     ids=str,

@@ -159,7 +159,8 @@ def test_estimated_stash_equals_the_residuals_of_a_layer(sizes, policies):
     def residuals(run, key, x_btd):
         w = jax.tree.map(lambda x: x[0], nn.unbox(transformer.init(run.model, key))["layers"])
         rope = layers.rope_angles(run.model, jnp.arange(seq))
-        layer = functools.partial(transformer.layer, run, run.model, sums=None, rope=rope)
+        kind = run.model.per_layer[0]
+        layer = functools.partial(transformer.layer, run, kind, sums=None, rope=rope)
         call = lambda w, x_btd: layer(w=w, x_bud=x_btd)[::2]
         return jax.vjp(call, jax.tree.map(lambda w: w.astype(x_btd.dtype), w), x_btd)[1]
 

@@ -10,12 +10,12 @@ import pytest
 
 from maxbench.config import recipes
 from maxbench.config.errors import UserError
-from maxbench.config.model import LayerKind
 from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
 from maxbench.model import layer_stack, transformer
 from tests.conftest import WORKLOADS, config, resolve
+from tests.kinds import dense, routed
 
 PARAMETERS = {
     "llama2_70b": 68_976_648_192,
@@ -61,9 +61,9 @@ MLA = dict(head_dim=24, value_dim=16, q_rank=40, kv_rank=32, rope_head_dim=8)
 UNUSUAL = [
     dict(head_dim=24),  # heads x head_dim above embed
     dict(head_dim=24, value_dim=8),
-    dict(layer_groups=((1, ((192,),)), (2, ((64, 4),)), (1, ((96, 2),)))),
+    dict(layer_groups=((1, (dense(192),)), (2, (routed(64, 4),)), (1, (routed(96, 2),)))),
     dict(
-        layer_groups=((2, ((64, 4), (192,))),),
+        layer_groups=((2, (routed(64, 4), dense(192))),),
         post_norm=True,
         tied=True,
     ),
@@ -99,13 +99,13 @@ DENSE = dict(experts=0, softcap=0.0)
     [
         DENSE,
         DENSE | dict(head_dim=24, value_dim=8),
-        DENSE | dict(layer_groups=((1, ((192,),)), (3, ((96,),))), act="relu2", tied=True),
+        DENSE | dict(layer_groups=((1, (dense(192),)), (3, (dense(96),))), act="relu2", tied=True),
         DENSE | dict(window=16, sinks=True, attention_bias=True),  # masked scores are computed here
         DENSE | dict(kv_heads=8, **MLA),
         dict(experts=4, top_k=4, capacity_factor=1.0, shared_mlp=96, act="swiglu_clamped"),
         # Every expert gets every token, so that no slot is empty.
         dict(experts=4, top_k=4, capacity_factor=1.0),
-        dict(layer_groups=((2, ((192,), (64, 4))),), top_k=4, capacity_factor=1.0),
+        dict(layer_groups=((2, (dense(192), routed(64, 4))),), top_k=4, capacity_factor=1.0),
     ],
     ids=str,
 )
@@ -115,7 +115,8 @@ def test_flops_are_three_times_the_dots_of_a_traced_forward_pass(sizes):
     params = jax.eval_shape(net.init, jax.random.key(0), tokens)
     forward = dots(jax.make_jaxpr(net.apply)(params, tokens).jaxpr)
     # No convention counts routers and the weighted sums of a token's experts.
-    uncounted = sum(n * (layer.experts + layer.top_k) for n, layer in m.kinds if layer.experts)
+    channels = [(n, layer.channel) for n, layer in m.kinds if layer.has_experts]
+    uncounted = sum(n * (c.experts + c.top_k) for n, c in channels)
     forward -= 2 * seq * m.embed * uncounted
     assert 3 * forward == flops.per_sequence(m, seq, "full")
 
@@ -142,7 +143,7 @@ def is_jaxpr(x) -> bool:
 
 def test_equal_layer_groups_are_merged_and_checked():
     m = resolve("grok1_314b", "tiny").model
-    same, other = LayerKind(m.mlp, 4), LayerKind(64)
+    same, other = m.default_layer, dense(64)
     groups = (1, (same,)), (1, (same, same)), (1, (same,))
     assert dataclasses.replace(m, layer_groups=groups) == m
     for groups, merged in (
@@ -153,10 +154,10 @@ def test_equal_layer_groups_are_merged_and_checked():
     ):
         assert dataclasses.replace(m, layer_groups=groups).layer_groups == merged
     few = dataclasses.replace(m, layers=2, layer_groups=((3, (other,)), (58, (same,))))
-    assert (few.layer_groups, few.mlp, few.experts) == ((), 64, 0)
-    for wrong, text in ((((3, (same,)),), "layers=3"), (((4, ((64, 2),)),), "experts=2")):
-        with pytest.raises(UserError, match=text):
-            dataclasses.replace(m, layer_groups=wrong)
+    assert [layer.channel.mlp for _, layer in few.kinds] == [64]
+    assert few.experts == 0
+    with pytest.raises(UserError, match="layers=3"):
+        dataclasses.replace(m, layer_groups=((3, (same,)),))
 
 
 @pytest.mark.parametrize(("workload", "seq", "convention"), FLOPS)
@@ -242,4 +243,5 @@ def test_causal_scores_of_a_window_are_those_that_its_mask_keeps():
     seq, window = 64, 16
     kept = sum(min(query + 1, window) for query in range(seq)) / seq
     m = dataclasses.replace(resolve("llama31_8b", "tiny").model, window=window)
-    assert flops._scores_per_query(m, seq, flops.CONVENTIONS["causal"]) == kept
+    mixer = m.per_layer[0].mixer
+    assert mixer.scores(seq) == mixer.heads * 2 * mixer.head_dim * kept

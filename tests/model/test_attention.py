@@ -121,7 +121,7 @@ WIDTHS += [(256, 256), (192, 192)]
 def test_kernel_is_cudnn_if_the_gpu_supports_it(capability, supported):
     def kind(keys, values, dtype="bf16", **others):
         m = dataclasses.replace(model, head_dim=keys, value_dim=values, **others)
-        return resolving.cudnn_kernel(m, dtype, capability)
+        return resolving.cudnn_kernel(m.per_layer[0].mixer, dtype, capability)
 
     model = resolve("llama2_70b").model
     assert {kind(*each) for each in WIDTHS[:supported]} == {"cudnn"}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxbench.config.model import Model
+from maxbench.config.sublayers import Context, Ends
 from maxbench.model import hugging_face, layers, transformer
 from maxbench.model.linear import UNORDERED
 from tests.model.test_attention import attention_formula
@@ -33,10 +34,10 @@ def rms(x, scale, eps):
     return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
 
 
-def rope(m, x_bthk):
+def rotated(angles, x_bthk):
     """Pairs (i, i + n / 2) of the n dims of x, as complex numbers."""
     n = x_bthk.shape[-1]
-    cos, sin = layers.rope_angles(m, np.arange(x_bthk.shape[1]))
+    cos, sin = angles
     z = jax.lax.complex(x_bthk[..., : n // 2], x_bthk[..., n // 2 :])
     z *= jax.lax.complex(cos, sin)[:, None]
     return jnp.concatenate([z.real, z.imag], -1)
@@ -47,7 +48,7 @@ def attended(m, w, q, k, v):
     return jnp.einsum("bthk,hkd->btd", o, w["out"]["w"]) + w["out"].get("bias", 0)
 
 
-def grouped_formula(m, w, x_btd):
+def grouped_formula(m, angles, w, x_btd):
     r, k, v = m.heads // m.kv_heads, m.head_dim, m.value_width
     weight = w["qkv"]["w"].reshape(m.embed, m.kv_heads, -1)
     bias = w["qkv"]["bias"].reshape(m.kv_heads, -1) if m.attention_bias else 0
@@ -57,18 +58,18 @@ def grouped_formula(m, w, x_btd):
     if m.qk_norm:
         q = rms(q, w["q_norm"]["scale"], m.norm_eps)
         key = rms(key, w["k_norm"]["scale"], m.norm_eps)
-    return attended(m, w, rope(m, q), rope(m, key), value)
+    return attended(m, w, rotated(angles, q), rotated(angles, key), value)
 
 
-def latent_formula(m, w, x_btd):
+def latent_formula(m, angles, w, x_btd):
     latents = x_btd @ w["qkv"]["w"] + w["qkv"].get("bias", 0)
     q, kv, shared = np.split(np.arange(m.latents), [m.q_rank, m.q_rank + m.kv_rank])
     q_norm, kv_norm = w["q_norm"]["scale"], w["kv_norm"]["scale"]
     q = jnp.einsum("btc,chk->bthk", rms(latents[..., q], q_norm, m.norm_eps), w["q_up"]["w"])
     kv = jnp.einsum("btc,chk->bthk", rms(latents[..., kv], kv_norm, m.norm_eps), w["kv_up"]["w"])
-    shared = rope(m, latents[..., None, shared])
+    shared = rotated(angles, latents[..., None, shared])
     plain = m.head_dim - m.rope_head_dim
-    q = jnp.concatenate([q[..., :plain], rope(m, q[..., plain:])], -1)
+    q = jnp.concatenate([q[..., :plain], rotated(angles, q[..., plain:])], -1)
     shared = jnp.broadcast_to(shared, (*x_btd.shape[:2], m.heads, m.rope_head_dim))
     k = jnp.concatenate([kv[..., :plain], shared], -1)
     return attended(m, w, q, k, kv[..., plain:])
@@ -90,11 +91,12 @@ CASES += [
 
 @pytest.mark.parametrize(("kind", "formula", "sizes"), CASES)
 def test_attention_and_its_gradients_equal_the_formula(kind, formula, sizes):
-    m, random = Model(**sizes), np.random.default_rng(0)
-    module, orders = kind(m, "xla"), {"qkv": UNORDERED, "out": UNORDERED}
+    model, random = Model(**sizes), np.random.default_rng(0)
+    m = model.per_layer[0].mixer
+    module, orders = kind(m), Ends(UNORDERED, UNORDERED)
     x, dy = (jnp.asarray(random.standard_normal((2, 16, m.embed)), jnp.float32) for _ in range(2))
-    angles = layers.rope_angles(m, np.arange(16))
-    w = nn.unbox(module.init(jax.random.key(0), x, angles, orders)["params"])
+    context = Context(layers.rope_angles(model, np.arange(16)))
+    w = nn.unbox(module.init(jax.random.key(0), x, context, orders)["params"])
     w = jax.tree.map(lambda w: jnp.asarray(random.standard_normal(w.shape) / 3, jnp.float32), w)
 
     def value_and_grads(f):
@@ -102,9 +104,9 @@ def test_attention_and_its_gradients_equal_the_formula(kind, formula, sizes):
         return y, vjp(dy)
 
     actual = jax.jit(lambda: value_and_grads(
-        lambda w, x: module.apply({"params": w}, x, angles, orders)[0]
+        lambda w, x: module.apply({"params": w}, x, context, orders)[0]
     ))()  # fmt: skip
-    expected = jax.jit(lambda: value_and_grads(lambda w, x: formula(m, w, x)))()
+    expected = jax.jit(lambda: value_and_grads(lambda w, x: formula(m, context.rope, w, x)))()
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
     jax.tree.map(close, actual, expected)
 
@@ -134,7 +136,7 @@ def test_latent_attention_of_hugging_face_rotates_neighbouring_dims():
     hf = {k.split("self_attn.")[1]: v for k, v in hf.items() if "layers.0.self_attn" in k}
     x, plain = random.standard_normal((2, 16, m.embed)).astype(np.float32), m.head_dim - 4
 
-    def rotated(x):
+    def neighbours_rotated(x):
         freq = m.rope_base ** (-np.arange(0, 4, 2) / 4)
         angle = np.arange(16)[:, None, None] * freq
         pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
@@ -144,10 +146,12 @@ def test_latent_attention_of_hugging_face_rotates_neighbouring_dims():
     kv = rms(kv, hf["kv_a_layernorm.weight"], m.norm_eps) @ hf["kv_b_proj.weight"].T
     q = rms(x @ hf["q_a_proj.weight"].T, hf["q_a_layernorm.weight"], m.norm_eps)
     q = np.asarray(q @ hf["q_b_proj.weight"].T).reshape(2, 16, m.heads, m.head_dim)
-    q = np.concatenate([q[..., :plain], rotated(q[..., plain:])], -1)
+    q = np.concatenate([q[..., :plain], neighbours_rotated(q[..., plain:])], -1)
     k, v = np.split(np.asarray(kv).reshape(2, 16, m.heads, -1), [plain], -1)
-    shared = np.broadcast_to(rotated(shared[:, :, None]), (2, 16, m.heads, 4))
+    shared = np.broadcast_to(neighbours_rotated(shared[:, :, None]), (2, 16, m.heads, 4))
     o = attention_formula(q, np.concatenate([k, shared], -1), v, None)
     expected = np.asarray(o).reshape(2, 16, -1) @ hf["o_proj.weight"].T
     w = jax.tree.map(lambda x: x[0], params["layers"]["attn"])
-    np.testing.assert_allclose(latent_formula(m, w, x), expected, atol=1e-4)
+    angles = layers.rope_angles(m, np.arange(16))
+    actual = latent_formula(m.per_layer[0].mixer, angles, w, x)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)

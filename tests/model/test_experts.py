@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbench.model import experts, layers, linear, router, transformer
+from maxbench.config.sublayers import Context, Ends
+from maxbench.model import experts, layers, linear, router
 from tests.conftest import resolve
 
 
@@ -30,7 +31,8 @@ def loop_over_choices(m, x_jd, w, capacity):
     return out, load
 
 
-UNORDERED = dict.fromkeys(sum(transformer.SUBLAYERS.values(), ()), linear.UNORDERED)
+UNORDERED = Context(None), Ends(linear.UNORDERED, linear.UNORDERED)
+GROK = resolve("grok1_314b", "tiny").model.per_layer[0].channel
 
 
 @pytest.mark.parametrize(
@@ -40,18 +42,17 @@ UNORDERED = dict.fromkeys(sum(transformer.SUBLAYERS.values(), ()), linear.UNORDE
     ("scores", "drop"), [("topk_softmax", "probs"), ("softmax_topk", "position")]
 )
 def test_experts_process_tokens_up_to_their_capacity(factor, scores, drop):
-    m = resolve("grok1_314b", "tiny").model
     m = dataclasses.replace(
-        m, capacity_factor=factor, router=scores, drop_policy=drop, init_std=0.3
+        GROK, capacity_factor=factor, router=scores, drop_policy=drop, init_std=0.3
     )
     x = np.float32(np.random.default_rng(0).standard_normal((2, 24, m.embed)))
-    w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
+    w = jax.device_get(experts.Moe(m).init(jax.random.key(0), x, *UNORDERED)["params"])
     w = jax.tree.map(
         lambda leaf: getattr(leaf, "value", leaf), w, is_leaf=lambda b: hasattr(b, "names")
     )
     capacity = m.capacity(48) if factor else 48
     expected, load = loop_over_choices(m, x.reshape(-1, m.embed), w, capacity)
-    apply = lambda w, x: experts.Moe(m).apply({"params": w}, x, UNORDERED)[0]
+    apply = lambda w, x: experts.Moe(m).apply({"params": w}, x, *UNORDERED)[0]
     actual = jax.jit(apply)(w, x)
     np.testing.assert_allclose(actual.reshape(-1, m.embed), expected, rtol=2e-3, atol=2e-3)
     if factor == 0.5:
@@ -84,14 +85,14 @@ def dense_experts(m, w, x_jd, choice_jk=None):
 def test_biases_clamped_activation_and_shared_expert(how):
     """Values and gradients of everything that gpt-oss and DeepSeek-V3 add."""
     m = dataclasses.replace(
-        resolve("grok1_314b", "tiny").model,
+        GROK,
         **dict(experts=8, top_k=2, mlp=48, shared_mlp=80, embed=32, act="swiglu_clamped"),
         **dict(mlp_bias=True, router_bias=True, router="sigmoid", router_groups=4),
         **dict(router_groups_top=2, router_scale=2.5, init_std=0.5),
         **dict(capacity_factor=4.0 * (how == "slots"), force_balance=how == "force_balance"),
     )
     x = jax.random.normal(jax.random.key(1), (2, 24, m.embed))
-    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
+    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, *UNORDERED)["params"])
     keys = iter(jax.random.split(jax.random.key(2), 20))
     w = jax.tree.map(lambda a: a + 0.3 * jax.random.normal(next(keys), a.shape), w)
     choice = jnp.tile(router.balanced_choice(m, 24), (2, 1)) if how == "force_balance" else None
@@ -101,7 +102,7 @@ def test_biases_clamped_activation_and_shared_expert(how):
         return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(w, x)
 
     cotangent = jax.random.normal(jax.random.key(3), (48, m.embed))
-    actual = value_and_grads(lambda w, x: experts.Moe(m).apply({"params": w}, x, UNORDERED)[0])
+    actual = value_and_grads(lambda w, x: experts.Moe(m).apply({"params": w}, x, *UNORDERED)[0])
     expected = value_and_grads(lambda w, x: dense_experts(m, w, x.reshape(-1, m.embed), choice))
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
     jax.tree.map(close, actual, expected)
@@ -119,16 +120,14 @@ def test_biases_clamped_activation_and_shared_expert(how):
 def test_dropless_equals_a_capacity_for_all_tokens(experts_and_top_k, tokens):
     """Values and gradients, with many, few and unevenly filled blocks."""
     count, top_k = experts_and_top_k
-    m = dataclasses.replace(
-        resolve("grok1_314b", "tiny").model, experts=count, top_k=top_k, mlp=64, init_std=0.3
-    )
+    m = dataclasses.replace(GROK, experts=count, top_k=top_k, mlp=64, init_std=0.3)
     x = jax.random.normal(jax.random.key(1), (2, tokens // 2, m.embed))
-    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, UNORDERED)["params"])
+    w = nn.unbox(experts.Moe(m).init(jax.random.key(0), x, *UNORDERED)["params"])
     w["router"]["w"] = w["router"]["w"].at[:, 0].add(0.2)  # expert 0 is chosen more often
 
     def loss_and_grads(factor):
         moe = experts.Moe(dataclasses.replace(m, capacity_factor=factor))
-        loss = lambda w, x: jnp.sum(jnp.sin(moe.apply({"params": w}, x, UNORDERED)[0]))
+        loss = lambda w, x: jnp.sum(jnp.sin(moe.apply({"params": w}, x, *UNORDERED)[0]))
         return jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))(w, x)
 
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -138,14 +137,14 @@ def test_dropless_equals_a_capacity_for_all_tokens(experts_and_top_k, tokens):
 def test_dropless_rows_are_choices_and_partly_filled_blocks():
     """With 128 experts, top-8: at most 25 % more rows than choices."""
     m = dataclasses.replace(
-        resolve("grok1_314b", "tiny").model,
+        GROK,
         **dict(experts=128, top_k=8, mlp=24, embed=16, capacity_factor=0.0),
     )
     tokens = 2048
     x = jax.ShapeDtypeStruct((1, tokens, m.embed), jnp.float32)
-    init = lambda: experts.Moe(m).init(jax.random.key(0), jnp.zeros(x.shape), UNORDERED)
+    init = lambda: experts.Moe(m).init(jax.random.key(0), jnp.zeros(x.shape), *UNORDERED)
     w = nn.unbox(jax.eval_shape(init))
-    loss = lambda w, x: jnp.sum(experts.Moe(m).apply(w, x, UNORDERED)[0])
+    loss = lambda w, x: jnp.sum(experts.Moe(m).apply(w, x, *UNORDERED)[0])
     sizes = [
         v.aval.size
         for eqn in jax.make_jaxpr(jax.grad(loss, (0, 1)))(w, x).eqns
@@ -157,7 +156,7 @@ def test_dropless_rows_are_choices_and_partly_filled_blocks():
 
 @pytest.mark.parametrize("with_gates", [True, False])
 def test_gradients_of_dispatch_experts_and_combine_equal_indexing(with_gates):
-    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, capacity_factor=0.75)
+    m = dataclasses.replace(GROK, capacity_factor=0.75)
     key = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = router.route(m, jax.random.normal(key[1], (12, m.experts)))
@@ -182,7 +181,7 @@ def test_gradients_of_dispatch_experts_and_combine_equal_indexing(with_gates):
 
 
 def test_balance_loss_is_minimal_for_balanced_load():
-    m = dataclasses.replace(resolve("grok1_314b", "tiny").model, aux_loss=1.0)
+    m = dataclasses.replace(GROK, aux_loss=1.0)
     even = jnp.full((8, m.experts), 1 / m.experts)
     choices = jnp.stack([jnp.arange(8) % m.experts, (jnp.arange(8) + 1) % m.experts], 1)
     loss = lambda probs, choices: router.balance_loss(m, probs, router.expert_load(m, choices, 1))

@@ -109,4 +109,4 @@ def test_yarn_equals_its_definition(base, fast, truncate, mscale):
         np.testing.assert_allclose(sin, a * np.sin(angle), atol=2e-3)
         np.testing.assert_allclose(cos[:3], a * np.cos(angle)[:3], atol=2e-5)
     logits = (0.1 * mscale * math.log(factor) + 1) ** 2 / math.sqrt(dims)
-    assert m.logit_scale == pytest.approx(logits)
+    assert m.per_layer[0].mixer.logit_scale == pytest.approx(logits)

@@ -19,6 +19,7 @@ from maxbench.sharding import mesh
 from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
+from tests.kinds import dense, routed
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
 LLAMA = dict(embed=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=64, layers=2)
@@ -125,7 +126,7 @@ def test_xai_preset_equals_the_released_grok():
 @pytest.mark.exhaustive
 def test_module_has_the_weights_and_the_loss_of_training():
     """With layer groups."""
-    groups = (1, ((192,),)), (1, ((64, 4),))
+    groups = (1, (dense(192),)), (1, (routed(64, 4),))
     overrides = {"model.layer_groups": groups, "model.value_dim": 8}
     run = resolve("grok1_314b", "tiny", overrides, dtype="fp32", layers=2, seq=16, mbs=2)
     step = Step(run, mesh.make_mesh(run.layout))
@@ -150,7 +151,7 @@ def test_weights_are_loaded_from_a_checkpoint_of_a_pipeline(tmp_path):
     with checkpoint.Saver(tmp_path, pipeline.run, dict) as saver:
         saver.save(pipeline.init())
     about = json.loads((tmp_path / "0/about/run.json").read_text())
-    assert about["stacks"] == [["", ["attn", "mlp"], [-1, 0, 3, 4, 1, 2, 5, -1]]]
+    assert about["stacks"] == [["", ["mixer", "channel"], [-1, 0, 3, 4, 1, 2, 5, -1]]]
     m, params = restore.weights(str(tmp_path))
     assert m == single.run.model
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(single.init()["params"]))

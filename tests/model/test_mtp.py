@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbench.model import layer_stack, mtp, transformer
+from maxbench.config.sublayers import Context
+from maxbench.model import layer_stack, transformer
 from maxbench.model.layers import rope_angles
 from maxbench.sharding import mesh
 from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
+from tests.kinds import dense, routed
 
 
 def plain_loss(m, w, tokens_bt):
@@ -18,7 +20,7 @@ def plain_loss(m, w, tokens_bt):
     rms = lambda x, s: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + m.norm_eps) * s["scale"]
     t = tokens_bt.shape[1] - 2
     rope = rope_angles(m, jnp.arange(t))
-    layer = lambda kind, w, x: transformer.Block(kind, "xla").apply({"params": w}, x, rope)[0]
+    layer = lambda kind, w, x: transformer.Block(m, kind).apply({"params": w}, x, Context(rope))[0]
     embedded = lambda tokens: w["embed"]["w"][tokens]
 
     def cross_entropy(x, norm, targets_bt):
@@ -33,13 +35,13 @@ def plain_loss(m, w, tokens_bt):
     after = rms(embedded(tokens_bt[:, 1:-1]), p["embed_norm"])
     merged = jnp.concatenate([after, rms(x, p["hidden_norm"])], -1)
     x = merged @ p["projection"]["w"].reshape(2 * m.embed, m.embed)
-    x = layer(mtp.layer_kind(m), w["mtp"]["layer"], x)
+    x = layer(m.mtp_layer, w["mtp"]["layer"], x)
     return main + 0.1 * cross_entropy(x, w["mtp"]["head_norm"], tokens_bt[:, 2:])
 
 
 def test_loss_and_gradients_equal_the_published_form():
     overrides = {
-        "model.layer_groups": ((1, ((96,),)), (1, ((64, 4),))),
+        "model.layer_groups": ((1, (dense(96),)), (1, (routed(64, 4),))),
         "model.capacity_factor": 0.0,
         "model.mtp_layers": 1,
         "model.aux_loss": 0.0,

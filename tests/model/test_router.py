@@ -11,7 +11,7 @@ from maxbench.config.errors import UserError
 from maxbench.model import experts, router
 from tests.conftest import resolve
 
-GROK = resolve("grok1_314b", "tiny").model
+GROK = resolve("grok1_314b", "tiny").model.per_layer[0].channel
 DEEPSEEK = dataclasses.replace(
     GROK, experts=16, top_k=4, router="sigmoid", router_groups=4, router_groups_top=2,
     router_scale=2.5,
@@ -111,4 +111,4 @@ def test_balanced_slots_hold_every_choice(multiple):
 )
 def test_bad_routing_is_refused(fields, words):
     with pytest.raises(UserError, match=words):
-        dataclasses.replace(DEEPSEEK, **fields)
+        dataclasses.replace(DEEPSEEK, **fields).check()

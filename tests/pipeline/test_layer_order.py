@@ -6,14 +6,16 @@ import pytest
 
 from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError
+from maxbench.config.sublayers import KEYS, ROLES
 from maxbench.model import layer_stack
 from maxbench.pipeline import layer_order, schedule
 from maxbench.sharding import rules
 from maxbench.step import state
 from tests.conftest import resolve
+from tests.kinds import dense, routed
 
-DEEPSEEK = ((3, ((256,),)), (58, ((64, 4),)))  # dense layers, then experts
-ALTERNATING = ((6, ((64, 4, 8), (64, 4))),)  # windows
+DEEPSEEK = ((3, (dense(256),)), (58, (routed(64, 4),)))  # dense layers, then experts
+ALTERNATING = ((6, (routed(64, 4, window=8), routed(64, 4))),)  # windows
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def place(groups=(), stages="", mlp_bias=False, **layout):
 def check(placement):
     """Every layer is in one slot of the stacks of each sublayer, where its stage reads it."""
     stages, chunks, count = placement.layers.shape
-    for sublayer, slots in placement.slots.items():
+    for role, slots in placement.slots.items():
         found = []
         for stage, chunk, i in np.ndindex(stages, chunks, count):
             slot, layer = slots[i], placement.layers[stage, chunk, i]
@@ -56,7 +58,7 @@ def check(placement):
                 continue
             choice = slot.choices[index]
             stack = next(s for s in placement.stacks if s.name == choice.stack)
-            assert sublayer in stack.sublayers
+            assert role in stack.roles
             entry = placement.entries[choice.stack][stage, chunk, choice.entry]
             assert stack.slots[stage * len(stack.slots) // stages + entry] == layer
             found += [layer] if layer >= 0 else []
@@ -69,10 +71,10 @@ def test_a_published_layout_has_a_stack_for_each_form_of_a_sublayer():
     sizes = {s.name: len(s.slots) // 8 for s in placement.stacks}
     assert sizes == {"attn0": 8, "mlp0": 2, "mlp1": 8}  # two dense layers at most on a stage
     assert placement.sliced == ("attn0", "mlp1")
-    attention, mlp = (placement.slots[s] for s in ("attn", "mlp"))
+    attention, mlp = (placement.slots[role] for role in ROLES)
     assert [len(slot.choices) for slot in (*attention, *mlp)] == [1, 1, 2, 2]
     assert all(slot.table is None for slot in attention)  # empty slots have weights of zeros
-    assert mlp[0].choices[0].kind.experts == 4  # the most frequent kind
+    assert mlp[0].choices[0].sublayer.experts == 4  # the most frequent kind
     assert mlp[0].table[:2, 0].tolist() == [1, 1]
     assert mlp[1].table[[0, 7], [0, 3]].tolist() == [2, 2]  # empty
 
@@ -95,12 +97,12 @@ def test_kinds_that_are_alike_in_a_slot_need_no_branch():
     aligned = place(ALTERNATING, layers=12, pp=2, vp=3)
     check(aligned)
     assert [s.name for s in aligned.stacks] == [""]  # windows have no weights
-    assert [slot.choices[0].kind.window for slot in aligned.slots["attn"]] == [8, 0]
+    assert [slot.choices[0].sublayer.window for slot in aligned.slots["mixer"]] == [8, 0]
     assert all(slot.table is None for slots in aligned.slots.values() for slot in slots)
     other = place(ALTERNATING, layers=12, pp=4)
     check(other)
-    assert [len(slot.choices) for slot in other.slots["attn"]] == [2, 2, 2]
-    assert all(slot.table is None for slot in other.slots["mlp"])
+    assert [len(slot.choices) for slot in other.slots["mixer"]] == [2, 2, 2]
+    assert all(slot.table is None for slot in other.slots["channel"])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_empty_slots_of_equal_layers(layers, stages, branches):
     """Two empty slots have weights of zeros; more are skipped, or a stage would store more."""
     placement = place((), stages, layers=layers, pp=2, vp=2)
     check(placement)
-    assert sum(slot.table is not None for slot in placement.slots["mlp"]) == branches
+    assert sum(slot.table is not None for slot in placement.slots["channel"]) == branches
 
 
 def test_attention_never_branches_over_cp():
@@ -126,16 +128,16 @@ def test_attention_never_branches_over_cp():
     for groups, stages, layers in (((), "1,2,0,2", 5), (DEEPSEEK, "1,2,0,2", 5)):
         placement = place(groups, stages, layers=layers, pp=2, vp=2, cp=2)
         check(placement)
-        assert all(slot.table is None for slot in placement.slots["attn"])
-    with pytest.raises(UserError, match="cp=2: attention differs"):
+        assert all(slot.table is None for slot in placement.slots["mixer"])
+    with pytest.raises(UserError, match="cp=2: mixers differ"):
         place(ALTERNATING, layers=12, pp=4, cp=2)
 
 
 def test_empty_slots_are_skipped_where_a_bias_would_not_stay_zero():
     placement = place((), layers=6, pp=2, vp=2, mlp_bias=True)
     check(placement)
-    assert all(slot.table is None for slot in placement.slots["attn"])
-    assert all(slot.table is not None for slot in placement.slots["mlp"])
+    assert all(slot.table is None for slot in placement.slots["mixer"])
+    assert all(slot.table is not None for slot in placement.slots["channel"])
 
 
 @pytest.mark.parametrize("stages", ["Et|(tt|)*30mL", "(t|)*3(tt|)*29"])
@@ -149,15 +151,15 @@ def test_layers_and_their_state_move_between_stacks(stages):
 
         def of_stack(stack):
             ids = np.array(stack.slots, np.float32) + 1  # 0 in an empty slot
-            weights = {s: {"w": ids[:, None]} for s in stack.sublayers}
-            amax = np.tile(ids[:, None], 3 * len(stack.sublayers))
+            weights = {KEYS[role]: {"w": ids[:, None]} for role in stack.roles}
+            amax = np.tile(ids[:, None], 3 * len(stack.roles))
             return weights | {"amax": amax}
 
         return layer_stack.join(table, list(map(of_stack, table)))
 
     gemm = rules.WeightSharding((), (), (), gemm=rules.GemmDims(0, 1))
     shardings = lambda table: layer_stack.join(
-        table, [{s: {"a": gemm, "b": gemm, "c": gemm} for s in stack.sublayers} for stack in table]
+        table, [{KEYS[role]: {"a": gemm, "b": gemm, "c": gemm} for role in s.roles} for s in table]
     )
     moved = state.permute(tree(source), to, source, shardings(source))
     jax.tree.map(np.testing.assert_array_equal, moved, tree(to))

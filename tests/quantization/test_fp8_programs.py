@@ -38,8 +38,12 @@ def test_step_quantizes_weights_of_attention_mlp_and_experts(family):
 
 def test_router_weight_is_not_cast_to_bf16():
     step = build("grok1_314b", "bf16", {"precision.grads": "fp32"}, layers=1)
-    m, text = step.run.model, step.lower().as_text()
-    router, qkv = f"{m.embed}x{m.experts}x", f"{m.embed}x{m.kv_heads}x{m.qkv}x{m.head_dim}x"
+    (layer,), text = step.run.model.per_layer, step.lower().as_text()
+    m = layer.mixer
+    router, qkv = (
+        f"{m.embed}x{layer.channel.experts}x",
+        f"{m.embed}x{m.kv_heads}x{m.qkv}x{m.head_dim}x",
+    )
     assert [f"{w}bf16" in text for w in (router, qkv)] == [False, True]
     assert f"{router}f32" in text
 

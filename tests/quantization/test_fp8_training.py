@@ -11,6 +11,7 @@ from maxbench.model import layer_stack
 from maxbench.run import checkpoint, restore
 from maxbench.step import data
 from maxbench.step.train_step import Step
+from tests.kinds import dense, routed
 from tests.quantization.fp8_step import FAMILIES, build
 from tests.step.test_parallelism import gradients, overlap_zero  # noqa: F401
 
@@ -199,7 +200,7 @@ def test_layers_that_differ_train_alike_in_a_pipeline(tmp_path):
     """A dense layer, then experts, the last layer in bf16: two steps with delayed scaling on one
     device and on two stages, whose checkpoint has the weights and amax histories of the former."""
     overrides = {
-        "model.layer_groups": ((1, ((256,),)), (3, ((128, 4),))),
+        "model.layer_groups": ((1, (dense(256),)), (3, (routed(128, 4),))),
         "model.top_k": 4,
         "precision.scaling": "delayed",
         "precision.history": 4,

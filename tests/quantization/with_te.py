@@ -273,8 +273,13 @@ def test_all_gemms_of_a_gpu_step_are_tes(gpu, scaling, axes, monkeypatch):
     ]
     assert {op.target for op, _ in gemms} == {TE_GEMM}
     assert len(gemms) >= 24 // axes.get("pp", 1)
-    m = run.model
+    m, channel = run.model.per_layer[0].mixer, run.model.per_layer[0].channel
     rows = axes["mbs"] * 256
     # FLOPs of each of a layer's four GEMMs on one GPU of tp=2, forward or backward.
-    sizes = m.heads * m.head_dim, m.kv_heads * m.qkv * m.head_dim, m.mlp, m.mlp_inputs * m.mlp
+    sizes = (
+        m.heads * m.head_dim,
+        m.kv_heads * m.qkv * m.head_dim,
+        channel.mlp,
+        channel.mlp_inputs * channel.mlp,
+    )
     assert {flops for _, flops in gemms} <= {2.0 * rows * m.embed * n / 2 for n in sizes}

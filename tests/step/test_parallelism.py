@@ -15,6 +15,7 @@ from maxbench.sharding import rules
 from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
+from tests.kinds import dense, routed
 
 # Each of the tiny preset's 4 experts has a slot for every token (top-2): none is dropped.
 EXACT = {"precision.grads": "fp32", "model.capacity_factor": 2.0}
@@ -39,7 +40,7 @@ FAMILIES = {
         "grok1_314b",
         {
             "model.force_balance": True,
-            "model.layer_groups": ((1, ((192,),)), (1, ((64, 8),))),
+            "model.layer_groups": ((1, (dense(192),)), (1, (routed(64, 8),))),
             "model.layers": 2,
             "model.experts": 8,
             "model.router": "sigmoid",
@@ -56,14 +57,14 @@ FAMILIES = {
         "grok1_314b",
         {
             "model.capacity_factor": 0.0,
-            "model.layer_groups": ((2, ((192,),)), (4, ((64, 4),))),
+            "model.layer_groups": ((2, (dense(192),)), (4, (routed(64, 4),))),
             "model.layers": 6,
         },
     ),
     # Windows and full attention in turn, as gpt-oss.
     "windows": (
         "llama31_405b",
-        {"model.layer_groups": ((3, ((192, 0, 8), (192,))),), "model.layers": 6},
+        {"model.layer_groups": ((3, (dense(192, window=8), dense(192))),), "model.layers": 6},
     ),
     # Three layer groups, heads x head_dim > embed, and values narrower than keys.
     "mixed": (
@@ -71,7 +72,7 @@ FAMILIES = {
         {
             "model.capacity_factor": 0.0,
             # Two cycles of a dense layer and one with experts, then another kind.
-            "model.layer_groups": ((2, ((192,), (64, 4))), (1, ((96, 2),))),
+            "model.layer_groups": ((2, (dense(192), routed(64, 4))), (1, (routed(96, 2),))),
             "model.layers": 5,
             "model.head_dim": 24,
             "model.value_dim": 16,
@@ -84,7 +85,7 @@ FAMILIES = {
             "model.qk_norm": True,
             "model.attention_bias": True,
             "model.sinks": True,
-            "model.layer_groups": ((2, ((256, 0, 5), (256, 0, 0))),),
+            "model.layer_groups": ((2, (dense(256, window=5), dense(256))),),
             "model.rope_scaling": "yarn",
             "model.rope_context": 16,
         },
