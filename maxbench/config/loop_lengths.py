@@ -3,6 +3,7 @@
 The step names the scopes, and planning tells the cost model their trips. Needs no jax.
 """
 
+from maxbench.config.channels import Experts
 from maxbench.config.run import Run
 
 MICROBATCHES = "microbatches"  # named scope of the loop over microbatches
@@ -28,9 +29,9 @@ def trip_counts(run: Run) -> dict[str, int]:
     """Scope of a loop -> its trips. Those over blocks depend on the choice of experts: they are the
     trips of an even choice."""
     a, found = run.layout, {MICROBATCHES: run.layout.microbatches}
-    for _, kind in run.model.kinds:
-        if kind.experts and not kind.has_slots:
-            tokens, local = a.mbs * run.train.seq // a.cp // a.tp, kind.experts // a.ep
-            rows = mean_rows(tokens, kind.experts, kind.top_k, a.ep * a.tp)
+    for x in (layer.channel for _, layer in run.model.kinds):
+        if isinstance(x, Experts) and not x.has_slots:
+            tokens, local = a.mbs * run.train.seq // a.cp // a.tp, x.experts // a.ep
+            rows = mean_rows(tokens, x.experts, x.top_k, a.ep * a.tp)
             found[blocks_scope(local)] = local * -(-rows // block_rows(rows))
     return found

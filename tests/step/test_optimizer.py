@@ -7,10 +7,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxbench.config.run import Layout
 from maxbench.sharding import mesh, rules
-from maxbench.step import optimizer
+from maxbench.step import data, optimizer
 from maxbench.step.train_step import Step
+from tests.conftest import layout as layout_of
 from tests.conftest import resolve
 
 
@@ -40,30 +40,25 @@ def test_norms_decay_if_the_recipe_decays_them(family, decays):
     np.testing.assert_allclose(updates["norm"]["scale"], -rate * decays, rtol=1e-6)
 
 
-def test_bf16_state_is_updated_in_fp32(monkeypatch):
+def test_bf16_state_is_updated_in_fp32():
     """The update equals that of the fp32 state, rounded to bf16."""
     step, exact = (
         Step(run, mesh.make_mesh(run.layout))
         for run in (resolve("nemotron4_340b", presets) for presets in ("tiny,bf16_state", "tiny"))
     )
-    grads = lambda self, w, i, past: (
-        jax.tree.map(lambda x: x / 2, w),
-        {"grad_norm": jnp.full((), 3.0)},  # above the limit
-        None,
-    )
-    monkeypatch.setattr(Step, "gradients", grads)
-    alone = lambda state: exact._step(optimizer.cast(state, "fp32"), None)[0]
+    batch = data.draw(step.run, 0)
+    alone = lambda state: exact._step(optimizer.cast(state, "fp32"), batch)[0]
     rounded = jax.jit(lambda state: optimizer.cast(alone(state), "bf16"))
     state = step.init()
     for _ in range(2):
-        expected, state = rounded(state), jax.jit(step._step)(state, None)[0]
+        expected, state = rounded(state), jax.jit(step._step)(state, batch)[0]
         jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert {x.dtype.name for x in jax.tree.leaves(state)} == {"bfloat16", "int32"}
 
 
 def test_the_global_norm_counts_each_weight_once():
     """Of weights split over some axes and replicated over others, on dp 3 x tp 2."""
-    layout = Layout(dp=3, tp=2)
+    layout = layout_of(dp=3, tp=2)
     sizes = layout.mesh_shape
     weights = {
         "norm": (("embed_replicated",), (7,)),
