@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands, console
+from maxbench.config import command_line, console, options
 from maxbench.launch import job_status
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per job, newest first; returns the exit code."""
-    _, *places = command_line.parse_flags(commands.define("jobs"), argv)
+    places = command_line.read(options.Jobs, argv).words
     folders = job_status.refresh(job_status.folders(places))
     heads, rows = job_status.HEADS, job_status.table(folders)
     width = console.terminal_width()

@@ -14,9 +14,9 @@ from maxbench.config import renamed
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.model import LayerGroup, LayerKind
 from maxbench.config.number_formats import DTYPES
+from maxbench.config.options import FLAGS
 from maxbench.config.recipes import PRESETS, table
 from maxbench.config.run import DEGREES, SECTIONS, Layout, Run
-from maxbench.config.run_flags import FLAGS
 from maxbench.config.validation import parse
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 

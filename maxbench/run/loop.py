@@ -26,8 +26,15 @@ from maxbench.sharding import mesh, rules
 from maxbench.step.train_step import Step
 
 
-def train(run: Run, screen: terminal.Screen | None = None) -> int:
+def train(
+    run: Run,
+    screen: terminal.Screen | None = None,
+    report: Callable[..., None] | None = None,
+) -> int:
     """Trains a model.
+
+    Args:
+      report: called with folder=, when the run has one, and with error=, if it fails.
 
     Returns:
       The exit code: 0 done, 1 failed, 2 bad input, 75 (EX_TEMPFAIL) stopped by SIGTERM or because
@@ -43,6 +50,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         check_processes(run, devices)
         step = Step(run, devices)
         log = start_log(run, devices, screen)
+        if report:
+            report(folder=str(log.folder.absolute()))
         if peers:
             log.progress = peers.progress
             peers.on_peer_loss(log.write_result_for_lost_peer, log.report_hang)
@@ -50,6 +59,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
         ending = _close(endings.explain(e, run, log, peers), log, screen)
+        if report:
+            report(error=ending.reason)
         if ending.code:
             prefix = "error: " if ending.status == "failed" else ""
             print(f"maxbench train: {prefix}{ending.reason}", file=sys.stderr, flush=True)

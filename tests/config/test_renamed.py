@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxbench.cli import entry
-from maxbench.config import command_line, recipes, renamed
+from maxbench.config import command_line, options, recipes, renamed
 from maxbench.config.errors import UserError
 from maxbench.config.resolve import run_from_dict
 from maxbench.config.run import SECTIONS
@@ -76,6 +76,6 @@ def test_new_names_exist():
     fields = {**Gpu.__dataclass_fields__}
     fields |= {f"efficiency.{name}": 0 for name in Efficiency.__dataclass_fields__}
     for old, new in renamed.NAMES.items():
-        assert f"config.{new}" in command_line.SETTINGS or new in fields
-        assert f"config.{old}" not in command_line.SETTINGS
+        assert new in options.SETTINGS or new in fields
+        assert old not in options.SETTINGS
         assert old not in fields
