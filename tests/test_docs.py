@@ -9,7 +9,7 @@ import re
 import pytest
 
 import maxbench
-from benchmarks import pictures
+from benchmarks import pictures, reference_pages
 from maxbench.config import recipes
 from maxbench.config.resolve import build_run
 from maxbench.metrics import flops
@@ -54,7 +54,9 @@ def test_the_api_page_has_the_public_functions():
     for name in maxbench.__all__:
         public = getattr(maxbench, name)
         assert inspect.getdoc(public), name
-        assert re.search(rf"^\.\. auto\w+:: maxbench\.(?:\w+\.)*{name}$", page, re.MULTILINE), name
+        assert re.search(
+            rf"^\.\. auto\w+:: maxbench\.(?:\w+\.)*{name}(\(.*\))?$", page, re.MULTILINE
+        ), name
 
 
 def test_the_architecture_page_lists_every_package():
@@ -90,6 +92,13 @@ def test_the_example_model_is_a_valid_workload(tmp_path):
     run = build_run(recipes.load_workload(f"{file}:fp8"), gpus=8)
     assert (run.layout.fsdp, run.precision.dtype) == (8, "fp8")
     assert f"{flops.params(run.model):,} parameters" in page
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_tables_of_options_and_variables_are_up_to_date(name):
+    """On failure run `python -m benchmarks.reference_pages`."""
+    assert (reference_pages.DOCS / name).read_text() == reference_pages.page(name)
+    assert reference_pages.PAGES[name]() in reference_pages.page(name)
 
 
 def test_pictures_are_up_to_date():
