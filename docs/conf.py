@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import re
-import tomllib
 
 from sphinx.util import logging
 
@@ -42,13 +41,10 @@ def setup(app):
 
 
 def prepare(app, page: str, source: list[str]) -> None:
-    """Appends generated text to two pages, and rewrites the links that Sphinx cannot resolve."""
+    """Adds the notebook to its page, and rewrites the links that Sphinx cannot resolve."""
     if page == "tutorial/notebook":
         cells = json.loads((DOCS / "tutorial/notebook.ipynb").read_text())["cells"]
         source[0] += "\n\n".join(map(cell_markdown, cells))
-    if page == "reference/command_line":
-        commands = tomllib.loads((ROOT / "maxbench/config/commands.toml").read_text())
-        source[0] += "\n\n".join(command_markdown(*item) for item in commands.items())
     folder = (DOCS / page).parent
     extra = {(DOCS / path).resolve(): pathlib.Path(path).name for path in html_extra_path}
 
@@ -65,25 +61,6 @@ def prepare(app, page: str, source: list[str]) -> None:
         return f"`{os.path.relpath(target, ROOT)}`"
 
     source[0] = re.sub(r"(?<!!)\[([^]]*)\]\(((?!https?:|#)[^)\s]+)\)", link, source[0])
-
-
-def command_markdown(name: str, command: dict) -> str:
-    """Purpose, examples, own flags and notes of a command of commands.toml, in Markdown."""
-    lines = [f"## maxbench {name}", command["does"], "```bash", *command["examples"], "```"]
-    for group, flags in command.get("flags", {}).items():
-        lines += ["", f"| {group} | meaning |", "|---|---|"]
-        lines += [f"| `--{flag}` | {flag_text(about)} |" for flag, about in flags.items()]
-    return "\n".join([*lines, "", command.get("notes", "").strip()])
-
-
-def flag_text(about: dict) -> str:
-    """Meaning of a flag, with its choices and its default, for a cell of a table."""
-    text = about["text"]
-    if about.get("choices"):
-        text += f" ({', '.join(about['choices'])})"
-    if about.get("default") not in (None, ""):
-        text += f"; default {about['default']}"
-    return text.replace("|", "\\|")
 
 
 def cell_markdown(cell: dict) -> str:

@@ -3,6 +3,22 @@
 The Python API: plan(), train(), report() and sweep(); docs/how-to/use_from_python.md.
 """
 
-from maxbench.api import plan, report, sweep, train
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maxbench.api import plan, report, sweep, train
 
 __all__ = ["plan", "report", "sweep", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of api.py, which is loaded when the first of them is used."""
+    if name in __all__:
+        from maxbench import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

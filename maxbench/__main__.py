@@ -3,17 +3,18 @@
 import difflib
 import platform
 import sys
-from importlib import metadata
 
 from maxbench.cli import entry
 from maxbench.config import commands
 from maxbench.config.errors import UserError
+from maxbench.config.options import COMMANDS
+from maxbench.host import environment
 
 
 def main() -> int:
     """Runs the command that sys.argv names; returns the exit code."""
     name, words = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
-    if name in commands.commands():
+    if name in COMMANDS:
         return entry.run(name, words)
     return entry.guard("", lambda: _overview(name))
 
@@ -29,26 +30,16 @@ def _overview(name: str) -> int:
     elif name == "--version":
         print(version())
     else:
-        known = list(commands.commands())
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"no command {name!r}; {hint}commands: {', '.join(known)}")
+        raise UserError(f"no command {name!r}; {hint}commands: {', '.join(COMMANDS)}")
     return 0
 
 
 def version() -> str:
     """Versions of maxbench, jax and Python."""
-
-    def installed(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "(not installed)"
-
-    return (
-        f"maxbench {installed('maxbench')}, jax {installed('jax')}, "
-        f"Python {platform.python_version()}"
-    )
+    ours, jax = (environment.version(name) or "(not installed)" for name in ("maxbench", "jax"))
+    return f"maxbench {ours}, jax {jax}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

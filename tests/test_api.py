@@ -1,18 +1,22 @@
 """The commands as functions, as docs/how-to/use_from_python.md shows them."""
 
+import dataclasses
 import inspect
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import types
 
 import nbformat
+import numpy
 import pytest
 
 import maxbench
 from maxbench import api
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import records
@@ -20,6 +24,7 @@ from maxbench.planning import result
 from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
+from tools import log_samples
 from tools import notebook as notebook_file
 
 
@@ -73,14 +78,15 @@ def test_notebook_runs_with_the_stored_output(tmp_path, monkeypatch):
 
 
 def test_import_is_light_and_functions_stay_functions():
-    """Importing every package leaves maxbench.plan a function, not the module maxbench/plan.py."""
+    """The functions load the package at their first use, and stay functions whatever is imported,
+    `python -m maxbench.plan`'s module included."""
     code = """
 import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - before
-assert {n for n in new if n.startswith("maxbench")} == {"maxbench", "maxbench.api"}, new
-assert not {"jax", "numpy", "absl"} & new
+assert {n for n in new if n.startswith("maxbench")} == {"maxbench"}, new
+assert {"plan", "train", "report", "sweep"} <= {*dir(maxbench)}
 import maxbench.calibration.from_runs, maxbench.cli.plan, maxbench.cli.train, maxbench.cli.report
 import maxbench.cli.calibrate, maxbench.planning.result, maxbench.reporting.build_report
-import maxbench.run.subprocess_run, types
+import maxbench.run.subprocess_run, maxbench.plan, maxbench.train, maxbench.report, types
 assert "jax" not in sys.modules
 functions = [maxbench.plan, maxbench.train, maxbench.report, maxbench.sweep]
 assert all(isinstance(f, types.FunctionType) for f in functions), functions
@@ -89,6 +95,11 @@ assert all(isinstance(f, types.FunctionType) for f in functions), functions
     assert done.returncode == 0, done.stderr
 
 
+OPTIONS = {
+    "train": options.TrainOptions,
+    "plan": options.PlanOptions,
+    "report": options.ReportOptions,
+}
 COMMAND_LINE_ONLY = {
     "train": {"dry_run", "json"},
     "plan": {"json", "schedule"},
@@ -96,13 +107,20 @@ COMMAND_LINE_ONLY = {
 }
 
 
-@pytest.mark.parametrize("name", COMMAND_LINE_ONLY)
-def test_keywords_are_the_flags_of_the_command(name):
-    flags = {flag.replace("-", "_") for flag in commands.flag_names(name)}
-    keywords = {*inspect.signature(getattr(maxbench, name)).parameters}
-    extra = {"paths"} if name == "report" else {"config", "settings"}
-    extra |= {"show"} & keywords
-    assert keywords - extra == flags - COMMAND_LINE_ONLY[name] - {"config"}
+@pytest.mark.parametrize("name", OPTIONS)
+def test_keywords_are_the_options_of_the_command(name):
+    """With the types and defaults of their fields, and their help texts in the docstring."""
+    function, fields = getattr(maxbench, name), dataclasses.fields(OPTIONS[name])
+    parameters = inspect.signature(function).parameters
+    types = {field.name: field.type for field in fields}
+    assert {key: p.annotation for key, p in parameters.items()} == types
+    flags = {*options.COMMANDS[name].flags()}
+    assert {*parameters} - {"settings", "show", "paths"} == flags - COMMAND_LINE_ONLY[name]
+    doc = inspect.getdoc(function)
+    arguments = " ".join(doc.partition("Args:")[2].partition("Returns:")[0].split())
+    for field in fields:
+        assert f"{field.name}: {options.help_line(field)}." in arguments
+    assert max(map(len, doc.splitlines())) <= 100
 
 
 def test_keywords_of_a_sweep_are_those_of_plan_and_train():
@@ -110,26 +128,58 @@ def test_keywords_of_a_sweep_are_those_of_plan_and_train():
         inspect.signature(f).parameters for f in (maxbench.plan, maxbench.train, maxbench.sweep)
     )
     assert {*sweep} == {*plan} | {*train} | {"kind", "layouts"}
+    assert sweep["gpus"].annotation == int | None | list
 
 
-@pytest.mark.parametrize("name", [*COMMAND_LINE_ONLY, "sweep"])
-def test_every_keyword_is_documented(name):
-    function = getattr(maxbench, name)
-    arguments = inspect.getdoc(function).partition("Args:")[2].partition("Returns:")[0]
-    documented = re.findall(r"^ +(\w+): ", arguments, re.M)
-    parameters = inspect.signature(function).parameters
-    if name == "sweep":  # which refers to plan() and train()
-        assert documented == ["kind", "config", "layouts", "settings", "show"]
-    else:
-        assert documented == [*parameters]
+def test_type_checkers_see_the_keywords(tmp_path):
+    (tmp_path / "notebook.py").write_text(
+        "import maxbench as mb\n"
+        "mb.plan('llama31_8b', gpus=8, search=True).best.fits\n"
+        "mb.plan('llama31_8b', gpus='8')\n"
+        "mb.train('llama31_8b:tiny', stepz=8)\n"
+        "mb.report(['a', 'b'], window=(1, 2)).rows\n"
+        "mb.plan()\n"
+    )
+    words = ["-m", "mypy", "--no-error-summary", "--cache-dir", str(tmp_path / "cache")]
+    words += ["--follow-imports=silent", "--config-file=pyproject.toml", "notebook.py"]
+    environment = os.environ | {"MYPYPATH": str(pathlib.Path.cwd())}
+    shutil.copy("pyproject.toml", tmp_path)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert re.findall(r"notebook.py:(\d+): error: .*\[([\w-]+)\]", done.stdout) == [
+        ("3", "arg-type"),
+        ("4", "call-arg"),
+        ("6", "call-arg"),
+    ], done.stdout + done.stderr
 
 
-def test_keywords_become_flags():
-    flags = {"config": "llama31_8b", "gpus": 8, "mbs": None, "tp_overlap": False}
-    words = command_line.flag_words(flags, {"train.remat": "full", "train.window": (1, 4)})
-    assert words[:3] == ["--config=llama31_8b", "--gpus=8", "--notp_overlap"]
+def test_options_are_the_run_that_the_command_line_describes():
+    """Without words in between: text, numbers and values of settings of any type."""
+    asked = options.TrainOptions(
+        pathlib.Path("configs/llama31_8b.py"), gpus=numpy.int64(8), mbs=None, tp_overlap=False,
+        output_dir=pathlib.Path("out"),
+        settings={"train.remat": "full", "train.window": [1, 4], "optim.lr": numpy.float32(0.5)},
+    )  # fmt: skip
+    words = ["--config=configs/llama31_8b.py", "--gpus=8", "--notp_overlap", "--output_dir=out"]
+    words += ["--config.train.remat=full", "--config.train.window=1,4", "--config.optim.lr=0.5"]
+    assert command_line.resolve_run(asked) == command_line.run_of(words)
     overrides = {"train.remat": "full", "train.window": (1, 4), "runtime.tp_overlap": False}
+    overrides |= {"optim.lr": 0.5, "output.dir": "out"}
     assert command_line.run_of(words) == resolve("llama31_8b", "", overrides, gpus=8)
+
+
+def test_no_call_is_parsed_from_words(monkeypatch, tmp_path):
+    """Nor by the process that trains, whose options and outcome are files."""
+    monkeypatch.setattr(command_line, "read", None)
+    asked = []
+    monkeypatch.setattr(result, "plan_of", asked.append)
+    maxbench.plan("llama31_8b", gpus=8, compiled=3)
+    assert asked[0].changed() == {"config": "llama31_8b", "gpus": 8, "compiled": 3}
+    log = tmp_path / "log-pretrain_llama31_8b_bf16_8.out"
+    log.write_text(log_samples.nemo(range(50), 50))
+    (row,) = maxbench.report(log, gpu_type="h100", window=(20, 30)).rows
+    assert row.window == (20, 30)
 
 
 WRONG = {
@@ -137,16 +187,16 @@ WRONG = {
     "value": (lambda: maxbench.train("llama31_8b:tiny", steps=0), "train.steps=0"),
     "setting": (
         lambda: maxbench.train("llama31_8b:tiny", settings={"optim.lrr": 1}),
-        "unknown flag 'config.optim.lrr'",
+        "unknown setting 'optim.lrr'; did you mean optim.lr",
     ),
     "kind": (lambda: maxbench.sweep("plans", "llama31_8b"), "kind='plans' is not one of"),
     "flag of a sweep": (
         lambda: maxbench.sweep("plan", "llama31_8b", layouts=[{"fdsp": 8}]),
-        "maxbench plan has no flag 'fdsp'",
+        "maxbench.plan has no keyword 'fdsp'",
     ),
     "flag of the other kind": (
         lambda: maxbench.sweep("plan", "llama31_8b", steps=[3, 4]),
-        "maxbench plan has no flag 'steps'",
+        "maxbench.plan has no keyword 'steps'",
     ),
     "picture": (lambda: maxbench.plan("llama31_8b", gpus=8, scaling="x"), "must be a .svg file"),
     "path": (lambda: maxbench.report("nowhere"), "no such file or folder: nowhere"),
@@ -166,26 +216,28 @@ def test_unknown_keywords_are_type_errors():
         maxbench.train("llama31_8b:tiny", stepz=3)
 
 
-def test_run_that_does_not_start_raises_its_last_line(monkeypatch):
-    script = "print('maxbench train: error: no GPU here'); raise SystemExit(2)"
+def test_run_that_does_not_start_raises_its_reason(monkeypatch, tmp_path):
+    """Which the process writes to a file: what it prints does not matter."""
+    code = "import json, sys; from maxbench.cli import train\n"
+    code += "def fail(run): print('results: /tmp'); raise train.UserError('no GPU here')\n"
+    code += "train.runtime.set_environment = fail\n"
+    code += "train.from_files(train.pathlib.Path(sys.argv[1]))"
     popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess_run.subprocess,
-        "Popen",
-        lambda _, **how: popen([sys.executable, "-c", script], **how),
-    )
+    start = lambda words, **how: popen([sys.executable, "-c", code, words[-1]], **how)
+    monkeypatch.setattr(subprocess_run.subprocess, "Popen", start)
     with pytest.raises(UserError, match=r"^no GPU here$"):
-        maxbench.train("llama31_8b:tiny")
+        maxbench.train("llama31_8b:tiny", show=False)
+    start = lambda words, **how: popen([sys.executable, "-c", "print('x'); exit(9)"], **how)
+    monkeypatch.setattr(subprocess_run.subprocess, "Popen", start)
+    with pytest.raises(UserError, match="the training process ended with exit code 9"):
+        maxbench.train("llama31_8b:tiny", show=False)
 
 
-def test_cluster_flags_hold_for_one_plan(monkeypatch):
+def test_cluster_options_hold_for_one_plan(monkeypatch):
     seen = []
-
-    def ask(fv, argv):
-        run, _ = result.run_from_flags(fv, argv)
-        seen.append(run.gpu.network_gbps)
-
-    monkeypatch.setattr(result, "plan_from_flags", ask)
+    monkeypatch.setattr(
+        result, "plan_of", lambda asked: seen.append(result.run_of(asked)[0].gpu.network_gbps)
+    )
     maxbench.plan("llama31_8b", gpus=8, network_gbps=25)
     maxbench.plan("llama31_8b", gpus=8)
     assert seen == [25, GPU_TYPES["h100"].network_gbps]

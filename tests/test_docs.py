@@ -14,7 +14,7 @@ from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
-from tools import pictures
+from tools import pictures, reference_pages
 
 DOCS = pathlib.Path("docs")
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -57,7 +57,9 @@ def test_the_api_page_has_the_public_functions():
     for name in maxbench.__all__:
         public = getattr(maxbench, name)
         assert inspect.getdoc(public), name
-        assert re.search(rf"^\.\. auto\w+:: maxbench\.(?:\w+\.)*{name}$", page, re.MULTILINE), name
+        assert re.search(
+            rf"^\.\. auto\w+:: maxbench\.(?:\w+\.)*{name}(\(.*\))?$", page, re.MULTILINE
+        ), name
 
 
 def test_the_architecture_page_lists_every_package():
@@ -93,6 +95,13 @@ def test_the_example_model_is_a_valid_workload(tmp_path):
     run = resolve(build_config(recipes.load_workload(f"{file}:fp8"), gpus=8), GPU_TYPES)
     assert (run.layout.fsdp, run.precision.dtype) == (8, "fp8")
     assert f"{flops.params(run.model):,} parameters" in page
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_tables_of_options_and_variables_are_up_to_date(name):
+    """On failure run `python -m tools.reference_pages`."""
+    assert (reference_pages.DOCS / name).read_text() == reference_pages.page(name)
+    assert reference_pages.PAGES[name]() in reference_pages.page(name)
 
 
 def test_pictures_are_up_to_date():

@@ -70,13 +70,18 @@ def config_of(run: SyntheticRun) -> Run:
     return resolve.resolve(asked, GPU_TYPES)
 
 
+def readable(name: str) -> str:
+    """A run's name without its hash."""
+    return name.rpartition("_")[0]
+
+
 def plans() -> dict[str, dict]:
     """Predictions of the PLANNED runs by name; compiles programs that are not cached."""
     found = {}
     for run in (config_of(RUNS[i]) for i in PLANNED):
         f = planner.figures(planner.plan(run))
         parts_s = {name: round(s, 3) for name, s in f["parts_s"].items() if s > 0}
-        found[run.name] = {"step_s": round(f["step_s"], 3), "parts_s": parts_s}
+        found[readable(run.name)] = {"step_s": round(f["step_s"], 3), "parts_s": parts_s}
     return found
 
 
@@ -129,7 +134,7 @@ def html() -> str:
         options = compare.ReportOptions(paths=(name,), cost=2.5, title=TITLE)
         rows = [compare.summarize(record, options) for record in readers.read([name])]
         for row in rows:
-            row.planned = plans.get(row.record.name) if row.step else None
+            row.planned = plans.get(readable(row.record.name)) if row.step else None
             row.unplanned = "" if row.planned else "not planned for this sample"
         return re.sub(r", created [-0-9: ]+ UTC", "", page.html(rows, options)) + "\n"
 

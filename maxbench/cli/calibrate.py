@@ -9,17 +9,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from absl import flags
-
-from maxbench.config import command_line, commands, precedence, recipes, resolve, run_flags
+from maxbench.config import command_line, options, recipes
 from maxbench.config.errors import UserError
 from maxbench.distributed import runtime
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, Kernels, Products
 from maxbench.host import environment
 from maxbench.preflight import node_health
 
-DEVICE_FLAGS = tuple(run_flags.FLAG_GROUPS["devices and processes"])
-MEASUREMENT_FLAGS = (*DEVICE_FLAGS, "gpu_type", "small")
+DEVICES = tuple(field.name for field in dataclasses.fields(options.Processes))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,11 +25,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: invalid flags, processes that cannot be joined, or runs that cannot be used.
     """
-    fv = commands.define("calibrate")
-    _, *runs = command_line.parse_flags(fv, argv)
-    target = command_line.writable("write", fv.write, ".toml")
-    gpu_types = command_line.gpu_types(fv.hardware)
-    calibrated = calibrate_runs(fv, runs, gpu_types) if runs else calibrate_device(fv, gpu_types)
+    asked = command_line.read(options.Calibrate, argv)
+    target = command_line.writable("write", asked.write, ".toml")
+    gpu_types = command_line.gpu_types(asked.hardware)
+    calibrated = (calibrate_runs if asked.runs else calibrate_device)(asked, gpu_types)
     if calibrated:
         text, table = calibrated
         print(table)
@@ -42,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def calibrate_runs(
-    fv: flags.FlagValues, runs: Sequence[str], gpu_types: GpuTypes
-) -> tuple[str, str]:
+def calibrate_runs(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str, str]:
     """Fits constants to finished runs.
 
     Returns:
@@ -53,14 +47,15 @@ def calibrate_runs(
     Raises:
       UserError: a flag of the measurement, too few runs, or one that cannot be used.
     """
-    if name := next((name for name in MEASUREMENT_FLAGS if fv[name].present), ""):
+    given = asked.changed()
+    if name := next((name for name in (*DEVICES, "gpu_type", "small") if name in given), ""):
         raise UserError(
             f"--{name} is for a measurement of the local devices, and finished runs are given; "
             "leave one of them out"
         )
     from maxbench.calibration import fit, from_runs
 
-    result = from_runs.fit_runs(runs, gpu_types)
+    result = from_runs.fit_runs(asked.runs, gpu_types)
     source = fit.describe(f"{result.runs} runs of {len(result.observations)} programs")
     constants = (result.gpu_type, result.efficiency, result.names)
     text = fit.toml(*constants, "fitted", source, band=result.band)
@@ -68,7 +63,7 @@ def calibrate_runs(
     return text, from_runs.table(result)
 
 
-def calibrate_device(fv: flags.FlagValues, gpu_types: GpuTypes) -> tuple[str, str] | None:
+def calibrate_device(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str, str] | None:
     """Measures the local devices, together with the other processes.
 
     Returns:
@@ -77,18 +72,18 @@ def calibrate_device(fv: flags.FlagValues, gpu_types: GpuTypes) -> tuple[str, st
     Raises:
       UserError: invalid flags, or processes that cannot be joined.
     """
-    if fv["mock_gpus"].present:
+    if asked.mock_gpus is not None:
         raise UserError("--mock_gpus has no network to measure; leave it out")
-    if (name := fv.gpu_type) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
+    if (name := asked.gpu_type) and not re.fullmatch(r"[a-z][a-z0-9]*", name):
         raise UserError(f"gpu_type={name!r} must be small letters and digits, as h100")
-    devices = {name: fv[name].value for name in DEVICE_FLAGS if fv[name].value is not None}
-    workload = next(iter(recipes.workloads().values()))
+    devices = {name: getattr(asked, name) for name in DEVICES}
+    workload = str(next(iter(recipes.workloads())))
     with tempfile.TemporaryDirectory() as folder:
-        config = precedence.build_config(workload, flags=devices | {"output_dir": folder})
-        run = resolve.resolve(config, gpu_types)
+        train = options.TrainOptions(workload, output_dir=folder, **devices)
+        run = command_line.resolve_run(train)
         runtime.set_environment(run)
         peers = runtime.init_distributed(run)
-        measured = measure(fv.gpu_type, fv.small, gpu_types)
+        measured = measure(asked.gpu_type, asked.small, gpu_types)
     import jax
 
     first = jax.process_index() == 0

@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.launch import hosts, job_status, kubectl, submission
 from maxbench.launch.submission import Submission
@@ -11,7 +11,7 @@ from maxbench.launch.submission import Submission
 
 def main(argv: Sequence[str]) -> int:
     """Cancels one job; returns the exit code."""
-    number, *places = command_line.parse_flags(commands.define("cancel"), argv)[1:] or [""]
+    number, *places = command_line.read(options.Cancel, argv).words or [""]
     found = (submission.of(folder) for folder in job_status.folders(places))
     job = next((job for job in found if number and job.job == number), None)
     if not job:

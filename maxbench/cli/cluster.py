@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError, check_choice
 from maxbench.launch import cluster, cluster_hosts, cluster_kubernetes, job_file, variables
 from maxbench.terminal import console
@@ -24,10 +24,7 @@ WITHOUT_SLURM = {  # scheduler -> its program, and what it stands for
 
 def main(argv: Sequence[str]) -> int:
     """Writes and shows the file; returns the exit code."""
-    if rest := command_line.parse_flags(commands.define("cluster"), argv)[1:]:
-        raise UserError(
-            f"unexpected argument {rest[0]!r}: values are set as variables, GPU_TYPE=h100"
-        )
+    command_line.read(options.ClusterFile, argv)
     file = job_file.cluster_file(os.environ).absolute()
     in_file, unanswered = job_file.cluster_values(os.environ), {}
 

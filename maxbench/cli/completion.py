@@ -1,8 +1,9 @@
 """Completion of commands, flags and workloads in bash and zsh: `maxbench completion bash`."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
-from maxbench.config import command_line, commands, recipes, run_flags
+from maxbench.config import command_line, commands, options, recipes
 from maxbench.config.errors import UserError, check_choice
 
 # bash splits words at = and :, zsh does not: --config=NAME:PRESET is five words or one.
@@ -34,7 +35,7 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def main(argv: Sequence[str]) -> int:
     """Prints the script for a shell; returns the exit code."""
-    shells = command_line.parse_flags(commands.define("completion"), argv)[1:]
+    shells = command_line.read(options.Completion, argv).words
     if len(shells) != 1:
         raise UserError("name one shell: maxbench completion bash, or zsh")
     check_choice("shell", shells[0], ("bash", "zsh"))
@@ -44,16 +45,16 @@ def main(argv: Sequence[str]) -> int:
 
 def script() -> str:
     """The completion script for bash; zsh needs ZSH before it."""
-    all_commands = commands.commands()
     values: dict[str, Iterable[str]] = {"config": sorted(p.stem for p in recipes.workloads())}
-    values |= {name: command_line.options(name) for name in run_flags.FLAGS}
-    for command in all_commands.values():
-        values |= {name: flag.choices for name, flag in command.own.items() if flag.choices}
-    flags = {name: [*commands.flag_names(name), "help"] for name in all_commands}
+    flags = {}
+    for name, command in options.COMMANDS.items():
+        for flag, field in command.flags().items():
+            values.setdefault(flag, field.metadata.get("options", ()))
+        flags[name] = [*itertools.chain(*commands.groups(command).values()), "help"]
     parts = {
-        "commands": _words(all_commands),
+        "commands": _words(options.COMMANDS),
         "presets": _words(recipes.PRESETS),
-        "values": _cases({f"--{n}": _words(options) for n, options in values.items() if options}),
+        "values": _cases({f"--{n}": _words(x) for n, x in values.items() if x}),
         "flags": _cases({n: _words(f"--{f}" for f in names) for n, names in flags.items()}),
     }
     text = SCRIPT

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, options, recipes
 from maxbench.config.model import Model
 from maxbench.evidence import published
 from maxbench.metrics import flops
@@ -15,7 +15,7 @@ MARK = "*"  # after a number of GPUs with a published figure
 
 def main(argv: Sequence[str]) -> int:
     """Prints the workloads; returns the exit code."""
-    command_line.refuse_positional(command_line.parse_flags(commands.define("configs"), argv))
+    command_line.read(options.Configs, argv)
     print(table())
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from maxbench.config import commands
 from maxbench.config.errors import UserError, one_line
+from maxbench.config.options import COMMANDS
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes of every command
 
@@ -48,11 +49,10 @@ def guard(name: str, main: Callable[[], int]) -> int:
 
 
 def _main(name: str, words: Sequence[str]) -> int:
-    command = commands.commands()[name]
-    if not command.own_help and commands.help_requested(words):
+    if not COMMANDS[name].OWN_HELP and commands.help_requested(words):
         print(commands.help_text(name))
         return 0
-    return importlib.import_module(command.module).main([f"maxbench {name}", *words])
+    return importlib.import_module(f"maxbench.cli.{name}").main([f"maxbench {name}", *words])
 
 
 def _discard_closed_streams() -> bool:

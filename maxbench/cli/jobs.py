@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.launch import job_status
 from maxbench.terminal import console
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per job, newest first; returns the exit code."""
-    _, *places = command_line.parse_flags(commands.define("jobs"), argv)
+    places = command_line.read(options.Jobs, argv).words
     folders = job_status.refresh(job_status.folders(places))
     heads, rows = job_status.HEADS, job_status.table(folders)
     width = console.terminal_width()

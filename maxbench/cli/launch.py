@@ -7,9 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-
-from maxbench.config import command_line, commands, recipes
+from maxbench.config import command_line, commands, options, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.launch import hosts, jobs, kubernetes, runai, slurm
@@ -52,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0
     in_job = words[:1] == ["--inside"]  # launch.sh as a batch script calls itself so
-    fv = _parse([argv[0], *words[in_job:]])
-    suite, file = fv.suite, fv.file
+    asked = _read([argv[0], *words[in_job:]])
+    suite, file = asked.suite, asked.file
     configs = resolve_jobs(os.environ, trainer_flags, suite or file, suite=bool(suite))
     if suite and not all("" in jobs.job_kinds(config) for config in configs):
         raise UserError("DISABLE_PERFRUN=true leaves out the runs that a suite judges")
@@ -63,26 +61,25 @@ def main(argv: Sequence[str]) -> int:
         print(f"launch.sh: note: {note}", file=sys.stderr)
     if in_job:
         print(_script_in_job(configs))
-    elif fv["dry-run"].value:
+    elif asked.dry_run:
         print(SCHEDULERS[cluster].dry_run(configs))
     else:
         _check_xla_flags(configs)
-        return SCHEDULERS[cluster].submit(configs, fv.wait, pathlib.Path(suite).stem)
+        return SCHEDULERS[cluster].submit(configs, asked.wait, pathlib.Path(suite).stem)
     return 0
 
 
-def _parse(argv: Sequence[str]) -> flags.FlagValues:
+def _read(argv: Sequence[str]) -> options.Launch:
     """The launcher's own flags."""
-    fv = commands.define("launch")
     try:
-        command_line.refuse_positional(command_line.parse_flags(fv, argv))
+        asked = command_line.read(options.Launch, argv)
     except UserError as e:
         raise UserError(f"{e}; flags of maxbench train follow after --") from None
     if not (recipes.ROOT / "launch").is_dir():  # an installed package has no job scripts
         raise UserError("jobs run from a checkout: clone maxbench, and call launch/launch.sh")
-    if fv.suite and fv.file:
+    if asked.suite and asked.file:
         raise UserError("give one of --file and --suite; a suite is a file of jobs")
-    return fv
+    return asked
 
 
 def _check_xla_flags(configs: Sequence[JobConfig]) -> None:
@@ -117,17 +114,22 @@ def _script_in_job(configs: Sequence[JobConfig]) -> str:
 
 def help_text() -> str:
     """HELP and every variable."""
+    width = console.terminal_width()
+    return "\n".join([HELP, *console.definitions(variables(), width=width, column=25)])
+
+
+def variables() -> list[tuple[str, str]]:
+    """Every variable with its meaning."""
     names = {"models": recipes.models(), "sizes": recipes.sizes(), "presets": recipes.PRESETS}
     listed = {name: " | ".join(x) for name, x in {**names, "schedulers": SCHEDULERS}.items()}
     pairs = []
     for name, v in VARIABLES.items():
-        choices = " | ".join(GPU_TYPES if v.kind == "gpu type" else v.choices)
+        free_bool = ("true", "false") if v.kind == "bool" and not v.default else ()
+        choices = " | ".join(GPU_TYPES if v.kind == "gpu type" else v.choices or free_bool)
         meaning = ": ".join(filter(None, (choices, v.meaning.format(**listed))))
         default = {"*": "(by workload)", "": ""}.get(v.default, f"({v.default})")
         default *= "default:" not in v.meaning
         aliases = f" [{', '.join(v.also)}]" if v.also else ""
         pairs.append((name, " ".join(f"{meaning} {default}{aliases}".split())))
     pairs += [(name, f"no effect: {why}") for name, why in UNUSED.items()]
-    pairs += [(name, f"refused: {why}") for name, why in REFUSED.items()]
-    width = console.terminal_width()
-    return "\n".join([HELP, *console.definitions(pairs, width=width, column=25)])
+    return pairs + [(name, f"refused: {why}") for name, why in REFUSED.items()]

@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from absl import flags
-
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,41 +27,39 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: invalid flags, or a run that cannot be.
     """
-    fv = commands.define("plan")
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         raise UserError("--calibrate is a command: maxbench calibrate RUN ... --write FILE")
-    command_line.parse_flags(fv, argv)
-    if fv.schedule:
-        print(schedule(fv, argv))
+    asked = command_line.read(options.Plan, argv)
+    if asked.schedule:
+        print(schedule(asked))
         return FITS
     from maxbench.planning.result import CannotFit
 
     try:
-        plans, written = plan_and_draw(fv, argv)
+        plans, written = plan_and_draw(asked)
     except CannotFit as e:
         print(f"maxbench plan: {e}", file=sys.stderr)
         return DOES_NOT_FIT
-    print(json.dumps(plans.data(), indent=1) if fv.json else plans)
+    print(json.dumps(plans.data(), indent=1) if asked.json else plans)
     for kind, path in written:
         print(f"{kind}: {path}", file=sys.stderr)
     return FITS if plans.best.fits else DOES_NOT_FIT
 
 
 def plan_and_draw(
-    fv: flags.FlagValues, argv: Sequence[str]
+    asked: options.PlanOptions,
 ) -> tuple[PlanResult, list[tuple[str, pathlib.Path]]]:
     """The plan, and the files of --scaling and --timeline that were written: (flag, path) each.
 
     Raises:
       CannotFit: no program of the run can fit.
-      UserError: invalid flags, or a run that cannot be.
+      UserError: a run that cannot be, or a file that cannot be written.
     """
-    command_line.parse_flags(fv, argv)
-    curves = command_line.writable("scaling", fv.scaling, ".svg")
-    timeline = command_line.writable("timeline", fv.timeline, ".json")
+    curves = command_line.writable("scaling", asked.scaling, ".svg")
+    timeline = command_line.writable("timeline", asked.timeline, ".json")
     from maxbench.planning import result, scaling, svg
 
-    plans = result.plan_from_flags(fv, argv)
+    plans = result.plan_of(asked)
     written = []
     if curves:
         scaling.draw(plans.best, dict(plans.curves), curves)
@@ -73,7 +69,7 @@ def plan_and_draw(
     return plans, written
 
 
-def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
+def schedule(asked: options.Plan) -> str:
     """The pipeline's schedule as text, as wide as the terminal.
 
     Raises:
@@ -83,7 +79,7 @@ def schedule(fv: flags.FlagValues, argv: Sequence[str]) -> str:
     from maxbench.pipeline.schedule import schedule_for
     from maxbench.planning import result
 
-    run, _ = result.run_from_flags(fv, argv)
+    run, _ = result.run_of(asked, schedule=True)
     if run.layout.pp == 1:
         raise UserError("--schedule draws a pipeline, and pp=1 has none; use --pp 2 or more")
     ticks = schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.run import Run
 from maxbench.distributed import runtime
 from maxbench.preflight import checks, node_health, xla_flags
@@ -18,9 +18,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: invalid flags, or processes that cannot be connected.
     """
-    fv = commands.define("preflight")
     start = time.perf_counter()
-    run = command_line.parse(fv, argv)
+    asked = command_line.read(options.Preflight, argv)
+    run = command_line.resolve_run(asked)
     runtime.set_environment(run)
     # Before jax starts: it aborts on a wrong flag without an explanation.
     first_of_node = os.environ.get("SLURM_LOCALID", "0") == "0"
@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
     processes = checks.collect(run)
     kernel = on_device(run, jax.local_devices()[0]).train.attention
     slow = checks.slow_hosts(processes)
-    errors = checks.errors(run, processes, fv.allow_tcp)
+    errors = checks.errors(run, processes, asked.allow_tcp)
     if jax.process_index() == 0:
         print_report(run, processes, slow, errors)
         print(f"attention {kernel}")
         verdict = "failed" if errors else "passed"
         print(f"preflight {verdict} in {time.perf_counter() - start:.1f} s")
-        if path := fv.json:
+        if path := asked.json:
             report = {"processes": [dataclasses.asdict(process) for process in processes]}
             with open(path, "w") as file:
                 json.dump(report | {"slow_hosts": slow, "errors": errors}, file, indent=1)

@@ -4,10 +4,11 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.launch import job_status
 from maxbench.reporting import build_report
+from maxbench.terminal import console
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,12 +17,11 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: invalid flags, or no run at the paths.
     """
-    fv = commands.define("report")
-    _, *words = command_line.parse_flags(fv, argv)
-    _fetch([*words, *filter(None, [fv.suite])])
-    report = build_report.report_from_flags(fv, argv)
-    text = report.text(fv.format, fv.diff)
-    if file := fv.output:
+    asked = command_line.read(options.Report, argv)
+    _fetch([asked.suite] if asked.suite else asked.paths)
+    report = build_report.read(asked, width=0 if asked.output else console.terminal_width())
+    text = report.text(asked.format, asked.diff)
+    if file := asked.output:
         try:
             pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
         except OSError as e:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _fetch(words: Sequence[str]) -> None:
     """Brings the files of jobs on Kubernetes into the folders that are reported."""
-    paths = [pathlib.Path(word) for word in words or ("experiments",)]
+    paths = [*map(pathlib.Path, words)]
     folders = {path for path in paths if os.path.isdir(path)}  # False for a name that is too long
     folders |= {path.parent for path in paths if path.name.startswith("suite_") and path.is_file()}
     if folders:

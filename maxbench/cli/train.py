@@ -4,11 +4,14 @@ Read next: run/loop.py (the run), step/train_step.py (one step), model/transform
 """
 
 import json
+import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxbench.config import command_line, commands, ineffective, recipes
+from maxbench.cli import entry
+from maxbench.config import command_line, ineffective, options, recipes
+from maxbench.config.errors import UserError
 from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
 from maxbench.evidence import published
@@ -26,20 +29,56 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: invalid flags, or a run that cannot be.
     """
-    fv = commands.define("train")
-    run = command_line.parse(fv, argv)
-    if fv.json:
+    asked = command_line.read(options.Train, argv)
+    run = command_line.resolve_run(asked)
+    if asked.json:
         print(json.dumps(describe(run), indent=2))
         return 0
-    if fv.dry_run:
+    if asked.dry_run:
         print(terminal.text(overview(run)))
         return 0
+    return train(run)
+
+
+def from_files(place: pathlib.Path) -> int:
+    """Trains for maxbench.train(), which starts this process (run/subprocess_run.py).
+
+    The options are in options.json of `place`. The run's folder and the reason of a failure are
+    written to outcome.json.
+
+    Returns:
+      As main().
+    """
+    outcome: dict[str, str] = {}
+
+    def report(**more: str) -> None:
+        outcome.update(more)
+        (place / "outcome.json").write_text(json.dumps(outcome))
+
+    asked = options.TrainOptions(**json.loads((place / "options.json").read_text()))
+    sys.argv = ["maxbench", "train", *command_line.words_of(asked)]  # for result.json
+    try:
+        return train(command_line.resolve_run(asked), report)
+    except UserError as e:
+        report(error=str(e))
+        raise
+
+
+def train(run: Run, report: Callable[..., None] | None = None) -> int:
+    """Trains on the devices of this process; returns the exit code.
+
+    Args:
+      report: as loop.train() calls it.
+
+    Raises:
+      UserError: the run cannot start here.
+    """
     runtime.set_environment(run)
     screen = terminal.on_screen()
     try:
         from maxbench.run import loop  # imports jax, which reads the environment set above
 
-        return loop.train(run, screen)
+        return loop.train(run, screen, report)
     except KeyboardInterrupt:  # while jax was loading; the loop handles later ones
         if screen:
             screen.stop()
@@ -122,3 +161,7 @@ def devices(run: Run) -> str:
         return f"{run.runtime.cpu_devices} virtual CPU devices"
     kind = run.layout.gpu_type.upper() if for_gpus(run) else "any device"
     return f"{run.layout.gpus} x {kind}"
+
+
+if __name__ == "__main__":
+    sys.exit(entry.guard("train", lambda: from_files(pathlib.Path(sys.argv[1]))))

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from maxbench.config import command_line, commands
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.launch import watch
 
@@ -14,7 +14,7 @@ PAUSE_S = 5  # between two queries: Slurm's controller serves many users
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line per change; returns the exit code: 0 completed, 1 ended otherwise."""
-    job, *places = command_line.parse_flags(commands.define("watch"), argv)[1:] or [""]
+    job, *places = command_line.read(options.Watch, argv).words or [""]
     if not JOB.fullmatch(job):
         raise UserError(f"JOB={job!r} must be a job, as `maxbench jobs` lists them")
     state = ""

@@ -14,9 +14,9 @@ from maxbench.config.errors import UserError, check_choice
 from maxbench.config.mixers import TOY_WINDOW
 from maxbench.config.model import LayerGroup
 from maxbench.config.number_formats import DTYPES
+from maxbench.config.options import FLAGS
 from maxbench.config.recipes import PRESETS, table
 from maxbench.config.run import DEGREES, SECTIONS, LayoutConfig, RunConfig
-from maxbench.config.run_flags import FLAGS
 from maxbench.config.validation import build, parse
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 

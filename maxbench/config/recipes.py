@@ -13,13 +13,14 @@ import pathlib
 import runpy
 import traceback
 from collections.abc import Mapping
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
 from maxbench.config.validation import field, parse_fields, required
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
@@ -70,7 +71,7 @@ def workload(
     launch: Mapping | None = None,
     published: Mapping | None = None,
     **sections: Mapping,
-) -> ConfigDict:
+) -> "ConfigDict":
     """The config of a workload file.
 
     Args:
@@ -100,6 +101,8 @@ def workload(
     }
     for name, cls in SECTIONS.items():
         config[name] = _with_defaults(cls, name, checked.get(name, {}))
+    from ml_collections import ConfigDict  # late: 20 ms, and help pages need none
+
     return ConfigDict(config).lock()
 
 
@@ -136,12 +139,14 @@ def table(layouts: str) -> list[dict[str, Any]]:
     return [row | {"dtype": dtype} for row in rows for dtype in str(row["dtype"]).split(",")]
 
 
-def load(path: str | pathlib.Path, *presets: str) -> ConfigDict:
+def load(path: str | pathlib.Path, *presets: str) -> "ConfigDict":
     """The config of a workload file, which is a Python program: it is executed.
 
     Raises:
       UserError: the program fails, with its line and the error.
     """
+    from ml_collections import ConfigDict
+
     path = str(path)
     try:
         config = runpy.run_path(path).get("get_config", lambda *presets: None)(*presets)
@@ -156,7 +161,7 @@ def load(path: str | pathlib.Path, *presets: str) -> ConfigDict:
         raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{error}") from None
 
 
-def load_workload(text: str) -> ConfigDict:
+def load_workload(text: str) -> "ConfigDict":
     """The config of WORKLOAD[:preset,preset]: a name in configs/, or the path of a file.
 
     Raises:
@@ -176,7 +181,7 @@ def load_workload(text: str) -> ConfigDict:
 
 
 @functools.cache
-def workloads() -> dict[pathlib.Path, ConfigDict]:
+def workloads() -> dict[pathlib.Path, "ConfigDict"]:
     """All files of configs/ and their configs, ordered by launch.rank."""
     configs = {path: load(path) for path in sorted(CONFIGS.glob("*.py"))}
     return dict(sorted(configs.items(), key=lambda item: item[1].launch.rank))

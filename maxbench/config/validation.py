@@ -6,7 +6,9 @@ Values are those of a workload file, of JSON, or the text of a flag.
 import ast
 import dataclasses
 import math
+import numbers
 import operator
+import os
 import re
 import types
 import typing
@@ -161,6 +163,10 @@ def _convert(kind: Any, raw: Any) -> Any:
         return kind(*(_convert(t, x) for t, x in zip(hints, raw, strict=False)))
     if kind in (int, float) and isinstance(raw, str):
         raw = kind(raw)
+    elif isinstance(raw, numbers.Number) and hasattr(raw, "item"):  # of numpy
+        raw = raw.item()
+    elif isinstance(raw, os.PathLike):
+        raw = os.fspath(raw)
     if kind is float and type(raw) is int:
         raw = float(raw)
     if type(raw) is not kind:

@@ -8,7 +8,6 @@ import os
 import pathlib
 import platform
 import subprocess
-from importlib import metadata
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections",
             "transformer-engine")  # fmt: skip
@@ -17,6 +16,8 @@ GPU_MEMORY_FRACTION = 0.94  # share of a GPU's memory that XLA may allocate
 
 def version(package: str) -> str:
     """Version of an installed package, or '' if it is not installed."""
+    from importlib import metadata  # late: 15 ms, and most commands need no version
+
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return ""

@@ -12,8 +12,9 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, options, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.recipes import ROOT, Launch
 from maxbench.config.run import Run
@@ -31,14 +32,30 @@ class EnvVar:
     kind: str = "text"  # choice | bool | gpu type, or a name of KINDS
     choices: tuple[str, ...] = ()
     least: int = 1
-    flag: str = ""  # of the trainer, with the same value
+    option: str = ""  # of maxbench train, with the same value: its kind, choices and meaning
     unused: str = ""  # why it has no effect
     refused: str = ""  # why it is refused, and the alternative
 
 
+_OPTIONS = {field.name: field for field in dataclasses.fields(options.TrainOptions)}
+
+
+def _variable(values: dict[str, Any]) -> EnvVar:
+    """A variable of variables.toml; one that names an option takes from it what the file omits."""
+    if option := _OPTIONS.get(values.get("option", "")):
+        about, kind = option.metadata, options.type_of(option)
+        choices = tuple(filter(None, about.get("options", ())))
+        derived: dict[str, Any] = {"choices": choices, "least": about.get("at_least", 1)}
+        derived["kind"] = {int: "count", bool: "bool"}.get(kind, "choice" if choices else "text")
+        meaning = [about["text"].partition(" (default:")[0], values.get("meaning")]
+        values = derived | values | {"meaning": "; ".join(filter(None, meaning))}
+    return EnvVar(**values)
+
+
 _TABLE = tomllib.loads(pathlib.Path(__file__).with_name("variables.toml").read_text())
-_ALL = {name: EnvVar(**values) for name, values in _TABLE.items()}
+_ALL = {name: _variable(values) for name, values in _TABLE.items()}
 VARIABLES = {name: v for name, v in _ALL.items() if not (v.unused or v.refused)}
+OPTIONS = {name: v.option for name, v in VARIABLES.items() if v.option}
 UNUSED = {name: v.unused for name, v in _ALL.items() if v.unused}
 REFUSED = {name: v.refused for name, v in _ALL.items() if v.refused}
 BOOLS = {"true": "true", "1": "true", "yes": "true", "false": "false", "0": "false", "no": "false"}
@@ -56,7 +73,9 @@ KINDS = {  # a pattern that the value must match, and its description in message
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")
 MANY = ("MODEL_SIZE", "DTYPE", "JOB_TOTAL_GPUS")  # may be lists separated by spaces
-ROW = ("DTYPE", "HARDWARE", "GPU_TYPE")  # with JOB_TOTAL_GPUS they select the row of the recipe
+GPUS = "JOB_TOTAL_GPUS"
+# With GPUS they select the row of the recipe, and the devices.
+ROW = ("DTYPE", "HARDWARE", "GPU_TYPE", "STRONG_SCALING", "CPU_DEVICES")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +122,11 @@ def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     for word in extra:
         check_printable("a word after --", word)
     path = _workload(values, notes, gpu_types)
-    launch, gpu = Launch(**recipes.load(path).launch), gpu_types[values["GPU_TYPE"]]
+    config, gpu = recipes.load(path), gpu_types[values["GPU_TYPE"]]
+    launch = Launch(**config.launch)
+    for preset in values["PRESET"].replace(" ", "").split(","):  # the last one with a dtype wins
+        dtype = config.known.get(preset, {}).get("precision", {}).get("dtype")
+        launch = dataclasses.replace(launch, dtype=dtype or launch.dtype)
     per_node = _defaults(values, launch, gpu, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
     for name, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
@@ -287,22 +310,27 @@ def _flags(
         flags += ["--fsdp" if sizes_only else "--gpus", total]
     elif not total and not presets and not by_hand:
         raise UserError(_scales(path, values, gpu))
-    plain = {name: [v.flag, values[name]] for name, v in VARIABLES.items() if v.flag}
-    taken = [name for name in plain if values[name]]
-    row = [w for name in taken if name in ROW for w in plain[name]]
-    row += ["--strong_scaling"] if values["STRONG_SCALING"] == "true" else []
-    row += ["--cpu_devices", n] if (n := values["CPU_DEVICES"]) != "0" else []
+    row = _option_words(values, [name for name in OPTIONS if name in ROW])
     flags += [*row, *_fill_data_axes(values, [*flags, *row])]
-    flags += [w for name in taken if name not in ROW for w in plain[name]]
-    flags += {"true": ["--tp_overlap"], "false": ["--notp_overlap"]}.get(
-        values["TP_COMM_OVERLAP"], []
-    )
+    flags += _option_words(values, [name for name in OPTIONS if name not in (*ROW, GPUS)])
     flags += ["--output_dir", str(out)]
     if loaded := values["LOAD_CHECKPOINT_PATH"]:
-        flags += ["--resume", loaded, "--steps", str(_checkpoint_step(loaded) + 1)]
-    every = values["CHECKPOINT_EVERY"]
-    flags += ["--checkpoint"] if values["ENABLE_CHECKPOINT"] == "true" or every != "0" else []
-    return flags + ([f"--config.output.checkpoint_every={every}"] if every != "0" else [])
+        flags += ["--steps", str(_checkpoint_step(loaded) + 1)]
+    if (every := values["CHECKPOINT_EVERY"]) != "0":
+        flags += ["--checkpoint", f"--config.output.checkpoint_every={every}"]
+    return flags
+
+
+def _option_words(values: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Variables that stand for an option, as its flags; those that are unset or off have none."""
+    words = []
+    for name in names:
+        value, v = values[name], VARIABLES[name]
+        if v.kind == "bool" and value not in ("", v.default):
+            words += [f"--{v.option}" if value == "true" else f"--no{v.option}"]
+        elif v.kind != "bool" and value not in ("", "0"):
+            words += [f"--{v.option}", value]
+    return words
 
 
 def _fill_data_axes(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
@@ -328,12 +356,12 @@ def _run(flags: Sequence[str]) -> Run:
     try:
         return command_line.run_of([flags[0], str(ROOT / flags[1]), *flags[2:]])
     except UserError as e:
-        message = re.sub(r"^gpus=", "JOB_TOTAL_GPUS=", str(e))
-        message = re.sub(r"(?<!plan )--gpus (\d+)", r"JOB_TOTAL_GPUS=\1", message)
+        message = re.sub(r"(?<!plan )--gpus (\d+)", rf"{GPUS}=\1", str(e))
         message = re.sub(r"axes, (--fsdp)", r"axes, launch.sh -- \1", message)
-        ours = "^(dtype|gpu_type|preset|[gm]bs|[tpce]p|vp)="
-        message = re.sub(ours, lambda m: m[0].upper(), message)
-        raise UserError(re.sub(r"^train\.steps=", "MAX_STEPS=", message)) from None
+        ours = {option: name for name, option in OPTIONS.items()} | {"preset": "PRESET"}
+        ours |= {options.FLAGS.get(option, option): name for option, name in ours.items()}
+        name, _, rest = message.partition("=")
+        raise UserError(f"{ours.get(name, name)}={rest}" if rest else message) from None
 
 
 def _scales(path: pathlib.Path, values: Mapping[str, str], gpu: Gpu) -> str:

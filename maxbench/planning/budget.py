@@ -3,63 +3,20 @@
 A GPU fails once in mtbf_hours_per_gpu hours; metrics/checkpoint_interval.py has what that costs.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from maxbench.config.errors import UserError
-from maxbench.config.validation import build, field, validate
+from maxbench.config.options import TokenBudget
 from maxbench.metrics import checkpoint_interval
 from maxbench.planning.planner import Plan
 
-# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv:2407.21783, 3.3.4).
-MTBF_HOURS = 54 * 24 * 16_384 / 419
-CHECKPOINT_S, RESTART_S = 10.0, 600.0  # assumed
 MIN_GOODPUT = 1e-3  # below, the run makes no progress in practice
 # Maximum power of the server per GPU: datasheets of DGX H100, DGX H200 and DGX B200.
 WATTS = {"h100": 10_200 / 8, "h200": 10_200 / 8, "b200": 14_300 / 8}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
-    """Inputs of a budget.
-
-    Attributes:
-      tokens: to train on.
-      usd_per_gpu_hour: 0: no cost is computed.
-      gpu_watts: of a GPU and its share of the server, without cooling; 0: WATTS of the GPU type.
-      mtbf_hours_per_gpu: GPU hours between failures.
-      checkpoint_s: seconds for which a checkpoint blocks the step.
-      restart_s: seconds from a failure to the next step.
-    """
-
-    tokens: float = field(above=0)
-    usd_per_gpu_hour: float = field(0.0, at_least=0)
-    gpu_watts: float = field(0.0, at_least=0)
-    mtbf_hours_per_gpu: float = field(MTBF_HOURS, above=0)
-    checkpoint_s: float = field(CHECKPOINT_S, above=0)
-    restart_s: float = field(RESTART_S, at_least=0)
-
-    def __post_init__(self):
-        validate(self)
-
-
-FLAGS = tuple(f.name for f in dataclasses.fields(BudgetOptions))
-
-
-def budget_options(values: Mapping[str, Any]) -> BudgetOptions | None:
-    """Options from the values of flags; None without flags.
-
-    Raises:
-      UserError: an invalid number, or no tokens.
-    """
-    if values and "tokens" not in values:
-        raise UserError(f"{', '.join(values)} needs a token budget: give --tokens 15e12 too")
-    return build(BudgetOptions, "", values) if values else None
-
-
-def budget(p: Plan, options: BudgetOptions) -> dict:
+def budget(p: Plan, options: TokenBudget) -> dict:
     """The budget as plain data, without cost and energy where they are unknown.
 
     Raises:
@@ -67,6 +24,7 @@ def budget(p: Plan, options: BudgetOptions) -> dict:
     """
     run = p.run
     gpus = run.layout.gpus
+    assert options.tokens
     steps = math.ceil(options.tokens / (run.layout.gbs * run.train.seq))
     mtbf = options.mtbf_hours_per_gpu * 3600 / gpus
     every = run.output.checkpoint_every

@@ -5,21 +5,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
-from maxbench.config import command_line, gpu_files, precedence, resolve, validation
-from maxbench.config.errors import UserError, check_choice
+from maxbench.config import command_line, gpu_files, precedence, resolve
+from maxbench.config.errors import UserError
+from maxbench.config.options import Cluster, PlanOptions
 from maxbench.config.run import Run
 from maxbench.cost_model.memory import GIB
-from maxbench.hardware.gpus import Gpu
-from maxbench.hardware.networks import networks
-from maxbench.host import environment
 from maxbench.metrics import records
 from maxbench.planning import budget, explain, plan_text, planner, scaling, search
 from maxbench.planning.planner import Plan
-
-CLUSTER = ("memory_margin", "network_gbps", "gpus_per_node", "nvlink_gpus")  # fields of Gpu, flags
-NETWORK = "network"  # flag: a name of hardware/networks.toml
 
 
 class CannotFit(UserError):
@@ -122,71 +115,64 @@ def _record(p: Plan) -> dict[str, Any]:
     return row | {"published_step_s": (f["published"] or {}).get("step_s")}
 
 
-def plan_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> PlanResult:
-    """The result of the command's flags.
+def plan_of(asked: PlanOptions) -> PlanResult:
+    """The result of options.
 
     Raises:
       CannotFit: no program of the run can fit.
       UserError: other invalid input.
     """
-    run, candidates = run_from_flags(fv, argv)
-    flag = lambda name: fv[name].value
-    options = budget.budget_options({name: flag(name) for name in budget.FLAGS if fv[name].present})
-    if flag("as_published"):
-        if flag("best_remat") or flag("search"):
+    run, candidates = run_of(asked)
+    if asked.as_published:
+        if asked.best_remat or asked.search:
             raise UserError("as_published excludes --best_remat and --search")
         run = planner.as_published(run)
     if not candidates and (why := search.why_it_cannot_fit(run)):
         raise CannotFit(why)
-    if flag("search") and not candidates:
-        candidates = search.shortlist(run, fv.compiled)
+    if asked.search and not candidates:
+        candidates = search.shortlist(run, asked.compiled)
     if candidates:
-        plans = search.search(candidates, run, fv.search_s)
+        plans = search.search(candidates, run, asked.search_s)
     else:
-        plans = [planner.best_remat(run) if flag("best_remat") else planner.plan(run)]
+        plans = [planner.best_remat(run) if asked.best_remat else planner.plan(run)]
     result = PlanResult(run, plans, bool(candidates), {})
-    if flag("explain"):
+    if asked.explain:
         result = dataclasses.replace(result, explanation=result.explain())
-    if flag("sensitivity"):
+    if asked.sensitivity:
         seconds: dict[str, Sequence[float | None]] = {**planner.sensitivity(result.best)}
         seconds |= {"memory size": search.memory_sensitivity(result.best)}
         result = dataclasses.replace(result, sensitivity=seconds)
-    if options:
-        result = dataclasses.replace(result, budget=budget.budget(result.best, options))
-    if flag("scaling"):
+    if asked.tokens:
+        result = dataclasses.replace(result, budget=budget.budget(result.best, asked))
+    if asked.scaling:
         result = dataclasses.replace(result, curves=scaling.scaling(result.best))
     return result
 
 
-def run_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> tuple[Run, list[Run]]:
+def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
     """The run, and no candidates. If the recipe table has no row for that number of GPUs: the run
-    of the nearest row, and candidate layouts on that number."""
+    of the nearest row, and candidate layouts on that number.
+
+    Args:
+      schedule: whether the run's schedule is what is asked for.
+    """
     try:
-        return with_cluster(command_line.parse(fv, argv), fv), []
+        return with_cluster(command_line.resolve_run(asked), asked), []
     except precedence.NoRow as e:
-        if any(fv[name].value for name in ("schedule", "as_published", "best_remat")):
-            raise  # these flags need the layout of a row
-        count = int(fv.gpus)
-        nearest = with_cluster(command_line.parse(fv, argv, e.nearest), fv)
-        return nearest, search.fastest_on(nearest, count, fv.compiled)
+        if schedule or asked.as_published or asked.best_remat:
+            raise  # these options need the layout of a row
+        assert asked.gpus
+        nearest = with_cluster(command_line.resolve_run(asked, e.nearest), asked)
+        return nearest, search.fastest_on(nearest, asked.gpus, asked.compiled)
 
 
-def with_cluster(run: Run, fv: flags.FlagValues) -> Run:
-    """The run on a cluster with the figures that flags give (CLUSTER).
+def with_cluster(run: Run, asked: Cluster) -> Run:
+    """The run on a cluster with the figures that options give, which are keys of a GPU type.
 
     Raises:
-      UserError: a figure is invalid, or there is no network of that name.
+      UserError: a figure is invalid.
     """
-    kinds = {f.name: f.type for f in dataclasses.fields(Gpu)}
-    figures: dict[str, Any] = {}
-    if name := fv[NETWORK].value:
-        check_choice(NETWORK, name, networks())
-        figures[NETWORK] = name
-    for name in CLUSTER:
-        if (text := fv[name].value) is not None:
-            rules = {"below": environment.GPU_MEMORY_FRACTION} if name == "memory_margin" else {}
-            figures[name] = validation.parse(
-                name, int if kinds[name] is int else float, text, rules
-            )
+    values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(Cluster)}
+    figures = {name: value for name, value in values.items() if value is not None}
     hardware = gpu_files.override(run.hardware, run.layout.gpu_type, figures)
     return resolve.resolve(run.config, hardware, run.device)

@@ -1,14 +1,11 @@
 """Builds a report, runs with their figures in any format, for the command and the Python API."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
-from maxbench.config import command_line
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError, check_choice, escape_control
-from maxbench.config.validation import parse_fields
 from maxbench.metrics import records
 from maxbench.reporting import compare, difference, export, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
@@ -68,43 +65,31 @@ class Report(records.Records):
         return [tables.record(row) for row in self.rows]
 
 
-def report_from_flags(fv: flags.FlagValues, argv: Sequence[str]) -> Report:
-    """The runs that flags and paths of the command name.
+def read(asked: options.ReportOptions, width: int | None = None) -> Report:
+    """The runs that options name.
+
+    Args:
+      width: columns of the text; 0 = any, None = those of the terminal.
 
     Raises:
-      UserError: a flag is invalid; there is no run.
+      UserError: an option is invalid; there is no run.
     """
-    _, *paths = command_line.parse_flags(fv, argv)
-    paths = _suite_folders(fv.suite, paths) if fv.suite else paths or ["experiments"]
-    options = options_from(fv, paths)
-    rows = [compare.summarize(r, options) for r in readers.read(paths, options.gpu_types)]
-    if not (rows or fv.suite):
-        raise UserError(f"no run and no log at or below {', '.join(paths)}")
-    return Report(rows, options)
+    gpu_types = command_line.gpu_types(asked.hardware)
+    if asked.gpu_type:
+        check_choice("gpu_type", asked.gpu_type, gpu_types)
+    values = {f.name: getattr(asked, f.name) for f in dataclasses.fields(options.ReportOptions)}
+    if asked.suite:
+        values["paths"] = _suite_folders(asked)
+    width = console.terminal_width() if width is None else width
+    settings = ReportOptions(**values, width=width, gpu_types=gpu_types)
+    rows = [compare.summarize(r, settings) for r in readers.read(settings.paths, gpu_types)]
+    if not (rows or asked.suite):
+        raise UserError(f"no run and no log at or below {', '.join(settings.paths)}")
+    return Report(rows, settings)
 
 
-def _suite_folders(file: str, paths: Sequence[str]) -> list[str]:
+def _suite_folders(asked: options.ReportOptions) -> list[str]:
     """Folders of a suite's runs."""
-    if paths:
-        raise UserError(f"--suite names its runs: leave {paths[0]!r} out")
-    return [*map(str, suite.folders(suite_file.read(file)[1]))]
-
-
-def options_from(fv: flags.FlagValues, paths: Sequence[str]) -> ReportOptions:
-    """Options from flags.
-
-    Raises:
-      UserError: a flag is invalid.
-    """
-    check_choice("format", fv.format, FORMATS)
-    gpu_types = command_line.gpu_types(fv.hardware)
-    if fv.gpu_type:
-        check_choice("gpu_type", fv.gpu_type, gpu_types)
-    same_names = ("window", "cost", "gpu_type", "interval", "mtbf", "title", "suite")
-    values: Mapping[str, Any] = {name: fv[name].value for name in same_names}
-    width = 0 if fv.output else console.terminal_width()
-    checked = parse_fields(ReportOptions, values)
-    return ReportOptions(
-        paths=tuple(paths), full_names=bool(fv["full-names"].value), width=width,
-        gpu_types=gpu_types, **checked,
-    )  # fmt: skip
+    if "paths" in asked.changed():
+        raise UserError(f"--suite names its runs: leave {asked.paths[0]!r} out")
+    return [*map(str, suite.folders(suite_file.read(asked.suite)[1]))]

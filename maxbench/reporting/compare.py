@@ -12,11 +12,9 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-from maxbench.config import number_formats, recipes
+from maxbench.config import number_formats, options, recipes
 from maxbench.config.errors import escape_control
 from maxbench.config.model import Model
-from maxbench.config.run import WINDOW
-from maxbench.config.validation import field, validate
 from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import checkpoint_interval, flops, step_stats
@@ -30,26 +28,11 @@ SAME = 0.015  # relative difference of TFLOP/s within which they are of one conv
 POINTS = 200  # at most so many steps of a run are checked for a drift
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Options of a report."""
+class ReportOptions(options.ReportOptions):
+    """Options of a report, with the GPU types and the terminal that they lead to."""
 
-    # first and last step of the measured window
-    window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
-    cost: float = field(0.0, at_least=0)  # dollars per GPU hour
-    gpu_type: str = ""  # of logs that do not name it
     gpu_types: GpuTypes = GPU_TYPES
-    # minutes between checkpoints; 0 = metrics/checkpoint_interval.py's optimum
-    interval: float = field(0.0, at_least=0, at_most=1e9)
-    mtbf: float = field(24.0, above=0, at_most=1e9)  # mean hours between failures of the job
-    paths: tuple[str, ...] = ()  # searched for runs
-    full_names: bool = False  # paths instead of names
-    width: int = field(0, at_least=0)  # columns of the terminal; 0 = any
-    title: str = "maxbench report"  # of the page
-    suite: str = ""  # file of a suite's runs (run_logs/suite_file.py)
-
-    def __post_init__(self):
-        validate(self)
+    width: int = 0  # columns of the terminal; 0 = any
 
 
 @dataclasses.dataclass(kw_only=True)

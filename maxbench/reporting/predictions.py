@@ -1,21 +1,19 @@
 """Predictions and NCCL calls of runs, which a report adds to what their logs say."""
 
+import dataclasses
 import functools
 import itertools
 import pathlib
 import shlex
 from collections.abc import Iterator, Sequence
 
-from maxbench.config import command_line, run_flags
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.reporting import compare
 from maxbench.run_logs import log_files, nccl
 from maxbench.run_logs.record import RunRecord, dig
-
-# Flags of the trainer that do not change the program that plan compiles.
-NOT_PLANNED = {*run_flags.FLAG_GROUPS["run"], *run_flags.FLAG_GROUPS["devices and processes"]}
 
 
 def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
@@ -81,13 +79,14 @@ def _planned(run: Run) -> dict | None:
 def _plan_command(command: list) -> str:
     """The `maxbench plan` command for the program of a run, from the run's command."""
     words = (word for word in command if isinstance(word, str))
-    plan = ["maxbench", "plan"]
     flags = itertools.dropwhile(lambda word: not word.startswith("-"), words)
-    for word in flags:
-        name, has_value, _ = word.lstrip("-").partition("=")
-        not_planned = name.startswith(("config.profile.", "config.output.", "config.runtime."))
-        if not_planned or name.removeprefix("no") in NOT_PLANNED or name in NOT_PLANNED:
-            _ = has_value or command_line.is_bool(name) or next(flags, "")
-        else:
-            plan.append(word)
-    return shlex.join(plan)
+    try:
+        given = command_line.read(options.Train, ["maxbench", *flags]).changed()
+    except UserError:  # of another version
+        return "maxbench plan"
+    kept = {
+        f.name: given[f.name] for f in dataclasses.fields(options.RunOptions) if f.name in given
+    }
+    planned = lambda path: not path.startswith(("profile.", "output.", "runtime."))
+    kept["settings"] = {k: v for k, v in given.get("settings", {}).items() if planned(k)} or None
+    return shlex.join(["maxbench", "plan", *command_line.words_of(options.RunOptions(**kept))])

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxbench.config import commands, precedence, resolve
+from maxbench.config import options, precedence, resolve
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import records
 from maxbench.terminal import console
 
 Point = Mapping[str, Any]  # one combination: config, flags, and settings by SECTION.FIELD
+OPTIONS = {"plan": options.PlanOptions, "train": options.TrainOptions}
 # Figures of the table, in this order, and their formats.
 COLUMNS = {
     "fits": "", "step_s": ".3f", "tokens_per_s": ",.0f", "mfu_full": ".1%", "memory_gib": ".2f",
@@ -77,10 +78,11 @@ def combinations(
     """Every combination of workloads, layouts and values; a list stands for its values.
 
     Raises:
-      UserError: a flag that the command of that kind has not.
+      UserError: a keyword that the function of that kind has not.
     """
-    for name in {*flags, *itertools.chain(*layouts)} - {*commands.flag_names(kind)}:
-        raise UserError(f"maxbench {kind} has no flag {name!r}")
+    keywords = {field.name for field in dataclasses.fields(OPTIONS[kind])}
+    for name in {*flags, *itertools.chain(*layouts)} - keywords:
+        raise UserError(f"maxbench.{kind} has no keyword {name!r}")
     configs = [config] if isinstance(config, str) else config
     axes: list[Sequence[Point]] = [[{"config": name} for name in configs], layouts]
     for name, value in {**flags, **settings}.items():

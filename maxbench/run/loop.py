@@ -28,8 +28,15 @@ from maxbench.step import data
 from maxbench.step.train_step import Step, on_device
 
 
-def train(run: Run, screen: terminal.Screen | None = None) -> int:
+def train(
+    run: Run,
+    screen: terminal.Screen | None = None,
+    report: Callable[..., None] | None = None,
+) -> int:
     """Trains a model.
+
+    Args:
+      report: called with folder=, when the run has one, and with error=, if it fails.
 
     Returns:
       The exit code, of config/exit_codes.py.
@@ -45,6 +52,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         check_processes(run, devices)
         step = Step(run, devices)
         log = start_log(run, devices, screen)
+        if report:
+            report(folder=str(log.folder.absolute()))
         if peers:
             log.progress = peers.progress
             peers.on_peer_loss(log.write_result_for_lost_peer, log.report_hang)
@@ -52,6 +61,8 @@ def train(run: Run, screen: terminal.Screen | None = None) -> int:
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
         ending = _close(endings.explain(e, run, log, peers), log, screen)
+        if report:
+            report(error=ending.reason)
         if ending.code:
             prefix = "error: " if ending.status == "failed" else ""
             print(f"maxbench train: {prefix}{ending.reason}", file=sys.stderr, flush=True)

@@ -9,14 +9,15 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from maxbench.config.errors import UserError
+from maxbench.config.options import TrainOptions
 from maxbench.metrics import records
 from maxbench.run import terminal
 
-FOLDER = "results: "  # the last line of a run: its folder
 SECOND_LINE = "Training epoch "  # a step's second line, for parsers of NeMo logs
 SUMMARY = "measured\n"  # first line of the summary
 ERROR = "maxbench train: error: "
@@ -46,33 +47,32 @@ class TrainResult(records.Records):
         return [json.loads(line) for line in lines]
 
 
-def train(words: Sequence[str], show: bool) -> TrainResult:
-    """Runs `maxbench train` with these flags in a new process, and reads its results.
-
-    Args:
-      words: flags, which are valid.
-      show: print the run's output, without the summary at its end.
+def train(asked: TrainOptions) -> TrainResult:
+    """Trains in a new process (cli/train.py), and reads its results.
 
     Raises:
-      UserError: the run did not start; the message is its last line.
+      UserError: the run did not start.
     """
-    folder, last = None, ""
-    with subprocess.Popen(
-        [sys.executable, "-m", "maxbench.train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(FOLDER):
-                folder = pathlib.Path(line.removeprefix(FOLDER).strip())
-            show = show and line != SUMMARY
-            if show and not line.startswith((SECOND_LINE, ERROR)):
-                print(line, end="", flush=True)
-            last = line.strip() or last
-    if folder is None:
-        raise UserError(last.removeprefix(ERROR))
-    result = json.loads((folder / "result.json").read_text())
-    return TrainResult(process.returncode, folder, result)
+    show = asked.show
+    with tempfile.TemporaryDirectory() as name:
+        place = pathlib.Path(name)
+        (place / "options.json").write_text(json.dumps(asked.changed(), default=str))
+        with subprocess.Popen(
+            [sys.executable, "-m", "maxbench.cli.train", name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                show = show and line != SUMMARY  # TrainResult prints as the summary
+                if show and not line.startswith((SECOND_LINE, ERROR)):
+                    print(line, end="", flush=True)
+        file = place / "outcome.json"
+        outcome = json.loads(file.read_text()) if file.exists() else {}
+    if "folder" not in outcome:
+        ended = f"the training process ended with exit code {process.returncode}"
+        raise UserError(outcome.get("error", ended))
+    folder = pathlib.Path(outcome["folder"])
+    return TrainResult(process.returncode, folder, json.loads((folder / "result.json").read_text()))

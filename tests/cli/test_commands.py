@@ -1,6 +1,6 @@
 """The list of commands, their help pages and flags, the version, and shell completion."""
 
-import importlib
+import dataclasses
 import itertools
 import re
 import subprocess
@@ -10,10 +10,10 @@ import pytest
 
 from maxbench import __main__ as overview
 from maxbench.cli import completion
-from maxbench.config import command_line, commands, recipes, run_flags
+from maxbench.config import command_line, commands, options, recipes
 from maxbench.config.errors import UserError
-
-NAMES = [*commands.commands()]
+from maxbench.config.options import COMMANDS
+from maxbench.reporting import build_report
 
 
 def maxbench(capsys, monkeypatch, *words: str) -> tuple[int, str, str]:
@@ -26,9 +26,9 @@ def maxbench(capsys, monkeypatch, *words: str) -> tuple[int, str, str]:
 def test_commands_are_listed_with_a_sentence_and_an_example(words, capsys, monkeypatch):
     code, out, err = maxbench(capsys, monkeypatch, *words)
     assert (code, err) == (0, "")
-    for name, command in commands.commands().items():
-        assert re.search(rf"^  {name} +{command.does.split()[0]}", out, re.M)
-        assert f"$ {command.examples[0]}\n" in out
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{command.__doc__.split()[0]}", out, re.M)
+        assert f"$ {command.EXAMPLES[0]}\n" in out
 
 
 def test_unknown_command_is_refused_with_the_closest_name(capsys, monkeypatch):
@@ -44,38 +44,37 @@ def test_version(capsys, monkeypatch):
     assert re.fullmatch(rf"maxbench {version}, jax {version}, Python 3\.\d+\.\d+\n", out)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_page_lists_the_flags_of_a_command(name, capsys, monkeypatch):
-    command = commands.commands()[name]
+    command = COMMANDS[name]
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = maxbench(capsys, monkeypatch, name, "--help")
     assert (code, err) == (0, "")
-    if command.own_help:
+    if command.OWN_HELP:
         assert "maxbench" in out or "launch.sh" in out
         return
     listed = re.findall(r"^  --([\w-]+)", out, re.M)
-    assert listed == [n for n in commands.flag_names(name)] + ["config"] * (
-        "workload" in command.run
-    )
+    shown = itertools.chain(*(group for title, group in command.groups().items() if title != "run"))
+    shown = shown if name != "train" else command.flags()
+    assert listed == [*shown, *["config"] * issubclass(command, options.RunOptions)]
     assert max(map(len, out.splitlines())) <= 80
-    for group in command.groups():
-        assert f"\n{group}\n" in out
-    for example in command.examples:
+    for title in commands.groups(command):
+        assert f"\n{title}\n" in out
+    for example in command.EXAMPLES:
         assert example in out
 
 
 def test_examples_are_valid():
     """The flags of an example are flags of its command, and its workload exists."""
-    for name, command in commands.commands().items():
-        assert callable(importlib.import_module(command.module).main)
-        for example in command.examples:
+    for command in COMMANDS.values():
+        for example in command.EXAMPLES:
             words = example.replace('")"', "").split()
             assert "maxbench" in words or words[0] == "eval"
-            if not command.own_help and "maxbench" in words:
-                fv = commands.define(name)
-                command_line.parse_flags(fv, ["maxbench", *words[words.index("maxbench") + 2 :]])
-                if "workload" in command.run and fv["config"].present:
-                    recipes.load_workload(fv["config"].value)
+            if not command.OWN_HELP and "maxbench" in words:
+                words = ["maxbench", *words[words.index("maxbench") + 2 :]]
+                asked = command_line.read(command, words)
+                if isinstance(asked, options.RunOptions):
+                    recipes.load_workload(asked.config)
 
 
 def test_plan_refuses_flags_without_effect(capsys, monkeypatch):
@@ -83,12 +82,46 @@ def test_plan_refuses_flags_without_effect(capsys, monkeypatch):
     for flag in ("steps", "output_dir", "checkpoint", "resume", "coordinator", "cpu_devices"):
         assert not re.search(rf"--{flag}\b", out)
         with pytest.raises(UserError, match=f"--{flag} is a flag of maxbench train"):
-            command_line.parse_flags(commands.define("plan"), ["maxbench", f"--{flag}", "1"])
-    for flag in run_flags.FLAGS:  # one line of flags serves train and preflight
-        text = [f"--{flag}"] if command_line.is_bool(flag) else [f"--{flag}=1"]
-        assert command_line.parse_flags(commands.define("preflight"), ["maxbench", *text]) == [
-            "maxbench"
-        ]
+            command_line.read(options.Plan, ["maxbench", f"--{flag}", "1"])
+    for flag in options.FLAGS:  # one line of flags serves train and preflight
+        is_bool = options.type_of(options.Preflight.flags()[flag]) is bool
+        words = ["maxbench", "--config=x", f"--{flag}" if is_bool else f"--{flag}=1"]
+        assert flag in command_line.read(options.Preflight, words).changed()
+
+
+def test_formats_of_a_report_are_those_that_it_has():
+    assert (*build_report.FORMATS,) == options.FORMATS
+
+
+@pytest.mark.parametrize("command", COMMANDS.values())
+def test_an_option_has_the_type_of_the_setting_that_it_sets(command):
+    for field in dataclasses.fields(command):
+        if path := field.metadata.get("sets"):
+            assert options.type_of(field) is options.type_of(options.SETTINGS[path]), field.name
+            assert field.default is None
+
+
+def test_values_of_flags_are_parsed_by_their_fields():
+    words = ["x", "--config=a", "--search", "--compiled=3", "--tokens=15e12", "--best-remat"]
+    words += ["--config.optim.lr=1e-3", "--notp_overlap", "--nvlink_gpus", "72"]
+    asked = command_line.read(options.Plan, words)
+    assert asked.changed() == {
+        "config": "a", "search": True, "compiled": 3, "tokens": 15e12, "best_remat": True,
+        "tp_overlap": False, "nvlink_gpus": 72, "settings": {"optim.lr": "1e-3"},
+    }  # fmt: skip
+    assert options.Plan(**asked.changed()).changed() == asked.changed()
+    again = command_line.read(options.Plan, ["x", *command_line.words_of(asked)])
+    assert again.changed() == asked.changed()
+    for flag, message in {
+        "--compiled=0": "compiled=0 must be a whole number, at least 1",
+        "--search=maybe": "flag --search=maybe must be true or false",
+        "--memory_margin=0.99": "memory_margin=0.99 must be a finite number, below 0.94",
+        "--gpus=8.5": "gpus=8.5 must be a whole number, at least 1",
+        "--network=ib4000": "network='ib4000' is not one of ",
+        "--gpu_watts=700": "gpu_watts needs a token budget: give --tokens",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            command_line.read(options.Plan, ["x", "--config=a", flag])
 
 
 COMPLETED = {

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+import maxbench
 from maxbench.cli import entry
-from maxbench.config import commands
 from maxbench.config.errors import UserError
+from maxbench.config.options import COMMANDS
 
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
 MODULES = ("train", "plan", "report", "calibrate", "launch.__main__", "preflight.__main__")
@@ -89,31 +90,28 @@ def test_interrupt_is_one_line_and_exit_code_130():
 
 
 def test_every_command_is_a_module_of_cli():
-    modules = {command.module for command in commands.commands().values()}
-    assert modules == {f"maxbench.cli.{name}" for name in commands.commands()}
-    for module in modules:
-        assert callable(importlib.import_module(module).main)
+    for name in COMMANDS:
+        assert callable(importlib.import_module(f"maxbench.cli.{name}").main)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_for_python_m_only_call_the_entry_point(name):
     """A docstring, imports, and `if __name__ == "__main__": sys.exit(entry.run(...))`."""
     path = pathlib.Path("maxbench", *name.split(".")).with_suffix(".py")
-    docstring, *imports, last = ast.parse(path.read_text()).body
+    docstring, *others = ast.parse(path.read_text()).body
     assert isinstance(docstring, ast.Expr)
-    assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in imports)
+    others = [node for node in others if not isinstance(node, ast.Import | ast.ImportFrom)]
     command = name.partition(".")[0]
-    expected = f"if __name__ == '__main__':\n    sys.exit(entry.run('{command}', sys.argv[1:]))"
-    assert ast.unparse(last) == expected
+    expected = [
+        f"if __name__ == '__main__':\n    sys.exit(entry.run('{command}', sys.argv[1:]))",
+        *[f"sys.modules[__name__] = api.{command}"] * (name in maxbench.__all__),
+    ]
+    assert [*map(ast.unparse, others)] == expected
 
 
-def test_nothing_imports_the_modules_for_python_m():
-    """import maxbench.plan would replace the function maxbench.plan by the module."""
-    modules = {f"maxbench.{name}" for name in ("train", "plan", "report", "calibrate")}
-    for folder in ("maxbench", "tests", "benchmarks", "tools"):
-        for path in pathlib.Path(folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    assert not modules & {alias.name for alias in node.names}, path
-                elif isinstance(node, ast.ImportFrom):
-                    assert node.module not in modules, path
+@pytest.mark.parametrize("name", ["plan", "train", "report"])
+def test_importing_the_module_for_python_m_leaves_the_function(name):
+    code = f"import maxbench as mb; before = mb.{name}; import maxbench.{name} as again\n"
+    code += f"assert before is mb.{name} is again and callable(again), again"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxbench.config import command_line
+from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from tests.conftest import resolve, train_command
 from tests.kinds import dense, routed
@@ -230,14 +230,14 @@ def test_bad_input_is_refused_in_one_line(name):
         assert text in err
 
 
-NUMBERS = [path for path, field in command_line.SETTINGS.items() if field.type in (int, float)]
+NUMBERS = [path for path, field in options.SETTINGS.items() if field.type in (int, float)]
 
 
 @pytest.mark.parametrize("path", NUMBERS)
 def test_every_number_has_bounds(path):
     for text in ("nan", "inf", "-inf", "-99", "9" * 44, "ten", "", "1+1j", "True"):
         with pytest.raises(UserError, match=r"must be a (whole|finite) number, a") as error:
-            command_line.run_of(["--config", LLAMA, f"--{path}={text}"])
+            command_line.run_of(["--config", LLAMA, f"--config.{path}={text}"])
         assert f"{path.rpartition('.')[2]}={text or repr(text)} " in str(error.value)
 
 

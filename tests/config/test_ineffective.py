@@ -4,7 +4,7 @@
 import pytest
 
 from maxbench.cli import train
-from maxbench.config import command_line, ineffective, recipes
+from maxbench.config import command_line, ineffective, options, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
 from maxbench.run import terminal
@@ -56,7 +56,7 @@ def test_setting_without_effect_is_refused(workload, flags, setting, effective):
 
 
 def test_every_rule_has_a_setting():
-    assert {f"config.{path}" for path in ineffective.RULES} <= {*command_line.SETTINGS}
+    assert {*ineffective.RULES} <= {*options.SETTINGS}
 
 
 def test_default_values_are_accepted():

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 from maxbench.cli import entry, train
-from maxbench.config import command_line, recipes, run_flags
+from maxbench.config import command_line, options, recipes
 from maxbench.hardware import gpus
 from maxbench.reporting import build_report
 from maxbench.run_logs import readers, text_logs
@@ -38,7 +38,7 @@ gb200 auto xla te mxfp8 delayed nsys n1:1234 n1:0 n1 [::1]:80 :80 swiglu rmsnorm
 """.split()  # noqa: SIM905
 VALUES += ["", " ", "9" * 23, "9" * 5000, "x" * 5000, "(" * 300, "a\nb", "\x1b[2J", "\0", "\udc80"]
 VALUES += ["日本", "--steps"]
-FLAGS = [*run_flags.FLAGS, "gpus", "strong_scaling", "dry_run", "flagfile", "undefok", "config"]
+FLAGS = [*options.FLAGS, "gpus", "strong_scaling", "dry_run", "flagfile", "undefok", "config"]
 FLAGS += ["x" * 5000]
 REPORT = ["format", "title", "window", "gpu_type", "hardware", "cost", "interval", "mtbf"]
 REPORT += ["full-names", "diff", "flagfile"]
@@ -101,7 +101,7 @@ def command(rng: random.Random, folder: pathlib.Path) -> list[str]:
     presets = rng.choice(["", "", ":tiny", ":tiny,fp8", ":proxy", ":rehearse", ":", ":tny", ":a:b"])
     words = [f"--gpus={rng.choice([8, 64, 128, 512])}"] * rng.randrange(2)
     for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
-        words += flag(rng, FLAGS, [*command_line.SETTINGS])
+        words += flag(rng, FLAGS, [f"config.{path}" for path in options.SETTINGS])
     rng.shuffle(words)
     if rng.random() < 0.07:
         text = path.read_bytes()

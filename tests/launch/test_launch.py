@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbench.cli import entry
-from maxbench.config import recipes
+from maxbench.config import number_formats, options, recipes
 from maxbench.config.errors import UserError
 from maxbench.launch import jobs, slurm, variables
 from maxbench.step import xla_options
@@ -207,6 +207,34 @@ def test_model_defaults_to_the_first_one_with_a_recipe_for_the_gpus():
     assert variables.resolve_job({"JOB_TOTAL_GPUS": "64"}).run.model.size == "8b"
 
 
+def test_number_formats_are_those_of_the_trainer_and_follow_the_preset():
+    """DTYPE has the options of --dtype, all of which can be launched, by preset as well."""
+    assert variables.VARIABLES["DTYPE"].choices == number_formats.DTYPES
+    blackwell = {"MODEL_SIZE": "20b", "GPU_TYPE": "b300", "JOB_TOTAL_GPUS": "8"}
+    for dtype in number_formats.DTYPES:
+        env = blackwell | {"MODEL_SIZE": "8b", "DTYPE": dtype, "PRESET": "proxy"}
+        assert variables.resolve_job(env).run.precision.dtype == dtype
+    for dtype in ("fp8", "nvfp4"):
+        job = variables.resolve_job(blackwell | {"PRESET": dtype})
+        assert job.run.precision.dtype == job.values["DTYPE"] == dtype
+        assert "bf16" not in job.flags
+
+
+@pytest.mark.parametrize("name", variables.OPTIONS)
+def test_variables_of_an_option_accept_what_the_option_accepts(name):
+    """Kind, choices and least value derive from the option, unless variables.toml narrows them."""
+    v = variables.VARIABLES[name]
+    field = options.TrainOptions.flags()[v.option]
+    assert field.metadata["text"].partition(" (")[0] in v.meaning
+    if v.kind == "choice":
+        assert v.choices == tuple(filter(None, field.metadata["options"]))
+    elif v.kind == "count":
+        assert options.type_of(field) is int
+        assert v.least >= field.metadata.get("at_least", 0)
+    else:
+        assert (v.kind == "bool") == (options.type_of(field) is bool)
+
+
 def test_single_words_near_a_variable_are_noted():
     s = variables.resolve_job({"MODE": "fast", "PROFILE": "y", "DYTPE": "fp8"})
     assert "MODE is not a variable of launch.sh; did you mean MODEL?" in s.notes
@@ -265,7 +293,7 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"DTYPE": "fp16"}, "DTYPE='fp16' is not one of fp8, bf16, fp32"),
+        ({"DTYPE": "fp16"}, "DTYPE='fp16' is not one of bf16, fp32, fp8, nvfp4"),
         ({"MODEL": "lama2"}, "did you mean 'llama2'?"),
         ({"MODEL_SIZE": "7b"}, "MODEL_SIZE='7b' is not one of 8b, 70b, 405b, 340b, 314b"),
         ({"MODEL": "grok1", "MODEL_SIZE": "70b"}, "MODEL_SIZE='70b' is not one of 314b"),

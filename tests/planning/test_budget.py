@@ -3,6 +3,7 @@
 import pytest
 
 from maxbench.config.errors import UserError
+from maxbench.config.options import TokenBudget
 from maxbench.cost_model.simulate import Timeline
 from maxbench.metrics import checkpoint_interval
 from maxbench.planning import budget
@@ -20,7 +21,7 @@ def test_budget_without_failures():
     """gbs 256 x seq 8192 = 2,097,152 tokens a step."""
     power = dict(usd_per_gpu_hour=2, gpu_watts=1000)
     options = dict(tokens=2_097_152e3, mtbf_hours_per_gpu=1e12, checkpoint_s=1e-6) | power
-    found = budget.budget(plan(), budget.BudgetOptions(**options))
+    found = budget.budget(plan(), TokenBudget(**options))
     assert (found["steps"], found["goodput"]) == (1000, pytest.approx(1, abs=1e-4))
     assert found["days"] == pytest.approx(20_000 / 86400, rel=1e-4)
     hours = 512 * 20_000 / 3600
@@ -29,7 +30,7 @@ def test_budget_without_failures():
 
 
 def test_failures_cost_work_and_restarts():
-    found = budget.budget(plan(checkpoint_every=90), budget.BudgetOptions(tokens=15e12))
+    found = budget.budget(plan(checkpoint_every=90), TokenBudget(tokens=15e12))
     assert found["hours_between_failures"] == pytest.approx(54 * 24 * 16384 / 419 / 512)
     assert found["checkpoint_every_s"] == 90 * 20
     # First order: a checkpoint each half hour, and half of one and a restart for each failure.
@@ -39,14 +40,14 @@ def test_failures_cost_work_and_restarts():
 
 
 def test_interval_is_the_best_one_in_whole_steps():
-    found = budget.budget(plan(), budget.BudgetOptions(tokens=15e12))
+    found = budget.budget(plan(), TokenBudget(tokens=15e12))
     mtbf_s = found["hours_between_failures"] * 3600
-    best_s = checkpoint_interval.best_interval_s(budget.CHECKPOINT_S, mtbf_s)
+    best_s = checkpoint_interval.best_interval_s(TokenBudget(tokens=1).checkpoint_s, mtbf_s)
     assert found["checkpoint_every_s"] == pytest.approx(best_s, abs=10)
 
 
 def test_budget_as_text():
-    found = budget.budget(plan(), budget.BudgetOptions(tokens=15e12, usd_per_gpu_hour=2.5))
+    found = budget.budget(plan(), TokenBudget(tokens=15e12, usd_per_gpu_hour=2.5))
     first, second, third = budget.budget_lines(found)
     assert first.startswith("15T tokens: 1,6")
     assert "goodput 99." in second
@@ -65,4 +66,4 @@ def test_budget_as_text():
 )
 def test_bad_budget_is_refused(options, message):
     with pytest.raises(UserError, match=message):
-        budget.budget(plan(), budget.budget_options(options))
+        budget.budget(plan(), TokenBudget(**options))
