@@ -30,8 +30,8 @@ class GatedRecurrence(Sublayer):
         return inputs, state, Saved("attn_out", self.embed, ("out/w",))
 
     def refusal(self, run):
-        cp = run.layout.cp
-        return f"cp={cp} cuts the sequence, along which a recurrence runs; use cp=1" * (cp > 1)
+        cut = f"cp={run.layout.cp} cuts the sequence, along which a recurrence runs; use cp=1"
+        return cut if run.layout.cp > 1 else ""
 
     def apply(self, module, x_bud, context, orders):
         import jax

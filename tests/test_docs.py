@@ -104,6 +104,13 @@ def test_tables_of_options_and_variables_are_up_to_date(name):
     assert reference_pages.PAGES[name]() in reference_pages.page(name)
 
 
+def test_the_example_mixer_is_that_of_the_test():
+    page = (DOCS / "how-to/add_a_mixer.md").read_text()
+    code = re.search(r"```python\n(@register.*?)```", page, re.DOTALL)[1]
+    lines = pathlib.Path("tests/gated_recurrence.py").read_text().splitlines()
+    assert {*filter(str.strip, code.splitlines())} <= {*lines}
+
+
 def test_pictures_are_up_to_date():
     """On failure run `python -m tools.pictures`."""
     digests = pictures.source_digests()

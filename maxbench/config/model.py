@@ -225,8 +225,10 @@ class Model:
 
     def with_bf16_layers(self, first: int, last: int) -> "Model":
         """The model with its first and last layers not quantized."""
-        if not first + last:
-            return self
+        return self._with_bf16_layers(first, last) if first + last else self
+
+    @functools.lru_cache(64)  # noqa: B019  # a search asks of thousands of layouts
+    def _with_bf16_layers(self, first, last):
         given = self.layer_groups or (LayerGroup(self.layers, (self.default_layer,)),)
         layers = [layer for g in given for layer in g.count * g.cycle]
         for i in (*range(first), *range(self.layers - last, self.layers)):

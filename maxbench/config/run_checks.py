@@ -163,7 +163,8 @@ def _check_gemm_dims(run: "Run", sublayer: Sublayer) -> None:
     divisor = a.cp * tp
     words, dim = f"seq / cp={a.cp} / tp={tp}", seq // divisor
     if not f.blocks:
-        words, dim = f"mbs={a.mbs} x seq / cp={a.cp}" + f" / tp={tp}" * (tp > 1), a.mbs * dim
+        per_gpu = f" / tp={tp}" if tp > 1 else ""
+        words, dim = f"mbs={a.mbs} x seq / cp={a.cp}{per_gpu}", a.mbs * dim
     _check_multiple(run, dim, "train.seq", seq, divisor, words)
 
 

@@ -156,7 +156,7 @@ class State(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a sublayer reads besides its input.
+    """Inputs of a sublayer besides its activation.
 
     Attributes:
       rope: layers.rope_angles() of this GPU's tokens.
@@ -234,7 +234,7 @@ class Sublayer:
 
     @property
     def rope_dims(self) -> int:
-        """Dims of a head that RoPE rotates: those of the model's, or 0."""
+        """Dims of a head that RoPE rotates: Model.rope_dims, or 0."""
         return 0
 
     def weight_axes(self) -> dict[str, str]:
@@ -281,11 +281,11 @@ class Sublayer:
         return 0.0
 
     def saved(self, run: "Run") -> tuple[Saved, ...]:
-        """The tensors that it names for remat policies."""
+        """Tensors that remat policies may save."""
         return ()
 
     def states(self, run: "Run") -> tuple[State, ...]:
-        """Its non-trainable arrays."""
+        """Non-trainable arrays."""
         return ()
 
     # For estimates of layouts without a compiled program (planning/search.py):
@@ -331,8 +331,8 @@ class Sublayer:
         """
 
     def refusal(self, run: "Run") -> str:
-        """Why it cannot run in this layout or format, and what would work; '' if it can. Dims that
-        mesh axes and number formats divide are checked by config.run_checks."""
+        """The reason why it cannot run in this layout or format, with one that works; '' if it can.
+        Dims that mesh axes and number formats divide are checked by config.run_checks."""
         return ""
 
     def toy(self, model: Mapping[str, Any], has_dense: bool) -> "Sublayer":
@@ -379,8 +379,8 @@ class Layer:
     quantized: bool = True
 
     def __repr__(self) -> str:
-        shown = f"mixer={self.mixer!r}, channel={self.channel!r}"
-        return f"Layer({shown}{'' if self.quantized else ', quantized=False'})"
+        quantized = "" if self.quantized else ", quantized=False"
+        return f"Layer(mixer={self.mixer!r}, channel={self.channel!r}{quantized})"
 
     def __post_init__(self):
         for role, sublayer in self.parts():
@@ -475,6 +475,8 @@ def complete(layer: Layer, model: "Model") -> Layer:
     def sizes(sublayer):
         names = [f.name for f in dataclasses.fields(sublayer) if f.init]
         unset = [name for name in names if getattr(sublayer, name) is None]
+        if missing := [name for name in unset if not hasattr(model, name)]:
+            raise UserError(f"{sublayer!r} of a layer needs {missing[0]}, which has no default")
         values = {n: quantized if n == "quantized" else getattr(model, n) for n in unset}
         found = dataclasses.replace(sublayer, **values)
         found.check()

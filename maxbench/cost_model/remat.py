@@ -1,6 +1,5 @@
 """Rematerialization policies of a run: the activations they save, and the FLOPs they cost."""
 
-import functools
 import math
 
 from maxbench.config import resolve
@@ -58,8 +57,12 @@ def _fitting(run: Run, max_bytes: float) -> list[str]:
 def least_recomputed(run: Run, max_bytes: float) -> Run | None:
     """The policy that recomputes least, of those with at most `max_bytes`; the largest stash of
     equal ones. None: no policy fits."""
-    recomputed = functools.partial(recomputed_fraction, run)
-    best = min(_fitting(run, max_bytes), key=recomputed, default=None)
+    best, least = None, math.inf
+    for remat in _fitting(run, max_bytes):
+        if (share := recomputed_fraction(run, remat)) < least:
+            best, least = remat, share
+        if not share:
+            break
     return None if best is None else with_remat(run, best)
 
 

@@ -65,8 +65,10 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     counted = PUBLISHED_CONVENTIONS[convention]
     layers = sum(n * layer_multiply_adds(layer, seq, counted) for n, layer in m.kinds)
     head = m.vocab * m.embed
-    mtp = layer_multiply_adds(m.mtp_layer, seq, counted) + 2 * m.embed**2 + head
-    return 6 * seq * (layers + head + m.mtp_layers * mtp)
+    if m.mtp_layers:  # a layer, its input's projection, and the head again
+        projection = m.mtp_weights["mtp/input/projection/w"].multiply_adds
+        layers += layer_multiply_adds(m.mtp_layer, seq, counted) + projection + head
+    return 6 * seq * (layers + head)
 
 
 def layer_multiply_adds(layer: Layer, seq: int, counted: Convention) -> float:

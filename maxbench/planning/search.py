@@ -99,7 +99,8 @@ def estimate_step_s(run: Run) -> float:
     """Estimated seconds of a step, without a compiled program. For ranking only."""
     a, m, seq = run.layout, run.model, run.train.seq
     costs = planner.costs_of(run)
-    link = lambda kind, size, *axes: costs.collective(kind, costs.axis_link(*axes), size, size)
+    to = functools.cache(costs.axis_link)
+    link = functools.cache(lambda kind, size, *axes: costs.collective(kind, to(*axes), size, size))
     rows, elements = a.mbs * seq // a.cp, a.mbs * seq // a.cp * m.embed  # of the residual stream
     rate, (wide, narrow) = costs.rate(run.format.peak), run.format.conversions
     head = 6 * m.vocab * m.embed * seq
@@ -108,7 +109,7 @@ def estimate_step_s(run: Run) -> float:
     layers *= 1 + remat.recomputed_fraction(run) / 3
     # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
     # the experts' collectives over the network occupy the communication stream.
-    waits = m.has_experts and "network" in (costs.axis_link(x).name for x in ("ep", "ep_nodes"))
+    waits = m.has_experts and "network" in (to(x).name for x in ("ep", "ep_nodes"))
     hops = 2 if a.pp > 1 and not waits else 6
     wait = 0.0
     for n, layer in m.kinds:

@@ -1,4 +1,4 @@
-"""What kinds of mixers and channels declare (config/sublayers.py), against the traced network."""
+"""Declarations of mixers and channels (config/sublayers.py) against the traced network."""
 
 import collections
 import functools
