@@ -179,7 +179,7 @@ class Model:
         """Whether ep splits weights of some layer."""
         return any(layer.has_experts for _, layer in self.kinds)
 
-    @property
+    @functools.cached_property
     def mtp_layer(self) -> Layer:
         """The layer of multi-token prediction: as the last one, not quantized and without state."""
         plain = lambda sublayer: dataclasses.replace(sublayer.without_state(), quantized=False)

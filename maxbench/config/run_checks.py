@@ -67,11 +67,14 @@ def _check_ring(run: "Run") -> None:
     a, m = run.layout, run.model
     if a.pp == 1 or a.cp == 1:
         return
-    mixers = [layer.mixer for layer in m.per_layer]
+    kinds = {layer.mixer for _, layer in m.kinds}
     # An empty slot has weights of zeros and no branch, but for a bias or where kinds differ.
     adds = m.post_norm and m.norm == "layernorm1p"
-    adds = adds or not all(mixer and mixer.zeros_stay for mixer in mixers)
-    branches_if_empty = adds or len({mixer.form for mixer in mixers if mixer}) > 1
+    adds = adds or not all(mixer and mixer.zeros_stay for mixer in kinds)
+    branches_if_empty = adds or len({mixer.form for mixer in kinds if mixer}) > 1
+    if len(kinds) == 1 and not branches_if_empty:
+        return
+    mixers = [layer.mixer for layer in m.per_layer]
     for in_slot in zip(*pipeline_layout.slots(a.parts), strict=True):
         kinds = {mixers[layer] for layer in in_slot if layer >= 0}
         if len(kinds) > 1 or (min(in_slot) < 0 and branches_if_empty):

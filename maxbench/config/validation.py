@@ -5,6 +5,7 @@ Values are those of a workload file, of JSON, or the text of a flag.
 
 import ast
 import dataclasses
+import functools
 import math
 import numbers
 import operator
@@ -57,10 +58,20 @@ def validate(section: Any, prefix: str = "") -> None:
     Raises:
       UserError: the first field with an invalid value.
     """
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if parse(prefix + field.name, field.type, value, field.metadata) != value:
-            raise UserError(f"{prefix}{field.name}={value!r} is text; give the value itself")
+    for name in section.__dataclass_fields__:
+        value = getattr(section, name)
+        # A search builds thousands of layouts of the same few numbers.
+        check = _check_again if isinstance(value, int | str | None) else _check_value
+        check(type(section), prefix, name, type(value), value)
+
+
+def _check_value(cls: type, prefix: str, name: str, _: type, value: Any) -> None:
+    field = cls.__dataclass_fields__[name]
+    if parse(prefix + name, field.type, value, field.metadata) != value:
+        raise UserError(f"{prefix}{name}={value!r} is text; give the value itself")
+
+
+_check_again = functools.lru_cache(1 << 14)(_check_value)
 
 
 def build(cls: type, section: str, values: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ Importing this module needs no jax.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import platform
@@ -14,6 +15,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collection
 GPU_MEMORY_FRACTION = 0.94  # share of a GPU's memory that XLA may allocate
 
 
+@functools.cache
 def version(package: str) -> str:
     """Version of an installed package, or '' if it is not installed."""
     from importlib import metadata  # late: 15 ms, and most commands need no version
