@@ -61,11 +61,11 @@ def validate(section: Any, prefix: str = "") -> None:
     for name in section.__dataclass_fields__:
         value = getattr(section, name)
         # A search builds thousands of layouts of the same few numbers.
-        check = _check_again if isinstance(value, int | str | None) else _check_value
+        check: Any = _check_again if isinstance(value, int | str | None) else _check_value
         check(type(section), prefix, name, type(value), value)
 
 
-def _check_value(cls: type, prefix: str, name: str, _: type, value: Any) -> None:
+def _check_value(cls: Any, prefix: str, name: str, _: Any, value: Any) -> None:
     field = cls.__dataclass_fields__[name]
     if parse(prefix + name, field.type, value, field.metadata) != value:
         raise UserError(f"{prefix}{name}={value!r} is text; give the value itself")
