@@ -6,11 +6,9 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 
-from maxbench.config import commands
+from maxbench.config import commands, exit_codes
 from maxbench.config.errors import UserError, one_line
 from maxbench.config.options import COMMANDS
-
-BAD_INPUT, INTERRUPTED = 2, 130  # exit codes of every command
 
 
 def run(name: str, words: Sequence[str]) -> int:
@@ -34,10 +32,10 @@ def guard(name: str, main: Callable[[], int]) -> int:
         try:
             code = main()
         except UserError as e:
-            code = BAD_INPUT
+            code = exit_codes.BAD_INPUT
             print(f"{program}: error: {one_line(str(e))}", file=sys.stderr)
         except KeyboardInterrupt:
-            code = INTERRUPTED
+            code = exit_codes.INTERRUPTED
             print(f"{program}: interrupted", file=sys.stderr)
         if sys.stdout:
             sys.stdout.flush()  # here, because an error at interpreter exit cannot be caught

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxbench.cli import entry
-from maxbench.config import command_line, ineffective, options, recipes
+from maxbench.config import command_line, exit_codes, ineffective, options, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
@@ -18,8 +18,6 @@ from maxbench.evidence import published
 from maxbench.metrics import flops
 from maxbench.run import terminal
 from maxbench.run_logs import folders
-
-INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +81,7 @@ def train(run: Run, report: Callable[..., None] | None = None) -> int:
         if screen:
             screen.stop()
         print("maxbench train: interrupted before the first step", file=sys.stderr)
-        return INTERRUPTED
+        return exit_codes.INTERRUPTED
 
 
 def describe(run: Run) -> dict[str, Any]:
