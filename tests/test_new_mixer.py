@@ -11,13 +11,18 @@ import pytest
 
 from maxbench.config import recipes, resolve
 from maxbench.config.errors import UserError
+from maxbench.config.precedence import build_config
+from maxbench.config.run import RunConfig
 from maxbench.cost_model import compile_cache, memory, remat
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
 from maxbench.model import layer_stack, transformer
 from maxbench.planning import planner, search
 from maxbench.run import loop
 from maxbench.sharding import mesh
+from maxbench.step import data
 from maxbench.step.train_step import Step
+from tests.conftest import CPU
 from tests.run.conftest import folder_of, losses
 
 WORKLOAD = '''
@@ -60,7 +65,8 @@ def workload(tmp_path_factory):
 
 def build(workload, presets="", overrides=None, gpus=None, **flags):
     config = recipes.load_workload(f"{workload}:{presets}")
-    return resolve.build_run(config, gpus=gpus, flags=flags, overrides=overrides)
+    asked = build_config(config, gpus=gpus, flags=flags, overrides=overrides)
+    return resolve.resolve(asked, GPU_TYPES, CPU if presets else None)
 
 
 EXACT = {"precision.grads": "fp32", "model.capacity_factor": 0.0}
@@ -72,7 +78,8 @@ def assert_gradients_are_equal(workload, settings, axes):
     def gradients(**axes):
         run = build(workload, "tiny", settings, dtype="fp32", seq=32, **axes)
         step = Step(run, mesh.make_mesh(run.layout))
-        grads, out, _ = jax.jit(step.gradients)(step.init()["params"], 3)
+        batch = data.draw(run, 3)
+        grads, out, _ = jax.jit(step.gradients)(step.init()["params"], batch)
         return step.stacks, jax.device_get((grads, out["loss"]))
 
     stacks, (expected, loss) = gradients(mbs=axes["gbs"], gbs=axes["gbs"])
@@ -142,9 +149,9 @@ def test_it_trains_saves_and_resumes(workload, tmp_path):
 
 def test_its_description_is_written_and_read(workload):
     run = build(workload, gpus=8)
-    written = json.loads(json.dumps(run.asdict()))
+    written = json.loads(json.dumps(run.config.asdict()))
     assert written["model"]["layer_groups"][0][1][0]["mixer"] == {"kind": "gated_recurrence"}
-    assert resolve.run_from_dict(written).model == run.model
+    assert RunConfig.from_dict(written) == run.config
 
 
 def test_it_is_counted(workload):

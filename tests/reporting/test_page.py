@@ -103,7 +103,7 @@ def test_page_is_legible_and_its_script_works_in_a_browser(tmp_path, wide, schem
     assert [x.partition(",")[2] for x in found["sorted"]] == [
         " 16 GPUs, GBS 256, run 1", " 16 GPUs, GBS 256, run 2", " 8 GPUs, GBS 128, run 2",
     ]  # fmt: skip
-    assert found["pair"]["config.layout.gbs"] == "256 | 128"
+    assert found["pair"]["run.layout.gbs"] == "256 | 128"
     assert "config.layout.cp" not in found["pair"]  # the same
     assert found["tip"] == "Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
 
