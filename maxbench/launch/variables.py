@@ -124,9 +124,7 @@ def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     path = _workload(values, notes, gpu_types)
     config, gpu = recipes.load(path), gpu_types[values["GPU_TYPE"]]
     launch = Launch(**config.launch)
-    for preset in values["PRESET"].replace(" ", "").split(","):  # the last one with a dtype wins
-        dtype = config.known.get(preset, {}).get("precision", {}).get("dtype")
-        launch = dataclasses.replace(launch, dtype=dtype or launch.dtype)
+    launch = dataclasses.replace(launch, dtype=_dtype(values, config.known) or launch.dtype)
     per_node = _defaults(values, launch, gpu, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
     for name, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
@@ -265,6 +263,22 @@ def _rows(model: str, size: str, values: Mapping[str, str], gpu: Gpu) -> bool:
     wanted["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
     rows = (row for table in tables for row in recipes.table(table))
     return any(all(str(row[k]) == v for k, v in wanted.items()) for row in rows)
+
+
+def _dtype(values: Mapping[str, str], presets: Mapping[str, Mapping]) -> str:
+    """The dtype that presets set, or ''.
+
+    Raises:
+      UserError: two presets, or a preset and DTYPE, set different ones.
+    """
+    found = {"DTYPE": values["DTYPE"]} if values["DTYPE"] != "*" else {}
+    for name in values["PRESET"].replace(" ", "").split(","):
+        if dtype := presets.get(name, {}).get("precision", {}).get("dtype"):
+            found[f"PRESET={name}"] = dtype
+    if len({*found.values()}) > 1:
+        both = " and ".join(f"{name} sets {dtype}" for name, dtype in found.items())
+        raise UserError(f"{both}: they contradict each other; leave all but one out")
+    return next(iter(found.values()), "")
 
 
 def _defaults(values: dict[str, str], launch: Launch, gpu: Gpu, nodes: str) -> int:

@@ -324,6 +324,8 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
         ({"ADDITIONAL_SLURM_PARAMS": "comment=a\\b"}, "is not key=value or key"),
         ({"GPU_TYP": "b200"}, "did you mean GPU_TYPE?"),
         ({"PRESET": "tinny"}, "did you mean 'tiny'?"),
+        ({"PRESET": "nvfp4", "DTYPE": "bf16"}, "DTYPE sets bf16 and PRESET=nvfp4 sets nvfp4"),
+        ({"PRESET": "fp8,nvfp4"}, "PRESET=fp8 sets fp8 and PRESET=nvfp4 sets nvfp4"),
         ({"SBATCH_ACCOUNT": "a b"}, "SBATCH_ACCOUNT='a b' must be one word"),
         ({"LOAD_CHECKPOINT_PATH": "/nowhere"}, "has no complete checkpoint"),
         ({"DISABLE_PERFRUN": "true"}, "leaves no job to run"),
