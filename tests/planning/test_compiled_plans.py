@@ -12,6 +12,7 @@ import xml.etree.ElementTree
 import pytest
 
 import maxbench
+from maxbench.config.run import Device
 from maxbench.cost_model import aot, hlo
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import GPU_TYPES
@@ -30,6 +31,7 @@ pytestmark = [
 ROOT = pathlib.Path(__file__).parents[2]
 LLAMA2_70B = "--config configs/llama2_70b.py --gpus 128"
 LLAMA31_70B = "--config configs/llama31_70b.py --fsdp 8 --tp 4 --layers 4 --gpu_type h200"
+H100 = Device("gpu", GPU_TYPES["h100"].chip.capability)
 
 
 def command(arguments: str) -> subprocess.CompletedProcess:
@@ -50,7 +52,7 @@ def drawn_memory(folder: pathlib.Path) -> tuple[float, ...]:
 
 @pytest.mark.skipif(not environment.version("nvidia-cuda-nvcc"), reason="needs a real ptxas")
 def test_program_without_code_generation_is_the_same():
-    run = resolve("llama31_8b", "tiny", {"model.layers": 1}, gpu_type="h100", dp=2, gbs=8)
+    run = resolve("llama31_8b", "tiny", {"model.layers": 1}, H100, gpu_type="h100", dp=2, gbs=8)
     step = Step(run, mesh.make_mesh(run.layout, aot.devices(run)))
     programs = [step.compile(**options)[0] for options in ({}, aot.PROGRAM_ONLY)]
     texts = [re.sub(", metadata=.*", "", p.as_text()).split("\n", 1)[1] for p in programs]
@@ -315,7 +317,7 @@ def test_search_compiles_the_given_layout_and_others():
 @pytest.mark.exhaustive
 def test_programs_are_not_in_the_cache_of_jax(tmp_path):
     """Which the user may have set for training: it cannot load a program for an absent GPU."""
-    run = resolve("llama31_8b", "tiny", layers=1)
+    run = resolve("llama31_8b", "tiny", device=H100, gpu_type="h100", layers=1)
     with persistent_cache(tmp_path):
         assert aot.compile_run(run).text
     assert not [*tmp_path.glob("jit__step*")]

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbench.config.run import Device
 from maxbench.cost_model import aot, hlo, stub_libcuda
 from maxbench.cost_model.costs import GEMM, TE_GEMM, Costs
 from maxbench.cost_model.simulate import kernel_cost
@@ -262,7 +263,8 @@ def test_all_gemms_of_a_gpu_step_are_tes(gpu, scaling, axes, monkeypatch):
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     overrides = {"precision.backend": "te", "precision.scaling": scaling, "train.attention": "xla"}
     flags = {"gbs": 8, "seq": 256, "layers": 2, "gpu_type": gpu} | axes
-    run = resolve("llama31_405b", "tiny", overrides, dtype="fp8", **flags)
+    device = Device("gpu", GPU_TYPES[gpu].chip.capability)
+    run = resolve("llama31_405b", "tiny", overrides, device, dtype="fp8", **flags)
     program = hlo.parse(aot.compile_run(run).text)
     costs = Costs(GPU_TYPES[gpu], run.layout.mesh_shape)
     gemms = [
