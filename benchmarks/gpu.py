@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def add_plans(file: pathlib.Path) -> int:
-    """Predicts each measured case of a file that has its flags, and writes it beside the
+    """Predicts each measured case of a file that has its flags, and writes it next to the
     measurement."""
     os.environ.pop("XLA_FLAGS", None)
     environment.set_for_compile_only()

@@ -65,7 +65,7 @@ class Mlp(Sublayer):
 
 
 class _SharedExpert(Mlp):
-    """The MLP beside experts: not a kind of its own."""
+    """MLP of shared experts, which every token goes through. Not a registered kind."""
 
     settings: ClassVar = {"mlp": "shared_mlp"}
 
@@ -103,7 +103,7 @@ class Experts(Sublayer):
 
     @functools.cached_property
     def shared(self) -> Mlp | None:
-        """The MLP beside the experts."""
+        """MLP of the shared experts; None without."""
         names = ("embed", "layers", "init_std", "norm_eps", "quantized", "act", "mlp_bias")
         same = {name: getattr(self, name) for name in names}
         return _SharedExpert(mlp=self.shared_mlp, **same) if self.shared_mlp else None

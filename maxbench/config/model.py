@@ -109,7 +109,7 @@ class Model:
     expert_bias_rate: float = field(0.0, at_least=0)
     # Tokens choose experts at random, all equally often, as in NVIDIA's benchmarks
     force_balance: bool = False
-    shared_mlp: int = field(0, at_least=0)  # width of an MLP beside the experts; 0 = none
+    shared_mlp: int = field(0, at_least=0)  # width of the MLP of shared experts; 0 = none
     capacity_factor: float = field(1.0, at_least=0)  # 0 = dropless
     # Rows of dropless experts that memory is reserved for, over those of balanced routing, if each
     # token is sent to the GPUs of its experts only; 0 = to all GPUs of ep, for any routing
