@@ -34,7 +34,7 @@ from maxbench.config import command_line
 from maxbench.run import restore
 from maxbench.run.checksums import array_checksums
 from maxbench.sharding import mesh
-from maxbench.step.train_step import Step
+from maxbench.step.train_step import Step, on_device
 from tests.drills import kills
 
 MAX_MESSAGE_S = 90
@@ -200,7 +200,8 @@ class Run:
         assert not CPP_TRACE.search(printed), CPP_TRACE.search(printed)
         if saved := kills.last_saved_step(self.folder):
             with RESTORING:
-                run = command_line.run_of([*kills.FLAGS, f"--steps={kills.ENDLESS}"])
+                flags = [*kills.FLAGS, f"--steps={kills.ENDLESS}"]
+                run = on_device(command_line.run_of(flags), jax.local_devices()[0])
                 step = Step(run, mesh.make_mesh(run.layout))
                 candidates = restore.find_checkpoints(str(self.folder), run)
                 read = restore.read_onto(lambda order: step.abstract)

@@ -33,7 +33,7 @@ from maxbench.config import command_line
 from maxbench.run import checkpoint, loop, restore
 from maxbench.run.checksums import array_checksums
 from maxbench.sharding import mesh
-from maxbench.step.train_step import Step
+from maxbench.step.train_step import Step, on_device
 
 FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32", "--layers", "1"]
 FLAGS += ["--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
@@ -315,7 +315,7 @@ def restore_damaged(out: pathlib.Path, times: int, rng: random.Random) -> collec
     Returns:
       How often the damaged one was 'skipped', and how often 'whole' in spite of the damage.
     """
-    run = command_line.run_of([*FLAGS, "--steps", "9"])
+    run = on_device(command_line.run_of([*FLAGS, "--steps", "9"]), jax.local_devices()[0])
     step = Step(run, mesh.make_mesh(run.layout))
     with checkpoint.Saver(out / "whole", run, dict) as saver:
         state = step.init()
