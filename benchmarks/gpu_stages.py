@@ -398,7 +398,7 @@ def unrolled(small: bool) -> Cases:
 def profile(small: bool) -> Cases:
     """Three steps of a proxy: the kernels that take most time, and the longest gaps between two.
 
-    Writes <name>.xplane.pb.gz and the program's <name>.hlo.txt.gz beside the results.
+    Writes <name>.xplane.pb.gz and the program's <name>.hlo.txt.gz into the folder of the results.
     """
 
     def traced(name, *words):

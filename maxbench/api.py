@@ -1,7 +1,7 @@
 """The Python API, `import maxbench as mb`: mb.plan(), mb.train(), mb.report() and mb.sweep().
 
 Keywords are the options of the commands with the same names (config/options.py), from which their
-signatures and docstrings derive. Each function imports what it needs.
+signatures and docstrings derive. Functions import the rest when called.
 """
 
 from __future__ import annotations

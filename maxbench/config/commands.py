@@ -21,7 +21,7 @@ def help_requested(words: Sequence[str]) -> bool:
 
 
 def about(command: type[Options]) -> tuple[str, str]:
-    """What a command does, in a sentence; and its notes."""
+    """Summary and notes of a command, from its class's docstring."""
     does, _, notes = (inspect.getdoc(command) or "").partition("\n\n")
     return " ".join(does.split()), " ".join(notes.split())
 

@@ -1,6 +1,6 @@
 """The dimensions and options of a transformer, checked.
 
-Layers are made of the kinds of config/mixers.py and config/channels.py, whose fields default to
+A layer is a mixer of config/mixers.py and a channel of config/channels.py, whose fields default to
 those of Model. Its own size fields (embed, vocab) are names of logical axes too, as those of kinds.
 """
 

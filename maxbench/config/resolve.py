@@ -162,8 +162,8 @@ def _nodes_of_ep(a: LayoutConfig, gpu: Gpu, m: Model) -> int:
 
 
 def _embedding_over_pp(a: LayoutConfig, gbs: int, seq: int, m: Model) -> bool:
-    """Where all-gathering the embedded tokens over pp is less than the table: if a GPU has fewer
-    tokens in a step than the vocabulary has rows."""
+    """Whether the embedding table is sharded over pp: an all-gather of embedded tokens then moves
+    less than one of the table, because a GPU has fewer tokens in a step than the table rows."""
     fewer = gbs // a.shards * seq // a.cp < m.vocab
     return a.pp > 1 and fewer and not m.tied and m.embed % (a.tp * a.fsdp * a.pp) == 0
 

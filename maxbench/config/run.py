@@ -440,10 +440,10 @@ class Run:
     """A run as it is computed: complete, and checked. resolve.resolve() creates it.
 
     Attributes:
-      config: what it was resolved from.
+      config: the RunConfig that resolve() completed.
       model: the network; layers of precision.bf16_layers are not quantized.
       hardware: the GPU types that layout.gpu_type may name.
-      device: that it was resolved for.
+      device: the kind of device that resolve() chose kernels for.
       format: the number format of the GEMMs of layers.
     """
 

@@ -1,4 +1,4 @@
-"""Layers, and the kinds of mixers and channels that they are made of. Needs no jax.
+"""Layers, and the base class of their mixers and channels. Needs no jax.
 
 A layer is a mixer, which moves information between tokens (attention), and a channel, which works
 on each token (MLP, experts); either may be absent. Each has a norm before it and a residual
