@@ -17,6 +17,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "32"
 # Toy programs are compiled for seconds and run for milliseconds: spend less on compiling.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
 FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
+# As step/xla_options.py, for programs that a test compiles itself: XLA:CPU deadlocks without.
+FLAGS += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 os.environ["XLA_FLAGS"] = FLAGS
 if metadata.version("jaxlib") < "0.11":  # a quarter of the time; later ones do not know it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from maxbench.config.run import AXES, DTYPES, Run
-from maxbench.sharding import collectives, ordering
+from maxbench.sharding import collectives
 
 
 def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
@@ -31,11 +31,10 @@ def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
     return rate
 
 
-def global_norm(shardings: Any, grads: Any, after: Any = ()) -> jax.Array:
+def global_norm(shardings: Any, grads: Any) -> jax.Array:
     """Norm of the gradients of all weights, from each GPU's shards of their sum; inside shard_map.
 
-    One all-reduce: a shard that several GPUs have counts as a part on each of them. On CPUs it runs
-    after the all-reduces that compute `after`.
+    One all-reduce: a shard that several GPUs have counts as a part on each of them.
     """
 
     def squares(sharding, g):
@@ -43,7 +42,7 @@ def global_norm(shardings: Any, grads: Any, after: Any = ()) -> jax.Array:
         return jnp.sum(jnp.square(g.astype(jnp.float32))) / copies
 
     total: Any = sum(jax.tree.leaves(jax.tree.map(squares, shardings, grads)))
-    return jnp.sqrt(collectives.psum(ordering.serialize_on_cpu(after, total), *AXES))
+    return jnp.sqrt(collectives.psum(total, *AXES))
 
 
 def clip(limit: float) -> optax.GradientTransformationExtraArgs:

@@ -242,7 +242,7 @@ class Step:
         if not stacked:
             grads["layers"] = layer_stack.stack(self.run.model, grads["layers"])
         out = jax.tree.map(lambda x: collectives.psum(x, *self.mesh.axis_names), out)
-        out["grad_norm"] = optimizer.global_norm(self.shardings, grads, after=out)
+        out["grad_norm"] = optimizer.global_norm(self.shardings, grads)
         if statistics:
             out |= state.metrics(self.run, self.stacks, statistics)
         return grads, out, statistics

@@ -23,13 +23,17 @@ XLA_OPTIONS = {
     "xla_gpu_memory_limit_slop_factor": 300,
 }
 
+# With XLA:CPU's scheduler for concurrency, its default, devices start collectives of one program in
+# different orders and deadlock (jax 0.12: 5 of 5 processes within 300 steps of Llama on tp=2).
+CPU_XLA_OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+
 MANY_NODES = 64  # from here on the recipes halve the reduce-scatter threshold
 
 
 def xla_options(platform_name: str, run: Run) -> dict:
     """Compiler options of a run on a platform, as JAX names it ('gpu', 'cuda', 'cpu')."""
     if platform_name not in ("gpu", "cuda"):
-        return {}
+        return dict(CPU_XLA_OPTIONS)
     options = dict(XLA_OPTIONS)
     # With fsdp, pipelined all-gathers prefetch the next layer's weights while the previous layer's
     # gradients are reduced. Without, XLA would pipeline tp's all-gathers of activations over

@@ -563,7 +563,9 @@ def test_xla_options_by_gpu_and_scale():
     alone = "xla_gpu_disable_async_collectives"
     assert alone not in options(*wide, TP_COMM_OVERLAP="true")
     assert options(*wide, TP_COMM_OVERLAP="false")[alone] == "ALLGATHER,REDUCESCATTER"
-    assert xla_options.xla_options("cpu", variables.resolve_job({}).run) == {}
+    assert xla_options.xla_options("cpu", variables.resolve_job({}).run) == {
+        "xla_cpu_enable_concurrency_optimized_scheduler": False
+    }
 
 
 def test_stage_path_that_cannot_be_written_is_refused(tmp_path, fake_sbatch):
