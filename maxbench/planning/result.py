@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from maxbench.cost_model.memory import GIB
 from maxbench.metrics import records
 from maxbench.planning import budget, explain, plan_text, planner, scaling, search
 from maxbench.planning.planner import Plan
+
+FASTEST_NETWORK = 200  # GB/s of a GPU, one direction: two adapters of 800 Gb/s
 
 
 class CannotFit(UserError):
@@ -175,4 +178,8 @@ def with_cluster(run: Run, asked: Cluster) -> Run:
     values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(Cluster)}
     figures = {name: value for name, value in values.items() if value is not None}
     hardware = gpu_files.override(run.hardware, run.layout.gpu_type, figures)
+    rate = hardware[run.layout.gpu_type].network_gb_per_s
+    if rate > FASTEST_NETWORK:
+        text = f"network_gb_per_s={rate:g} is {8 * rate:,.0f} Gb/s for each GPU, more than any has"
+        print(f"maxbench plan: note: {text}; an adapter of 400 Gb/s has 50", file=sys.stderr)
     return resolve.resolve(run.config, hardware, run.device)
