@@ -295,7 +295,7 @@ class Plan(PlanOptions, title="output"):
         "maxbench plan --config llama31_8b --gpus 8 --timeline step.json",
         "maxbench plan --config llama31_8b --gpus 8 --search",
         "maxbench plan --config llama31_405b --gpus 512 --schedule",
-        "maxbench plan --config llama31_405b --gpus 96",
+        "maxbench plan --config llama31_70b --gpus 96",
     )
     json: bool = option("print the plan as JSON", False)
     schedule: bool = option("print the pipeline schedule, and exit", False)

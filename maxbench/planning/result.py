@@ -154,7 +154,8 @@ def plan_of(asked: PlanOptions) -> PlanResult:
 
 def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
     """The run, and no candidates. If the recipe table has no row for that number of GPUs: the run
-    of the nearest row, and candidate layouts on that number.
+    of the nearest row, and candidate layouts on that number, with that row's batch per GPU or the
+    batch that is asked for.
 
     Args:
       schedule: whether the run's schedule is what is asked for.
@@ -166,7 +167,9 @@ def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
             raise  # these options need the layout of a row
         assert asked.gpus
         nearest = with_cluster(command_line.resolve_run(asked, e.nearest), asked)
-        return nearest, search.fastest_on(nearest, asked.gpus, asked.compiled)
+        given = asked.gbs or "layout.gbs" in (asked.settings or {})
+        gbs = nearest.layout.gbs if given else None
+        return nearest, search.fastest_on(nearest, asked.gpus, asked.compiled, gbs)
 
 
 def with_cluster(run: Run, asked: Cluster) -> Run:
