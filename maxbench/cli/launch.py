@@ -57,6 +57,12 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("DISABLE_PERFRUN=true leaves out the runs that a suite judges")
     cluster = configs[0].values["CLUSTER_TYPE"].lower()
     check_choice("CLUSTER_TYPE", cluster, SCHEDULERS)
+    if cluster == "slurm" and not (recipes.ROOT / "launch").is_dir():
+        raise UserError(
+            "CLUSTER_TYPE='slurm' needs the job scripts of a checkout, and this maxbench is an "
+            "installed package: call launch/launch.sh of a checkout; kubernetes, runai and hosts "
+            "need none"
+        )
     for note in dict.fromkeys(note for config in configs for note in config.notes):
         print(f"launch.sh: note: {note}", file=sys.stderr)
     if in_job:
@@ -75,8 +81,6 @@ def _read(argv: Sequence[str]) -> options.Launch:
         asked = command_line.read(options.Launch, argv)
     except UserError as e:
         raise UserError(f"{e}; flags of maxbench train follow after --") from None
-    if not (recipes.ROOT / "launch").is_dir():  # an installed package has no job scripts
-        raise UserError("jobs run from a checkout: clone maxbench, and call launch/launch.sh")
     if asked.suite and asked.file:
         raise UserError("give one of --file and --suite; a suite is a file of jobs")
     return asked

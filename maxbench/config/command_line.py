@@ -86,11 +86,11 @@ def words_of(asked: RunOptions) -> list[str]:
     return words
 
 
-def resolve_run(asked: RunOptions, gpus: int | None = None) -> Run:
+def resolve_run(asked: RunOptions, row: precedence.RowKey | None = None) -> Run:
     """The Run that options describe.
 
     Args:
-      gpus: replaces their number of GPUs.
+      row: replaces the row of the table of layouts that they select.
 
     Raises:
       UserError: a run that cannot be, or a setting without effect in it.
@@ -100,8 +100,9 @@ def resolve_run(asked: RunOptions, gpus: int | None = None) -> Run:
     hardware = gpu_types(asked.hardware)
     config = precedence.build_config(
         recipes.load_workload(asked.config),
-        gpus=gpus or asked.gpus,
+        gpus=asked.gpus,
         strong_scaling=asked.strong_scaling,
+        row=row,
         flags=shorthands,
         overrides=settings,
         gpu_types=hardware,

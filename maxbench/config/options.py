@@ -238,7 +238,9 @@ class Cluster(Options, title="cluster"):
         "fraction of memory that stays free, as 0.05", below=GPU_MEMORY_FRACTION
     )
     network: str | None = option("network between NVLink domains", options=tuple(networks()))
-    network_gbps: float | None = option("GB/s of each GPU to the network, one direction")
+    network_gb_per_s: float | None = option(
+        "GB/s of each GPU to the network, one direction: 50 for an adapter of 400 Gb/s"
+    )
     gpus_per_node: int | None = option("GPUs of a node")
     nvlink_gpus: int | None = option("GPUs of an NVLink domain: one node or several")
 
@@ -293,7 +295,7 @@ class Plan(PlanOptions, title="output"):
         "maxbench plan --config llama31_8b --gpus 8 --timeline step.json",
         "maxbench plan --config llama31_8b --gpus 8 --search",
         "maxbench plan --config llama31_405b --gpus 512 --schedule",
-        "maxbench plan --config llama31_405b --gpus 96",
+        "maxbench plan --config llama31_70b --gpus 96",
     )
     json: bool = option("print the plan as JSON", False)
     schedule: bool = option("print the pipeline schedule, and exit", False)

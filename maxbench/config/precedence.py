@@ -32,18 +32,6 @@ TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
 Sections = dict[str, dict[str, Any]]
 
 
-class NoRow(UserError):
-    """The table has no row for that number of GPUs.
-
-    Attributes:
-      nearest: the nearest number that it has a row for, of the whole model if possible.
-    """
-
-    def __init__(self, message: str, nearest: int):
-        super().__init__(message)
-        self.nearest = nearest
-
-
 class RowKey(NamedTuple):
     """The values that select a row of a table of layouts."""
 
@@ -54,11 +42,25 @@ class RowKey(NamedTuple):
     scaling: str  # weak | strong
 
 
+class NoRow(UserError):
+    """The table has no row for that number of GPUs.
+
+    Attributes:
+      nearest: the row that is nearest to it: of the same GPU type, number format and layers, as far
+        as the table has one, and then in its number of GPUs.
+    """
+
+    def __init__(self, message: str, nearest: RowKey):
+        super().__init__(message)
+        self.nearest = nearest
+
+
 def build_config(
     config: ConfigDict,
     *,
     gpus: int | None = None,
     strong_scaling: bool = False,
+    row: RowKey | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     gpu_types: GpuTypes = GPU_TYPES,
@@ -69,6 +71,7 @@ def build_config(
       config: of recipes.workload().
       gpus: selects the row of the table of layouts for this number of GPUs.
       strong_scaling: selects among the rows with a constant global batch.
+      row: replaces the row that `gpus`, `strong_scaling`, GPU type and dtype select.
       flags: shorthand flags by their names in FLAGS.
       overrides: 'section.field' -> value, applied last.
       gpu_types: that layout.gpu_type may name.
@@ -86,7 +89,8 @@ def build_config(
         gpus = parse("gpus", int, gpus, {"at_least": 1})
         check_choice("gpu_type", gpu_type, gpu_types)
         scaling = "strong" if strong_scaling else "weak"
-        key = RowKey(gpus, gpu_type, gpu_types[gpu_type].recipes, dtype, scaling)
+        key = row or RowKey(gpus, gpu_type, gpu_types[gpu_type].recipes, dtype, scaling)
+        gpus = key.gpus
         _merge(values, _row(config, key, axes_given=bool({*(flags or ())} & {*DEGREES})))
     elif strong_scaling:
         raise UserError("strong_scaling picks a row of the table, so it needs --gpus")
@@ -158,11 +162,9 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
     """
     check_choice("dtype", key.dtype, DTYPES)
     dtype = "bf16" if key.dtype == "fp32" else key.dtype
-    of_dtype = [
-        r for r in table(config.layouts) if (r["dtype"], r["scaling"]) == (dtype, key.scaling)
-    ]
-    rows = [r for r in of_dtype if r["gpu_type"] == key.recipes]
-    if row := next((r for r in rows if r["gpus"] == key.gpus), None):
+    rows = [r for r in table(config.layouts) if r["scaling"] == key.scaling]
+    wanted = {"gpus": key.gpus, "gpu_type": key.recipes, "dtype": dtype}
+    if row := next((r for r in rows if wanted.items() <= r.items()), None):
         sections: Sections = {"layout": {"gpu_type": key.gpu_type}}
         if dtype == "bf16":
             row.pop("format", None)  # of the other dtypes of its line
@@ -175,15 +177,26 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
         return {"model": {"layers": config.model.layers}, "train": {"seq": config.train.seq}}
     name = f"{config.model.name} {config.model.size} {dtype} ({key.scaling} scaling)"
     why = f"gpus={key.gpus}: {name} has no recipe for {key.gpus} {key.gpu_type}"
+    by_hand = f"or name the axes: maxbench plan --gpus {key.gpus} finds them"
     if not rows:
-        types = ", ".join(sorted({r["gpu_type"] for r in of_dtype}) or ["none"])
-        raise UserError(f"{why}; types that have one: {types}; or name the axes, --fsdp and so on")
-    distance = lambda gpus: abs(gpus / key.gpus - 1)
-    near = sorted((r["gpus"] for r in rows), key=distance)[:3]
-    hint = f"nearest: --gpus {' or '.join(map(str, sorted(near)))}"
-    hint += f"; or name the axes: maxbench plan --gpus {key.gpus} finds them"
-    whole_model = [r["gpus"] for r in rows if r["layers"] == config.model.layers]
-    raise NoRow(f"{why}; {hint}", min(whole_model or near, key=distance))
+        raise UserError(f"{why}, nor any row; name the axes, --fsdp and so on")
+    distance = lambda r: abs(r["gpus"] / key.gpus - 1)
+    same = [r for r in rows if (r["gpu_type"], r["dtype"]) == (key.recipes, dtype)]
+    near = sorted(r["gpus"] for r in sorted(same, key=distance)[:3])
+    hint = f"nearest: --gpus {' or '.join(map(str, near))}"
+    if not same:
+        of_dtype = {r["gpu_type"] for r in rows if r["dtype"] == dtype}
+        hint = f"types that have one: {', '.join(sorted(of_dtype) or ['none'])}"
+    unlike = lambda r: (
+        r["gpu_type"] != key.recipes,
+        r["dtype"] != dtype,
+        r["dtype"] != "bf16",
+        r["layers"] != config.model.layers,
+        distance(r),
+    )
+    best = min(rows, key=unlike)
+    like = key._replace(gpus=best["gpus"], recipes=best["gpu_type"], dtype=best["dtype"])
+    raise NoRow(f"{why}; {hint}; {by_hand}", like)
 
 
 def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:

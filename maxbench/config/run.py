@@ -193,10 +193,16 @@ class TrainConfig:
 
     def __post_init__(self):
         validate(self, "train.")
-        for tensor in self.offloaded:
-            check_choice("train.offload", tensor, (*self.saved, "all"))
         for tensor in [] if self.remat in REMATS else self.remat.split(","):
             check_choice("train.remat", tensor, (*REMATS, *TENSORS))
+        for tensor in self.offloaded:
+            check_choice("train.offload", tensor, (*TENSORS, "all"))
+            if tensor not in (*self.saved, "all"):
+                saving = [name for name, tensors in REMATS.items() if tensor in tensors]
+                raise UserError(
+                    f"train.offload={tensor!r}: train.remat={self.remat!r} does not save it; use "
+                    f"train.remat={' or '.join(saving)}, or offload one of {', '.join(self.saved)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

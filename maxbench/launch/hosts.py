@@ -83,6 +83,11 @@ def spec(s: JobConfig, kind: str, stamp: int) -> Spec:
         )
     if (restarts := s.number("MAX_RESTARTS")) >= STAMP_STEP:
         raise UserError(f"MAX_RESTARTS={restarts} must be below {STAMP_STEP}")
+    if kind == "nsys" and not (ROOT / "launch" / "task.sh").is_file():
+        raise UserError(
+            "PROFILER='nsys' needs launch/task.sh of a checkout: launch from one, or use "
+            "PROFILER=xplane"
+        )
     job = f"hosts-{stamp}"
     first = names[0].rpartition("@")[2]
     many = s.nodes * s.tasks_per_node > 1

@@ -24,7 +24,6 @@ import yaml
 
 from maxbench.config import exit_codes
 from maxbench.config.errors import UserError
-from maxbench.config.recipes import ROOT
 from maxbench.launch import jobs, kubectl, submission
 from maxbench.launch.node import NodeJob
 from maxbench.launch.submission import Submission
@@ -378,16 +377,15 @@ def _train(s: JobConfig, kind: str) -> list[str]:
     here, there = str(s.out), pod_folder(s)
     mounted = [m.split(":")[1] for m in s.values["RUN_CONF_MOUNTS"].split(",") if ":" in m]
     words = [there if word == here else word for word in jobs.command(s, kind)]
-    config, colon, presets = s.flags[1].partition(":")
+    config = s.flags[1].partition(":")[0]  # a name, or the path of a file elsewhere
     for name, file in {"MODEL": config, "HARDWARE": s.values["HARDWARE"]}.items():
-        outside = pathlib.Path(file).is_absolute() and not pathlib.Path(file).is_relative_to(ROOT)
-        if outside and not any(pathlib.PurePath(file).is_relative_to(path) for path in mounted):
+        if pathlib.Path(file).is_absolute() and not any(
+            pathlib.PurePath(file).is_relative_to(path) for path in mounted
+        ):
             raise UserError(
                 f"{name}={file!r} is a file of this machine, which the pods do not see: put it "
                 "into a mounted path, or into configs/ of K8S_CODE"
             )
-    if not pathlib.Path(config).is_absolute() and not s.values["K8S_CODE"]:
-        words[words.index(s.flags[1])] = pathlib.Path(config).stem + colon + presets
     return words
 
 

@@ -97,8 +97,8 @@ def script(s: JobConfig, kind: str, stamp: int) -> str:
     v = s.values
     python = "python3" if v["RUN_CONF_IMAGE"] else python_of_nodes()  # of the container
     folder = s.out / "experiments" / job_name(s, kind) / f"{job_name(s, kind)}_{stamp}"
-    config = pathlib.Path(s.flags[1].partition(":")[0])  # mounted too if outside the checkout
-    user_files = {p.parent for p in (ROOT / config, pathlib.Path(v["HARDWARE"])) if p.is_file()}
+    files = map(pathlib.Path, (s.flags[1].partition(":")[0], v["HARDWARE"]))
+    user_files = {p.parent for p in files if p.is_file()}  # mounted too if outside the checkout
     mounted = [s.out, ROOT, *sorted(p for p in user_files if not p.is_relative_to(ROOT))]
     mounts = ",".join([*(f"{p}:{p}" for p in mounted), *filter(None, [v["RUN_CONF_MOUNTS"]])])
     preflight = [] if s.on("DISABLE_PREFLIGHT") or kind else [python, "-m", "maxbench.preflight"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from maxbench.config import command_line, options, recipes
 from maxbench.config.errors import UserError, check_choice
-from maxbench.config.recipes import ROOT, Launch
+from maxbench.config.recipes import CONFIGS, ROOT, Launch
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GPU_TYPES, Gpu, GpuTypes
 from maxbench.run_logs.suite_file import Expectation
@@ -314,7 +314,7 @@ def _flags(
 ) -> list[str]:
     """The variables as flags of the trainer."""
     presets = values["PRESET"].replace(" ", "")
-    config = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    config = path.stem if path.parent == CONFIGS else path
     flags = ["--config", f"{config}:{presets}" if presets else str(config)]
     total = values["JOB_TOTAL_GPUS"]
     # Presets that have no row in the recipe's table.
@@ -368,7 +368,7 @@ def _fill_data_axes(values: Mapping[str, str], flags: Sequence[str]) -> list[str
 def _run(flags: Sequence[str]) -> Run:
     """The Run of flags of the trainer; errors name variables instead of flags."""
     try:
-        return command_line.run_of([flags[0], str(ROOT / flags[1]), *flags[2:]])
+        return command_line.run_of(flags)
     except UserError as e:
         message = re.sub(r"(?<!plan )--gpus (\d+)", rf"{GPUS}=\1", str(e))
         message = re.sub(r"axes, (--fsdp)", r"axes, launch.sh -- \1", message)

@@ -59,7 +59,7 @@ class Operation:
       bound: what limits it: compute, memory, latency (of kernels or links), link, host, schedule.
       count: runs in a step.
       seconds: of the step, on one GPU's compute stream.
-      tflops, gbps: rates while it runs; 0 where it has no FLOPs or moves no bytes.
+      tflops, gb_per_s: rates while it runs; 0 where it has no FLOPs or moves no bytes.
       intensity: FLOPs per byte.
     """
 
@@ -71,7 +71,7 @@ class Operation:
     count: float
     seconds: float
     tflops: float = 0
-    gbps: float = 0
+    gb_per_s: float = 0
     intensity: float = 0
 
 
@@ -139,7 +139,7 @@ class Explanation(records.Records):
         shown, others = self.operations[:SHOWN], self.operations[SHOWN:]
         rate = lambda x: f"{x:.0f}" if x else ""
         rows = [
-            [o.name, o.shape, o.source, o.bound, f"{o.count:.0f}", rate(o.tflops), rate(o.gbps),
+            [o.name, o.shape, o.source, o.bound, f"{o.count:.0f}", rate(o.tflops), rate(o.gb_per_s),
              *self._share(o.seconds)]
             for o in shown
         ]  # fmt: skip
@@ -200,7 +200,7 @@ class Explanation(records.Records):
             for o in self.operations
             if o.intensity and o.seconds > LEAST * self.step_s
         ]
-        return svg.bars_and_roofline(self.plan.run.name, parts, points, peak, peaks.memory_gbps)
+        return svg.bars_and_roofline(self.plan.run.name, parts, points, peak, peaks.memory_gb_per_s)
 
 
 def explain(p: Plan) -> Explanation:
@@ -238,7 +238,7 @@ def _merged(rows: Iterable[Operation]) -> tuple[Operation, ...]:
                 count=sum(o.count for o in same),
                 seconds=total,
                 tflops=mean("tflops"),
-                gbps=mean("gbps"),
+                gb_per_s=mean("gb_per_s"),
             )
         )
     return tuple(sorted(merged, key=lambda o: -o.seconds))
@@ -303,7 +303,7 @@ class _Explainer:
         rate = t.count / t.seconds
         return Operation(
             name, t.kind, shape, source, bound, t.count, t.seconds,
-            tflops=flops * rate / 1e12, gbps=size * rate / 1e9, intensity=flops / max(size, 1),
+            tflops=flops * rate / 1e12, gb_per_s=size * rate / 1e9, intensity=flops / max(size, 1),
         )  # fmt: skip
 
     def exposed(self, t: OpTime, op: hlo.Op, traffic: simulate.CollectiveStats) -> Exposed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from maxbench.cost_model.memory import GIB
 from maxbench.metrics import records
 from maxbench.planning import budget, explain, plan_text, planner, scaling, search
 from maxbench.planning.planner import Plan
+
+FASTEST_NETWORK = 200  # GB/s of a GPU, one direction: two adapters of 800 Gb/s
 
 
 class CannotFit(UserError):
@@ -151,7 +154,8 @@ def plan_of(asked: PlanOptions) -> PlanResult:
 
 def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
     """The run, and no candidates. If the recipe table has no row for that number of GPUs: the run
-    of the nearest row, and candidate layouts on that number.
+    of the nearest row, and candidate layouts on that number, with that row's batch per GPU or the
+    batch that is asked for.
 
     Args:
       schedule: whether the run's schedule is what is asked for.
@@ -163,7 +167,9 @@ def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
             raise  # these options need the layout of a row
         assert asked.gpus
         nearest = with_cluster(command_line.resolve_run(asked, e.nearest), asked)
-        return nearest, search.fastest_on(nearest, asked.gpus, asked.compiled)
+        given = asked.gbs or "layout.gbs" in (asked.settings or {})
+        gbs = nearest.layout.gbs if given else None
+        return nearest, search.fastest_on(nearest, asked.gpus, asked.compiled, gbs)
 
 
 def with_cluster(run: Run, asked: Cluster) -> Run:
@@ -175,4 +181,8 @@ def with_cluster(run: Run, asked: Cluster) -> Run:
     values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(Cluster)}
     figures = {name: value for name, value in values.items() if value is not None}
     hardware = gpu_files.override(run.hardware, run.layout.gpu_type, figures)
+    rate = hardware[run.layout.gpu_type].network_gb_per_s
+    if rate > FASTEST_NETWORK:
+        text = f"network_gb_per_s={rate:g} is {8 * rate:,.0f} Gb/s for each GPU, more than any has"
+        print(f"maxbench plan: note: {text}; an adapter of 400 Gb/s has 50", file=sys.stderr)
     return resolve.resolve(run.config, hardware, run.device)

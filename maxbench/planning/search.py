@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from maxbench.config import resolve
@@ -200,29 +200,38 @@ def shortlist(run: Run, count: int) -> list[Run]:
     return [run, *[other for other in ranked if other != run][:count]]
 
 
-def fastest_on(run: Run, gpus: int, count: int) -> list[Run]:
-    """The `count` fastest layouts on another number of GPUs, with the same batch per GPU.
+def fastest_on(run: Run, gpus: int, count: int, gbs: int | None = None) -> list[Run]:
+    """The `count` fastest layouts on another number of GPUs.
+
+    Args:
+      gbs: global batch; None: the batch per GPU of the run.
 
     Raises:
-      UserError: no layout is legal and fits; names numbers of GPUs that do.
+      UserError: no layout is legal and fits; names a number of GPUs on which one does.
     """
-    gbs = max(1, round(run.layout.gbs * gpus / run.layout.gpus))
-    if ranked := rank_layouts(run, gpus, gbs):
+    a = run.layout
+    batch = lambda n: gbs or max(1, round(a.gbs * n / a.gpus))
+    if ranked := rank_layouts(run, gpus, batch(gpus)):
         return ranked[:count]
     raise UserError(
-        f"gpus={gpus}: no layout of {run.model.name} {run.model.size} with gbs {gbs} fits "
-        f"{gpus} {run.layout.gpu_type}; {smallest_fit(run, gpus)}"
+        f"gpus={gpus}: no layout of {run.model.name} {run.model.size} with gbs {batch(gpus)} fits "
+        f"{gpus} {a.gpu_type}; {smallest_fit(run, gpus, batch)}"
     )
 
 
-def smallest_fit(run: Run, gpus: int) -> str:
+def smallest_fit(run: Run, gpus: int, batch: Callable[[int], int]) -> str:
     """Hint at a layout that fits: on as many GPUs, on about as many in whole nodes, or on the
-    fewest of their doublings."""
+    fewest of their doublings and of the powers of two.
+
+    Args:
+      batch: number of GPUs -> global batch.
+    """
     node = run.gpu.gpus_per_node
     near = [n for n in range(node, 2 * gpus, node) if 0 < abs(n / gpus - 1) < 0.15]
     near.sort(key=lambda n: abs(n - gpus))
-    for n in (gpus, *near, *(gpus << i for i in range(1, 12))):
-        if ranked := rank_layouts(run, n):
+    larger = {gpus << i for i in range(1, 12)} | {n for n in powers(gpus << 11) if n > gpus}
+    for n in (gpus, *near, *sorted(larger)):
+        if ranked := rank_layouts(run, n, batch(n)):
             a, t = ranked[0].layout, ranked[0].train
             axes = " ".join(f"--{x} {getattr(a, x)}" for x in (*DEGREES, "vp") if getattr(a, x) > 1)
             policy = f"--config.train.remat={t.remat}"
@@ -236,9 +245,10 @@ def why_it_cannot_fit(run: Run) -> str:
     needed, capacity = memory.lower_bound(run), memory.capacity(run.gpu)
     if needed < capacity:
         return ""
+    hint = smallest_fit(run, run.layout.gpus, lambda _: run.layout.gbs)
     return (
         f"does not fit: weights, gradients and optimizer alone take {needed / GIB:.0f} GiB of each "
-        f"GPU, which has {capacity / GIB:.0f}; {smallest_fit(run, run.layout.gpus)}"
+        f"GPU, which has {capacity / GIB:.0f}; {hint}"
     )
 
 

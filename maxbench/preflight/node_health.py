@@ -165,9 +165,9 @@ def _judge_node(node: NodeFacts, gpu: Gpu, node_count: int) -> Iterator[Finding]
         yield Finding(verdict, "imex", text)
     if multi_node:
         up = [gbit for state, gbit in node.ports.values() if state == "ACTIVE"]
-        gbps, expected = sum(up) / 8, gpu.network_gbps * gpu.gpus_per_node
-        text = f"{len(up)} of {len(node.ports)} ports up, {gbps:g} of {expected:g} GB/s"
-        yield Finding("pass" if gbps >= expected else "warn", "network", text)
+        gb_per_s, expected = sum(up) / 8, gpu.network_gb_per_s * gpu.gpus_per_node
+        text = f"{len(up)} of {len(node.ports)} ports up, {gb_per_s:g} of {expected:g} GB/s"
+        yield Finding("pass" if gb_per_s >= expected else "warn", "network", text)
     if node.governors:
         fast = node.governors == ["performance"]
         yield Finding("pass" if fast else "warn", "governor", ", ".join(node.governors))

@@ -68,7 +68,7 @@ def _recipe(
         try:
             candidates.append((strong, resolve.resolve(build(gpus=gpus), gpu_types)))
         except precedence.NoRow as e:
-            config = build(gpus=e.nearest)
+            config = build(gpus=gpus, row=e.nearest)
             candidates.append((strong, resolve.resolve(config, gpu_types)))
         except UserError:
             continue

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
+from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.launch import jobs, kubernetes, variables
 from tests.launch.test_launch import dry_run
@@ -210,7 +211,7 @@ def test_what_kubernetes_cannot_run_is_refused(env, message):
 
 def test_a_workload_file_of_this_machine_is_refused(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text((kubernetes.ROOT / "configs" / "llama31_8b.py").read_text())
+    file.write_text((recipes.ROOT / "configs" / "llama31_8b.py").read_text())
     env = PLAIN | {"MODEL": str(file), "STAGE_PATH": str(tmp_path)}
     assert "is a file of this machine, which the pods do not see" in dry_run(code=2, **env)
     mounted = env | {"RUN_CONF_MOUNTS": f"here:{tmp_path}:claim"}
@@ -228,7 +229,7 @@ def test_dry_run_prints_manifests(monkeypatch):
     assert "llama31_8b" in container_of(documents[0])["args"]  # by name: of the installed package
     assert values(documents[0])["XLA_FLAGS"] == "--xla_gpu_x=1"
     in_code = yaml.safe_load(dry_run(**PLAIN, K8S_CODE="/opt/mb"))
-    assert "configs/llama31_8b.py" in container_of(in_code)["args"]
+    assert "llama31_8b" in container_of(in_code)["args"]
     assert container_of(in_code)["workingDir"] == "/opt/mb"
 
 
@@ -275,7 +276,7 @@ EXAMPLES = {
 def test_the_manifests_in_the_docs_are_of_this_revision(name, monkeypatch):
     """If not: UPDATE_DOCS=1 python -m pytest tests/launch/test_kubernetes.py."""
     monkeypatch.setattr(time, "time", lambda: 1795757512.0)
-    file = kubernetes.ROOT / "docs" / "how-to" / name
+    file = recipes.ROOT / "docs" / "how-to" / name
     output = dry_run(**EXAMPLES[name])
     if os.environ.get("UPDATE_DOCS"):
         file.write_text(output)

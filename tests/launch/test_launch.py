@@ -314,7 +314,7 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
         ({"ADDITIONAL_SLURM_PARAMS": "nodelist n1"}, "'nodelist n1' is not key=value or key"),
         ({"GBS": "7"}, "GBS=7 is not a multiple of mbs x dp x fsdp x ep"),
         ({"MODEL": "llama2", "GPU_TYPE": "b200", "JOB_TOTAL_GPUS": "8"},
-         "or name the axes, launch.sh -- --fsdp"),
+         "types that have one: h100; or name the axes: maxbench plan --gpus 8 finds them"),
         ({"TP": "3"}, "JOB_TOTAL_GPUS=8 is not a multiple of TP x PP x CP x EP = 3 x 1 x 2 x 1"),
         ({"EP": "2"}, "EP=2 needs experts, and llama31 8b has none"),
         ({"DP": "4"}, "DP='4' is refused: dp follows from JOB_TOTAL_GPUS and TP"),
@@ -373,7 +373,7 @@ def test_unknown_option_is_refused():
 def test_installation_without_job_scripts_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
     assert entry.run("launch", ["--dry-run"]) == 2
-    assert "error: jobs run from a checkout" in capsys.readouterr().err
+    assert "CLUSTER_TYPE='slurm' needs the job scripts of a checkout" in capsys.readouterr().err
 
 
 def test_dry_run_takes_under_a_second_without_jax(tmp_path):
@@ -381,7 +381,7 @@ def test_dry_run_takes_under_a_second_without_jax(tmp_path):
     output = run_launch_sh("--dry-run", MODEL_SIZE="8b", STAGE_PATH=str(tmp_path))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
     assert "#SBATCH --nodes=1" in output
-    assert "python3 -m maxbench.train --config configs/llama31_8b.py --gpus 8" in output
+    assert "python3 -m maxbench.train --config llama31_8b --gpus 8" in output
     assert f"export JAX_COMPILATION_CACHE_DIR={tmp_path}/cache/pretrain_llama31_8b_" in output
     assert not list(tmp_path.iterdir())
 

@@ -74,13 +74,13 @@ def test_copied_file_is_planned(clone, tmp_path):
 )
 def test_copied_file_is_launched_by_name_or_size(clone, env):
     script = output(clone, "launch/launch.sh", "--dry-run", **env)
-    assert "maxbench.train --config configs/copy.py --gpus 8" in script
+    assert "maxbench.train --config copy --gpus 8" in script
     assert "#SBATCH --time=00:30:00" in script
     assert "pretrain_madeup_3b-a1b_bf16_gpus8_" in script
 
 
 def test_default_workload_does_not_depend_on_user_files(clone):
-    assert "configs/llama31_8b.py --gpus 8" in output(clone, "launch/launch.sh", "--dry-run")
+    assert "--config llama31_8b --gpus 8" in output(clone, "launch/launch.sh", "--dry-run")
     assert re.search(r"MODEL +llama31 .*madeup", output(clone, "launch/launch.sh", "--help"))
 
 
@@ -102,7 +102,7 @@ def test_files_with_equal_names_are_chosen_by_path(clone):
     assert done.returncode == 2
     both = "configs/copy.py and configs/twin.py"
     assert f"matches {both}: set MODEL to the path of one" in done.stderr
-    assert "--config configs/twin.py" in output(clone, *command, MODEL="configs/twin.py")
+    assert "--config twin " in output(clone, *command, MODEL="configs/twin.py")
 
 
 def test_sections_of_a_file_are_checked():
@@ -120,3 +120,31 @@ def test_file_of_further_gpu_types_reaches_the_job(tmp_path):
     assert f"--hardware {path} --gpu_type h300" in script
     assert "#SBATCH --segment=8" in script
     assert "export A_B=1" in script
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The folder of an installed package: maxbench/ with configs/ in it, and no job scripts."""
+    folder, ignore = tmp_path_factory.mktemp("package"), shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "maxbench", folder / "maxbench", ignore=ignore)
+    shutil.copytree(ROOT / "configs", folder / "maxbench/configs", ignore=ignore)
+    return folder
+
+
+def test_an_installed_package_launches_on_kubernetes_and_hosts(package, tmp_path):
+    def launched(**env: str) -> subprocess.CompletedProcess:
+        env = plain_env(JOB_TOTAL_GPUS="16", STAGE_PATH=str(tmp_path), **env)
+        command = (sys.executable, "-m", "maxbench.launch", "--dry-run")
+        return subprocess.run(
+            command, cwd=ROOT / "docs", env=env | {"PYTHONPATH": str(package)},
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    jobset = launched(CLUSTER_TYPE="kubernetes", RUN_CONF_IMAGE="a/b:1")
+    assert "- llama31_8b\n" in jobset.stdout, jobset.stderr
+    hosts = launched(CLUSTER_TYPE="hosts", SSH_HOSTS="node[1-2]")
+    assert "maxbench.train --config llama31_8b --gpus 16" in hosts.stdout, hosts.stderr
+    assert str(ROOT) not in jobset.stdout + hosts.stdout.replace(sys.executable, "")
+    slurm = launched(SBATCH_ACCOUNT="a", SBATCH_PARTITION="b")
+    assert slurm.returncode == 2
+    assert "needs the job scripts of a checkout" in slurm.stderr

@@ -9,14 +9,14 @@ import types
 
 import pytest
 
-from maxbench.config import command_line, resolve
+from maxbench.config import command_line, options, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.precedence import NoRow
 from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline import layer_order
 from maxbench.pipeline.schedule import schedule_for
-from maxbench.planning import search
+from maxbench.planning import result, search
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -238,4 +238,47 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_does():
 def test_a_missing_row_names_the_search():
     with pytest.raises(NoRow, match="maxbench plan --gpus 96 finds them") as e:
         run_of("llama31_405b.py --gpus 96")
-    assert e.value.nearest == 512  # 128 and fewer are of fewer layers
+    assert (e.value.nearest.gpus, e.value.nearest.recipes) == (
+        512,
+        "h100",
+    )  # fewer have fewer layers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        ("llama2_70b.py --gpus 128 --gpu_type gb200", (128, "h100", "bf16")),
+        ("llama2_70b.py --gpus 100 --gpu_type b300 --dtype fp8", (128, "h100", "fp8")),
+        ("llama2_70b.py --gpus 64 --gpu_type gb300 --dtype nvfp4", (64, "h100", "bf16")),
+        ("llama31_405b.py --gpus 256 --gpu_type b300 --dtype fp8", (128, "b300", "fp8")),
+    ],
+)
+def test_a_gpu_type_without_rows_is_searched_from_the_row_of_another(arguments, row):
+    """Model and batch per GPU are those of that row, GPU type and format those asked for."""
+    words = f"maxbench --config configs/{arguments}".split()
+    asked = command_line.read(options.Plan, words)
+    nearest, found = result.run_of(asked)
+    assert found
+    for run in [nearest, *found]:
+        assert run.layout.gpu_type == asked.gpu_type
+        assert run.precision.dtype == (asked.dtype or "bf16")
+        assert run.layout.gbs / run.layout.gpus == pytest.approx(
+            nearest.layout.gbs / nearest.layout.gpus, rel=0.01
+        )
+    assert {run.layout.gpus for run in found} == {int(asked.gpus)}
+    with pytest.raises(NoRow) as e:
+        run_of(arguments)
+    assert (e.value.nearest.gpus, e.value.nearest.recipes, e.value.nearest.dtype) == row
+
+
+def test_the_batch_that_is_asked_for_is_searched():
+    asked = options.Plan(config="llama31_70b", gpus=96, gbs=192)
+    assert {run.layout.gbs for run in result.run_of(asked)[1]} == {192}
+
+
+def test_the_hint_of_a_model_that_fits_no_layout_is_of_the_same_batch_per_gpu():
+    with pytest.raises(UserError, match="gbs 48 fits 96 h100; estimated to fit on 128 GPUs") as e:
+        search.fastest_on(run_of("llama31_405b.py --gpus 512"), 96, 8)
+    hinted = run_of(f"llama31_405b.py {str(e.value).partition('GPUs: ')[2]}")
+    assert (hinted.layout.gpus, hinted.layout.gbs) == (128, 64)
+    assert not search.why_it_cannot_fit(hinted)
