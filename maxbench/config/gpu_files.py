@@ -42,6 +42,7 @@ KINDS: dict[Any, tuple[Any, Mapping[str, Any]]] = {
     gpus.Microseconds: (float, {"at_least": 0}),
     gpus.Band: (gpus.Band, {"check": _BAND}),
     tuple[int, int]: (tuple[int, int], {"check": (lambda pair: min(pair) >= 0, "as [9, 0]")}),
+    tuple[str, ...]: (tuple[str, ...], {}),
     Mapping[str, str]: (Mapping[str, str], {"check": (lambda _: True, "a table of texts")}),
     gpus.Products: (tuple[_Product, ...], {}),
     gpus.Kernels: (tuple[_Kernel, ...], {}),

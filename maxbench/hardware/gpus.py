@@ -9,6 +9,7 @@ are GB/s (1e9 bytes per second). NVLink bandwidth counts both directions, networ
 
 import copyreg
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -31,6 +32,8 @@ Microseconds = NewType("Microseconds", float)  # at least 0
 # Kernels other than GEMMs: kind (calibration/microbenchmarks.py), bytes moved.
 Products = NewType("Products", tuple)
 Kernels = NewType("Kernels", tuple)
+# Words after which a name is that of another part: 'a100' is not in 'a100 MIG 1g.5gb'.
+VARIANT = r" ?(?:pcie|nvl|sxm|mig|hbm|\d+ ?gb?(?![a-z0-9])|\de(?![a-z0-9]))"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,7 @@ class Gpu:
     kernels: Kernels
     chip: Chip
     efficiency: Efficiency
+    names: tuple[str, ...] = ()  # other names of the device than chip.name, as in labels and logs
     fp4_tflops: OptionalPeak = OptionalPeak(0.0)  # of NVFP4
     # of the network between NVLink domains, as in networks.Network
     pod_gpus: OptionalCount = OptionalCount(0)
@@ -166,13 +170,44 @@ class GpuTypes(Mapping[str, Gpu]):
         return GpuTypes({**self, name: gpu})
 
     def type_of(self, text: str) -> str:
-        """The type in a driver's device name, a path or a line of a log; '' if there is none."""
+        """The type of a driver's device name, or of the name in a label, path or word; '' if none.
+
+        After the word NVIDIA only a whole device name counts.
+        """
+        words = _words(text)
+        if name := self._spellings.get(words.replace(" ", "")):
+            return name
+        match = self._named.search(words)
+        if not match or words[: match.start()].endswith("nvidia "):
+            return ""
+        return self._spellings[match[1].replace(" ", "")]
+
+    @functools.cached_property
+    def _spellings(self) -> dict[str, str]:
+        """Types by all their names, without spaces.
+
+        `like` copies names: of types with one of `names` the first counts, of those with one
+        chip.name the last, which is a user's.
+        """
+        found: dict[str, str] = {}
         for name in reversed([*self]):
-            if self[name].chip.name == text:
-                return name
-        longest_first = "|".join(sorted(self, key=len, reverse=True))  # 'gb200' before 'b200'
-        match = re.search(rf"(?<![a-z0-9])({longest_first})(?![0-9])", text.lower())
-        return match[1] if match else ""
+            for spelling in self[name].names:
+                key = _words(spelling).replace(" ", "")
+                found |= {key: name, f"nvidia{key}": name}
+        found |= {_words(self[name].chip.name).replace(" ", ""): name for name in self}
+        return found | {name: name for name in self}
+
+    @functools.cached_property
+    def _named(self) -> re.Pattern:
+        """Names and spellings in a longer text; longest first: 'gb200' before 'b200'."""
+        spelled = {_words(s).replace(" ", " ?") for gpu in self.values() for s in gpu.names}
+        longest_first = "|".join(sorted(spelled | {*self}, key=len, reverse=True))
+        return re.compile(rf"(?<![a-z0-9])({longest_first})(?![0-9]|{VARIANT})")
+
+
+def _words(text: str) -> str:
+    """A text in small letters, with one space for each run of other characters."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 
 PARTS: Mapping[str, Any] = {"chip": Chip, "efficiency": Efficiency}  # tables of a type

@@ -60,7 +60,8 @@ def nodes(gpu_types: GpuTypes = GPU_TYPES) -> collections.Counter[Kind]:
         fields = dict(reversed(FIELD.findall(line)))  # the first one of a name: comments are last
         gres = GPU_GRES.search(fields.get("Gres", ""))
         features = fields.get("AvailableFeatures", "")
-        named = gpu_types.type_of(f"{gres[1] if gres else ''} {features}")
+        texts = [(gres[1] or "") if gres else "", *features.split(",")]
+        named = next(filter(None, map(gpu_types.type_of, texts)), "")
         count, architecture = int(gres[2]) if gres else 0, fields.get("Arch", "")
         for partition in filter(None, fields.get("Partitions", "").split(",")):
             found[Kind(partition, named, count, architecture)] += 1

@@ -85,7 +85,8 @@ def _nodes(client: kubectl.Client, answers: Answers) -> collections.Counter[Node
             gpus = int(resources.get(GPU, 0))
         if not gpus:
             continue
-        named = answers.gpu_types.type_of(" ".join(labels.get(name, "") for name in GPU_LABELS))
+        texts = (labels.get(name, "") for name in GPU_LABELS)
+        named = next(filter(None, map(answers.gpu_types.type_of, texts)), "")
         keys = {taint["key"] for taint in item.get("spec", {}).get("taints", [])}
         taints = sorted(key for key in keys if not key.startswith(OF_KUBERNETES))
         rdma = sorted(name for name in resources if name.startswith("rdma/"))

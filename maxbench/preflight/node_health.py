@@ -132,10 +132,11 @@ def _judge_gpus(node: NodeFacts, gpu_type: str, gpu_types: GpuTypes) -> Iterator
     values = lambda name: sorted({gpu[name] for gpu in node.gpus})
     names = values("name")
     text = f"{len(node.gpus)} x {', '.join(names)}"
-    if {gpu_types.type_of(name) for name in names} == {gpu_type}:
+    types = sorted({gpu_types.type_of(name) or "no known type" for name in names})
+    if types == [gpu_type]:
         yield Finding("pass", "gpu type", text)
     else:
-        yield Finding("warn", "gpu type", f"{text}, not {gpu_type}")
+        yield Finding("warn", "gpu type", f"{text} ({', '.join(types)}), not {gpu_type}")
     for check, name, bad, verdict in (
         ("driver", "driver_version", "", ""),
         ("ecc", "ecc.mode.current", "Disabled", "warn"),

@@ -76,7 +76,7 @@ class RunSummary:
     @property
     def on_cpu(self) -> bool:
         """Whether the run used virtual devices: its rates per GPU are meaningless."""
-        return bool(self.record.device and not self.record.gpu_type)
+        return self.record.device == "cpu"
 
     @property
     def repeat_key(self) -> tuple:

@@ -227,8 +227,7 @@ def _trace(summary: RunSummary, trace: dict) -> Trace:
     notes = [f"damaged lines left out: {damaged}"] if damaged else []
     tables = [nccl.calls_table(calls, steps)] if calls else []
     if not calls:
-        cpu = summary.record.device and not summary.record.gpu_type
-        why = f"ran on {summary.record.device}" if cpu else "NCCL_DEBUG_SUBSYS needs COLL"
+        why = "ran on cpu" if summary.on_cpu else "NCCL_DEBUG_SUBSYS needs COLL"
         notes.append(f"no NCCL call in the log: {why}")
     elif summary.planned:
         tables.append(nccl.plan_table(trace["step_compared_with_plan"]))

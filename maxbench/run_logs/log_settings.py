@@ -70,9 +70,11 @@ _AXIS = re.compile(rb"(\w{1,20})=(\d{1,7})")
 _MEGATRON_AXIS = re.compile(
     rb"\b(data|context|tensor-model|pipeline-model|expert-model)-parallel.size: (\d{1,7})"
 )
+# A driver's device name, to its end: 'NVIDIA A100-SXM4-40GB MIG 1g.5gb'.
 _DEVICE = re.compile(
     rb"NVIDIA (?:[A-Za-z]{2,8} ){0,2}[A-Z]{1,3}\d{2,4}[A-Za-z]{0,3}\b"
-    rb"(?: \d{1,3}GB(?: [\w.-]{1,9})?| PCIe| NVL| SXM\d?)?"
+    rb"(?:[ -](?:\d{1,3}GB?|HBM\w{1,2}|PCI[Ee]|NVL|SXM\d?|AC|LC|\de|MIG"
+    rb"|\dg\.\d{1,3}gb|SHARED|SUPER|Ti|Ada|Laptop)\b)*"
 )
 # Megatron's --fp8-recipe -> the number format (config.number_formats).
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "current", "mxfp8": "mxfp8"}
@@ -172,15 +174,19 @@ class LogSettings:
 
     def _set_gpu_type(self, record: RunRecord, gpu_types: GpuTypes) -> None:
         named = ("gpu_type", "device_kind", "device_name", "accelerator_type")
-        texts = [*self.devices, *(self.words[name] for name in named if name in self.words)]
-        types = dict.fromkeys(filter(None, map(gpu_types.type_of, texts)))
-        if len(types) > 1:
-            record.inferred.append(f"its log names several GPU types: {', '.join(types)}")
-        elif types:
-            record.gpu_type = record.gpu_type or next(iter(types))
-        elif self.devices:
-            name = self.devices[0]
-            record.inferred.append(f"its log names {name!r}: --hardware FILE adds such a GPU type")
+        words = [self.words[name] for name in named if name in self.words]
+        record.device = ", ".join(self.devices)
+        types = {text: gpu_types.type_of(text) for text in self.devices or words}
+        known = dict.fromkeys(filter(None, types.values()))
+        if len(known) > 1:
+            record.inferred.append(f"its log names several GPU types: {', '.join(known)}")
+        elif unknown := [text for text in self.devices if not types[text]]:
+            record.inferred.append(
+                f"its log names {unknown[0]!r}, which is no known GPU type: --gpu_type names one "
+                "that is like it, --hardware FILE adds one"
+            )
+        elif known:
+            record.gpu_type = record.gpu_type or next(iter(known))
 
     def _set_model(self, record: RunRecord) -> None:
         """The workload with the dimensions in the log, else the one with the name in it."""

@@ -60,7 +60,7 @@ class RunRecord:
     dtype: str = _at("run.precision.dtype")
     format: str = ""  # number format of GEMMs (config.number_formats)
     gpu_type: str = _at("device.gpu_type")
-    device: str = _at("device.kind")  # jax's name
+    device: str = _at("device.kind")  # the driver's or jax's name; a log may have several
     gpus: int = _at("device.count", 0)
     gbs: int = _at("run.layout.gbs", 0)
     seq: int = _at("run.train.seq", 0)

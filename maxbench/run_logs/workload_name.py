@@ -41,7 +41,8 @@ def fill_from_name(record: RunRecord, name: str, gpu_types: GpuTypes) -> None:
     for dtype, size, count in RESULT_FOLDERS.findall(name):
         record.dtype, record.size = record.dtype or dtype, record.size or size
         record.gpus = record.gpus or int(count or 0)
-    record.gpu_type = record.gpu_type or gpu_types.type_of(name)
+    if not record.device:
+        record.gpu_type = record.gpu_type or gpu_types.type_of(name)
     if not record.layout:
         record.layout = {axis: int(size) for axis, size in AXES.findall(name)}
     if not record.gbs and (batch := BATCH_SIZE.search(name)):

@@ -100,6 +100,52 @@ def test_gpu_types_are_immutable_and_hashable():
         GPU_TYPES["h100"].environment["A"] = "1"
 
 
+@pytest.mark.parametrize(
+    ("text", "gpu_type"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),  # the driver's names
+        ("NVIDIA H100 PCIe", "h100pcie"),
+        ("NVIDIA H100 NVL", "h100nvl"),
+        ("NVIDIA H100", ""),  # a part with 94 GB
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200nvl"),
+        ("NVIDIA H20-3e", "h20gb141"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200gb144"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100gb40"),
+        ("NVIDIA A100-SXM-64GB", ""),
+        ("NVIDIA A100-PCIE-40GB", "a100pciegb40"),
+        ("NVIDIA A100 80GB PCIe", "a100pcie"),
+        ("A100-SXM4-40GB MIG 1g.5gb", ""),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA-H100-80GB-HBM3", "h100"),  # labels of nodes
+        ("NVIDIA-H100-80GB-HBM3-SHARED", ""),
+        ("nvidia-h100-80gb", "h100"),
+        ("nvidia-tesla-a100", "a100gb40"),
+        ("nvidia_h100_pcie", "h100pcie"),  # Slurm's gres
+        ("h100", "h100"),
+        ("a100_1g.5gb", ""),
+        ("a100_40gb", ""),  # a card or an SXM part
+        ("runs/h100_64/log.out", "h100"),  # paths
+        ("runs/h100x8/log.out", "h100"),
+        ("runs/h100-pcie/log.out", "h100pcie"),
+        ("runs/gb200/log.out", "gb200"),
+    ],
+)
+def test_only_a_whole_device_name_is_of_a_type(text, gpu_type):
+    assert GPU_TYPES.type_of(text) == gpu_type
+
+
+def test_type_of_a_file_has_no_names_but_its_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\nlike = "h100"\n[other]\nlike = "h100"\nchip.name = "NVIDIA X1"\n')
+    types = gpu_files.read(path)
+    names = ("nvidia-h100-80gb", "NVIDIA X1", "NVIDIA H100 80GB HBM3", "runs/h100/log")
+    assert [types.type_of(name) for name in names] == ["h100", "other", "mine", "h100"]
+
+
 def test_network_of_a_file_sets_what_the_table_leaves_open(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(

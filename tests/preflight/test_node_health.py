@@ -113,10 +113,14 @@ def test_nodes_that_share_nvlink_need_an_imex_channel():
 
 
 def test_another_gpu_type_warns():
-    text = "8 x NVIDIA H100 80GB HBM3, not gb200 on n0"
+    text = "8 x NVIDIA H100 80GB HBM3 (h100), not gb200 on n0"
     assert findings(GOOD, gpu_type="gb200")["gpu type"] == ("warn", text)
     mixed = findings(GOOD, node(gpus=gpus(name="NVIDIA H200")))
-    assert mixed["gpu type"] == ("warn", "8 x NVIDIA H200, not h100 on n1")
+    assert mixed["gpu type"] == ("warn", "8 x NVIDIA H200 (h200), not h100 on n1")
+    card = findings(node(gpus=gpus(name="NVIDIA H100 PCIe")))
+    assert card["gpu type"] == ("warn", "8 x NVIDIA H100 PCIe (h100pcie), not h100 on n0")
+    other = findings(node(gpus=gpus(name="NVIDIA H100")))
+    assert other["gpu type"] == ("warn", "8 x NVIDIA H100 (no known type), not h100 on n0")
 
 
 def test_mig_fails():

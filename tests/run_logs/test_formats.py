@@ -19,6 +19,7 @@ from tools import log_formats_table, log_samples
 from tools.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 
 H100 = compare.ReportOptions(gpu_type="h100")
+CASES = pathlib.Path(__file__).parent / "cases"
 INTERVAL = range(9, 50, 10)  # of logs that report every tenth step
 
 
@@ -302,6 +303,23 @@ def test_growing_batch_is_not_dispatch(tmp_path):
 def test_gpu_that_is_in_no_table_is_named(tmp_path):
     row = summary(tmp_path, log_samples.nemo(range(50), 50).replace("H100 80GB HBM3", "L40S"))
     assert any("its log names 'NVIDIA L40S" in note for note in row.notes)
+
+
+@pytest.mark.parametrize("name", ["L40S", "H100", "H100 80GB HBM3 MIG 3g.40gb"])
+def test_gpu_of_no_known_type_is_not_taken_for_that_of_the_path(tmp_path, name):
+    text = log_samples.nemo(range(50), 50).replace("NVIDIA H100 80GB HBM3", f"NVIDIA {name}")
+    row = compare.summarize(read(tmp_path, text, "log-h100.out"), compare.ReportOptions())
+    assert (row.record.device, row.record.gpu_type) == (f"NVIDIA {name}", "")
+    assert (row.mfu, row.verdict) == (None, "-")
+    assert row.tokens_s
+
+
+def test_card_is_compared_with_its_own_peak():
+    (r,) = readers.read([CASES / "torchtitan_h100_pcie.log"])
+    row = compare.summarize(r, compare.ReportOptions(window=(2, 8)))
+    assert (r.device, r.gpu_type) == ("NVIDIA H100 PCIe", "h100pcie")
+    assert row.mfu["full"] == pytest.approx(0.441, abs=1e-3)
+    assert (row.verdict, row.why) == ("-", "nothing published for llama31 8b bf16 on h100pcie")
 
 
 def test_several_gpu_types_are_named_and_none_is_taken(tmp_path):
