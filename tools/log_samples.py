@@ -92,28 +92,51 @@ def neox(steps: Iterable[int], total: int, loss: str = "1.090000E+01") -> str:
     )  # fmt: skip
 
 
-def megatron(steps: Iterable[int], total: int, loss: str = "1.196000E+01", rate: str = "") -> str:
+def megatron(
+    steps: Iterable[int],
+    total: int,
+    loss: str = "1.196000E+01",
+    rate: str = "",
+    step_s: str = f"{STEP_S * 1e3:.1f}",
+    flops: str = " throughput per GPU (TFLOP/s/GPU): 687.1 |",
+    end: str = "",
+) -> str:
     config = SIZES | {"seq_length": SEQ, "global_batch_size": GBS, "micro_batch_size": 1,
                       "bf16": True, "fp8": "hybrid", "train_iters": total}  # fmt: skip
     head = (
         f"using world size: {GPUS}, data-parallel size: 4, context-parallel size: 2, "
         f"tensor-model-parallel size: 1, pipeline-model-parallel size: 1\nGPU 0: {DEVICE}\n"
     )
-    tgs = "" if rate else " tokens per gpu per second (tgs): 13943.8 |"
-    flops = "" if rate else " throughput per GPU (TFLOP/s/GPU): 687.1 |"
     return head + dots(config) + "".join(
         f"{rate} [{clock(i + 1)}] iteration {i + 1:8d}/{total:8d} | consumed samples: "
-        f"{GBS * (i + 1):12d} | elapsed time per iteration (ms): {STEP_S * 1e3:.1f} |{flops} "
+        f"{GBS * (i + 1):12d} | elapsed time per iteration (ms): {step_s} |{flops} "
         f"learning rate: 1.0E-05 | global batch size: {GBS:5d} | lm loss: {loss} | loss scale: 1.0 "
         f"| grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-        f"{tgs}\n{MEMORY}"
+        f"{end}\n{MEMORY}"
         for i in steps
     )  # fmt: skip
 
 
 def bridge(steps: Iterable[int], total: int, loss: str = "1.196000E+01") -> str:
     rate = f"Step Time : {STEP_S:.2f}s GPU utilization: 717.2MODEL_TFLOP/s/GPU\n"
-    return megatron(steps, total, loss, rate)
+    return megatron(steps, total, loss, rate, flops="")
+
+
+def megatron_deepspeed(steps: Iterable[int], total: int, loss: str = "1.196000E+01") -> str:
+    end = (
+        f" actual seqlen: {SEQ:5d} | samples per second: {GBS / STEP_S:.3f} | tokens per gpu per "
+        "second (tgs): 13943.8 | TFLOPs: 687.10 |"
+    )
+    return megatron(steps, total, loss, flops="", end=end)
+
+
+def primus(steps: Iterable[int], total: int, loss: str = "1.196000E+01") -> str:
+    flops = (
+        " compute per GPU (TFLOP/s/GPU): 687.1 (avg 650.0) | tokens/s/GPU inst/harmonic mean: "
+        "13943.8/13200.0 |"
+    )
+    end = " hip mem usage/free/total/usage_ratio: 40.00GB/39.18GB/79.18GB/50.52%"
+    return megatron(steps, total, loss, step_s=f"{STEP_S * 1e3:.1f}/9950.1", flops=flops, end=end)
 
 
 def deepspeed(steps: Iterable[int], total: int, loss: str = "10.9000") -> str:
@@ -144,7 +167,8 @@ def levanter(steps: Iterable[int], total: int, loss: str = "8.12") -> str:
 # Name of a format -> a function of (steps from 0, number of steps, text of the loss).
 LOGS: dict[str, Callable[..., str]] = {
     "nemo": nemo, "maxtext": maxtext, "torchtitan": torchtitan, "neox": neox,
-    "megatron-bridge": bridge, "megatron": megatron, "deepspeed": deepspeed, "levanter": levanter,
+    "primus": primus, "megatron-deepspeed": megatron_deepspeed, "megatron-bridge": bridge,
+    "megatron": megatron, "deepspeed": deepspeed, "levanter": levanter,
 }  # fmt: skip
 
 

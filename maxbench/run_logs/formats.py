@@ -1,19 +1,24 @@
 """The table of log formats: how each program logs a step, and the names of its fields.
 
-Each format is an entry of FORMATS, from which the readers, their tests and
-docs/reference/log_formats.md are made. The formats of lines are those of the programs' sources in
-2025 and 2026, and of their older releases where these differ.
+A format is a table of formats.toml, or of a file of the user, from which the readers, their tests
+and docs/reference/log_formats.md are made.
 """
 
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-_INT = rb"(\d{1,9})"
+from maxbench.config.errors import UserError, check_choice
+from maxbench.config.validation import build, field, parse_fields, required
+
 GIB = float(2**30)
-# Field of a step -> how the table names it.
+# Field of a step -> how the table of the docs names it.
 FIELDS = {
     "step": "step",
     "step_s": "step time",
@@ -23,7 +28,7 @@ FIELDS = {
     "tflops": "TFLOP/s",
     "peak": "memory",
 }
-# Settings that log_settings.py reads from any log -> how the table names them.
+# Settings that log_settings.py reads from any log -> how the table of the docs names them.
 SETTINGS = {
     "gpu_type": "GPU type",
     "model": "model",
@@ -32,78 +37,165 @@ SETTINGS = {
     "seq": "seq",
     "gbs": "gbs",
 }
+# Fields of a step that a format may read, in seconds, bytes, TFLOP/s and tokens.
+STEP_FIELDS = {
+    **FIELDS,
+    "total": "number of steps of the run",
+    "index": "the step's number from 0, where the line counts otherwise",
+    "steps_s": "steps per second",
+    "all_tokens_s": "tokens/s of all GPUs",
+    "samples_s": "sequences/s of all GPUs",
+    "gbs": "sequences of the step",
+    "seq": "tokens of a sequence",
+    "tokens": "tokens of the step",
+    "samples": "sequences since the start of the run",
+    "nan_steps": "steps with a nan loss",
+}
+# A field in another unit -> the field, and the factor to its unit.
+UNITS = {
+    "step_ms": ("step_s", 1e-3),
+    "peak_mib": ("peak", 2.0**20),
+    "peak_gib": ("peak", GIB),
+    "peak_gb": ("peak", 1e9),
+    "flop_s": ("tflops", 1e-12),
+}
 
 
-@dataclasses.dataclass(frozen=True)
+def _is_pattern(text: str) -> bool:
+    """Whether a text is a regular expression whose groups are fields."""
+    try:
+        return re.compile(text.encode()).groupindex.keys() <= _FIELDS
+    except re.error:
+        return False
+
+
+_FIELDS = {*STEP_FIELDS, *UNITS}
+_NAMED = f"with groups named {', '.join(STEP_FIELDS)} or {', '.join(UNITS)}"
+_PATTERN = (_is_pattern, f"a regular expression {_NAMED}")
+_LABELS = (
+    lambda labels: {*labels.values()} <= _FIELDS,
+    f"a table of labels and their fields: {', '.join(STEP_FIELDS)}, {', '.join(UNITS)}",
+)
+_TEXTS = (lambda texts: texts and all(texts), "texts of which each such line has one")
+_COLUMNS = (
+    lambda names: {*names} <= {*FIELDS, *SETTINGS},
+    f"of {', '.join({**FIELDS, **SETTINGS})}",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLine:
-    """A line about a step: text that is in every such line, and its pattern.
+    """A line about a step: texts of which each such line has one, and its pattern.
 
-    The groups of the pattern are the step, the number of steps or nothing, and the fields.
+    Named groups of the pattern are fields; the labels of its format are searched in all of its
+    match. The lines of steps have a group `step` and, if they name it, `total`.
     """
 
-    marker: bytes
-    pattern: re.Pattern[bytes]
-    first: int = 1  # number of the first step
-    last_step: bool = False  # the line has the last step in place of the number of steps
+    has: tuple[str, ...] = field(check=_TEXTS)
+    pattern: str = field(check=_PATTERN)
+    first: int = field(1, at_least=0, at_most=1)  # number of the first step
+    total_is_last: bool = field(False)  # `total` is the number of the last step
+    common: bool = field(False)  # other lines have its texts too: such a line is not damaged
+    # Whose fields a line without a step has: the next step's, or the whole run's.
+    adds_to: str = field("", options=("", "next", "run"))
+
+    @functools.cached_property
+    def texts(self) -> tuple[bytes, ...]:
+        return tuple(text.encode() for text in self.has)
+
+    @functools.cached_property
+    def compiled(self) -> re.Pattern[bytes]:
+        return re.compile(self.pattern.encode())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogFormat:
     """The lines in which one program logs its steps."""
 
-    program: str
-    lines: tuple[StepLine, ...]
-    # Label in the line -> the field, and the factor to its unit: seconds, bytes, TFLOP/s.
-    labels: Mapping[bytes, tuple[str, float]]
-    # Whether a step time is the mean of the steps since the line before, not that of one step.
-    means: bool = False
-    tflops: str = ""  # which FLOPs the program counts
-    dumps: tuple[str, ...] = ()  # SETTINGS that its log has, in the words of log_settings.py
-    infers: tuple[str, ...] = ()  # names of FIELDS or SETTINGS that are calculated
-    inferred: str = ""  # from what they are
+    program: str = field(check=(bool, "the program's name"))
+    source: str = field("")  # repository and file that write the lines
+    lines: tuple[StepLine, ...] = ()
+    # Label in a line -> its field.
+    fields: Mapping[str, str] = field(check=_LABELS)
+    like: str = field("")  # format whose fields and remarks it has too
+    steps_of: str = field("")  # format of its steps: its own lines add to them
+    means: bool = field(False)  # a step time is the mean of the steps since the line before
+    slowest: bool = field(False)  # of several lines of a step the slowest counts
+    tflops: str = field("")  # which FLOPs the program counts
+    # SETTINGS that its log has, in the words of log_settings.py.
+    dumps: tuple[str, ...] = field((), check=_COLUMNS)
+    infers: tuple[str, ...] = field((), check=_COLUMNS)  # FIELDS or SETTINGS that are calculated
+    inferred: str = field("")  # from what they are
 
-    def fields(self, text: bytes) -> dict[str, float]:
-        """The fields of a line. A loss that is text and no number is "unreadable"."""
+    def find(self, line: StepLine, text: bytes) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """Step (from 0; -1: none), number of steps (0: unknown) and fields of each match."""
+        for match in line.compiled.finditer(text):
+            groups = {k: x for k, x in match.groupdict().items() if x is not None}
+            total = _count(groups.get("total", b"")) + (line.total_is_last and "total" in groups)
+            step = _count(groups.get("step", b""))
+            fields = self._fields(match[0], groups)
+            if line.first == 1:
+                index = fields.pop("index", -1)
+                step = int(index) if 0 <= index < 1e12 else step - 1
+            yield step, total, fields
+
+    def _fields(self, text: bytes, groups: Mapping[str, bytes]) -> dict[str, float]:
+        """Fields of a match. A loss that is text and no number is "unreadable"."""
         found: dict[str, float] = {}
-        for label, token in self._pattern.findall(text):
-            name, factor = self.labels[label]
+        tokens = [(name, x) for name, x in groups.items() if name not in ("step", "total")]
+        if self.fields:
+            labelled = _label_pattern(tuple(self.fields)).findall(text)
+            tokens += [(self.fields[label.decode()], token) for label, token in labelled]
+        for name, token in tokens:
             value = number(token)
-            if value is None:
-                if name == "loss":
-                    found["unreadable"] = 1.0
-                continue
-            found.setdefault(name, value * factor)
+            name, factor = UNITS.get(name, (name, 1.0))
+            if value is not None:
+                found.setdefault(name, value * factor)
+            elif name == "loss":
+                found["unreadable"] = 1.0
+        if (rate := found.pop("steps_s", 0.0)) > 0:
+            found.setdefault("step_s", 1 / rate)
         return found
-
-    @property
-    def _pattern(self) -> re.Pattern[bytes]:
-        return _field_pattern(tuple(self.labels))
 
     def reads(self) -> set[str]:
         """The fields of a step that its lines have."""
-        names = {name for name, _ in self.labels.values()} | {"step"}
-        names |= {"step_s"} if "step_ms" in names else set()
+        lines = [line for line in self.lines if line.adds_to != "run"]
+        names = {*self.fields.values()}.union(*(line.compiled.groupindex for line in lines))
+        names = {UNITS.get(name, (name, 0.0))[0] for name in names} | {"step"}
         return names & {*FIELDS, *SETTINGS}
 
 
+class Found(NamedTuple):
+    """What one line of a log has about a step."""
+
+    name: str  # of the format
+    line: StepLine
+    step: int  # from 0; -1 if the line has none
+    total: int  # number of steps of the run; 0 if the line does not name it
+    fields: dict[str, float]  # by STEP_FIELDS
+
+
 @functools.cache
-def _field_pattern(labels: tuple[bytes, ...]) -> re.Pattern[bytes]:
-    longest_first = b"|".join(re.escape(x) for x in sorted(labels, key=len, reverse=True))
-    return re.compile(rb"(?<![\w.])(" + longest_first + rb")\s*[:=]\s*([^\s|\]}\"']+)")
+def _label_pattern(labels: tuple[str, ...]) -> re.Pattern[bytes]:
+    ordered = sorted(labels, key=len, reverse=True)
+    longest_first = b"|".join(re.escape(label.encode()) for label in ordered)
+    return re.compile(rb"(?<![\w.])(" + longest_first + rb")[\"']?\s*[:=]\s*[\"']?([^\s|\]}\"']+)")
 
 
 _NUMBER = re.compile(rb"([-+]?\d{1,40}(?:\.\d*)?(?:[eE][-+]?\d{1,4})?)([a-zA-Z%/]*)(\([\d.]*%\))?")
 _NOT_FINITE = re.compile(rb"[-+]?(nan|inf)(?:inity)?(?:\.0*)?(?:[a-zA-Z%/]*)", re.IGNORECASE)
-_SCALES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15, b"E": 1e18}
+_NEXT_FIGURE = re.compile(rb"/[-+]?\d.*")  # Primus: the step's figure, then a mean
+_SCALES = {b"k": 1e3, b"K": 1e3, b"M": 1e6, b"B": 1e9, b"G": 1e9, b"T": 1e12, b"P": 1e15,
+           b"E": 1e18}  # fmt: skip
 _UNITS = (b"", b"s", b"ms", b"GiB", b"GB", b"%")
 
 
 def number(token: bytes) -> float | None:
     """The number of a field as `7,012`, `47.55GiB(60.05%)`, `1.2PFLOPS`; None if it is none.
 
-    `nan.0`, which progress bars print, is nan; `inf` has no sign.
+    `nan.0`, which progress bars print, is nan; `inf` has no sign. Of `9.4/9.5` it is the first.
     """
-    token = token.rstrip(b",;").replace(b",", b"")
+    token = _NEXT_FIGURE.sub(b"", token.rstrip(b",;").replace(b",", b""))
     if special := _NOT_FINITE.fullmatch(token):
         return math.nan if special[1].lower() == b"nan" else math.inf
     match = _NUMBER.fullmatch(token)
@@ -112,227 +204,109 @@ def number(token: bytes) -> float | None:
     value, unit = float(match[1]), match[2]
     if unit.endswith(b"FLOPS"):
         return value * _SCALES.get(unit[:1], 1.0) / 1e12
+    if unit in _SCALES:
+        return value * _SCALES[unit]
     return value if unit in _UNITS else None
 
 
-_MEGATRON_FIELDS = {
-    b"elapsed time per iteration (ms)": ("step_ms", 1.0),
-    b"throughput per GPU (TFLOP/s/GPU)": ("tflops", 1.0),
-    b"lm loss": ("loss", 1.0),
-    b"grad norm": ("grad_norm", 1.0),
-    b"global batch size": ("gbs", 1.0),
-    b"consumed samples": ("samples", 1.0),
-    b"number of nan iterations": ("nan_steps", 1.0),
-}
-_TRAIN_BAR = re.compile(rb"train: [^\r\n]{0,300}?\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)")
-_MEGATRON_LINE = re.compile(rb"iteration +" + _INT + rb"/ +" + _INT + rb" \|([^\r\n]*)")
-_MEGATRON_DUMP = ("peak", "gpu_type", "model", "layout", "gpus", "seq", "gbs")
-# Name of a format, as in RunRecord.source -> the format. Of a log that has lines of several
-# programs, the format with the most steps counts, the first one of those with equally many.
-FORMATS: dict[str, LogFormat] = {
-    "nemo": LogFormat(
-        program="NeMo",
-        lines=(
-            StepLine(
-                b"train_step_timing in s",
-                re.compile(rb"iteration " + _INT + rb"/" + _INT + rb"\b([^\r\n]*)"),
-                first=0,
-                last_step=True,
-            ),
-            StepLine(  # a progress bar
-                b"train_step_timing in s",
-                re.compile(rb"\| *" + _INT + rb"/" + _INT + rb" \[([^\r\n\]]*)"),
-            ),
-        ),
-        labels={
-            b"train_step_timing in s": ("step_s", 1.0),
-            b"TFLOPS_per_GPU": ("tflops", 1.0),
-            b"reduced_train_loss": ("loss", 1.0),
-            b"grad_norm": ("grad_norm", 1.0),
-            b"global_batch_size": ("gbs", 1.0),
-            b"peak_memory_usage": ("peak", 1.0),
-            b"global_step": ("step", 1.0),
-            b"consumed_samples": ("samples", 1.0),
-        },
-        tflops="NeMo's formula of the model",
-        dumps=("gpu_type", "model", "layout", "gpus", "seq"),
-        infers=("gbs",),
-        inferred="gbs from the consumed samples in older progress bars",
-    ),
-    "maxtext": LogFormat(
-        program="MaxText",
-        lines=(
-            StepLine(
-                b"completed step: ",
-                re.compile(rb"completed step: " + _INT + rb"()((?:(?!completed)[^\r\n])*)"),
-                first=0,
-            ),
-        ),
-        labels={
-            b"seconds": ("step_s", 1.0),
-            b"TFLOP/s/device": ("tflops", 1.0),
-            b"Tokens/s/device": ("tokens_s", 1.0),
-            b"loss": ("loss", 1.0),
-            b"total_weights": ("tokens", 1.0),
-        },
-        tflops="MaxText's formula: causal or full, by release",
-        dumps=("gpu_type", "model", "layout", "gpus", "seq", "gbs"),
-        inferred="the slowest process of a step counts; gbs is total_weights / seq",
-    ),
-    "torchtitan": LogFormat(
-        program="torchtitan",
-        lines=(
-            StepLine(
-                b" mfu: ",
-                re.compile(rb"(?<!validate )\bstep: *" + _INT + rb"()( +loss:[^\r\n]*)"),
-            ),
-        ),
-        labels={
-            b"loss": ("loss", 1.0),
-            b"grad_norm": ("grad_norm", 1.0),
-            b"memory": ("peak", GIB),
-            b"tps": ("tokens_s", 1.0),
-            b"wps": ("tokens_s", 1.0),
-            b"tflops": ("tflops", 1.0),
-        },
-        means=True,
-        tflops="torchtitan's: 6 x parameters + 12 x layers x embed x seq a token (full)",
-        dumps=("gpu_type", "model", "layout", "gpus", "seq", "gbs"),
-        infers=("step_s",),
-        inferred="step time from tps, seq, gbs and GPUs, or from the lines' times of day",
-    ),
-    "neox": LogFormat(
-        program="GPT-NeoX",
-        lines=(
-            StepLine(
-                b"elapsed time per iteration (ms): ",
-                re.compile(
-                    rb"samples/sec: [^|\r\n]{1,30}\| iteration +"
-                    + _INT
-                    + rb"/ *"
-                    + _INT
-                    + rb" \|([^\r\n]*)"
-                ),
-            ),
-        ),
-        labels={
-            b"elapsed time per iteration (ms)": ("step_ms", 1.0),
-            b"approx flops per GPU": ("tflops", 1.0),
-            b"lm_loss": ("loss", 1.0),
-            b"samples/sec": ("samples_s", 1.0),
-            b"number of nan iterations": ("nan_steps", 1.0),
-        },
-        means=True,
-        tflops="GPT-NeoX's: recomputed FLOPs count (hardware FLOPs)",
-        dumps=("peak", "gpu_type", "model", "layout", "gpus", "seq", "gbs"),
-        infers=("gbs",),
-        inferred="gbs from samples/s and step time, where the log does not name it",
-    ),
-    "megatron-bridge": LogFormat(
-        program="Megatron-Bridge",
-        lines=(),  # those of Megatron-LM, after a line with MODEL_TFLOP: see BRIDGE_RATE
-        labels=_MEGATRON_FIELDS,
-        means=True,
-        tflops="Megatron-Bridge's formula of the model: causal",
-        dumps=_MEGATRON_DUMP,
-        inferred="TFLOP/s is that of the line before the step's",
-    ),
-    "megatron": LogFormat(
-        program="Megatron-LM",
-        lines=(StepLine(b"elapsed time per iteration (ms): ", _MEGATRON_LINE),),
-        labels=_MEGATRON_FIELDS
-        | {  # of Megatron-DeepSpeed
-            b"TFLOPs": ("tflops", 1.0),
-            b"tokens per gpu per second (tgs)": ("tokens_s", 1.0),
-        },
-        means=True,
-        tflops="Megatron-LM's formula of the model: causal, in older releases full",
-        dumps=_MEGATRON_DUMP,
-        inferred="a loss that a line with nan iterations leaves out is nan",
-    ),
-    "deepspeed": LogFormat(
-        program="DeepSpeed",
-        lines=(
-            StepLine(  # PipelineEngine
-                b"iter time (s): ",
-                re.compile(rb"\bsteps?: *" + _INT + rb"(?: */ *" + _INT + rb")?( loss:[^\r\n]*)"),
-            ),
-            StepLine(  # ThroughputTimer
-                b"RunningAvgSamplesPerSec=",
-                re.compile(rb"(?:global_step=|\b\d{1,9}/)" + _INT + rb"()(, Running[^\r\n]*)"),
-            ),
-        ),
-        labels={
-            b"loss": ("loss", 1.0),
-            b"iter time (s)": ("step_s", 1.0),
-            b"samples/sec": ("samples_s", 1.0),
-            b"CurrSamplesPerSec": ("samples_s", 1.0),
-            b"MaxMemAllocated": ("peak", GIB),
-        },
-        means=True,
-        dumps=("gpu_type", "layout", "gpus", "gbs"),
-        infers=("gbs",),
-        inferred="step time from samples/s and train_batch_size, or from the lines' times of day",
-    ),
-    "levanter": LogFormat(
-        program="levanter",
-        lines=(
-            StepLine(
-                b"Progress on:train ",
-                re.compile(
-                    rb"Progress on:train +([\d.]{1,9}[kM]?)it/([\d.]{1,9}[kM]?)it( rate:[^\r\n]*)"
-                ),
-            ),
-            StepLine(b"it, loss=", _TRAIN_BAR),
-            StepLine(b"it/s, loss=", _TRAIN_BAR),
-        ),
-        labels={b"loss": ("loss", 1.0), b"postfix:loss": ("loss", 1.0)},
-        means=True,
-        dumps=("gpu_type", "gpus", "seq", "gbs"),
-        infers=("step_s",),
-        inferred="step time from the progress bar's rate, a moving average of 3 digits",
-    ),
-}
-# Megatron-Bridge prints the rate of a step on a line of its own before the step's, or in it.
-BRIDGE_RATE = re.compile(rb"([\d.]{1,12}) ?MODEL_TFLOP/s/GPU")
-BRIDGE_MARKER = b"MODEL_TFLOP"
-# Megatron's report of memory after the first steps, in MiB.
-MEMORY = re.compile(rb"memory \(MB\) \|[^\r\n]{0,99}?max allocated: ([\d.]{1,12})")
-MEMORY_MARKER = b"memory (MB) |"
-# Rate of a progress bar: iterations per second, or seconds per iteration.
-BAR_RATE = re.compile(rb"(?:rate:|, *)([\d.]{1,12})(it/s|s/it)")
-LINES = tuple((source, format, line) for source, format in FORMATS.items() for line in format.lines)
-MARKERS = tuple(dict.fromkeys(line.marker for _, _, line in LINES))
-
-
-def step_lines(text: bytes) -> Iterator[tuple[str, int, int, dict[str, float]]]:
-    """Program, step (from 0), number of steps (0: unknown) and fields of each step in a line.
-
-    Of several formats that fit, the first counts.
-    """
-    for source, format, line in LINES:
-        if line.marker not in text:
-            continue
-        found = False
-        for match in line.pattern.finditer(text):
-            found = True
-            step, total = _count(match[1]), _count(match[2] or b"0")
-            fields = format.fields(match[0])
-            if source == "levanter" and (rate := BAR_RATE.search(match[3])):
-                value = number(rate[1])
-                if value:
-                    fields["step_s"] = value if rate[2] == b"s/it" else 1 / value
-            if line.first == 0:
-                total += line.last_step and match[2] != b""
-            else:
-                step = int(fields["step"]) if 0 <= fields.get("step", -1) < 1e12 else step - 1
-            yield source, step, total, fields
-        if found:
-            return
-
-
 def _count(text: bytes) -> int:
-    """A whole number, as `12` or as a progress bar's `1.20k`."""
-    scale = _SCALES.get(text[-1:].upper(), 1.0)
-    value = number(text[:-1] if scale > 1 else text)
-    return round(value * scale) if value is not None and value < 1e15 else 0
+    """A whole number, as `12`, `1,200` or a progress bar's `1.20k`; 0 if it is none."""
+    value = number(text)
+    return round(value) if value is not None and 0 <= value < 1e15 else 0
+
+
+class FormatTable(Mapping[str, LogFormat]):
+    """Formats by name, in the order in which they are tried."""
+
+    def __init__(self, formats: Mapping[str, LogFormat]):
+        self._formats = dict(formats)
+        lines = [(name, line) for name, format in self.items() for line in format.lines]
+        # A line may have settings of the run besides a step: they do not decide whose it is.
+        self._lines = sorted(lines, key=lambda pair: not pair[1].adds_to)
+        texts = lambda lines: tuple(dict.fromkeys(text for line in lines for text in line.texts))
+        self.texts = texts(line for _, line in lines)  # each line that is read has one
+        self.marks = texts(x for _, x in lines if not (x.adds_to or x.common))  # of lines of steps
+
+    def __getitem__(self, name: str) -> LogFormat:
+        return self._formats[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._formats)
+
+    def __len__(self) -> int:
+        return len(self._formats)
+
+    def find(self, text: bytes) -> Iterator[Found]:
+        """What a line of a log has about steps: by the first format that reads steps from it."""
+        for name, line in self._lines:
+            if any(part in text for part in line.texts):
+                found = [Found(name, line, *x) for x in self[name].find(line, text)]
+                yield from found
+                if found and not line.adds_to:
+                    return
+
+
+def read(path: str | os.PathLike, known: "FormatTable") -> "FormatTable":
+    """The formats of a file, and these after them.
+
+    Raises:
+      UserError: the file cannot be read, is not TOML, or an entry of it is invalid.
+    """
+    where = f"format_table={str(path)!r}"
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{where} cannot be read: {e.strerror}") from None
+    except ValueError as e:
+        raise UserError(f"{where}: {e}") from None
+    return FormatTable({**parse(text, where, known), **known})
+
+
+def parse(text: str, where: str, known: Mapping[str, LogFormat]) -> dict[str, LogFormat]:
+    """The formats of a table in TOML.
+
+    Args:
+      where: the file, in errors.
+      known: formats that `like` and `steps_of` may name besides those of the text.
+
+    Raises:
+      UserError: it is not TOML, or an entry is invalid: file, entry, field, and what would work.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except ValueError as e:
+        raise UserError(f"{where}: {e}") from None
+    formats: dict[str, LogFormat] = {}
+    # A format may be like a later one; the order of the text stays that of the table.
+    for name in sorted(tables, key=lambda name: "like" in tables[name]):
+        try:
+            formats[name] = _format(tables[name], {**known, **formats})
+        except UserError as e:
+            raise UserError(f"{where}: [{name}] {e}") from None
+    return {name: formats[name] for name in tables}
+
+
+def _format(values: Any, known: Mapping[str, LogFormat]) -> LogFormat:
+    """The format of a table."""
+    if not isinstance(values, dict) or not isinstance(values.get("lines"), list):
+        raise UserError("must be a table with program and [[NAME.lines]]")
+    lines = []
+    for i, line in enumerate(values["lines"]):
+        if not isinstance(line, dict):
+            raise UserError(f"lines[{i}]={line!r} must be a table with has and pattern")
+        lines.append(build(StepLine, f"lines[{i}]", line))
+        if not lines[i].adds_to and "step" not in lines[i].compiled.groupindex:
+            raise UserError(f"lines[{i}].pattern={lines[i].pattern!r} has no group (?P<step>...)")
+    for key in ("like", "steps_of"):
+        if key in values:
+            check_choice(key, values[key], known)
+    own = parse_fields(LogFormat, {key: x for key, x in values.items() if key != "lines"})
+    like = vars(known[own["like"]]) if "like" in own else {"fields": {}}
+    own["fields"] = {**like["fields"], **own.get("fields", {})}
+    required(LogFormat, own, "the table")
+    inherited = {f.name: like[f.name] for f in dataclasses.fields(LogFormat) if f.name in like}
+    return LogFormat(**{**inherited, **own, "lines": tuple(lines)})
+
+
+_FILE = pathlib.Path(__file__).with_name("formats.toml")
+FORMATS = FormatTable(parse(_FILE.read_text(encoding="utf-8"), _FILE.name, {}))

@@ -14,10 +14,10 @@ from maxbench.run_logs.record import RunRecord
 
 @dataclasses.dataclass
 class StepSeries:
-    """Steps of one program in one log: step -> field -> value (formats.FIELDS).
+    """Steps of one program in one log: step -> field -> value.
 
-    Further fields: step_ms, samples (consumed), samples_s, tokens (of a step), nan_steps,
-    all_tokens_s (over all GPUs), time (of day, seconds), unreadable (a loss that is no number).
+    Further fields: time (of day, seconds), unreadable (a loss that is no number), and the others of
+    formats.STEP_FIELDS.
     """
 
     means: bool = False  # whether a step time is the mean of the steps since the one before
@@ -27,8 +27,6 @@ class StepSeries:
 
     def add(self, step: int, total: int, fields: dict[str, float]) -> bool:
         """Adds fields of a step; returns whether they have a time or a rate."""
-        if "step_ms" in fields:
-            fields["step_s"] = fields.pop("step_ms") / 1000
         for name in ("step_s", "tokens_s", "samples_s", "all_tokens_s"):
             if name in fields and not positive(fields[name]):
                 del fields[name]

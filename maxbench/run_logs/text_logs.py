@@ -6,7 +6,7 @@ numbers are left out, and counted.
 
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import formats, log_files
@@ -23,10 +23,8 @@ RUN_NAME = re.compile(  # in the names of logs of runs
 )
 JOB_MARK = b"] maxbench: JOB_ID="  # line of launch/slurm.sh
 ENDING = 1 << 18  # bytes at the end of a log that are searched for the reason of a death
-# Text in every line of a step, and in the lines of checkpoints: searching for it first is faster.
-TIMES = formats.MARKERS
+# Text in every line of a checkpoint: searching for it first is faster.
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
-RELEVANT = (*TIMES, *CHECKPOINTS, formats.BRIDGE_MARKER, formats.MEMORY_MARKER)
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]{0,300}Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
@@ -109,54 +107,53 @@ def _set_status(record: RunRecord, end: bytes) -> None:
 class LogParser:
     """Reads the blocks of a log into a record."""
 
-    def __init__(self, record: RunRecord):
+    def __init__(self, record: RunRecord, table: formats.FormatTable = formats.FORMATS):
         self.record = record
+        self.table = table
         self.settings = LogSettings()
         self.series = {
-            source: StepSeries(means=format.means, slowest=source == "maxtext")
-            for source, format in formats.FORMATS.items()
+            name: StepSeries(means=format.means, slowest=format.slowest)
+            for name, format in table.items()
         }
         self._size = 0  # bytes that were read
-        self._bridge_rate = 0.0  # TFLOP/s of the next step, of Megatron-Bridge
-        self._is_bridge = False
+        self._next: dict[str, dict[str, float]] = {}  # format -> fields of its next step
+        self._programs: dict[str, str] = {}  # format of the steps -> the one that adds to them
 
     def read(self, block: bytes) -> None:
         """Adds the steps, checkpoints and settings in a block, which ends at the end of a line."""
-        for line in lines_with(block, RELEVANT).splitlines():
+        for line in lines_with(block, (*self.table.texts, *CHECKPOINTS)).splitlines():
             self._read_step(line)
         if self._size < SEARCHED:
             for line in lines_with(block[: SEARCHED - self._size], HINTS).splitlines():
-                if not any(marker in line for marker in TIMES):
+                if not any(mark in line for mark in self.table.marks):
                     self.settings.read(strip_prefixes(line))
         self._size += len(block)
 
     def _read_step(self, line: bytes) -> None:
         """Adds what a line about a step or a checkpoint has; counts it if it is damaged."""
         text = strip_prefixes(line)
-        lines_about_steps = sum(map(text.count, TIMES))
-        for source, step, total, fields in formats.step_lines(text):
-            if rate := self._bridge_rate or self._rate_in(text):
-                fields.setdefault("tflops", rate)
-                self._bridge_rate = 0.0
-            if "step_s" not in fields and "step_ms" not in fields:
-                fields["time"] = time_of(line)
-            lines_about_steps -= self.series[source].add(step, total, fields)
+        lines_about_steps = max(map(text.count, self.table.marks))
+        for found in self.table.find(text):
+            if found.line.adds_to == "run":
+                peak = int(found.fields.get("peak", 0))
+                self.record.peak_bytes = max(self.record.peak_bytes, peak)
+            elif found.line.adds_to == "next":
+                steps_of = self.table[found.name].steps_of or found.name
+                self._programs[steps_of] = found.name
+                self._next.setdefault(steps_of, {}).update(found.fields)
+            else:
+                lines_about_steps -= self._add_step(found, line)
         if lines_about_steps > 0 and not self._is_validation(text):
             self.record.damaged += lines_about_steps
-        if formats.BRIDGE_MARKER in text:
-            self._is_bridge = True
-            if not any(marker in text for marker in TIMES):
-                self._bridge_rate = self._rate_in(text)
-        if memory := formats.MEMORY.search(text):
-            peak = int((formats.number(memory[1]) or 0) * 2**20)
-            self.record.peak_bytes = max(self.record.peak_bytes, peak)
         for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
             seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
 
-    @staticmethod
-    def _rate_in(text: bytes) -> float:
-        match = formats.BRIDGE_RATE.search(text)
-        return (match and formats.number(match[1])) or 0.0
+    def _add_step(self, found: formats.Found, line: bytes) -> bool:
+        """Adds a step; returns whether it has a time or a rate."""
+        fields = {**self._next.pop(found.name, {}), **found.fields}
+        if "step_s" not in fields:
+            fields["time"] = time_of(line)
+        return self.series[found.name].add(found.step, found.total, fields)
 
     @staticmethod
     def _is_validation(text: bytes) -> bool:
@@ -181,8 +178,7 @@ class LogParser:
             record.dtype = "bf16"
             record.inferred.append("precision bf16, torchtitan's default: its log names no other")
         series.fill(record)
-        if record.source == "megatron" and self._is_bridge:
-            record.source = "megatron-bridge"
+        record.source = self._programs.get(record.source, record.source)
 
 
 def lines_with(block: bytes, texts: Iterable[bytes]) -> bytes:
@@ -196,12 +192,6 @@ def lines_with(block: bytes, texts: Iterable[bytes]) -> bytes:
             spans.add((block.rfind(b"\n", 0, at) + 1, end))
             at = block.find(text, end)
     return b"\n".join(block[start:end] for start, end in sorted(spans))
-
-
-def lines(data: bytes) -> Iterator[tuple[str, int, int, dict[str, float]]]:
-    """Program, step (from 0), number of steps (0: unknown) and fields of each line of a step."""
-    for line in data.splitlines():
-        yield from formats.step_lines(line)
 
 
 def death_reason(text: bytes) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxbench.run_logs import text_logs
+from maxbench.run_logs import formats, text_logs
 
 STEPS = {
     "maxtext": (
@@ -12,7 +12,7 @@ STEPS = {
     "nemo": (
         b"Training epoch 0, iteration 7/49 | global_batch_size: 128 | global_step: 7 | "
         b"train_step_timing in s: 9.4",
-        ("nemo", 7, 50, {"gbs": 128.0, "step": 7.0, "step_s": 9.4}),
+        ("nemo", 7, 50, {"gbs": 128.0, "index": 7.0, "step_s": 9.4}),
     ),
     "nemo's progress bar": (
         b"| 8/50 [00:10, train_step_timing in s=9.4, consumed_samples=1024.0]",
@@ -20,7 +20,7 @@ STEPS = {
     ),
     "megatron": (
         b" iteration        8/      50 | elapsed time per iteration (ms): 9400.0 | lm loss: 2.5 |",
-        ("megatron", 7, 50, {"step_ms": 9400.0, "loss": 2.5}),
+        ("megatron", 7, 50, {"step_s": 9.4, "loss": 2.5}),
     ),
 }
 
@@ -29,7 +29,8 @@ STEPS = {
 def test_line_of_a_step_is_parsed(name):
     """All programs' steps are counted from 0."""
     line, expected = STEPS[name]
-    assert [*text_logs.lines(line)] == [expected]
+    (found,) = formats.FORMATS.find(line)
+    assert (found.name, found.step, found.total, found.fields) == expected
 
 
 REASONS = {
