@@ -198,10 +198,10 @@ class TrainConfig:
         for tensor in self.offloaded:
             check_choice("train.offload", tensor, (*TENSORS, "all"))
             if tensor not in (*self.saved, "all"):
-                saving = [name for name, tensors in REMATS.items() if tensor in tensors]
+                saving = " or ".join(name for name in REMATS if tensor in REMATS[name])
                 raise UserError(
                     f"train.offload={tensor!r}: train.remat={self.remat!r} does not save it; use "
-                    f"train.remat={' or '.join(saving)}, or offload one of {', '.join(self.saved)}"
+                    f"train.remat={saving}, or offload {', '.join((*self.saved, 'all'))}"
                 )
 
 
