@@ -27,15 +27,19 @@ Docker are stripped.
 ## Programs
 
 "read" is in the lines of steps, "named" in the rest of the log: device names, mesh lines, dumps of the configuration.
-The name of the log or of its folder supplies what neither has
-(`pretrain_llama31_8b_fp8_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128`). The GPU type of all logs that do not name it is given
-once, `--gpu_type=h100`.
+A setting comes from the log, else from a flag of the report that holds for all logs (`--config=llama31_8b --gpus=8
+--gpu_type=h100 --dtype=fp8 --seq=8192 --gbs=128`), else from the name of the log or of its folder
+(`pretrain_llama31_8b_fp8_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128`), else from a convention of the program. What none of these
+names is unknown: the run has the figures that do not need it, no verdict, and the report names the flag. A section of
+the report lists the settings that are not from the log.
 
 {fields}
 
-| program | a step time is | TFLOP/s | inferred | its lines are written by |
-|---|---|---|---|---|
+| program | a step time is | TFLOP/s | inferred | a spike is judged by | its lines are written by |
+|---|---|---|---|---|---|
 {notes}
+
+gbs and seq are those of each step, as its line has them; the steps that count have one of each.
 
 Where a program logs every tenth step, a Megatron program's time is the mean of ten steps: the report counts the means
 that have a step of the window, leaves out the one with the start of the program, and names the steps that count.
@@ -47,6 +51,10 @@ that have a step of the window, leaves out the one with the start of the program
 | loss is nan | a loss that is `nan`, `inf`, `nan.0`, or left out of a Megatron line that counts nan iterations, ends a run as DIED |
 | the loss of step 7 is not a number | any other text in place of a loss |
 | left out as dispatch, not work | a step that is faster than its FLOPs at the peak of its GPUs; where model or GPU type are unknown, one of the first five that is faster than 0.3 of the later steps' median; and the step that waited for it |
+| steps 35 to 44 are faster than the peak | the median of the window is shorter than its causal FLOPs take at the peak: the GPU type or another setting is not the run's; no MFU, no verdict |
+| step 40 takes 21.3 s, 10.4 x the median | a step of the window that is over 1.5 x its median. The verdict is then by the figure that the program's authors publish (the table above), and names the mean or the median too |
+| gbs changes from 128 to 256 at step 7 | the batch or the sequence length is not constant |
+| MFU 44.1% is torchtitan's | the program's MFU differs from ours by more than 3 %, with the peak that it is by |
 | TFLOPS/GPU 528.1 is Megatron-Bridge's, causal attention | the program's figure differs from ours by more than 1.5 %; the convention is the one of ours that agrees |
 | damaged lines about steps | lines that have the text of a step's line and no step that can be read |
 
@@ -67,7 +75,7 @@ NAMES = {
     "peak": "memory", "gbs": "gbs", "samples": "consumed samples", "tokens": "tokens of a step",
     "gpus": "GPUs",
 }  # fmt: skip
-OURS = ["maxbench", *["read"] * 4, "calculated", "calculated", "read", *["named"] * 6]
+OURS = ["maxbench", *["read"] * 4, *["calculated"] * 3, "read", *["named"] * 6]
 
 
 def cells(format: LogFormat) -> list[str]:
@@ -91,7 +99,9 @@ def table() -> list[str]:
 def note(format: LogFormat) -> str:
     """The line of a program about its step time and its FLOPs."""
     time = "the mean since the line before" if format.means else "that of the step"
-    return f"| {format.program} | {time} | {format.tflops} | {format.inferred} | {format.source} |"
+    rule = f"the {format.rule}"
+    cells = (format.program, time, format.tflops, format.inferred, rule, format.source)
+    return f"| {' | '.join(cells)} |"
 
 
 def page(steps: Sequence[str] = ("_step", "Step", "global_step", "iteration")) -> str:

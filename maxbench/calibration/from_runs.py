@@ -20,7 +20,7 @@ from maxbench.hardware.gpus import GPU_TYPES, Efficiency, GpuTypes, PeakFraction
 from maxbench.metrics import flops
 from maxbench.planning import planner
 from maxbench.run_logs import readers
-from maxbench.run_logs.record import RunRecord, dig
+from maxbench.run_logs.record import Given, RunRecord, dig
 from maxbench.terminal import console
 
 PROGRAMS = 2  # different programs per fitted constant
@@ -80,7 +80,7 @@ def fit_runs(paths: Sequence[str], gpu_types: GpuTypes = GPU_TYPES) -> RunFit:
     Raises:
       UserError: a run that cannot be used, or too few runs.
     """
-    runs = [finished_run(record, gpu_types) for record in readers.read(paths, gpu_types)]
+    runs = [finished_run(record, gpu_types) for record in readers.read(paths, Given(gpu_types))]
     gpu_type = _one_gpu_type(runs)
     programs: dict[str, tuple[Run, list[float]]] = {}
     for run, step_s in runs:

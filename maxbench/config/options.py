@@ -314,14 +314,22 @@ class ReportLayout(Options, title="output"):
     full_names: bool = option("print paths instead of names", False)
 
 
-class ReportOptions(ReportLayout, title="figures"):
+class LogSettings(Options, title="settings of all logs that do not name them"):
+    config: str = option("workload or path of its file: the model", "")
+    gpus: int | None = option("number of GPUs", at_least=1)
+    gpu_type: str = option("GPU type", "")
+    dtype: str = option("number format", "", options=("", *DTYPES))
+    seq: int | None = option("tokens per sequence", at_least=1)
+    gbs: int | None = option("sequences per step over all GPUs", at_least=1)
+
+
+class ReportOptions(LogSettings, ReportLayout, title="figures"):
     """Keywords of maxbench.report()."""
 
     suite: str = option("suite file of maxbench launch: report its runs, and PASS or FAIL", "")
     window: tuple[int, int] = option(
         "first and last step that are measured", (35, 44), at_least=0, check=validation.WINDOW
     )
-    gpu_type: str = option("GPU type of all logs that do not name it", "")
     hardware: str | None = option("TOML file of further GPU types")
     cost: float = option("dollars per GPU hour", 0.0, at_least=0)
     interval: float = option(

@@ -1,6 +1,7 @@
 """Statistics of step times, and a run's performance."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -35,7 +36,7 @@ def measured_window(
 
     Args:
       window: first and last step, inclusive. If `times` does not span it, the last half of the
-        steps is measured.
+        steps is measured; if they start later, at most as many as the window has.
       times: step -> seconds.
       interval: steps of which each time is the mean, the last of which is the key of `times`. A
         mean counts if the window has one of its steps; that of the first steps has the start of
@@ -45,8 +46,11 @@ def measured_window(
     steps = sorted(times)
     if interval > 1 and len(steps) > 1:
         steps = [i for i in steps if i > steps[0] and i >= interval] or steps[1:]
-    if not steps or steps[-1] < last or steps[0] - interval + 1 > first:
-        first, last = (steps[len(steps) // 2], steps[-1]) if steps else (0, -1)
+    starts_later = steps and steps[0] - interval + 1 > first
+    if not steps or steps[-1] < last or starts_later:
+        half = steps[len(steps) // 2 :]
+        most = math.ceil((last - first + 1) / interval) if starts_later else len(half)
+        first, last = (half[-most:][0], half[-1]) if half else (0, -1)
     measured = [i for i in steps if first <= i and i - interval < last]
     return measured, [times[i] for i in measured]
 

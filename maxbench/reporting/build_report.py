@@ -82,7 +82,7 @@ def read(asked: options.ReportOptions, width: int | None = None) -> Report:
         values["paths"] = _suite_folders(asked)
     width = console.terminal_width() if width is None else width
     settings = ReportOptions(**values, width=width, gpu_types=gpu_types)
-    rows = [compare.summarize(r, settings) for r in readers.read(settings.paths, gpu_types)]
+    rows = [compare.summarize(r, settings) for r in readers.read(settings.paths, settings.given)]
     if not (rows or asked.suite):
         raise UserError(f"no run and no log at or below {', '.join(settings.paths)}")
     return Report(rows, settings)

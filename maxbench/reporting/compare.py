@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from maxbench.config import number_formats, options, recipes
 from maxbench.config.errors import escape_control
@@ -19,11 +19,14 @@ from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import checkpoint_interval, flops, step_stats
 from maxbench.reporting import fast_steps
-from maxbench.run_logs.record import RunRecord, dig
+from maxbench.run_logs import formats
+from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig
 
 PASS, WARN = 0.95, 0.85  # least shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median step time that are worth an alarm
 SPREAD = 0.05  # between repeats of a run that is worth an alarm
+SPIKE = 1.5  # times of the median step time from which a step is named
+OTHER = 0.03  # relative difference of FLOPs or MFU that a convention does not explain
 SAME = 0.015  # relative difference of TFLOP/s within which they are of one convention
 POINTS = 200  # at most so many steps of a run are checked for a drift
 
@@ -33,6 +36,21 @@ class ReportOptions(options.ReportOptions):
 
     gpu_types: GpuTypes = GPU_TYPES
     width: int = 0  # columns of the terminal; 0 = any
+
+    @functools.cached_property
+    def given(self) -> Given:
+        """What the options say about all logs.
+
+        Raises:
+          UserError: there is no such workload, or its file is invalid.
+        """
+        settings = {name: getattr(self, name) for name in SETTINGS if name != "model"}
+        if self.config:
+            config = recipes.load_workload(self.config)
+            model = Model(**config.model)
+            settings |= {"model": model.name, "size": model.size, "layers": model.layers}
+            settings["network"] = model
+        return Given(self.gpu_types, settings)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -101,6 +119,8 @@ def _model(r: RunRecord) -> Model | None:
         if numbers := dig(r.result, "run.model", {}):
             known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
             return Model(**{name: numbers[name] for name in known})
+        if r.network and r.origin("model") is Origin.USER:
+            return r.network
         model = model_of(r.model, r.size)
         return dataclasses.replace(model, layers=r.layers) if model and r.layers else model
     except (TypeError, ValueError, ZeroDivisionError):
@@ -109,39 +129,69 @@ def _model(r: RunRecord) -> Model | None:
 
 def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     """Figures of a run."""
-    if r.source != "maxbench":
-        r.gpu_type = r.gpu_type or options.gpu_type
     cut = r.status == "stopped" and r.last < r.total_steps - 1
     died = r.status in ("died", "failed") or cut or not r.step_s
     summary = RunSummary(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
     _check_loss_and_status(summary)
-    fast = _fast_steps(summary, options)
-    summary.notes += [fast.note] if fast.note else []
-    work = {i: s for i, s in r.step_s.items() if i not in fast.steps}
-    steps, times = step_stats.measured_window(options.window, work, r.interval)
-    if not steps or not (summary.ok or _spans_window(r, steps, options.window)):
+    least_s = _least_times(r, options.gpu_types)
+    steps = _same_work(r, _measured(r, r.step_s, options))
+    if impossible := _faster_than_peak(r, steps, least_s):
+        summary.notes.append(impossible)
+    elif least_s or not (r.batches or r.source in ("", "maxbench")):
+        fast = fast_steps.find(r.step_s, least_s, _devices(r))
+        summary.notes += [fast.note] if fast.note else []
+        work = {i: s for i, s in r.step_s.items() if i not in fast.steps}
+        steps = _same_work(r, _measured(r, work, options))
+    if not steps or not (summary.ok or _may_count(r, steps, options.window)):
         return summary
+    times = [r.step_s[i] for i in steps]
     summary.window = (max(0, steps[0] - r.interval + 1), steps[-1])
     if summary.window != options.window:
         why = _why_other_window(r, options.window)
         summary.notes.append(f"steps {summary.window[0]} to {steps[-1]} count: {why}")
+    r = summary.record = _with_work_of(r, steps[-1])
     summary.step = step_stats.statistics_of(times)
     summary.peak_gib = r.peak_bytes / 2**30 or None
-    _add_figures(summary, summary.step["mean"], steps, options)
+    _add_figures(summary, steps, options, possible=not impossible)
     if summary.ok:
-        summary.verdict, summary.why = _verdict(summary, summary.step["mean"], options.gpu_types)
-        summary.notes += alarms(times)
+        summary.verdict, summary.why = _verdict(summary, times, options.gpu_types)
+        if impossible:
+            summary.verdict = "-"
+            summary.why = "not comparable: its steps are faster than the peak of its GPUs"
+        summary.notes += [*_spike_note(times, steps), *alarms(times)]
         if slow := dig(r.result, "slow_hosts", []):
             summary.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return summary
 
 
-def _spans_window(r: RunRecord, steps: Sequence[int], window: tuple[int, int]) -> bool:
-    """Whether the steps of a run that has not finished give figures of the whole window.
+def _measured(r: RunRecord, times: Mapping[int, float], options: ReportOptions) -> list[int]:
+    """The steps of the window, or those that stand for it."""
+    return step_stats.measured_window(options.window, times, r.interval)[0]
 
-    Means over several steps give figures as soon as one lacks the start of the program.
+
+def _same_work(r: RunRecord, steps: Sequence[int]) -> list[int]:
+    """The longest part of the steps, the last one of these, with one batch and one sequence length.
+
+    Parts of unknown work count only if there is no other.
     """
-    if r.interval > 1:
+    parts = [(all(work), [*part]) for work, part in itertools.groupby(steps, key=r.work)]
+    known = [part for is_known, part in parts if is_known] or [part for _, part in parts]
+    return max(reversed(known), key=len, default=[])
+
+
+def _with_work_of(r: RunRecord, step: int) -> RunRecord:
+    """The record, with the batch and the sequence length of a step."""
+    gbs, seq = r.work(step)
+    return r if (gbs, seq) == (r.gbs, r.seq) else dataclasses.replace(r, gbs=gbs, seq=seq)
+
+
+def _may_count(r: RunRecord, steps: Sequence[int], window: tuple[int, int]) -> bool:
+    """Whether the steps of a run that has not finished give figures.
+
+    Those of the whole window do; those of a run that goes on, or that started behind the window,
+    after its first step; and means over several steps as soon as one lacks the start.
+    """
+    if r.interval > 1 or r.status == "running" or min(r.step_s) > window[0]:
         return len(r.step_s) > 1
     return (steps[0], steps[-1]) == window
 
@@ -150,41 +200,114 @@ def _why_other_window(r: RunRecord, window: tuple[int, int]) -> str:
     """Why the measured steps are not those of the window."""
     if r.interval > 1:
         return f"each time in the log is the mean of {r.interval} steps"
-    starts_late, short = min(r.step_s) > window[0], r.last < window[1]
-    return "the run starts later" if starts_late else "the run was shorter" if short else "a gap"
+    if min(r.step_s) > window[0]:
+        return "the run starts later"
+    if r.last < window[1]:
+        return f"the run is at step {r.last}" if r.status == "running" else "the run was shorter"
+    changes = {r.work(i) for i in r.step_s if window[0] <= i <= window[1]}
+    return "the batch changes" if len(changes) > 1 else "a gap"
 
 
-def _fast_steps(summary: RunSummary, options: ReportOptions) -> fast_steps.FastSteps:
-    """Steps that are faster than the run's GPUs; those of our own runs only by their peak."""
-    r, least_s, device = summary.record, 0.0, ""
-    model = _model(r) if r.gpus and r.gbs and r.seq else None
-    if model and r.gpu_type in options.gpu_types and not r.grows:
-        gpu = options.gpu_types[r.gpu_type]
-        format = number_formats.PEAKS.get(r.dtype)
-        fastest = max(gpu.bf16_tflops, gpu.fp8_tflops)
-        # A peak of 0: the GPU has no such GEMMs, and the run computed with others.
-        peak = (gpu.peak_tflops(format) if format else 0) or fastest
-        device = f"{r.gpus} {r.gpu_type}"
-        least_s = flops.seconds_at_peak(model, r.seq, r.gbs, r.gpus, peak)
-    if r.grows or (not least_s and r.source in ("", "maxbench")):
-        return fast_steps.FastSteps(frozenset(), "")
-    return fast_steps.find(r.step_s, least_s, device)
+def _devices(r: RunRecord) -> str:
+    return f"{r.gpus} {r.gpu_type}"
 
 
-def gpu_type_request(rows: Sequence[RunSummary], options: ReportOptions) -> str:
-    """Asks once for the GPU type of all logs that do not name it; '' if all do."""
-    unnamed = [
-        x for x in rows
-        if x.step and x.record.source != "maxbench" and x.record.gpu_type not in options.gpu_types
-    ]  # fmt: skip
-    if not unnamed:
-        return ""
-    verb = "does" if len(unnamed) == 1 else "do"
-    logs = "The log does" if len(rows) == 1 else f"{len(unnamed)} of {len(rows)} logs {verb}"
-    return (
-        f"{logs} not name the GPU type: give it once for all, --gpu_type="
-        f"{'|'.join(options.gpu_types)}; without it no figure is compared and there is no MFU"
+def _least_times(r: RunRecord, gpu_types: GpuTypes) -> dict[int, float]:
+    """Step -> time of its FLOPs at the peak of the run's GPUs; {} if a setting is unknown.
+
+    The number format may be unknown: then the fastest counts.
+    """
+    model = _model(r)
+    if not (model and r.gpus and r.gpu_type in gpu_types):
+        return {}
+    gpu, format = gpu_types[r.gpu_type], number_formats.PEAKS.get(r.dtype)
+    # A peak of 0: the GPU has no such GEMMs, and the run computed with others.
+    fastest = max(gpu.bf16_tflops, gpu.fp8_tflops, gpu.fp4_tflops)
+    peak = (gpu.peak_tflops(format) if format else 0) or fastest
+    seconds = functools.cache(
+        lambda gbs, seq: flops.seconds_at_peak(model, seq, gbs, r.gpus, peak) if gbs and seq else 0
     )
+    return {i: least for i in r.step_s if (least := seconds(*r.work(i)))}
+
+
+def _faster_than_peak(r: RunRecord, steps: Sequence[int], least_s: Mapping[int, float]) -> str:
+    """A note if most of the measured steps are faster than the peak: a setting must be wrong."""
+    known = [i for i in steps if i in least_s]
+    if not known or statistics.median(r.step_s[i] / least_s[i] for i in known) >= 1:
+        return ""
+    usual, least = (statistics.median(x[i] for i in known) for x in (r.step_s, least_s))
+    return (
+        f"steps {steps[0]} to {steps[-1]} are faster than the peak of {_devices(r)}: {usual:.3g} s "
+        f"for FLOPs of at least {least:.3g} s; the GPU type of this run is another, or its number "
+        "of GPUs, model, gbs, seq or number format"
+    )
+
+
+def request(rows: Sequence[RunSummary], options: ReportOptions) -> str:
+    """Asks once for the settings that logs do not name; '' if all do."""
+    logs = [x.record for x in rows if x.step and x.record.source != "maxbench"]
+    lacking = {name: sum(name in unknown(r, options.gpu_types) for r in logs) for name in SETTINGS}
+    lacking = {name: count for name, count in lacking.items() if count}
+    if not lacking:
+        return ""
+    parts = [f"the {SETTINGS[name].words}" for name in lacking]
+    if len(rows) > 1:
+        one = len(set(lacking.values())) == 1
+        of = lambda count: f"{count} of {len(rows)} logs {'does' if count == 1 else 'do'} not name"
+        parts = [
+            part if one else f"{part} ({n})"
+            for part, n in zip(parts, lacking.values(), strict=True)
+        ]
+        first = of(max(lacking.values()))
+    else:
+        first = "The log does not name"
+    values = {"gpu_type": "|".join(options.gpu_types), "dtype": "|".join(number_formats.DTYPES)}
+    values["model"] = "WORKLOAD"
+    flags = " ".join(
+        f"--{SETTINGS[name].flag}={values.get(name, SETTINGS[name].flag.upper())}"
+        for name in lacking
+    )
+    return (
+        f"{first} {_listed(parts)}: {flags} {'gives it' if len(parts) == 1 else 'give them'} once "
+        "for all; without, no figure is compared and there is no MFU"
+    )
+
+
+def origins(rows: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
+    """Settings of logs of other programs that the logs do not name, in words -> the runs."""
+    found: dict[str, list[RunSummary]] = {}
+    for row in rows:
+        r = row.record
+        if row.step and r.source != "maxbench" and (text := "; ".join(_origins(r))):
+            found.setdefault(text, []).append(row)
+    return found
+
+
+def _origins(r: RunRecord) -> Iterator[str]:
+    """'GPU type h100 by the user', for each origin but the log."""
+    sources = {
+        Origin.USER: "the user",
+        Origin.NAME: "the name of the log or its folder",
+        Origin.PROGRAM: f"{r.program}'s convention",
+    }
+    for origin, source in sources.items():
+        names = [name for name in SETTINGS if r.origin(name) is origin]
+        value = lambda name: f"{r.model} {r.size}" if name == "model" else getattr(r, name)
+        if settings := [f"{SETTINGS[name].words} {value(name)}" for name in names]:
+            yield f"{_listed(settings)} by {source}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """'a, b and c'."""
+    *rest, last = words
+    return f"{', '.join(rest)} and {last}" if rest else last
+
+
+def unknown(r: RunRecord, gpu_types: GpuTypes) -> list[str]:
+    """Settings of a run that a verdict needs and nothing names."""
+    found = [name for name in SETTINGS if not getattr(r, name) or r.origin(name) is Origin.UNKNOWN]
+    known_type = r.gpu_type in gpu_types or "gpu_type" in found
+    return found if known_type else [*found, "gpu_type"]
 
 
 def _check_loss_and_status(summary: RunSummary) -> None:
@@ -206,8 +329,20 @@ def _check_loss_and_status(summary: RunSummary) -> None:
         summary.notes.append(f"grad norm is {r.grad_norm[first]} at step {first}{more}")
     summary.notes += r.inferred
     summary.notes += gaps(r.step_s)
+    summary.notes += [*_changes("gbs", r.batches), *_changes("seq", r.seqs)]
     if r.status == "done" and 0 <= r.last < r.total_steps - 1:
         summary.notes.append(f"the log ends at step {r.last}, the run at {r.total_steps - 1}")
+
+
+def _changes(name: str, values: Mapping[int, int]) -> list[str]:
+    """A note on a setting that changes from step to step; [] if it does not."""
+    known = [(step, value) for step, value in sorted(values.items()) if value]
+    changes = [(step, a, b) for (_, a), (step, b) in itertools.pairwise(known) if a != b]
+    if not changes:
+        return []
+    more = f", and {len(changes) - 1} times more" if len(changes) > 1 else ""
+    step, before, after = changes[0]
+    return [f"{name} changes from {before} to {after} at step {step}{more}"]
 
 
 def gaps(steps: Iterable[int]) -> list[str]:
@@ -223,18 +358,28 @@ def gaps(steps: Iterable[int]) -> list[str]:
 
 
 def _add_figures(
-    summary: RunSummary, step_s: float, steps: list[int], options: ReportOptions
+    summary: RunSummary, steps: Sequence[int], options: ReportOptions, possible: bool
 ) -> None:
-    """Adds rates, MFU, cost and energy of the steps that count, whose mean is step_s."""
-    r = summary.record
+    """Adds rates, MFU, cost and energy of the steps that count.
+
+    Args:
+      possible: whether the steps are slower than the peak; else no FLOPs are calculated.
+    """
+    r, step_s = summary.record, statistics.fmean(summary.record.step_s[i] for i in steps)
     if logged := [r.tflops[i] for i in steps if r.tflops.get(i)]:
         summary.tflops = step_stats.statistics_of(logged)
     if not (r.gbs and r.seq):
         if r.gpus and (rates := [r.tokens_s[i] for i in steps if i in r.tokens_s]):
             summary.tokens_s = statistics.fmean(rates) * r.gpus
+        elif tokens := [r.tokens.get(i, 0) for i in steps]:
+            summary.tokens_s = (
+                sum(tokens) / sum(r.step_s[i] for i in steps) if all(tokens) else None
+            )
         return
     model = _model(r) if r.gpus else None
-    known = model and r.gpu_type in options.gpu_types and r.dtype in number_formats.PEAKS
+    known = (
+        possible and model and r.gpu_type in options.gpu_types and r.dtype in number_formats.PEAKS
+    )
     peak = options.gpu_types[r.gpu_type].peak_tflops(number_formats.PEAKS[r.dtype]) if known else 0
     figures = functools.partial(flops.figures, model, r.seq, r.gbs, r.gpus, peak_tflops=peak)
     mean = figures(step_s)
@@ -242,9 +387,10 @@ def _add_figures(
     summary.mfu = mean["mfu"] if peak else None
     if model and summary.tflops:
         _name_convention(summary, summary.tflops["mean"], mean["tflops_per_gpu"])
-    elif model:
+    elif model and possible:
         calculated = [figures(r.step_s[i])["tflops_per_gpu"]["full"] for i in steps]
         summary.tflops = step_stats.statistics_of(calculated)
+    _compare_mfu(summary, steps, peak)
     if r.gpus and options.cost and not summary.on_cpu:  # virtual CPU devices are free
         summary.cost = summary.days * 24 * r.gpus * options.cost
     if r.gpus and r.power_w:
@@ -259,39 +405,104 @@ def _name_convention(summary: RunSummary, logged: float, ours: dict[str, float])
       ours: by convention, from the mean step time.
     """
     near = min(ours, key=lambda name: abs(logged / ours[name] - 1))
-    summary.convention = near if abs(logged / ours[near] - 1) < SAME else "of its own"
+    difference = abs(logged / ours[near] - 1)
+    summary.convention = near if difference < SAME else "of its own"
     if summary.convention != "full":
         program = summary.record.program
         how = f"{near} attention" if summary.convention == near else "a convention of its own"
+        how += ", or of another model, gbs, seq or GPUs" if difference > OTHER else ""
         values = ", ".join(f"{x:.1f} {name}" for name, x in ours.items())
         summary.notes.append(
             f"TFLOPS/GPU {logged:.1f} is {program}'s, {how}; by our formula it is {values}"
         )
 
 
-def _verdict(summary: RunSummary, step_s: float, gpu_types: GpuTypes) -> tuple[str, str]:
-    """PASS, WARN, FAIL or '-', and the reason."""
+def _compare_mfu(summary: RunSummary, steps: Sequence[int], peak: float) -> None:
+    """Notes an MFU in the log that is not ours, and one above 1 by our formula.
+
+    Args:
+      peak: TFLOP/s of a GPU, by which ours is.
+    """
+    r, ours = summary.record, summary.mfu or {}
+    if not ours:
+        return
+    if ours["full"] > 1:
+        summary.notes.append("MFU (full) is above 1: most of its FLOPs are scores that are masked")
+    logged = statistics.fmean(values) if (values := [r.mfu[i] for i in steps if i in r.mfu]) else 0
+    if not logged or any(abs(logged / x - 1) < OTHER for x in ours.values()):
+        return
+    note = f"MFU {logged:.1%} is {r.program}'s; ours is {ours['full']:.1%} full"
+    if summary.tflops and r.tflops:
+        note += f": its peak is {summary.tflops['mean'] / logged:,.0f} TFLOP/s, ours {peak:,.0f}"
+    summary.notes.append(note)
+
+
+def _verdict(summary: RunSummary, times: Sequence[float], gpu_types: GpuTypes) -> tuple[str, str]:
+    """PASS, WARN, FAIL or '-', and the reason.
+
+    The step time is the mean. With a spike it is by the rule of the program's authors, and the
+    reason has the other figures.
+    """
     r = summary.record
     if r.profiled:
         return "-", f"not comparable: under {r.profiled}"
     if r.mocked:
         return "-", "not comparable: the network was mocked"
-    if r.gpu_type not in gpu_types:
-        where = f"ran on {r.device}" if r.device else "its log does not name the GPU type"
-        return "-", f"not comparable: {where}"
-    needed = {"workload": r.model, "precision": r.dtype, "GPUs": r.gpus, "batch": r.gbs}
-    if lacking := [name for name, value in needed.items() if not value]:
-        return "-", f"not comparable: no {', '.join(lacking)} in the log or its name"
+    if r.device and r.gpu_type not in gpu_types:
+        return "-", f"not comparable: ran on {r.device}"
+    if lacking := unknown(r, gpu_types):
+        words = _listed([f"the {SETTINGS[name].words}" for name in lacking])
+        return "-", f"not comparable: its log does not name {words}"
+    model = _model(r)
     comparison = published.compare(
-        r.model, r.size, r.dtype, r.gpu_type,
-        gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=r.layers, format=r.format, layout=r.layout,
+        r.model, r.size, r.dtype, r.gpu_type, gpus=r.gpus, gbs=r.gbs, seq=r.seq,
+        layers=model.layers if model else r.layers, format=r.format, layout=r.layout,
     )  # fmt: skip
+    step_s, beside = _judged_step(r, times)
     share = comparison.share(step_s)
     summary.baseline, summary.share = comparison.row, share
     text = comparison.verdict(step_s)
+    if share and beside:
+        name, rule, other, other_s = beside
+        text += f", by the {rule}, as {name}'s authors publish; "
+        text += f"{other_s:.4g} s by the {other} is {share * step_s / other_s:.1%}"
     if share is None:
         return "-", text
     return ("PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"), text
+
+
+def _judged_step(
+    r: RunRecord, times: Sequence[float]
+) -> tuple[float, tuple[str, str, str, float] | None]:
+    """The step time of the verdict: the mean, or with a spike that of the program's authors.
+
+    With a spike also the program, its rule, another rule and the step time by that one.
+    """
+    figures = {"mean": statistics.fmean(times), "median": statistics.median(times)}
+    figures["last step"] = times[-1]
+    if not spikes(times):
+        return figures["mean"], None
+    rule = formats.FORMATS[r.source].rule if r.source in formats.FORMATS else "mean"
+    other = "median" if rule == "mean" else "mean"
+    return figures[rule], (r.program, rule, other, figures[other])
+
+
+def spikes(times: Sequence[float]) -> list[int]:
+    """Places of the step times that are far longer than the median."""
+    middle = statistics.median(times)
+    return [i for i, seconds in enumerate(times) if seconds > SPIKE * middle]
+
+
+def _spike_note(times: Sequence[float], steps: Sequence[int]) -> list[str]:
+    """A note on the longest spike; [] if there is none."""
+    if not (found := spikes(times)):
+        return []
+    longest, middle = max(found, key=times.__getitem__), statistics.median(times)
+    more = f"; {len(found) - 1} more are over {SPIKE:g} x" if len(found) > 1 else ""
+    return [
+        f"step {steps[longest]} takes {times[longest]:.4g} s, {times[longest] / middle:.1f} x the "
+        f"median of {middle:.4g} s{more}"
+    ]
 
 
 def alarms(times: Sequence[float]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from maxbench.reporting import compare, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
+from maxbench.run_logs.record import SETTINGS
 
 # First word of a column -> how its figures are written.
 FORMATS = {"time": ".3f", "tflops": ".2f", "tokens": ".1f", "days": ".2f", "peak": ".3f"}
@@ -43,7 +44,7 @@ def to_json(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         "repeats": [dataclasses.asdict(x) for x in compare.repeats(rows)],
         "summary": tables.counts(rows),
     }
-    if request := compare.gpu_type_request(rows, options):
+    if request := compare.request(rows, options):
         report["request"] = request
     if options.suite:
         report["suite"] = suite.judge(options.suite, rows)._asdict()
@@ -65,6 +66,7 @@ def _json_result(summary: RunSummary) -> dict:
         "last_step": r.last,
         "gpus": r.gpus,
         "gbs": r.gbs,
+        "origins": {name: r.origin(name) for name in SETTINGS},
     }
     if summary.baseline:
         published = {"step_s": summary.baseline.step_s, "source": summary.baseline.source}

@@ -22,23 +22,23 @@ class FastSteps(NamedTuple):
     note: str
 
 
-def find(times: Mapping[int, float], least_s: float, device: str) -> FastSteps:
+def find(times: Mapping[int, float], least_s: Mapping[int, float], device: str) -> FastSteps:
     """Finds steps that cannot be work, and the steps that waited for them.
 
     Args:
       times: step -> seconds.
-      least_s: time of a step's FLOPs at the peak of its GPUs; 0 = unknown, then steps are compared
-        with the median of the later half, the first FIRST alone.
+      least_s: step -> time of its FLOPs at the peak of its GPUs; {} = unknown, then steps are
+        compared with the median of the later half, the first FIRST alone.
       device: the GPUs, for the note.
     """
     order = sorted(times)
     if len(order) < 2:
         return FastSteps(frozenset(), "")
     usual = statistics.median(times[i] for i in order[len(order) // 2 :])
-    limit = least_s or SHARE * usual
-    fast = [i for i in (order if least_s else order[:FIRST]) if times[i] < limit]
+    limits = least_s or dict.fromkeys(order[:FIRST], SHARE * usual)
+    fast = [i for i in order if times[i] < limits.get(i, 0)]
     if not fast or len(fast) == len(order):
-        return FastSteps(frozenset(), _all_fast(times, least_s, device) if fast else "")
+        return FastSteps(frozenset(), "")
     waited = [
         b for a, b in itertools.pairwise(order)
         if a in fast and b not in fast and times[b] > WAIT * usual
@@ -48,7 +48,7 @@ def find(times: Mapping[int, float], least_s: float, device: str) -> FastSteps:
     named = ", ".join(f"{i} ({times[i]:.3g} s)" for i in fast[:NAMED])
     named += f" and {len(fast) - NAMED} more" if len(fast) > NAMED else ""
     why = (
-        f"its FLOPs take {least_s:.3g} s at the peak of {device}"
+        f"its FLOPs take {least_s[fast[0]]:.3g} s at the peak of {device}"
         if least_s
         else f"the later steps take {usual:.3g} s"
     )
@@ -57,14 +57,3 @@ def find(times: Mapping[int, float], least_s: float, device: str) -> FastSteps:
         longest = ", ".join(f"{i} ({times[i]:.3g} s)" for i in waited[:NAMED])
         note += f"; and step{'s' * (len(waited) > 1)} {longest}, which waited for it"
     return FastSteps(frozenset([*fast, *waited]), note)
-
-
-def _all_fast(times: Mapping[int, float], least_s: float, device: str) -> str:
-    """A note on a log all of whose steps are faster than the peak: a setting must be wrong."""
-    if not least_s:
-        return ""
-    usual = statistics.median(times.values())
-    return (
-        f"all steps are faster than the peak of {device}: {usual:.3g} s for FLOPs of at least "
-        f"{least_s:.3g} s; the model, gbs, seq, GPUs or GPU type of this run is another"
-    )

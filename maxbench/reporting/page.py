@@ -95,7 +95,7 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         runs=runs,
         common=common,
         answer=answer(runs),
-        request=compare.gpu_type_request(rows, options),
+        request=compare.request(rows, options),
         facts=facts(runs),
         marks=(compare.PASS, 1.0),
         curves=[(curve, predicted_parts(curve, rows)) for curve in compare.curves(rows)],

@@ -101,7 +101,7 @@ def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     calls = [(t.title, t.lines(max(0, width - 2))) for t in traces(rows)]
     for title, section in (*sections(rows, options), *calls):
         lines += ["", title, *_indented(section, width)]
-    if request := compare.gpu_type_request(rows, options):
+    if request := compare.request(rows, options):
         lines += ["", *console.fold(request, width)]
     lines += ["", *(console.fold(" ".join(LEGEND), width) if width else LEGEND)]
     if options.suite:
@@ -175,7 +175,7 @@ def counts(rows: Sequence[RunSummary]) -> dict[str, int]:
 
 
 def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[str, list[str]]]:
-    """Titles and lines of scaling, repeats and checkpoint overhead, without the empty ones."""
+    """Titles and lines of scaling, origins of settings, repeats and checkpoint overhead."""
     found = []
     for curve in compare.curves(rows):
         points = [
@@ -196,6 +196,11 @@ def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[s
         for summary in rows
         if (o := compare.overhead(summary.record, options))
     ]
+    origins = [
+        f"{group[0].record.name if len(group) == 1 else f'{len(group)} logs'}: {text}"
+        for text, group in compare.origins(rows).items()
+    ]
+    found.append(("Settings that the logs do not name", origins))
     found.append(("Repeats", repeats))
     found.append(("Checkpoint overhead, projected (Daly 2006)", saves))
     return [(title, lines) for title, lines in found if lines]
@@ -254,7 +259,7 @@ def markdown(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         verdict = f"{verdict} {summary.explanation}".strip()
         body.append([name, *(c.get(k, "-") for k in shown), verdict])
     out = console.markdown(heads, body, text=(0, len(heads) - 1))
-    if request := compare.gpu_type_request(rows, options):
+    if request := compare.request(rows, options):
         out += ["", request]
     for title, lines in sections(rows, options):
         out += ["", f"**{title}**", "", *_bullets(lines)]

@@ -9,10 +9,9 @@ import pathlib
 import re
 from collections.abc import Iterator, Sequence
 
-from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import log_files
 from maxbench.run_logs.event_files import fill
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Given, RunRecord
 from maxbench.run_logs.scalar_tags import fields_of, has_step_time
 from maxbench.run_logs.step_series import StepSeries
 
@@ -21,7 +20,7 @@ TIMES = ("_timestamp", "wall time", "wall_time", "_runtime", "relative time (pro
 _BOUND = re.compile(r"__(?:MIN|MAX)$")
 
 
-def read_csv(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) -> Iterator[RunRecord]:
+def read_csv(path: pathlib.Path, given: Given, named: bool = False) -> Iterator[RunRecord]:
     """The runs of an export; none if it has no column of steps or of step times.
 
     Args:
@@ -67,7 +66,7 @@ def read_csv(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) -> It
         if len(runs) > 1:
             record.path = path / run  # a path of its own: runs are told apart by it
         record.started, record.damaged = path.stat().st_mtime, damaged
-        fill(record, series[run], sorted(columns.values()), gpu_types)
+        fill(record, series[run], sorted(columns.values()), given)
         yield record
 
 

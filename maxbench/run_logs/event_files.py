@@ -11,12 +11,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import log_files
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Given, Origin, RunRecord
 from maxbench.run_logs.scalar_tags import fields_of
 from maxbench.run_logs.step_series import StepSeries
-from maxbench.run_logs.workload_name import fill_from_name
+from maxbench.run_logs.workload_name import complete
 
 NAME = "tfevents"  # in the name of an event file
 LONGEST = 1 << 16  # bytes of a record; longer ones are images or histograms
@@ -33,7 +32,7 @@ class Scalar(NamedTuple):
     wall_time: float
 
 
-def read_event_files(paths: Sequence[pathlib.Path], gpu_types: GpuTypes) -> RunRecord | None:
+def read_event_files(paths: Sequence[pathlib.Path], given: Given) -> RunRecord | None:
     """The run whose event files are in one folder; None if they have no step time and no rate.
 
     Raises:
@@ -55,23 +54,23 @@ def read_event_files(paths: Sequence[pathlib.Path], gpu_types: GpuTypes) -> RunR
     for tag, (field, factor) in fields_of(values).items():
         for step, (value, wall_time) in values[tag].items():
             series.steps.setdefault(step, {"time": wall_time})[field] = value * factor
-    fill(record, series, sorted(values), gpu_types)
+    fill(record, series, sorted(values), given)
     return record if values or record.unread else None
 
 
 _COMMON = ("", "/", "tb_logs", "tensorboard", "tb", "logs", "runs", "version_0", "default")
 
 
-def fill(record: RunRecord, series: StepSeries, tags: Sequence[str], gpu_types: GpuTypes) -> None:
+def fill(record: RunRecord, series: StepSeries, tags: Sequence[str], given: Given) -> None:
     """Completes a record from its series; says which tags there are if none has a step time."""
     gpus = [int(f["gpus"]) for f in series.steps.values() if 0 < f.get("gpus", 0) < 1e7]
-    record.gpus = record.gpus or max(gpus, default=0)
+    record.learn(Origin.LOG, gpus=max(gpus, default=0))
     loss = {i: f["loss"] for i, f in series.steps.items() if "loss" in f}
     steps, series.steps = series.steps, {}
     for step, fields in steps.items():
         series.add(step, 0, {k: v for k, v in fields.items() if k != "gpus"})
-    series.set_batch(record)
-    fill_from_name(record, f"{record.path} {record.name}", gpu_types)
+    series.set_work(record)
+    complete(record, f"{record.path} {record.name}", given)
     if series.steps:
         series.fill(record)
         record.loss = dict(sorted({**loss, **record.loss}.items()))

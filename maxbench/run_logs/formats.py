@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from maxbench.config.errors import UserError, check_choice
+from maxbench.config.number_formats import DTYPES
 from maxbench.config.validation import build, field, parse_fields, required
 
 GIB = float(2**30)
@@ -26,6 +27,7 @@ FIELDS = {
     "grad_norm": "grad norm",
     "tokens_s": "tokens/s",
     "tflops": "TFLOP/s",
+    "mfu": "MFU",
     "peak": "memory",
 }
 # Settings that log_settings.py reads from any log -> how the table of the docs names them.
@@ -58,6 +60,7 @@ UNITS = {
     "peak_gib": ("peak", GIB),
     "peak_gb": ("peak", 1e9),
     "flop_s": ("tflops", 1e-12),
+    "mfu_percent": ("mfu", 0.01),
 }
 
 
@@ -122,6 +125,10 @@ class LogFormat:
     means: bool = field(False)  # a step time is the mean of the steps since the line before
     slowest: bool = field(False)  # of several lines of a step the slowest counts
     tflops: str = field("")  # which FLOPs the program counts
+    # The step time of the window that its authors publish, by which a run with a spike is judged.
+    rule: str = field("mean", options=("mean", "last step"))
+    default_dtype: str = field("", options=("", *DTYPES))  # of a log that names no other
+    no_loss: str = field("")  # in place of the loss, of processes that have none
     # SETTINGS that its log has, in the words of log_settings.py.
     dumps: tuple[str, ...] = field((), check=_COLUMNS)
     infers: tuple[str, ...] = field((), check=_COLUMNS)  # FIELDS or SETTINGS that are calculated
@@ -149,6 +156,8 @@ class LogFormat:
         for name, token in tokens:
             value = number(token)
             name, factor = UNITS.get(name, (name, 1.0))
+            if name == "loss" and value is not None and value == number(self.no_loss.encode()):
+                continue
             if value is not None:
                 found.setdefault(name, value * factor)
             elif name == "loss":
@@ -226,6 +235,8 @@ class FormatTable(Mapping[str, LogFormat]):
         texts = lambda lines: tuple(dict.fromkeys(text for line in lines for text in line.texts))
         self.texts = texts(line for _, line in lines)  # each line that is read has one
         self.marks = texts(x for _, x in lines if not (x.adds_to or x.common))  # of lines of steps
+        # In a list of names a text is not a step's: NeMo names the metrics that can be monitored.
+        self._unlisted = [re.compile(re.escape(x) + rb"(?!['\"] *[,\])}])") for x in self.marks]
 
     def __getitem__(self, name: str) -> LogFormat:
         return self._formats[name]
@@ -235,6 +246,10 @@ class FormatTable(Mapping[str, LogFormat]):
 
     def __len__(self) -> int:
         return len(self._formats)
+
+    def count(self, text: bytes) -> int:
+        """The number of steps that a line of a log is about."""
+        return max(len(pattern.findall(text)) for pattern in self._unlisted)
 
     def find(self, text: bytes) -> Iterator[Found]:
         """What a line of a log has about steps: by the first format that reads steps from it."""

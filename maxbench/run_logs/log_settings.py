@@ -10,7 +10,7 @@ import re
 
 from maxbench.config import recipes
 from maxbench.hardware.gpus import GpuTypes
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Origin, RunRecord
 
 SEARCHED = 4 << 20  # bytes at the start of a log that are searched: programs dump settings there
 LONGEST = 4096  # bytes of a line; longer ones are data
@@ -44,7 +44,7 @@ _IS = r'"?\s*(?:\.{3,}|[:=])\s*'  # between a name and its value
 _KEY = re.compile(rf'(?<![\w.-])({_NAMES}){_IS}"?(-?\d{{1,9}})(?![\w.])'.encode())
 _WORD_NAMES = (
     "model_name|flavor|gpu_type|device_kind|device_name|accelerator_type|quantization|fp8_recipe"
-    "|fp8|bf16|dtype|mixed_precision_param|precision"
+    "|fp8|bf16|fp16|dtype|mixed_precision_param|precision"
 )
 _WORDS = re.compile(rf"(?<![\w.-])({_WORD_NAMES}){_IS}[\"']?([\w .+-]{{1,60}})".encode())
 _LINES = (  # sentences of the programs: torchtitan, Megatron-LM
@@ -63,7 +63,8 @@ _LINES = (  # sentences of the programs: torchtitan, Megatron-LM
     re.compile(rb"[Nn]um_devices: (?P<gpus>\d{1,7})"),
     re.compile(rb"world_?size[=: ]+(?P<gpus>\d{1,7})\b"),
     re.compile(rb"Starting with (?P<gpus>\d{1,7}) processes"),  # Lightning
-    re.compile(rb"(?P<float8>Float8 |MXFP8 )[^\r\n]{0,60}training active"),
+    re.compile(rb"(?P<float8>Float8 |MXFP8 )(?P<recipe>\w*)[^\r\n]{0,60}training active"),
+    re.compile(rb"(?:Swapped|Converted)[^\r\n]{0,60}\b(?P<float8>Float8|MXFP8)Linear"),
     re.compile(rb"Model (?P<model>[\w./-]{1,40} [\w.-]{1,20}) size:"),
 )
 _AXIS = re.compile(rb"(\w{1,20})=(\d{1,7})")
@@ -85,9 +86,9 @@ _MEGATRON_AXES = {"data": "dp", "context": "cp", "tensor-model": "tp", "pipeline
                   "expert-model": "ep"}  # fmt: skip
 # Text in lines that may name a setting: searching for it first is faster.
 HINTS = (b"_size", b"seq_len", b"layers", b"_dim", b"_heads", b"parallel", b"NVIDIA", b"evice",
-         b"training active", b"fp8", b"bf16", b"float16", b"precision", b"quantization", b"odel",
-         b"world", b"_length", b" length", b"Starting with", b"tokens per", b"steps", b"_iters",
-         b"experts", b"gpu_type", b"accelerator")  # fmt: skip
+         b"training active", b"8Linear", b"fp8", b"bf16", b"fp16", b"float16", b"precision",
+         b"quantization", b"odel", b"world", b"_length", b" length", b"Starting with",
+         b"tokens per", b"steps", b"_iters", b"experts", b"gpu_type", b"accelerator")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -135,7 +136,9 @@ class LogSettings:
         if model := groups.get("model"):
             self.words.setdefault("model", model.decode())
         if float8 := groups.get("float8"):
-            self.words.setdefault("float8", float8.decode())
+            self.words.setdefault("float8", float8.decode().strip())
+            recipe = groups.get("recipe") or b""
+            self.words["fp8_recipe"] = self.words.get("fp8_recipe") or recipe.decode()
 
     def _add_axes(self, pairs: list[tuple[bytes, bytes]], names: dict[str, str]) -> None:
         """Axes of a mesh; their product is the number of GPUs (experts share other axes)."""
@@ -152,13 +155,9 @@ class LogSettings:
         """Sets the fields of a record that the log names."""
         numbers = self.numbers
         record.layout = self.layout()
-        record.seq = record.seq or numbers.get("seq", 0)
-        record.gpus = record.gpus or numbers.get("gpus", 0)
-        record.gbs = record.gbs or numbers.get("gbs", 0)
-        record.tokens = record.tokens or numbers.get("tokens", 0)
+        known = {name: numbers.get(name, 0) for name in ("seq", "gpus", "gbs", "layers")}
+        record.learn(Origin.LOG, **known)
         record.total_steps = record.total_steps or numbers.get("steps", 0)
-        if not record.gbs and record.seq:
-            record.gbs = record.tokens // record.seq
         self._set_gpu_type(record, gpu_types)
         self._set_model(record)
         self._set_dtype(record)
@@ -171,6 +170,11 @@ class LogSettings:
             if max(sizes) > 0 and min(sizes) >= 0 and axis not in layout:  # -1: the other GPUs
                 layout[axis] = max(sizes[0], 1) * max(sizes[1], 1)
         return layout
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether torchtitan's lines before and after those of its number format are there."""
+        return "model" in self.words and "gpus" in self.numbers
 
     def _set_gpu_type(self, record: RunRecord, gpu_types: GpuTypes) -> None:
         named = ("gpu_type", "device_kind", "device_name", "accelerator_type")
@@ -186,7 +190,7 @@ class LogSettings:
                 "that is like it, --hardware FILE adds one"
             )
         elif known:
-            record.gpu_type = record.gpu_type or next(iter(known))
+            record.learn(Origin.LOG, gpu_type=next(iter(known)))
 
     def _set_model(self, record: RunRecord) -> None:
         """The workload with the dimensions in the log, else the one with the name in it."""
@@ -194,29 +198,35 @@ class LogSettings:
         sizes = {key: numbers[key] for key in ("embed", "mlp", "heads") if key in numbers}
         other = numbers.get("experts", 0), numbers.get("vocab", 0)
         if len(sizes) >= 2 and (known := _workload_of(tuple(sorted(sizes.items())), *other)):
-            record.model, record.size, layers = known
-            record.layers = numbers.get("layers", layers)
+            model, size, layers = known
+            record.learn(Origin.LOG, model=model, size=size, layers=layers)
             return
         name = self.words.get("model_name") or self.words.get("model", "")
         if not name and "flavor" in self.words:
             name = self.words["flavor"]
         if found := _workload_named(re.sub(r"[^a-z0-9]", "", name.lower())):
-            record.model, record.size, layers = found
-            record.layers = numbers.get("layers", layers)
+            model, size, layers = found
+            record.learn(Origin.LOG, model=model, size=size, layers=layers)
 
     def _set_dtype(self, record: RunRecord) -> None:
         fp8, quantized = self.words.get("fp8", ""), self.words.get("quantization", "")
         is_fp8 = re.match(r"(?i)hybrid|e4m3|true|fp8|nanoo", fp8) or "fp8" in quantized.lower()
         if is_fp8 or "float8" in self.words:
-            record.dtype = "fp8"
-            record.format = _FP8_RECIPES.get(self.words.get("fp8_recipe", ""), record.format)
+            record.learn(Origin.LOG, dtype="fp8")
+            recipe = (
+                "mxfp8" if self.words.get("float8") == "MXFP8" else self.words.get("fp8_recipe")
+            )
+            record.format = _FP8_RECIPES.get(recipe or "", "")
             return
         types = [
             self.words.get(name, "") for name in ("dtype", "mixed_precision_param", "precision")
         ]
-        is_bf16 = re.match(r"(?i)true|1$", self.words.get("bf16", ""))
-        if is_bf16 or any(re.match(r"(?i)bf16|bfloat16", text) for text in types):
-            record.dtype = record.dtype or "bf16"
+        is_true = lambda name: re.match(r"(?i)true|1$", self.words.get(name, ""))
+        named = lambda pattern: any(re.match(pattern, text) for text in types)
+        if is_true("bf16") or named(r"(?i)bf16|bfloat16"):
+            record.learn(Origin.LOG, dtype="bf16")
+        elif is_true("fp16") or named(r"(?i)fp16|float16|16-mixed"):
+            record.learn(Origin.LOG, dtype="fp16")
 
 
 @functools.cache

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from maxbench.config.errors import UserError, escape_control
-from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.run_logs import csv_exports, event_files, text_logs
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Given, RunRecord
 from maxbench.run_logs.run_folder import MARKERS, read_run_folder
 
 NOT_RUNS = re.compile(r"^(sbatch_|srun-|node-|gpu-|nccl)|prepare_squad_dataset_exp|import_ckpt_exp")
@@ -21,8 +20,14 @@ SAME = 2e-3  # relative difference of step times that are printed with four digi
 SKIPPED_FOLDERS = ("checkpoints", "nsys_profile", "xplane")
 
 
-def read(paths: Iterable[str | pathlib.Path], gpu_types: GpuTypes = GPU_TYPES) -> list[RunRecord]:
+_NOTHING = Given()
+
+
+def read(paths: Iterable[str | pathlib.Path], given: Given = _NOTHING) -> list[RunRecord]:
     """All runs at and below the paths, in the order of their names and start times.
+
+    Args:
+      given: what the user says about all logs.
 
     Raises:
       UserError: a path does not exist.
@@ -38,7 +43,7 @@ def read(paths: Iterable[str | pathlib.Path], gpu_types: GpuTypes = GPU_TYPES) -
             raise UserError(f"no such file or folder: {path}")
         named = not path.is_dir()
         for folder, files in _folders(path, lambda e: add(_unreadable(e.filename, e))):
-            for record in _read_folder(folder, files, gpu_types, named):
+            for record in _read_folder(folder, files, given, named):
                 add(record)
     _drop_copies(records)
     key = lambda record: (_natural_order(record.name), record.started, str(record.path))
@@ -70,28 +75,26 @@ def _folders(
 
 
 def _read_folder(
-    folder: pathlib.Path, files: list[str], gpu_types: GpuTypes, named: bool
+    folder: pathlib.Path, files: list[str], given: Given, named: bool
 ) -> Iterator[RunRecord]:
     """The run of a folder, or the runs of the logs in it.
 
     Args:
       named: whether the user named the one file itself.
     """
-    if MARKERS & {*files} and (record := read_run_folder(folder, files, gpu_types)):
+    if MARKERS & {*files} and (record := read_run_folder(folder, files, given)):
         yield record
         return
     if events := [folder / name for name in files if event_files.NAME in name]:
-        yield from _readable(lambda: [event_files.read_event_files(events, gpu_types)], events[0])
+        yield from _readable(lambda: [event_files.read_event_files(events, given)], events[0])
     for name in files:
         path = folder / name
         if event_files.NAME in name or (NOT_RUNS.search(name) and not named):
             continue
         if name.endswith(".csv"):
-            yield from _readable(
-                functools.partial(csv_exports.read_csv, path, gpu_types, named), path
-            )
+            yield from _readable(functools.partial(csv_exports.read_csv, path, given, named), path)
         elif named or text_logs.is_log_name(name):
-            read = functools.partial(text_logs.read_text_log, path, gpu_types, named)
+            read = functools.partial(text_logs.read_text_log, path, given, named)
             yield from _readable(lambda: [read()], path)  # noqa: B023 - read at once
 
 

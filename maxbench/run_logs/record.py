@@ -1,16 +1,58 @@
 """The record of one run, from files of any program."""
 
 import dataclasses
+import enum
 import json
 import pathlib
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from maxbench.config import precedence, resolve
 from maxbench.config.errors import UserError
+from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.run_logs import formats
+
+
+class Origin(enum.StrEnum):
+    """Source of a run's setting. The first one that names the setting counts, in this order."""
+
+    LOG = "log"  # lines of the log, figures that follow from them, or result.json
+    USER = "user"  # a flag of the report
+    NAME = "name"  # the name of the log or of its folder
+    PROGRAM = "program"  # the convention of the log's program
+    UNKNOWN = "unknown"
+
+
+class Setting(NamedTuple):
+    """A setting that a verdict needs: its name in sentences, and the flag that sets it."""
+
+    words: str
+    flag: str
+
+
+# Field of RunRecord -> the setting.
+SETTINGS = {
+    "model": Setting("model", "config"),
+    "seq": Setting("sequence length", "seq"),
+    "gbs": Setting("batch size", "gbs"),
+    "gpus": Setting("number of GPUs", "gpus"),
+    "gpu_type": Setting("GPU type", "gpu_type"),
+    "dtype": Setting("number format", "dtype"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What the user says about all logs: GPU types, and settings that a log may not name.
+
+    `settings` are fields of RunRecord and their values.
+    """
+
+    gpu_types: GpuTypes = GPU_TYPES
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def dig(data: Any, path: str, default: Any) -> Any:
@@ -44,7 +86,7 @@ def _at(path: str, default: Any = "") -> Any:
 
 @dataclasses.dataclass(kw_only=True)
 class RunRecord:
-    """A run. Fields of unknown value are 0 or ''.
+    """A run. Fields of unknown value are 0 or ''. Those of SETTINGS are set by learn().
 
     The metadata of a field has its path in result.json.
     """
@@ -62,9 +104,15 @@ class RunRecord:
     gpu_type: str = _at("device.gpu_type")
     device: str = _at("device.kind")  # the driver's or jax's name; a log may have several
     gpus: int = _at("device.count", 0)
+    # Sequences of a step and tokens of a sequence. If they change from step to step: of the last
+    # one here, and of each in `batches` and `seqs`, 0 = unknown.
     gbs: int = _at("run.layout.gbs", 0)
     seq: int = _at("run.train.seq", 0)
+    batches: dict[int, int] = dataclasses.field(default_factory=dict)
+    seqs: dict[int, int] = dataclasses.field(default_factory=dict)
     layers: int = _at("run.model.layers", 0)
+    network: Model | None = None  # of the user's workload, for a model whose origin is USER
+    origins: dict[str, Origin] = dataclasses.field(default_factory=dict)  # see origin()
     layout: dict[str, int] = dataclasses.field(default_factory=dict)  # as pp; logs have mbs too
     total_steps: int = _at("run.train.steps", 0)  # that the run was started for
     started: float = _at("started", 0.0)  # seconds since 1970
@@ -72,20 +120,35 @@ class RunRecord:
     profiled: str = _at("run.profile.tool")
     step_s: dict[int, float] = dataclasses.field(default_factory=dict)
     tflops: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged
+    mfu: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged, from 0 to 1
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
     grad_norm: dict[int, float] = dataclasses.field(default_factory=dict)
     tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU, as logged
     interval: int = 1  # steps from a step time to the next; the time is their mean
-    grows: bool = False  # whether the global batch changes from step to step
     inferred: list[str] = dataclasses.field(default_factory=list)  # and other notes on the log
     peak_bytes: int = _at("peak_bytes", 0)
     power_w: float = 0.0  # mean over GPUs and the time in which they are busy
     saves: list[float] = dataclasses.field(default_factory=list)  # seconds of each checkpoint
     loads: list[float] = dataclasses.field(default_factory=list)
     result: dict = dataclasses.field(default_factory=dict)  # result.json of a run of maxbench
-    tokens: int = 0  # per step, in MaxText's logs
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)  # of a step, as logged
     damaged: int = 0  # lines of steps that cannot be read
     unread: list[str] = dataclasses.field(default_factory=list)  # files that cannot be, and why
+
+    def learn(self, origin: Origin, **values: Any) -> None:
+        """Sets the fields that are unknown so far, and their origin. 0 and '' are no values."""
+        for name, value in values.items():
+            if value and not getattr(self, name):
+                setattr(self, name, value)
+                self.origins[name] = origin
+
+    def origin(self, name: str) -> Origin:
+        """Source of a field of SETTINGS."""
+        return self.origins.get(name, Origin.UNKNOWN)
+
+    def work(self, step: int) -> tuple[int, int]:
+        """Sequences of a step, and tokens of each; 0 = unknown."""
+        return self.batches.get(step, self.gbs), self.seqs.get(step, self.seq)
 
     @property
     def program(self) -> str:

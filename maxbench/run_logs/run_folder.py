@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES, resolve_format
 from maxbench.evidence import published
-from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import log_files, text_logs
-from maxbench.run_logs.record import RunRecord, dig, parse_json
-from maxbench.run_logs.workload_name import fill_from_name
+from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig, parse_json
+from maxbench.run_logs.workload_name import complete
 
 MARKERS = {"result.json", "job.json", "metrics.jsonl"}  # a folder with one may be of a run
 MAX_JSON_BLOCKS = 16  # 64 MiB; files of maxbench have 10 KB
@@ -22,9 +21,7 @@ JOB_LOG_END = 1 << 16  # bytes of each log of the job that are searched for the 
 WATTS = re.compile(rb"^[^,\n]*,[^,\n]*, *(\d{1,4}(?:\.\d{1,9})?) *(?=[,\r\n]|\Z)", re.MULTILINE)
 
 
-def read_run_folder(
-    folder: pathlib.Path, files: list[str], gpu_types: GpuTypes
-) -> RunRecord | None:
+def read_run_folder(folder: pathlib.Path, files: list[str], given: Given) -> RunRecord | None:
     """Reads a run from its folder; None if it is another program's.
 
     Args:
@@ -37,7 +34,8 @@ def read_run_folder(
     record.name = name = dig(result, "name", "") or without_stamp
     for field in (f for f in dataclasses.fields(RunRecord) if f.metadata):
         setattr(record, field.name, dig(result, field.metadata["path"], field.default))
-    _read_program(record, gpu_types)
+    record.origins = dict.fromkeys((x for x in SETTINGS if getattr(record, x)), Origin.LOG)
+    _read_program(record, given)
     _read_steps(record)
     if not result:  # in its preflight, refused by it, or damaged
         is_marked = not content and {"result.json", "job.json"} & {*files}
@@ -46,7 +44,7 @@ def read_run_folder(
         if content:
             record.unread.append("result.json is damaged")
         record.started = dig(_read_json(record, "job.json"), "started", 0.0)
-        fill_from_name(record, name, gpu_types)
+        complete(record, name, given)
     seconds = [dig(save, "seconds", 0.0) for save in dig(result, "checkpoint_saves", [])]
     record.saves = [*filter(None, seconds)]
     record.loads = [*filter(None, [dig(result, "checkpoint_load.seconds", 0.0)])]
@@ -81,14 +79,14 @@ def _read_json(record: RunRecord, name: str) -> dict:
     return content
 
 
-def _read_program(record: RunRecord, gpu_types: GpuTypes) -> None:
+def _read_program(record: RunRecord, given: Given) -> None:
     """The layout, and the number format of GEMMs, of a finished run's configuration."""
     sizes = {axis: dig(record.result, f"run.layout.{axis}", 0) for axis in published.LAYOUT}
     record.layout = {axis: n for axis, n in sizes.items() if n}
     scaling = dig(record.result, "run.precision.scaling", "")
-    if record.gpu_type in gpu_types and record.dtype in DTYPES:
+    if record.gpu_type in given.gpu_types and record.dtype in DTYPES:
         with contextlib.suppress(UserError):  # a GPU type without such GEMMs: it did not run them
-            gpu = record.gpu_type, gpu_types
+            gpu = record.gpu_type, given.gpu_types
             record.format = resolve_format(record.dtype, scaling, *gpu).name
 
 

@@ -4,12 +4,13 @@ A value that the log does not have is calculated where other values of the same 
 RunRecord.inferred says how.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
 import statistics
 
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Origin, RunRecord
 
 
 @dataclasses.dataclass
@@ -41,18 +42,18 @@ class StepSeries:
         return True
 
     def fill(self, record: RunRecord) -> None:
-        """Sets the fields of a record from the steps, after set_batch()."""
+        """Sets the fields of a record from the steps, after set_work() and its settings."""
         record.total_steps = max(record.total_steps, self.total_steps)
-        if self.means:
-            gaps = [b - a for a, b in itertools.pairwise(sorted(self.steps))]
-            record.interval = statistics.mode(gaps) if gaps else 1
+        record.interval = self._interval()
+        self._calculate_batch(record)
         self._set_step_times(record)
         for step, fields in sorted(self.steps.items()):
-            if "tflops" in fields:
-                record.tflops[step] = positive(fields["tflops"])
+            for name, values in (("tflops", record.tflops), ("mfu", record.mfu)):
+                if value := positive(fields.get(name, 0.0)):
+                    values[step] = value
             if "loss" in fields:
                 record.loss[step] = fields["loss"]
-            elif fields.get("nan_steps", 0) > 0 and self._has("loss"):
+            elif fields.get("nan_steps", 0) > 0 and self.has("loss"):
                 record.loss[step] = math.nan  # Megatron-LM leaves a loss out that is nan
             if "grad_norm" in fields:
                 record.grad_norm[step] = fields["grad_norm"]
@@ -64,29 +65,71 @@ class StepSeries:
         if nan_steps := sum(positive(f.get("nan_steps", 0.0)) for f in self.steps.values()):
             record.inferred.append(f"its log counts {nan_steps:.0f} iterations with a nan loss")
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return any(name in fields for fields in self.steps.values())
 
-    def _last(self, name: str) -> float:
-        """The last positive value of a field; 0 if there is none."""
-        values = (positive(self.steps[i].get(name, 0.0)) for i in sorted(self.steps, reverse=True))
-        return next(filter(None, values), 0.0)
+    def set_work(self, record: RunRecord) -> None:
+        """Sets gbs and seq as the lines of steps have them: they win over the rest of the log."""
+        for name, values, changes in (
+            ("gbs", self._batches(), record.batches),
+            ("seq", self._logged("seq"), record.seqs),
+        ):
+            if known := [value for value in values.values() if value]:
+                record.learn(Origin.LOG, **{name: known[-1]})
+            if len({*values.values()}) > 1:
+                changes.update(self._between(values))
+        record.tokens = self._logged("tokens")
 
-    def set_batch(self, record: RunRecord) -> None:
-        """Sets gbs and tokens per step, from which step times may follow."""
-        record.gbs = int(self._last("gbs")) or record.gbs
-        record.tokens = int(self._last("tokens")) or record.tokens
-        record.grows = len({f["gbs"] for f in self.steps.values() if "gbs" in f}) > 1
-        if record.gbs:
-            return
-        consumed = {i: f["samples"] for i, f in self.steps.items() if positive(f.get("samples", 0))}
-        if consumed:
-            step = max(consumed)
-            record.gbs = round(consumed[step] / (step + 1))
+    def _interval(self) -> int:
+        """Steps from a line to the next, whose time is a mean over them."""
+        gaps = [b - a for a, b in itertools.pairwise(sorted(self.steps))] if self.means else []
+        return statistics.mode(gaps) if gaps else 1
+
+    def _logged(self, name: str) -> dict[int, int]:
+        """Step -> a whole number that its line has."""
+        found = ((i, int(positive(fields.get(name, 0)))) for i, fields in self.steps.items())
+        return {i: value for i, value in sorted(found) if value}
+
+    def _batches(self) -> dict[int, int]:
+        """Step -> gbs as its line has it, else by the consumed samples.
+
+        0 for a mean over steps of several batches: its line has the batch of the last one.
+        """
+        named, consumed = self._logged("gbs"), self._logged("samples")
+        if self._interval() == 1 and named:
+            return named
+        pairs = itertools.pairwise(consumed)
+        mean = {b: (consumed[b] - consumed[a]) / (b - a) for a, b in pairs}
+        if named:
+            return {i: gbs if mean.get(i, gbs) in (gbs, 0) else 0 for i, gbs in named.items()}
+        if len(consumed) == 1:
+            mean = {i: samples / (i + 1) for i, samples in consumed.items()}
+        whole = {i: int(x) if x > 0 and x == int(x) else 0 for i, x in mean.items()}
+        return whole if any(whole.values()) else {}
+
+    def _between(self, values: dict[int, int]) -> dict[int, int]:
+        """The values of all steps; one without a value has that of its neighbours if they agree."""
+        order, filled = sorted(values), {}
+        for step in self.steps:
+            at = bisect.bisect(order, step)
+            before, after = values[order[max(0, at - 1)]], values[order[min(at, len(order) - 1)]]
+            filled[step] = values.get(step, before if before == after else 0)
+        return filled
+
+    def _calculate_batch(self, record: RunRecord) -> None:
+        """Sets a gbs that no line has, from tokens of a step or from rates.
+
+        Tokens count if all are whole sequences: MaxText leaves padding out.
+        """
+        tokens, seq = record.tokens, record.seq
+        if seq and tokens and not any(n % seq for n in tokens.values()):
+            record.learn(Origin.LOG, gbs=tokens[max(tokens)] // seq)
+            if len({*tokens.values()}) > 1:
+                record.batches = self._between({i: n // seq for i, n in tokens.items()})
         rates = [f["samples_s"] * f["step_s"] for f in self.steps.values()
                  if "samples_s" in f and "step_s" in f]  # fmt: skip
         if not record.gbs and rates and max(rates) < 1e9:
-            record.gbs = round(statistics.median(rates))
+            record.learn(Origin.LOG, gbs=round(statistics.median(rates)))
             record.inferred.append(f"gbs {record.gbs} is samples/s x step time")
 
     def _set_step_times(self, record: RunRecord) -> None:
@@ -94,16 +137,17 @@ class StepSeries:
         record.step_s = {i: f["step_s"] for i, f in sorted(self.steps.items()) if "step_s" in f}
         if len(record.step_s) == len(self.steps):
             return
-        tokens = record.gbs * record.seq or record.tokens
-        for name, work, how in (
-            ("samples_s", record.gbs, "gbs over the samples/s in the log"),
-            ("all_tokens_s", tokens, "tokens of a step over the tokens/s in the log"),
-            ("tokens_s", tokens / record.gpus if record.gpus else 0,
+        batch = {i: record.work(i)[0] for i in self.steps}
+        tokens = {i: math.prod(record.work(i)) or record.tokens.get(i, 0) for i in self.steps}
+        for name, work, gpus, how in (
+            ("samples_s", batch, 1, "gbs over the samples/s in the log"),
+            ("all_tokens_s", tokens, 1, "tokens of a step over the tokens/s in the log"),
+            ("tokens_s", tokens, record.gpus,
              "gbs x seq over GPUs x the tokens/s of a GPU in the log"),
         ):  # fmt: skip
-            if work and self._add_times(
-                record, {i: work / f[name] for i, f in self.steps.items() if name in f}, how
-            ):
+            rates = {i: gpus * f[name] for i, f in self.steps.items() if name in f and work[i]}
+            times = {i: work[i] / rate for i, rate in rates.items() if rate}
+            if self._add_times(record, times, how):
                 return
         stamps = [(i, f["time"]) for i, f in sorted(self.steps.items()) if f.get("time")]
         times = {b: (t - s) / (b - a) for (a, s), (b, t) in itertools.pairwise(stamps)}
@@ -118,7 +162,7 @@ class StepSeries:
             )
 
     def _has_rate(self) -> bool:
-        return any(self._has(name) for name in ("samples_s", "tokens_s", "all_tokens_s"))
+        return any(self.has(name) for name in ("samples_s", "tokens_s", "all_tokens_s"))
 
     def _add_times(self, record: RunRecord, times: dict[int, float], how: str) -> bool:
         """Adds step times that are missing; returns whether there are any."""

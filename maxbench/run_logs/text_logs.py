@@ -8,13 +8,12 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from maxbench.hardware.gpus import GpuTypes
 from maxbench.run_logs import formats, log_files
 from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
 from maxbench.run_logs.log_settings import HINTS, SEARCHED, LogSettings
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Given, Origin, RunRecord
 from maxbench.run_logs.step_series import StepSeries, positive
-from maxbench.run_logs.workload_name import fill_from_name
+from maxbench.run_logs.workload_name import complete
 
 SUFFIXES = (".out", ".log", ".txt", ".err")
 COMPRESSED = (".gz", ".zst")
@@ -45,7 +44,7 @@ def is_log_name(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
-def read_text_log(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) -> RunRecord | None:
+def read_text_log(path: pathlib.Path, given: Given, named: bool = False) -> RunRecord | None:
     """Reads a run from a text log.
 
     Args:
@@ -69,7 +68,7 @@ def read_text_log(path: pathlib.Path, gpu_types: GpuTypes, named: bool = False) 
             end = (end + block)[-ENDING:]
     except log_files.DamagedFile as e:
         record.unread.append(str(e.strerror))
-    parser.finish(f"{path.parent}/{path.name}", gpu_types)
+    parser.finish(f"{path.parent}/{path.name}", given)
     if not (record.step_s or record.unread or named or RUN_NAME.search(path.name)):
         return None
     tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
@@ -132,7 +131,7 @@ class LogParser:
     def _read_step(self, line: bytes) -> None:
         """Adds what a line about a step or a checkpoint has; counts it if it is damaged."""
         text = strip_prefixes(line)
-        lines_about_steps = max(map(text.count, self.table.marks))
+        lines_about_steps = self.table.count(text)
         for found in self.table.find(text):
             if found.line.adds_to == "run":
                 peak = int(found.fields.get("peak", 0))
@@ -160,10 +159,9 @@ class LogParser:
         """Whether a line has text of a step's line, but is of another kind: progress of data."""
         return b" mfu: " in text and b"step" not in text
 
-    def finish(self, name: str, gpu_types: GpuTypes) -> None:
+    def finish(self, name: str, given: Given) -> None:
         """Completes the record after the last block, with what the name of the log has too."""
         record, used = self.record, {n: s for n, s in self.series.items() if s.steps}
-        self.settings.apply(record, gpu_types)
         series = StepSeries()
         if used:
             record.source = max(used, key=lambda name: len(used[name].steps))
@@ -172,11 +170,14 @@ class LogParser:
             if not (series.means or other.means):
                 for step, fields in other.steps.items():
                     series.steps.setdefault(step, fields)
-        series.set_batch(record)
-        fill_from_name(record, name, gpu_types)
-        if record.source == "torchtitan" and not record.dtype:
-            record.dtype = "bf16"
-            record.inferred.append("precision bf16, torchtitan's default: its log names no other")
+        series.set_work(record)
+        self.settings.apply(record, given.gpu_types)
+        if tokens := self.settings.numbers.get("tokens"):
+            record.tokens = record.tokens or dict.fromkeys(series.steps, tokens)
+        complete(record, name, given)
+        format = self.table[record.source]
+        if format.default_dtype and self.settings.is_complete and series.has("mfu"):
+            record.learn(Origin.PROGRAM, dtype=format.default_dtype)
         series.fill(record)
         record.source = self._programs.get(record.source, record.source)
 

@@ -1,12 +1,11 @@
-"""Model, size, precision, GPUs and batch size from the name of a run or of its folder."""
+"""Settings that a log does not name: by the user, or from the name of the run or of its folder."""
 
 import functools
 import re
 
 from maxbench.config import number_formats, recipes
-from maxbench.evidence import published
 from maxbench.hardware.gpus import GpuTypes
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord
 
 AXES = re.compile(r"_(tp|pp|cp|vp|ep)(\d{1,5})(?![0-9a-z])")
 BATCH_SIZE = re.compile(r"_gbs(\d{1,7})")
@@ -28,28 +27,37 @@ def _workload_pattern() -> re.Pattern:
     )
 
 
-def fill_from_name(record: RunRecord, name: str, gpu_types: GpuTypes) -> None:
-    """Sets unknown fields of the record from a name, and then from the nearest published row."""
+def complete(record: RunRecord, name: str, given: Given) -> None:
+    """Sets fields of the record that its log does not name, by the user, then from a name.
+
+    Notes a setting of the user that the log contradicts.
+    """
+    for field, setting in SETTINGS.items():
+        user, log = given.settings.get(field), getattr(record, field)
+        if field == "model" and user:
+            user, log = f"{user} {given.settings['size']}", f"{log} {record.size}".strip()
+        if user and log and user != log:
+            record.inferred.append(f"its log names {log}: --{setting.flag} does not apply to it")
+    of_known_model = lambda field: record.model and field not in SETTINGS
+    record.learn(Origin.USER, **{k: x for k, x in given.settings.items() if not of_known_model(k)})
+    _fill_from_name(record, name, given.gpu_types)
+
+
+def _fill_from_name(record: RunRecord, name: str, gpu_types: GpuTypes) -> None:
+    """Sets unknown fields of the record from a name."""
     if matches := list(_workload_pattern().finditer(name)):
         match = max(matches, key=lambda m: len(m.group(0)))
-        if not record.model:  # the log itself knows better
-            record.model = recipes.model_names()[match["model"]]
-            record.size = match["size"] + (match["preset"] or "")
-        record.dtype = record.dtype or match["dtype"] or ""
+        if not record.model:
+            model, size = recipes.model_names()[match["model"]], match["size"]
+            record.learn(Origin.NAME, model=model, size=size + (match["preset"] or ""))
         count = int(match["gpus"] or 0)
-        record.gpus = record.gpus or (count * 8 if match["nodes"] else count)
+        gpus = count * 8 if match["nodes"] else count
+        record.learn(Origin.NAME, dtype=match["dtype"], gpus=gpus)
     for dtype, size, count in RESULT_FOLDERS.findall(name):
-        record.dtype, record.size = record.dtype or dtype, record.size or size
-        record.gpus = record.gpus or int(count or 0)
+        record.learn(Origin.NAME, dtype=dtype, size=size, gpus=int(count or 0))
     if not record.device:
-        record.gpu_type = record.gpu_type or gpu_types.type_of(name)
+        record.learn(Origin.NAME, gpu_type=gpu_types.type_of(name))
     if not record.layout:
         record.layout = {axis: int(size) for axis, size in AXES.findall(name)}
-    if not record.gbs and (batch := BATCH_SIZE.search(name)):
-        record.gbs = int(batch[1])
-    rows = [r for r in published.rows() if (r.model, r.size) == (record.model, record.size)]
-    if not record.seq and record.gpus and rows:
-        nearest = min(rows, key=lambda r: abs(r.gpus / record.gpus - 1))
-        record.seq, record.layers = nearest.seq, nearest.layers
-    if not record.gbs and record.seq:
-        record.gbs = record.tokens // record.seq
+    if batch := BATCH_SIZE.search(name):
+        record.learn(Origin.NAME, gbs=int(batch[1]))

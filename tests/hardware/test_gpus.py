@@ -15,7 +15,7 @@ from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.hardware.networks import networks
 from maxbench.reporting import compare
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Origin, RunRecord
 from maxbench.step import xla_options
 from tests.conftest import train_command
 
@@ -77,10 +77,11 @@ def test_known_type_is_replaced_in_that_run_alone(tmp_path):
 def test_report_uses_the_types_of_its_hardware_file(hardware_file):
     steps = dict.fromkeys(range(50), 10.0)
     record = RunRecord(
-        path=hardware_file, name="log-h300.out", source="nemo", status="done", model="llama31",
-        size="8b", dtype="bf16", gpu_type="h300", gpus=8, gbs=128, seq=8192, layers=32,
-        total_steps=50, step_s=steps,
+        path=hardware_file, name="log-h300.out", source="nemo", status="done", total_steps=50,
+        step_s=steps,
     )  # fmt: skip
+    settings = {"dtype": "bf16", "gpu_type": "h300", "gpus": 8, "gbs": 128, "seq": 8192}
+    record.learn(Origin.LOG, model="llama31", size="8b", **settings)
     assert compare.summarize(record, compare.ReportOptions()).mfu is None
     options = compare.ReportOptions(gpu_types=gpu_files.read(hardware_file))
     summary = compare.summarize(record, options)

@@ -30,10 +30,11 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics.checkpoint_interval import best_interval_s
 from maxbench.reporting import build_report, compare, export, page, predictions, tables
 from maxbench.run_logs import log_files, readers
+from maxbench.run_logs.record import SETTINGS, Origin
 from tests.conftest import needs
 
 ROOT = pathlib.Path(__file__).parents[2]
-H100 = compare.ReportOptions(gpu_type="h100")
+H100 = compare.ReportOptions(gpu_type="h100", seq=8192)
 NAME = "pretrain_llama31_8b_{dtype}_gpus{gpus}_tp1_pp1_cp2_vp1_mbs1_gbs{gbs}"
 
 
@@ -84,7 +85,7 @@ def ours(
 
 
 def rows(path: pathlib.Path, s: compare.ReportOptions = H100) -> list[compare.RunSummary]:
-    return [compare.summarize(r, s) for r in readers.read([path])]
+    return [compare.summarize(r, s) for r in readers.read([path], s.given)]
 
 
 # --- logs of other programs ---
@@ -112,7 +113,7 @@ def test_maxtext_log_counts_the_slowest_process(tmp_path):
         for p in (0, 1)
     ]
     (folder / "log-maxtext_llama2_70b_64_1407993.out").write_text("".join(lines))
-    (row,) = rows(tmp_path)
+    (row,) = rows(tmp_path, dataclasses.replace(H100, seq=4096))
     r = row.record
     assert (r.source, r.model, r.size, r.dtype, r.gpus) == ("maxtext", "llama2", "70b", "bf16", 64)
     assert (r.gbs, r.seq) == (128, 4096)
@@ -129,7 +130,7 @@ def test_progress_bar_of_the_older_recipes(tmp_path):
     folder = tmp_path / "bf16" / "340b" / "128"
     folder.mkdir(parents=True)
     (folder / "log-nemo_nemotron4_340b_128_77.out").write_text(text)
-    (row,) = rows(tmp_path)
+    (row,) = rows(tmp_path, dataclasses.replace(H100, seq=4096))
     assert sorted(row.record.step_s) == list(range(100))
     assert row.record.gbs == 32
     assert row.share == pytest.approx(4.61 / 4.77)
@@ -394,11 +395,11 @@ def test_every_published_row_passes_compared_with_itself():
     older release is held against the newest with its layout."""
     for p in published.rows():
         r = readers.RunRecord(
-            path=pathlib.Path("x"), name="x", source="nemo", status="done", model=p.model,
-            size=p.size, dtype=p.dtype, gpu_type=p.gpu_type, gpus=p.gpus, gbs=p.gbs, seq=p.seq,
+            path=pathlib.Path("x"), name="x", source="nemo", status="done", size=p.size,
             layers=p.layers, step_s=dict.fromkeys(range(50), p.step_s), format=p.format,
             layout=p.layout,
         )  # fmt: skip
+        r.learn(Origin.LOG, **{name: getattr(p, name) for name in SETTINGS})
         row = compare.summarize(r, compare.ReportOptions())
         newest = row.baseline.release
         assert row.why.endswith(f"({newest})")
@@ -441,7 +442,7 @@ def test_run_that_is_not_comparable_has_no_verdict(tmp_path, change, why):
 
 def test_log_without_gpu_type_is_not_assumed_to_be_h100(tmp_path):
     nemo(tmp_path / f"log-{NAME.format(dtype='fp8', gpus=8, gbs=128)}_1.out", 50, 9.4)
-    (row,) = rows(tmp_path, compare.ReportOptions())
+    (row,) = rows(tmp_path, compare.ReportOptions(seq=8192))
     assert row.why == "not comparable: its log does not name the GPU type"
     assert row.mfu is None
 
@@ -451,10 +452,14 @@ def test_gpu_type_is_asked_for_once_for_all_logs(tmp_path):
         nemo(tmp_path / f"log-{NAME.format(dtype='fp8', gpus=8, gbs=128)}_{name}.out", 50, 9.4)
     ours(tmp_path)
     for form in ("table", "json", "html", "md"):
-        text = run(f"--format={form}", str(tmp_path))
+        text = run(f"--format={form}", "--seq=8192", str(tmp_path))
         assert text.count("--gpu_type=") == 1, form
         assert "3 of 4 logs do not name the GPU type" in text, form
-        assert "--gpu_type=" not in run(f"--format={form}", "--gpu_type=h100", str(tmp_path))
+        flags = (f"--format={form}", "--gpu_type=h100")
+        assert "--gpu_type=" not in run(*flags, str(tmp_path))
+        assert "3 of 4 logs do not name the sequence length: --seq=SEQ" in run(
+            *flags, str(tmp_path)
+        )
 
 
 # --- scaling, repeats, money ---

@@ -14,25 +14,28 @@ import pytest
 from maxbench.reporting import compare, difference
 from maxbench.run_logs import formats, readers
 from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
-from maxbench.run_logs.record import RunRecord
+from maxbench.run_logs.record import Given, RunRecord
 from tools import log_formats_table, log_samples
 from tools.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 
 H100 = compare.ReportOptions(gpu_type="h100")
+NOTHING = Given()
 CASES = pathlib.Path(__file__).parent / "cases"
 INTERVAL = range(9, 50, 10)  # of logs that report every tenth step
 
 
-def read(folder: pathlib.Path, text: str | bytes, name: str = "train.log") -> RunRecord:
+def read(
+    folder: pathlib.Path, text: str | bytes, name: str = "train.log", given: Given = NOTHING
+) -> RunRecord:
     """The one run in a folder with one log."""
     data = text if isinstance(text, bytes) else text.encode()
     (folder / name).write_bytes(data)
-    (record,) = readers.read([folder])
+    (record,) = readers.read([folder], given)
     return record
 
 
 def summary(folder: pathlib.Path, text: str | bytes, name: str = "train.log"):
-    return compare.summarize(read(folder, text, name), H100)
+    return compare.summarize(read(folder, text, name, H100.given), H100)
 
 
 def figures(r: RunRecord) -> tuple:
@@ -53,6 +56,7 @@ def test_log_has_what_the_table_says(tmp_path, name):
     known = format.reads() | {*format.dumps, *format.infers}
     found = {
         "loss": r.loss, "grad_norm": r.grad_norm, "tokens_s": r.tokens_s, "tflops": r.tflops,
+        "mfu": r.mfu,
         "peak": r.peak_bytes, "gpu_type": r.gpu_type == "h100", "model": r.model == "llama31",
         "layout": r.layout, "gpus": r.gpus == GPUS, "seq": r.seq == SEQ, "gbs": r.gbs == GBS,
     }  # fmt: skip
@@ -283,10 +287,12 @@ def test_dispatched_steps_and_the_wait_for_them_are_left_out(tmp_path, head):
 
 def test_run_faster_than_its_gpus_has_a_wrong_setting(tmp_path):
     times = dict.fromkeys(range(50), 1.0)
-    (note,) = [x for x in summary(tmp_path, maxtext_with(times, 50, True)).notes if "peak" in x]
+    row = summary(tmp_path, maxtext_with(times, 50, True))
+    (note,) = [x for x in row.notes if "peak" in x]
     assert note.startswith(
-        "all steps are faster than the peak of 8 h100: 1 s for FLOPs of at least"
+        "steps 35 to 44 are faster than the peak of 8 h100: 1 s for FLOPs of at least 6.82 s"
     )
+    assert (row.verdict, row.mfu) == ("-", None)
 
 
 def test_growing_batch_is_not_dispatch(tmp_path):

@@ -7,10 +7,9 @@ import time
 import pytest
 
 from maxbench.config.errors import UserError
-from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.run_logs import log_files, readers
-from maxbench.run_logs.record import RunRecord, dig
-from maxbench.run_logs.workload_name import fill_from_name
+from maxbench.run_logs.record import Given, RunRecord, dig
+from maxbench.run_logs.workload_name import complete
 
 NAME = "pretrain_llama31_8b_bf16_gpus16_tp1_pp1_cp2_vp1_mbs1_gbs256"
 
@@ -79,7 +78,7 @@ def test_missing_path_is_refused(tmp_path):
 )
 def test_workload_of_a_name(tmp_path, name, expected):
     record = RunRecord(path=tmp_path, name=name, source="nemo")
-    fill_from_name(record, name, GPU_TYPES)
+    complete(record, name, Given())
     assert (record.model, record.size, record.dtype, record.gpus) == expected
 
 
