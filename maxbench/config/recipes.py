@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxbench.config import hugging_face_config
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.run import DEGREES, SECTIONS
 from maxbench.config.validation import field, parse_fields, required
@@ -22,6 +23,11 @@ from maxbench.config.validation import field, parse_fields, required
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+# Settings of training, which a config.json of Hugging Face has not: those of llama31_8b.
+TRAINING: dict[str, Any] = {
+    "train": dict(seq=8192),
+    "optim": dict(lr=3e-4, lr_min=3e-5, warmup=2000),
+}
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
 CONFIGS = next(path / "configs" for path in (PACKAGE, ROOT) if (path / "configs").is_dir())
@@ -161,8 +167,20 @@ def load(path: str | pathlib.Path, *presets: str) -> "ConfigDict":
         raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{error}") from None
 
 
+def of_hugging_face(path: str | pathlib.Path, presets: str | None = None) -> "ConfigDict":
+    """The config of a Hugging Face config.json: its model, TRAINING, no table of layouts.
+
+    Raises:
+      UserError: as hugging_face_config.read_config(); an unknown preset.
+    """
+    model = hugging_face_config.read_config(path)
+    sizes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+    return workload(presets, model=sizes, layouts="", **TRAINING)
+
+
 def load_workload(text: str) -> "ConfigDict":
-    """The config of WORKLOAD[:preset,preset]: a name in configs/, or the path of a file.
+    """The config of WORKLOAD[:preset,preset]: a name in configs/, or the path of a file, a workload
+    or a Hugging Face config.json.
 
     Raises:
       UserError: there is no such workload and no such file, or the file fails.
@@ -177,6 +195,8 @@ def load_workload(text: str) -> "ConfigDict":
             f"config={name!r} is no workload and no file; closest first, there are "
             f"{closest_first}; or give the path of a file of your own"
         )
+    if str(path).endswith(".json"):
+        return of_hugging_face(path, presets)
     return load(path, presets) if has_presets else load(path)
 
 

@@ -4,7 +4,7 @@ A dict from Hugging Face's tensor names to numpy arrays (safetensors.numpy.load_
 files) becomes the tree of weights of transformer.Transformer and of training, and back, bit for
 bit. The format follows from the Model alone: that of Llama, Nemotron, Qwen3, Mixtral, gpt-oss
 (experts in bf16, not MXFP4), DeepSeek-V3 and Kimi-K2, and Grok-1 with the names of
-hpcai-tech/grok-1, which vLLM and SGLang read too. hugging_face_config.py reads config.json.
+hpcai-tech/grok-1, which vLLM and SGLang read too. config/hugging_face_config.py reads config.json.
 
 The correction biases of a router are no trained weights: they are 'expert_bias' in the tree of
 their layer's 'mlp', where transformer.Transformer reads them.
@@ -24,6 +24,7 @@ from maxbench.config.model import Model
 from maxbench.config.sublayers import KEYS, ROLES, Layer, imported
 from maxbench.model import layer_stack, transformer
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORMATS = (
     "dense models (Llama, Nemotron, Qwen3), experts of SwiGLU (Mixtral; with qk_norm Qwen3), those "
     "of gpt-oss (swiglu_clamped with all biases and sinks), latent attention (DeepSeek-V3, Kimi-K2)"
@@ -81,7 +82,7 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
 
     Raises:
       UserError: the model has no supported Hugging Face format; a tensor is missing, unexpected, or
-        has another shape.
+        has another shape or a dtype that is not in DTYPES.
     """
     shapes = jax.eval_shape(lambda key: nn.unbox(transformer.init(m, key)), jax.random.key(0))
     params = jax.tree.map(lambda x: np.empty(x.shape, dtype), shapes)
@@ -89,12 +90,12 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
     unused = dict(tensors)
     for t in _tensors(m, params):
         if t.name not in unused:
-            quantized = any(name.endswith(("_blocks", "_scales")) for name in tensors)
-            why = "; convert its MXFP4 tensors to bf16 first" if quantized else ""
             raise UserError(
-                f"{t.name} is missing: {m.name} {m.size} needs it, with shape {t.shape}{why}"
+                f"{t.name} is missing: {m.name} {m.size} needs it, with shape {t.shape}"
+                f"{_why_missing(m, t.name, tensors)}"
             )
         tensor = unused.pop(t.name)
+        _check_dtype(t.name, tensor)
         if tensor.shape != t.shape:
             raise UserError(
                 f"{t.name} has shape {tensor.shape}, and {m.name} {m.size} needs {t.shape}"
@@ -104,8 +105,46 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
             view[...] = tensor[index]
     _drop_copies(m, tensors, unused)
     if unused:
-        raise UserError(f"{', '.join(sorted(unused)[:3])}: {m.name} {m.size} has no such weight")
+        names = sorted(unused)
+        why = "; multiply weights by their scales first" if "_scale" in names[0] else ""
+        if names[0].startswith(f"model.layers.{m.layers}."):
+            why = "; leave the tensors of multi-token prediction out, or use mtp_layers=1"
+        raise UserError(f"{', '.join(names[:3])}: {m.name} {m.size} has no such weight{why}")
     return params
+
+
+def _why_missing(m: Model, missing: str, tensors: Mapping) -> str:
+    """What to do about a missing tensor, if that is known."""
+    if any(name.endswith(("_blocks", "_scales")) for name in tensors):
+        return "; convert its MXFP4 tensors to bf16 first"
+    if m.mtp_layers and missing.startswith(f"model.layers.{m.layers}."):
+        return (
+            "; transformers saves no multi-token prediction: load the model without, "
+            "read_config(path, mtp=False)"
+        )
+    return ""
+
+
+def _check_dtype(name: str, tensor: Any) -> None:
+    """Checks that a tensor is an array of unquantized weights.
+
+    Raises:
+      UserError: it is not; says how to convert it.
+    """
+    dtype = str(getattr(tensor, "dtype", type(tensor).__name__))
+    if dtype in DTYPES:
+        return
+    how = "it is quantized or damaged: convert it to bf16 with the program that wrote it"
+    if dtype == "uint16":
+        how = "if these are the bits of bf16, pass tensor.view(ml_dtypes.bfloat16)"
+    elif "float8" in dtype or "float4" in dtype:
+        how = (
+            "multiply it by its scales first (DeepSeek's weight_scale_inv: one per block of "
+            "128 x 128)"
+        )
+    elif not isinstance(tensor, np.ndarray):
+        how = "pass numpy arrays, as of safetensors.numpy.load_file"
+    raise UserError(f"{name} is of type {dtype}, and weights are {', '.join(DTYPES)}: {how}")
 
 
 def to_hugging_face(m: Model, params: Mapping) -> dict[str, np.ndarray]:

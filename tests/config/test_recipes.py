@@ -1,5 +1,6 @@
 """Workload files: where they are found, and how errors in them are reported."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from maxbench.config import recipes
+from maxbench.config import command_line, recipes
 from tests.conftest import train_command
 
 
@@ -69,3 +70,32 @@ def test_failing_workload_file_is_refused_with_its_line(text, tmp_path):
     assert (code, out) == (2, "")
     assert err.startswith(f"maxbench train: error: {path}{FILES[text]}")
     assert err.count("\n") == 1
+
+
+LLAMA32_1B = {
+    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256,
+    "rope_theta": 500000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_config_file_of_hugging_face_is_a_workload(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA32_1B))
+    code, out, err = train_command("--config", str(path), "--fsdp", "8", "--json")
+    assert code == 0, err
+    config = json.loads(out)["config"]
+    assert (config["model"]["layers"], config["model"]["tied"]) == (16, True)
+    assert config["model"]["rope_base"] == 500_000.0
+    assert config["train"]["seq"] == 8192
+    toy = command_line.run_of(["--config", f"{path}:tiny", "--seq", "32"])
+    assert (toy.model.embed, toy.model.size, toy.train.seq) == (128, "16-layers-tiny", 32)
+    for text, message in (
+        ('{"model_type": "gemma3"}', "config.json has model_type='gemma3'; understood are llama"),
+        ("{'model_type': True}", f"{path} cannot be read as JSON"),
+    ):
+        path.write_text(text)
+        code, out, err = train_command("--config", str(path), "--fsdp", "8", "--json")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"maxbench train: error: {message}")
+        assert err.count("\n") == 1

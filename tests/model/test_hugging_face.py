@@ -7,12 +7,14 @@ import pathlib
 
 import flax.linen as nn
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
+from maxbench.config import hugging_face_config
 from maxbench.config.errors import UserError
 from maxbench.config.model import Model
-from maxbench.model import hugging_face, hugging_face_config, transformer
+from maxbench.model import hugging_face, transformer
 from tests.conftest import resolve
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
@@ -128,6 +130,23 @@ def test_multi_token_prediction_is_converted_and_back():
         hugging_face.from_hugging_face(m, tensors | mtp)
 
 
+def test_checkpoint_without_multi_token_prediction_is_loaded_if_asked(tmp_path):
+    """transformers saves no tensors of it, and a config.json that announces it."""
+    _, tensors, _, _ = golden("deepseek_v3")
+    config = tmp_path / "config.json"
+    config.write_text(str(np.load(GOLDEN / "deepseek_v3.npz")["config"]))
+    announced = hugging_face_config.read_config(config)
+    assert announced.mtp_layers == 1
+    with pytest.raises(UserError, match=r"model.layers.3\..* is missing: .*mtp=False"):
+        hugging_face.from_hugging_face(announced, tensors)
+    m = hugging_face_config.read_config(config, mtp=False)
+    converted = hugging_face.to_hugging_face(m, hugging_face.from_hugging_face(m, tensors))
+    assert converted.keys() == tensors.keys()
+    more = tensors | {"model.layers.3.enorm.weight": np.ones(m.embed)}
+    with pytest.raises(UserError, match="leave the tensors of multi-token prediction out"):
+        hugging_face.from_hugging_face(m, more)
+
+
 # Fields as the models' config.json files have them, written out here: not copies of the files.
 LLAMA31_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA31_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -168,6 +187,10 @@ DEEPSEEK = dict(
                       original_max_position_embeddings=4096, type="yarn"),
     routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4,
     topk_method="noaux_tc", v_head_dim=128, vocab_size=129280,
+)  # fmt: skip
+NEMOTRON = dict(
+    model_type="nemotron", hidden_size=6144, intermediate_size=24576, num_attention_heads=48,
+    num_hidden_layers=32, num_key_value_heads=8, vocab_size=256000, rope_theta=10000.0,
 )  # fmt: skip
 CONFIGS = {
     "deepseek_v3": DEEPSEEK,
@@ -210,6 +233,11 @@ def test_config_file_describes_the_model_of_the_workload_file(workload):
         ({"attn_logit_softcap": 50.0}, "attn_logit_softcap=50.0, which is not understood; remove"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False, and only True is understood"),
         ({"num_experts": None}, "has no num_experts, which model_type='qwen3_moe' needs"),
+        ({"num_experts": "128"}, "num_experts='128', which is no whole number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6', which is no number"),
+        ({"hidden_size": 2050, "head_dim": None}, "num_attention_heads=32 do not divide"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\], which must be an object, as"),
+        ({"rope_parameters": "yarn"}, "rope_parameters='yarn', which must be an object"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; understood are"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], and only \[\] is understood"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'; under"),
@@ -221,6 +249,60 @@ def test_config_file_describes_the_model_of_the_workload_file(workload):
 def test_config_file_that_is_not_understood_is_refused(change, text):
     with pytest.raises(UserError, match=text):
         hugging_face_config.model_of(CONFIGS["qwen3_30b_a3b"] | change)
+
+
+def config_without(workload: str, *fields: str) -> dict:
+    return {k: v for k, v in CONFIGS[workload].items() if k not in fields}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "expected"),
+    [
+        (config_without("mixtral_8x7b", "rope_theta"), "rope_base", 1_000_000.0),
+        (config_without("mixtral_8x7b", "num_key_value_heads"), "kv_heads", 8),
+        (CONFIGS["mixtral_8x7b"] | {"num_key_value_heads": None}, "kv_heads", 32),
+        (config_without("qwen3_30b_a3b", "num_key_value_heads"), "kv_heads", 4),
+        (config_without("qwen3_30b_a3b", "head_dim"), "head_dim", 64),
+        (
+            config_without("qwen3_30b_a3b", "use_sliding_window") | {"sliding_window": 9},
+            "window",
+            0,
+        ),
+        (config_without("qwen3_30b_a3b", "rms_norm_eps"), "norm_eps", 1e-6),
+        (config_without("gpt_oss_20b", "head_dim"), "head_dim", 64),
+        (config_without("gpt_oss_20b", "attention_bias"), "attention_bias", True),
+        (config_without("gpt_oss_20b", "rope_theta"), "rope_base", 150_000.0),
+        (config_without("gpt_oss_20b", "rope_scaling"), "rope_truncate", False),
+        (NEMOTRON, "rope_fraction", 0.5),
+        (NEMOTRON | {"partial_rotary_factor": 1.0}, "rope_fraction", 1.0),
+        (NEMOTRON, "norm_eps", 1e-5),
+        (NEMOTRON, "init_std", 0.0134),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_field_that_is_left_out_has_the_default_of_transformers(config, field, expected):
+    """Those of its configuration classes, release 5.24.0."""
+    assert getattr(hugging_face_config.model_of(config), field) == expected
+
+
+def test_layer_types_of_gpt_oss_alternate_by_default():
+    with_them = hugging_face_config.model_of(CONFIGS["gpt_oss_20b"])
+    without = hugging_face_config.model_of(config_without("gpt_oss_20b", "layer_types"))
+    assert without == with_them
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (config_without("qwen3_30b_a3b", "norm_topk_prob"), "no norm_topk_prob, which is False by"),
+        (config_without("deepseek_v3", "num_nextn_predict_layers"), "no num_nextn_predict_layers"),
+        (config_without("mixtral_8x7b", "hidden_size"), "has no hidden_size"),
+    ],
+    ids=("norm_topk_prob", "mtp", "hidden_size"),
+)
+def test_field_without_a_default_that_is_understood_is_required(config, text):
+    with pytest.raises(UserError, match=text):
+        hugging_face_config.model_of(config)
 
 
 def test_config_files_of_older_models_are_understood(tmp_path):
@@ -239,6 +321,34 @@ def test_config_files_of_older_models_are_understood(tmp_path):
     path.write_text("[1]")
     with pytest.raises(UserError, match="must be a JSON object, and is a list"):
         hugging_face_config.read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        (ml_dtypes.float8_e4m3fn, "of type float8_e4m3fn, .*multiply it by its scales first"),
+        (np.uint16, r"of type uint16, .*tensor.view\(ml_dtypes.bfloat16\)"),
+        (np.uint8, "of type uint8, .*it is quantized or damaged"),
+        (np.int64, "of type int64, and weights are float16, bfloat16, float32, float64"),
+        (bool, "of type bool"),
+        (complex, "of type complex128"),
+        (list, "of type list, .*pass numpy arrays"),
+    ],
+)
+def test_tensor_that_is_no_plain_weight_is_refused(dtype, text):
+    m, tensors, _, _ = golden("mixtral")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensor = tensors[name].tolist() if dtype is list else tensors[name].astype(dtype)
+    with pytest.raises(UserError, match=f"{name} is {text}"):
+        hugging_face.from_hugging_face(m, tensors | {name: tensor})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_weights_of_other_widths_are_read(dtype):
+    m, tensors, _, _ = golden("mixtral")
+    narrow = {name: x.astype(dtype) for name, x in tensors.items()}
+    params = hugging_face.from_hugging_face(m, narrow, dtype)
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.to_hugging_face(m, params), narrow)
 
 
 def test_quantized_tensors_and_models_without_a_format_are_refused():

@@ -1,7 +1,8 @@
 """The Model that a Hugging Face config.json describes.
 
 Every field of the file is used, or known to change nothing here, or refused: a field that this
-module does not know may change the network.
+module does not know may change the network. A field that the file leaves out has the default of
+transformers' configuration class of its model_type (DEFAULTS), or is required.
 """
 
 import json
@@ -27,6 +28,31 @@ IGNORED = {
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
     *("aux_loss_alpha", "router_aux_loss_coef", "router_jitter_noise", "qk_head_dim"),
 }
+_COMMON = dict(
+    head_dim=None, num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6,
+    tie_word_embeddings=False, attention_bias=False, initializer_range=0.02, rope_theta=10_000.0,
+)  # fmt: skip
+_QWEN3 = _COMMON | dict(use_sliding_window=False, sliding_window=4096)
+# Defaults of the configuration classes of transformers 5.24.0, by model_type. Widths and numbers of
+# layers, heads and experts have some too, which would make a model of an empty file.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,  # LlamaConfig
+    "nemotron": _COMMON  # NemotronConfig
+    | dict(hidden_act="relu2", norm_eps=1e-5, initializer_range=0.0134, partial_rotary_factor=0.5),
+    "qwen3": _QWEN3 | dict(head_dim=128, num_key_value_heads=32),  # Qwen3Config
+    "qwen3_moe": _QWEN3 | dict(num_key_value_heads=4, norm_topk_prob=False),  # Qwen3MoeConfig
+    "mixtral": _COMMON  # MixtralConfig
+    | dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0),
+    "gpt_oss": _COMMON  # GptOssConfig
+    | dict(head_dim=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150_000.0)
+    | dict(attention_bias=True, sliding_window=128),
+    "deepseek_v3": _COMMON | dict(norm_topk_prob=True),  # DeepseekV3Config
+    "kimi_k2": _COMMON | dict(norm_topk_prob=True),  # its own copy of DeepSeek's class
+}
+GPT_OSS_ROPE = dict(
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+    original_max_position_embeddings=4096,
+)  # fmt: skip
 # Fields with the only value that is understood.
 FIXED = {
     "attention_dropout": 0.0,
@@ -48,8 +74,9 @@ class Fields:
     """The fields of a config.json, each taken once."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self.left = dict(config)
         self.kind = str(config.get("model_type", ""))
+        self.given = {*config}
+        self.left = {**DEFAULTS.get(self.kind, {}), **config}
 
     def take(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these names that is there; null counts as missing.
@@ -64,15 +91,56 @@ class Fields:
             raise UserError(f"config.json has no {names[0]}, which model_type={self.kind!r} needs")
         return default
 
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """take() of a whole number, at least 0.
+
+        Raises:
+          UserError: as take(); another value.
+        """
+        value = self.take(*names, default=default)
+        if type(value) is not int or value < 0:
+            raise UserError(f"config.json has {names[0]}={value!r}, which is no whole number")
+        return value
+
+    def real(self, *names: str, default: float | None = None) -> float:
+        """take() of a number.
+
+        Raises:
+          UserError: as take(); another value.
+        """
+        value = self.take(*names, default=default)
+        if type(value) not in (int, float):
+            raise UserError(f"config.json has {names[0]}={value!r}, which is no number")
+        return float(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A field that is a table; {} if it is missing.
+
+        Raises:
+          UserError: another value.
+        """
+        value = self.left.pop(name, None)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise UserError(
+                f'config.json has {name}={value!r}, which must be an object, as {{"rope_type": '
+                '"yarn", "factor": 4.0, ...}, or null'
+            )
+        return value
+
     def fix(self, name: str, value: Any) -> None:
         """Takes a field that may have one value only.
 
         Raises:
-          UserError: it has another one.
+          UserError: it has another one, or leaves it to a default that is another one.
         """
         given = self.left.pop(name, None)
         if given is not None and given != value:
-            raise UserError(f"config.json has {name}={given!r}, and only {value!r} is understood")
+            how = f"has {name}={given!r}"
+            if name not in self.given:
+                how = f"has no {name}, which is {given!r} by default in transformers"
+            raise UserError(f"config.json {how}, and only {value!r} is understood")
 
     def finish(self) -> None:
         """Raises UserError if a field is left that might change the network."""
@@ -87,7 +155,7 @@ class Fields:
             )
 
 
-def read_config(path: str | pathlib.Path, size: str = "") -> Model:
+def read_config(path: str | pathlib.Path, size: str = "", mtp: bool = True) -> Model:
     """The Model of a config.json file. Arguments and errors as of model_of().
 
     Raises:
@@ -95,18 +163,20 @@ def read_config(path: str | pathlib.Path, size: str = "") -> Model:
     """
     try:
         config = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} must be a JSON object, and is a {type(config).__name__}")
-    return model_of(config, size)
+    return model_of(config, size, mtp)
 
 
-def model_of(config: Mapping[str, Any], size: str = "") -> Model:
+def model_of(config: Mapping[str, Any], size: str = "", mtp: bool = True) -> Model:
     """The Model of a config.json; dropless and without force_balance.
 
     Args:
       size: Model.size; '' = the number of layers, as '61-layers'.
+      mtp: False leaves out layers for multi-token prediction: checkpoints that transformers saves
+        lack their tensors, though config.json announces them.
 
     Raises:
       UserError: the model_type or a field is not understood, a field is missing, or two contradict
@@ -122,33 +192,42 @@ def model_of(config: Mapping[str, Any], size: str = "") -> Model:
     if not isinstance(sizes["act"], str) or sizes["act"] not in {*ACTS.values(), "swiglu_clamped"}:
         raise UserError(f"config.json has hidden_act={sizes['act']!r}; understood are {[*ACTS]}")
     fields.finish()
+    if not mtp:
+        sizes["mtp_layers"] = 0
     size = size or f"{sizes['layers']}-layers"
     return Model(name=fields.kind, size=size, **sizes)
 
 
 def _common(c: Fields) -> dict[str, Any]:
-    heads, embed = c.take("num_attention_heads"), c.take("hidden_size")
+    heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
+    head_dim, of_embed = c.left.pop("head_dim", None), embed // max(1, heads)
+    is_latent = "kv_lora_rank" in c.left  # whose heads have widths of their own
+    if head_dim is None and not is_latent and of_embed * heads != embed:
+        raise UserError(
+            f"config.json has hidden_size={embed}, which num_attention_heads={heads} do not "
+            "divide, and no head_dim; add one"
+        )
     act = c.take("hidden_act")
     return dict(
-        layers=c.take("num_hidden_layers"),
+        layers=c.whole("num_hidden_layers"),
         embed=embed,
         heads=heads,
-        kv_heads=c.take("num_key_value_heads", default=heads),
-        head_dim=c.take("head_dim", default=embed // heads),
-        mlp=c.take("intermediate_size"),
-        vocab=c.take("vocab_size"),
-        act=ACTS.get(act, act),
-        norm_eps=c.take("rms_norm_eps", "norm_eps"),
-        tied=c.take("tie_word_embeddings", default=False),
-        init_std=c.take("initializer_range", default=0.02),
-        attention_bias=c.take("attention_bias", default=False),
+        kv_heads=c.whole("num_key_value_heads", default=heads),
+        head_dim=of_embed if head_dim is None else head_dim,
+        mlp=c.whole("intermediate_size"),
+        vocab=c.whole("vocab_size"),
+        act=ACTS.get(str(act), act),
+        norm_eps=c.real("rms_norm_eps"),
+        tied=c.take("tie_word_embeddings"),
+        init_std=c.real("initializer_range"),
+        attention_bias=c.take("attention_bias"),
         window=0,
     )
 
 
 def _window(c: Fields) -> int:
     """sliding_window of all layers; 0 if there is none."""
-    window = c.left.pop("sliding_window", None) or 0
+    window = c.whole("sliding_window", default=0)
     return 0 if c.left.get("use_sliding_window") is False else window
 
 
@@ -157,7 +236,7 @@ def _llama(c: Fields, _: Mapping) -> dict[str, Any]:
 
 
 def _nemotron(c: Fields, _: Mapping) -> dict[str, Any]:
-    return dict(norm="layernorm1p")
+    return dict(norm="layernorm1p", norm_eps=c.real("norm_eps"))
 
 
 def _qwen3(c: Fields, common: Mapping) -> dict[str, Any]:
@@ -167,8 +246,8 @@ def _qwen3(c: Fields, common: Mapping) -> dict[str, Any]:
 
 def _experts(c: Fields, **more: Any) -> dict[str, Any]:
     return dict(
-        experts=c.take("num_experts", "num_local_experts", "n_routed_experts"),
-        top_k=c.take("num_experts_per_tok"),
+        experts=c.whole("num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=c.whole("num_experts_per_tok"),
         capacity_factor=0.0,
         **more,
     )
@@ -176,7 +255,7 @@ def _experts(c: Fields, **more: Any) -> dict[str, Any]:
 
 def _qwen3_moe(c: Fields, common: Mapping) -> dict[str, Any]:
     c.fix("norm_topk_prob", True)
-    mlp = c.take("moe_intermediate_size")
+    mlp = c.whole("moe_intermediate_size")
     return _qwen3(c, common) | _experts(c, mlp=mlp)
 
 
@@ -187,12 +266,13 @@ def _mixtral(c: Fields, _: Mapping) -> dict[str, Any]:
 def _gpt_oss(c: Fields, common: Mapping) -> dict[str, Any]:
     sizes = _experts(c, act="swiglu_clamped", mlp_bias=True, router_bias=True, sinks=True)
     c.fix("experts_per_token", sizes["top_k"])
-    windows = {"sliding_attention": c.take("sliding_window"), "full_attention": 0}
-    kinds = c.take("layer_types")
-    if unknown := [kind for kind in kinds if kind not in windows]:
-        raise UserError(
-            f"config.json has layer_types with {unknown[0]!r}; understood are {[*windows]}"
-        )
+    c.left["rope_parameters"] = c.left.get("rope_parameters") or GPT_OSS_ROPE
+    windows = {"sliding_attention": c.whole("sliding_window"), "full_attention": 0}
+    alternating = [[*windows][i % 2] for i in range(common["layers"])]
+    kinds = c.take("layer_types", default=alternating)
+    if not isinstance(kinds, list) or (unknown := [x for x in kinds if x not in [*windows]]):
+        given = repr(unknown[0]) if isinstance(kinds, list) else repr(kinds)
+        raise UserError(f"config.json has layer_types with {given}; understood are {[*windows]}")
     layer_of = lambda name: Layer(mixer=Attention(window=windows[name]), channel=Experts())
     layers = tuple((1, (layer_of(name),)) for name in kinds)
     return sizes | dict(layer_groups=layers)
@@ -200,23 +280,23 @@ def _gpt_oss(c: Fields, common: Mapping) -> dict[str, Any]:
 
 def _deepseek(c: Fields, common: Mapping) -> dict[str, Any]:
     c.fix("norm_topk_prob", True)
-    shared, expert_mlp = c.take("n_shared_experts"), c.take("moe_intermediate_size")
-    dense, layers = c.take("first_k_dense_replace"), common["layers"]
-    rope, nope = c.take("qk_rope_head_dim"), c.take("qk_nope_head_dim")
+    shared, expert_mlp = c.whole("n_shared_experts"), c.whole("moe_intermediate_size")
+    dense, layers = c.whole("first_k_dense_replace"), common["layers"]
+    rope, nope = c.whole("qk_rope_head_dim"), c.whole("qk_nope_head_dim")
     sizes = _experts(
         c,
         router="sigmoid",
-        router_groups=c.take("n_group"),
-        router_groups_top=c.take("topk_group"),
-        router_scale=c.take("routed_scaling_factor"),
+        router_groups=c.whole("n_group"),
+        router_groups_top=c.whole("topk_group"),
+        router_scale=c.real("routed_scaling_factor"),
         expert_bias_rate=0.001,
         shared_mlp=shared * expert_mlp,
-        q_rank=c.take("q_lora_rank"),
-        kv_rank=c.take("kv_lora_rank"),
+        q_rank=c.whole("q_lora_rank"),
+        kv_rank=c.whole("kv_lora_rank"),
         rope_head_dim=rope,
         head_dim=nope + rope,
-        value_dim=c.take("v_head_dim"),
-        mtp_layers=c.take("num_nextn_predict_layers", default=0),
+        value_dim=c.whole("v_head_dim"),
+        mtp_layers=c.whole("num_nextn_predict_layers", "num_mtp_layers"),
         mlp=expert_mlp,
     )
     if not 0 <= dense < layers:
@@ -231,13 +311,14 @@ def _deepseek(c: Fields, common: Mapping) -> dict[str, Any]:
 
 def _rope(c: Fields) -> dict[str, Any]:
     """RoPE, from rope_parameters or from rope_theta and rope_scaling, as older files have it."""
-    scaling = c.left.pop("rope_scaling", None) or {}
-    rope = Fields({"model_type": c.kind, **scaling, **(c.left.pop("rope_parameters", None) or {})})
+    scaling, parameters = c.table("rope_scaling"), c.table("rope_parameters")
+    rope = Fields(scaling or parameters)  # not both, as in transformers
+    rope.kind = c.kind
     kind = rope.take("rope_type", "type", default="default")
-    older = c.left.pop("rope_theta", None), c.left.pop("partial_rotary_factor", None)
-    sizes = dict(
-        rope_base=float(rope.take("rope_theta", default=older[0] or 10_000.0)),
-        rope_fraction=float(rope.take("partial_rotary_factor", default=older[1] or 1.0)),
+    theta, fraction = c.real("rope_theta"), c.real("partial_rotary_factor", default=1.0)
+    sizes: dict[str, Any] = dict(
+        rope_base=rope.real("rope_theta", default=theta),
+        rope_fraction=rope.real("partial_rotary_factor", default=fraction),
     )
     if kind not in ("default", "llama3", "yarn"):
         raise UserError(
@@ -246,22 +327,22 @@ def _rope(c: Fields) -> dict[str, Any]:
     if kind != "default":
         sizes |= dict(
             rope_scaling=kind,
-            rope_factor=float(rope.take("factor")),
-            rope_context=rope.take("original_max_position_embeddings"),
+            rope_factor=rope.real("factor"),
+            rope_context=rope.whole("original_max_position_embeddings"),
         )
     if kind == "llama3":
-        sizes["rope_low"] = float(rope.take("low_freq_factor"))
-        sizes["rope_high"] = float(rope.take("high_freq_factor"))
+        sizes["rope_low"] = rope.real("low_freq_factor")
+        sizes["rope_high"] = rope.real("high_freq_factor")
     if kind == "yarn":
-        mscale = rope.left.pop("mscale", None) or 0.0
+        mscale = rope.real("mscale", default=0.0)
         rope.fix("mscale_all_dim", mscale)
         sizes |= dict(
-            rope_beta_fast=float(rope.take("beta_fast", default=32.0)),
-            rope_beta_slow=float(rope.take("beta_slow", default=1.0)),
+            rope_beta_fast=rope.real("beta_fast", default=32.0),
+            rope_beta_slow=rope.real("beta_slow", default=1.0),
             rope_truncate=rope.take("truncate", default=True),
-            rope_mscale=float(mscale),
+            rope_mscale=mscale,
         )
-    if unknown := [name for name in rope.left if name != "model_type"]:
+    if unknown := [*rope.left]:
         raise UserError(
             f"config.json has {unknown[0]}={rope.left[unknown[0]]!r} in its RoPE of type {kind}, "
             f"which is not understood; remove it if it changes nothing"
