@@ -164,11 +164,173 @@ def levanter(steps: Iterable[int], total: int, loss: str = "8.12") -> str:
     )
 
 
+def nanotron(steps: Iterable[int], total: int, loss: str = "12") -> str:
+    head = (
+        f"Config(parallelism=ParallelismArgs(dp={GPUS},\n  pp=1,\n  tp=1),\n tokens=TokensArgs("
+        f"sequence_length={SEQ},\n  micro_batch_size=2,\n  batch_accumulation_per_replica=8))\n"
+        f"LlamaConfig({', '.join(f'{k}={v}' for k, v in _HF_SIZES.items())})\nGPU 0: {DEVICE}\n"
+    )
+    return head + "".join(
+        f"01/01/2026 00:01:10 [INFO|DP=0]: iteration: {i + 1} / {total} | consumed_tokens: 1.05M | "
+        f"time_per_iteration_ms: {STEP_S}K | tokens_per_sec_per_gpu: 13.9K | "
+        f"global_batch_size: 1.05M | grad_norm: 1.25 | lm_loss: {loss} | lr: 1e-05 | "
+        f"model_tflops_per_gpu: 687 | eta: 0:07:50\n"
+        for i in steps
+    )
+
+
+_HF_SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+             "num_hidden_layers": 32}  # fmt: skip
+
+
+def composer(steps: Iterable[int], total: int, loss: str = "12.0029") -> str:
+    head = f"n_gpus: {GPUS}\nmax_seq_len: {SEQ}\nglobal_train_batch_size: {GBS}\nGPU 0: {DEVICE}\n"
+    return (
+        head
+        + "".join(
+            f"[batch={i + 1}/{total}]:\n\t Train time/batch: {i}\n"
+            f"\t Train loss/train/total: {loss}\n"
+            "\t Train memory/peak_allocated_mem: 42.9497\n"
+            f"\t Train throughput/batches_per_sec: {1 / STEP_S:.4f}\n"
+            "\t Train throughput/device/tokens_per_sec: 13943.8298\n"
+            "\t Train throughput/device/flops_per_sec: 687100000000000.0000\n"
+            for i in steps
+        )
+        + "[Eval batch=1/4] Eval on eval data:\n\t Eval throughput/batches_per_sec: 9.0\n"
+    )
+
+
+def olmo_core(steps: Iterable[int], total: int, loss: str = "12.003") -> str:
+    head = f"config: global_batch_size={GBS * SEQ}, sequence_length={SEQ}\nGPU 0: {DEVICE}\n"
+    line = "2026-01-12 20:22:01.123\thost-0:0\tolmo_core.console_logger:52\tINFO\t"
+    return head + "".join(
+        f"{line}[step={i + 1}/{total},epoch=1,eta=0:05:00]\n    train/CE loss={loss}\n"
+        "    optim/total grad norm=1.2\n    gpu_memory/GPU active mem (GiB)=40.00\n"
+        f"    throughput/device/TPS=13,943\n    throughput/device/BPS={1 / STEP_S:.4f}\n"
+        f"    throughput/device/BPS (actual avg)=0.1000\n"
+        for i in steps
+    )
+
+
+def automodel(steps: Iterable[int], total: int, loss: str = "12.0000") -> str:
+    del total  # the program does not log it
+    line = "2026-02-01 12:00:00 | INFO | nemo_automodel.recipes.llm.train_ft | {}\n"
+    rate = GBS * SEQ / STEP_S
+    body = "".join(
+        line.format(
+            f"step {i} | epoch 0 | loss {loss} | grad_norm 1.2500 | lr 1.00e-05 | mem 40.00 GiB | "
+            f"tps {rate:.2f}({rate / GPUS:.2f}/gpu) | num_label_tokens {GBS * SEQ}"
+        )
+        for i in steps
+    )
+    validation = '[val] name "val" | step 9 | epoch 0 | loss 9.0 | lr 1.00e-05 | num_label_tokens 9'
+    return f"global_batch_size: {GBS}\nGPU 0: {DEVICE}\n" + body + line.format(validation)
+
+
+def hf_trainer(steps: Iterable[int], total: int, loss: str = "12.0") -> str:
+    head = (
+        "  Total train batch size (w. parallel, distributed & accumulation) = "
+        f"{GBS}\n  Total optimization steps = {total}\nGPU 0: {DEVICE}\n"
+        "Loading checkpoint shards: 100%|████| 4/4 [00:03<00:00,  1.30it/s]\n"
+    )
+    return head + "".join(
+        f"\r{100 * (i + 1) // total:3}%|██   | {i + 1}/{total} [01:10<05:00,  {STEP_S:.2f}s/it]\n"
+        f"{{'loss': {loss}, 'grad_norm': 1.25, 'learning_rate': 2.9e-05, 'epoch': 0.01}}\n"
+        f"\r 50%|██   | 2/4 [00:01<00:01,  1.50it/s]\n{{'eval_loss': 9.1, 'epoch': 0.01}}\n"
+        for i in steps
+    )
+
+
+def lightning(steps: Iterable[int], total: int, loss: str = "12.00") -> str:
+    head = (
+        f"All distributed processes registered. Starting with {GPUS} processes\nGPU 0: {DEVICE}\n"
+    )
+    elapsed = lambda i: f"{int(STEP_S * (i + 1)) // 60:02}:{int(STEP_S * (i + 1)) % 60:02}"
+    return (
+        head
+        + "".join(
+            f"\rEpoch 0: {100 * (i + 1) // total}%|██   | {i + 1}/{total} [{elapsed(i)}<05:00, "
+            f" 0.11it/s, v_num=0, train_loss={loss}]"
+            for i in steps
+        )
+        + "\n"
+    )
+
+
+def litgpt(steps: Iterable[int], total: int, loss: str = "12.000") -> str:
+    del total  # the program does not log it
+    head = (
+        f"{{'model_name': 'Llama-3.1-8B',\n 'train': TrainArgs(global_batch_size={GBS})}}\n"
+        f"GPU 0: {DEVICE}\n"
+    )
+    return (
+        head
+        + "".join(
+            f"Epoch 1 | iter {i + 1} step {i + 1} | loss train: {loss}, val: n/a | iter time: "
+            f"{STEP_S * 1e3:.2f} ms (step) remaining time: 0:10:12\n"
+            for i in steps
+        )
+        + "Memory used: 42.95 GB\n"
+    )
+
+
+def nanogpt(steps: Iterable[int], total: int, loss: str = "12.0000") -> str:
+    del total  # the program does not log it
+    head = (
+        f"Overriding: block_size = {SEQ}\ntokens per iteration will be: {GBS * SEQ:,}\n"
+        f"GPU 0: {DEVICE}\nstep 0: train loss 12.0, val loss 12.0\n"
+    )
+    return head + "".join(
+        f"iter {i}: loss {loss}, time {STEP_S * 1e3:.2f}ms, mfu 12.34%\n" for i in steps
+    )
+
+
+def axlearn(steps: Iterable[int], total: int, loss: str = "12.0") -> str:
+    steps = [*steps]
+    line = "I0101 00:00:00 1 trainer.py:424] spmd_trainer process   0 step {:8}] {}\n"
+    end = (
+        line.format(total, f"Reached max_step={total}. Stopping") if steps[-1] + 9 >= total else ""
+    )
+    return (
+        f"device_kind: {DEVICE}\n"
+        + "".join(
+            line.format(i + 1, f"loss={loss} aux={{}}")
+            + line.format(i + 1, f"Average step time: {STEP_S} seconds")
+            for i in steps
+        )
+        + end
+    )
+
+
+def mlperf(steps: Iterable[int], total: int, loss: str = "12.0") -> str:
+    form = (
+        ':::MLLOG {{"namespace": "", "time_ms": 1, "event_type": "{}", "key": "{}", "value": {}, '
+    )
+    form += '"metadata": {{"file": "a.py", "lineno": 480{}}}}}\n'
+    point = lambda key, value, more="": form.format("POINT_IN_TIME", key, value, more)
+    head = "".join((
+        point("submission_benchmark", '"llama31_8b"'),
+        point("submission_platform", f'"1x{DEVICE}"'), point("global_batch_size", GBS),
+        point("max_sequence_length", SEQ), point("max_steps", total),
+    ))  # fmt: skip
+    return head + "".join(
+        point(
+            "tracked_stats", f'{{"train_step_time": {STEP_S}, "reduced_train_loss": {loss}}}',
+            f', "step": {i}.0, "samples_count": {GBS * (i + 1)}.0',
+        )
+        + point("tracked_stats", '{"validation_step_time": 0.5}', ', "step": 1, "samples_count": 9')
+        for i in steps
+    )  # fmt: skip
+
+
 # Name of a format -> a function of (steps from 0, number of steps, text of the loss).
 LOGS: dict[str, Callable[..., str]] = {
     "nemo": nemo, "maxtext": maxtext, "torchtitan": torchtitan, "neox": neox,
     "primus": primus, "megatron-deepspeed": megatron_deepspeed, "megatron-bridge": bridge,
     "megatron": megatron, "deepspeed": deepspeed, "levanter": levanter,
+    "nanotron": nanotron, "composer": composer, "olmo-core": olmo_core, "automodel": automodel,
+    "hf-trainer": hf_trainer, "lightning": lightning, "litgpt": litgpt, "nanogpt": nanogpt,
+    "axlearn": axlearn, "mlperf": mlperf,
 }  # fmt: skip
 
 

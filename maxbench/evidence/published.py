@@ -1,13 +1,12 @@
 """Published step times. Each row of published.csv has a source and a FLOPs convention."""
 
-import csv
 import dataclasses
 import functools
-import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from maxbench.config.run import Run
+from maxbench.evidence import tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +80,7 @@ LAYOUT = ("pp", "vp", "cp", "tp", "ep", "fsdp")
 @functools.cache
 def rows() -> tuple[Published, ...]:
     """All rows of published.csv, whose columns are the fields of Published."""
-    kinds = [f.type if f.type in (str, int) else float for f in dataclasses.fields(Published)]
-    with open(pathlib.Path(__file__).with_name("published.csv"), newline="") as f:
-        _, *lines = csv.reader(f)
-    value: Callable[[Any, str], Any] = lambda kind, text: kind(text) if text else None
-    return tuple(Published(*map(value, kinds, line)) for line in lines)
+    return tables.read(Published, "published.csv")
 
 
 def fitted_rows() -> tuple[Published, ...]:

@@ -85,8 +85,8 @@ def record(summary: RunSummary) -> dict:
 
 
 def status(summary: RunSummary) -> str:
-    """Success, Failed, Running or Skipped."""
-    other = {"running": "Running", "skipped": "Skipped"}
+    """Success, Failed, Running or Not read."""
+    other = {"running": "Running", "skipped": "Not read"}
     return "Success" if summary.ok else other.get(summary.record.status, "Failed")
 
 
@@ -170,7 +170,7 @@ def counts(rows: Sequence[RunSummary]) -> dict[str, int]:
     found = collections.Counter(map(status, rows))
     good, bad = found.pop("Success", 0), found.pop("Failed", 0)
     by_status = {"success_experiments": good, "failed_experiments": bad}
-    by_status |= {f"{name.lower()}_experiments": n for name, n in found.items()}
+    by_status |= {f"{name.lower().replace(' ', '_')}_experiments": n for name, n in found.items()}
     return by_status | {"success_rate": round(100 * good / max(1, good + bad))}
 
 

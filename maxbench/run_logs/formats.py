@@ -11,14 +11,15 @@ import os
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.validation import build, field, parse_fields, required
 
 GIB = float(2**30)
+ROUNDED = 0.01  # relative error of a step time, by its digits in the log, that is worth a note
 # Field of a step -> how the table of the docs names it.
 FIELDS = {
     "step": "step",
@@ -52,7 +53,22 @@ STEP_FIELDS = {
     "tokens": "tokens of the step",
     "samples": "sequences since the start of the run",
     "nan_steps": "steps with a nan loss",
+    "epoch": "epoch from 0, to which step and total belong",
+    "elapsed": "time since the start of the epoch or run, as 1:02:03",
+    "microbatch": "microbatches since the start of the run: the step time is that of the last one",
 }
+# Fields of a whole run, besides gpus, seq, gbs and peak: those of log_settings.KEYS, and texts.
+RUN_FIELDS = {
+    "gpus": "GPUs",
+    "steps": "number of steps of the run",
+    "dp": "data parallelism",
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "accumulation": "microbatches of a step of one GPU",
+    "model_name": "name of the model, a text",
+}
+_TEXT_FIELDS = {"model_name"}
 # A field in another unit -> the field, and the factor to its unit.
 UNITS = {
     "step_ms": ("step_s", 1e-3),
@@ -72,12 +88,11 @@ def _is_pattern(text: str) -> bool:
         return False
 
 
-_FIELDS = {*STEP_FIELDS, *UNITS}
-_NAMED = f"with groups named {', '.join(STEP_FIELDS)} or {', '.join(UNITS)}"
-_PATTERN = (_is_pattern, f"a regular expression {_NAMED}")
+_FIELDS = {**STEP_FIELDS, **RUN_FIELDS, **UNITS}.keys()
+_PATTERN = (_is_pattern, f"a regular expression with groups named {', '.join(_FIELDS)}")
 _LABELS = (
     lambda labels: {*labels.values()} <= _FIELDS,
-    f"a table of labels and their fields: {', '.join(STEP_FIELDS)}, {', '.join(UNITS)}",
+    f"a table of labels and their fields: {', '.join(_FIELDS)}",
 )
 _TEXTS = (lambda texts: texts and all(texts), "texts of which each such line has one")
 _COLUMNS = (
@@ -99,12 +114,19 @@ class StepLine:
     first: int = field(1, at_least=0, at_most=1)  # number of the first step
     total_is_last: bool = field(False)  # `total` is the number of the last step
     common: bool = field(False)  # other lines have its texts too: such a line is not damaged
-    # Whose fields a line without a step has: the next step's, or the whole run's.
-    adds_to: str = field("", options=("", "next", "run"))
+    # Whose fields a line without a step has: the last or next step's, or the whole run's.
+    adds_to: str = field("", options=("", "last", "next", "run"))
 
     @functools.cached_property
     def texts(self) -> tuple[bytes, ...]:
         return tuple(text.encode() for text in self.has)
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether its fields are settings, which programs log before their steps."""
+        return (
+            self.adds_to == "run" and not {"peak_mib", "peak_gb"} & self.compiled.groupindex.keys()
+        )
 
     @functools.cached_property
     def compiled(self) -> re.Pattern[bytes]:
@@ -123,6 +145,8 @@ class LogFormat:
     like: str = field("")  # format whose fields and remarks it has too
     steps_of: str = field("")  # format of its steps: its own lines add to them
     means: bool = field(False)  # a step time is the mean of the steps since the line before
+    bars: bool = field(False)  # progress bars without names: the one with losses is the run's
+    gbs_in_tokens: bool = field(False)  # its settings name tokens as the global batch size
     slowest: bool = field(False)  # of several lines of a step the slowest counts
     tflops: str = field("")  # which FLOPs the program counts
     # The step time of the window that its authors publish, by which a run with a spike is judged.
@@ -134,33 +158,44 @@ class LogFormat:
     infers: tuple[str, ...] = field((), check=_COLUMNS)  # FIELDS or SETTINGS that are calculated
     inferred: str = field("")  # from what they are
 
-    def find(self, line: StepLine, text: bytes) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Step (from 0; -1: none), number of steps (0: unknown) and fields of each match."""
+    @functools.cached_property
+    def common(self) -> bool:
+        """Whether other programs may log lines as its lines of steps."""
+        return any(line.common for line in self.lines)
+
+    @functools.cached_property
+    def continues(self) -> bool:
+        """Whether fields of a step are in lines after the one that names the step."""
+        return any(line.adds_to == "last" for line in self.lines)
+
+    def find(self, name: str, line: StepLine, text: bytes) -> Iterator["Found"]:
+        """What a line has: each match of its pattern."""
         for match in line.compiled.finditer(text):
             groups = {k: x for k, x in match.groupdict().items() if x is not None}
+            texts = {k: groups.pop(k).decode() for k in _TEXT_FIELDS & groups.keys()}
             total = _count(groups.get("total", b"")) + (line.total_is_last and "total" in groups)
-            step = _count(groups.get("step", b""))
-            fields = self._fields(match[0], groups)
-            if line.first == 1:
-                index = fields.pop("index", -1)
-                step = int(index) if 0 <= index < 1e12 else step - 1
-            yield step, total, fields
+            step = _count(groups["step"]) - line.first if "step" in groups else -1
+            if "epoch" in groups:
+                step, total = step + _count(groups["epoch"]) * total, 0
+            yield Found(name, line, step, total, self._fields(match[0], groups), texts)
 
     def _fields(self, text: bytes, groups: Mapping[str, bytes]) -> dict[str, float]:
         """Fields of a match. A loss that is text and no number is "unreadable"."""
         found: dict[str, float] = {}
-        tokens = [(name, x) for name, x in groups.items() if name not in ("step", "total")]
+        tokens = [(key, x) for key, x in groups.items() if key not in ("step", "total", "epoch")]
         if self.fields:
             labelled = _label_pattern(tuple(self.fields)).findall(text)
             tokens += [(self.fields[label.decode()], token) for label, token in labelled]
-        for name, token in tokens:
-            value = number(token)
-            name, factor = UNITS.get(name, (name, 1.0))
-            if name == "loss" and value is not None and value == number(self.no_loss.encode()):
+        for key, token in tokens:
+            value = _seconds(token) if key == "elapsed" else number(token)
+            key, factor = UNITS.get(key, (key, 1.0))
+            if key == "loss" and value is not None and value == number(self.no_loss.encode()):
                 continue
             if value is not None:
-                found.setdefault(name, value * factor)
-            elif name == "loss":
+                if key in ("step_s", "steps_s") and (rounding := _rounding(token)) > ROUNDED:
+                    found["rounding"] = rounding
+                found.setdefault(key, value * factor)
+            elif key == "loss":
                 found["unreadable"] = 1.0
         if (rate := found.pop("steps_s", 0.0)) > 0:
             found.setdefault("step_s", 1 / rate)
@@ -174,14 +209,16 @@ class LogFormat:
         return names & {*FIELDS, *SETTINGS}
 
 
-class Found(NamedTuple):
-    """What one line of a log has about a step."""
+@dataclasses.dataclass
+class Found:
+    """What one line of a log has."""
 
     name: str  # of the format
     line: StepLine
     step: int  # from 0; -1 if the line has none
     total: int  # number of steps of the run; 0 if the line does not name it
-    fields: dict[str, float]  # by STEP_FIELDS
+    fields: dict[str, float]
+    texts: dict[str, str]
 
 
 @functools.cache
@@ -218,10 +255,30 @@ def number(token: bytes) -> float | None:
     return value if unit in _UNITS else None
 
 
+def _rounding(token: bytes) -> float:
+    """Largest relative error of a number by the digits that its text has."""
+    digits = re.match(rb"[-+]?(\d*)\.?(\d*)", _NEXT_FIGURE.sub(b"", token.replace(b",", b"")))
+    whole = int(digits[1] + digits[2] or b"0") if digits and len(digits[0]) < 40 else 0
+    return 0.5 / whole if whole else 0.0
+
+
+def _seconds(text: bytes) -> float | None:
+    """Seconds of a time as `1:02:03` or `02:03`."""
+    parts = text.split(b":")
+    if not all(part.isdigit() for part in parts):
+        return None
+    return float(sum(int(part) * 60**i for i, part in enumerate(reversed(parts))))
+
+
 def _count(text: bytes) -> int:
     """A whole number, as `12`, `1,200` or a progress bar's `1.20k`; 0 if it is none."""
     value = number(text)
     return round(value) if value is not None and 0 <= value < 1e15 else 0
+
+
+def _shortest(texts: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """The texts without those that contain another one: each search takes time."""
+    return tuple(text for text in texts if not any(x in text for x in texts if x != text))
 
 
 class FormatTable(Mapping[str, LogFormat]):
@@ -233,10 +290,25 @@ class FormatTable(Mapping[str, LogFormat]):
         # A line may have settings of the run besides a step: they do not decide whose it is.
         self._lines = sorted(lines, key=lambda pair: not pair[1].adds_to)
         texts = lambda lines: tuple(dict.fromkeys(text for line in lines for text in line.texts))
-        self.texts = texts(line for _, line in lines)  # each line that is read has one
+        self.head_texts = _shortest(texts(line for _, line in lines))  # of all lines that are read
         self.marks = texts(x for _, x in lines if not (x.adds_to or x.common))  # of lines of steps
         # In a list of names a text is not a step's: NeMo names the metrics that can be monitored.
         self._unlisted = [re.compile(re.escape(x) + rb"(?!['\"] *[,\])}])") for x in self.marks]
+
+    def texts_after(self, seen: Iterable[str]) -> tuple[bytes, ...]:
+        """Texts of which each line that is read behind the settings at the start of a log has one.
+
+        Args:
+          seen: formats of which there are steps. If one of them cannot be mistaken for another,
+            those that can are not looked for.
+        """
+        seen = {*seen}
+        sure = any(not self[name].common for name in seen)
+        lines = [
+            line for name, format in self.items() for line in format.lines
+            if not line.is_setting and (name in seen or not (sure and format.common))
+        ]  # fmt: skip
+        return _shortest(tuple(dict.fromkeys(text for line in lines for text in line.texts)))
 
     def __getitem__(self, name: str) -> LogFormat:
         return self._formats[name]
@@ -255,9 +327,9 @@ class FormatTable(Mapping[str, LogFormat]):
         """What a line of a log has about steps: by the first format that reads steps from it."""
         for name, line in self._lines:
             if any(part in text for part in line.texts):
-                found = [Found(name, line, *x) for x in self[name].find(line, text)]
+                found = [*self[name].find(name, line, text)]
                 yield from found
-                if found and not line.adds_to:
+                if found and line.adds_to in ("", "last"):
                     return
 
 
@@ -310,7 +382,7 @@ def _format(values: Any, known: Mapping[str, LogFormat]) -> LogFormat:
         if not isinstance(line, dict):
             raise UserError(f"lines[{i}]={line!r} must be a table with has and pattern")
         lines.append(build(StepLine, f"lines[{i}]", line))
-        if not lines[i].adds_to and "step" not in lines[i].compiled.groupindex:
+        if not (lines[i].adds_to or {"step", "samples"} & lines[i].compiled.groupindex.keys()):
             raise UserError(f"lines[{i}].pattern={lines[i].pattern!r} has no group (?P<step>...)")
     for key in ("like", "steps_of"):
         if key in values:

@@ -17,8 +17,8 @@ from maxbench.run_logs.record import Origin, RunRecord
 class StepSeries:
     """Steps of one program in one log: step -> field -> value.
 
-    Further fields: time (of day, seconds), unreadable (a loss that is no number), and the others of
-    formats.STEP_FIELDS.
+    Further fields: time (of day, seconds), unreadable (a loss that is no number), rounding (of
+    the step time, relative), and the others of formats.STEP_FIELDS.
     """
 
     means: bool = False  # whether a step time is the mean of the steps since the one before
@@ -31,7 +31,7 @@ class StepSeries:
         for name in ("step_s", "tokens_s", "samples_s", "all_tokens_s"):
             if name in fields and not positive(fields[name]):
                 del fields[name]
-        timed = fields.keys() & {"step_s", "tokens_s", "samples_s", "all_tokens_s"}
+        timed = fields.keys() & {"step_s", "tokens_s", "samples_s", "all_tokens_s", "elapsed"}
         if step < 0 or not timed:
             return False
         self.total_steps = max(self.total_steps, total)
@@ -62,6 +62,8 @@ class StepSeries:
         if unreadable := [step for step, fields in self.steps.items() if "unreadable" in fields]:
             more = f" and in {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
             record.unread.append(f"the loss of step {min(unreadable)}{more} is not a number")
+        if rounding := max((f.get("rounding", 0.0) for f in self.steps.values()), default=0.0):
+            record.inferred.append(f"step times are within {rounding:.0%}: the log rounds them")
         if nan_steps := sum(positive(f.get("nan_steps", 0.0)) for f in self.steps.values()):
             record.inferred.append(f"its log counts {nan_steps:.0f} iterations with a nan loss")
 
@@ -149,9 +151,13 @@ class StepSeries:
             times = {i: work[i] / rate for i, rate in rates.items() if rate}
             if self._add_times(record, times, how):
                 return
-        stamps = [(i, f["time"]) for i, f in sorted(self.steps.items()) if f.get("time")]
+        clock = "elapsed" if self.has("elapsed") else "time"
+        stamps = [(i, f[clock]) for i, f in sorted(self.steps.items()) if f.get(clock)]
+        # A clock of whole seconds has the same time at several steps.
+        stamps = [next(same) for _, same in itertools.groupby(stamps, lambda stamp: stamp[1])]
         times = {b: (t - s) / (b - a) for (a, s), (b, t) in itertools.pairwise(stamps)}
-        if self._add_times(record, times, "from the times of day of its lines"):
+        source = {"elapsed": "elapsed time", "time": "times of day"}[clock]
+        if self._add_times(record, times, f"from the {source} of its lines"):
             first = min(self.steps)
             if first not in record.step_s and len(record.step_s) + 1 == len(self.steps):
                 return

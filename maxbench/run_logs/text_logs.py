@@ -36,6 +36,16 @@ REASON = re.compile(
     re.MULTILINE,
 )
 
+# A line about a step in a format that is none of the table's.
+OTHER_STEPS = re.compile(
+    rb"^(?=[^\r\n]{0,999}\bloss)[^\r\n]{0,200}?\b(?:step|iter|iteration|batch)\w{0,9}\W{0,4}\d",
+    re.MULTILINE | re.IGNORECASE,
+)
+NOT_READ = (
+    "it has no step of a known format: --format_table FILE adds one, a table of its lines "
+    "(docs/reference/log_formats.md)"
+)
+
 
 def is_log_name(name: str) -> bool:
     """Whether a file's name is that of a text log, compressed or not."""
@@ -57,7 +67,7 @@ def read_text_log(path: pathlib.Path, given: Given, named: bool = False) -> RunR
     Raises:
       OSError: the log cannot be read.
     """
-    record = RunRecord(path=path, name=_run_name(path), source="nemo")
+    record = RunRecord(path=path, name=_run_name(path), source="")
     record.started = path.stat().st_mtime
     parser, end = LogParser(record), b""
     try:
@@ -91,7 +101,11 @@ def _run_name(path: pathlib.Path) -> str:
 def _set_status(record: RunRecord, end: bytes) -> None:
     """Sets status and reason from the end of the log."""
     record.status, last = "done", record.last
-    reason = death_reason(b"\n".join(map(strip_prefixes, end.splitlines())))
+    text = b"\n".join(map(strip_prefixes, end.splitlines()))
+    reason = death_reason(text)
+    if not record.source and (not reason or len(OTHER_STEPS.findall(text)) > 1):
+        record.status, record.reason = "skipped", NOT_READ
+        return
     # After the last report there may be steps that complete no interval.
     rest = 0 if reason else record.interval - 1
     if record.total_steps and last + rest >= record.total_steps - 1:
@@ -110,17 +124,20 @@ class LogParser:
         self.record = record
         self.table = table
         self.settings = LogSettings()
-        self.series = {
-            name: StepSeries(means=format.means, slowest=format.slowest)
-            for name, format in table.items()
-        }
+        # Format and, of a progress bar without a name, its number of steps -> its steps.
+        self.series: dict[tuple[str, int], StepSeries] = {}
         self._size = 0  # bytes that were read
+        self._open: dict[str, formats.Found] = {}  # format -> its step whose lines are being read
         self._next: dict[str, dict[str, float]] = {}  # format -> fields of its next step
+        self._has_microbatches = False  # a time in the log is that of one microbatch
         self._programs: dict[str, str] = {}  # format of the steps -> the one that adds to them
 
     def read(self, block: bytes) -> None:
         """Adds the steps, checkpoints and settings in a block, which ends at the end of a line."""
-        for line in lines_with(block, (*self.table.texts, *CHECKPOINTS)).splitlines():
+        texts = self.table.head_texts
+        if self._size >= SEARCHED:
+            texts = self.table.texts_after(name for name, _ in self.series)
+        for line in lines_with(block, (*texts, *CHECKPOINTS)).splitlines():
             self._read_step(line)
         if self._size < SEARCHED:
             for line in lines_with(block[: SEARCHED - self._size], HINTS).splitlines():
@@ -133,13 +150,16 @@ class LogParser:
         text = strip_prefixes(line)
         lines_about_steps = self.table.count(text)
         for found in self.table.find(text):
-            if found.line.adds_to == "run":
-                peak = int(found.fields.get("peak", 0))
-                self.record.peak_bytes = max(self.record.peak_bytes, peak)
-            elif found.line.adds_to == "next":
+            adds_to = found.line.adds_to
+            if adds_to == "run":
+                self._add_settings(found)
+            elif adds_to == "next":
                 steps_of = self.table[found.name].steps_of or found.name
                 self._programs[steps_of] = found.name
                 self._next.setdefault(steps_of, {}).update(found.fields)
+            elif adds_to == "last":
+                if step := self._open.get(found.name):
+                    step.fields = {**found.fields, **step.fields}
             else:
                 lines_about_steps -= self._add_step(found, line)
         if lines_about_steps > 0 and not self._is_validation(text):
@@ -147,12 +167,42 @@ class LogParser:
         for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
             seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
 
+    def _add_settings(self, found: formats.Found) -> None:
+        """Adds what a line has about the whole run."""
+        peak = int(found.fields.pop("peak", 0))
+        self.record.peak_bytes = max(self.record.peak_bytes, peak)
+        for name, value in found.fields.items():
+            if value > 0:
+                self.settings.numbers.setdefault(name, int(value))
+        for name, text in found.texts.items():
+            self.settings.words.setdefault(name, text)
+
     def _add_step(self, found: formats.Found, line: bytes) -> bool:
         """Adds a step; returns whether it has a time or a rate."""
-        fields = {**self._next.pop(found.name, {}), **found.fields}
-        if "step_s" not in fields:
-            fields["time"] = time_of(line)
-        return self.series[found.name].add(found.step, found.total, fields)
+        found.fields = {**self._next.pop(found.name, {}), **found.fields}
+        if "step_s" not in found.fields:
+            found.fields.setdefault("time", time_of(line))
+        if found.name in self._open:
+            self._close(self._open.pop(found.name))
+        if self.table[found.name].continues:
+            self._open[found.name] = found
+            return True
+        return self._close(found)
+
+    def _close(self, found: formats.Found) -> bool:
+        """Adds a step whose lines are complete; returns whether it has a time or a rate."""
+        format, fields, step = self.table[found.name], found.fields, found.step
+        if found.line.first == 1 and 0 <= fields.get("index", -1) < 1e12:
+            step = int(fields["index"])
+        elif step < 0 and (gbs := self.settings.numbers.get("gbs")):
+            step = round(fields.get("samples", 0) / gbs) - 1
+        if fields.pop("microbatch", step + 1) != step + 1:
+            fields.pop("step_s", None)
+            self._has_microbatches = True
+        key = found.name, found.total if format.bars else 0
+        if key not in self.series:
+            self.series[key] = StepSeries(means=format.means, slowest=format.slowest)
+        return self.series[key].add(step, found.total, fields)
 
     @staticmethod
     def _is_validation(text: bytes) -> bool:
@@ -161,11 +211,19 @@ class LogParser:
 
     def finish(self, name: str, given: Given) -> None:
         """Completes the record after the last block, with what the name of the log has too."""
-        record, used = self.record, {n: s for n, s in self.series.items() if s.steps}
+        record = self.record
+        for found in self._open.values():
+            self._close(found)
+        used = self._used()
         series = StepSeries()
         if used:
             record.source = max(used, key=lambda name: len(used[name].steps))
             series = used[record.source]
+        elif self.series:  # lines of steps without a time
+            record.source = next(iter(self.series))[0]
+        format = self.table.get(record.source)
+        if format:
+            self._apply_conventions(format)
         for other in used.values():  # our log has the lines of two programs
             if not (series.means or other.means):
                 for step, fields in other.steps.items():
@@ -175,11 +233,36 @@ class LogParser:
         if tokens := self.settings.numbers.get("tokens"):
             record.tokens = record.tokens or dict.fromkeys(series.steps, tokens)
         complete(record, name, given)
-        format = self.table[record.source]
-        if format.default_dtype and self.settings.is_complete and series.has("mfu"):
+        if format and format.default_dtype and self.settings.is_complete and series.has("mfu"):
             record.learn(Origin.PROGRAM, dtype=format.default_dtype)
         series.fill(record)
         record.source = self._programs.get(record.source, record.source)
+        if self._has_microbatches and not record.step_s:
+            record.unread.append("its times are those of one of the microbatches of a step")
+
+    def _used(self) -> dict[str, StepSeries]:
+        """The steps of each format; those of the run's progress bar, of several without names."""
+        total = self.settings.numbers.get("steps", 0)
+        rank = lambda key: (
+            key[1] == total,
+            self.series[key].has("loss"),
+            len(self.series[key].steps),
+        )
+        keys = sorted((key for key in self.series if self.series[key].steps), key=rank)
+        return {key[0]: self.series[key] for key in keys}
+
+    def _apply_conventions(self, format: formats.LogFormat) -> None:
+        """Changes settings whose names mean something else in a program, and adds what follows."""
+        numbers = self.settings.numbers
+        if format.gbs_in_tokens and "gbs" in numbers:
+            numbers["tokens"] = numbers.pop("gbs")
+        if {"dp", "mbs", "accumulation"} <= numbers.keys():
+            gbs = numbers["dp"] * numbers["mbs"] * numbers["accumulation"]
+            numbers.setdefault("gbs", gbs)
+            gpus = (
+                numbers["dp"] * numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("cp", 1)
+            )
+            numbers.setdefault("gpus", gpus)
 
 
 def lines_with(block: bytes, texts: Iterable[bytes]) -> bytes:

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from maxbench.reporting import compare
+from maxbench.reporting import compare, tables
 from maxbench.run_logs import readers
 
 CASES = pathlib.Path(__file__).with_name("cases")
@@ -36,3 +36,78 @@ def test_maxtext_of_2023_logs_tflops_of_a_device(tmp_path):
     (tmp_path / "train.log").write_text("".join(lines))
     (r,) = readers.read([tmp_path])
     assert (r.source, r.step_s[8], r.tflops[8], r.loss[8]) == ("maxtext", 9.4, 687.1, 2.5)
+
+
+# Case -> format, step time of step 5, loss of step 5, gbs, number of steps of the run.
+OTHERS = {
+    "other_nanotron.log": ("nanotron", 11.5, 10.0, 64, 50),
+    "other_hf_trainer.log": ("hf-trainer", 12.27, 10.0315, 128, 50),
+    "other_olmo.log": ("olmo-core", 12.5, 10.032, 0, 50),
+    "other_litgpt.log": ("litgpt", 0.25041, 10.032, 0, 0),
+    "other_automodel.log": ("automodel", 12.27, 10.0315, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_programs_are_read(name):
+    r, (source, step_s, loss, gbs, steps) = read(name), OTHERS[name]
+    assert (r.source, r.damaged, r.gbs, r.total_steps) == (source, 0, gbs, steps)
+    assert r.step_s[5] == pytest.approx(step_s, rel=1e-5)
+    assert r.loss[5] == loss
+    assert compare.summarize(r, WINDOW).share is None  # none of them names its GPU type
+
+
+def test_rate_of_two_digits_is_named():
+    assert "step times are within 6%: the log rounds them" in read("other_olmo.log").inferred
+
+
+def test_time_of_one_of_several_microbatches_is_no_step_time(tmp_path):
+    (tmp_path / "train.log").write_text(
+        "".join(
+            f"Epoch 1 | iter {4 * i} step {i} | loss train: 2.500, val: n/a | iter time: 250.41 ms "
+            "(step) remaining time: 0:10:12\n"
+            for i in range(1, 9)
+        )
+    )
+    (r,) = readers.read([tmp_path / "train.log"])
+    assert (r.source, r.step_s) == ("litgpt", {})
+    assert r.unread == ["its times are those of one of the microbatches of a step"]
+
+
+def test_evaluation_bars_of_a_trainer_without_a_head_are_no_steps(tmp_path):
+    """Their number of steps may be that of more bars than the run's: the run's have losses."""
+    train = "\r {0}%|█   | {0}/50 [01:10<05:00,  9.40s/it]\n{{'loss': 2.5, 'epoch': 0.1}}\n"
+    evaluation = "".join(f"\r {i}%|█   | {i}/99 [00:01<00:01, 90.00it/s]" for i in range(1, 99))
+    text = "".join(train.format(i) for i in range(1, 9)) + evaluation + "\n{'eval_loss': 2.5}\n"
+    (tmp_path / "train.log").write_text(text)
+    (r,) = readers.read([tmp_path])
+    assert (sorted(r.step_s), r.step_s[5], r.total_steps) == ([*range(8)], 9.4, 50)
+
+
+def test_steps_of_a_second_epoch_follow_those_of_the_first(tmp_path):
+    bar = "\rEpoch {}: 9%|█  | {}/20 [{:02}:{:02}<00:00,  2.00it/s, train_loss=2.5]"
+    clock = [(epoch, i, i // 120, i // 2 % 60) for epoch in (0, 1) for i in range(1, 21)]
+    (tmp_path / "train.log").write_text("".join(bar.format(*x) for x in clock) + "\n")
+    (r,) = readers.read([tmp_path])
+    assert (r.source, r.last, sorted(r.loss)) == ("lightning", 39, [*range(40)])
+    assert {*r.step_s.values()} == {0.5}
+
+
+@pytest.mark.parametrize("end", ["", "ValueError: no such thing\n"])
+def test_log_of_no_known_program_is_not_read(tmp_path, end):
+    """It may have an error and be finished: what its lines mean is unknown."""
+    text = "".join(f"[trainer] step={i} | loss=2.5 | 9.4 sec\n" for i in range(9))
+    (tmp_path / "train.log").write_text(text + end)
+    row = compare.summarize(readers.read([tmp_path / "train.log"])[0], WINDOW)
+    assert (tables.status(row), row.verdict) == ("Not read", "-")
+    assert "--format_table FILE" in row.why
+    assert tables.counts([row]) == {
+        "success_experiments": 0, "failed_experiments": 0, "not_read_experiments": 1,
+        "success_rate": 0,
+    }  # fmt: skip
+
+
+def test_log_that_ends_with_an_error_before_its_first_step_died(tmp_path):
+    (tmp_path / "train.log").write_text("num_layers: 32\nValueError: no such thing\n")
+    row = compare.summarize(readers.read([tmp_path / "train.log"])[0], WINDOW)
+    assert (tables.status(row), row.why) == ("Failed", "ValueError: no such thing")

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from maxbench.reporting import compare, difference
-from maxbench.run_logs import formats, readers
+from maxbench.run_logs import formats, readers, text_logs
 from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
 from maxbench.run_logs.record import Given, RunRecord
 from tools import log_formats_table, log_samples
@@ -21,6 +21,7 @@ from tools.log_samples import GBS, GPUS, LOGS, SEQ, STEP_S
 H100 = compare.ReportOptions(gpu_type="h100")
 NOTHING = Given()
 CASES = pathlib.Path(__file__).parent / "cases"
+WITHOUT_TOTAL = ("deepspeed", "lightning", "axlearn")  # they do not log the number of steps
 INTERVAL = range(9, 50, 10)  # of logs that report every tenth step
 
 
@@ -51,8 +52,9 @@ def test_table_and_samples_have_the_same_programs():
 def test_log_has_what_the_table_says(tmp_path, name):
     format, r = formats.FORMATS[name], read(tmp_path, LOGS[name](range(50), 50))
     assert (r.source, r.status, r.damaged, r.unread) == (name, "done", 0, [])
-    assert sorted(r.step_s) == list(range(50))
-    assert r.step_s[40] == pytest.approx(STEP_S, rel=1e-3)
+    assert sorted(r.step_s) == list(range(name == "lightning", 50))
+    digits = {"lightning": 0.7, "composer": 0.005, "olmo-core": 0.005}  # as the log rounds them
+    assert r.step_s[40] == pytest.approx(STEP_S, abs=digits.get(name, 1e-3))
     known = format.reads() | {*format.dumps, *format.infers}
     found = {
         "loss": r.loss, "grad_norm": r.grad_norm, "tokens_s": r.tokens_s, "tflops": r.tflops,
@@ -161,7 +163,7 @@ def test_means_over_an_interval(tmp_path, name):
     assert row.step["mean"] == pytest.approx(STEP_S, rel=1e-3)
     assert "steps 30 to 49 count: each time in the log is the mean of 10 steps" in row.notes
     row = summary(tmp_path, LOGS[name](range(9, 40, 10), 200))
-    running = name != "deepspeed"  # which does not log the number of steps
+    running = name not in WITHOUT_TOTAL
     assert (row.record.status == "running") == running
     assert row.step["mean"] == pytest.approx(STEP_S, rel=1e-3)
 
@@ -348,7 +350,7 @@ def test_file_that_is_named_itself_is_always_a_run(tmp_path):
     assert (r.source, r.last) == ("neox", 49)
     path.write_text("remember the milk\n")
     (r,) = readers.read([path])
-    assert (r.status, r.reason) == ("died", "no step in the log")
+    assert (r.status, r.reason) == ("skipped", text_logs.NOT_READ)
 
 
 # --- event files and CSV exports ---
