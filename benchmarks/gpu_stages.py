@@ -249,7 +249,7 @@ def gemm(m: int, k: int, n: int, exact: bool | None) -> dict:
 
 def copy(elements: int) -> dict:
     x = jnp.zeros(elements, BF16)
-    return {"gb_per_s": 2 * x.nbytes / timed(jax.jit(lambda x: x + 1), x) / 1e9}
+    return {"gbytes_per_s": 2 * x.nbytes / timed(jax.jit(lambda x: x + 1), x) / 1e9}
 
 
 def layer_gemms(run: Run, exact: bool | None, small: bool) -> dict:

@@ -236,11 +236,13 @@ def test_run_that_does_not_start_raises_its_reason(monkeypatch, tmp_path):
 def test_cluster_options_hold_for_one_plan(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        result, "plan_of", lambda asked: seen.append(result.run_of(asked)[0].gpu.network_gb_per_s)
+        result,
+        "plan_of",
+        lambda asked: seen.append(result.run_of(asked)[0].gpu.network_gbytes_per_s),
     )
-    maxbench.plan("llama31_8b", gpus=8, network_gb_per_s=25)
+    maxbench.plan("llama31_8b", gpus=8, network_gbytes_per_s=25)
     maxbench.plan("llama31_8b", gpus=8)
-    assert seen == [25, GPU_TYPES["h100"].network_gb_per_s]
+    assert seen == [25, GPU_TYPES["h100"].network_gbytes_per_s]
 
 
 def test_sweep_calls_every_combination_and_keeps_errors(monkeypatch, capsys):

@@ -83,7 +83,7 @@ def measured_cases() -> list[Case]:
     cases = []
     for row in measured.rows():
         run = command_line.run_of(row.words)
-        figures = {"network_gb_per_s": row.network_gb_per_s}
+        figures = {"network_gbytes_per_s": row.network_gbytes_per_s}
         hardware = gpu_files.override(run.hardware, row.gpu_type, figures)
         run = resolve.resolve(run.config, hardware, run.device)
         about = (row.work, row.framework, row.software, row.grade, row.use, row.step_s)

@@ -46,8 +46,8 @@ HUBER = 0.1  # log error below which errors count by their square
 DEPENDS = 0.002
 GRID = 9  # points over the whole range, before the minimum is refined
 # Keys of a new GPU type in a file for --hardware.
-GPU_KEYS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gb_per_s", "nvlink_gb_per_s",
-            "nvlink_gpus", "gpus_per_node", "network_gb_per_s")  # fmt: skip
+GPU_KEYS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gbytes_per_s", "nvlink_gbytes_per_s",
+            "nvlink_gpus", "gpus_per_node", "network_gbytes_per_s")  # fmt: skip
 CHIP_KEYS = ("name", "cores", "memory_bytes", "memory_bytes_per_s")
 
 

@@ -150,18 +150,18 @@ def new_gpu(
         return max(rates, default=default)
 
     tflops = lambda t: t.flops / 1e12
-    gigabytes = lambda t: t.compute["memory"] * like.memory_gb_per_s * like.efficiency.memory
+    gigabytes = lambda t: t.compute["memory"] * like.memory_gbytes_per_s * like.efficiency.memory
     # An all-reduce sends its data twice.
     sent = lambda t: 2 * sum(x.bytes for x in t.traffic.values()) / 1e9
     # On a CPU the compiler widens bf16 to fp32, which costs.py models at half the bf16 rate.
     bf16 = max(best_rate("bf16 GEMM", tflops, 0), 2 * best_rate("f32 GEMM", tflops, 0))
-    gb_per_s = best_rate("copy", gigabytes, 0)
+    gbytes_per_s = best_rate("copy", gigabytes, 0)
     chip = dataclasses.replace(
         like.chip,
         name=device,
         cores=cores,
         memory_bytes=memory,
-        memory_bytes_per_s=round(gb_per_s * 1e9),
+        memory_bytes_per_s=round(gbytes_per_s * 1e9),
     )
     return dataclasses.replace(
         like,
@@ -170,11 +170,11 @@ def new_gpu(
         kernels=Kernels(()),
         fp8_tflops=OptionalPeak(best_rate("f8e4m3fn GEMM", tflops, bf16)),
         memory_gb=memory / 1e9,
-        memory_gb_per_s=gb_per_s,
-        nvlink_gb_per_s=2 * best_rate("NVLink", sent, like.nvlink_gb_per_s / 2),
+        memory_gbytes_per_s=gbytes_per_s,
+        nvlink_gbytes_per_s=2 * best_rate("NVLink", sent, like.nvlink_gbytes_per_s / 2),
         nvlink_gpus=node,
         gpus_per_node=node,
-        network_gb_per_s=best_rate("network", sent, like.network_gb_per_s),
+        network_gbytes_per_s=best_rate("network", sent, like.network_gbytes_per_s),
         chip=chip,
     )
 

@@ -113,7 +113,10 @@ def _checked(values: Mapping[str, Any], known: GpuTypes) -> Gpu:
             f"nvlink_gpus={gpu.nvlink_gpus} is not a whole number of nodes of gpus_per_node="
             f"{gpu.gpus_per_node}"
         )
-    for field, twin in (("memory_gb", "memory_bytes"), ("memory_gb_per_s", "memory_bytes_per_s")):
+    for field, twin in (
+        ("memory_gb", "memory_bytes"),
+        ("memory_gbytes_per_s", "memory_bytes_per_s"),
+    ):
         datasheet, driver = getattr(gpu, field), getattr(gpu.chip, twin)
         if not 0.9 < driver / (datasheet * 1e9) < 1.1:
             raise UserError(

@@ -238,7 +238,7 @@ class Cluster(Options, title="cluster"):
         "fraction of memory that stays free, as 0.05", below=GPU_MEMORY_FRACTION
     )
     network: str | None = option("network between NVLink domains", options=tuple(networks()))
-    network_gb_per_s: float | None = option(
+    network_gbytes_per_s: float | None = option(
         "GB/s of each GPU to the network, one direction: 50 for an adapter of 400 Gb/s"
     )
     gpus_per_node: int | None = option("GPUs of a node")

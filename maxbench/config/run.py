@@ -201,7 +201,7 @@ class TrainConfig:
                 saving = [name for name, tensors in REMATS.items() if tensor in tensors]
                 raise UserError(
                     f"train.offload={tensor!r}: train.remat={self.remat!r} does not save it; use "
-                    f"train.remat={' or '.join(saving)}, or offload one of {', '.join(self.saved)}"
+                    f"train.remat={' or '.join(saving)}, or offload {', '.join((*self.saved, 'all'))}"
                 )
 
 

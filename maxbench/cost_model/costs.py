@@ -95,12 +95,12 @@ class Costs:
 
     def memory(self, size: float) -> float:
         """Seconds to move `size` bytes, reads and writes together."""
-        return size / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
+        return size / (self.gpu.memory_gbytes_per_s * 1e9 * self.efficiency.memory)
 
     def offload(self, size: float) -> float:
         """Seconds to copy `size` bytes to or from host memory. The link's efficiency is taken to
         be that of GPU memory."""
-        return size / (self.gpu.host_gb_per_s * 1e9 * self.efficiency.memory)
+        return size / (self.gpu.host_gbytes_per_s * 1e9 * self.efficiency.memory)
 
     def kernel(self, size: float, kind: str) -> float:
         """Seconds of a kernel that moves `size` bytes: memory(), scaled by the measured ratio of
@@ -180,8 +180,8 @@ class Costs:
         n, p = link.members, self.efficiency
         if n == 1:
             return self.memory(sent + received)
-        nvlink = self.gpu.nvlink_gb_per_s / 2 * 1e9 * p.nvlink
-        network = self.gpu.network_gb_per_s * 1e9 * p.network / self._between_pods(kind, link)
+        nvlink = self.gpu.nvlink_gbytes_per_s / 2 * 1e9 * p.nvlink
+        network = self.gpu.network_gbytes_per_s * 1e9 * p.network / self._between_pods(kind, link)
         rate = nvlink if link.domains == 1 else min(nvlink, network * link.inside)
         if kind in ("permute", "all-to-all"):  # point-to-point messages
             latency = PROTOCOLS[-1][1] * p.nvlink_us

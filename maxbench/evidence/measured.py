@@ -30,7 +30,7 @@ class Measured:
     scaling: str  # of precision.scaling
     gpu_type: str
     gpus: int
-    network_gb_per_s: float  # per GPU, one direction
+    network_gbytes_per_s: float  # per GPU, one direction
     pp: int
     dp: int
     fsdp: int

@@ -66,9 +66,9 @@ class Efficiency:
     gemm_fp4: PeakFraction  # of fp4_tflops
     attention_forward: PeakFraction  # of bf16_tflops, with causal FLOPs counted once
     attention_backward: PeakFraction
-    memory: PeakFraction  # of memory_gb_per_s: streaming kernels
-    nvlink: PeakFraction  # of nvlink_gb_per_s / 2: bus bandwidth of a ring collective
-    network: PeakFraction  # of network_gb_per_s
+    memory: PeakFraction  # of memory_gbytes_per_s: streaming kernels
+    nvlink: PeakFraction  # of nvlink_gbytes_per_s / 2: bus bandwidth of a ring collective
+    network: PeakFraction  # of network_gbytes_per_s
     nvlink_us: Microseconds  # per step of a collective with NCCL's Simple protocol
     network_us: Microseconds
     wave_us: Microseconds  # per wave of a GEMM's tiles, outside the loop over k
@@ -85,12 +85,12 @@ class Gpu:
     bf16_tflops: float
     fp8_tflops: OptionalPeak
     memory_gb: float
-    memory_gb_per_s: float
-    nvlink_gb_per_s: float
+    memory_gbytes_per_s: float
+    nvlink_gbytes_per_s: float
     nvlink_gpus: int  # GPUs of an NVLink domain: one node, or several
     gpus_per_node: int
-    network_gb_per_s: float  # per GPU, one direction
-    host_gb_per_s: float  # per GPU, one direction, between GPU and host memory
+    network_gbytes_per_s: float  # per GPU, one direction
+    host_gbytes_per_s: float  # per GPU, one direction, between GPU and host memory
     memory_margin: Fraction  # of the memory that a plan leaves free, in addition to the runtime's
     recipes: str  # GPU type whose rows of the workload tables apply, usually its own
     xla_options: Mapping[str, str]  # that replace those of step/xla_options.py

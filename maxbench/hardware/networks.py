@@ -17,8 +17,8 @@ class Network:
     those switches.
     """
 
-    gb_per_s: float  # GB/s, one direction
-    efficiency: float  # fraction of gb_per_s that large messages reach
+    gbytes_per_s: float  # GB/s, one direction
+    efficiency: float  # fraction of gbytes_per_s that large messages reach
     latency_us: float  # per step of a collective
     pod_gpus: int = 0  # 0 = all
     oversubscription: float = 1.0
@@ -28,7 +28,7 @@ class Network:
         """The same as keys of a GPU type's table."""
         of_efficiency = {"network": self.efficiency, "network_us": self.latency_us}
         return {
-            "network_gb_per_s": self.gb_per_s,
+            "network_gbytes_per_s": self.gbytes_per_s,
             "pod_gpus": self.pod_gpus,
             "oversubscription": self.oversubscription,
             "efficiency": of_efficiency,

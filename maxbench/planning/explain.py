@@ -59,7 +59,7 @@ class Operation:
       bound: what limits it: compute, memory, latency (of kernels or links), link, host, schedule.
       count: runs in a step.
       seconds: of the step, on one GPU's compute stream.
-      tflops, gb_per_s: rates while it runs; 0 where it has no FLOPs or moves no bytes.
+      tflops, gbytes_per_s: rates while it runs; 0 where it has no FLOPs or moves no bytes.
       intensity: FLOPs per byte.
     """
 
@@ -71,7 +71,7 @@ class Operation:
     count: float
     seconds: float
     tflops: float = 0
-    gb_per_s: float = 0
+    gbytes_per_s: float = 0
     intensity: float = 0
 
 
@@ -139,8 +139,8 @@ class Explanation(records.Records):
         shown, others = self.operations[:SHOWN], self.operations[SHOWN:]
         rate = lambda x: f"{x:.0f}" if x else ""
         rows = [
-            [o.name, o.shape, o.source, o.bound, f"{o.count:.0f}", rate(o.tflops), rate(o.gb_per_s),
-             *self._share(o.seconds)]
+            [o.name, o.shape, o.source, o.bound, f"{o.count:.0f}", rate(o.tflops),
+             rate(o.gbytes_per_s), *self._share(o.seconds)]
             for o in shown
         ]  # fmt: skip
         if others:
@@ -200,7 +200,9 @@ class Explanation(records.Records):
             for o in self.operations
             if o.intensity and o.seconds > LEAST * self.step_s
         ]
-        return svg.bars_and_roofline(self.plan.run.name, parts, points, peak, peaks.memory_gb_per_s)
+        return svg.bars_and_roofline(
+            self.plan.run.name, parts, points, peak, peaks.memory_gbytes_per_s
+        )
 
 
 def explain(p: Plan) -> Explanation:
@@ -238,7 +240,7 @@ def _merged(rows: Iterable[Operation]) -> tuple[Operation, ...]:
                 count=sum(o.count for o in same),
                 seconds=total,
                 tflops=mean("tflops"),
-                gb_per_s=mean("gb_per_s"),
+                gbytes_per_s=mean("gbytes_per_s"),
             )
         )
     return tuple(sorted(merged, key=lambda o: -o.seconds))
@@ -302,8 +304,8 @@ class _Explainer:
         shape, bound, flops, size = self.shape_and_bound(t, t.op)
         rate = t.count / t.seconds
         return Operation(
-            name, t.kind, shape, source, bound, t.count, t.seconds,
-            tflops=flops * rate / 1e12, gb_per_s=size * rate / 1e9, intensity=flops / max(size, 1),
+            name, t.kind, shape, source, bound, t.count, t.seconds, tflops=flops * rate / 1e12,
+            gbytes_per_s=size * rate / 1e9, intensity=flops / max(size, 1),
         )  # fmt: skip
 
     def exposed(self, t: OpTime, op: hlo.Op, traffic: simulate.CollectiveStats) -> Exposed:

@@ -181,8 +181,9 @@ def with_cluster(run: Run, asked: Cluster) -> Run:
     values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(Cluster)}
     figures = {name: value for name, value in values.items() if value is not None}
     hardware = gpu_files.override(run.hardware, run.layout.gpu_type, figures)
-    rate = hardware[run.layout.gpu_type].network_gb_per_s
+    rate = hardware[run.layout.gpu_type].network_gbytes_per_s
     if rate > FASTEST_NETWORK:
-        text = f"network_gb_per_s={rate:g} is {8 * rate:,.0f} Gb/s for each GPU, more than any has"
-        print(f"maxbench plan: note: {text}; an adapter of 400 Gb/s has 50", file=sys.stderr)
+        text = f"network_gbytes_per_s={rate:g} is {8 * rate:,.0f} Gb/s for each GPU"
+        hint = "more than any has; an adapter of 400 Gb/s has 50"
+        print(f"maxbench plan: note: {text}, {hint}", file=sys.stderr)
     return resolve.resolve(run.config, hardware, run.device)

@@ -193,7 +193,7 @@ def bars_and_roofline(
     parts: Mapping[str, Mapping[str, float]],
     points: Sequence[tuple[float, float, float, str]],
     peak_tflops: float,
-    memory_gb_per_s: float,
+    memory_gbytes_per_s: float,
 ) -> str:
     """A stacked bar per pass of a step, and a roofline of its operations.
 
@@ -201,7 +201,7 @@ def bars_and_roofline(
       parts: pass -> part -> seconds.
       points: FLOPs per byte, TFLOP/s, seconds of the step and label of each operation; the area of
         its square is proportional to the seconds.
-      peak_tflops, memory_gb_per_s: the roofs.
+      peak_tflops, memory_gbytes_per_s: the roofs.
     """
     total = sum(sum(x.values()) for x in parts.values())
     names = list(dict.fromkeys(name for x in parts.values() for name in x))
@@ -221,14 +221,14 @@ def bars_and_roofline(
     below = TOP + len(parts) * ROW + 10
     keys, key_texts = legend([(color[name], name[:48]) for name in names], below)
     top = below + 22 * math.ceil(len(names) / 3) + 40
-    roof, roof_texts = _roofline(points, peak_tflops, memory_gb_per_s, top, total)
+    roof, roof_texts = _roofline(points, peak_tflops, memory_gbytes_per_s, top, total)
     return svg(WIDTH, top + HEIGHT + 60, shapes + keys + roof, texts + key_texts + roof_texts)
 
 
 def _roofline(
     points: Sequence[tuple[float, float, float, str]],
     peak_tflops: float,
-    memory_gb_per_s: float,
+    memory_gbytes_per_s: float,
     top: float,
     total: float,
 ) -> tuple[list[Shape], list[Text]]:
@@ -247,11 +247,11 @@ def _roofline(
         v = low_y * 10.0**e
         shapes.append(Shape(f"M{LEFT} {y(v):.1f}H{WIDTH - 60}", kind="line"))
         texts.append(Text(LEFT - 8, y(v) + 4, f"{v:g}", "end"))
-    ridge = peak_tflops * 1e3 / memory_gb_per_s  # FLOPs per byte
-    start = max(low_x, low_y * 1e3 / memory_gb_per_s)
-    roof = f"M{x(start):.1f} {y(start * memory_gb_per_s / 1e3):.1f}"
+    ridge = peak_tflops * 1e3 / memory_gbytes_per_s  # FLOPs per byte
+    start = max(low_x, low_y * 1e3 / memory_gbytes_per_s)
+    roof = f"M{x(start):.1f} {y(start * memory_gbytes_per_s / 1e3):.1f}"
     roof += f"L{x(ridge):.1f} {y(peak_tflops):.1f}"
-    label = f"{memory_gb_per_s:g} GB/s, {peak_tflops:g} TFLOP/s"
+    label = f"{memory_gbytes_per_s:g} GB/s, {peak_tflops:g} TFLOP/s"
     shapes.append(Shape(f"{roof}H{WIDTH - 60}", GREY, label, "curve"))
     for intensity, rate, seconds, label in points:
         half = 2 + 40 * math.sqrt(seconds / total)

@@ -39,7 +39,7 @@ class ProcessFacts:
     gpus: list[dict[str, str]]  # SMI_PROPERTIES of each GPU of the node
     node: NodeFacts | None  # from the first process of each node
     gemm_tflops: list[float]  # of each device
-    all_reduce_gb_per_s: float  # bus bandwidth of an all-reduce over all devices
+    all_reduce_gbytes_per_s: float  # bus bandwidth of an all-reduce over all devices
     transports: dict[str, int]  # NCCL transport -> channels
 
 
@@ -77,7 +77,7 @@ def _this_process(nccl_log: str, output_dir: str) -> ProcessFacts:
         gpus=gpus_of_node(),
         node=node_health.facts_once_per_node(output_dir),
         gemm_tflops=stragglers.gemm_tflops(),
-        all_reduce_gb_per_s=all_reduce_gb_per_s(),
+        all_reduce_gbytes_per_s=all_reduce_gbytes_per_s(),
         transports={},
     )
     # Read last: the all-reduce makes NCCL choose its transports.
@@ -99,7 +99,7 @@ def gpus_of_node() -> list[dict[str, str]]:
     ]
 
 
-def all_reduce_gb_per_s() -> float:
+def all_reduce_gbytes_per_s() -> float:
     """Bus bandwidth of an all-reduce over all n devices, GB/s; 0 for a single device.
 
     As nccl-tests defines it: 2 (n - 1) / n x bytes / seconds.
@@ -231,13 +231,13 @@ def table(run: Run, processes: Sequence[ProcessFacts]) -> str:
         return f"{peak * TYPICAL_FRACTION[name]:.0f} to {peak:.0f} {unit}" if on_gpu else "unknown"
 
     one_domain = len(hosts) * gpu.gpus_per_node <= gpu.nvlink_gpus
-    bus_gb_per_s = (
-        gpu.nvlink_gb_per_s / 2 if one_domain else gpu.network_gb_per_s * gpu.gpus_per_node
+    bus_gbytes_per_s = (
+        gpu.nvlink_gbytes_per_s / 2 if one_domain else gpu.network_gbytes_per_s * gpu.gpus_per_node
     )
     rows.append(f"gemm, expected: {typical('gemm', gpu.bf16_tflops, 'TFLOP/s bf16')}")
     rows.append(
-        f"all-reduce over all devices: {processes[0].all_reduce_gb_per_s:.2f} GB/s bus bandwidth; "
-        f"expected: {typical('all-reduce', bus_gb_per_s, 'GB/s')}"
+        f"all-reduce over all devices: {processes[0].all_reduce_gbytes_per_s:.2f} GB/s bus "
+        f"bandwidth; expected: {typical('all-reduce', bus_gbytes_per_s, 'GB/s')}"
     )
     channels: collections.Counter[str] = collections.Counter()
     for process in processes:

@@ -166,9 +166,9 @@ def _judge_node(node: NodeFacts, gpu: Gpu, node_count: int) -> Iterator[Finding]
         yield Finding(verdict, "imex", text)
     if multi_node:
         up = [gbit for state, gbit in node.ports.values() if state == "ACTIVE"]
-        gb_per_s, expected = sum(up) / 8, gpu.network_gb_per_s * gpu.gpus_per_node
-        text = f"{len(up)} of {len(node.ports)} ports up, {gb_per_s:g} of {expected:g} GB/s"
-        yield Finding("pass" if gb_per_s >= expected else "warn", "network", text)
+        gbytes_per_s, expected = sum(up) / 8, gpu.network_gbytes_per_s * gpu.gpus_per_node
+        text = f"{len(up)} of {len(node.ports)} ports up, {gbytes_per_s:g} of {expected:g} GB/s"
+        yield Finding("pass" if gbytes_per_s >= expected else "warn", "network", text)
     if node.governors:
         fast = node.governors == ["performance"]
         yield Finding("pass" if fast else "warn", "governor", ", ".join(node.governors))

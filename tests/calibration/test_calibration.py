@@ -55,7 +55,9 @@ def test_every_kind_is_measured(measured):
 
 
 def test_fit_recovers_the_constants_of_simulated_times(measured):
-    rates = dict(bf16_tflops=0.5, memory_gb_per_s=5, nvlink_gb_per_s=4, network_gb_per_s=0.5)
+    rates = dict(
+        bf16_tflops=0.5, memory_gbytes_per_s=5, nvlink_gbytes_per_s=4, network_gbytes_per_s=0.5
+    )
     slow = dataclasses.replace(GPU_TYPES["h100"], nvlink_gpus=2, gpus_per_node=2, **rates)
     true = dataclasses.replace(slow.efficiency, **TRUE)
     seconds = lambda m: from_device.observation(m, slow).predict(true)

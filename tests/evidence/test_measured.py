@@ -19,7 +19,7 @@ def test_rows_describe_runs_that_can_be_planned():
 
 def test_rows_have_grades_sources_and_plausible_speeds():
     rows = measured.rows()
-    assert len({(tuple(r.words), r.network_gb_per_s, r.software) for r in rows}) == len(rows)
+    assert len({(tuple(r.words), r.network_gbytes_per_s, r.software) for r in rows}) == len(rows)
     for row in rows:
         assert row.grade in measured.GRADES
         assert row.use in measured.USES

@@ -89,10 +89,11 @@ def test_report_uses_the_types_of_its_hardware_file(hardware_file):
 
 
 def test_gpu_types_are_immutable_and_hashable():
-    slower = gpu_files.override(GPU_TYPES, "h100", {"network_gb_per_s": 25})
-    assert (slower["h100"].network_gb_per_s, GPU_TYPES["h100"].network_gb_per_s) == (25, 50)
+    slower = gpu_files.override(GPU_TYPES, "h100", {"network_gbytes_per_s": 25})
+    assert (slower["h100"].network_gbytes_per_s, GPU_TYPES["h100"].network_gbytes_per_s) == (25, 50)
     assert (
-        len({GPU_TYPES, slower, gpu_files.override(slower, "h100", {"network_gb_per_s": 50})}) == 2
+        len({GPU_TYPES, slower, gpu_files.override(slower, "h100", {"network_gbytes_per_s": 50})})
+        == 2
     )
     with pytest.raises(TypeError):
         GPU_TYPES["h100"] = slower["h100"]
@@ -149,16 +150,16 @@ def test_type_of_a_file_has_no_names_but_its_own(tmp_path):
 def test_network_of_a_file_sets_what_the_table_leaves_open(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
-        '[h300]\nlike = "h100"\nnetwork = "ib400rails"\nnetwork_gb_per_s = 40\n'
+        '[h300]\nlike = "h100"\nnetwork = "ib400rails"\nnetwork_gbytes_per_s = 40\n'
         "[h300.efficiency]\nnetwork_us = 9\n"
     )
     gpu, rails = gpu_files.read(path)["h300"], networks()["ib400rails"]
-    assert (gpu.network_gb_per_s, gpu.efficiency.network_us) == (40, 9)
+    assert (gpu.network_gbytes_per_s, gpu.efficiency.network_us) == (40, 9)
     assert gpu.efficiency.network == rails.efficiency
     assert (gpu.pod_gpus, gpu.oversubscription) == (rails.pod_gpus, rails.oversubscription)
     assert gpu.efficiency.memory == GPU_TYPES["h100"].efficiency.memory
     for name in networks():  # each is a valid GPU type
-        assert gpu_files.override(GPU_TYPES, "a100", {"network": name})["a100"].network_gb_per_s
+        assert gpu_files.override(GPU_TYPES, "a100", {"network": name})["a100"].network_gbytes_per_s
 
 
 def test_links_between_pods_slow_down_what_crosses_them():
@@ -239,12 +240,12 @@ BAD_FILES = {
     ),
     "size": (LIKE + 'kernels = [["plain", 0, 1.0]]', ["kernels=['plain', 0, 1.0] must be as"]),
     "negative": (
-        LIKE + "network_gb_per_s = -50",
-        ["network_gb_per_s=-50 must be a finite number, above 0"],
+        LIKE + "network_gbytes_per_s = -50",
+        ["network_gbytes_per_s=-50 must be a finite number, above 0"],
     ),
     "nan": (
-        LIKE + "network_gb_per_s = nan",
-        ["network_gb_per_s=nan must be a finite number, above 0"],
+        LIKE + "network_gbytes_per_s = nan",
+        ["network_gbytes_per_s=nan must be a finite number, above 0"],
     ),
     "fraction": (
         LIKE + "[h300.efficiency]\nmemory = 1.2",

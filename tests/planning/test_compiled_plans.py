@@ -133,7 +133,7 @@ sys.exit(entry.run('plan', {[*LLAMA2_70B.split(), '--json']}))"
 
 def test_another_cluster_runs_the_same_program():
     plan = planned(LLAMA2_70B)
-    cluster = "--network_gb_per_s 5 --memory_margin 0.2 --gpus_per_node 8 --nvlink_gpus 8"
+    cluster = "--network_gbytes_per_s 5 --memory_margin 0.2 --gpus_per_node 8 --nvlink_gpus 8"
     other = planned(f"{LLAMA2_70B} {cluster} --tokens 1e12")
     assert other["compile"]["cached"]
     capacity = plan["memory"]["capacity"] * 0.74 / 0.94

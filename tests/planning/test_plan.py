@@ -106,4 +106,4 @@ def test_policies_are_ordered_by_the_size_of_their_stash():
 def test_chips_match_the_datasheets():
     for gpu in GPU_TYPES.values():
         assert gpu.chip.memory_bytes == pytest.approx(gpu.memory_gb * 1e9, rel=0.08)
-        assert gpu.chip.memory_bytes_per_s == pytest.approx(gpu.memory_gb_per_s * 1e9, rel=0.02)
+        assert gpu.chip.memory_bytes_per_s == pytest.approx(gpu.memory_gbytes_per_s * 1e9, rel=0.02)

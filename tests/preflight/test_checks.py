@@ -19,7 +19,7 @@ FACTS = checks.ProcessFacts(
     gpus=[GPU] * 4,
     node=None,
     gemm_tflops=[750.0] * 4,
-    all_reduce_gb_per_s=360.0,
+    all_reduce_gbytes_per_s=360.0,
     transports={"P2P": 1},
 )
 
