@@ -12,7 +12,7 @@ from absl import flags
 from maxbench.config import gpu_files, ineffective, options, precedence, recipes, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.options import FLAGS, SETTINGS, Options, RunOptions
-from maxbench.config.run import Run
+from maxbench.config.run import LayoutConfig, Run, RunConfig
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 Command = TypeVar("Command", bound=Options)
@@ -84,6 +84,38 @@ def words_of(asked: RunOptions) -> list[str]:
         else:
             words += [f"--{name}", str(value)]
     return words
+
+
+def words_for(run: Run, asked: RunOptions) -> list[str]:
+    """Words of a command line that describe a run by its axes, without --gpus: what options give,
+    and the settings in which the run differs from it."""
+    of_run = {**RunOptions.flags(), **options.Cluster.flags()}
+    by_row = {"gpus", "strong_scaling", *LayoutConfig.__dataclass_fields__} - {"gpu_type"}
+    given = {n: x for n, x in asked.changed().items() if n in of_run and n not in by_row}
+    settings = dict(asked.settings or {})
+    base = precedence.build_config(
+        recipes.load_workload(asked.config),
+        flags={name: value for name, value in given.items() if name in FLAGS},
+        overrides={path: x for path, x in settings.items() if not path.startswith("layout.")},
+        gpu_types=gpu_types(asked.hardware),
+    )
+    flag_of = {path: name for name, path in FLAGS.items()}
+    for path, value in _settings_of(run.config).items():
+        if value != _settings_of(base)[path]:
+            text = "auto" if value is None else str(value)
+            (given if path in flag_of else settings)[flag_of.get(path, path)] = text
+        elif path.startswith("layout."):
+            settings.pop(path, None)
+    return words_of(type(asked)(**given, settings=settings))
+
+
+def _settings_of(config: RunConfig) -> dict[str, Any]:
+    """The settings that a row or a search determines: 'section.field' -> value."""
+    sections = {name: vars(getattr(config, name)) for name in ("layout", "train", "precision")}
+    each = {
+        f"{name}.{field}": x for name, fields in sections.items() for field, x in fields.items()
+    }
+    return {"model.layers": config.model.layers, **each}
 
 
 def resolve_run(asked: RunOptions, row: precedence.RowKey | None = None) -> Run:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class PlanResult(records.Records):
       budget: of budget.budget(), or empty.
       curves: of scaling.scaling(), or empty.
       explanation: of the best plan, or None.
+      flags: of the best plan of a search: `maxbench plan FLAGS` plans it; '' otherwise.
     """
 
     run: Run
@@ -44,6 +46,7 @@ class PlanResult(records.Records):
     budget: Mapping[str, float] = dataclasses.field(default_factory=dict)
     curves: Mapping[str, scaling.Points] = dataclasses.field(default_factory=dict)
     explanation: explain.Explanation | None = None
+    flags: str = ""
 
     @property
     def best(self) -> Plan:
@@ -53,9 +56,10 @@ class PlanResult(records.Records):
     @functools.cached_property
     def figures(self) -> dict[str, Any]:
         """The best plan as plain data; seconds and bytes unless a name has another unit."""
-        more = {"sensitivity_s": self.sensitivity, "budget": self.budget}
+        more: dict[str, Any] = {"sensitivity_s": self.sensitivity, "budget": self.budget}
         more |= {"scaling": scaling.figures(dict(self.curves))}
         more |= {"explain": self.explanation.data() if self.explanation else {}}
+        more |= {"flags": self.flags}
         return planner.figures(self.best) | {k: v for k, v in more.items() if v}
 
     def data(self) -> dict | list[dict]:
@@ -66,6 +70,7 @@ class PlanResult(records.Records):
 
     def __str__(self) -> str:
         parts = [plan_text.format_ranking(self.plans, self.run)] if self.searched else []
+        parts += [f"flags of the first: {self.flags}"] if self.flags else []
         parts.append(plan_text.format_plan(self.best, self._budget_lines()))
         if self.explanation:
             parts.append(str(self.explanation))
@@ -82,7 +87,7 @@ class PlanResult(records.Records):
         gib = [(name, f"{size / GIB:.2f}") for name, size in memory.items()]
         shares = [(text, f"{s:.3f}", f"{s / p.step_s:.1%}") for text, s in step.items() if s]
         text = [plan_text.title(p.run), p.run.layout.describe(), *plan_text.headline(p, f)]
-        text += self._budget_lines()
+        text += self._budget_lines() + ([f"flags: {self.flags}"] if self.flags else [])
         forms = {"layout": "", "remat": "", "step_s": ".3f", "mfu_full": ".1%", "spare_gib": ".1f"}
         rows = [[format(x[name], form) for name, form in forms.items()] for x in self.records()]
         heads = ("a step with", *(f"x {factor:g}" for factor in planner.FACTORS))
@@ -139,6 +144,9 @@ def plan_of(asked: PlanOptions) -> PlanResult:
     else:
         plans = [planner.best_remat(run) if asked.best_remat else planner.plan(run)]
     result = PlanResult(run, plans, bool(candidates), {})
+    if candidates or asked.best_remat:
+        words = command_line.words_for(result.best.run, asked)
+        result = dataclasses.replace(result, flags=shlex.join(words))
     if asked.explain:
         result = dataclasses.replace(result, explanation=result.explain())
     if asked.sensitivity:

@@ -194,6 +194,22 @@ def rank_layouts(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
     return [option for _, option in sorted(best.values(), key=first)]
 
 
+def with_other_microbatches(run: Run) -> list[Run]:
+    """The run's mesh with other microbatch sizes, each with the remat policy that should fit, where
+    the estimate is within its error of the run's (SPREAD); fastest first."""
+    found, slowest = [], estimate_step_s(run) / (1 - SPREAD)
+    for mbs in powers(MAX_MBS):
+        if mbs == run.layout.mbs:
+            continue
+        with contextlib.suppress(UserError):  # an illegal layout
+            other = resolve.changed(run, layout={"mbs": mbs})
+            spare = memory.capacity(run.gpu) - estimate_bytes(other)
+            fitting = remat.least_recomputed(other, spare), remat.offloaded(other, spare)
+            found.append(min(filter(None, fitting), key=estimate_step_s, default=None))
+    ranked = sorted(filter(None, found), key=estimate_step_s)
+    return [other for other in ranked if estimate_step_s(other) < slowest]
+
+
 def shortlist(run: Run, count: int) -> list[Run]:
     """The run, and the `count` fastest other layouts on as many GPUs, by the estimates."""
     ranked = rank_layouts(run, run.layout.gpus)
@@ -272,7 +288,8 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
     A candidate that does not fit once compiled is followed by the policy with the largest stash
     that is smaller by the missing bytes. `given` is planned as it is. Compiled programs take longer
     than estimated, by about the same factor (SPREAD): a candidate that would be slower than the
-    fastest plan so far by it is not compiled.
+    fastest plan so far by it is not compiled. Last, the mesh of the fastest plan is compiled with
+    other microbatch sizes, which the estimate does not tell apart.
 
     Args:
       seconds: after which compilation ends, but that of `given`, if a plan fits by then.
@@ -293,7 +310,10 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
     plans: list[Plan] = []
     waiting = collections.deque(enumerate(candidates, 1))
     running: list[tuple[int, Run, subprocess.Popen | None]] = []
-    name = lambda i, run: f"{i}/{len(candidates)}  {run.layout.describe()}; {run.remat_summary}"
+    numbered = len(candidates)
+    tried: list[Run] = []
+    varied: list[dict[str, int]] = []  # meshes that were compiled with other microbatch sizes
+    name = lambda i, run: f"{i}/{numbered}  {run.layout.describe()}; {run.remat_summary}"
     expected = lambda run: estimate_step_s(run) * _compiled_over_estimated(plans)
     skip = lambda i, run, why: log(f"{name(i, run)}: {why}, about {expected(run):.3f} s")
     too_late = f"not compiled in {seconds:.0f} s"
@@ -302,10 +322,11 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
             late = time.monotonic() > end and _fastest(plans) < math.inf
             while waiting and (late or len(running) < at_a_time):
                 i, run = waiting.popleft()
-                slower = expected(run) * (1 - SPREAD) > _fastest(plans)
+                slower = i <= len(candidates) and expected(run) * (1 - SPREAD) > _fastest(plans)
                 if run != given and (slower or late):
                     skip(i, run, "not compiled" if slower else too_late)
                 else:
+                    tried.append(run)
                     running.append((i, run, _start(run)))
             for i, run, process in [*running]:
                 compiles = process and process.poll() is None
@@ -332,6 +353,12 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                         waiting.appendleft((i, less[0]))
                 best = _fastest(plans)
                 log(f"{known}; fastest so far {best:.3f} s" if best < math.inf else known)
+            winner = None if waiting or running or late else _winner(plans)
+            if winner and winner.run.layout.mesh_shape not in varied:
+                varied.append(winner.run.layout.mesh_shape)
+                others = [x for x in with_other_microbatches(winner.run) if x not in tried]
+                waiting.extend(enumerate(others, numbered + 1))
+                numbered += len(others)
             time.sleep(POLL_S if running else 0)
     finally:
         for _, _, process in running:
@@ -339,8 +366,13 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
     return plans
 
 
+def _winner(plans: Sequence[Plan]) -> Plan | None:
+    return min((p for p in plans if p.fits), key=lambda p: p.step_s, default=None)
+
+
 def _fastest(plans: Sequence[Plan]) -> float:
-    return min((p.step_s for p in plans if p.fits), default=math.inf)
+    winner = _winner(plans)
+    return winner.step_s if winner else math.inf
 
 
 def _compiled_over_estimated(plans: Sequence[Plan]) -> float:

@@ -127,6 +127,7 @@ def test_a_search_goes_on_after_a_candidate_that_fails(monkeypatch, capsys):
     monkeypatch.setattr(search, "plan", plan_of)
     monkeypatch.setattr(search, "_start", lambda run: None)
     monkeypatch.setattr(search.compile_cache, "load", lambda run: object())
+    monkeypatch.setattr(search, "with_other_microbatches", lambda run: [])
     assert search.search([other, run], run) == [plan]
     assert re.search(r"1/2 .*: fails: no kernel", capsys.readouterr().err)
 
@@ -282,3 +283,59 @@ def test_the_hint_of_a_model_that_fits_no_layout_is_of_the_same_batch_per_gpu():
     hinted = run_of(f"llama31_405b.py {str(e.value).partition('GPUs: ')[2]}")
     assert (hinted.layout.gpus, hinted.layout.gbs) == (128, 64)
     assert not search.why_it_cannot_fit(hinted)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "llama31_8b --gpus 8 --search",
+        "llama31_8b --gpus 8 --dtype fp8 --search --network ib200",  # a row with its scaling
+        "llama2_70b --gpus 100 --config.train.remat=full --config.layout.mbs=1",  # no row
+        "llama31_405b --gpus 128 --dtype fp8 --layers 62 --search",  # a row of fewer layers
+        "mixtral_8x7b --gpus 128 --gpu_type b300 --config.optim.lr=1e-3",
+    ],
+)
+def test_flags_of_a_plan_describe_its_run(arguments):
+    asked = command_line.read(options.Plan, f"maxbench --config {arguments}".split())
+    given, found = result.run_of(asked)
+    for run in [given, *(found or search.shortlist(given, 8))]:
+        words = command_line.words_for(run, asked)
+        again = command_line.read(options.Plan, ["maxbench", *words])
+        assert "--gpus" not in words
+        assert result.run_of(again) == (run, [])
+
+
+def test_a_search_compiles_the_winning_mesh_with_other_microbatches(monkeypatch, capsys):
+    """Of which one is faster than arithmetic says."""
+    compiled = []
+
+    def plan(run):
+        compiled.append(run)
+        slower = {1: 1.3 if run.layout.fsdp > 1 else 1.1, 4: 1.0}.get(run.layout.mbs, 1.1)
+        step_s = search.estimate_step_s(run) * slower
+        memory = types.SimpleNamespace(spare=GIB)
+        return types.SimpleNamespace(run=run, step_s=step_s, fits=True, memory=memory)
+
+    monkeypatch.setattr(search, "plan", plan)
+    monkeypatch.setattr(search, "_start", lambda run: None)
+    monkeypatch.setattr(search.compile_cache, "load", lambda run: run)
+    given = run_of("llama31_8b.py --layers 8 --fsdp 8 --gbs 64 --mbs 1")
+    best = run_of("llama31_8b.py --layers 8 --dp 8 --gbs 64 --mbs 8 --config.train.remat=none")
+    plans = search.search([best, given], given)
+    assert plans[-1].run in compiled
+    others = [run for run in compiled if run.layout.mesh_shape == best.layout.mesh_shape]
+    assert {run.layout.mbs for run in others} == {1, 2, 4, 8}
+    assert min(plans, key=lambda p: p.step_s).run.layout.mbs == 4
+    assert len(compiled) == len({*compiled}) == 5
+    assert "5/5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mbs", "others"), [(8, {1, 2, 4}), (4, {1, 2, 8})])
+def test_other_microbatches_of_a_mesh_are_those_within_the_error_of_the_estimate(mbs, others):
+    run = run_of("llama31_8b.py --layers 8 --dp 8 --gbs 64 --config.train.remat=none")
+    run = resolve.changed(run, layout={"mbs": mbs})
+    found = search.with_other_microbatches(run)
+    assert {x.layout.mbs for x in found} == others
+    assert all(x.layout.mesh_shape == run.layout.mesh_shape for x in found)
+    slowest = search.estimate_step_s(run) / (1 - search.SPREAD)
+    assert all(search.estimate_step_s(x) < slowest for x in found)

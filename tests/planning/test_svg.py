@@ -1,14 +1,19 @@
 """Live buffers and the drawings of a plan, against figures by hand."""
 
+import collections
+import csv
+import itertools
+import pathlib
 import re
 import xml.etree.ElementTree
 
 import pytest
 
 from maxbench.config.run import AXES
-from maxbench.cost_model import buffer_liveness, hlo
+from maxbench.cost_model import buffer_liveness, hlo, memory
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.meaning import Meaning
+from maxbench.cost_model.memory import Memory
 from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import build_schedule
@@ -96,21 +101,47 @@ def test_the_shaded_part_of_a_schedule_is_its_bubble(pp, vp, micro):
         assert "ticks left out" in picture
 
 
-@pytest.mark.exhaustive
-def test_scaling_starts_from_the_plan(tmp_path, monkeypatch):
+def test_scaling_has_the_plan_and_estimates_of_its_axes(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SIZES", [1, 8, 16, 4096, 65536])
     monkeypatch.setattr(scaling, "SEARCHED", 16)
     run = resolve("llama31_8b", gpus=8)
     timeline = Timeline(seconds=2 * search.estimate_step_s(run))
-    plan = Plan(run, None, None, timeline, None, {}, cached=True)
+    needed = search.estimate_bytes(run) + memory.activation_bytes(run)
+    sizes = Memory(needed + memory.GIB, 0, 0, 0, 0, capacity=memory.capacity(run.gpu))
+    plan = Plan(run, None, sizes, timeline, None, {}, cached=True)
     found = scaling.scaling(plan)
-    best, seconds = found["weak"][8]
-    assert seconds == pytest.approx(2 * search.estimate_step_s(best))
-    assert seconds <= plan.step_s
-    assert [*found["weak"]] == [8, 16, 4096, 65536]
-    assert "no layout is legal and fits on 1 GPUs\n" in scaling.table(found)
-    assert found["weak"][65536][0].layout.gbs == 128 * 65536 // 8
-    assert max(found["strong"]) < 65536  # 128 sequences are too few for so many
-    assert {r.layout.gbs for r, _ in found["strong"].values()} == {128}
+    for curve in found.values():
+        assert curve[8] == (run, plan.step_s, scaling.COMPILED)
+    own = lambda run: (run.layout.pp, run.layout.vp, run.layout.ep, run.layout.cp, run.layout.tp)
+    for point in found["weak"].values():
+        assert own(point.run) == own(run)
+        assert point.run.train.remat == run.train.remat
+        assert point.step_s == pytest.approx(2 * search.estimate_step_s(point.run))
+    # 32,768 do not divide the dims of weights: the optimizer would not be sharded.
+    assert [*found["weak"]] == [8, 16, 4096]
+    assert found["weak"][4096].run.layout.gbs == 128 * 4096 // 8
+    assert max(found["strong"]) < 4096  # 128 sequences are too few for so many
+    assert {point.run.layout.gbs for point in found["strong"].values()} == {128}
+    text = scaling.table(found)
+    assert "no layout is legal and fits on 1, 65536 GPUs\n" in text
+    assert text.count(f"{plan.step_s:.3f}") >= 2
     scaling.draw(plan, found, tmp_path / "x.svg")
     xml.etree.ElementTree.fromstring((tmp_path / "x.svg").read_text())
+
+
+def test_the_error_of_scaling_is_that_of_compiled_programs():
+    """Of pairs of rows of docs/plan.csv with the same axes but dp and fsdp."""
+    ratios = collections.defaultdict(list)
+    with pathlib.Path("docs/plan.csv").open(newline="") as f:
+        for line in (line for line in csv.DictReader(f) if line["step_s"]):
+            row = {name: line[name] for name in ("gpu_type", "dtype")}
+            strong = line["scaling"] == "strong"
+            run = resolve(line["workload"], gpus=int(line["gpus"]), strong_scaling=strong, **row)
+            a = run.layout
+            axes = (a.pp, a.ep, a.cp, a.tp, a.fsdp > 1)
+            ratio = float(line["step_s"]) / search.estimate_step_s(run)
+            ratios[line["workload"], *row.values(), run.model.layers, axes].append(ratio)
+    pairs = [pair for found in ratios.values() for pair in itertools.permutations(found, 2)]
+    within = sum(abs(one / other - 1) <= scaling.ERROR for one, other in pairs)
+    assert len(pairs) > 400
+    assert 0.9 <= within / len(pairs) < 0.95
