@@ -23,6 +23,7 @@ class Cause(NamedTuple):
     rank: int  # number of its row in deaths.toml
     line: str  # of the log, at most LENGTH characters
     remedy: str
+    state: str = "FAILED"  # of the job, in Slurm's words
 
 
 NONE = Cause(1 << 30, "", "")
@@ -34,6 +35,7 @@ class Row:
 
     pattern: re.Pattern[bytes]
     remedy: str
+    state: str = "FAILED"
     outside: bool = False
     general: bool = False
 
@@ -68,7 +70,7 @@ def cause(text: bytes, certain: bool = False) -> Cause | None:
             return None
         for match in row.pattern.finditer(text if row.outside else before):
             if not (row.general and special.search(_line(text, match))):
-                return Cause(rank, _shown(text, match), row.remedy)
+                return Cause(rank, _shown(text, match), row.remedy, row.state)
     return None
 
 
