@@ -86,6 +86,26 @@ ENDS = {
     "deepspeed": [("[INFO] [launch.py:367:main] Process 4711 exits successfully.", "done", "")],
     "levanter": [("INFO:levanter.trainer:Reached end of training data loader", "done", "")],
 }  # fmt: skip
+ENDS |= {
+    "lightning": ENDS["nemo"],
+    "composer": [("2026-01-05 10:00:00: rank0[77][MainThread]: INFO: llmfoundry.train: Done.",
+                  "done", "")],
+    "olmo-core": [("2026-01-05 host:0 olmo_core.train.trainer:764 INFO Training complete", "done",
+                   ""),
+                  ("WARNING Run canceled from all ranks. Reason: max time reached", "stopped",
+                   "stopped")],
+    "hf-trainer": [("{'train_runtime': 188.2, 'train_steps_per_second': 0.1, 'epoch': 1.0}",
+                    "done", "")],
+    "litgpt": [("| - Training Time : 188.20 s", "done", "")],
+    "axlearn": [("axlearn trainer process  0 step       20] Reached max_step=20. Stopping", "done",
+                 "")],
+    "mlperf": [(':::MLLOG {"key": "run_stop", "value": null, "metadata": {"status": "success"}}',
+                "done", "ended at its target loss"),
+               (':::MLLOG {"key": "run_stop", "value": null, "metadata": {"status": "aborted"}}',
+                "stopped", "stopped before its target loss")],
+    # They end after their last step, without a word.
+    "nanotron": [], "automodel": [], "nanogpt": [],
+}  # fmt: skip
 LIKE_MEGATRON = ("megatron-bridge", "megatron-deepspeed", "primus")
 ENDS |= {name: ENDS["megatron"] for name in LIKE_MEGATRON}
 
