@@ -7,6 +7,7 @@ import re
 import tomllib
 from typing import Any, NamedTuple
 
+from maxbench.run_logs import log_files
 from maxbench.run_logs.line_prefixes import strip_prefixes
 
 LENGTH = 160  # characters of a line that are shown
@@ -14,7 +15,7 @@ TRACE = 1200  # bytes before an exception without a message in which its source 
 _SOURCE = re.compile(rb'File "([^"\n]{1,300})", line (\d{1,7})[^\n]*\n((?: *[^\n]+)?)')
 # Where the message of a line begins: an exception, Slurm's "error: ", what follows a log's header.
 _MESSAGE = re.compile(rb"(?<![\w.])[\w.]+(?:Error|Exception): |(?<![\w.])error: |(?<=\] )\S")
-_WITHOUT_MESSAGE = re.compile(rb"[\w.]+\s*\Z")
+_WITHOUT_MESSAGE = re.compile(r"[\w.]+Error")
 
 
 class Cause(NamedTuple):
@@ -41,16 +42,32 @@ class Row:
 
 
 def _pattern(lines: list[str]) -> re.Pattern[bytes]:
-    return re.compile("|".join(f"(?:{line})" for line in lines).encode(), re.MULTILINE)
+    return re.compile("|".join(f"(?:{line})" for line in lines).encode())
+
+
+class Table(NamedTuple):
+    """deaths.toml."""
+
+    rows: tuple[Row, ...]
+    hints: tuple[bytes, ...]
+    survived: re.Pattern[bytes]
+    special: re.Pattern[bytes]  # of all rows but general ones
+    outside: re.Pattern[bytes]  # of all rows with decisions from outside
 
 
 @functools.cache
-def _table() -> tuple[tuple[Row, ...], re.Pattern[bytes], re.Pattern[bytes]]:
-    """The rows, the pattern of lines that are no cause, and that of all rows but general ones."""
+def table() -> Table:
+    """The table of causes."""
     data: dict[str, Any] = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
     rows = tuple(Row(_pattern(row.pop("texts")), **row) for row in data["cause"])
-    special = b"|".join(b"(?:%b)" % row.pattern.pattern for row in rows if not row.general)
-    return rows, _pattern(data["survived"]), re.compile(special, re.MULTILINE)
+    any_of = lambda rows: re.compile(b"|".join(b"(?:%b)" % row.pattern.pattern for row in rows))
+    return Table(
+        rows,
+        tuple(hint.encode() for hint in data["hints"]),
+        _pattern(data["survived"]),
+        special=any_of(row for row in rows if not row.general),
+        outside=any_of(row for row in rows if row.outside),
+    )
 
 
 def cause(text: bytes, certain: bool = False) -> Cause | None:
@@ -60,43 +77,37 @@ def cause(text: bytes, certain: bool = False) -> Cause | None:
       text: lines, with the prefixes of launchers.
       certain: leaves out the general rows and those below, which a run may survive.
     """
-    rows, survived, special = _table()
-    lines = map(strip_prefixes, text.splitlines())
-    text = b"\n".join(line for line in lines if not survived.search(line))
-    decisions = [m.start() for row in rows if row.outside and (m := row.pattern.search(text))]
-    before = text[: min(decisions, default=len(text))]
-    for rank, row in enumerate(rows):
+    text, known = text.replace(b"\r", b"\n"), table()
+    spans = log_files.lines_with(text.lower(), known.hints)
+    lines = [(start, strip_prefixes(text[start:end])) for start, end in spans]
+    lines = [(start, line) for start, line in lines if not known.survived.search(line)]
+    decision = next((i for i, (_, x) in enumerate(lines) if known.outside.search(x)), len(lines))
+    for rank, row in enumerate(known.rows):
         if row.general and certain:
             return None
-        for match in row.pattern.finditer(text if row.outside else before):
-            if not (row.general and special.search(_line(text, match))):
-                return Cause(rank, _shown(text, match), row.remedy, row.state)
+        for start, line in lines if row.outside else lines[:decision]:
+            match = row.pattern.search(line)
+            if match and not (row.general and known.special.search(line)):
+                shown = _with_source(_shown(line, match), text[:start])
+                return Cause(rank, shown, row.remedy, row.state)
     return None
 
 
-def _line(text: bytes, match: re.Match[bytes]) -> bytes:
-    """The whole line of a match."""
-    return text[text.rfind(b"\n", 0, match.start()) + 1 : _end(text, match)]
-
-
-def _end(text: bytes, match: re.Match[bytes]) -> int:
-    end = text.find(b"\n", match.end())
-    return len(text) if end < 0 else end
-
-
-def _shown(text: bytes, match: re.Match[bytes]) -> str:
-    """The line of a match, without what stands before the message.
-
-    An exception without a message has the line of its source.
-    """
-    line = _line(text, match)
-    at = match.start() - (_end(text, match) - len(line))
-    starts = [m.start() for m in _MESSAGE.finditer(line[: at + len(match[0])]) if m.start() <= at]
-    start = starts[0] if starts else 0
-    found = line[at if at - start > LENGTH // 2 else start :].strip()
-    if _WITHOUT_MESSAGE.fullmatch(found) and b"Error" in found:
-        sources = [*_SOURCE.finditer(text, max(0, match.start() - TRACE), match.start())]
-        if sources:
-            path, number, code = sources[-1].groups()
-            found += b": %b (%b:%b)" % (code.strip(), path.rpartition(b"/")[2], number)
+def _shown(line: bytes, match: re.Match[bytes]) -> str:
+    """A line without what stands before its message, at most LENGTH characters with its match."""
+    starts = [m.start() for m in _MESSAGE.finditer(line, 0, match.end())]
+    start = next((start for start in starts if start <= match.start()), 0)
+    found = line[match.start() if match.start() - start > LENGTH // 2 else start :]
     return re.sub(r"\s+", " ", found.decode("utf-8", "replace"))[:LENGTH].strip()
+
+
+def _with_source(shown: str, before: bytes) -> str:
+    """An exception without a message, with the line of its source from the trace before it."""
+    if not _WITHOUT_MESSAGE.fullmatch(shown):
+        return shown
+    trace = b"\n".join(map(strip_prefixes, before[-TRACE:].splitlines()))
+    found = _SOURCE.findall(trace)
+    if not found:
+        return shown
+    path, number, code = (part.decode("utf-8", "replace") for part in found[-1])
+    return f"{shown}: {code.strip()} ({path.rpartition('/')[2]}:{number})"[:LENGTH]

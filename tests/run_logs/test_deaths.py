@@ -1,15 +1,17 @@
 """Causes of death: endings of public logs, and the order of causes."""
 
 import pathlib
+import re
+import time
 import tomllib
 
 import pytest
 
-from maxbench.run_logs import deaths
+from maxbench.run_logs import deaths, formats
 
 FOLDER = pathlib.Path(__file__).parent
 ENDINGS = tomllib.loads((FOLDER / "endings.toml").read_text())["ending"]
-ROWS = tomllib.loads(pathlib.Path(deaths.__file__).with_suffix(".toml").read_text())["cause"]
+TABLE = tomllib.loads(pathlib.Path(deaths.__file__).with_suffix(".toml").read_text())
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=[ending["source"] for ending in ENDINGS])
@@ -22,7 +24,34 @@ def test_cause_is_named_and_not_the_last_wrapper(ending):
 
 def test_every_row_has_an_ending():
     found = {deaths.cause(ending["text"].encode()).rank for ending in ENDINGS}
-    assert found == {*range(len(ROWS))}
+    assert found == {*range(len(TABLE["cause"]))}
+
+
+def test_every_text_has_a_hint():
+    """A row whose texts have none would never be found."""
+    for row in TABLE["cause"]:
+        for text in row["texts"]:
+            plain = re.sub(r"\[(\w)\w\]", r"\1", text).lower()
+            assert any(hint in plain for hint in TABLE["hints"]) or "f\\d" in plain, text
+
+
+NOISE = {
+    "lines": b"[NeMo I 2026-01-01 12:00:00] a | 1/2, iteration time 3.4 s loss 2.3\n",
+    "newlines": b"\n",
+    "a word": b"a",
+    "errors": b"error: ",
+    "ends": b"Process 1 exits successfully. exits with return code\n",
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_quarter_of_a_megabyte_takes_a_moment(name):
+    text = NOISE[name] * ((1 << 18) // len(NOISE[name]))
+    began = time.process_time()
+    deaths.cause(text)
+    for source in formats.FORMATS:
+        formats.FORMATS.end_of(source, text)
+    assert time.process_time() - began < 3
 
 
 LINES = {
