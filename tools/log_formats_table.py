@@ -56,6 +56,11 @@ that have a step of the window, leaves out the one with the start of the program
 | gbs changes from 128 to 256 at step 7 | the batch or the sequence length is not constant |
 | MFU 44.1% is torchtitan's | the program's MFU differs from ours by more than 3 %, with the peak that it is by |
 | TFLOPS/GPU 528.1 is Megatron-Bridge's, causal attention | the program's figure differs from ours by more than 1.5 %; the convention is the one of ours that agrees |
+| ended at 50 as asked | a line by which the program ends, as Megatron's with `--exit-interval`: errors behind it do not count |
+| DIED with a reason | the cause after the last step, by the ranks of [deaths.toml](../../maxbench/run_logs/deaths.toml): what starts a chain of failures counts before what reports one, a launcher's line last; of a full GPU, a lost node and the like also around the last three steps |
+| the log has 2 runs one after another | a process is at an earlier step again: the last run counts, with its own settings; a run that goes on from its checkpoint is one run |
+| its log is in 16 files | names that differ in the number of a process, from 0 on (`rank0.log`, `log.worker-1.out`), torchrun's folders (the last attempt), `x.err` with `x.out` or `x.log` |
+| the same steps are in slurm-77.out | a log, an event file or an export with the times and losses of another log |
 | damaged lines about steps | lines that have the text of a step's line and no step that can be read |
 
 ## TensorBoard and CSV exports

@@ -13,7 +13,8 @@ from maxbench.config.errors import UserError, escape_control
 from maxbench.host import environment
 from maxbench.launch import hosts, kubectl, node, submission
 from maxbench.launch.submission import Submission
-from maxbench.run_logs.record import parse_json
+from maxbench.run_logs import deaths, log_files, run_folder
+from maxbench.run_logs.record import RunRecord
 
 
 class Row(NamedTuple):
@@ -29,7 +30,7 @@ class Row(NamedTuple):
 
 HEADS = Row("job", "state", "step", "s/step", "run", "why")
 LOGGED_STEP = re.compile(rb"completed step: (\d+), seconds: (\d+\.\d+)")
-TAIL = 1 << 14  # bytes read from the end of metrics.jsonl: about 30 steps
+TAIL = 1 << 14  # bytes read from the end of a log
 
 
 def folders(roots: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
@@ -71,8 +72,9 @@ def table(run_folders: Sequence[pathlib.Path]) -> list[Row]:
 
 def row_of(folder: pathlib.Path, job: str, of_scheduler: tuple[str, str]) -> Row:
     """A start of a job, from (state, reason) of its scheduler and from the files in its folder."""
-    step, seconds = progress(folder)
-    state, reason = ended(folder)
+    run = run_folder.read_state(folder)
+    step, seconds = progress(run)
+    state, reason = ended(run)
     if of_scheduler[0] == "CANCELLED" and reason == "stopped by SIGTERM":  # by the deletion
         reason = ""
     elif of_scheduler[0] == "CANCELLED" and state in submission.ENDED:  # deleted after its end
@@ -120,38 +122,27 @@ def refresh(run_folders: Sequence[pathlib.Path]) -> list[pathlib.Path]:
     return _newest_first({*run_folders, *(f for parent in remote for f in _job_folders(parent))})
 
 
-def progress(folder: pathlib.Path) -> tuple[str, str]:
+def progress(run: RunRecord) -> tuple[str, str]:
     """The last step, and the median time of the last steps in seconds."""
-    with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        lines = [parse_json(line) for line in file.read().splitlines()]
-        steps = [x for x in lines if isinstance(x.get("step"), int)]
-        seconds = [x["step_s"] for x in steps if isinstance(x.get("step_s"), float)]
-        if steps:
-            return str(steps[-1]["step"]), f"{statistics.median(seconds):.3f}" if seconds else "-"
-    return _progress_in_log(folder / "node-0.log")
-
-
-def _progress_in_log(log: pathlib.Path) -> tuple[str, str]:
-    """As progress(), from the output of the first node: of a run whose files are elsewhere."""
-    with contextlib.suppress(OSError), open(log, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        if steps := LOGGED_STEP.findall(file.read()):
+    if run.step_s:
+        return str(run.last), f"{statistics.median(run.step_s.values()):.3f}"
+    # From the output of the first node: of a run whose files are elsewhere.
+    with contextlib.suppress(OSError):
+        if steps := LOGGED_STEP.findall(log_files.tail(run.path / "node-0.log", TAIL)):
             return steps[-1][0].decode(), f"{statistics.median(float(s) for _, s in steps):.3f}"
     return "-", "-"
 
 
-def ended(folder: pathlib.Path) -> tuple[str, str]:
-    """State from the files of a job, and the reason if it failed."""
-    end, result = (
-        submission.read_json(folder / "exit.json"),
-        submission.read_json(folder / "result.json"),
-    )
-    if not end:
-        return ("STARTED" if result or (folder / "job.json").exists() else "SUBMITTED"), ""
-    if end.get("code") == 0:
+def ended(run: RunRecord) -> tuple[str, str]:
+    """State of a job by the files of its run, as the report reads them, and why it ended so."""
+    end = submission.read_json(run.path / "exit.json")
+    if not (end or run.step_s or any((run.path / name).exists() for name in run_folder.MARKERS)):
+        return "SUBMITTED", ""
+    if end.get("code") == 0 or run.status == "done":
         return "COMPLETED", ""
     if end.get("state") in submission.ENDED or end.get("reason") == node.CLOSED:
         return str(end.get("state", "FAILED")), str(end.get("reason", ""))
-    why = result.get("reason") or end.get("reason") or f"exit code {end.get('code')}"
-    return "FAILED", str(why)
+    if run.status in ("running", "skipped"):
+        return "STARTED", run.reason
+    cause = deaths.cause(run.reason.encode())
+    return cause.state if cause else "FAILED", run.reason

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from maxbench.config.errors import UserError
 from maxbench.launch import job_status, submission
 from maxbench.launch.submission import Submission
+from maxbench.run_logs import run_folder
 
 
 def changes(
@@ -49,7 +50,7 @@ def _row(
     """
     if not (known or folder or last):
         raise UserError(f"job {job} is not known to Slurm, and has no run folder")
-    has_ended = folder and job_status.ended(folder)[0] in submission.ENDED
+    has_ended = folder and job_status.ended(run_folder.read_state(folder))[0] in submission.ENDED
     if last and not (known and known[0]) and not has_ended:
         known = (last.state, last.why)
     if folder:

@@ -322,6 +322,7 @@ def _check_loss_and_status(summary: RunSummary) -> None:
         summary.why = "still running" if r.status == "running" else r.reason
     if r.damaged > 0:
         summary.notes.append(f"damaged lines about steps: {r.damaged}")
+    summary.notes += filter(None, [r.remedy])
     summary.notes += r.unread
     if not_finite := [i for i, x in r.grad_norm.items() if not math.isfinite(x)]:
         more = f" and in {len(not_finite) - 1} more steps" if len(not_finite) > 1 else ""
@@ -331,7 +332,8 @@ def _check_loss_and_status(summary: RunSummary) -> None:
     summary.notes += gaps(r.step_s)
     summary.notes += [*_changes("gbs", r.batches), *_changes("seq", r.seqs)]
     if r.status == "done" and 0 <= r.last < r.total_steps - 1:
-        summary.notes.append(f"the log ends at step {r.last}, the run at {r.total_steps - 1}")
+        ended = f"the log ends at step {r.last}, the run at {r.total_steps - 1}"
+        summary.notes.append(r.reason or ended)
 
 
 def _changes(name: str, values: Mapping[int, int]) -> list[str]:

@@ -166,12 +166,13 @@ def money(summary: RunSummary, options: ReportOptions) -> list[str]:
 
 
 def counts(rows: Sequence[RunSummary]) -> dict[str, int]:
-    """Counts of runs by status, and the percentage that succeeded."""
+    """Counts of runs by status, and the percentage of those not running that succeeded."""
     found = collections.Counter(map(status, rows))
     good, bad = found.pop("Success", 0), found.pop("Failed", 0)
     by_status = {"success_experiments": good, "failed_experiments": bad}
     by_status |= {f"{name.lower().replace(' ', '_')}_experiments": n for name, n in found.items()}
-    return by_status | {"success_rate": round(100 * good / max(1, good + bad))}
+    ended = good + bad + found["Not read"]
+    return by_status | {"success_rate": round(100 * good / max(1, ended))}
 
 
 def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[str, list[str]]]:

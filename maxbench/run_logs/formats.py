@@ -12,7 +12,7 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.number_formats import DTYPES
@@ -133,6 +133,45 @@ class StepLine:
         return re.compile(self.pattern.encode())
 
 
+def _is_end(text: str) -> bool:
+    """Whether a text is a regular expression."""
+    try:
+        re.compile(text.encode())
+    except re.error:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndLine:
+    """A line by which a program says that it ends by itself.
+
+    The sentence, with the groups of the pattern, says when; it is '' after the last step. A program
+    that was stopped has not done what it was asked for.
+    """
+
+    pattern: str = field(check=(_is_end, "a regular expression"))
+    sentence: str = field("")
+    stopped: bool = field(False)
+    launcher: bool = field(False)  # of a launcher: it ends other programs too
+
+    def find(self, text: bytes) -> "Ending | None":
+        """The line in a text, None if it is not there."""
+        match = re.search(self.pattern.encode(), text)
+        if not match:
+            return None
+        words = [group.decode("utf-8", "replace") for group in match.groups(b"")]
+        return Ending(self.sentence.format(*words), self.stopped, match.end())
+
+
+class Ending(NamedTuple):
+    """The line by which a program ended."""
+
+    sentence: str
+    stopped: bool
+    place: int  # behind the line, in its text
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogFormat:
     """The lines in which one program logs its steps."""
@@ -140,6 +179,7 @@ class LogFormat:
     program: str = field(check=(bool, "the program's name"))
     source: str = field("")  # repository and file that write the lines
     lines: tuple[StepLine, ...] = ()
+    ends: tuple[EndLine, ...] = ()  # the first one that is there counts
     # Label in a line -> its field.
     fields: Mapping[str, str] = field(check=_LABELS)
     like: str = field("")  # format whose fields and remarks it has too
@@ -294,6 +334,7 @@ class FormatTable(Mapping[str, LogFormat]):
         self.marks = texts(x for _, x in lines if not (x.adds_to or x.common))  # of lines of steps
         # In a list of names a text is not a step's: NeMo names the metrics that can be monitored.
         self._unlisted = [re.compile(re.escape(x) + rb"(?!['\"] *[,\])}])") for x in self.marks]
+        self._launchers = [end for format in self.values() for end in format.ends if end.launcher]
 
     def texts_after(self, seen: Iterable[str]) -> tuple[bytes, ...]:
         """Texts of which each line that is read behind the settings at the start of a log has one.
@@ -331,6 +372,11 @@ class FormatTable(Mapping[str, LogFormat]):
                 yield from found
                 if found and line.adds_to in ("", "last"):
                     return
+
+    def end_of(self, name: str, text: bytes) -> Ending | None:
+        """The line by which a program of a format ends in a text; None if there is none."""
+        ends = (*(self[name].ends if name in self else ()), *self._launchers)
+        return next(filter(None, (end.find(text) for end in ends)), None)
 
 
 def read(path: str | os.PathLike, known: "FormatTable") -> "FormatTable":
@@ -384,10 +430,16 @@ def _format(values: Any, known: Mapping[str, LogFormat]) -> LogFormat:
         lines.append(build(StepLine, f"lines[{i}]", line))
         if not (lines[i].adds_to or {"step", "samples"} & lines[i].compiled.groupindex.keys()):
             raise UserError(f"lines[{i}].pattern={lines[i].pattern!r} has no group (?P<step>...)")
+    ends = values.get("ends", [])
+    if not (isinstance(ends, list) and all(isinstance(end, dict) for end in ends)):
+        raise UserError(f"ends={ends!r} must be tables with a pattern")
     for key in ("like", "steps_of"):
         if key in values:
             check_choice(key, values[key], known)
-    own = parse_fields(LogFormat, {key: x for key, x in values.items() if key != "lines"})
+    own = {key: x for key, x in values.items() if key not in ("lines", "ends")}
+    own = parse_fields(LogFormat, own)
+    if ends:
+        own["ends"] = tuple(build(EndLine, f"ends[{i}]", end) for i, end in enumerate(ends))
     like = vars(known[own["like"]]) if "like" in own else {"fields": {}}
     own["fields"] = {**like["fields"], **own.get("fields", {})}
     required(LogFormat, own, "the table")

@@ -19,6 +19,11 @@ PREFIX = re.compile(
     """,
     re.VERBOSE,
 )
+# The rank, or the pod, in the first prefix of a line.
+RANK = re.compile(
+    rb"[ ]*(\d{1,7}):[ ]|\[(?:default|rank|[a-z]{1,20}-)(\d{1,7})\]:|\[\d{1,7},(\d{1,7})\]<std"
+    rb"|\[pod/([^\]\s]{1,300})\]"
+)
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 # Keys of a message in a JSON record: Google Cloud, Docker, fluentd.
 MESSAGES = ("textPayload", "message", "log", "msg")
@@ -35,6 +40,12 @@ def strip_prefixes(line: bytes) -> bytes:
             break
         line = line[match.end() :]
     return line
+
+
+def rank_of(line: bytes) -> bytes:
+    """The rank, or the pod, whose line a launcher says that it is; b'' if it does not."""
+    match = RANK.match(line)
+    return next(filter(None, match.groups()), b"") if match else b""
 
 
 def _message(line: bytes) -> bytes:

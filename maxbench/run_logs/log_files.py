@@ -1,7 +1,6 @@
 """Files of any size, compression and encoding, read in blocks that end at the end of a line."""
 
 import codecs
-import functools
 import os
 import pathlib
 import re
@@ -53,9 +52,28 @@ def log_blocks(path: pathlib.Path) -> Iterator[bytes]:
         yield ANSI.sub(b"", block) if b"\x1b" in block or b"^[[" in block else block
 
 
-def tail(data: Iterable[bytes], size: int) -> bytes:
-    """The last `size` bytes of blocks."""
-    return functools.reduce(lambda end, block: (end + block)[-size:], data, b"")
+def lines_with(block: bytes, texts: Iterable[bytes]) -> list[tuple[int, int]]:
+    """Begin and end of each line of a block that contains one of several texts."""
+    spans = set()
+    for text in texts:
+        at = block.find(text)
+        while at >= 0:
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
+            spans.add((block.rfind(b"\n", 0, at) + 1, end))
+            at = block.find(text, end)
+    return sorted(spans)
+
+
+def tail(path: pathlib.Path, size: int) -> bytes:
+    """The last `size` bytes of a file as it is.
+
+    Raises:
+      OSError: as blocks().
+    """
+    with open(path, "rb", opener=_open_regular) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read(size)
 
 
 def _read(path: pathlib.Path, size: int) -> Iterator[bytes]:

@@ -7,9 +7,12 @@ The programs print their configuration in many shapes (`num_layers ....... 32`, 
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 
 from maxbench.config import recipes
 from maxbench.hardware.gpus import GpuTypes
+from maxbench.run_logs import log_files
+from maxbench.run_logs.line_prefixes import strip_prefixes
 from maxbench.run_logs.record import Origin, RunRecord
 
 SEARCHED = 4 << 20  # bytes at the start of a log that are searched: programs dump settings there
@@ -98,6 +101,18 @@ class LogSettings:
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
     words: dict[str, str] = dataclasses.field(default_factory=dict)
     devices: list[str] = dataclasses.field(default_factory=list)  # names, without repetitions
+
+    def read_lines(self, text: bytes, marks: Iterable[bytes]) -> None:
+        """Adds the settings that lines of a log name, but for those of steps: with a mark."""
+        for start, end in log_files.lines_with(text, HINTS):
+            for line in text[start:end].splitlines():
+                if not any(mark in line for mark in marks):
+                    self.read(strip_prefixes(line))
+
+    def or_else(self, others: "LogSettings") -> "LogSettings":
+        """These settings, and of others those that are unknown here."""
+        numbers, words = others.numbers | self.numbers, others.words | self.words
+        return LogSettings(numbers, words, self.devices or others.devices)
 
     def read(self, line: bytes) -> None:
         """Adds the settings that a line of a log names."""

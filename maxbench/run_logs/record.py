@@ -13,7 +13,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import Run
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
-from maxbench.run_logs import formats
+from maxbench.run_logs import deaths, formats
 
 
 class Origin(enum.StrEnum):
@@ -96,7 +96,8 @@ class RunRecord:
     # maxbench, a name in formats.FORMATS, tensorboard or wandb; '' = could not be read
     source: str
     status: str = _at("status")  # done | stopped | failed | died | running | skipped
-    reason: str = _at("reason")
+    reason: str = _at("reason")  # of the status: of a death, or when a run ended as asked
+    remedy: str = ""  # of a death
     model: str = _at("run.model.name")
     size: str = _at("run.model.size")
     dtype: str = _at("run.precision.dtype")
@@ -162,6 +163,10 @@ class RunRecord:
     def last(self) -> int:
         """The last logged step; -1 before the first."""
         return max(self.step_s, default=-1)
+
+    def die(self, cause: deaths.Cause) -> None:
+        """Sets the status and the reason of a death."""
+        self.status, self.reason, self.remedy = "died", cause.line, cause.remedy
 
     def may_be_running(self, *files: pathlib.Path) -> bool:
         """Whether one of the run's files was written within 15 minutes, or ten reports."""

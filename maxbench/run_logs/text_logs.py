@@ -4,13 +4,14 @@ formats.FORMATS is the table of the programs. Any bytes are accepted: incomplete
 numbers are left out, and counted.
 """
 
+import collections
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from maxbench.run_logs import formats, log_files
-from maxbench.run_logs.line_prefixes import strip_prefixes, time_of
-from maxbench.run_logs.log_settings import HINTS, SEARCHED, LogSettings
+from maxbench.run_logs import deaths, formats, log_files
+from maxbench.run_logs.line_prefixes import rank_of, strip_prefixes, time_of
+from maxbench.run_logs.log_settings import SEARCHED, LogSettings
 from maxbench.run_logs.record import Given, Origin, RunRecord
 from maxbench.run_logs.step_series import StepSeries, positive
 from maxbench.run_logs.workload_name import complete
@@ -21,21 +22,17 @@ RUN_NAME = re.compile(  # in the names of logs of runs
     r"pretrain|nemo|maxtext|megatron|torchtitan|neox|deepspeed|levanter|log-"
 )
 JOB_MARK = b"] maxbench: JOB_ID="  # line of launch/slurm.sh
-ENDING = 1 << 18  # bytes at the end of a log that are searched for the reason of a death
+BETWEEN = (
+    1 << 20
+)  # bytes of the text after a step that are kept: a program prints its settings there
+ENDING = 1 << 18  # bytes at the end of a text that are searched for the cause of a death
+LAST = 3  # steps whose texts are kept: another process may print its error before them
+DUMP = 4  # settings in a text by which it is the start of a program
 # Text in every line of a checkpoint: searching for it first is faster.
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]{0,300}Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
-REASON = re.compile(
-    rb"F\d{4} \d\d:\d\d:[^\]\r\n]{0,80}\] [^\r\n]*|"  # absl's fatal error
-    rb"DUE TO TIME LIMIT|DUE TO NODE FAILURE|NODE FAILURE|CANCELLED AT [^*\r\n]*|"
-    rb"[oO]ut of memory[^\r\n]*|RESOURCE_EXHAUSTED[^\r\n]*|oom-kill[^\r\n]*|"
-    rb"Watchdog caught[^\r\n]*|Segmentation fault|Bus error|"
-    rb"(?:^|(?<=[\r\n :]))[A-Za-z_.]*(?:Error|Exception): [^\r\n]*|error: [^\r\n]*",
-    re.MULTILINE,
-)
-
 # A line about a step in a format that is none of the table's.
 OTHER_STEPS = re.compile(
     rb"^(?=[^\r\n]{0,999}\bloss)[^\r\n]{0,200}?\b(?:step|iter|iteration|batch)\w{0,9}\W{0,4}\d",
@@ -54,36 +51,43 @@ def is_log_name(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
-def read_text_log(path: pathlib.Path, given: Given, named: bool = False) -> RunRecord | None:
-    """Reads a run from a text log.
+def read_text_log(
+    paths: Sequence[pathlib.Path], given: Given, named: bool = False
+) -> RunRecord | None:
+    """Reads a run from its text log, which may be in several files: of its processes.
 
     Args:
-      named: whether the user named the file itself: then it is a run whatever it contains.
+      named: whether the user named a file itself: then it is a run whatever it contains.
 
     Returns:
       None if the log has no step and its name is not that of a run; or if a job of maxbench wrote
       it: such a log repeats the last lines of a run that has a folder.
 
     Raises:
-      OSError: the log cannot be read.
+      OSError: a file cannot be read.
     """
-    record = RunRecord(path=path, name=_run_name(path), source="")
-    record.started = path.stat().st_mtime
-    parser, end = LogParser(record), b""
-    try:
-        for block in log_files.log_blocks(path):
-            if JOB_MARK in block:
-                return None
-            parser.read(block)
-            end = (end + block)[-ENDING:]
-    except log_files.DamagedFile as e:
-        record.unread.append(str(e.strerror))
-    parser.finish(f"{path.parent}/{path.name}", given)
-    if not (record.step_s or record.unread or named or RUN_NAME.search(path.name)):
+    record = RunRecord(path=paths[0], name=_run_name(paths[0]), source="")
+    record.started = max(path.stat().st_mtime for path in paths)
+    parser = LogParser(record)
+    for path in paths:
+        parser.next_file()
+        try:
+            for block in log_files.log_blocks(path):
+                if JOB_MARK in block:
+                    return None
+                parser.read(block)
+        except OSError as e:
+            if len(paths) == 1 and not isinstance(e, log_files.DamagedFile):
+                raise
+            record.unread.append(str(e.strerror))
+    parser.finish(f"{paths[0].parent}/{paths[0].name}", given)
+    if not (record.step_s or record.unread or named or RUN_NAME.search(paths[0].name)):
         return None
     tools = {"nccltrace": "nccltrace", "_nsys": "nsys"}
-    record.profiled = next((tool for part, tool in tools.items() if part in str(path)), "")
-    _set_status(record, end)
+    record.profiled = next((tool for part, tool in tools.items() if part in str(paths[0])), "")
+    if len(paths) > 1:
+        record.inferred.append(f"its log is in {len(paths)} files")
+    _set_status(record, parser, paths)
     return record
 
 
@@ -98,27 +102,39 @@ def _run_name(path: pathlib.Path) -> str:
     return last if "pretrain_" in last else name
 
 
-def _set_status(record: RunRecord, end: bytes) -> None:
-    """Sets status and reason from the end of the log."""
-    record.status, last = "done", record.last
-    text = b"\n".join(map(strip_prefixes, end.splitlines()))
-    reason = death_reason(text)
-    if not record.source and (not reason or len(OTHER_STEPS.findall(text)) > 1):
+def _set_status(record: RunRecord, parser: "LogParser", paths: Sequence[pathlib.Path]) -> None:
+    """Sets status and reason from what follows the last step.
+
+    A line by which the program ends decides, then the number of steps, then an error text.
+    """
+    texts, last = parser.texts(), record.last
+    end = next(filter(None, (parser.table.end_of(record.source, text) for text in texts)), None)
+    cause = min(filter(None, (deaths.cause(text[-ENDING:]) for text in texts)), default=None)
+    if not record.source and not (cause and len(OTHER_STEPS.findall(b"\n".join(texts))) < 2):
         record.status, record.reason = "skipped", NOT_READ
         return
-    # After the last report there may be steps that complete no interval.
-    rest = 0 if reason else record.interval - 1
-    if record.total_steps and last + rest >= record.total_steps - 1:
-        return
-    if last >= 0 and record.total_steps and not reason and record.may_be_running(record.path):
+    rest = 0 if cause else record.interval - 1  # steps that complete no interval
+    if end and last >= 0:
+        record.status, record.reason = "stopped" if end.stopped else "done", end.sentence
+        if end.stopped and cause:
+            record.reason, record.remedy = f"{record.reason}: {cause.line}", cause.remedy
+    elif record.total_steps and last + rest >= record.total_steps - 1:
+        record.status = "done"
+    elif cause:
+        record.die(cause)
+    elif last >= 0 and record.total_steps and record.may_be_running(*paths):
         record.status = "running"
-    elif record.total_steps or last < 0 or reason:  # some programs do not log the number of steps
+    elif last >= 0 and (cause := deaths.cause(parser.earlier()[-ENDING:], certain=True)):
+        record.die(cause)
+    elif record.total_steps or last < 0:  # some programs do not log the number of steps
         record.status = "died"
-        record.reason = reason or ("the log ends here" if last >= 0 else "no step in the log")
+        record.reason = "the log ends here" if last >= 0 else "no step in the log"
+    else:
+        record.status = "done"
 
 
 class LogParser:
-    """Reads the blocks of a log into a record."""
+    """Reads the blocks of a log into a record: of the last run, if there are several in it."""
 
     def __init__(self, record: RunRecord, table: formats.FormatTable = formats.FORMATS):
         self.record = record
@@ -126,44 +142,72 @@ class LogParser:
         self.settings = LogSettings()
         # Format and, of a progress bar without a name, its number of steps -> its steps.
         self.series: dict[tuple[str, int], StepSeries] = {}
-        self._size = 0  # bytes that were read
+        self.runs = 1  # one after another in a file
+        self._size = 0  # bytes of this file that were read
         self._open: dict[str, formats.Found] = {}  # format -> its step whose lines are being read
         self._next: dict[str, dict[str, float]] = {}  # format -> fields of its next step
         self._has_microbatches = False  # a time in the log is that of one microbatch
         self._programs: dict[str, str] = {}  # format of the steps -> the one that adds to them
+        # Of each file, the text from each of its last steps on, in parts.
+        self._files: list[collections.deque[list[bytes]]] = []
+        self._last: dict[tuple[str, bytes], int] = {}  # format and rank -> its last step
+
+    def next_file(self) -> None:
+        """Begins a file of the log."""
+        self._files.append(collections.deque([[b""]], maxlen=LAST))
+        self._last, self._size = {}, 0
 
     def read(self, block: bytes) -> None:
         """Adds the steps, checkpoints and settings in a block, which ends at the end of a line."""
         texts = self.table.head_texts
         if self._size >= SEARCHED:
             texts = self.table.texts_after(name for name, _ in self.series)
-        for line in lines_with(block, (*texts, *CHECKPOINTS)).splitlines():
-            self._read_step(line)
+        done = 0
+        for start, end in log_files.lines_with(block, (*texts, *CHECKPOINTS)):
+            self._files[-1][-1].append(block[done:start])
+            done = start
+            for line in block[start:end].splitlines():
+                self._read_line(line)
+        self._files[-1][-1].append(block[done:])
+        for parts in self._files[-1]:
+            parts[:] = [b"".join(parts)[-BETWEEN:]]
         if self._size < SEARCHED:
-            for line in lines_with(block[: SEARCHED - self._size], HINTS).splitlines():
-                if not any(mark in line for mark in self.table.marks):
-                    self.settings.read(strip_prefixes(line))
+            self.settings.read_lines(block[: SEARCHED - self._size], self.table.marks)
         self._size += len(block)
 
-    def _read_step(self, line: bytes) -> None:
+    def texts(self) -> list[bytes]:
+        """The text after the last step, of each file."""
+        return [b"".join(texts[-1]) for texts in self._files]
+
+    def earlier(self) -> bytes:
+        """The text around the last steps."""
+        return b"\n".join(b"".join(parts) for x in self._files if len(x) > 1 for parts in x)
+
+    def _read_line(self, line: bytes) -> None:
         """Adds what a line about a step or a checkpoint has; counts it if it is damaged."""
         text = strip_prefixes(line)
         lines_about_steps = self.table.count(text)
-        for found in self.table.find(text):
-            adds_to = found.line.adds_to
-            if adds_to == "run":
+        all_found = [*self.table.find(text)]
+        self._read_report(text, all_found)
+        for found in all_found:
+            if found.line.adds_to == "last":
+                if step := self._open.get(found.name):
+                    step.fields = {**found.fields, **step.fields}
+            elif not found.line.adds_to:
+                lines_about_steps -= self._add_step(found, line)
+                self._files[-1].append([])
+        if lines_about_steps > 0 and not self._is_validation(text):
+            self.record.damaged += lines_about_steps
+
+    def _read_report(self, text: bytes, all_found: Iterable[formats.Found]) -> None:
+        """Adds what a line has about the whole run, the next step or a checkpoint."""
+        for found in all_found:
+            if found.line.adds_to == "run":
                 self._add_settings(found)
-            elif adds_to == "next":
+            elif found.line.adds_to == "next":
                 steps_of = self.table[found.name].steps_of or found.name
                 self._programs[steps_of] = found.name
                 self._next.setdefault(steps_of, {}).update(found.fields)
-            elif adds_to == "last":
-                if step := self._open.get(found.name):
-                    step.fields = {**found.fields, **step.fields}
-            else:
-                lines_about_steps -= self._add_step(found, line)
-        if lines_about_steps > 0 and not self._is_validation(text):
-            self.record.damaged += lines_about_steps
         for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
             seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
 
@@ -183,14 +227,18 @@ class LogParser:
         if "step_s" not in found.fields:
             found.fields.setdefault("time", time_of(line))
         if found.name in self._open:
-            self._close(self._open.pop(found.name))
+            self._close(self._open.pop(found.name), rank_of(line), texts=2)
         if self.table[found.name].continues:
             self._open[found.name] = found
             return True
-        return self._close(found)
+        return self._close(found, rank_of(line))
 
-    def _close(self, found: formats.Found) -> bool:
-        """Adds a step whose lines are complete; returns whether it has a time or a rate."""
+    def _close(self, found: formats.Found, rank: bytes, texts: int = 1) -> bool:
+        """Adds a step whose lines are complete; returns whether it has a time or a rate.
+
+        Args:
+          texts: the number of texts since the step before.
+        """
         format, fields, step = self.table[found.name], found.fields, found.step
         if found.line.first == 1 and 0 <= fields.get("index", -1) < 1e12:
             step = int(fields["index"])
@@ -199,10 +247,55 @@ class LogParser:
         if fields.pop("microbatch", step + 1) != step + 1:
             fields.pop("step_s", None)
             self._has_microbatches = True
+        if step < self._last.get((found.name, rank), -1) - 1:
+            self._begin_run(found.name, step, texts)
+        if not format.bars:  # of which some are not the run's
+            self._last[found.name, rank] = step
         key = found.name, found.total if format.bars else 0
         if key not in self.series:
             self.series[key] = StepSeries(means=format.means, slowest=format.slowest)
         return self.series[key].add(step, found.total, fields)
+
+    def _begin_run(self, name: str, step: int, texts: int) -> None:
+        """Leaves out the run before, or of a run that is resumed the steps that it repeats.
+
+        Args:
+          name: format of the run's steps.
+          texts: the number of texts since the last step of the run before.
+        """
+        self._last = {}
+        start = b"".join(b"".join(parts) for parts in [*self._files[-1]][-texts:])
+        before, self.settings = self.settings, LogSettings()
+        self.settings.read_lines(start, self.table.marks)
+        steps = self.series[name, 0].steps
+        if step > min(steps, default=step):
+            if len(self.settings.numbers) >= DUMP:  # else only the order of lines is another
+                for i in [i for i in steps if i >= step]:
+                    del steps[i]
+            self.settings = before
+            return
+        self.runs += 1
+        self.series = {}
+        self.record.peak_bytes, self.record.saves, self.record.loads = 0, [], []
+        for first, last in log_files.lines_with(start, (*self.table.head_texts, *CHECKPOINTS)):
+            line = strip_prefixes(start[first:last])
+            self._read_report(line, self.table.find(line))
+        self.settings = self.settings.or_else(before)
+
+    def _begin_dead_run(self, name: str) -> None:
+        """Begins a run that died before its first step, if the log ends with such a start.
+
+        Args:
+          name: format of the steps.
+        """
+        texts, settings = self._files[-1], LogSettings()
+        start = b"".join(texts[-1])
+        if end := self.table.end_of(name, start):
+            start = start[end.place :]
+        settings.read_lines(start, self.table.marks)
+        if len(texts) > 1 and len(settings.numbers) >= DUMP and deaths.cause(start[-ENDING:]):
+            texts[-1] = [start]
+            self._begin_run(name, 0, 1)
 
     @staticmethod
     def _is_validation(text: bytes) -> bool:
@@ -213,12 +306,15 @@ class LogParser:
         """Completes the record after the last block, with what the name of the log has too."""
         record = self.record
         for found in self._open.values():
-            self._close(found)
+            self._close(found, b"", texts=2)
         used = self._used()
         series = StepSeries()
         if used:
             record.source = max(used, key=lambda name: len(used[name].steps))
-            series = used[record.source]
+            if (record.source, 0) in self.series:
+                self._begin_dead_run(record.source)
+            used = self._used()
+            series = used.get(record.source, series)
         elif self.series:  # lines of steps without a time
             record.source = next(iter(self.series))[0]
         format = self.table.get(record.source)
@@ -239,6 +335,9 @@ class LogParser:
         record.source = self._programs.get(record.source, record.source)
         if self._has_microbatches and not record.step_s:
             record.unread.append("its times are those of one of the microbatches of a step")
+        if self.runs > 1:
+            runs = f"the log has {self.runs} runs one after another"
+            record.inferred.append(f"{runs}: the last counts")
 
     def _used(self) -> dict[str, StepSeries]:
         """The steps of each format; those of the run's progress bar, of several without names."""
@@ -263,27 +362,3 @@ class LogParser:
                 numbers["dp"] * numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("cp", 1)
             )
             numbers.setdefault("gpus", gpus)
-
-
-def lines_with(block: bytes, texts: Iterable[bytes]) -> bytes:
-    """The lines of a block that contain one of several texts."""
-    spans = set()
-    for text in texts:
-        at = block.find(text)
-        while at >= 0:
-            end = block.find(b"\n", at)
-            end = len(block) if end < 0 else end
-            spans.add((block.rfind(b"\n", 0, at) + 1, end))
-            at = block.find(text, end)
-    return b"\n".join(block[start:end] for start, end in sorted(spans))
-
-
-def death_reason(text: bytes) -> str:
-    """The most informative line at the end of a log about why the run ended, or ''."""
-    reasons = [m[0].strip() for m in REASON.finditer(text)]
-    # Slurm cancels a step after one of its tasks failed; but a cancelled job is the cause.
-    slurm = [r for r in reasons if re.search(rb"DUE TO|JOB \d+ ON|NODE FAIL", r)]
-    secondary = rb"srun: error|task \d+: |^error: task|STEP [\d.]+ ON|^CANCELLED AT"
-    primary = [r for r in reasons if not re.search(secondary, r)]
-    best = next(iter(slurm[-1:] or primary[:1] or reasons[:1]), b"")
-    return re.sub(r"\s+", " ", best.decode("utf-8", "replace"))[:160].strip()

@@ -13,7 +13,12 @@ import pytest
 from maxbench.cli import entry
 from maxbench.cli import watch as cli_watch
 from maxbench.launch import job_status
+from maxbench.reporting import compare, tables
+from maxbench.run_logs import readers, run_folder
+from maxbench.run_logs.record import RunRecord
 from tests.launch.test_launch import tool
+
+OPTIONS = compare.ReportOptions()
 
 
 def folder(place: pathlib.Path, stamp: int, **files: object) -> pathlib.Path:
@@ -34,7 +39,8 @@ def runs(tmp_path):
     steps = [json.dumps({"step": i, "step_s": float(i)}) for i in range(2000)]
     (running / "metrics.jsonl").write_text("\n".join([*steps, '{"step": 2000, "st']))
     left = {"code": 1, "reason": "DUE TO TIME LIMIT"}
-    folder(tmp_path, 2, job={"job": "12"}, exit=left, result={"reason": "loss is\x1b NaN"})
+    failed = {"config": {}, "status": "failed", "reason": "loss is\x1b NaN"}
+    folder(tmp_path, 2, job={"job": "12"}, exit=left, result=failed)
     folder(tmp_path, 0, job={"job": "10"}, exit={"code": 0})
     return tmp_path / "experiments"
 
@@ -43,14 +49,15 @@ def test_jobs_are_listed_from_slurm_and_their_folders(runs, tmp_path, monkeypatc
     tool(tmp_path, "squeue", "echo '14|PENDING|Resources'; echo '11|RUNNING|None'")
     tool(tmp_path, "sacct", "echo '12|FAILED|None'; echo '11|PENDING|None'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    seconds = job_status.progress(run_folder.read_state(runs / "run" / "run_3"))[1]
     assert job_status.table(job_status.folders([runs])) == [
         ("14", "PENDING", "-", "-", "run_4", "Resources"),
-        ("11", "RUNNING", "1999", job_status.progress(runs / "run" / "run_3")[1], "run_3", ""),
+        ("11", "RUNNING", "1999", seconds, "run_3", ""),
         ("12", "FAILED", "-", "-", "run_2", "loss is\\x1b NaN"),
         ("11", "REQUEUED", "-", "-", "run_1", ""),
         ("10", "COMPLETED", "-", "-", "run_0", ""),
     ]
-    assert 1600 < float(job_status.progress(runs / "run" / "run_3")[1]) < 1999  # of the last steps
+    assert 1600 < float(seconds) < 1999  # of the last steps
     assert entry.run("jobs", [str(runs)]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("run_4  Resources")
 
@@ -60,6 +67,59 @@ def test_without_slurm_the_state_is_from_the_folders(runs, monkeypatch):
     output = [row[1] for row in job_status.table(job_status.folders([runs]))]
     assert output == ["SUBMITTED", "STARTED", "FAILED", "REQUEUED", "COMPLETED"]
     assert entry.run("jobs", ["/nowhere"]) == 2
+
+
+STEP = "0: completed step: 7, seconds: 1.500, loss: 2.5\n"
+SLURM = "slurmstepd: error: *** JOB 15 ON n1 CANCELLED AT 2026-01-05T10:00:00{} ***\n"
+# Output of a job without an end in its files -> state and reason in all commands.
+FORGOTTEN = {
+    STEP + SLURM.format(""): ("CANCELLED", "died", "CANCELLED AT"),
+    STEP + SLURM.format(" DUE TO TIME LIMIT"): ("TIMEOUT", "died", "DUE TO TIME LIMIT"),
+    STEP + "srun: error: Node failure on n1\n": ("NODE_FAIL", "died", "Node failure on n1"),
+    STEP + "0: ValueError: x\n": ("FAILED", "died", "ValueError: x"),
+    STEP: ("FAILED", "died", "ended before step 0"),
+    f"0: ConnectionError: x\n{STEP}": ("FAILED", "died", "ended before step 0"),
+}
+
+
+@pytest.mark.parametrize("output", FORGOTTEN, ids=range(len(FORGOTTEN)))
+def test_report_jobs_and_watch_read_one_state(tmp_path, monkeypatch, capsys, output):
+    monkeypatch.setenv("PATH", "")
+    place = folder(tmp_path, 15, job={"job": "15"})
+    (place / "srun-train-15.0.log").write_text(output)
+    for path in place.iterdir():
+        os.utime(path, (0, 0))
+    state, status, why = FORGOTTEN[output]
+    (row,) = job_status.table([place])
+    (record,) = readers.read([place])
+    assert (row.state, record.status) == (state, status)
+    assert why in row.why
+    assert row.why == record.reason
+    assert entry.run("watch", ["15", str(tmp_path)]) == 1
+    assert f"  {state}  " in capsys.readouterr().out
+
+
+def test_running_job_survives_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    place = folder(tmp_path, 15, job={"job": "15"})
+    (place / "srun-train-15.0.log").write_text(f"0: ConnectionError: x\n{STEP}")
+    (record,) = readers.read([place])
+    assert (job_status.table([place])[0].state, record.status) == ("STARTED", "running")
+
+
+def test_unreadable_run_is_not_running(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    place = folder(tmp_path, 15, job={"job": "15"})
+    (place / "result.json").mkdir()
+    (place / "metrics.jsonl").write_text('{"step": 0, "step_s": 1.5}\n')
+    (record,) = readers.read([place])
+    assert (record.status, record.reason) == (
+        "skipped", "result.json cannot be read: not a regular file"
+    )  # fmt: skip
+    assert job_status.table([place])[0].why == record.reason
+    good = compare.summarize(RunRecord(path=place, name="x", source="", step_s={0: 1.0}), OPTIONS)
+    good.ok = True
+    assert tables.counts([good, compare.summarize(record, OPTIONS)])["success_rate"] == 50
 
 
 def test_disappearing_folders_are_ignored(runs, monkeypatch):

@@ -98,7 +98,7 @@ def test_blocks_end_at_lines(tmp_path, monkeypatch):
     blocks = [*log_files.blocks(path)]
     assert b"".join(blocks) == path.read_bytes()
     assert blocks[0] == b"one\ntwo\n"
-    assert log_files.tail(blocks, 4) == b"five"
+    assert log_files.tail(path, 4) == b"five"
 
 
 def test_pipe_is_not_opened(tmp_path):
