@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from maxbench.planning.result import PlanResult
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes
-PROGRAMS = ("--program", "--hlo", "--maxtext")  # flags that name a program
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,9 +30,10 @@ def main(argv: Sequence[str]) -> int:
     """
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         raise UserError("--calibrate is a command: maxbench calibrate RUN ... --write FILE")
-    if is_of_program(argv):
-        return plan_program(command_line.read(options.PlanProgram, argv))
-    asked = command_line.read(options.Plan, argv)
+    asked = command_line.read(options.Plan.taking(argv), argv)
+    if isinstance(asked, options.PlanProgram):
+        return plan_program(asked)
+    assert isinstance(asked, options.Plan)
     if asked.schedule:
         print(schedule(asked))
         return FITS
@@ -48,11 +48,6 @@ def main(argv: Sequence[str]) -> int:
     for kind, path in written:
         print(f"{kind}: {path}", file=sys.stderr)
     return FITS if plans.best.fits else DOES_NOT_FIT
-
-
-def is_of_program(argv: Sequence[str]) -> bool:
-    """Whether flags name a program instead of a workload."""
-    return any(word.partition("=")[0] in PROGRAMS for word in argv)
 
 
 def plan_program(asked: options.PlanProgram) -> int:

@@ -105,6 +105,14 @@ class Options:
         """All options that are flags."""
         return {name: field for group in cls.groups().values() for name, field in group.items()}
 
+    @classmethod
+    def taking(cls, words: Sequence[str]) -> "type[Options]":
+        """This class, or INSTEAD if words have a flag that it alone has, of a source."""
+        other = cls.INSTEAD
+        given = {word.partition("=")[0] for word in words}
+        sources = {f"--{name}" for name in vars(other).get("SOURCES", ())} if other else set()
+        return other if other and given & sources else cls
+
     def changed(self) -> dict[str, Any]:
         """The options that are not at their defaults, by name."""
         values = {f: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -347,6 +355,7 @@ class ProgramOptions(Programs, title="output"):
 class PlanProgram(ProgramOptions, title="any JAX program, instead of --config"):
     """Plans a program of a factory, of MaxText, or of a file that XLA wrote."""
 
+    SOURCES: ClassVar[Sequence[str]] = ("program", "hlo", "maxtext")  # one of which is given
     program: str | None = option(
         "FILE.py:FACTORY; factory(devices) returns a jitted function and its abstract arguments"
     )
@@ -356,7 +365,7 @@ class PlanProgram(ProgramOptions, title="any JAX program, instead of --config"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.program, self.hlo, self.maxtext).count(None) != 2:
+        if [getattr(self, name) for name in self.SOURCES].count(None) != 2:
             raise UserError("give one of --program, --hlo and --maxtext")
 
 

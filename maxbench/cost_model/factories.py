@@ -27,11 +27,12 @@ REMEDIES = {
     "non-addressable": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "not fully addressable": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "incompatible devices": f"an argument is a real array: {ABSTRACT}",
+    "Memory kinds passed": f"an argument is a real array: {ABSTRACT}",
     "Unknown backend": "it asks for GPUs that are present: use the devices that it is given",
     "requested, but": "it asks for GPUs that are present: use the devices that it is given",
     "cannot reshape array": "its mesh must have all devices that it is given, and no more",
     "Number of devices": "its mesh must have all devices that it is given, and no more",
-    "divisible": "a dim is not divisible by the GPUs of its mesh axes",
+    "evenly divide": "change the shape or the mesh",
     "CUDA_ERROR": "it runs something on a GPU: only lower it",
     "No such compile option": "remove the compiler option, or use the jax that has it",
 }
@@ -71,7 +72,14 @@ def compile_factory(
     except Exception as error:
         raise _refusal(name, error, len(devices)) from error
     sizes, axes, order = compiled.memory_analysis(), {"": len(devices)}, ()
-    for mesh in _meshes(compiled):
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    used = set().union(*(s.device_set for s in shardings)) & {*devices}
+    if len(used) != len(devices):
+        raise UserError(
+            f"{name} with {len(devices)} devices: its arguments and results are on {len(used)} of "
+            "them; give each jax.ShapeDtypeStruct a NamedSharding on a mesh of all devices"
+        )
+    for mesh in (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)):
         if mesh.size == len(devices):
             axes, order = dict(mesh.shape), tuple(d.id for d in mesh.devices.flat)
     record = Compiled(
@@ -101,12 +109,6 @@ def _lowered(name: str, result: Any) -> Any:
     if isinstance(arguments, Mapping):
         return step.lower(**arguments)
     return step.lower(*arguments)
-
-
-def _meshes(compiled: Any) -> list[Any]:
-    """Meshes of the program's arguments and results."""
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
 
 
 def _refusal(name: str, error: Exception, gpus: int) -> UserError:

@@ -11,7 +11,7 @@ from maxbench.cost_model import hlo
 PASSES = {"rematted": "recomputed", "transpose(": "backward", "jvp(": "forward"}
 # Parts of a name stack that JAX writes, and no scope.
 OF_JAX = re.compile(
-    r"\(*\)*|while|body|cond|branch_\d+_fun|closed_call|core_call|checkpoint|remat\d*|shard_map"
+    r"\(*\)*|while|body|cond|branch_\d+_fun|closed_call|core_call|eval_jaxpr|checkpoint|remat\d*|shard_map"
     r"|rematted_computation|custom_[jv][vj]p_call\w*|p?jit|scan|<\w+>|p?jit\(.*\)|.*->.*"
 )
 TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|checkpoint|remat)\((.*)\)")

@@ -70,7 +70,8 @@ def tables(p: Prediction) -> list[str]:
         ["predicted step", "s", "share"], [*shares, ["total", f"{p.step_s:.3f}", ""]]
     )
     memory_table = console.table(["memory of one GPU", "GiB"], sizes)
-    return [*memory_table, "", *_communication_table(p), "", *step, ""]
+    traffic = [*_communication_table(p), ""] if p.timeline.traffic else []
+    return [*memory_table, "", *traffic, *step, ""]
 
 
 def compiled_line(p: Prediction) -> str:

@@ -64,7 +64,8 @@ class ProgramResult(results.Result[ProgramPlan]):
         axes = " x ".join(f"{name} {n}" for name, n in p.cluster.axes.items() if name and n > 1)
         open_end = any(x.counted != "the longest branch" for x in t.unknown.values())
         tflops = t.flops / p.step_s / 1e12
-        speed = f"{'at least ' * open_end}{p.step_s:.3f} s a step, {tflops:.1f} TFLOP/s per GPU "
+        step = f"{p.step_s:.3f}" if p.step_s > 0.1 else f"{p.step_s:.3g}"
+        speed = f"{'at least ' * open_end}{step} s a step, {tflops:.1f} TFLOP/s per GPU "
         speed += f"executed, {p.hfu:.1%} of the {p.peak} peak"
         fits = f"fits, {p.memory.spare / GIB:.1f} GiB spare"
         if not p.fits:

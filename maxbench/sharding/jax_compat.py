@@ -117,14 +117,13 @@ def checks_answered_for(devices: Sequence[Any], capability: tuple[int, int]) -> 
     """Inside, JAX's checks of a present GPU answer for compile-only devices.
 
     They are: the version of cuDNN and the compute capability that attention needs, the GPU that
-    Pallas compiles for, jax.default_backend(), and create_hybrid_device_mesh(), because compile-only
-    GPUs do not say their slice. Arrays are still on CPUs.
+    Pallas compiles for, jax.default_backend(), and create_hybrid_device_mesh(), because
+    compile-only GPUs do not say their slice. Arrays are still on CPUs.
     """
     import jax
     from jax._src import xla_bridge
-    from jax.extend import backend as extended
-
     from jax.experimental import mesh_utils
+    from jax.extend import backend as extended
 
     number = lambda text: tuple(map(int, text.split(".")))
     local = xla_bridge.local_devices
