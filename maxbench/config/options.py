@@ -281,7 +281,9 @@ class Cluster(Options, title="cluster"):
     )
     gpus_per_node: int | None = option("GPUs of a node")
     nvlink_gpus: int | None = option("GPUs of an NVLink domain: one node or several")
-    nvlink_gbytes_per_s: float | None = option("GB/s of each GPU's NVLink, both directions together")
+    nvlink_gbytes_per_s: float | None = option(
+        "GB/s of each GPU's NVLink, both directions together"
+    )
 
 
 class TokenBudget(Options, title="token budget"):
@@ -386,7 +388,7 @@ class Plan(PlanOptions, title="output"):
         "maxbench plan --config llama31_8b --gpus 8 --search",
         "maxbench plan --config llama31_405b --gpus 512 --schedule",
         "maxbench plan --config llama31_70b --gpus 96",
-        "maxbench plan --program my_step.py:factory --gpu_type h100 --gpus 128 --explain",
+        "maxbench plan --program my_step.py:factory --gpu_type h100 --gpus 128",
     )
     INSTEAD = PlanProgram
     json: bool = option("print the plan as JSON", False)

@@ -17,6 +17,7 @@ SHOWN = 20  # rows of the table of operations
 NAME, SHAPE, SOURCE, END = 26, 23, 13, 19  # columns of names; the tables fit 100 columns
 LARGE = 0.003  # of the step, that a segment of a bar has
 LEAST = 5e-4  # of the step, that a row of the other tables has
+FUNCTION = r"\.?<\w+>|\.__call__"  # parts of a function's name that say nothing
 _LAYOUT = re.compile(r" [nt]{2}(?= x|$)")  # of a GEMM's operands, in a shape
 NO_WORK = {"idle": "pipeline idle", "slowest": "waiting for the slowest GPU"}
 
@@ -308,8 +309,9 @@ class _Explainer:
         frame = op_names.source_of(self.program.stack(op), self.names)
         source = f"{_in_package(frame.file)}:{frame.line}" if frame else ""
         name = self.names.module(self._full_name(where, op))
-        if not name:
-            name = re.sub(r"\.?<\w+>|\.__call__", "", frame.function) if frame else ""
+        if not name and frame:
+            which = op_names.pass_of(self._full_name(where, op))
+            name = f"{which} {re.sub(FUNCTION, '', frame.function)}".strip()
         return name or op.opcode, source
 
     def _full_name(self, where: hlo.Computation, op: hlo.Op) -> str:

@@ -11,10 +11,12 @@ from maxbench.cost_model import hlo
 PASSES = {"rematted": "recomputed", "transpose(": "backward", "jvp(": "forward"}
 # Parts of a name stack that JAX writes, and no scope.
 OF_JAX = re.compile(
-    r"\(*\)*|while|body|cond|branch_\d+_fun|closed_call|core_call|eval_jaxpr|checkpoint|remat\d*|shard_map"
-    r"|rematted_computation|custom_[jv][vj]p_call\w*|p?jit|scan|<\w+>|p?jit\(.*\)|.*->.*"
+    r"\(*\)*|while|body|cond|branch_\d+_fun|closed_call|core_call|eval_jaxpr|checkpoint|remat\d*"
+    r"|shard_map|rematted_computation|custom_[jv][vj]p_call\w*|p?jit|scan|<\w+>|p?jit\(.*\)"
+    r"|.*->.*|.*:.*"
 )
 TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|checkpoint|remat)\((.*)\)")
+HELPER = 4  # places that call a function, from which on it is a helper
 # Frames of libraries: an op is explained by the code that calls them.
 LIBRARY = re.compile(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|equinox|haiku|qwix)/")
 
@@ -41,11 +43,17 @@ def pass_of(op_name: str) -> str:
 
 
 class OpNames:
-    """Names of the ops of any program: the innermost scopes that tell them apart."""
+    """Names of the ops of any program: the innermost scopes that tell them apart, or the innermost
+    function of the program's own that is no helper of many others."""
 
     OUTSIDE = "outside passes"
 
     def __init__(self, program: hlo.Program):
+        self.callers: dict[tuple[str, str], set[hlo.Frame]] = {}
+        for frame, parent in program.frames.values():
+            if parent in program.frames:
+                caller = program.frames[parent][0]
+                self.callers.setdefault(frame[:2], set()).add(caller)
         names = {op.op_name for c in program.computations.values() for op in c.ops}
         self.paths = [*dict.fromkeys(tuple(self.scopes(name)) for name in names)]
 
@@ -73,8 +81,16 @@ class OpNames:
         return ""
 
     def is_generic(self, frame: hlo.Frame) -> bool:
-        """Whether a frame is of a library, so that its caller explains an op."""
-        return LIBRARY.search(frame.file) is not None
+        """Whether a frame is of a library, or of a helper, so that its caller explains an op."""
+        return LIBRARY.search(frame.file) is not None or self._is_helper(frame[:2])
+
+    def _is_helper(self, function: tuple[str, str]) -> bool:
+        """Whether several places call a function, or the only one that does is in a helper."""
+        seen: set[tuple[str, str]] = set()
+        while function not in seen and len(callers := self.callers.get(function, set())) == 1:
+            seen.add(function)
+            function = next(iter(callers))[:2]
+        return len(callers) >= HELPER
 
 
 def source_of(frames: Iterable[hlo.Frame], names: OpNames) -> hlo.Frame | None:
