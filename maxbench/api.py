@@ -1,4 +1,5 @@
-"""The Python API, `import maxbench as mb`: mb.plan(), mb.train(), mb.report() and mb.sweep().
+"""The Python API, `import maxbench as mb`: mb.plan(), mb.plan_program(), mb.search_program(),
+mb.train(), mb.report() and mb.sweep().
 
 Keywords are the options of the commands with the same names (config/options.py), from which their
 signatures and docstrings derive. Functions import the rest when called.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 from maxbench.config import options
 
 if TYPE_CHECKING:
+    from maxbench.planning.program_result import ProgramResult
     from maxbench.planning.result import PlanResult
     from maxbench.reporting.build_report import Report
     from maxbench.reporting.sweep import Sweep
@@ -49,7 +51,19 @@ def _documented(text: str, cls: Any) -> str:
     wrap = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ").wrap
     texts = (f"{field.name}: {options.help_line(field)}." for field in dataclasses.fields(cls))
     lines = [line for each in texts for line in wrap(each)]
+    if "\nArgs:" in text:
+        return text.replace("\n\nReturns:", "\n".join(["", *lines, "", "Returns:"]))
     return text.replace("\nReturns:", "\n".join(["\nArgs:", *lines, "", "Returns:"]))
+
+
+def keywords_too(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorates a function of **asked, keywords of options.ProgramOptions, to name them."""
+    own = [*inspect.signature(function).parameters.values()][:-1]
+    asked = inspect.signature(options.ProgramOptions).parameters.values()
+    signature = inspect.signature(function).replace(parameters=[*own, *asked])
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__doc__ = _documented(inspect.getdoc(function) or "", options.ProgramOptions)
+    return function
 
 
 @keywords(options.TrainOptions)
@@ -88,6 +102,59 @@ def plan(asked: options.PlanOptions) -> PlanResult:
 
     with _unchanged_environment():
         return command.plan_and_draw(asked)[0]
+
+
+@keywords_too
+def plan_program(factory: Callable[..., Any], **asked: Any) -> ProgramResult:
+    """Plans any JAX program for GPUs that need not be present.
+
+    `mb.plan_program(factory, gpu_type="h100", gpus=128)` is `maxbench plan --program
+    FILE.py:factory --gpu_type h100 --gpus 128`.
+
+    Args:
+      factory: takes compile-only devices, in the order of nodes; returns a jitted function and a
+        tuple of its abstract arguments (jax.ShapeDtypeStruct with shardings), or its lower().
+
+    Returns:
+      The plan.
+
+    Raises:
+      UserError: an argument is invalid, or the program does not lower or compile.
+    """
+    return search_program(factory, ({},), **asked)
+
+
+@keywords_too
+def search_program(
+    factory: Callable[..., Any], layouts: Sequence[Mapping[str, Any]], **asked: Any
+) -> ProgramResult:
+    """Plans any JAX program with several layouts, which are compiled in parallel.
+
+    `mb.search_program(factory, layouts=[{"tp": 1}, {"tp": 8}], gpus=64)` compares programs of
+    factory(devices, tp=1) and factory(devices, tp=8). `best` is the fastest that fits.
+
+    Args:
+      factory: as of plan_program(), with the keywords of a layout.
+      layouts: keywords of each.
+
+    Returns:
+      The plans; failures has the layouts that do not lower or compile, and why.
+
+    Raises:
+      UserError: an argument is invalid, or no layout has a plan.
+    """
+    from maxbench.cli import plan as command
+    from maxbench.planning import program_result
+
+    given, title = options.ProgramOptions(**asked), getattr(factory, "__name__", "program")
+    command.check_files(given)
+    with _unchanged_environment():
+        if [*layouts] == [{}]:
+            found = program_result.plan_factory(factory, title, given)
+        else:
+            found = program_result.search(factory, title, given, layouts)
+    program_result.draw(found, given)
+    return found
 
 
 @keywords(options.ReportOptions)

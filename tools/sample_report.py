@@ -79,7 +79,7 @@ def plans() -> dict[str, dict]:
     """Predictions of the PLANNED runs by name; compiles programs that are not cached."""
     found = {}
     for run in (config_of(RUNS[i]) for i in PLANNED):
-        f = planner.figures(planner.plan(run))
+        f = planner.plan(run).figures()
         parts_s = {name: round(s, 3) for name, s in f["parts_s"].items() if s > 0}
         found[readable(run.name)] = {"step_s": round(f["step_s"], 3), "parts_s": parts_s}
     return found

@@ -5,6 +5,7 @@ Planning loads numpy (0.2 s), so it is imported after the flags are checked.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -29,7 +30,10 @@ def main(argv: Sequence[str]) -> int:
     """
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         raise UserError("--calibrate is a command: maxbench calibrate RUN ... --write FILE")
-    asked = command_line.read(options.Plan, argv)
+    asked = command_line.read(options.Plan.taking(argv), argv)
+    if isinstance(asked, options.PlanProgram):
+        return plan_program(asked)
+    assert isinstance(asked, options.Plan)
     if asked.schedule:
         print(schedule(asked))
         return FITS
@@ -44,6 +48,30 @@ def main(argv: Sequence[str]) -> int:
     for kind, path in written:
         print(f"{kind}: {path}", file=sys.stderr)
     return FITS if plans.best.fits else DOES_NOT_FIT
+
+
+def plan_program(asked: options.PlanProgram) -> int:
+    """Plans a program of a factory, of MaxText, or of a file; returns the exit code."""
+    from maxbench.planning import program_result, program_sources
+
+    check_files(asked)
+    with contextlib.redirect_stdout(sys.stderr):  # what the program prints
+        if asked.hlo:
+            found = program_result.plan_hlo(asked.hlo, asked)
+        else:
+            factory, title = program_sources.factory_of(asked)
+            found = program_result.plan_factory(factory, title, asked)
+    written = program_result.draw(found, asked)
+    print(json.dumps(found.data(), indent=1) if asked.json else found)
+    for kind, path in written:
+        print(f"{kind}: {path}", file=sys.stderr)
+    return FITS if found.best.fits else DOES_NOT_FIT
+
+
+def check_files(asked: options.PlanOptions | options.ProgramOptions) -> None:
+    """Raises UserError if a file of --scaling or --timeline cannot be written."""
+    command_line.writable("scaling", asked.scaling, ".svg")
+    command_line.writable("timeline", asked.timeline, ".json")
 
 
 def plan_and_draw(

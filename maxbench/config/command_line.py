@@ -30,7 +30,9 @@ def read(command: type[Command], argv: Sequence[str]) -> Command:
     # Values stay text: the fields that the flags set parse and check them.
     for name, field in {**by_flag, **{PREFIX + path: f for path, f in settings.items()}}.items():
         is_bool = options.type_of(field) is bool
-        define = flags.DEFINE_bool if is_bool else flags.DEFINE_string
+        define: Any = flags.DEFINE_bool if is_bool else flags.DEFINE_string
+        if "values" in field.metadata:  # NAME=VALUE, given several times
+            define = flags.DEFINE_multi_string
         define(name, None, "", flag_values=fv)
     words = _parse(fv, argv)
     values = fv.flag_values_dict()

@@ -27,12 +27,18 @@ def about(command: type[Options]) -> tuple[str, str]:
 
 
 def groups(command: type[Options]) -> dict[str, dict[str, str]]:
-    """The groups of a command's help page: flag -> help text."""
-    return {
+    """The groups of a command's help page: flag -> help text; last, the flags that it takes instead
+    of others."""
+    found = {
         title: {name: options.help_line(field) for name, field in group.items()}
         for title, group in command.groups().items()
         if title not in command.HIDDEN
     }
+    if command.INSTEAD:
+        known = {flag for group in found.values() for flag in group}
+        others = (pair for group in groups(command.INSTEAD).values() for pair in group.items())
+        found[command.INSTEAD.TITLE] = {f: text for f, text in others if f not in known}
+    return found
 
 
 def help_text(name: str) -> str:

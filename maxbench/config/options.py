@@ -65,6 +65,9 @@ class Options:
     EXAMPLES: ClassVar[Sequence[str]] = ()
     WORDS: ClassVar[str] = ""  # what the command takes besides flags
     OWN_HELP: ClassVar[bool] = False  # its module prints the help page
+    INSTEAD: ClassVar["type[Options] | None"] = (
+        None  # options that the command takes in place of these
+    )
     HINT: ClassVar[str] = "every setting is a flag, --name value"  # for an unexpected word
 
     def __init_subclass__(cls, title: str = "") -> None:
@@ -79,6 +82,8 @@ class Options:
             if kind == Sequence[str]:
                 one = isinstance(value, str | os.PathLike)
                 value = tuple(map(os.fspath, [value] if one else value))
+            elif "values" in field.metadata:
+                value = named_values(field.name, value or {}, field.metadata["values"])
             elif value is not None and kind in PARSED and not field.metadata.get("sets"):
                 value = validation.parse(field.name, kind, value, field.metadata)
             object.__setattr__(self, field.name, value)
@@ -100,10 +105,43 @@ class Options:
         """All options that are flags."""
         return {name: field for group in cls.groups().values() for name, field in group.items()}
 
+    @classmethod
+    def taking(cls, words: Sequence[str]) -> "type[Options]":
+        """This class, or INSTEAD if words have a flag that it alone has, of a source."""
+        other = cls.INSTEAD
+        given = {word.partition("=")[0] for word in words}
+        sources = {f"--{name}" for name in vars(other).get("SOURCES", ())} if other else set()
+        return other if other and given & sources else cls
+
     def changed(self) -> dict[str, Any]:
         """The options that are not at their defaults, by name."""
         values = {f: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {f.name: value for f, value in values.items() if value != f.default}
+
+
+def named_values(option: str, given: Any, kind: Any) -> Mapping[str, Any]:
+    """Values by name: a mapping, or texts NAME=VALUE as flags have them.
+
+    Args:
+      kind: type of the values, parsed from text; a tuple of floats is written 0.1,0.9.
+
+    Raises:
+      UserError: a text has another form, or a value is invalid.
+    """
+    if not isinstance(given, Mapping):
+        texts = [given] if isinstance(given, str) else given
+        if wrong := [text for text in texts if "=" not in text]:
+            raise UserError(f"{option}={wrong[0]!r} must be NAME=VALUE")
+        given = dict(text.rsplit("=", 1) for text in texts)
+    shares = kind == tuple[float, ...]
+    bounds = {"at_least": 0, "at_most": 1} if shares else {"at_least": 0}
+    found = {}
+    for name, value in given.items():
+        text = f"{value}," if shares and isinstance(value, str) else value
+        found[name] = validation.parse(f"{option}: {name}", kind, text, bounds)
+        if shares and abs(sum(found[name]) - 1) > 1e-6:
+            raise UserError(f"{option}: the shares of {name} must sum to 1")
+    return found
 
 
 def positional(command: type[Options]) -> str:
@@ -243,6 +281,9 @@ class Cluster(Options, title="cluster"):
     )
     gpus_per_node: int | None = option("GPUs of a node")
     nvlink_gpus: int | None = option("GPUs of an NVLink domain: one node or several")
+    nvlink_gbytes_per_s: float | None = option(
+        "GB/s of each GPU's NVLink, both directions together"
+    )
 
 
 class TokenBudget(Options, title="token budget"):
@@ -279,6 +320,57 @@ class PlanOptions(TokenBudget, Cluster, Planning, RunOptions, title="output"):
     scaling: str | None = option("add the step time at up to 65,536 GPUs, and draw it as FILE.svg")
 
 
+class Programs(Cluster, title="program"):
+    """Options that describe the plan of any program."""
+
+    gpu_type: str = option("GPU type, built in or of --hardware", "h100")
+    gpus: int = option("number of GPUs", 0, at_least=1)
+    hardware: str | None = option("TOML file of further GPU types, as maxbench/hardware/gpus.toml")
+    trip_count: Mapping[str, int] = option("trips of a loop of unknown length, NAME=8", values=int)
+    branch: Mapping[str, tuple[float, ...]] = option(
+        "shares of a conditional's runs that its branches have, NAME=0.1,0.9",
+        values=tuple[float, ...],
+    )
+    price: Mapping[str, float] = option(
+        "seconds of a run of a kernel without a price, NAME=1.2e-3", values=float
+    )
+
+    def __post_init__(self) -> None:
+        if not self.gpus:
+            raise UserError("gpus is missing: on how many GPUs does the program run?")
+        super().__post_init__()
+
+
+class ProgramOptions(Programs, title="output"):
+    """Keywords of maxbench.plan_program()."""
+
+    explain: bool = option("add the longest operations, with source lines and bounds", False)
+    sensitivity: bool = option(
+        "add the step time with slower and faster networks, memory and GEMM", False
+    )
+    timeline: str | None = option("write the step's timeline to FILE.json, and drawings next to it")
+    scaling: str | None = option(
+        "add the step time on a quarter to four times the GPUs, and draw it as FILE.svg"
+    )
+
+
+class PlanProgram(ProgramOptions, title="any JAX program, instead of --config"):
+    """Plans a program of a factory, of MaxText, or of a file that XLA wrote."""
+
+    SOURCES: ClassVar[Sequence[str]] = ("program", "hlo", "maxtext")  # one of which is given
+    program: str | None = option(
+        "FILE.py:FACTORY; factory(devices) returns a jitted function and its abstract arguments"
+    )
+    hlo: str | None = option("text of a compiled program, or the folder of --xla_dump_to")
+    maxtext: str | None = option("flags of an installed MaxText, 'model_name=llama3-70b ...'")
+    json: bool = option("print the plan as JSON", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if [getattr(self, name) for name in self.SOURCES].count(None) != 2:
+            raise UserError("give one of --program, --hlo and --maxtext")
+
+
 class Plan(PlanOptions, title="output"):
     """Compiles a run for GPUs that need not be present, and predicts its memory and step time.
 
@@ -296,7 +388,9 @@ class Plan(PlanOptions, title="output"):
         "maxbench plan --config llama31_8b --gpus 8 --search",
         "maxbench plan --config llama31_405b --gpus 512 --schedule",
         "maxbench plan --config llama31_70b --gpus 96",
+        "maxbench plan --program my_step.py:factory --gpu_type h100 --gpus 128",
     )
+    INSTEAD = PlanProgram
     json: bool = option("print the plan as JSON", False)
     schedule: bool = option("print the pipeline schedule, and exit", False)
 

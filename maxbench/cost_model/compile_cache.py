@@ -25,42 +25,53 @@ from maxbench.host import environment
 from maxbench.step import xla_options
 
 # A program depends on the step's import closure, on the modules that it loads by name
-# (number_formats.FORMATS, sublayers.REGISTRY), and on the module that compiles it.
+# (number_formats.FORMATS, sublayers.REGISTRY), and on the modules that compile it.
 PACKAGE = pathlib.Path(__file__).parent.parent
 STEP_MODULE = "maxbench.step.train_step"
-COMPILER, TARGET = "cost_model/aot.py", "cost_model/target.pbtxt"
+COMPILERS = ("cost_model/aot.py", "cost_model/absent_gpus.py")
+TARGET = "cost_model/target.pbtxt"
 LOADED_BY_NAME = tuple(f"maxbench.quantization.{f.arithmetic}" for f in FORMATS.values())
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "transformer-engine")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A compiled step. Sizes are bytes on one GPU.
+    """A compiled program, whoever wrote it. Sizes are bytes on one GPU.
 
     Attributes:
       text: scheduled HLO.
-      weights, optimizer: of the step's state.
-      arguments, temporaries: the compiler's buffer assignment. Arguments are donated, so results
-        need no memory of their own.
-      host: host memory of offloaded activations.
-      copy, gradients: the compute copy of the weights, and the gradients.
-      attention: the attention kernel that was selected.
+      arguments, temporaries: the compiler's buffer assignment.
+      results: those that need memory of their own, because no argument is donated for them.
+      host: host memory of offloaded arrays.
       peak_rss_gib: host memory of the process that compiled it, GiB.
     """
 
     text: str
-    weights: int
-    optimizer: int
     arguments: int
     temporaries: int
     host: int
-    copy: int
-    gradients: int
-    attention: str
     lower_s: float
     compile_s: float
     peak_rss_gib: float
+    results: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledStep(Compiled):
+    """The compiled step of a run, whose arguments are donated.
+
+    Attributes:
+      weights, optimizer: of the step's state.
+      copy, gradients: the compute copy of the weights, and the gradients.
+      attention: the attention kernel that was selected.
+    """
+
+    weights: int
+    optimizer: int
+    copy: int
+    gradients: int
+    attention: str
 
 
 @functools.cache
@@ -85,12 +96,12 @@ def program_sources(package: pathlib.Path = PACKAGE) -> dict[pathlib.Path, ast.M
     """Syntax trees of the files whose code can change a program, by path, sorted.
 
     They are the import closure of the step, with imports inside functions, the modules that it
-    loads by name, and the compiler module itself (its imports are in the closure).
+    loads by name, and the compiler modules themselves (their imports are in the closure).
 
     Args:
       package: folder of the package.
     """
-    trees = {package / COMPILER: ast.parse((package / COMPILER).read_text())}
+    trees = {package / name: ast.parse((package / name).read_text()) for name in COMPILERS}
     pending = [STEP_MODULE, *LOADED_BY_NAME]
     bodies = [kind.module.partition(":")[0] for kind in REGISTRY.values()]
     pending += [name for name in bodies if name.split(".")[0] == package.name]
@@ -161,16 +172,16 @@ def _kinds_elsewhere(run: Run) -> list[str]:
     return [code_of(ast.parse(inspect.getsource(sys.modules[name]))) for name in elsewhere]
 
 
-def load(run: Run) -> Compiled | None:
+def load(run: Run) -> CompiledStep | None:
     """The run's program from the cache; None if it is absent or unreadable."""
     try:
         with gzip.open(environment.cache_dir() / f"{key(run)}.json.gz", "rt") as f:
-            return Compiled(**json.load(f))
+            return CompiledStep(**json.load(f))
     except (OSError, EOFError, ValueError, TypeError, KeyError):
         return None
 
 
-def store(run: Run, compiled: Compiled) -> None:
+def store(run: Run, compiled: CompiledStep) -> None:
     """Writes a program to the cache atomically. A cache that cannot be written is not an error."""
     path = environment.cache_dir() / f"{key(run)}.json.gz"
     with contextlib.suppress(OSError):

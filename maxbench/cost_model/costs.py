@@ -7,7 +7,7 @@ measured at run time.
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,11 @@ PEAKS = {dtype: f.peak for f in FORMATS.values() for dtype in f.reads}  # by ope
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # output tiles of cuBLAS, one per core
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
 GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
+# Custom calls that move bytes alone: sorting, top-k, Transformer Engine's quantization. The work of
+# others, and of UNPRICED opcodes, is not in their shapes: their bytes are a lower bound.
+MOVES_BYTES = ("AllocateBuffer", "__cub$", "__gpu$TopK", "TopK", "te_dbias_quantize", "te_act_lu",
+               "te_quantize", "te_dequantize", "te_norm", "te_scaled")  # fmt: skip
+UNPRICED = frozenset({"convolution", "fft", "cholesky", "triangular-solve"})
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
 UPDATES = {
     "dynamic-update-slice": 1,
@@ -36,7 +41,7 @@ NEIGHBORS = 2  # measured rows that one look-up interpolates
 class Link:
     """Topology of one replica group of a collective."""
 
-    axes: str  # mesh axes of the group, 'fsdp' or 'dp+cp'
+    axes: str  # mesh axes of the group, 'fsdp' or 'dp+cp'; unknown: '2 x 8 GPUs' of two domains
     members: int
     domains: int  # NVLink domains that the group spans
     inside: int  # members of the group within one domain
@@ -78,15 +83,24 @@ class Costs:
 
     Args:
       gpu: the GPU type.
-      degrees: mesh axis -> GPUs along it, the slowest axis first.
+      degrees: mesh axis -> GPUs along it, the slowest axis first; {"": n} if the axes of n GPUs
+        are not known.
       efficiency: replaces the GPU type's own constants.
+      order: device id in the program -> place of its GPU in the order of nodes; (): the same.
     """
 
-    def __init__(self, gpu: Gpu, degrees: dict[str, int], efficiency: Efficiency | None = None):
+    def __init__(
+        self,
+        gpu: Gpu,
+        degrees: Mapping[str, int],
+        efficiency: Efficiency | None = None,
+        order: Sequence[int] = (),
+    ):
         self.gpu = gpu
         self.chip, self.efficiency = gpu.chip, efficiency or gpu.efficiency
         self.axes, self.degrees = [*degrees], [*degrees.values()]
         self.gpus = math.prod(self.degrees)
+        self.order = np.array(order or range(self.gpus))
         self.domain = self.gpu.nvlink_domain(self.gpus)
         self.products = Table(self.gpu.products)
         self.kernels = Table((kind, "", *row) for kind, *row in self.gpu.kernels)
@@ -149,9 +163,11 @@ class Costs:
         group = groups[0] if groups.size else np.arange(self.gpus)
         at = np.array(np.unravel_index(group, self.degrees))
         axes = [axis for axis, row in zip(self.axes, at, strict=True) if len(set(row.tolist())) > 1]
-        domains, inside = np.unique(group // self.domain, return_counts=True)
-        pods = len(np.unique(group // self.gpu.pod_gpus)) if self.gpu.pod_gpus else 1
-        return Link("+".join(axes), len(group), len(domains), int(inside.min()), pods)
+        places = self.order[group]
+        domains, inside = np.unique(places // self.domain, return_counts=True)
+        pods = len(np.unique(places // self.gpu.pod_gpus)) if self.gpu.pod_gpus else 1
+        label = "+".join(axes) or f"{len(domains)} x {inside.min()} GPUs"
+        return Link(label, len(group), len(domains), int(inside.min()), pods)
 
     def axis_link(self, *axes: str) -> Link:
         """The link of the devices along mesh axes."""
@@ -162,7 +178,8 @@ class Costs:
     def permute_link(self, pairs: np.ndarray) -> Link:
         """The link of a permute's (source, target) pairs: a pair between pods, else between NVLink
         domains, if any."""
-        apart = lambda gpus: pairs[:, 0] // gpus != pairs[:, 1] // gpus
+        places = self.order[pairs]
+        apart = lambda gpus: places[:, 0] // gpus != places[:, 1] // gpus
         crossed = apart(self.domain).astype(int) + apart(self.gpu.pod_gpus or self.gpus)
         return self.link_of(pairs[[np.argmax(crossed)]])
 
@@ -262,6 +279,13 @@ def kernel_kind(ops: Iterable[hlo.Op]) -> str:
 
 def is_gemm(op: hlo.Op) -> bool:
     return op.opcode == "dot" or op.target in GEMM
+
+
+def has_price(op: hlo.Op) -> bool:
+    """Whether the work of a kernel other than a GEMM follows from its shapes."""
+    if op.opcode == "custom-call":
+        return op.target.startswith(("__cudnn$fmha", *MOVES_BYTES)) or is_gemm(op)
+    return op.opcode not in UNPRICED
 
 
 def bytes_moved(program: hlo.Program, where: hlo.Computation, op: hlo.Op) -> int:

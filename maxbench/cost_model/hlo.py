@@ -87,8 +87,14 @@ class Op:
 
     @property
     def scope(self) -> str:
-        """Scope directly around a conditional or loop: 'loss' of one named '.../loss/cond'."""
-        return re.sub("/(cond|while)$", "", self.op_name).rpartition("/")[2]
+        """Scope directly around a conditional, loop or kernel: 'loss' of '.../loss/cond'."""
+        return re.sub("/(cond|while|pallas_call|ffi_call)$", "", self.op_name).rpartition("/")[2]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names by which a caller may mean the op: the scope around it, a custom call's target, and
+        its own name in the program."""
+        return self.scope, self.target, self.name
 
     @functools.cached_property
     def target(self) -> str:
@@ -209,6 +215,7 @@ class Program:
 
     Args:
       frames: stack_frame_id -> (the Frame, the caller's stack_frame_id), or empty.
+      devices: number of GPUs that it is compiled for.
     """
 
     def __init__(
@@ -216,9 +223,10 @@ class Program:
         computations: dict[str, Computation],
         entry: str,
         frames: dict[str, tuple[Frame, str]] | None = None,
+        devices: int = 1,
     ):
         self.computations, self.entry = computations, computations[entry]
-        self.frames = frames or {}
+        self.frames, self.devices = frames or {}, devices
 
     def stack(self, op: Op) -> list[Frame]:
         """Frames of the code that emitted an op, innermost first; empty if the program does not
@@ -227,6 +235,8 @@ class Program:
         while frame_id in self.frames:
             frame, frame_id = self.frames[frame_id]
             frames.append(frame)
+        if not frames and (file := op.attr("source_file")):  # of older versions: the innermost one
+            return [Frame(file, "", int(op.attr("source_line") or 0))]
         if not frames and op.base == "fusion" and not op.is_done:
             return self.stack(self.called(op).root)
         return frames
@@ -302,7 +312,8 @@ def parse(text: str) -> Program:
     Raises:
       ValueError: not a scheduled module; an unscheduled one has no execution order.
     """
-    if "is_scheduled=true" not in text[:1000]:
+    head = text.partition("\n")[0]
+    if "is_scheduled=true" not in head:
         raise ValueError("not a scheduled HLO module: is_scheduled=true is missing")
     computations: dict[str, Computation] = {}
     name, ops, entry = "", [], ""
@@ -315,7 +326,8 @@ def parse(text: str) -> Program:
             entry = name if found[1] else entry
         elif line.startswith("}") and name:
             computations[name], name = Computation(name, ops), ""
-    return Program(computations, entry, _frames(lines))
+    sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
+    return Program(computations, entry, _frames(lines), math.prod(map(int, sizes)))
 
 
 def _frames(lines: list[str]) -> dict[str, tuple[Frame, str]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from maxbench.cost_model import hlo
 
@@ -11,6 +12,7 @@ from maxbench.cost_model import hlo
 # rest runs the shortest branch). Scope of a loop -> the fraction of its iterations that work, and
 # the fraction in which the device waits for others. Absent: (1, 0).
 Frequencies = Mapping[str, tuple[float, float]]
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +20,13 @@ class Meaning:
     """Meaning of names that the author of a program gave to scopes and arguments.
 
     A compiled program has these names (hlo.Op.op_name), but not what they mean. All fields are
-    optional: without them, any program is priced, with the longest branch of each conditional.
+    optional: without them, any program is priced, with one trip of each loop of unknown length, the
+    longest branch of each conditional, and the bytes of each kernel that has no price.
 
     Attributes:
-      trip_counts: scope of a loop -> its trips, for loops whose trips XLA does not know.
+      trip_counts: name of a loop (hlo.Op.names) -> its trips, where XLA does not know them.
+      branches: name of a conditional -> the share of its runs that each branch has.
+      prices: name of a kernel -> seconds of a run.
       frequencies: of branches. A device's text does not say how often it runs each.
       label: op_name -> name of an op in drawings ('backward mlp/up'), or ''.
       amax: pattern of op_name; a reduction with such a name computes the scale of a tensor.
@@ -32,6 +37,8 @@ class Meaning:
     """
 
     trip_counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    branches: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    prices: Mapping[str, float] = dataclasses.field(default_factory=dict)
     frequencies: Frequencies = dataclasses.field(default_factory=dict)
     label: Callable[[str], str] = lambda op_name: ""
     amax: re.Pattern | None = None
@@ -44,10 +51,15 @@ class Meaning:
         try:
             return program.trips(where, loop)
         except ValueError:
-            return self.trip_counts.get(loop.scope)
+            return by_name(self.trip_counts, loop)
 
 
 UNKNOWN = Meaning()
+
+
+def by_name(values: Mapping[str, Value], op: hlo.Op) -> Value | None:
+    """The value under one of an op's names; None if there is none."""
+    return next((values[name] for name in op.names if name in values), None)
 
 
 def matches(pattern: re.Pattern | None, op: hlo.Op) -> bool:

@@ -12,14 +12,14 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, Run
 from maxbench.config.sublayers import ROLES, RULES, Layer, Weight
 from maxbench.cost_model import hlo
-from maxbench.cost_model.compile_cache import Compiled
+from maxbench.cost_model.compile_cache import CompiledStep
 from maxbench.cost_model.meaning import Meaning, matches
 from maxbench.hardware.gpus import Gpu
 from maxbench.host.environment import GPU_MEMORY_FRACTION
@@ -29,20 +29,21 @@ from maxbench.pipeline.schedule import loss_group_size
 GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU."""
+class Sizes:
+    """Bytes on one GPU by purpose: the fields of a dataclass, besides `capacity`, the bytes that a
+    step may use."""
 
-    weights: int  # master weights, and their copy in compute precision where it is another array
-    optimizer: int
-    gradients: int
-    activations: int
-    workspace: int  # the rest: gathered weights, logits, kernel scratch
-    capacity: int  # that a step may use
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+    capacity: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        names = (name for name in self.__dataclass_fields__ if name != "capacity")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.activations + self.workspace
+        return sum(self.parts.values())
 
     @property
     def spare(self) -> int:
@@ -50,12 +51,34 @@ class Memory:
         return self.capacity - self.total
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory(Sizes):
+    """Of a run."""
+
+    weights: int  # master weights, and their copy in compute precision where it is another array
+    optimizer: int
+    gradients: int
+    activations: int
+    workspace: int  # the rest: gathered weights, logits, kernel scratch
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory(Sizes):
+    """Of any program, as the compiler assigns buffers."""
+
+    arguments: int
+    results: int  # in memory of their own; those of donated arguments have theirs
+    temporaries: int
+    capacity: int
+
+
 def capacity(gpu: Gpu) -> int:
     """Bytes that a step may use."""
     return int(gpu.chip.memory_bytes * (GPU_MEMORY_FRACTION - gpu.memory_margin))
 
 
-def breakdown(run: Run, compiled: Compiled, program: hlo.Program, meaning: Meaning) -> Memory:
+def breakdown(run: Run, compiled: CompiledStep, program: hlo.Program, meaning: Meaning) -> Memory:
     """The compiler's total, by purpose."""
     # Unrolled layers are in no loop, so their stash is estimated.
     stash = stashed_bytes(program, meaning) or activation_bytes(run)

@@ -21,8 +21,16 @@ import re
 from typing import Any
 
 from maxbench.cost_model import hlo
-from maxbench.cost_model.costs import Costs, Link, bytes_moved, gemm_sizes, is_gemm, kernel_kind
-from maxbench.cost_model.meaning import UNKNOWN, Meaning, matches
+from maxbench.cost_model.costs import (
+    Costs,
+    Link,
+    bytes_moved,
+    gemm_sizes,
+    has_price,
+    is_gemm,
+    kernel_kind,
+)
+from maxbench.cost_model.meaning import UNKNOWN, Meaning, by_name, matches
 
 STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
@@ -87,15 +95,34 @@ class OpTime:
 
 
 @dataclasses.dataclass
+class Unknown:
+    """Something that the program does not say, with the seconds of a step that are counted for it.
+
+    Attributes:
+      name: by which Meaning's trip_counts, branches or prices can give it.
+      op_name: of the op, for people.
+      counted: 'one trip', 'the longest branch' or 'its bytes'.
+      alternatives: branches of a conditional; 0 of others.
+    """
+
+    name: str
+    op_name: str
+    counted: str
+    seconds: float = 0
+    count: float = 0
+    alternatives: int = 0
+
+
+@dataclasses.dataclass
 class Timeline:
     """A simulated step.
 
     Attributes:
       seconds: length of the step.
       compute: seconds of the compute stream by kind: gemm, attention, memory (memory-bound
-        kernels), amax (a pass over a tensor for its FP8 scale), copy, offload (waiting for host
-        memory), launch (gaps), host (host-side branches), contention, slowest (waiting for the
-        slowest GPU).
+        kernels), amax (a pass over a tensor for its FP8 scale), copy, unpriced (kernels of unknown
+        work, by their bytes), priced (by Meaning.prices), offload (waiting for host memory), launch
+        (gaps), host (host-side branches), contention, slowest (waiting for the slowest GPU).
       traffic: totals of collectives by (kind, axes).
       idle_s: pipeline bubble: time in which only other stages have work.
       flops: GEMM and attention FLOPs that one GPU executes, recomputation included.
@@ -105,8 +132,8 @@ class Timeline:
         kind of iteration.
       branch_s: scope of a conditional -> seconds of its longest branch.
       ops: (name of an op, kind) -> its OpTime. Their seconds sum to `seconds`.
-      unknown_loops: name -> op_name of the loops whose trips are not known. Each is counted as one
-        trip, so that the step may be longer.
+      unknown: name of an op -> loops, conditionals and kernels of which the step may take another
+        time than is counted.
     """
 
     seconds: float = 0
@@ -118,7 +145,17 @@ class Timeline:
     slack_s: dict[str, float] = dataclasses.field(default_factory=dict)
     branch_s: dict[str, float] = dataclasses.field(default_factory=dict)
     ops: dict[tuple[str, str], OpTime] = dataclasses.field(default_factory=dict)
-    unknown_loops: dict[str, str] = dataclasses.field(default_factory=dict)
+    unknown: dict[str, Unknown] = dataclasses.field(default_factory=dict)
+
+    def add_unknown(
+        self, op: hlo.Op, counted: str, seconds: float, times: float, alternatives: int = 0
+    ) -> None:
+        """Adds `times` runs of `seconds` each."""
+        name = next(filter(None, op.names))
+        known = self.unknown.setdefault(
+            op.name, Unknown(name, op.op_name, counted, alternatives=alternatives)
+        )
+        known.seconds, known.count = known.seconds + seconds * times, known.count + times
 
     def time_of(self, where: Any, op: Any, kind: str) -> OpTime:
         """The OpTime of an op, to add to."""
@@ -160,8 +197,7 @@ def simulate(
     """Simulates one execution of the program's entry.
 
     Args:
-      meaning: of the program's names; without it, every loop whose trips XLA does not know is
-        counted once (Timeline.unknown_loops).
+      meaning: of the program's names, for what the program does not say (Timeline.unknown).
       record: keep the events, for drawing.
     """
     simulator = Simulator(program, costs, meaning, record)
@@ -217,8 +253,7 @@ class Simulator:
             return self._conditional(where, op, [body], now, times)
         work, bubble = frequency or ALWAYS
         trips = self.meaning.trips(self.program, where, op)
-        if trips is None:
-            self.timeline.unknown_loops[op.name], trips = op.op_name, 1
+        known, trips = trips is not None, 1 if trips is None else trips
         left = trips
         begin, busy_times = now, times * work
         # Iterations differ while a collective from before the loop is in flight.
@@ -231,6 +266,8 @@ class Simulator:
             self._add_event("compute", f"{left} more iterations of {op.name}", "loop", now, seconds)
             self.free = min(self.free, now)
             now += seconds
+        if not known:
+            self.timeline.add_unknown(op, "one trip", now - begin, busy_times)
         self._idle(where, op, (now - begin) * times * bubble)
         return now
 
@@ -272,18 +309,21 @@ class Simulator:
         A conditional costs one device-to-host sync, a loop one more per trip.
         """
         meaning = dataclasses.replace(self.meaning, frequencies=self.frequencies)
+        frequency, shares = self.frequencies.get(op.scope), by_name(self.meaning.branches, op)
+        if shares and len(shares) == len(branches):
+            return self._shared(where, op, branches, shares, now, times)
         alone = lambda branch: Simulator(self.program, self.costs, meaning).run(branch, 0.0, 1)
         *others, longest = sorted(branches, key=alone)
-        taken, waited = self.frequencies.get(op.scope) or ALWAYS
+        taken, waited = frequency or ALWAYS
         syncs = 1 + taken * (op.opcode == "while")
         host_s = syncs * self.costs.efficiency.host_sync_us * 1e-6
-        self.timeline.compute["host"] += host_s * times
-        host = self.timeline.time_of(where, op, "host")
-        host.count, host.seconds = host.count + times, host.seconds + host_s * times
-        now += host_s
+        now = self._host(where, op, host_s, now, times)
         free_before = self.free
         seconds = self.run(longest, now, times * taken) - now
         self.timeline.branch_s[op.scope] = seconds
+        if frequency is None and len(branches) > 1:
+            count = len(branches)
+            self.timeline.add_unknown(op, "the longest branch", seconds, times, count)
         self._idle(where, op, seconds * waited * times)
         end = now + seconds * (taken + waited)
         if others and (rest := 1 - taken - waited) > 0:
@@ -291,6 +331,22 @@ class Simulator:
         # On average, collectives of the branch have ended by `end`.
         self.free = min(self.free, max(end, free_before))
         return end
+
+    def _shared(self, where, op, branches, shares, now, times):
+        """A conditional whose branches run in known shares of its runs."""
+        host_s = self.costs.efficiency.host_sync_us * 1e-6
+        end = self._host(where, op, host_s, now, times)
+        for branch, share in zip(branches, shares, strict=True):
+            if share:
+                end += (self.run(branch, end, times * share) - end) * share
+        return end
+
+    def _host(self, where, op, seconds, now, times):
+        """The wait until the host has read a predicate; returns the time after it."""
+        self.timeline.compute["host"] += seconds * times
+        host = self.timeline.time_of(where, op, "host")
+        host.count, host.seconds = host.count + times, host.seconds + seconds * times
+        return now + seconds
 
     def _wait(self, running, now, times):
         stream = "communication" if running.traffic else "copies"
@@ -358,6 +414,8 @@ class Simulator:
             self.kernel_costs[op] = cost
         kind, alone, flops = self.kernel_costs[op]
         t, launch = self.timeline, self.costs.launch
+        if kind == "unpriced":
+            t.add_unknown(op, "its bytes", alone, times)
         seconds = self._with_contention(now, alone)
         op_time = t.time_of(where, op, kind)
         op_time.count, op_time.flops = op_time.count + times, flops
@@ -421,6 +479,8 @@ def kernel_cost(
     scope = program.called(op) if fused else where
     ops = scope.ops if fused else [op]
     kind, seconds, flops = "memory", 0.0, 0.0
+    if (price := by_name(meaning.prices, op)) is not None:
+        return "priced", price, 0.0
     if gemms := [inner for inner in ops if is_gemm(inner)]:
         kind = "gemm"
         for gemm in gemms:
@@ -443,6 +503,8 @@ def kernel_cost(
         return "offload", costs.offload(size / 2), 0.0
     if kind == "memory" and matches(meaning.amax, op):
         kind = "amax" if hlo.size(op.shape) < size / 100 else kind
+    if kind == "memory" and not all(map(has_price, ops)):
+        kind = "unpriced"
     if not seconds:
         return kind, costs.kernel(size, kernel_kind(ops)), flops
     # Measured GEMM times include reads and writes.

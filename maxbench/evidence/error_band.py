@@ -20,6 +20,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from maxbench.hardware.gpus import Gpu
+
 COVERAGE = 0.9
 # 95th percentiles of Student's t distribution with 1, 2, ... degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -67,7 +69,11 @@ def parallelism(experts: bool, pp: int, tp: int, fsdp: int) -> str:
 
 
 def error_band(
-    gpu_type: str, dtype: str, parallelism: str, rows: Sequence[Error] | None = None
+    gpu_type: str,
+    dtype: str,
+    parallelism: str,
+    rows: Sequence[Error] | None = None,
+    gpu: Gpu | None = None,
 ) -> ErrorBand:
     """The band of predictions for a GPU type, dtype and parallelism.
 
@@ -77,7 +83,11 @@ def error_band(
 
     Args:
       rows: replaces errors().
+      gpu: the GPU type's record, which has a band of its own if its constants were fitted to runs.
     """
+    if gpu and gpu.band:
+        low, high = gpu.band
+        return ErrorBand(low, high, "runs that the constants were fitted to", 0, True)
     rows = errors() if rows is None else rows
     of_type = [e for e in rows if e.gpu_type == gpu_type and e.left_out != "gpu_type"]
     if _programs(of_type) < MIN_PROGRAMS:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import platform
 import subprocess
+import sys
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections",
             "transformer-engine")  # fmt: skip
@@ -71,6 +72,19 @@ def query_nvidia_smi(*properties: str) -> list[dict[str, str]]:
     lines = run_lines("nvidia-smi", query, "--format=csv,noheader,nounits")
     rows = [line.strip().split(", ") for line in lines]
     return [dict(zip(properties, row, strict=True)) for row in rows if len(row) == len(properties)]
+
+
+def compile_only_if_first() -> None:
+    """set_for_compile_only(), also where jax is imported but has not looked for devices yet. Where
+    it has, its devices stay."""
+    if "jax" in sys.modules:
+        import jax
+
+        if jax.config.values["jax_platforms"] is None and not os.path.exists("/dev/nvidiactl"):
+            jax.config.update("jax_platforms", "cpu")
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    else:
+        set_for_compile_only()
 
 
 def set_for_compile_only() -> None:

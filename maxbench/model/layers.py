@@ -10,6 +10,7 @@ h heads, g KV heads, k head_dim, f mlp, v vocab, n mlp_inputs; in the fused QKV 
 heads of a group (its queries, its key and its value), and w their total width.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -125,7 +126,9 @@ def matmul(
     split = [i for i, n in enumerate(names) if "fsdp" in rules.RULES[n]]
     fsdp = split[0] if split and collectives.axis_size("fsdp") > 1 else None
     gemm = linear.MatmulSpec(dims.ins, dims.batch, fsdp=fsdp, **how)
-    return linear.linear(x, w, own if sums is None else sums, gemm, order)
+    # A weight of a Linear is called w: the module names the GEMM.
+    with contextlib.nullcontext() if name == "w" else jax.named_scope(name):
+        return linear.linear(x, w, own if sums is None else sums, gemm, order)
 
 
 class Linear(nn.Module):

@@ -9,39 +9,17 @@ from maxbench.cost_model import costs, hlo, simulate
 from maxbench.cost_model.memory import GIB
 from maxbench.cost_model.simulate import OpTime
 from maxbench.metrics import records
-from maxbench.pipeline import schedule
-from maxbench.planning import planner, program_names
-from maxbench.planning.planner import Plan
+from maxbench.planning import op_names
+from maxbench.planning.prediction import Prediction
 from maxbench.terminal import console
 
 SHOWN = 20  # rows of the table of operations
+NAME, SHAPE, SOURCE, END = 26, 23, 13, 19  # columns of names; the tables fit 100 columns
 LARGE = 0.003  # of the step, that a segment of a bar has
 LEAST = 5e-4  # of the step, that a row of the other tables has
-# Frames of generic code: an op is explained by the frame that calls it.
-GENERIC_FILES = (
-    "model/linear.py",
-    "model/gemms.py",
-    "model/comm_order.py",
-    "model/grad_accumulation.py",
-    "pipeline/buffers.py",
-    "sharding/",
-)
-GENERIC_FUNCTIONS = ("matmul", "Linear.__call__", "param", "param_value", "take")
+FUNCTION = r"\.?<\w+>|\.__call__"  # parts of a function's name that say nothing
+_LAYOUT = re.compile(r" [nt]{2}(?= x|$)")  # of a GEMM's operands, in a shape
 NO_WORK = {"idle": "pipeline idle", "slowest": "waiting for the slowest GPU"}
-SCOPES = {  # named scope of the executor -> event of a tick
-    schedule.STASH: "stash",
-    schedule.FORWARD_CHUNK_SWITCH: "forward chunk switch",
-    schedule.BACKWARD_CHUNK_SWITCH: "backward chunk switch",
-    schedule.SEND_X: "send activation",
-    schedule.SEND_DX: "send gradient",
-    schedule.EMBED_BACKWARD: "embedding backward",
-    schedule.EMBED: "embedding",
-    schedule.LOSS: "loss",
-    schedule.END_OF_TICK: "branch at the end of a tick",
-    schedule.FORWARD_KIND: "layer of the chunk's kind, forward",
-    schedule.FREQUENT_KIND: "layer of the most frequent kind, backward",
-    schedule.OTHER_KIND: "layer of another kind, backward",
-}
 
 
 Table = tuple[list[str], list[list[str]], tuple[int, ...]]  # heads, rows, columns of text
@@ -54,7 +32,8 @@ class Operation:
     Attributes:
       name: pass and module ('backward mlp/up'), event of a tick, or function.
       kind: key of Timeline.compute, kind of a collective, or 'idle'.
-      shape: m x n x k of a GEMM, 'GiB over axes' of a collective, shape of the result of others.
+      shape: 'dtype mxnxk layout xbatch' of a GEMM, 'GiB over axes' of a collective, shape of the
+        result of others.
       source: 'model/layers.py:243', or ''.
       bound: what limits it: compute, memory, latency (of kernels or links), link, host, schedule.
       count: runs in a step.
@@ -73,6 +52,13 @@ class Operation:
     tflops: float = 0
     gbytes_per_s: float = 0
     intensity: float = 0
+
+    @property
+    def rate(self) -> str:
+        """The rate that is bounded, '612 TFLOP/s'; '' where it is no rate."""
+        if self.bound == "compute" and self.tflops:
+            return f"{self.tflops:.0f} TFLOP/s"
+        return f"{self.gbytes_per_s:.0f} GB/s" if self.bound == "memory" else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +93,10 @@ class Explanation(records.Records):
       operations: all, the longest first; their seconds sum to the step.
       exposed: collectives with exposed seconds, the longest first.
       tick_events: event of a pipeline's tick -> seconds of a step; empty without a pipeline.
-      parts: pass ('forward', 'backward', 'recomputed', 'outside layers') -> part -> seconds.
+      parts: pass ('forward', 'backward', 'recomputed', and what is in none) -> part -> seconds.
     """
 
-    plan: Plan
+    plan: Prediction
     operations: tuple[Operation, ...]
     exposed: tuple[Exposed, ...]
     tick_events: Mapping[str, float]
@@ -135,33 +121,33 @@ class Explanation(records.Records):
 
     def tables(self) -> list[Table]:
         """Heads, rows and text columns of each table."""
-        heads = ["operation", "shape", "source", "bound", "runs", "TFLOP/s", "GB/s", "s", "share"]
+        heads = ["operation", "shape", "source", "bound", "runs", "s", "share"]
         shown, others = self.operations[:SHOWN], self.operations[SHOWN:]
-        rate = lambda x: f"{x:.0f}" if x else ""
         rows = [
-            [o.name, o.shape, o.source, o.bound, f"{o.count:.0f}", rate(o.tflops),
-             rate(o.gbytes_per_s), *self._share(o.seconds)]
+            [_end(o.name, NAME), _start(_LAYOUT.sub("", o.shape), SHAPE),
+             _end(_file_name(o.source), SOURCE), o.rate or o.bound, f"{o.count:.0f}",
+             *self._share(o.seconds)]
             for o in shown
         ]  # fmt: skip
         if others:
             rest = sum(o.seconds for o in others)
-            rows.append([f"{len(others)} others", *[""] * 6, *self._share(rest)])
-        rows.append(["step", *[""] * 6, *self._share(self.step_s)])
+            rows.append([f"{len(others)} others", *[""] * 4, *self._share(rest)])
+        rows.append(["step", *[""] * 4, *self._share(self.step_s)])
         tables: list[Table] = [(heads, rows, (0, 1, 2, 3))]
         if self.exposed:
-            heads = ["exposed", "shape", "after", "before", "busy s", "queued s", "s", "share"]
+            heads = ["exposed", "shape", "after", "before", "s"]
             large = [x for x in self.exposed if x.seconds > LEAST * self.step_s]
             rows = [
-                [f"{x.kind}, {x.name}", x.shape, x.after, x.before, f"{x.busy_s:.3f}",
-                 f"{x.queued_s:.3f}", *self._share(x.seconds)]
+                [_end(f"{x.kind}, {x.name}", NAME), _start(x.shape, SHAPE), _end(x.after, END),
+                 _end(x.before, END), f"{x.seconds:.3f}"]
                 for x in large
             ]  # fmt: skip
             if small := self.exposed[len(large) :]:
                 total = sum(x.seconds for x in small)
-                rows.append([f"{len(small)} others", *[""] * 5, *self._share(total)])
+                rows.append([f"{len(small)} others", *[""] * 3, f"{total:.3f}"])
             tables.append((heads, rows, (0, 1, 2, 3)))
         if self.tick_events:
-            ticks = schedule.schedule_for(self.plan.run).ticks
+            ticks = self.plan.ticks
             rows = [
                 [name, f"{s / ticks * 1e6:.1f}", *self._share(s)]
                 for name, s in self.tick_events.items()
@@ -192,35 +178,28 @@ class Explanation(records.Records):
         """The drawing: a stacked bar per pass, and a roofline."""
         from maxbench.planning import svg
 
-        peaks = self.plan.run.gpu
-        peak = peaks.peak_tflops(self.plan.run.format.peak)
+        peaks = self.plan.gpu
+        peak = peaks.peak_tflops(self.plan.peak)
         parts = {w: _large(x, LARGE * self.step_s) for w, x in self.parts.items()}
         points = [
             (o.intensity, o.tflops, o.seconds, f"{o.name} {o.shape}: {o.seconds:.3f} s")
             for o in self.operations
             if o.intensity and o.seconds > LEAST * self.step_s
         ]
-        return svg.bars_and_roofline(
-            self.plan.run.name, parts, points, peak, peaks.memory_gbytes_per_s
-        )
+        roof = peaks.memory_gbytes_per_s
+        return svg.bars_and_roofline(self.plan.name, parts, points, peak, roof)
 
 
-def explain(p: Plan) -> Explanation:
+def explain(p: Prediction) -> Explanation:
     """Explains the predicted step of a plan."""
     program = hlo.parse(p.compiled.text)
-    timeline = planner.simulate_plan(p.run, program)
-    x = _Explainer(program, planner.costs_of(p.run))
+    timeline = p.simulate(program)
+    x = _Explainer(program, p)
     ops = list(timeline.ops.values())
     operations = _merged(x.operation(t) for t in ops if t.seconds)
     exposed = [x.exposed(t, t.op, t.traffic) for t in ops if t.op and t.traffic and t.seconds]
-    in_pipeline = p.run.layout.pp > 1
-    return Explanation(
-        p,
-        operations,
-        _merged_exposed(exposed),
-        _tick_events(ops) if in_pipeline else {},
-        x.parts(ops),
-    )
+    events = x.tick_events(ops) if p.ticks else {}
+    return Explanation(p, operations, _merged_exposed(exposed), events, x.parts(ops))
 
 
 def _merged(rows: Iterable[Operation]) -> tuple[Operation, ...]:
@@ -262,19 +241,18 @@ def _in_package(file: str) -> str:
     return re.sub(r".*/(?:maxbench|site-packages)/", "", file)
 
 
-def _scope(op_name: str) -> str:
-    """The event of a tick that an op belongs to, by its innermost named scope; '' if none."""
-    scopes = [part for part in op_name.split("/") if part in SCOPES]
-    return SCOPES[scopes[-1]] if scopes else ""
+def _file_name(source: str) -> str:
+    """'layers.py:243' of a source line; the folder of an __init__.py stays."""
+    return re.sub(r".*/(?!__init__)", "", source)
 
 
-def _tick_events(ops: Iterable[OpTime]) -> dict[str, float]:
-    """Event of a tick -> seconds of a step, the longest first."""
-    seconds: dict[str, float] = collections.defaultdict(float)
-    for t in ops:
-        if t.op and (event := _scope(t.op.op_name)):
-            seconds[event] += t.seconds
-    return _longest_first(seconds)
+def _start(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _end(text: str, width: int) -> str:
+    """The end of a text, which tells most."""
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -291,16 +269,25 @@ def _large(parts: Mapping[str, float], least: float) -> dict[str, float]:
 class _Explainer:
     """Names, shapes and bounds of the ops of one program."""
 
-    def __init__(self, program: hlo.Program, costs_: costs.Costs):
-        self.program, self.costs = program, costs_
+    def __init__(self, program: hlo.Program, p: Prediction):
+        self.program, self.costs = program, p.costs()
+        self.meaning, self.names = p.meaning(program), p.op_names(program)
+
+    def tick_events(self, ops: Iterable[OpTime]) -> dict[str, float]:
+        """Event of a tick -> seconds of a step, the longest first."""
+        seconds: dict[str, float] = collections.defaultdict(float)
+        for t in ops:
+            if t.op and (event := self.names.event(t.op.op_name)):
+                seconds[event] += t.seconds
+        return _longest_first(seconds)
 
     def operation(self, t: OpTime) -> Operation:
         if t.op is None or t.kind in NO_WORK:
             name = NO_WORK[t.kind]
             return Operation(name, t.kind, "", "", "schedule", t.count, t.seconds)
-        name, source = self.name_and_source(t.op)
+        name, source = self.name_and_source(t.where, t.op)
         if t.traffic:
-            name = f"wait for {t.traffic.kind}, {name}"
+            name = f"{t.traffic.kind}, {name}"
         shape, bound, flops, size = self.shape_and_bound(t, t.op)
         rate = t.count / t.seconds
         return Operation(
@@ -309,38 +296,39 @@ class _Explainer:
         )  # fmt: skip
 
     def exposed(self, t: OpTime, op: hlo.Op, traffic: simulate.CollectiveStats) -> Exposed:
-        name, source = self.name_and_source(op)
+        name, source = self.name_and_source(t.where, op)
         shape, *_ = self.shape_and_bound(t, op)
         return Exposed(
             name, traffic.kind, shape, source, t.seconds, t.busy_s, t.queued_s,
-            self._label(self._producer(t.where, op)), self._label(self._consumer(t.where, op)),
+            self._label(t.where, self._producer(t.where, op)),
+            self._label(t.where, self._consumer(t.where, op)),
         )  # fmt: skip
 
-    def name_and_source(self, op: hlo.Op) -> tuple[str, str]:
+    def name_and_source(self, where: hlo.Computation, op: hlo.Op) -> tuple[str, str]:
         """The name and source line of an op (Operation)."""
-        frames = self.program.stack(op)
-        generic = lambda f: (
-            _in_package(f.file).startswith(GENERIC_FILES) or f.function in GENERIC_FUNCTIONS
-        )
-        frame = next((f for f in frames if not generic(f)), frames[0] if frames else None)
+        frame = op_names.source_of(self.program.stack(op), self.names)
         source = f"{_in_package(frame.file)}:{frame.line}" if frame else ""
-        name = self._full_name(op)
-        name = program_names.module_of(name) or _scope(name)
-        if not name:
-            name = re.sub(r"\.?<\w+>|\.__call__", "", frame.function) if frame else op.opcode
-        return name, source
+        name = self.names.module(self._full_name(where, op))
+        if not name and frame:
+            which = op_names.pass_of(self._full_name(where, op))
+            name = f"{which} {re.sub(FUNCTION, '', frame.function)}".strip()
+        return name or op.opcode, source
 
-    def _full_name(self, op: hlo.Op) -> str:
-        """op_name of an op, or of the root of a fusion without one."""
-        if not op.op_name and op.base == "fusion" and not op.is_done:
+    def _full_name(self, where: hlo.Computation, op: hlo.Op) -> str:
+        """op_name of an op; without one, of the root of a fusion, or of what it reads first."""
+        if op.op_name:
+            return op.op_name
+        if op.base == "fusion" and not op.is_done:
             return self.program.called(op).root.op_name
+        while not op.op_name and op.operands:
+            op = where.by_name[op.operands[0]]
         return op.op_name
 
-    def _label(self, op: hlo.Op | None) -> str:
+    def _label(self, where: hlo.Computation, op: hlo.Op | None) -> str:
         if op is None:
-            return "the start of the step"
+            return "start of step"
         base = op.base if op.base in hlo.COLLECTIVES else ""
-        return f"{base} {self.name_and_source(op)[0]}".strip()
+        return f"{base} {self.name_and_source(where, op)[0]}".strip()
 
     def _producer(self, where: hlo.Computation, op: hlo.Op) -> hlo.Op | None:
         """The op that computes a collective's first operand; None if it is an input."""
@@ -373,7 +361,9 @@ class _Explainer:
         if op.base == "async":
             scope = self.program.called(op)
             inner = scope.root
-        kind, alone, flops = simulate.kernel_cost(self.program, scope, inner, self.costs)
+        kind, alone, flops = simulate.kernel_cost(
+            self.program, scope, inner, self.costs, self.meaning
+        )
         size = costs.bytes_moved(self.program, scope, inner)
         fused = self.program.called(inner) if inner.base == "fusion" else scope
         gemms = [x for x in (fused.ops if inner.base == "fusion" else [inner]) if costs.is_gemm(x)]
@@ -381,9 +371,11 @@ class _Explainer:
         shape = f"{first.dtype}[{','.join(map(str, first.dims))}]"
         if gemms:
             m, n, k, batch, dtype, layout = costs.gemm_sizes(fused, gemms[0])
-            shape = f"{dtype} {m} x {n} x {k} {layout}" + (f", batch {batch}" if batch > 1 else "")
+            shape = f"{dtype} {m}x{n}x{k} {layout}" + (f" x{batch}" if batch > 1 else "")
         if kind == "offload":
             return shape, "link", flops, size
+        if kind in ("priced", "unpriced"):
+            return shape, kind, flops, size
         if alone < self.costs.launch:
             return shape, "latency", flops, size
         memory_s = self.costs.memory(size)
@@ -400,23 +392,19 @@ class _Explainer:
             which, part = self._part(t)
             of_pass = parts.setdefault(which, collections.defaultdict(float))
             of_pass[part] += t.seconds
-        order = ("forward", "backward", "recomputed", "outside layers")
+        order = ("forward", "backward", "recomputed", self.names.OUTSIDE)
         return {which: _longest_first(parts[which]) for which in order if which in parts}
 
     def _part(self, t: OpTime) -> tuple[str, str]:
         if t.op is None or t.kind in NO_WORK:
-            return "outside layers", NO_WORK[t.kind]
-        name = self._full_name(t.op)
-        module = program_names.module_of(name)
+            return self.names.OUTSIDE, NO_WORK[t.kind]
+        which, part = self.names.part(self._full_name(t.where, t.op))
         exposed = "exposed communication of " if t.traffic else ""
-        if module:
-            which, _, path = module.partition(" ")
-            return which, exposed + (path.split("/")[0] or "residual stream")
-        return "outside layers", exposed + (_scope(name) or self._file(t.op))
+        return which, exposed + (part or self._file(t.where, t.op))
 
-    def _file(self, op: hlo.Op) -> str:
+    def _file(self, where: hlo.Computation, op: hlo.Op) -> str:
         """Name of the module that emitted an op: 'loss', 'zero overlap', 'optimizer'."""
-        source = self.name_and_source(op)[1]
+        source = self.name_and_source(where, op)[1]
         if source.startswith("optax/"):
             return "optimizer"
         stem = re.sub(r".*/|\.py:\d+$", "", source.replace("/__init__", ""))

@@ -6,7 +6,9 @@ from maxbench.config import recipes
 from maxbench.config.run import Run
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB
-from maxbench.planning.planner import FACTORS, Plan, figures
+from maxbench.cost_model.simulate import Unknown
+from maxbench.planning.planner import Plan
+from maxbench.planning.prediction import FACTORS, Prediction
 from maxbench.terminal import console
 
 PARTS = {  # key of figures()["parts_s"] -> its label
@@ -15,6 +17,8 @@ PARTS = {  # key of figures()["parts_s"] -> its label
     "memory": "memory-bound kernels",
     "amax": "passes for scales",
     "copy": "copies, nothing computed",
+    "priced": "kernels with a given price",
+    "unpriced": "kernels without a price",
     "offload": "waiting for host memory",
     "launch": "gaps between kernels",
     "host": "host-side branches",
@@ -27,19 +31,13 @@ PURPOSES = ("weights", "optimizer", "gradients", "activations", "workspace")  # 
 
 
 def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
-    """The plan on one screen; `more` lines follow the headline."""
-    run, m, t, f = p.run, p.memory, p.timeline, figures(p)
-    parts = {text: f["parts_s"].get(part, 0.0) for part, text in PARTS.items()}
+    """The plan of a run on one screen; `more` lines follow the headline."""
+    run, f = p.run, p.figures()
     mfu, rate = f["mfu"], f["tflops_per_gpu"]
     precision, quantized = run.precision, ""
     if run.format.quantized:
         names = dict.fromkeys((precision.dtype, precision.backend, run.format.name))
         quantized = f", {' '.join(names)}"
-    shares = [[text, f"{s:.3f}", f"{s / t.seconds:.1%}"] for text, s in parts.items() if s]
-    sizes = [[name, f"{getattr(m, name) / GIB:.2f}"] for name in PURPOSES]
-    sizes += [["total", f"{m.total / GIB:.2f}"], ["capacity", f"{m.capacity / GIB:.2f}"]]
-    if p.compiled.host:
-        sizes.append(["in host memory", f"{p.compiled.host / GIB:.2f}"])
     lines = [
         title(run),
         f"{run.layout.describe()}; remat {run.remat_summary}, "
@@ -48,31 +46,62 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
         *headline(p, f),
         *more,
         "",
-        *console.table(["memory of one GPU", "GiB"], sizes),
-        "",
-        *_communication_table(p),
-        "",
-        *console.table(
-            ["predicted step", "s", "share"], [*shares, ["total", f"{t.seconds:.3f}", ""]]
-        ),
-        "",
+        *tables(p),
         "TFLOP/s per GPU: "
         + ", ".join(f"{rate[c]:.1f} ({c}, MFU {mfu[c]:.1%})" for c in mfu)
         + f"; executed {f['hfu']:.1%} of peak",
         *published_lines(p, f["published"]),
-        *_unknown_loops(p),
-        f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s"
-        + (", from the cache" if p.cached else ""),
+        *unknown_lines(p),
+        compiled_line(p),
     ]
     return "\n".join(lines)
 
 
-def _unknown_loops(p: Plan) -> list[str]:
-    names = ", ".join(p.timeline.unknown_loops.values())
-    return [f"loops of unknown length, counted once: {names}"] if names else []
+def tables(p: Prediction) -> list[str]:
+    """Memory of a GPU, its communication, and the parts of the step."""
+    m, parts_s = p.memory, p.parts_s
+    parts = {text: parts_s.get(part, 0.0) for part, text in PARTS.items()}
+    shares = [[text, f"{s:.3f}", f"{s / p.step_s:.1%}"] for text, s in parts.items() if s]
+    sizes = [[name, f"{size / GIB:.2f}"] for name, size in m.parts.items()]
+    sizes += [["total", f"{m.total / GIB:.2f}"], ["capacity", f"{m.capacity / GIB:.2f}"]]
+    if p.compiled.host:
+        sizes.append(["in host memory", f"{p.compiled.host / GIB:.2f}"])
+    step = console.table(
+        ["predicted step", "s", "share"], [*shares, ["total", f"{p.step_s:.3f}", ""]]
+    )
+    memory_table = console.table(["memory of one GPU", "GiB"], sizes)
+    traffic = [*_communication_table(p), ""] if p.timeline.traffic else []
+    return [*memory_table, "", *traffic, *step, ""]
 
 
-def _communication_table(p: Plan) -> list[str]:
+def compiled_line(p: Prediction) -> str:
+    """'compiled in 12.3 s'."""
+    cached = ", from the cache" if p.cached else ""
+    return f"compiled in {p.compiled.lower_s + p.compiled.compile_s:.1f} s{cached}"
+
+
+def unknown_lines(p: Prediction) -> list[str]:
+    """A line for each loop, conditional and kernel of which the program does not say enough."""
+    groups: dict[tuple[str, str], list[Unknown]] = {}
+    for x in p.timeline.unknown.values():
+        groups.setdefault((x.name, x.counted), []).append(x)
+    return [_unknown_line(p, same) for same in groups.values()]
+
+
+def _unknown_line(p: Prediction, same: Sequence[Unknown]) -> str:
+    x, seconds = same[0], sum(x.seconds for x in same)
+    runs = sum(x.count for x in same)
+    time = f"{seconds:.3g} s ({seconds / p.step_s:.1%} of the step)"
+    if x.counted == "one trip":
+        return f"loop {x.name} of unknown length, counted as one trip, {time}"
+    if x.counted == "the longest branch":
+        return (
+            f"conditional {x.name}, counted with the longest of {x.alternatives} branches, {time}"
+        )
+    return f"kernel {x.name} without a price, {runs:.0f} runs, at least {time} by its bytes"
+
+
+def _communication_table(p: Prediction) -> list[str]:
     """Collectives of one GPU in a step, by kind and link."""
     rows = [
         [x.kind, x.link.axes, x.link.name, f"{round(x.count)}", f"{x.bytes / GIB:.2f}",
@@ -83,7 +112,7 @@ def _communication_table(p: Plan) -> list[str]:
     return console.table(heads, rows, text=(0, 1, 2))
 
 
-def format_sensitivity(p: Plan, seconds: Mapping[str, Sequence[float | None]]) -> str:
+def format_sensitivity(p: Prediction, seconds: Mapping[str, Sequence[float | None]]) -> str:
     """Table of seconds of a step, by part of the cluster and factor; None: it does not fit."""
     change = lambda s: f"{s:.3f} s {s / p.step_s - 1:+6.1%}" if s else "does not fit"
     rows = [[part, *map(change, row)] for part, row in seconds.items()]
@@ -100,7 +129,7 @@ def title(run: Run) -> str:
 
 
 def headline(p: Plan, f: dict) -> list[str]:
-    """Whether the run fits, its speed, the error band, and the published step. `f`: figures(p)."""
+    """Whether the run fits, its speed, the error band, and the published step. `f`: p.figures()."""
     speed = f"{p.step_s:.3f} s a step, {f['tokens_per_s']:,.0f} tokens/s, "
     speed += f"{f['days_to_1t_tokens']:,.1f} days to 1T tokens, MFU {f['mfu']['full']:.1%}"
     lines = [fit_line(p), speed if p.fits else f"with enough memory: {speed}"]
@@ -129,7 +158,7 @@ def format_ranking(plans: Sequence[Plan], given: Run) -> str:
     for p in sorted(plans, key=lambda p: (not p.fits, p.step_s)):
         marker = "  (as given)" if p.run == given else ""
         layout = f"{p.run.layout.describe()}; {p.run.remat_summary}{marker}"
-        mfu, spare = f"{figures(p)['mfu']['full']:.1%}", f"{p.memory.spare / GIB:.1f}"
+        mfu, spare = f"{p.figures()['mfu']['full']:.1%}", f"{p.memory.spare / GIB:.1f}"
         rows.append([f"{p.step_s:.3f}", mfu, spare, layout])
     heads = ["step s", "MFU", "spare GiB", "layout; remat"]
     return "\n".join([title(plans[0].run), *console.table(heads, rows, text=(3,))])

@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+from typing import Any
 
 from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
-from maxbench.cost_model import buffer_liveness, compile_cache, hlo, memory, remat, simulate
-from maxbench.cost_model.compile_cache import Compiled
+from maxbench.cost_model import compile_cache, hlo, memory, remat, simulate
+from maxbench.cost_model.compile_cache import CompiledStep
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.meaning import Meaning
 from maxbench.cost_model.memory import Memory
@@ -15,58 +16,82 @@ from maxbench.cost_model.simulate import Timeline
 from maxbench.evidence import published_deltas
 from maxbench.evidence.error_band import ErrorBand, error_band, parallelism
 from maxbench.evidence.published import Comparison, compare_run
-from maxbench.hardware.gpus import Efficiency
+from maxbench.hardware.gpus import Efficiency, Gpu
 from maxbench.host import environment
 from maxbench.metrics import step_stats
 from maxbench.pipeline.schedule import schedule_for
 from maxbench.planning import pipeline_timing, program_names
-
-SENSITIVITY = {  # part of the cluster -> fields of Efficiency
-    "network bandwidth": ("network",),
-    "NVLink bandwidth": ("nvlink",),
-    "memory bandwidth": ("memory",),
-    "GEMMs": ("gemm_bf16", "gemm_fp8", "gemm_fp4"),
-    "latency of links": ("network_us", "nvlink_us"),
-}
-FACTORS = (0.5, 0.8, 1.25, 2.0)  # of a bandwidth, rate or latency in sensitivity()
+from maxbench.planning.op_names import OpNames
+from maxbench.planning.prediction import Prediction
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A run, its compiled program, memory on one GPU, and predicted step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Prediction):
+    """Prediction of a run's step.
 
     Attributes:
       published: the published row of the same work, or the nearest one.
       deltas: published_deltas.deltas() of that row, empty if they do not apply to it.
-      cached: whether the program was in the cache.
     """
 
-    run: Run
-    compiled: Compiled
+    compiled: CompiledStep
     memory: Memory
-    timeline: Timeline
+    run: Run
     published: Comparison
     deltas: dict[str, float]
-    cached: bool
 
     @property
-    def step_s(self) -> float:
-        return self.timeline.seconds
+    def name(self) -> str:
+        return self.run.name
 
     @property
-    def fits(self) -> bool:
-        return self.memory.spare >= 0
+    def gpu_type(self) -> str:
+        return self.run.layout.gpu_type
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.run.gpu
+
+    @property
+    def peak(self) -> str:
+        return self.run.format.peak
 
     @property
     def band(self) -> ErrorBand:
-        """Error band of predictions of this GPU type, precision and parallelism, or that of the
-        file of --hardware that has the type's fitted constants."""
-        a, run = self.run.layout, self.run
-        if run.gpu.band:
-            low, high = run.gpu.band
-            return ErrorBand(low, high, "runs that the constants were fitted to", 0, True)
-        kind = parallelism(run.model.has_experts, a.pp, a.tp, a.fsdp)
-        return error_band(a.gpu_type, run.precision.dtype, kind)
+        a = self.run.layout
+        kind = parallelism(self.run.model.has_experts, a.pp, a.tp, a.fsdp)
+        return error_band(a.gpu_type, self.run.precision.dtype, kind, gpu=self.gpu)
+
+    @property
+    def ticks(self) -> int:
+        return schedule_for(self.run).ticks if self.run.layout.pp > 1 else 0
+
+    def costs(self) -> Costs:
+        return costs_of(self.run)
+
+    def meaning(self, program: hlo.Program) -> Meaning:
+        return meaning_of(self.run, program)
+
+    def op_names(self, program: hlo.Program) -> OpNames:
+        return program_names.RunNames(program)
+
+    def simulate(
+        self, program: hlo.Program, record: bool = False, efficiency: Efficiency | None = None
+    ) -> Timeline:
+        return simulate_plan(self.run, program, record, efficiency)
+
+    def figures(self) -> dict[str, Any]:
+        run = self.run
+        return super().figures() | {
+            "layout": run.layout.describe(),
+            "remat": run.train.remat,
+            "attention": self.compiled.attention,
+            **step_stats.performance_figures(run, self.gpu_type, self.step_s),
+            "published": comparison(self),
+            "deltas_s": self.deltas,
+            "config": run.config.asdict(),
+            "run": run.asdict(),
+        }
 
 
 def plan(run: Run) -> Plan:
@@ -83,10 +108,13 @@ def plan(run: Run) -> Plan:
     if published.row and published_deltas.apply_to(published):
         deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
     sizes = memory.breakdown(run, compiled, program, program_names.meaning(run))
-    return Plan(run, compiled, sizes, timeline, published, deltas, cached)
+    return Plan(
+        compiled=compiled, memory=sizes, timeline=timeline, cached=cached,
+        run=run, published=published, deltas=deltas,
+    )  # fmt: skip
 
 
-def compile_program(run: Run) -> tuple[Compiled, bool]:
+def compile_program(run: Run) -> tuple[CompiledStep, bool]:
     """The run's program, and whether it was in the cache. Compiles it and caches it if not.
 
     Raises:
@@ -122,11 +150,6 @@ def simulate_plan(
     return simulate.simulate(program, costs, meaning_of(run, program, first_pass), record)
 
 
-def liveness(run: Run, program: hlo.Program) -> buffer_liveness.Liveness:
-    """The program's live buffers over a step."""
-    return buffer_liveness.liveness(program, costs_of(run), meaning_of(run, program))
-
-
 def meaning_of(run: Run, program: hlo.Program, first_pass: Timeline | None = None) -> Meaning:
     """Meaning of the names in the run's program, with pipeline_timing.branch_frequencies() of its
     schedule."""
@@ -142,18 +165,6 @@ def meaning_of(run: Run, program: hlo.Program, first_pass: Timeline | None = Non
 def costs_of(run: Run, efficiency: Efficiency | None = None) -> Costs:
     """Costs of ops on the run's GPU type and mesh."""
     return Costs(run.gpu, run.layout.mesh_shape, efficiency)
-
-
-def sensitivity(p: Plan) -> dict[str, list[float]]:
-    """Part of the cluster -> seconds of a step with it scaled by each of FACTORS."""
-    program, efficiency = hlo.parse(p.compiled.text), p.run.gpu.efficiency
-
-    def seconds(names, factor):
-        scaled = {name: getattr(efficiency, name) * factor for name in names}
-        changed = dataclasses.replace(efficiency, **scaled)
-        return simulate_plan(p.run, program, efficiency=changed).seconds
-
-    return {part: [seconds(names, f) for f in FACTORS] for part, names in SENSITIVITY.items()}
 
 
 def best_remat(run: Run) -> Plan:
@@ -182,56 +193,6 @@ def best_remat(run: Run) -> Plan:
         grown = fewer_plan.memory.total - best.memory.total
         available *= 0.95 * best.memory.spare / grown
     return best
-
-
-def figures(p: Plan) -> dict:
-    """The plan as plain data for JSON; seconds and bytes unless a name has another unit."""
-    run, t = p.run, p.timeline
-    traffic = [
-        {
-            "kind": x.kind,
-            "axes": x.link.axes,
-            "link": x.link.name,
-            "members": x.link.members,
-            "count": round(x.count),
-            "bytes": round(x.bytes),
-            "busy_s": x.busy_s,
-            "exposed_s": x.exposed_s,
-        }
-        for x in t.traffic.values()
-    ]
-    peak = run.gpu.peak_tflops(run.format.peak)
-    parts = dict(t.compute) | {"exposed": t.exposed_s, "idle": t.idle_s}
-    return {
-        "name": run.name,
-        "layout": run.layout.describe(),
-        "gpu_type": run.layout.gpu_type,
-        "remat": run.train.remat,
-        "attention": p.compiled.attention,
-        "fits": p.fits,
-        "memory": dataclasses.asdict(p.memory)
-        | {"total": p.memory.total, "spare": p.memory.spare}
-        | {"host": p.compiled.host},
-        "communication": traffic,
-        "step_s": t.seconds,
-        "band_s": {"low": t.seconds * p.band.low, "high": t.seconds * p.band.high}
-        | {"rows_like_it": p.band.like, "programs": p.band.programs, "validated": p.band.validated},
-        "parts_s": parts,
-        "unknown_loops": [*t.unknown_loops.values()],
-        **step_stats.performance_figures(run, run.layout.gpu_type, t.seconds),
-        "hfu": t.flops / t.seconds / 1e12 / peak,
-        "published": comparison(p),
-        "deltas_s": p.deltas,
-        "compile": {
-            "lower_s": p.compiled.lower_s,
-            "compile_s": p.compiled.compile_s,
-            "peak_rss_gib": p.compiled.peak_rss_gib,
-            "cached": p.cached,
-            "versions": compile_cache.versions(),
-        },
-        "config": run.config.asdict(),
-        "run": run.asdict(),
-    }
 
 
 def comparison(p: Plan) -> dict | None:

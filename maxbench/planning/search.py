@@ -24,7 +24,7 @@ from maxbench.config.sublayers import RULES
 from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.metrics import flops
-from maxbench.planning import planner
+from maxbench.planning import planner, prediction
 from maxbench.planning.planner import Plan, plan
 
 # By how much the ratio of compiled to estimated step differs between layouts of one model and GPU
@@ -269,11 +269,11 @@ def why_it_cannot_fit(run: Run) -> str:
 
 
 def memory_sensitivity(p: Plan) -> list[float | None]:
-    """Seconds of a step with GPU memory scaled by each of planner.FACTORS, and the remat policy
+    """Seconds of a step with GPU memory scaled by each of prediction.FACTORS, and the remat policy
     chosen for it: estimates, scaled to the plan. None where no policy fits."""
     other = p.memory.total - memory.activation_bytes(p.run)
     scale, seconds = p.step_s / estimate_step_s(p.run), []
-    for factor in planner.FACTORS:
+    for factor in prediction.FACTORS:
         spare = factor * p.memory.capacity - other
         run = remat.least_recomputed(p.run, spare)
         run = run and remat.with_fewer_layers(run, spare - memory.activation_bytes(run))
@@ -382,7 +382,7 @@ def _compiled_over_estimated(plans: Sequence[Plan]) -> float:
 
 COMPILE = """
 import pickle, sys
-from maxbench.planning import planner
+from maxbench.planning import planner, prediction
 planner.compile_program(pickle.load(sys.stdin.buffer))
 """
 

@@ -11,6 +11,7 @@ from maxbench.cost_model.buffer_liveness import Liveness
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline.schedule import Schedule, schedule_for
 from maxbench.planning import chrome_trace, explain, planner
+from maxbench.planning.prediction import Prediction
 
 COLORS = ("#4878a8", "#e49444", "#85b6b2", "#d1615d", "#6a9f58", "#b6992d", "#a87c9f", "#967662")
 GREY, IDLE = "#9a9a9a", "#d1615d"
@@ -66,21 +67,21 @@ def legend(entries: Sequence[tuple[str, str]], y: float) -> tuple[list[Shape], l
     return shapes, texts
 
 
-def draw(p: planner.Plan, path: str) -> list[pathlib.Path]:
+def draw(p: Prediction, path: str) -> list[pathlib.Path]:
     """Writes the trace to `path` (.json), and drawings next to it: the streams (.svg), memory
-    (.memory.svg), operations (.explain.svg) and, of a pipeline, the schedule (.schedule.svg).
+    (.memory.svg), operations (.explain.svg) and, of a run's pipeline, the schedule (.schedule.svg).
     Returns all paths."""
-    run, program = p.run, hlo.parse(p.compiled.text)
-    timeline = planner.simulate_plan(run, program, record=True)
-    paths = chrome_trace.write(path, timeline.events, run.name)
-    live = planner.liveness(run, program)
+    program = hlo.parse(p.compiled.text)
+    timeline = p.simulate(program, record=True)
+    paths = chrome_trace.write(path, timeline.events, p.name)
+    live = p.liveness(program)
     total = p.compiled.arguments + p.compiled.temporaries
     drawings = {
-        "memory": memory(live, run.name, total, p.memory.capacity),
+        "memory": memory(live, p.name, total, p.memory.capacity),
         "explain": explain.explain(p).svg(),
     }
-    if run.layout.pp > 1:
-        drawings["schedule"] = schedule(schedule_for(run), run.name)
+    if isinstance(p, planner.Plan) and p.ticks:
+        drawings["schedule"] = schedule(schedule_for(p.run), p.name)
     for name, drawing in drawings.items():
         paths.append(pathlib.Path(path).with_suffix(f".{name}.svg"))
         paths[-1].write_text(drawing)

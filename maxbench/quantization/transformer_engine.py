@@ -5,7 +5,7 @@ the scales, mxfp8.py has none, and both call these kernels in place of XLA's.
 """
 
 import functools
-import importlib
+import importlib.util
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +27,11 @@ class Modules(NamedTuple):
     cpp_extensions: ModuleType
     gemm: ModuleType
     quantize: ModuleType
+
+
+def is_installed() -> bool:
+    """Whether TE's part for JAX is installed, whatever its version."""
+    return importlib.util.find_spec("transformer_engine_jax") is not None
 
 
 @functools.cache

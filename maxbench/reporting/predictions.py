@@ -70,7 +70,7 @@ def _planned(run: Run) -> dict | None:
     if compile_cache.load(run) is None:
         return None
     plan = planner.plan(run)
-    figures = planner.figures(plan) | {"explained": explain.explain(plan)}
+    figures = plan.figures() | {"explained": explain.explain(plan)}
     parts_s = figures["parts_s"]
     labelled = {text: parts_s.get(name, 0.0) for name, text in plan_text.PARTS.items()}
     return figures | {"parts": {text: s for text, s in labelled.items() if s > 0}}

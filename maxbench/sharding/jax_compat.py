@@ -4,8 +4,10 @@ No other module of the package imports jax._src or compares versions (tests/test
 Importing this module needs no jax: preflight checks compiler options without it.
 """
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -92,3 +94,61 @@ def _bind_attention(primitive, q, k, v, logits: tuple, *saved, **options) -> tup
         options["score_mod"] = None  # required since jax 0.12
     unused = (jnp.zeros(0, q.dtype),) * 7
     return tuple(primitive.bind(q, k, v, *unused, *saved, **options))
+
+
+def _hybrid_mesh(
+    mesh_shape: Sequence[int], dcn_mesh_shape: Sequence[int], devices: Sequence[Any], **_: Any
+) -> Any:
+    """mesh_utils.create_hybrid_device_mesh() of devices in the order of nodes: each axis is split
+    between slices first, then inside of them."""
+    import numpy as np
+
+    sizes, n = [*dcn_mesh_shape, *mesh_shape], len(mesh_shape)
+    pairs = [axis for i in range(n) for axis in (i, n + i)]
+    whole = [a * b for a, b in zip(dcn_mesh_shape, mesh_shape, strict=True)]
+    return np.array(devices).reshape(sizes).transpose(pairs).reshape(whole)
+
+
+CUDNN = 91200  # 9.12: newer than any version that JAX's checks ask for
+
+
+@contextlib.contextmanager
+def checks_answered_for(devices: Sequence[Any], capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, JAX's checks of a present GPU answer for compile-only devices.
+
+    They are: the version of cuDNN and the compute capability that attention needs, the GPU that
+    Pallas compiles for, jax.default_backend(), and create_hybrid_device_mesh(), because
+    compile-only GPUs do not say their slice. Arrays are still on CPUs.
+    """
+    import jax
+    from jax._src import xla_bridge
+    from jax.experimental import mesh_utils
+    from jax.extend import backend as extended
+
+    number = lambda text: tuple(map(int, text.split(".")))
+    local = xla_bridge.local_devices
+
+    def local_devices(process_index=None, backend=None, host_id=None):
+        if backend in ("gpu", "cuda"):
+            return [*devices]
+        return local(process_index, backend, host_id)
+
+    answers: list[tuple[Any, str, Any]] = [
+        (_cudnn(), "check_cudnn_version", lambda: CUDNN),
+        (_cudnn(), "check_compute_capability", lambda text: capability >= number(text)),
+        (_cudnn(), "is_cuda_compute_capability_equal", lambda text: capability == number(text)),
+        (xla_bridge, "local_devices", local_devices),
+        (jax, "local_devices", local_devices),
+        (jax, "default_backend", lambda: "gpu"),
+        (extended, "get_default_device", lambda: devices[0]),
+        (mesh_utils, "create_hybrid_device_mesh", _hybrid_mesh),
+    ]
+    known = [(module, name) for module, name, _ in answers if hasattr(module, name)]
+    before = [(module, name, getattr(module, name)) for module, name in known]
+    try:
+        for module, name, answer in answers:
+            setattr(module, name, answer)
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)

@@ -55,7 +55,9 @@ def test_help_page_lists_the_flags_of_a_command(name, capsys, monkeypatch):
         return
     listed = re.findall(r"^  --([\w-]+)", out, re.M)
     shown = itertools.chain(*(group for title, group in command.groups().items() if title != "run"))
-    shown = shown if name != "train" else command.flags()
+    shown = [*shown] if name != "train" else [*command.flags()]
+    if command.INSTEAD:
+        shown += [flag for flag in command.INSTEAD.flags() if flag not in shown]
     assert listed == [*shown, *["config"] * issubclass(command, options.RunOptions)]
     assert max(map(len, out.splitlines())) <= 80
     for title in commands.groups(command):
@@ -72,7 +74,7 @@ def test_examples_are_valid():
             assert "maxbench" in words or words[0] == "eval"
             if not command.OWN_HELP and "maxbench" in words:
                 words = ["maxbench", *words[words.index("maxbench") + 2 :]]
-                asked = command_line.read(command, words)
+                asked = command_line.read(command.taking(words), words)
                 if isinstance(asked, options.RunOptions):
                     recipes.load_workload(asked.config)
 

@@ -210,11 +210,13 @@ def test_a_loop_of_unknown_length_is_counted_once_and_reported():
     others = BODY.format(ops=script("k1"))
     t = run(named_loop(name), others=others)
     assert t.seconds == pytest.approx(KERNEL_S)
-    assert [*t.unknown_loops.values()] == [name]
+    (unknown,) = t.unknown.values()
+    assert (unknown.name, unknown.op_name, unknown.counted) == ("my_loop", name, "one trip")
+    assert unknown.seconds == pytest.approx(KERNEL_S)
     t = run(named_loop(name), others=others, trip_counts={"my_loop": 5})
     assert t.seconds == pytest.approx(5 * KERNEL_S)
-    assert not t.unknown_loops
-    assert not run(WHILE, others=others).unknown_loops
+    assert not t.unknown
+    assert not run(WHILE, others=others).unknown
 
 
 def test_a_trip_count_is_that_of_the_innermost_scope():
@@ -416,5 +418,5 @@ def test_steps_measured_on_an_h200(program, measured_s):
     text = gzip.decompress((folder / f"{program}.hlo.txt.gz").read_bytes()).decode()
     t = simulate.simulate(hlo.parse(text), Costs(GPU_TYPES["h200"], ONE))
     assert t.seconds == pytest.approx(measured_s, rel=0.06)
-    assert not t.unknown_loops
+    assert not t.unknown
     assert t.compute["attention"] < 0.15 * t.seconds

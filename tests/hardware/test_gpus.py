@@ -9,7 +9,7 @@ from maxbench.config import command_line, gpu_files, number_formats
 from maxbench.config.errors import UserError
 from maxbench.config.resolve import resolve
 from maxbench.config.run import AXES, RunConfig
-from maxbench.cost_model import aot, compile_cache
+from maxbench.cost_model import absent_gpus, compile_cache
 from maxbench.cost_model.costs import Costs
 from maxbench.hardware import gpus
 from maxbench.hardware.gpus import GPU_TYPES
@@ -189,7 +189,7 @@ def test_a_gpu_type_without_fp8_is_refused():
 
 
 def test_compile_target_has_the_limits_of_the_chip():
-    a100, h100 = (aot.target(GPU_TYPES[gpu].chip) for gpu in ("a100", "h100"))
+    a100, h100 = (absent_gpus.target(GPU_TYPES[gpu].chip) for gpu in ("a100", "h100"))
     for text in ("major: 8", "NONE", "per_core: 167936", "optin: 166912", "active_links: 12"):
         assert text in a100
     for text in ("major: 9", "ACCELERATED_FEATURES", "optin: 232448", "fpus_per_core: 128"):

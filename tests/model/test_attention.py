@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from maxbench.config import resolve as resolving
 from maxbench.config.errors import UserError
 from maxbench.config.run import Device
-from maxbench.cost_model import aot, hlo, simulate
+from maxbench.cost_model import absent_gpus, hlo, simulate
 from maxbench.model import attention
 from maxbench.sharding import mesh
 from maxbench.step.train_step import on_device
@@ -171,7 +171,7 @@ def test_backward_pass_by_slices_of_values_equals_the_whole(monkeypatch):
 def test_heads_of_192_on_blackwell_have_two_backward_calls():
     """cuDNN's backward pass supports 128 dims of the values there. Memory is linear in seq."""
     run = resolve("nemotron4_340b", gpus=128, gpu_type="gb200")
-    device = aot.devices(run)[0]
+    device = absent_gpus.devices(run.gpu, run.layout.gpus)[0]
     kind = run.train.attention
     grad = jax.grad(lambda *qkv: jnp.sum(attention.attend(*qkv, kind=kind)), (0, 1, 2))
     temporaries = []
@@ -195,7 +195,8 @@ def test_heads_of_192_on_blackwell_have_two_backward_calls():
 @pytest.mark.gpu_compile
 def test_window_is_that_of_cudnn_and_is_priced():
     """Forward and backward, of gpt-oss: with sinks, which need no other kernel."""
-    device = aot.devices(resolve("llama2_70b", gpus=64))[0]
+    run = resolve("llama2_70b", gpus=64)
+    device = absent_gpus.devices(run.gpu, 64)[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = (1, 1024, 8, 64), (1, 1024, 2, 64), (1, 1024, 2, 64), (8,)
     args = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes]

@@ -26,7 +26,7 @@ def planned(arguments: str) -> dict:
         code = entry.run("plan", [*arguments.split(), "--json"])
     plan = json.loads(output.getvalue())
     assert code == (0 if plan["fits"] else 3)
-    assert not plan["unknown_loops"]
+    assert not plan["unknown"]
     return plan
 
 

@@ -14,7 +14,14 @@ from tests.conftest import resolve
 def plan(step_s=20.0, **output) -> Plan:
     overrides = {f"output.{name}": value for name, value in output.items()}
     run = resolve("llama31_405b", gpus=512, overrides=overrides)
-    return Plan(run, None, None, Timeline(seconds=step_s), None, {}, cached=True)
+    return Plan(
+        run=run,
+        compiled=None,
+        memory=None,
+        timeline=Timeline(seconds=step_s),
+        published=None,
+        deltas={},
+    )
 
 
 def test_budget_without_failures():

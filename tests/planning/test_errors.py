@@ -65,7 +65,7 @@ def test_stored_errors_are_those_of_their_constants():
     constants = [float(line[name]) for name in fit_constants.FITTED]
     tolerance = 0.01 if KEPT_FIGURES_JAX else 0.04
     assert simulated.error(constants) == pytest.approx(float(line["error"]), abs=tolerance)
-    low, high = (planner.figures(plan)["band_s"][k] for k in ("low", "high"))
+    low, high = (plan.figures()["band_s"][k] for k in ("low", "high"))
     assert low < step.step_s < high
     assert low == pytest.approx(plan.band.low * plan.step_s)
-    assert json.dumps(planner.figures(plan)["band_s"])
+    assert json.dumps(plan.figures()["band_s"])

@@ -25,7 +25,7 @@ def test_best_remat_recomputes_as_few_layers_as_memory_allows(monkeypatch):
         tried.append(run)
         activations = int(1.3 * memory.activation_bytes(run))
         sizes = Memory(15 * GIB, 0, 0, activations, 0, capacity=75 * GIB)
-        return Plan(run, None, sizes, None, None, {}, cached=True)
+        return Plan(run=run, compiled=None, memory=sizes, timeline=None, published=None, deltas={})
 
     monkeypatch.setattr(planner, "plan", plan)
     best = planner.best_remat(run)
@@ -41,7 +41,7 @@ def test_best_remat_where_nothing_fits_is_the_smallest_stash(monkeypatch):
 
     def plan(run) -> Plan:
         sizes = Memory(90 * GIB, 0, 0, memory.activation_bytes(run), 0, capacity=75 * GIB)
-        return Plan(run, None, sizes, None, None, {}, cached=True)
+        return Plan(run=run, compiled=None, memory=sizes, timeline=None, published=None, deltas={})
 
     monkeypatch.setattr(planner, "plan", plan)
     best = planner.best_remat(run)

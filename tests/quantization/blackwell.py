@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbench.cost_model import aot
+from maxbench.cost_model import absent_gpus
 from maxbench.hardware.gpus import GPU_TYPES
 
 BLOCK_SCALED_GEMM = 'custom_call_target="__cudnn$blockScaledDot"'
@@ -16,7 +16,9 @@ BLOCK_SCALED_GEMM = 'custom_call_target="__cudnn$blockScaledDot"'
 def compiled_gemms(products: Callable, gpu_type: str) -> str:
     """Compiled text of products(x, w, dy) -> y, dx, dw in a shard_map on four GPUs."""
     topology = jax.experimental.topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(GPU_TYPES[gpu_type].chip), topology="1x1x4"
+        platform="cuda",
+        target_config=absent_gpus.target(GPU_TYPES[gpu_type].chip),
+        topology="1x1x4",
     )
     mesh = jax.experimental.topologies.make_mesh(topology, (4,), ("fsdp",))
 
@@ -31,5 +33,5 @@ def compiled_gemms(products: Callable, gpu_type: str) -> str:
     )
     shapes = array((8192, 1024), rows), array((1024, 512), P()), array((8192, 512), rows)
     lowered = jax.jit(jax.shard_map(share, mesh=mesh, **specs)).lower(*shapes)
-    options = {"xla_gpu_enable_triton_gemm": False} | aot.PROGRAM_ONLY
+    options = {"xla_gpu_enable_triton_gemm": False} | absent_gpus.PROGRAM_ONLY
     return lowered.compile(compiler_options=options).as_text()

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.run import Device
-from maxbench.cost_model import aot, hlo, stub_libcuda
+from maxbench.cost_model import absent_gpus, aot, hlo, stub_libcuda
 from maxbench.cost_model.costs import GEMM, TE_GEMM, Costs
 from maxbench.cost_model.simulate import kernel_cost
 from maxbench.hardware.gpus import GPU_TYPES
@@ -177,7 +177,7 @@ def test_gpu_program_in_shard_map_calls_tes_kernels(gpu, blocks, monkeypatch):
     stub_libcuda.install(GPU_TYPES[gpu].chip.capability)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=aot.target(GPU_TYPES[gpu].chip), topology="1x1x4"
+        platform="cuda", target_config=absent_gpus.target(GPU_TYPES[gpu].chip), topology="1x1x4"
     )
     mesh = topologies.make_mesh(topology, (4,), ("fsdp",))
 
@@ -198,7 +198,7 @@ def test_gpu_program_in_shard_map_calls_tes_kernels(gpu, blocks, monkeypatch):
     weights = array((1024, 256), P()), array((256, 1024), P())
     shapes = *weights, array((2048, 256), rows), array((2048, 1024), rows)
     call = jax.jit(jax.shard_map(share, mesh=mesh, **specs))
-    text = call.lower(*shapes).compile(compiler_options=aot.PROGRAM_ONLY).as_text()
+    text = call.lower(*shapes).compile(compiler_options=absent_gpus.PROGRAM_ONLY).as_text()
     calls = [line for line in text.splitlines() if "custom_call_target=" in line]
     targets = [re.search(r'custom_call_target="([^"]*)"', line)[1] for line in calls]
     kernels = ["te_dbias_quantize_ffi"] * 4 + ["te_gemm_v2_ffi"] * 3

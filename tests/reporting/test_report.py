@@ -553,7 +553,7 @@ def program(tmp_path, monkeypatch):
     sizes = dict.fromkeys(("weights", "optimizer", "arguments", "temporaries"), 1 << 30)
     compile_cache.store(
         run,
-        compile_cache.Compiled(
+        compile_cache.CompiledStep(
             text=text, **sizes, copy=1, gradients=1, host=0, attention="cudnn",
             lower_s=1.0, compile_s=1.0, peak_rss_gib=1.0,
         ),
