@@ -161,6 +161,31 @@ def test_loss_of_ranks_that_compute_none_is_no_value():
     assert row.loss == (12.0, 9.53194)
 
 
+def test_nan_of_an_export_is_no_loss_where_nothing_was_logged():
+    row = case("wandb_history_nan.csv", window=(2, 15))
+    assert (row.record.status, row.ok, row.loss) == ("done", True, (12.0, 8.9393))
+    assert row.step["mean"] == 12.27
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        (lambda i: "2.5" if i < 30 else "NaN", "loss is nan at step 30"),
+        (lambda i: "NaN" if i == 30 else "2.5", "loss is nan at step 30"),
+        (lambda i: "" if i % 10 else "2.5" if i < 30 else "NaN", "loss is nan at step 30"),
+        (lambda i: "NaN" if i % 10 else "2.5", ""),
+        (lambda i: "NaN" if i % 10 or i > 30 else "2.5", "loss is nan at step 31"),
+        (lambda i: "" if i % 10 else "2.5", ""),
+    ],
+)
+def test_nan_that_a_program_logged_is_found_in_an_export(tmp_path, cell, why):
+    log = tmp_path / "export.csv"
+    lines = (f"{i},9.4,{cell(i)}\n" for i in range(50))
+    log.write_text("_step,iteration-time,lm loss\n" + "".join(lines))
+    row = summary(log)
+    assert (row.why if row.verdict == "DIED" else "") == why
+
+
 def test_steps_faster_than_the_peak_are_of_another_gpu_type():
     """A slow first step changes nothing: the window counts."""
     for window in ((2, 8), (0, 9)):
