@@ -47,7 +47,9 @@ def test_each_setting_has_its_origin(tmp_path):
     row = summary(log, **H100, gbs=256, gpus=16, seq=8192)
     origins = {name: str(row.record.origin(name)) for name in ("model", "gpus", "gbs", "seq")}
     assert origins == {"model": "name", "gpus": "user", "gbs": "log", "seq": "user"}
-    assert "its log names 128: --gbs does not apply to it" in row.notes
+    options = compare.ReportOptions(gbs=256, gpus=16)
+    unused = "--gbs applies to no log: each names its own batch size"
+    assert compare.unused([row], options) == [unused]
     ((text, rows),) = compare.origins([row]).items()
     assert rows == [row]
     assert text == (
