@@ -75,6 +75,7 @@ class RunSummary:
     share: float | None = None  # of the published tokens/s
     planned: dict | None = None  # planner.figures() of the same step: a prediction
     unplanned: str = ""  # why there is no prediction
+    possible: bool = True  # whether its steps are slower than the peak of its GPUs
     trace: dict | None = None  # NCCL: steps, damaged_lines, calls, step_compared_with_plan
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -101,8 +102,8 @@ class RunSummary:
         """Runs with equal keys are repeats of each other."""
         r = self.record
         # The name of another program's log may contain a job number.
-        work = (r.source, r.model, r.size, r.dtype, r.gpus, r.gbs)
-        named = r.name if r.source == "maxbench" or not (r.model and r.gpus) else work
+        work = (r.source, r.size, *(getattr(r, name) for name in SETTINGS))
+        named = r.name if r.source == "maxbench" or not all(work) else work
         return named, r.device or r.gpu_type
 
 
@@ -136,6 +137,7 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     least_s = _least_times(r, options.gpu_types)
     steps = _same_work(r, _measured(r, r.step_s, options))
     if impossible := _faster_than_peak(r, steps, least_s):
+        summary.possible = False
         summary.notes.append(impossible)
     elif least_s or not (r.batches or r.source in ("", "maxbench")):
         fast = fast_steps.find(r.step_s, least_s, _devices(r))
@@ -152,12 +154,9 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     r = summary.record = _with_work_of(r, steps[-1])
     summary.step = step_stats.statistics_of(times)
     summary.peak_gib = r.peak_bytes / 2**30 or None
-    _add_figures(summary, steps, options, possible=not impossible)
+    _add_figures(summary, steps, options)
     if summary.ok:
         summary.verdict, summary.why = _verdict(summary, times, options.gpu_types)
-        if impossible:
-            summary.verdict = "-"
-            summary.why = "not comparable: its steps are faster than the peak of its GPUs"
         summary.notes += [*_spike_note(times, steps), *alarms(times)]
         if slow := dig(r.result, "slow_hosts", []):
             summary.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
@@ -252,13 +251,13 @@ def request(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         return ""
     parts = [f"the {SETTINGS[name].words}" for name in lacking]
     if len(rows) > 1:
-        one = len(set(lacking.values())) == 1
         of = lambda count: f"{count} of {len(rows)} logs {'does' if count == 1 else 'do'} not name"
+        most = max(lacking.values())
         parts = [
-            part if one else f"{part} ({n})"
+            part if n == most else f"{part} ({n} of them)"
             for part, n in zip(parts, lacking.values(), strict=True)
         ]
-        first = of(max(lacking.values()))
+        first = of(most)
     else:
         first = "The log does not name"
     values = {"gpu_type": "|".join(options.gpu_types), "dtype": "|".join(number_formats.DTYPES)}
@@ -281,6 +280,16 @@ def origins(rows: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
         if row.step and r.source != "maxbench" and (text := "; ".join(_origins(r))):
             found.setdefault(text, []).append(row)
     return found
+
+
+def unused(rows: Sequence[RunSummary], options: ReportOptions) -> list[str]:
+    """Settings that the user gives and every log names, in words."""
+    used = {name for x in rows for name in SETTINGS if x.record.origin(name) is Origin.USER}
+    return [
+        f"--{SETTINGS[name].flag} applies to no log: each names its own {SETTINGS[name].words}"
+        for name in SETTINGS
+        if rows and options.given.settings.get(name) and name not in used
+    ]
 
 
 def _origins(r: RunRecord) -> Iterator[str]:
@@ -359,15 +368,10 @@ def gaps(steps: Iterable[int]) -> list[str]:
     return [f"no steps in the log from {missing[0]}{more}"] if missing else []
 
 
-def _add_figures(
-    summary: RunSummary, steps: Sequence[int], options: ReportOptions, possible: bool
-) -> None:
-    """Adds rates, MFU, cost and energy of the steps that count.
-
-    Args:
-      possible: whether the steps are slower than the peak; else no FLOPs are calculated.
-    """
-    r, step_s = summary.record, statistics.fmean(summary.record.step_s[i] for i in steps)
+def _add_figures(summary: RunSummary, steps: Sequence[int], options: ReportOptions) -> None:
+    """Adds rates, MFU, cost and energy of the steps that count."""
+    r, possible = summary.record, summary.possible
+    step_s = statistics.fmean(r.step_s[i] for i in steps)
     if logged := [r.tflops[i] for i in steps if r.tflops.get(i)]:
         summary.tflops = step_stats.statistics_of(logged)
     if not (r.gbs and r.seq):
@@ -452,6 +456,8 @@ def _verdict(summary: RunSummary, times: Sequence[float], gpu_types: GpuTypes) -
         return "-", "not comparable: the network was mocked"
     if r.device and r.gpu_type not in gpu_types:
         return "-", f"not comparable: ran on {r.device}"
+    if not summary.possible:
+        return "-", "not comparable: its steps are faster than the peak of its GPUs"
     if lacking := unknown(r, gpu_types):
         words = _listed([f"the {SETTINGS[name].words}" for name in lacking])
         return "-", f"not comparable: its log does not name {words}"
@@ -562,7 +568,7 @@ def repeats(rows: Iterable[RunSummary]) -> list[RepeatGroup]:
     """Groups of two or more repeats, with notes on what is unusual."""
     groups: dict[tuple, list[RunSummary]] = {}
     for summary in rows:
-        if summary.ok and summary.step and not summary.record.profiled:
+        if summary.ok and summary.step and summary.possible and not summary.record.profiled:
             groups.setdefault(summary.repeat_key, []).append(summary)
     found = []
     for group in (g for g in groups.values() if len(g) > 1):
@@ -601,7 +607,8 @@ def curves(rows: Iterable[RunSummary]) -> list[Curve]:
     best: dict[tuple, dict[int, tuple[float, RunRecord]]] = {}
     for summary in rows:
         r = summary.record
-        if not (summary.ok and summary.tokens_s and r.gpus) or r.profiled:
+        known = summary.possible and r.model and r.gpus and r.gbs and r.seq
+        if not (summary.ok and known and summary.tokens_s) or r.profiled:
             continue
         key = (r.model, r.size, r.dtype, r.gpu_type or r.device, r.seq, r.layers)
         for kind, batch in (("weak", r.gbs / r.gpus), ("strong", r.gbs)):

@@ -201,6 +201,7 @@ def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[s
         f"{group[0].record.name if len(group) == 1 else f'{len(group)} logs'}: {text}"
         for text, group in compare.origins(rows).items()
     ]
+    origins += compare.unused(rows, options)
     found.append(("Settings that the logs do not name", origins))
     found.append(("Repeats", repeats))
     found.append(("Checkpoint overhead, projected (Daly 2006)", saves))

@@ -66,6 +66,7 @@ def read_csv(path: pathlib.Path, given: Given, named: bool = False) -> Iterator[
         if len(runs) > 1:
             record.path = path / run  # a path of its own: runs are told apart by it
         record.started, record.damaged = path.stat().st_mtime, damaged
+        series[run].drop_placeholders()
         fill(record, series[run], sorted(columns.values()), given)
         yield record
 

@@ -12,6 +12,9 @@ import statistics
 
 from maxbench.run_logs.record import Origin, RunRecord
 
+# Fields of which a step has one: its time, or a rate that its time may follow from.
+TIMED = frozenset(["step_s", "tokens_s", "samples_s", "all_tokens_s"])
+
 
 @dataclasses.dataclass
 class StepSeries:
@@ -28,11 +31,10 @@ class StepSeries:
 
     def add(self, step: int, total: int, fields: dict[str, float]) -> bool:
         """Adds fields of a step; returns whether they have a time or a rate."""
-        for name in ("step_s", "tokens_s", "samples_s", "all_tokens_s"):
+        for name in TIMED:
             if name in fields and not positive(fields[name]):
                 del fields[name]
-        timed = fields.keys() & {"step_s", "tokens_s", "samples_s", "all_tokens_s", "elapsed"}
-        if step < 0 or not timed:
+        if step < 0 or not fields.keys() & {*TIMED, "elapsed"}:
             return False
         self.total_steps = max(self.total_steps, total)
         known = self.steps.setdefault(step, {})
@@ -40,6 +42,31 @@ class StepSeries:
             fields["step_s"] = max(fields["step_s"], known["step_s"])
         known.update(fields)
         return True
+
+    def drop_placeholders(self) -> None:
+        """Deletes NaN that an export has where nothing was logged.
+
+        No other field than a loss or a gradient norm can be NaN. These are, in an export that
+        leaves cells empty; in another one, where as many steps in a row have NaN as there are
+        from one number to the next.
+        """
+        kept = {(step, name) for name in ("loss", "grad_norm") for step in self._nan_steps(name)}
+        for step, fields in self.steps.items():
+            for name in [x for x, value in fields.items() if math.isnan(value)]:
+                if (step, name) not in kept:
+                    del fields[name]
+
+    def _nan_steps(self, name: str) -> list[int]:
+        """Steps at which a program logged NaN, see drop_placeholders()."""
+        is_nan = lambda step: math.isnan(self.steps[step].get(name, 0.0))
+        if any(name not in fields for fields in self.steps.values()):
+            return [*filter(is_nan, self.steps)]
+        timed = [i for i in sorted(self.steps) if any(self.steps[i].get(x, 0) > 0 for x in TIMED)]
+        numbers = [place for place, step in enumerate(timed) if not is_nan(step)]
+        gaps = [b - a for a, b in itertools.pairwise(numbers)]
+        usual = statistics.mode(gaps) if gaps else 1
+        groups = ([*group] for nan, group in itertools.groupby(timed, key=is_nan) if nan)
+        return [step for group in groups if len(group) >= usual for step in group]
 
     def fill(self, record: RunRecord) -> None:
         """Sets the fields of a record from the steps, after set_work() and its settings."""

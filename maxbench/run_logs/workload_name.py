@@ -28,16 +28,7 @@ def _workload_pattern() -> re.Pattern:
 
 
 def complete(record: RunRecord, name: str, given: Given) -> None:
-    """Sets fields of the record that its log does not name, by the user, then from a name.
-
-    Notes a setting of the user that the log contradicts.
-    """
-    for field, setting in SETTINGS.items():
-        user, log = given.settings.get(field), getattr(record, field)
-        if field == "model" and user:
-            user, log = f"{user} {given.settings['size']}", f"{log} {record.size}".strip()
-        if user and log and user != log:
-            record.inferred.append(f"its log names {log}: --{setting.flag} does not apply to it")
+    """Sets fields of the record that its log does not name, by the user, then from a name."""
     of_known_model = lambda field: record.model and field not in SETTINGS
     record.learn(Origin.USER, **{k: x for k, x in given.settings.items() if not of_known_model(k)})
     _fill_from_name(record, name, given.gpu_types)

@@ -27,7 +27,7 @@ from maxbench.cli import entry, train
 from maxbench.config import command_line, options, recipes
 from maxbench.hardware import gpus
 from maxbench.reporting import build_report
-from maxbench.run_logs import readers, text_logs
+from maxbench.run_logs import formats, readers
 from tools import log_samples
 
 VALUES = """
@@ -306,14 +306,14 @@ def write_damaged(rng: random.Random, base: pathlib.Path) -> int:
     for file in rng.sample(files, min(len(files), rng.choice([1, 1, 2, 3]))):
         damage_file(rng, file)
     left = intact & {*_lines(steps)}
-    markers = (b'"step_s"', *text_logs.TIMES)
+    markers = (b'"step_s"', *formats.FORMATS.marks)
     return max(sum(marker in line for line in left) for marker in markers)
 
 
 def _lines(path: pathlib.Path) -> list[bytes]:
     """Lines of a file about steps."""
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    lines = [x for x in lines if any(word in x for word in (b'"step_s"', *text_logs.TIMES))]
+    lines = [x for x in lines if any(word in x for word in (b'"step_s"', *formats.FORMATS.marks))]
     return [x for x in lines if b"validate step" not in x]
 
 

@@ -47,7 +47,9 @@ def test_each_setting_has_its_origin(tmp_path):
     row = summary(log, **H100, gbs=256, gpus=16, seq=8192)
     origins = {name: str(row.record.origin(name)) for name in ("model", "gpus", "gbs", "seq")}
     assert origins == {"model": "name", "gpus": "user", "gbs": "log", "seq": "user"}
-    assert "its log names 128: --gbs does not apply to it" in row.notes
+    options = compare.ReportOptions(gbs=256, gpus=16)
+    unused = "--gbs applies to no log: each names its own batch size"
+    assert compare.unused([row], options) == [unused]
     ((text, rows),) = compare.origins([row]).items()
     assert rows == [row]
     assert text == (
@@ -159,6 +161,31 @@ def test_format_is_read_or_unknown(tmp_path):
 def test_loss_of_ranks_that_compute_none_is_no_value():
     row = case("torchtitan_pp_loss.log", window=(2, 8))
     assert row.loss == (12.0, 9.53194)
+
+
+def test_nan_of_an_export_is_no_loss_where_nothing_was_logged():
+    row = case("wandb_history_nan.csv", window=(2, 15))
+    assert (row.record.status, row.ok, row.loss) == ("done", True, (12.0, 8.9393))
+    assert row.step["mean"] == 12.27
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        (lambda i: "2.5" if i < 30 else "NaN", "loss is nan at step 30"),
+        (lambda i: "NaN" if i == 30 else "2.5", "loss is nan at step 30"),
+        (lambda i: "" if i % 10 else "2.5" if i < 30 else "NaN", "loss is nan at step 30"),
+        (lambda i: "NaN" if i % 10 else "2.5", ""),
+        (lambda i: "NaN" if i % 10 or i > 30 else "2.5", "loss is nan at step 31"),
+        (lambda i: "" if i % 10 else "2.5", ""),
+    ],
+)
+def test_nan_that_a_program_logged_is_found_in_an_export(tmp_path, cell, why):
+    log = tmp_path / "export.csv"
+    lines = (f"{i},9.4,{cell(i)}\n" for i in range(50))
+    log.write_text("_step,iteration-time,lm loss\n" + "".join(lines))
+    row = summary(log)
+    assert (row.why if row.verdict == "DIED" else "") == why
 
 
 def test_steps_faster_than_the_peak_are_of_another_gpu_type():
