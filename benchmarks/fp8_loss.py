@@ -4,7 +4,7 @@
   python benchmarks/fp8_loss.py --runs nvfp4        that one alone; others as stored
 
 Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, and prints a table. The text
-is of a Markov chain (train.data=markov, maxbench/step/data.py), so the minimum loss is known.
+is of a Markov chain (train.data=bigram, maxbench/step/data.py), so the minimum loss is known.
 """
 
 import argparse
@@ -35,7 +35,7 @@ FLAGS = [
     "8",
     "--layers",
     "2",
-    "--config.train.data=markov",
+    "--config.train.data=bigram",
     "--config.optim.warmup=100",
 ]
 FLAGS += ["--config.optim.lr=0.002", "--config.optim.lr_min=0.0002", "--cpu_devices", "1"]

@@ -134,7 +134,7 @@ def test_a_network_may_have_mixers_alone(workload):
 
 
 def test_it_trains_saves_and_resumes(workload, tmp_path):
-    settings = EXACT | {"optim.warmup": 0, "train.data": "markov"}
+    settings = EXACT | {"optim.warmup": 0, "train.data": "bigram"}
     flags = dict(dtype="fp32", seq=32, steps=6) | MESH
     saving = settings | {"output.checkpoint_every": 3}
     run = build(workload, "tiny", saving, output_dir=str(tmp_path / "a"), **flags)

@@ -35,11 +35,18 @@ TOY_SIZES = {
     "model": dict(layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=256, vocab=512),
     "train": dict(seq=64, steps=20),
 }
+LEARNS = {"train": dict(data="bigram"), "optim": dict(warmup=0.1)}  # its loss falls at once
 PRESETS = {
     # same structure, toy sizes: runs on a laptop
-    "tiny": TOY_SIZES | {"layout": {"mbs": 2}, "runtime": {"any_device": True}},
+    "tiny": {
+        "model": TOY_SIZES["model"],
+        "train": TOY_SIZES["train"] | LEARNS["train"],
+        "optim": LEARNS["optim"] | dict(lr=0.03),
+        "layout": {"mbs": 2},
+        "runtime": {"any_device": True},
+    },
     # full dims, few layers: runs on one GPU
-    "proxy": {"model": {"layers": 4}, "runtime": {"any_device": True}},
+    "proxy": {"model": {"layers": 4}, **LEARNS, "runtime": {"any_device": True}},
     "fp8": {"precision": {"dtype": "fp8"}},
     "nvfp4": {"precision": {"dtype": "nvfp4"}},
     "rehearse": TOY_SIZES,  # the row's layout with axes of at most 2, on virtual CPU devices

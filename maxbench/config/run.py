@@ -153,8 +153,9 @@ class TrainConfig:
     seq: int = field(at_least=1)  # tokens per sequence
     steps: int = field(50, at_least=1)
     seed: int = field(0, at_least=0)
-    # random: random tokens; markov: text of a fixed Markov chain, which a model can learn
-    data: str = field("random", options=("random", "markov"))
+    # uniform: random tokens; bigram: each follows the one before by a fixed table, so that the loss
+    # falls. tiny and proxy: bigram
+    data: str = field("uniform", options=("uniform", "bigram"))
     schedule: str = field("1f1b", options=SCHEDULES)  # of a pipeline; interleaved if vp > 1
     # Consecutive microbatches that a model chunk runs before its stage switches to the next chunk:
     # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean, and

@@ -10,7 +10,7 @@ from maxbench.config.run import Run
 from maxbench.evidence import published
 from maxbench.host import environment
 from maxbench.metrics import flops, step_stats
-from maxbench.step import xla_options
+from maxbench.step import data, xla_options
 
 SCHEMA = 2  # of result.json
 # Key of `job` -> the variable of Slurm that has it.
@@ -76,6 +76,7 @@ class RunResult:
     # Steps.
     start_to_first_step_s: float | None = None
     loss: dict[str, tuple[int, float]] | None = None  # first and last: step and loss
+    loss_floor: float | None = None  # least mean loss that the data allow (data.entropy)
     peak_bytes: int | None = None
     checkpoint_saves: list[CheckpointSave] = dataclasses.field(default_factory=list)
     # Hosts side by side, after the last step (distributed/stragglers.py).
@@ -109,6 +110,7 @@ class RunResult:
             processes=processes,
             job={key: os.environ[name] for key, name in JOB.items() if name in os.environ},
             flops_conventions=list(flops.CONVENTIONS),
+            loss_floor=data.entropy(run),
         )
 
     def record_loss(self, step: int, loss: float) -> None:

@@ -173,6 +173,8 @@ def summary_parts(result: Mapping) -> Parts:
     if loss := result.get("loss"):
         (a, x), (b, y) = loss["first"], loss["last"]
         measured["loss"] = f"{x:.4f} at step {a}, {y:.4f} at step {b}"
+        kind, floor = result["run"]["train"]["data"], result["loss_floor"]
+        measured["  floor"] = f"{floor:.4f}, the entropy of {kind} data"
     if "peak_bytes" in result:
         label = "peak memory per GPU" if gpu else "peak memory, process"
         measured[label] = f"{result['peak_bytes'] / 2**30:.2f} GiB"

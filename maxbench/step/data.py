@@ -5,12 +5,13 @@ have the same numbers on every mesh. A sequence has the tokens that the model re
 which are the next tokens: train.seq + 1, and one more for multi-token prediction. The data axes
 split the second dim; the other axes have copies.
 
-train.data=random draws tokens uniformly, for measuring speed. train.data=markov draws them from a
-fixed Markov chain, which a model can learn: its loss shows the effect of a number format on
-training (benchmarks/fp8_loss.py).
+train.data=uniform draws tokens uniformly, for measuring speed: no model predicts them. train.data=
+bigram draws each from the successors that a fixed random table gives the token before, so a model
+learns it in a few steps: its loss falls to the entropy of the table, entropy().
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 from maxbench.config.run import Run
 from maxbench.sharding import mesh
 
-SUCCESSORS = 4  # of each token in the Markov chain, equally likely: the minimum loss is ln 4
+BIGRAM_TOKENS = 32  # of the vocabulary that bigram data use, at most
+SUCCESSORS = 4  # of each of these tokens, equally likely
 SPEC = P(None, mesh.DATA_AXES)  # of a batch
 
 
@@ -53,7 +55,7 @@ def microbatch(run: Run, batch: jax.Array, micro: jax.Array | int) -> tuple[jax.
 def draw(run: Run, step: jax.Array | int) -> jax.Array:
     """The synthetic global batch of a step. A sequence depends on (seed, step, its number) only."""
     key = jax.random.fold_in(jax.random.key(run.train.seed), step)
-    source = {"random": _random, "markov": _markov}[run.train.data]
+    source = {"uniform": _uniform, "bigram": _bigram}[run.train.data]
     microbatches, sequences, length = shape(run)
     one = lambda i: source(jax.random.fold_in(key, i), length, run.model.vocab)
     return jax.vmap(jax.vmap(one))(
@@ -87,13 +89,20 @@ class Synthetic(Iterator[jax.Array]):
         self.next_step = int(state["next_step"])
 
 
-def _random(key, length: int, vocab: int):
+def entropy(run: Run) -> float:
+    """Entropy of the next token given all tokens before, in nats: the least mean loss."""
+    return math.log(run.model.vocab if run.train.data == "uniform" else SUCCESSORS)
+
+
+def _uniform(key, length: int, vocab: int):
     return jax.random.randint(key, (length,), 0, vocab)
 
 
-def _markov(key, length: int, vocab: int):
-    table = jax.random.randint(jax.random.key(0), (vocab, SUCCESSORS), 0, vocab)
-    first, picks = jax.random.split(key)
-    step = lambda token, pick: (table[token, pick], token)
-    picks = jax.random.randint(picks, (length,), 0, SUCCESSORS)
-    return jax.lax.scan(step, jax.random.randint(first, (), 0, vocab), picks)[1]
+def _bigram(key, length: int, vocab: int):
+    """Token i of a random order is followed by tokens i + 1 to i + SUCCESSORS of it, cyclically:
+    a random walk, whose positions are sums of its steps, computed in parallel."""
+    order = jax.random.permutation(jax.random.key(0), vocab)[:BIGRAM_TOKENS]
+    first, steps = jax.random.split(key)
+    steps = jax.random.randint(steps, (length,), 1, SUCCESSORS + 1)
+    start = jax.random.randint(first, (), 0, order.size)
+    return order[(start + jnp.cumsum(steps)) % order.size].astype(jnp.int32)

@@ -1,6 +1,9 @@
 """Synthetic batches."""
 
+import math
+
 import numpy as np
+import pytest
 
 from maxbench.sharding import mesh
 from maxbench.step import data
@@ -35,3 +38,18 @@ def test_every_mesh_draws_the_same_batch_and_the_iterator_continues():
     again.restore({"next_step": 1})
     np.testing.assert_array_equal(next(again), second)
     assert again.state() == {"next_step": 2} == batches.state()
+
+
+@pytest.mark.parametrize(("kind", "tokens", "successors"), [("bigram", 32, 4), ("uniform", 64, 64)])
+def test_loss_floor_is_the_entropy_of_the_data(kind, tokens, successors):
+    settings = {"train.data": kind, "model.vocab": 64}
+    run = resolve("llama31_8b", "tiny", settings, seq=4096, mbs=16)
+    (batch,) = np.asarray(data.draw(run, 0))
+    counts = np.zeros((64, 64))
+    np.add.at(counts, (batch[:, :-1], batch[:, 1:]), 1)
+    counts = counts[counts.any(1)]
+    assert (len(counts), *set((counts > 0).sum(1))) == (tokens, successors)
+    shares = counts / counts.sum(1, keepdims=True)
+    measured = -(counts * np.log(shares, where=shares > 0, out=shares * 0)).sum() / counts.sum()
+    assert measured == pytest.approx(data.entropy(run), rel=0.01)
+    assert data.entropy(run) == math.log(successors)
