@@ -6,13 +6,11 @@ signatures and docstrings derive. Functions import the rest when called.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from maxbench.config import options
@@ -75,8 +73,8 @@ def train(asked: options.TrainOptions) -> TrainResult:
 def plan(asked: options.PlanOptions) -> PlanResult:
     """Compiles a run for GPUs that need not be present, and predicts its memory and step time.
 
-    `mb.plan("llama31_405b", gpus=512)` is `maxbench plan --config llama31_405b --gpus 512`. The
-    first plan that is not cached makes the jax of this process a GPU compiler without devices.
+    `mb.plan("llama31_405b", gpus=512)` is `maxbench plan --config llama31_405b --gpus 512`. A
+    program that is not cached is compiled in another process.
 
     Returns:
       The plan, or the plans of a search.
@@ -86,8 +84,7 @@ def plan(asked: options.PlanOptions) -> PlanResult:
     """
     from maxbench.cli import plan as command
 
-    with _unchanged_environment():
-        return command.plan_and_draw(asked)[0]
+    return command.plan_and_draw(asked)[0]
 
 
 @keywords(options.ReportOptions)
@@ -161,14 +158,3 @@ def _signature_of_sweep() -> inspect.Signature:
 
 
 sweep.__signature__ = _signature_of_sweep()  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _unchanged_environment() -> Iterator[None]:
-    """Restores the environment: child processes must not inherit what the compiler sets in it."""
-    environment = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
