@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, layout_table, recipes
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.config.sublayers import RULES
@@ -114,7 +114,7 @@ def options(small: bool) -> Cases:
     """Compiles a GEMM with each compiler option of the workloads' rows, one at a time."""
     values: dict[str, dict] = collections.defaultdict(dict)
     for path, config in recipes.workloads().items():
-        for row in recipes.table(config.layouts):
+        for row in layout_table.table(config.layouts):
             words = [f"--{flag}={row[flag]}" for flag in ("gpus", "gpu_type", "dtype")]
             words += ["--strong_scaling"] * (row["scaling"] == "strong")
             run = command_line.run_of([f"--config={path}", *words])
@@ -221,7 +221,7 @@ def ceilings(small: bool) -> Cases:
         yield name, functools.partial(gemm, side, side, side, exact)
     yield "copy", functools.partial(copy, side * side * 16)
     for path, config in recipes.workloads().items():
-        rows = recipes.table(config.layouts)
+        rows = layout_table.table(config.layouts)
         bf16 = [r for r in rows if (r["dtype"], r["scaling"]) == ("bf16", "weak")]
         row = max(bf16 or rows, key=lambda r: (r["gpu_type"] == "h100", r["gpus"]))
         words = [f"--{name}={row[name]}" for name in ("gpus", "gpu_type", "dtype")]

@@ -89,8 +89,8 @@ def train(asked: options.TrainOptions) -> TrainResult:
 def plan(asked: options.PlanOptions) -> PlanResult:
     """Compiles a run for GPUs that need not be present, and predicts its memory and step time.
 
-    `mb.plan("llama31_405b", gpus=512)` is `maxbench plan --config llama31_405b --gpus 512`. The
-    first plan that is not cached makes the jax of this process a GPU compiler without devices.
+    `mb.plan("llama31_405b", gpus=512)` is `maxbench plan --config llama31_405b --gpus 512`. A
+    program that is not cached is compiled in another process.
 
     Returns:
       The plan, or the plans of a search.
@@ -100,8 +100,7 @@ def plan(asked: options.PlanOptions) -> PlanResult:
     """
     from maxbench.cli import plan as command
 
-    with _unchanged_environment():
-        return command.plan_and_draw(asked)[0]
+    return command.plan_and_draw(asked)[0]
 
 
 @keywords_too

@@ -29,7 +29,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, layout_table, recipes
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.memory import GIB
 
@@ -105,7 +105,7 @@ def rows(configs: list[str]) -> list[Row]:
     """All rows of the tables of workload files."""
     every = []
     for config in configs:
-        for row in recipes.table(recipes.load(config).layouts):
+        for row in layout_table.table(recipes.load(config).layouts):
             names = [f.name for f in dataclasses.fields(Row)][1:]
             every.append(Row(config, **{name: row[name] for name in names}))
     return every

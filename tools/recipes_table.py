@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from ml_collections import ConfigDict
 
-from maxbench.config.recipes import table, workloads
+from maxbench.config.layout_table import table
+from maxbench.config.recipes import workloads
 from maxbench.evidence import published
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/recipes.md"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from maxbench.config import command_line, options, recipes
+from maxbench.config import command_line, layout_table, options, recipes
 from maxbench.config.model import Model
 from maxbench.evidence import published
 from maxbench.metrics import flops
@@ -49,7 +49,7 @@ def scales(w: ConfigDict) -> Iterator[str]:
         if (p.model, p.size) == (w.model.name, w.model.size)
     }
     rows: dict[tuple[str, str], dict[str, list[str]]] = {}  # GPU type, scaling -> dtype -> GPUs
-    for row in recipes.table(w.layouts):
+    for row in layout_table.table(w.layouts):
         key = tuple(row[name] for name in ("gpu_type", "dtype", "scaling", "gpus"))
         of_kind = rows.setdefault((row["gpu_type"], row["scaling"]), {})
         of_kind.setdefault(row["dtype"], []).append(f"{row['gpus']}{MARK * (key in known)}")

@@ -1,5 +1,7 @@
 """Entry point of every command, for `maxbench COMMAND` and `python -m maxbench.COMMAND` alike."""
 
+import contextlib
+import errno
 import importlib
 import os
 import select
@@ -10,13 +12,15 @@ from maxbench.config import commands, exit_codes
 from maxbench.config.errors import UserError, one_line
 from maxbench.config.options import COMMANDS
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, and a full quota
+
 
 def run(name: str, words: Sequence[str]) -> int:
     """Runs a command with the words after its name; returns the exit code.
 
-    A UserError is printed as one line on stderr, exit code 2; Ctrl-C gives exit code 130. Any other
-    exception is a defect of the program and keeps its traceback. A closed pipe (`maxbench report |
-    head`) ends the command with exit code 0.
+    A UserError is printed as one line on stderr, exit code 2, and so is a full disk, exit code 1;
+    Ctrl-C gives exit code 130. Any other exception is a defect of the program and keeps its
+    traceback. A closed pipe (`maxbench report | head`) ends the command with exit code 0.
     """
     return guard(name, lambda: _main(name, words))
 
@@ -43,6 +47,15 @@ def guard(name: str, main: Callable[[], int]) -> int:
         if not _discard_closed_streams():
             raise  # of a socket or another pipe
         return 0
+    except OSError as e:
+        if e.errno not in FULL:
+            raise
+        if e.filename is None and sys.stdout:  # Python flushes it again at exit
+            with contextlib.suppress(OSError, ValueError):  # no file descriptor, as in _closed()
+                _discard(sys.stdout.fileno())
+        written = e.filename or "the output"
+        print(f"{program}: error: {written} cannot be written: {e.strerror}", file=sys.stderr)
+        return exit_codes.FAILED
     return code
 
 
@@ -58,10 +71,15 @@ def _discard_closed_streams() -> bool:
     Python flushes both again at exit; returns whether there was one."""
     closed = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream and _closed(stream)]
     for descriptor in closed:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)
-        os.close(null)
+        _discard(descriptor)
     return bool(closed)
+
+
+def _discard(descriptor: int) -> None:
+    """Sends what is written to a file descriptor to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 def _closed(stream) -> bool:

@@ -89,11 +89,16 @@ def plan_and_draw(
 
     plans = result.plan_of(asked)
     written = []
-    if curves:
-        scaling.draw(plans.best, dict(plans.curves), curves)
-        written.append(("scaling", curves))
-    if timeline:
-        written += [("timeline", path) for path in svg.draw(plans.best, str(timeline))]
+    try:
+        if curves:
+            scaling.draw(plans.best, dict(plans.curves), curves)
+            written.append(("scaling", curves))
+        if timeline:
+            written += [("timeline", path) for path in svg.draw(plans.best, str(timeline))]
+    except OSError as e:
+        raise UserError(
+            f"{e.filename or curves or timeline} cannot be written: {e.strerror}"
+        ) from e
     return plans, written
 
 

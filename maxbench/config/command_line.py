@@ -96,7 +96,7 @@ def words_for(run: Run, asked: RunOptions) -> list[str]:
     given = {n: x for n, x in asked.changed().items() if n in of_run and n not in by_row}
     settings = dict(asked.settings or {})
     base = precedence.build_config(
-        recipes.load_workload(asked.config),
+        recipes.load_workload(asked.config, gpu_types(asked.hardware)),
         flags={name: value for name, value in given.items() if name in FLAGS},
         overrides={path: x for path, x in settings.items() if not path.startswith("layout.")},
         gpu_types=gpu_types(asked.hardware),
@@ -133,7 +133,7 @@ def resolve_run(asked: RunOptions, row: precedence.RowKey | None = None) -> Run:
     shorthands = {name: value for name, value in given.items() if name in FLAGS}
     hardware = gpu_types(asked.hardware)
     config = precedence.build_config(
-        recipes.load_workload(asked.config),
+        recipes.load_workload(asked.config, hardware),
         gpus=asked.gpus,
         strong_scaling=asked.strong_scaling,
         row=row,

@@ -11,20 +11,15 @@ from ml_collections import ConfigDict
 
 from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError, check_choice
+from maxbench.config.layout_table import COLUMNS, field_of, table
 from maxbench.config.mixers import TOY_WINDOW
 from maxbench.config.model import LayerGroup
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.options import FLAGS
-from maxbench.config.recipes import PRESETS, table
+from maxbench.config.recipes import PRESETS
 from maxbench.config.run import DEGREES, SECTIONS, LayoutConfig, RunConfig
 from maxbench.config.validation import build, parse
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
-
-# Columns of a table of layouts that are not fields of Layout; "" = they only select the row.
-COLUMN_SECTIONS = dict.fromkeys(("gpus", "dtype", "scaling", "gpu_type"), "")
-COLUMN_SECTIONS |= {"layers": "model"}
-COLUMN_SECTIONS |= {"format": "precision"}  # its field `scaling`
-COLUMN_SECTIONS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
 
 TOY_LATENTS = {"kv_heads": 8, "head_dim": 48, "value_dim": 16}  # whole blocks of number formats
 TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
@@ -169,9 +164,8 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
         if dtype == "bf16":
             row.pop("format", None)  # of the other dtypes of its line
         for column, value in row.items():
-            if section := COLUMN_SECTIONS.get(column, "layout"):
-                field = "scaling" if column == "format" else column
-                sections.setdefault(section, {})[field] = value
+            if section := COLUMNS[column]:
+                sections.setdefault(section, {})[field_of(column)] = value
         return sections
     if axes_given:
         return {"model": {"layers": config.model.layers}, "train": {"seq": config.train.seq}}

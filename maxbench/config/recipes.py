@@ -12,13 +12,14 @@ import os
 import pathlib
 import runpy
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxbench.config import hugging_face_config
+from maxbench.config import hugging_face_config, layout_table
 from maxbench.config.errors import UserError, check_choice
-from maxbench.config.run import DEGREES, SECTIONS
+from maxbench.config.run import SECTIONS
 from maxbench.config.validation import field, parse_fields, required
+from maxbench.hardware.gpus import GPU_TYPES
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -31,31 +32,31 @@ TRAINING: dict[str, Any] = {
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # of the checkout: configs/, launch/
 CONFIGS = next(path / "configs" for path in (PACKAGE, ROOT) if (path / "configs").is_dir())
-TOY_SIZES = {
+TOY_SIZES: dict[str, dict[str, Any]] = {
     "model": dict(layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=256, vocab=512),
     "train": dict(seq=64, steps=20),
 }
-LEARNS = {"train": dict(data="bigram"), "optim": dict(warmup=0.1)}  # its loss falls at once
-PRESETS = {
+BIGRAM = {"data": "bigram"}  # with a short warm-up, the loss falls at once
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # same structure, toy sizes: runs on a laptop
     "tiny": {
         "model": TOY_SIZES["model"],
-        "train": TOY_SIZES["train"] | LEARNS["train"],
-        "optim": LEARNS["optim"] | dict(lr=0.03),
+        "train": TOY_SIZES["train"] | BIGRAM,
+        "optim": {"lr": 0.03, "warmup": 0.1},
         "layout": {"mbs": 2},
         "runtime": {"any_device": True},
     },
     # full dims, few layers: runs on one GPU
-    "proxy": {"model": {"layers": 4}, **LEARNS, "runtime": {"any_device": True}},
+    "proxy": {
+        "model": {"layers": 4},
+        "train": BIGRAM,
+        "optim": {"warmup": 0.1},
+        "runtime": {"any_device": True},
+    },
     "fp8": {"precision": {"dtype": "fp8"}},
     "nvfp4": {"precision": {"dtype": "nvfp4"}},
     "rehearse": TOY_SIZES,  # the row's layout with axes of at most 2, on virtual CPU devices
 }
-LAYOUT_COLUMNS = (  # that every table of layouts has
-    *("gpus", "dtype", "scaling", "gpu_type", "layers", "seq"),
-    *DEGREES,
-    *("vp", "mbs", "gbs"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,8 @@ def workload(
       presets: names joined by commas, as in the text after the workload's name: 'tiny,xai'.
         precedence.build_config() checks and applies them.
       model, train, optim, sections: fields of sections of Run (config/run.py).
-      layouts: the table of layouts as text: a header with at least LAYOUT_COLUMNS, a row per
-        layout.
+      layouts: the table of layouts as text: a header of layout_table.COLUMNS, a row per
+        layout. load() checks it.
       variants: presets of this workload, in addition to PRESETS: {name: {section: {field: value}}}.
       fp8: settings of runs with dtype=fp8: {section: {field: value}}.
       launch: fields of Launch.
@@ -100,10 +101,9 @@ def workload(
         model that it was computed with, if they differ.
 
     Raises:
-      UserError: a section, a field, a value or the table is invalid.
+      UserError: a section, a field or a value is invalid.
     """
     checked = _parse_sections(dict(model=model, train=train, optim=optim, **sections))
-    table(layouts)  # raises if it is invalid
     config = {
         "layouts": layouts,
         "presets": tuple(name for name in (presets or "").split(",") if name),
@@ -133,30 +133,16 @@ def _with_defaults(cls: type, section: str, values: Mapping) -> dict:
     return {f.name: f.default for f in dataclasses.fields(cls)} | parsed
 
 
-def table(layouts: str) -> list[dict[str, Any]]:
-    """Rows of a table of layouts; a cell 'bf16,fp8' makes one row of each dtype.
-
-    Raises:
-      UserError: a column is missing, or a row has too many or too few cells.
-    """
-    cells_of = [line.split() for line in layouts.splitlines() if line.strip()]
-    header, lines = (cells_of[0], cells_of[1:]) if cells_of else ([], [])
-    if lines and (missing := {*LAYOUT_COLUMNS} - {*header}):
-        raise UserError(f"layouts has no column {', '.join(sorted(missing))}; it has {header}")
-    for cells in lines:
-        if len(cells) != len(header):
-            row = f"the row {' '.join(cells)!r} has {len(cells)} cells"
-            raise UserError(f"layouts: {row}, its header has {len(header)}; give as many")
-    value = lambda text: int(text) if text.isdecimal() else text
-    rows = [dict(zip(header, map(value, cells), strict=True)) for cells in lines]
-    return [row | {"dtype": dtype} for row in rows for dtype in str(row["dtype"]).split(",")]
-
-
-def load(path: str | pathlib.Path, *presets: str) -> "ConfigDict":
+def load(
+    path: str | pathlib.Path, *presets: str, gpu_types: Collection[str] = GPU_TYPES
+) -> "ConfigDict":
     """The config of a workload file, which is a Python program: it is executed.
 
+    Args:
+      gpu_types: that its table of layouts may name.
+
     Raises:
-      UserError: the program fails, with its line and the error.
+      UserError: the program fails, or its table is invalid; with its line and the error.
     """
     from ml_collections import ConfigDict
 
@@ -165,13 +151,17 @@ def load(path: str | pathlib.Path, *presets: str) -> "ConfigDict":
         config = runpy.run_path(path).get("get_config", lambda *presets: None)(*presets)
         if not isinstance(config, ConfigDict) or "layouts" not in config:
             raise UserError("its get_config(presets='') must return config.recipes.workload(...)")
-        return config
     except (Exception, SystemExit) as e:
         error = traceback.TracebackException.from_exception(e)
         lines: list[Any] = [frame.lineno for frame in error.stack if frame.filename == path]
         lines += [error.lineno] if getattr(error, "filename", "") == path else []  # a syntax error
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{error}") from None
+    try:
+        layout_table.check(config.layouts, pathlib.Path(path).read_text(), gpu_types)
+    except UserError as e:
+        raise UserError(f"{path}{e}") from None
+    return config
 
 
 def of_hugging_face(path: str | pathlib.Path, presets: str | None = None) -> "ConfigDict":
@@ -185,9 +175,12 @@ def of_hugging_face(path: str | pathlib.Path, presets: str | None = None) -> "Co
     return workload(presets, model=sizes, layouts="", **TRAINING)
 
 
-def load_workload(text: str) -> "ConfigDict":
+def load_workload(text: str, gpu_types: Collection[str] = GPU_TYPES) -> "ConfigDict":
     """The config of WORKLOAD[:preset,preset]: a name in configs/, or the path of a file, a workload
     or a Hugging Face config.json.
+
+    Args:
+      gpu_types: that its table of layouts may name.
 
     Raises:
       UserError: there is no such workload and no such file, or the file fails.
@@ -204,7 +197,7 @@ def load_workload(text: str) -> "ConfigDict":
         )
     if str(path).endswith(".json"):
         return of_hugging_face(path, presets)
-    return load(path, presets) if has_presets else load(path)
+    return load(path, *([presets] if has_presets else []), gpu_types=gpu_types)
 
 
 @functools.cache

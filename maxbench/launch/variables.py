@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbench.config import command_line, options, recipes
+from maxbench.config import command_line, layout_table, options, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.recipes import CONFIGS, ROOT, Launch
 from maxbench.config.run import Run
@@ -122,14 +122,14 @@ def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     for word in extra:
         check_printable("a word after --", word)
     path = _workload(values, notes, gpu_types)
-    config, gpu = recipes.load(path), gpu_types[values["GPU_TYPE"]]
+    config, gpu = recipes.load(path, gpu_types=gpu_types), gpu_types[values["GPU_TYPE"]]
     launch = Launch(**config.launch)
     launch = dataclasses.replace(launch, dtype=_dtype(values, config.known) or launch.dtype)
     per_node = _defaults(values, launch, gpu, env.get("SLURM_JOB_NUM_NODES", ""))
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
     for name, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
         checked(name, str(folder), EnvVar(kind="path"))
-    flags = [*_flags(values, path, out, extra, gpu), *extra]
+    flags = [*_flags(values, path, config.layouts, out, extra, gpu), *extra]
     run = _run(flags)
     if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # names a folder and a job
         raise UserError(
@@ -223,7 +223,7 @@ def _workload(values: dict[str, str], notes: list[str], gpu_types: GpuTypes) -> 
     if model.endswith(".py"):
         if not (path := pathlib.Path(os.path.abspath(model))).is_file():
             raise UserError(f"MODEL={model!r} is not a file")
-        chosen = recipes.load(path).model
+        chosen = recipes.load(path, gpu_types=gpu_types).model
         if size != "*":
             check_choice(f"MODEL={model} MODEL_SIZE", size, [chosen.size])
         values |= {"MODEL": chosen.name, "MODEL_SIZE": chosen.size}
@@ -261,7 +261,7 @@ def _rows(model: str, size: str, values: Mapping[str, str], gpu: Gpu) -> bool:
     tables = (recipes.workloads()[path].layouts for path in recipes.find_workloads(model, size))
     wanted = {"gpus": values["JOB_TOTAL_GPUS"], "gpu_type": gpu.recipes}
     wanted["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
-    rows = (row for table in tables for row in recipes.table(table))
+    rows = (row for table in tables for row in layout_table.table(table))
     return any(all(str(row[k]) == v for k, v in wanted.items()) for row in rows)
 
 
@@ -308,6 +308,7 @@ def _defaults(values: dict[str, str], launch: Launch, gpu: Gpu, nodes: str) -> i
 def _flags(
     values: Mapping[str, str],
     path: pathlib.Path,
+    layouts: str,
     out: pathlib.Path,
     extra: Sequence[str],
     gpu: Gpu,
@@ -323,7 +324,7 @@ def _flags(
     if total and not (sizes_only and by_hand):
         flags += ["--fsdp" if sizes_only else "--gpus", total]
     elif not total and not presets and not by_hand:
-        raise UserError(_scales(path, values, gpu))
+        raise UserError(_scales(layouts, values, gpu))
     row = _option_words(values, [name for name in OPTIONS if name in ROW])
     flags += [*row, *_fill_data_axes(values, [*flags, *row])]
     flags += _option_words(values, [name for name in OPTIONS if name not in (*ROW, GPUS)])
@@ -378,9 +379,9 @@ def _run(flags: Sequence[str]) -> Run:
         raise UserError(f"{ours.get(name, name)}={rest}" if rest else message) from None
 
 
-def _scales(path: pathlib.Path, values: Mapping[str, str], gpu: Gpu) -> str:
+def _scales(layouts: str, values: Mapping[str, str], gpu: Gpu) -> str:
     """Message about allowed values of JOB_TOTAL_GPUS."""
-    rows = recipes.table(recipes.load(path).layouts)
+    rows = layout_table.table(layouts)
     fits = {"gpu_type": gpu.recipes, "dtype": values["DTYPE"]}
     fits["scaling"] = "strong" if values["STRONG_SCALING"] == "true" else "weak"
     scales = {r["gpus"] for r in rows if all(r[k] == v for k, v in fits.items())}

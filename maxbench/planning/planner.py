@@ -1,7 +1,6 @@
 """Plan of a run: its compiled program, memory on a GPU, and predicted step."""
 
 import dataclasses
-import sys
 from typing import Any
 
 from maxbench.config import resolve
@@ -17,10 +16,9 @@ from maxbench.evidence import published_deltas
 from maxbench.evidence.error_band import ErrorBand, error_band, parallelism
 from maxbench.evidence.published import Comparison, compare_run
 from maxbench.hardware.gpus import Efficiency, Gpu
-from maxbench.host import environment
 from maxbench.metrics import step_stats
 from maxbench.pipeline.schedule import schedule_for
-from maxbench.planning import pipeline_timing, program_names
+from maxbench.planning import compile_process, pipeline_timing, program_names
 from maxbench.planning.op_names import OpNames
 from maxbench.planning.prediction import Prediction
 
@@ -118,18 +116,12 @@ def compile_program(run: Run) -> tuple[CompiledStep, bool]:
     """The run's program, and whether it was in the cache. Compiles it and caches it if not.
 
     Raises:
-      UserError: XLA's GPU compiler is not installed.
+      UserError: XLA's GPU compiler is not installed, or cannot compile the run here.
     """
     if cached := compile_cache.load(run):
         return cached, True
-    compile_cache.require_compiler()
-    if "jax" not in sys.modules:
-        environment.set_for_compile_only()
-    from maxbench.cost_model import aot  # late: a cached program needs no jax
-
-    compiled = aot.compile_run(run)
-    compile_cache.store(run, compiled)
-    return compiled, False
+    with compile_process.CompileProcess(run) as process:
+        return process.result(), False
 
 
 def simulate_plan(

@@ -8,9 +8,7 @@ import itertools
 import math
 import operator
 import os
-import pickle
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.metrics import flops
 from maxbench.planning import planner, prediction
+from maxbench.planning.compile_process import CompileProcess
 from maxbench.planning.planner import Plan, plan
 
 # By how much the ratio of compiled to estimated step differs between layouts of one model and GPU
@@ -309,7 +308,7 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
     )
     plans: list[Plan] = []
     waiting = collections.deque(enumerate(candidates, 1))
-    running: list[tuple[int, Run, subprocess.Popen | None]] = []
+    running: list[tuple[int, Run, CompileProcess | None]] = []
     numbered = len(candidates)
     tried: list[Run] = []
     varied: list[dict[str, int]] = []  # meshes that were compiled with other microbatch sizes
@@ -329,12 +328,12 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                     tried.append(run)
                     running.append((i, run, _start(run)))
             for i, run, process in [*running]:
-                compiles = process and process.poll() is None
+                compiles = process and process.running
                 if compiles and not (late and run != given):
                     continue
                 running.remove((i, run, process))
-                if compiles:
-                    _stop(process)
+                if process and compiles:
+                    process.kill()
                     skip(i, run, too_late)
                     continue
                 try:
@@ -361,8 +360,8 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                 numbered += len(others)
             time.sleep(POLL_S if running else 0)
     finally:
-        for _, _, process in running:
-            _stop(process)
+        for process in filter(None, (process for _, _, process in running)):
+            process.kill()
     return plans
 
 
@@ -380,28 +379,7 @@ def _compiled_over_estimated(plans: Sequence[Plan]) -> float:
     return statistics.median([p.step_s / estimate_step_s(p.run) for p in plans] or [1])
 
 
-COMPILE = """
-import pickle, sys
-from maxbench.planning import planner, prediction
-planner.compile_program(pickle.load(sys.stdin.buffer))
-"""
-
-
-def _stop(process: subprocess.Popen | None) -> None:
-    if process:
-        process.kill()
-        process.wait()
-
-
-def _start(run: Run) -> subprocess.Popen | None:
+def _start(run: Run) -> CompileProcess | None:
     """Starts another process that compiles a program into the cache; None if it is there. If that
-    fails, plan() repeats it in this process, and raises."""
-    if compile_cache.load(run) is not None:
-        return None
-    quiet = subprocess.DEVNULL
-    command = [sys.executable, "-c", COMPILE]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
-    assert process.stdin
-    with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(pickle.dumps(run))
-    return process
+    fails, plan() repeats it, and raises."""
+    return None if compile_cache.load(run) else CompileProcess(run)

@@ -46,7 +46,7 @@ class ReportOptions(options.ReportOptions):
         """
         settings = {name: getattr(self, name) for name in SETTINGS if name != "model"}
         if self.config:
-            config = recipes.load_workload(self.config)
+            config = recipes.load_workload(self.config, self.gpu_types)
             model = Model(**config.model)
             settings |= {"model": model.name, "size": model.size, "layers": model.layers}
             settings["network"] = model

@@ -52,6 +52,18 @@ def test_closed_pipe_is_noticed_at_the_last_flush():
         assert process.wait() == 0
 
 
+@pytest.mark.parametrize(
+    "words", ["maxbench configs", "maxbench.train --config llama31_8b:tiny --json"]
+)
+def test_output_to_a_full_disk_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "error: the output cannot be written: No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_broken_pipe_of_a_socket_is_no_closed_output():
     def lost_peer():
         raise BrokenPipeError("peer")

@@ -4,7 +4,7 @@
 import pytest
 
 from maxbench.cli import train
-from maxbench.config import command_line, ineffective, options, recipes
+from maxbench.config import command_line, ineffective, layout_table, options
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
 from maxbench.run import terminal
@@ -78,7 +78,7 @@ def test_scaling_of_a_workload_file_is_accepted_in_bf16_and_named(scaling):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_setting_of_our_workload_files_has_an_effect(workload):
-    for row in recipes.table(config(workload).layouts):
+    for row in layout_table.table(config(workload).layouts):
         names = ("gpus", "gpu_type", "dtype")
         strong = ["--strong_scaling"] * (row["scaling"] == "strong")
         flags = [f"--{name}={row[name]}" for name in names] + strong

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from maxbench.config import command_line, recipes
+from maxbench.config.errors import UserError
 from tests.conftest import train_command
 
 
@@ -50,13 +51,13 @@ FILES = {
     "train=dict(seq='long')": ":6: train.seq=long must be a whole number, at least 1",
     "fp8=dict(optim=dict(lr=float('nan')))": ":6: optim.lr=nan must be a finite number",
     "launch=dict(gpus=-1)": ":6: launch.gpus=-1 must be a whole number, at least 0",
-    "layouts='a b\\n1 2'": ":6: layouts has no column cp, dp, dtype",
+    "layouts='a b\\n1 2'": ":5:66: a column of layouts='a' is not one of",
     "model={}": ":6: model has no name, size, layers",
 }
 WHOLE = """from maxbench.config.recipes import workload
 def get_config(presets=""):
     model = dict.fromkeys(("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"), 8)
-    given = dict(model=model | dict(name="x", size="y"), train=dict(seq=8), layouts="gpus")
+    given = dict(model=model | dict(name="x", size="y"), train=dict(seq=8), layouts="")
     given |= dict(optim=dict(lr=1, lr_min=0, warmup=0), {})
     return workload(presets, **given)
 """
@@ -65,11 +66,58 @@ def get_config(presets=""):
 @pytest.mark.parametrize("text", FILES)
 def test_failing_workload_file_is_refused_with_its_line(text, tmp_path):
     path = tmp_path / "w.py"
-    path.write_text(WHOLE.replace("{}", text) if FILES[text].startswith(":6") else text)
+    inserted = "=" in text and text.split("=")[0].isidentifier() and "x = 1" not in text
+    path.write_text(WHOLE.replace("{}", text) if inserted else text)
     code, out, err = train_command("--config", str(path), "--json")
     assert (code, out) == (2, "")
     assert err.startswith(f"maxbench train: error: {path}{FILES[text]}")
     assert err.count("\n") == 1
+
+
+HEADER = "gpu_type dtype scaling gpus layers seq pp vp dp fsdp ep cp tp mbs gbs remat format"
+ROW = "h100 bf16,fp8 weak 8 16 8192 1 1 1 8 1 1 1 2 64 none auto"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word", "message"),
+    [
+        ("h100", "b201", "b201", "gpu_type='b201' is not one of .*; did you mean 'b200'?"),
+        ("h100", "h100,b200", "h100,b200", "gpu_type='h100,b200' is not one of"),
+        ("fp8", "fp9", "bf16,fp9", "dtype='fp9' is not one of .*; did you mean 'fp8'?"),
+        ("weak", "week", "week", "scaling='week' is not one of weak, strong; did you mean 'weak'?"),
+        ("weak 8", "weak 0", "0 16", "gpus=0 must be a whole number, at least 1"),
+        (" 16 ", " many ", "many", "model.layers=many must be a whole number"),
+        (" 8192", " 1e3", "1e3", "train.seq=1e3 must be a whole number, at least 1"),
+        (" 8 1 1 1 2", " 4 1 1 1 2", "8 16", r"gpus=8, but its axes \(fsdp=4\) are 4"),
+        (" 8192 1 1 ", " 8192 1 2 ", "2 1 8", "vp=2 needs pp > 1"),
+        ("none", "noone", "noone", "train.remat='noone' is not one of .*; did you mean 'none'?"),
+        ("none auto", "none best", "best", "precision.scaling='best' is not one of"),
+        ("none auto", "none", "none", "the row has 16 cells, its header has 17"),
+        ("mbs", "mbz", "mbz", "a column of layouts='mbz' is not one of .*; did you mean"),
+        (" gbs", "", "gpu_type", "layouts has no column gbs"),
+    ],
+)
+def test_invalid_cell_of_a_table_is_named_with_its_place(old, new, word, message, tmp_path):
+    assert (HEADER + ROW).count(old) == 1
+    header, row = HEADER.replace(old, new), ROW.replace(old, new)
+    first, *others = WHOLE.replace("{}", "layouts=TABLE").splitlines()
+    path = tmp_path / "w.py"
+    path.write_text("\n".join([first, f'TABLE = """\n{header}\n{row}"""', *others]))
+    line, text = (3, header) if header != HEADER else (4, row)
+    place = f"{path}:{line}:{text.index(word) + 1}: "
+    with pytest.raises(UserError, match=f"^{place}{message}"):
+        recipes.load_workload(str(path))
+
+
+def test_a_table_may_name_the_gpu_types_of_a_file(tmp_path):
+    text = (recipes.CONFIGS / "llama31_8b.py").read_text().replace("\nb300 ", "\nh300 ")
+    (tmp_path / "w.py").write_text(text)
+    types = tmp_path / "types.toml"
+    types.write_text('[h300]\nlike = "h100"\nrecipes = "h300"\n')
+    words = f"--config {tmp_path}/w.py --gpus 8 --gpu_type h300 --hardware {types}".split()
+    assert command_line.run_of(words).layout.mbs == 4
+    with pytest.raises(UserError, match="gpu_type='h300' is not one of"):
+        recipes.load_workload(str(tmp_path / "w.py"))
 
 
 LLAMA32_1B = {

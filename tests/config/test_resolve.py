@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.config import command_line, gpu_files, recipes
+from maxbench.config import command_line, gpu_files, layout_table
 from maxbench.config import resolve as resolving
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
@@ -16,7 +16,7 @@ from maxbench.config.run import DEGREES, RunConfig
 from maxbench.hardware.gpus import GPU_TYPES
 from tests.conftest import CPU, WORKLOADS, config, resolve
 
-ROWS = [(w, row) for w in WORKLOADS for row in recipes.table(config(w).layouts)]
+ROWS = [(w, row) for w in WORKLOADS for row in layout_table.table(config(w).layouts)]
 
 
 def test_tables_have_every_row_of_the_recipes():

@@ -1,6 +1,8 @@
 """Plans without a compiler: the choice of remat policy, published runs, bad input."""
 
+import errno
 import pathlib
+import types
 
 import pytest
 
@@ -9,7 +11,7 @@ from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB, Memory
 from maxbench.evidence import published
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.planning import planner
+from maxbench.planning import planner, result, svg
 from maxbench.planning.planner import Plan
 from tests.planning.plans import run_of
 
@@ -76,6 +78,17 @@ def test_best_remat_where_nothing_fits_is_the_smallest_stash(monkeypatch):
 def test_bad_input_is_refused(arguments, message, capsys):
     assert entry.run("plan", arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_drawing_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, capsys):
+    def draw(plan, path):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(result, "plan_of", lambda asked: types.SimpleNamespace(best=None))
+    monkeypatch.setattr(svg, "draw", draw)
+    path = tmp_path / "step.json"
+    assert entry.run("plan", ["--config", "llama31_8b", "--timeline", str(path)]) == 2
+    assert f"error: {path} cannot be written: No space left" in capsys.readouterr().err
 
 
 def test_as_published_replaces_recomputation_and_microbatches():

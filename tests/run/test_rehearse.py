@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, layout_table
 from maxbench.config.run import Run
 from maxbench.cost_model import hlo
 from maxbench.run import loop
@@ -29,7 +29,7 @@ def rehearsals(workload: str) -> dict[str, Rehearsal]:
     """One rehearsal for each set of axes of a workload, by the name of its first row: rows with the
     same axes differ in sizes and number formats, which other tests hold."""
     by_axes = {}
-    for row in recipes.table(config(workload).layouts):
+    for row in layout_table.table(config(workload).layouts):
         flags = {k: row[k] for k in ("gpus", "gpu_type", "dtype")}
         strong = row["scaling"] == "strong"
         run = resolve(workload, "rehearse", strong_scaling=strong, **flags)
