@@ -65,8 +65,11 @@ that have a step of the window, leaves out the one with the start of the program
 
 ## TensorBoard and CSV exports
 
-Event files of one folder are one run. A CSV is read if it has a column of steps ({steps}) and one of step times or
-rates; in the export of a chart of Weights & Biases each run is a run. If a log has the same steps, the run counts once.
+Event files of one folder are one run. A CSV is read if it has a column of steps ({steps}) and one of
+step times, rates or times (`_timestamp`, `Wall time`): without step times, a step's is the difference of times over
+that of steps; intervals with an evaluation, or three times as long as the median, are no steps. In the export of a chart
+of Weights & Biases each run is a run. TensorBoard's download (`run-NAME-tag-TAG.csv`) has run and tag in its name. If a
+log has the same steps, the run counts once.
 These tags are known, in any case; so is any other whose last part is a step time (`train/step_time`, `iter_time_ms`,
 `seconds_per_step`).
 

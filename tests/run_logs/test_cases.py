@@ -111,3 +111,50 @@ def test_log_that_ends_with_an_error_before_its_first_step_died(tmp_path):
     (tmp_path / "train.log").write_text("num_layers: 32\nValueError: no such thing\n")
     row = compare.summarize(readers.read([tmp_path / "train.log"])[0], WINDOW)
     assert (tables.status(row), row.why) == ("Failed", "ValueError: no such thing")
+
+
+# --- exports without a column of step times ---
+
+
+def test_download_of_tensorboard_has_its_run_and_tag_in_its_name():
+    r = read("run-llama31_8b-tag-iteration-time.csv")
+    assert (r.name, r.status, r.model, r.size) == ("llama31_8b", "done", "llama31", "8b")
+    assert {*r.step_s.values()} == {12.27}
+
+
+@pytest.mark.parametrize("tag", ["perf_step_time_seconds", "iteration-time", "step_s (1)"])
+def test_tag_in_the_name_of_a_file(tmp_path, tag):
+    (tmp_path / f"run-a-tag-{tag}.csv").write_text("Wall time,Step,Value\n1e9,1,9.4\n2e9,2,9.5\n")
+    (r,) = readers.read([tmp_path])
+    assert (r.name, r.step_s) == ("a", {1: 9.4, 2: 9.5})
+
+
+def test_step_time_is_the_difference_of_times_over_that_of_steps(tmp_path):
+    """Of TensorBoard's download of a loss, and of a history of Weights & Biases."""
+    steps = range(10, 101, 10)
+    download = "".join(f"{1e9 + 9.4 * i},{i},2.5\n" for i in steps)
+    (tmp_path / "run-a-tag-lm loss.csv").write_text("Wall time,Step,Value\n" + download)
+    history = "".join(f"{i},{1e9 + 4.7 * i},2.5\n" for i in steps)
+    (tmp_path / "b.csv").write_text("_step,_timestamp,train/loss\n" + history)
+    for r, step_s in zip(readers.read([tmp_path]), (9.4, 4.7), strict=True):
+        assert (r.interval, sorted(r.step_s)) == (10, [*steps[1:]])
+        assert [*r.step_s.values()] == pytest.approx([step_s] * 9)
+        assert "step time inferred: from the elapsed time of its lines" in r.inferred
+
+
+def test_evaluations_and_pauses_are_no_steps(tmp_path):
+    """Steps of 1 s; an evaluation of 1.5 s at every tenth step, and an hour between two steps."""
+    rows, time = [], 1e9
+    for i in range(1, 51):
+        time += 3600 if i == 25 else 1
+        rows.append(f"{i},{time},2.5,")
+        if i % 10 == 0:
+            time += 1.5
+            rows.append(f"{i},{time},,2.4")
+    text = "_step,_timestamp,train/loss,validation/loss\n" + "\n".join(rows)
+    (tmp_path / "a.csv").write_text(text)
+    (r,) = readers.read([tmp_path])
+    assert {*r.step_s.values()} == {1}
+    near = {x for i in range(10, 51, 10) for x in (i, i + 1)}
+    assert {*range(2, 51)} - r.step_s.keys() == {*near, 25} - {51}
+    assert "left out: 10 intervals with an evaluation or a pause" in r.inferred
