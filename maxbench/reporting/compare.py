@@ -35,6 +35,7 @@ class ReportOptions(options.ReportOptions):
     """Options of a report, with the GPU types and the terminal that they lead to."""
 
     gpu_types: GpuTypes = GPU_TYPES
+    table: formats.FormatTable = formats.FORMATS
     width: int = 0  # columns of the terminal; 0 = any
 
     @functools.cached_property
@@ -50,7 +51,7 @@ class ReportOptions(options.ReportOptions):
             model = Model(**config.model)
             settings |= {"model": model.name, "size": model.size, "layers": model.layers}
             settings["network"] = model
-        return Given(self.gpu_types, settings)
+        return Given(self.gpu_types, settings, self.table)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -490,7 +491,7 @@ def _judged_step(
     figures["last step"] = times[-1]
     if not spikes(times):
         return figures["mean"], None
-    rule = formats.FORMATS[r.source].rule if r.source in formats.FORMATS else "mean"
+    rule = r.log_format.rule if r.log_format else "mean"
     other = "median" if rule == "mean" else "mean"
     return figures[rule], (r.program, rule, other, figures[other])
 

@@ -1,6 +1,6 @@
 """Text logs of training programs: steps, checkpoints, settings, and how the run ended.
 
-formats.FORMATS is the table of the programs. Any bytes are accepted: incomplete lines and malformed
+Given.table has the formats of the programs. Any bytes are accepted: incomplete lines and malformed
 numbers are left out, and counted.
 """
 
@@ -68,7 +68,7 @@ def read_text_log(
     """
     record = RunRecord(path=paths[0], name=_run_name(paths[0]), source="")
     record.started = max(path.stat().st_mtime for path in paths)
-    parser = LogParser(record)
+    parser = LogParser(record, given.table)
     for path in paths:
         parser.next_file()
         try:
@@ -136,7 +136,7 @@ def _set_status(record: RunRecord, parser: "LogParser", paths: Sequence[pathlib.
 class LogParser:
     """Reads the blocks of a log into a record: of the last run, if there are several in it."""
 
-    def __init__(self, record: RunRecord, table: formats.FormatTable = formats.FORMATS):
+    def __init__(self, record: RunRecord, table: formats.FormatTable):
         self.record = record
         self.table = table
         self.settings = LogSettings()
@@ -333,6 +333,7 @@ class LogParser:
             record.learn(Origin.PROGRAM, dtype=format.default_dtype)
         series.fill(record)
         record.source = self._programs.get(record.source, record.source)
+        record.log_format = self.table.get(record.source)
         if self._has_microbatches and not record.step_s:
             record.unread.append("its times are those of one of the microbatches of a step")
         if self.runs > 1:
