@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from maxbench.run_logs import deaths, formats, log_files
+from maxbench.run_logs import deaths, formats, log_files, mlperf_system
 from maxbench.run_logs.line_prefixes import rank_of, strip_prefixes, time_of
 from maxbench.run_logs.log_settings import SEARCHED, LogSettings
 from maxbench.run_logs.record import Given, Origin, RunRecord
@@ -325,6 +325,8 @@ class LogParser:
                 for step, fields in other.steps.items():
                     series.steps.setdefault(step, fields)
         series.set_work(record)
+        if record.source == "mlperf":
+            mlperf_system.read(record, given.gpu_types)
         self.settings.apply(record, given.gpu_types)
         if tokens := self.settings.numbers.get("tokens"):
             record.tokens = record.tokens or dict.fromkeys(series.steps, tokens)
