@@ -129,6 +129,7 @@ KEYS = {
     "lines.total_is_last": "`total` is the number of the last step",
     "lines.common": "other lines have its texts too: such a line without a step is not damaged",
     "lines.adds_to": "whose fields a line without a step has: `last` or `next` step, or `run`",
+    "ends": "lines by which the program ends: `pattern`, `sentence`, `stopped`, `launcher`",
     "fields": "label in the match of a line -> its field",
     "like": "format whose fields and remarks it has too",
     "steps_of": "format of its steps, to which its own lines add",

@@ -67,9 +67,11 @@ def fill(record: RunRecord, series: StepSeries, tags: Sequence[str], given: Give
     gpus = [int(f["gpus"]) for f in series.steps.values() if 0 < f.get("gpus", 0) < 1e7]
     record.learn(Origin.LOG, gpus=max(gpus, default=0))
     loss = {i: f["loss"] for i, f in series.steps.items() if "loss" in f}
+    # Step times are known: rows of other values have no step.
+    unused = {"gpus", "elapsed"} if series.has("step_s") else {"gpus"}
     steps, series.steps = series.steps, {}
     for step, fields in steps.items():
-        series.add(step, 0, {k: v for k, v in fields.items() if k != "gpus"})
+        series.add(step, 0, {k: v for k, v in fields.items() if k not in unused})
     series.set_work(record)
     complete(record, f"{record.path.parent} {record.name}", given)
     if series.steps:

@@ -66,6 +66,7 @@ ERRORS = {
     "[a]\nprogram = 'A'\n[[a.lines]]\nhas = ['x']\npattern = '(?P<time>1)'": "lines[0].pattern",
     f"[a]\nprogram = 'A'\n{LINES}adds_to = 'all'": "lines[0].adds_to='all'",
     f"[a]\nprogram = 'A'\n{LINES}[a.fields]\nx = 'speed'": "[a] fields=",
+    f"[a]\nprogram = 'A'\n{LINES}[[a.ends]]\npattern = '('": "ends[0].pattern",
 }  # fmt: skip
 
 
