@@ -7,7 +7,15 @@ import pathlib
 from collections.abc import Sequence
 
 from maxbench.run_logs import scalar_tags
-from maxbench.run_logs.formats import FIELDS, FORMATS, SETTINGS, LogFormat
+from maxbench.run_logs.formats import (
+    FIELDS,
+    FORMATS,
+    RUN_FIELDS,
+    SETTINGS,
+    STEP_FIELDS,
+    UNITS,
+    LogFormat,
+)  # fmt: skip
 from maxbench.terminal import console
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/reference/log_formats.md"
@@ -44,6 +52,26 @@ gbs and seq are those of each step, as its line has them; the steps that count h
 Where a program logs every tenth step, a Megatron program's time is the mean of ten steps: the report counts the means
 that have a step of the window, leaves out the one with the start of the program, and names the steps that count.
 
+## Adding a format
+
+A log of another program is "Not read". One table adds its format, to
+[formats.toml](../../maxbench/run_logs/formats.toml) or, for a private format, to a file of your own:
+`maxbench report --format_table my_formats.toml LOG`. For lines such as `[acme] step 12/50: loss=2.31 step_time=9400ms`:
+
+```toml
+{example}```
+
+A key that is unknown, a pattern that is none, or a field without a meaning is an error that names file, table and key.
+The first format that reads steps from a line counts, those of your file before the built-in ones.
+
+| key of a format | meaning |
+|---|---|
+{keys}
+
+| field of a pattern's group or of a label | meaning |
+|---|---|
+{meanings}
+
 ## Findings
 
 | finding | rule |
@@ -65,8 +93,11 @@ that have a step of the window, leaves out the one with the start of the program
 
 ## TensorBoard and CSV exports
 
-Event files of one folder are one run. A CSV is read if it has a column of steps ({steps}) and one of step times or
-rates; in the export of a chart of Weights & Biases each run is a run. If a log has the same steps, the run counts once.
+Event files of one folder are one run. A CSV is read if it has a column of steps ({steps}) and one of
+step times, rates or times (`_timestamp`, `Wall time`): without step times, a step's is the difference of times over
+that of steps; intervals with an evaluation, or three times as long as the median, are no steps. In the export of a chart
+of Weights & Biases each run is a run. TensorBoard's download (`run-NAME-tag-TAG.csv`) has run and tag in its name. If a
+log has the same steps, the run counts once.
 These tags are known, in any case; so is any other whose last part is a step time (`train/step_time`, `iter_time_ms`,
 `seconds_per_step`).
 
@@ -74,6 +105,43 @@ These tags are known, in any case; so is any other whose last part is a step tim
 |---|---|
 {tags}
 """
+# A private format, which a test reads.
+EXAMPLE = r"""[acme]
+program = "Acme"
+[[acme.lines]]
+has = ["step_time="]                      # texts of which each line of a step has one
+pattern = '\[acme\] step (?P<step>\d+)/(?P<total>\d+):[^\r\n]*'
+[[acme.lines]]
+has = ["global batch"]
+pattern = 'global batch (?P<gbs>\d+)'    # a setting of the whole run
+adds_to = "run"
+[acme.fields]                             # label before a : or = in a line of a step -> its field
+"loss" = "loss"
+"step_time" = "step_ms"
+"""
+KEYS = {
+    "program": "its name",
+    "source": "repository and file that write the lines",
+    "lines": "lines about steps, in the order in which they are tried",
+    "lines.has": "texts of which each such line has one",
+    "lines.pattern": "Python regular expression; its named groups are fields; lines of steps have `step`",
+    "lines.first": "number of the first step, 1 (the default) or 0",
+    "lines.total_is_last": "`total` is the number of the last step",
+    "lines.common": "other lines have its texts too: such a line without a step is not damaged",
+    "lines.adds_to": "whose fields a line without a step has: `last` or `next` step, or `run`",
+    "ends": "lines by which the program ends: `pattern`, `sentence`, `stopped`, `launcher`",
+    "fields": "label in the match of a line -> its field",
+    "like": "format whose fields and remarks it has too",
+    "steps_of": "format of its steps, to which its own lines add",
+    "means": "a step time is the mean of the steps since the line before",
+    "slowest": "of several lines of a step the slowest counts",
+    "bars": "progress bars without names: the one with losses is the run's",
+    "gbs_in_tokens": "its settings name tokens as the global batch size",
+    "default_dtype": "number format of a log that names no other",
+    "no_loss": "text in place of the loss, of processes that have none",
+    "rule": "step time by which its authors judge a window: `mean` or `last step`",
+    "tflops, dumps, infers, inferred": "remarks, for the tables of this page",
+}
 NAMES = {
     "step_s": "step time", "tokens_s": "tokens/s of a GPU", "all_tokens_s": "tokens/s",
     "samples_s": "samples/s", "tflops": "TFLOP/s", "loss": "loss", "grad_norm": "grad norm",
@@ -114,7 +182,12 @@ def page(steps: Sequence[str] = ("_step", "Step", "global_step", "iteration")) -
     tags: dict[str, list[str]] = {}
     for tag, (field, _) in scalar_tags.TAGS.items():
         tags.setdefault(field, []).append(f"`{tag}`")
+    row = lambda name, meaning: f"| `{name}` | {meaning} |"
+    units = (row(name, f"`{base}`, in another unit") for name, (base, _) in UNITS.items())
     return TEXT.format(
+        example=EXAMPLE,
+        keys="\n".join(row(*item) for item in KEYS.items()),
+        meanings="\n".join((*(row(*x) for x in {**STEP_FIELDS, **RUN_FIELDS}.items()), *units)),
         fields="\n".join(table()),
         notes="\n".join(map(note, FORMATS.values())),
         steps=", ".join(f"`{name}`" for name in steps),

@@ -425,6 +425,13 @@ class ReportOptions(LogSettings, ReportLayout, title="figures"):
         "first and last step that are measured", (35, 44), at_least=0, check=validation.WINDOW
     )
     hardware: str | None = option("TOML file of further GPU types")
+    format_table: str | None = option(
+        "TOML file of further log formats, as maxbench/run_logs/formats.toml"
+    )
+    criterion: str = option(
+        "least share of the published tokens/s that is PASS: by the noise of MLPerf runs, or 95 %",
+        "noise", options=("noise", "exemplar"),
+    )  # fmt: skip
     cost: float = option("dollars per GPU hour", 0.0, at_least=0)
     interval: float = option(
         "minutes between checkpoints (default: Daly's optimum)", 0.0, at_least=0, at_most=1e9
@@ -435,8 +442,8 @@ class ReportOptions(LogSettings, ReportLayout, title="figures"):
 class Report(ReportOptions, title="output"):
     """Reports finished runs: tables, plots and comparisons with published figures.
 
-    Reads folders of maxbench runs (default: experiments/); logs of NeMo, Megatron-LM,
-    Megatron-Bridge, MaxText, torchtitan, GPT-NeoX, DeepSpeed and levanter, compressed or not;
+    Reads folders of maxbench runs (default: experiments/); logs of twenty programs, as
+    docs/reference/log_formats.md lists them, and of those in --format_table, compressed or not;
     TensorBoard event files; CSV exports. Compares NCCL calls of trace jobs with those that plan
     predicts. The HTML page shows the predicted parts of a step for runs whose program is in plan's
     cache. Exit code: 0 done, 1 no run succeeded or a suite failed, 2 invalid input.

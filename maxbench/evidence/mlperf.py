@@ -116,6 +116,13 @@ class Criterion(NamedTuple):
     reason: str
 
 
+# NVIDIA's DGX Cloud Benchmarking calls a cloud an Exemplar Cloud that reaches it.
+EXEMPLAR = Criterion(
+    0.95, 0.95, "NVIDIA's Exemplar Clouds reach 95% of the baseline in each workload"
+)
+
+
+@functools.cache
 def noise_criterion() -> Criterion:
     """Shares below which a step is slower than noise of one program explains.
 
@@ -159,15 +166,15 @@ class Systems(NamedTuple):
 
 
 def systems(
-    model: str, size: str, dtype: str, gpu_type: str, *, gpus: int, gbs: int, seq: int
+    model: str, size: str, format: str, gpu_type: str, *, gpus: int, gbs: int, seq: int, layers: int
 ) -> Systems | None:
     """The systems of the latest round that did this work in this number format; None if none did.
 
     Args:
-      dtype: the number format of GEMMs.
+      format: the number format of GEMMs, 'fp8' if it has one scale per tensor.
     """
     work = model, size, gpu_type, gpus, gbs, seq
-    found = [row for row in rows() if (row.work, row.dtype) == (work, dtype)]
+    found = [x for x in rows() if (x.work, x.dtype, x.layers) == (work, format, layers)]
     latest = max((row.round for row in found), default="")
     same = sorted((x for x in found if x.round == latest), key=lambda row: row.step_s)
     return Systems(tuple(same)) if same else None

@@ -166,7 +166,7 @@ def compare(
     def differences(row: Published) -> list[str]:
         pairs: dict[str, tuple] = {"GPUs": (gpus, row.gpus), "GBS": (gbs, row.gbs)}
         pairs |= {"sequence": (seq, row.seq), "layers": (layers, row.layers)}
-        if format and _gemms(format) != _gemms(row.format):
+        if format and gemms(format) != gemms(row.format):
             pairs["number format"] = (format, row.format)
         return [f"{name} {ours}, published {its}" for name, (ours, its) in pairs.items()
                 if ours != its]  # fmt: skip
@@ -175,7 +175,7 @@ def compare(
         ours_of = layout or {}
         pairs: dict[str, tuple] = {x: (ours_of.get(x), size) for x, size in row.layout.items()}
         pairs["number format"] = (format or row.dtype, row.format)
-        if _gemms(format or row.dtype) == _gemms(row.format):
+        if gemms(format or row.dtype) == gemms(row.format):
             del pairs["number format"]
         return tuple(f"{name} {ours}, published {its}" for name, (ours, its) in pairs.items()
                      if ours and ours != its)  # fmt: skip
@@ -199,6 +199,6 @@ def compare_run(run: Run, gpu_type: str) -> Comparison:
     )  # fmt: skip
 
 
-def _gemms(format: str) -> str:
+def gemms(format: str) -> str:
     """A number format, with those whose GEMMs cost the same as one: a scale per tensor."""
     return "fp8" if format in ("current", "delayed") else format

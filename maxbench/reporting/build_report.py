@@ -10,7 +10,7 @@ from maxbench.metrics import records
 from maxbench.reporting import compare, difference, export, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.reporting.predictions import add_predictions
-from maxbench.run_logs import readers, suite_file
+from maxbench.run_logs import formats, readers, suite_file
 from maxbench.terminal import console
 
 # Name of a format -> the function that renders rows and options in it.
@@ -77,11 +77,14 @@ def read(asked: options.ReportOptions, width: int | None = None) -> Report:
     gpu_types = command_line.gpu_types(asked.hardware)
     if asked.gpu_type:
         check_choice("gpu_type", asked.gpu_type, gpu_types)
+    table = formats.FORMATS
+    if asked.format_table:
+        table = formats.read(asked.format_table, table)
     values = {f.name: getattr(asked, f.name) for f in dataclasses.fields(options.ReportOptions)}
     if asked.suite:
         values["paths"] = _suite_folders(asked)
     width = console.terminal_width() if width is None else width
-    settings = ReportOptions(**values, width=width, gpu_types=gpu_types)
+    settings = ReportOptions(**values, width=width, gpu_types=gpu_types, table=table)
     rows = [compare.summarize(r, settings) for r in readers.read(settings.paths, settings.given)]
     if not (rows or asked.suite):
         raise UserError(f"no run and no log at or below {', '.join(settings.paths)}")

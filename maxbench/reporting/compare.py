@@ -15,14 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from maxbench.config import number_formats, options, recipes
 from maxbench.config.errors import escape_control
 from maxbench.config.model import Model
-from maxbench.evidence import published
+from maxbench.evidence import mlperf, published
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.metrics import checkpoint_interval, flops, step_stats
 from maxbench.reporting import fast_steps
 from maxbench.run_logs import formats
 from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig
 
-PASS, WARN = 0.95, 0.85  # least shares of the published tokens/s
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median step time that are worth an alarm
 SPREAD = 0.05  # between repeats of a run that is worth an alarm
 SPIKE = 1.5  # times of the median step time from which a step is named
@@ -35,7 +34,13 @@ class ReportOptions(options.ReportOptions):
     """Options of a report, with the GPU types and the terminal that they lead to."""
 
     gpu_types: GpuTypes = GPU_TYPES
+    table: formats.FormatTable = formats.FORMATS
     width: int = 0  # columns of the terminal; 0 = any
+
+    @property
+    def limits(self) -> mlperf.Criterion:
+        """Least shares of the published tokens/s of PASS and WARN."""
+        return mlperf.EXEMPLAR if self.criterion == "exemplar" else mlperf.noise_criterion()
 
     @functools.cached_property
     def given(self) -> Given:
@@ -50,7 +55,7 @@ class ReportOptions(options.ReportOptions):
             model = Model(**config.model)
             settings |= {"model": model.name, "size": model.size, "layers": model.layers}
             settings["network"] = model
-        return Given(self.gpu_types, settings)
+        return Given(self.gpu_types, settings, self.table)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,7 +77,8 @@ class RunSummary:
     cost: float | None = None  # dollars per 1e12 tokens
     joules: float | None = None  # per token
     baseline: published.Published | None = None
-    share: float | None = None  # of the published tokens/s
+    share: float | None = None  # of the published tokens/s, or of the median MLPerf system's
+    limits: mlperf.Criterion = dataclasses.field(default_factory=mlperf.noise_criterion)
     planned: dict | None = None  # planner.figures() of the same step: a prediction
     unplanned: str = ""  # why there is no prediction
     possible: bool = True  # whether its steps are slower than the peak of its GPUs
@@ -132,7 +138,9 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     """Figures of a run."""
     cut = r.status == "stopped" and r.last < r.total_steps - 1
     died = r.status in ("died", "failed") or cut or not r.step_s
-    summary = RunSummary(record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason)
+    summary = RunSummary(
+        record=r, ok=not died, verdict="DIED" if died else "-", why=r.reason, limits=options.limits
+    )
     _check_loss_and_status(summary)
     least_s = _least_times(r, options.gpu_types)
     steps = _same_work(r, _measured(r, r.step_s, options))
@@ -203,6 +211,8 @@ def _why_other_window(r: RunRecord, window: tuple[int, int]) -> str:
         return "the run starts later"
     if r.last < window[1]:
         return f"the run is at step {r.last}" if r.status == "running" else "the run was shorter"
+    if not any(window[0] <= i <= window[1] for i in r.step_s):
+        return "the log has none of the window's steps"
     changes = {r.work(i) for i in r.step_s if window[0] <= i <= window[1]}
     return "the batch changes" if len(changes) > 1 else "a gap"
 
@@ -474,9 +484,18 @@ def _verdict(summary: RunSummary, times: Sequence[float], gpu_types: GpuTypes) -
         name, rule, other, other_s = beside
         text += f", by the {rule}, as {name}'s authors publish; "
         text += f"{other_s:.4g} s by the {other} is {share * step_s / other_s:.1%}"
+    if systems := mlperf.systems(
+        r.model, r.size, published.gemms(r.format or r.dtype), r.gpu_type,
+        gpus=r.gpus, gbs=r.gbs, seq=r.seq, layers=model.layers if model else r.layers,
+    ):  # fmt: skip
+        if share is None:
+            summary.baseline, text, share = None, "", systems.share(step_s)
+            summary.share = share
+        text = "; ".join(filter(None, [text, systems.verdict(step_s)]))
     if share is None:
         return "-", text
-    return ("PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"), text
+    passes, warns, _ = summary.limits
+    return ("PASS" if share >= passes else "WARN" if share >= warns else "FAIL"), text
 
 
 def _judged_step(
@@ -490,7 +509,7 @@ def _judged_step(
     figures["last step"] = times[-1]
     if not spikes(times):
         return figures["mean"], None
-    rule = formats.FORMATS[r.source].rule if r.source in formats.FORMATS else "mean"
+    rule = r.log_format.rule if r.log_format else "mean"
     other = "median" if rule == "mean" else "mean"
     return figures[rule], (r.program, rule, other, figures[other])
 

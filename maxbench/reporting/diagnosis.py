@@ -6,7 +6,6 @@ Nothing is guessed: if the data does not show a reason, the sentence says so.
 import collections
 from collections.abc import Mapping, Sequence
 
-from maxbench.reporting import compare
 from maxbench.reporting.compare import Curve, RunSummary
 from maxbench.run_logs.record import dig
 
@@ -37,6 +36,17 @@ def summary(rows: Sequence[RunSummary]) -> str:
     return f"{good} of {runs} as fast as published"
 
 
+def exemplar(rows: Sequence[RunSummary]) -> str:
+    """Whether each workload reaches the share of its baseline that an Exemplar Cloud reaches."""
+    judged = [x for x in rows if x.ok and x.share]
+    if not judged:
+        return "no workload can be compared"
+    below = [f"{x.record.name} ({x.share:.1%})" for x in below_published(rows)]
+    if below:
+        return f"not reached: {len(below)} of {len(judged)} runs are below: {', '.join(below)}"
+    return f"reached by all of {len(judged)} runs; {len(rows) - len(judged)} are not compared"
+
+
 def below_published(rows: Sequence[RunSummary]) -> list[RunSummary]:
     """Runs that are slower than published, the slowest first."""
     slow = [x for x in rows if x.ok and x.share and x.verdict != "PASS"]
@@ -48,9 +58,9 @@ def reasons(run: RunSummary, rows: Sequence[RunSummary], curves: Sequence[Curve]
     if not (run.baseline and run.step):
         return []
     published_s, step_s = run.baseline.step_s, run.step["mean"]
-    few_steps = _few_steps(published_s / run.step["median"])
+    few_steps = _few_steps(published_s / run.step["median"], run.limits.passes)
     from_steps = [_slow_hosts(run), few_steps, *_unusual_steps(run), _repeat(run, rows)]
-    predicted = _prediction(run.planned, step_s, published_s) if run.planned else []
+    predicted = _prediction(run, step_s, published_s) if run.planned else []
     return [*filter(None, [*from_steps, _scale(run, curves), *predicted])]
 
 
@@ -59,8 +69,8 @@ def _slow_hosts(run: RunSummary) -> str:
     return f"it has slow hosts ({', '.join(slow)})" if slow else ""
 
 
-def _few_steps(share: float) -> str:
-    if share < compare.PASS:
+def _few_steps(share: float, passes: float) -> str:
+    if share < passes:
         return ""
     return f"a few of its steps are slow: with its median step it would be at {share:.0%}"
 
@@ -73,7 +83,7 @@ def _repeat(run: RunSummary, rows: Sequence[RunSummary]) -> str:
     best = max(
         (x.share for x in rows if x.ok and x.share and x.repeat_key == run.repeat_key), default=0
     )
-    return f"another run of it reached {best:.0%}" if best >= compare.PASS else ""
+    return f"another run of it reached {best:.0%}" if best >= run.limits.passes else ""
 
 
 def _scale(run: RunSummary, curves: Sequence[Curve]) -> str:
@@ -92,11 +102,12 @@ def _scale(run: RunSummary, curves: Sequence[Curve]) -> str:
     return ""
 
 
-def _prediction(planned: dict, measured_s: float, published_s: float) -> list[str]:
+def _prediction(run: RunSummary, measured_s: float, published_s: float) -> list[str]:
     """Reasons from the prediction of the step, which is not a measurement."""
+    planned = run.planned or {}
     step_s, parts_s = planned["step_s"], planned["parts_s"]
     predicted_share, excess = published_s / step_s, measured_s / step_s - 1
-    if predicted_share < compare.PASS:
+    if predicted_share < run.limits.passes:
         reason = f"plan predicts no more than {predicted_share:.0%} for this layout"
     elif excess > BEYOND:
         reason = f"its step takes {excess:.0%} longer than plan predicts"

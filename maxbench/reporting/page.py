@@ -97,7 +97,7 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         answer=answer(runs),
         request=compare.request(rows, options),
         facts=facts(runs),
-        marks=(compare.PASS, 1.0),
+        marks=(options.limits.passes, 1.0),
         curves=[(curve, predicted_parts(curve, rows)) for curve in compare.curves(rows)],
         overlays=overlays(runs),
         reach=reach(runs),
@@ -107,7 +107,7 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         traces=tables.traces(rows),
         sections=tables.sections(rows, options),
         suite=suite.judge(options.suite, rows) if options.suite else None,
-        legend=" ".join(tables.LEGEND),
+        legend=" ".join(tables.legend(options)),
         versions=versions(rows),
     )
 

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from maxbench.reporting import compare, suite
+from maxbench.reporting import compare, diagnosis, suite
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs import nccl
 from maxbench.terminal import console
@@ -14,7 +14,6 @@ LEGEND = (
     "S attention scores count. MFU: ours, 'full', as a share of the dense peak of the precision;",
     "for FP8 runs the FP8 peak, although attention and logits run in BF16. Verdict: tokens/s",
     "relative to the published row of the same GPUs, batch, sequence and layers;",
-    f"PASS from {compare.PASS:.0%}, WARN from {compare.WARN:.0%}.",
 )
 # Head of a cell in tables for people -> its column in record(), and its format.
 CELLS = {
@@ -90,6 +89,13 @@ def status(summary: RunSummary) -> str:
     return "Success" if summary.ok else other.get(summary.record.status, "Failed")
 
 
+def legend(options: ReportOptions) -> tuple[str, ...]:
+    """What the columns mean, and from which share on a run has which verdict."""
+    passes, warns, reason = options.limits
+    warn = f", WARN from {warns:.1%}" if warns < passes else ""
+    return (*LEGEND, f"PASS from {passes:.1%}{warn}: {reason}.")
+
+
 def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     """The table of NVIDIA's parser with further columns, notes below each run, and a summary."""
     first, last = options.window
@@ -103,7 +109,8 @@ def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         lines += ["", title, *_indented(section, width)]
     if request := compare.request(rows, options):
         lines += ["", *console.fold(request, width)]
-    lines += ["", *(console.fold(" ".join(LEGEND), width) if width else LEGEND)]
+    words = legend(options)
+    lines += ["", *(console.fold(" ".join(words), width) if width else words)]
     if options.suite:
         verdict = suite.judge(options.suite, rows)
         lines += ["", "Suite", *_indented(verdict.lines(), width), verdict.title]
@@ -176,7 +183,7 @@ def counts(rows: Sequence[RunSummary]) -> dict[str, int]:
 
 
 def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[str, list[str]]]:
-    """Titles and lines of scaling, origins of settings, repeats and checkpoint overhead."""
+    """Titles and lines of scaling, Exemplar's criterion, origins of settings, repeats and saves."""
     found = []
     for curve in compare.curves(rows):
         points = [
@@ -202,6 +209,8 @@ def sections(rows: Sequence[RunSummary], options: ReportOptions) -> list[tuple[s
         for text, group in compare.origins(rows).items()
     ]
     origins += compare.unused(rows, options)
+    if options.criterion == "exemplar":
+        found.append(("Exemplar", [diagnosis.exemplar(rows)]))
     found.append(("Settings that the logs do not name", origins))
     found.append(("Repeats", repeats))
     found.append(("Checkpoint overhead, projected (Daly 2006)", saves))

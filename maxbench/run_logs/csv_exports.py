@@ -1,7 +1,9 @@
-"""CSV exports of Weights & Biases and similar: a column of steps, and columns of scalars.
+"""CSV exports of Weights & Biases, TensorBoard and similar: columns of steps and of scalars.
 
-Two shapes are read: a run's history (`_step,train/loss,throughput/duration`), and the export of a
-chart, whose columns are runs (`Step,run-a - train/loss,run-a - train/loss__MIN`).
+Three shapes are read: a run's history (`_step,train/loss,throughput/duration`); the export of a
+chart, whose columns are runs (`Step,run-a - train/loss,run-a - train/loss__MIN`); and TensorBoard's
+downloads (`Wall time,Step,Value`), one file per tag, which is in its name. Without a column of step
+times they follow from the times of the rows.
 """
 
 import csv
@@ -12,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from maxbench.run_logs import log_files
 from maxbench.run_logs.event_files import fill
 from maxbench.run_logs.record import Given, RunRecord
-from maxbench.run_logs.scalar_tags import fields_of, has_step_time
+from maxbench.run_logs.scalar_tags import fields_of, has_step_time, is_evaluation
 from maxbench.run_logs.step_series import StepSeries
 
 STEPS = ("_step", "step", "global_step", "trainer/global_step", "iteration", "train/global_step")
 TIMES = ("_timestamp", "wall time", "wall_time", "_runtime", "relative time (process)")
 _BOUND = re.compile(r"__(?:MIN|MAX)$")
+_DOWNLOAD = re.compile(r"run-(?P<run>.+)-tag-(?P<tag>.+?)(?: \(\d+\))?\.csv$")
+_DOWNLOAD_HEADS = ["wall time", "step", "value"]
 
 
 def read_csv(path: pathlib.Path, given: Given, named: bool = False) -> Iterator[RunRecord]:
@@ -31,15 +35,19 @@ def read_csv(path: pathlib.Path, given: Given, named: bool = False) -> Iterator[
     """
     lines = _lines(path)
     heads = next(_rows(lines), [])
+    download = _DOWNLOAD.match(path.name)
+    if download and [head.strip().lower() for head in heads] == _DOWNLOAD_HEADS:
+        heads = [*heads[:2], download["tag"]]
     step_at = next((i for i, head in enumerate(heads) if head.strip().lower() in STEPS), -1)
     if step_at < 0:
         if named:
             yield _unusable(path, f"no column of steps: {' or '.join(STEPS[:3])}")
         return
     runs = _runs(heads, step_at)
-    if not (named or any(has_step_time(columns.values()) for columns in runs.values())):
-        return
     time_at = next((i for i, head in enumerate(heads) if head.strip().lower() in TIMES), -1)
+    timed = has_step_time if time_at < 0 else fields_of
+    if not (named or any(timed(columns.values()) for columns in runs.values())):
+        return
     series = {run: StepSeries(means=True) for run in runs}
     fields = {run: fields_of(columns.values()) for run, columns in runs.items()}
     damaged = 0
@@ -48,21 +56,25 @@ def read_csv(path: pathlib.Path, given: Given, named: bool = False) -> Iterator[
         if step is None or not 0 <= step < 1e12 or step != int(step):
             damaged += any(cell.strip() for cell in row)
             continue
+        time = _number(row[time_at]) if time_at >= 0 else None
         for run, columns in runs.items():
             values = {}
             for at, tag in columns.items():
-                if row[at].strip() and tag in fields[run]:
+                cell = row[at].strip()
+                if cell and tag in fields[run]:
                     name, factor = fields[run][tag]
-                    if (value := _number(row[at])) is None:
+                    if (value := _number(cell)) is None:
                         damaged += 1
                     else:
                         values[name] = value * factor
+                elif cell and cell.lower() != "nan" and is_evaluation(tag):
+                    series[run].evaluations.add(int(step))
             if values:
-                time = _number(row[time_at]) if time_at >= 0 else None
-                known = series[run].steps.setdefault(int(step), {"time": time or 0.0})
-                known.update(values)
+                values |= {"elapsed": time} if time else {}
+                series[run].steps.setdefault(int(step), {}).update(values)
     for run, columns in runs.items():
-        record = RunRecord(path=path, name=run or path.stem, source="wandb", status="done")
+        name = run or (download["run"] if download else path.stem)
+        record = RunRecord(path=path, name=name, source="wandb", status="done")
         if len(runs) > 1:
             record.path = path / run  # a path of its own: runs are told apart by it
         record.started, record.damaged = path.stat().st_mtime, damaged

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from maxbench.run_logs import log_files
 from maxbench.run_logs.record import Given, Origin, RunRecord
-from maxbench.run_logs.scalar_tags import fields_of
+from maxbench.run_logs.scalar_tags import fields_of, is_evaluation
 from maxbench.run_logs.step_series import StepSeries
 from maxbench.run_logs.workload_name import complete
 
@@ -51,9 +51,10 @@ def read_event_files(paths: Sequence[pathlib.Path], given: Given) -> RunRecord |
         for item in scalars(data, record):
             values.setdefault(item.tag, {})[item.step] = (item.value, item.wall_time)
     series = StepSeries(means=True)
+    series.evaluations = {step for tag in values if is_evaluation(tag) for step in values[tag]}
     for tag, (field, factor) in fields_of(values).items():
         for step, (value, wall_time) in values[tag].items():
-            series.steps.setdefault(step, {"time": wall_time})[field] = value * factor
+            series.steps.setdefault(step, {"elapsed": wall_time})[field] = value * factor
     fill(record, series, sorted(values), given)
     return record if values or record.unread else None
 
@@ -66,16 +67,18 @@ def fill(record: RunRecord, series: StepSeries, tags: Sequence[str], given: Give
     gpus = [int(f["gpus"]) for f in series.steps.values() if 0 < f.get("gpus", 0) < 1e7]
     record.learn(Origin.LOG, gpus=max(gpus, default=0))
     loss = {i: f["loss"] for i, f in series.steps.items() if "loss" in f}
+    # Step times are known: rows of other values have no step.
+    unused = {"gpus", "elapsed"} if series.has("step_s") else {"gpus"}
     steps, series.steps = series.steps, {}
     for step, fields in steps.items():
-        series.add(step, 0, {k: v for k, v in fields.items() if k != "gpus"})
+        series.add(step, 0, {k: v for k, v in fields.items() if k not in unused})
     series.set_work(record)
-    complete(record, f"{record.path} {record.name}", given)
+    complete(record, f"{record.path.parent} {record.name}", given)
     if series.steps:
         series.fill(record)
         record.loss = dict(sorted({**loss, **record.loss}.items()))
         return
-    record.status, record.loss = "died", loss
+    record.status, record.loss = "skipped", loss
     shown = ", ".join(tags[:8]) + (f" and {len(tags) - 8} more" if len(tags) > 8 else "")
     record.reason = f"no tag of a step time; its tags are {shown or 'none'}"
 

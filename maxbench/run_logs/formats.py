@@ -1,7 +1,7 @@
 """The table of log formats: how each program logs a step, and the names of its fields.
 
-A format is a table of formats.toml, or of a file of the user, from which the readers, their tests
-and docs/reference/log_formats.md are made.
+A format is a table of formats.toml, or of a file of the user (--format_table), from which the
+readers, their tests and docs/reference/log_formats.md are made.
 """
 
 import dataclasses
@@ -42,7 +42,14 @@ SETTINGS = {
 }
 # Fields of a step that a format may read, in seconds, bytes, TFLOP/s and tokens.
 STEP_FIELDS = {
-    **FIELDS,
+    "step": "number of the step",
+    "step_s": "step time",
+    "loss": "loss",
+    "grad_norm": "norm of the gradient",
+    "tokens_s": "tokens/s of a GPU",
+    "tflops": "TFLOP/s of a GPU",
+    "mfu": "MFU as the program logs it, a share",
+    "peak": "peak memory of a GPU",
     "total": "number of steps of the run",
     "index": "the step's number from 0, where the line counts otherwise",
     "steps_s": "steps per second",
@@ -351,6 +358,8 @@ class FormatTable(Mapping[str, LogFormat]):
         ]  # fmt: skip
         return _shortest(tuple(dict.fromkeys(text for line in lines for text in line.texts)))
 
+    __hash__ = object.__hash__
+
     def __getitem__(self, name: str) -> LogFormat:
         return self._formats[name]
 
@@ -411,7 +420,9 @@ def parse(text: str, where: str, known: Mapping[str, LogFormat]) -> dict[str, Lo
         raise UserError(f"{where}: {e}") from None
     formats: dict[str, LogFormat] = {}
     # A format may be like a later one; the order of the text stays that of the table.
-    for name in sorted(tables, key=lambda name: "like" in tables[name]):
+    for name in sorted(
+        tables, key=lambda name: isinstance(tables[name], dict) and "like" in tables[name]
+    ):
         try:
             formats[name] = _format(tables[name], {**known, **formats})
         except UserError as e:

@@ -46,13 +46,14 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the user says about all logs: GPU types, and settings that a log may not name.
+    """What the user says about all logs: GPU types, formats, and settings that a log may not name.
 
     `settings` are fields of RunRecord and their values.
     """
 
     gpu_types: GpuTypes = GPU_TYPES
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    table: formats.FormatTable = formats.FORMATS
 
 
 def dig(data: Any, path: str, default: Any) -> Any:
@@ -93,8 +94,9 @@ class RunRecord:
 
     path: pathlib.Path
     name: str
-    # maxbench, a name in formats.FORMATS, tensorboard or wandb; '' = could not be read
+    # maxbench, a name in the table of formats, tensorboard or wandb; '' = could not be read
     source: str
+    log_format: formats.LogFormat | None = None  # of the lines of a log
     status: str = _at("status")  # done | stopped | failed | died | running | skipped
     reason: str = _at("reason")  # of the status: of a death, or when a run ended as asked
     remedy: str = ""  # of a death
@@ -154,8 +156,8 @@ class RunRecord:
     @property
     def program(self) -> str:
         """The program that wrote the log, for people."""
-        if self.source in formats.FORMATS:
-            return formats.FORMATS[self.source].program
+        if self.log_format:
+            return self.log_format.program
         others = {"tensorboard": "the event file", "wandb": "the export"}
         return others.get(self.source, self.source)
 

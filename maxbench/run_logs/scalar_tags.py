@@ -59,19 +59,28 @@ _STEP_TIME = re.compile(
     r"|(?:time|seconds|sec)[_ /-]?per[_ /-]?(?:step|iter|iteration)|time/(?:step|iter|iteration))"
     r"(?:[_ ]?(?:in )?[\[(]?(?P<unit>ms|milliseconds|s|sec|secs|seconds)[\])]?)?$"
 )
+# Tags as they are in names of files: TensorBoard's download of perf/step_time_seconds has
+# perf_step_time_seconds in its name.
+_file_name = lambda tag: re.sub(r"[^a-z0-9]+", "_", tag)
+_IN_FILE_NAMES = {_file_name(tag): field for tag, field in TAGS.items()}
 _VALIDATION = re.compile(r"(?:^|[/_ -])(?:val|valid|validation|eval|test)(?:[/_ -]|$)")
 
 
 def field_of(tag: str) -> tuple[str, float] | None:
     """The field of a tag, and the factor to its unit; None if the tag is of another quantity."""
     name = tag.strip().lower()
-    if name in TAGS:
-        return TAGS[name]
+    if known := TAGS.get(name) or _IN_FILE_NAMES.get(_file_name(name)):
+        return known
     if _VALIDATION.search(name):
         return None
     if match := _STEP_TIME.search(name):
         return "step_s", 1e-3 if (match["unit"] or "").startswith("m") else 1.0
     return None
+
+
+def is_evaluation(tag: str) -> bool:
+    """Whether a tag is of an evaluation: validation/loss, eval_loss."""
+    return bool(_VALIDATION.search(tag.strip().lower()))
 
 
 def fields_of(tags: Iterable[str]) -> dict[str, tuple[str, float]]:

@@ -14,6 +14,7 @@ from maxbench.run_logs.record import Origin, RunRecord
 
 # Fields of which a step has one: its time, or a rate that its time may follow from.
 TIMED = frozenset(["step_s", "tokens_s", "samples_s", "all_tokens_s"])
+PAUSE = 3  # an interval between lines that is so many times the median is not of steps alone
 
 
 @dataclasses.dataclass
@@ -28,6 +29,7 @@ class StepSeries:
     slowest: bool = False  # whether of several lines of a step the slowest counts
     steps: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
     total_steps: int = 0
+    evaluations: set[int] = dataclasses.field(default_factory=set)  # steps with an evaluation
 
     def add(self, step: int, total: int, fields: dict[str, float]) -> bool:
         """Adds fields of a step; returns whether they have a time or a rate."""
@@ -178,13 +180,13 @@ class StepSeries:
             times = {i: work[i] / rate for i, rate in rates.items() if rate}
             if self._add_times(record, times, how):
                 return
-        clock = "elapsed" if self.has("elapsed") else "time"
-        stamps = [(i, f[clock]) for i, f in sorted(self.steps.items()) if f.get(clock)]
-        # A clock of whole seconds has the same time at several steps.
-        stamps = [next(same) for _, same in itertools.groupby(stamps, lambda stamp: stamp[1])]
-        times = {b: (t - s) / (b - a) for (a, s), (b, t) in itertools.pairwise(stamps)}
-        source = {"elapsed": "elapsed time", "time": "times of day"}[clock]
+        times, left_out = self._clock_times()
+        source = "elapsed time" if self.has("elapsed") else "times of day"
         if self._add_times(record, times, f"from the {source} of its lines"):
+            if left_out:
+                intervals = f"{left_out} interval" + "s" * (left_out > 1)
+                record.inferred.append(f"left out: {intervals} with an evaluation or a pause")
+                return
             first = min(self.steps)
             if first not in record.step_s and len(record.step_s) + 1 == len(self.steps):
                 return
@@ -193,6 +195,24 @@ class StepSeries:
                 f"{missing} steps have no time: the log has no "
                 f"{'gbs, seq or GPUs for its rates' if self._has_rate() else 'step time'}"
             )
+
+    def _clock_times(self) -> tuple[dict[int, float], int]:
+        """Mean step times between lines, by their clocks; and how many are not of steps alone.
+
+        An interval counts if it has no evaluation and is not PAUSE times as long as the median.
+        """
+        clock = "elapsed" if self.has("elapsed") else "time"
+        stamps = [(i, f[clock]) for i, f in sorted(self.steps.items()) if f.get(clock)]
+        # A clock of whole seconds has the same time at several steps.
+        stamps = [next(same) for _, same in itertools.groupby(stamps, lambda stamp: stamp[1])]
+        spans = {(a, b): (t - s) / (b - a) for (a, s), (b, t) in itertools.pairwise(stamps)}
+        known = {
+            (a, b): seconds for (a, b), seconds in spans.items()
+            if positive(seconds) and not any(a <= i <= b for i in self.evaluations)
+        }  # fmt: skip
+        longest = PAUSE * statistics.median(known.values()) if known else 0.0
+        times = {b: seconds for (_, b), seconds in known.items() if seconds < longest}
+        return times, len(spans) - len(times)
 
     def _has_rate(self) -> bool:
         return any(self.has(name) for name in ("samples_s", "tokens_s", "all_tokens_s"))

@@ -1,6 +1,6 @@
 """Text logs of training programs: steps, checkpoints, settings, and how the run ended.
 
-formats.FORMATS is the table of the programs. Any bytes are accepted: incomplete lines and malformed
+Given.table has the formats of the programs. Any bytes are accepted: incomplete lines and malformed
 numbers are left out, and counted.
 """
 
@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from maxbench.run_logs import deaths, formats, log_files
+from maxbench.run_logs import deaths, formats, log_files, mlperf_system
 from maxbench.run_logs.line_prefixes import rank_of, strip_prefixes, time_of
 from maxbench.run_logs.log_settings import SEARCHED, LogSettings
 from maxbench.run_logs.record import Given, Origin, RunRecord
@@ -68,7 +68,7 @@ def read_text_log(
     """
     record = RunRecord(path=paths[0], name=_run_name(paths[0]), source="")
     record.started = max(path.stat().st_mtime for path in paths)
-    parser = LogParser(record)
+    parser = LogParser(record, given.table)
     for path in paths:
         parser.next_file()
         try:
@@ -136,7 +136,7 @@ def _set_status(record: RunRecord, parser: "LogParser", paths: Sequence[pathlib.
 class LogParser:
     """Reads the blocks of a log into a record: of the last run, if there are several in it."""
 
-    def __init__(self, record: RunRecord, table: formats.FormatTable = formats.FORMATS):
+    def __init__(self, record: RunRecord, table: formats.FormatTable):
         self.record = record
         self.table = table
         self.settings = LogSettings()
@@ -325,6 +325,8 @@ class LogParser:
                 for step, fields in other.steps.items():
                     series.steps.setdefault(step, fields)
         series.set_work(record)
+        if record.source == "mlperf":
+            mlperf_system.read(record, given.gpu_types)
         self.settings.apply(record, given.gpu_types)
         if tokens := self.settings.numbers.get("tokens"):
             record.tokens = record.tokens or dict.fromkeys(series.steps, tokens)
@@ -333,6 +335,7 @@ class LogParser:
             record.learn(Origin.PROGRAM, dtype=format.default_dtype)
         series.fill(record)
         record.source = self._programs.get(record.source, record.source)
+        record.log_format = self.table.get(record.source)
         if self._has_microbatches and not record.step_s:
             record.unread.append("its times are those of one of the microbatches of a step")
         if self.runs > 1:

@@ -1,5 +1,6 @@
 """Steps of MLPerf submissions: rows that agree with themselves, and the noise that follows."""
 
+import pathlib
 import statistics
 
 import pytest
@@ -43,7 +44,7 @@ def test_criterion_follows_from_the_noise():
 
 
 def test_systems_of_a_work():
-    work = dict(gpus=8, gbs=16, seq=8192)
+    work = dict(gpus=8, gbs=16, seq=8192, layers=32)
     same = mlperf.systems("llama31", "8b", "nvfp4", "b200", **work)
     assert same.verdict(0.4505).startswith(
         "as fast as 6 of 7 MLPerf systems that ran this work (0.4437 to 0.4557 s); one program "
@@ -53,3 +54,11 @@ def test_systems_of_a_work():
     newer = mlperf.systems("llama31", "8b", "nvfp4", "gb300", **work)
     assert [row.round for row in newer.rows] == ["6.0"]
     assert mlperf.systems("llama31", "8b", "bf16", "b200", **work) is None
+    assert mlperf.systems("llama31", "8b", "nvfp4", "b200", **{**work, "layers": 4}) is None
+
+
+def test_docs_have_the_shares_that_follow():
+    text = pathlib.Path("docs/how-to/read_a_report.md").read_text()
+    n, criterion = mlperf.noise(), mlperf.noise_criterion()
+    for share in (criterion.passes, criterion.warns, n.systems, n.runs_p90, n.runs_most):
+        assert f"{share:.1%}".replace("%", " %") in text.replace("\n", " ")

@@ -25,7 +25,7 @@ from maxbench.config import recipes
 from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.cost_model import compile_cache
-from maxbench.evidence import published
+from maxbench.evidence import mlperf, published
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics.checkpoint_interval import best_interval_s
 from maxbench.reporting import build_report, compare, export, page, predictions, tables
@@ -402,7 +402,7 @@ def test_every_published_row_passes_compared_with_itself():
         r.learn(Origin.LOG, **{name: getattr(p, name) for name in SETTINGS})
         row = compare.summarize(r, compare.ReportOptions())
         newest = row.baseline.release
-        assert row.why.endswith(f"({newest})")
+        assert f"of published {row.baseline.step_s:g} s ({newest})" in row.why
         assert row.baseline.layout == p.layout
         if newest != p.release:
             assert row.baseline.age < p.age
@@ -413,10 +413,45 @@ def test_every_published_row_passes_compared_with_itself():
             assert row.days == pytest.approx(p.days_to_1t, rel=6e-3)
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "PASS"), (1.08, "WARN"), (1.3, "FAIL")])
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.0, "PASS"), (1.03, "PASS"), (1.05, "WARN"), (1.08, "FAIL")]
+)
 def test_verdict_by_share_of_published(tmp_path, factor, verdict):
     ours(tmp_path, step_s=9.33 * factor)
     assert rows(tmp_path)[0].verdict == verdict
+
+
+def test_exemplar_criterion_is_95_percent_of_each_workload(tmp_path):
+    ours(tmp_path, step_s=9.33 * 1.05)
+    options = compare.ReportOptions(criterion="exemplar")
+    assert rows(tmp_path, options)[0].verdict == "PASS"
+    text = tables.text(rows(tmp_path, options), options)
+    assert "Exemplar\n  reached by all of 1 runs; 0 are not compared" in text
+    assert "PASS from 95.0%: NVIDIA's Exemplar Clouds" in text
+    ours(tmp_path, name="slow", stamp=2, step_s=9.33 * 1.06)
+    found = rows(tmp_path, options)
+    assert sorted(row.verdict for row in found) == ["FAIL", "PASS"]
+    assert "not reached: 1 of 2 runs are below: slow (94.3%)" in tables.text(found, options)
+
+
+def test_thresholds_stand_in_the_report_with_their_computation(tmp_path):
+    ours(tmp_path)
+    text = tables.text(rows(tmp_path), H100)
+    n = mlperf.noise()
+    share = 1 / (1 + n.systems) / (1 + n.runs_p90)
+    assert f"PASS from {share:.1%}, WARN from" in text
+    assert f"up to {n.systems:.1%} between systems" in text
+
+
+def test_work_without_a_published_row_is_compared_with_systems_of_mlperf(tmp_path):
+    device = {"gpu_type": "b200", "kind": "NVIDIA B200", "count": 8}
+    work = dict(gbs=16, dtype="nvfp4", device=device)
+    ours(tmp_path, step_s=0.4505, **work)
+    (row,) = rows(tmp_path)
+    assert row.why.startswith("as fast as 6 of 7 MLPerf systems that ran this work")
+    assert (row.verdict, row.baseline) == ("PASS", None)
+    ours(tmp_path, stamp=2, step_s=0.4505 * 1.06, **work)
+    assert rows(tmp_path)[1].verdict == "WARN"
 
 
 def test_differences_from_the_published_row_prevent_a_verdict(tmp_path):

@@ -1,5 +1,6 @@
 """Logs of cases/, in the form of public ones, with their right values. Numbers are invented."""
 
+import json
 import pathlib
 
 import pytest
@@ -111,3 +112,110 @@ def test_log_that_ends_with_an_error_before_its_first_step_died(tmp_path):
     (tmp_path / "train.log").write_text("num_layers: 32\nValueError: no such thing\n")
     row = compare.summarize(readers.read([tmp_path / "train.log"])[0], WINDOW)
     assert (tables.status(row), row.why) == ("Failed", "ValueError: no such thing")
+
+
+# --- exports without a column of step times ---
+
+
+def test_download_of_tensorboard_has_its_run_and_tag_in_its_name():
+    r = read("run-llama31_8b-tag-iteration-time.csv")
+    assert (r.name, r.status, r.model, r.size) == ("llama31_8b", "done", "llama31", "8b")
+    assert {*r.step_s.values()} == {12.27}
+
+
+@pytest.mark.parametrize("tag", ["perf_step_time_seconds", "iteration-time", "step_s (1)"])
+def test_tag_in_the_name_of_a_file(tmp_path, tag):
+    (tmp_path / f"run-a-tag-{tag}.csv").write_text("Wall time,Step,Value\n1e9,1,9.4\n2e9,2,9.5\n")
+    (r,) = readers.read([tmp_path])
+    assert (r.name, r.step_s) == ("a", {1: 9.4, 2: 9.5})
+
+
+def test_step_time_is_the_difference_of_times_over_that_of_steps(tmp_path):
+    """Of TensorBoard's download of a loss, and of a history of Weights & Biases."""
+    steps = range(10, 101, 10)
+    download = "".join(f"{1e9 + 9.4 * i},{i},2.5\n" for i in steps)
+    (tmp_path / "run-a-tag-lm loss.csv").write_text("Wall time,Step,Value\n" + download)
+    history = "".join(f"{i},{1e9 + 4.7 * i},2.5\n" for i in steps)
+    (tmp_path / "b.csv").write_text("_step,_timestamp,train/loss\n" + history)
+    for r, step_s in zip(readers.read([tmp_path]), (9.4, 4.7), strict=True):
+        assert (r.interval, sorted(r.step_s)) == (10, [*steps[1:]])
+        assert [*r.step_s.values()] == pytest.approx([step_s] * 9)
+        assert "step time inferred: from the elapsed time of its lines" in r.inferred
+
+
+def test_evaluations_and_pauses_are_no_steps(tmp_path):
+    """Steps of 1 s; an evaluation of 1.5 s at every tenth step, and an hour between two steps."""
+    rows, time = [], 1e9
+    for i in range(1, 51):
+        time += 3600 if i == 25 else 1
+        rows.append(f"{i},{time},2.5,")
+        if i % 10 == 0:
+            time += 1.5
+            rows.append(f"{i},{time},,2.4")
+    text = "_step,_timestamp,train/loss,validation/loss\n" + "\n".join(rows)
+    (tmp_path / "a.csv").write_text(text)
+    (r,) = readers.read([tmp_path])
+    assert {*r.step_s.values()} == {1}
+    near = {x for i in range(10, 51, 10) for x in (i, i + 1)}
+    assert {*range(2, 51)} - r.step_s.keys() == {*near, 25} - {51}
+    assert "left out: 10 intervals with an evaluation or a pause" in r.inferred
+
+
+# --- MLPerf ---
+
+
+def mlperf_log(folder: pathlib.Path, lines: str) -> pathlib.Path:
+    """A log of a submission, with the description of its system."""
+    system = {"number_of_nodes": "2", "accelerators_per_node": "4",
+              "accelerator_model_name": "NVIDIA Blackwell Ultra GPU (GB300)"}  # fmt: skip
+    path = folder / "Org" / "results" / "sys1" / "llama31_8b" / "result_0.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text(lines)
+    (folder / "Org" / "systems").mkdir()
+    (folder / "Org" / "systems" / "sys1.json").write_text(json.dumps(system))
+    return path
+
+
+def mllog(key: str, value: object, **metadata: object) -> str:
+    event = {"namespace": "", "time_ms": 1, "event_type": "POINT_IN_TIME", "key": key}
+    metadata = {"file": "a.py", "lineno": 1, **metadata}
+    return f":::MLLOG {json.dumps(event | {'value': value, 'metadata': metadata})}\n"
+
+
+HEAD = "".join(
+    mllog(key, value)
+    for key, value in {
+        "submission_benchmark": "llama31_8b", "submission_platform": "2xNVIDIA GB200",
+        "global_batch_size": 16, "max_sequence_length": 8192, "max_steps": 1200000,
+        "target_accuracy": 3.3,
+    }.items()
+)  # fmt: skip
+
+
+def test_mlperf_log_of_nvidia(tmp_path):
+    """One step of 32 has its time; evaluations and the mean of a block are no steps."""
+    steps = "".join(
+        mllog("tracked_stats", {"train_step_time": 0.35, "reduced_train_loss": 4.5},
+              step=float(i), samples_count=16.0 * i)
+        + mllog("tracked_stats", {"validation_step_time": 0.1}, step=1, samples_count=16)
+        for i in range(31, 3200, 32)
+    ) + mllog("tracked_stats", {"train_step_time": 0.9}, samples_count=51200)  # fmt: skip
+    end = mllog("run_stop", None, step=3200, samples_count=51200, status="success")
+    r = readers.read([mlperf_log(tmp_path, HEAD + steps + end)])[0]
+    assert (r.source, r.status, r.reason) == ("mlperf", "done", "ended at its target loss")
+    assert (r.model, r.size, r.gbs, r.seq, r.gpus) == ("llama31", "8b", 16, 8192, 8)
+    assert r.gpu_type == "gb300"  # the log names another one
+    assert (len(r.step_s), {*r.step_s.values()}, r.loss[31]) == (100, {0.35}, 4.5)
+    row = compare.summarize(r, compare.ReportOptions())
+    assert row.step["mean"] == 0.35
+    assert "the log has none of the window's steps" in " ".join(row.notes)
+
+
+def test_mlperf_log_of_amd_has_samples_per_second_of_blocks(tmp_path):
+    blocks = "".join(
+        mllog("tracked_stats", {"throughput": 32.0}, step=12288 * i) for i in range(1, 5)
+    )
+    end = mllog("run_stop", None, samples_count=9, status="aborted")
+    r = readers.read([mlperf_log(tmp_path, HEAD + blocks + end)])[0]
+    assert (r.status, r.reason) == ("stopped", "stopped before its target loss")
+    assert r.step_s == {768 * i - 1: 0.5 for i in range(1, 5)}
