@@ -2,6 +2,7 @@
 
 import dataclasses
 import ipaddress
+import re
 import socket
 import sys
 import time
@@ -60,11 +61,12 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
       UserError: it is malformed.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"coordinator={address!r} is not host:port, as node1:12345")
-    return host, int(port)
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):(\d{1,5})", address, re.ASCII)
+    if not match or not 0 < int(match[3]) < 1 << 16:
+        raise UserError(
+            f"coordinator={address!r} is not host:port, as node1:12345 or [fd00::1]:12345"
+        )
+    return match[1] or match[2], int(match[3])
 
 
 def check_name(coordinator: Coordinator, member: Member) -> None:

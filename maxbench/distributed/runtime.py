@@ -10,6 +10,7 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -24,6 +25,13 @@ from maxbench.host import environment
 # and before the result is written (tests/distributed/test_stock_jax.py).
 SERVICE_HEARTBEAT_TIMEOUT_S = 7 * 24 * 3600
 JAX_PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Number of processes of another launcher -> the variable of this one's number, the launcher.
+OTHER_LAUNCHERS = {
+    "WORLD_SIZE": ("RANK", "torchrun"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "mpirun"),
+    "PMI_SIZE": ("PMI_RANK", "mpiexec"),
+    "JAX_NUM_PROCESSES": ("JAX_PROCESS_ID", "jax"),  # with one of JAX_PROCESS_VARIABLES missing
+}
 MIN_DRIVER = {12: 525, 13: 580}  # CUDA version of jax's wheels -> the oldest driver that runs it
 
 
@@ -31,8 +39,9 @@ def set_environment(run: Run) -> None:
     """Sets the environment that jax reads at import, and checks that results can be written.
 
     Raises:
-      UserError: output_dir cannot be written; the run needs GPUs, and there is none; wandb=True,
-        and Weights & Biases is not installed.
+      UserError: output_dir cannot be written; the run or JAX_PLATFORMS needs GPUs, and there is
+        none; wandb=True, and Weights & Biases is not installed; a variable of the run's processes
+        is missing or malformed.
     """
     if run.output.wandb and find_spec("wandb") is None:
         raise UserError(
@@ -55,7 +64,14 @@ def set_environment(run: Run) -> None:
     if not run.runtime.cpu_devices and (reason := why_no_gpu()):
         _require_gpu(run, reason)
         # Without a driver jax's CUDA plugin prints a page of errors, or crashes.
-        os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+        platforms = (os.environ.get("JAX_PLATFORMS") or "cpu").split(",")
+        if others := [name for name in platforms if name not in ("cuda", "gpu")]:
+            os.environ["JAX_PLATFORMS"] = ",".join(others)
+        else:
+            raise UserError(
+                f"JAX_PLATFORMS={','.join(platforms)} asks for a GPU on {environment.hostname()}: "
+                f"{reason}; unset it, or JAX_PLATFORMS=cpu"
+            )
     _enable_compilation_cache(run)
 
 
@@ -76,8 +92,7 @@ def _enable_compilation_cache(run: Run) -> None:
     cache only in a folder of their own job, which JAX_COMPILATION_CACHE_DIR names.
     """
     env, configured = os.environ, os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    counts = (env.get(name, "1") for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"))
-    if not configured and max(run.runtime.processes, *map(int, counts)) > 1:
+    if not configured and _process_group(run).processes > 1:
         return
     folder = configured or str(environment.cache_dir() / "jax")
     env["JAX_COMPILATION_CACHE_DIR"] = folder
@@ -143,7 +158,8 @@ def init_distributed(run: Run) -> PeerWatch | None:
     Addresses and numbers come from flags, from JAX_PROCESS_VARIABLES, or from Slurm's variables.
 
     Raises:
-      UserError: the processes cannot be connected; the run needs GPUs, and jax found none.
+      UserError: the processes cannot be connected; the run needs GPUs, and jax found none; jax has
+        no device of JAX_PLATFORMS.
     """
     import jax
 
@@ -182,7 +198,15 @@ def init_distributed(run: Run) -> PeerWatch | None:
             initialization_timeout=round(timeout_s),
             heartbeat_timeout_seconds=SERVICE_HEARTBEAT_TIMEOUT_S,
         )
-    if jax.default_backend() != "gpu":
+    try:
+        backend = jax.default_backend()
+    except RuntimeError as e:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise UserError(
+            f"JAX_PLATFORMS={platforms or ''}: jax has no such device on {environment.hostname()}: "
+            f"{str(e).splitlines()[0].partition(' (set')[0]}; unset it, or JAX_PLATFORMS=cpu"
+        ) from None
+    if backend != "gpu":
         reason = "jax found none, see above; a Slurm job may lack --gres=gpu:8"
         _require_gpu(run, why_no_gpu() or reason)
     return peers
@@ -206,12 +230,18 @@ def _process_group(run: Run) -> ProcessGroup:
     options, env = run.runtime, os.environ
     if options.coordinator:
         return ProcessGroup(options.coordinator, options.processes, options.process)
-    address, *numbers = (env.get(name) for name in JAX_PROCESS_VARIABLES)
+    address, processes, process = (env.get(name) for name in JAX_PROCESS_VARIABLES)
     try:
-        if address is not None and None not in numbers:
-            return ProcessGroup(address, int(numbers[0] or 0), int(numbers[1] or 0))
+        if address and processes and process:
+            if not 0 <= int(process) < int(processes):
+                raise UserError(
+                    f"JAX_PROCESS_ID={process} must be below JAX_NUM_PROCESSES={processes}, and at "
+                    "least 0"
+                )
+            return ProcessGroup(address, int(processes), int(process))
         count = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
         if count == 1:
+            _check_other_launchers(env)
             return ProcessGroup()
         tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]
         local_gpus = None
@@ -220,9 +250,22 @@ def _process_group(run: Run) -> ProcessGroup:
             local_gpus = list(range(-(-run.layout.gpus // count)))
         address = address or slurm_env.coordinator_address()
         return ProcessGroup(address, count, int(env["SLURM_PROCID"]), local_gpus)
+    except UserError:  # a ValueError too
+        raise
     except (ValueError, KeyError, IndexError) as e:
         names = ", ".join(JAX_PROCESS_VARIABLES)
         raise UserError(f"{names} or Slurm's variables are malformed: {e!r}") from None
+
+
+def _check_other_launchers(env: Mapping[str, str]) -> None:
+    """Raises UserError if another launcher started several processes: each would run alone."""
+    for size, (rank, launcher) in OTHER_LAUNCHERS.items():
+        if (count := env.get(size, "1")) not in ("", "0", "1"):
+            raise UserError(
+                f"{size}={count} is {launcher}'s, whose processes do not find each other: give "
+                f"each --coordinator HOST:PORT --processes {count} --process {env.get(rank, 'N')}, "
+                f"or set {', '.join(JAX_PROCESS_VARIABLES)}; for a run of one process unset {size}"
+            )
 
 
 def process_count() -> int:

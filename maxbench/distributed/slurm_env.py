@@ -79,4 +79,4 @@ def coordinator_address(env: Mapping[str, str] = os.environ) -> str:
     host = env.get("MB_COORDINATOR_HOST") or expand_nodelist(env["SLURM_STEP_NODELIST"])[0]
     # Jobs of consecutive numbers may share a node, and each has a few steps.
     number = 4 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", "0"))
-    return f"{host}:{ports.port(number)}"
+    return ports.address(host, ports.port(number))

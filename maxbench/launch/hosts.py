@@ -7,6 +7,7 @@ machine sees, or are copied into it at the end of the job.
 """
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from maxbench.config import ports
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
 from maxbench.launch import jobs, slurm, submission
@@ -34,21 +36,36 @@ Spec = dict[str, Any]
 
 
 def expand(text: str) -> list[str]:
-    """'node[1-3,07] user@b' as node1, node2, node3, node07, user@b.
+    """'node[1-3,07] user@b [fd00::1]' as node1, node2, node3, node07, user@b, fd00::1.
 
     Raises:
-      UserError: brackets are malformed, or a host is listed twice.
+      UserError: brackets are malformed, a host has a port, or is listed twice.
     """
     found = []
     if text.count("[") != text.count("]"):
         raise UserError(f"SSH_HOSTS={text!r} has a bracket without its pair")
     for pattern in re.findall(r"(?:[^,\s\[]|\[[^\]]*\]?)+", text):
+        pattern = re.sub(r"\[([^\]]*:[^\]]*)\]$", r"\1", pattern)  # an IPv6 address
         parts = re.findall(r"([^\[]+)|\[([^\]]*)\]", pattern)
         choices = [[literal] if literal else _range(ranges, text) for literal, ranges in parts]
         found += ["".join(words) for words in itertools.product(*choices)]
+    for name in found:
+        host = name.rpartition("@")[2]
+        if ":" in host and not _is_ipv6(host):
+            raise UserError(
+                f"SSH_HOSTS={text!r} has {name}, and takes no ports: give them in ~/.ssh/config, "
+                "'Host node1' with 'Port 2222'"
+            )
     if twice := next((host for host in found if found.count(host) > 1), ""):
         raise UserError(f"SSH_HOSTS={text!r} lists {twice} twice")
     return found
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def _range(ranges: str, text: str) -> list[str]:
@@ -98,7 +115,7 @@ def spec(s: JobConfig, kind: str, stamp: int) -> Spec:
         job=job,
         scheduler="hosts",
         out=str(s.out),
-        coordinator=f"{first}:{jobs.port(job)}" if many else "",
+        coordinator=ports.address(first, jobs.port(job)) if many else "",
         own_log="false",  # the driver writes the output of the connection
         until_eof="true",
         ship="if-not-shared",

@@ -22,9 +22,9 @@ from typing import Any
 
 import yaml
 
-from maxbench.config import exit_codes
+from maxbench.config import exit_codes, ports
 from maxbench.config.errors import UserError
-from maxbench.launch import jobs, kubectl, submission
+from maxbench.launch import images, jobs, kubectl, submission
 from maxbench.launch.node import NodeJob
 from maxbench.launch.submission import Submission
 from maxbench.launch.variables import JobConfig
@@ -336,6 +336,7 @@ def _container(s: JobConfig, kind: str, stamp: int, network: Network | None) -> 
             "RUN_CONF_IMAGE is not set, and Kubernetes needs it: the name of an image in a registry"
             ", with jax for GPUs and maxbench (or K8S_CODE)"
         )
+    images.check_for_registry(v["RUN_CONF_IMAGE"], "Kubernetes")
     if kind == "nsys" and not v["K8S_CODE"]:
         raise UserError(
             "PROFILER='nsys' needs launch/task.sh of a checkout: set K8S_CODE, or PROFILER=xplane"
@@ -421,7 +422,7 @@ def _node_job(s: JobConfig, kind: str, stamp: int, network: Network | None) -> N
         namespace=s.values["K8S_NAMESPACE"],
         context=s.values["K8S_CONTEXT"],
         out=pod_folder(s),
-        coordinator=f"{host}:{jobs.port(name)}" if many else "",
+        coordinator=ports.address(host, jobs.port(name)) if many else "",
         start_timeout_s=jobs.seconds(s.values["START_TIMEOUT"]) if s.nodes > 1 else 0,
         source=network.source if network else "",
         ship="" if pod_folder(s) == str(s.out) else "true",

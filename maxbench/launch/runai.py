@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Sequence
 
 from maxbench.config.errors import UserError
+from maxbench.launch import images
 from maxbench.launch.jobs import command, environment, job_kinds, short_name
 from maxbench.launch.variables import SECRETS, VARIABLES, JobConfig
 
@@ -32,6 +33,7 @@ def submissions(s: JobConfig) -> list[list[str]]:
             f"{missing} is not set, and CLUSTER_TYPE=runai needs {', '.join(NEEDED)}: "
             f"{missing} is {VARIABLES[missing].meaning}"
         )
+    images.check_for_registry(s.values["RUN_CONF_IMAGE"], "Run:ai")
     pvc, mounts = s.values["PVC_DIR"], _claims(s)
     if "nsys" in job_kinds(s):
         raise UserError(

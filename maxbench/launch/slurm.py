@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from maxbench.config.errors import UserError
 from maxbench.config.recipes import ROOT
-from maxbench.launch import job_file, submission
+from maxbench.launch import images, job_file, submission
 from maxbench.launch.jobs import (
     command,
     environment,
@@ -251,11 +251,7 @@ def check_prerequisites(runs: Sequence[JobConfig]) -> None:
 def _check_environment(s: JobConfig) -> None:
     """Raises UserError if the nodes would find neither the image nor a Python environment."""
     image, kind = s.values["RUN_CONF_IMAGE"], s.values["ARCHITECTURE"]
-    if image.endswith(".sqsh") and not pathlib.Path(image).exists():
-        raise UserError(
-            f"RUN_CONF_IMAGE={image!r} does not exist: ./setup.sh creates one if enroot is "
-            "installed; leave it empty to use the Python environment of setup.sh"
-        )
+    images.check_for_slurm(image)
     venv = pathlib.Path(python_of_nodes()).parent.parent
     is_wrapper = venv.name == "venv" and not (venv / "pyvenv.cfg").exists()
     of_nodes = venv.parent / f"venv-{kind}" / "bin" / "python"

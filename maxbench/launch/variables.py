@@ -68,7 +68,7 @@ KINDS = {  # a pattern that the value must match, and its description in message
     "count": (r"[0-9]{1,9}", "a whole number, at least {least}"),
     "ranks": (r"[0-9]+( *, *[0-9]+)*", "whole numbers, for example 0,1,2,3"),
     "label": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, - and ."),
-    "hosts": (r"[\w@.,:\[\] -]*", "hosts, as 'node1 node2' or node[1-8]"),
+    "hosts": (r"[\w@.,:%\[\] -]*", "hosts, as 'node1 node2' or node[1-8]"),
     "gres": (r"0*[1-9][0-9]*", "a whole number, at least 1; none where the cluster has no gres"),
 }
 SECRETS = ("HF_TOKEN", "APP_SECRET")

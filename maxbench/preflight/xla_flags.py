@@ -18,6 +18,10 @@ REPLACEMENTS = {  # flags of an older XLA -> what to use instead
     "xla_gpu_pipeline_reduce_scatter": "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "xla_gpu_pipeline_all_reduce": "--xla_gpu_enable_pipelined_all_reduce=true",
 }
+# Lines of XLA's flag parser (tsl/util/command_line_flags.cc) about a value; a page of all flags
+# follows.
+BAD_VALUE = re.compile(r"\] ((?:Couldn't interpret value|Illegal value|Failed to parse)[^\n]*)")
+NO_FLAG = re.compile(r'Could not open file "([^"\n]*)" to read flags')
 # Tries compiler options one by one, and prints those that XLA refuses.
 TRY_OPTIONS = """
 import json, sys, jax
@@ -44,16 +48,26 @@ def lint(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
         return ["XLA_FLAGS: the process that tried them did not end within 60 s"]
     if done.returncode == 0:
         return [f"compiler option {line}" for line in done.stdout.splitlines()]
-    unknown = re.search(r"Unknown flags? in XLA_FLAGS: ([^\n]*)", done.stderr)
-    if not unknown:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return [f"XLA_FLAGS: {lines[-1]}"]
-    return [
-        f"XLA_FLAGS: this XLA does not know {flag}, {_fix(flag)}" for flag in unknown[1].split()
-    ]
+    return [f"XLA_FLAGS: {error}" for error in _errors(done.stderr, done.returncode)]
+
+
+def _errors(stderr: str, code: int) -> list[str]:
+    """Errors of XLA's flag parser, which ends the process."""
+    if values := BAD_VALUE.findall(stderr):
+        return [f"{text.rstrip('.')}; this XLA would abort" for text in values]
+    if no_flag := NO_FLAG.search(stderr):
+        return [
+            f"{no_flag[1]!r} does not begin with --, so XLA takes it for a file of flags, which "
+            "does not exist"
+        ]
+    if unknown := re.search(r"Unknown flags? in XLA_FLAGS: ([^\n]*)", stderr):
+        return [f"this XLA does not know {flag}, {_fix(flag)}" for flag in unknown[1].split()]
+    return (stderr.strip().splitlines() or [f"exit code {code}"])[-1:]
 
 
 def _fix(flag: str) -> str:
+    if "=" not in flag:
+        return f"and would abort; leave it out, or write {flag}=VALUE"
     replacement = REPLACEMENTS.get(flag.lstrip("-").partition("=")[0])
     return "and would abort; " + (f"use {replacement}" if replacement else "leave it out")
 

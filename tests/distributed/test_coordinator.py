@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from maxbench.config import ports
 from maxbench.config.errors import UserError
 from maxbench.distributed import coordinator, rendezvous
 from maxbench.distributed.coordinator import Member, check_loopback
@@ -109,3 +110,26 @@ def test_process_that_starts_again_replaces_its_first_start():
     assert [peers[i].hosts for i in range(3)] == [["n0", "n1", "n2"]] * 3
     for one in peers.values():
         one.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("node1:12345", ("node1", 12345)),
+        ("10.0.0.1:1", ("10.0.0.1", 1)),
+        ("[fd00::1]:12345", ("fd00::1", 12345)),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1)),
+    ],
+)
+def test_address_is_host_and_port(address, expected):
+    assert coordinator.split_address(address) == expected
+    assert ports.address(*expected) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["node1", "node1:", ":1", "node1:0", "node1:65536", "fd00::1", "[::1]", "::1:1234"]
+)
+def test_address_of_another_form_is_refused(address):
+    """Without brackets the last group of an IPv6 address would be the port."""
+    with pytest.raises(UserError, match=r"is not host:port, as node1:12345 or \[fd00::1\]:12345"):
+        coordinator.split_address(address)

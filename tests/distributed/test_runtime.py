@@ -3,6 +3,7 @@
 import ctypes
 import glob
 import os
+import re
 import subprocess
 import sys
 import types
@@ -141,10 +142,11 @@ def test_several_processes_cache_in_a_folder_of_their_job_alone(host, tmp_path):
     """All of them must find a program, or none."""
     folder = lambda: os.environ.get("JAX_COMPILATION_CACHE_DIR")
     toy = resolve("llama2_70b", "tiny", output_dir=str(tmp_path))
-    host(JAX_NUM_PROCESSES="2")
+    names = dict(zip(runtime.JAX_PROCESS_VARIABLES, ("node1:1", "2", "0"), strict=True))
+    host(**names)
     runtime.set_environment(toy)
     assert folder() is None
-    host(JAX_NUM_PROCESSES="2", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "job"))
+    host(**names, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "job"))
     runtime.set_environment(toy)
     assert folder() == f"{tmp_path}/job"
     assert "JAX_ENABLE_COMPILATION_CACHE" not in os.environ
@@ -168,3 +170,82 @@ def test_process_uses_the_gpus_of_the_run_on_its_node(monkeypatch):
     (address, _, member, *_, expected_hosts), options = calls
     assert (address, member.process, expected_hosts) == ("n1:61468", 1, ["n1", "n2"])
     assert options["local_device_ids"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"WORLD_SIZE": "8", "RANK": "3"}, "WORLD_SIZE=8 is torchrun's, whose processes do not"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "--processes 2 --process N, or set JAX_COORDINATOR_ADDRESS",
+        ),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "--processes 2 --process 1, "),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES=2 is jax's"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_processes_of_another_launcher_do_not_run_alone(env, text, monkeypatch):
+    """Each would be a run of one process, and all would succeed."""
+    run = resolve("llama31_8b", presets="tiny")
+    monkeypatch.setattr(os, "environ", env)
+    with pytest.raises(UserError, match=re.escape(text)) as error:
+        runtime.init_distributed(run)
+    assert "malformed" not in str(error.value)
+
+
+def test_one_process_of_another_launcher_runs(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"})
+    assert runtime.init_distributed(resolve("llama31_8b", presets="tiny")) is None
+
+
+@pytest.mark.parametrize(
+    ("platforms", "expected"), [("cuda,cpu", "cpu"), ("", "cpu"), (None, "cpu")]
+)
+def test_run_on_any_device_leaves_out_a_gpu_that_is_missing(host, tmp_path, platforms, expected):
+    host(files=(), **({} if platforms is None else {"JAX_PLATFORMS": platforms}))
+    runtime.set_environment(resolve("llama31_8b", "tiny", {"output.dir": str(tmp_path)}))
+    assert os.environ["JAX_PLATFORMS"] == expected
+
+
+@pytest.mark.parametrize("platforms", ["gpu", "cuda"])
+def test_platform_without_its_device_is_refused_before_jax(host, tmp_path, platforms):
+    host(files=(), JAX_PLATFORMS=platforms)
+    with pytest.raises(
+        UserError, match=f"JAX_PLATFORMS={platforms} asks for a GPU on .*; unset it"
+    ):
+        runtime.set_environment(resolve("llama31_8b", "tiny", {"output.dir": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("platforms", ["rocm", "tpu", "CPU"])
+def test_platform_that_jax_has_not_is_refused_in_one_line(tmp_path, platforms):
+    command = [sys.executable, "-m", "maxbench", "train", "--config", "llama31_8b:tiny"]
+    env = os.environ | {"JAX_PLATFORMS": platforms}
+    done = subprocess.run(
+        [*command, "--output_dir", str(tmp_path)], env=env, capture_output=True, text=True
+    )
+    error = done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert error.startswith(f"maxbench train: error: JAX_PLATFORMS={platforms}: jax has no such")
+    assert error.endswith("; unset it, or JAX_PLATFORMS=cpu")
+
+
+@pytest.mark.parametrize(
+    ("processes", "process", "text"),
+    [
+        ("two", "0", "are malformed: ValueError"),
+        ("2", "2", "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2"),
+        ("-2", "0", "JAX_PROCESS_ID=0 must be below JAX_NUM_PROCESSES=-2"),
+    ],
+)
+def test_malformed_number_of_processes_is_refused(host, tmp_path, processes, process, text):
+    names = zip(runtime.JAX_PROCESS_VARIABLES, ("node1:1", processes, process), strict=True)
+    host(**dict(names))
+    with pytest.raises(UserError, match=text):
+        runtime.set_environment(resolve("llama31_8b", "tiny", {"output.dir": str(tmp_path)}))
+
+
+def test_empty_variables_of_processes_are_no_variables(host, tmp_path):
+    host(**dict.fromkeys(runtime.JAX_PROCESS_VARIABLES, ""))
+    runtime.set_environment(resolve("llama31_8b", "tiny", {"output.dir": str(tmp_path)}))
+    assert "JAX_COMPILATION_CACHE_DIR" in os.environ

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from maxbench.distributed import slurm_env
+from maxbench.distributed.coordinator import split_address
 from tests.conftest import needs
 
 ENV = {
@@ -45,6 +46,16 @@ def test_scontrol_expands_the_nodelist_where_it_is_installed(tmp_path, monkeypat
     shell = pathlib.Path(shutil.which("sh")).parent
     monkeypatch.setenv("PATH", f"{tmp_path}:{shell}")
     assert slurm_env.expand_nodelist("a[1-2]") == ["from", "scontrol:", "a[1-2]"]
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("10.0.0.7", "10.0.0.7:"), ("fd00::7", "[fd00::7]:"), ("", "gpu-07:")]
+)
+def test_coordinator_is_the_address_of_the_first_node(address, expected, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = slurm_env.coordinator_address(ENV | {"MB_COORDINATOR_HOST": address})
+    assert found == f"{expected}{61440 + 4 * 7 + 1}"
+    assert split_address(found)
 
 
 def test_host_of_each_process():

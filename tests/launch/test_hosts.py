@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import sys
 
 import pytest
@@ -68,6 +69,8 @@ def place(tmp_path, monkeypatch):
         ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
         ("me@n[08-10].x", ["me@n08.x", "me@n09.x", "me@n10.x"]),
         ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("[fd00::1] me@[fd00::2],fd00::3", ["fd00::1", "me@fd00::2", "fd00::3"]),
+        ("fe80::1%eth0", ["fe80::1%eth0"]),
         ("", []),
     ],
 )
@@ -79,6 +82,18 @@ def test_lists_of_hosts(text, expected):
 def test_malformed_lists_are_refused(text):
     with pytest.raises(UserError, match="SSH_HOSTS="):
         hosts.expand(text)
+
+
+@pytest.mark.parametrize("text", ["node1:2222", "n[1-2]:22", "me@10.0.0.1:22", "[fd00::1]:22"])
+def test_port_of_a_host_is_refused_with_where_it_goes(text):
+    with pytest.raises(UserError, match=r"takes no ports: give them in ~/.ssh/config|no range"):
+        hosts.expand(text)
+
+
+def test_coordinator_of_ipv6_hosts_has_brackets():
+    output = dry_run(CLUSTER_TYPE="hosts", JOB_TOTAL_GPUS="16", SSH_HOSTS="[fd00::1] [fd00::2]")
+    assert " fd00::1 " in output
+    assert re.search(r"MB_COORDINATOR=\[fd00::1\]:\d{5}\b", output)
 
 
 def test_from_submission_to_report(place, capsys):

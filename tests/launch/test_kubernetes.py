@@ -185,6 +185,11 @@ def test_failures_that_would_come_again_end_the_job():
     ("env", "message"),
     [
         ({"RUN_CONF_IMAGE": ""}, "RUN_CONF_IMAGE is not set, and Kubernetes needs it"),
+        ({"RUN_CONF_IMAGE": "/x/y.sqsh"}, "RUN_CONF_IMAGE='/x/y.sqsh' is a file, and Kubernetes"),
+        (
+            {"RUN_CONF_IMAGE": "docker://me@nvcr.io#nvidia/jax:1"},
+            "is enroot's form, and Kubernetes needs docker's: RUN_CONF_IMAGE=nvcr.io/nvidia/jax:1",
+        ),
         ({"RUN_CONF_MOUNTS": "a:b"}, "RUN_CONF_MOUNTS: 'a:b' is neither name:path:claim"),
         ({"PVC_DIR": "/r"}, "PVC_DIR='/r' is in none of the mounted paths: none"),
         ({"CHECKPOINT_EVERY": "5"}, "a run with checkpoints needs a volume that keeps them"),

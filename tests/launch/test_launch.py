@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from maxbench.cli import entry
 from maxbench.config import number_formats, options, recipes
 from maxbench.config.errors import UserError
-from maxbench.launch import jobs, slurm, variables
+from maxbench.launch import images, jobs, slurm, variables
 from maxbench.step import xla_options
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -330,6 +330,7 @@ def test_gb200_has_four_gpus_per_node(monkeypatch):
         ({"LOAD_CHECKPOINT_PATH": "/nowhere"}, "has no complete checkpoint"),
         ({"DISABLE_PERFRUN": "true"}, "leaves no job to run"),
         ({"CLUSTER_TYPE": "runai"}, "RUN_CONF_IMAGE is not set, and CLUSTER_TYPE=runai needs"),
+        (RUNAI | {"RUN_CONF_IMAGE": "a.io#b:1"}, "Run:ai needs docker's: RUN_CONF_IMAGE=a.io/b:1"),
         (RUNAI | {"RUN_CONF_MOUNTS": "a:b"}, "'a:b' is not name:path:k8s-claim"),
         (RUNAI | {"PVC_DIR": "/elsewhere"}, "is in none of the mounted paths"),
     ],
@@ -577,6 +578,17 @@ def test_stage_path_that_cannot_be_written_is_refused(tmp_path, fake_sbatch):
 def test_missing_image_is_refused(tmp_path, fake_sbatch):
     env = {"RUN_CONF_IMAGE": "/nowhere/x.sqsh", "PATH": fake_sbatch, "STAGE_PATH": str(tmp_path)}
     assert "setup.sh creates one if enroot is" in run_launch_sh(code=2, **env)
+
+
+@pytest.mark.parametrize("name", ["nvcr.io/nvidia/jax:1", "docker://nvcr.io/nvidia/jax:1"])
+def test_image_name_of_docker_is_refused_for_slurm(name):
+    with pytest.raises(UserError, match=r"docker's form, .* RUN_CONF_IMAGE=nvcr.io#nvidia/jax:1"):
+        images.check_for_slurm(name)
+
+
+@pytest.mark.parametrize("name", ["", "nvcr.io#nvidia/jax:1", "me@nvcr.io#a/b", "me/jax:1", "jax"])
+def test_image_names_of_pyxis_are_accepted(name):
+    images.check_for_slurm(name)
 
 
 def test_runai_gets_the_same_command_and_no_secret(tmp_path):

@@ -1,5 +1,7 @@
 """XLA flags and compiler options that the installed XLA does not know."""
 
+import pytest
+
 from maxbench.preflight import xla_flags
 from tests.conftest import resolve
 
@@ -16,3 +18,26 @@ def test_unknown_compiler_option_is_named():
 
 def test_options_of_a_run_are_known():
     assert xla_flags.lint_runs(resolve("llama31_8b", gpus=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            "--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_autotune_level=fast",
+            "XLA_FLAGS: Couldn't interpret value fast for flag xla_gpu_autotune_level; this XLA",
+        ),
+        (
+            "--xla_gpu_enable_command_buffer=FUSIO",
+            "XLA_FLAGS: Illegal value for --xla_gpu_enable_command_buffer 'FUSIO'; this XLA would",
+        ),
+        (
+            "xla_gpu_autotune_level=3",
+            "XLA_FLAGS: 'xla_gpu_autotune_level=3' does not begin with --",
+        ),
+        ("--xla_gpu_autotune_level 3", "does not know --xla_gpu_autotune_level, and would abort; "),
+    ],
+)
+def test_malformed_value_is_named(flags, text):
+    (error,) = xla_flags.lint({}, flags.split())
+    assert text in error
