@@ -146,8 +146,7 @@ def _infer_status(record: RunRecord, cause: deaths.Cause | None) -> None:
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
     if not cause and reason:
-        remedy = known.remedy if (known := deaths.cause(reason.encode())) else ""
-        cause = deaths.Cause(0, reason, remedy)
+        cause = (deaths.cause(reason.encode()) or deaths.NONE)._replace(line=reason)
     has_started = bool(record.result or record.step_s)
     files = [record.path / name for name in ("metrics.jsonl", "result.json", "job.json")]
     if cause:

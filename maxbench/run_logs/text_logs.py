@@ -142,7 +142,8 @@ class LogParser:
         self.settings = LogSettings()
         # Format and, of a progress bar without a name, its number of steps -> its steps.
         self.series: dict[tuple[str, int], StepSeries] = {}
-        self.runs = 1  # one after another in a file
+        self.runs = 1  # one after another in a file: the most of all files
+        self._runs = 1  # in this file
         self._size = 0  # bytes of this file that were read
         self._open: dict[str, formats.Found] = {}  # format -> its step whose lines are being read
         self._next: dict[str, dict[str, float]] = {}  # format -> fields of its next step
@@ -155,7 +156,7 @@ class LogParser:
     def next_file(self) -> None:
         """Begins a file of the log."""
         self._files.append(collections.deque([[b""]], maxlen=LAST))
-        self._last, self._size = {}, 0
+        self._last, self._size, self._runs = {}, 0, 1
 
     def read(self, block: bytes) -> None:
         """Adds the steps, checkpoints and settings in a block, which ends at the end of a line."""
@@ -274,7 +275,8 @@ class LogParser:
                     del steps[i]
             self.settings = before
             return
-        self.runs += 1
+        self._runs += 1
+        self.runs = max(self.runs, self._runs)
         self.series = {}
         self.record.peak_bytes, self.record.saves, self.record.loads = 0, [], []
         for first, last in log_files.lines_with(start, (*self.table.head_texts, *CHECKPOINTS)):

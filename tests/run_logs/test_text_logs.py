@@ -230,6 +230,15 @@ def test_logs_of_processes_are_one_run(tmp_path):
     assert "its log is in 16 files" in record.inferred
 
 
+def test_logs_of_processes_with_two_runs_each_have_two_runs(tmp_path):
+    text = log_samples.maxtext(range(10), 10) + log_samples.maxtext(range(8), 8)
+    for rank in range(4):
+        (tmp_path / f"maxtext_rank{rank}.log").write_text(text)
+    (record,) = readers.read([tmp_path])
+    assert (record.last, record.status) == (7, "done")
+    assert "the log has 2 runs one after another: the last counts" in record.inferred
+
+
 def test_folders_of_torchrun_are_one_run(tmp_path):
     for attempt, steps in ((0, 12), (1, 20)):
         for rank in range(4):
