@@ -14,11 +14,12 @@ from maxbench.planning.prediction import Prediction
 from maxbench.terminal import console
 
 SHOWN = 20  # rows of the table of operations
-NAME, SHAPE, SOURCE, END = 26, 23, 13, 19  # columns of names; the tables fit 100 columns
+NAME, SHAPE, SOURCE, END = 25, 22, 12, 19  # columns of names; the tables fit 100 columns
 LARGE = 0.003  # of the step, that a segment of a bar has
 LEAST = 5e-4  # of the step, that a row of the other tables has
 FUNCTION = r"\.?<\w+>|\.__call__"  # parts of a function's name that say nothing
-_LAYOUT = re.compile(r" [nt]{2}(?= x|$)")  # of a GEMM's operands, in a shape
+# Parts of a GEMM's shape that tables leave out: the layout of its operands, the kind of FP8.
+DETAILS = re.compile(r" [nt]{2}(?= x|$)|(?<=^f8)e\w+")
 NO_WORK = {"idle": "pipeline idle", "slowest": "waiting for the slowest GPU"}
 
 
@@ -124,7 +125,7 @@ class Explanation(records.Records):
         heads = ["operation", "shape", "source", "bound", "runs", "s", "share"]
         shown, others = self.operations[:SHOWN], self.operations[SHOWN:]
         rows = [
-            [_end(o.name, NAME), _start(_LAYOUT.sub("", o.shape), SHAPE),
+            [_end(o.name, NAME), _start(DETAILS.sub("", o.shape), SHAPE),
              _end(_file_name(o.source), SOURCE), o.rate or o.bound, f"{o.count:.0f}",
              *self._share(o.seconds)]
             for o in shown
@@ -251,7 +252,10 @@ def _start(text: str, width: int) -> str:
 
 
 def _end(text: str, width: int) -> str:
-    """The end of a text, which tells most."""
+    """The pass that a text begins with, if any, and its end, which tells most."""
+    first, _, rest = text.partition(" ")
+    if first in op_names.PASSES.values() and len(text) > width:
+        return f"{first} {_end(rest, width - len(first) - 1)}"
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 

@@ -42,11 +42,7 @@ def factory(flags: str, gpu: Gpu) -> Callable[[Sequence[Any]], Any]:
     Raises:
       UserError: MaxText is not installed, or flags are no words.
     """
-    train_compile = _module()
-    try:
-        words = shlex.split(flags)
-    except ValueError as e:
-        raise UserError(f"maxtext={flags!r:.60}: {e}") from None
+    words, train_compile = words_of(flags), _module()
 
     def maxtext(devices: Sequence[Any]) -> Any:
         gpus = len(devices)
@@ -64,6 +60,18 @@ def factory(flags: str, gpu: Gpu) -> Callable[[Sequence[Any]], Any]:
         raise UserError("maxtext: its train_compile ended without a step")
 
     return maxtext
+
+
+def words_of(flags: str) -> list[str]:
+    """Flags as words.
+
+    Raises:
+      UserError: they are no words of a shell.
+    """
+    try:
+        return shlex.split(flags)
+    except ValueError as e:
+        raise UserError(f"maxtext={flags!r:.60}: {e}") from None
 
 
 def _module() -> ModuleType:

@@ -13,7 +13,7 @@ PASSES = {"rematted": "recomputed", "transpose(": "backward", "jvp(": "forward"}
 OF_JAX = re.compile(
     r"\(*\)*|while|body|cond|branch_\d+_fun|closed_call|core_call|eval_jaxpr|checkpoint|remat\d*"
     r"|shard_map|rematted_computation|custom_[jv][vj]p_call\w*|p?jit|scan|<\w+>|p?jit\(.*\)"
-    r"|.*->.*|.*:.*"
+    r"|.*->.*|.*[:()].*"
 )
 TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|checkpoint|remat)\((.*)\)")
 HELPER = 4  # places that call a function, from which on it is a helper
@@ -51,9 +51,11 @@ class OpNames:
     def __init__(self, program: hlo.Program):
         self.callers: dict[tuple[str, str], set[hlo.Frame]] = {}
         for frame, parent in program.frames.values():
-            if parent in program.frames:
-                caller = program.frames[parent][0]
-                self.callers.setdefault(frame[:2], set()).add(caller)
+            while parent in program.frames:
+                caller, parent = program.frames[parent]
+                if not LIBRARY.search(caller.file):
+                    self.callers.setdefault(frame[:2], set()).add(caller)
+                    break
         names = {op.op_name for c in program.computations.values() for op in c.ops}
         self.paths = [*dict.fromkeys(tuple(self.scopes(name)) for name in names)]
 

@@ -1,6 +1,7 @@
 """Plans of programs that anyone wrote: of a factory, and of the text of a compiled program."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
@@ -22,7 +23,7 @@ from maxbench.cli import entry
 from maxbench.config.errors import UserError
 from maxbench.cost_model import absent_gpus, hlo_files
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.planning import op_names
+from maxbench.planning import explain, op_names
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),
@@ -327,8 +328,19 @@ def test_programs_of_a_real_gpu_run_are_planned(name):
 
 
 def test_tables_of_explain_fit_100_columns(plan):
-    lines = str(plan.explanation).splitlines()
-    assert max(map(len, lines)) <= 100
+    long = explain.Operation(
+        "backward mlp/mlp.with_slots/mlp.experts/cond/branch_0_fun/jit(_scaled_matmul)", "gemm",
+        "f8e4m3fn 131072x131072x131072 nt x128", "model/a_long_name_of_a_module.py:1234", "compute",
+        40960, 1000.0, tflops=1234.0,
+    )  # fmt: skip
+    exposed = explain.Exposed(
+        long.name, "reduce-scatter", "0.125 GiB over 128 x 72 GPUs", "", 1000.0, 1.0, 1.0,
+        long.name, long.name,
+    )  # fmt: skip
+    tables = dataclasses.replace(plan.explanation, operations=(long,), exposed=(exposed,))
+    for text in (str(plan.explanation), str(tables)):
+        assert max(map(len, text.splitlines())) <= 100
+    assert "f8 131072x131072" in str(tables)
 
 
 def test_scopes_are_without_the_parts_that_jax_writes():
