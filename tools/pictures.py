@@ -42,7 +42,8 @@ def train_toy() -> dict:
     for step in steps:
         step["tokens_per_s"] = tokens / step["step_s"]
     keys = ("name", "status", "reason", "device", "step_s", "window", "tokens_per_s", "loss")
-    keys += ("tflops_per_gpu", "peak_bytes", "start_to_first_step_s", "compile_s", "published")
+    keys += ("loss_floor", "tflops_per_gpu", "peak_bytes", "start_to_first_step_s", "compile_s")
+    keys += ("published",)
     compiled = [line for line in lines if line.startswith("compiled in")]
     return {"lines": compiled, "steps": steps, "result": {k: run.result[k] for k in keys}}
 

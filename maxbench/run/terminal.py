@@ -173,8 +173,7 @@ def summary_parts(result: Mapping) -> Parts:
     if loss := result.get("loss"):
         (a, x), (b, y) = loss["first"], loss["last"]
         measured["loss"] = f"{x:.4f} at step {a}, {y:.4f} at step {b}"
-        kind, floor = result["run"]["train"]["data"], result["loss_floor"]
-        measured["  floor"] = f"{floor:.4f}, the entropy of {kind} data"
+        measured["  floor"] = f"{result['loss_floor']:.4f}, the entropy of its data"
     if "peak_bytes" in result:
         label = "peak memory per GPU" if gpu else "peak memory, process"
         measured[label] = f"{result['peak_bytes'] / 2**30:.2f} GiB"

@@ -56,7 +56,7 @@ def test_terminal_has_a_line_per_step_and_the_log_has_two(monkeypatch, tmp_path,
     assert "compiled in 4.0 s" in screen
     for text in ("completed step: 2, seconds: 19.000", "train_step_timing in s: 19.0"):
         assert text in log
-    floor = "11.7618, the entropy of uniform data"  # ln 128,256
+    floor = "11.7618, the entropy of its data"  # ln 128,256
     for text in ("11.7634 at step 0, 9.7634 at step 2", floor, "MFU against the bf16 peak"):
         assert text in screen
         assert text in log
