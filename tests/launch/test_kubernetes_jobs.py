@@ -14,6 +14,7 @@ import pytest
 
 from maxbench.cli import entry
 from maxbench.cli import watch as cli_watch
+from maxbench.config import recipes
 from maxbench.launch import job_status, kubectl, kubernetes, submission
 from tests.launch import kubernetes_cluster
 from tests.launch.test_launch import plain_env, tool
@@ -87,7 +88,7 @@ def place(tmp_path, monkeypatch):
     trainer.write_text(TRAINER)
     tool(tmp_path / "bin", "python3", WRAPPER.format(python=sys.executable, trainer=trainer))
     with kubernetes_cluster.cluster(tmp_path / "cluster") as cluster:
-        root = kubernetes.ROOT
+        root = recipes.ROOT
         env = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STAGE_PATH": str(tmp_path / "stage"),
             "CLUSTER_TYPE": "kubernetes", "RUN_CONF_IMAGE": "image", "K8S_CODE": str(root),
