@@ -1,6 +1,7 @@
 """Statistics of step times, and a run's performance."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -35,9 +36,9 @@ def measured_window(
     """The steps that are measured, and their times.
 
     Args:
-      window: first and last step, inclusive. If `times` does not span it or has none of its steps,
-        the last half of the steps is measured; if they start later, at most as many as the window
-        has.
+      window: first and last step, inclusive. If `times` does not span it, or usually has no step in
+        so many, the last half of the steps is measured; if they start later, at most as many as
+        the window has.
       times: step -> seconds.
       interval: steps of which each time is the mean, the last of which is the key of `times`. A
         mean counts if the window has one of its steps; that of the first steps has the start of
@@ -48,8 +49,9 @@ def measured_window(
     if interval > 1 and len(steps) > 1:
         steps = [i for i in steps if i > steps[0] and i >= interval] or steps[1:]
     starts_later = steps and steps[0] - interval + 1 > first
-    inside = any(first <= i and i - interval < last for i in steps)
-    if not inside or steps[-1] < last or starts_later:
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    is_rare = gaps and statistics.mode(gaps) > max(interval, last - first + 1)
+    if not steps or steps[-1] < last or starts_later or is_rare:
         half = steps[len(steps) // 2 :]
         most = math.ceil((last - first + 1) / interval) if starts_later else len(half)
         first, last = (half[-most:][0], half[-1]) if half else (0, -1)

@@ -211,8 +211,9 @@ def _why_other_window(r: RunRecord, window: tuple[int, int]) -> str:
         return "the run starts later"
     if r.last < window[1]:
         return f"the run is at step {r.last}" if r.status == "running" else "the run was shorter"
-    if not any(window[0] <= i <= window[1] for i in r.step_s):
-        return "the log has none of the window's steps"
+    gaps = [b - a for a, b in itertools.pairwise(sorted(r.step_s))]
+    if gaps and (usual := statistics.mode(gaps)) > window[1] - window[0] + 1:
+        return f"the log has one of {usual} steps"
     changes = {r.work(i) for i in r.step_s if window[0] <= i <= window[1]}
     return "the batch changes" if len(changes) > 1 else "a gap"
 
