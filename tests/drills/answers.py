@@ -4,10 +4,10 @@
   python -m tests.drills.answers 1000 --seed 7 --program nemo
 
 A log is of any program of run_logs/formats.py: with a slow first step, a batch that grows, a spike,
-evaluations, retried errors, two processes, lines of its head left out, a wrong GPU type, the start
-of a run that was resumed, or an early end. Each setting of the report must be the right one or
-unknown, each figure right or missing, and no verdict may follow from an unknown. The first
-violation is printed with its seed.
+evaluations, retried errors, two processes, lines of its head left out, a wrong GPU type, an earlier
+run in its file, the start of a run that was resumed, or an early end. Each setting of the report
+must be the right one or unknown, each figure right or missing, and no verdict may follow from an
+unknown. The first violation is printed with its seed.
 """
 
 import argparse
@@ -43,6 +43,8 @@ NOISE = (
     "Validation: iteration 1/8 | validation_step_timing in s: 3.2",
     "could not find the monitored key in the returned metrics: ['lr', 'train_step_timing in s']",
     "[titan] 2026-01-01 00:00:00,000 - root - INFO - validate step:  9  loss:  8.0  tps: 9,000",
+    "requests.exceptions.ConnectionError: HTTPSConnectionPool: retrying in 2 s (attempt 1)",
+    "[rank0]: RuntimeError: NCCL error, the step is repeated",
 )
 DEATH = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 LOSS = "2.5000"
@@ -109,6 +111,11 @@ def make_case(rng: random.Random, program: str) -> Case:
     named = any(device in line for line in kept)
     body = [(i, x) for i in steps for x in lines_of(program, [i], total, work[i])[1]]
     text = "".join([*kept, *with_noise(rng, body)])
+    if start == 0 and rng.random() < 0.15:  # an earlier, slower run in the same file
+        slower = timeline(rng, run, 1.5 * base, steps[: 5 + 4 * rng.randrange(5)], every, grows, {})
+        text = (
+            "".join(x for i in slower for x in lines_of(program, [i], total, slower[i])[1]) + text
+        )
     text += DEATH if (status, start) == ("died", 0) else ""
     known: dict[str, object] = {
         "gpus": gpus,
