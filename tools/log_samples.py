@@ -211,7 +211,7 @@ def levanter(steps: Iterable[int], total: int, loss: str = "8.12", of: Work = RU
 def nanotron(steps: Iterable[int], total: int, loss: str = "12", of: Work = RUN) -> str:
     head = (
         f"Config(parallelism=ParallelismArgs(dp={of.gpus},\n  pp=1,\n  tp=1),\n tokens=TokensArgs("
-        f"sequence_length={of.seq},\n  micro_batch_size=2,\n  batch_accumulation_per_replica=8))\n"
+        f"sequence_length={of.seq},\n  micro_batch_size=2,\n  batch_accumulation_per_replica={of.gbs // of.gpus // 2}))\n"
         f"LlamaConfig({', '.join(f'{k}={v}' for k, v in _HF_SIZES.items())})\nGPU 0: {of.device}\n"
     )
     return head + "".join(

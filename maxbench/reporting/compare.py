@@ -163,9 +163,10 @@ def summarize(r: RunRecord, options: ReportOptions) -> RunSummary:
     summary.step = step_stats.statistics_of(times)
     summary.peak_gib = r.peak_bytes / 2**30 or None
     _add_figures(summary, steps, options)
+    summary.notes += _spike_note(times, steps)
     if summary.ok:
         summary.verdict, summary.why = _verdict(summary, times, options.gpu_types)
-        summary.notes += [*_spike_note(times, steps), *alarms(times)]
+        summary.notes += alarms(times)
         if slow := dig(r.result, "slow_hosts", []):
             summary.notes.append(f"slow hosts: EXCLUDE_NODES={','.join(map(str, slow))}")
     return summary
@@ -179,9 +180,10 @@ def _measured(r: RunRecord, times: Mapping[int, float], options: ReportOptions) 
 def _same_work(r: RunRecord, steps: Sequence[int]) -> list[int]:
     """The longest part of the steps, the last one of these, with one batch and one sequence length.
 
-    Parts of unknown work count only if there is no other.
+    Parts of unknown work count only if there is no other. Tokens of a step show a change too.
     """
-    parts = [(all(work), [*part]) for work, part in itertools.groupby(steps, key=r.work)]
+    work_of = lambda step: (r.work(step), r.tokens.get(step))
+    parts = [(all(work), [*part]) for (work, _), part in itertools.groupby(steps, key=work_of)]
     known = [part for is_known, part in parts if is_known] or [part for _, part in parts]
     return max(reversed(known), key=len, default=[])
 
@@ -386,12 +388,7 @@ def _add_figures(summary: RunSummary, steps: Sequence[int], options: ReportOptio
     if logged := [r.tflops[i] for i in steps if r.tflops.get(i)]:
         summary.tflops = step_stats.statistics_of(logged)
     if not (r.gbs and r.seq):
-        if r.gpus and (rates := [r.tokens_s[i] for i in steps if i in r.tokens_s]):
-            summary.tokens_s = statistics.fmean(rates) * r.gpus
-        elif tokens := [r.tokens.get(i, 0) for i in steps]:
-            summary.tokens_s = (
-                sum(tokens) / sum(r.step_s[i] for i in steps) if all(tokens) else None
-            )
+        summary.tokens_s = _logged_tokens_s(r, steps)
         return
     model = _model(r) if r.gpus else None
     known = (
@@ -412,6 +409,14 @@ def _add_figures(summary: RunSummary, steps: Sequence[int], options: ReportOptio
         summary.cost = summary.days * 24 * r.gpus * options.cost
     if r.gpus and r.power_w:
         summary.joules = r.power_w * r.gpus / summary.tokens_s
+
+
+def _logged_tokens_s(r: RunRecord, steps: Sequence[int]) -> float | None:
+    """Tokens/s by the rates of the steps in the log, else by their tokens; None if it has none."""
+    rates = {i: r.gpus * r.tokens_s[i] for i in steps if r.gpus and i in r.tokens_s}
+    tokens = {i: rate * r.step_s[i] for i, rate in rates.items()}
+    tokens = tokens or {i: r.tokens[i] for i in steps if i in r.tokens}
+    return sum(tokens.values()) / sum(r.step_s[i] for i in tokens) if tokens else None
 
 
 def _name_convention(summary: RunSummary, logged: float, ours: dict[str, float]) -> None:

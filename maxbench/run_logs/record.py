@@ -134,7 +134,7 @@ class RunRecord:
     saves: list[float] = dataclasses.field(default_factory=list)  # seconds of each checkpoint
     loads: list[float] = dataclasses.field(default_factory=list)
     result: dict = dataclasses.field(default_factory=dict)  # result.json of a run of maxbench
-    tokens: dict[int, int] = dataclasses.field(default_factory=dict)  # of a step, as logged
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)  # of a step, with padding
     damaged: int = 0  # lines of steps that cannot be read
     unread: list[str] = dataclasses.field(default_factory=list)  # files that cannot be, and why
 

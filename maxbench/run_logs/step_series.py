@@ -15,6 +15,8 @@ from maxbench.run_logs.record import Origin, RunRecord
 # Fields of which a step has one: its time, or a rate that its time may follow from.
 TIMED = frozenset(["step_s", "tokens_s", "samples_s", "all_tokens_s"])
 PAUSE = 3  # an interval between lines that is so many times the median is not of steps alone
+# Tokens of a sequence. Numbers without such a divisor lack padding, as MaxText's may.
+SHORTEST = 512
 
 
 @dataclasses.dataclass
@@ -109,7 +111,8 @@ class StepSeries:
                 record.learn(Origin.LOG, **{name: known[-1]})
             if len({*values.values()}) > 1:
                 changes.update(self._between(values))
-        record.tokens = self._logged("tokens")
+        tokens = self._logged("tokens")
+        record.tokens = tokens if math.gcd(*tokens.values()) >= SHORTEST else {}
 
     def _interval(self) -> int:
         """Steps from a line to the next, whose time is a mean over them."""
@@ -148,12 +151,13 @@ class StepSeries:
         return filled
 
     def _calculate_batch(self, record: RunRecord) -> None:
-        """Sets a gbs that no line has, from tokens of a step or from rates.
-
-        Tokens count if all are whole sequences: MaxText leaves padding out.
-        """
+        """Sets a gbs that no line has, from tokens of a step or from rates."""
         tokens, seq = record.tokens, record.seq
+        if len({*tokens.values()}) > 1 and not seq:
+            record.batches = dict.fromkeys(tokens, 0)
         if seq and tokens and not any(n % seq for n in tokens.values()):
+            if self.has("tokens") and record.origin("seq") is Origin.LOG:
+                record.gbs = 0  # lines of steps win over the rest of the log
             record.learn(Origin.LOG, gbs=tokens[max(tokens)] // seq)
             if len({*tokens.values()}) > 1:
                 record.batches = self._between({i: n // seq for i, n in tokens.items()})

@@ -88,6 +88,16 @@ def test_window_does_not_cross_a_change_of_the_batch(window, steps):
     assert noted == (window != steps)
 
 
+def test_growing_batch_of_an_export(tmp_path):
+    log = tmp_path / "export.csv"
+    rows = (f"{i},{6.0 if i < 40 else 12.0},{64 if i < 40 else 128}\n" for i in range(50))
+    log.write_text("_step,iteration-time,batch-size\n" + "".join(rows))
+    row = summary(log, seq=8192)
+    assert (row.window, row.record.gbs, row.tokens_s) == ((40, 44), 128, 128 * 8192 / 12)
+    row = summary(log, seq=8192, window=(5, 30))
+    assert (row.record.gbs, row.tokens_s) == (64, 64 * 8192 / 6)
+
+
 def test_mean_over_two_batches_does_not_count(tmp_path):
     """Steps 25 to 30 have 128 and 256 sequences; their line has the last one and the mean time."""
     line = (
