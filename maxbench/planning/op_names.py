@@ -18,7 +18,10 @@ OF_JAX = re.compile(
 TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|checkpoint|remat)\((.*)\)")
 HELPER = 4  # places that call a function, from which on it is a helper
 # Frames of libraries: an op is explained by the code that calls them.
-LIBRARY = re.compile(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|equinox|haiku|qwix)/")
+LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|equinox|haiku|qwix)/"
+    r"|/maxbench/(?:api|cli|cost_model|planning)"
+)
 
 
 def scopes(op_name: str) -> list[str]:
