@@ -31,7 +31,8 @@ def scopes(op_name: str) -> list[str]:
     'a/jvp(Net)/while/body/mlp/mlp.f/up/dot_general' -> ['a', 'Net', 'mlp', 'up'].
     """
     found: list[str] = []
-    for part in op_name.split("/")[:-1]:
+    stack, _, _ = op_name.partition("[")  # older texts have parameters of the primitive
+    for part in stack.split("/")[:-1]:
         inner = part
         while transformed := TRANSFORM.fullmatch(inner):
             inner = transformed[1]
