@@ -88,13 +88,14 @@ class Op:
     @property
     def scope(self) -> str:
         """Scope directly around a conditional, loop or kernel: 'loss' of '.../loss/cond'."""
-        return re.sub("/(cond|while|pallas_call|ffi_call)$", "", self.op_name).rpartition("/")[2]
+        return re.sub("/(cond|while|pallas_call)$", "", self.op_name).rpartition("/")[2]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names by which a caller may mean the op: the scope around it, a custom call's target, and
-        its own name in the program."""
-        return self.scope, self.target, self.name
+        its own name in the program. Of custom calls, only those of Pallas are named by a scope."""
+        named = self.opcode != "custom-call" or self.op_name.endswith("/pallas_call")
+        return self.scope if named else "", self.target, self.name
 
     @functools.cached_property
     def target(self) -> str:
@@ -363,18 +364,33 @@ def _frames(lines: list[str]) -> dict[str, tuple[Frame, str]]:
 
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.\-$]+)")
-# ROOT, name, shape, opcode, operands, attributes.
-_OP = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?")
+# ROOT, name, shape, opcode, operands and attributes.
+_OP = re.compile(r"\s+(ROOT )?%?([\w.\-$]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 
 
 def _op(line: str) -> Op:
     found = _OP.fullmatch(_COMMENT.sub("", line))
     if not found:
         raise ValueError(f"not an HLO instruction: {line[:80]!r}")
-    root, name, shape, opcode, inside, attrs = found.groups("")
+    root, name, shape, opcode, rest = found.groups("")
+    inside, attrs = _operands(opcode, rest)
     literal = inside if opcode in ("parameter", "constant") else ""
     operands = () if literal else tuple(_NAME.findall(inside))
     return Op(name, opcode, parse_shape(shape), operands, attrs, bool(root), literal)
+
+
+def _operands(opcode: str, text: str) -> tuple[str, str]:
+    """The operands and the attributes of an op, from the text after its opening parenthesis. Older
+    texts have the shape of each operand, which may be a tuple."""
+    if opcode in ("parameter", "constant"):
+        inside, _, attrs = text.partition("), ")
+        return inside if attrs else text[: text.rindex(")")], attrs
+    depth = 1
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return text[: found.start()], text[found.end() :].removeprefix(", ")
+    return text, ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from maxbench.planning.prediction import Prediction
 from maxbench.terminal import console
 
 SHOWN = 20  # rows of the table of operations
-NAME, SHAPE, SOURCE, END = 25, 22, 12, 19  # columns of names; the tables fit 100 columns
+NAME, SHAPE, SOURCE, END = 23, 21, 14, 19  # columns of names; the tables fit 100 columns
 LARGE = 0.003  # of the step, that a segment of a bar has
 LEAST = 5e-4  # of the step, that a row of the other tables has
 FUNCTION = r"\.?<\w+>|\.__call__"  # parts of a function's name that say nothing
@@ -140,12 +140,12 @@ class Explanation(records.Records):
             large = [x for x in self.exposed if x.seconds > LEAST * self.step_s]
             rows = [
                 [_end(f"{x.kind}, {x.name}", NAME), _start(x.shape, SHAPE), _end(x.after, END),
-                 _end(x.before, END), f"{x.seconds:.3f}"]
+                 _end(x.before, END), self.plan.text_s(x.seconds)]
                 for x in large
             ]  # fmt: skip
             if small := self.exposed[len(large) :]:
                 total = sum(x.seconds for x in small)
-                rows.append([f"{len(small)} others", *[""] * 3, f"{total:.3f}"])
+                rows.append([f"{len(small)} others", *[""] * 3, self.plan.text_s(total)])
             tables.append((heads, rows, (0, 1, 2, 3)))
         if self.tick_events:
             ticks = self.plan.ticks
@@ -164,7 +164,7 @@ class Explanation(records.Records):
         return tables
 
     def _share(self, seconds: float) -> list[str]:
-        return [f"{seconds:.3f}", f"{seconds / self.step_s:.1%}"]
+        return [self.plan.text_s(seconds), f"{seconds / self.step_s:.1%}"]
 
     def __str__(self) -> str:
         width = console.terminal_width()

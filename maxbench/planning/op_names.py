@@ -18,7 +18,10 @@ OF_JAX = re.compile(
 TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|checkpoint|remat)\((.*)\)")
 HELPER = 4  # places that call a function, from which on it is a helper
 # Frames of libraries: an op is explained by the code that calls them.
-LIBRARY = re.compile(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|equinox|haiku|qwix)/")
+LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|chex|equinox|haiku|qwix)/"
+    r"|/maxbench/(?:api|cli|cost_model|planning)"
+)
 
 
 def scopes(op_name: str) -> list[str]:
@@ -28,7 +31,8 @@ def scopes(op_name: str) -> list[str]:
     'a/jvp(Net)/while/body/mlp/mlp.f/up/dot_general' -> ['a', 'Net', 'mlp', 'up'].
     """
     found: list[str] = []
-    for part in op_name.split("/")[:-1]:
+    stack, _, _ = op_name.partition("[")  # older texts have parameters of the primitive
+    for part in stack.split("/")[:-1]:
         inner = part
         while transformed := TRANSFORM.fullmatch(inner):
             inner = transformed[1]

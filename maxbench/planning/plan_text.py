@@ -61,13 +61,13 @@ def tables(p: Prediction) -> list[str]:
     """Memory of a GPU, its communication, and the parts of the step."""
     m, parts_s = p.memory, p.parts_s
     parts = {text: parts_s.get(part, 0.0) for part, text in PARTS.items()}
-    shares = [[text, f"{s:.3f}", f"{s / p.step_s:.1%}"] for text, s in parts.items() if s]
+    shares = [[text, p.text_s(s), f"{s / p.step_s:.1%}"] for text, s in parts.items() if s]
     sizes = [[name, f"{size / GIB:.2f}"] for name, size in m.parts.items()]
     sizes += [["total", f"{m.total / GIB:.2f}"], ["capacity", f"{m.capacity / GIB:.2f}"]]
     if p.compiled.host:
         sizes.append(["in host memory", f"{p.compiled.host / GIB:.2f}"])
     step = console.table(
-        ["predicted step", "s", "share"], [*shares, ["total", f"{p.step_s:.3f}", ""]]
+        ["predicted step", "s", "share"], [*shares, ["total", p.text_s(p.step_s), ""]]
     )
     memory_table = console.table(["memory of one GPU", "GiB"], sizes)
     traffic = [*_communication_table(p), ""] if p.timeline.traffic else []
@@ -105,7 +105,7 @@ def _communication_table(p: Prediction) -> list[str]:
     """Collectives of one GPU in a step, by kind and link."""
     rows = [
         [x.kind, x.link.axes, x.link.name, f"{round(x.count)}", f"{x.bytes / GIB:.2f}",
-         f"{x.busy_s:.3f}", f"{x.exposed_s:.3f}"]
+         p.text_s(x.busy_s), p.text_s(x.exposed_s)]
         for x in sorted(p.timeline.traffic.values(), key=lambda x: -x.busy_s)
     ]  # fmt: skip
     heads = ["communication of one GPU", "over", "link", "times", "GiB", "busy s", "exposed"]
@@ -114,7 +114,7 @@ def _communication_table(p: Prediction) -> list[str]:
 
 def format_sensitivity(p: Prediction, seconds: Mapping[str, Sequence[float | None]]) -> str:
     """Table of seconds of a step, by part of the cluster and factor; None: it does not fit."""
-    change = lambda s: f"{s:.3f} s {s / p.step_s - 1:+6.1%}" if s else "does not fit"
+    change = lambda s: f"{p.text_s(s)} s {s / p.step_s - 1:+6.1%}" if s else "does not fit"
     rows = [[part, *map(change, row)] for part, row in seconds.items()]
     return "\n".join(console.table(["a step with", *(f"x {f}" for f in FACTORS)], rows))
 

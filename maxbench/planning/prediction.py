@@ -93,6 +93,10 @@ class Prediction(abc.ABC):
     def step_s(self) -> float:
         return self.timeline.seconds
 
+    def text_s(self, seconds: float) -> str:
+        """Seconds of the step as text, with three digits more where the step is short."""
+        return f"{seconds:.{3 if self.step_s >= 0.1 else 6}f}"
+
     @property
     def fits(self) -> bool:
         return self.memory.spare >= 0

@@ -55,7 +55,7 @@ class ProgramResult(results.Result[ProgramPlan]):
         }  # fmt: skip
 
     def ranking(self) -> str:
-        rows = [[f"{p.step_s:.3f}", f"{p.memory.spare / GIB:.1f}", p.name] for p in self.ranked]
+        rows = [[p.text_s(p.step_s), f"{p.memory.spare / GIB:.1f}", p.name] for p in self.ranked]
         rows += [["", "", f"{layout}: {why}"] for layout, why in self.failures.items()]
         return "\n".join(console.table(["step s", "spare GiB", "layout"], rows, text=(2,)))
 
@@ -64,9 +64,8 @@ class ProgramResult(results.Result[ProgramPlan]):
         axes = " x ".join(f"{name} {n}" for name, n in p.cluster.axes.items() if name and n > 1)
         open_end = any(x.counted != "the longest branch" for x in t.unknown.values())
         tflops = t.flops / p.step_s / 1e12
-        step = f"{p.step_s:.3f}" if p.step_s > 0.1 else f"{p.step_s:.3g}"
-        speed = f"{'at least ' * open_end}{step} s a step, {tflops:.1f} TFLOP/s per GPU "
-        speed += f"executed, {p.hfu:.1%} of the {p.peak} peak"
+        speed = f"{'at least ' * open_end}{p.text_s(p.step_s)} s a step, {tflops:.1f} TFLOP/s "
+        speed += f"per GPU executed, {p.hfu:.1%} of the {p.peak} peak"
         fits = f"fits, {p.memory.spare / GIB:.1f} GiB spare"
         if not p.fits:
             fits = f"does not fit: {-p.memory.spare / GIB:.1f} GiB over"
@@ -103,7 +102,7 @@ class ProgramResult(results.Result[ProgramPlan]):
         if not self.points:
             return ""
         rows = [
-            [f"{n:,}", f"{p.step_s:.3f}", f"{p.timeline.exposed_s:.3f}",
+            [f"{n:,}", p.text_s(p.step_s), p.text_s(p.timeline.exposed_s),
              f"{p.memory.spare / GIB:.1f}"]
             for n, p in self.points.items()
         ]  # fmt: skip
@@ -216,7 +215,7 @@ def _compiled(
             return error
         if len(layouts) > 1:
             fits = "" if p.fits else ", does not fit"
-            print(f"{p.name}: {p.step_s:.3f} s{fits}", file=sys.stderr, flush=True)
+            print(f"{p.name}: {p.text_s(p.step_s)} s{fits}", file=sys.stderr, flush=True)
         return p
 
     with absent_gpus.absent_gpus(gpu, gpus) as devices:

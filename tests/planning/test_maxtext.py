@@ -42,7 +42,8 @@ class maxtext_utils:
 
 class max_utils:
     def parse_libtpu_flags_to_dict(flags):
-        return dict(word.removeprefix("--").split("=") for word in flags.split())
+        pairs = (word.removeprefix("--").split("=") for word in flags.split())
+        return {name: value == "true" for name, value in pairs}
     def print_system_information():
         raise RuntimeError("looks for present devices")
 

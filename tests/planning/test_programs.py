@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import maxbench as mb
 from maxbench.cli import entry
 from maxbench.config.errors import UserError
-from maxbench.cost_model import absent_gpus, hlo_files
+from maxbench.cost_model import absent_gpus, hlo, hlo_files
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import explain, op_names
 
@@ -327,14 +327,62 @@ def test_programs_of_a_real_gpu_run_are_planned(name):
         assert found["memory"]["total"] == pytest.approx(measured["peak"], rel=0.05)
 
 
+STATE = "(s32[], (f32[8,4]{1,0}, f32[2]{0}))"
+OLDER = f"""HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%body (state: (s32[], (f32[8,4], f32[2]))) -> (s32[], (f32[8,4], f32[2])) {{
+  %state = {STATE} parameter(0)
+  %i = s32[] get-tuple-element({STATE} %state), index=0
+  %pair = (f32[8,4]{{1,0}}, f32[2]{{0}}) get-tuple-element({STATE} %state), index=1
+  ROOT %next = {STATE} tuple(s32[] %i, (f32[8,4]{{1,0}}, f32[2]{{0}}) %pair)
+}}
+
+%more (state: (s32[], (f32[8,4], f32[2]))) -> pred[] {{
+  %state = {STATE} parameter(0)
+  %i = s32[] get-tuple-element({STATE} %state), index=0
+  %end = s32[] constant(3)
+  ROOT %less = pred[] compare(s32[] %i, s32[] %end), direction=LT
+}}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
+  %x = f32[8,4]{{1,0}} parameter(0), metadata={{op_name="x"}}
+  %far = f32[8,4]{{1,0}} custom-call(f32[8,4]{{1,0}} %x), custom_call_target="far_fft", \
+metadata={{op_name="jit(step)/jit(main)/spectrum/fft_call[tree=((*,)) by=<function f at 0x1>]" \
+source_file="/me/fft.py" source_line=7}}
+  %zero = s32[] constant(0)
+  %two = f32[2]{{0}} constant({{1, 2}})
+  %both = (f32[8,4]{{1,0}}, f32[2]{{0}}) tuple(f32[8,4]{{1,0}} %far, f32[2]{{0}} %two)
+  %start = {STATE} tuple(s32[] %zero, (f32[8,4]{{1,0}}, f32[2]{{0}}) %both)
+  %loop = {STATE} while({STATE} %start), condition=%more, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
+  %pair = (f32[8,4]{{1,0}}, f32[2]{{0}}) get-tuple-element({STATE} %loop), index=1
+  ROOT %end = f32[8,4]{{1,0}} get-tuple-element((f32[8,4]{{1,0}}, f32[2]{{0}}) %pair), index=0
+}}
+"""
+
+
+def test_a_text_of_2024_is_read(tmp_path):
+    """Operands with their shapes, and the file and line of the innermost frame in each op."""
+    file = tmp_path / "x.txt"
+    file.write_text(OLDER)
+    program = hlo.parse(OLDER)
+    (loop,) = (op for op in program.entry.ops if op.opcode == "while")
+    assert loop.operands == ("start",)
+    assert program.trips(program.entry, loop) == 3
+    _, found = planned("--hlo", str(file), "--gpus", "8", "--explain")
+    assert [x["name"] for x in found["unknown"]] == ["far_fft"]
+    (operation,) = (x for x in found["explain"]["operations"] if x["kind"] == "unpriced")
+    assert (operation["name"], operation["source"]) == ("spectrum", "/me/fft.py:7")
+
+
 def test_tables_of_explain_fit_100_columns(plan):
     long = explain.Operation(
         "backward mlp/mlp.with_slots/mlp.experts/cond/branch_0_fun/jit(_scaled_matmul)", "gemm",
         "f8e4m3fn 131072x131072x131072 nt x128", "model/a_long_name_of_a_module.py:1234", "compute",
-        40960, 1000.0, tflops=1234.0,
+        40960, 99.0, tflops=1234.0,
     )  # fmt: skip
     exposed = explain.Exposed(
-        long.name, "reduce-scatter", "0.125 GiB over 128 x 72 GPUs", "", 1000.0, 1.0, 1.0,
+        long.name, "reduce-scatter", "0.125 GiB over 128 x 72 GPUs", "", 99.0, 1.0, 1.0,
         long.name, long.name,
     )  # fmt: skip
     tables = dataclasses.replace(plan.explanation, operations=(long,), exposed=(exposed,))
