@@ -14,7 +14,7 @@ import maxbench
 from maxbench.cli import entry
 from maxbench.cli import plan as plan_command
 from maxbench.config import command_line, recipes
-from maxbench.config.options import COMMANDS, RunOptions
+from maxbench.config.options import COMMANDS, Plan, RunOptions
 from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.hardware.gpus import GPU_TYPES
@@ -153,18 +153,21 @@ def dry(env: dict[str, str], words: list[str], monkeypatch, capsys) -> None:
     if name == "launch":
         for variable in os.environ.keys() - plain_env().keys():
             monkeypatch.delenv(variable)
+        if env.get("CLUSTER_TYPE") == "kubernetes":
+            env = {"RUN_CONF_IMAGE": "a/b"} | env  # `maxbench cluster` asks for it
         for variable, value in (SUBMITS | env).items():
             monkeypatch.setenv(variable, value)
         flags = [flag for flag in flags if flag not in ("--dry-run", "--wait")]
         assert entry.run("launch", ["--dry-run", *flags]) == 0, capsys.readouterr().err
         return
-    asked = command_line.read(COMMANDS[name], ["maxbench", *flags])
+    command = Plan.taking(flags) if name == "plan" else COMMANDS[name]
+    asked = command_line.read(command, ["maxbench", *flags])
     if name == "train":
         code, _, err = train_command(*flags, "--dry_run")
         assert code == 0, err
-    elif name == "plan" and asked.schedule:
+    elif isinstance(asked, Plan) and asked.schedule:
         assert plan_command.schedule(asked)
-    elif name == "plan":
+    elif isinstance(asked, Plan):
         run, candidates = result.run_of(asked)
         assert not result.search.why_it_cannot_fit(run) or candidates
         command_line.writable("timeline", asked.timeline, ".json")
@@ -176,20 +179,21 @@ def dry(env: dict[str, str], words: list[str], monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("page", COMMAND_BLOCKS, ids=str)
 def test_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
-    text, exported = page.read_text(), {}
+    text = page.read_text()
     for name, content in doc_samples.files_of(text).items():
         (tmp_path / name).write_text(content)
     (tmp_path / "launch").symlink_to(pathlib.Path("launch").absolute())
     monkeypatch.chdir(tmp_path)
-    for _, kind, block in doc_samples.BLOCK.findall(text):
-        if kind != "bash":
-            continue
-        subprocess.run(["bash", "-n", "-c", block], check=True)
-        for env, words in doc_samples.commands(block):
-            if not words or words[0] == "export":
-                exported |= env | dict(word.split("=", 1) for word in words[1:])
-            else:
-                dry(exported | env, words, monkeypatch, capsys)
+    for section in re.split("^## ", text, flags=re.MULTILINE):
+        exported = {}
+        for _, kind, block in doc_samples.BLOCK.findall(section):
+            if kind == "bash":
+                subprocess.run(["bash", "-n", "-c", block], check=True)
+            for env, words in doc_samples.commands(block) if kind == "bash" else ():
+                if not words or words[0] == "export":
+                    exported |= env | dict(word.split("=", 1) for word in words[1:])
+                else:
+                    dry(exported | env, words, monkeypatch, capsys)
 
 
 def test_flags_of_the_plan_page_are_valid():

@@ -38,9 +38,14 @@ LAUNCH = {"SBATCH_ACCOUNT": "acct", "SBATCH_PARTITION": "batch", "STAGE_PATH": "
 
 def commands(block: str) -> Iterator[tuple[dict[str, str], list[str]]]:
     """The commands of a block: the variables that are set for each, and its words."""
-    text = block.replace("\\\n", " ")
-    for line in filter(None, (re.sub(r"(^|\s)#.*", "", x).strip() for x in text.splitlines())):
-        for part in line.split("&&"):
+    lines = [re.sub(r"(^|\s)#.*", "", x) for x in block.replace("\\\n", " ").splitlines()]
+    whole = ""
+    for line in lines:
+        whole = f"{whole}\n{line}".strip()
+        if whole.count("'") % 2 or whole.count('"') % 2:
+            continue  # the next line is of the same word
+        parts, whole = filter(None, whole.split("&&")), ""
+        for part in parts:
             words = shlex.split(part)
             env = {}
             while words and re.fullmatch(r"\w+=.*", words[0], re.DOTALL):
