@@ -28,8 +28,8 @@ IMPORTS = {
     "cost_model": "host hardware config metrics sharding quantization pipeline step",
     "evidence": "hardware config metrics pipeline cost_model",
     "run_logs": "hardware config metrics evidence",
-    "run": "host hardware config metrics distributed sharding model pipeline step evidence "
-    "run_logs",
+    "run": "host terminal hardware config metrics distributed sharding model pipeline step "
+    "evidence run_logs",
     "planning": "host terminal hardware config metrics pipeline cost_model evidence",
     "preflight": "host terminal hardware config run_logs distributed model step",
     "calibration": "host terminal hardware config metrics distributed sharding quantization model "

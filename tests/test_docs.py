@@ -3,18 +3,26 @@
 import csv
 import inspect
 import json
+import os
 import pathlib
 import re
+import subprocess
 
 import pytest
 
 import maxbench
-from maxbench.config import recipes
+from maxbench.cli import entry
+from maxbench.cli import plan as plan_command
+from maxbench.config import command_line, recipes
+from maxbench.config.options import COMMANDS, Plan, RunOptions
 from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
-from tools import pictures, reference_pages
+from maxbench.planning import planner, result
+from tests.conftest import train_command
+from tests.launch.test_launch import plain_env
+from tools import doc_samples, pictures, reference_pages
 
 DOCS = pathlib.Path("docs")
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -117,3 +125,94 @@ def test_pictures_are_up_to_date():
     assert json.loads(pictures.DIGESTS.read_text()) == digests
     assert all((pictures.IMAGES / name).stat().st_size < 150e3 for name in digests)
     assert "url(http" not in (pictures.IMAGES / "terminal.svg").read_text()
+
+
+# Programs of command blocks that no test of a page runs, and the test of what they do.
+ELSEWHERE = {
+    "pip": "tests/config/test_recipes.py, tests/launch/test_workload_file.py",
+    "python3": "tests/launch/slurm_cluster.py",
+    "./setup.sh": "tests/launch/test_setup.py",
+    **dict.fromkeys((".", "cd", "mkdir", "git", "python", "sudo", "rm", "pre-commit"), "the shell"),
+}
+SUBMITS = {"PATH": os.environ["PATH"], "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "b"}
+COMMAND_BLOCKS = [p for p in [*TOP, *PAGES] if "```bash" in p.read_text()]
+
+
+def dry(env: dict[str, str], words: list[str], monkeypatch, capsys) -> None:
+    """Runs a command without a cluster, training or a compiler: it must be valid."""
+    program, *rest = words
+    if program == "eval":
+        program, *rest = rest[0].removeprefix("$(").removesuffix(")").split()
+    if program in ("launch/launch.sh", "sbatch") and words[-1] != "./setup.sh":
+        env |= {"SLURM_JOB_NUM_NODES": rest[rest.index("-N") + 1]} if "-N" in rest else {}
+        program, rest = "maxbench", ["launch", *(rest if program != "sbatch" else [])]
+    if pathlib.Path(program).name != "maxbench":
+        assert program in ELSEWHERE or words[-1] == "./setup.sh", words
+        return
+    name, *flags = rest
+    if name == "launch":
+        for variable in os.environ.keys() - plain_env().keys():
+            monkeypatch.delenv(variable)
+        if env.get("CLUSTER_TYPE") == "kubernetes":
+            env = {"RUN_CONF_IMAGE": "a/b"} | env  # `maxbench cluster` asks for it
+        for variable, value in (SUBMITS | env).items():
+            monkeypatch.setenv(variable, value)
+        flags = [flag for flag in flags if flag not in ("--dry-run", "--wait")]
+        assert entry.run("launch", ["--dry-run", *flags]) == 0, capsys.readouterr().err
+        return
+    command = Plan.taking(flags) if name == "plan" else COMMANDS[name]
+    asked = command_line.read(command, ["maxbench", *flags])
+    if name == "train":
+        code, _, err = train_command(*flags, "--dry_run")
+        assert code == 0, err
+    elif isinstance(asked, Plan) and asked.schedule:
+        assert plan_command.schedule(asked)
+    elif isinstance(asked, Plan):
+        run, candidates = result.run_of(asked)
+        assert not result.search.why_it_cannot_fit(run) or candidates
+        command_line.writable("timeline", asked.timeline, ".json")
+        if asked.as_published:
+            planner.as_published(run)
+    elif isinstance(asked, RunOptions):
+        command_line.resolve_run(asked)
+
+
+@pytest.mark.parametrize("page", COMMAND_BLOCKS, ids=str)
+def test_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
+    text = page.read_text()
+    for name, content in doc_samples.files_of(text).items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "launch").symlink_to(pathlib.Path("launch").absolute())
+    monkeypatch.chdir(tmp_path)
+    for section in re.split("^## ", text, flags=re.MULTILINE):
+        exported = {}
+        for _, kind, block in doc_samples.BLOCK.findall(section):
+            if kind == "bash":
+                subprocess.run(["bash", "-n", "-c", block], check=True)
+            for env, words in doc_samples.commands(block) if kind == "bash" else ():
+                if not words or words[0] == "export":
+                    exported |= env | dict(word.split("=", 1) for word in words[1:])
+                else:
+                    dry(exported | env, words, monkeypatch, capsys)
+
+
+def test_flags_of_the_plan_page_are_valid():
+    """Those of its tables, each with a plan of its example."""
+    page = (DOCS / "how-to/plan_a_purchase.md").read_text()
+    flags = re.findall(r"^\|[^|]*\|(.*--.*)\|$", page, re.MULTILINE)
+    found = [span for row in flags for span in re.findall(r"`(--[^`]*)`", row)]
+    found = [flag.partition("=")[0] if flag.endswith("_every") else flag for flag in found]
+    assert len(found) > 8
+    for flag in found:
+        if flag.startswith("--") and (" " in flag or "=" in flag):
+            words = ["maxbench", *f"--config llama2_70b --gpus 128 {flag}".split()]
+            result.run_of(command_line.read(COMMANDS["plan"], words))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", doc_samples.pages(), ids=lambda page: page.stem)
+def test_samples_of_output_are_up_to_date(page):
+    """On failure run `python -m tools.doc_samples`. Source lines may be those of any revision."""
+    lines = lambda text: re.sub(r"\.py:\d+ *", ".py:N", text)
+    assert lines(page.read_text()) == lines(doc_samples.page(page))

@@ -184,7 +184,7 @@ def table(result: DeviceFit) -> str:
     before_and_after = result.before, result.efficiency
     unique = {o.name: o for some in result.observations.values() for o in some}.values()
     rows = [
-        [o.name, f"{o.seconds * 1e6:,.1f} us", *(f"{o.error(p):+.1%}" for p in before_and_after)]
+        [o.name, f"{o.seconds * 1e6:,.1f} us", *(f"{o.error(p):+z.1%}" for p in before_and_after)]
         for o in unique
     ]
     programs = console.table(["program", "measured", "predicted", "calibrated"], rows)

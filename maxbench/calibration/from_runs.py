@@ -226,8 +226,8 @@ def table(result: RunFit) -> str:
         more = more if len(names) < MAX_CONSTANTS else ""
         lines.append(f"unchanged: {', '.join(unfitted)}{more}")
     rows = [
-        [f"{o.seconds:.3f}", *(f"{o.error(p):+.1%}" for p in (result.before, result.efficiency)),
-         f"{error:+.1%}", o.name]
+        [f"{o.seconds:.3f}", *(f"{o.error(p):+z.1%}" for p in (result.before, result.efficiency)),
+         f"{error:+z.1%}", o.name]
         for o, error in zip(observations, result.left_out, strict=True)
     ]  # fmt: skip
     heads = ["measured s", "before", "after", "left out", "run"]

@@ -133,8 +133,9 @@ def memory_estimate(run: Run) -> str:
 
     needed = search.estimate_bytes(run) + memory.activation_bytes(run)
     available = memory.capacity(run.gpu)
+    verdict = "" if needed <= available else ": does not fit"
     return (
-        f"about {needed / 2**30:.0f} of {available / 2**30:.0f} GiB per GPU, estimated; "
+        f"about {needed / 2**30:.0f} of {available / 2**30:.0f} GiB per GPU, estimated{verdict}; "
         "`maxbench plan` with the same flags compiles the step"
     )
 

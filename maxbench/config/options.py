@@ -18,7 +18,7 @@ from maxbench.config import validation
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES
 from maxbench.config.recipes import PRESETS
-from maxbench.config.run import SECTIONS
+from maxbench.config.run import MAX_GPUS, SECTIONS
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.hardware.networks import networks
 from maxbench.host.environment import GPU_MEMORY_FRACTION
@@ -182,7 +182,9 @@ class Workload(Options, title="workload"):
             "text": f"workload or path of its file, with presets: NAME[:{','.join(PRESETS)}]"
         },
     )
-    gpus: int | None = option("take the recipe's row for this many GPUs", at_least=1)
+    gpus: int | None = option(
+        "take the recipe's row for this many GPUs", at_least=1, at_most=MAX_GPUS
+    )
     gpu_type: str | None = setting("layout.gpu_type", "GPU type", options=tuple(GPU_TYPES))
     dtype: str | None = setting("precision.dtype", "number format", options=DTYPES)
     strong_scaling: bool = option("take the recipe's rows with a constant global batch", False)

@@ -127,21 +127,41 @@ def without_processes(config: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 
 
 def _settings(flags: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """'section.field' -> value of flags and overrides."""
+    """'section.field' -> value of flags and overrides.
+
+    Raises:
+      UserError: a flag and an override set one setting to different values.
+    """
+    for flag, value in flags.items():
+        other = overrides.get(FLAGS[flag], value)
+        _check_agree({f"--{flag}": value, f"--config.{FLAGS[flag]}": other})
     settings = {FLAGS[flag]: value for flag, value in flags.items()} | dict(overrides)
     if "train.remat" in settings:  # applies to all layers, unlike the row's remat_layers
         settings = {"train.remat_layers": None} | settings
     return settings
 
 
+def _check_agree(values: Mapping[str, Any]) -> None:
+    """Raises UserError unless all the values of one setting, by their sources, are the same."""
+    if len({*map(str, values.values())}) > 1:
+        both = " and ".join(f"{source} sets {value}" for source, value in values.items())
+        raise UserError(f"{both}: they contradict each other; leave all but one out")
+
+
 def _gpu_type_and_dtype(config: ConfigDict, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """layout.gpu_type and precision.dtype after presets and settings, which select the row."""
-    dtype = config.precision.dtype
+    """layout.gpu_type and precision.dtype after presets and settings, which select the row.
+
+    Raises:
+      UserError: an unknown preset; presets and settings that set different dtypes.
+    """
     for name in config.presets:
         check_choice("preset", name, config.known)
-        dtype = config.known[name].get("precision", {}).get("dtype", dtype)
-    gpu_type = settings.get("layout.gpu_type", config.layout.gpu_type)
-    return gpu_type, settings.get("precision.dtype", dtype)
+    given = {"dtype": settings["precision.dtype"]} if "precision.dtype" in settings else {}
+    of_presets = {f"preset {x}": config.known[x].get("precision", {}) for x in config.presets}
+    given |= {x: fields["dtype"] for x, fields in of_presets.items() if "dtype" in fields}
+    _check_agree(given)
+    dtype = next(iter(given.values()), config.precision.dtype)
+    return settings.get("layout.gpu_type", config.layout.gpu_type), dtype
 
 
 def _merge(values: Sections, sections: Mapping[str, Mapping]) -> None:

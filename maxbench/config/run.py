@@ -23,6 +23,7 @@ DEGREES = ("pp", "dp", "fsdp", "ep", "cp", "tp")  # of parallelism
 # Mesh axes, from the slowest links to the fastest: the GPUs of ep are ep_nodes x ep.
 AXES = ("pp", "dp", "fsdp", "ep_nodes", "ep", "cp", "tp")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+MAX_GPUS = 1 << 17  # twice the 65,536 of the largest plans
 SCHEDULES = ("1f1b", "gpipe")  # pipeline schedules
 
 # Tensors of a layer that a remat policy may save, in the order of the forward pass.
@@ -91,6 +92,9 @@ class LayoutConfig:
 
     def __post_init__(self):
         validate(self)
+        if self.gpus > MAX_GPUS:
+            axes = " x ".join(f"{x}={n}" for x in DEGREES if (n := getattr(self, x)) > 1)
+            raise UserError(f"{axes} are {self.gpus} GPUs; give at most {MAX_GPUS}")
         if self.stages:
             parts = pipeline_layout.layers_of_parts(self.stages)
             if self.pp > 1 and len(parts) != self.pp * self.vp:

@@ -1,6 +1,7 @@
 """A plan as text: the screen of `maxbench plan`, tables of --search and --sensitivity."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from maxbench.config import recipes
 from maxbench.config.run import Run
@@ -54,24 +55,38 @@ def format_plan(p: Plan, more: Sequence[str] = ()) -> str:
         *unknown_lines(p),
         compiled_line(p),
     ]
-    return "\n".join(lines)
+    return folded(lines)
+
+
+def folded(lines: Iterable[str]) -> str:
+    """Lines as text, folded where the terminal is narrower."""
+    width = console.terminal_width()
+    return "\n".join(x for line in lines for x in console.fold(line, width, "  ") or [""])
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> list[str]:
+    """Lines of a table, as wide as the terminal."""
+    return console.table(heads, rows, width=console.terminal_width(), **more)
+
+
+def time_unit(step_s: float) -> tuple[str, float]:
+    """The unit of a step and of its parts, and how many of it are a second."""
+    return ("s", 1.0) if step_s >= 0.1 else ("ms", 1e3)
 
 
 def tables(p: Prediction) -> list[str]:
     """Memory of a GPU, its communication, and the parts of the step."""
-    m, parts_s = p.memory, p.parts_s
+    m, parts_s, (unit, scale) = p.memory, p.parts_s, time_unit(p.step_s)
     parts = {text: parts_s.get(part, 0.0) for part, text in PARTS.items()}
-    shares = [[text, p.text_s(s), f"{s / p.step_s:.1%}"] for text, s in parts.items() if s]
-    sizes = [[name, f"{size / GIB:.2f}"] for name, size in m.parts.items()]
-    sizes += [["total", f"{m.total / GIB:.2f}"], ["capacity", f"{m.capacity / GIB:.2f}"]]
-    if p.compiled.host:
-        sizes.append(["in host memory", f"{p.compiled.host / GIB:.2f}"])
-    step = console.table(
-        ["predicted step", "s", "share"], [*shares, ["total", p.text_s(p.step_s), ""]]
-    )
-    memory_table = console.table(["memory of one GPU", "GiB"], sizes)
+    shares = [[text, f"{s * scale:.3f}", f"{s / p.step_s:.1%}"] for text, s in parts.items() if s]
+    sizes = m.parts | {"total": m.total, "capacity": m.capacity}
+    sizes |= {"in host memory": p.compiled.host} if p.compiled.host else {}
+    head, whole = ("GiB", GIB) if m.total >= GIB else ("MiB", GIB / 1024)
+    rows = [[name, f"{size / whole:.2f}"] for name, size in sizes.items()]
+    total = ["total", f"{p.step_s * scale:.3f}", ""]
     traffic = [*_communication_table(p), ""] if p.timeline.traffic else []
-    return [*memory_table, "", *traffic, *step, ""]
+    step = table(["predicted step", unit, "share"], [*shares, total])
+    return [*table(["memory of one GPU", head], rows), "", *traffic, *step, ""]
 
 
 def compiled_line(p: Prediction) -> str:
@@ -103,20 +118,21 @@ def _unknown_line(p: Prediction, same: Sequence[Unknown]) -> str:
 
 def _communication_table(p: Prediction) -> list[str]:
     """Collectives of one GPU in a step, by kind and link."""
+    unit, scale = time_unit(p.step_s)
     rows = [
         [x.kind, x.link.axes, x.link.name, f"{round(x.count)}", f"{x.bytes / GIB:.2f}",
-         p.text_s(x.busy_s), p.text_s(x.exposed_s)]
+         f"{x.busy_s * scale:.3f}", f"{x.exposed_s * scale:.3f}"]
         for x in sorted(p.timeline.traffic.values(), key=lambda x: -x.busy_s)
     ]  # fmt: skip
-    heads = ["communication of one GPU", "over", "link", "times", "GiB", "busy s", "exposed"]
-    return console.table(heads, rows, text=(0, 1, 2))
+    heads = ["communication of one GPU", "over", "link", "times", "GiB", f"busy {unit}", "exposed"]
+    return table(heads, rows, text=(0, 1, 2))
 
 
 def format_sensitivity(p: Prediction, seconds: Mapping[str, Sequence[float | None]]) -> str:
     """Table of seconds of a step, by part of the cluster and factor; None: it does not fit."""
-    change = lambda s: f"{p.text_s(s)} s {s / p.step_s - 1:+6.1%}" if s else "does not fit"
+    change = lambda s: f"{p.text_s(s)} s {s / p.step_s - 1:+z6.1%}" if s else "does not fit"
     rows = [[part, *map(change, row)] for part, row in seconds.items()]
-    return "\n".join(console.table(["a step with", *(f"x {f}" for f in FACTORS)], rows))
+    return "\n".join(table(["a step with", *(f"x {f}" for f in FACTORS)], rows))
 
 
 def title(run: Run) -> str:
@@ -130,22 +146,26 @@ def title(run: Run) -> str:
 
 def headline(p: Plan, f: dict) -> list[str]:
     """Whether the run fits, its speed, the error band, and the published step. `f`: p.figures()."""
-    speed = f"{p.step_s:.3f} s a step, {f['tokens_per_s']:,.0f} tokens/s, "
+    unit, scale = time_unit(p.step_s)
+    speed = f"{p.step_s * scale:.3f} {unit} a step, {f['tokens_per_s']:,.0f} tokens/s, "
     speed += f"{f['days_to_1t_tokens']:,.1f} days to 1T tokens, MFU {f['mfu']['full']:.1%}"
     lines = [fit_line(p), speed if p.fits else f"with enough memory: {speed}"]
     lines += [error_band_line(p)]
     row = f["published"]
     if row and not p.published.refusal:
-        faster = "faster" if row["error"] < 0 else "slower"
-        about = f"{row['step_s']} s, {row['release']}"
-        lines += [f"{abs(row['error']):.1%} {faster} than published ({about})"]
+        share = f"{abs(row['error']):.1%}"
+        faster = f"{share} {'faster' if row['error'] < 0 else 'slower'} than"
+        faster = "as fast as" if share == "0.0%" else faster
+        lines += [f"{faster} published ({row['step_s']} s, {row['release']})"]
     return lines
 
 
 def error_band_line(p: Plan) -> str:
     """'6.6 to 7.5 s in nine of ten known steps like it (h100 bf16 fsdp, 3 programs)'."""
     b, gpu = p.band, p.run.layout.gpu_type
-    band = f"{p.step_s * b.low:.3g} to {p.step_s * b.high:.3g} s"
+    unit, scale = time_unit(p.step_s)
+    seconds = p.step_s * scale
+    band = f"{console.interval(seconds * b.low, seconds * b.high)} {unit}"
     if not b.programs:
         return f"{band} in nine of ten {b.like}"
     text = f"{band} in nine of ten known steps like it ({b.like}, {b.programs} programs)"
@@ -161,7 +181,7 @@ def format_ranking(plans: Sequence[Plan], given: Run) -> str:
         mfu, spare = f"{p.figures()['mfu']['full']:.1%}", f"{p.memory.spare / GIB:.1f}"
         rows.append([f"{p.step_s:.3f}", mfu, spare, layout])
     heads = ["step s", "MFU", "spare GiB", "layout; remat"]
-    return "\n".join([title(plans[0].run), *console.table(heads, rows, text=(3,))])
+    return "\n".join([title(plans[0].run), *table(heads, rows, text=(3,))])
 
 
 def published_lines(p: Plan, row: dict | None) -> list[str]:
@@ -174,11 +194,11 @@ def published_lines(p: Plan, row: dict | None) -> list[str]:
     shown = [
         [f"without {n}", f"{-s:+.3f} s"] for n, s in p.deltas.items() if abs(s) > 1e-3 * p.step_s
     ]
-    lines = [f"{head}predicted {row['error']:+.1%}"]
+    lines = [f"{head}predicted {row['error']:+z.1%}"]
     if shown:
         total = f"{row['as_published_s']:.3f} s"
         lines += console.table((), [*shown, ["as published", total]], indent="  ")
-        lines[-1] += f": predicted {row['error_as_published']:+.1%}"
+        lines[-1] += f": predicted {row['error_as_published']:+z.1%}"
     return lines
 
 

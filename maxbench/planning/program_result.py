@@ -83,7 +83,8 @@ class ProgramResult(results.Result[ProgramPlan]):
     def _band_line(self) -> str:
         """The band, and what it is made of: not yet the errors of programs like this one."""
         b, s = self.best.band, self.best.step_s
-        band = f"{s * b.low:.3g} to {s * b.high:.3g} s"
+        unit, scale = plan_text.time_unit(s)
+        band = f"{console.interval(s * scale * b.low, s * scale * b.high)} {unit}"
         if not b.programs:
             return f"{band} in nine of ten {b.like}"
         text = f"{band}, if its error is like those of maxbench's own programs ({b.like}, "

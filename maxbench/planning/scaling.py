@@ -14,10 +14,8 @@ from maxbench.config import resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import memory, remat
-from maxbench.planning import search, svg
-from maxbench.planning.plan_text import title
+from maxbench.planning import plan_text, search, svg
 from maxbench.planning.planner import Plan
-from maxbench.terminal import console
 
 SIZES = [8 << i for i in range(14)]
 SEARCHED = 1024  # GPUs up to which other axes are searched where the plan's are illegal
@@ -101,11 +99,11 @@ def table(curves: Mapping[str, Points]) -> str:
             row = [f"{gpus:,}", name, f"{point.step_s:.3f}", speed, efficiency, point.how, layout]
             rows.append(row)
     heads = ["GPUs", "scaling", "step s", "tokens/s", "efficiency", "known by", "layout"]
-    lines = console.table(heads, rows, text=(1, 5, 6))
+    lines = plan_text.table(heads, rows, text=(1, 5, 6))
     missing = [gpus for gpus in SIZES if gpus not in curves["weak"]]
     if missing:
         lines.append(f"no layout is legal and fits on {', '.join(map(str, missing))} GPUs")
-    return "\n".join([
+    return plan_text.folded([
         *lines,
         f"{ESTIMATE}: arithmetic scaled to the compiled program, with the plan's axes but dp and "
         f"fsdp: within {ERROR:.0%} in nine of ten known pairs",
@@ -135,4 +133,4 @@ def draw(p: Plan, curves: Mapping[str, Points], path: pathlib.Path) -> None:
     }
     per_gpu = Point(p.run, p.step_s, COMPILED).rate / p.run.layout.gpus
     lines["linear from the plan"] = {n: n * per_gpu for n in curves["weak"]}
-    path.write_text(svg.curves(title(p.run), lines, "tokens/s over GPUs, estimates"))
+    path.write_text(svg.curves(plan_text.title(p.run), lines, "tokens/s over GPUs, estimates"))

@@ -31,6 +31,7 @@ from maxbench.planning.planner import Plan, plan
 # between 1.12 and 1.26.
 SPREAD = 0.04
 POLL_S = 0.1
+PROGRESS_S = 10  # between lines that tell how many layouts are ranked
 MAX_AT_A_TIME = 4  # programs: compiling one takes up to 3 GiB
 MAX_TP, MAX_PP, MAX_CP, MAX_MBS = 16, 16, 8, 16
 first = operator.itemgetter(0)
@@ -174,13 +175,18 @@ def rank_layouts(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
     """Runs of the same model on `gpus` GPUs that should fit, fastest first, by the estimates.
 
     Only the best of those that differ in vp, mbs, remat policy, or the degrees of fsdp and cp.
+    Progress goes to stderr.
 
     Args:
       gbs: global batch; 0: that of the run.
     """
     capacity = memory.capacity(run.gpu)
     best: dict[tuple, tuple[float, Run]] = {}
-    for candidate in layouts(run, gpus, gbs or run.layout.gbs):
+    shown = time.monotonic()
+    for number, candidate in enumerate(layouts(run, gpus, gbs or run.layout.gbs)):
+        if time.monotonic() > shown + PROGRESS_S:
+            shown = time.monotonic()
+            print(f"ranking layouts of {gpus} GPUs: {number:,} so far", file=sys.stderr, flush=True)
         a = candidate.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
         spare = capacity - estimate_bytes(candidate)

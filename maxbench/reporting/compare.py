@@ -548,7 +548,7 @@ def alarms(times: Sequence[float]) -> list[str]:
         notes.append(f"step times have two modes, {split[0]:.4g} and {split[1]:.4g} s")
     moved, order = drift(times)
     if abs(moved) > DRIFT and abs(order) > 0.6:
-        notes.append(f"step time drifts by {moved:+.1%} over the window")
+        notes.append(f"step time drifts by {moved:+z.1%} over the window")
     return notes
 
 

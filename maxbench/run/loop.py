@@ -26,6 +26,7 @@ from maxbench.run_logs import folders
 from maxbench.sharding import mesh, rules
 from maxbench.step import data
 from maxbench.step.train_step import Step, on_device
+from maxbench.terminal.console import size
 
 
 def train(
@@ -174,7 +175,8 @@ def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
         quantization = f", {precision.dtype} {precision.backend} {precision.scaling}"
     log.line(
         f"compiled in {lower_s + compile_s:.1f} s (lower {lower_s:.1f}); per device: state "
-        f"{result.state_gib:.2f} GiB, temporaries {result.temporary_gib:.2f} GiB; "
+        f"{size(result.state_gib * 2**30)}, temporaries "
+        f"{size(memory.temp_size_in_bytes)}; "
         f"attention {train.attention}, remat {step.run.remat_summary}{quantization}"
     )
     if "/jax/compilation_cache/compile_requests_use_cache" in events:

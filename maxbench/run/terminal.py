@@ -8,6 +8,8 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 
+from maxbench.terminal.console import size
+
 Parts = Mapping[str, Mapping[str, str]]  # title -> label -> text
 HEADER_EVERY = 40  # lines between two headers
 SLOW_FACTOR = 1.1  # of the median step time: slower steps are shown in another colour
@@ -176,7 +178,7 @@ def summary_parts(result: Mapping) -> Parts:
         measured["  floor"] = f"{result['loss_floor']:.4f}, the entropy of its data"
     if "peak_bytes" in result:
         label = "peak memory per GPU" if gpu else "peak memory, process"
-        measured[label] = f"{result['peak_bytes'] / 2**30:.2f} GiB"
+        measured[label] = size(result["peak_bytes"])
     if "start_to_first_step_s" in result:
         start, compiled = result["start_to_first_step_s"], result["compile_s"]
         measured["start to first step"] = f"{start:.1f} s (compile {compiled:.1f} s)"

@@ -1,6 +1,7 @@
 """Tables of text for terminals, pipes and Markdown: the one table printer of all commands."""
 
 import itertools
+import math
 import shutil
 import sys
 import textwrap
@@ -72,6 +73,18 @@ def table(
     with screen.capture() as printed:
         screen.print(made)
     return [(indent + line).rstrip() for line in printed.get().splitlines()]
+
+
+def size(of_bytes: float) -> str:
+    """Bytes for people: '1.23 GiB', or '12.3 MiB' below a tenth of a GiB."""
+    gib = of_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{of_bytes / 2**20:.1f} MiB"
+
+
+def interval(low: float, high: float) -> str:
+    """Two numbers with as many decimals as make three digits of the lower one: '7.00 to 11.23'."""
+    decimals = max(0, 2 - math.floor(math.log10(low))) if low > 0 else 0
+    return f"{low:.{decimals}f} to {high:.{decimals}f}"
 
 
 def natural_width(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> int:

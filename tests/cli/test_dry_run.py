@@ -47,6 +47,12 @@ def test_dry_run_prints_one_page():
     assert "{" not in out
 
 
+def test_dry_run_says_what_does_not_fit():
+    code, out, _ = train_command("--config", "llama31_405b", "--fsdp", "64", "--dry_run")
+    assert code == 0
+    assert "of 74 GiB per GPU, estimated: does not fit;" in " ".join(out.split())
+
+
 def test_dry_run_of_a_toy_mentions_no_gpu():
     for words in (["llama31_8b:tiny"], ["llama2_70b:rehearse", "--gpus", "64"]):
         code, out, _ = train_command("--config", *words, "--dry_run")

@@ -30,6 +30,24 @@ BAD = {
     "type": (["--config", LLAMA, "--gpus", "many"], ["gpus=many must be a whole number"]),
     "gpu type": (["--config", LLAMA, "--gpu_type", "h10"], ["gpu_type='h10'", "mean 'h100'"]),
     "dtype": (["--config", LLAMA, "--dtype", "bf61"], ["dtype='bf61'", "did you mean 'bf16'"]),
+    "dtype and preset": (
+        ["--config", f"{LLAMA}:fp8", "--dtype", "bf16"],
+        ["dtype sets bf16 and preset fp8 sets fp8: they contradict each other"],
+    ),
+    "two presets": (["--config", f"{LLAMA}:fp8,nvfp4"], ["preset fp8 sets fp8 and preset nvfp4"]),
+    "flag and setting": (
+        ["--config", LLAMA, "--tp", "2", "--config.layout.tp=4"],
+        ["--tp sets 2 and --config.layout.tp sets 4: they contradict each other"],
+    ),
+    "too many gpus": (
+        ["--config", LLAMA, "--gpus", "1000000000"],
+        ["gpus=1000000000", "at most 131072"],
+    ),
+    "axes": (["--config", LLAMA, "--dp", "1000000000"], ["dp=1000000000", "at most 131072"]),
+    "too many microbatches": (
+        ["--config", LLAMA, "--pp", "2", "--mbs", "1", "--gbs", "100000"],
+        ["gbs=100000 is 100000 microbatches", "at most 10000"],
+    ),
     "scale": (
         ["--config", LLAMA, "--gpus", "96"],
         ["gpus=96", "64 or 128", "maxbench plan --gpus 96"],

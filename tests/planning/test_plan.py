@@ -10,8 +10,9 @@ from maxbench.cli import entry
 from maxbench.cost_model import memory, remat
 from maxbench.cost_model.memory import GIB, Memory
 from maxbench.evidence import published
+from maxbench.evidence.error_band import ErrorBand
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.planning import planner, result, svg
+from maxbench.planning import plan_text, planner, result, svg
 from maxbench.planning.planner import Plan
 from tests.planning.plans import run_of
 
@@ -120,3 +121,35 @@ def test_chips_match_the_datasheets():
     for gpu in GPU_TYPES.values():
         assert gpu.chip.memory_bytes == pytest.approx(gpu.memory_gb * 1e9, rel=0.08)
         assert gpu.chip.memory_bytes_per_s == pytest.approx(gpu.memory_gbytes_per_s * 1e9, rel=0.02)
+
+
+@pytest.mark.gpu_compile
+def test_a_plan_on_sixty_columns_breaks_no_word(monkeypatch):
+    run = run_of("--config llama31_8b:tiny --layers 1 --gpu_type h100 --tp 2")
+    plan = planner.plan(run)
+    screens = {}
+    for width in (0, 60):
+        monkeypatch.setattr(plan_text.console, "terminal_width", lambda width=width: width)
+        ranking = plan_text.format_ranking([plan], run)
+        screens[width] = f"{plan_text.format_plan(plan)}\n{ranking}"
+    assert max(map(len, screens[60].splitlines())) <= 60
+    words = lambda text: {word.strip(",;:") for word in text.split()} - {"--", ""}
+    rules = lambda found: {word for word in found if set(word) != {"-"}}
+    assert rules(words(screens[60])) <= rules(words(screens[0]))
+    assert " ms a step" in screens[0]  # of a toy
+    assert "0.000 ms a step" not in screens[0]
+
+
+def test_a_step_as_fast_as_published_is_not_zero_percent_faster():
+    """Of a plan with the figures that its headline reads."""
+    shown = types.SimpleNamespace(
+        fits=True, step_s=7.0, published=types.SimpleNamespace(refusal=""),
+        memory=types.SimpleNamespace(spare=GIB), band=ErrorBand(1.0, 1.6, "x", 3, True),
+        run=run_of("--config llama2_70b --gpus 128"),
+    )  # fmt: skip
+    f = {"tokens_per_s": 1.0, "days_to_1t_tokens": 1.0, "mfu": {"full": 0.5}}
+    lines = plan_text.headline(
+        shown, f | {"published": {"error": -1e-4, "step_s": 7.0, "release": "x"}}
+    )
+    assert lines[2].startswith("7.00 to 11.20 s in nine of ten")
+    assert lines[3] == "as fast as published (7.0 s, x)"

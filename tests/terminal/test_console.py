@@ -62,3 +62,14 @@ def test_markdown_escapes_bars():
         "|---|---:|",
         "| a\\|b | 1 |",
     ]
+
+
+def test_sizes_and_intervals_have_the_digits_that_they_need():
+    gib = 1 << 30
+    assert [console.size(x * gib) for x in (73.5, 0.1, 0.01, 0)] == [
+        "73.50 GiB", "0.10 GiB", "10.2 MiB", "0.0 MiB",
+    ]  # fmt: skip
+    assert console.interval(7, 11.2) == "7.00 to 11.20"
+    assert console.interval(5.866, 8.051) == "5.87 to 8.05"
+    assert console.interval(20.1, 131) == "20.1 to 131.0"
+    assert console.interval(812.4, 1210) == "812 to 1210"
