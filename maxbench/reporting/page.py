@@ -267,7 +267,7 @@ def facts(runs: Sequence[PageRun]) -> list[tuple[str, str, list[PageRun]]]:
     for verdict, name in VERDICTS.items():
         if judged := [run for run in runs if run.row.verdict == verdict]:
             tiles.append((name, str(len(judged)), judged[:NAMED] if verdict != "PASS" else []))
-    if rates := [x.tokens_s for x in finished if x.tokens_s]:
+    if rates := [x.tokens_s for x in finished if x.tokens_s and x.possible]:
         tiles.append(("most tokens/s", f"{max(rates):,.0f}", []))
     if shares := [x.mfu["full"] for x in finished if x.mfu]:
         tiles.append(("best MFU (full)", f"{max(shares):.1%}", []))
