@@ -14,7 +14,7 @@ from maxbench.planning.prediction import Prediction
 from maxbench.terminal import console
 
 SHOWN = 20  # rows of the table of operations
-NAME, SHAPE, SOURCE, END = 23, 21, 14, 19  # columns of names; the tables fit 100 columns
+NAME, SHAPE, SOURCE, END = 22, 21, 14, 19  # columns of names; the tables fit 100 columns
 LARGE = 0.003  # of the step, that a segment of a bar has
 LEAST = 5e-4  # of the step, that a row of the other tables has
 FUNCTION = r"\.?<\w+>|\.__call__"  # parts of a function's name that say nothing

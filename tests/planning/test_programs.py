@@ -379,10 +379,10 @@ def test_tables_of_explain_fit_100_columns(plan):
     long = explain.Operation(
         "backward mlp/mlp.with_slots/mlp.experts/cond/branch_0_fun/jit(_scaled_matmul)", "gemm",
         "f8e4m3fn 131072x131072x131072 nt x128", "model/a_long_name_of_a_module.py:1234", "compute",
-        40960, 99.0, tflops=1234.0,
+        40960, 0.09, tflops=1234.0,
     )  # fmt: skip
     exposed = explain.Exposed(
-        long.name, "reduce-scatter", "0.125 GiB over 128 x 72 GPUs", "", 99.0, 1.0, 1.0,
+        long.name, "reduce-scatter", "0.125 GiB over 128 x 72 GPUs", "", 0.09, 1.0, 1.0,
         long.name, long.name,
     )  # fmt: skip
     tables = dataclasses.replace(plan.explanation, operations=(long,), exposed=(exposed,))
