@@ -258,7 +258,7 @@ def test_screen_and_timeline(tmp_path, check_figures):
     for text in ("fits, ", "all-gather", "predicted step", "GEMMs", "MFU", "days to 1T"):
         assert text in screen
     assert len(screen.splitlines()) < 50
-    for text in ("forward mlp/up", "model/layers.py:", "part of the network", "100.0%"):
+    for text in ("forward mlp/up", "layers.py:", "part of the network", "100.0%"):
         assert text in explained
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     for drawing in ("step.svg", "step.explain.svg"):
@@ -281,7 +281,7 @@ def test_the_python_api_returns_what_the_command_prints():
     assert sum(x["seconds"] for x in operations) == pytest.approx(result.best.step_s)
     gemm = next(x for x in operations if x["name"] == "forward mlp/up")
     tokens, mlp = result.best.run.train.seq, result.best.run.model.mlp // 4
-    assert gemm["shape"] == f"bf16 {tokens} x {2 * mlp} x 8192 nn"
+    assert gemm["shape"] == f"bf16 {tokens}x{2 * mlp}x8192 nn"
     assert (gemm["bound"], gemm["source"].partition(":")[0]) == ("compute", "model/layers.py")
     html = result._repr_html_()
     assert html.count("<table>") == 3
