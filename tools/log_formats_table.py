@@ -80,7 +80,7 @@ The first format that reads steps from a line counts, those of your file before 
 | the loss of step 7 is not a number | any other text in place of a loss |
 | left out as dispatch, not work | a step that is faster than its FLOPs at the peak of its GPUs; where model or GPU type are unknown, one of the first five that is faster than 0.3 of the later steps' median; and the step that waited for it |
 | steps 35 to 44 are faster than the peak | the median of the window is shorter than its causal FLOPs take at the peak: the GPU type or another setting is not the run's; no MFU, no verdict |
-| step 40 takes 21.3 s, 10.4 x the median | a step of the window that is over 1.5 x its median. The verdict is then by the figure that the program's authors publish (the table above), and names the mean or the median too |
+| step 40 takes 21.3 s, 10.4 x the median | a step of the window that is over 1.5 x its median. The verdict is then by the figure that NVIDIA's benchmarks of the program publish (the table above), else by the mean, and names the mean or the median too |
 | gbs changes from 128 to 256 at step 7 | the batch or the sequence length is not constant |
 | MFU 44.1% is torchtitan's | the program's MFU differs from ours by more than 3 %, with the peak that it is by |
 | TFLOPS/GPU 528.1 is Megatron-Bridge's, causal attention | the program's figure differs from ours by more than 1.5 %; the convention is the one of ours that agrees |
@@ -139,7 +139,7 @@ KEYS = {
     "gbs_in_tokens": "its settings name tokens as the global batch size",
     "default_dtype": "number format of a log that names no other",
     "no_loss": "text in place of the loss, of processes that have none",
-    "rule": "step time by which its authors judge a window: `mean` or `last step`",
+    "rule": "step time of a window that its published figures are: `mean` or `last step`",
     "tflops, dumps, infers, inferred": "remarks, for the tables of this page",
 }
 NAMES = {
@@ -172,7 +172,7 @@ def table() -> list[str]:
 def note(format: LogFormat) -> str:
     """The line of a program about its step time and its FLOPs."""
     time = "the mean since the line before" if format.means else "that of the step"
-    rule = f"the {format.rule}"
+    rule = f"the {format.rule}" if format.rule else ""
     cells = (format.program, time, format.tflops, format.inferred, rule, format.source)
     return f"| {' | '.join(cells)} |"
 

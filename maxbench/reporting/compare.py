@@ -462,8 +462,8 @@ def _compare_mfu(summary: RunSummary, steps: Sequence[int], peak: float) -> None
 def _verdict(summary: RunSummary, times: Sequence[float], gpu_types: GpuTypes) -> tuple[str, str]:
     """PASS, WARN, FAIL or '-', and the reason.
 
-    The step time is the mean. With a spike it is by the rule of the program's authors, and the
-    reason has the other figures.
+    The step time is the mean. With a spike it is by the rule of the program's published figures,
+    and the reason has the other figure.
     """
     r = summary.record
     if r.profiled:
@@ -488,7 +488,7 @@ def _verdict(summary: RunSummary, times: Sequence[float], gpu_types: GpuTypes) -
     text = comparison.verdict(step_s)
     if share and beside:
         name, rule, other, other_s = beside
-        text += f", by the {rule}, as {name}'s authors publish; "
+        text += f", by the {rule}{f', as {name} publishes' if name else ''}; "
         text += f"{other_s:.4g} s by the {other} is {share * step_s / other_s:.1%}"
     if systems := mlperf.systems(
         r.model, r.size, published.gemms(r.format or r.dtype), r.gpu_type,
@@ -507,17 +507,19 @@ def _verdict(summary: RunSummary, times: Sequence[float], gpu_types: GpuTypes) -
 def _judged_step(
     r: RunRecord, times: Sequence[float]
 ) -> tuple[float, tuple[str, str, str, float] | None]:
-    """The step time of the verdict: the mean, or with a spike that of the program's authors.
+    """The step time of the verdict: the mean; with a spike, what the program's figures publish.
 
-    With a spike also the program, its rule, another rule and the step time by that one.
+    With a spike also the program if its rule is known, the rule, another rule and the step time by
+    that one.
     """
     figures = {"mean": statistics.fmean(times), "median": statistics.median(times)}
     figures["last step"] = times[-1]
     if not spikes(times):
         return figures["mean"], None
-    rule = r.log_format.rule if r.log_format else "mean"
+    known = r.log_format.rule if r.log_format else ""
+    rule, name = known or "mean", f"NVIDIA for {r.program}" if known else ""
     other = "median" if rule == "mean" else "mean"
-    return figures[rule], (r.program, rule, other, figures[other])
+    return figures[rule], (name, rule, other, figures[other])
 
 
 def spikes(times: Sequence[float]) -> list[int]:

@@ -196,8 +196,9 @@ class LogFormat:
     gbs_in_tokens: bool = field(False)  # its settings name tokens as the global batch size
     slowest: bool = field(False)  # of several lines of a step the slowest counts
     tflops: str = field("")  # which FLOPs the program counts
-    # The step time of the window that its authors publish, by which a run with a spike is judged.
-    rule: str = field("mean", options=("mean", "last step"))
+    # The step time of the window that NVIDIA's benchmarks of it publish, by which a run with a
+    # spike is judged. '': they are not known, and the mean counts.
+    rule: str = field("", options=("", "mean", "last step"))
     default_dtype: str = field("", options=("", *DTYPES))  # of a log that names no other
     no_loss: str = field("")  # in place of the loss, of processes that have none
     # SETTINGS that its log has, in the words of log_settings.py.

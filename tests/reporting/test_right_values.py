@@ -223,11 +223,11 @@ def test_spike_is_named_and_judged_by_the_rule_of_its_program():
 @pytest.mark.parametrize(
     ("program", "verdict", "words"),
     [
-        ("nemo", "FAIL", "the mean, as NeMo's authors publish; 12.3 s by the median is 99.8%"),
+        ("nemo", "FAIL", "the mean, as NVIDIA for NeMo publishes; 12.3 s by the median is 99.8%"),
         (
             "maxtext",
             "PASS",
-            "the last step, as MaxText's authors publish; 21.3 s by the mean is 57",
+            "the last step, as NVIDIA for MaxText publishes; 21.3 s by the mean is 57",
         ),
     ],
 )
