@@ -134,7 +134,7 @@ COMPLETED = {
     ("maxbench", "train", "--config", "llama31_8b", ":", "ti"): "tiny",
     ("maxbench", "train", "--config", "llama31_8b:ti"): "llama31_8b:tiny",
     ("maxbench", "train", "--config", "=", "grok"): "grok1_314b",
-    ("maxbench", "train", "--gpu_type", "h1"): "h100",
+    ("maxbench", "train", "--gpu_type", "gb3"): "gb300",
     ("maxbench", "report", "--format", "h"): "html",
     ("maxbench", "report", "experim"): "",
 }

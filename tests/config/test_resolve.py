@@ -109,17 +109,18 @@ def test_fp8_settings_of_a_workload_apply_to_fp8_runs():
     assert (preset.precision.dtype, preset.train.remat) == ("fp8", "save_dot_except_mlp")
     assert preset.name.startswith("pretrain_llama2_70b-tiny_fp8_")
     assert resolve("llama31_70b", "fp8", gpus=64).layout.pp == 8  # the FP8 row
-    assert resolve("llama2_70b", "fp8", dtype="bf16").precision.dtype == "bf16"
+    with pytest.raises(UserError, match="dtype sets bf16 and preset fp8 sets fp8: they contradict"):
+        resolve("llama2_70b", "fp8", dtype="bf16")
     overrides = {"precision.dtype": "fp8", "train.remat": "full"}
     assert resolve("llama2_70b", overrides=overrides).train.remat == "full"
 
 
 def test_later_settings_win():
     base = config("llama31_8b", "tiny")
-    flags, overrides = {"mbs": 2, "seq": 128}, {"train.seq": 256}
+    flags, overrides = {"mbs": 2}, {"train.seq": 256}
     run = resolving.resolve(build_config(base, gpus=8, flags=flags, overrides=overrides), GPU_TYPES)
     assert (run.layout.dp, run.layout.cp, run.layout.mbs) == (4, 2, 2)  # row, then flag
-    assert (run.model.embed, run.train.seq) == (128, 256)  # preset; flag, then --config.train.seq
+    assert (run.model.embed, run.train.seq) == (128, 256)  # preset; preset, then --config.train.seq
     readable, _, digest = run.name.rpartition("_")
     assert readable == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
     assert re.fullmatch("[0-9a-f]{6}", digest)

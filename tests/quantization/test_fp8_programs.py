@@ -18,7 +18,7 @@ from tests.conftest import resolve
 from tests.planning.plans import planned
 from tests.quantization.fp8_step import FAMILIES, build
 
-GEMM_NAMES = r"(attn/qkv|attn/out|mlp/up|mlp/down|mlp\.experts)/dot_general"
+GEMM_NAMES = r"(attn/qkv|attn/out|mlp/up|mlp/down|mlp\.experts/(?:up|down))/dot_general"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
