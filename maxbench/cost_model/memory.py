@@ -53,7 +53,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Memory(Sizes):
-    """Of a run."""
+    """Sizes for a run."""
 
     weights: int  # master weights, and their copy in compute precision where it is another array
     optimizer: int
@@ -65,7 +65,7 @@ class Memory(Sizes):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramMemory(Sizes):
-    """Of any program, as the compiler assigns buffers."""
+    """Sizes for any program, as the compiler assigns buffers."""
 
     arguments: int
     results: int  # in memory of their own; those of donated arguments have theirs

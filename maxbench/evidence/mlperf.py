@@ -1,9 +1,9 @@
 """Steps of MLPerf Training submissions, and how much steps of one program differ.
 
 Each row of mlperf.csv is a system: the median of the step times of its runs, and their range. The
-programs are those of NVIDIA and AMD (Megatron-LM, Transformer Engine), so a step of maxbench beside
-one is a comparison of two programs. Systems that ran one configuration of a submission, and the
-runs of each, say by how much steps of the same program differ.
+programs are those of NVIDIA and AMD (Megatron-LM, Transformer Engine): a step of maxbench over one
+of theirs compares two programs. Systems that ran one configuration of a submission, and the runs of
+each, say by how much steps of the same program differ.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ class Submission:
 
     @property
     def program(self) -> tuple:
-        """What the systems have in common that ran the same program."""
+        """Key of the program that a system ran."""
         layout = self.mbs, self.pp, self.vp, self.cp, self.tp, self.ep
         return self.round, self.work, self.dtype, layout
 
     @property
     def work(self) -> tuple:
-        """What a step computes, and on how many GPUs of which type."""
+        """Key of the work of a step: model, GPUs, batch and sequence."""
         return self.model, self.size, self.gpu_type, self.gpus, self.gbs, self.seq
 
 
@@ -103,7 +103,7 @@ def noise() -> Noise:
 
 
 def _ordered() -> list[Submission]:
-    """Rows whose layout is known, those of a program beside each other."""
+    """Rows whose layout is known, sorted by program."""
     key: Callable[[Submission], str] = lambda row: repr(row.program)
     return sorted((row for row in rows() if row.tp), key=key)
 

@@ -114,7 +114,7 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
 
 
 def _why_missing(m: Model, missing: str, tensors: Mapping) -> str:
-    """What to do about a missing tensor, if that is known."""
+    """Remedy for a missing tensor; '' if none is known."""
     if any(name.endswith(("_blocks", "_scales")) for name in tensors):
         return "; convert its MXFP4 tensors to bf16 first"
     if m.mtp_layers and missing.startswith(f"model.layers.{m.layers}."):

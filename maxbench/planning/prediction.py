@@ -54,7 +54,7 @@ class Prediction(abc.ABC):
     @property
     @abc.abstractmethod
     def peak(self) -> str:
-        """Of Gpu.peak_tflops(), for shares of the peak."""
+        """Name of the GPU's peak rate, for Gpu.peak_tflops()."""
 
     @property
     @abc.abstractmethod

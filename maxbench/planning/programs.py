@@ -158,7 +158,7 @@ def plan_program(
 
 
 def given_by(asked: ProgramOptions) -> Meaning:
-    """What options say of loops, conditionals and kernels."""
+    """Lengths, shares and prices that options give for loops, conditionals and kernels."""
     return Meaning(trip_counts=asked.trip_count, branches=asked.branch, prices=asked.price)
 
 

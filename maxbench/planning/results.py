@@ -55,7 +55,7 @@ class Result(records.Records, abc.ABC, Generic[Planned]):
         return [self.figures if p is self.best else p.figures() for p in self.plans]
 
     def explain(self) -> explain.Explanation:
-        """Where the seconds of the best plan's step go, op by op."""
+        """Seconds of the best plan's step, op by op."""
         return self.explanation or explain.explain(self.best)
 
     def records(self) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class ReportOptions(options.ReportOptions):
 
     @functools.cached_property
     def given(self) -> Given:
-        """What the options say about all logs.
+        """Settings that the options give for all logs.
 
         Raises:
           UserError: there is no such workload, or its file is invalid.

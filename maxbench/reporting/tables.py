@@ -90,7 +90,7 @@ def status(summary: RunSummary) -> str:
 
 
 def legend(options: ReportOptions) -> tuple[str, ...]:
-    """What the columns mean, and from which share on a run has which verdict."""
+    """Meaning of the columns, and the share from which a run has each verdict."""
     passes, warns, reason = options.limits
     warn = f", WARN from {warns:.1%}" if warns < passes else ""
     return (*LEGEND, f"PASS from {passes:.1%}{warn}: {reason}.")

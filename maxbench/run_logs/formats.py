@@ -217,7 +217,7 @@ class LogFormat:
         return any(line.adds_to == "last" for line in self.lines)
 
     def find(self, name: str, line: StepLine, text: bytes) -> Iterator["Found"]:
-        """What a line has: each match of its pattern."""
+        """Fields of each match of a line's pattern."""
         for match in line.compiled.finditer(text):
             groups = {k: x for k, x in match.groupdict().items() if x is not None}
             texts = {k: groups.pop(k).decode() for k in _TEXT_FIELDS & groups.keys()}
@@ -259,7 +259,7 @@ class LogFormat:
 
 @dataclasses.dataclass
 class Found:
-    """What one line of a log has."""
+    """Fields that one line of a log has."""
 
     name: str  # of the format
     line: StepLine
@@ -375,7 +375,7 @@ class FormatTable(Mapping[str, LogFormat]):
         return max(len(pattern.findall(text)) for pattern in self._unlisted)
 
     def find(self, text: bytes) -> Iterator[Found]:
-        """What a line of a log has about steps: by the first format that reads steps from it."""
+        """Fields of steps in a line of a log, by the first format that reads steps from it."""
         for name, line in self._lines:
             if any(part in text for part in line.texts):
                 found = [*self[name].find(name, line, text)]

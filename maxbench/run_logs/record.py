@@ -46,7 +46,7 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the user says about all logs: GPU types, formats, and settings that a log may not name.
+    """Settings of the user for all logs: GPU types, formats, and settings that a log may not name.
 
     `settings` are fields of RunRecord and their values.
     """

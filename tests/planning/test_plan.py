@@ -141,7 +141,7 @@ def test_a_plan_on_sixty_columns_breaks_no_word(monkeypatch):
 
 
 def test_a_step_as_fast_as_published_is_not_zero_percent_faster():
-    """Of a plan with the figures that its headline reads."""
+    """Screen of a plan with the figures that its headline reads."""
     shown = types.SimpleNamespace(
         fits=True, step_s=7.0, published=types.SimpleNamespace(refusal=""),
         memory=types.SimpleNamespace(spare=GIB), band=ErrorBand(1.0, 1.6, "x", 3, True),

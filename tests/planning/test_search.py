@@ -307,7 +307,7 @@ def test_flags_of_a_plan_describe_its_run(arguments):
 
 
 def test_a_search_compiles_the_winning_mesh_with_other_microbatches(monkeypatch, capsys):
-    """Of which one is faster than arithmetic says."""
+    """Layouts of which one is faster than arithmetic says."""
     compiled = []
 
     def plan(run):

@@ -130,7 +130,7 @@ def test_scaling_has_the_plan_and_estimates_of_its_axes(tmp_path, monkeypatch):
 
 
 def test_the_error_of_scaling_is_that_of_compiled_programs():
-    """Of pairs of rows of docs/plan.csv with the same axes but dp and fsdp."""
+    """Errors over pairs of rows of docs/plan.csv with the same axes but dp and fsdp."""
     ratios = collections.defaultdict(list)
     with pathlib.Path("docs/plan.csv").open(newline="") as f:
         for line in (line for line in csv.DictReader(f) if line["step_s"]):

@@ -131,7 +131,7 @@ def test_tag_in_the_name_of_a_file(tmp_path, tag):
 
 
 def test_step_time_is_the_difference_of_times_over_that_of_steps(tmp_path):
-    """Of TensorBoard's download of a loss, and of a history of Weights & Biases."""
+    """Step times of TensorBoard's download of a loss, and of a history of Weights & Biases."""
     steps = range(10, 101, 10)
     download = "".join(f"{1e9 + 9.4 * i},{i},2.5\n" for i in steps)
     (tmp_path / "run-a-tag-lm loss.csv").write_text("Wall time,Step,Value\n" + download)
