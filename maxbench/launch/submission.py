@@ -7,7 +7,6 @@ import shlex
 from typing import Any, NamedTuple
 
 from maxbench.run_logs import log_files
-from maxbench.run_logs.record import parse_json
 
 FILE = "submission.json"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
@@ -48,6 +47,8 @@ def of(folder: pathlib.Path) -> Submission:
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object in a file; {} if it is missing or damaged, or no regular file."""
+    from maxbench.run_logs.record import parse_json  # late: a launch needs no table of log formats
+
     with contextlib.suppress(OSError):
         return parse_json(b"".join(log_files.blocks(path)))
     return {}
