@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import re
 import statistics
@@ -120,12 +121,19 @@ def model_of(name: str, size: str) -> Model | None:
     return Model(**recipes.workloads()[path].model) if path else None
 
 
+@functools.cache
+def _model_of_json(text: str) -> Model:
+    """The model of result.json: many runs have the same."""
+    numbers = json.loads(text)
+    known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
+    return Model(**{name: numbers[name] for name in known})
+
+
 def _model(r: RunRecord) -> Model | None:
     """The run's own model settings, else those of the workload that it is named after."""
     try:
         if numbers := dig(r.result, "run.model", {}):
-            known = numbers.keys() & {f.name for f in dataclasses.fields(Model)}
-            return Model(**{name: numbers[name] for name in known})
+            return _model_of_json(json.dumps(numbers))
         if r.network and r.origin("model") is Origin.USER:
             return r.network
         model = model_of(r.model, r.size)
