@@ -25,7 +25,7 @@ FULL = ("No space left on device", "Disk quota exceeded")
 
 
 class CompileError(RuntimeError):
-    """The compiler failed; with what it printed."""
+    """The compiler failed; the message has its output."""
 
 
 class CompileProcess:
