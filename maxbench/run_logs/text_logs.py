@@ -248,7 +248,7 @@ class LogParser:
         if fields.pop("microbatch", step + 1) != step + 1:
             fields.pop("step_s", None)
             self._has_microbatches = True
-        if step < self._last.get((found.name, rank), -1) - 1:
+        if step < self._last_step(found.name, rank) - 1:
             self._begin_run(found.name, step, texts)
         if not format.bars:  # of which some are not the run's
             self._last[found.name, rank] = step
@@ -256,6 +256,16 @@ class LogParser:
         if key not in self.series:
             self.series[key] = StepSeries(means=format.means, slowest=format.slowest)
         return self.series[key].add(step, found.total, fields)
+
+    def _last_step(self, name: str, rank: bytes) -> int:
+        """The last step of a rank; of one that is new, of lines without a rank; -1 without any.
+
+        A launcher labels all lines of a run or none: after the change another run prints.
+        """
+        unlabelled = {
+            r: step for (n, r), step in self._last.items() if n == name and not (r and rank)
+        }
+        return self._last.get((name, rank), max(unlabelled.values(), default=-1))
 
     def _begin_run(self, name: str, step: int, texts: int) -> None:
         """Leaves out the run before, or of a run that is resumed the steps that it repeats.

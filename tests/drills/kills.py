@@ -38,6 +38,8 @@ from maxbench.step.train_step import Step, on_device
 FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32", "--layers", "1"]
 FLAGS += ["--seq", "16", "--config.model.embed=32", "--config.model.mlp=64"]
 FLAGS += ["--config.precision.grads=fp32"]
+# A learning rate that does not depend on the number of steps.
+FLAGS += ["--config.optim.warmup=2", "--config.optim.lr=1e-3", "--config.optim.lr_min=1e-3"]
 SAVE_EVERY_STEP = ["--config.output.checkpoint_every=1"]
 ENDLESS = 1_000_000  # steps
 

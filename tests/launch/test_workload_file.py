@@ -53,8 +53,17 @@ def output(clone: pathlib.Path, *words: str, **env: str) -> str:
 def test_copied_file_trains_and_is_reported(clone):
     train = (sys.executable, "-m", "maxbench.train", "--config", "configs/copy.py:tiny")
     output(clone, *train, "--cpu_devices", "1", "--steps", "2", "--seq", "16", "--layers", "1")
-    (clone / "experiments" / FOREIGN).write_text("".join(nemo_line(i, 9, 2.0) for i in range(9)))
-    report = (sys.executable, "-m", "maxbench.report", "--gpu_type", "h100", "--format=csv")
+    (clone / "experiments" / FOREIGN).write_text("".join(nemo_line(i, 9, 4.0) for i in range(9)))
+    report = (
+        sys.executable,
+        "-m",
+        "maxbench.report",
+        "--gpu_type",
+        "h100",
+        "--seq",
+        "8192",
+        "--format=csv",
+    )
     csv = output(clone, *report, "experiments")
     assert "/pretrain_madeup_3b-a1b-tiny_bf16_gpus1_" in csv
     assert "nothing published for madeup 3b-a1b bf16 on h100" in csv  # all fields of the name

@@ -208,6 +208,7 @@ def test_layers_that_differ_train_alike_in_a_pipeline(tmp_path):
         "precision.scaling": "delayed",
         "precision.history": 4,
         "precision.bf16_layers": (0, 1),
+        "optim.lr": 1e-4,  # a weight whose gradient rounds to another sign stays within 2 %
     }
     states, steps = [], []
     for axes in ({}, dict(pp=2, mbs=1)):
