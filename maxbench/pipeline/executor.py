@@ -233,7 +233,6 @@ class Executor:
         place of a residual of the same shape if there is one, and its backward pass recomputes it.
         """
         index = self.choice_index(role, i, t.now.fwd_chunk, t.now.fwd_microbatch)
-        index = self.before_branch(carry, t, index)
         shapes, where = self.residual_shapes(role, i)
         zeros = lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes]
         input_alone = lambda x: [x if j == where else z for j, z in enumerate(zeros())]
@@ -253,9 +252,7 @@ class Executor:
 
         choices = range(len(slot.choices) + 1)
         with jax.named_scope(schedule.FORWARD_KIND):
-            out = lax.switch(index, [functools.partial(run, choice) for choice in choices], t.x)
-        self.after_branch(t, out[0])
-        return out
+            return lax.switch(index, [functools.partial(run, choice) for choice in choices], t.x)
 
     def backward_sublayer(self, carry: Carry, t: Tick, role: str, i: int) -> Carry:
         """t.dy back through a sublayer of layer i of the backward chunk."""
@@ -294,7 +291,6 @@ class Executor:
         """backward_one_kind() of the kind that the chunk has in slot i, by a branch for each kind:
         a branch that is not taken changes nothing and copies nothing."""
         index = self.choice_index(role, i, t.now.bwd_chunk, t.now.bwd_microbatch)
-        index = self.before_branch(carry, t, index)
         residuals = self.read_residuals(carry, t, role, i)
         wait_for, daux = self.wait_of_backward(t, role), jnp.float32(1 / self.run.layout.gbs)
         _, where = self.residual_shapes(role, i)
@@ -320,7 +316,6 @@ class Executor:
                 grads, dy, tokens = buffers.run_if(index == choice, change, state)
             chunk_grads = _with_entry(chunk_grads, at, grads)
         t.dy = dy
-        self.after_branch(t, dy)
         ends = tokens._asdict()
         return lambda: chunk_grads, {
             f"{end}.{op}": ends[end][op] for end in ends for op in ends[end]
@@ -337,13 +332,6 @@ class Executor:
         slot = self.placement.slots[role][i]
         index = jnp.asarray(slot.table)[collectives.axis_index("pp"), chunk]
         return jnp.where(microbatch >= 0, index, len(slot.choices))
-
-    def before_branch(self, _carry: Carry, _t: Tick, index: jax.Array) -> jax.Array:
-        """The index that a branch in the middle of a tick depends on (cpu_order.py)."""
-        return index
-
-    def after_branch(self, _t: Tick, _result: jax.Array) -> None:
-        """Called with a result of a branch in the middle of a tick."""
 
     def zero_slices(self, carry: Carry, t: Tick, i: int, zero: ZeroOverlap) -> Carry:
         """Communicates the ZeRO slices of a tick that go with layer i: weights in the warm-up,

@@ -4,18 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from maxbench.config.run import Run
-from maxbench.pipeline.cpu_order import OneStageOnCpu, PipelineOnCpu
 from maxbench.pipeline.executor import OneStage, Pipeline
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 
 
-def gradients(
-    run: Run, platform: str, w: Any, grads: Any, batch: Callable, zero: ZeroOverlap | None
-) -> Any:
+def gradients(run: Run, w: Any, grads: Any, batch: Callable, zero: ZeroOverlap | None) -> Any:
     """Gradients of the sum of transformer.loss_fn over all microbatches, for this GPU's weights.
 
     Args:
-      platform: of the devices, as jax names it.
       w: compute weights of this GPU; 'layers' in the stacks of layer_order, as
         ZeroOverlap.initial_weights returns them.
       grads: tree like w of zeros, in precision.grads.
@@ -25,7 +21,5 @@ def gradients(
       Gradients like `grads`, some of them reduced already (ZeroOverlap.reduce_rest), and this GPU's
       shares of the metrics.
     """
-    pipeline, one_stage = Pipeline, OneStage
-    if platform == "cpu":
-        pipeline, one_stage = PipelineOnCpu, OneStageOnCpu
-    return (pipeline if run.layout.pp > 1 else one_stage)(run, w, batch, zero).gradients(grads)
+    executor = Pipeline if run.layout.pp > 1 else OneStage
+    return executor(run, w, batch, zero).gradients(grads)

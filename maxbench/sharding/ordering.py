@@ -4,8 +4,7 @@ XLA's latency-hiding scheduler may move any instruction that does not depend on 
 drops optimization barriers before it schedules. Where an order matters, an instruction depends on
 a token of another one: an fp32 zero that is computed from the other's result, infinities and NaN
 included, and that XLA cannot fold. Adding it changes no value (-0 becomes 0). All functions of this
-module do nothing under enabled(False), which train.order=off sets, except serialize_on_cpu, which
-correctness needs.
+module do nothing under enabled(False), which train.order=off sets.
 
 The train step steers XLA's scheduler by this module alone. Optimization barriers elsewhere keep two
 kernels from being fused; they do not order.
@@ -41,10 +40,9 @@ def enabled(on: bool) -> Iterator[None]:
 
 def token(tree: Any) -> Token:
     """A token that is known once all arrays of the tree are computed."""
-    return _token(tree) if _enabled.get() else jnp.zeros(())
+    if not _enabled.get():
+        return jnp.zeros(())
 
-
-def _token(tree) -> Token:
     def one(x):
         first = x[(0,) * x.ndim]
         if x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -122,18 +120,6 @@ grad_after_wgrads.defvjp(
     lambda x: (grad_after_wgrads(x), None),
     lambda _, cotangents: (after(cotangents[0], cotangents[1][2]),),
 )
-
-
-def serialize_on_cpu(before: Any, indices: Any) -> Any:
-    """On XLA:CPU, `indices` are known only after `before`; elsewhere they are returned unchanged.
-
-    XLA:CPU runs a branch and a collective that do not depend on each other concurrently, in another
-    order on each device, and then deadlocks.
-    """
-    ordered = lambda t, indices: jax.tree.map(lambda n: n + t.astype(n.dtype), indices)
-    return lax.platform_dependent(
-        _token(before), indices, cpu=ordered, default=lambda t, indices: indices
-    )
 
 
 class Tokens:

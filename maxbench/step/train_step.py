@@ -365,7 +365,7 @@ class Step:
         zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
         if run.train.overlapped:
             microbatch = functools.partial(data.microbatch, run, batch)
-            return gradients(run, self.platform, w, zeros, microbatch, overlap)
+            return gradients(run, w, zeros, microbatch, overlap)
 
         def accumulate(accumulators, micro):
             tokens_bt, targets_bt, *after = data.microbatch(run, batch, micro)

@@ -1,16 +1,13 @@
 """Rehearsals: rows of the recipe tables with each mesh axis at most 2 and toy sizes."""
 
 import functools
-import itertools
 import json
-import pathlib
 from typing import NamedTuple
 
 import pytest
 
 from maxbench.config import command_line, layout_table
 from maxbench.config.run import Run
-from maxbench.cost_model import hlo
 from maxbench.run import loop
 from maxbench.sharding.mesh import make_mesh
 from maxbench.step.train_step import Step
@@ -63,54 +60,15 @@ def trained() -> Rehearsal:
     return rehearsals(workload)[name]
 
 
-@pytest.fixture(scope="module")
-def pipeline_with_experts(tmp_path_factory) -> Run:
-    """The run of TRAINED, with all axes at once. Both tests compile it, the second from cache."""
-    out = str(tmp_path_factory.mktemp("rehearsal"))
+@pytest.mark.exhaustive
+def test_row_trains(tmp_path):
+    """The run of TRAINED, with all axes at once."""
     words = ["--config", "configs/grok1_314b.py:rehearse", *trained().flags]
-    return command_line.run_of([*words, "--steps", "2", "--seq", "16", "--output_dir", out])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("pipeline_with_experts")
-def test_collectives_on_a_cpu_are_ordered(pipeline_with_experts):
-    """Branches and loops with collectives depend on every other collective, or it on them.
-
-    XLA:CPU would run independent ones in another order on each device, and deadlock.
-    """
-    run = pipeline_with_experts
-    program = hlo.parse(Step(run, make_mesh(run.layout)).compile()[0].as_text())
-
-    @functools.cache
-    def computation_communicates(name):
-        return any(map(communicates, program.computations[name].ops))
-
-    def communicates(op):
-        called = [*op.branches, *map(op.attr, ("body", "calls", "to_apply"))]
-        return op.base in hlo.COLLECTIVES or any(computation_communicates(c) for c in called if c)
-
-    branches = 0
-    for computation in program.computations.values():
-        communicating = [op for op in computation.ops if communicates(op)]
-        names = {op.name for op in communicating}
-        predecessors: dict[str, set[str]] = {}  # communicating ops that an op depends on
-        for op in computation.ops:
-            needs = [predecessors[x] | ({x} & names) for x in op.operands]
-            predecessors[op.name] = set().union(*needs)
-        for a, b in itertools.combinations(communicating, 2):
-            both_plain = a.base in hlo.COLLECTIVES and b.base in hlo.COLLECTIVES
-            ordered = a.name in predecessors[b.name] or b.name in predecessors[a.name]
-            assert both_plain or ordered, (a, b)
-        control_flow = [op for op in communicating if op.opcode in ("conditional", "while")]
-        branches += sum(not program.counts(op) for op in control_flow)
-    assert branches >= 3  # of the embedding, its gradient, the loss
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("pipeline_with_experts")
-def test_row_trains(pipeline_with_experts):
-    run, expected = pipeline_with_experts, trained().run
+    run = command_line.run_of(
+        [*words, "--steps", "2", "--seq", "16", "--output_dir", str(tmp_path)]
+    )
+    expected = trained().run
     assert (run.layout, run.model) == (expected.layout, expected.model)
     assert loop.train(run) == 0
-    result = json.loads(next(pathlib.Path(run.output.dir).rglob("result.json")).read_text())
+    result = json.loads(next(tmp_path.rglob("result.json")).read_text())
     assert (result["status"], result["steps_done"]) == ("done", 2)
