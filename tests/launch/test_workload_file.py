@@ -106,7 +106,7 @@ def test_files_with_equal_names_are_chosen_by_path(clone):
     twin = clone / "configs" / "twin.py"
     shutil.copy(clone / "configs" / "copy.py", twin)
     env = plain_env(MODEL="madeup", PYTHONPATH=str(clone))
-    command = ["launch/launch.sh", "--dry-run"]
+    command = ["launch/launch.sh", "--dry_run"]
     done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     both = "configs/copy.py and configs/twin.py"
