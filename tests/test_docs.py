@@ -157,8 +157,8 @@ def dry(env: dict[str, str], words: list[str], monkeypatch, capsys) -> None:
             env = {"RUN_CONF_IMAGE": "a/b"} | env  # `maxbench cluster` asks for it
         for variable, value in (SUBMITS | env).items():
             monkeypatch.setenv(variable, value)
-        flags = [flag for flag in flags if flag not in ("--dry-run", "--wait")]
-        assert entry.run("launch", ["--dry-run", *flags]) == 0, capsys.readouterr().err
+        flags = [flag for flag in flags if flag not in ("--dry_run", "--wait")]
+        assert entry.run("launch", ["--dry_run", *flags]) == 0, capsys.readouterr().err
         return
     command = Plan.taking(flags) if name == "plan" else COMMANDS[name]
     asked = command_line.read(command, ["maxbench", *flags])
