@@ -119,7 +119,7 @@ def overview(run: Run) -> terminal.Parts:
         rows |= {"memory": memory_estimate(run), "published": published_figure(run)}
     else:
         rows["published"] = "no figure for a run of toy size"
-    if without_effect := ineffective.reasons(run).values():
+    if without_effect := ineffective.of_a_file(run):
         texts = [text.partition("; use")[0] for text in without_effect]
         rows["no effect"] = "; ".join(texts).replace(" has no effect", "")
     rows["results"] = f"{folders.run_folder(run, run.output.stamp).parent}/"
