@@ -19,6 +19,8 @@ from maxbench.metrics import flops
 from maxbench.run import terminal
 from maxbench.run_logs import folders
 
+MEMORY_ERROR = 0.2  # of memory_estimate(), of the compiled memory, at most on docs/plan.csv
+
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 the run failed, 75 stopped by SIGTERM or a hang, 130
@@ -133,7 +135,8 @@ def memory_estimate(run: Run) -> str:
 
     needed = search.estimate_bytes(run) + memory.activation_bytes(run)
     available = memory.capacity(run.gpu)
-    verdict = "" if needed <= available else ": does not fit"
+    surely = needed > available * (1 + MEMORY_ERROR)
+    verdict = "" if needed <= available else ": does not fit" if surely else ": may not fit"
     return (
         f"about {needed / 2**30:.0f} of {available / 2**30:.0f} GiB per GPU, estimated{verdict}; "
         "`maxbench plan` with the same flags compiles the step"

@@ -95,7 +95,10 @@ def test_invalid_file_of_jobs_is_refused(tmp_path, text, message):
     ("expect", "message"),
     [
         ("", "job 1: no expectation is set; [expect] published = 0.95 sets one"),
-        ("[expect]\nshare = 1", "job 1: expect: a field='share' is not one of published, step_s, loss"),
+        (
+            "[expect]\nshare = 1",
+            "job 1: expect: a field='share' is not one of published, step_s, loss",
+        ),
         ("[expect]\npublished = -1", "job 1: expect.published=-1 must be a finite number, at"),
         ("[expect]\nloss = true", "job 1: expect.loss=True must be a finite number"),
     ],
