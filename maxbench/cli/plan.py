@@ -85,7 +85,7 @@ def plan_and_draw(
     """
     curves = command_line.writable("scaling", asked.scaling, ".svg")
     timeline = command_line.writable("timeline", asked.timeline, ".json")
-    from maxbench.planning import result, scaling, svg
+    from maxbench.planning import drawings, result, scaling
 
     plans = result.plan_of(asked)
     written = []
@@ -94,7 +94,7 @@ def plan_and_draw(
             scaling.draw(plans.best, dict(plans.curves), curves)
             written.append(("scaling", curves))
         if timeline:
-            written += [("timeline", path) for path in svg.draw(plans.best, str(timeline))]
+            written += [("timeline", path) for path in drawings.draw(plans.best, str(timeline))]
     except OSError as e:
         raise UserError(
             f"{e.filename or curves or timeline} cannot be written: {e.strerror}"
