@@ -20,7 +20,7 @@ from maxbench.config import options
 
 if TYPE_CHECKING:
     from maxbench.planning.program_result import ProgramResult
-    from maxbench.planning.result import PlanResult
+    from maxbench.planning.run_result import PlanResult
     from maxbench.reporting.build_report import Report
     from maxbench.reporting.sweep import Sweep
     from maxbench.run.subprocess_run import TrainResult

@@ -22,7 +22,7 @@ from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import records
-from maxbench.planning import result
+from maxbench.planning import run_result
 from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
@@ -87,7 +87,7 @@ import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - bef
 assert {n for n in new if n.startswith("maxbench")} == {"maxbench"}, new
 assert {"plan", "train", "report", "sweep"} <= {*dir(maxbench)}
 import maxbench.calibration.from_runs, maxbench.cli.plan, maxbench.cli.train, maxbench.cli.report
-import maxbench.cli.calibrate, maxbench.planning.result, maxbench.reporting.build_report
+import maxbench.cli.calibrate, maxbench.planning.run_result, maxbench.reporting.build_report
 import maxbench.run.subprocess_run, maxbench.plan, maxbench.train, maxbench.report, types
 assert "jax" not in sys.modules
 functions = [maxbench.plan, maxbench.train, maxbench.report, maxbench.sweep]
@@ -189,7 +189,7 @@ def test_no_call_is_parsed_from_words(monkeypatch, tmp_path):
     """Nor by the process that trains, whose options and outcome are files."""
     monkeypatch.setattr(command_line, "read", None)
     asked = []
-    monkeypatch.setattr(result, "plan_of", asked.append)
+    monkeypatch.setattr(run_result, "plan_of", asked.append)
     maxbench.plan("llama31_8b", gpus=8, compiled=3)
     assert asked[0].changed() == {"config": "llama31_8b", "gpus": 8, "compiled": 3}
     log = tmp_path / "log-pretrain_llama31_8b_bf16_8.out"
@@ -252,9 +252,9 @@ def test_run_that_does_not_start_raises_its_reason(monkeypatch, tmp_path):
 def test_cluster_options_hold_for_one_plan(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        result,
+        run_result,
         "plan_of",
-        lambda asked: seen.append(result.run_of(asked)[0].gpu.network_gbytes_per_s),
+        lambda asked: seen.append(run_result.run_of(asked)[0].gpu.network_gbytes_per_s),
     )
     maxbench.plan("llama31_8b", gpus=8, network_gbytes_per_s=25)
     maxbench.plan("llama31_8b", gpus=8)
