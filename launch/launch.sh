@@ -10,7 +10,7 @@
 #
 #   DTYPE=fp8 MODEL_SIZE=8b JOB_TOTAL_GPUS=8 launch/launch.sh            submits
 #   MODEL=llama2 sbatch -A acct -p batch -N 8 launch/launch.sh
-#   launch/launch.sh --dry-run                    prints the sbatch script and the train command
+#   launch/launch.sh --dry_run                    prints the sbatch script and the train command
 #   launch/launch.sh --wait -- --layers 8         waits for the end; passes flags to the trainer
 #   launch/launch.sh --file jobs.toml             submits the jobs of a file
 #   launch/launch.sh --suite suite.toml           the same, with expected results for the report

@@ -1,19 +1,30 @@
 """How fast does a cluster pre-train large language models, and is that as fast as it should be?
 
-The Python API: plan(), plan_program(), search_program(), train(), report() and sweep();
-docs/how-to/use_from_python.md.
+The Python API: plan(), plan_program(), search_program(), train(), report() and sweep(), which raise
+UserError for invalid arguments; docs/how-to/use_from_python.md.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from maxbench.api import plan, plan_program, report, search_program, sweep, train
+    from maxbench.config.errors import UserError
 
-__all__ = ["plan", "plan_program", "report", "search_program", "sweep", "train"]
+    __version__: str
+
+__all__ = ["UserError", "plan", "plan_program", "report", "search_program", "sweep", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of api.py, which is loaded when the first of them is used."""
+    """The functions of api.py, which is loaded when the first of them is used; the version."""
+    if name == "__version__":
+        from maxbench.host import environment
+
+        return environment.version("maxbench")
+    if name == "UserError":
+        from maxbench.config.errors import UserError
+
+        return UserError
     if name in __all__:
         from maxbench import api
 

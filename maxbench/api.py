@@ -20,7 +20,7 @@ from maxbench.config import options
 
 if TYPE_CHECKING:
     from maxbench.planning.program_result import ProgramResult
-    from maxbench.planning.result import PlanResult
+    from maxbench.planning.run_result import PlanResult
     from maxbench.reporting.build_report import Report
     from maxbench.reporting.sweep import Sweep
     from maxbench.run.subprocess_run import TrainResult
@@ -191,9 +191,9 @@ def sweep(
       kind: 'plan' or 'train', the function that is called.
       config: one workload or several.
       layouts: keywords that vary together, [{'fsdp': 8}, {'fsdp': 4, 'tp': 2}].
-      settings: any other setting by its path; a list is tried value by value.
+      settings: any other setting by its path; a list, tuple or array is tried value by value.
       show: print a line for each combination that is done.
-      values: all other keywords are those of plan() or train(); a list is tried value by value.
+      values: all other keywords are those of plan() or train(); likewise.
 
     Returns:
       A row per combination.

@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
+from importlib import metadata
 
 import nbformat
 import numpy
@@ -20,7 +22,7 @@ from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import records
-from maxbench.planning import result
+from maxbench.planning import run_result
 from maxbench.reporting import sweep as reporting_sweep
 from maxbench.run import subprocess_run
 from tests.conftest import KEPT_FIGURES_JAX, processes, resolve
@@ -85,7 +87,7 @@ import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - bef
 assert {n for n in new if n.startswith("maxbench")} == {"maxbench"}, new
 assert {"plan", "train", "report", "sweep"} <= {*dir(maxbench)}
 import maxbench.calibration.from_runs, maxbench.cli.plan, maxbench.cli.train, maxbench.cli.report
-import maxbench.cli.calibrate, maxbench.planning.result, maxbench.reporting.build_report
+import maxbench.cli.calibrate, maxbench.planning.run_result, maxbench.reporting.build_report
 import maxbench.run.subprocess_run, maxbench.plan, maxbench.train, maxbench.report, types
 assert "jax" not in sys.modules
 functions = [maxbench.plan, maxbench.train, maxbench.report, maxbench.sweep]
@@ -139,6 +141,10 @@ def test_type_checkers_see_the_keywords(tmp_path):
         "mb.train('llama31_8b:tiny', stepz=8)\n"
         "mb.report(['a', 'b'], window=(1, 2)).rows\n"
         "mb.plan()\n"
+        "try:\n"
+        "    mb.__version__.encode()\n"
+        "except mb.UserError as e:\n"
+        "    e.arg\n"
     )
     words = ["-m", "mypy", "--no-error-summary", "--cache-dir", str(tmp_path / "cache")]
     words += ["--follow-imports=silent", "--config-file=pyproject.toml", "notebook.py"]
@@ -151,7 +157,17 @@ def test_type_checkers_see_the_keywords(tmp_path):
         ("3", "arg-type"),
         ("4", "call-arg"),
         ("6", "call-arg"),
+        ("10", "attr-defined"),
     ], done.stdout + done.stderr
+
+
+def test_the_package_has_its_version_and_its_types():
+    """Type checkers read the types of an installed package where it has a py.typed."""
+    assert maxbench.__version__ == metadata.version("maxbench")
+    assert maxbench.UserError is UserError
+    data = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in data["package-data"]["maxbench"]
+    assert pathlib.Path("maxbench/py.typed").exists()
 
 
 def test_options_are_the_run_that_the_command_line_describes():
@@ -173,7 +189,7 @@ def test_no_call_is_parsed_from_words(monkeypatch, tmp_path):
     """Nor by the process that trains, whose options and outcome are files."""
     monkeypatch.setattr(command_line, "read", None)
     asked = []
-    monkeypatch.setattr(result, "plan_of", asked.append)
+    monkeypatch.setattr(run_result, "plan_of", asked.append)
     maxbench.plan("llama31_8b", gpus=8, compiled=3)
     assert asked[0].changed() == {"config": "llama31_8b", "gpus": 8, "compiled": 3}
     log = tmp_path / "log-pretrain_llama31_8b_bf16_8.out"
@@ -236,9 +252,9 @@ def test_run_that_does_not_start_raises_its_reason(monkeypatch, tmp_path):
 def test_cluster_options_hold_for_one_plan(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        result,
+        run_result,
         "plan_of",
-        lambda asked: seen.append(result.run_of(asked)[0].gpu.network_gbytes_per_s),
+        lambda asked: seen.append(run_result.run_of(asked)[0].gpu.network_gbytes_per_s),
     )
     maxbench.plan("llama31_8b", gpus=8, network_gbytes_per_s=25)
     maxbench.plan("llama31_8b", gpus=8)
@@ -272,6 +288,24 @@ def test_sweep_calls_every_combination_and_keeps_errors(monkeypatch, capsys):
     assert last.split() == ["b<i>", "2", "16", "4", "KeyError:", "'tp'"]
     assert "8 of 8: config=b<i> tp=2" in capsys.readouterr().out
     assert "b&lt;i&gt;" in sweep._repr_html_()
+
+
+def test_values_of_a_sweep_are_lists_tuples_ranges_and_arrays(monkeypatch):
+    """A tuple is one value where the setting is a tuple; an array has values of Python."""
+    calls = []
+    monkeypatch.setattr(api, "plan", lambda **point: calls.append(point))
+    values = {
+        "gpus": (8, 16), "layers": range(2, 4), "tp": numpy.array([1, 2]), "mbs": numpy.int64(4)
+    }  # fmt: skip
+    settings = {"optim.lr": numpy.float64(0.5), "train.window": (1, 4)}
+    settings["train.collective_combine_bytes"] = [(1, 2, 3), (4, 5, 6)]
+    maxbench.sweep("plan", ("a", "b"), settings=settings, show=False, **values)
+    assert len(calls) == 2**5
+    last = {"config": "b", "gpus": 16, "layers": 3, "tp": 2, "mbs": 4}
+    settings = {"optim.lr": 0.5, "train.window": (1, 4)}
+    settings["train.collective_combine_bytes"] = (4, 5, 6)
+    assert calls[-1] == last | {"settings": settings}
+    assert {type(calls[-1][name]) for name in values} == {int}
 
 
 def test_tables_escape_and_frames_need_pandas(monkeypatch):

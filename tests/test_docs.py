@@ -19,7 +19,7 @@ from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.metrics import flops
-from maxbench.planning import planner, result
+from maxbench.planning import planner, run_result
 from tests.conftest import train_command
 from tests.launch.test_launch import plain_env
 from tools import doc_samples, pictures, reference_pages
@@ -157,8 +157,8 @@ def dry(env: dict[str, str], words: list[str], monkeypatch, capsys) -> None:
             env = {"RUN_CONF_IMAGE": "a/b"} | env  # `maxbench cluster` asks for it
         for variable, value in (SUBMITS | env).items():
             monkeypatch.setenv(variable, value)
-        flags = [flag for flag in flags if flag not in ("--dry-run", "--wait")]
-        assert entry.run("launch", ["--dry-run", *flags]) == 0, capsys.readouterr().err
+        flags = [flag for flag in flags if flag not in ("--dry_run", "--wait")]
+        assert entry.run("launch", ["--dry_run", *flags]) == 0, capsys.readouterr().err
         return
     command = Plan.taking(flags) if name == "plan" else COMMANDS[name]
     asked = command_line.read(command, ["maxbench", *flags])
@@ -168,8 +168,8 @@ def dry(env: dict[str, str], words: list[str], monkeypatch, capsys) -> None:
     elif isinstance(asked, Plan) and asked.schedule:
         assert plan_command.schedule(asked)
     elif isinstance(asked, Plan):
-        run, candidates = result.run_of(asked)
-        assert not result.search.why_it_cannot_fit(run) or candidates
+        run, candidates = run_result.run_of(asked)
+        assert not run_result.search.why_it_cannot_fit(run) or candidates
         command_line.writable("timeline", asked.timeline, ".json")
         if asked.as_published:
             planner.as_published(run)
@@ -206,7 +206,7 @@ def test_flags_of_the_plan_page_are_valid():
     for flag in found:
         if flag.startswith("--") and (" " in flag or "=" in flag):
             words = ["maxbench", *f"--config llama2_70b --gpus 128 {flag}".split()]
-            result.run_of(command_line.read(COMMANDS["plan"], words))
+            run_result.run_of(command_line.read(COMMANDS["plan"], words))
 
 
 @pytest.mark.gpu_compile

@@ -29,7 +29,7 @@ PLAN = "maxbench plan --config llama2_70b --gpus 128"
 SHOWN = (
     r"maxbench (plan|configs)\b",
     r"maxbench train .*--dry_run$",
-    r".*launch(/launch\.sh)? --dry-run\b",
+    r".*launch(/launch\.sh)? --dry_run\b",
 )
 # Lines that differ from run to run, which no sample has.
 VOLATILE = re.compile(r"compiled in|experiments/|submitted|saved")

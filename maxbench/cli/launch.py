@@ -23,7 +23,7 @@ HELP = """\
 Checks the variables of launch.sh, writes the job scripts and submits them.
 
   launch/launch.sh                     submits the run, and a job each for profile and trace
-  launch/launch.sh --dry-run           prints the exact scripts and commands
+  launch/launch.sh --dry_run           prints the exact scripts and commands
   launch/launch.sh --wait              submits, then waits for the end
   launch/launch.sh --file jobs.toml    submits the jobs of a file, largest first
   launch/launch.sh --suite FILE        the same, with expected results for maxbench report --suite

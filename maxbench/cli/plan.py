@@ -17,7 +17,7 @@ from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
 
 if TYPE_CHECKING:
-    from maxbench.planning.result import PlanResult
+    from maxbench.planning.run_result import PlanResult
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.schedule:
         print(schedule(asked))
         return FITS
-    from maxbench.planning.result import CannotFit
+    from maxbench.planning.run_result import CannotFit
 
     try:
         plans, written = plan_and_draw(asked)
@@ -85,16 +85,16 @@ def plan_and_draw(
     """
     curves = command_line.writable("scaling", asked.scaling, ".svg")
     timeline = command_line.writable("timeline", asked.timeline, ".json")
-    from maxbench.planning import result, scaling, svg
+    from maxbench.planning import drawings, run_result, scaling
 
-    plans = result.plan_of(asked)
+    plans = run_result.plan_of(asked)
     written = []
     try:
         if curves:
             scaling.draw(plans.best, dict(plans.curves), curves)
             written.append(("scaling", curves))
         if timeline:
-            written += [("timeline", path) for path in svg.draw(plans.best, str(timeline))]
+            written += [("timeline", path) for path in drawings.draw(plans.best, str(timeline))]
     except OSError as e:
         raise UserError(
             f"{e.filename or curves or timeline} cannot be written: {e.strerror}"
@@ -110,9 +110,9 @@ def schedule(asked: options.Plan) -> str:
     """
     from maxbench.pipeline import tick_order
     from maxbench.pipeline.schedule import schedule_for
-    from maxbench.planning import result
+    from maxbench.planning import run_result
 
-    run, _ = result.run_of(asked, schedule=True)
+    run, _ = run_result.run_of(asked, schedule=True)
     if run.layout.pp == 1:
         raise UserError("--schedule draws a pipeline, and pp=1 has none; use --pp 2 or more")
     ticks = schedule_for(run).render(shutil.get_terminal_size((120, 24)).columns)

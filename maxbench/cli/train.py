@@ -19,6 +19,8 @@ from maxbench.metrics import flops
 from maxbench.run import terminal
 from maxbench.run_logs import folders
 
+MEMORY_ERROR = 0.2  # of memory_estimate(), of the compiled memory, at most on docs/plan.csv
+
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 the run failed, 75 stopped by SIGTERM or a hang, 130
@@ -119,7 +121,7 @@ def overview(run: Run) -> terminal.Parts:
         rows |= {"memory": memory_estimate(run), "published": published_figure(run)}
     else:
         rows["published"] = "no figure for a run of toy size"
-    if without_effect := ineffective.reasons(run).values():
+    if without_effect := ineffective.of_a_file(run):
         texts = [text.partition("; use")[0] for text in without_effect]
         rows["no effect"] = "; ".join(texts).replace(" has no effect", "")
     rows["results"] = f"{folders.run_folder(run, run.output.stamp).parent}/"
@@ -133,7 +135,8 @@ def memory_estimate(run: Run) -> str:
 
     needed = search.estimate_bytes(run) + memory.activation_bytes(run)
     available = memory.capacity(run.gpu)
-    verdict = "" if needed <= available else ": does not fit"
+    surely = needed > available * (1 + MEMORY_ERROR)
+    verdict = "" if needed <= available else ": does not fit" if surely else ": may not fit"
     return (
         f"about {needed / 2**30:.0f} of {available / 2**30:.0f} GiB per GPU, estimated{verdict}; "
         "`maxbench plan` with the same flags compiles the step"

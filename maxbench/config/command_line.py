@@ -57,8 +57,8 @@ def _parse(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     """
     fv.set_gnu_getopt()  # flags may follow paths
     cut = argv.index("--") if "--" in argv else len(argv)
-    same = lambda flag: f"--{flag[0][2:].replace('-', '_')}"  # --dry-run is --dry_run
-    words = [re.sub(r"^--[\w-]+", same, word) for word in argv[:cut]]
+    spelled = lambda flag: f"--{_spelled(flag[1], fv)}"
+    words = [re.sub(r"^--([\w.-]+)", spelled, word) for word in argv[:cut]]
     try:
         rest = fv([*words, *argv[cut:]], known_only=True)
     except (flags.Error, ValueError) as e:  # ValueError: --flagfile may name any file
@@ -72,6 +72,12 @@ def _parse(fv: flags.FlagValues, argv: Sequence[str]) -> list[str]:
         hint = options.did_you_mean(f"--{name}", [f"--{flag}" for flag in fv])
         raise UserError(f"unknown flag {name!r}{hint}")
     return rest[1:cut] + rest[cut + 1 :]
+
+
+def _spelled(name: str, known: flags.FlagValues) -> str:
+    """A flag's name for its alias: dry_run for dry-run, nowait for no-wait."""
+    name = name.replace("-", "_")
+    return name.replace("no_", "no", 1) if name.removeprefix("no_") in known else name
 
 
 def words_of(asked: RunOptions) -> list[str]:

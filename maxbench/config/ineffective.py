@@ -1,11 +1,13 @@
 """Settings that have no effect in a run.
 
 Set by the command line, the launcher or the Python API, such a setting is refused. A workload file
-may hold settings for runs of another layout or number format: the run's log names them.
+may hold settings for runs of another layout or number format: the run's log names those of a file
+that is not of configs/.
 """
 
 from collections.abc import Callable, Iterable
 
+from maxbench.config import recipes
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import SCALINGS
 from maxbench.config.run import Run
@@ -39,6 +41,22 @@ def reasons(run: Run) -> dict[str, str]:
             shown = repr(value) if isinstance(value, str) else value
             texts[path] = f"{path}={shown} has no effect: {reason}"
     return texts
+
+
+def of_a_file(run: Run) -> list[str]:
+    """The texts of reasons() without those of values that a file of configs/ has, which are for the
+    layouts of its table."""
+    size, *presets = run.model.size.split("-")
+    files = [recipes.workloads()[path] for path in recipes.find_workloads(run.model.name, size)]
+    parts = [part for w in files for part in (w, *(w.known[p] for p in presets if p in w.known))]
+    parts += [w.fp8 for w in files if run.precision.dtype == "fp8"]
+
+    def is_ours(path: str) -> bool:
+        section, _, name = path.partition(".")
+        value = getattr(getattr(run.config, section), name)
+        return any(value == part.get(section, {}).get(name) for part in parts)
+
+    return [text for path, text in reasons(run).items() if not is_ours(path)]
 
 
 def _unroll_layers(run: Run) -> str:

@@ -530,7 +530,7 @@ class Launch(Options, title="options"):
     """Builds the jobs of a run on a cluster from variables, and submits them."""
 
     OWN_HELP = True
-    EXAMPLES = ("MODEL_SIZE=8b JOB_TOTAL_GPUS=8 maxbench launch --dry-run",)
+    EXAMPLES = ("MODEL_SIZE=8b JOB_TOTAL_GPUS=8 maxbench launch --dry_run",)
     dry_run: bool = option("print the exact scripts and commands", False)
     wait: bool = option("submit, then wait for the end", False)
     file: str = option("file of jobs, submitted largest first", "")

@@ -236,7 +236,8 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
     model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
     model["window"] = min(model["window"], TOY_WINDOW)
     model["layer_groups"] = _toy_groups(model)
-    model["rope_context"] = min(model["rope_context"], 16)  # so that rope scaling has an effect
+    if model["rope_factor"] != 1:  # so that it has an effect
+        model["rope_context"] = min(model["rope_context"], 16)
     if axes:
         sequences = lambda: layout["mbs"] * layout["dp"] * layout["fsdp"] * layout["ep"]
         microbatches = max(1, (layout["gbs"] or 0) // sequences())

@@ -443,7 +443,7 @@ def _from_dict(raw: Any) -> Sublayer | None:
     check_choice("kind of a sublayer", kind := values.pop("kind", None), REGISTRY)
     names = [f.name for f in dataclasses.fields(REGISTRY[kind]) if f.init]
     for name in values:
-        check_choice(f"a field of {kind}", name, names)
+        check_choice(f"{kind}: a field", name, names)
     return REGISTRY[kind](**values)
 
 

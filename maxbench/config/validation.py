@@ -133,7 +133,7 @@ def parse_fields(
     fields = {f.name: f for f in dataclasses.fields(cls)}
     parsed = {}
     for name, value in values.items():
-        check_choice(f"a field of {prefix.rstrip('.')}" if prefix else "a field", name, fields)
+        check_choice(f"{prefix.rstrip('.')}: a field" if prefix else "a field", name, fields)
         field = fields[name]
         kind, constraints = (kinds or {}).get(field.type, (field.type, field.metadata))
         parsed[name] = parse(prefix + name, kind, value, constraints)

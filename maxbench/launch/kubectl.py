@@ -70,7 +70,7 @@ class Client:
         if not shutil.which("kubectl"):
             raise UserError(
                 "kubectl is not on PATH: install it (it needs no other program), or submit from a "
-                "machine that has it; --dry-run prints the manifest without it"
+                "machine that has it; --dry_run prints the manifest without it"
             )
         names, why = self.run("api-resources", "--api-group=jobset.x-k8s.io", "-o", "name")
         if why:

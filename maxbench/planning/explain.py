@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +15,10 @@ from maxbench.planning.prediction import Prediction
 from maxbench.terminal import console
 
 SHOWN = 20  # rows of the table of operations
-NAME, SHAPE, SOURCE, END = 22, 21, 14, 19  # columns of names; the tables fit 100 columns
+NAME, SHAPE, SOURCE = 22, 21, 14  # columns of names; the tables fit 100 columns
+COLLECTIVE, END = 28, 17
+ABBREVIATED = {"forward": "fwd", "backward": "bwd", "recomputed": "remat"}
+START = re.compile(r"([\w-]+, )?((fwd|bwd|remat) )?")  # of a name, which stays
 LARGE = 0.003  # of the step, that a segment of a bar has
 LEAST = 5e-4  # of the step, that a row of the other tables has
 FUNCTION = r"\.?<\w+>|\.__call__"  # parts of a function's name that say nothing
@@ -139,8 +143,8 @@ class Explanation(records.Records):
             heads = ["exposed", "shape", "after", "before", "s"]
             large = [x for x in self.exposed if x.seconds > LEAST * self.step_s]
             rows = [
-                [_end(f"{x.kind}, {x.name}", NAME), _start(x.shape, SHAPE), _end(x.after, END),
-                 _end(x.before, END), self.plan.text_s(x.seconds)]
+                [_end(f"{x.kind}, {x.name}", COLLECTIVE), _start(x.shape, SHAPE),
+                 _end(x.after, END), _end(x.before, END), self.plan.text_s(x.seconds)]
                 for x in large
             ]  # fmt: skip
             if small := self.exposed[len(large) :]:
@@ -164,7 +168,7 @@ class Explanation(records.Records):
         return tables
 
     def _share(self, seconds: float) -> list[str]:
-        return [self.plan.text_s(seconds), f"{seconds / self.step_s:.1%}"]
+        return [self.plan.text_s(seconds), console.share(seconds / self.step_s)]
 
     def __str__(self) -> str:
         width = console.terminal_width()
@@ -242,6 +246,12 @@ def _in_package(file: str) -> str:
     return re.sub(r".*/(?:maxbench|site-packages)/", "", file)
 
 
+def _function(frame: hlo.Frame) -> str:
+    """'loss/chunk': module and function of a frame, without classes, lambdas and underscores."""
+    function = re.sub(FUNCTION, "", frame.function).rpartition(".")[2].lstrip("_")
+    return "/".join(filter(None, [pathlib.PurePath(frame.file).stem, function]))
+
+
 def _file_name(source: str) -> str:
     """'layers.py:243' of a source line; the folder of an __init__.py stays."""
     return re.sub(r".*/(?!__init__)", "", source)
@@ -252,11 +262,15 @@ def _start(text: str, width: int) -> str:
 
 
 def _end(text: str, width: int) -> str:
-    """The pass that a text begins with, if any, and its end, which tells most."""
-    first, _, rest = text.partition(" ")
-    if first in op_names.PASSES.values() and len(text) > width:
-        return f"{first} {_end(rest, width - len(first) - 1)}"
-    return text if len(text) <= width else f"…{text[1 - width :]}"
+    """A name as a cell: if it is too long, its pass is abbreviated; then its middle is left out,
+    because the collective and the pass that it begins with, and its end, tell most."""
+    if len(text) <= width:
+        return text
+    for which, short in ABBREVIATED.items():
+        text = text.replace(f"{which} ", f"{short} ")
+    start = START.match(text)[0]  # type: ignore[index]  # it matches any text
+    start = start if len(start) < width - 5 else ""
+    return text if len(text) <= width else f"{start}…{text[len(start) + 1 - width :]}"
 
 
 def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -315,7 +329,7 @@ class _Explainer:
         name = self.names.module(self._full_name(where, op))
         if not name and frame:
             which = op_names.pass_of(self._full_name(where, op))
-            name = f"{which} {re.sub(FUNCTION, '', frame.function)}".strip()
+            name = f"{which} {_function(frame)}".strip()
         return name or op.opcode, source
 
     def _full_name(self, where: hlo.Computation, op: hlo.Op) -> str:

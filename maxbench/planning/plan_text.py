@@ -78,11 +78,12 @@ def tables(p: Prediction) -> list[str]:
     """Memory of a GPU, its communication, and the parts of the step."""
     m, parts_s, (unit, scale) = p.memory, p.parts_s, time_unit(p.step_s)
     parts = {text: parts_s.get(part, 0.0) for part, text in PARTS.items()}
-    shares = [[text, f"{s * scale:.3f}", f"{s / p.step_s:.1%}"] for text, s in parts.items() if s]
+    seconds = {text: console.fixed(s * scale, 3) for text, s in parts.items() if s}
+    shares = [[text, s, console.share(parts[text] / p.step_s)] for text, s in seconds.items()]
     sizes = m.parts | {"total": m.total, "capacity": m.capacity}
     sizes |= {"in host memory": p.compiled.host} if p.compiled.host else {}
     head, whole = ("GiB", GIB) if m.total >= GIB else ("MiB", GIB / 1024)
-    rows = [[name, f"{size / whole:.2f}"] for name, size in sizes.items()]
+    rows = [[name, console.fixed(size / whole, 2)] for name, size in sizes.items()]
     total = ["total", f"{p.step_s * scale:.3f}", ""]
     traffic = [*_communication_table(p), ""] if p.timeline.traffic else []
     step = table(["predicted step", unit, "share"], [*shares, total])
@@ -106,7 +107,7 @@ def unknown_lines(p: Prediction) -> list[str]:
 def _unknown_line(p: Prediction, same: Sequence[Unknown]) -> str:
     x, seconds = same[0], sum(x.seconds for x in same)
     runs = sum(x.count for x in same)
-    time = f"{seconds:.3g} s ({seconds / p.step_s:.1%} of the step)"
+    time = f"{seconds:.3g} s ({console.share(seconds / p.step_s)} of the step)"
     if x.counted == "one trip":
         return f"loop {x.name} of unknown length, counted as one trip, {time}"
     if x.counted == "the longest branch":
@@ -120,11 +121,12 @@ def _communication_table(p: Prediction) -> list[str]:
     """Collectives of one GPU in a step, by kind and link."""
     unit, scale = time_unit(p.step_s)
     rows = [
-        [x.kind, x.link.axes, x.link.name, f"{round(x.count)}", f"{x.bytes / GIB:.2f}",
-         f"{x.busy_s * scale:.3f}", f"{x.exposed_s * scale:.3f}"]
+        [x.kind, x.link.axes, x.link.name, f"{round(x.count)}",
+         *map(console.fixed, (x.bytes / GIB, x.busy_s * scale, x.exposed_s * scale), (2, 3, 3))]
         for x in sorted(p.timeline.traffic.values(), key=lambda x: -x.busy_s)
     ]  # fmt: skip
-    heads = ["communication of one GPU", "over", "link", "times", "GiB", f"busy {unit}", "exposed"]
+    heads = ["communication of one GPU", "over", "link", "times", "GiB"]
+    heads += [f"busy {unit}", f"exposed {unit}"]
     return table(heads, rows, text=(0, 1, 2))
 
 

@@ -14,6 +14,7 @@ from maxbench.cost_model.simulate import Timeline
 from maxbench.evidence.error_band import ErrorBand
 from maxbench.hardware.gpus import Efficiency, Gpu
 from maxbench.planning.op_names import OpNames
+from maxbench.terminal import console
 
 SENSITIVITY = {  # part of the cluster -> fields of Efficiency
     "network bandwidth": ("network",),
@@ -95,7 +96,7 @@ class Prediction(abc.ABC):
 
     def text_s(self, seconds: float) -> str:
         """Seconds of the step as text, with three digits more where the step is short."""
-        return f"{seconds:.{3 if self.step_s >= 0.1 else 6}f}"
+        return console.fixed(seconds, 3 if self.step_s >= 0.1 else 6)
 
     @property
     def fits(self) -> bool:

@@ -18,7 +18,7 @@ from maxbench.cost_model import compile_cache, hlo_files
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import Gpu
 from maxbench.host import environment
-from maxbench.planning import plan_text, programs, results, svg
+from maxbench.planning import drawings, plan_text, programs, results, svg
 from maxbench.planning.programs import Cluster, ProgramPlan
 from maxbench.terminal import console
 
@@ -175,10 +175,10 @@ def draw(result: ProgramResult, asked: ProgramOptions) -> list[tuple[str, pathli
     if asked.scaling:
         path = pathlib.Path(asked.scaling)
         line = {n: 1 / p.step_s for n, p in result.points.items()}
-        path.write_text(svg.curves(result.best.title, {"steps/s": line}, "steps/s over GPUs"))
+        path.write_text(svg.curves(result.best.title, {"steps/s": line}, "steps/s"))
         written.append(("scaling", path))
     if asked.timeline:
-        written += [("timeline", path) for path in svg.draw(result.best, asked.timeline)]
+        written += [("timeline", path) for path in drawings.draw(result.best, asked.timeline)]
     return written
 
 

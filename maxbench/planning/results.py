@@ -10,6 +10,7 @@ from maxbench.cost_model.memory import GIB
 from maxbench.metrics import records
 from maxbench.planning import explain, plan_text
 from maxbench.planning.prediction import FACTORS, Prediction
+from maxbench.terminal import console
 
 Planned = TypeVar("Planned", bound=Prediction)
 
@@ -95,8 +96,9 @@ class Result(records.Records, abc.ABC, Generic[Planned]):
         p, f, forms = self.best, self.figures, {"mfu_full": ".1%", "spare_gib": ".1f"}
         step = {text: f["parts_s"].get(part, 0.0) for part, text in plan_text.PARTS.items()}
         sizes = {**p.memory.parts, "total": p.memory.total, "spare": p.memory.spare}
-        gib = [(name, f"{size / GIB:.2f}") for name, size in sizes.items()]
-        shares = [(text, f"{s:.3f}", f"{s / p.step_s:.1%}") for text, s in step.items() if s]
+        gib = [(name, console.fixed(size / GIB, 2)) for name, size in sizes.items()]
+        seconds = {text: p.text_s(s) for text, s in step.items() if s}
+        shares = [(text, s, console.share(step[text] / p.step_s)) for text, s in seconds.items()]
         names = [n for n in ("layout", "remat", "step_s", *forms) if n in self.records()[0]]
         form = {"step_s": ".3f", **forms}
         rows = [[format(x[name], form.get(name, "")) for name in names] for x in self.records()]

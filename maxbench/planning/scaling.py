@@ -126,11 +126,12 @@ def figures(curves: Mapping[str, Points]) -> dict:
 
 def draw(p: Plan, curves: Mapping[str, Points], path: pathlib.Path) -> None:
     """Writes a plot of tokens/s over GPUs as SVG."""
-    lines = {
+    per_gpu = Point(p.run, p.step_s, COMPILED).rate / p.run.layout.gpus
+    lines = {"linear from the plan": {n: n * per_gpu for n in curves["weak"]}}
+    lines |= {
         f"{name} scaling": {n: point.rate for n, point in points.items()}
         for name, points in curves.items()
         if points
     }
-    per_gpu = Point(p.run, p.step_s, COMPILED).rate / p.run.layout.gpus
-    lines["linear from the plan"] = {n: n * per_gpu for n in curves["weak"]}
-    path.write_text(svg.curves(plan_text.title(p.run), lines, "tokens/s over GPUs, estimates"))
+    title = f"{plan_text.title(p.run)}: weak and strong scaling"
+    path.write_text(svg.curves(title, lines, "tokens/s"))

@@ -1,29 +1,34 @@
 """Drawings of a plan as SVG: memory over a step, a pipeline's schedule, scaling curves."""
 
+import collections
 import dataclasses
-import itertools
 import math
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 
-from maxbench.cost_model import hlo
 from maxbench.cost_model.buffer_liveness import Liveness
 from maxbench.cost_model.memory import GIB
-from maxbench.pipeline.schedule import Schedule, schedule_for
-from maxbench.planning import chrome_trace, explain, planner
-from maxbench.planning.prediction import Prediction
+from maxbench.pipeline.schedule import Schedule
 
-COLORS = ("#4878a8", "#e49444", "#85b6b2", "#d1615d", "#6a9f58", "#b6992d", "#a87c9f", "#967662")
-GREY, IDLE = "#9a9a9a", "#d1615d"
-WIDTH, LEFT, TOP = 1200, 90, 40  # of a drawing; margins of its axes
+COLORS = (
+    "#4878a8", "#e49444", "#85b6b2", "#6a9f58", "#b6992d", "#a87c9f", "#967662", "#f1c8a0",
+    "#a9c6e0", "#3b5f53", "#c98bb9",
+)  # fmt: skip
+GREY, IDLE = "#9a9a9a", "#d1615d"  # everything else; time in which a GPU waits
+WIDTH, LEFT, TOP, RIGHT = 1000, 112, 40, 34  # of a drawing; margins of its axes
 HEIGHT = 400  # of the axes
 ROW = 30  # height of a stage
+OTHERS, WAITING = "others", "waiting: communication, stages, GPUs"
+WAITS = re.compile("exposed communication|pipeline idle|waiting")  # names of parts
+LEGEND = 38  # characters of a label
 MAX_TICKS = 160  # of a schedule; from a longer one the first and last are drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An SVG path `d`, filled; of kind 'line' or 'curve', stroked. The label is its tooltip."""
+    """An SVG path `d`, filled; of kind 'line', 'curve' or 'limit', stroked; of kind 'point', filled
+    in the colour of text. The label is its tooltip."""
 
     d: str
     color: str = ""
@@ -37,18 +42,22 @@ class Text:
     y: float
     text: str
     anchor: str = "start"
+    turned: bool = False  # by 90 degrees, to be read from below
 
 
-def svg(width: float, height: float, shapes: Sequence[Shape], texts: Sequence[Text]) -> str:
-    """An SVG document."""
-    return chrome_trace.render(
-        "picture.svg", width=width, height=height, shapes=shapes, texts=texts
-    )
+def svg(height: float, shapes: Sequence[Shape], texts: Sequence[Text]) -> str:
+    """An SVG document of WIDTH pixels, which a narrower page scales down."""
+    import jinja2  # late: takes 50 ms, and a plan without drawings needs none
+
+    text = pathlib.Path(__file__).with_name("picture.svg").read_text()
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template.render(width=WIDTH, height=height, shapes=shapes, texts=texts)
 
 
 def axis_values(end: float, count: int = 8) -> list[float]:
     """At most count + 1 round numbers from 0 to `end`."""
-    step = chrome_trace.round_step(end, count)
+    steps = (m * 10.0**e for e in range(-9, 13) for m in (1, 2, 5))
+    step = next(step for step in steps if end / step <= count)
     return [i * step for i in range(int(end / step) + 1)]
 
 
@@ -59,33 +68,20 @@ def rectangle(x: float, y: float, width: float, height: float) -> str:
 
 def legend(entries: Sequence[tuple[str, str]], y: float) -> tuple[list[Shape], list[Text]]:
     """(color, label) entries, three in a row, from `y` down."""
-    shapes, texts = [], []
+    shapes, texts, column = [], [], (WIDTH - LEFT) // 3
     for i, (color, label) in enumerate(entries):
-        x, row = LEFT + i % 3 * 370, y + i // 3 * 22
-        shapes.append(Shape(rectangle(x, row, 14, 14), color))
-        texts.append(Text(x + 20, row + 12, label))
+        x, row = LEFT + i % 3 * column, y + i // 3 * 22
+        shapes.append(Shape(rectangle(x, row, 14, 14), color, label))
+        short = label if len(label) <= LEGEND else f"{label[: LEGEND - 1]}…"
+        texts.append(Text(x + 20, row + 12, short))
     return shapes, texts
 
 
-def draw(p: Prediction, path: str) -> list[pathlib.Path]:
-    """Writes the trace to `path` (.json), and drawings next to it: the streams (.svg), memory
-    (.memory.svg), operations (.explain.svg) and, of a run's pipeline, the schedule (.schedule.svg).
-    Returns all paths."""
-    program = hlo.parse(p.compiled.text)
-    timeline = p.simulate(program, record=True)
-    paths = chrome_trace.write(path, timeline.events, p.name)
-    live = p.liveness(program)
-    total = p.compiled.arguments + p.compiled.temporaries
-    drawings = {
-        "memory": memory(live, p.name, total, p.memory.capacity),
-        "explain": explain.explain(p).svg(),
-    }
-    if isinstance(p, planner.Plan) and p.ticks:
-        drawings["schedule"] = schedule(schedule_for(p.run), p.name)
-    for name, drawing in drawings.items():
-        paths.append(pathlib.Path(path).with_suffix(f".{name}.svg"))
-        paths[-1].write_text(drawing)
-    return paths
+def axis_titles(x: str, y: str, top: float = TOP) -> list[Text]:
+    """Titles of the axes of a plot whose upper end is at `top`."""
+    middle = top + HEIGHT / 2
+    right = Text(WIDTH - RIGHT, top + HEIGHT + 36, x, "end")
+    return [right, Text(18, middle, y, "middle", turned=True)]
 
 
 def memory(live: Liveness, title: str, compiled: int, capacity: int) -> str:
@@ -97,7 +93,7 @@ def memory(live: Liveness, title: str, compiled: int, capacity: int) -> str:
     """
     peak_step, names = live.peak()
     shown, total = [*names][: len(COLORS)], live.total()
-    columns = WIDTH - LEFT - 20
+    columns = WIDTH - LEFT - RIGHT
     groups, end = _columns(live.seconds, columns)
     top_value = max(max(total), capacity)
     y = lambda size: TOP + HEIGHT * (1 - size / top_value)
@@ -108,26 +104,29 @@ def memory(live: Liveness, title: str, compiled: int, capacity: int) -> str:
         sizes = Liveness([b for b in live.buffers if is_in_area(b)], live.seconds).total()
         highest = [max(sizes[step] for step in group) for group in groups]
         top = [low + size for low, size in zip(base, highest, strict=True)]
-        shapes.append(Shape(_area(base, top, y), color, f"{name}: {names.get(name, 0) / GIB:.2f}"))
+        label = f"{name}: {names.get(name, 0) / GIB:.2f} GiB at the peak"
+        shapes.append(Shape(_area(base, top, y), color, label))
         base = top
     x = LEFT + next(i for i, group in enumerate(groups) if peak_step in group)
     head = f"{title}: {max(total) / GIB:.1f} GiB at the peak; the compiler's buffer assignment has"
     texts = [
-        Text(8, 20, f"{head} {compiled / GIB:.1f} GiB"),
-        Text(x, y(top_value) - 4, "peak", "middle"),
+        Text(8, 18, f"{head} {compiled / GIB:.1f} GiB"),
+        Text(x, TOP + HEIGHT - 6, "peak", "end" if x > WIDTH / 2 else "start"),
+        Text(LEFT + columns, y(capacity) - 5, f"capacity {capacity / GIB:.1f} GiB", "end"),
+        *axis_titles("seconds of kernels from the start of the step", "GiB"),
     ]
     shapes.append(Shape(f"M{x} {TOP}V{TOP + HEIGHT}", kind="line"))
-    shapes.append(Shape(f"M{LEFT} {y(capacity):.1f}H{LEFT + columns}", IDLE, "capacity", "curve"))
+    shapes.append(Shape(f"M{LEFT} {y(capacity):.1f}H{LEFT + columns}", kind="limit"))
     for gib in axis_values(top_value / GIB):
-        texts.append(Text(LEFT - 8, y(gib * GIB) + 4, f"{gib:g} GiB", "end"))
+        texts.append(Text(LEFT - 8, y(gib * GIB) + 4, f"{gib:g}", "end"))
     for s in axis_values(end):
-        texts.append(Text(LEFT + s / end * columns, TOP + HEIGHT + 18, f"{s:g} s", "middle"))
+        texts.append(Text(LEFT + s / end * columns, TOP + HEIGHT + 18, f"{s:g}", "middle"))
     at_peak = {name: names.get(name, 0) for name in shown}
     at_peak["everything else"] = max(total) - sum(at_peak.values())
-    labels = [(color, f"{at_peak[name] / GIB:.2f} GiB {name}"[:52]) for color, name in entries]
-    keys, key_texts = legend(labels, TOP + HEIGHT + 35)
-    height = TOP + HEIGHT + 45 + 22 * math.ceil(len(labels) / 3)
-    return svg(WIDTH, height, shapes + keys, texts + key_texts)
+    labels = [(color, f"{at_peak[name] / GIB:.2f} GiB {name}") for color, name in entries]
+    keys, key_texts = legend(labels, TOP + HEIGHT + 50)
+    height = TOP + HEIGHT + 60 + 22 * math.ceil(len(labels) / 3)
+    return svg(height, shapes + keys, texts + key_texts)
 
 
 def _columns(seconds: Sequence[float], columns: int) -> tuple[list[range], float]:
@@ -164,13 +163,13 @@ def schedule(s: Schedule, title: str) -> str:
     chunk = {way: s.column(f"{way}_chunk") for way in cost}
     busy = lambda t, p: sum(cost[way] for way in cost if microbatch[way][t, p] >= 0)
     widths = [max(busy(t, p) for p in range(s.pp)) for t in ticks]
-    unit, shapes = (WIDTH - LEFT - 20) / sum(widths), []
-    texts = [Text(8, 20, f"{title}, {s.name}: {s.ticks} ticks, bubble {s.bubble():.1%}")]
+    unit, shapes = (WIDTH - LEFT - RIGHT) / sum(widths), []
+    texts = [Text(8, 18, f"{title}, {s.name}: {s.ticks} ticks, bubble {s.bubble():.1%}")]
     bottom, x = TOP + s.pp * ROW, float(LEFT)
     for i, (t, width) in enumerate(zip(ticks, widths, strict=True)):
         if i == len(ticks) // 2 < s.ticks // 2:
-            shapes.append(Shape(f"M{x:.1f} {TOP - 6}V{bottom}", kind="line"))
-            texts.append(Text(x, TOP - 8, f"{s.ticks - len(ticks)} ticks left out", "middle"))
+            shapes.append(Shape(f"M{x:.1f} {TOP - 3}V{bottom + 4}", kind="limit"))
+            texts.append(Text(x, bottom + 18, f"{s.ticks - len(ticks)} ticks left out", "middle"))
         for p in range(s.pp):
             left, y = x, TOP + p * ROW
             for color, way in zip(COLORS, cost, strict=False):
@@ -185,8 +184,8 @@ def schedule(s: Schedule, title: str) -> str:
         x += unit * width
     texts += [Text(8, TOP + p * ROW + 18, f"stage {p}") for p in range(s.pp)]
     entries = [(COLORS[0], "forward"), (COLORS[1], "backward"), (IDLE, "bubble")]
-    keys, key_texts = legend(entries, bottom + 10)
-    return svg(WIDTH, bottom + 40, shapes + keys, texts + key_texts)
+    keys, key_texts = legend(entries, bottom + 30)
+    return svg(bottom + 60, shapes + keys, texts + key_texts)
 
 
 def bars_and_roofline(
@@ -205,25 +204,29 @@ def bars_and_roofline(
       peak_tflops, memory_gbytes_per_s: the roofs.
     """
     total = sum(sum(x.values()) for x in parts.values())
-    names = list(dict.fromkeys(name for x in parts.values() for name in x))
-    color = dict(zip(names, itertools.cycle(COLORS), strict=False))
-    shapes, texts = [], [Text(8, 20, f"{title}: {total:.3f} s a step")]
+    seconds = collections.Counter[str]()
+    for x in parts.values():
+        seconds.update(x)
+    own = [name for name, _ in seconds.most_common() if name != OTHERS and not WAITS.match(name)]
+    colors = dict(zip(own, COLORS, strict=False)) | {OTHERS: GREY, WAITING: IDLE}
+    entry = lambda name: WAITING if WAITS.match(name) else name if name in colors else OTHERS
+    shapes, texts = [], [Text(8, 18, f"{title}: {total:.3f} s a step")]
     longest = max(sum(x.values()) for x in parts.values())
-    width = (WIDTH - LEFT - 90) / longest
+    width = (WIDTH - LEFT - RIGHT - 60) / longest
     for i, (which, x) in enumerate(parts.items()):
-        y, left = TOP + i * ROW, float(LEFT + 30)
-        seconds = sum(x.values())
+        y, left = TOP + i * ROW, float(LEFT)
         texts.append(Text(8, y + 18, which))
-        for name, s in x.items():
+        for name, s in sorted(x.items(), key=lambda item: [*colors].index(entry(item[0]))):
             label = f"{which} {name}: {s:.3f} s, {s / total:.1%}"
-            shapes.append(Shape(rectangle(left, y, s * width, ROW - 4), color[name], label))
+            shapes.append(Shape(rectangle(left, y, s * width, ROW - 4), colors[entry(name)], label))
             left += s * width
-        texts.append(Text(left + 4, y + 18, f"{seconds / total:.0%}"))
+        texts.append(Text(left + 4, y + 18, f"{sum(x.values()) / total:.0%}"))
     below = TOP + len(parts) * ROW + 10
-    keys, key_texts = legend([(color[name], name[:48]) for name in names], below)
-    top = below + 22 * math.ceil(len(names) / 3) + 40
+    used = dict.fromkeys(map(entry, sorted(seconds, key=lambda n: [*colors].index(entry(n)))))
+    keys, key_texts = legend([(colors[name], name) for name in used], below)
+    top = below + 22 * math.ceil(len(used) / 3) + 30
     roof, roof_texts = _roofline(points, peak_tflops, memory_gbytes_per_s, top, total)
-    return svg(WIDTH, top + HEIGHT + 60, shapes + keys + roof, texts + key_texts + roof_texts)
+    return svg(top + HEIGHT + 50, shapes + keys + roof, texts + key_texts + roof_texts)
 
 
 def _roofline(
@@ -237,53 +240,66 @@ def _roofline(
     low_x, high_x = 10.0, 1e5
     high_y = 10.0 ** math.ceil(math.log10(peak_tflops))
     low_y = high_y / 100
-    scale = (WIDTH - LEFT - 60) / math.log(high_x / low_x)
+    scale, right = (WIDTH - LEFT - RIGHT) / math.log(high_x / low_x), WIDTH - RIGHT
     x = lambda v: LEFT + scale * math.log(min(max(v, low_x), high_x) / low_x)
     y = lambda v: top + HEIGHT * (1 - math.log(max(v, low_y) / low_y) / math.log(high_y / low_y))
-    shapes, texts = [], [Text(8, top - 14, "TFLOP/s over FLOPs per byte of memory")]
+    shapes, texts = [], axis_titles("FLOPs per byte of memory", "TFLOP/s", top)
     for e in range(1, 6):
         shapes.append(Shape(f"M{x(10.0**e):.1f} {top}V{top + HEIGHT}", kind="line"))
-        texts.append(Text(x(10.0**e), top + HEIGHT + 18, f"{10.0**e:g}", "middle"))
+        texts.append(Text(x(10.0**e), top + HEIGHT + 18, f"{10**e:,}", "middle"))
     for e in range(3):
         v = low_y * 10.0**e
-        shapes.append(Shape(f"M{LEFT} {y(v):.1f}H{WIDTH - 60}", kind="line"))
+        shapes.append(Shape(f"M{LEFT} {y(v):.1f}H{right}", kind="line"))
         texts.append(Text(LEFT - 8, y(v) + 4, f"{v:g}", "end"))
     ridge = peak_tflops * 1e3 / memory_gbytes_per_s  # FLOPs per byte
     start = max(low_x, low_y * 1e3 / memory_gbytes_per_s)
     roof = f"M{x(start):.1f} {y(start * memory_gbytes_per_s / 1e3):.1f}"
     roof += f"L{x(ridge):.1f} {y(peak_tflops):.1f}"
-    label = f"{memory_gbytes_per_s:g} GB/s, {peak_tflops:g} TFLOP/s"
-    shapes.append(Shape(f"{roof}H{WIDTH - 60}", GREY, label, "curve"))
+    label = f"{memory_gbytes_per_s:,.0f} GB/s, {peak_tflops:,.0f} TFLOP/s"
+    shapes.append(Shape(f"{roof}H{right}", kind="limit"))
+    texts.append(Text(right, y(peak_tflops) - 6, label, "end"))
     for intensity, rate, seconds, label in points:
         half = 2 + 40 * math.sqrt(seconds / total)
         square = rectangle(x(intensity) - half / 2, y(rate) - half / 2, half, half)
-        shapes.append(Shape(square, COLORS[0], label))
+        shapes.append(Shape(square, label=label, kind="point"))
     return shapes, texts
 
 
 def curves(title: str, lines: Mapping[str, Mapping[int, float]], unit: str) -> str:
-    """Curves over numbers of GPUs, on logarithmic axes."""
+    """Curves over numbers of GPUs, on logarithmic axes; `unit` is the title of the other axis."""
     points = [(n, v) for line in lines.values() for n, v in line.items()]
     (low_x, high_x), (low_y, high_y) = (
         (min(values), max(values)) for values in zip(*points, strict=True)
     )
     decades = range(math.floor(math.log10(low_y)), math.ceil(math.log10(high_y)) + 1)
-    bottom, top = 10.0 ** decades[0], 10.0 ** decades[-1]
-    x_scale = (WIDTH - LEFT - 60) / max(1e-9, math.log(high_x / low_x))
+    bottom, top, right = 10.0 ** decades[0], 10.0 ** decades[-1], WIDTH - RIGHT
+    x_scale = (right - LEFT) / max(1e-9, math.log(high_x / low_x))
     x = lambda n: LEFT + x_scale * math.log(n / low_x)
     y = lambda v: TOP + HEIGHT * (1 - math.log(v / bottom) / math.log(top / bottom))
-    shapes, texts = [], [Text(8, 20, f"{title}: {unit}")]
+    shapes, texts = [], [Text(8, 18, title), *axis_titles("GPUs", unit)]
+    free = 0.0  # from where on a label has room
     for n in sorted({n for n, _ in points}):
-        texts.append(Text(x(n), TOP + HEIGHT + 18, f"{n:,}", "middle"))
         shapes.append(Shape(f"M{x(n):.1f} {TOP}V{TOP + HEIGHT}", kind="line"))
+        half = 4 * len(f"{n:,}")
+        if x(n) - half >= free:
+            texts.append(Text(x(n), TOP + HEIGHT + 18, f"{n:,}", "middle"))
+            free = x(n) + half + 6
     for e in decades:
-        texts.append(Text(LEFT - 8, y(10.0**e) + 4, f"{10.0**e:g}", "end"))
-        shapes.append(Shape(f"M{LEFT} {y(10.0**e):.1f}H{WIDTH - 60}", kind="line"))
+        texts.append(Text(LEFT - 8, y(10.0**e) + 4, _decade(e), "end"))
+        shapes.append(Shape(f"M{LEFT} {y(10.0**e):.1f}H{right}", kind="line"))
     for color, (name, line) in zip(COLORS, lines.items(), strict=False):
         path = "L".join(f"{x(n):.1f} {y(v):.1f}" for n, v in sorted(line.items()))
         shapes.append(Shape(f"M{path}", color, name, "curve"))
         for n, v in line.items():
             marker = rectangle(x(n) - 4, y(v) - 4, 8, 8)
-            shapes.append(Shape(marker, color, f"{name}, {n:,} GPUs: {v:.4g}"))
-    keys, key_texts = legend([*zip(COLORS, lines, strict=False)], TOP + HEIGHT + 35)
-    return svg(WIDTH, TOP + HEIGHT + 70, shapes + keys, texts + key_texts)
+            shapes.append(Shape(marker, color, f"{name}, {n:,} GPUs: {v:,.4g}"))
+    keys, key_texts = legend([*zip(COLORS, lines, strict=False)], TOP + HEIGHT + 50)
+    return svg(TOP + HEIGHT + 80, shapes + keys, texts + key_texts)
+
+
+def _decade(exponent: int) -> str:
+    """A power of ten: '0.01', '1', '100 k', '10 M'."""
+    if exponent < 3:
+        return f"{10.0**exponent:g}"
+    thousands = min(exponent // 3, 4)
+    return f"{10 ** (exponent - 3 * thousands)} {' kMGT'[thousands]}"

@@ -12,11 +12,11 @@ if (table) {
   find.querySelector("input").addEventListener("input", e => {
     const words = e.target.value.toLowerCase().split(/\s+/);
     const kept = rows.filter(row => !(row.hidden = !words.every(word => text(row).includes(word))));
-    find.querySelector("output").textContent = kept.length < rows.length ? `${kept.length} of ${rows.length}` : "";
+    find.querySelector("output").textContent = kept.length < rows.length ? `${kept.length || "none"} of ${rows.length} runs` : "";
   });
   const value = (row, i) => {
-    const cell = row.cells[i].innerText.trim(), number = parseFloat(cell.replace(/,/g, ""));
-    return i < 2 || isNaN(number) ? cell : number;
+    const cell = row.cells[i].dataset.sort ?? row.cells[i].innerText.trim(), number = parseFloat(cell.replace(/,/g, ""));
+    return i < 1 || isNaN(number) ? cell : number;
   };
   all("thead th", table).forEach((head, i) => {
     if (head.textContent === "Step times") return;
@@ -28,7 +28,8 @@ if (table) {
       head.ariaSort = down > 0 ? "ascending" : "descending";
       const keys = new Map(rows.map(row => [row, value(row, i)]));
       const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(b, "en", { numeric: true }));
-      body.append(...rows.sort((a, b) => down * order(keys.get(a), keys.get(b))));
+      const blank = row => keys.get(row) === ""; // last in both directions
+      body.append(...rows.sort((a, b) => blank(a) - blank(b) || down * order(keys.get(a), keys.get(b))));
     });
   });
 }

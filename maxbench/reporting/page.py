@@ -23,6 +23,11 @@ NAMED = 3  # runs that a tile links to
 OVERLAID = 8  # runs in one plot, one per colour
 FLAT = 0.02  # p90 - p10 as a share of the median, below which step times are folded away
 VERDICTS = {"PASS": "PASS", "WARN": "WARN", "FAIL": "FAIL", "DIED": "died"}
+WORST_FIRST = ("DIED", "FAIL", "WARN", "-", "PASS")
+COLUMNS = {  # of the table -> the cell that one needs
+    "Step times": "Mean s", "Step, s": "Mean s", "TFLOPS/GPU": "TFLOPS/GPU",
+    "Tokens/s": "Tokens/s", "MFU": "MFU %", "GiB": "GiB", "Loss": "Loss",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -93,6 +98,9 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         most=PLOTTED,
         runs=runs,
+        ranked=sorted(runs, key=lambda run: (severity(run), run.row.share or 0)),
+        columns=[head for head, cell in COLUMNS.items() if any(run.cells[cell] for run in runs)],
+        severity=severity,
         common=common,
         answer=answer(runs),
         request=compare.request(rows, options),
@@ -132,6 +140,11 @@ def page_runs(
     return runs
 
 
+def severity(run: PageRun) -> int:
+    """Place of a run's verdict among all, the worst first."""
+    return WORST_FIRST.index(run.row.verdict)
+
+
 def drawing(explained: "Explanation") -> str:
     """The drawing of an explanation as the URL of an image, whose style is its own."""
     return f"data:image/svg+xml;base64,{base64.b64encode(explained.svg().encode()).decode()}"
@@ -149,7 +162,8 @@ def page_run(
         label=label(row),
         id=f"run-{i + 1}",
         # A table prints '-' for what is unknown, the page nothing.
-        cells={head: "" if x == "-" else x for head, x in tables.cells(row).items()},
+        cells=dict.fromkeys(tables.CELLS, "")
+        | {head: "" if x == "-" else x for head, x in tables.cells(row).items()},
         why="; ".join(filter(None, [row.explanation, *tables.money(row, options)])),
         settings=settings,
         spread=step_spread,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,8 @@ def combinations(
     flags: Point,
     settings: Point,
 ) -> list[Point]:
-    """Every combination of workloads, layouts and values; a list stands for its values.
+    """Every combination of workloads, layouts and values; a list, tuple or array stands for its
+    values.
 
     Raises:
       UserError: a keyword that the function of that kind has not.
@@ -83,14 +85,24 @@ def combinations(
     keywords = {field.name for field in dataclasses.fields(OPTIONS[kind])}
     for name in {*flags, *itertools.chain(*layouts)} - keywords:
         raise UserError(f"maxbench.{kind} has no keyword {name!r}")
-    configs = [config] if isinstance(config, str) else config
-    axes: list[Sequence[Point]] = [[{"config": name} for name in configs], layouts]
+    axes: list[Sequence[Point]] = [[{"config": name} for name in _values("config", config)]]
+    axes.append(layouts)
     for name, value in {**flags, **settings}.items():
-        axes.append([{name: one} for one in (value if isinstance(value, list) else [value])])
+        axes.append([{name: one} for one in _values(name, value)])
     return [
         dict(itertools.chain(*(part.items() for part in parts)))
         for parts in itertools.product(*axes)
     ]
+
+
+def _values(name: str, given: Any) -> Sequence[Any]:
+    """The values to try of a keyword or setting: those of a list, an array, a range or a tuple,
+    unless its value is a tuple itself; otherwise the one given."""
+    if hasattr(given, "tolist"):  # of numpy or pandas
+        given = given.tolist()
+    field = options.SETTINGS.get(name)
+    is_tuple = field is not None and typing.get_origin(options.type_of(field)) is tuple
+    return given if isinstance(given, list | range | (list if is_tuple else tuple)) else [given]
 
 
 def run(call: Callable[..., Any], points: Sequence[Point], show: bool) -> Sweep:

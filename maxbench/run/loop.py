@@ -148,7 +148,7 @@ def start_log(run: Run, devices: jax.sharding.Mesh, screen: terminal.Screen | No
     if log.writes:
         log.writers = metric_writers.MetricWriters(run, log.folder, log.line)
     log.line(f"{run.name}: {run.layout.describe()}; {kind.kind}, {run.precision.dtype}")
-    for text in ineffective.reasons(run).values():  # of the workload file: others were refused
+    for text in ineffective.of_a_file(run):
         log.line(text)
     return log
 

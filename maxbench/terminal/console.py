@@ -81,6 +81,17 @@ def size(of_bytes: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{of_bytes / 2**20:.1f} MiB"
 
 
+def fixed(value: float, decimals: int) -> str:
+    """A number with so many decimals: '0.12'; of one that they round to 0, the bound: '<0.01'."""
+    least = 10**-decimals
+    return f"<{least:.{decimals}f}" if 0 < value < least / 2 else f"{value:.{decimals}f}"
+
+
+def share(value: float) -> str:
+    """A share as percent with one decimal: '12.3%', '<0.1%'."""
+    return f"{fixed(100 * value, 1)}%"
+
+
 def interval(low: float, high: float) -> str:
     """Two numbers with as many decimals as make three digits of the lower one: '7.00 to 11.23'."""
     decimals = max(0, 2 - math.floor(math.log10(low))) if low > 0 else 0

@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,24 @@ def test_values_of_flags_are_parsed_by_their_fields():
     }.items():
         with pytest.raises(UserError, match=re.escape(message)):
             command_line.read(options.Plan, ["x", "--config=a", flag])
+
+
+@pytest.mark.parametrize("command", COMMANDS.values())
+def test_every_flag_has_an_alias_with_hyphens(command):
+    def outcome(*words: str) -> Any:
+        try:
+            return command_line.read(command, ["x", *words]).changed()
+        except UserError as e:
+            return str(e)
+
+    assert "unknown flag" in str(outcome("--no-such-flag"))
+    for flag, field in command.flags().items():
+        words, alias = [f"--{flag}", "1"], flag.replace("_", "-")
+        if options.type_of(field) is bool:
+            words = words[:1]
+            assert outcome(f"--no-{alias}") == outcome(f"--no{flag}")
+        assert outcome(f"--{alias}", *words[1:]) == outcome(*words)
+        assert "unknown flag" not in str(outcome(*words))
 
 
 COMPLETED = {

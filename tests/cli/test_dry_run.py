@@ -1,5 +1,6 @@
 """`maxbench train --dry_run` and --json describe a run without jax."""
 
+import csv
 import json
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 
 import pytest
 
+from maxbench.cli import train
+from maxbench.config import command_line
 from tests.conftest import train_command
 
 
@@ -48,6 +51,22 @@ def test_dry_run_says_what_does_not_fit():
     code, out, _ = train_command("--config", "llama31_405b", "--fsdp", "64", "--dry_run")
     assert code == 0
     assert "of 74 GiB per GPU, estimated: does not fit;" in " ".join(out.split())
+
+
+def test_dry_run_says_of_no_recipe_that_fits_that_it_does_not():
+    """The estimate is within MEMORY_ERROR of the memory of compiled programs (docs/plan.csv)."""
+    with open("docs/plan.csv", newline="") as f:
+        rows = [row for row in csv.DictReader(f) if row["memory_gib"]]
+    nearly_full = [r for r in rows if r["gpu_type"] == "h100" and float(r["memory_gib"]) > 73]
+    for row in rows[::5] + nearly_full:
+        flags = {"config": row["workload"], **{n: row[n] for n in ("gpus", "gpu_type", "dtype")}}
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        strong = ["--strong_scaling"] * (row["scaling"] == "strong")
+        text = train.memory_estimate(command_line.run_of(words + strong))
+        estimated = float(re.match(r"about (\d+) of", text)[1])
+        error = train.MEMORY_ERROR * float(row["memory_gib"])
+        assert abs(estimated - float(row["memory_gib"])) < error + 0.5, row
+        assert row["fits"] != "yes" or "does not fit" not in text, row
 
 
 def test_dry_run_of_a_toy_mentions_no_gpu():

@@ -281,7 +281,7 @@ GROUPS = (1, (dense(256),)), (3, (routed(256, 4),))
         (
             {"model.layer_groups": ((4, ({"mixer": {"kind": "attention", "windw": 8}},)),)},
             {},
-            "a field of attention='windw' .* did you mean 'window'",
+            "attention: a field='windw' .* did you mean 'window'",
         ),
         (
             {"model.layer_groups": ((4, (dense(256, window=-1),)),)},

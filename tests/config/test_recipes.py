@@ -47,7 +47,7 @@ FILES = {
     "def get_config():\n  pass\n": ": its get_config(presets='') must return",
     "x = 1": ": its get_config(presets='') must return",
     "\0": f": {NULL}: source code string cannot contain null bytes",
-    "train=dict(sep=1)": ":6: a field of train='sep' is not one of seq",
+    "train=dict(sep=1)": ":6: train: a field='sep' is not one of seq",
     "train=dict(seq='long')": ":6: train.seq=long must be a whole number, at least 1",
     "fp8=dict(optim=dict(lr=float('nan')))": ":6: optim.lr=nan must be a finite number",
     "launch=dict(gpus=-1)": ":6: launch.gpus=-1 must be a whole number, at least 0",

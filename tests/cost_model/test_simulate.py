@@ -328,12 +328,11 @@ def test_recorded_events_and_trace(tmp_path):
     t = run(WHILE, others=others, record=True)
     last = max(s.start + s.seconds for s in t.events)
     assert last == pytest.approx(t.seconds)
-    paths = chrome_trace.write(str(tmp_path / "step.json"), t.events, "a step")
-    events = json.loads(paths[0].read_text())["traceEvents"]
+    chrome_trace.write(tmp_path / "step.json", t.events, "a step")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     complete = [e for e in events if e["ph"] == "X"]
     assert sum(e["cat"] == "all-gather" for e in complete) == simulate.EXPANDED
     assert max(e["ts"] + e["dur"] for e in complete) == pytest.approx(t.seconds * 1e6)
-    assert paths[1].read_text().startswith("<svg")
 
 
 # Costs of ops.

@@ -221,7 +221,7 @@ BAD_FILES = {
     "far key": (LIKE + "x = 3", ["a field='x' is not one of bf16_tflops, "]),
     "key of a part": (
         LIKE + "[h300.chip]\ncore = 3",
-        ["a field of chip='core' is not one of name, ", "did you mean 'cores'?"],
+        ["chip: a field='core' is not one of name, ", "did you mean 'cores'?"],
     ),
     "part": (LIKE + "chip = 3", ["chip=3 must be a table"]),
     "missing": (

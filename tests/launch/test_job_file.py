@@ -95,7 +95,10 @@ def test_invalid_file_of_jobs_is_refused(tmp_path, text, message):
     ("expect", "message"),
     [
         ("", "job 1: no expectation is set; [expect] published = 0.95 sets one"),
-        ("[expect]\nshare = 1", "expect='share' is not one of published, step_s, loss"),
+        (
+            "[expect]\nshare = 1",
+            "job 1: expect: a field='share' is not one of published, step_s, loss",
+        ),
         ("[expect]\npublished = -1", "job 1: expect.published=-1 must be a finite number, at"),
         ("[expect]\nloss = true", "job 1: expect.loss=True must be a finite number"),
     ],
@@ -201,7 +204,7 @@ def test_invalid_command_lines_are_refused(tmp_path, capsys, monkeypatch):
     file = write(tmp_path, JOBS)
     assert "give one of --file and --suite" in refused(capsys, "--file", file, "--suite", file)
     assert "flag --file" in refused(capsys, "--file")
-    assert "'no.toml' is not a file" in refused(capsys, "--file", "no.toml", "--dry-run")
+    assert "'no.toml' is not a file" in refused(capsys, "--file", "no.toml", "--dry_run")
     assert "'a b.toml' is not a file" in refused(capsys, "--file=a b.toml", "--dry_run")
     assert "--wait=3 must be true or false" in refused(capsys, "--wait=3")
     output = refused(capsys, "--layers", "8")

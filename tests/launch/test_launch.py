@@ -54,7 +54,7 @@ def run_launch_sh(*args: str, code: int = 0, cwd: pathlib.Path = ROOT, **env: st
 
 
 def dry_run(*args: str, code: int = 0, cwd: pathlib.Path = ROOT, **env: str) -> str:
-    """As run_launch_sh("--dry-run"), but in this process, which takes a tenth of the time."""
+    """As run_launch_sh("--dry_run"), but in this process, which takes a tenth of the time."""
     out, err = io.StringIO(), io.StringIO()
     slurm.sbatch_supports.cache_clear()  # by another PATH
     with (
@@ -63,7 +63,7 @@ def dry_run(*args: str, code: int = 0, cwd: pathlib.Path = ROOT, **env: str) -> 
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        assert entry.run("launch", ["--dry-run", *args]) == code, err.getvalue()
+        assert entry.run("launch", ["--dry_run", *args]) == code, err.getvalue()
     return err.getvalue() if code else out.getvalue()
 
 
@@ -266,7 +266,7 @@ def test_virtual_environment_of_a_checkout_is_found(tmp_path):
         (bin_ / name).symlink_to(shutil.which(name))
     env = {"PATH": str(bin_), "MAXBENCH_PYTHON": "", "MAXBENCH_ROOT": str(tmp_path)}
     env |= {"VIRTUAL_ENV": ""}
-    command = [str(LAUNCH), "--dry-run"]
+    command = [str(LAUNCH), "--dry_run"]
     done = subprocess.run(command, env=plain_env(**env), capture_output=True, text=True)
     assert f"TRAIN=({tmp_path}/venv/bin/python -m maxbench.train" in done.stdout, done.stderr
 
@@ -372,13 +372,13 @@ def test_unknown_option_is_refused():
 
 def test_installation_without_job_scripts_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
-    assert entry.run("launch", ["--dry-run"]) == 2
+    assert entry.run("launch", ["--dry_run"]) == 2
     assert "CLUSTER_TYPE='slurm' needs the job scripts of a checkout" in capsys.readouterr().err
 
 
 def test_dry_run_prints_a_job_file_without_jax(tmp_path):
     env = plain_env(MODEL_SIZE="8b", STAGE_PATH=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
-    command = [str(LAUNCH), "--dry-run"]
+    command = [str(LAUNCH), "--dry_run"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert "#SBATCH --nodes=1" in done.stdout
     assert "python3 -m maxbench.train --config llama31_8b --gpus 8" in done.stdout
@@ -517,7 +517,7 @@ def test_variables_that_sbatch_reads_are_removed_from_its_environment(tmp_path, 
 
 
 def test_variables_without_effect_are_noted():
-    command = [str(LAUNCH), "--dry-run"]
+    command = [str(LAUNCH), "--dry_run"]
     env = plain_env(CUDA_GRAPH="false", OPTIMIZATION_CODE="x=1", MODEL_SIZE="8b")
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert "CUDA_GRAPH is not used: XLA's command buffers follow GPU_TYPE" in done.stderr

@@ -82,14 +82,14 @@ def test_copied_file_is_planned(clone, tmp_path):
     "env", [{"MODEL": "madeup"}, {"MODEL_SIZE": "3b-a1b"}, {"MODEL": "MADE-UP"}]
 )
 def test_copied_file_is_launched_by_name_or_size(clone, env):
-    script = output(clone, "launch/launch.sh", "--dry-run", **env)
+    script = output(clone, "launch/launch.sh", "--dry_run", **env)
     assert "maxbench.train --config copy --gpus 8" in script
     assert "#SBATCH --time=00:30:00" in script
     assert "pretrain_madeup_3b-a1b_bf16_gpus8_" in script
 
 
 def test_default_workload_does_not_depend_on_user_files(clone):
-    assert "--config llama31_8b --gpus 8" in output(clone, "launch/launch.sh", "--dry-run")
+    assert "--config llama31_8b --gpus 8" in output(clone, "launch/launch.sh", "--dry_run")
     assert re.search(r"MODEL +llama31 .*madeup", output(clone, "launch/launch.sh", "--help"))
 
 
@@ -97,7 +97,7 @@ def test_file_outside_the_checkout_is_launched_by_its_path(tmp_path):
     path = tmp_path / "elsewhere.py"
     path.write_text(copied())
     env = {"MODEL": os.path.relpath(path, ROOT), "RUN_CONF_IMAGE": "image", "JOB_TOTAL_GPUS": "16"}
-    script = output(ROOT, "launch/launch.sh", "--dry-run", **env)
+    script = output(ROOT, "launch/launch.sh", "--dry_run", **env)
     assert f"maxbench.train --config {path} --gpus 16" in script
     assert f",{tmp_path}:{tmp_path}" in script  # mounts of the container
 
@@ -106,7 +106,7 @@ def test_files_with_equal_names_are_chosen_by_path(clone):
     twin = clone / "configs" / "twin.py"
     shutil.copy(clone / "configs" / "copy.py", twin)
     env = plain_env(MODEL="madeup", PYTHONPATH=str(clone))
-    command = ["launch/launch.sh", "--dry-run"]
+    command = ["launch/launch.sh", "--dry_run"]
     done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     both = "configs/copy.py and configs/twin.py"
@@ -115,7 +115,7 @@ def test_files_with_equal_names_are_chosen_by_path(clone):
 
 
 def test_sections_of_a_file_are_checked():
-    with pytest.raises(UserError, match=r"a field of launch='dtpye' is not .* mean 'dtype'"):
+    with pytest.raises(UserError, match=r"launch: a field='dtpye' is not .* mean 'dtype'"):
         recipes.workload("", model={}, train={}, optim={}, layouts="", launch={"dtpye": "fp8"})
     with pytest.raises(UserError, match="section='lauch' is not one of model, layout"):
         recipes.workload("", model={}, train={}, optim={}, layouts="", lauch={})
@@ -125,7 +125,7 @@ def test_file_of_further_gpu_types_reaches_the_job(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[h300]\nlike = "gb200"\nnvlink_gpus = 36\nenvironment = { A_B = "1" }\n')
     env = {"HARDWARE": "mine.toml", "GPU_TYPE": "h300", "MODEL": "nemotron"}
-    script = output(tmp_path, str(LAUNCH), "--dry-run", **env, JOB_TOTAL_GPUS="128")
+    script = output(tmp_path, str(LAUNCH), "--dry_run", **env, JOB_TOTAL_GPUS="128")
     assert f"--hardware {path} --gpu_type h300" in script
     assert "#SBATCH --segment=8" in script
     assert "export A_B=1" in script
@@ -143,7 +143,7 @@ def package(tmp_path_factory):
 def test_an_installed_package_launches_on_kubernetes_and_hosts(package, tmp_path):
     def launched(**env: str) -> subprocess.CompletedProcess:
         env = plain_env(JOB_TOTAL_GPUS="16", STAGE_PATH=str(tmp_path), **env)
-        command = (sys.executable, "-m", "maxbench.launch", "--dry-run")
+        command = (sys.executable, "-m", "maxbench.launch", "--dry_run")
         return subprocess.run(
             command, cwd=ROOT / "docs", env=env | {"PYTHONPATH": str(package)},
             capture_output=True, text=True,

@@ -17,7 +17,7 @@ from maxbench.cost_model import absent_gpus, aot, hlo
 from maxbench.cost_model.memory import GIB
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.host import environment
-from maxbench.planning import chrome_trace
+from maxbench.planning import drawings
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step
 from tests.conftest import CACHE, persistent_cache, resolve
@@ -187,7 +187,7 @@ def test_offloaded_activations_are_in_host_memory(tmp_path, check_figures):
     assert plan["memory"]["activations"] == pytest.approx(on_device, rel=0.02)
     one_way_s = size / (64e9 * GPU_TYPES["h100"].efficiency.memory)
     assert 0 < plan["parts_s"]["offload"] < 2 * one_way_s
-    assert chrome_trace.COLORS["offload"] in (tmp_path / "step.svg").read_text()
+    assert drawings.COLORS["offload"] in (tmp_path / "step.svg").read_text()
     peak, compiled = drawn_memory(tmp_path)
     assert peak == pytest.approx(compiled, rel=0.04)  # without host memory
     check_figures("llama31_8b 8 h100 bf16 4 layers offload", plan)

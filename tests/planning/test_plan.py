@@ -12,7 +12,7 @@ from maxbench.cost_model.memory import GIB, Memory
 from maxbench.evidence import published
 from maxbench.evidence.error_band import ErrorBand
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.planning import plan_text, planner, result, svg
+from maxbench.planning import drawings, plan_text, planner, run_result
 from maxbench.planning.planner import Plan
 from tests.planning.plans import run_of
 
@@ -85,8 +85,8 @@ def test_a_drawing_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, cap
     def draw(plan, path):
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(result, "plan_of", lambda asked: types.SimpleNamespace(best=None))
-    monkeypatch.setattr(svg, "draw", draw)
+    monkeypatch.setattr(run_result, "plan_of", lambda asked: types.SimpleNamespace(best=None))
+    monkeypatch.setattr(drawings, "draw", draw)
     path = tmp_path / "step.json"
     assert entry.run("plan", ["--config", "llama31_8b", "--timeline", str(path)]) == 2
     assert f"error: {path} cannot be written: No space left" in capsys.readouterr().err

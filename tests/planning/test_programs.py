@@ -391,6 +391,15 @@ def test_tables_of_explain_fit_100_columns(plan):
     assert "f8 131072x131072" in str(tables)
 
 
+def test_a_name_keeps_its_collective_its_pass_and_its_end():
+    name = "all-to-all, backward mlp/down"
+    assert explain._end(name, 22) == "all-to-all, bwd …/down"
+    assert explain._end(name, 28) == "all-to-all, bwd mlp/down"
+    assert explain._end("backward attn/qkv", 22) == "backward attn/qkv"
+    frame = hlo.Frame("/a/model/loss.py", "Head._chunk.<locals>.<lambda>", 3)
+    assert explain._function(frame) == "loss/chunk"
+
+
 def test_scopes_are_without_the_parts_that_jax_writes():
     name = (
         "jit(step)/transpose(jvp(Net))/while/body/closed_call/checkpoint/mlp/mlp.f/jit(_where)/up"

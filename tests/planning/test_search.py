@@ -15,7 +15,7 @@ from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.pipeline import layer_order
 from maxbench.pipeline.schedule import schedule_for
-from maxbench.planning import result, search
+from maxbench.planning import run_result, search
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -259,7 +259,7 @@ def test_a_gpu_type_without_rows_is_searched_from_the_row_of_another(arguments, 
     """Model and batch per GPU are those of that row, GPU type and format those asked for."""
     words = f"maxbench --config configs/{arguments}".split()
     asked = command_line.read(options.Plan, words)
-    nearest, found = result.run_of(asked)
+    nearest, found = run_result.run_of(asked)
     assert found
     for run in [nearest, *found]:
         assert run.layout.gpu_type == asked.gpu_type
@@ -275,7 +275,7 @@ def test_a_gpu_type_without_rows_is_searched_from_the_row_of_another(arguments, 
 
 def test_the_batch_that_is_asked_for_is_searched():
     asked = options.Plan(config="llama31_70b", gpus=96, gbs=192)
-    assert {run.layout.gbs for run in result.run_of(asked)[1]} == {192}
+    assert {run.layout.gbs for run in run_result.run_of(asked)[1]} == {192}
 
 
 def test_the_hint_of_a_model_that_fits_no_layout_is_of_the_same_batch_per_gpu():
@@ -298,12 +298,12 @@ def test_the_hint_of_a_model_that_fits_no_layout_is_of_the_same_batch_per_gpu():
 )
 def test_flags_of_a_plan_describe_its_run(arguments):
     asked = command_line.read(options.Plan, f"maxbench --config {arguments}".split())
-    given, found = result.run_of(asked)
+    given, found = run_result.run_of(asked)
     for run in [given, *(found or search.shortlist(given, 8))]:
         words = command_line.words_for(run, asked)
         again = command_line.read(options.Plan, ["maxbench", *words])
         assert "--gpus" not in words
-        assert result.run_of(again) == (run, [])
+        assert run_result.run_of(again) == (run, [])
 
 
 def test_a_search_compiles_the_winning_mesh_with_other_microbatches(monkeypatch, capsys):

@@ -14,10 +14,10 @@ from maxbench.cost_model import buffer_liveness, hlo, memory
 from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.meaning import Meaning
 from maxbench.cost_model.memory import Memory
-from maxbench.cost_model.simulate import Timeline
+from maxbench.cost_model.simulate import Timeline, TraceEvent
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.pipeline.schedule import build_schedule
-from maxbench.planning import program_names, scaling, search, svg
+from maxbench.planning import drawings, program_names, scaling, search, svg
 from maxbench.planning.planner import Plan
 from tests.conftest import resolve
 
@@ -101,6 +101,57 @@ def test_the_shaded_part_of_a_schedule_is_its_bubble(pp, vp, micro):
         assert "ticks left out" in picture
 
 
+EVENTS = [  # a loop of five iterations of 2 s, two of which are recorded, and the optimizer
+    TraceEvent("compute", "gemm", "gemm", 0.0, 1.5),
+    TraceEvent("communication", "all-gather over dp", "all-gather", 0.5, 1.0),
+    TraceEvent("compute", "wait for all-gather", "wait", 1.5, 0.5),
+    TraceEvent("compute", "gemm", "gemm", 2.0, 1.5),
+    TraceEvent("communication", "all-gather over dp", "all-gather", 2.5, 1.0),
+    TraceEvent("compute", "wait for all-gather", "wait", 3.5, 0.5),
+    TraceEvent("compute", "3 more iterations of while.1", "loop", 4.0, 6.0),
+    TraceEvent("compute", "optimizer", "memory", 10.0, 1.0),
+]
+
+
+def test_iterations_that_are_not_recorded_are_as_the_one_before_them():
+    recording = drawings.Recording(EVENTS)
+    kind = lambda stream, time: getattr(recording.event(stream, time), "kind", "")
+    assert [kind("compute", t) for t in (4.1, 5.6, 8.1, 9.9, 10.5)] == [
+        "gemm", "wait", "gemm", "wait", "memory"
+    ]  # fmt: skip
+    assert [kind("communication", t) for t in (4.1, 4.6, 9.4, 9.6)] == [
+        "", "all-gather", "all-gather", ""
+    ]  # fmt: skip
+    assert [*recording.windows()] == [(0.0, 11.0), (2.0, 4.0)]
+
+
+def test_the_drawing_of_a_step_has_its_iterations_at_scale():
+    """No block stands for them: the area of each kind is its share of the step."""
+    picture = drawings.streams(EVENTS, "toy")
+    root = xml.etree.ElementTree.fromstring(picture)
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert "toy: 11.000 s" in picture
+    assert "one iteration of its longest loop, outlined above: 2.000 s" in picture
+    area = collections.Counter()
+    for path in root:
+        for y, width, height in re.findall(r"M[\d.]+ ([\d.]+)h(1)v([\d.]+)", path.get("d", "")):
+            if float(y) < 60:  # of the compute stream of the first panel
+                area[path.get("fill")] += float(width) * float(height)
+    share = {kind: area[color] / area.total() for kind, color in drawings.COLORS.items()}
+    expect = {"gemm": 7.5 / 11, "wait": 2.5 / 11, "memory": 1 / 11}
+    assert {k: s for k, s in share.items() if s} == pytest.approx(expect, abs=0.01)
+
+
+def test_a_colour_of_a_drawing_has_one_meaning():
+    parts = {"forward": {f"part {i}": 1.0 for i in range(20)}}
+    parts["forward"] |= {"exposed communication of mlp": 1.0, "others": 0.5}
+    root = xml.etree.ElementTree.fromstring(svg.bars_and_roofline("toy", parts, [], 1000, 3000))
+    keys = [(p.get("fill"), p[0].text) for p in root if "h14.00v14.00" in p.get("d", "")]
+    assert len(keys) == len({color for color, _ in keys}) == len(svg.COLORS) + 2
+    assert (svg.IDLE, svg.WAITING) in keys
+    assert not {svg.IDLE, svg.GREY} & {*svg.COLORS}
+
+
 def test_scaling_has_the_plan_and_estimates_of_its_axes(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "SIZES", [1, 8, 16, 4096, 65536])
     monkeypatch.setattr(scaling, "SEARCHED", 16)
@@ -126,7 +177,10 @@ def test_scaling_has_the_plan_and_estimates_of_its_axes(tmp_path, monkeypatch):
     assert "no layout is legal and fits on 1, 65536 GPUs\n" in text
     assert text.count(f"{plan.step_s:.3f}") >= 2
     scaling.draw(plan, found, tmp_path / "x.svg")
-    xml.etree.ElementTree.fromstring((tmp_path / "x.svg").read_text())
+    root = xml.etree.ElementTree.fromstring((tmp_path / "x.svg").read_text())
+    texts = [node.text for node in root if node.tag.endswith("text")]
+    assert {"GPUs", "tokens/s", "100 k", "1 M"} <= {*texts}
+    assert not [text for text in texts if "e+" in text]
 
 
 def test_the_error_of_scaling_is_that_of_compiled_programs():

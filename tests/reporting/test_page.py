@@ -101,10 +101,24 @@ def test_page_is_legible_and_its_script_works_in_a_browser(tmp_path, wide, schem
     assert found["filtered"] == ["Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 2"]
     assert [x.partition(",")[2] for x in found["sorted"]] == [
         " 16 GPUs, GBS 256, run 1", " 16 GPUs, GBS 256, run 2", " 8 GPUs, GBS 128, run 2",
+        " 8 GPUs, GBS 128, run 1",
     ]  # fmt: skip
     assert found["pair"]["run.layout.gbs"] == "256 | 128"
     assert "config.layout.cp" not in found["pair"]  # the same
     assert found["tip"] == "Llama 3.1 8B fp8, 16 GPUs, GBS 256, run 1: step 6, 11.50 seconds"
+
+
+def test_the_table_has_every_run_worst_first_and_no_empty_column(tmp_path):
+    ours(tmp_path, device={"platform": "cpu", "kind": "cpu", "count": 8})
+    nemo(tmp_path / "log-pretrain_llama31_8b_bf16_8_1.out", 0, 9.4, end="MemoryError: 3\n")
+    table = page_of(tmp_path).partition('<table class="sorted">')[2].partition("</table>")[0]
+    first, second = re.findall(r"<tr><th scope=\"row\">.*?(?=<tr>|$)", table, re.DOTALL)[-2:]
+    assert "DIED" in first
+    assert "MemoryError" in first
+    assert 'data-sort="0"' in first
+    assert "DIED" not in second
+    heads = re.findall(r'<th scope="col">([^<]*)', table)
+    assert heads == ["Run", "Verdict", "Step times", "Step, s", "Tokens/s", "GiB", "Loss"]
 
 
 def test_print_includes_folded_sections(tmp_path):

@@ -73,3 +73,9 @@ def test_sizes_and_intervals_have_the_digits_that_they_need():
     assert console.interval(5.866, 8.051) == "5.87 to 8.05"
     assert console.interval(20.1, 131) == "20.1 to 131.0"
     assert console.interval(812.4, 1210) == "812 to 1210"
+
+
+def test_a_number_that_is_not_0_never_prints_as_0():
+    shown = [console.fixed(x, 2) for x in (0, 0.004, 0.006, 12.345)]
+    assert shown == ["0.00", "<0.01", "0.01", "12.35"]
+    assert [console.share(x) for x in (0, 4e-4, 0.123)] == ["0.0%", "<0.1%", "12.3%"]
