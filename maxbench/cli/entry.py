@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from maxbench.config.errors import UserError, one_line
 from maxbench.config.options import COMMANDS
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a full disk, and a full quota
+# In what jax raises when it is imported, of a variable whose value it does not take.
+JAX_VARIABLE = re.compile(r"^invalid .*(?:environment '|JAX flag )(jax_\w+)", re.IGNORECASE)
 
 
 def run(name: str, words: Sequence[str]) -> int:
@@ -38,6 +41,12 @@ def guard(name: str, main: Callable[[], int]) -> int:
         except UserError as e:
             code = exit_codes.BAD_INPUT
             print(f"{program}: error: {one_line(str(e))}", file=sys.stderr)
+        except ValueError as e:
+            if not (named := JAX_VARIABLE.search(str(e))):
+                raise
+            code, variable = exit_codes.BAD_INPUT, named[1].upper()
+            given = f"{variable}={os.environ.get(variable, '')}"
+            print(f"{program}: error: {given}: jax takes no such value; unset it", file=sys.stderr)
         except KeyboardInterrupt:
             code = exit_codes.INTERRUPTED
             print(f"{program}: interrupted", file=sys.stderr)
