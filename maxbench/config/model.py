@@ -93,6 +93,14 @@ class Model:
     q_rank: int = field(0, at_least=0)
     kv_rank: int = field(0, at_least=0)
     rope_head_dim: int = field(0, at_least=0)
+    # Mamba-2 (model/mamba.py), in layers with this mixer: heads and their width, groups of heads
+    # that share B and C, width of the state, taps of the convolution, tokens of a chunk
+    ssm_heads: int = field(0, at_least=0)
+    ssm_head_dim: int = field(64, at_least=1)
+    ssm_groups: int = field(8, at_least=1)
+    ssm_state: int = field(128, at_least=1)
+    ssm_conv: int = field(4, at_least=1)
+    ssm_chunk: int = field(128, at_least=1)
     embed_multiplier: float = field(1.0, above=0)
     output_multiplier: float = field(1.0, above=0)
     init_std: float = field(0.02, at_least=0)
