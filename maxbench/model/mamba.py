@@ -13,6 +13,7 @@ of its group, p ssm_head_dim, n ssm_state, i ssm_inner (r x p), w ssm_conv_width
 of the convolution; c and z a chunk, t and s positions in one.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -122,7 +123,7 @@ def state_space(
         v = jnp.pad(v, ((0, 0), (0, -seq % chunk), *[(0, 0)] * (v.ndim - 2)))
         return v.reshape(len(v), -1, chunk, *v.shape[2:])
 
-    dot = lambda axes, *v: jnp.einsum(axes, *v, preferred_element_type=wide)
+    dot = functools.partial(product, wide)
     x, dt, b_bcsgn, c_bctgn = map(chunks, (x_btgrp, dt_btgr, b_btgn, c_btgn))
     since_start = jnp.cumsum(jnp.moveaxis(dt * a_gr, 2, -1), -1)  # log of the decay, bcgrt
     mixed = dot("bctgn,bcsgn->bcgts", c_bctgn, b_bcsgn)[:, :, :, None] * decays(since_start)
@@ -135,6 +136,20 @@ def state_space(
         y_before = dot("bctgn,bcgrpn->bctgrp", c_bctgn, h_bcgrpn.astype(dtype))
         y += y_before * jnp.moveaxis(jnp.exp(since_start), -1, 2)[..., None]
     return y.reshape(len(y), -1, *y.shape[3:])[:, :seq]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def product(wide: Any, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """einsum() with a result of a wider dtype. In the backward pass its gradient is rounded to the
+    dtype of the operands, as that of every GEMM: JAX would multiply in the wider one."""
+    return jnp.einsum(axes, x, y, preferred_element_type=wide)
+
+
+def _product_backward(wide, axes, operands, dz):
+    return jax.vjp(functools.partial(jnp.einsum, axes), *operands)[1](dz.astype(operands[0].dtype))
+
+
+product.defvjp(lambda *args: (product(*args), args[2:]), _product_backward)
 
 
 def decays(log_bcgrt: jax.Array) -> jax.Array:
