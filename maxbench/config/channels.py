@@ -201,8 +201,13 @@ class Experts(Sublayer):
 
     @property
     def balanced_window(self) -> int:
-        """Consecutive positions that choose each expert once, with force_balance."""
-        return self.experts // self.top_k
+        """Consecutive positions that choose all experts equally often, with force_balance."""
+        return self.experts // math.gcd(self.experts, self.top_k)
+
+    @property
+    def balanced_uses(self) -> int:
+        """How often a window chooses each expert, with force_balance."""
+        return self.top_k // math.gcd(self.experts, self.top_k)
 
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for the tokens of one GPU; capacity_factor must not be 0."""
@@ -218,13 +223,15 @@ class Experts(Sublayer):
         return min(tokens, tokens // self.balanced_window + 2 * parts)
 
     def balanced_slots(self, batch: int, tokens: int, tp: int, cp: int, multiple: int) -> int:
-        """Slots of an expert for a GPU's tokens with force_balance, each window having one.
+        """Slots of an expert for a GPU's tokens with force_balance, each window having those of
+        balanced_uses.
 
         Args:
           batch, tokens: the GPU's sequences, and its tokens of each.
           multiple: of the number format (Format.slot_multiple).
         """
-        return -(-batch * self.balanced_windows(tokens, tp, cp) // multiple) * multiple
+        slots = batch * self.balanced_windows(tokens, tp, cp) * self.balanced_uses
+        return -(-slots // multiple) * multiple
 
     def rows(self, ep: int) -> float:
         """Rows of the experts' GEMMs that memory is reserved for, per token of a GPU."""
@@ -245,7 +252,7 @@ class Experts(Sublayer):
         a = run.layout
         tokens = run.train.seq // (a.cp * a.tp)
         reserved = self.balanced_slots(a.mbs, tokens, a.tp, a.cp, run.format.slot_multiple)
-        return reserved * self.balanced_window / (a.mbs * tokens)
+        return reserved * self.balanced_window / (a.mbs * tokens * self.balanced_uses)
 
     def check(self) -> None:
         groups, top = self.router_groups, self.router_groups_top
@@ -278,7 +285,7 @@ class Experts(Sublayer):
                 "needs; use at least 1, as 1.5, or 0 for any routing"
             )
         uneven = self.experts % self.top_k or self.top_k % top or groups % top
-        if self.force_balance and uneven:
+        if self.force_balance and groups > 1 and uneven:
             raise UserError(
                 f"model.force_balance shares experts={self.experts} and router_groups={groups} out "
                 f"evenly: top_k={self.top_k} must divide the experts, and router_groups_top={top} "

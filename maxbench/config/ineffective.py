@@ -187,8 +187,13 @@ def _mtp_loss(run: Run) -> str:
     return "" if run.model.mtp_layers else "model.mtp_layers=0 predicts the next token alone"
 
 
+def _positions(run: Run) -> str:
+    return "" if run.model.rope_dims else "model.rope_fraction=0 is attention without positions"
+
+
 def _rope(run: Run) -> str:
-    return "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
+    unscaled = "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
+    return _positions(run) or unscaled
 
 
 def _llama3_rope(run: Run) -> str:
@@ -243,6 +248,8 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.drop_policy": _drop_policy,
     **{f"model.{name}": _mamba for name in MAMBA},
     "model.mtp_loss": _mtp_loss,
+    "model.rope_base": _positions,
+    "model.rope_factor": _positions,
     "model.rope_scaling": _rope,
     "model.rope_context": _rope,
     "model.rope_low": _llama3_rope,

@@ -70,7 +70,8 @@ class Model:
     post_norm: bool = False  # a second norm after attention and after the MLP
     tied: bool = False  # the LM head is the embedding table
     rope_base: float = field(10_000.0, above=0)
-    rope_fraction: float = field(1.0, above=0, at_most=1)  # of head_dim that is rotated
+    # of head_dim that is rotated; 0: attention without positions
+    rope_fraction: float = field(1.0, at_least=0, at_most=1)
     # Low frequencies are divided by rope_factor, for sequences longer than rope_context: as
     # Llama 3.1 does, or by YaRN (layers.rope_angles). A factor of 1 = off
     rope_scaling: str = field("llama3", options=("llama3", "yarn"))
@@ -257,10 +258,11 @@ class Model:
                 f"model.rope_fraction={self.rope_fraction}: latent attention rotates "
                 f"model.rope_head_dim={self.rope_head_dim} dims of a head; leave rope_fraction out"
             )
-        if self.rope_dims % 2 or not self.rope_dims:
+        if self.rope_dims % 2 or (self.rope_fraction and not self.rope_dims):
             raise UserError(
                 f"model.rope_fraction={self.rope_fraction} of model.head_dim={self.head_dim} must "
-                "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works"
+                "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works, "
+                "and 0 is attention without positions"
             )
         for mixer in filter(None, (layer.mixer for layer in layers)):
             if mixer.rope_dims not in (0, self.rope_dims):

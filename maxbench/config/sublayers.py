@@ -395,6 +395,12 @@ class Layer:
         found = (("mixer", self.mixer), ("channel", self.channel))
         return ((role, sublayer) for role, sublayer in found if sublayer is not None)
 
+    def saved(self, sublayer: Sublayer, run: "Run") -> tuple[Saved, ...]:
+        """Sublayer.saved() of one of its sublayers, without what nothing reads: the output of a
+        mixer, if neither a channel nor a second norm follows it."""
+        is_read = self.channel or run.model.post_norm
+        return tuple(t for t in sublayer.saved(run) if is_read or t.name != "attn_out")
+
     def part(self, role: str) -> Sublayer | None:
         """The sublayer of a role."""
         return getattr(self, role)

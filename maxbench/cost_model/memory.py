@@ -192,7 +192,7 @@ def _stashed_elements(run: Run, layer: Layer, names: Collection[str]) -> float:
     """Elements that a layer stashes per token on one GPU, of the width of Format.compute: its
     input, and the tensors of these names."""
     tp, gemm_only = run.layout.tp, run.format.bytes / FORMATS[run.format.compute].bytes
-    tensors = [t for _, sublayer in layer.parts() for t in sublayer.saved(run) if t.name in names]
+    tensors = [t for _, x in layer.parts() for t in layer.saved(x, run) if t.name in names]
     elements = [t.elements * (gemm_only if t.gemm_only else 1) for t in tensors]
     return (run.model.embed + sum(elements)) / tp
 

@@ -290,6 +290,8 @@ def rotate(x_bthk: jax.Array, cos_tk: jax.Array, sin_tk: jax.Array) -> jax.Array
     """Applies RoPE: rotates pairs (i, i + n) for i < n = cos_tk.shape[1]; later dims pass through.
     Computed in fp32, returned in the dtype of x."""
     n = cos_tk.shape[1]
+    if not n:  # attention without positions
+        return x_bthk
     x = x_bthk.astype(jnp.float32)
     a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
     cos, sin = cos_tk[:, None], sin_tk[:, None]
