@@ -302,6 +302,18 @@ class Mamba2(Sublayer):
             Saved("attn_out", self.embed, ("out/w",)),
         )
 
+    @property
+    def activated(self) -> float:
+        """Elements for which kernels move as many as an MLP's for its own: about three times the
+        inputs, the masked products in chunks, and the states at their ends, fp32."""
+        width = self.ssm_heads * self.ssm_head_dim
+        products = self.ssm_heads * self.ssm_chunk
+        states = 2 * width * self.ssm_state / self.ssm_chunk
+        return 3 * (self.ssm_groups * self.ssm_inputs + products + states)
+
+    def reserved(self, ep: int) -> float:
+        return self.ssm_groups * self.ssm_inputs
+
     def check(self) -> None:
         if not self.ssm_heads or self.ssm_heads % self.ssm_groups:
             raise UserError(

@@ -153,9 +153,10 @@ def estimate_bytes(run: Run) -> float:
     weights, ends = memory.stage_weights(run)
     unrolled = run.train.unrolled
     # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
-    # loop, or where tokens have slots of a fixed capacity.
-    transposed = m.has_experts and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
-    copies = transposed * (weights + ends)
+    # loop, or where tokens have slots of a fixed capacity. Accumulators of a loop are copied, too.
+    transposed = m.has_experts and (m.capacity_factor > 0 or not unrolled)
+    accumulated = a.microbatches > 1 and not unrolled
+    copies = (a.pp == 1 and (transposed or accumulated)) * (weights + ends)
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
     rows = a.mbs * run.train.seq // a.cp
