@@ -253,6 +253,7 @@ class Mamba2(Sublayer):
         "ssm_inner": "ssm_head_dim",
     }
     module = "maxbench.model.mamba:Mamba2"
+    hugging_face = "maxbench.model.hugging_face:mamba2"
     zeros_stay = True
 
     @property
