@@ -375,7 +375,9 @@ def _nemotron_h(c: Fields, common: Mapping) -> dict[str, Any]:
         c.fix("n_shared_experts", 1)
         layers["E"] = Layer(channel=Experts(mlp=c.whole("moe_intermediate_size")))
         shared = c.whole("moe_shared_expert_intermediate_size")
-        sizes |= routed | _experts(c, expert_bias_rate=0.001, shared_mlp=shared)
+        latent = c.whole("moe_latent_size", default=0)
+        more = dict(expert_bias_rate=0.001, shared_mlp=shared, expert_latent=latent)
+        sizes |= routed | _experts(c, **more)
     else:  # transformers writes the defaults of what the network lacks
         unused = "n_routed_experts", "num_experts_per_tok", "n_shared_experts"
         for name in (*unused, "moe_intermediate_size", "moe_shared_expert_intermediate_size"):

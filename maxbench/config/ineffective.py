@@ -243,6 +243,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.dispatch_factor": _dispatch_factor,
     "model.force_balance": _experts,
     "model.shared_mlp": _experts,
+    "model.expert_latent": _experts,
     "model.capacity_factor": _capacity_factor,
     "model.aux_loss": _experts,
     "model.drop_policy": _drop_policy,

@@ -119,6 +119,8 @@ class Model:
     # Tokens choose experts at random, all equally often, as in NVIDIA's benchmarks
     force_balance: bool = False
     shared_mlp: int = field(0, at_least=0)  # width of the MLP of shared experts; 0 = none
+    # Width of the latent that experts read and write (latent MoE of Nemotron 3); 0 = embed
+    expert_latent: int = field(0, at_least=0)
     capacity_factor: float = field(1.0, at_least=0)  # 0 = dropless
     # Rows of dropless experts that memory is reserved for, over those of balanced routing, if each
     # token is sent to the GPUs of its experts only; 0 = to all GPUs of ep, for any routing

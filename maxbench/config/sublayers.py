@@ -295,6 +295,7 @@ class Sublayer:
         """GPUs of ep that each token is sent to, and back from; 0 if it stays where it is."""
         return 0
 
+    sent_width = property(lambda self: self.embed)  # elements that are sent of a token
     has_slots = property(lambda self: False)  # whether the tokens that are sent have slots
 
     @property

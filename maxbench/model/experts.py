@@ -21,6 +21,9 @@ all-to-alls above are then among the GPUs of a node, and e is an expert of this 
 
 Shapes are static either way. Dispatch and combine are gathers, also in the backward pass.
 
+With model.expert_latent, d below is the width of that latent: a token is projected before it is
+sent, and its experts' sum after it has returned. The router reads the token itself.
+
 Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
 n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs.
 """
@@ -48,6 +51,7 @@ from maxbench.model.layers import (
     matmul,
     out_std,
     param_value,
+    projection,
 )
 from maxbench.quantization import Weight, unquantized
 from maxbench.sharding import collectives, mesh, ordering, rules
@@ -63,6 +67,8 @@ class Moe(nn.Module):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
         logits_je = self.logits(x_jd)
+        if m.expert_latent:
+            x_jd, _ = projection(m, "into", m.init_std)(x_jd)
         forced_jk = None
         if m.force_balance:
             layer = layer_state(self, "layer")
@@ -91,6 +97,8 @@ class Moe(nn.Module):
             bias_ed = param_value(self, "down_bias", m.weights["down_bias"].axes)
             operands = gate_jk.astype(x_jd.dtype), expert_jk, bias_ed.astype(x_jd.dtype)
             y_jd = add_bias(y_jd, expert_biases(*operands))
+        if m.expert_latent:
+            y_jd, _ = projection(m, "out_of", out_std(m))(checkpoint_name(y_jd, "mlp_down"))
         aux = router.balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
         y_bud = y_jd.reshape(x_bud.shape)
         return y_bud + self.shared(x_bud, context) if m.shared else y_bud, tokens, aux
@@ -219,7 +227,7 @@ class Moe(nn.Module):
         """A weight of this GPU's experts, all-gathered over fsdp."""
         declared = self.model.weights[name]
         w = jnp.asarray(param_value(self, name, declared.axes, std), dtype)
-        return collectives.all_gather(w, "fsdp", declared.names.index("embed"))
+        return collectives.all_gather(w, "fsdp", declared.names.index(self.model.outer))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -397,6 +397,10 @@ def experts(m: Experts, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
     if m.shared_mlp:
         shared = f"{prefix}.shared_experts"
         yield from _mlp(m, shared, names.mlp, m.shared_mlp, w["shared_expert"])
+    if m.expert_latent:
+        into, out_of = (w[name]["w"].T for name in ("into", "out_of"))
+        yield _whole(f"{prefix}.fc1_latent_proj.weight", into, *into.shape)
+        yield _whole(f"{prefix}.fc2_latent_proj.weight", out_of, *out_of.shape)
     if m.act == "swiglu_clamped":
         yield from _fused_experts(m, f"{prefix}.experts", w)
         return
@@ -418,8 +422,8 @@ def _mlp(m: Mlp | Experts, prefix: str, names, width: int, w) -> Iterator[Tensor
     gate, up, down = names
     up_dnf, down_fd = w["up"]["w"], w["down"]["w"]
     for i, name in enumerate((gate, up)[-m.mlp_inputs :]):
-        yield _whole(f"{prefix}.{name}.weight", up_dnf[:, i].T, width, m.embed)
-    yield _whole(f"{prefix}.{down}.weight", down_fd.T, m.embed, width)
+        yield _whole(f"{prefix}.{name}.weight", up_dnf[:, i].T, width, len(up_dnf))
+    yield _whole(f"{prefix}.{down}.weight", down_fd.T, len(up_dnf), width)
 
 
 def _mtp(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:

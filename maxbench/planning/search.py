@@ -121,14 +121,15 @@ def estimate_step_s(run: Run) -> float:
         for part in parts:
             if not part.choices:
                 continue
-            sent = WIDTH * elements // a.tp  # dispatch and combine, forward and backward
+            wide_rows = WIDTH * rows * part.sent_width
+            sent = wide_rows // a.tp  # dispatch and combine, forward and backward
             of_layer += 4 * link("all-to-all", sent * part.choices, "ep")
             of_layer += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
             # Slots are all-gathered before the GEMMs of the experts and reduce-scattered after
             # them; without tp they are copied, as an all-to-all's results are written again by
             # expert.
             if part.has_slots:
-                of_layer += hops * link("all-gather", WIDTH * elements * part.choices, "tp")
+                of_layer += hops * link("all-gather", wide_rows * part.choices, "tp")
         wait += n * of_layer
     work = layers + wait / a.pp
     weights, ends = memory.stage_weights(run)

@@ -17,7 +17,8 @@ from tests.conftest import WORKLOADS, resolve
 
 BATCH, SEQ = 2, 37  # a prime number tells dims of tokens from others
 GROK = ("grok1_314b", "tiny,xai")  # with norms after each sublayer
-TOYS = [*((workload, "tiny") for workload in WORKLOADS), GROK]
+LATENT = ("nemotron_3_nano", "tiny,latent")  # with experts in a latent
+TOYS = [*((workload, "tiny") for workload in WORKLOADS), GROK, LATENT]
 # Toys of the same kinds of layers as another workload's.
 ALIKE = ("llama2_70b", "llama31_70b", "llama31_405b", "qwen3_235b_a22b", "gpt_oss_120b", "kimi_k2")
 DISTINCT = [toy for toy in TOYS if toy[0] not in ALIKE]
@@ -27,6 +28,8 @@ DISTINCT = [toy for toy in TOYS if toy[0] not in ALIKE]
 def toy(workload, presets, remat="none"):
     """All sizes are known: experts have slots for all tokens, and a sequence is one chunk."""
     overrides = {"train.remat": remat, "train.attention": "xla"}
+    if (workload, presets) == LATENT:
+        presets, overrides["model.expert_latent"] = "tiny", 32
     m = resolve(workload, presets).model
     if m.ssm_heads:
         overrides["model.ssm_chunk"] = SEQ

@@ -19,7 +19,7 @@ from maxbench.model import hugging_face, transformer
 from tests.conftest import resolve
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
-NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2", "nemotron_h")
+NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2", "nemotron_h", "nemotron_3")
 
 
 def golden(name: str) -> tuple[Model, dict, np.ndarray, np.ndarray]:
@@ -283,8 +283,8 @@ def test_layers_of_nemotron_h_that_are_not_understood_are_refused():
         hugging_face_config.model_of(NANO | dict(hybrid_override_pattern="MD" * 26))
     with pytest.raises(UserError, match="num_hidden_layers=52, and kinds of 2 layers"):
         hugging_face_config.model_of(NANO | dict(hybrid_override_pattern="ME"))
-    with pytest.raises(UserError, match="moe_latent_size=1024, which is not understood"):
-        hugging_face_config.model_of(NANO | dict(moe_latent_size=1024))
+    with pytest.raises(UserError, match="num_nextn_predict_layers=1, and only 0 is understood"):
+        hugging_face_config.model_of(NANO | dict(num_nextn_predict_layers=1))
 
 
 def config_without(workload: str, *fields: str) -> dict:

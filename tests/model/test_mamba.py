@@ -91,6 +91,7 @@ SETTINGS = {f"model.{name}": size for name, size in SIZES.items()} | {
     "model.embed": 64,
     "model.layer_groups": ((1, CYCLE),),
     "model.experts": 4,
+    "model.expert_latent": 16,
     "model.top_k": 3,
     "model.force_balance": True,
     "precision.grads": "fp32",
