@@ -57,6 +57,8 @@ WORKLOADS = (
     "gpt_oss_120b",
     "deepseek_v3",
     "kimi_k2",
+    "nemotron_3_nano",
+    "nemotron_h_56b",
 )
 
 

@@ -72,13 +72,18 @@ class _SharedExpert(Mlp):
 
 @register("experts")
 class Experts(Sublayer):
-    """Mixture of experts (model/experts.py)."""
+    """Mixture of experts (model/experts.py).
+
+    With expert_latent, a projection of each token precedes its dispatch, and one follows its
+    experts: these, and what is sent to them and back, are narrower than the network.
+    """
 
     experts: int = unset()
     mlp: int = unset()
     act: str = unset()
     mlp_bias: bool = unset()
     shared_mlp: int = unset()
+    expert_latent: int = unset()
     top_k: int = unset()
     router: str = unset()
     router_bias: bool = unset()
@@ -93,13 +98,24 @@ class Experts(Sublayer):
     aux_loss: float = unset()
 
     role = "channel"
-    axes: ClassVar = Mlp.axes | {"experts": ("ep_nodes", "ep"), "experts_replicated": ()}
+    axes: ClassVar = Mlp.axes | {
+        "experts": ("ep_nodes", "ep"),
+        "experts_replicated": (),
+        "expert_latent": ("fsdp",),
+        "latent_width": (),
+    }
+    settings: ClassVar = {"latent_width": "expert_latent"}
     module = "maxbench.model.experts:Moe"
     hugging_face = "maxbench.model.hugging_face:experts"
 
     experts_replicated = property(lambda self: self.experts)
+    latent_width = property(lambda self: self.expert_latent)
+    # Logical axis of what experts read and write.
+    outer = property(lambda self: "expert_latent" if self.expert_latent else "embed")
+    sent_width = property(lambda self: self.expert_latent or self.embed)
     mlp_inputs = MLP_INPUTS
     has_slots = HAS_SLOTS
+    first_rows_are_split = property(lambda self: self.expert_latent > 0)
 
     @functools.cached_property
     def shared(self) -> Mlp | None:
@@ -111,9 +127,11 @@ class Experts(Sublayer):
     def weight_axes(self) -> dict[str, str]:
         found = {
             "router/w": "embed_replicated -> experts_replicated",
-            "up": "experts, embed -> mlp_inputs mlp",
-            "down": "experts, mlp -> embed",
+            "up": f"experts, {self.outer} -> mlp_inputs mlp",
+            "down": f"experts, mlp -> {self.outer}",
         }
+        if self.expert_latent:
+            found |= {"into/w": "embed -> latent_width", "out_of/w": "latent_width -> embed"}
         found |= {"router_bias": "experts_replicated"} if self.router_bias else {}
         biases = {"up_bias": "experts mlp_inputs mlp"}
         biases |= {"down_bias": "experts_replicated embed_replicated"}
@@ -132,7 +150,8 @@ class Experts(Sublayer):
         return super().form, self.expert_bias_rate > 0, self.force_balance
 
     def counted_multiply_adds(self, silu_gates: bool) -> float:
-        gates = self.embed * (self.mlp * self.top_k + self.shared_mlp) * (self.mlp_inputs - 1)
+        widths = self.sent_width * self.mlp * self.top_k + self.embed * self.shared_mlp
+        gates = widths * (self.mlp_inputs - 1)
         uncounted = gates if silu_gates and self.act != "swiglu" else 0
         return super().counted_multiply_adds(silu_gates) - uncounted
 
@@ -140,16 +159,19 @@ class Experts(Sublayer):
         routed = self.rows(run.layout.ep) * self.slot_padding(run)
         width = routed * self.mlp + self.shared_mlp
         slots = routed if self.has_slots else 0
+        into = ("into/w",) * bool(self.expert_latent)
         again = ("up", *["shared_expert/up/w"] * bool(self.shared))
         tensors = [
-            Saved("slots", slots * self.embed, gemm_only=True),
+            Saved("slots", slots * self.sent_width, into * bool(slots), gemm_only=True),
             Saved("mlp_up", self.mlp_inputs * width, again),
             Saved("mlp_act", width, gemm_only=True),
         ]
         # The output of the experts is read by a second norm, and by the gradient of the weights
         # with which slots are combined (model/experts.py).
         if run.model.post_norm or (self.has_slots and not self.force_balance):
-            tensors.append(Saved("mlp_down", (slots or 1) * self.embed, ("down",)))
+            tensors.append(Saved("mlp_down", (slots or 1) * self.sent_width, ("down",)))
+        if self.expert_latent:  # the input of the projection from the latent
+            tensors.append(Saved("mlp_down", self.expert_latent, ("down",)))
         if run.model.post_norm and self.shared:
             tensors.append(Saved("mlp_down", self.embed, ("shared_expert/down/w",)))
         return tuple(tensors)
@@ -183,7 +205,7 @@ class Experts(Sublayer):
         return self.mlp_inputs * self.mlp * self.rows(ep)
 
     def delayed_operands(self, ep: int, tp: int) -> float:
-        return self.rows(ep) * (2 * self.embed + (self.mlp_inputs + 1) * self.mlp / tp)
+        return self.rows(ep) * (2 * self.sent_width + (self.mlp_inputs + 1) * self.mlp / tp)
 
     @property
     def zeros_stay(self) -> bool:
@@ -201,8 +223,13 @@ class Experts(Sublayer):
 
     @property
     def balanced_window(self) -> int:
-        """Consecutive positions that choose each expert once, with force_balance."""
-        return self.experts // self.top_k
+        """Consecutive positions that choose all experts equally often, with force_balance."""
+        return self.experts // math.gcd(self.experts, self.top_k)
+
+    @property
+    def balanced_uses(self) -> int:
+        """How often a window chooses each expert, with force_balance."""
+        return self.top_k // math.gcd(self.experts, self.top_k)
 
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for the tokens of one GPU; capacity_factor must not be 0."""
@@ -218,13 +245,15 @@ class Experts(Sublayer):
         return min(tokens, tokens // self.balanced_window + 2 * parts)
 
     def balanced_slots(self, batch: int, tokens: int, tp: int, cp: int, multiple: int) -> int:
-        """Slots of an expert for a GPU's tokens with force_balance, each window having one.
+        """Slots of an expert for a GPU's tokens with force_balance, each window having those of
+        balanced_uses.
 
         Args:
           batch, tokens: the GPU's sequences, and its tokens of each.
           multiple: of the number format (Format.slot_multiple).
         """
-        return -(-batch * self.balanced_windows(tokens, tp, cp) // multiple) * multiple
+        slots = batch * self.balanced_windows(tokens, tp, cp) * self.balanced_uses
+        return -(-slots // multiple) * multiple
 
     def rows(self, ep: int) -> float:
         """Rows of the experts' GEMMs that memory is reserved for, per token of a GPU."""
@@ -245,7 +274,7 @@ class Experts(Sublayer):
         a = run.layout
         tokens = run.train.seq // (a.cp * a.tp)
         reserved = self.balanced_slots(a.mbs, tokens, a.tp, a.cp, run.format.slot_multiple)
-        return reserved * self.balanced_window / (a.mbs * tokens)
+        return reserved * self.balanced_window / (a.mbs * tokens * self.balanced_uses)
 
     def check(self) -> None:
         groups, top = self.router_groups, self.router_groups_top
@@ -272,13 +301,18 @@ class Experts(Sublayer):
                 f"model.expert_bias_rate={self.expert_bias_rate} needs model.router=sigmoid, whose "
                 f"scores are between 0 and 1, and it is {self.router}; use model.aux_loss with it"
             )
+        if self.expert_latent and self.mlp_bias:
+            raise UserError(
+                f"model.expert_latent={self.expert_latent}: experts in a latent have no biases; "
+                "use model.mlp_bias=False"
+            )
         if 0 < self.dispatch_factor < 1:
             raise UserError(
                 f"model.dispatch_factor={self.dispatch_factor} is less than balanced routing "
                 "needs; use at least 1, as 1.5, or 0 for any routing"
             )
         uneven = self.experts % self.top_k or self.top_k % top or groups % top
-        if self.force_balance and uneven:
+        if self.force_balance and groups > 1 and uneven:
             raise UserError(
                 f"model.force_balance shares experts={self.experts} and router_groups={groups} out "
                 f"evenly: top_k={self.top_k} must divide the experts, and router_groups_top={top} "

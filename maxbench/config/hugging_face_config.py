@@ -12,7 +12,7 @@ from typing import Any
 
 from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError
-from maxbench.config.mixers import Attention, LatentAttention
+from maxbench.config.mixers import Attention, LatentAttention, Mamba2
 from maxbench.config.model import Model
 from maxbench.config.sublayers import Layer
 
@@ -27,6 +27,11 @@ IGNORED = {
     *("return_dict", "output_attentions", "output_hidden_states", "quantization_config"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
     *("aux_loss_alpha", "router_aux_loss_coef", "router_jitter_noise", "qk_head_dim"),
+    *("expand", "num_logits_to_keep", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+    *("rescale_prenorm_residual", "use_mamba_kernels", "norm_eps", "mtp_layers_block_type"),
+    *("mtp_hybrid_override_pattern", "time_step_max", "time_step_floor"),
+    # transformers raises time steps to the lower limit; Megatron, which trained them, does not.
+    *("time_step_min", "time_step_limit"),
 }
 _COMMON = dict(
     head_dim=None, num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6,
@@ -48,6 +53,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | dict(attention_bias=True, sliding_window=128),
     "deepseek_v3": _COMMON | dict(norm_topk_prob=True),  # DeepseekV3Config
     "kimi_k2": _COMMON | dict(norm_topk_prob=True),  # its own copy of DeepSeek's class
+    "nemotron_h": _COMMON  # NemotronHConfig
+    | dict(head_dim=128, num_key_value_heads=8, hidden_act="relu2", layer_norm_epsilon=1e-5)
+    | dict(mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, chunk_size=128)
+    | dict(n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=True),
 }
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
@@ -67,6 +76,12 @@ FIXED = {
     "scoring_func": "sigmoid",
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "residual_in_fp32": False,
 }
 
 
@@ -188,7 +203,8 @@ def model_of(config: Mapping[str, Any], size: str = "", mtp: bool = True) -> Mod
             f"config.json has model_type={fields.kind!r}; understood are {', '.join(FAMILIES)}"
         )
     common = _common(fields)
-    sizes = common | FAMILIES[fields.kind](fields, common) | _rope(fields)
+    of_family = FAMILIES[fields.kind](fields, common)
+    sizes = common | _rope(fields) | of_family
     if not isinstance(sizes["act"], str) or sizes["act"] not in {*ACTS.values(), "swiglu_clamped"}:
         raise UserError(f"config.json has hidden_act={sizes['act']!r}; understood are {[*ACTS]}")
     fields.finish()
@@ -208,8 +224,9 @@ def _common(c: Fields) -> dict[str, Any]:
             "divide, and no head_dim; add one"
         )
     act = c.take("hidden_act")
+    kinds = c.left.get("layers_block_type") or c.left.get("hybrid_override_pattern") or ()
     return dict(
-        layers=c.whole("num_hidden_layers"),
+        layers=c.whole("num_hidden_layers", default=len(kinds) or None),
         embed=embed,
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", default=heads),
@@ -309,6 +326,65 @@ def _deepseek(c: Fields, common: Mapping) -> dict[str, Any]:
     return sizes | dict(layer_groups=(*first, (layers - dense, (layer(Experts()),))))
 
 
+# Kinds of layers of nemotron_h: their names in transformers, those of older files, and their
+# letters in patterns.
+NEMOTRON_H = {
+    **dict.fromkeys(("linear_attention", "mamba", "M"), "M"),
+    **dict.fromkeys(("full_attention", "attention", "*"), "*"),
+    **dict.fromkeys(("moe", "E"), "E"),
+    **dict.fromkeys(("mlp", "-"), "-"),
+}
+
+
+def _nemotron_h(c: Fields, common: Mapping) -> dict[str, Any]:
+    names = c.take("layers_block_type", "hybrid_override_pattern")
+    if unknown := [name for name in names if name not in NEMOTRON_H]:
+        raise UserError(
+            f"config.json has a layer of kind {unknown[0]!r}; understood are {[*NEMOTRON_H]}"
+        )
+    pattern = "".join(NEMOTRON_H[name] for name in names)
+    if len(pattern) != common["layers"]:
+        raise UserError(
+            f"config.json has num_hidden_layers={common['layers']}, and kinds of {len(pattern)} "
+            "layers; give as many"
+        )
+    c.fix("norm_topk_prob", True)
+    c.fix("num_nextn_predict_layers", 0)
+    sizes: dict[str, Any] = dict(
+        norm_eps=c.real("layer_norm_epsilon"),
+        rope_fraction=0.0,
+        ssm_heads=c.whole("mamba_num_heads"),
+        ssm_head_dim=c.whole("mamba_head_dim"),
+        ssm_groups=c.whole("n_groups"),
+        ssm_state=c.whole("ssm_state_size"),
+        ssm_conv=c.whole("conv_kernel"),
+        ssm_chunk=c.whole("chunk_size"),
+    )
+    routed = dict(
+        router="sigmoid",
+        router_groups=c.whole("n_group"),
+        router_groups_top=c.whole("topk_group"),
+        router_scale=c.real("routed_scaling_factor"),
+    )
+    layers = {
+        "M": Layer(mixer=Mamba2()),
+        "*": Layer(mixer=Attention()),
+        "-": Layer(channel=Mlp(mlp=common["mlp"])),
+    }
+    if "E" in pattern:
+        c.fix("n_shared_experts", 1)
+        layers["E"] = Layer(channel=Experts(mlp=c.whole("moe_intermediate_size")))
+        shared = c.whole("moe_shared_expert_intermediate_size")
+        latent = c.whole("moe_latent_size", default=0)
+        more = dict(expert_bias_rate=0.001, shared_mlp=shared, expert_latent=latent)
+        sizes |= routed | _experts(c, **more)
+    else:  # transformers writes the defaults of what the network lacks
+        unused = "n_routed_experts", "num_experts_per_tok", "n_shared_experts"
+        for name in (*unused, "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
+            c.left.pop(name, None)
+    return sizes | dict(layer_groups=((1, tuple(layers[letter] for letter in pattern)),))
+
+
 def _rope(c: Fields) -> dict[str, Any]:
     """RoPE, from rope_parameters or from rope_theta and rope_scaling, as older files have it."""
     scaling, parameters = c.table("rope_scaling"), c.table("rope_parameters")
@@ -359,4 +435,5 @@ FAMILIES: dict[str, Callable[[Fields, Mapping], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
+    "nemotron_h": _nemotron_h,
 }

@@ -178,12 +178,22 @@ def _router_groups_top(run: Run) -> str:
     return _experts(run) or ("model.router_groups=1 is one group" if one_group else "")
 
 
+def _mamba(run: Run) -> str:
+    mixers = {layer.mixer.kind for _, layer in run.model.kinds if layer.mixer}
+    return "" if "mamba2" in mixers else f"{run.model.name} {run.model.size} has no Mamba-2 layer"
+
+
 def _mtp_loss(run: Run) -> str:
     return "" if run.model.mtp_layers else "model.mtp_layers=0 predicts the next token alone"
 
 
+def _positions(run: Run) -> str:
+    return "" if run.model.rope_dims else "model.rope_fraction=0 is attention without positions"
+
+
 def _rope(run: Run) -> str:
-    return "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
+    unscaled = "model.rope_factor=1 does not scale RoPE" if run.model.rope_factor == 1 else ""
+    return _positions(run) or unscaled
 
 
 def _llama3_rope(run: Run) -> str:
@@ -200,6 +210,7 @@ def _combine(run: Run) -> str:
     return "one device has no collectives" if run.layout.gpus == 1 else ""
 
 
+MAMBA = ("ssm_heads", "ssm_head_dim", "ssm_groups", "ssm_state", "ssm_conv", "ssm_chunk")
 # Setting -> why it has no effect in a run, or ''.
 RULES: dict[str, Callable[[Run], str]] = {
     "train.unroll_layers": _unroll_layers,
@@ -232,10 +243,14 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.dispatch_factor": _dispatch_factor,
     "model.force_balance": _experts,
     "model.shared_mlp": _experts,
+    "model.expert_latent": _experts,
     "model.capacity_factor": _capacity_factor,
     "model.aux_loss": _experts,
     "model.drop_policy": _drop_policy,
+    **{f"model.{name}": _mamba for name in MAMBA},
     "model.mtp_loss": _mtp_loss,
+    "model.rope_base": _positions,
+    "model.rope_factor": _positions,
     "model.rope_scaling": _rope,
     "model.rope_context": _rope,
     "model.rope_low": _llama3_rope,

@@ -1,4 +1,4 @@
-"""Kinds of mixers: grouped-query attention and latent attention. Needs no jax."""
+"""Kinds of mixers: grouped-query attention, latent attention and Mamba-2. Needs no jax."""
 
 import dataclasses
 import math
@@ -220,3 +220,109 @@ class LatentAttention(Attention):
                 f"model.qk_norm=True: latent attention (model.kv_rank={self.kv_rank}) normalizes "
                 "its latents instead; leave qk_norm out"
             )
+
+
+@register("mamba2")
+class Mamba2(Sublayer):
+    """Mamba-2, arXiv:2405.21060: a state-space model in chunks (model/mamba.py).
+
+    One projection, grouped so that tp can split it, has the inputs of each group of heads: a gate z
+    and x of each head, B and C of the group, and a time step of each head. A causal depthwise
+    convolution mixes x, B and C along the sequence.
+    """
+
+    ssm_heads: int = unset()
+    ssm_head_dim: int = unset()
+    ssm_groups: int = unset()
+    ssm_state: int = unset()
+    ssm_conv: int = unset()
+    ssm_chunk: int = unset()
+
+    role = "mixer"
+    axes: ClassVar = {
+        "ssm_heads": ("tp",),
+        "ssm_groups": ("tp",),
+        "ssm_inputs": (),
+        "ssm_conv": (),
+        "ssm_conv_width": (),
+        "ssm_inner": (),
+    }
+    settings: ClassVar = {
+        "ssm_inputs": "ssm_state",
+        "ssm_conv_width": "ssm_state",
+        "ssm_inner": "ssm_head_dim",
+    }
+    module = "maxbench.model.mamba:Mamba2"
+    hugging_face = "maxbench.model.hugging_face:mamba2"
+    zeros_stay = True
+
+    @property
+    def ssm_inner(self) -> int:
+        """Width of the heads of a group."""
+        return self.ssm_heads // self.ssm_groups * self.ssm_head_dim
+
+    @property
+    def ssm_conv_width(self) -> int:
+        """Width of x, B and C of a group."""
+        return self.ssm_inner + 2 * self.ssm_state
+
+    @property
+    def ssm_inputs(self) -> int:
+        """Width of the first projection per group: z, x, B, C, and the heads' time steps."""
+        return self.ssm_inner + self.ssm_conv_width + self.ssm_heads // self.ssm_groups
+
+    def weight_axes(self) -> dict[str, str]:
+        return {
+            "in/w": "embed -> ssm_groups ssm_inputs",
+            "conv": "ssm_conv ssm_groups ssm_conv_width",
+            "conv_bias": "ssm_groups ssm_conv_width",
+            "dt_bias": "ssm_heads",
+            "a_log": "ssm_heads",
+            "skip_scale": "ssm_heads",
+            "norm_scale": "ssm_groups ssm_inner",
+            "out/w": "ssm_groups ssm_inner -> embed",
+        }
+
+    def scores(self, seq: int, causal: bool = True, windows: bool = True) -> float:
+        """The four products of the chunked algorithm (arXiv:2405.21060, section 6 and listing 1).
+
+        With chunks of Q tokens, G groups, H heads of width P and a state of width N, per token:
+        C B^T in a chunk, Q G N; its masked product with x, Q H P; the state of a chunk, H P N; the
+        output of the state before it, H P N. A causal mask keeps half of the first two. A sequence
+        of one chunk has no states. The recurrence from chunk to chunk, H P N / Q, is not counted.
+        """
+        chunk, width = min(self.ssm_chunk, seq), self.ssm_heads * self.ssm_head_dim
+        pairs = chunk / 2 if causal else chunk
+        states = 2 * width * self.ssm_state if seq > chunk else 0
+        return pairs * (self.ssm_groups * self.ssm_state + width) + states
+
+    def saved(self, run: "Run") -> tuple[Saved, ...]:
+        return (
+            Saved("query", self.ssm_groups * self.ssm_inputs, ("in/w",)),
+            Saved("context", self.ssm_groups * self.ssm_inner, ("scores",)),
+            Saved("attn_out", self.embed, ("out/w",)),
+        )
+
+    @property
+    def activated(self) -> float:
+        """Elements for which kernels move as many as an MLP's for its own: about three times the
+        inputs, the masked products in chunks, and the states at their ends, fp32."""
+        width = self.ssm_heads * self.ssm_head_dim
+        products = self.ssm_heads * self.ssm_chunk
+        states = 2 * width * self.ssm_state / self.ssm_chunk
+        return 3 * (self.ssm_groups * self.ssm_inputs + products + states)
+
+    def reserved(self, ep: int) -> float:
+        return self.ssm_groups * self.ssm_inputs
+
+    def check(self) -> None:
+        if not self.ssm_heads or self.ssm_heads % self.ssm_groups:
+            raise UserError(
+                f"model.ssm_heads={self.ssm_heads} must be a multiple of model.ssm_groups="
+                f"{self.ssm_groups}, above 0: a group of heads shares B and C"
+            )
+
+    def refusal(self, run: "Run") -> str:
+        cp = run.layout.cp
+        why = f"cp={cp} cuts the sequence, along which Mamba-2's states run; use cp=1, and tp"
+        return why if cp > 1 else ""

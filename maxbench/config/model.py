@@ -70,7 +70,8 @@ class Model:
     post_norm: bool = False  # a second norm after attention and after the MLP
     tied: bool = False  # the LM head is the embedding table
     rope_base: float = field(10_000.0, above=0)
-    rope_fraction: float = field(1.0, above=0, at_most=1)  # of head_dim that is rotated
+    # of head_dim that is rotated; 0: attention without positions
+    rope_fraction: float = field(1.0, at_least=0, at_most=1)
     # Low frequencies are divided by rope_factor, for sequences longer than rope_context: as
     # Llama 3.1 does, or by YaRN (layers.rope_angles). A factor of 1 = off
     rope_scaling: str = field("llama3", options=("llama3", "yarn"))
@@ -93,6 +94,14 @@ class Model:
     q_rank: int = field(0, at_least=0)
     kv_rank: int = field(0, at_least=0)
     rope_head_dim: int = field(0, at_least=0)
+    # Mamba-2 (model/mamba.py), in layers with this mixer: heads and their width, groups of heads
+    # that share B and C, width of the state, taps of the convolution, tokens of a chunk
+    ssm_heads: int = field(0, at_least=0)
+    ssm_head_dim: int = field(64, at_least=1)
+    ssm_groups: int = field(8, at_least=1)
+    ssm_state: int = field(128, at_least=1)
+    ssm_conv: int = field(4, at_least=1)
+    ssm_chunk: int = field(128, at_least=1)
     embed_multiplier: float = field(1.0, above=0)
     output_multiplier: float = field(1.0, above=0)
     init_std: float = field(0.02, at_least=0)
@@ -110,6 +119,8 @@ class Model:
     # Tokens choose experts at random, all equally often, as in NVIDIA's benchmarks
     force_balance: bool = False
     shared_mlp: int = field(0, at_least=0)  # width of the MLP of shared experts; 0 = none
+    # Width of the latent that experts read and write (latent MoE of Nemotron 3); 0 = embed
+    expert_latent: int = field(0, at_least=0)
     capacity_factor: float = field(1.0, at_least=0)  # 0 = dropless
     # Rows of dropless experts that memory is reserved for, over those of balanced routing, if each
     # token is sent to the GPUs of its experts only; 0 = to all GPUs of ep, for any routing
@@ -249,10 +260,11 @@ class Model:
                 f"model.rope_fraction={self.rope_fraction}: latent attention rotates "
                 f"model.rope_head_dim={self.rope_head_dim} dims of a head; leave rope_fraction out"
             )
-        if self.rope_dims % 2 or not self.rope_dims:
+        if self.rope_dims % 2 or (self.rope_fraction and not self.rope_dims):
             raise UserError(
                 f"model.rope_fraction={self.rope_fraction} of model.head_dim={self.head_dim} must "
-                "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works"
+                "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works, "
+                "and 0 is attention without positions"
             )
         for mixer in filter(None, (layer.mixer for layer in layers)):
             if mixer.rope_dims not in (0, self.rope_dims):

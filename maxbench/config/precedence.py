@@ -18,11 +18,14 @@ from maxbench.config.number_formats import DTYPES
 from maxbench.config.options import FLAGS
 from maxbench.config.recipes import PRESETS
 from maxbench.config.run import DEGREES, SECTIONS, LayoutConfig, RunConfig
+from maxbench.config.sublayers import Layer
 from maxbench.config.validation import build, parse
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 
 TOY_LATENTS = {"kv_heads": 8, "head_dim": 48, "value_dim": 16}  # whole blocks of number formats
 TOY_LATENTS |= {"q_rank": 64, "kv_rank": 32, "rope_head_dim": 32}
+# As narrow as whole blocks of number formats allow, with tp=2.
+TOY_STATES = {"ssm_heads": 64, "ssm_head_dim": 4, "ssm_groups": 2, "ssm_state": 32, "ssm_chunk": 32}
 
 Sections = dict[str, dict[str, Any]]
 
@@ -214,8 +217,12 @@ def _row(config: ConfigDict, key: RowKey, axes_given: bool) -> Sections:
 
 
 def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
-    """The layer groups of a toy: one cycle of each, and of the last as many as there are layers."""
-    cycles = [cycle for _, cycle in model["layer_groups"]]
+    """The layer groups of a toy: of each the layers that none before has, once, and of the last as
+    many cycles as there are layers."""
+    cycles, seen = [], set[Layer]()
+    for _, cycle in model["layer_groups"]:
+        cycles += [new] if (new := tuple(dict.fromkeys(x for x in cycle if x not in seen))) else []
+        seen |= {*cycle}
     kinds = {type(layer.channel) for cycle in cycles for layer in cycle}
     toy = lambda sublayer: sublayer.toy(model, has_dense={Mlp, Experts} <= kinds)
     groups, left = [], model["layers"]
@@ -233,6 +240,8 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
         model["experts"] = 4 if model["top_k"] < 3 else min(experts, 4 * model["top_k"])
     if model["kv_rank"]:
         model |= TOY_LATENTS
+    if model["ssm_heads"]:
+        model |= TOY_STATES
     model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
     model["window"] = min(model["window"], TOY_WINDOW)
     model["layer_groups"] = _toy_groups(model)

@@ -295,6 +295,7 @@ class Sublayer:
         """GPUs of ep that each token is sent to, and back from; 0 if it stays where it is."""
         return 0
 
+    sent_width = property(lambda self: self.embed)  # elements that are sent of a token
     has_slots = property(lambda self: False)  # whether the tokens that are sent have slots
 
     @property
@@ -394,6 +395,12 @@ class Layer:
         """The role of each sublayer, and the sublayer, in the order of the forward pass."""
         found = (("mixer", self.mixer), ("channel", self.channel))
         return ((role, sublayer) for role, sublayer in found if sublayer is not None)
+
+    def saved(self, sublayer: Sublayer, run: "Run") -> tuple[Saved, ...]:
+        """Sublayer.saved() of one of its sublayers, without what nothing reads: the output of a
+        mixer, if neither a channel nor a second norm follows it."""
+        is_read = self.channel or run.model.post_norm
+        return tuple(t for t in sublayer.saved(run) if is_read or t.name != "attn_out")
 
     def part(self, role: str) -> Sublayer | None:
         """The sublayer of a role."""

@@ -192,7 +192,7 @@ def _stashed_elements(run: Run, layer: Layer, names: Collection[str]) -> float:
     """Elements that a layer stashes per token on one GPU, of the width of Format.compute: its
     input, and the tensors of these names."""
     tp, gemm_only = run.layout.tp, run.format.bytes / FORMATS[run.format.compute].bytes
-    tensors = [t for _, sublayer in layer.parts() for t in sublayer.saved(run) if t.name in names]
+    tensors = [t for _, x in layer.parts() for t in layer.saved(x, run) if t.name in names]
     elements = [t.elements * (gemm_only if t.gemm_only else 1) for t in tensors]
     return (run.model.embed + sum(elements)) / tp
 
@@ -238,8 +238,8 @@ def lower_bound(run: Run) -> float:
 
 def master_weights(run: Run) -> float:
     """Master weights on one GPU, about as sharding.rules.shard_weight splits them: those of layers
-    as the largest weight of the last kind of layer. An axis that divides none of its dims (dp 3)
-    leaves a copy on each GPU.
+    as the largest weight of the last kind of layer that has one. An axis that divides none of its
+    dims (dp 3) leaves a copy on each GPU.
     """
     a, m = run.layout, run.model
     layers, ends = stage_weights(run)
@@ -255,11 +255,16 @@ def master_weights(run: Run) -> float:
 
 @functools.lru_cache(1024)
 def _largest_weights(m: Model) -> tuple[Weight | None, Weight | None]:
-    """Of the last kind of layer, the largest weight that ep does not split, and the largest one
-    that it splits."""
-    gemms = [w for _, s in m.kinds[-1][1].parts() for w in s.weights.values() if w.is_gemm]
-    of = lambda routed: (w for w in gemms if bool(w.sides[0]) == routed)
-    largest = lambda routed: max(of(routed), key=lambda w: w.size, default=None)
+    """The largest weight that ep does not split, and the largest one that it splits: each of the
+    last kind of layer that has one."""
+
+    def largest(routed):
+        for _, layer in reversed(m.kinds):
+            weights = (w for _, s in layer.parts() for w in s.weights.values())
+            if found := [w for w in weights if w.is_gemm and bool(w.sides[0]) == routed]:
+                return max(found, key=lambda w: w.size)
+        return None
+
     return largest(False), largest(True)
 
 

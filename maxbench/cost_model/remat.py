@@ -19,7 +19,7 @@ def recomputed_fraction(run: Run, remat: str = "") -> float:
     for n, layer in m.kinds:
         for _, sublayer in layer.parts():
             products = sublayer.gemms | {"scores": sublayer.scores(seq)}
-            lost = (t for t in sublayer.saved(run) if t.name not in saved)
+            lost = (t for t in layer.saved(sublayer, run) if t.name not in saved)
             again += n * sum(products[path] for path in {p for t in lost for p in t.recompute})
             total += n * sum(products.values())
     layers = 1 if remat else run.train.remat_layers / m.layers
@@ -40,7 +40,7 @@ def policies(run: Run, max_bytes: float = math.inf) -> list[Run]:
 
 def _fitting(run: Run, max_bytes: float) -> list[str]:
     """Names of policies()."""
-    tensors = (t for _, x in run.model.kinds for _, part in x.parts() for t in part.saved(run))
+    tensors = (t for _, x in run.model.kinds for _, part in x.parts() for t in x.saved(part, run))
     has_latents = any(t.name == "latent" for t in tensors)
     differs_from_none = {
         "save_gemms_only": run.train.unrolled,

@@ -10,7 +10,9 @@ the shared expert's width and A the scores per query, summed over the L layers:
 
 With multi-head latent attention, the weights of its five projections replace H (h + g)(d + v). If
 h x d = H, v = d and A = S, this is S (12 L H^2 (1 + g/h + S/H) + ...), the formula of the "model
-flops" section of NVIDIA's recipes. Routers, norms, biases and sinks are not counted.
+flops" section of NVIDIA's recipes. A layer of Mamba-2 has S times 6 H times the widths of its two
+projections, and 6 times the products of its chunks (config.mixers.Mamba2.scores). Routers, norms,
+biases, sinks and convolutions are not counted.
 """
 
 import functools

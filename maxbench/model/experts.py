@@ -21,6 +21,9 @@ all-to-alls above are then among the GPUs of a node, and e is an expert of this 
 
 Shapes are static either way. Dispatch and combine are gathers, also in the backward pass.
 
+With model.expert_latent, d below is the width of that latent: a token is projected before it is
+sent, and its experts' sum after it has returned. The router reads the token itself.
+
 Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
 n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs.
 """
@@ -48,6 +51,7 @@ from maxbench.model.layers import (
     matmul,
     out_std,
     param_value,
+    projection,
 )
 from maxbench.quantization import Weight, unquantized
 from maxbench.sharding import collectives, mesh, ordering, rules
@@ -63,11 +67,13 @@ class Moe(nn.Module):
         m = self.model
         x_jd = x_bud.reshape(-1, m.embed)
         logits_je = self.logits(x_jd)
+        if m.expert_latent:
+            x_jd, _ = projection(m, "into", m.init_std)(x_jd)
         forced_jk = None
         if m.force_balance:
             layer = layer_state(self, "layer")
             layer = 0 if layer is None else layer[0].astype(jnp.int32)
-            forced_jk, window_j = balanced_tokens(m, *x_bud.shape[:2], layer)
+            forced_jk, place_jk = balanced_tokens(m, *x_bud.shape[:2], layer)
         bias_e = layer_state(self, "expert_bias")
         gate_jk, expert_jk, probs_je = router.route(m, logits_je, bias_e, forced_jk)
         if bias_e is not None:
@@ -77,7 +83,7 @@ class Moe(nn.Module):
         if m.force_balance:
             axes = collectives.axis_size("tp"), collectives.axis_size("cp")
             slots = m.balanced_slots(*x_bud.shape[:2], *axes, self.arithmetic().slot_multiple)
-            assigned = assign_balanced_slots(m, slots, expert_jk, window_j)
+            assigned = assign_balanced_slots(m, slots, expert_jk, place_jk)
         elif m.has_slots:
             assigned = map(router.save_routing, assign_slots(m, gate_jk, expert_jk))
         if m.has_slots:
@@ -91,6 +97,8 @@ class Moe(nn.Module):
             bias_ed = param_value(self, "down_bias", m.weights["down_bias"].axes)
             operands = gate_jk.astype(x_jd.dtype), expert_jk, bias_ed.astype(x_jd.dtype)
             y_jd = add_bias(y_jd, expert_biases(*operands))
+        if m.expert_latent:
+            y_jd, _ = projection(m, "out_of", out_std(m))(checkpoint_name(y_jd, "mlp_down"))
         aux = router.balance_loss(m, probs_je, load_be) if m.aux_loss else jnp.zeros(())
         y_bud = y_jd.reshape(x_bud.shape)
         return y_bud + self.shared(x_bud, context) if m.shared else y_bud, tokens, aux
@@ -219,7 +227,7 @@ class Moe(nn.Module):
         """A weight of this GPU's experts, all-gathered over fsdp."""
         declared = self.model.weights[name]
         w = jnp.asarray(param_value(self, name, declared.axes, std), dtype)
-        return collectives.all_gather(w, "fsdp", declared.names.index("embed"))
+        return collectives.all_gather(w, "fsdp", declared.names.index(self.model.outer))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -275,8 +283,9 @@ def assign_slots(m: Experts, gate_jk: jax.Array, expert_jk: jax.Array) -> Any:
 def balanced_tokens(
     m: Experts, batch: int, tokens: int, layer: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """router.balanced_choice() of this GPU's tokens, expert_jk, and the number of each token's
-    window among those of this GPU, window_j.
+    """router.balanced_choice() of this GPU's tokens, expert_jk, and the place of each choice among
+    the slots of its expert, place_jk: that of the token's window among those of this GPU. If a
+    window chooses an expert once, all choices of a token have one place, place_j1.
 
     Args:
       batch, tokens: this GPU's sequences, and its tokens of each.
@@ -291,12 +300,16 @@ def balanced_tokens(
     number_u = jnp.cumsum(jnp.diff(window_u, prepend=window_u[:1]) != 0)
     first_b1 = jnp.arange(batch)[:, None] * m.balanced_windows(tokens, tp, cp)
     expert_uk = router.balanced_choice(m, seq, layer)[position_u]
-    return jnp.tile(expert_uk, (batch, 1)), (first_b1 + number_u).reshape(-1)
+    place_jk = (first_b1 + number_u).reshape(-1)[:, None]
+    if m.balanced_uses > 1:
+        choice_uk = (position_u % m.balanced_window)[:, None] * m.top_k + jnp.arange(m.top_k)
+        place_jk = place_jk * m.balanced_uses + jnp.tile(choice_uk // m.experts, (batch, 1))
+    return jnp.tile(expert_uk, (batch, 1)), place_jk
 
 
-def assign_balanced_slots(m: Experts, slots: int, expert_jk: jax.Array, window_j: jax.Array) -> Any:
-    """assign_slots() of balanced_tokens(): a window's number is the slot of each of its experts."""
-    slot_jk = expert_jk * slots + window_j[:, None]
+def assign_balanced_slots(m: Experts, slots: int, expert_jk: jax.Array, place_jk: jax.Array) -> Any:
+    """assign_slots() of balanced_tokens()."""
+    slot_jk = expert_jk * slots + place_jk
     token_j1 = jnp.arange(len(expert_jk), dtype=jnp.int32)[:, None]
     token_s = jnp.full(m.experts * slots, -1, jnp.int32)
     token_s = token_s.at[slot_jk].set(token_j1, unique_indices=True)

@@ -3,14 +3,15 @@
 A dict from Hugging Face's tensor names to numpy arrays (safetensors.numpy.load_file, merged over
 files) becomes the tree of weights of transformer.Transformer and of training, and back, bit for
 bit. The format follows from the Model alone: that of Llama, Nemotron, Qwen3, Mixtral, gpt-oss
-(experts in bf16, not MXFP4), DeepSeek-V3 and Kimi-K2, and Grok-1 with the names of
-hpcai-tech/grok-1, which vLLM and SGLang read too. config/hugging_face_config.py reads config.json.
+(experts in bf16, not MXFP4), DeepSeek-V3 and Kimi-K2, Nemotron-H and Nemotron 3, and Grok-1 with
+the names of hpcai-tech/grok-1, which vLLM and SGLang read too. config/hugging_face_config.py reads
+config.json.
 
 The correction biases of a router are no trained weights: they are 'expert_bias' in the tree of
 their layer's 'mlp', where transformer.Transformer reads them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -19,7 +20,7 @@ import numpy as np
 
 from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError
-from maxbench.config.mixers import Attention, LatentAttention
+from maxbench.config.mixers import Attention, LatentAttention, Mamba2
 from maxbench.config.model import Model
 from maxbench.config.sublayers import KEYS, ROLES, Layer, imported
 from maxbench.model import layer_stack, transformer
@@ -27,19 +28,24 @@ from maxbench.model import layer_stack, transformer
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORMATS = (
     "dense models (Llama, Nemotron, Qwen3), experts of SwiGLU (Mixtral; with qk_norm Qwen3), those "
-    "of gpt-oss (swiglu_clamped with all biases and sinks), latent attention (DeepSeek-V3, Kimi-K2)"
-    ", and Grok-1's experts with norms after attention and MLP (preset xai)"
+    "of gpt-oss (swiglu_clamped with all biases and sinks), latent attention (DeepSeek-V3, "
+    "Kimi-K2), layers of one sublayer with relu2 and without positions (Nemotron-H), and Grok-1's "
+    "experts with norms after attention and MLP (preset xai)"
 )
 
 
 class Names(NamedTuple):
-    """Names of a layer's modules in a format."""
+    """Names of the modules of a network and of a layer in a format."""
 
+    root: str = "model"
+    embed: str = "embed_tokens"
+    last_norm: str = "norm"
     attn: str = "self_attn"
     norms: Mapping[str, str] = {
         "attn_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
     }
+    dense: str = "mlp"  # the module of an MLP
     mlp: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     moe: str = "mlp"  # the module of router and experts
     router: str = "gate"
@@ -49,6 +55,15 @@ class Names(NamedTuple):
 LLAMA = Names()
 MIXTRAL = Names(moe="block_sparse_moe", mlp=("w1", "w3", "w2"))
 GPT_OSS = Names(router="router")
+NEMOTRON_H = Names(
+    root="backbone",
+    embed="embeddings",
+    last_norm="norm_f",
+    norms={"attn_norm": "norm", "mlp_norm": "norm"},
+    attn="mixer",
+    dense="mixer",
+    moe="mixer",
+)
 GROK = Names(
     attn="attn",
     norms={
@@ -179,7 +194,13 @@ def _names(m: Model) -> Names:
     fused = m.act == "swiglu_clamped"
     biases = (m.mlp_bias, m.attention_bias, m.sinks)
     names = LLAMA
-    if fused:
+    parts = [[part for _, part in layer.parts()] for layer in kinds]
+    if lone := all(len(x) == 1 for x in parts):
+        plain = not (m.rope_dims or m.qk_norm or m.router_bias or m.post_norm or any(biases))
+        supported = plain and m.act == "relu2" and m.norm == "rmsnorm"
+        supported &= not experts or (m.router == "sigmoid" and m.shared_mlp > 0)
+        names = NEMOTRON_H
+    elif fused:
         supported = len(experts) == len(kinds) and all(biases) and m.router_bias and not m.kv_rank
         names = GPT_OSS
     elif m.kv_rank:
@@ -193,9 +214,9 @@ def _names(m: Model) -> Names:
     else:
         supported = not m.mlp_bias
     same_width = m.value_dim in (0, m.head_dim) or m.kv_rank
-    parts = [layer.part(role) for layer in kinds for role in ROLES]
-    supported &= all(part and part.hugging_face for part in parts)
-    shared = not m.shared_mlp or m.kv_rank
+    supported &= lone or all(len(x) == len(ROLES) for x in parts)
+    supported &= all(part.hugging_face for x in parts for part in x)
+    shared = not m.shared_mlp or m.kv_rank or lone
     if not supported or not same_width or not shared or (m.mtp_layers and not m.kv_rank):
         raise UserError(
             f"{m.name} {m.size} has no supported Hugging Face format: supported are {FORMATS}; "
@@ -246,17 +267,18 @@ def _drop_copies(m: Model, tensors: Mapping, unused: dict) -> None:
 def _tensors(m: Model, params) -> Iterator[Tensor]:
     """Yields each tensor with views of params. Writing to a view writes to params."""
     names = _names(m)
-    yield _whole("model.embed_tokens.weight", params["embed"]["w"], m.vocab, m.embed)
+    table_name = f"{names.root}.{names.embed}.weight"
+    yield _whole(table_name, params["embed"]["w"], m.vocab, m.embed)
     table = layer_stack.stacks(m)
     layers: dict[int, tuple[Layer, Any]] = {}
     for stack, tree in zip(table, layer_stack.split(table, params["layers"]), strict=True):
         for i, index in enumerate(stack.slots):
             layers[index] = stack.layer, jax.tree.map(lambda leaf, i=i: leaf[i], tree)
     for i, (layer, w) in sorted(layers.items()):
-        yield from _layer(m, layer, names, f"model.layers.{i}", w)
+        yield from _layer(m, layer, names, f"{names.root}.layers.{i}", w)
     if m.mtp_layers:
         yield from _mtp(m, names, f"model.layers.{m.layers}", params["mtp"])
-    yield from _norm(m, names, "model.norm", params["head"]["norm"])
+    yield from _norm(m, names, f"{names.root}.{names.last_norm}", params["head"]["norm"])
     if not m.tied:
         yield _whole("lm_head.weight", params["head"]["w"].T, m.vocab, m.embed)
 
@@ -268,6 +290,8 @@ def _whole(name: str, view: np.ndarray, *shape: int) -> Tensor:
 
 def _layer(m: Model, layer: Layer, names: Names, prefix: str, w) -> Iterator[Tensor]:
     for norm, hf_norm in names.norms.items():
+        if norm not in w:  # of a sublayer that the layer lacks
+            continue
         yield from _norm(m, names, f"{prefix}.{hf_norm}", w[norm])
     for role, sublayer in layer.parts():
         yield from imported(sublayer.hugging_face)(sublayer, names, prefix, w[KEYS[role]])
@@ -328,9 +352,37 @@ def latent_attention(m: LatentAttention, names: Names, prefix: str, w: Any) -> I
     yield from _attention_output(m, prefix, w)
 
 
+def mamba2(m: Mamba2, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
+    """Mamba-2, whose rows are those of z, then x, B, C and time steps, each of all groups."""
+    prefix = f"{prefix}.{names.attn}"
+    conv = (m.ssm_inner, m.ssm_state, m.ssm_state)
+    inputs = (m.ssm_inner, *conv, m.ssm_heads // m.ssm_groups)
+    yield _grouped(f"{prefix}.in_proj.weight", w["in"]["w"].transpose(1, 2, 0), inputs)
+    yield _grouped(f"{prefix}.conv1d.weight", w["conv"].transpose(1, 2, 0)[:, :, None], conv)
+    yield _grouped(f"{prefix}.conv1d.bias", w["conv_bias"], conv)
+    heads = {"dt_bias": "dt_bias", "A_log": "a_log", "D": "skip_scale"}
+    for theirs, ours in heads.items():
+        yield _whole(f"{prefix}.{theirs}", w[ours], m.ssm_heads)
+    width = m.ssm_groups * m.ssm_inner
+    yield _whole(f"{prefix}.norm.weight", w["norm_scale"], width)
+    yield _whole(f"{prefix}.out_proj.weight", w["out"]["w"].transpose(2, 0, 1), m.embed, width)
+
+
+def _grouped(name: str, view: np.ndarray, widths: Sequence[int]) -> Tensor:
+    """A tensor whose rows are parts of these widths per group, each part of all groups; the view is
+    [groups, all parts, ...]."""
+    parts, first, start = [], 0, 0
+    for width in widths:
+        rows = first + np.arange(len(view) * width).reshape(len(view), width)
+        parts.append((rows, view[:, start : start + width]))
+        first, start = first + rows.size, start + width
+    shape = (first, *view.shape[2:])
+    return Tensor(name, shape, shape, tuple(parts))
+
+
 def mlp(m: Mlp, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
     """A dense layer's MLP."""
-    yield from _mlp(m, f"{prefix}.mlp", names.mlp, m.mlp, w)
+    yield from _mlp(m, f"{prefix}.{names.dense}", names.mlp, m.mlp, w)
 
 
 def experts(m: Experts, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
@@ -345,6 +397,10 @@ def experts(m: Experts, names: Names, prefix: str, w: Any) -> Iterator[Tensor]:
     if m.shared_mlp:
         shared = f"{prefix}.shared_experts"
         yield from _mlp(m, shared, names.mlp, m.shared_mlp, w["shared_expert"])
+    if m.expert_latent:
+        into, out_of = (w[name]["w"].T for name in ("into", "out_of"))
+        yield _whole(f"{prefix}.fc1_latent_proj.weight", into, *into.shape)
+        yield _whole(f"{prefix}.fc2_latent_proj.weight", out_of, *out_of.shape)
     if m.act == "swiglu_clamped":
         yield from _fused_experts(m, f"{prefix}.experts", w)
         return
@@ -366,8 +422,8 @@ def _mlp(m: Mlp | Experts, prefix: str, names, width: int, w) -> Iterator[Tensor
     gate, up, down = names
     up_dnf, down_fd = w["up"]["w"], w["down"]["w"]
     for i, name in enumerate((gate, up)[-m.mlp_inputs :]):
-        yield _whole(f"{prefix}.{name}.weight", up_dnf[:, i].T, width, m.embed)
-    yield _whole(f"{prefix}.{down}.weight", down_fd.T, m.embed, width)
+        yield _whole(f"{prefix}.{name}.weight", up_dnf[:, i].T, width, len(up_dnf))
+    yield _whole(f"{prefix}.{down}.weight", down_fd.T, len(up_dnf), width)
 
 
 def _mtp(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:

@@ -73,7 +73,7 @@ def param(
 
     Args:
       axes: as in config.sublayers.Weight.
-      std: of the normal initialization; None initializes with `fill`.
+      std: of the normal initialization, or an initializer; None initializes with `fill`.
       gemm: as GemmParam.gemm.
 
     Returns:
@@ -81,7 +81,8 @@ def param(
     """
     names = sum(axes_of(axes), ())
     shape = tuple(rules.local_size(a, getattr(module.model, a)) for a in names)
-    init = nn.initializers.constant(fill) if std is None else nn.initializers.normal(std)
+    normal = std if callable(std) else nn.initializers.normal(std)
+    init = nn.initializers.constant(fill) if std is None else normal
     boxed = lambda *args: GemmParam(init(*args), names, gemm=gemm)
     w: Any = module.get_variable("params", name)
     if not isinstance(w, Weight):  # flax compares `shape` with that of q, which may be packed
@@ -89,9 +90,7 @@ def param(
     return w, module.get_variable("sums", name)
 
 
-def param_value(
-    module: nn.Module, name: str, axes: str, std: float | None = None, fill: float = 0.0
-) -> Any:
+def param_value(module: nn.Module, name: str, axes: str, std: Any = None, fill: float = 0.0) -> Any:
     """param() of a weight that linear() does not read; its gradient is accumulated."""
     w, sums = param(module, name, axes, std, fill)
     return w if sums is None else accumulate_into(sums, w)
@@ -291,6 +290,8 @@ def rotate(x_bthk: jax.Array, cos_tk: jax.Array, sin_tk: jax.Array) -> jax.Array
     """Applies RoPE: rotates pairs (i, i + n) for i < n = cos_tk.shape[1]; later dims pass through.
     Computed in fp32, returned in the dtype of x."""
     n = cos_tk.shape[1]
+    if not n:  # attention without positions
+        return x_bthk
     x = x_bthk.astype(jnp.float32)
     a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
     cos, sin = cos_tk[:, None], sin_tk[:, None]

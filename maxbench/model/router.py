@@ -77,9 +77,10 @@ def balanced_choice(m: Experts, seq: int, layer: jax.Array | int = 0) -> jax.Arr
     For NVIDIA's benchmarks Megatron replaces the router's logits by random numbers
     (moe_router_force_load_balancing): each token gets a random set of experts, and loads are equal
     on average. Here a token gets such a set too, and loads are exactly equal: each window of
-    model.balanced_window positions chooses every expert once. So a fixed number of slots drops no
-    token. With model.router_groups, router_groups / router_groups_top consecutive tokens share the
-    groups out, and a token chooses equally many experts from each of its groups.
+    model.balanced_window positions goes through the experts in a random order, balanced_uses times.
+    So a fixed number of slots drops no token. With model.router_groups, router_groups /
+    router_groups_top consecutive tokens share the groups out, and a token chooses equally many
+    experts from each of its groups.
 
     The choice depends on the position in the sequence and on the layer only: it is the same on
     every mesh, in every step, and in a recomputation.
@@ -90,6 +91,8 @@ def balanced_choice(m: Experts, seq: int, layer: jax.Array | int = 0) -> jax.Arr
     shuffled = lambda key, *shape: jnp.argsort(jax.random.uniform(key, shape), -1)
     group_wtg = shuffled(keys[0], windows, rounds, groups).reshape(windows, window, top)
     expert_wgrk = shuffled(keys[1], windows, groups, m.experts // groups)
+    if m.balanced_uses > 1:
+        expert_wgrk = jnp.tile(expert_wgrk, m.balanced_uses)
     expert_wgrk = expert_wgrk.reshape(windows, groups, rounds, -1)
     w, t = jnp.arange(windows)[:, None, None], jnp.arange(window)[:, None]
     expert_wtgk = expert_wgrk[w, group_wtg, t * top // groups]

@@ -121,14 +121,15 @@ def estimate_step_s(run: Run) -> float:
         for part in parts:
             if not part.choices:
                 continue
-            sent = WIDTH * elements // a.tp  # dispatch and combine, forward and backward
+            wide_rows = WIDTH * rows * part.sent_width
+            sent = wide_rows // a.tp  # dispatch and combine, forward and backward
             of_layer += 4 * link("all-to-all", sent * part.choices, "ep")
             of_layer += 4 * link("all-gather", sent * a.ep_nodes, "ep_nodes")
             # Slots are all-gathered before the GEMMs of the experts and reduce-scattered after
             # them; without tp they are copied, as an all-to-all's results are written again by
             # expert.
             if part.has_slots:
-                of_layer += hops * link("all-gather", WIDTH * elements * part.choices, "tp")
+                of_layer += hops * link("all-gather", wide_rows * part.choices, "tp")
         wait += n * of_layer
     work = layers + wait / a.pp
     weights, ends = memory.stage_weights(run)
@@ -153,9 +154,10 @@ def estimate_bytes(run: Run) -> float:
     weights, ends = memory.stage_weights(run)
     unrolled = run.train.unrolled
     # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
-    # loop, or where tokens have slots of a fixed capacity.
-    transposed = m.has_experts and a.pp == 1 and (m.capacity_factor > 0 or not unrolled)
-    copies = transposed * (weights + ends)
+    # loop, or where tokens have slots of a fixed capacity. Accumulators of a loop are copied, too.
+    transposed = m.has_experts and (m.capacity_factor > 0 or not unrolled)
+    accumulated = a.microbatches > 1 and not unrolled
+    copies = (a.pp == 1 and (transposed or accumulated)) * (weights + ends)
     gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
     rows = a.mbs * run.train.seq // a.cp

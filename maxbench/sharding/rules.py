@@ -115,9 +115,10 @@ def shard_weight(
         dim = next((i for i in dims if zero1[i]), first)
         zero1[dim] += (axis,)
         local[dim] //= size
-    # A token's choice of experts is discrete: rounding the router's weight would change it.
-    router = "experts_replicated" in names
-    return WeightSharding(compute, tuple(zero1), tuple(replicated), gemm, full_precision=router)
+    # A token's choice of experts is discrete: rounding the router's weight would change it. Those
+    # of a head of a state-space model are few, and their rounding adds up along the sequence.
+    exact = not {"experts_replicated", "ssm_heads"}.isdisjoint(names)
+    return WeightSharding(compute, tuple(zero1), tuple(replicated), gemm, full_precision=exact)
 
 
 def gather_master(sharding: WeightSharding, w: jax.Array) -> jax.Array:

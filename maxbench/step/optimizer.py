@@ -60,11 +60,12 @@ def transform(run: Run) -> optax.GradientTransformationExtraArgs:
     the `norm` of all gradients, so that each weight is updated where it is.
 
     Moments have the dtypes of the tree that is passed to init and update. Weight decay skips norms,
-    biases and sinks unless optim.decay_norms.
+    biases, sinks, and the rates and skips of Mamba-2's heads unless optim.decay_norms.
     """
     o = run.optim
     name = lambda path: jax.tree_util.keystr(path[-1:], simple=True)
-    decays = lambda path, _: o.decay_norms or not name(path).endswith(("scale", "bias", "sinks"))
+    plain = ("scale", "bias", "sinks", "a_log")
+    decays = lambda path, _: o.decay_norms or not name(path).endswith(plain)
     decayed = lambda w: jax.tree_util.tree_map_with_path(decays, w)
     return optax.chain(
         clip(o.clip),

@@ -147,7 +147,7 @@ BAD = {
     ),
     "GQA": (["--config", LLAMA, "--config.model.kv_heads=5"], ["kv_heads=5", "1, 2, 4, 8"]),
     "act": (["--config", LLAMA, "--config.model.act=swigl"], ["did you mean 'swiglu'"]),
-    "rope": (["--config", LLAMA, "--config.model.rope_fraction=0.0"], ["rope_fraction=0.0"]),
+    "rope": (["--config", LLAMA, "--config.model.rope_fraction=0.01"], ["rope_fraction=0.01 of"]),
     "steps": (["--config", LLAMA, "--steps", "0"], ["train.steps=0", "at least 1"]),
     "clip": (["--config", LLAMA, "--config.optim.clip=0.0"], ["optim.clip=0.0", "above 0"]),
     "stamp": (["--config", LLAMA, "--config.output.stamp=-1"], ["output.stamp=-1", "at least 0"]),

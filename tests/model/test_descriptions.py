@@ -17,7 +17,8 @@ from tests.conftest import WORKLOADS, resolve
 
 BATCH, SEQ = 2, 37  # a prime number tells dims of tokens from others
 GROK = ("grok1_314b", "tiny,xai")  # with norms after each sublayer
-TOYS = [*((workload, "tiny") for workload in WORKLOADS), GROK]
+LATENT = ("nemotron_3_nano", "tiny,latent")  # with experts in a latent
+TOYS = [*((workload, "tiny") for workload in WORKLOADS), GROK, LATENT]
 # Toys of the same kinds of layers as another workload's.
 ALIKE = ("llama2_70b", "llama31_70b", "llama31_405b", "qwen3_235b_a22b", "gpt_oss_120b", "kimi_k2")
 DISTINCT = [toy for toy in TOYS if toy[0] not in ALIKE]
@@ -25,9 +26,14 @@ DISTINCT = [toy for toy in TOYS if toy[0] not in ALIKE]
 
 @functools.cache
 def toy(workload, presets, remat="none"):
-    """Every expert has a slot for each token, so that all sizes are known."""
+    """All sizes are known: experts have slots for all tokens, and a sequence is one chunk."""
     overrides = {"train.remat": remat, "train.attention": "xla"}
-    if m := resolve(workload, presets).model.experts and resolve(workload, presets).model:
+    if (workload, presets) == LATENT:
+        presets, overrides["model.expert_latent"] = "tiny", 32
+    m = resolve(workload, presets).model
+    if m.ssm_heads:
+        overrides["model.ssm_chunk"] = SEQ
+    if m.experts:
         overrides["model.capacity_factor"] = m.experts / m.top_k
         overrides["model.force_balance"] = False
     return resolve(workload, presets, overrides, seq=SEQ, mbs=BATCH)
@@ -151,7 +157,7 @@ def test_gemms_that_recompute_tensors_are_those_of_a_traced_layer(workload, pres
     for _, kind in run.model.kinds:
         again, plain = collections.Counter(), set()
         for _, part in kind.parts():
-            lost = [t for t in part.saved(run) if t.name not in run.train.saved]
+            lost = [t for t in kind.saved(part, run) if t.name not in run.train.saved]
             paths = {path for t in lost for path in t.recompute} - {"scores"}
             for path, w in part.weights.items():
                 shape = tuple(math.prod(getattr(w.owner, x) for x in side) for side in w.sides)

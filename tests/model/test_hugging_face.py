@@ -13,12 +13,13 @@ import pytest
 
 from maxbench.config import hugging_face_config
 from maxbench.config.errors import UserError
+from maxbench.config.mixers import Mamba2
 from maxbench.config.model import Model
 from maxbench.model import hugging_face, transformer
 from tests.conftest import resolve
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
-NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
+NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2", "nemotron_h", "nemotron_3")
 
 
 def golden(name: str) -> tuple[Model, dict, np.ndarray, np.ndarray]:
@@ -61,6 +62,8 @@ PARTS = [
     ("gpt_oss", {"layer_groups": (), "window": 7}),
     ("deepseek_v3", {"rope_mscale": 0.0}),
     ("deepseek_v3", {"router_groups": 1, "router_groups_top": 1}),
+    ("nemotron_h", {"rope_fraction": 1.0}),
+    ("nemotron_h", {"router_scale": 1.0}),
 ]
 
 
@@ -90,14 +93,21 @@ def test_each_part_shows_in_the_logits(name, without):
         ("attn", "qkv", "bias"),
         ("attn", "out", "bias"),
         ("attn", "q_norm", "scale"),
+        ("attn", "a_log"),
+        ("attn", "dt_bias"),
+        ("attn", "conv_bias"),
+        ("attn", "skip_scale"),
+        ("attn", "norm_scale"),
     ],
     ids=lambda path: "-".join(path),
 )
 def test_small_weights_show_in_the_logits(path):
     name = {"expert_bias": "deepseek_v3", "scale": "qwen3_moe"}.get(path[-1], "gpt_oss")
+    name = "nemotron_h" if path[-1] in Mamba2().weight_axes() else name
     m, tensors, tokens_bt, logits_btv = golden(name)
     params = hugging_face.from_hugging_face(m, tensors)
-    layer = params["layers"] if len(m.kinds) == 1 else [*params["layers"].values()][-1]
+    stacks = [params["layers"]] if len(m.kinds) == 1 else params["layers"].values()
+    layer = [stack for stack in stacks if path[1] in stack.get(path[0], {})][-1]
     for key in path[:-1]:
         layer = layer[key]
     layer[path[-1]][...] = 0
@@ -192,6 +202,18 @@ NEMOTRON = dict(
     model_type="nemotron", hidden_size=6144, intermediate_size=24576, num_attention_heads=48,
     num_hidden_layers=32, num_key_value_heads=8, vocab_size=256000, rope_theta=10000.0,
 )  # fmt: skip
+NANO = dict(
+    model_type="nemotron_h", chunk_size=128, conv_kernel=4, expand=2, head_dim=128,
+    hidden_size=2688, hybrid_override_pattern="MEMEM*E" * 5 + "MEMEMEM*EMEMEMEME",
+    intermediate_size=1856, layer_norm_epsilon=1e-5, mamba_head_dim=64, mamba_hidden_act="silu",
+    mamba_num_heads=64, mamba_proj_bias=False, mlp_bias=False, mlp_hidden_act="relu2",
+    moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, n_group=1, n_groups=8,
+    n_routed_experts=128, n_shared_experts=1, norm_eps=1e-5, norm_topk_prob=True,
+    num_attention_heads=32, num_experts_per_tok=6, num_hidden_layers=52, num_key_value_heads=2,
+    partial_rotary_factor=1.0, residual_in_fp32=False, rope_theta=10000, sliding_window=None,
+    routed_scaling_factor=2.5, ssm_state_size=128, time_step_floor=1e-4, topk_group=1,
+    use_bias=False, use_conv_bias=True, use_mamba_kernels=True, vocab_size=131072,
+)  # fmt: skip
 CONFIGS = {
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": DEEPSEEK
@@ -200,6 +222,11 @@ CONFIGS = {
     | dict(num_nextn_predict_layers=0, rope_theta=50000.0, vocab_size=163840)
     | dict(routed_scaling_factor=2.827, aux_loss_alpha=0.001)
     | dict(rope_scaling=DEEPSEEK["rope_scaling"] | dict(factor=32.0, beta_fast=1.0, beta_slow=1.0)),
+    "nemotron_3_nano": NANO,
+    "nemotron_h_56b": NANO
+    | dict(hidden_size=8192, intermediate_size=32768, mamba_num_heads=256, num_hidden_layers=118)
+    | dict(num_attention_heads=64, num_key_value_heads=8, ssm_state_size=256)
+    | dict(hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-"),
     "mixtral_8x7b": MIXTRAL,
     "qwen3_30b_a3b": QWEN3
     | dict(hidden_size=2048, num_attention_heads=32, num_hidden_layers=48)
@@ -249,6 +276,15 @@ def test_config_file_describes_the_model_of_the_workload_file(workload):
 def test_config_file_that_is_not_understood_is_refused(change, text):
     with pytest.raises(UserError, match=text):
         hugging_face_config.model_of(CONFIGS["qwen3_30b_a3b"] | change)
+
+
+def test_layers_of_nemotron_h_that_are_not_understood_are_refused():
+    with pytest.raises(UserError, match="a layer of kind 'D'; understood are"):
+        hugging_face_config.model_of(NANO | dict(hybrid_override_pattern="MD" * 26))
+    with pytest.raises(UserError, match="num_hidden_layers=52, and kinds of 2 layers"):
+        hugging_face_config.model_of(NANO | dict(hybrid_override_pattern="ME"))
+    with pytest.raises(UserError, match="num_nextn_predict_layers=1, and only 0 is understood"):
+        hugging_face_config.model_of(NANO | dict(num_nextn_predict_layers=1))
 
 
 def config_without(workload: str, *fields: str) -> dict:

@@ -70,11 +70,18 @@ def test_bias_balances_skewed_scores():
     assert imbalance[-1] < 1.15
 
 
-@pytest.mark.parametrize("m", [DEEPSEEK, KIMI, GROK], ids=["groups", "one group", "grok"])
-def test_balanced_choice_gives_each_expert_one_token_of_each_window(m):
+UNEVEN = dataclasses.replace(KIMI, top_k=6)  # of 16 experts, as Nemotron 3's 6 of 128
+
+
+@pytest.mark.parametrize(
+    "m", [DEEPSEEK, KIMI, GROK, UNEVEN], ids=["groups", "one group", "grok", "uneven"]
+)
+def test_balanced_choice_gives_each_expert_as_many_tokens_of_each_window(m):
     chosen = np.asarray(router.balanced_choice(m, 10 * m.balanced_window))
     windows = np.sort(chosen.reshape(10, -1), 1)
-    np.testing.assert_array_equal(windows, np.tile(np.arange(m.experts), (10, 1)))
+    each_expert = np.repeat(np.arange(m.experts), m.balanced_uses)
+    np.testing.assert_array_equal(windows, np.tile(each_expert, (10, 1)))
+    assert all(len(set(token)) == m.top_k for token in chosen.tolist())
     groups = np.sort(chosen // (m.experts // m.router_groups), 1).reshape(len(chosen), -1)
     each = m.top_k // m.router_groups_top
     assert (groups.reshape(len(chosen), -1, each) == groups[:, ::each, None]).all()
@@ -82,18 +89,19 @@ def test_balanced_choice_gives_each_expert_one_token_of_each_window(m):
     np.testing.assert_array_equal(router.balanced_choice(m, 7), chosen[:7])
 
 
+@pytest.mark.parametrize("m", [DEEPSEEK, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("multiple", [8, 32])
-def test_balanced_slots_hold_every_choice(multiple):
+def test_balanced_slots_hold_every_choice(m, multiple):
     """Sequences that are no whole windows, too."""
     for tokens in (24, 26):
-        m = dataclasses.replace(DEEPSEEK, force_balance=True)
-        expert, window = experts.balanced_tokens(m, 3, tokens)
+        m = dataclasses.replace(m, force_balance=True)
+        expert, place = experts.balanced_tokens(m, 3, tokens)
         slots = m.balanced_slots(3, tokens, 1, 1, multiple)
-        slot, token = experts.assign_balanced_slots(m, slots, expert, window)
-        used = 3 * -(-tokens // m.balanced_window)
+        slot, token = experts.assign_balanced_slots(m, slots, expert, place)
+        used = 3 * -(-tokens // m.balanced_window) * m.balanced_uses
         assert slots % multiple == 0
         assert 0 <= slots - used < multiple
-        assert window.max() < used
+        assert place.max() < used
         np.testing.assert_array_equal(
             token.reshape(-1)[slot], np.tile(np.arange(3 * tokens)[:, None], m.top_k)
         )

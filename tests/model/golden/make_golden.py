@@ -30,6 +30,8 @@ from transformers import (
     MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -142,6 +144,30 @@ def deepseek_v3(groups, top):
     )
 
 
+def nemotron_h(pattern="ME*M-", latent=None):
+    """A layer of each kind, and sequences of three chunks. The class raises time steps to
+    time_step_min, which Megatron does not."""
+    return NemotronHConfig(
+        **{name: x for name, x in COMMON.items() if name != "num_hidden_layers"},
+        hybrid_override_pattern=pattern,
+        hidden_size=32,
+        head_dim=8,
+        intermediate_size=48,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=16,
+        chunk_size=8,
+        time_step_min=1e-6,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=latent,
+        routed_scaling_factor=2.5,
+    )
+
+
 # name: (model class, config, sequence length)
 CASES = {
     "llama": (LlamaForCausalLM, llama(), 24),
@@ -155,6 +181,8 @@ CASES = {
     "gpt_oss": (GptOssForCausalLM, gpt_oss(), 48),
     "deepseek_v3": (DeepseekV3ForCausalLM, deepseek_v3(4, 2), 48),
     "kimi_k2": (DeepseekV3ForCausalLM, deepseek_v3(1, 1), 48),
+    "nemotron_h": (NemotronHForCausalLM, nemotron_h(), 24),
+    "nemotron_3": (NemotronHForCausalLM, nemotron_h("ME*", latent=12), 24),
 }
 
 
