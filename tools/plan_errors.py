@@ -49,6 +49,11 @@ def newer_programs() -> list[dict[str, str]]:
     return [r for r in lines() if not r["error_as_published_pct"]]
 
 
+def described() -> list[dict[str, str]]:
+    """Rows that the deltas describe."""
+    return [r for r in lines() if r["error_as_published_pct"]]
+
+
 def trends(rows: dict[Key, tuple]) -> dict[str, list[tuple[Key, Key]]]:
     """Name -> pairs of keys of rows whose ratio is a trend."""
     layers = {(f"{r.model}_{r.size}", r.dtype, r.gpus): r.layers for r in published.fitted_rows()}
@@ -112,9 +117,13 @@ def main() -> None:
     newer = newer_programs()
     for r in newer:
         line(f"{r['workload']}, {r['gpus']}", [r[x] for x in columns])
-    errors = [float(r["error_pct"]) for r in newer]
-    slow = sum(e > 10 for e in errors)
-    print(f"\n{len(errors) - slow} of {len(errors)} at most 10 % slower than published")
+    print("\nours over NVIDIA's, as compiled")
+    for name, rows_of in (("Megatron-Bridge", newer), ("NeMo and MaxText", described())):
+        errors = [float(r["error_pct"]) for r in rows_of]
+        fast, slow = sum(e < -10 for e in errors), sum(e > 10 for e in errors)
+        near, middle = len(errors) - fast - slow, statistics.median(errors)
+        print(f"{name}: {len(errors)} rows, median {middle:+.1f} %, {near} within 10 %, "
+              f"{slow} slower, {fast} faster")  # fmt: skip
 
 
 if __name__ == "__main__":
