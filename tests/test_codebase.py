@@ -31,7 +31,7 @@ IMPORTS = {
     "run": "host terminal hardware config metrics distributed sharding model pipeline step "
     "evidence run_logs",
     "planning": "host terminal hardware config metrics pipeline cost_model evidence",
-    "traces": "terminal hardware config metrics cost_model planning",
+    "traces": "terminal hardware config metrics cost_model run_logs planning",
     "preflight": "host terminal hardware config run_logs distributed model step",
     "calibration": "host terminal hardware config metrics distributed sharding quantization model "
     "step cost_model evidence run_logs planning preflight",

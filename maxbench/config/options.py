@@ -472,7 +472,11 @@ class TraceOptions(Options, title="trace"):
         kw_only=False,
         metadata={"text": "profiles, folders of ranks, folders of runs", "flag": False},
     )
-    gpu_type: str = option("GPU type of the datasheet (default: by the device's name)", "")
+    hlo: str | None = option(
+        "text of the compiled program, or the folder of --xla_dump_to: adds work and prediction of "
+        "each operation (default: of the run's folder)"
+    )
+    gpu_type: str = option("GPU type of datasheet and prediction (default: by the device)", "")
     hardware: str | None = option("TOML file of further GPU types, as maxbench/hardware/gpus.toml")
 
 

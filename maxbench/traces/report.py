@@ -10,6 +10,7 @@ from typing import Any
 
 from maxbench.config import command_line, options
 from maxbench.config.errors import check_choice, escape_control
+from maxbench.cost_model import hlo_files
 from maxbench.hardware.gpus import Gpu, GpuTypes
 from maxbench.metrics import records
 from maxbench.terminal import console
@@ -27,7 +28,7 @@ LABELS = {
     accounts.IDLE: "idle, other",
 }
 KERNELS, GAPS, RANKS = 15, 8, 16  # rows of the tables on a terminal
-NAME, PLACE = 42, 27  # columns of names
+NAME, PLACE, WIDE = 42, 27, 100  # columns of names and of text
 Table = tuple[list[str], list[list[str]], tuple[int, ...]]  # heads, rows, columns of text
 
 
@@ -192,7 +193,8 @@ class TraceReport(records.Records):
             return [f"the whole trace of {where}, {self.text_s(self.step_s)} s: no step is found"]
         least, most = (self.text_s(seconds[i]) for i in (0, -1))
         span = f", {least} to {most}" if len(seconds) > 1 else ""
-        return [f"{named} of {where}: {self.text_s(self.step_s)} s a step{span}"]
+        lines = [f"{named} of {where}: {self.text_s(self.step_s)} s a step{span}"]
+        return lines + ([self.plan.head()] if self.plan else [])
 
     def tables(self) -> list[Table]:
         """Heads, rows and text columns of each table."""
@@ -266,10 +268,11 @@ class TraceReport(records.Records):
         return ["kernel", "kind", "runs", "s", "share", "rate"], rows, (0, 1)
 
     def _rate(self, kernel: Kernel) -> str:
+        text = lambda x: f"{x:.0f}" if x >= 10 else f"{x:.2g}"
         if kernel.tflops:
             share = f", {kernel.share:.0%}" if kernel.share else ""
-            return f"{kernel.tflops:.0f} TFLOP/s{share}"
-        return f"{kernel.gbytes_per_s:.0f} GB/s" if kernel.gbytes_per_s >= 1 else ""
+            return f"{text(kernel.tflops)} TFLOP/s{share}"
+        return f"{text(kernel.gbytes_per_s)} GB/s" if kernel.gbytes_per_s else ""
 
     def _gaps(self) -> Table | None:
         """Gaps between the same kernels with the same host call, on all ranks."""
@@ -295,7 +298,10 @@ class TraceReport(records.Records):
     def __str__(self) -> str:
         width = console.terminal_width()
         tables = (console.table(h, rows, text=text, width=width) for h, rows, text in self.tables())
-        parts = [self.head(), *tables, [f"note: {note}" for note in self.notes]]
+        fold = lambda line: console.fold(line, width or WIDE, "  ")
+        head = [line for text in self.head() for line in fold(text)]
+        notes = [line for note in self.notes for line in fold(f"note: {note}")]
+        parts = [head, *tables, notes]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def _repr_html_(self) -> str:
@@ -333,6 +339,11 @@ def trace(asked: options.TraceOptions) -> TraceReport:
     if asked.gpu_type:
         check_choice("gpu_type", asked.gpu_type, gpu_types)
     traces, notes = files.read(asked.paths)
+    gpu_type = asked.gpu_type or _type_of(traces, gpu_types)
+    program, plan, more = _program(asked, gpu_type, gpu_types)
+    notes += more
+    for one in traces if program else ():
+        program.name_events(one)
     found: dict[int, list[Step]] = {}
     for one in traces:
         found[one.rank], more = steps.find(one)
@@ -343,11 +354,33 @@ def trace(asked: options.TraceOptions) -> TraceReport:
         of = accounts.Accounts(one)
         each = [of.of(step) for step in found[one.rank]]
         ranks.append(Rank(one, each, arrived.ranks[one.rank]))
-    gpu_type = asked.gpu_type or _type_of(traces, gpu_types)
+    compared = None
+    if program and plan:
+        from maxbench.traces import beside  # late: numpy
+
+        compared = beside.compare(plan, program, [a for rank in ranks for a in rank.accounts])
     gpu = gpu_types[gpu_type] if gpu_type else None
     return TraceReport(
-        tuple(ranks), gpu_type, gpu, arrived.collectives, (*_summary(notes), *arrived.notes)
+        tuple(ranks),
+        gpu_type,
+        gpu,
+        arrived.collectives,
+        (*_summary(notes), *arrived.notes),
+        compared,
     )
+
+
+def _program(
+    asked: options.TraceOptions, gpu_type: str, gpu_types: GpuTypes
+) -> tuple[Any, Any, list[str]]:
+    """The program of the trace, and its plan, as far as there are any; and notes."""
+    from maxbench.traces import beside  # late: numpy
+
+    file = hlo_files.find(asked.hlo) if asked.hlo else beside.program_of(asked.paths)
+    if file is None:
+        return None, None, []
+    program, plan, why = beside.plan_of(file, gpu_type, gpu_types)
+    return program, plan, [f"no prediction beside the measured step: {why}"] * (plan is None)
 
 
 def _type_of(traces: Sequence[RankTrace], gpu_types: GpuTypes) -> str:
