@@ -1,18 +1,27 @@
 """How fast does a cluster pre-train large language models, and is that as fast as it should be?
 
-The Python API: plan(), plan_program(), search_program(), train(), report() and sweep(), which raise
-UserError for invalid arguments; docs/how-to/use_from_python.md.
+The Python API: plan(), plan_program(), search_program(), train(), report(), sweep() and trace(),
+which raise UserError for invalid arguments; docs/how-to/use_from_python.md.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from maxbench.api import plan, plan_program, report, search_program, sweep, train
+    from maxbench.api import plan, plan_program, report, search_program, sweep, trace, train
     from maxbench.config.errors import UserError
 
     __version__: str
 
-__all__ = ["UserError", "plan", "plan_program", "report", "search_program", "sweep", "train"]
+__all__ = [
+    "UserError",
+    "plan",
+    "plan_program",
+    "report",
+    "search_program",
+    "sweep",
+    "trace",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """The Python API, `import maxbench as mb`: mb.plan(), mb.plan_program(), mb.search_program(),
-mb.train(), mb.report() and mb.sweep().
+mb.train(), mb.report(), mb.trace() and mb.sweep().
 
 Keywords are the options of the commands with the same names (config/options.py), from which their
 signatures and docstrings derive. Functions import the rest when called.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from maxbench.reporting.build_report import Report
     from maxbench.reporting.sweep import Sweep
     from maxbench.run.subprocess_run import TrainResult
+    from maxbench.traces.report import TraceReport
 
 P = ParamSpec("P")
 Asked = TypeVar("Asked")
@@ -171,6 +172,23 @@ def report(asked: options.ReportOptions) -> Report:
     from maxbench.reporting import build_report
 
     return build_report.read(asked)
+
+
+@keywords(options.TraceOptions)
+def trace(asked: options.TraceOptions) -> TraceReport:
+    """Reads profiles, at and below paths, and says where their measured steps went.
+
+    `mb.trace("experiments/NAME/NAME_STAMP")` is `maxbench trace experiments/NAME/NAME_STAMP`.
+
+    Returns:
+      The seconds of each step of each rank by part, kernels, gaps, and who waits for whom.
+
+    Raises:
+      UserError: an argument is invalid, or there is no profile that can be read.
+    """
+    from maxbench.traces import report as traces
+
+    return traces.trace(asked)
 
 
 def sweep(

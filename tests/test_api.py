@@ -85,12 +85,12 @@ def test_import_is_light_and_functions_stay_functions():
     code = """
 import sys; before = {*sys.modules}; import maxbench; new = {*sys.modules} - before
 assert {n for n in new if n.startswith("maxbench")} == {"maxbench"}, new
-assert {"plan", "train", "report", "sweep"} <= {*dir(maxbench)}
+assert {"plan", "train", "report", "sweep", "trace"} <= {*dir(maxbench)}
 import maxbench.calibration.from_runs, maxbench.cli.plan, maxbench.cli.train, maxbench.cli.report
 import maxbench.cli.calibrate, maxbench.planning.run_result, maxbench.reporting.build_report
 import maxbench.run.subprocess_run, maxbench.plan, maxbench.train, maxbench.report, types
 assert "jax" not in sys.modules
-functions = [maxbench.plan, maxbench.train, maxbench.report, maxbench.sweep]
+functions = [maxbench.plan, maxbench.train, maxbench.report, maxbench.sweep, maxbench.trace]
 assert all(isinstance(f, types.FunctionType) for f in functions), functions
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -101,11 +101,13 @@ OPTIONS = {
     "train": options.TrainOptions,
     "plan": options.PlanOptions,
     "report": options.ReportOptions,
+    "trace": options.TraceOptions,
 }
 COMMAND_LINE_ONLY = {
     "train": {"dry_run", "json"},
     "plan": {"json", "schedule"},
     "report": {"format", "output", "diff"},
+    "trace": {"json"},
 }
 
 

@@ -31,6 +31,7 @@ IMPORTS = {
     "run": "host terminal hardware config metrics distributed sharding model pipeline step "
     "evidence run_logs",
     "planning": "host terminal hardware config metrics pipeline cost_model evidence",
+    "traces": "terminal hardware config metrics cost_model run_logs planning",
     "preflight": "host terminal hardware config run_logs distributed model step",
     "calibration": "host terminal hardware config metrics distributed sharding quantization model "
     "step cost_model evidence run_logs planning preflight",
@@ -40,7 +41,7 @@ IMPORTS = {
 ABOVE = {"cli", "api", "__main__"}  # may import all
 WITHOUT_JAX = (
     *("host", "terminal", "hardware", "config", "metrics", "run_logs"),
-    *("launch", "reporting", "cli"),
+    *("launch", "reporting", "traces", "cli"),
 )
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 

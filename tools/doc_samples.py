@@ -30,6 +30,7 @@ SHOWN = (
     r"maxbench (plan|configs)\b",
     r"maxbench train .*--dry_run$",
     r".*launch(/launch\.sh)? --dry_run\b",
+    r"maxbench trace benchmarks/",
 )
 # Lines that differ from run to run, which no sample has.
 VOLATILE = re.compile(r"compiled in|experiments/|submitted|saved")
@@ -115,6 +116,7 @@ def page(path: pathlib.Path) -> str:
         if kind != "text" or not shown:
             return block[0]
         with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "benchmarks").symlink_to(ROOT / "benchmarks")
             for name, content in files_of(text).items():
                 (pathlib.Path(folder) / name).write_text(content)
             printed = "".join(output(*command, pathlib.Path(folder)) for command in shown)
@@ -128,7 +130,12 @@ def page(path: pathlib.Path) -> str:
 
 def pages() -> list[pathlib.Path]:
     """The pages that have samples of SHOWN."""
-    names = ("how-to/plan_a_purchase", "how-to/add_a_model", "explanation/the_band")
+    names = (
+        "how-to/plan_a_purchase",
+        "how-to/add_a_model",
+        "how-to/read_a_trace",
+        "explanation/the_band",
+    )
     return [ROOT / f"docs/{name}.md" for name in (*names, "tutorial/laptop_to_report")]
 
 

@@ -464,6 +464,39 @@ class Report(ReportOptions, title="output"):
     diff: bool = option("print the differences between two runs", False)
 
 
+class TraceOptions(Options, title="trace"):
+    """Keywords of maxbench.trace()."""
+
+    paths: Sequence[str] = dataclasses.field(
+        default=(),
+        kw_only=False,
+        metadata={"text": "profiles, folders of ranks, folders of runs", "flag": False},
+    )
+    hlo: str | None = option(
+        "text of the compiled program, or the folder of --xla_dump_to: adds work and prediction of "
+        "each operation (default: of the run's folder)"
+    )
+    gpu_type: str = option("GPU type of datasheet and prediction (default: by the device)", "")
+    hardware: str | None = option("TOML file of further GPU types, as maxbench/hardware/gpus.toml")
+
+
+class Trace(TraceOptions, title="output"):
+    """Reads profiles and says where their measured steps went.
+
+    Reads XPlane (.xplane.pb) of any JAX program, Kineto's Chrome JSON (.json, .json.gz) of PyTorch,
+    and the SQLite export of Nsight Systems; its reports (.nsys-rep) where nsys is installed. PATH
+    is a file, a folder with a file per rank, or the folder of a run.
+    """
+
+    WORDS = "PATH..."
+    EXAMPLES = (
+        "maxbench trace experiments/*/*",
+        "maxbench trace rank0.json.gz rank1.json.gz",
+        "maxbench trace --json step.xplane.pb",
+    )
+    json: bool = option("print the report as JSON", False)
+
+
 class Configs(Options):
     """Lists the workloads: parameters, presets, and the numbers of GPUs with recipes and published
     figures."""
@@ -604,6 +637,7 @@ COMMANDS: dict[str, type[Options]] = {
     "train": Train,
     "plan": Plan,
     "report": Report,
+    "trace": Trace,
     "configs": Configs,
     "preflight": Preflight,
     "calibrate": Calibrate,

@@ -72,7 +72,7 @@ def resolve(config: RunConfig, hardware: GpuTypes, device: Device | None = None)
         precision=_precision(config, fmt, device),
         output=config.output,
         runtime=config.runtime,
-        profile=config.profile,
+        profile=config.profile.of_steps(config.train.steps),
         format=fmt,
     )
     run_checks.check(run)

@@ -353,17 +353,36 @@ class Profile:
 
     # nsys is started by launch.sh
     tool: str = field("", options=("", "nsys", "xplane", "nccltrace"))
-    start: int = field(20, at_least=0)  # first step in the profile
-    stop: int = field(25, at_least=1)  # first step after it
+    # first step in the profile; default: stop - 5
+    start: int | None = field(None, at_least=0)
+    # first step after it; default: 25, or the end of a shorter run
+    stop: int | None = field(None, at_least=1)
     ranks: str = field("0", check=RANKS)  # processes to profile
 
     def __post_init__(self):
         validate(self, "profile.")
-        if self.start >= self.stop:
+        if self.start is not None and self.stop is not None and self.start >= self.stop:
             raise UserError(
                 f"profile.start={self.start} and profile.stop={self.stop}: the first step in the "
                 "profile must be below the first step after it"
             )
+
+    def of_steps(self, steps: int) -> "Profile":
+        """The profile of a run of this many steps, with both ends.
+
+        Raises:
+          UserError: no step of the run is in it.
+        """
+        if self.tool in ("nsys", "xplane") and (self.start or 0) >= steps:
+            raise UserError(
+                f"profile.start={self.start} profiles no step: the run has steps={steps}; leave it "
+                "out, or train more steps"
+            )
+        stop = self.stop
+        if stop is None:
+            stop = min(25, steps) if self.start is None else self.start + 5
+        start = max(0, stop - 5) if self.start is None else self.start
+        return dataclasses.replace(self, start=start, stop=stop)
 
 
 SECTIONS: dict[str, Any] = {  # name of a section of RunConfig -> its class

@@ -199,7 +199,7 @@ def explain(p: Prediction) -> Explanation:
     """Explains the predicted step of a plan."""
     program = hlo.parse(p.compiled.text)
     timeline = p.simulate(program)
-    x = _Explainer(program, p)
+    x = Explainer(program, p)
     ops = list(timeline.ops.values())
     operations = _merged(x.operation(t) for t in ops if t.seconds)
     exposed = [x.exposed(t, t.op, t.traffic) for t in ops if t.op and t.traffic and t.seconds]
@@ -284,7 +284,7 @@ def _large(parts: Mapping[str, float], least: float) -> dict[str, float]:
     return large | ({"others": rest} if len(large) < len(parts) else {})
 
 
-class _Explainer:
+class Explainer:
     """Names, shapes and bounds of the ops of one program."""
 
     def __init__(self, program: hlo.Program, p: Prediction):

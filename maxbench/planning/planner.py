@@ -129,17 +129,23 @@ def simulate_plan(
 ) -> Timeline:
     """The program's predicted step.
 
-    A pipeline is simulated twice: lengths of branches from the first time determine their
-    frequencies in the second.
-
     Args:
       record: keep the events, for drawing.
       efficiency: replaces the GPU type's own.
     """
-    costs, first_pass = costs_of(run, efficiency), None
+    costs = costs_of(run, efficiency)
+    return simulate.simulate(program, costs, scheduled_meaning(run, program, costs), record)
+
+
+def scheduled_meaning(run: Run, program: hlo.Program, costs: Costs) -> Meaning:
+    """Meaning of the names in the run's program, with the frequencies of its branches.
+
+    A pipeline is simulated for them: lengths of branches determine their frequencies.
+    """
+    first_pass = None
     if run.layout.pp > 1:
         first_pass = simulate.simulate(program, costs, meaning_of(run, program))
-    return simulate.simulate(program, costs, meaning_of(run, program, first_pass), record)
+    return meaning_of(run, program, first_pass)
 
 
 def meaning_of(run: Run, program: hlo.Program, first_pass: Timeline | None = None) -> Meaning:

@@ -265,7 +265,9 @@ def run_steps(
     """
     i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
     progress = log.progress
-    window = profile.Window(run.profile, jax.process_index(), log.folder)
+    window = profile.Window(
+        run.profile, jax.process_index(), log.folder, lambda: compiled.as_text() or ""
+    )
     timer = StepTimer(log)
     log.phase("steps", i, run.train.steps)
     try:

@@ -2,25 +2,35 @@
 
 import contextlib
 import ctypes
+import gzip
 import pathlib
 import sys
+from collections.abc import Callable
 
 from maxbench.config.errors import UserError
 from maxbench.config.run import Profile
+
+PROGRAM = "step.hlo.txt.gz"
 
 
 class Window:
     """Starts the profiler before the first profiled step and stops it after the last.
 
     Under nsys, which launch/task.sh starts with --capture-range=cudaProfilerApi, it opens and
-    closes CUDA's profiler range. xplane needs jax alone, and writes <folder>/xplane.
+    closes CUDA's profiler range. xplane needs jax alone, and writes <folder>/xplane: the trace, and
+    by the first process the program, whose operations the events of the trace name.
 
     Args:
       process: number of this process; those not in profile.ranks record nothing.
+      program: returns the text of the compiled step.
     """
 
-    def __init__(self, profile: Profile, process: int, folder: pathlib.Path):
-        chosen = process in {int(rank) for rank in profile.ranks.split(",")}
+    def __init__(
+        self, profile: Profile, process: int, folder: pathlib.Path, program: Callable[[], str]
+    ):
+        ranks = [int(rank) for rank in profile.ranks.split(",")]
+        chosen, self.program = process in ranks, program
+        self.first = process == min(ranks)
         self.tool = profile.tool if chosen and profile.tool in ("nsys", "xplane") else ""
         self.profile, self.folder, self.recording = profile, folder, False
 
@@ -46,7 +56,11 @@ class Window:
             return
         from jax import profiler  # importing this module needs no jax
 
-        profiler.start_trace(str(self.folder / "xplane")) if on else profiler.stop_trace()
+        folder = self.folder / "xplane"
+        if on and self.first:
+            folder.mkdir(exist_ok=True)
+            (folder / PROGRAM).write_bytes(gzip.compress(self.program().encode()))
+        profiler.start_trace(str(folder)) if on else profiler.stop_trace()
 
 
 def _call_cuda_profiler(function: str) -> None:

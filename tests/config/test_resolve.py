@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxbench.config import command_line, gpu_files, layout_table
+from maxbench.config import command_line, gpu_files, layout_table, options
 from maxbench.config import resolve as resolving
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import FORMATS
@@ -198,3 +198,28 @@ def test_a_derived_value_follows_the_cluster():
 def test_more_remat_layers_than_layers_are_refused():
     with pytest.raises(UserError, match="remat_layers=1000 has no effect: the model has layers=4"):
         command_line.run_of(["--config=deepseek_v3:tiny", "--config.train.remat_layers=1000"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "window"),
+    [
+        ({}, (20, 25)),
+        ({"steps": 12}, (7, 12)),
+        ({"steps": 3}, (0, 3)),
+        ({"settings": {"profile.start": 8}}, (8, 13)),
+        ({"settings": {"profile.stop": 9}}, (4, 9)),
+    ],
+)
+def test_a_short_run_is_profiled_in_its_last_steps(flags, window):
+    profile = command_line.resolve_run(
+        options.TrainOptions("llama31_8b", gpus=8, profile="xplane", **flags)
+    ).profile
+    assert (profile.start, profile.stop) == window
+
+
+def test_a_profile_of_no_step_is_refused():
+    asked = options.TrainOptions(
+        "llama31_8b", gpus=8, profile="xplane", steps=8, settings={"profile.start": 8}
+    )
+    with pytest.raises(UserError, match="profiles no step: the run has steps=8"):
+        command_line.resolve_run(asked)

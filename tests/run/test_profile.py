@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import maxbench as mb
 from maxbench.config.errors import UserError
 from maxbench.config.run import Profile
 from maxbench.run import profile
@@ -21,6 +22,12 @@ def test_xplane_profile_of_chosen_steps_is_written(tmp_path):
     assert "_xplane_" in run_name
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["steps_done"] == 6
+    found = mb.trace(result.parent)
+    (rank,) = found.ranks
+    assert len(rank.accounts) == 2
+    assert any(k.tflops and k.shape for k in found.kernels)  # by the program beside the trace
+    assert found.plan is None
+    assert any("the run was on cpu" in note for note in found.notes)
 
 
 def test_nsys_without_cuda_is_refused(monkeypatch):
@@ -28,7 +35,7 @@ def test_nsys_without_cuda_is_refused(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(profile.ctypes, "CDLL", absent)
-    window = profile.Window(Profile(tool="nsys", start=0, stop=1), 0, None)
+    window = profile.Window(Profile(tool="nsys", start=0, stop=1), 0, None, str)
     with pytest.raises(UserError, match="profile=xplane does not"):
         window.before_step(0)
 
@@ -37,7 +44,7 @@ def test_profiler_range_covers_chosen_steps_on_chosen_ranks(monkeypatch):
     events = []
     monkeypatch.setattr(profile, "_call_cuda_profiler", events.append)
     for rank in (0, 1):
-        window = profile.Window(Profile(tool="nsys", start=2, stop=4, ranks="1"), rank, None)
+        window = profile.Window(Profile(tool="nsys", start=2, stop=4, ranks="1"), rank, None, str)
         for step in range(6):
             window.before_step(step)
             events.append(step)
