@@ -41,7 +41,7 @@ IMPORTS = {
 ABOVE = {"cli", "api", "__main__"}  # may import all
 WITHOUT_JAX = (
     *("host", "terminal", "hardware", "config", "metrics", "run_logs"),
-    *("launch", "reporting", "traces", "cli"),
+    *("launch", "reporting", "cli"),
 )
 PARSED = {p: ast.parse(p.read_text()) for p in PACKAGE}
 

@@ -65,8 +65,8 @@ PLANNED = (0, 5, 6)  # indices of RUNS
 def config_of(run: SyntheticRun) -> Run:
     """The configuration of a synthetic run."""
     config = recipes.load(recipes.CONFIGS / f"{run.workload}.py")
-    flags = {"dtype": run.dtype}
-    asked = precedence.build_config(config, gpus=run.gpus, flags=flags, overrides=run.overrides)
+    flags, overrides = {"dtype": run.dtype}, {"precision.backend": "xla"} | run.overrides
+    asked = precedence.build_config(config, gpus=run.gpus, flags=flags, overrides=overrides)
     return resolve.resolve(asked, GPU_TYPES)
 
 
@@ -110,7 +110,7 @@ def write(folder: pathlib.Path, number: int, run: SyntheticRun) -> None:
         "device": {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "gpu_type": "h100"},
         "started": start, "ended": start + 60 + round(STEPS * mean), "hosts": hosts,
         "start_to_first_step_s": 60.0, "lower_s": 2.0, "compile_s": 14.0, "peak_bytes": 62 << 30,
-        "versions": {"jax": "0.10.2", "transformer-engine": "2.20.2"},
+        "versions": {"jax": "0.10.2"},
         "environment": {"NCCL_NVLS_ENABLE": "0"}, "command": ["maxbench", "train"],
     }  # fmt: skip
     result["device"]["count"] = run.gpus
