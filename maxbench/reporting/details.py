@@ -17,7 +17,8 @@ from maxbench.run_logs.record import RunRecord, dig
 HOSTS = 4  # of a run that are listed: the slowest
 # Sections of the configuration that a recipe decides.
 COMPARED = ("model", "layout", "train", "optim", "precision")
-NOT_COMPARED = ("run.train.steps", "run.train.window", "run.train.seed")
+# A recipe names no backend: it would be that of the libraries where the report is written.
+NOT_COMPARED = ("train.steps", "train.window", "train.seed", "precision.backend")
 
 
 def settings(summary: RunSummary) -> dict[str, str]:
@@ -103,7 +104,7 @@ def recipe_differences(
         for key in sorted(settings.keys() & in_recipe.keys())
         if settings[key] != in_recipe[key]
         and key.split(".")[1] in COMPARED
-        and key not in NOT_COMPARED
+        and key.removeprefix("run.") not in NOT_COMPARED
     ]
 
 
