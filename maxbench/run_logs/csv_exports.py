@@ -7,6 +7,7 @@ times they follow from the times of the rows.
 """
 
 import csv
+import math
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,8 @@ def read_csv(path: pathlib.Path, given: Given, named: bool = False) -> Iterator[
                         values[name] = value * factor
                 elif cell and cell.lower() != "nan" and is_evaluation(tag):
                     series[run].evaluations.add(int(step))
+            if int(step) in series[run].steps:  # NaN of an evaluation's row is no value
+                values = {name: value for name, value in values.items() if not math.isnan(value)}
             if values:
                 values |= {"elapsed": time} if time else {}
                 series[run].steps.setdefault(int(step), {}).update(values)

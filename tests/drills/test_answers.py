@@ -1,10 +1,10 @@
-"""A short run of tests/drills/answers.py; the long one is exhaustive."""
+"""Short runs of tests/drills/answers.py and export_answers.py; the long ones are exhaustive."""
 
 import random
 
 import pytest
 
-from tests.drills import answers
+from tests.drills import answers, export_answers
 from tools import log_samples
 
 
@@ -18,3 +18,8 @@ def test_a_generated_log_has_the_lines_of_its_steps():
     for i, program in enumerate(log_samples.LOGS):
         case = answers.make_case(random.Random(i), program)
         assert len(case.text.splitlines()) >= len(case.work)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.exhaustive)])
+def test_right_answers_of_generated_exports(count):
+    assert export_answers.answers(count, seed=0) >= count
