@@ -277,7 +277,7 @@ def curves(title: str, lines: Mapping[str, Mapping[int, float]], unit: str) -> s
     x = lambda n: LEFT + x_scale * math.log(n / low_x)
     y = lambda v: TOP + HEIGHT * (1 - math.log(v / bottom) / math.log(top / bottom))
     shapes, texts = [], [Text(8, 18, title), *axis_titles("GPUs", unit)]
-    free = 0.0  # from where on a label has room
+    free = 0.0  # pixels; a label that starts before it would overlap another
     for n in sorted({n for n, _ in points}):
         shapes.append(Shape(f"M{x(n):.1f} {TOP}V{TOP + HEIGHT}", kind="line"))
         half = 4 * len(f"{n:,}")
