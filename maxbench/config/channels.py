@@ -159,10 +159,10 @@ class Experts(Sublayer):
         routed = self.rows(run.layout.ep) * self.slot_padding(run)
         width = routed * self.mlp + self.shared_mlp
         slots = routed if self.has_slots else 0
-        into = ("into/w",) * bool(self.expert_latent)
-        again = ("up", *["shared_expert/up/w"] * bool(self.shared))
+        into = ("into/w",) if self.expert_latent else ()
+        again = ("up", "shared_expert/up/w") if self.shared else ("up",)
         tensors = [
-            Saved("slots", slots * self.sent_width, into * bool(slots), gemm_only=True),
+            Saved("slots", slots * self.sent_width, into if slots else (), gemm_only=True),
             Saved("mlp_up", self.mlp_inputs * width, again),
             Saved("mlp_act", width, gemm_only=True),
         ]

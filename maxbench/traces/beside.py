@@ -117,7 +117,7 @@ class Beside:
         more, digits = self.measured_s - self.predicted_s, self.digits
         first = max(self.rows, key=lambda row: row.more_s * (1 if more > 0 else -1))
         about = [f"{first.key.name} {first.key.shape}".strip(), first.rates]
-        about += [f"{first.measured.runs:.0f} runs"] * bool(first.measured.runs)
+        about.append(f"{first.measured.runs:.0f} runs" if first.measured.runs else "")
         return (
             f"plan {self.predicted_s:.{digits}f} s; {first.more_s:+.{digits}f} of "
             f"{more:+.{digits}f} s: {', '.join(filter(None, about))}"

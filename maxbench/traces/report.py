@@ -77,7 +77,9 @@ class Rank:
     def waits_text(self, text_s: Callable[[float], str], of: int) -> list[str]:
         """Waits of a step as cells of a table, if collectives are compared."""
         w, steps = self.waits, len(self.accounts) * 1e9
-        return [text_s(w.waits / steps), text_s(w.waited_for / steps), f"{w.last}/{of}"] * bool(of)
+        if not of:
+            return []
+        return [text_s(w.waits / steps), text_s(w.waited_for / steps), f"{w.last}/{of}"]
 
     def mean_of(self, field: str) -> dict[str, float]:
         """Mean seconds of the entries of `streams` or `host`."""
