@@ -62,7 +62,6 @@ def _train(*arguments) -> None:
     signal.signal(STUCK, lambda *_: _block(STUCK, signal.pause))
     signal.signal(LOCKED, lambda *_: _block(LOCKED, ctypes.PyDLL(None).pause))
     signal.signal(RELEASE, lambda *_: None)
-    os.nice(19 - os.nice(0))
     kills._train(*arguments)
 
 
