@@ -36,7 +36,7 @@ IMPORTS = {
     "calibration": "host terminal hardware config metrics distributed sharding quantization model "
     "step cost_model evidence run_logs planning preflight",
     "launch": "host hardware config metrics run_logs",
-    "reporting": "terminal hardware config metrics cost_model evidence run_logs planning",
+    "reporting": "terminal hardware config metrics cost_model evidence run_logs planning traces",
 }
 ABOVE = {"cli", "api", "__main__"}  # may import all
 WITHOUT_JAX = (

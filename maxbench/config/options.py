@@ -495,6 +495,7 @@ class Trace(TraceOptions, title="output"):
         "maxbench trace --json step.xplane.pb",
     )
     json: bool = option("print the report as JSON", False)
+    drawing: str | None = option("draw a measured step, and the planned one, to FILE.svg")
 
 
 class Configs(Options):

@@ -6,7 +6,7 @@ import math
 import pathlib
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from maxbench.cost_model import hlo
 from maxbench.cost_model.simulate import STREAMS, TraceEvent
@@ -45,7 +45,7 @@ def draw(p: Prediction, path: str) -> list[pathlib.Path]:
     live = p.liveness(program)
     total = p.compiled.arguments + p.compiled.temporaries
     texts = {
-        "": streams(events, p.name),
+        "": streams({p.name: events}),
         ".memory": svg.memory(live, p.name, total, p.memory.capacity),
         ".explain": explain.explain(p).svg(),
     }
@@ -125,14 +125,29 @@ def color_of(event: TraceEvent) -> str:
     return "communication" if event.stream == "communication" else "others"
 
 
-def streams(events: Sequence[TraceEvent], title: str) -> str:
-    """The streams of a step at scale, and below it one iteration of its longest loop."""
-    recording = Recording(events)
-    rows = [stream for stream in STREAMS if recording.events[stream]]
-    windows = [*recording.windows()]
+def streams(steps: Mapping[str, Sequence[TraceEvent]]) -> str:
+    """The streams of steps by title, each at scale, and below it one iteration of its longest
+    loop."""
     shapes: list[Shape] = []
     texts: list[Text] = []
+    used: set[str] = set()
     y = 0.0
+    for title, events in steps.items():
+        recording = Recording(events)
+        y = _step(recording, title, y, shapes, texts)
+        used |= {color_of(event) for own in recording.events.values() for event in own}
+    entries = [(color, NAMES.get(kind, kind)) for kind, color in COLORS.items() if kind in used]
+    keys, key_texts = svg.legend(entries, y + 10)
+    height = y + 20 + 22 * math.ceil(len(entries) / 3)
+    return svg.svg(height, shapes + keys, texts + key_texts)
+
+
+def _step(
+    recording: Recording, title: str, y: float, shapes: list[Shape], texts: list[Text]
+) -> float:
+    """Adds the panels of a step from `y` down; returns where they end."""
+    rows = [stream for stream in STREAMS if recording.events[stream]]
+    windows = [*recording.windows()]
     for i, (begin, end) in enumerate(windows):
         unit, scale = ("s", 1.0) if end - begin >= 0.1 else ("ms", 1e3)
         what = "one iteration of its longest loop, outlined above" if i else title
@@ -151,11 +166,7 @@ def streams(events: Sequence[TraceEvent], title: str) -> str:
             outline = svg.rectangle(left - 1, top - 3, right - left + 2, bottom - top + 2)
             shapes.append(Shape(outline, kind="limit"))
         y = bottom + 24
-    used = {color_of(e) for es in recording.events.values() for e in es}
-    entries = [(color, NAMES.get(kind, kind)) for kind, color in COLORS.items() if kind in used]
-    keys, key_texts = svg.legend(entries, y + 10)
-    height = y + 20 + 22 * math.ceil(len(entries) / 3)
-    return svg.svg(height, shapes + keys, texts + key_texts)
+    return y
 
 
 def _bars(

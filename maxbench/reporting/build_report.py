@@ -9,7 +9,7 @@ from maxbench.config.errors import UserError, check_choice, escape_control
 from maxbench.metrics import records
 from maxbench.reporting import compare, difference, export, page, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
-from maxbench.reporting.predictions import add_predictions
+from maxbench.reporting.predictions import add_predictions, add_profiles
 from maxbench.run_logs import formats, readers, suite_file
 from maxbench.terminal import console
 
@@ -44,7 +44,9 @@ class Report(records.Records):
         Raises:
           UserError: diff is set, and there are not two runs.
         """
-        add_predictions(self.rows, self.settings.gpu_types, every=form == "html")
+        gpu_types, every = self.settings.gpu_types, form == "html"
+        add_predictions(self.rows, gpu_types, every)
+        add_profiles(self.rows, gpu_types, every)
         make = difference.difference if diff else FORMATS[form]
         return "\n".join(map(escape_control, make(self.rows, self.settings).split("\n")))
 

@@ -12,6 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from maxbench.config import number_formats, options, recipes
 from maxbench.config.errors import escape_control
@@ -22,6 +23,9 @@ from maxbench.metrics import checkpoint_interval, flops, step_stats
 from maxbench.reporting import fast_steps
 from maxbench.run_logs import formats
 from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig
+
+if TYPE_CHECKING:  # it loads numpy
+    from maxbench.traces.report import TraceReport
 
 DRIFT, SPLIT = 0.02, 0.02  # shares of the median step time that are worth an alarm
 SPREAD = 0.05  # between repeats of a run that is worth an alarm
@@ -83,6 +87,7 @@ class RunSummary:
     planned: dict | None = None  # planner.figures() of the same step: a prediction
     unplanned: str = ""  # why there is no prediction
     possible: bool = True  # whether its steps are slower than the peak of its GPUs
+    profile: "TraceReport | None" = None  # what the profile in its folder shows
     trace: dict | None = None  # NCCL: steps, damaged_lines, calls, step_compared_with_plan
     notes: list[str] = dataclasses.field(default_factory=list)
 

@@ -61,7 +61,11 @@ def reasons(run: RunSummary, rows: Sequence[RunSummary], curves: Sequence[Curve]
     few_steps = _few_steps(published_s / run.step["median"], run.limits.passes)
     from_steps = [_slow_hosts(run), few_steps, *_unusual_steps(run), _repeat(run, rows)]
     predicted = _prediction(run, step_s, published_s) if run.planned else []
-    return [*filter(None, [*from_steps, _scale(run, curves), *predicted])]
+    return [*filter(None, [*_profile(run), *from_steps, _scale(run, curves), *predicted])]
+
+
+def _profile(run: RunSummary) -> list[str]:
+    return [f"its {note}" for note in run.notes if note.startswith("profile: ")]
 
 
 def _slow_hosts(run: RunSummary) -> str:

@@ -16,6 +16,7 @@ from maxbench.run_logs.record import dig
 
 if TYPE_CHECKING:  # it loads numpy
     from maxbench.planning.explain import Explanation
+    from maxbench.traces.report import TraceReport
 
 PLOTTED = 60  # at most so many runs have a plot of their own
 EXPLAINED = 3  # runs below published that the text at the top explains
@@ -145,8 +146,8 @@ def severity(run: PageRun) -> int:
     return WORST_FIRST.index(run.row.verdict)
 
 
-def drawing(explained: "Explanation") -> str:
-    """The drawing of an explanation as the URL of an image, whose style is its own."""
+def drawing(explained: "Explanation | TraceReport") -> str:
+    """The drawing of a step as the URL of an image, whose style is its own."""
     return f"data:image/svg+xml;base64,{base64.b64encode(explained.svg().encode()).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""Predictions and NCCL calls of runs, which a report adds to what their logs say."""
+"""Predictions, profiles and NCCL calls of runs, which a report adds to what their logs say."""
 
 import dataclasses
 import functools
@@ -15,6 +15,10 @@ from maxbench.reporting import compare
 from maxbench.run_logs import log_files, nccl
 from maxbench.run_logs.record import RunRecord, dig
 
+# Files of a run's folder that maxbench.traces reads without another program.
+PROFILES = ("xplane/plugins/profile/*/*.xplane.pb", "nsys_profile/*.sqlite")
+CAUSES = 3  # of a slow run that a line names
+
 
 def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
     """Adds NCCL calls to trace runs, and predictions to trace runs, or to every run."""
@@ -30,6 +34,43 @@ def add_predictions(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, eve
             planned, steps = (summary.planned or {}).get("communication", []), max(1, len(r.step_s))
             summary.trace = {"steps": steps, "damaged_lines": damaged, "calls": calls}
             summary.trace["step_compared_with_plan"] = nccl.compare_with_plan(calls, planned, steps)
+
+
+def add_profiles(rows: Sequence[compare.RunSummary], gpu_types: GpuTypes, every: bool) -> None:
+    """Adds the profiles of runs' folders, and the causes that they show to runs below published.
+
+    A run under a profiler has no verdict: its profile is of all runs of its name.
+
+    Args:
+      every: adds all profiles, else those of runs below published.
+    """
+    slow = [x for x in rows if x.verdict in ("WARN", "FAIL")]
+    keys = {x.repeat_key for x in slow}
+    for summary in rows:
+        if every or summary.repeat_key in keys:
+            _add_profile(summary, gpu_types)
+    for summary in slow:
+        profiles = (x.profile for x in rows if x.repeat_key == summary.repeat_key)
+        if (profile := next(filter(None, profiles), None)) and (found := profile.causes()):
+            summary.notes.append(f"profile: {'; '.join(found[:CAUSES])}")
+
+
+def _add_profile(summary: compare.RunSummary, gpu_types: GpuTypes) -> None:
+    r = summary.record
+    if not (r.path.is_dir() and r.profiled):
+        return
+    if not any(path for pattern in PROFILES for path in r.path.glob(pattern)):
+        if any(r.path.glob("nsys_profile/*.nsys-rep")):
+            summary.notes.append(f"`maxbench trace {r.path}` reads its profile, with nsys")
+        return
+    from maxbench.traces import report  # late: numpy
+
+    gpu_type = "" if summary.on_cpu else r.gpu_type
+    try:
+        asked = options.TraceOptions(paths=[str(r.path)], gpu_type=gpu_type)
+        summary.profile = report.trace(asked, gpu_types)
+    except UserError as e:
+        summary.notes.append(f"its profile is not read: {e}")
 
 
 def _lines(logs: Sequence[pathlib.Path], notes: list[str]) -> Iterator[str]:

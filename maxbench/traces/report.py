@@ -14,7 +14,7 @@ from maxbench.cost_model import hlo_files
 from maxbench.hardware.gpus import Gpu, GpuTypes
 from maxbench.metrics import records
 from maxbench.terminal import console
-from maxbench.traces import accounts, collectives, files, steps
+from maxbench.traces import accounts, causes, collectives, files, steps
 from maxbench.traces.events import ATTENTION, COMMUNICATION, COPY, GEMM, KERNEL, RankTrace
 from maxbench.traces.steps import Step
 
@@ -165,6 +165,7 @@ class TraceReport(records.Records):
             "ranks": [self._rank_data(rank) for rank in self.ranks],
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "collectives_compared": self.collectives,
+            "causes": self.causes(),
             "notes": list(self.notes),
         }
         return found | ({"plan": self.plan.data()} if self.plan else {})
@@ -196,7 +197,27 @@ class TraceReport(records.Records):
         least, most = (self.text_s(seconds[i]) for i in (0, -1))
         span = f", {least} to {most}" if len(seconds) > 1 else ""
         lines = [f"{named} of {where}: {self.text_s(self.step_s)} s a step{span}"]
-        return lines + ([self.plan.head()] if self.plan else [])
+        return lines + ([self.plan.head()] if self.plan else []) + causes.causes(self)
+
+    def causes(self) -> list[str]:
+        """Why the step takes as long as it does, as sentences; the plan's first."""
+        return causes.with_plan(self)
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of a mean step of a mean rank by label of LABELS; they sum to step_s."""
+        means = {
+            label: statistics.mean(rank.mean_s(part) for rank in self.ranks)
+            for part, label in LABELS.items()
+        }
+        return {label: seconds for label, seconds in means.items() if seconds}
+
+    def svg(self) -> str:
+        """A measured step of the first rank as an SVG document, at scale, and below it the planned
+        one if there is a plan."""
+        from maxbench.traces import drawing  # late: numpy
+
+        return drawing.draw(self)
 
     def tables(self) -> list[Table]:
         """Heads, rows and text columns of each table."""
@@ -331,13 +352,16 @@ def short(name: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def trace(asked: options.TraceOptions) -> TraceReport:
+def trace(asked: options.TraceOptions, gpu_types: GpuTypes | None = None) -> TraceReport:
     """The report on the profiles at the paths.
+
+    Args:
+      gpu_types: those of `hardware` if None.
 
     Raises:
       UserError: an option is invalid, or no profile can be read.
     """
-    gpu_types = command_line.gpu_types(asked.hardware)
+    gpu_types = gpu_types or command_line.gpu_types(asked.hardware)
     if asked.gpu_type:
         check_choice("gpu_type", asked.gpu_type, gpu_types)
     traces, notes = files.read(asked.paths)

@@ -127,7 +127,7 @@ def test_iterations_that_are_not_recorded_are_as_the_one_before_them():
 
 def test_the_drawing_of_a_step_has_its_iterations_at_scale():
     """No block stands for them: the area of each kind is its share of the step."""
-    picture = drawings.streams(EVENTS, "toy")
+    picture = drawings.streams({"toy": EVENTS})
     root = xml.etree.ElementTree.fromstring(picture)
     assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
     assert "toy: 11.000 s" in picture

@@ -10,10 +10,12 @@ import subprocess
 
 import pytest
 
+import maxbench as mb
 from benchmarks import thousand_runs
 from maxbench.reporting import compare, details, diagnosis, page, plots
 from tests.conftest import needs
 from tests.reporting.test_report import H100, nemo, ours, planned_run, program, rows
+from tests.traces import made
 from tools import sample_report
 
 __all__ = ["program"]  # a fixture
@@ -175,6 +177,27 @@ def test_reasons_from_the_prediction(tmp_path, predicted, why):
     row.planned = {"step_s": predicted, "parts_s": parts}
     assert ", and ".join(diagnosis.reasons(row, found, [])).startswith(why)
     assert diagnosis.split(parts).keys() == {"computing", "communication"}
+
+
+def test_a_profile_names_the_cause(tmp_path):
+    """The profile of a run of the same name, as a job with a profiler has no verdict."""
+    ours(tmp_path, step_s=12.0)
+    profiled = ours(tmp_path, stamp=2)
+    content = json.loads((profiled / "result.json").read_text())
+    content["run"]["profile"]["tool"] = "xplane"
+    (profiled / "result.json").write_text(json.dumps(content))
+    folder = profiled / "xplane/plugins/profile/1"
+    folder.mkdir(parents=True)
+    made.xplane(folder / "host.xplane.pb", [made.steps(3)])
+    report = mb.report(tmp_path, gpu_type="h100")
+    cause = "profile: communication is exposed for 30% of the step"
+    assert cause in report.text()
+    text = html.unescape(re.sub(r"<[^>]+>|\s+", " ", report.text("html")))
+    assert f"because its {cause}" in re.sub(" +", " ", text)
+    assert "Measured parts of a step, from its profile" in text
+    assert "communication, exposed 0.003 s 30%" in re.sub(" +", " ", text)
+    (folder / "host.xplane.pb").write_bytes(b"damaged")
+    assert "its profile is not read: " in mb.report(tmp_path, gpu_type="h100").text()
 
 
 def test_without_evidence_no_reason_is_guessed(tmp_path):

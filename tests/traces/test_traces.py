@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import shutil
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +186,32 @@ def test_ranks_that_others_wait_for(tmp_path):
     notes = " ".join(found.notes)
     assert "the clock of rank 1 is 0.003 s ahead" in notes
     assert "the clock of rank 2 is 0.005 s behind" in notes
+
+
+def test_causes_by_their_seconds(tmp_path):
+    """What computes nothing, and the rank that others wait for; below 5 % of a step it is none."""
+    assert (
+        mb.trace(ranks_with_waits(tmp_path))
+        .causes()[0]
+        .startswith("others wait for rank 1: 0.003500 s a step, last at 4 of 8 collectives")
+    )
+    found = mb.trace(made.kineto(tmp_path / "one.json", made.steps(3), MARKS))
+    assert found.causes() == [
+        "communication is exposed for 30% of the step, 67% of it ncclDevKernel_AllGather_RING_LL",
+        "copies take 5% of the step",
+        "the device waits for the host to launch for 5% of the step",
+    ]
+
+
+def test_drawing_of_a_measured_step(tmp_path, capsys):
+    file, picture = made.kineto(tmp_path / "a.json", made.steps(3), MARKS), tmp_path / "a.svg"
+    assert entry.run("trace", [str(file), "--drawing", str(picture)]) == 0
+    root = ElementTree.fromstring(picture.read_text())
+    texts = {"".join(x.itertext()) for x in root.iter() if x.tag.endswith("text")}
+    assert texts >= {"measured, step 0 of rank 0: 10.000 ms", "compute", "communication", "copies"}
+    titles = {x.text for x in root.iter() if x.tag.endswith("title")}
+    assert "ncclDevKernel_AllGather_RING_LL: 5.000 ms" in titles
+    assert entry.run("trace", [str(file), "--drawing", "a.txt"]) == 2
 
 
 def test_collectives_in_unequal_numbers_are_not_compared(tmp_path):
