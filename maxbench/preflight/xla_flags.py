@@ -1,5 +1,7 @@
 """XLA flags and compiler options, checked by the installed XLA before a run depends on them."""
 
+import contextlib
+import hashlib
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from maxbench.config.run import Run
+from maxbench.host import environment
 from maxbench.step import xla_options
 
 REPLACEMENTS = {  # flags of an older XLA -> what to use instead
@@ -38,8 +41,22 @@ def lint(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
     """Errors of compiler options, and of flags in XLA_FLAGS ('--name=value').
 
     An unknown flag in XLA_FLAGS aborts the process that parses it, so a subprocess tries them. All
-    builds of a jaxlib know the same options, so a CPU finds the mistakes in those for a GPU.
+    builds of a jaxlib know the same options, so a CPU finds the mistakes in those for a GPU. The
+    process takes seconds, so the cache folder has a file for what this jaxlib accepts.
     """
+    tried = json.dumps([environment.version("jaxlib"), dict(options), [*flags]])
+    accepted = environment.cache_dir() / "xla_flags" / hashlib.sha256(tried.encode()).hexdigest()
+    if accepted.exists():
+        return []
+    if not (errors := _try(options, flags)):
+        with contextlib.suppress(OSError):  # without the file the next run tries them again
+            accepted.parent.mkdir(parents=True, exist_ok=True)
+            accepted.touch()
+    return errors
+
+
+def _try(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
+    """As lint(), in a subprocess."""
     env = {**os.environ, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", TRY_OPTIONS, json.dumps(dict(options))]
     try:
