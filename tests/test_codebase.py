@@ -34,7 +34,7 @@ IMPORTS = {
     "traces": "terminal hardware config metrics cost_model run_logs planning",
     "preflight": "host terminal hardware config run_logs distributed model step",
     "calibration": "host terminal hardware config metrics distributed sharding quantization model "
-    "step cost_model evidence run_logs planning preflight",
+    "step cost_model evidence run_logs planning traces preflight",
     "launch": "host hardware config metrics run_logs",
     "reporting": "terminal hardware config metrics cost_model evidence run_logs planning traces",
 }

@@ -14,7 +14,7 @@ from maxbench.calibration.fit import Observation
 from maxbench.calibration.microbenchmarks import Measurement
 from maxbench.config.run import AXES
 from maxbench.cost_model import hlo, simulate
-from maxbench.cost_model.costs import Costs, Table, gemm_sizes, is_gemm
+from maxbench.cost_model.costs import PEAKS, Costs, Table, gemm_sizes, is_gemm
 from maxbench.cost_model.simulate import Timeline
 from maxbench.hardware.gpus import GPU_TYPES, Efficiency, Gpu, Kernels, OptionalPeak, Products
 from maxbench.terminal import console
@@ -86,7 +86,8 @@ def fit_device(measurements: Sequence[Measurement], gpu: Gpu, new: bool = False)
 
 
 def gemm_row(m: Measurement, costs: Costs) -> list | None:
-    """The row of a GEMM in Gpu.products; None if the compiler changed its dtype or layout."""
+    """The row of a GEMM in Gpu.products; None if the compiler changed its dtype or layout, or left
+    some of the repeats out, so that it is faster than the peak."""
     program = hlo.parse(m.text)
     ops = [(where, op) for where in program.computations.values() for op in where.ops]
     ((rows, columns, k, batch, dtype, layout),) = {
@@ -96,6 +97,8 @@ def gemm_row(m: Measurement, costs: Costs) -> list | None:
         return None
     t, sizes = simulate.simulate(program, costs), (rows, columns, k, batch)
     modelled = costs.gemm(*sizes, dtype) * t.flops / (2 * math.prod(sizes))
+    if t.flops > 1.001e12 * costs.gpu.peak_tflops(PEAKS.get(dtype, "bf16")) * m.seconds:
+        return None
     return [dtype, layout, *sizes, ratio(m, t, t.compute["gemm"], modelled)]
 
 

@@ -1,5 +1,5 @@
-"""Constants of a GPU type, measured on the local devices or fitted to finished runs: `maxbench
-calibrate`."""
+"""Constants of a GPU type, measured on the local devices, fitted to finished runs, or from the
+kernels of profiles: `maxbench calibrate`."""
 
 import dataclasses
 import os
@@ -23,12 +23,16 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done.
 
     Raises:
-      UserError: invalid flags, processes that cannot be joined, or runs that cannot be used.
+      UserError: invalid flags, processes that cannot be joined, or runs or profiles that cannot be
+        used.
     """
     asked = command_line.read(options.Calibrate, argv)
     target = command_line.writable("write", asked.write, ".toml")
     gpu_types = command_line.gpu_types(asked.hardware)
-    calibrated = (calibrate_runs if asked.runs else calibrate_device)(asked, gpu_types)
+    if asked.trace:
+        calibrated: tuple[str, str] | None = calibrate_traces(asked, gpu_types)
+    else:
+        calibrated = (calibrate_runs if asked.runs else calibrate_device)(asked, gpu_types)
     if calibrated:
         text, table = calibrated
         print(table)
@@ -48,7 +52,7 @@ def calibrate_runs(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str, 
       UserError: a flag of the measurement, too few runs, or one that cannot be used.
     """
     given = asked.changed()
-    if name := next((name for name in (*DEVICES, "gpu_type", "small") if name in given), ""):
+    if name := next((name for name in (*DEVICES, "gpu_type", "small", "hlo") if name in given), ""):
         raise UserError(
             f"--{name} is for a measurement of the local devices, and finished runs are given; "
             "leave one of them out"
@@ -61,6 +65,35 @@ def calibrate_runs(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str, 
     text = fit.toml(*constants, "fitted", source, band=result.band)
     text = text if result.generalizes else ""
     return text, from_runs.table(result)
+
+
+def calibrate_traces(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str, str]:
+    """Turns the kernels of profiles into rates.
+
+    Returns:
+      The text of a file for --hardware, and a table of the rates.
+
+    Raises:
+      UserError: a flag of the measurement, or profiles that give no rates.
+    """
+    given = asked.changed()
+    if name := next((name for name in (*DEVICES, "small") if name in given), ""):
+        raise UserError(f"--{name} is for a measurement of the local devices; leave it or --trace")
+    if not asked.runs:
+        raise UserError("--trace reads profiles: give files, or folders that have some")
+    from maxbench.calibration import fit, from_traces
+
+    paths = options.TraceOptions(
+        paths=asked.runs, hlo=asked.hlo, gpu_type=asked.gpu_type or "", hardware=asked.hardware
+    )
+    result = from_traces.rates_of(paths, gpu_types)
+    source = fit.describe(f"{len(result.rates)} kinds of work of profiles")
+    efficiency = gpu_types[result.gpu_type].efficiency
+    for name, value in result.constants.items():
+        efficiency = fit.with_constant(efficiency, name, value)
+    constants = (result.gpu_type, efficiency, [*result.constants])
+    text = fit.toml(*constants, "measured", source, tables={"products": result.products})
+    return text, from_traces.table(result)
 
 
 def calibrate_device(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str, str] | None:

@@ -522,23 +522,30 @@ class Preflight(Processes, Training, RunOptions, title="checks"):
 
 
 class Calibrate(Processes, title="measurement"):
-    """Fits the constants of plan's cost model: to the local devices, or to finished runs.
+    """Fits the constants of plan's cost model: to the local devices, finished runs, or profiles.
 
-    RUN is a folder of finished runs, or a result.json; two different programs on one GPU type are
-    the least. Without RUN, measures the local devices: one GPU measures GEMMs, attention, memory
-    and launches; one node also its links; several processes also the network between nodes. A
-    device that matches no GPU type becomes a new one. Tested on CPU devices only.
+    PATH is a folder of finished runs, or a result.json; two different programs on one GPU type are
+    the least. With --trace, PATH is a profile as of `maxbench trace`: its kernels with known shapes
+    give rates by kind and size, beside the cost model's prices. Without PATH, measures the local
+    devices: one GPU measures GEMMs, attention, memory and launches; one node also its links;
+    several processes also the network between nodes. A device that matches no GPU type becomes a
+    new one.
     """
 
-    WORDS = "[RUN...]"
+    WORDS = "[PATH...]"
     EXAMPLES = (
         "maxbench calibrate --write my.toml",
         "maxbench calibrate --cpu_devices 4 --write cpu.toml",
         "maxbench calibrate experiments/*/* --write my.toml",
+        "maxbench calibrate --trace rank0.json.gz --write my.toml",
     )
     runs: Sequence[str] = dataclasses.field(
-        default=(), kw_only=False, metadata={"text": "folders of finished runs", "flag": False}
+        default=(),
+        kw_only=False,
+        metadata={"text": "folders of finished runs, or profiles", "flag": False},
     )
+    trace: bool = option("the paths are profiles: rates of their kernels", False)
+    hlo: str | None = option("with --trace, as of `maxbench trace`: the program of the profiles")
     write: str | None = option("TOML file of the constants to write")
     gpu_type: str | None = option("GPU type of the constants (default: by the devices' name)")
     hardware: str | None = option("TOML file of further GPU types, as maxbench/hardware/gpus.toml")

@@ -42,9 +42,9 @@ def lint(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
 
     An unknown flag in XLA_FLAGS aborts the process that parses it, so a subprocess tries them. All
     builds of a jaxlib know the same options, so a CPU finds the mistakes in those for a GPU. The
-    process takes seconds, so the cache folder has a file for what this jaxlib accepts.
+    process takes seconds, so the cache folder has a file for what these versions accept.
     """
-    tried = json.dumps([environment.version("jaxlib"), dict(options), [*flags]])
+    tried = json.dumps([environment.versions(), dict(options), [*flags]])
     accepted = environment.cache_dir() / "xla_flags" / hashlib.sha256(tried.encode()).hexdigest()
     if accepted.exists():
         return []

@@ -43,8 +43,13 @@ def test_ctrl_c_ends_a_compilation(run, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(compile_process.CompileProcess, "__init__", init)
-    with pytest.raises(KeyboardInterrupt):
-        planner.compile_program(run)
+    # In a background job of a shell, processes start with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            planner.compile_program(run)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - interrupted[0] < 20  # of 60
     assert processes[0].poll() == -signal.SIGKILL
 
