@@ -137,6 +137,7 @@ def test_keywords_of_a_sweep_are_those_of_plan_and_train():
     assert sweep["gpus"].annotation == int | None | list
 
 
+@pytest.mark.exhaustive
 def test_type_checkers_see_the_keywords(tmp_path):
     (tmp_path / "notebook.py").write_text(
         "import maxbench as mb\n"

@@ -116,7 +116,7 @@ LONE += f", (1, ({{'mixer': {RECURRENCE}, 'channel': {EXPERTS}}},)))"
     "axes",
     [
         pytest.param(MESH, id="fsdp ep tp", marks=exhaustive),
-        pytest.param(dict(pp=2, ep=2, tp=2, mbs=1, gbs=8), id="pp ep tp"),
+        pytest.param(dict(pp=2, ep=2, tp=2, mbs=1, gbs=8), id="pp ep tp", marks=exhaustive),
         pytest.param(dict(pp=2, vp=2, dp=2, mbs=1, gbs=8), id="pp vp dp", marks=exhaustive),
     ],
 )

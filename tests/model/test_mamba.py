@@ -117,7 +117,7 @@ def gradients(**axes):
     [
         dict(fsdp=2, ep=2, tp=2),
         pytest.param(dict(tp=4, dp=2), marks=pytest.mark.exhaustive),
-        dict(pp=3, tp=2, gbs=8),
+        pytest.param(dict(pp=3, tp=2, gbs=8), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

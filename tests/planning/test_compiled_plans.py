@@ -30,6 +30,7 @@ pytestmark = [
 ]
 ROOT = pathlib.Path(__file__).parents[2]
 LLAMA2_70B = "--config configs/llama2_70b.py --gpus 128"
+SAVED = f"{LLAMA2_70B} --config.train.remat=save_dot_except_mlpwi"  # compiled once for three tests
 LLAMA31_70B = "--config configs/llama31_70b.py --fsdp 8 --tp 4 --layers 4 --gpu_type h200"
 H100 = Device("gpu", GPU_TYPES["h100"].chip.capability)
 
@@ -65,7 +66,7 @@ def test_program_without_code_generation_is_the_same():
 def test_fsdp(check_figures):
     """Llama 2 70B on 128 GPUs. Layer weights are 856 M x 2 bytes; each is all-gathered twice and
     its gradient reduce-scattered once."""
-    plan = planned(f"{LLAMA2_70B} --config.train.remat=save_dot_except_mlpwi")
+    plan = planned(SAVED)
     m = plan["memory"]
     state = 68_976_648_192 * 12 / 128  # fp32 weights and two moments, sharded over all GPUs
     assert m["weights"] + m["optimizer"] == pytest.approx(state * 14 / 12, rel=0.01)  # and copy
@@ -120,9 +121,9 @@ def test_recomputation_in_some_layers_saves_memory(check_figures):
 
 
 def test_a_cached_plan_needs_no_jax():
-    plan = planned(LLAMA2_70B)
+    plan = planned(SAVED)
     words = f"import sys; sys.modules['jax'] = None; from maxbench.cli import entry; \
-sys.exit(entry.run('plan', {[*LLAMA2_70B.split(), '--json']}))"
+sys.exit(entry.run('plan', {[*SAVED.split(), '--json']}))"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(CACHE), "PYTHONPATH": str(ROOT)}
     env["MAXBENCH_CACHE"] = os.environ["MAXBENCH_CACHE"]
     done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, env=env, capture_output=True)
@@ -132,9 +133,9 @@ sys.exit(entry.run('plan', {[*LLAMA2_70B.split(), '--json']}))"
 
 
 def test_another_cluster_runs_the_same_program():
-    plan = planned(LLAMA2_70B)
+    plan = planned(SAVED)
     cluster = "--network_gbytes_per_s 5 --memory_margin 0.2 --gpus_per_node 8 --nvlink_gpus 8"
-    other = planned(f"{LLAMA2_70B} {cluster} --tokens 1e12")
+    other = planned(f"{SAVED} {cluster} --tokens 1e12")
     assert other["compile"]["cached"]
     capacity = plan["memory"]["capacity"] * 0.74 / 0.94
     assert other["memory"]["capacity"] == pytest.approx(capacity, rel=1e-6)

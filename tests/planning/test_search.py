@@ -99,7 +99,10 @@ def test_candidates_differ_and_are_estimated_to_fit():
     [
         "gpt_oss_120b.py --gpus 64 --gpu_type gb200 --dtype fp8",  # windows differ in a cycle
         "deepseek_v3.py --gpus 256 --gpu_type b200 --dtype fp8",
-        "llama31_405b.py --gpus 256 --gpu_type gb200 --dtype nvfp4",
+        pytest.param(
+            "llama31_405b.py --gpus 256 --gpu_type gb200 --dtype nvfp4",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_every_candidate_of_a_search_can_be_built(arguments):
@@ -252,7 +255,11 @@ def test_a_missing_row_names_the_search():
         ("llama2_70b.py --gpus 128 --gpu_type gb200", (128, "h100", "bf16")),
         ("llama2_70b.py --gpus 100 --gpu_type b300 --dtype fp8", (128, "h100", "fp8")),
         ("llama2_70b.py --gpus 64 --gpu_type gb300 --dtype nvfp4", (64, "h100", "bf16")),
-        ("llama31_405b.py --gpus 256 --gpu_type b300 --dtype fp8", (128, "b300", "fp8")),
+        pytest.param(
+            "llama31_405b.py --gpus 256 --gpu_type b300 --dtype fp8",
+            (128, "b300", "fp8"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_gpu_type_without_rows_is_searched_from_the_row_of_another(arguments, row):
@@ -293,7 +300,10 @@ def test_the_hint_of_a_model_that_fits_no_layout_is_of_the_same_batch_per_gpu():
         "llama31_8b --gpus 8 --dtype fp8 --search --network ib200",  # a row with its scaling
         "llama2_70b --gpus 100 --config.train.remat=full --config.layout.mbs=1",  # no row
         "llama31_405b --gpus 128 --dtype fp8 --layers 62 --search",  # a row of fewer layers
-        "mixtral_8x7b --gpus 128 --gpu_type b300 --config.optim.lr=1e-3",
+        pytest.param(
+            "mixtral_8x7b --gpus 128 --gpu_type b300 --config.optim.lr=1e-3",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_flags_of_a_plan_describe_its_run(arguments):

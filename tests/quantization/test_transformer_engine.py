@@ -52,6 +52,7 @@ def test_without_driver_and_compiler_the_requirements_are_named(tmp_path, monkey
 
 
 @needs_te
+@pytest.mark.exhaustive
 def test_transformer_engine_on_the_cpu(tmp_path):
     """In a subprocess, which sets the environment before TE is loaded."""
     environment = os.environ | {
