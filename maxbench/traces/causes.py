@@ -16,7 +16,7 @@ LARGE = 0.05  # least share of a step that is worth a sentence
 def causes(found: "TraceReport") -> list[str]:
     """Time of a mean step in which a mean rank computes nothing, and ranks that others wait for, as
     sentences in the order of their seconds. What is below LARGE is left out."""
-    sentences = [*_lost(found), *_waited_for(found)]
+    sentences = [*_lost(found), *_waited_for(found), *_clock(found)]
     large = (x for x in sentences if x[0] >= LARGE * found.step_s)
     return [text for _, text in sorted(large, key=lambda x: -x[0])]
 
@@ -41,6 +41,15 @@ def _lost(found: "TraceReport") -> Sequence[tuple[float, str]]:
         (late, f"the device waits for the host to launch for {share(late)}"),
         (idle, f"the device is idle for {share(idle)}, for other reasons than late launches"),
     ]
+
+
+def _clock(found: "TraceReport") -> Sequence[tuple[float, str]]:
+    clocks = {rank.trace.rank: mhz for rank in found.ranks if (mhz := rank.clock_mhz)}
+    if not (clocks and found.gpu):
+        return []
+    lowest, most = min(clocks, key=clocks.__getitem__), 1e3 * found.gpu.chip.clock_ghz
+    text = f"the clock of rank {lowest} is {clocks[lowest]:,.0f} MHz in the steps, of {most:,.0f}"
+    return [((1 - clocks[lowest] / most) * found.step_s, f"{text}: power, heat or a set limit")]
 
 
 def _waited_for(found: "TraceReport") -> Sequence[tuple[float, str]]:

@@ -100,6 +100,7 @@ class RankTrace:
       host: calls of the threads that launch, by thread and start.
       marks: by start.
       world: ranks of the run; 0 where it is not known.
+      clocks: (time, MHz) of the GPU's cores, by time; empty where they were not sampled.
     """
 
     rank: int
@@ -109,6 +110,7 @@ class RankTrace:
     host: list[Event] = dataclasses.field(default_factory=list)
     marks: list[Mark] = dataclasses.field(default_factory=list)
     world: int = 0
+    clocks: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.events.sort()

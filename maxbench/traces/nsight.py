@@ -20,6 +20,12 @@ DEVICE = {
     "CUPTI_ACTIVITY_KIND_MEMSET": ("'Memset'", "t.bytes"),
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": ("'CUDA graph ' || t.graphId", "0"),
 }
+# With nsys profile --gpu-metrics-devices=all. The lowest byte of a type is the device.
+CLOCKS = """
+SELECT m.typeId & 255, m.timestamp, m.value FROM GPU_METRICS m
+JOIN TARGET_INFO_GPU_METRICS i ON i.typeId = m.typeId AND i.metricId = m.metricId
+WHERE i.metricName LIKE 'GPC Clock Frequency%' AND m.value > 0 ORDER BY m.timestamp
+"""
 COPIES = {"1": "HtoD", "2": "DtoH", "8": "DtoD", "10": "PtoP"}  # CUPTI's copy kinds
 
 
@@ -79,14 +85,20 @@ def _ranks(database: sqlite3.Connection, name: str) -> list[RankTrace]:
             devices.setdefault(device, []).append(event)
     if not devices:
         raise UserError(f"{name} has no work of a GPU: does its range cover a step?")
+    clocks: dict[int, list[tuple[int, float]]] = {}
+    if {"GPU_METRICS", "TARGET_INFO_GPU_METRICS"} <= tables:
+        for device, time, value in database.execute(CLOCKS):
+            mhz = value / 1e6 if value > 1e6 else value  # some versions export Hz
+            clocks.setdefault(device, []).append((time, mhz))
     in_name = re.search(r"(?i)rank[-_]?(\d{1,6})(?!\d)", name)
     first = int(in_name[1]) if in_name else 0
     return [
         RankTrace(
-            first if len(devices) == 1 else device, name, names.get(device, ""), events, host, marks
+            first if len(devices) == 1 else device, name, names.get(device, ""), events, host,
+            marks, clocks=clocks.get(device, []),
         )
         for device, events in sorted(devices.items())
-    ]
+    ]  # fmt: skip
 
 
 def _device(

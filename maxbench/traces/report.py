@@ -74,6 +74,16 @@ class Rank:
     def hidden_s(self) -> float:
         return statistics.mean(a.hidden for a in self.accounts) / 1e9
 
+    @property
+    def clock_mhz(self) -> float:
+        """Mean clock in the steps; 0 where it was not sampled."""
+        inside = [
+            mhz
+            for time, mhz in self.trace.clocks
+            if any(a.step.start <= time < a.step.end for a in self.accounts)
+        ]
+        return statistics.mean(inside) if inside else 0.0
+
     def waits_text(self, text_s: Callable[[float], str], of: int) -> list[str]:
         """Waits of a step as cells of a table, if collectives are compared."""
         w, steps = self.waits, len(self.accounts) * 1e9
@@ -176,6 +186,7 @@ class TraceReport(records.Records):
             "rank": rank.trace.rank, "source": rank.trace.source, "device": rank.trace.device,
             "steps": [row for row in self.records() if row["rank"] == rank.trace.rank],
             "streams_s": rank.mean_of("streams"), "host_s": rank.mean_of("host"),
+            "clock_mhz": rank.clock_mhz,
             "waits_s": w.waits / 1e9, "waited_for_s": w.waited_for / 1e9, "last": w.last,
             "gaps": [dataclasses.asdict(gap) for a in rank.accounts for gap in a.gaps[:GAPS]],
         }  # fmt: skip

@@ -80,8 +80,9 @@ def kineto(
     return path
 
 
-def nsight(path: pathlib.Path, runs, marks=()) -> pathlib.Path:
-    """An SQLite export of Nsight Systems, with the tables and columns that are read."""
+def nsight(path: pathlib.Path, runs, marks=(), mhz=()) -> pathlib.Path:
+    """An SQLite export of Nsight Systems, with the tables and columns that are read; with clocks
+    (ms, MHz), also those of its GPU metrics."""
     ns = lambda ms: round((ms + 100) * MS)
     process, thread = 7 << 24, (7 << 24) + 9
     names = sorted({run.name for run in runs} | {"cudaLaunchKernel_v7000"})
@@ -125,6 +126,17 @@ def nsight(path: pathlib.Path, runs, marks=()) -> pathlib.Path:
         for number, start, end in marks:
             row = (ns(start), ns(end), thread, f"iteration {number}")
             db.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,NULL)", row)
+        if mhz:
+            db.executescript("""
+                CREATE TABLE TARGET_INFO_GPU_METRICS (typeId INTEGER, metricId INTEGER,
+                  metricName TEXT);
+                CREATE TABLE GPU_METRICS (timestamp INTEGER, typeId INTEGER, metricId INTEGER,
+                  value INTEGER);
+                INSERT INTO TARGET_INFO_GPU_METRICS VALUES (1280, 1, 'GPC Clock Frequency [MHz]'),
+                  (1280, 2, 'SYS Clock Frequency [MHz]');
+            """)
+            rows = [(ns(at), 1280, metric, value) for at, value in mhz for metric in (1, 2)]
+            db.executemany("INSERT INTO GPU_METRICS VALUES (?, ?, ?, ?)", rows)
     db.close()
     return path
 

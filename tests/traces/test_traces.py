@@ -203,6 +203,17 @@ def test_causes_by_their_seconds(tmp_path):
     ]
 
 
+def test_a_low_clock_is_a_cause(tmp_path):
+    clocks = [(-5, 345), (5, 1500), (15, 1400), (25, 1480), (40, 210)]  # two outside of the steps
+    found = mb.trace(made.nsight(tmp_path / "a.sqlite", made.steps(3), MARKS, clocks))
+    assert found.ranks[0].clock_mhz == 1460
+    low = "the clock of rank 0 is 1,460 MHz in the steps, of 1,980: power, heat or a set limit"
+    assert low in found.causes()
+    full = [(5, 1950)]
+    found = mb.trace(made.nsight(tmp_path / "b.sqlite", made.steps(3), MARKS, full))
+    assert not any("clock" in cause for cause in found.causes())
+
+
 def test_drawing_of_a_measured_step(tmp_path, capsys):
     file, picture = made.kineto(tmp_path / "a.json", made.steps(3), MARKS), tmp_path / "a.svg"
     assert entry.run("trace", [str(file), "--drawing", str(picture)]) == 0
