@@ -32,7 +32,7 @@ IMPORTS = {
     "evidence run_logs",
     "planning": "host terminal hardware config metrics pipeline cost_model evidence",
     "traces": "terminal hardware config metrics cost_model run_logs planning",
-    "preflight": "host terminal hardware config run_logs distributed model step",
+    "preflight": "host terminal hardware config run_logs distributed sharding model step",
     "calibration": "host terminal hardware config metrics distributed sharding quantization model "
     "step cost_model evidence run_logs planning traces preflight",
     "launch": "host hardware config metrics run_logs",

@@ -38,6 +38,15 @@ def main(argv: Sequence[str]) -> int:
     if jax.process_index() == 0:
         print_report(run, processes, slow, errors)
         print(f"attention {kernel}")
+    if asked.numerics and not errors:
+        from maxbench.preflight import numerics  # imports jax
+
+        workload = asked.config.partition(":")[0]
+        for right, text in numerics.findings(run, workload, jax.devices()):
+            errors += [] if right else [text]
+            if jax.process_index() == 0:
+                print(f"numerics: {text}" if right else f"preflight: error: {text}", flush=True)
+    if jax.process_index() == 0:
         verdict = "failed" if errors else "passed"
         print(f"preflight {verdict} in {time.perf_counter() - start:.1f} s")
         if path := asked.json:

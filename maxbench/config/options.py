@@ -518,6 +518,9 @@ class Preflight(Processes, Training, RunOptions, title="checks"):
     HIDDEN = ("run",)
     EXAMPLES = ("maxbench preflight --config llama31_8b --gpus 8",)
     allow_tcp: bool = option("pass if NCCL falls back to TCP", False)
+    numerics: bool = option(
+        "also compare the gradients of each GPU and of the mesh with a CPU's", False
+    )
     json: str = option("file to write the facts and scores to", "")
 
 

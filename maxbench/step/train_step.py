@@ -217,7 +217,7 @@ class Step:
         masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
         by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
         grads = jax.shard_map(
-            self._local_grads,
+            self.local_gradients,
             mesh=self.mesh,
             in_specs=(masters, data.SPEC, by_slot),
             out_specs=(masters, P(), by_slot),
@@ -225,7 +225,7 @@ class Step:
         )
         return grads(params, batch, layer_state and state.read(layer_state))
 
-    def _local_grads(self, params, batch, layer_state):
+    def local_gradients(self, params: Any, batch: jax.Array, layer_state: Any) -> Any:
         """gradients() on one GPU, inside shard_map; layer_state is what state.read() returns."""
         with ordering.enabled(self.run.train.order == "auto"):
             return self._local_grads_in_order(params, batch, layer_state)
