@@ -92,7 +92,8 @@ class Accounts:
             parts[event.kind] += ns
         for stream in {event.stream for event in events}:
             streams[stream] = union([e for e in events if e.stream == stream], step.start, step.end)
-        gaps = [self._gap(start, end, events) for start, end in idle]
+        last_of = {event.end: event for event in sorted(events)}
+        gaps = [self._gap(start, end, last_of.get(start)) for start, end in idle]
         parts[LATE] = sum(gap.late_ns for gap in gaps)
         parts[IDLE] = sum(gap.ns for gap in gaps) - parts[LATE]
         collectives = [event for event in events if event.kind == COMMUNICATION]
@@ -101,12 +102,11 @@ class Accounts:
         explained = [dataclasses.replace(gap, host=self._host_in(gap)) for gap in long]
         return Account(step, parts, own, hidden, streams, self._host(step), explained)
 
-    def _gap(self, start: int, end: int, events: Sequence[Event]) -> Gap:
-        """A gap of a step, with what it waits for."""
+    def _gap(self, start: int, end: int, after: Event | None) -> Gap:
+        """A gap of a step, with what it waits for, after an event."""
         place = bisect.bisect_left(self.starts, end)
         before = self.trace.events[place] if place < len(self.starts) else None
         before = before if before and before.start == end else None
-        after = max((e for e in events if e.end == start), default=None)
         launched = before.launched if before else 0
         late = max(0, min(launched, end) - start) if launched else 0
         return Gap(start, end, after.name if after else "", before.name if before else "", late)
