@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxbench.traces import accounts
-from maxbench.traces.events import COMMUNICATION, COPY
+from maxbench.traces.events import COMMUNICATION, COPY, short
 
 if TYPE_CHECKING:
     from maxbench.traces.report import TraceReport
 
+NAME = 48  # columns of a kernel's name
 LARGE = 0.05  # least share of a step that is worth a sentence
 
 
@@ -34,7 +35,11 @@ def _lost(found: "TraceReport") -> Sequence[tuple[float, str]]:
     exposed, copies, late, idle = map(mean, (COMMUNICATION, COPY, accounts.LATE, accounts.IDLE))
     longest = next((k for k in found.kernels if k.kind == COMMUNICATION), None)
     rate = f", {longest.gbytes_per_s:.0f} GB/s" if longest and longest.gbytes_per_s else ""
-    of = f", {longest.seconds / exposed:.0%} of it {longest.name:.48}{rate}" if longest else ""
+    of = (
+        f", {longest.seconds / exposed:.0%} of it {short(longest.name, NAME)}{rate}"
+        if longest
+        else ""
+    )
     return [
         (exposed, f"communication is exposed for {share(exposed)}{of}"),
         (copies, f"copies take {share(copies)}"),

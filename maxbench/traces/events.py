@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from maxbench.config.errors import escape_control
+
 # Kinds of work on a device. Where several run at once, an instant counts for the first of these.
 GEMM, ATTENTION, KERNEL, COPY, COMMUNICATION = (
     "gemm",
@@ -123,6 +125,16 @@ def kind_of(name: str) -> str:
     """The kind of a kernel or HLO operation, by its name."""
     small = BESIDE.sub("", name.lower())
     return next((kind for kind, pattern in NAMES if re.search(pattern, small)), KERNEL)
+
+
+def short(name: str, width: int) -> str:
+    """A name of a kernel or call in few columns: without namespaces and arguments of C++."""
+    text = escape_control(name)
+    text = re.sub(
+        r"^void |\(anonymous namespace\)::|\b(?:at|native|cuda|cutlass|std|c10)::", "", text
+    )
+    text = re.sub(r"\((?:[^()]|\([^()]*\))*\)( const)?$", "", text) or text
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 class Innermost(NamedTuple):

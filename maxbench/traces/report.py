@@ -3,19 +3,26 @@
 import collections
 import dataclasses
 import functools
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from maxbench.config import command_line, options
-from maxbench.config.errors import check_choice, escape_control
+from maxbench.config.errors import check_choice
 from maxbench.cost_model import hlo_files
 from maxbench.hardware.gpus import Gpu, GpuTypes
 from maxbench.metrics import records
 from maxbench.terminal import console
 from maxbench.traces import accounts, causes, collectives, files, steps
-from maxbench.traces.events import ATTENTION, COMMUNICATION, COPY, GEMM, KERNEL, RankTrace
+from maxbench.traces.events import (
+    ATTENTION,
+    COMMUNICATION,
+    COPY,
+    GEMM,
+    KERNEL,
+    RankTrace,
+    short,
+)
 from maxbench.traces.steps import Step
 
 LABELS = {
@@ -351,16 +358,6 @@ def _count(count: float) -> str:
 
 def _filled(heads: Sequence[str], rows: Iterable[list[str]]) -> list[list[str]]:
     return [row + [""] * (len(heads) - len(row)) for row in rows]
-
-
-def short(name: str, width: int) -> str:
-    """A name of a kernel or call in few columns: without namespaces and arguments of C++."""
-    text = escape_control(name)
-    text = re.sub(
-        r"^void |\(anonymous namespace\)::|\b(?:at|native|cuda|cutlass|std|c10)::", "", text
-    )
-    text = re.sub(r"\((?:[^()]|\([^()]*\))*\)( const)?$", "", text) or text
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def trace(asked: options.TraceOptions, gpu_types: GpuTypes | None = None) -> TraceReport:
