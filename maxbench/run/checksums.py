@@ -30,10 +30,14 @@ def array_checksums(state: Any) -> dict[str, int]:
     return {name: int(x) for name, x in zip(names, sums, strict=True)}
 
 
+def checksum(x: jax.Array) -> jax.Array:
+    """Checksum of an array, uint32, in a program."""
+    return _hash_sum(jax.lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize]), 0, jnp)
+
+
 @jax.jit
 def _sum_on_devices(arrays: list[jax.Array]) -> list[jax.Array]:
-    bits = lambda x: jax.lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize])
-    return [_hash_sum(bits(x), 0, jnp) for x in arrays]
+    return [*map(checksum, arrays)]
 
 
 def _sum_on_host(x: np.ndarray, position: int = 0) -> int:
