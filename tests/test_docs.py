@@ -182,7 +182,8 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
     text = page.read_text()
     for name, content in doc_samples.files_of(text).items():
         (tmp_path / name).write_text(content)
-    (tmp_path / "launch").symlink_to(pathlib.Path("launch").absolute())
+    for name in ("launch", "README.md"):
+        (tmp_path / name).symlink_to(pathlib.Path(name).absolute())
     monkeypatch.chdir(tmp_path)
     for section in re.split("^## ", text, flags=re.MULTILINE):
         exported = {}

@@ -117,6 +117,8 @@ def overview(run: Run) -> terminal.Parts:
         "work": f"{flop:.3g} FLOP per step, {flop / a.gpus:.3g} per device",
         "steps": f"{t.steps}; measured over {window}",
     }
+    if t.reads_files:
+        rows["data"] = files(run)
     if for_gpus(run):
         rows |= {"memory": memory_estimate(run), "published": published_figure(run)}
     else:
@@ -126,6 +128,14 @@ def overview(run: Run) -> terminal.Parts:
         rows["no effect"] = "; ".join(texts).replace(" has no effect", "")
     rows["results"] = f"{folders.run_folder(run, run.output.stamp).parent}/"
     return {title: rows, "more": {"--json": "print every setting", "--help": "list the flags"}}
+
+
+def files(run: Run) -> str:
+    """What the run's files contain, and how often the run reads them."""
+    from maxbench.step import token_files  # imports numpy, which takes 0.1 s
+
+    found = token_files.of_run(run)
+    return f"{found.describe()}, {run.train.steps * run.layout.gbs / len(found):.3g} epochs"
 
 
 def memory_estimate(run: Run) -> str:

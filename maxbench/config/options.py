@@ -220,6 +220,9 @@ class RunOptions(Workload, title="layout"):
 
 
 class Training(Options, title="run"):
+    data: str | None = setting(
+        "train.data", "uniform or bigram tokens, or the path of token files or texts"
+    )
     steps: int | None = setting("train.steps", "steps to train")
     output_dir: str | None = setting("output.dir", "folder in which experiments/ is created")
     checkpoint: bool | None = setting("output.checkpoint", "save a checkpoint at the end")

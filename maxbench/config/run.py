@@ -25,6 +25,7 @@ AXES = ("pp", "dp", "fsdp", "ep_nodes", "ep", "cp", "tp")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_GPUS = 1 << 17  # twice the 65,536 of the largest plans
 SCHEDULES = ("1f1b", "gpipe")  # pipeline schedules
+SYNTHETIC = ("uniform", "bigram")  # data that are drawn on the devices
 
 # Tensors of a layer that a remat policy may save, in the order of the forward pass.
 TENSORS = (
@@ -158,8 +159,8 @@ class TrainConfig:
     steps: int = field(50, at_least=1)
     seed: int = field(0, at_least=0)
     # uniform: random tokens; bigram: each follows the one before by a fixed table, so that the loss
-    # falls. tiny and proxy: bigram
-    data: str = field("uniform", options=("uniform", "bigram"))
+    # falls; or the path of token files or texts (step/token_files.py). tiny and proxy: bigram
+    data: str = field("uniform", check=(bool, "uniform, bigram or a path"))
     schedule: str = field("1f1b", options=SCHEDULES)  # of a pipeline; interleaved if vp > 1
     # Consecutive microbatches that a model chunk runs before its stage switches to the next chunk:
     # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean, and
@@ -185,6 +186,11 @@ class TrainConfig:
     z_loss: float = field(0.0, at_least=0)  # coefficient of mean(logsumexp^2)
     # first and last step of the measured window; in a shorter run, its last half
     window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether `data` is a path."""
+        return self.data not in SYNTHETIC
 
     @property
     def saved(self) -> tuple[str, ...]:

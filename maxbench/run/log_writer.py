@@ -50,6 +50,7 @@ class Log:
 
     Attributes:
       times: seconds of each recorded step.
+      data_waits: seconds of each that the devices waited for its batch from files.
       writers: TensorBoard and others, or None.
       progress: of this process, which the peer watch reads.
     """
@@ -66,6 +67,7 @@ class Log:
         self.run, self.devices, self.folder, self.result = run, devices, folder, result
         self.process, self.writes, self.screen = process, process == 0, screen
         self.times: dict[int, float] = {}
+        self.data_waits: dict[int, float] = {}
         self.writers: MetricWriters | None = None
         self.progress = Progress()
         self.closing = threading.Lock()  # the main thread and the peer watch may both close
@@ -92,9 +94,10 @@ class Log:
         """Records step i: two lines of the log, one of metrics.jsonl, and the metric writers.
 
         Args:
-          metrics: loss, grad_norm, lr.
+          metrics: loss, grad_norm, lr; data_wait_s, if batches are of files.
         """
         self.times[i], self.result.peak_bytes = step_s, memory.peak
+        self.data_waits[i] = metrics.get("data_wait_s", 0.0)
         self.result.record_loss(i, metrics["loss"])
         self.progress.finish(i, step_s)
         if not self.writes:
@@ -195,7 +198,7 @@ class Log:
         result = self.result
         result.status, result.reason, result.ended = status, reason, time.time()
         try:
-            result.record_figures(self.run, self.devices, self.times)
+            result.record_figures(self.run, self.devices, self.times, self.data_waits)
             return terminal.summary_parts(result.to_json())
         finally:
             self.write_result()

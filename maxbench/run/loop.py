@@ -24,7 +24,7 @@ from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
 from maxbench.run.step_timer import StepTimer
 from maxbench.run_logs import folders
 from maxbench.sharding import mesh, rules
-from maxbench.step import data
+from maxbench.step import data, token_files
 from maxbench.step.train_step import Step, on_device
 from maxbench.terminal.console import size
 
@@ -46,6 +46,7 @@ def train(
     try:
         peers = runtime.init_distributed(run)
         stop_reason = endings.stop_requests(peers)
+        files = open_files(run)
         devices = mesh.make_mesh(run.layout)
         run = on_device(run, devices.devices.flat[0])
         path = run.output.resume
@@ -58,7 +59,7 @@ def train(
         if peers:
             log.progress = peers.progress
             peers.on_peer_loss(log.write_result_for_lost_peer, log.report_hang)
-        stopped = _train(step, candidates, stop_reason, log)
+        stopped = _train(step, files, candidates, stop_reason, log)
         log.close("stopped" if stopped else "done", stopped)
     except BaseException as e:
         ending = _close(endings.explain(e, run, log, peers), log, screen)
@@ -98,8 +99,27 @@ def _close(
     return ending
 
 
+def open_files(run: Run) -> token_files.Windows | None:
+    """The sequences of the run's files, of which all processes see the same; None without files.
+
+    Raises:
+      UserError: a file is missing or invalid; processes see different ones.
+    """
+    if not run.train.reads_files:
+        return None
+    files = token_files.of_run(run)
+    seen = [one["files"] for one in stragglers.allgather_json({"files": files.fingerprint()})]
+    if others := [i for i, one in enumerate(seen) if one != seen[0]]:
+        raise UserError(
+            f"data={run.train.data!r} is another on processes {', '.join(map(str, others))} than "
+            "on process 0; give a path that is the same files on all nodes"
+        )
+    return files
+
+
 def _train(
     step: Step,
+    files: token_files.Windows | None,
     candidates: restore.Candidates | None,
     stop_reason: Callable[[int], str],
     log: Log,
@@ -107,7 +127,10 @@ def _train(
     """Compiles, initializes or resumes, trains; returns why the run stopped early, or ''."""
     run = step.run
     compiled = compile_step(step, log)
-    batches = data.Synthetic(run, step.mesh)
+    batches: data.Batches = data.Synthetic(run, step.mesh)
+    if files:
+        batches = data.FromFiles(run, step.mesh, files)
+        log.line(f"data: {files.describe()}")
     state = load_checkpoint(step, candidates, batches, log) if candidates else step.init()
     with make_saver(run, batches, log) as saver:
         stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver)
@@ -187,7 +210,7 @@ def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
 
 
 def load_checkpoint(
-    step: Step, candidates: restore.Candidates, batches: data.Synthetic, log: Log
+    step: Step, candidates: restore.Candidates, batches: data.Batches, log: Log
 ) -> Any:
     """Restores the newest undamaged checkpoint onto the step's mesh, and the iterator of batches;
     returns the state.
@@ -205,7 +228,7 @@ def load_checkpoint(
             log.line(f"resume: skipped {reason}")
     stacks = saved.info.stacks
     state = state if same(stacks) else step.restack(state, table(stacks))
-    batches.restore(saved.info.data)
+    begins_anew = batches.restore(saved.info.data)
     load = CheckpointLoad(
         path=str(saved.path),
         seconds=time.time() - start,
@@ -220,11 +243,13 @@ def load_checkpoint(
     )
     for difference in load.changed:
         log.line(f"resume: changed since it was saved: {difference}")
+    if begins_anew:
+        log.line(f"resume: begins with the first sequence of its data: {begins_anew}")
     log.result.checkpoint_load = load
     return state
 
 
-def make_saver(run: Run, batches: data.Synthetic, log: Log) -> Any:
+def make_saver(run: Run, batches: data.Batches, log: Log) -> Any:
     """Context manager of the run's checkpoint.Saver, which logs each save; of None without any."""
     if not (run.output.checkpoint or run.output.checkpoint_every):
         return contextlib.nullcontext()
@@ -251,7 +276,7 @@ def run_steps(
     stop_reason: Callable[[int], str],
     compiled: jax.stages.Compiled,
     state: Any,
-    batches: data.Synthetic,
+    batches: data.Batches,
     saver: checkpoint.Saver | None = None,
 ) -> str:
     """Trains until the last step, or until a stop is requested.
@@ -278,9 +303,12 @@ def run_steps(
             with progress.during("profile"):
                 window.before_step(i)
             progress.began = i
-            state, metrics = compiled(state, next(batches))
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited = (asked, time.perf_counter()) if run.train.reads_files else None
+            state, metrics = compiled(state, batch)
             progress.dispatched = i
-            timer.add(i, metrics)
+            timer.add(i, metrics, waited)
             i += 1
             if saver and every and i % every == 0 and i < run.train.steps:
                 timer.drain()

@@ -26,6 +26,10 @@ METRICS = {  # metric -> its name for Prometheus, in base units, and its descrip
     "lr": ("learning_rate", "Learning rate"),
     "mtp_loss": ("mtp_loss", "Loss of multi-token prediction"),
     "lost_rows": ("lost_rows", "Rows of experts that exceeded model.dispatch_factor"),
+    "data_wait_s": (
+        "data_wait_seconds",
+        "Time that the devices waited for the batch",
+    ),
     "peak_bytes": ("peak_memory_bytes", "Peak memory of the first GPU; of the process on a CPU"),
     "tokens_per_s": ("tokens_per_second", "Tokens per second over all devices"),
     "tflops": ("tflops_per_gpu", "TFLOP/s per GPU, every score of attention counted"),

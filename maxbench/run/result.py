@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,7 @@ class RunResult:
     steps_done: int | None = None
     window: tuple[int, int] | None = None  # first and last measured step
     step_s: dict[str, float] | None = None  # step_stats.statistics_of()
+    data_wait_s: float | None = None  # mean of a step's wait for its batch, if that is of files
     performance: dict[str, Any] = dataclasses.field(default_factory=dict)  # top level in the file
     published: dict[str, Any] | None = None  # comparison with a published figure
 
@@ -119,12 +121,17 @@ class RunResult:
         self.loss = {"first": first, "last": (step, loss)}
 
     def record_figures(
-        self, run: Run, devices: step_stats.Devices, times: dict[int, float]
+        self,
+        run: Run,
+        devices: step_stats.Devices,
+        times: dict[int, float],
+        data_waits: dict[int, float],
     ) -> None:
         """Computes the figures of the measured window, each with its convention.
 
         Args:
           times: seconds of each step.
+          data_waits: those of it in which the devices waited for its batch.
         """
         steps, step_s = step_stats.measured_window(run.train.window, times)
         self.steps_done = len(times)
@@ -133,6 +140,8 @@ class RunResult:
         self.window = (steps[0], steps[-1])
         self.step_s = step_stats.statistics_of(step_s)
         mean_s = self.step_s["mean"]
+        if run.train.reads_files:
+            self.data_wait_s = statistics.fmean(data_waits[i] for i in steps)
         self.performance = step_stats.performance_figures(run, devices.gpu_type, mean_s)
         self.published = _compare_with_published(run, devices, mean_s)
 

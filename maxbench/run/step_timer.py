@@ -29,15 +29,24 @@ class StepTimer:
         self.last_end = time.perf_counter()
         self.recording, self.stopped = threading.Lock(), False
 
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def add(
+        self,
+        step: int,
+        metrics: dict[str, jax.Array],
+        waited: tuple[float, float] | None = None,
+    ) -> None:
         """Adds a dispatched step with its metrics; returns once the step before is recorded.
+
+        Args:
+          waited: when the main thread began and ended to wait for a batch from files, in
+            time.perf_counter(). The devices waited from the end of the step before, at most.
 
         Raises:
           RunFailed: the loss or gradient norm of the step before is not finite, or experts of it
             received more rows than fit.
         """
         previous = self.newest
-        self.newest = self.thread.submit(self._record, previous, step, metrics)
+        self.newest = self.thread.submit(self._record, previous, step, metrics, waited)
         previous.result()
 
     def drain(self) -> None:
@@ -57,12 +66,21 @@ class StepTimer:
         """Starts the next step's time now; call after drain()."""
         self.last_end = time.perf_counter()
 
-    def _record(self, previous: futures.Future, step: int, metrics: dict[str, jax.Array]) -> None:
+    def _record(
+        self,
+        previous: futures.Future,
+        step: int,
+        metrics: dict[str, jax.Array],
+        waited: tuple[float, float] | None,
+    ) -> None:
         previous.result()  # raises after a failed step, so that no later one is recorded
         jax.block_until_ready(metrics)
         end = time.perf_counter()
-        step_s, self.last_end = end - self.last_end, end
         values = {name: float(x) for name, x in metrics.items()}
+        if waited:
+            asked, ready = waited
+            values["data_wait_s"] = max(0.0, ready - max(asked, self.last_end))
+        step_s, self.last_end = end - self.last_end, end
         with self.recording:
             if self.stopped:
                 return

@@ -13,6 +13,7 @@ from maxbench.terminal.console import size
 Parts = Mapping[str, Mapping[str, str]]  # title -> label -> text
 HEADER_EVERY = 40  # lines between two headers
 SLOW_FACTOR = 1.1  # of the median step time: slower steps are shown in another colour
+DATA_WAIT = 0.01  # share of a step: less is noise
 MEDIAN_STEPS = 99  # latest steps in that median
 MIN_WIDTH = 60  # columns of the narrowest summary
 
@@ -170,12 +171,16 @@ def summary_parts(result: Mapping) -> Parts:
             "  median, p10, p90": f"{s['median']:.3f}, {s['p10']:.3f}, {s['p90']:.3f} s",
             "tokens/s": f"{result['tokens_per_s']:,.0f}",
         }
+        if (wait_s := result.get("data_wait_s", 0)) > DATA_WAIT * s["mean"]:
+            share = f"{wait_s:.3f} s of a step, {wait_s / s['mean']:.0%} of it"
+            measured["  waits for data"] = f"{share}: the host reads them too slowly"
         rates = (f"{v:.2f} ({c})" for c, v in result["tflops_per_gpu"].items())
         measured |= {"TFLOP/s per GPU": ", ".join(rates)} if gpu else {}
     if loss := result.get("loss"):
         (a, x), (b, y) = loss["first"], loss["last"]
         measured["loss"] = f"{x:.4f} at step {a}, {y:.4f} at step {b}"
-        measured["  floor"] = f"{result['loss_floor']:.4f}, the entropy of its data"
+        if floor := result.get("loss_floor"):
+            measured["  floor"] = f"{floor:.4f}, the entropy of its data"
     if "peak_bytes" in result:
         label = "peak memory per GPU" if gpu else "peak memory, process"
         measured[label] = size(result["peak_bytes"])

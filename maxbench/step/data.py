@@ -1,4 +1,4 @@
-"""Batches of a step, and the iterator of synthetic ones.
+"""Batches of a step: an iterator of synthetic ones, and one of those of files.
 
 A batch is int32 [microbatches, sequences of a microbatch, tokens]. In row-major order, sequences
 have the same numbers on every mesh. A sequence has the tokens that the model reads and the targets,
@@ -7,25 +7,30 @@ split the second dim; the other axes have copies.
 
 train.data=uniform draws tokens uniformly, for measuring speed: no model predicts them. train.data=
 bigram draws each from the successors that a fixed random table gives the token before, so a model
-learns it in a few steps: its loss falls to the entropy of the table, entropy().
+learns it in a few steps: its loss falls to the entropy of the table, entropy(). Any other value is
+the path of token files or texts (token_files.py).
 """
 
 import functools
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.run import Run
 from maxbench.sharding import mesh
+from maxbench.step import token_files
 
 BIGRAM_TOKENS = 32  # of the vocabulary that bigram data use, at most
 SUCCESSORS = 4  # of each of these tokens, equally likely
 SPEC = P(None, mesh.DATA_AXES)  # of a batch
+PREFETCHED = 4  # batches of files that are read ahead
 
 
 def shape(run: Run) -> tuple[int, int, int]:
@@ -84,13 +89,84 @@ class Synthetic(Iterator[jax.Array]):
         """The state of the iterator, for a checkpoint."""
         return {"next_step": self.next_step}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues from state()."""
-        self.next_step = int(state["next_step"])
+    def restore(self, state: dict[str, Any]) -> str:
+        """Continues from state(); returns '', or why it begins anew."""
+        self.next_step = int(state.get("next_step", 0))
+        return "" if "next_step" in state else "the checkpoint's were of files"
 
 
-def entropy(run: Run) -> float:
-    """Entropy of the next token given all tokens before, in nats: the least mean loss."""
+class FromFiles(Iterator[jax.Array]):
+    """Batches of the sequences of files, which a process reads ahead for its own devices.
+
+    The order of sequences is a function of the files, train.seq and train.seed alone, with another
+    permutation in each epoch: the position in it is the whole state, on any mesh and for any gbs.
+
+    Args:
+      files: the sequences, token_files.of_run(run).
+
+    Attributes:
+      position: number of sequences that all processes together have read.
+    """
+
+    def __init__(self, run: Run, devices: Mesh, files: token_files.Windows):
+        import grain  # takes a second, and is needed for files alone
+
+        self.files, self.seed = files, run.train.seed
+        self.sequences = grain.MapDataset.source(files).shuffle(run.train.seed).repeat()
+        self.read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=PREFETCHED)
+        self.shape, self.sharding = shape(run), NamedSharding(devices, SPEC)
+        owned: Any = self.sharding.addressable_devices_indices_map(self.shape).values()
+        # The sequences of a microbatch that the devices of this process need.
+        self.rows = sorted({i for _, rows, _ in owned for i in range(*rows.indices(self.shape[1]))})
+        self.position = 0
+        self.batches: Iterator[np.ndarray] | None = None
+
+    def _read_ahead(self) -> Iterator[np.ndarray]:
+        """This process's parts of the batches from self.position on."""
+        import grain
+
+        microbatches, width, _ = self.shape
+        numbers = self.position + np.arange(microbatches)[:, None] * width + self.rows
+        of_step = lambda i: numbers + i * microbatches * width
+        read = lambda i: np.stack([[self.sequences[int(n)] for n in row] for row in of_step(i)])
+        steps = grain.MapDataset.range(sys.maxsize).map(read)
+        return iter(steps.to_iter_dataset(self.read_options))
+
+    def __next__(self) -> jax.Array:
+        self.batches = self.batches or self._read_ahead()
+        part = next(self.batches)
+
+        def of_device(index: Any) -> np.ndarray:
+            first, end, _ = index[1].indices(self.shape[1])
+            start = self.rows.index(first)
+            return part[:, start : start + end - first]
+
+        self.position += self.shape[0] * self.shape[1]
+        return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+
+    def state(self) -> dict[str, Any]:
+        """The state of the iterator, for a checkpoint."""
+        return {"position": self.position, "order": self.order()}
+
+    def order(self) -> list[int]:
+        """Numbers that are equal where the sequences and their order are."""
+        return [*self.files.fingerprint(), self.seed]
+
+    def restore(self, state: dict[str, Any]) -> str:
+        """Continues from state(); returns '', or why it begins anew."""
+        same = state.get("order") == self.order()
+        self.position, self.batches = state["position"] if same else 0, None
+        return "" if same else "the checkpoint's had other files, train.seq or train.seed"
+
+
+Batches = Synthetic | FromFiles
+
+
+def entropy(run: Run) -> float | None:
+    """Entropy of the next token given all tokens before, in nats: the least mean loss. None for
+    files."""
+    if run.train.reads_files:
+        return None
     return math.log(run.model.vocab if run.train.data == "uniform" else SUCCESSORS)
 
 

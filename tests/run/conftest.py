@@ -10,7 +10,7 @@ import pytest
 from maxbench.run import log_writer, loop
 from tests.conftest import resolve
 
-EXACT = {"precision.grads": "fp32"}
+EXACT = {"precision.grads": "fp32", "train.data": "LICENSE"}
 MESH = dict(dp=2, fsdp=2, tp=2, gbs=8)
 
 

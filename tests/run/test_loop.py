@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import jax
@@ -20,6 +21,7 @@ from maxbench.distributed.progress import Progress
 from maxbench.run import log_writer, loop, process_stats, step_timer
 from maxbench.run.result import RunResult
 from maxbench.sharding import mesh
+from maxbench.step import data, token_files
 from tests.conftest import persistent_cache, processes, resolve
 from tests.run.conftest import folder_of, losses, result_of
 
@@ -233,6 +235,41 @@ def test_closed_pipe_does_not_end_the_run(tmp_path):
     assert (run.returncode, errors) == (0, "")
     result = result_of(tmp_path)
     assert (result["status"], result["steps_done"]) == ("done", 8)
+
+
+def test_a_text_is_learnt_by_bytes(train, tmp_path):
+    code, printed = train(steps=16, mbs=8)
+    assert code == 0, printed
+    assert "data: LICENSE: 11,358 tokens, UTF-8 bytes, 1 document; 177 sequences" in printed
+    (first, before), (_, after) = result_of(tmp_path)["loss"].values()
+    assert (first, before) == (0, pytest.approx(math.log(512), abs=0.2))
+    assert after < 3.8
+    assert "entropy" not in printed
+
+
+def test_a_host_that_reads_too_slowly_is_named(train, tmp_path, monkeypatch):
+    """Two threads read a batch in 2 s each: of two steps, one waits."""
+    read = token_files.Windows.__getitem__
+    slowly = lambda self, i: (time.sleep(1), read(self, i))[1]
+    monkeypatch.setattr(token_files.Windows, "__getitem__", slowly)
+    monkeypatch.setattr(data, "PREFETCHED", 2)
+    code, printed = train(steps=4)
+    assert code == 0
+    result = result_of(tmp_path)
+    waited, whole = result["data_wait_s"], result["step_s"]["mean"]
+    assert 0.1 < waited < whole
+    share = f"{waited:.3f} s of a step, {waited / whole:.0%} of it"
+    assert re.search(rf"waits for data +{share}: the host reads them too slowly", printed)
+
+
+def test_invalid_files_end_the_run_with_the_reason(train, tmp_path, monkeypatch):
+    code, printed = train(overrides={"train.data": "bigramm"})
+    assert (code, [*tmp_path.iterdir()]) == (2, [])
+    assert "error: data='bigramm' does not exist; give uniform, bigram" in printed
+    monkeypatch.setattr(token_files, "CHECKED", 16)
+    code, printed = train(steps=6, overrides={"model.vocab": 64})
+    assert code == 2
+    assert "token 34 is 65, and model.vocab=64 has ids from 0 to 63" in printed
 
 
 def test_failing_figures_do_not_hide_how_the_run_ended(train, tmp_path, monkeypatch):

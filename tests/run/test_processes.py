@@ -8,10 +8,11 @@ import signal
 import pytest
 
 from tests.drills import freezes, kills
-from tests.run.conftest import MESH, folder_of, losses
+from tests.run.conftest import EXACT, MESH, folder_of, losses
 
 FLAGS = ["--config", "configs/llama31_8b.py:tiny", "--dtype", "fp32"]
-FLAGS += ["--config.precision.grads=fp32", "--steps", "6", *(f"--{k}={v}" for k, v in MESH.items())]
+FLAGS += [*(f"--config.{k}={v}" for k, v in EXACT.items()), "--steps", "6"]
+FLAGS += [f"--{k}={v}" for k, v in MESH.items()]
 
 
 def train_pair(tmp_path, by: str, *flags: str) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic batches."""
+"""Batches: synthetic ones, and those of files."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxbench.sharding import mesh
-from maxbench.step import data
+from maxbench.step import data, token_files
 from tests.conftest import resolve
 
 
@@ -53,3 +53,60 @@ def test_loss_floor_is_the_entropy_of_the_data(kind, tokens, successors):
     measured = -(counts * np.log(shares, where=shares > 0, out=shares * 0)).sum() / counts.sum()
     assert measured == pytest.approx(data.entropy(run), rel=0.01)
     assert data.entropy(run) == math.log(successors)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A file of 40 sequences of 16 tokens, each of which begins with its number."""
+    tokens = np.arange(40 * 16 + 1, dtype=np.uint16)
+    np.save(tmp_path / "x.npy", np.where(tokens % 16, 100, tokens // 16 % 40))
+    return {"train.data": str(tmp_path / "x.npy")}
+
+
+def of_files(overrides, **flags):
+    run = resolve("llama31_8b", "tiny", overrides, seq=16, **flags)
+    return data.FromFiles(run, mesh.make_mesh(run.layout), token_files.of_run(run))
+
+
+def numbers(batches, steps):
+    """The sequences of some batches, by their first tokens."""
+    return [int(n) for _ in range(steps) for n in np.asarray(next(batches))[..., 0].ravel()]
+
+
+def test_an_epoch_has_each_sequence_once_in_an_order_of_its_own(files):
+    first, second = np.split(np.array(numbers(of_files(files, mbs=8), 10)), 2)
+    assert sorted(first) == sorted(second) == [*range(40)]
+    assert [*first] != [*second] != [*range(40)]
+    assert numbers(of_files(files | {"train.seed": 3}, mbs=8), 5) != [*first]
+    assert numbers(of_files(files, mbs=8), 10) == [*first, *second]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [dict(mbs=8), dict(dp=2, fsdp=2, cp=2, tp=2, gbs=8), dict(pp=2, fsdp=2, mbs=2, gbs=8)],
+)
+def test_every_mesh_reads_the_same_sequences_and_continues_those_of_another(files, layout):
+    alone = of_files(files, mbs=4)
+    expected = numbers(alone, 3)
+    state = alone.state()
+    expected += numbers(alone, 16)
+    batches = of_files(files, **layout)
+    assert numbers(batches, 5) == expected[:40]
+    assert batches.restore(state) == ""
+    assert numbers(batches, 8) == expected[12:]
+    assert batches.state() == {"position": 76, "order": state["order"]}
+    batch = next(batches)
+    rows = {axis: n for axis, n in layout.items() if axis in ("dp", "fsdp")}
+    width = batch.shape[1] // math.prod(rows.values())
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(len(batch), width, 17)}
+
+
+def test_other_files_or_seeds_begin_anew(files, tmp_path):
+    state = of_files(files, mbs=4).state() | {"position": 8}
+    batches = of_files(files | {"train.seed": 1}, mbs=4)
+    assert batches.restore(state) == "the checkpoint's had other files, train.seq or train.seed"
+    assert batches.restore({"next_step": 3}) != ""
+    assert batches.position == 0
+    run = resolve("llama31_8b", "tiny")
+    synthetic = data.Synthetic(run, mesh.make_mesh(run.layout))
+    assert synthetic.restore(state) == "the checkpoint's were of files"
