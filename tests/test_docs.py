@@ -182,7 +182,7 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
     text = page.read_text()
     for name, content in doc_samples.files_of(text).items():
         (tmp_path / name).write_text(content)
-    for name in ("launch", "README.md"):
+    for name in ("launch", "README.md", "CONTRIBUTING.md"):
         (tmp_path / name).symlink_to(pathlib.Path(name).absolute())
     monkeypatch.chdir(tmp_path)
     for section in re.split("^## ", text, flags=re.MULTILINE):

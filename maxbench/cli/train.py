@@ -119,6 +119,8 @@ def overview(run: Run) -> terminal.Parts:
     }
     if t.reads_files:
         rows["data"] = files(run)
+    if t.eval_data:
+        rows["evaluation"] = evaluation(run)
     if for_gpus(run):
         rows |= {"memory": memory_estimate(run), "published": published_figure(run)}
     else:
@@ -136,6 +138,17 @@ def files(run: Run) -> str:
 
     found = token_files.of_run(run)
     return f"{found.describe()}, {run.train.steps * run.layout.gbs / len(found):.3g} epochs"
+
+
+def evaluation(run: Run) -> str:
+    """What an evaluation reads, and when it is."""
+    from maxbench.step import token_files  # imports numpy, which takes 0.1 s
+
+    t = run.train
+    found, count = token_files.held_out(run)
+    every = f"every {t.eval_every} steps" if t.eval_every else "after the last step"
+    target = f" until a loss of {t.target_loss:g}" if t.target_loss else ""
+    return f"{every}{target}: the first {count * run.layout.gbs:,} of {found.describe()}"
 
 
 def memory_estimate(run: Run) -> str:

@@ -74,6 +74,10 @@ def _unroll_layers(run: Run) -> str:
     return f"train.remat_layers={run.config.train.remat_layers} needs layers in a loop"
 
 
+def _evaluation(run: Run) -> str:
+    return "" if run.train.eval_data else "there is no evaluation; use --eval_data PATH"
+
+
 def _schedule(run: Run) -> str:
     return "pp=1 has no pipeline; use --pp 2 or more" if run.layout.pp == 1 else ""
 
@@ -214,6 +218,9 @@ MAMBA = ("ssm_heads", "ssm_head_dim", "ssm_groups", "ssm_state", "ssm_conv", "ss
 # Setting -> why it has no effect in a run, or ''.
 RULES: dict[str, Callable[[Run], str]] = {
     "train.unroll_layers": _unroll_layers,
+    "train.eval_every": _evaluation,
+    "train.eval_steps": _evaluation,
+    "train.target_loss": _evaluation,
     "train.schedule": _schedule,
     "layout.stages": _schedule,
     "layout.ep_nodes": _ep_nodes,

@@ -223,6 +223,16 @@ class Training(Options, title="run"):
     data: str | None = setting(
         "train.data", "uniform or bigram tokens, or the path of token files or texts"
     )
+    eval_data: str | None = setting("train.eval_data", "path of held-out files, to evaluate on")
+    eval_every: int | None = setting(
+        "train.eval_every", "steps between evaluations (default: one after the last step)"
+    )
+    eval_steps: int | None = setting(
+        "train.eval_steps", "batches of an evaluation (default: all of eval_data)"
+    )
+    target_loss: float | None = setting(
+        "train.target_loss", "loss of an evaluation at which the run ends"
+    )
     steps: int | None = setting("train.steps", "steps to train")
     output_dir: str | None = setting("output.dir", "folder in which experiments/ is created")
     checkpoint: bool | None = setting("output.checkpoint", "save a checkpoint at the end")

@@ -161,6 +161,11 @@ class TrainConfig:
     # uniform: random tokens; bigram: each follows the one before by a fixed table, so that the loss
     # falls; or the path of token files or texts (step/token_files.py). tiny and proxy: bigram
     data: str = field("uniform", check=(bool, "uniform, bigram or a path"))
+    eval_data: str = ""  # path of held-out files, as data; '' = no evaluation
+    eval_every: int = field(0, at_least=0)  # steps; 0 = after the last step alone
+    # batches of an evaluation, the first of eval_data; auto: all that it has
+    eval_steps: int | None = field(None, at_least=1)
+    target_loss: float | None = field(None, above=0)  # of an evaluation, which ends the run
     schedule: str = field("1f1b", options=SCHEDULES)  # of a pipeline; interleaved if vp > 1
     # Consecutive microbatches that a model chunk runs before its stage switches to the next chunk:
     # Megatron's microbatch_group_size_per_vp_stage. At least pp, which smaller values mean, and
@@ -459,9 +464,10 @@ class Device(NamedTuple):
     cudnn: bool = True
 
 
+EVALUATION = ("eval_data", "eval_every", "eval_steps", "target_loss")
 # Fields that change neither the work of a step nor its program, but for constants.
 _CONSTANTS = {
-    "train": ("steps", "seed", "window"),
+    "train": ("steps", "seed", "window", *EVALUATION),
     "optim": tuple(f.name for f in dataclasses.fields(Optim) if f.name != "decay_norms"),
 }
 # Fields that depend on the machine that resolves them.

@@ -17,7 +17,7 @@ from maxbench.metrics import step_stats
 from maxbench.run import terminal
 from maxbench.run.metric_writers import MetricWriters
 from maxbench.run.process_stats import MemoryUse
-from maxbench.run.result import RunResult
+from maxbench.run.result import Evaluation, RunResult
 
 RESERVED_BYTES = 1 << 18  # of disk, for the end of result.json on a disk that is full by then
 
@@ -147,6 +147,24 @@ class Log:
             rates["tflops"] = figures["tflops_per_gpu"]["full"]
             rates["mfu"] = figures["mfu"]["full"]
         return rates
+
+    def evaluation(self, evaluation: Evaluation, reached: bool) -> None:
+        """Records an evaluation, which ends the run if the target is reached: a line of the log,
+        result.json, and the metric writers."""
+        e, result = evaluation, self.result
+        result.evaluations.append(e)
+        result.target_reached = e if reached else None
+        if not self.writes:
+            return
+        self.line(
+            f"evaluation after step {e.step}: loss {e.loss:.4f}, {e.tokens:,} tokens, "
+            f"{e.elapsed_s:.1f} s since step 0 of this run; took {e.seconds:.3f} s"
+        )
+        if reached:  # as MaxText prints it
+            self.line(f"Training stopped: Target loss {self.run.train.target_loss} achieved")
+        self.write_result()
+        if self.writers:
+            self.writers.put({"step": e.step, "eval_loss": e.loss})
 
     def phase(self, name: str, done: int = 0, total: int | None = None) -> None:
         """Begins a phase: compile, steps, save. A terminal and the other processes see it."""

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import monitoring
@@ -18,7 +18,7 @@ from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
 from maxbench.metrics import step_stats
 from maxbench.model import layer_stack
-from maxbench.run import checkpoint, endings, metric_writers, profile, restore, terminal
+from maxbench.run import checkpoint, endings, evaluation, metric_writers, profile, restore, terminal
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
 from maxbench.run.step_timer import StepTimer
@@ -60,7 +60,9 @@ def train(
             log.progress = peers.progress
             peers.on_peer_loss(log.write_result_for_lost_peer, log.report_hang)
         stopped = _train(step, files, candidates, stop_reason, log)
-        log.close("stopped" if stopped else "done", stopped)
+        reached = f"target loss {run.train.target_loss} reached"
+        done = ("done", reached if log.result.target_reached else "")
+        log.close(*(("stopped", stopped) if stopped else done))
     except BaseException as e:
         ending = _close(endings.explain(e, run, log, peers), log, screen)
         if report:
@@ -99,27 +101,35 @@ def _close(
     return ending
 
 
-def open_files(run: Run) -> token_files.Windows | None:
-    """The sequences of the run's files, of which all processes see the same; None without files.
+class Files(NamedTuple):
+    """The sequences of the run's files."""
+
+    training: token_files.Windows | None  # of train.data
+    held_out: tuple[token_files.Windows, int] | None  # as token_files.held_out()
+
+
+def open_files(run: Run) -> Files:
+    """Opens the run's files, of which all processes must see the same.
 
     Raises:
       UserError: a file is missing or invalid; processes see different ones.
     """
-    if not run.train.reads_files:
-        return None
-    files = token_files.of_run(run)
-    seen = [one["files"] for one in stragglers.allgather_json({"files": files.fingerprint()})]
+    training = token_files.of_run(run) if run.train.reads_files else None
+    held_out = token_files.held_out(run) if run.train.eval_data else None
+    prints = [files.fingerprint() for files in (training, held_out and held_out[0]) if files]
+    seen = stragglers.allgather_json({"files": prints}) if prints else []
     if others := [i for i, one in enumerate(seen) if one != seen[0]]:
         raise UserError(
-            f"data={run.train.data!r} is another on processes {', '.join(map(str, others))} than "
-            "on process 0; give a path that is the same files on all nodes"
+            f"data={run.train.data!r} or eval_data={run.train.eval_data!r} is another on processes "
+            f"{', '.join(map(str, others))} than on process 0; give paths that are the same files "
+            "on all nodes"
         )
-    return files
+    return Files(training, held_out)
 
 
 def _train(
     step: Step,
-    files: token_files.Windows | None,
+    files: Files,
     candidates: restore.Candidates | None,
     stop_reason: Callable[[int], str],
     log: Log,
@@ -128,12 +138,13 @@ def _train(
     run = step.run
     compiled = compile_step(step, log)
     batches: data.Batches = data.Synthetic(run, step.mesh)
-    if files:
-        batches = data.FromFiles(run, step.mesh, files)
-        log.line(f"data: {files.describe()}")
+    if files.training:
+        batches = data.FromFiles(run, step.mesh, files.training)
+        log.line(f"data: {files.training.describe()}")
+    evaluate = evaluation.Evaluator(step, *files.held_out, log) if files.held_out else None
     state = load_checkpoint(step, candidates, batches, log) if candidates else step.init()
     with make_saver(run, batches, log) as saver:
-        stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver)
+        stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver, evaluate)
     if runtime.process_count() > 1 or step.platform in ("gpu", "cuda"):
         log.progress.phase = "compare"
         _, measured_s = step_stats.measured_window(run.train.window, log.times)
@@ -278,8 +289,9 @@ def run_steps(
     state: Any,
     batches: data.Batches,
     saver: checkpoint.Saver | None = None,
+    evaluate: evaluation.Evaluator | None = None,
 ) -> str:
-    """Trains until the last step, or until a stop is requested.
+    """Trains until the last step, or until the target loss is reached or a stop is requested.
 
     Args:
       stop_reason: why a step is the last one, or ''; see endings.stop_requests().
@@ -288,15 +300,18 @@ def run_steps(
     Returns:
       Why training stopped before the last step, or ''.
     """
-    i, every, reason = int(state["step"]), run.output.checkpoint_every, ""
+    i, every, reason, reached = int(state["step"]), run.output.checkpoint_every, "", False
+    eval_every = run.train.eval_every or run.train.steps
     progress = log.progress
     window = profile.Window(
         run.profile, jax.process_index(), log.folder, lambda: compiled.as_text() or ""
     )
     timer = StepTimer(log)
+    if evaluate:
+        evaluate.began = time.perf_counter()
     log.phase("steps", i, run.train.steps)
     try:
-        while i < run.train.steps and not reason:
+        while i < run.train.steps and not reason and not reached:
             reason = stop_reason(i)
             if window.changes_at(i):
                 timer.drain()
@@ -310,6 +325,11 @@ def run_steps(
             progress.dispatched = i
             timer.add(i, metrics, waited)
             i += 1
+            if evaluate and (i % eval_every == 0 or i == run.train.steps):
+                timer.drain()
+                with progress.during("evaluate"):
+                    reached = evaluate(state, i)
+                timer.restart()
             if saver and every and i % every == 0 and i < run.train.steps:
                 timer.drain()
                 with progress.during("save"):
@@ -326,7 +346,7 @@ def run_steps(
     if saver:
         log.phase("save")
         saver.save(state)
-    if not reason or i == run.train.steps:
+    if not reason or i == run.train.steps or reached:
         return ""
     saved = f"saved as step {i}" if saver else "nothing saved, no checkpoint was requested"
     return f"{reason} after step {i - 1}: {saved}"

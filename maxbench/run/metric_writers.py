@@ -22,6 +22,7 @@ METRICS = {  # metric -> its name for Prometheus, in base units, and its descrip
     "step": ("step", "The last completed step"),
     "step_s": ("step_seconds", "Time of a step"),
     "loss": ("loss", "Training loss"),
+    "eval_loss": ("evaluation_loss", "Loss of held-out sequences"),
     "grad_norm": ("gradient_norm", "Global norm of the gradient"),
     "lr": ("learning_rate", "Learning rate"),
     "mtp_loss": ("mtp_loss", "Loss of multi-token prediction"),
@@ -74,7 +75,7 @@ class MetricWriters:
         self.thread.start()
 
     def put(self, metrics: Mapping[str, float]) -> None:
-        """Queues the metrics of a step, without those that METRICS does not list."""
+        """Queues metrics of a step, without those that METRICS does not list."""
         known = {name: metrics[name] for name in METRICS if name in metrics}
         self.queue.put(StepMetrics(time.time(), known))
 
@@ -162,7 +163,8 @@ class WandB:
 
 
 class OpenMetrics:
-    """The last step as text, for the textfile collector of Prometheus' node exporter."""
+    """The last step and evaluation as text, for the textfile collector of Prometheus' node
+    exporter."""
 
     def __init__(self, run: Run, folder: pathlib.Path):
         self.path = pathlib.Path(run.output.openmetrics or folder / "metrics.prom")
@@ -177,7 +179,7 @@ class OpenMetrics:
         self.last, self.written = StepMetrics(0.0, {}), 0.0
 
     def write(self, metrics: StepMetrics) -> None:
-        self.last = metrics
+        self.last = StepMetrics(metrics.time, {**self.last.values, **metrics.values})
         if metrics.time - self.written >= MIN_INTERVAL_S:
             self._replace(running=1)
             self.written = metrics.time

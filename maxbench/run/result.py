@@ -40,14 +40,25 @@ class CheckpointSave:
     bytes: int
 
 
+@dataclasses.dataclass
+class Evaluation:
+    """The loss of held-out sequences."""
+
+    step: int  # the last one before it
+    loss: float
+    tokens: int  # of all steps so far
+    seconds: float  # of the evaluation
+    elapsed_s: float  # since this run's first step began, with saves and evaluations
+
+
 @dataclasses.dataclass(kw_only=True)
 class RunResult:
-    """Contents of result.json. The file has no key for None, nor for an empty list of saves."""
+    """Contents of result.json. The file has no key for None, nor for an empty list."""
 
     schema: int = SCHEMA
     name: str
     status: str = "running"  # running | done | stopped | failed
-    reason: str | None = None  # of a status other than done, or ''
+    reason: str | None = None  # of the status; '' of a run that did all its steps
     command: list[str]
     started: float  # seconds since 1970
     ended: float | None = None
@@ -80,6 +91,8 @@ class RunResult:
     loss_floor: float | None = None  # least mean loss that the data allow (data.entropy)
     peak_bytes: int | None = None
     checkpoint_saves: list[CheckpointSave] = dataclasses.field(default_factory=list)
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+    target_reached: Evaluation | None = None  # the one that ended the run (train.target_loss)
     # Hosts side by side, after the last step (distributed/stragglers.py).
     hosts: dict[str, dict] | None = None
     slow_hosts: list[str] | None = None
@@ -149,9 +162,7 @@ class RunResult:
         """The object that result.json contains."""
         values = dataclasses.asdict(self)
         quantization, performance = values.pop("quantization"), values.pop("performance")
-        if not values["checkpoint_saves"]:
-            del values["checkpoint_saves"]
-        present = {name: value for name, value in values.items() if value is not None}
+        present = {name: value for name, value in values.items() if value not in (None, [])}
         return present | quantization | performance
 
 

@@ -181,6 +181,8 @@ def summary_parts(result: Mapping) -> Parts:
         measured["loss"] = f"{x:.4f} at step {a}, {y:.4f} at step {b}"
         if floor := result.get("loss_floor"):
             measured["  floor"] = f"{floor:.4f}, the entropy of its data"
+    if evaluations := result.get("evaluations"):
+        measured |= evaluated(result, evaluations[-1])
     if "peak_bytes" in result:
         label = "peak memory per GPU" if gpu else "peak memory, process"
         measured[label] = size(result["peak_bytes"])
@@ -188,6 +190,19 @@ def summary_parts(result: Mapping) -> Parts:
         start, compiled = result["start_to_first_step_s"], result["compile_s"]
         measured["start to first step"] = f"{start:.1f} s (compile {compiled:.1f} s)"
     return {"measured": measured, "how it compares": compared(result)}
+
+
+def evaluated(result: Mapping, last: Mapping) -> dict[str, str]:
+    """The last evaluation, and what it took to reach the target loss, if there is one."""
+    rows = {"held-out loss": f"{last['loss']:.4f} after step {last['step']}"}
+    if target := result["run"]["train"].get("target_loss"):
+        e = result.get("target_reached")
+        rows[f"  target {target:g}"] = (
+            f"reached after {e['step'] + 1} steps, {e['tokens']:,} tokens, {e['elapsed_s']:.1f} s"
+            if e
+            else "not reached"
+        )
+    return rows
 
 
 def compared(result: Mapping) -> dict[str, str]:

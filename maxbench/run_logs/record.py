@@ -126,6 +126,7 @@ class RunRecord:
     mfu: dict[int, float] = dataclasses.field(default_factory=dict)  # as logged, from 0 to 1
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
     grad_norm: dict[int, float] = dataclasses.field(default_factory=dict)
+    eval_loss: dict[int, float] = dataclasses.field(default_factory=dict)  # of held-out data
     tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU, as logged
     interval: int = 1  # steps from a step time to the next; the time is their mean
     inferred: list[str] = dataclasses.field(default_factory=list)  # and other notes on the log

@@ -43,6 +43,9 @@ def read_run_folder(folder: pathlib.Path, files: list[str], given: Given) -> Run
     seconds = [dig(save, "seconds", 0.0) for save in dig(record.result, "checkpoint_saves", [])]
     record.saves = [*filter(None, seconds)]
     record.loads = [*filter(None, [dig(record.result, "checkpoint_load.seconds", 0.0)])]
+    evaluations = dig(record.result, "evaluations", [])
+    losses = {dig(e, "step", 0): dig(e, "loss", 0.0) for e in evaluations}
+    record.eval_loss = {step: loss for step, loss in losses.items() if loss}
     _read_power(record)
     _set_status(record)
     return record

@@ -103,16 +103,19 @@ class FromFiles(Iterator[jax.Array]):
 
     Args:
       files: the sequences, token_files.of_run(run).
+      shuffled: False for the order of the files.
 
     Attributes:
       position: number of sequences that all processes together have read.
     """
 
-    def __init__(self, run: Run, devices: Mesh, files: token_files.Windows):
+    def __init__(self, run: Run, devices: Mesh, files: token_files.Windows, shuffled: bool = True):
         import grain  # takes a second, and is needed for files alone
 
         self.files, self.seed = files, run.train.seed
-        self.sequences = grain.MapDataset.source(files).shuffle(run.train.seed).repeat()
+        sequences = grain.MapDataset.source(files)
+        sequences = sequences.shuffle(run.train.seed) if shuffled else sequences
+        self.sequences = sequences.repeat()
         self.read_options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=PREFETCHED)
         self.shape, self.sharding = shape(run), NamedSharding(devices, SPEC)
         owned: Any = self.sharding.addressable_devices_indices_map(self.shape).values()
@@ -143,6 +146,10 @@ class FromFiles(Iterator[jax.Array]):
 
         self.position += self.shape[0] * self.shape[1]
         return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+
+    def rewind(self) -> None:
+        """Continues with the first sequence."""
+        self.position, self.batches = 0, None
 
     def state(self) -> dict[str, Any]:
         """The state of the iterator, for a checkpoint."""

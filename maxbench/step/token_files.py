@@ -59,7 +59,7 @@ class Windows(Sequence[np.ndarray]):
         self.tokens = sum(part.tokens.size for part in self.parts)
         if not len(self):
             raise UserError(
-                f"data={path!r} has {self.tokens:,} tokens, and a sequence needs {length:,}: "
+                f"{path!r} has {self.tokens:,} tokens, and a sequence needs {length:,}: "
                 "train.seq and its targets; give a longer file, or a smaller --seq"
             )
         for part in (part for part in self.parts if part.tokens.size):
@@ -89,7 +89,7 @@ class Windows(Sequence[np.ndarray]):
         at = int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
         hint = "" if tokens[at] < 0 else f"; use --config.model.vocab={tokens.max() + 1} or more"
         raise UserError(
-            f"data={part.path!r}, {part.form}: token {start + at:,} is {tokens[at]}, and "
+            f"{part.path!r}, {part.form}: token {start + at:,} is {tokens[at]}, and "
             f"model.vocab={self.vocab} has ids from 0 to {self.vocab - 1}{hint}"
         )
 
@@ -111,14 +111,37 @@ class Windows(Sequence[np.ndarray]):
         return f"{', '.join(texts)}; {len(self):,} sequences"
 
 
-def of_run(run: Run) -> Windows:
+def of_run(run: Run, setting: str = "data") -> Windows:
     """The sequences of the files of train.data, each with its targets (step/data.py).
+
+    Args:
+      setting: another field of Train that is a path.
 
     Raises:
       UserError: as Windows().
     """
     t, m = run.train, run.model
-    return Windows(t.data, m.vocab, t.seq + 1 + m.mtp_layers, t.seq)
+    try:
+        return Windows(getattr(t, setting), m.vocab, t.seq + 1 + m.mtp_layers, t.seq)
+    except UserError as e:
+        raise UserError(f"{setting}={e}") from None
+
+
+def held_out(run: Run) -> tuple[Windows, int]:
+    """The sequences of train.eval_data, and the number of batches of an evaluation.
+
+    Raises:
+      UserError: as of_run(); the files have fewer batches than train.eval_steps.
+    """
+    files, gbs = of_run(run, "eval_data"), run.layout.gbs
+    count = run.train.eval_steps or max(1, len(files) // gbs)
+    if count * gbs > len(files):
+        raise UserError(
+            f"eval_data={files.path!r} has {len(files):,} sequences, and {count} "
+            f"batch{'es' * (count > 1)} of gbs={gbs} are {count * gbs:,}; give longer files, a "
+            "smaller --eval_steps or --gbs"
+        )
+    return files, count
 
 
 def _files(path: str) -> list[pathlib.Path]:
@@ -130,7 +153,7 @@ def _files(path: str) -> list[pathlib.Path]:
     found = sorted({_bin_of(pathlib.Path(name)) for name in glob.glob(path)})
     if not found:
         raise UserError(
-            f"data={path!r} does not exist; give uniform, bigram, a token file (.bin, .npy), a "
+            f"{path!r} does not exist; give uniform, bigram, a token file (.bin, .npy), a "
             "text file or folder, or a pattern as 'train_*.bin'"
         )
     return found
@@ -149,7 +172,7 @@ def _part(file: pathlib.Path, vocab: int) -> Part:
             return _megatron(file) if file.with_suffix(".idx").exists() else _raw(file, vocab)
         return _npy(file) if file.suffix == ".npy" else _texts(file, [file])
     except OSError as e:
-        raise UserError(f"data={str(file)!r} cannot be read: {e.strerror or e}") from None
+        raise UserError(f"{str(file)!r} cannot be read: {e.strerror or e}") from None
 
 
 def _is_visible(file: pathlib.Path, folder: pathlib.Path) -> bool:
@@ -161,7 +184,7 @@ def _texts(path: pathlib.Path, files: Sequence[pathlib.Path]) -> Part:
     texts = [text for file in files if (text := _utf8(file)) is not None]
     if not texts:
         raise UserError(
-            f"data={str(path)!r} is neither UTF-8 text nor a token file, which end in .bin or .npy"
+            f"{str(path)!r} is neither UTF-8 text nor a token file, which end in .bin or .npy"
         )
     as_tokens = lambda text: np.append(np.frombuffer(text, np.uint8), np.uint16(END))
     tokens = np.concatenate([as_tokens(text) for text in texts])
@@ -182,10 +205,10 @@ def _npy(file: pathlib.Path) -> Part:
     try:
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as e:
-        raise UserError(f"data={str(file)!r} is no .npy file of numbers: {e}") from None
+        raise UserError(f"{str(file)!r} is no .npy file of numbers: {e}") from None
     if tokens.dtype.kind not in "ui" or not tokens.ndim:
         raise UserError(
-            f"data={str(file)!r} has {tokens.dtype} {list(tokens.shape)}; give an array of integers"
+            f"{str(file)!r} has {tokens.dtype} {list(tokens.shape)}; give an array of integers"
         )
     return Part(str(file), tokens.reshape(-1), f".npy of {tokens.dtype}")
 
@@ -213,13 +236,13 @@ def _megatron(file: pathlib.Path) -> Part:
     with index.open("rb") as f:
         head = f.read(MEGATRON_HEADER)
     if not head.startswith(MEGATRON_MAGIC) or len(head) < MEGATRON_HEADER:
-        raise UserError(f"data={str(index)!r} is no index of Megatron's MMapIndexedDataset")
+        raise UserError(f"{str(index)!r} is no index of Megatron's MMapIndexedDataset")
     code, (sequences, documents) = head[17], np.frombuffer(head, np.uint64, 2, 18).tolist()
     if code not in MEGATRON_DTYPES:
-        raise UserError(f"data={str(index)!r} has dtype code {code}, which is of no integers")
+        raise UserError(f"{str(index)!r} has dtype code {code}, which is of no integers")
     size, needed = index.stat().st_size, MEGATRON_HEADER + sequences * 12 + documents * 8
     if size < needed:
-        raise UserError(f"data={str(index)!r} is cut off: {size:,} bytes, and it needs {needed:,}")
+        raise UserError(f"{str(index)!r} is cut off: {size:,} bytes, and it needs {needed:,}")
     lengths = np.fromfile(index, np.int32, sequences, offset=MEGATRON_HEADER)
     dtype = np.dtype(MEGATRON_DTYPES[code])
     tokens = _map(file, dtype, int(lengths.sum(dtype=np.int64)))
@@ -235,7 +258,7 @@ def _map(file: pathlib.Path, dtype: np.dtype, count: int, offset: int = 0) -> np
     size, needed = file.stat().st_size, offset + count * dtype.itemsize
     if size != needed:
         raise UserError(
-            f"data={str(file)!r} has {size:,} bytes, and its {count:,} {dtype} tokens need "
+            f"{str(file)!r} has {size:,} bytes, and its {count:,} {dtype} tokens need "
             f"{needed:,}; it is cut off, or of another dtype"
         )
     return np.memmap(file, dtype, "r", offset, count) if count else np.zeros(0, dtype)

@@ -184,6 +184,41 @@ class Step:
         compiled = lowered.compile(compiler_options=options)
         return compiled, traced - start, time.perf_counter() - traced
 
+    def lower_loss(self) -> jax.stages.Lowered:
+        """The program (state, batch) -> mean loss of the batch, fp32, as jax.stages.Lowered."""
+        loss = jax.jit(lambda x, batch: self.loss(x["params"], batch, x.get(state.KEY)))
+        return loss.trace(self.abstract, data.abstract(self.run, self.mesh)).lower()
+
+    def loss(self, params: Any, batch: jax.Array, layer_state: Any = None) -> jax.Array:
+        """The mean loss over the global batch, fp32. Arguments as those of gradients().
+
+        A pipeline has one schedule, whose backward passes are computed and not used.
+        """
+        if self.run.layout.pp > 1:
+            return self.gradients(params, batch, layer_state)[1]["loss"]
+        masters, by_slot = self._specs()
+        loss = jax.shard_map(
+            self._local_loss,
+            mesh=self.mesh,
+            in_specs=(masters, data.SPEC, by_slot),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return loss(params, batch, layer_state and state.read(layer_state))
+
+    def _local_loss(self, params, batch, layer_state):
+        """loss() on one GPU, inside shard_map."""
+        run = self.run
+        w = self._compute_weights(params, layer_state).weights
+
+        def of_microbatch(micro):
+            tokens_bt, targets_bt, *_ = data.microbatch(run, batch, micro)
+            x_bud, _ = transformer.forward(run, w, tokens_bt)
+            return transformer.lm_loss(run, w, x_bud, targets_bt)
+
+        losses = jax.lax.map(of_microbatch, jnp.arange(run.layout.microbatches))
+        return collectives.psum(jnp.sum(losses), *self.mesh.axis_names)
+
     def _step(self, before, batch):
         p = self.run.precision
         layer_state = before.get(state.KEY)
@@ -214,8 +249,7 @@ class Step:
           layers' state, fp32 scalars; the statistics of this step, a tree like layer_state, or
           None.
         """
-        masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
-        by_slot = P(*jax.tree.leaves(masters["layers"])[0][:1])
+        masters, by_slot = self._specs()
         grads = jax.shard_map(
             self.local_gradients,
             mesh=self.mesh,
@@ -224,6 +258,11 @@ class Step:
             check_vma=False,
         )
         return grads(params, batch, layer_state and state.read(layer_state))
+
+    def _specs(self):
+        """PartitionSpecs of the master weights, and of what has a value for each slot."""
+        masters = jax.tree.map(lambda s: s.master_spec, self.shardings)
+        return masters, P(*jax.tree.leaves(masters["layers"])[0][:1])
 
     def local_gradients(self, params: Any, batch: jax.Array, layer_state: Any) -> Any:
         """gradients() on one GPU, inside shard_map; layer_state is what state.read() returns."""

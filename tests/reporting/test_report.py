@@ -723,7 +723,7 @@ def test_csv_rows_have_as_many_fields_as_heads(mixed):
         "filename,status,time_mean_seconds,time_std_dev_seconds,tflops_per_gpu_mean,"
         "tflops_per_gpu_std_dev,max_iteration"
     )
-    assert {len(line) for line in table} == {21}
+    assert {len(line) for line in table} == {25}
     assert trailer == "# Summary: 3 success, 1 failed, 4 total"
 
 
