@@ -88,7 +88,7 @@ def test_importing_it_loads_neither_jax_nor_numpy(name):
 
 def test_grain_is_loaded_by_runs_that_read_files_alone():
     """It takes a second."""
-    at_import = lambda tree: ast.Module([x for x in tree.body if "Import" in type(x).__name__])
+    at_import = lambda tree: ast.Module([x for x in tree.body if "Import" in type(x).__name__], [])
     assert [str(p) for p, tree in PARSED.items() if "grain" in imports(at_import(tree))] == []
 
 

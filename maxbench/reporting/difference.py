@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from maxbench.config.errors import UserError
-from maxbench.reporting import tables
+from maxbench.reporting import plots, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.terminal import console
+from maxbench.terminal.chart import chart
 
 # Settings that the logs of other programs name too.
 NAMED = ("model", "size", "dtype", "gpus", "gbs", "seq", "layers")
@@ -40,11 +41,23 @@ def difference(rows: Sequence[RunSummary], options: ReportOptions) -> str:
             f"the mean step changed by {change:+.4f} s, {relation} than twice the steps' std "
             f"{noise:.4f}"
         )
+    lines += _losses(a, b)
     changed = changed_settings(a, b)
     if not changed:
         return "\n".join([*lines, "", "no setting differs that both runs name"])
     changes = (f"  {key}: {x} -> {y}" for key, (x, y) in changed.items())
     return "\n".join([*lines, "", "settings that differ:", *changes])
+
+
+def _losses(a: RunSummary, b: RunSummary) -> list[str]:
+    """Lines of a chart of both runs' losses, by steps or by tokens as plots.of_loss()."""
+    frame = plots.of_loss({"A": a.record, "B": b.record}, "loss")
+    if not frame:
+        return []
+    lines = {k: dict(line) for k, line in frame.lines.items()}
+    lines |= {k.lower(): dict(points) for k, points in frame.dots.items()}
+    legend = ["a, b: held-out data"] if frame.dots else []
+    return ["", *chart(lines, frame.names[0], "loss"), *legend]
 
 
 def changed_settings(a: RunSummary, b: RunSummary) -> dict[str, tuple[str, str]]:

@@ -49,7 +49,7 @@ all("svg.frame").forEach(svg => svg.addEventListener("pointermove", e => {
   if (tip.hidden) return;
   const x = x0 + (near[1].x - left) / (right - left) * (x1 - x0), y = y0 + (near[1].y - bottom) / (top - bottom) * (y1 - y0);
   const [across, up] = svg.dataset.names.split("|");
-  tip.textContent = `${near[2].textContent}: ${across} ${across === "step" ? Math.round(x) : Math.round(2 ** x)}, ${up === "seconds" || up === "loss" ? `${y.toPrecision(4)} ${up}` : `${(100 * y).toFixed(1)} %`}`;
+  tip.textContent = `${near[2].textContent}: ${across} ${Math.round(across === "GPUs" ? 2 ** x : x)}, ${up === "seconds" || up === "loss" ? `${y.toPrecision(4)} ${up}` : `${(100 * y).toFixed(1)} %`}`;
   tip.style.left = `${Math.min(e.pageX + 12, scrollX + innerWidth - tip.offsetWidth - 4)}px`;
   tip.style.top = `${e.pageY + 16}px`;
 }));

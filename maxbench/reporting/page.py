@@ -240,10 +240,10 @@ def overlays(runs: Sequence[PageRun]) -> list[Overlay]:
         classes = {f"line{i}": run for i, run in enumerate(slowest)}
         labels = {k: run.label for k, run in classes.items()}
         times = {k: plots.after_the_first(run.row.record.step_s) for k, run in classes.items()}
-        loss = {k: plots.finite(run.row.record.loss) for k, run in classes.items()}
+        records = {k: run.row.record for k, run in classes.items()}
         frames = [plots.over_steps(times, f"step times of {name}", "seconds", labels)]
-        if loss := {k: x for k, x in loss.items() if x}:
-            frames.append(plots.over_steps(loss, f"loss of {name}", "loss", labels))
+        if loss := plots.of_loss(records, f"loss of {name}", labels):
+            frames.append(loss)
         found.append(Overlay(name=name, frames=frames, keys=classes, total=len(group)))
     return found
 

@@ -4,7 +4,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from maxbench.run_logs.record import RunRecord
+
 Points = Sequence[tuple[float, float]]
+UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,8 @@ class Frame:
     band: tuple[float, float] | None = None  # a shaded range of x
     values: Mapping[tuple[float, float], str] = dataclasses.field(default_factory=dict)  # labels
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # CSS class -> name of a line
+    dots: Mapping[str, Points] = dataclasses.field(default_factory=dict)  # CSS class -> points
+    note: str = ""  # below the x axis
 
     # About as wide as a phone, so that text is legible there.
     WIDE, HIGH = 400, 230
@@ -67,13 +72,18 @@ def over_steps(
     unit: str,
     keys: Mapping[str, str] | None = None,
     band: tuple[int, int] | None = None,
+    dots: Mapping[str, Mapping[int, float]] | None = None,
+    across: str = "step",
 ) -> Frame:
-    """A plot of values over steps: CSS class -> step -> value. Steps of `band` are shaded."""
+    """A plot of values over steps, or over `across`: CSS class -> step -> value. Steps of `band`
+    are shaded; `dots` are values that no line joins."""
+    dots = dots or {}
     values = sorted(y for line in lines.values() for y in line.values())
-    steps = sorted({i for line in lines.values() for i in line})
+    marked = [y for line in dots.values() for y in line.values()]
+    steps = sorted({i for line in (*lines.values(), *dots.values()) for i in line})
     # One outlier must not flatten the rest: the axis ends a little above p98.
-    top = max(values[round(0.98 * (len(values) - 1))] * 1.1, 1e-9)
-    low = min(values) * 0.95
+    top = max(values[round(0.98 * (len(values) - 1))] * 1.1, 1e-9, *marked)
+    low = min((*values, *marked)) * 0.95
     low = 0.0 if low < 0.5 * top else low
     digits = max(0, min(6, 2 - math.floor(math.log10(top - low or 1))))
     first, last = steps[0], max(steps[-1], steps[0] + 1)
@@ -81,13 +91,43 @@ def over_steps(
         title=title,
         x=(first, last),
         y=(low, top),
-        xs={x: f"{x:.0f}" for x in ticks(first, last, 5) if x == int(x)},
+        xs={x: short(x) for x in ticks(first, last, 5) if x == int(x)},
         ys={y: f"{y:.{digits}f}" for y in ticks(low, top)},
-        names=("step", unit),
+        names=(across, unit),
         lines={k: [(i, min(y, top)) for i, y in thin(sorted(v.items()))] for k, v in lines.items()},
+        dots={k: sorted(v.items()) for k, v in dots.items()},
         band=band and (max(band[0] - 0.5, first), min(band[1] + 0.5, last)),
         keys=keys or {},
     )
+
+
+def short(x: float) -> str:
+    """A whole number in few characters: 2500, 25K, 1500K, 20M."""
+    name, unit = next(((n, u) for n, u in UNITS.items() if x >= 10 * u), ("", 1))
+    return f"{x / unit:.6g}{name}"
+
+
+def of_loss(
+    records: Mapping[str, RunRecord], title: str, keys: Mapping[str, str] | None = None
+) -> Frame | None:
+    """A plot of the losses of runs, CSS class -> run, with dots for those of held-out data.
+
+    Over steps, or over tokens if the runs differ in tokens of a step. None without losses.
+    """
+    work = {k: r.gbs * r.seq for k, r in records.items()}
+    by_tokens = len({*work.values()}) > 1 and all(work.values())
+    at = lambda k, i: (i + 1) * work[k] if by_tokens else i
+    of = lambda k, values: {at(k, i): y for i, y in finite(values).items()}
+    lines = {k: line for k, r in records.items() if len(line := of(k, r.loss)) > 1}
+    if not lines:
+        return None
+    dots = {k: of(k, records[k].eval_loss) for k in lines if records[k].eval_loss}
+    across = "tokens" if by_tokens else "step"
+    frame = over_steps(lines, title, "loss", keys, dots=dots, across=across)
+    notes = ["dots: held-out data"] if dots else []
+    if not by_tokens and (tokens := max(work.values())):
+        notes.append(f"a step is {tokens:,} tokens")
+    return dataclasses.replace(frame, note="; ".join(notes))
 
 
 def after_the_first(times: Mapping[int, float]) -> dict[int, float]:

@@ -50,6 +50,7 @@ class Log:
 
     Attributes:
       times: seconds of each recorded step.
+      losses: of each.
       data_waits: seconds of each that the devices waited for its batch from files.
       writers: TensorBoard and others, or None.
       progress: of this process, which the peer watch reads.
@@ -68,6 +69,7 @@ class Log:
         self.process, self.writes, self.screen = process, process == 0, screen
         self.times: dict[int, float] = {}
         self.data_waits: dict[int, float] = {}
+        self.losses: dict[int, float] = {}
         self.writers: MetricWriters | None = None
         self.progress = Progress()
         self.closing = threading.Lock()  # the main thread and the peer watch may both close
@@ -98,6 +100,7 @@ class Log:
         """
         self.times[i], self.result.peak_bytes = step_s, memory.peak
         self.data_waits[i] = metrics.get("data_wait_s", 0.0)
+        self.losses[i] = metrics["loss"]
         self.result.record_loss(i, metrics["loss"])
         self.progress.finish(i, step_s)
         if not self.writes:
@@ -193,6 +196,7 @@ class Log:
         if self.screen:
             self.screen.stop()
             self.screen.summary(summary)
+            self.screen.losses(self.losses, {e.step: e.loss for e in self.result.evaluations})
         for write in (
             lambda: self.line(terminal.summary(summary) + "\n", show=not self.screen),
             lambda: self.line(f"results: {self.folder}"),

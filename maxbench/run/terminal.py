@@ -1,6 +1,7 @@
 """A run on a terminal: a line per step and a progress bar; and the summary at its end."""
 
 import dataclasses
+import math
 import shutil
 import statistics
 import sys
@@ -8,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 
+from maxbench.terminal.chart import chart
 from maxbench.terminal.console import size
 
 Parts = Mapping[str, Mapping[str, str]]  # title -> label -> text
@@ -15,6 +17,7 @@ HEADER_EVERY = 40  # lines between two headers
 SLOW_FACTOR = 1.1  # of the median step time: slower steps are shown in another colour
 DATA_WAIT = 0.01  # share of a step: less is noise
 MEDIAN_STEPS = 99  # latest steps in that median
+MIN_CHART, MAX_CHART = 20, 100  # steps of a chart of the loss, and its columns
 MIN_WIDTH = 60  # columns of the narrowest summary
 
 
@@ -128,6 +131,18 @@ class Screen:
         """Shows the summary of the run."""
         for label, text in lines(parts, self.console.width):
             self._print((label, "dim" if text else "bold"), (text, ""), soft_wrap=True)
+        self.console.print()
+
+    def losses(self, training: Mapping[int, float], held_out: Mapping[int, float]) -> None:
+        """Shows a chart of the losses by step, if there are many and all are finite."""
+        values = (*training.values(), *held_out.values())
+        if len(training) < MIN_CHART or not all(map(math.isfinite, values)):
+            return
+        width = min(self.console.width, MAX_CHART)
+        for text in chart({".": training, "o": held_out}, "step", "loss", width):
+            self._print((text, ""), soft_wrap=True)
+        if held_out:
+            self._print(("o: held-out data", "dim"))
         self.console.print()
 
     def stop(self) -> None:

@@ -55,6 +55,9 @@ def read_event_files(paths: Sequence[pathlib.Path], given: Given) -> RunRecord |
     for tag, (field, factor) in fields_of(values).items():
         for step, (value, wall_time) in values[tag].items():
             series.steps.setdefault(step, {"elapsed": wall_time})[field] = value * factor
+    held_out = [tag for tag in sorted(values) if is_evaluation(tag) and "loss" in tag.lower()]
+    for tag in held_out[:1]:
+        record.eval_loss = {step: value for step, (value, _) in sorted(values[tag].items())}
     fill(record, series, sorted(values), given)
     return record if values or record.unread else None
 

@@ -1,6 +1,7 @@
 """The HTML page: its text, its layout in a browser (desktop, phone, dark, print), its size, and the
 sample in the docs."""
 
+import dataclasses
 import html
 import json
 import math
@@ -252,6 +253,25 @@ def test_constant_runs_are_folded_and_lines_are_thinned(tmp_path):
     assert 50 < len(kept) <= 100
     assert kept == sorted(kept)
     assert {y for _, y in kept} == {0.0, 6.0}
+
+
+def test_losses_have_dots_of_held_out_data_over_steps_or_tokens(tmp_path):
+    evaluations = [{"step": i, "loss": 2.5 - i / 100} for i in (9, 19)]
+    folders = [ours(tmp_path / "a", evaluations=evaluations), ours(tmp_path / "b", gbs=256)]
+    a, b = (rows(folder)[0].record for folder in folders)
+    a.loss |= {i: 9.0 - i / 10 for i in range(50)}
+    one = plots.of_loss({"loss": a}, "loss of a")
+    assert (one.names, len(one.lines["loss"])) == (("step", "loss"), 50)
+    assert one.dots == {"loss": [(9, 2.41), (19, 2.31)]}
+    assert one.note == "dots: held-out data; a step is 1,048,576 tokens"
+    both = plots.of_loss({"line0": a, "line1": b}, "losses", {"line0": "a", "line1": "b"})
+    assert both.names == ("tokens", "loss")
+    assert both.lines["line0"][0] == (128 * 8192, 9.0)
+    assert both.lines["line1"][-1][0] == 2 * both.lines["line0"][-1][0] == 50 * 256 * 8192
+    assert [*both.xs.values()] == ["25M", "50M", "75M", "100M"]
+    assert plots.of_loss({"loss": dataclasses.replace(a, loss={})}, "none") is None
+    text = page_of(tmp_path / "a")
+    assert text.count("held-out loss 2.4100 at step 9") == 2  # of the run, and of its workload
 
 
 def test_invalid_figures_break_no_plot(tmp_path):

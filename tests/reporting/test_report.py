@@ -753,6 +753,8 @@ def test_diff_names_changed_figures_and_settings(tmp_path):
     assert "+5.32%" in text
     assert "versions.jax: 0.10.2 -> 0.11.0" in text
     assert "more than twice the steps' std" in text
+    (losses,) = re.findall(r"^ +2 \|([AB ]+)$", text, re.M)
+    assert (losses.count("A"), losses.count("B")) == (0, 50)  # B's are the same, and above A's
     assert "--diff compares two runs, and 1 are" in run("--diff", str(a), code=2)
 
 

@@ -56,6 +56,23 @@ def test_tensorboard_has_every_step(tmp_path):
         assert time.time() - event.wall_time < 600
 
 
+def test_an_evaluation_is_written_beside_the_step_that_it_follows(tmp_path):
+    run = resolve("llama31_8b", gpus=8)
+    writers = metric_writers.MetricWriters(run, tmp_path, print)
+    writers.put(FIGURES | {"step": 3})
+    writers.put({"step": 3, "eval_loss": 9.5})
+    writers.close()
+    writers.thread.join(300)
+    last = events(tmp_path)[-1]
+    assert (last.step, [(v.tag, v.simple_value) for v in last.summary.value]) == (
+        3,
+        [("train/eval_loss", 9.5)],
+    )
+    text = (tmp_path / "metrics.prom").read_text()
+    for name, value in {"evaluation_loss": 9.5, "loss": 11.5, "step_seconds": 9.4}.items():
+        assert re.search(rf"^maxbench_{name}\{{.*\}} {value}$", text, re.M)
+
+
 def test_openmetrics_has_the_last_step_in_base_units(tmp_path):
     path = tmp_path / "node" / "mine.prom"
     path.parent.mkdir()

@@ -9,7 +9,7 @@ import pytest
 from maxbench.metrics import step_stats
 from maxbench.run import log_writer, terminal
 from maxbench.run.process_stats import MemoryUse
-from maxbench.run.result import RunResult
+from maxbench.run.result import Evaluation, RunResult
 from maxbench.run_logs import folders
 from tests.conftest import resolve
 
@@ -23,8 +23,10 @@ class Tty(io.StringIO):
         return True
 
 
-def show_run(monkeypatch, tmp_path, columns: int, devices=H100) -> tuple[str, str]:
-    """Shows a run of three steps; returns the terminal's text without colours, and the log."""
+def show_run(
+    monkeypatch, tmp_path, columns: int, devices=H100, times=(9.4, 9.4, 19.0)
+) -> tuple[str, str]:
+    """Shows a run; returns the terminal's text without colours, and the log."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", Tty())
@@ -36,8 +38,9 @@ def show_run(monkeypatch, tmp_path, columns: int, devices=H100) -> tuple[str, st
     log.line("compiled in 4.0 s")
     log.phase("compile")
     log.phase("steps", 0, 3)
-    for i, step_s in enumerate((9.4, 9.4, 19.0)):
+    for i, step_s in enumerate(times):
         log.step(i, step_s, OUT | {"loss": 11.7634 - i}, MemoryUse(60 << 30, 50 << 30))
+    log.evaluation(Evaluation(2, 10.5, 1 << 20, 0.5, 30.0), reached=False)
     log.close("done")
     (file,) = tmp_path.rglob("log-*.out")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", sys.stdout.getvalue())
@@ -72,6 +75,17 @@ def test_cpu_has_no_rates_per_gpu(monkeypatch, tmp_path):
         assert text not in screen
         assert text not in log.partition("measured\n")[2]
     assert re.search(r"^ +1 +10\.7634 +1\.500 +9\.400 +111,551", screen, re.M)
+
+
+def test_a_long_run_ends_with_a_chart_of_its_losses(monkeypatch, tmp_path):
+    screen, log = show_run(monkeypatch, tmp_path, 80, times=[9.4] * 24)
+    assert "evaluation after step 2: loss 10.5000, 1,048,576 tokens, 30.0 s since step 0" in log
+    chart = screen[screen.index("\n   loss\n") : screen.index("o: held-out data")]
+    assert (chart.count("o") - 1, chart.count(" step ")) == (1, 1)
+    assert chart.count(".") - 3 >= 20  # of the numbers beside it
+    assert max(map(len, chart.splitlines())) <= 80
+    assert " |." not in log
+    assert " |." not in show_run(monkeypatch, tmp_path / "short", 80)[0]
 
 
 def test_no_screen_without_a_terminal(capsys):
