@@ -467,7 +467,7 @@ class Device(NamedTuple):
 EVALUATION = ("eval_data", "eval_every", "eval_steps", "target_loss")
 # Fields that change neither the work of a step nor its program, but for constants.
 _CONSTANTS = {
-    "train": ("steps", "seed", "window", *EVALUATION),
+    "train": ("steps", "seed", "window", "data", *EVALUATION),
     "optim": tuple(f.name for f in dataclasses.fields(Optim) if f.name != "decay_norms"),
 }
 # Fields that depend on the machine that resolves them.
@@ -510,13 +510,15 @@ class Run:
     @functools.cached_property
     def name(self) -> str:
         """pretrain_<model>_<size>_<dtype>_gpus<N>_..., the pattern that log parsers know, with the
-        start of a hash of all that changes the work or the program. Equal names are repeats."""
+        start of a hash of all that changes the work, the data or the program. Equal names are
+        repeats."""
         m, a = self.model, self.layout
         work = self.program()
         for section, names in _BY_DEVICE.items():  # as they were asked for
             for field_name in names:
                 work[section][field_name] = getattr(getattr(self.config, section), field_name, None)
         work["runtime"] = {"tp_overlap": self.runtime.tp_overlap}
+        work["train"]["data"] = self.train.data
         digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
         return (
             f"pretrain_{m.name}_{m.size}_{self.precision.dtype}_gpus{a.gpus}_tp{a.tp}_pp{a.pp}"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ml-collections",
-            "transformer-engine")  # fmt: skip
+            "grain", "transformer-engine")  # fmt: skip
 GPU_MEMORY_FRACTION = 0.94  # share of a GPU's memory that XLA may allocate
 
 

@@ -124,6 +124,9 @@ def test_later_settings_win():
     readable, _, digest = run.name.rpartition("_")
     assert readable == "pretrain_llama31_8b-tiny_bf16_gpus8_tp1_pp1_cp2_vp1_mbs2_gbs128"
     assert re.fullmatch("[0-9a-f]{6}", digest)
+    named = lambda **more: resolving.changed(run, train=more).name
+    assert named(data="x.bin") != run.name
+    assert named(steps=7, eval_data="y.bin", target_loss=3.0) == run.name
 
 
 @given(

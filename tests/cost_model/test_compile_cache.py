@@ -82,6 +82,7 @@ def test_the_key_depends_on_the_run_and_not_on_its_output():
     base = key("llama2_70b.py --gpus 64")
     assert key("llama2_70b.py --gpus 64 --output_dir elsewhere") == base
     constants = "--config.train.seed=3 --config.train.window=3,4 --config.optim.lr=1e-5 --steps 9"
+    constants += " --config.train.data=x.bin --config.train.eval_data=y.bin"
     assert key(f"llama2_70b.py --gpus 64 {constants}") == base
     assert key("llama2_70b.py --gpus 64 --gpu_type h200") != base
     assert key("llama2_70b.py --gpus 128") != base
