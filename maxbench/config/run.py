@@ -343,6 +343,9 @@ class Runtime:
     # after which the frozen or stuck processes are named; 0 = never
     hang_timeout_s: int = field(60, at_least=0)
     on_hang: str = field("exit", options=("exit", "continue"))  # exit: with code 75
+    # steps between comparisons of the weights' copies on all GPUs, which end the run if bits
+    # differ; 0 = never
+    compare_replicas_every: int = field(100, at_least=0)
 
     def __post_init__(self):
         validate(self)

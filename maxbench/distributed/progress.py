@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 MEDIAN_STEPS = 50  # newest steps that the median is of
 # Phases of a run in their order. In those of WAITS a process may work for long between two steps.
-PHASES = ("start", "compile", "steps", "profile", "evaluate", "save", "compare")
-BEFORE_STEPS, WAITS = {"start", "compile"}, {"profile", "evaluate", "save"}
-AFTER_STEP = ("evaluate", "save", "compare")
+PHASES = ("start", "compile", "steps", "profile", "evaluate", "replicas", "save", "compare")
+BEFORE_STEPS, WAITS = {"start", "compile"}, {"profile", "evaluate", "replicas", "save"}
+AFTER_STEP = ("evaluate", "replicas", "save", "compare")
 
 
 @dataclasses.dataclass
@@ -55,7 +55,8 @@ class Progress:
     def key(self) -> tuple[bool, int, int, int, int]:
         """Orders processes: the one with the lowest key is behind.
 
-        An evaluation or a save follows a step, so a process in it is ahead of one before it.
+        An evaluation, a comparison or a save follows a step, so a process in it is ahead of one
+        before it.
         """
         after = AFTER_STEP.index(self.phase) + 1 if self.phase in AFTER_STEP else 0
         return self.phase not in BEFORE_STEPS, self.began, self.dispatched, self.finished, after

@@ -18,7 +18,16 @@ from maxbench.config.run import Run
 from maxbench.distributed import runtime, stragglers
 from maxbench.metrics import step_stats
 from maxbench.model import layer_stack
-from maxbench.run import checkpoint, endings, evaluation, metric_writers, profile, restore, terminal
+from maxbench.run import (
+    checkpoint,
+    endings,
+    evaluation,
+    metric_writers,
+    profile,
+    replicas,
+    restore,
+    terminal,
+)
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.result import CheckpointLoad, CheckpointSave, RunResult
 from maxbench.run.step_timer import StepTimer
@@ -144,7 +153,8 @@ def _train(
     evaluate = evaluation.Evaluator(step, *files.held_out, log) if files.held_out else None
     state = load_checkpoint(step, candidates, batches, log) if candidates else step.init()
     with make_saver(run, batches, log) as saver:
-        stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver, evaluate)
+        check = replicas.check_of(step)
+        stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver, evaluate, check)
     if runtime.process_count() > 1 or step.platform in ("gpu", "cuda"):
         log.progress.phase = "compare"
         _, measured_s = step_stats.measured_window(run.train.window, log.times)
@@ -290,6 +300,7 @@ def run_steps(
     batches: data.Batches,
     saver: checkpoint.Saver | None = None,
     evaluate: evaluation.Evaluator | None = None,
+    check: replicas.Check | None = None,
 ) -> str:
     """Trains until the last step, or until the target loss is reached or a stop is requested.
 
@@ -307,6 +318,14 @@ def run_steps(
         run.profile, jax.process_index(), log.folder, lambda: compiled.as_text() or ""
     )
     timer = StepTimer(log)
+
+    def between_steps(phase: str, work: Callable[..., Any], *args: Any) -> Any:
+        timer.drain()
+        with progress.during(phase):
+            result = work(*args)
+        timer.restart()
+        return result
+
     if evaluate:
         evaluate.began = time.perf_counter()
     log.phase("steps", i, run.train.steps)
@@ -326,15 +345,11 @@ def run_steps(
             timer.add(i, metrics, waited)
             i += 1
             if evaluate and (i % eval_every == 0 or i == run.train.steps):
-                timer.drain()
-                with progress.during("evaluate"):
-                    reached = evaluate(state, i)
-                timer.restart()
+                reached = between_steps("evaluate", evaluate, state, i)
+            if check and i % check.every == 0:
+                between_steps("replicas", check, state["params"], i)
             if saver and every and i % every == 0 and i < run.train.steps:
-                timer.drain()
-                with progress.during("save"):
-                    saver.save(state)
-                timer.restart()
+                between_steps("save", saver.save, state)
             elif saver:
                 saver.check()
         timer.drain()

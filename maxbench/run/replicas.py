@@ -20,7 +20,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.run import AXES, DTYPES
+from maxbench.distributed import stragglers
+from maxbench.host import environment
 from maxbench.run.checksums import checksum
+from maxbench.run.step_timer import RunFailed
 from maxbench.sharding.rules import gather_master
 from maxbench.step.train_step import Step
 
@@ -74,6 +77,47 @@ class Replicas:
             return []
         gathered = np.asarray(multihost_utils.process_allgather(sums, tiled=True))
         return differing(gathered, self.axes, dict(self.step.mesh.shape))
+
+
+class Check:
+    """Ends a run whose GPUs have other weights than their copies.
+
+    Attributes:
+      every: steps between two checks.
+    """
+
+    def __init__(self, replicas: Replicas, every: int):
+        self.replicas, self.every, self.agreed = replicas, every, 0
+
+    def __call__(self, params: Any, steps: int) -> None:
+        """Checks the weights after so many steps.
+
+        Raises:
+          RunFailed: some GPUs differ; it names them.
+        """
+        if not (wrong := self.replicas.differing(params)):
+            self.agreed = steps
+            return
+        devices = self.replicas.step.mesh.devices.flat
+        hosts = [f["host"] for f in stragglers.allgather_json({"host": environment.hostname()})]
+        names = [f"{devices[i].id} on {hosts[devices[i].process_index]}" for i in wrong]
+        since, kept = "at the first check", "no checkpoint of it is known to be right"
+        if self.agreed:
+            since = f"they were equal after {self.agreed}"
+            kept = f"resume from a checkpoint of at most {self.agreed} steps"
+        raise RunFailed(
+            f"weights on GPU {', '.join(names)} differ from their copies after {steps} steps, "
+            f"{since}: a memory or a link changes bits; leave the host out; {kept}"
+        )
+
+
+def check_of(step: Step) -> Check | None:
+    """The check of a run's weights; None if it is off or no weight has a copy."""
+    runtime = step.run.runtime
+    if not runtime.compare_replicas_every or runtime.mock_gpus:
+        return None
+    replicas = Replicas(step)
+    return Check(replicas, runtime.compare_replicas_every) if replicas.axes else None
 
 
 def differing(

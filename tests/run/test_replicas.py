@@ -1,10 +1,15 @@
 """Copies of weights that differ in a bit on some GPUs, and what names these."""
 
+import json
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxbench.cli import entry
+from maxbench.config import exit_codes
 from maxbench.config.run import AXES
 from maxbench.run import replicas
 from maxbench.run.replicas import Replicas
@@ -12,6 +17,7 @@ from maxbench.sharding import mesh, rules
 from maxbench.sharding.collectives import axis_index
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
+from tests.run.conftest import folder_of
 
 
 def step_of(name: str = "llama31_8b", **axes: int) -> Step:
@@ -43,6 +49,35 @@ def test_a_flipped_bit_is_named(monkeypatch, axes, wrong):
 
     monkeypatch.setattr(replicas, "gather_master", flip)
     assert Replicas(step).differing(params) == wrong
+
+
+def test_a_run_with_a_flipped_bit_ends_before_it_is_saved(monkeypatch, tmp_path, capsys):
+    gather = rules.gather_master
+
+    def flip(sharding, w):
+        w = gather(sharding, w)
+        here = (axis_index("dp") == 1).astype(w.dtype)
+        return w.at[(0,) * w.ndim].add(here)
+
+    monkeypatch.setattr(replicas, "gather_master", flip)
+    code, folder = run_of(tmp_path, capsys, "--dp=4")
+    assert code == exit_codes.FAILED
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "failed"
+    reason = "weights on GPU 1 on .* differ from their copies after 3 steps, at the first check: "
+    assert re.match(reason, result["reason"])
+    assert not (folder / "checkpoints").exists() or not [*(folder / "checkpoints").iterdir()]
+    monkeypatch.setattr(replicas, "gather_master", gather)
+    code, folder = run_of(tmp_path / "right", capsys, "--dp=4")
+    assert code == 0
+
+
+def run_of(out, capsys, *flags):
+    every = ["--config.runtime.compare_replicas_every=3", "--config.output.checkpoint_every=3"]
+    words = ["--config", "llama31_8b:tiny", "--layers=1", "--steps=4", *flags, *every]
+    code = entry.run("train", [*words, "--mbs=1", "--gbs=4", "--output_dir", str(out)])
+    capsys.readouterr()
+    return code, folder_of(out)
 
 
 def test_weights_without_copies_are_not_compared():
