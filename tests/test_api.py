@@ -109,7 +109,7 @@ COMMAND_LINE_ONLY = {
     "train": {"dry_run", "json"},
     "plan": {"json", "schedule"},
     "report": {"format", "output", "diff"},
-    "trace": {"json"},
+    "trace": {"json", "drawing"},
 }
 
 
