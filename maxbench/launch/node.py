@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from maxbench.config import exit_codes
 from maxbench.config.recipes import ROOT
+from maxbench.host import identity
 
 PREFIX = "MB_"
 GRACE_S = 60  # for the other processes of a node after one has failed
@@ -322,6 +323,7 @@ def _write_job(job: NodeJob) -> None:
         "nodes": job.node_name or os.uname().nodename,
         "label": job.label,
         "started": int(time.time()),
+        "process": identity.of_this_process(),
     }
     (job.folder() / "job.json").write_text(json.dumps(about) + "\n")
     with open(job.experiment / f".job_{job.job}", "a") as starts:

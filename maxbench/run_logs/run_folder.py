@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES, resolve_format
 from maxbench.evidence import published
+from maxbench.host import identity
 from maxbench.run_logs import deaths, log_files
 from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig, parse_json
 from maxbench.run_logs.workload_name import complete
 
 MARKERS = {"result.json", "job.json", "metrics.jsonl"}  # a folder with one may be of a run
 MAX_JSON_BLOCKS = 16  # 64 MiB; files of maxbench have 10 KB
+KILLED = "it was killed or crashed; if memory of the host ran out, dmesg -T names its process"
 LAST_STEPS = 1 << 14  # bytes at the end of metrics.jsonl that read_state() reads: about 30 steps
 STEP = b"completed step: "  # in each line of a step in the log of a job
 JOB_LOG_END = 1 << 16  # bytes of each log of the job that are searched for the reason of a death
@@ -160,13 +162,20 @@ def _infer_status(record: RunRecord, cause: deaths.Cause | None) -> None:
         record.status, record.reason = "skipped", unread[0]
     elif job_end and not has_started:
         record.status, record.reason = "skipped", "its job is done, and its result is elsewhere"
-    elif not job_end and record.may_be_running(*files):
+    elif not job_end and not _is_killed(record) and record.may_be_running(*files):
         record.status = "running"
     elif cause := _cause(record, certain=True):
         record.die(cause)
     else:
         record.status = "died"
-        record.reason = f"ended {'without an error message' if has_started else 'before step 0'}"
+        record.reason = f"ended {'without an error message' if record.step_s else 'before step 0'}"
+        record.remedy = KILLED
+
+
+def _is_killed(record: RunRecord) -> bool:
+    """Whether the process of a run that has no end is gone, or its job's where it has not begun."""
+    job = {} if record.result else _read_json(record, "job.json")
+    return identity.is_gone(dig(record.result or job, "process", {}))
 
 
 def _cause(record: RunRecord, certain: bool = False) -> deaths.Cause | None:
