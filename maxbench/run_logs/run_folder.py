@@ -141,6 +141,8 @@ def _set_status(record: RunRecord) -> None:
     # A time limit or a lost node ends one process after another, and a later one may name the
     # first.
     is_cause = cause and "DUE TO" in cause.line and " died, see " in record.reason
+    if record.status == "failed":
+        record.remedy = deaths.of_reason(record.reason).remedy
     if cause and (record.status == "stopped" or is_cause):
         record.reason, record.remedy = f"{record.reason}: {cause.line}", cause.remedy
 
@@ -151,7 +153,7 @@ def _infer_status(record: RunRecord, cause: deaths.Cause | None) -> None:
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
     if not cause and reason:
-        cause = (deaths.cause(reason.encode()) or deaths.NONE)._replace(line=reason)
+        cause = deaths.of_reason(reason)._replace(line=reason)
     has_started = bool(record.result or record.step_s)
     files = [record.path / name for name in ("metrics.jsonl", "result.json", "job.json")]
     if cause:
