@@ -357,6 +357,7 @@ def mlperf(steps: Iterable[int], total: int, loss: str = "12.0", of: Work = RUN)
         point("submission_benchmark", '"llama31_8b"'),
         point("submission_platform", f'"1x{of.device}"'), point("global_batch_size", of.gbs),
         point("max_sequence_length", of.seq), point("max_steps", total),
+        point("tensor_parallelism", 1), point("micro_batch_size", 1),
     ))  # fmt: skip
     return head + "".join(
         point(
