@@ -302,7 +302,8 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
       seconds: after which compilation ends, but that of `given`, if a plan fits by then.
 
     Raises:
-      UserError: XLA's GPU compiler is not installed, and a program is not in the cache.
+      UserError: XLA's GPU compiler is not installed, and a program is not in the cache; or no
+        candidate compiles.
     """
     if any(compile_cache.load(run) is None for run in candidates):
         compile_cache.require_compiler()
@@ -350,6 +351,8 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                     if run == given:
                         raise
                     log(f"{name(i, run)}: fails: {error}")
+                    if not (plans or waiting or running):
+                        raise  # as all others
                     continue
                 known = f"{name(i, run)}: {p.step_s:.3f} s"
                 available = memory.activation_bytes(run) + p.memory.spare
