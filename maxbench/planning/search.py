@@ -390,7 +390,9 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                 numbered += len(others)
             if running and time.monotonic() > shown + PROGRESS_S:
                 shown = time.monotonic()
-                log(f"compiling {len(running)}, {len(waiting)} wait: {shown - began:.0f} s")
+                wait = f"; {len(waiting)} wait" if waiting else ""
+                compiled = f"{len(running)} layout{'s' * (len(running) > 1)}"
+                log(f"compiling {compiled}{wait}: {shown - began:.0f} s")
             time.sleep(POLL_S if running else 0)
     finally:
         for process in filter(None, (process for _, _, process in running)):

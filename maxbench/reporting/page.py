@@ -118,7 +118,7 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         traces=tables.traces(rows),
         sections=tables.sections(rows, options),
         suite=suite.judge(options.suite, rows) if options.suite else None,
-        legend=" ".join(tables.legend(options)),
+        legend=tables.legend(options),
         versions=versions(rows),
     )
 

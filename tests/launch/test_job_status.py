@@ -293,3 +293,17 @@ def test_archive_leaves_out_profiles_and_checkpoints(runs, tmp_path):
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     for words in ([str(runs), "--to", str(target)], [], ["/nowhere"], [str(runs), "--to"]):
         assert entry.run("archive", words) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["jobs", "."], "jobs: error: no job below .; `maxbench report` lists runs"),
+        (["cancel"], "cancel: error: no job is given; `maxbench jobs` lists the jobs"),
+    ],
+)
+def test_command_without_a_job_says_so(words, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    assert entry.run(words[0], words[1:]) == 2
+    assert error in capsys.readouterr().err

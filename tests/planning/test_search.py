@@ -243,7 +243,7 @@ def test_a_search_ends_after_its_time_if_a_layout_fits(monkeypatch, capsys):
     assert killed == started[2:]
     printed = capsys.readouterr().err
     assert printed.count("not compiled in 1 s, about") == 3
-    assert re.search(r"\ncompiling 1, \d wait: \d s\n", printed)
+    assert re.search(r"\ncompiling 1 layout; \d wait: \d s\n", printed)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_one_that_does():
