@@ -16,7 +16,7 @@ LEGEND = (
     "for FP8 runs the FP8 peak, although attention and logits run in BF16. Verdict: tokens/s "
     "relative to the published row of the same GPUs, batch, sequence and layers;"
 )
-LEGEND_WIDTH = 92  # columns, where the output is no terminal
+LEGEND_WIDTH = 93  # columns, where the output is no terminal
 # Head of a cell in tables for people -> its column in record(), and its format.
 CELLS = {
     "Status": ("status", ""),

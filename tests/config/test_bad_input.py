@@ -39,6 +39,10 @@ BAD = {
         ["--config", LLAMA, "--tp", "2", "--config.layout.tp=4"],
         ["--tp sets 2 and --config.layout.tp sets 4: they contradict each other"],
     ),
+    "profile": (
+        ["--config", LLAMA, "--profile", "nsight"],
+        ["profile.tool='nsight' is not one of nsys, xplane, nccltrace"],
+    ),
     "flag twice": (
         ["--config", LLAMA, "--gpus", "8", "--gpus=16"],
         ["--gpus=8 and --gpus=16 contradict each other; leave one of them out"],

@@ -299,6 +299,7 @@ def test_archive_leaves_out_profiles_and_checkpoints(runs, tmp_path):
     ("words", "error"),
     [
         (["jobs", "."], "jobs: error: no job below .; `maxbench report` lists runs"),
+        (["archive", "experiments", "--to", "runs.zip"], "to='runs.zip' must end with .tar.gz"),
         (["cancel"], "cancel: error: no job is given; `maxbench jobs` lists the jobs"),
     ],
 )

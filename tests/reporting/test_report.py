@@ -967,4 +967,4 @@ def test_legend_is_folded_where_the_output_is_no_terminal(tmp_path):
     *_, legend = run("--full_names", str(tmp_path)).split("\n\n")
     assert legend.startswith("Std is the population's.")
     assert "PASS from" in " ".join(legend.split())
-    assert max(map(len, legend.splitlines())) <= 92
+    assert max(map(len, legend.splitlines())) <= 93
