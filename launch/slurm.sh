@@ -31,7 +31,12 @@ if [[ -f "$STARTS" ]]; then
   done <"$STARTS"
 fi
 echo "$STAMP" >>"$STARTS"
-[[ -n "$RESUME" ]] && TRAIN+=("--resume" "$RESUME")
+if [[ -n "$RESUME" ]]; then
+  for i in "${!TRAIN[@]}"; do # instead of the checkpoint that the first start loaded
+    [[ "${TRAIN[i]}" == --resume ]] && unset "TRAIN[i]" "TRAIN[i + 1]"
+  done
+  TRAIN+=("--resume" "$RESUME")
+fi
 
 # Process 0 is on the first node, at the address that Slurm uses for it; slurm_env.py has its port.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -27,7 +27,7 @@ IMPORTS = {
     "step": "config sharding quantization model pipeline",
     "cost_model": "host hardware config metrics sharding quantization pipeline step",
     "evidence": "hardware config metrics pipeline cost_model",
-    "run_logs": "hardware config metrics evidence",
+    "run_logs": "host hardware config metrics evidence",
     "run": "host terminal hardware config metrics distributed sharding model pipeline step "
     "evidence run_logs",
     "planning": "host terminal hardware config metrics pipeline cost_model evidence",

@@ -1,5 +1,6 @@
 """The documentation: links, navigation, examples and generated files. `.ci/run` builds the site."""
 
+import ast
 import csv
 import inspect
 import json
@@ -7,19 +8,24 @@ import os
 import pathlib
 import re
 import subprocess
+import textwrap
+import tomllib
 
 import pytest
 
 import maxbench
-from maxbench.cli import entry
+from maxbench.cli import entry, launch
 from maxbench.cli import plan as plan_command
-from maxbench.config import command_line, recipes
+from maxbench.config import command_line, number_formats, recipes
 from maxbench.config.options import COMMANDS, Plan, RunOptions
 from maxbench.config.precedence import build_config
 from maxbench.config.resolve import resolve
 from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.launch import job_file
 from maxbench.metrics import flops
 from maxbench.planning import planner, run_result
+from maxbench.run_logs import formats, readers
+from maxbench.run_logs.record import Given
 from tests.conftest import train_command
 from tests.launch.test_launch import plain_env
 from tools import doc_samples, pictures, reference_pages
@@ -117,6 +123,81 @@ def test_the_example_mixer_is_that_of_the_test():
     code = re.search(r"```python\n(@register.*?)```", page, re.DOTALL)[1]
     lines = pathlib.Path("tests/gated_recurrence.py").read_text().splitlines()
     assert {*filter(str.strip, code.splitlines())} <= {*lines}
+
+
+def blocks_of(page: str, kind: str) -> list[str]:
+    """The code blocks of a language in a page, without their indentation."""
+    found = doc_samples.BLOCK.findall((DOCS / page).read_text())
+    return [textwrap.dedent(code) for _, name, code in found if name == kind]
+
+
+# Python and TOML blocks of a page -> the test that runs or reads them.
+READ_BY = {
+    "how-to/add_a_gpu_type.md": "test_commands_of_a_page_run",
+    "how-to/add_a_launcher.md": "test_functions_of_a_launcher_are_those_of_the_page",
+    "how-to/add_a_mixer.md": "test_the_example_mixer_is_that_of_the_test, tests/test_new_mixer.py",
+    "how-to/add_a_model.md": "test_the_example_model_is_a_valid_workload",
+    "how-to/add_a_number_format.md": "test_the_example_format_is_the_one_in_use",
+    "how-to/launch_on_a_cluster.md": "test_files_of_the_launcher_are_read",
+    "how-to/plan_any_program.md": "tests/planning/test_programs.py",
+    "how-to/use_from_python.md": "tests/test_api.py",
+    "how-to/use_the_network.md": "tests/model/test_model.py",
+    "reference/launcher.md": "test_files_of_the_launcher_are_read",
+    "reference/log_formats.md": "test_the_example_log_format_reads_its_lines",
+}
+
+
+def test_every_code_block_is_run_or_read_by_a_test():
+    kinds = lambda page: {kind for _, kind, _ in doc_samples.BLOCK.findall(page.read_text())}
+    with_code = {page for page in [*TOP, *PAGES] if kinds(page) & {"python", "toml"}}
+    assert with_code == {DOCS / page for page in READ_BY}
+    for tests in READ_BY.values():
+        for name in tests.split(", "):
+            assert name in globals() or pathlib.Path(name).is_file(), name
+
+
+def test_functions_of_a_launcher_are_those_of_the_page():
+    (code,) = blocks_of("how-to/add_a_launcher.md", "python")
+    functions = [x for x in ast.parse(code).body if isinstance(x, ast.FunctionDef)]
+    assert {x.name for x in functions} == {"dry_run", "submit"}
+    for scheduler in launch.SCHEDULERS.values():
+        for function in functions:
+            parameters = inspect.signature(getattr(scheduler, function.name)).parameters
+            assert [*parameters] == [x.arg for x in function.args.args]
+            defaults = [ast.literal_eval(x) for x in function.args.defaults]
+            given = [x.default for x in parameters.values() if x.default is not x.empty]
+            assert given == defaults
+
+
+def test_the_example_format_is_the_one_in_use():
+    (code,) = blocks_of("how-to/add_a_number_format.md", "python")
+    names = {"Format": number_formats.Format}
+    exec(code, names)
+    assert names["_NVFP4"] == number_formats.FORMATS["nvfp4"]
+
+
+def test_files_of_the_launcher_are_read(tmp_path):
+    (cluster,) = blocks_of("reference/launcher.md", "toml")
+    assert job_file.variables("cluster.toml", tomllib.loads(cluster))["SEGMENT"] == "true"
+    jobs, expect = blocks_of("how-to/launch_on_a_cluster.md", "toml")
+    (tmp_path / "suite.toml").write_text(f"{expect}\n{jobs}")
+    env = {"STAGE_PATH": str(tmp_path)}
+    found = job_file.resolve_jobs(env, file=str(tmp_path / "suite.toml"), suite=True)
+    assert len(found) == 3 * (3 * 2 + 1)
+    assert {job.expect.published for job in found} == {0.95}
+
+
+def test_the_example_log_format_reads_its_lines(tmp_path):
+    (table,) = blocks_of("reference/log_formats.md", "toml")
+    (tmp_path / "my_formats.toml").write_text(table)
+    page = (DOCS / "reference/log_formats.md").read_text()
+    (line,) = re.findall(r"For lines such as `(.*)`:", page)
+    lines = [line.replace("12/50", f"{i}/50") for i in range(1, 51)]
+    (tmp_path / "run.log").write_text("\n".join(["global batch 128", *lines]) + "\n")
+    known = formats.read(tmp_path / "my_formats.toml", formats.FORMATS)
+    (record,) = readers.read([tmp_path / "run.log"], Given(table=known))
+    assert (record.source, record.gbs, record.total_steps) == ("acme", 128, 50)
+    assert (record.loss[11], record.step_s[11]) == (2.31, 9.4)
 
 
 def test_pictures_are_up_to_date():

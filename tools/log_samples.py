@@ -357,6 +357,7 @@ def mlperf(steps: Iterable[int], total: int, loss: str = "12.0", of: Work = RUN)
         point("submission_benchmark", '"llama31_8b"'),
         point("submission_platform", f'"1x{of.device}"'), point("global_batch_size", of.gbs),
         point("max_sequence_length", of.seq), point("max_steps", total),
+        point("tensor_parallelism", 1), point("micro_batch_size", 1),
     ))  # fmt: skip
     return head + "".join(
         point(
@@ -379,14 +380,14 @@ LOGS: dict[str, Callable[..., str]] = {
 }  # fmt: skip
 
 
-def event_file(scalars: Iterable[tuple[str, int, float]]) -> bytes:
-    """A TensorBoard event file of (tag, step, value)."""
+def event_file(scalars: Iterable[tuple[str, int, float]], start_s: float = 1e9) -> bytes:
+    """A TensorBoard event file of (tag, step, value), from a time of day in seconds on."""
     field = lambda number, kind, data: bytes([number << 3 | kind]) + data
     sized = lambda number, data: field(number, 2, varint(len(data)) + data)
     records = [field(1, 1, struct.pack("<d", 1.0)) + sized(3, b"brain.Event:2")]
     for tag, step, value in scalars:
         scalar = sized(1, sized(1, tag.encode()) + field(2, 5, struct.pack("<f", value)))
-        wall = struct.pack("<d", 1e9 + STEP_S * step)
+        wall = struct.pack("<d", start_s + STEP_S * step)
         records.append(field(1, 1, wall) + field(2, 0, varint(step)) + sized(5, scalar))
     pack = lambda data: data + struct.pack("<I", event_files.crc(data))
     return b"".join(pack(struct.pack("<Q", len(data))) + pack(data) for data in records)

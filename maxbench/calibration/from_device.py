@@ -186,10 +186,8 @@ def table(result: DeviceFit) -> str:
     """Measured and predicted times of the microbenchmarks, then the constants."""
     before_and_after = result.before, result.efficiency
     unique = {o.name: o for some in result.observations.values() for o in some}.values()
-    rows = [
-        [o.name, f"{o.seconds * 1e6:,.1f} us", *(f"{o.error(p):+z.1%}" for p in before_and_after)]
-        for o in unique
-    ]
+    changes = lambda o: [console.change(o.error(p)) for p in before_and_after]
+    rows = [[o.name, f"{o.seconds * 1e6:,.1f} us", *changes(o)] for o in unique]
     programs = console.table(["program", "measured", "predicted", "calibrated"], rows)
     rows = []
     for name in result.names:

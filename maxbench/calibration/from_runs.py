@@ -225,9 +225,9 @@ def table(result: RunFit) -> str:
         more = f"; {PROGRAMS * (len(names) + 1)} programs settle {unfitted[0]} too"
         more = more if len(names) < MAX_CONSTANTS else ""
         lines.append(f"unchanged: {', '.join(unfitted)}{more}")
+    errors = lambda o, left_out: (o.error(result.before), o.error(result.efficiency), left_out)
     rows = [
-        [f"{o.seconds:.3f}", *(f"{o.error(p):+z.1%}" for p in (result.before, result.efficiency)),
-         f"{error:+z.1%}", o.name]
+        [f"{o.seconds:.3f}", *map(console.change, errors(o, error)), o.name]
         for o, error in zip(observations, result.left_out, strict=True)
     ]  # fmt: skip
     heads = ["measured s", "before", "after", "left out", "run"]

@@ -13,7 +13,7 @@ from maxbench.config import command_line, options, recipes
 from maxbench.config.errors import UserError
 from maxbench.distributed import runtime
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes, Kernels, Products
-from maxbench.host import environment
+from maxbench.host import environment, xla_flags
 from maxbench.preflight import node_health
 
 DEVICES = tuple(field.name for field in dataclasses.fields(options.Processes))
@@ -115,6 +115,7 @@ def calibrate_device(asked: options.Calibrate, gpu_types: GpuTypes) -> tuple[str
         train = options.TrainOptions(workload, output_dir=folder, **devices)
         run = command_line.resolve_run(train)
         runtime.set_environment(run)
+        runtime.require_flags(xla_flags.Check())
         peers = runtime.init_distributed(run)
         measured = measure(asked.gpu_type, asked.small, gpu_types)
     import jax

@@ -12,8 +12,10 @@ from maxbench.launch.submission import Submission
 def main(argv: Sequence[str]) -> int:
     """Cancels one job; returns the exit code."""
     number, *places = command_line.read(options.Cancel, argv).words or [""]
+    if not number:
+        raise UserError("no job is given; `maxbench jobs` lists the jobs")
     found = (submission.of(folder) for folder in job_status.folders(places))
-    job = next((job for job in found if number and job.job == number), None)
+    job = next((job for job in found if job.job == number), None)
     if not job:
         raise UserError(f"JOB={number!r} has no run folder; `maxbench jobs` lists the jobs")
     if why := CANCEL[job.scheduler](job):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from maxbench.config import command_line, options
 from maxbench.config.errors import UserError
+from maxbench.distributed import runtime
+from maxbench.host import xla_flags
 
 if TYPE_CHECKING:
     from maxbench.planning.run_result import PlanResult
@@ -55,6 +57,7 @@ def plan_program(asked: options.PlanProgram) -> int:
     from maxbench.planning import program_result, program_sources
 
     check_files(asked)
+    runtime.require_flags(xla_flags.Check())
     with contextlib.redirect_stdout(sys.stderr):  # what the program prints
         if asked.hlo:
             found = program_result.plan_hlo(asked.hlo, asked)

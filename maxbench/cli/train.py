@@ -15,6 +15,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import DEGREES, Run
 from maxbench.distributed import runtime
 from maxbench.evidence import published
+from maxbench.host import xla_flags
 from maxbench.metrics import flops
 from maxbench.run import terminal
 from maxbench.run_logs import folders
@@ -74,11 +75,17 @@ def train(run: Run, report: Callable[..., None] | None = None) -> int:
       UserError: the run cannot start here.
     """
     runtime.set_environment(run)
+    flags = xla_flags.Check()
     screen = terminal.on_screen()
     try:
         from maxbench.run import loop  # imports jax, which reads the environment set above
 
+        runtime.require_flags(flags)
         return loop.train(run, screen, report)
+    except UserError:
+        if screen:
+            screen.stop()
+        raise
     except KeyboardInterrupt:  # while jax was loading; the loop handles later ones
         if screen:
             screen.stop()

@@ -19,6 +19,26 @@ Command = TypeVar("Command", bound=Options)
 PREFIX = "config."  # of the flag of a setting
 
 
+class _Once(flags.Flag):
+    """A flag whose values are the same where it is given several times."""
+
+    def parse(self, argument: Any) -> None:
+        if self.present and (second := self._parse(argument)) != self.value:
+            both = f"{self._word(self.value)} and {self._word(second)}"
+            raise flags.Error(f"{both} contradict each other; leave one of them out")
+        super().parse(argument)
+
+    def _word(self, value: Any) -> str:
+        return f"--{self.name}={value}"
+
+
+class _BoolOnce(_Once, flags.BooleanFlag):
+    """A flag without a value, or with "no" before its name."""
+
+    def _word(self, value: Any) -> str:
+        return f"--{self.name}" if value else f"--no{self.name}"
+
+
 def read(command: type[Command], argv: Sequence[str]) -> Command:
     """The options that argv (program name first) gives.
 
@@ -29,11 +49,13 @@ def read(command: type[Command], argv: Sequence[str]) -> Command:
     settings = SETTINGS if issubclass(command, RunOptions) else {}
     # Values stay text: the fields that the flags set parse and check them.
     for name, field in {**by_flag, **{PREFIX + path: f for path, f in settings.items()}}.items():
-        is_bool = options.type_of(field) is bool
-        define: Any = flags.DEFINE_bool if is_bool else flags.DEFINE_string
         if "values" in field.metadata:  # NAME=VALUE, given several times
-            define = flags.DEFINE_multi_string
-        define(name, None, "", flag_values=fv)
+            flags.DEFINE_multi_string(name, None, "", flag_values=fv)
+        elif options.type_of(field) is bool:
+            flags.DEFINE_flag(_BoolOnce(name, None, ""), fv)
+        else:
+            parser: Any = flags.ArgumentParser()
+            flags.DEFINE_flag(_Once(parser, None, name, None, ""), fv)
     words = _parse(fv, argv)
     values = fv.flag_values_dict()
     given = {name: values[name] for name in by_flag if values[name] is not None}

@@ -20,7 +20,7 @@ def check_choice(field: str, value: str, options: Iterable[str]) -> None:
         return
     near = difflib.get_close_matches(str(value), options, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"{field}={value!r:.60} is not one of {', '.join(options)}{hint}")
+    raise UserError(f"{field}={value!r:.60} is not one of {', '.join(filter(None, options))}{hint}")
 
 
 def escape_control(text: str) -> str:

@@ -156,7 +156,8 @@ def load(
         lines: list[Any] = [frame.lineno for frame in error.stack if frame.filename == path]
         lines += [error.lineno] if getattr(error, "filename", "") == path else []  # a syntax error
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
-        raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{error}") from None
+        text = e.msg if isinstance(e, SyntaxError) else error  # the error repeats file and line
+        raise UserError(f"{':'.join(map(str, (path, *lines[-1:])))}: {kind}{text}") from None
     try:
         layout_table.check(config.layouts, pathlib.Path(path).read_text(), gpu_types)
     except UserError as e:

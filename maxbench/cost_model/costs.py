@@ -5,6 +5,7 @@ measured at run time.
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,10 +101,18 @@ class Costs:
         self.chip, self.efficiency = gpu.chip, efficiency or gpu.efficiency
         self.axes, self.degrees = [*degrees], [*degrees.values()]
         self.gpus = math.prod(self.degrees)
-        self.order = np.array(order or range(self.gpus))
+        self.order = np.array(order) if order else None
         self.domain = self.gpu.nvlink_domain(self.gpus)
-        self.products = Table(self.gpu.products)
-        self.kernels = Table((kind, "", *row) for kind, *row in self.gpu.kernels)
+
+    @functools.cached_property
+    def products(self) -> Table:
+        """Measured GEMMs."""
+        return Table(self.gpu.products)
+
+    @functools.cached_property
+    def kernels(self) -> Table:
+        """Measured memory-bound kernels."""
+        return Table((kind, "", *row) for kind, *row in self.gpu.kernels)
 
     # Compute.
 
@@ -163,22 +172,24 @@ class Costs:
         group = groups[0] if groups.size else np.arange(self.gpus)
         at = np.array(np.unravel_index(group, self.degrees))
         axes = [axis for axis, row in zip(self.axes, at, strict=True) if len(set(row.tolist())) > 1]
-        places = self.order[group]
-        domains, inside = np.unique(places // self.domain, return_counts=True)
-        pods = len(np.unique(places // self.gpu.pod_gpus)) if self.gpu.pod_gpus else 1
-        label = "+".join(axes) or f"{len(domains)} x {inside.min()} GPUs"
-        return Link(label, len(group), len(domains), int(inside.min()), pods)
+        return _link(axes, self._places(group), self.domain, self.gpu.pod_gpus)
 
     def axis_link(self, *axes: str) -> Link:
         """The link of the devices along mesh axes."""
-        ids = np.arange(self.gpus).reshape(self.degrees)
-        along = tuple(slice(None) if a in axes else 0 for a in self.axes)
-        return self.link_of(ids[along].reshape(1, -1))
+        sizes = tuple(zip(self.axes, self.degrees, strict=True))
+        if self.order is None:  # a search asks for the same ones of thousands of layouts
+            return _axis_link(sizes, axes, self.domain, self.gpu.pod_gpus)
+        split = [axis for axis, n in sizes if axis in axes and n > 1]
+        places = self._places(_along(sizes, axes))
+        return _link(split, places, self.domain, self.gpu.pod_gpus)
+
+    def _places(self, devices: np.ndarray) -> np.ndarray:
+        return devices if self.order is None else self.order[devices]
 
     def permute_link(self, pairs: np.ndarray) -> Link:
         """The link of a permute's (source, target) pairs: a pair between pods, else between NVLink
         domains, if any."""
-        places = self.order[pairs]
+        places = self._places(pairs)
         apart = lambda gpus: places[:, 0] // gpus != places[:, 1] // gpus
         crossed = apart(self.domain).astype(int) + apart(self.gpu.pod_gpus or self.gpus)
         return self.link_of(pairs[[np.argmax(crossed)]])
@@ -246,6 +257,38 @@ class Costs:
     def launch(self) -> float:
         """Seconds between two kernels."""
         return self.efficiency.launch_us * 1e-6
+
+
+def _link(axes: Sequence[str], places: np.ndarray, domain: int, pod: int) -> Link:
+    """The link of GPUs at places in the order of nodes.
+
+    Args:
+      axes: mesh axes along which they differ.
+      domain, pod: GPUs of an NVLink domain and of a pod; 0 = no pods.
+    """
+    domains, inside = np.unique(places // domain, return_counts=True)
+    pods = len(np.unique(places // pod)) if pod else 1
+    label = "+".join(axes) or f"{len(domains)} x {inside.min()} GPUs"
+    return Link(label, len(places), len(domains), int(inside.min()), pods)
+
+
+def _along(sizes: Sequence[tuple[str, int]], axes: Sequence[str]) -> np.ndarray:
+    """Device ids along some axes of a mesh, at place 0 of the others, in row-major order."""
+    ids, stride = np.zeros(1, int), 1
+    for axis, n in reversed(sizes):
+        if axis in axes:
+            ids = (np.arange(n)[:, None] * stride + ids).ravel()
+        stride *= n
+    return ids
+
+
+@functools.lru_cache(1 << 14)
+def _axis_link(
+    sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], domain: int, pod: int
+) -> Link:
+    """Costs.axis_link() of devices in the order of nodes."""
+    split = [axis for axis, n in sizes if axis in axes and n > 1]
+    return _link(split, _along(sizes, axes), domain, pod)
 
 
 def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, str, str]:

@@ -77,8 +77,12 @@ class Op:
 
     def attr(self, key: str) -> str:
         """Value of an attribute, a name, number or quoted text: 'body=%b' -> 'b'; '' if absent."""
-        found = re.search(rf'(?:^|[\s,{{]){key}=(?:"([^"]*)"|%?([\w.\-$]+))', self.attrs)
-        return (found[1] or found[2] or "") if found else ""
+        name, at = f"{key}=", -1
+        while (at := self.attrs.find(name, at + 1)) >= 0:  # faster than a search for a pattern
+            starts = at == 0 or self.attrs[at - 1] in " \t\n,{"
+            if starts and (found := VALUE.match(self.attrs, at + len(name))):
+                return found[1] or found[2] or ""
+        return ""
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -146,17 +150,22 @@ class Op:
             last = [[*sizes].index(name) for name in names]
             size = math.prod(sizes[name] for name in names)
             return np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, size)
-        found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.attrs)
-        if not found and "replica_groups=" in self.attrs:
+        text = self._listed("replica_groups")
+        if not text and re.search(r"replica_groups=(?!\{\})", self.attrs):
             raise ValueError(f"replica groups of an unknown form: {self.attrs[:200]}")
-        rows = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
-        return np.array([*map(_numbers, rows)] or np.zeros((0, 0)), int)
+        return _rows(text) if text else np.zeros((0, 0), int)
 
     @functools.cached_property
     def pairs(self) -> np.ndarray:
         """Source and target device of each message of a permute, [messages, 2]."""
-        found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", self.attrs)
-        return np.array(_numbers(found[1] if found else ""), int).reshape(-1, 2)
+        text = self._listed("source_target_pairs")
+        return _rows(text) if text else np.zeros((0, 2), int)
+
+    def _listed(self, key: str) -> str:
+        """Value of an attribute that is a list of lists, {{0,1},{2,3}}, without the outer braces;
+        '' if it is absent or empty."""
+        start = self.attrs.find(f"{key}={{{{") + len(key) + 2
+        return self.attrs[start : self.attrs.find("}}", start) + 1] if start > len(key) + 1 else ""
 
     def dims(self, key: str) -> tuple[int, ...]:
         """Dimension numbers of a dot or library call: dims('lhs_contracting_dimensions')."""
@@ -166,10 +175,24 @@ class Op:
         return _numbers(found[1] if found else "")
 
 
+@functools.lru_cache(64)  # many ops have the same ones, of all devices
+def _rows(text: str) -> np.ndarray:
+    """Numbers of '{0,1},{2,3}', a row of each list.
+
+    Raises:
+      ValueError: another form, or lists of several lengths.
+    """
+    rows = text.removeprefix("{").removesuffix("}").split("},{")
+    if len({row.count(",") for row in rows}) > 1 or not re.fullmatch(r"[\d,{}]*", text):
+        raise ValueError(f"lists of devices of an unknown form: {text[:200]}")
+    return np.fromstring(",".join(rows), int, sep=",").reshape(len(rows), -1)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text))
 
 
+VALUE = re.compile(r'"([^"]*)"|%?([\w.\-$]+)')  # of an attribute
 IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 MESH = rf"=mesh\[([^\]]*)\](?:, device_ids=\({IOTA}\))? \{{((?:'[^']+',?)+)\}}"
 

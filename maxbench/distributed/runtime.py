@@ -19,7 +19,7 @@ from maxbench.config.run import Run
 from maxbench.distributed import coordinator, rendezvous, slurm_env
 from maxbench.distributed.peer_watch import PeerWatch
 from maxbench.distributed.service_relay import ServiceRelay
-from maxbench.host import environment
+from maxbench.host import environment, xla_flags
 
 # The peer watch finds lost and frozen processes. jax's client would abort this one, without a name
 # and before the result is written (tests/distributed/test_stock_jax.py).
@@ -73,6 +73,16 @@ def set_environment(run: Run) -> None:
                 f"{reason}; unset it, or JAX_PLATFORMS=cpu"
             )
     _enable_compilation_cache(run)
+
+
+def require_flags(check: xla_flags.Check) -> None:
+    """Waits for a check of XLA_FLAGS.
+
+    Raises:
+      UserError: XLA would abort this process.
+    """
+    if errors := check.errors():
+        raise UserError(f"XLA_FLAGS: {'; '.join(errors)}")
 
 
 def _make_writable(folder: str) -> None:

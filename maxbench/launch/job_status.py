@@ -144,5 +144,4 @@ def ended(run: RunRecord) -> tuple[str, str]:
         return str(end.get("state", "FAILED")), str(end.get("reason", ""))
     if run.status in ("running", "skipped"):
         return "STARTED", run.reason
-    cause = deaths.cause(run.reason.encode())
-    return cause.state if cause else "FAILED", run.reason
+    return deaths.of_reason(run.reason).state, run.reason

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from maxbench.config import ports
+from maxbench.config import flag_words, ports
 from maxbench.config.errors import UserError
 from maxbench.launch.node import NodeJob
 from maxbench.launch.nsight import NSYS_CPU_OPTIONS, NSYS_OPTIONS
@@ -52,15 +52,16 @@ def train_flags(s: JobConfig, kind: str) -> list[str]:
     """Flags of maxbench.train for a job of this kind."""
     if not kind:
         return list(s.flags)
-    steps, flags = s.run.train.steps, [*s.flags, f"--profile={kind}"]
-    if "--checkpoint" in flags:  # only the run itself saves: checkpoints are terabytes
-        flags += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
+    steps, own = s.run.train.steps, [f"--profile={kind}"]
+    if "--checkpoint" in s.flags:  # only the run itself saves: checkpoints are terabytes
+        own += ["--nocheckpoint", "--config.output.checkpoint_every=0"]
     if kind == "nccltrace":
-        return [*flags, "--steps", str(min(5, steps))]
+        return flag_words.replaced(s.flags, *own, "--steps", str(min(5, steps)))
     start, stop = s.number("PROFILE_START_STEP"), s.number("PROFILE_STOP_STEP")
-    flags += [f"--config.profile.start={start}", f"--config.profile.stop={stop}"]
-    flags.append(f"--config.profile.ranks={s.values['RUN_CONF_PROFILE_RANKS']}")
-    return [*flags, "--steps", str(stop if s.launch.stops else max(stop, steps))]
+    own += [f"--config.profile.start={start}", f"--config.profile.stop={stop}"]
+    own.append(f"--config.profile.ranks={s.values['RUN_CONF_PROFILE_RANKS']}")
+    own += ["--steps", str(stop if s.launch.stops else max(stop, steps))]
+    return flag_words.replaced(s.flags, *own)
 
 
 def command(s: JobConfig, kind: str, python: str = "python3") -> list[str]:

@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from maxbench.config import exit_codes
+from maxbench.config import exit_codes, flag_words
 from maxbench.config.recipes import ROOT
+from maxbench.host import identity
 
 PREFIX = "MB_"
 GRACE_S = 60  # for the other processes of a node after one has failed
@@ -105,8 +106,7 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     0: done. 75: start the job again, by the rule of exit_codes.restarts(). 124, 143: stopped by the
     time limit or the end of stdin. Others: of the first process that failed.
     """
-    job, train = NodeJob.from_env(env), [*words]
-    stop = Stop()
+    job, stop = NodeJob.from_env(env), Stop()
     signal.signal(signal.SIGTERM, lambda *_: stop.request(exit_codes.SIGTERM))
     if job.until_eof:
         threading.Thread(target=_stop_at_eof, args=(stop,), daemon=True).start()
@@ -116,11 +116,12 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     except OSError as e:
         print(f"maxbench: error: {folder} cannot be created: {e.strerror}", flush=True)
         return exit_codes.BAD_INPUT
-    train.append(f"--config.output.stamp={job.stamp + job.attempt}")
+    own = [f"--config.output.stamp={job.stamp + job.attempt}"]
     if resumed := job.earlier_checkpoints():
-        train += ["--resume", ",".join(resumed)]
+        own += ["--resume", ",".join(resumed)]
     if job.start_timeout_s:
-        train.append(f"--config.runtime.rendezvous_timeout_s={job.start_timeout_s}")
+        own.append(f"--config.runtime.rendezvous_timeout_s={job.start_timeout_s}")
+    train = flag_words.replaced(words, *own)
     log_file = f"node-{job.node_index}.log" if job.own_log == "true" else os.devnull
     shared = (folder / "submission.json").exists()  # written by the launcher
     with open(folder / log_file, "a", buffering=1) as log:
@@ -322,6 +323,7 @@ def _write_job(job: NodeJob) -> None:
         "nodes": job.node_name or os.uname().nodename,
         "label": job.label,
         "started": int(time.time()),
+        "process": identity.of_this_process(),
     }
     (job.folder() / "job.json").write_text(json.dumps(about) + "\n")
     with open(job.experiment / f".job_{job.job}", "a") as starts:

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbench.config import command_line, layout_table, options, recipes
+from maxbench.config import command_line, flag_words, layout_table, options, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.config.recipes import CONFIGS, ROOT, Launch
 from maxbench.config.run import Run
@@ -129,7 +129,9 @@ def resolve_job(env: Mapping[str, str], extra: Sequence[str] = ()) -> JobConfig:
     out = pathlib.Path(values["RUN_CONF_RESULT_DIR"] or values["STAGE_PATH"] or ".").absolute()
     for name, folder in {"STAGE_PATH": out, "MAXBENCH_ROOT": ROOT}.items():
         checked(name, str(folder), EnvVar(kind="path"))
-    flags = [*_flags(values, path, config.layouts, out, extra, gpu), *extra]
+    flags = _flags(values, path, config.layouts, out, extra, gpu)
+    given = {v.option for n, v in VARIABLES.items() if any(env.get(x) for x in (n, *v.also))}
+    flags = [*flag_words.without(flags, flag_words.names(extra) - given), *extra]
     run = _run(flags)
     if not re.fullmatch(r"[A-Za-z0-9._+-]+", run.name):  # names a folder and a job
         raise UserError(
@@ -326,11 +328,12 @@ def _flags(
     elif not total and not presets and not by_hand:
         raise UserError(_scales(layouts, values, gpu))
     row = _option_words(values, [name for name in OPTIONS if name in ROW])
-    flags += [*row, *_fill_data_axes(values, [*flags, *row])]
+    flags += row
+    flags = flag_words.replaced(flags, *_fill_data_axes(values, flags))
     flags += _option_words(values, [name for name in OPTIONS if name not in (*ROW, GPUS)])
     flags += ["--output_dir", str(out)]
     if loaded := values["LOAD_CHECKPOINT_PATH"]:
-        flags += ["--steps", str(_checkpoint_step(loaded) + 1)]
+        flags = flag_words.replaced(flags, "--steps", str(_checkpoint_step(loaded) + 1))
     if (every := values["CHECKPOINT_EVERY"]) != "0":
         flags += ["--checkpoint", f"--config.output.checkpoint_every={every}"]
     return flags
@@ -374,6 +377,9 @@ def _run(flags: Sequence[str]) -> Run:
         message = re.sub(r"(?<!plan )--gpus (\d+)", rf"{GPUS}=\1", str(e))
         message = re.sub(r"axes, (--fsdp)", r"axes, launch.sh -- \1", message)
         ours = {option: name for name, option in OPTIONS.items()} | {"preset": "PRESET"}
+        if twice := re.match(r"--(\w+)(?==\S* and --\1=)", message):
+            message = ours.get(twice[1], twice[0]) + message[twice.end() :]
+            raise UserError(message) from None
         ours |= {options.FLAGS.get(option, option): name for option, name in ours.items()}
         name, _, rest = message.partition("=")
         raise UserError(f"{ours.get(name, name)}={rest}" if rest else message) from None

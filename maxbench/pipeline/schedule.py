@@ -139,11 +139,13 @@ class Schedule:
 
     def render(self, width: int = 120) -> str:
         """Stages as rows, ticks as columns: forward above backward, as 'chunk:microbatch'; the
-        first and the last ticks if not all fit the width."""
+        first, the middle and the last ticks if not all fit the width."""
         lines = []
         cell = len(f"{self.vp - 1}:{self.microbatches - 1}") + 1
-        shown, ticks = max(2, (width - 16) // cell), range(self.ticks)
-        parts = [ticks[: shown // 2], ticks[-(shown // 2) :]] if shown < self.ticks else [ticks]
+        third, ticks = max(1, (width - 19) // cell // 3), range(self.ticks)
+        middle = (self.ticks - third) // 2  # in the steady state
+        parts = [ticks[:third], ticks[middle : middle + third], ticks[-third:]]
+        parts = parts if 3 * third < self.ticks else [ticks]
         for p in range(self.pp):
             for way in WAYS:
                 microbatch = self.column(f"{way}_microbatch")[:, p]
@@ -152,7 +154,8 @@ class Schedule:
                 cells = ["".join(text(t).ljust(cell) for t in part) for part in parts]
                 label = f"stage {p:<2}" if way == "fwd" else ""
                 lines.append(f"{label:<9}{way[0].upper()} {'... '.join(cells).rstrip()}")
-        cut = f" (first and last {shown // 2} shown)" if shown < self.ticks else ""
+        spans = [f"{part[0]} to {part[-1]}" for part in parts]
+        cut = f" ({', '.join(spans[:-1])} and {spans[-1]} are shown)" if len(parts) > 1 else ""
         head = f"{self.name}: {self.ticks} ticks, bubble {self.bubble():.1%}, slots "
         legend = "F forward, B backward, each chunk:microbatch; . the stage waits"
         return "\n".join([f"{head}{self.stash_slots}{cut}", legend, *lines])

@@ -16,7 +16,7 @@ from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.compile_cache import CompiledStep
-from maxbench.host import environment
+from maxbench.host import environment, xla_flags
 
 CHILD = "from maxbench.planning import compile_process; compile_process.answer()"
 POLL_S = 0.5  # between a child's looks at its parent
@@ -105,6 +105,8 @@ def _error(code: int, printed: str) -> Exception:
             "the compiler was killed, as a system out of host memory does; a search compiles "
             "several programs at a time, which `taskset -c 0` limits to one"
         )
+    if errors := xla_flags.errors(printed):
+        return UserError(f"XLA_FLAGS: {'; '.join(errors)}")
     return CompileError(f"the compiler ended with exit code {code}:\n{printed}")
 
 

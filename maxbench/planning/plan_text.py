@@ -132,7 +132,8 @@ def _communication_table(p: Prediction) -> list[str]:
 
 def format_sensitivity(p: Prediction, seconds: Mapping[str, Sequence[float | None]]) -> str:
     """Table of seconds of a step, by part of the cluster and factor; None: it does not fit."""
-    change = lambda s: f"{p.text_s(s)} s {s / p.step_s - 1:+z6.1%}" if s else "does not fit"
+    percent = lambda s: f"{console.change(s / p.step_s - 1):>6}"
+    change = lambda s: f"{p.text_s(s)} s {percent(s)}" if s else "does not fit"
     rows = [[part, *map(change, row)] for part, row in seconds.items()]
     return "\n".join(table(["a step with", *(f"x {f}" for f in FACTORS)], rows))
 
@@ -196,12 +197,18 @@ def published_lines(p: Plan, row: dict | None) -> list[str]:
     shown = [
         [f"without {n}", f"{-s:+.3f} s"] for n, s in p.deltas.items() if abs(s) > 1e-3 * p.step_s
     ]
-    lines = [f"{head}predicted {row['error']:+z.1%}"]
+    lines = [f"{head}{_predicted(row['error'])}"]
     if shown:
         total = f"{row['as_published_s']:.3f} s"
         lines += console.table((), [*shown, ["as published", total]], indent="  ")
-        lines[-1] += f": predicted {row['error_as_published']:+z.1%}"
+        lines[-1] += f": {_predicted(row['error_as_published'])}"
     return lines
+
+
+def _predicted(error: float) -> str:
+    """'predicted +1.2%', or 'as predicted'."""
+    text = console.change(error)
+    return "as predicted" if text == "0.0%" else f"predicted {text}"
 
 
 def fit_line(p: Plan) -> str:

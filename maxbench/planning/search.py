@@ -31,10 +31,10 @@ from maxbench.planning.planner import Plan, plan
 # between 1.12 and 1.26.
 SPREAD = 0.04
 POLL_S = 0.1
-PROGRESS_S = 10  # between lines that tell how many layouts are ranked
+PROGRESS_S = 10  # between lines of progress
 MAX_AT_A_TIME = 4  # programs: compiling one takes up to 3 GiB
 MAX_TP, MAX_PP, MAX_CP, MAX_MBS = 16, 16, 8, 16
-first = operator.itemgetter(0)
+first, first_two = operator.itemgetter(0), operator.itemgetter(0, 1)
 WIDTH = 2  # bytes of a bf16 element
 LOGITS = 3 << 30  # bytes of a chunk of logits, their gradient and the loss's temporaries
 # Bytes per weight of embedding and LM head, and microbatch: adding a gradient to its sum, in bf16.
@@ -97,6 +97,20 @@ def _split_by(mesh_axis: str, m: Model) -> frozenset[int]:
 
 def estimate_step_s(run: Run) -> float:
     """Estimated seconds of a step, without a compiled program. For ranking only."""
+    offloaded = 0.0
+    if run.train.offload:
+        without = remat.with_remat(run, run.train.remat)
+        offloaded = memory.activation_bytes(without) - memory.activation_bytes(run)
+    return _estimate_s(run, remat.recomputed_fraction(run), offloaded)
+
+
+def _estimate_s(run: Run, recomputed: float, offloaded: float) -> float:
+    """estimate_step_s(), of which it is the least with 0 and 0.
+
+    Args:
+      recomputed: fraction of the FLOPs of layers.
+      offloaded: bytes of a microbatch.
+    """
     a, m, seq = run.layout, run.model, run.train.seq
     costs = planner.costs_of(run)
     to = functools.cache(costs.axis_link)
@@ -106,7 +120,7 @@ def estimate_step_s(run: Run) -> float:
     head = 6 * m.vocab * m.embed * seq
     share = a.mbs / (a.cp * a.tp)  # of a sequence's FLOPs, per GPU and microbatch
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
-    layers *= 1 + remat.recomputed_fraction(run) / 3
+    layers *= 1 + recomputed / 3
     # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
     # the experts' collectives over the network occupy the communication stream.
     waits = m.has_experts and "network" in (to(x).name for x in ("ep", "ep_nodes"))
@@ -137,9 +151,7 @@ def estimate_step_s(run: Run) -> float:
         gathers = 3 * link("all-gather", int(WIDTH * weights), "fsdp")
         crowded = a.tp * a.cp * a.ep > 1  # others share the stream: about half is exposed
         work = work + gathers / 2 if crowded else max(work, gathers)
-    if run.train.offload:  # copied out and back, of which about half is exposed
-        without = remat.with_remat(run, run.train.remat)
-        work += costs.offload(memory.activation_bytes(without) - memory.activation_bytes(run))
+    work += costs.offload(offloaded)  # copied out and back, of which about half is exposed
     if a.pp > 1:  # chunk switches of this stage and a neighbour: weights twice, and gradients
         work += 2 * costs.memory(8 * WIDTH * weights) / run.train.microbatch_group_size
     loss = head * share / a.pp / costs.rate("bf16") + costs.memory(ACCUMULATED * ends)
@@ -183,22 +195,28 @@ def rank_layouts(run: Run, gpus: int, gbs: int = 0) -> list[Run]:
       gbs: global batch; 0: that of the run.
     """
     capacity = memory.capacity(run.gpu)
-    best: dict[tuple, tuple[float, Run]] = {}
+    fitting: list[tuple[float, int, float, Run]] = []
     shown = time.monotonic()
     for number, candidate in enumerate(layouts(run, gpus, gbs or run.layout.gbs)):
         if time.monotonic() > shown + PROGRESS_S:
             shown = time.monotonic()
             print(f"ranking layouts of {gpus} GPUs: {number:,} so far", file=sys.stderr, flush=True)
+        if (spare := capacity - estimate_bytes(candidate)) > 0:
+            fitting.append((_estimate_s(candidate, 0, 0), number, spare, candidate))
+    # Policies take longer to choose than a step to estimate: of a layout that would not be the
+    # best of its kind without any recomputation they are not chosen.
+    best: dict[tuple, tuple[float, int, Run]] = {}
+    for least, number, spare, candidate in sorted(fitting, key=first):
         a = candidate.layout
         kind = (a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1)
-        spare = capacity - estimate_bytes(candidate)
-        if spare <= 0:
+        if kind in best and best[kind][0] < least:
             continue
         for option in (remat.least_recomputed(candidate, spare), remat.offloaded(candidate, spare)):
             if option:
-                ranked = estimate_step_s(option), option
-                best[kind] = min(best.get(kind, (math.inf, option)), ranked, key=first)
-    return [option for _, option in sorted(best.values(), key=first)]
+                ranked = estimate_step_s(option), number, option
+                best[kind] = min(best.get(kind, (math.inf, 0, option)), ranked, key=first_two)
+    first_of_each = sorted(best.values(), key=first_two)
+    return [option for *_, option in first_of_each]
 
 
 def with_other_microbatches(run: Run) -> list[Run]:
@@ -302,14 +320,16 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
       seconds: after which compilation ends, but that of `given`, if a plan fits by then.
 
     Raises:
-      UserError: XLA's GPU compiler is not installed, and a program is not in the cache.
+      UserError: XLA's GPU compiler is not installed, and a program is not in the cache; or no
+        candidate compiles.
     """
     if any(compile_cache.load(run) is None for run in candidates):
         compile_cache.require_compiler()
     log = lambda text: print(text, file=sys.stderr, flush=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     at_a_time = min(cores or 1, MAX_AT_A_TIME, len(candidates))
-    fastest, end = min(map(estimate_step_s, candidates)), time.monotonic() + seconds
+    fastest, began = min(map(estimate_step_s, candidates)), time.monotonic()
+    shown, end = began, began + seconds
     log(
         f"{len(candidates)} layouts, the fastest estimated at {fastest:.3f} s; compiling the first "
         f"{at_a_time}, then those that may be faster"
@@ -350,6 +370,8 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                     if run == given:
                         raise
                     log(f"{name(i, run)}: fails: {error}")
+                    if not (plans or waiting or running):
+                        raise  # as all others
                     continue
                 known = f"{name(i, run)}: {p.step_s:.3f} s"
                 available = memory.activation_bytes(run) + p.memory.spare
@@ -366,6 +388,11 @@ def search(candidates: Sequence[Run], given: Run, seconds: float = math.inf) -> 
                 others = [x for x in with_other_microbatches(winner.run) if x not in tried]
                 waiting.extend(enumerate(others, numbered + 1))
                 numbered += len(others)
+            if running and time.monotonic() > shown + PROGRESS_S:
+                shown = time.monotonic()
+                wait = f"; {len(waiting)} wait" if waiting else ""
+                compiled = f"{len(running)} layout{'s' * (len(running) > 1)}"
+                log(f"compiling {compiled}{wait}: {shown - began:.0f} s")
             time.sleep(POLL_S if running else 0)
     finally:
         for process in filter(None, (process for _, _, process in running)):

@@ -4,27 +4,14 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from maxbench.config.run import Run
-from maxbench.host import environment
+from maxbench.host import environment, xla_flags
 from maxbench.step import xla_options
 
-REPLACEMENTS = {  # flags of an older XLA -> what to use instead
-    "xla_gpu_graph_level": "--xla_gpu_enable_command_buffer=",
-    "xla_gpu_enable_async_collectives": "--xla_gpu_enable_latency_hiding_scheduler=true",
-    "xla_gpu_enable_async_all_gather": "--xla_gpu_enable_latency_hiding_scheduler=true",
-    "xla_gpu_pipeline_all_gather": "--xla_gpu_enable_pipelined_all_gather=true",
-    "xla_gpu_pipeline_reduce_scatter": "--xla_gpu_enable_pipelined_reduce_scatter=true",
-    "xla_gpu_pipeline_all_reduce": "--xla_gpu_enable_pipelined_all_reduce=true",
-}
-# Lines of XLA's flag parser (tsl/util/command_line_flags.cc) about a value; a page of all flags
-# follows.
-BAD_VALUE = re.compile(r"\] ((?:Couldn't interpret value|Illegal value|Failed to parse)[^\n]*)")
-NO_FLAG = re.compile(r'Could not open file "([^"\n]*)" to read flags')
 # Tries compiler options one by one, and prints those that XLA refuses.
 TRY_OPTIONS = """
 import json, sys, jax
@@ -65,28 +52,8 @@ def _try(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
         return ["XLA_FLAGS: the process that tried them did not end within 60 s"]
     if done.returncode == 0:
         return [f"compiler option {line}" for line in done.stdout.splitlines()]
-    return [f"XLA_FLAGS: {error}" for error in _errors(done.stderr, done.returncode)]
-
-
-def _errors(stderr: str, code: int) -> list[str]:
-    """Errors of XLA's flag parser, which ends the process."""
-    if values := BAD_VALUE.findall(stderr):
-        return [f"{text.rstrip('.')}; this XLA would abort" for text in values]
-    if no_flag := NO_FLAG.search(stderr):
-        return [
-            f"{no_flag[1]!r} does not begin with --, so XLA takes it for a file of flags, which "
-            "does not exist"
-        ]
-    if unknown := re.search(r"Unknown flags? in XLA_FLAGS: ([^\n]*)", stderr):
-        return [f"this XLA does not know {flag}, {_fix(flag)}" for flag in unknown[1].split()]
-    return (stderr.strip().splitlines() or [f"exit code {code}"])[-1:]
-
-
-def _fix(flag: str) -> str:
-    if "=" not in flag:
-        return f"and would abort; leave it out, or write {flag}=VALUE"
-    replacement = REPLACEMENTS.get(flag.lstrip("-").partition("=")[0])
-    return "and would abort; " + (f"use {replacement}" if replacement else "leave it out")
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1:]
+    return [f"XLA_FLAGS: {error}" for error in xla_flags.errors(done.stderr) or last]
 
 
 def lint_runs(*runs: Run) -> list[str]:

@@ -27,7 +27,7 @@ def difference(rows: Sequence[RunSummary], options: ReportOptions) -> str:
     a, b = sorted(rows, key=lambda x: not str(x.record.path).startswith(options.paths[0]))
     figures_a, figures_b = tables.record(a), tables.record(b)
     body = [
-        [column, f"{x:.6g}", f"{y:.6g}", f"{y / x - 1:+z.2%}" if x else ""]
+        [column, f"{x:.6g}", f"{y:.6g}", console.change(y / x - 1, 2) if x else ""]
         for column, x in figures_a.items()
         if isinstance(x, float) and isinstance(y := figures_b[column], float)
     ]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SHARE = 0.3  # of the median of the later half, below which a step without a known peak is not work
+LIKE = 0.9  # of that median, from which on a step is one like the others
 WAIT = 1.5  # of that median, above which the next step has waited for those before it
 FIRST = 5  # steps of a log that are compared with the later ones: noise is left in
 NAMED = 3  # steps that the note names
@@ -36,7 +37,7 @@ def find(times: Mapping[int, float], least_s: Mapping[int, float], device: str) 
         return FastSteps(frozenset(), "")
     usual = statistics.median(times[i] for i in order[len(order) // 2 :])
     limits = least_s or dict.fromkeys(order[:FIRST], SHARE * usual)
-    fast = [i for i in order if times[i] < limits.get(i, 0)]
+    fast = [i for i in order if times[i] < min(limits.get(i, 0), LIKE * usual)]
     if not fast or len(fast) == len(order):
         return FastSteps(frozenset(), "")
     waited = [

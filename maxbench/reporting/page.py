@@ -13,6 +13,7 @@ from maxbench.config import recipes
 from maxbench.reporting import compare, details, diagnosis, plots, suite, tables
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs.record import dig
+from maxbench.terminal import console
 
 if TYPE_CHECKING:  # it loads numpy
     from maxbench.planning.explain import Explanation
@@ -85,6 +86,7 @@ def template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["change"] = console.change
     return environment.get_template("page.html")
 
 
@@ -116,7 +118,7 @@ def html(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         traces=tables.traces(rows),
         sections=tables.sections(rows, options),
         suite=suite.judge(options.suite, rows) if options.suite else None,
-        legend=" ".join(tables.legend(options)),
+        legend=tables.legend(options),
         versions=versions(rows),
     )
 

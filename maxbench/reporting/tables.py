@@ -11,11 +11,12 @@ from maxbench.run_logs.record import RunRecord, dig
 from maxbench.terminal import console
 
 LEGEND = (
-    "Std is the population's. TFLOPS/GPU: as the run's program logs it, else ours, 'full': all S x",
-    "S attention scores count. MFU: ours, 'full', as a share of the dense peak of the precision;",
-    "for FP8 runs the FP8 peak, although attention and logits run in BF16. Verdict: tokens/s",
-    "relative to the published row of the same GPUs, batch, sequence and layers;",
+    "Std is the population's. TFLOPS/GPU: as the run's program logs it, else ours, 'full': all S x "
+    "S attention scores count. MFU: ours, 'full', as a share of the dense peak of the precision; "
+    "for FP8 runs the FP8 peak, although attention and logits run in BF16. Verdict: tokens/s "
+    "relative to the published row of the same GPUs, batch, sequence and layers;"
 )
+LEGEND_WIDTH = 93  # columns, where the output is no terminal
 # Head of a cell in tables for people -> its column in record(), and its format.
 CELLS = {
     "Status": ("status", ""),
@@ -102,11 +103,11 @@ def status(summary: RunSummary) -> str:
     return "Success" if summary.ok else other.get(summary.record.status, "Failed")
 
 
-def legend(options: ReportOptions) -> tuple[str, ...]:
+def legend(options: ReportOptions) -> str:
     """Meaning of the columns, and the share from which a run has each verdict."""
     passes, warns, reason = options.limits
     warn = f", WARN from {warns:.1%}" if warns < passes else ""
-    return (*LEGEND, f"PASS from {passes:.1%}{warn}: {reason}.")
+    return f"{LEGEND} PASS from {passes:.1%}{warn}: {reason}."
 
 
 def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
@@ -122,8 +123,7 @@ def text(rows: Sequence[RunSummary], options: ReportOptions) -> str:
         lines += ["", title, *_indented(section, width)]
     if request := compare.request(rows, options):
         lines += ["", *console.fold(request, width)]
-    words = legend(options)
-    lines += ["", *(console.fold(" ".join(words), width) if width else words)]
+    lines += ["", *console.fold(legend(options), width or LEGEND_WIDTH)]
     if options.suite:
         verdict = suite.judge(options.suite, rows)
         lines += ["", "Suite", *_indented(verdict.lines(), width), verdict.title]

@@ -10,6 +10,7 @@ from maxbench.config.run import Run
 from maxbench.distributed.peer_watch import PeerWatch
 from maxbench.run.log_writer import FolderDeleted, Log
 from maxbench.run.step_timer import RunFailed
+from maxbench.run_logs import deaths
 
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
@@ -25,6 +26,12 @@ class Ending(NamedTuple):
     status: str  # stopped | failed
     reason: str
     code: int  # exit code; 0: a defect of the program, which keeps its traceback
+
+    @property
+    def remedy(self) -> str:
+        """What to do, by the table of causes; '' if the reason says it."""
+        says_it = self.status == "stopped" or self.code == exit_codes.BAD_INPUT
+        return "" if says_it else deaths.of_reason(self.reason).remedy
 
 
 def explain(e: BaseException, run: Run, log: Log | None, peers: PeerWatch | None) -> Ending:

@@ -79,6 +79,11 @@ def train(
         if ending.code:
             prefix = "error: " if ending.status == "failed" else ""
             print(f"maxbench train: {prefix}{ending.reason}", file=sys.stderr, flush=True)
+        if remedy := ending.remedy and f"maxbench train: to do: {ending.remedy}":
+            if ending.code:
+                print(remedy, file=sys.stderr, flush=True)
+            else:
+                e.add_note(remedy)  # stands below the traceback
         if peers:  # at exit jax would wait for the other processes
             if not ending.code:
                 traceback.print_exc()

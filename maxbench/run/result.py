@@ -9,7 +9,7 @@ from typing import Any
 
 from maxbench.config.run import Run
 from maxbench.evidence import published
-from maxbench.host import environment
+from maxbench.host import environment, identity
 from maxbench.metrics import flops, step_stats
 from maxbench.step import data, xla_options
 
@@ -72,6 +72,7 @@ class RunResult:
     environment: dict[str, str]
     xla_options: dict[str, Any]
     processes: int
+    process: identity.Process | None  # the one that writes the file
     job: dict[str, str]
     flops_conventions: list[str]
     # Compilation, before the first step.
@@ -123,6 +124,7 @@ class RunResult:
             environment=environment.variables(),
             xla_options=xla_options.xla_options(devices.platform, run),
             processes=processes,
+            process=identity.of_this_process(),
             job={key: os.environ[name] for key, name in JOB.items() if name in os.environ},
             flops_conventions=list(flops.CONVENTIONS),
             loss_floor=data.entropy(run),

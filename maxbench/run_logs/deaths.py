@@ -93,6 +93,11 @@ def cause(text: bytes, certain: bool = False) -> Cause | None:
     return None
 
 
+def of_reason(reason: str) -> Cause:
+    """The cause that the reason in a run's files names; NONE if the table has none."""
+    return cause(reason.encode(errors="replace")) or NONE
+
+
 def _shown(line: bytes, match: re.Match[bytes]) -> str:
     """A line without what stands before its message, at most LENGTH characters with its match."""
     starts = [m.start() for m in _MESSAGE.finditer(line, 0, match.end())]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from maxbench.run_logs import log_files
 from maxbench.run_logs.record import Given, Origin, RunRecord
-from maxbench.run_logs.scalar_tags import fields_of, is_evaluation
-from maxbench.run_logs.step_series import StepSeries
+from maxbench.run_logs.scalar_tags import field_of, fields_of, is_evaluation
+from maxbench.run_logs.step_series import StepSeries, several_runs
 from maxbench.run_logs.workload_name import complete
 
 NAME = "tfevents"  # in the name of an event file
@@ -42,14 +42,16 @@ def read_event_files(paths: Sequence[pathlib.Path], given: Given) -> RunRecord |
     name = next((part for part in reversed(first.parts[:-1]) if part not in _COMMON), first.name)
     record = RunRecord(path=first, name=name, source="tensorboard", status="done")
     record.started = max(path.stat().st_mtime for path in paths)
-    values: dict[str, dict[int, tuple[float, float]]] = {}
-    for path in paths:
+    runs = Runs()
+    for path in sorted(paths, key=lambda path: path.name):  # which has the time of its creation
         blocks = log_files.blocks(path)
         data = b"".join(itertools.islice(blocks, BLOCKS))
         if next(blocks, b""):
             record.unread.append(f"{path.name}: only its first {len(data) >> 20} MiB are read")
         for item in scalars(data, record):
-            values.setdefault(item.tag, {})[item.step] = (item.value, item.wall_time)
+            runs.add(item)
+    values = runs.values
+    record.inferred += several_runs(runs.count)
     series = StepSeries(means=True)
     series.evaluations = {step for tag in values if is_evaluation(tag) for step in values[tag]}
     for tag, (field, factor) in fields_of(values).items():
@@ -60,6 +62,30 @@ def read_event_files(paths: Sequence[pathlib.Path], given: Given) -> RunRecord |
         record.eval_loss = {step: value for step, (value, _) in sorted(values[tag].items())}
     fill(record, series, sorted(values), given)
     return record if values or record.unread else None
+
+
+class Runs:
+    """Values of the last of several runs that write to one folder.
+
+    A tag whose steps begin again, later than all else was written, is of another run; one that
+    begins at a later step is of a run that was resumed.
+
+    Attributes:
+      count: of the runs so far.
+      values: tag -> step -> value and wall time.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.newest = 1, 0.0
+        self.values: dict[str, dict[int, tuple[float, float]]] = {}
+        self._last: dict[str, int] = {}  # tag -> its last step
+
+    def add(self, item: Scalar) -> None:
+        goes_back = item.step < self._last.get(item.tag, -1) and item.wall_time > self.newest
+        if goes_back and item.step <= min(self.values[item.tag]) and field_of(item.tag):
+            self.values, self._last, self.count = {}, {}, self.count + 1
+        self.newest, self._last[item.tag] = max(self.newest, item.wall_time), item.step
+        self.values.setdefault(item.tag, {})[item.step] = (item.value, item.wall_time)
 
 
 _COMMON = ("", "/", "tb_logs", "tensorboard", "tb", "logs", "runs", "version_0", "default")

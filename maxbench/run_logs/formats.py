@@ -72,10 +72,13 @@ RUN_FIELDS = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",
     "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "mbs": "sequences of a microbatch",
     "accumulation": "microbatches of a step of one GPU",
     "model_name": "name of the model, a text",
+    "gemms": "number format of GEMMs, a text",
 }
-_TEXT_FIELDS = {"model_name"}
+_TEXT_FIELDS = {"model_name", "gemms"}
 # A field in another unit -> the field, and the factor to its unit.
 UNITS = {
     "step_ms": ("step_s", 1e-3),

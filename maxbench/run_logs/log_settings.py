@@ -224,6 +224,9 @@ class LogSettings:
             record.learn(Origin.LOG, model=model, size=size, layers=layers)
 
     def _set_dtype(self, record: RunRecord) -> None:
+        if gemms := self.words.get("gemms", "").lower():
+            record.learn(Origin.LOG, dtype="bf16" if gemms == "bfloat16" else gemms)
+            return
         fp8, quantized = self.words.get("fp8", ""), self.words.get("quantization", "")
         is_fp8 = re.match(r"(?i)hybrid|e4m3|true|fp8|nanoo", fp8) or "fp8" in quantized.lower()
         if is_fp8 or "float8" in self.words:

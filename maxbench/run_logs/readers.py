@@ -199,7 +199,7 @@ def _complete(log: RunRecord, copy: RunRecord) -> None:
         log.learn(copy.origin(name), **{name: getattr(copy, name)})
     for name in ("layout", "total_steps", "peak_bytes", "saves", "loads"):
         setattr(log, name, getattr(log, name) or getattr(copy, name))
-    cause = lambda r: deaths.cause(r.reason.encode()) or deaths.NONE
+    cause = lambda r: deaths.of_reason(r.reason)
     if copy.status == "done" or (log.status != "done" and cause(copy) < cause(log)):
         log.status, log.reason, log.remedy = copy.status, copy.reason, copy.remedy
 

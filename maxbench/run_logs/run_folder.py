@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from maxbench.config.errors import UserError
 from maxbench.config.number_formats import DTYPES, resolve_format
 from maxbench.evidence import published
+from maxbench.host import identity
 from maxbench.run_logs import deaths, log_files
 from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig, parse_json
 from maxbench.run_logs.workload_name import complete
 
 MARKERS = {"result.json", "job.json", "metrics.jsonl"}  # a folder with one may be of a run
 MAX_JSON_BLOCKS = 16  # 64 MiB; files of maxbench have 10 KB
+KILLED = "it was killed or crashed; if memory of the host ran out, dmesg -T names its process"
 LAST_STEPS = 1 << 14  # bytes at the end of metrics.jsonl that read_state() reads: about 30 steps
 STEP = b"completed step: "  # in each line of a step in the log of a job
 JOB_LOG_END = 1 << 16  # bytes of each log of the job that are searched for the reason of a death
@@ -139,6 +141,8 @@ def _set_status(record: RunRecord) -> None:
     # A time limit or a lost node ends one process after another, and a later one may name the
     # first.
     is_cause = cause and "DUE TO" in cause.line and " died, see " in record.reason
+    if record.status == "failed":
+        record.remedy = deaths.of_reason(record.reason).remedy
     if cause and (record.status == "stopped" or is_cause):
         record.reason, record.remedy = f"{record.reason}: {cause.line}", cause.remedy
 
@@ -149,7 +153,7 @@ def _infer_status(record: RunRecord, cause: deaths.Cause | None) -> None:
     if not reason and code:
         reason = f"exit code {code}" + (f" (signal {code - 128})" if code > 128 else "")
     if not cause and reason:
-        cause = (deaths.cause(reason.encode()) or deaths.NONE)._replace(line=reason)
+        cause = deaths.of_reason(reason)._replace(line=reason)
     has_started = bool(record.result or record.step_s)
     files = [record.path / name for name in ("metrics.jsonl", "result.json", "job.json")]
     if cause:
@@ -160,13 +164,20 @@ def _infer_status(record: RunRecord, cause: deaths.Cause | None) -> None:
         record.status, record.reason = "skipped", unread[0]
     elif job_end and not has_started:
         record.status, record.reason = "skipped", "its job is done, and its result is elsewhere"
-    elif not job_end and record.may_be_running(*files):
+    elif not job_end and not _is_killed(record) and record.may_be_running(*files):
         record.status = "running"
     elif cause := _cause(record, certain=True):
         record.die(cause)
     else:
         record.status = "died"
-        record.reason = f"ended {'without an error message' if has_started else 'before step 0'}"
+        record.reason = f"ended {'without an error message' if record.step_s else 'before step 0'}"
+        record.remedy = KILLED
+
+
+def _is_killed(record: RunRecord) -> bool:
+    """Whether the process of a run that has no end is gone, or its job's where it has not begun."""
+    job = {} if record.result else _read_json(record, "job.json")
+    return identity.is_gone(dig(record.result or job, "process", {}))
 
 
 def _cause(record: RunRecord, certain: bool = False) -> deaths.Cause | None:

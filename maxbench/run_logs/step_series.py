@@ -237,6 +237,11 @@ class StepSeries:
                 record.tokens_s[step] = rate / record.gpus
 
 
+def several_runs(count: int) -> list[str]:
+    """The note of a record of which several runs are in one log; none of a single run."""
+    return [f"the log has {count} runs one after another: the last counts"] if count > 1 else []
+
+
 def positive(number: float) -> float:
     """The number, or 0 if it is not positive and finite."""
     return number if 0 < number < 1e30 else 0.0

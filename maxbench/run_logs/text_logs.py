@@ -13,7 +13,7 @@ from maxbench.run_logs import deaths, formats, log_files, mlperf_system
 from maxbench.run_logs.line_prefixes import rank_of, strip_prefixes, time_of
 from maxbench.run_logs.log_settings import SEARCHED, LogSettings
 from maxbench.run_logs.record import Given, Origin, RunRecord
-from maxbench.run_logs.step_series import StepSeries, positive
+from maxbench.run_logs.step_series import StepSeries, positive, several_runs
 from maxbench.run_logs.workload_name import complete
 
 SUFFIXES = (".out", ".log", ".txt", ".err")
@@ -133,6 +133,10 @@ def _set_status(record: RunRecord, parser: "LogParser", paths: Sequence[pathlib.
         record.status = "done"
 
 
+# Format and, of a progress bar without a name, its number of steps.
+Series = tuple[str, int]
+
+
 class LogParser:
     """Reads the blocks of a log into a record: of the last run, if there are several in it."""
 
@@ -140,8 +144,7 @@ class LogParser:
         self.record = record
         self.table = table
         self.settings = LogSettings()
-        # Format and, of a progress bar without a name, its number of steps -> its steps.
-        self.series: dict[tuple[str, int], StepSeries] = {}
+        self.series: dict[Series, StepSeries] = {}
         self.runs = 1  # one after another in a file: the most of all files
         self._runs = 1  # in this file
         self._size = 0  # bytes of this file that were read
@@ -151,7 +154,9 @@ class LogParser:
         self._programs: dict[str, str] = {}  # format of the steps -> the one that adds to them
         # Of each file, the text from each of its last steps on, in parts.
         self._files: list[collections.deque[list[bytes]]] = []
-        self._last: dict[tuple[str, bytes], int] = {}  # format and rank -> its last step
+        self._last: dict[tuple[Series, bytes], int] = {}  # and rank -> its last step
+        # Progress bar -> the text before it, if it came after a bar with losses that ended.
+        self._starts: dict[Series, bytes] = {}
 
     def next_file(self) -> None:
         """Begins a file of the log."""
@@ -248,37 +253,59 @@ class LogParser:
         if fields.pop("microbatch", step + 1) != step + 1:
             fields.pop("step_s", None)
             self._has_microbatches = True
-        if step < self._last_step(found.name, rank) - 1:
-            self._begin_run(found.name, step, texts)
-        if not format.bars:  # of which some are not the run's
-            self._last[found.name, rank] = step
         key = found.name, found.total if format.bars else 0
+        if step < self._last_step(key, rank) - 1 and self._is_of_run(key):
+            self._begin_run(key, step, self._since(texts))
+        self._last[key, rank] = step
+        if format.bars:
+            self._note_bar(key, texts)
         if key not in self.series:
             self.series[key] = StepSeries(means=format.means, slowest=format.slowest)
         return self.series[key].add(step, found.total, fields)
 
-    def _last_step(self, name: str, rank: bytes) -> int:
+    def _is_of_run(self, key: Series) -> bool:
+        """Whether steps are those of the run: some progress bars are of data or evaluations."""
+        if not self.table[key[0]].bars:
+            return True
+        return key[1] == self.settings.numbers.get("steps") or self.series[key].has("loss")
+
+    def _note_bar(self, key: Series, texts: int) -> None:
+        """Notes what came before a new progress bar, until one with losses goes on beside it.
+
+        Args:
+          texts: the number of texts since the last step.
+        """
+        with_losses = {name for name, series in self.series.items() if series.has("loss")}
+        if key in with_losses:
+            self._starts = {name: text for name, text in self._starts.items() if name == key}
+        elif key not in self.series and with_losses:
+            self._starts[key] = self._since(texts)
+
+    def _since(self, texts: int) -> bytes:
+        """The last texts of this file."""
+        return b"".join(b"".join(parts) for parts in [*self._files[-1]][-texts:])
+
+    def _last_step(self, series: Series, rank: bytes) -> int:
         """The last step of a rank; of one that is new, of lines without a rank; -1 without any.
 
         A launcher labels all lines of a run or none: after the change another run prints.
         """
         unlabelled = {
-            r: step for (n, r), step in self._last.items() if n == name and not (r and rank)
+            r: step for (key, r), step in self._last.items() if key == series and not (r and rank)
         }
-        return self._last.get((name, rank), max(unlabelled.values(), default=-1))
+        return self._last.get((series, rank), max(unlabelled.values(), default=-1))
 
-    def _begin_run(self, name: str, step: int, texts: int) -> None:
+    def _begin_run(self, key: Series, step: int, start: bytes) -> None:
         """Leaves out the run before, or of a run that is resumed the steps that it repeats.
 
         Args:
-          name: format of the run's steps.
-          texts: the number of texts since the last step of the run before.
+          key: of the run's steps.
+          start: the text since the last step of the run before.
         """
         self._last = {}
-        start = b"".join(b"".join(parts) for parts in [*self._files[-1]][-texts:])
         before, self.settings = self.settings, LogSettings()
         self.settings.read_lines(start, self.table.marks)
-        steps = self.series[name, 0].steps
+        steps = self.series[key].steps
         if step > min(steps, default=step):
             if len(self.settings.numbers) >= DUMP:  # else only the order of lines is another
                 for i in [i for i in steps if i >= step]:
@@ -307,7 +334,15 @@ class LogParser:
         settings.read_lines(start, self.table.marks)
         if len(texts) > 1 and len(settings.numbers) >= DUMP and deaths.cause(start[-ENDING:]):
             texts[-1] = [start]
-            self._begin_run(name, 0, 1)
+            self._begin_run((name, 0), 0, start)
+
+    def _begin_last_bar(self) -> None:
+        """Begins the run of the last progress bar with losses, if others with losses ended."""
+        bars = [key for key in self._starts if self.series[key].has("loss")]
+        if bars:
+            last = self.series[bars[-1]]
+            self._begin_run(bars[-1], -1, self._starts[bars[-1]])
+            self.series = {bars[-1]: last}
 
     @staticmethod
     def _is_validation(text: bytes) -> bool:
@@ -319,6 +354,7 @@ class LogParser:
         record = self.record
         for found in self._open.values():
             self._close(found, b"", texts=2)
+        self._begin_last_bar()
         used = self._used()
         series = StepSeries()
         if used:
@@ -350,9 +386,7 @@ class LogParser:
         record.log_format = self.table.get(record.source)
         if self._has_microbatches and not record.step_s:
             record.unread.append("its times are those of one of the microbatches of a step")
-        if self.runs > 1:
-            runs = f"the log has {self.runs} runs one after another"
-            record.inferred.append(f"{runs}: the last counts")
+        record.inferred += several_runs(self.runs)
 
     def _used(self) -> dict[str, StepSeries]:
         """The steps of each format; those of the run's progress bar, of several without names."""

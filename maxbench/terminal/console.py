@@ -92,6 +92,12 @@ def share(value: float) -> str:
     return f"{fixed(100 * value, 1)}%"
 
 
+def change(value: float, decimals: int = 1) -> str:
+    """A relative change as percent: '+1.2%'; without a sign if it rounds to 0: '0.0%'."""
+    text = f"{value:+z.{decimals}%}"
+    return text if text.strip("+-0.%") else text.lstrip("+-")
+
+
 def interval(low: float, high: float) -> str:
     """Two numbers with as many decimals as make three digits of the lower one: '7.00 to 11.23'."""
     decimals = max(0, 2 - math.floor(math.log10(low))) if low > 0 else 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxbench.config import command_line, options
+from maxbench.config import command_line, flag_words, options
 from maxbench.config.errors import UserError
 from tests.conftest import resolve, train_command
 from tests.kinds import dense, routed
@@ -38,6 +38,22 @@ BAD = {
     "flag and setting": (
         ["--config", LLAMA, "--tp", "2", "--config.layout.tp=4"],
         ["--tp sets 2 and --config.layout.tp sets 4: they contradict each other"],
+    ),
+    "profile": (
+        ["--config", LLAMA, "--profile", "nsight"],
+        ["profile.tool='nsight' is not one of nsys, xplane, nccltrace"],
+    ),
+    "flag twice": (
+        ["--config", LLAMA, "--gpus", "8", "--gpus=16"],
+        ["--gpus=8 and --gpus=16 contradict each other; leave one of them out"],
+    ),
+    "setting twice": (
+        ["--config", LLAMA, "--config.train.steps=1", "--config.train.steps", "2"],
+        ["--config.train.steps=1 and --config.train.steps=2 contradict each other"],
+    ),
+    "on and off": (
+        ["--config", LLAMA, "--wandb", "--no-wandb"],
+        ["--wandb and --nowandb contradict each other; leave one of them out"],
     ),
     "too many gpus": (
         ["--config", LLAMA, "--gpus", "1000000000"],
@@ -183,7 +199,7 @@ BAD = {
         ["rope_beta_slow=40.0 must be below model.rope_beta_fast=32.0"],
     ),
     "yarn shortens": (
-        ["--config", TOY, *YARN, "--config.model.rope_factor=0.5"],
+        ["--config", TOY, *flag_words.replaced(YARN, "--config.model.rope_factor=0.5")],
         ["model.rope_factor=0.5 shortens the context", "above 1"],
     ),
     "window over cp": (
@@ -199,7 +215,7 @@ BAD = {
         ["model.kv_heads=4: latent attention", "use kv_heads=8"],
     ),
     "latent rope dims": (
-        ["--config", TOY, *LATENT, "--config.model.rope_head_dim=16"],
+        ["--config", TOY, *flag_words.replaced(LATENT, "--config.model.rope_head_dim=16")],
         ["model.rope_head_dim=16 must be an even number of dims below model.head_dim=16"],
     ),
     "latent qk norm": (
@@ -320,3 +336,16 @@ GROUPS = (1, (dense(256),)), (3, (routed(256, 4),))
 def test_layer_groups_that_are_not_supported_are_refused(setting, flags, text):
     with pytest.raises(UserError, match=text):
         resolve("grok1_314b", "tiny", setting, **flags)
+
+
+def test_flag_that_is_given_twice_with_one_value_has_it():
+    words = ["--gpus", "8", "--gpus=8", "--dry-run", "--dry_run", "--config.train.steps=7"]
+    asked = command_line.read(options.Train, ["x", "--config", LLAMA, *words, words[-1]])
+    assert (asked.gpus, asked.dry_run, asked.settings) == (8, True, {"train.steps": "7"})
+
+
+def test_words_of_a_launcher_replace_earlier_ones():
+    words = ["python", "-m", "x", "--steps", "50", "--checkpoint", "--resume=a", "--tp", "2"]
+    assert flag_words.replaced(words, "--no-checkpoint", "--steps=5", "--resume", "b") == [
+        "python", "-m", "x", "--tp", "2", "--no-checkpoint", "--steps=5", "--resume", "b"
+    ]  # fmt: skip

@@ -72,6 +72,7 @@ def test_failing_workload_file_is_refused_with_its_line(text, tmp_path):
     assert (code, out) == (2, "")
     assert err.startswith(f"maxbench train: error: {path}{FILES[text]}")
     assert err.count("\n") == 1
+    assert err.count(path.name) == 1  # a syntax error repeats its file
 
 
 HEADER = "gpu_type dtype scaling gpus layers seq pp vp dp fsdp ep cp tp mbs gbs remat format"

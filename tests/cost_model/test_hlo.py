@@ -56,6 +56,26 @@ def test_no_replica_groups_means_all():
         groups_of("replica_groups=mesh['a'=4] {'a':(1)2}")
 
 
+def test_replica_groups_of_several_lengths_are_not_read():
+    for text in ("{{0,1},{2},{3,4,5}}", "{{0,a},{2,3}}"):
+        with pytest.raises(ValueError, match="unknown form"):
+            groups_of(f"channel_id=1, replica_groups={text}, dimensions={{0}}")
+
+
+@pytest.mark.parametrize(
+    ("attrs", "value"),
+    [
+        ('metadata={op_name="a/b c"}, to=%x.1', "x.1"),
+        ("into=%y, to=%x.1", "x.1"),
+        ("to={1}, to=%x.1, to=z", "x.1"),
+        ("into=%y", ""),
+        ('to=""', ""),
+    ],
+)
+def test_value_of_an_attribute(attrs, value):
+    assert hlo.Op("a", "call", (), (), attrs, root=True).attr("to") == value
+
+
 def test_asynchronous_pair():
     p = module(
         """  %p = bf16[64,8]{1,0} parameter(0)

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import pathlib
+import time
 
 import numpy as np
 import pytest
@@ -336,6 +337,24 @@ def test_recorded_events_and_trace(tmp_path):
 
 
 # Costs of ops.
+
+
+@pytest.mark.parametrize("order", [(), tuple(reversed(range(64)))])
+def test_link_of_axes_is_that_of_the_devices_along_them(order):
+    gpu = dataclasses.replace(GPU_TYPES["h100"], pod_gpus=32)
+    mesh = Costs(gpu, ONE | {"pp": 2, "dp": 2, "fsdp": 4, "tp": 4}, order=order)
+    ids = np.arange(64).reshape(mesh.degrees)
+    for axes in ((), ("tp",), ("dp", "tp"), ("tp", "dp"), ("cp",), ("pp", "fsdp"), (*AXES,)):
+        group = ids[tuple(slice(None) if a in axes else 0 for a in mesh.axes)].reshape(1, -1)
+        assert mesh.axis_link(*axes) == mesh.link_of(group)
+
+
+def test_costs_of_a_large_mesh_take_no_longer():
+    """A search asks for those of thousands of layouts, on 65,536 GPUs too."""
+    began = time.process_time()
+    for tp in [1, 2, 4, 8] * 500:
+        Costs(GPU_TYPES["h100"], ONE | {"dp": 65536 // tp, "tp": tp}).axis_link("tp")
+    assert time.process_time() - began < 1
 
 
 def test_a_collective_over_nodes_uses_the_links_of_all_its_members():

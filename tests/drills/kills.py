@@ -33,6 +33,7 @@ from maxbench.cli import entry
 from maxbench.config import command_line
 from maxbench.run import checkpoint, loop, restore
 from maxbench.run.checksums import array_checksums
+from maxbench.run_logs import run_folder
 from maxbench.sharding import mesh
 from maxbench.step.train_step import Step, on_device
 
@@ -212,6 +213,7 @@ def start_and_kill(
         assert ending == ("failed", reason), (result, run.printed())
         return folder, f"process {i}"
     assert result["status"] == "running", result
+    assert run_folder.read_state(folder).status == "died", result["process"]
     if any(folder.glob("checkpoints/*tmp*")):
         return folder, "in a save"
     return folder, "among steps" if losses(folder) else "before a step"

@@ -1,9 +1,11 @@
 """maxbench jobs, watch and archive."""
 
+import contextlib
 import json
 import os
 import pathlib
 import subprocess
+import sys
 import tarfile
 import time
 import types
@@ -105,6 +107,73 @@ def test_running_job_survives_an_error(tmp_path, monkeypatch):
     (place / "srun-train-15.0.log").write_text(f"0: ConnectionError: x\n{STEP}")
     (record,) = readers.read([place])
     assert (job_status.table([place])[0].state, record.status) == ("STARTED", "running")
+
+
+@pytest.fixture
+def child():
+    """Starts a process; returns its identity, and kills it if asked to, else after the test."""
+    code = "import json; from maxbench.host import identity as i; print(json.dumps("
+    code += "i.of_this_process()), flush=True); input()"
+    with contextlib.ExitStack() as running:
+
+        def start(killed: bool) -> dict:
+            command = [sys.executable, "-c", code]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            running.enter_context(process)
+            running.callback(process.kill)
+            about = json.loads(process.stdout.readline())
+            if killed:
+                process.kill()
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+            return about
+
+        yield start
+
+
+def state_with(tmp_path, monkeypatch, process, steps=0, of="result") -> tuple[str, str, str]:
+    """State of a run in `jobs`, and its status and reason in the report.
+
+    Args:
+      of: the file that names its process.
+    """
+    monkeypatch.setenv("PATH", "")
+    files = {"job": {"job": "15"}, "result": {"config": {}, "status": "running"}}
+    files = files if of == "result" else {"job": files["job"]}
+    files[of]["process"] = process
+    place = folder(tmp_path, 15, **files)
+    lines = [json.dumps({"step": i, "step_s": 1.0}) + "\n" for i in range(steps)]
+    (place / "metrics.jsonl").write_text("".join(lines))
+    (row,) = job_status.table([place])
+    (record,) = readers.read([place])
+    return row.state, record.status, record.reason
+
+
+RUNNING = ("STARTED", "running", "")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_killed_run_of_this_machine_has_died_at_once(tmp_path, monkeypatch, capsys, child, steps):
+    killed = child(killed=True)
+    reason = "ended without an error message" if steps else "ended before step 0"
+    assert state_with(tmp_path, monkeypatch, killed, steps) == ("FAILED", "died", reason)
+    assert entry.run("watch", ["15", str(tmp_path)]) == 1
+    assert "  FAILED  " in capsys.readouterr().out
+
+
+def test_run_killed_before_it_has_a_result_has_died(tmp_path, monkeypatch, child):
+    killed = child(killed=True)
+    assert state_with(tmp_path, monkeypatch, killed, of="job")[:2] == ("FAILED", "died")
+
+
+@pytest.mark.parametrize("other", [{}, {"machine": "another boot/1"}, {"pid": 0}, {"pid": "x"}])
+def test_process_that_is_alive_or_elsewhere_may_be_running(tmp_path, monkeypatch, child, other):
+    process = child(killed="machine" in other)
+    assert state_with(tmp_path, monkeypatch, process | other) == RUNNING
+
+
+def test_number_of_a_process_that_is_used_again_is_of_another_one(tmp_path, monkeypatch, child):
+    process = child(killed=False) | {"start": 1}
+    assert state_with(tmp_path, monkeypatch, process)[:2] == ("FAILED", "died")
 
 
 def test_unreadable_run_is_not_running(tmp_path, monkeypatch):
@@ -225,3 +294,18 @@ def test_archive_leaves_out_profiles_and_checkpoints(runs, tmp_path):
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", check=True)
     for words in ([str(runs), "--to", str(target)], [], ["/nowhere"], [str(runs), "--to"]):
         assert entry.run("archive", words) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["jobs", "."], "jobs: error: no job below .; `maxbench report` lists runs"),
+        (["archive", "experiments", "--to", "runs.zip"], "to='runs.zip' must end with .tar.gz"),
+        (["cancel"], "cancel: error: no job is given; `maxbench jobs` lists the jobs"),
+    ],
+)
+def test_command_without_a_job_says_so(words, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    assert entry.run(words[0], words[1:]) == 2
+    assert error in capsys.readouterr().err

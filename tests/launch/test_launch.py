@@ -416,6 +416,14 @@ def test_loading_a_checkpoint_trains_one_step(tmp_path):
     assert s.run.output.resume == str(tmp_path / "run")
 
 
+def test_flag_replaces_what_no_variable_was_set_for():
+    few = variables.resolve_job({}, ["--steps", "7", "--gpus", "16"])
+    assert (few.run.train.steps, few.run.layout.gpus) == (7, 16)
+    assert [word for word in few.flags if word in ("--steps", "--gpus")] == ["--steps", "--gpus"]
+    with pytest.raises(UserError, match=r"^MAX_STEPS=9 and --steps=7 contradict each other"):
+        variables.resolve_job({"MAX_STEPS": "9"}, ["--steps", "7"])
+
+
 def test_profile_and_trace_save_no_checkpoint_of_their_own(tmp_path):
     s = variables.resolve_job({"CHECKPOINT_EVERY": "20", "ENABLE_NCCL_TRACE": "true"})
     perf, trace = (jobs.train_flags(s, kind) for kind in jobs.job_kinds(s))

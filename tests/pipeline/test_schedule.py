@@ -234,6 +234,15 @@ def test_picture():
         "stage 1  F .   0:0 0:1 .   .",
         "         B .   .   0:0 0:1 .",
     ]
-    ends = build_schedule("1f1b", 2, 1, 8).render(16 + 4 * 4).splitlines()
-    assert ends[0].endswith("(first and last 2 shown)")
-    assert ends[2] == "stage 0  F 0:0 0:1 ... .   ."
+    parts = build_schedule("1f1b", 2, 1, 8).render(19 + 4 * 6).splitlines()
+    assert parts[0].endswith(" (0 to 1, 4 to 5 and 9 to 10 are shown)")
+    assert parts[2:4] == [
+        "stage 0  F 0:0 0:1 ... 0:4 0:5 ... .   .",
+        "         B .   .   ... 0:1 0:2 ... 0:6 0:7",
+    ]
+
+
+def test_long_picture_has_work_of_every_stage_and_fits_the_width():
+    lines = build_schedule("1f1b", 8, 16, 64, 8, 1).render(80).splitlines()[2:]
+    assert max(map(len, lines)) <= 80
+    assert all(":" in line for line in lines)

@@ -153,3 +153,13 @@ def test_a_step_as_fast_as_published_is_not_zero_percent_faster():
     )
     assert lines[2].startswith("7.00 to 11.20 s in nine of ten")
     assert lines[3] == "as fast as published (7.0 s, x)"
+
+
+def test_published_line_of_a_step_as_fast_as_published():
+    shown = types.SimpleNamespace(
+        published=types.SimpleNamespace(refusal=""), deltas={"fp8": 0.5}, step_s=7.0
+    )
+    row = {"step_s": 7.0, "gpus": 8, "source": "x", "error": 2e-4, "as_published_s": 6.5}
+    first, *_, last = plan_text.published_lines(shown, row | {"error_as_published": -0.07})
+    assert first == "published: 7.0 s on 8 GPUs, x: as predicted"
+    assert last.endswith("as published   6.500 s: predicted -7.0%")

@@ -114,6 +114,23 @@ def test_every_candidate_of_a_search_can_be_built(arguments):
         schedule_for(run)
 
 
+@pytest.mark.parametrize("arguments", ["llama31_8b.py --gpus 24", "llama2_70b.py --gpus 64"])
+def test_ranking_is_that_of_all_layouts_with_all_their_policies(arguments):
+    """Policies of layouts that cannot win are not chosen."""
+    given = run_of(arguments.replace("24", "8"))
+    gpus, gbs = int(arguments.split()[-1]), 48 * given.layout.gpus
+    best, capacity = {}, memory.capacity(given.gpu)
+    for candidate in search.layouts(given, gpus, gbs):
+        a, spare = candidate.layout, capacity - search.estimate_bytes(candidate)
+        for choose in (remat.least_recomputed, remat.offloaded):
+            if spare > 0 and (option := choose(candidate, spare)):
+                kind = a.pp, a.tp, a.ep, a.cp > 1, a.fsdp > 1
+                ranked = search.estimate_step_s(option), option
+                best[kind] = min(best.get(kind, ranked), ranked, key=lambda x: x[0])
+    expected = [option for _, option in sorted(best.values(), key=lambda x: x[0])]
+    assert search.rank_layouts(given, gpus, gbs) == expected
+
+
 def test_a_search_goes_on_after_a_candidate_that_fails(monkeypatch, capsys):
     run = run_of("llama31_8b.py --gpus 8")
     other = resolve.changed(run, layout={"mbs": 1})
@@ -216,6 +233,7 @@ def test_a_search_ends_after_its_time_if_a_layout_fits(monkeypatch, capsys):
     monkeypatch.setattr(search, "_start", start)
     monkeypatch.setattr(search, "SPREAD", 0.5)
     monkeypatch.setattr(search, "MAX_AT_A_TIME", 1)
+    monkeypatch.setattr(search, "PROGRESS_S", 0.3)
     given = run_of("llama31_70b.py --gpus 64")
     candidates = search.fastest_on(given, 96, 4)
     begin = time.monotonic()
@@ -223,7 +241,9 @@ def test_a_search_ends_after_its_time_if_a_layout_fits(monkeypatch, capsys):
     assert 1 < time.monotonic() - begin < 30
     assert len(started) == 3
     assert killed == started[2:]
-    assert capsys.readouterr().err.count("not compiled in 1 s, about") == 3
+    printed = capsys.readouterr().err
+    assert printed.count("not compiled in 1 s, about") == 3
+    assert re.search(r"\ncompiling 1 layout; \d wait: \d s\n", printed)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_one_that_does():

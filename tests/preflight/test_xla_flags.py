@@ -1,14 +1,48 @@
 """XLA flags and compiler options that the installed XLA does not know."""
 
+import subprocess
+import sys
+
 import pytest
 
+from maxbench.host import xla_flags as host_flags
 from maxbench.preflight import xla_flags
-from tests.conftest import resolve
+from tests.conftest import processes, resolve
 
 
 def test_unknown_flag_is_named_with_its_replacement():
     (error,) = xla_flags.lint({}, ["--xla_gpu_graph_level=0"])
     assert "use --xla_gpu_enable_command_buffer=" in error
+
+
+FLAG = "--xla_no_such_flag=1"
+LINE = f"XLA_FLAGS: this XLA does not know {FLAG}, and would abort; leave it out\n"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("command", ["train", "calibrate", "plan", "plan --program"])
+def test_command_names_an_unknown_flag_before_it_uses_a_device(tmp_path, command):
+    (tmp_path / "factory.py").write_text("def make(devices, **_):\n    raise NotImplementedError\n")
+    words = {
+        "train": f"train --config llama31_8b:tiny --output_dir {tmp_path}",
+        "calibrate": "calibrate --small --cpu_devices 2",
+        "plan": "plan --config llama31_8b:tiny --gpus 1",
+        "plan --program": f"plan --program {tmp_path}/factory.py:make --gpus 8 --gpu_type h100",
+    }[command]
+    done = subprocess.run(
+        [sys.executable, "-m", "maxbench", *words.split()],
+        env=processes() | {"XLA_FLAGS": FLAG}, capture_output=True, text=True,
+    )  # fmt: skip
+    error = done.stderr.splitlines(True)[-1]
+    assert (done.returncode, error) == (2, f"maxbench {command.split()[0]}: error: {LINE}")
+    assert "Traceback" not in done.stderr
+    assert not [*tmp_path.rglob("result.json")]
+
+
+def test_flags_that_xla_knows_are_no_error(monkeypatch):
+    for flags in ("--xla_gpu_autotune_level=3", " ", ""):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert host_flags.Check().errors() == []
 
 
 def test_unknown_compiler_option_is_named():

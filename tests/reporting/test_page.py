@@ -295,3 +295,26 @@ def test_page_of_a_thousand_runs_is_small(tmp_path):
 def test_sample_in_the_docs_is_current():
     """Otherwise run: python -m tools.sample_report."""
     assert sample_report.PAGE.read_text() == sample_report.html()
+
+
+def test_changes_that_round_to_nothing_have_no_sign(tmp_path):
+    """In the strips: steps of one time, and one that drifts by less than it says."""
+    ours(tmp_path, step_s=lambda i: 9.4 - 1e-6 * i)
+    ours(tmp_path, step_s=lambda i: 9.4 + 0.3 * (i % 2), stamp=2)
+    text = page_of(tmp_path)
+    assert "p10 to p90 0.0% to 0.0%, drift 0.0%" in text
+    assert not re.search(r"[+-]0\.0 ?%", text)
+
+
+def test_printed_page_keeps_a_heading_with_its_chart_and_repeats_no_header(tmp_path):
+    """In Chromium's layout for print: a repeated header would lack its buttons."""
+    for i in range(12):
+        ours(tmp_path, gpus=8, stamp=i + 1)
+    file = tmp_path / "page.html"
+    file.write_text(page_of(tmp_path).replace("@media print", "@media all"))
+    probe = "getComputedStyle(document.querySelector('thead')).display + '|' + getComputedStyle("
+    probe += "document.querySelector('h2 + p')).breakAfter"
+    text = file.read_text().replace("</body>", f"<script>document.title={probe}</script></body>")
+    file.write_text(text)
+    dom = browser(file, "--dump-dom")
+    assert re.search(r"<title>(.*?)</title>", dom)[1] == "table-row-group|avoid"

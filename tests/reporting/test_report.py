@@ -960,3 +960,11 @@ def test_rates_of_virtual_devices_are_left_out(tmp_path):
     assert cells_of_row["Tokens/s"] != "-"
     assert tables.record(row)["tflops_per_gpu_mean"] > 0  # data stays
     assert (tables.record(row)["loss_first"], tables.record(row)["loss_last"]) == (2.0, 2.0)
+
+
+def test_legend_is_folded_where_the_output_is_no_terminal(tmp_path):
+    ours(tmp_path)
+    *_, legend = run("--full_names", str(tmp_path)).split("\n\n")
+    assert legend.startswith("Std is the population's.")
+    assert "PASS from" in " ".join(legend.split())
+    assert max(map(len, legend.splitlines())) <= 93

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from maxbench.reporting import build_report, compare
+from maxbench.reporting import build_report, compare, fast_steps
 from maxbench.run_logs import readers
 from maxbench.run_logs.record import Origin
 from tests.reporting.test_report import nemo
@@ -207,6 +207,14 @@ def test_steps_faster_than_the_peak_are_of_another_gpu_type():
         assert row.step["median"] == 5.2
         (note,) = (x for x in row.notes if "faster" in x)
         assert "5.2 s for FLOPs of at least 6.82 s; the GPU type of this run is another" in note
+
+
+def test_steps_at_the_peak_are_not_dispatch():
+    """Of a type whose peak is between the fast and the slow steps: leaving out half is no mean."""
+    times = {i: 1.7 + 0.1 * (i % 2) for i in range(50)}
+    least = dict.fromkeys(times, 1.75)
+    assert fast_steps.find(times, least, "8 h100").steps == frozenset()
+    assert fast_steps.find({**times, 9: 0.2}, least, "8 h100").steps == {9}
 
 
 def test_spike_is_named_and_judged_by_the_rule_of_its_program():

@@ -18,8 +18,10 @@ import pytest
 
 from maxbench.distributed import runtime, stragglers
 from maxbench.distributed.progress import Progress
+from maxbench.reporting import compare
 from maxbench.run import log_writer, loop, process_stats, step_timer
 from maxbench.run.result import RunResult
+from maxbench.run_logs import readers
 from maxbench.sharding import mesh
 from maxbench.step import data, token_files
 from tests.conftest import persistent_cache, processes, resolve
@@ -217,9 +219,11 @@ def test_deleted_folder_is_the_reason(train, monkeypatch, checkpoint):
     monkeypatch.setattr(log_writer.Log, "step", delete)
     code, printed = train(steps=4, checkpoint=checkpoint)
     assert code == 1
-    error = printed.splitlines()[-1]
+    error, remedy = printed.splitlines()[-2:]
     assert error.startswith("maxbench train: error: the run's folder was deleted during the run: ")
     assert "Traceback" not in printed
+    assert remedy.startswith("maxbench train: to do: ")
+    assert "--output_dir" in remedy
     assert "results: " not in printed
 
 
@@ -289,10 +293,25 @@ def test_failing_figures_do_not_hide_how_the_run_ended(train, tmp_path, monkeypa
 def test_loss_that_is_not_finite_fails_the_run(train, tmp_path):
     code, printed = train(steps=20, overrides={"optim.lr": 1e38, "optim.warmup": 0.0})
     assert code == 1
-    assert re.search(r"error: (loss|grad_norm) is (nan|inf) at step [1-9]", printed)
+    *_, error, remedy = printed.splitlines()
+    assert re.search(r"error: (loss|grad_norm) is (nan|inf) at step [1-9]", error)
+    assert remedy.startswith("maxbench train: to do: the loss diverged")
     result = result_of(tmp_path)
     assert result["status"] == "failed"
     assert "at step" in result["reason"]
+    (record,) = readers.read([tmp_path])
+    assert record.remedy == remedy.removeprefix("maxbench train: to do: ")
+    assert record.remedy in compare.summarize(record, compare.ReportOptions()).notes
+
+
+def test_remedy_of_a_defect_stands_below_its_traceback(train, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    monkeypatch.setattr(loop, "compile_step", fail)
+    with pytest.raises(RuntimeError) as e:
+        train(steps=1)
+    assert e.value.__notes__[0].startswith("maxbench train: to do: the memory of a GPU is full")
 
 
 def test_more_devices_than_present_are_refused(train):

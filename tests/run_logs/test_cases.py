@@ -7,6 +7,7 @@ import pytest
 
 from maxbench.reporting import compare, tables
 from maxbench.run_logs import readers
+from maxbench.run_logs.record import Origin
 
 CASES = pathlib.Path(__file__).with_name("cases")
 WINDOW = compare.ReportOptions(window=(2, 8))
@@ -209,6 +210,35 @@ def test_mlperf_log_of_nvidia(tmp_path):
     row = compare.summarize(r, compare.ReportOptions())
     assert row.step["mean"] == 0.35
     assert "the log has one of 32 steps" in " ".join(row.notes)
+
+
+LAYOUT = {  # keys and values of AMD's logs of 6.0
+    "tensor_parallelism": 2, "pipeline_parallelism": 4, "context_parallelism": 1,
+    "expert_parallelism": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 1.0,
+    "config_filename": "config_MI355X_1x8x1.sh",
+}  # fmt: skip
+PRECISIONS = [
+    ("lowest_numerical_precision_linear", "nvfp4", "nvfp4"),
+    ("lowest_numerical_precision_in_linear", "bfloat16", "bf16"),
+    ("lowest_numerical_precision_linear", "mxfp4", "mxfp4"),
+    ("lowest_numerical_precision_linear", "", ""),
+    ("lowest_numerical_precision_in_attn", "fp8", ""),
+]
+
+
+@pytest.mark.parametrize(("key", "precision", "dtype"), PRECISIONS)
+def test_mlperf_log_of_6_names_layout_and_precision(tmp_path, key, precision, dtype):
+    settings = "".join(mllog(*pair) for pair in {**LAYOUT, key: precision}.items())
+    steps = "".join(
+        mllog("tracked_stats", {"train_step_time": 0.35, "reduced_train_loss": 4.5}, step=float(i))
+        for i in range(31, 320, 32)
+    )
+    r = readers.read([mlperf_log(tmp_path, HEAD + settings + steps)])[0]
+    assert r.layout == {"tp": 2, "pp": 4, "cp": 1, "ep": 1, "mbs": 2}
+    assert (r.dtype, r.origin("dtype")) == (dtype, Origin.LOG if dtype else Origin.UNKNOWN)
+    row = compare.summarize(r, compare.ReportOptions())
+    assert row.step["mean"] == 0.35
+    assert row.share is None or dtype in ("nvfp4", "bf16")
 
 
 def test_mlperf_log_of_amd_has_samples_per_second_of_blocks(tmp_path):

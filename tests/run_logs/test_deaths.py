@@ -27,6 +27,12 @@ def test_every_row_has_an_ending():
     assert found == {*range(len(TABLE["cause"]))}
 
 
+def test_a_remedy_is_no_cause():
+    """`train` prints it below the error, and the log is read later."""
+    for row in TABLE["cause"]:
+        assert not deaths.cause(f"maxbench train: to do: {row['remedy']}\n".encode()), row["remedy"]
+
+
 def test_every_text_has_a_hint():
     """A row whose texts have none would never be found."""
     for row in TABLE["cause"]:

@@ -380,6 +380,36 @@ def test_damaged_event_file_loses_one_record(tmp_path, at):
     assert r.unread == ["1 damaged places in its event file"]
 
 
+def event_files_of(folder, *starts: float, first: int = 0) -> RunRecord:
+    """Two files in a folder: 40 steps of 2 s, and 20 steps of 3 s from `first` on."""
+    for i, (start_s, steps, step_s) in enumerate(
+        zip(starts, (range(40), range(first, first + 20)), (2.0, 3.0), strict=True)
+    ):
+        scalars = [(tag, s, x) for s in steps for tag, x in (("step_s", step_s), ("loss", 4 - i))]
+        data = log_samples.event_file(scalars, start_s)
+        (folder / f"events.out.tfevents.{i}.n").write_bytes(data)
+    (record,) = readers.read([folder])
+    return record
+
+
+def test_event_files_whose_steps_begin_again_are_of_two_runs(tmp_path):
+    r = event_files_of(tmp_path, 1e9, 2e9)
+    assert (r.last, {*r.step_s.values()}, r.loss[19]) == (19, {3.0}, 3.0)
+    assert "the log has 2 runs one after another: the last counts" in r.inferred
+
+
+def test_event_file_of_a_resumed_run_goes_on(tmp_path):
+    r = event_files_of(tmp_path, 1e9, 2e9, first=30)
+    assert (r.last, r.step_s[29], r.step_s[30]) == (49, 2.0, 3.0)
+    assert not [x for x in r.inferred if "runs" in x]
+
+
+def test_event_files_of_several_processes_are_of_one_run(tmp_path):
+    r = event_files_of(tmp_path, 1e9, 1e9 + 1)
+    assert r.last == 39
+    assert not [x for x in r.inferred if "runs" in x]
+
+
 def test_event_file_without_a_step_time_names_its_tags(tmp_path):
     data = log_samples.event_file([("accuracy", i, 0.5) for i in range(5)])
     r = read(tmp_path, data, "events.out.tfevents.1.n")

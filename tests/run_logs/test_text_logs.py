@@ -188,6 +188,26 @@ def test_last_run_of_a_log_counts(tmp_path, steps):
     assert record.gbs == 64
 
 
+@pytest.mark.parametrize("steps", [30, 50, 70])
+def test_last_of_several_runs_with_a_progress_bar_counts(tmp_path, steps):
+    """The bars have no names: those of evaluations begin again within a run."""
+    run = log_samples.Work(step_s=18.0, gbs=64)
+    second = log_samples.hf_trainer(range(steps), steps, loss="7.5", of=run)
+    record = read(tmp_path, log_samples.hf_trainer(range(50), 50) + second)
+    assert (record.last, {*record.step_s.values()}, {*record.loss.values()}) == (
+        steps - 1, {18.0}, {7.5}
+    )  # fmt: skip
+    assert (record.status, record.total_steps, record.gbs) == ("done", steps, 64)
+    assert "the log has 2 runs one after another: the last counts" in record.inferred
+
+
+def test_run_with_a_progress_bar_that_is_resumed_is_one_run(tmp_path):
+    first, second = (log_samples.hf_trainer(steps, 50) for steps in (range(38), range(30, 50)))
+    record = read(tmp_path, first + second)
+    assert (record.status, record.last, len(record.step_s)) == ("done", 49, 50)
+    assert not [x for x in record.inferred if "runs" in x]
+
+
 def test_last_run_counts_although_it_died_before_its_first_step(tmp_path):
     start = log_samples.megatron([], 50)
     record = read(tmp_path, log_samples.megatron(range(50), 50) + start + OOM)

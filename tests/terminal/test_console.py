@@ -79,3 +79,11 @@ def test_a_number_that_is_not_0_never_prints_as_0():
     shown = [console.fixed(x, 2) for x in (0, 0.004, 0.006, 12.345)]
     assert shown == ["0.00", "<0.01", "0.01", "12.35"]
     assert [console.share(x) for x in (0, 4e-4, 0.123)] == ["0.0%", "<0.1%", "12.3%"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123, "+1.2%"), (-0.5, "-50.0%"), (0.0004, "0.0%"), (-0.0004, "0.0%"), (0.1, "+10.0%")],
+)
+def test_change_that_rounds_to_nothing_has_no_sign(value, text):
+    assert console.change(value) == text
