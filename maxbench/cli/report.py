@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from maxbench.config import command_line, options
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
             pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
         except OSError as e:
             raise UserError(f"output={file!r} cannot be written: {e.strerror}") from None
+        print(f"written: {file}", file=sys.stderr)
     else:
         print(text)
     return 0 if report.ok else 1

@@ -427,7 +427,7 @@ def test_exemplar_criterion_is_95_percent_of_each_workload(tmp_path):
     assert rows(tmp_path, options)[0].verdict == "PASS"
     text = tables.text(rows(tmp_path, options), options)
     assert "Exemplar\n  reached by all of 1 runs; 0 are not compared" in text
-    assert "PASS from 95.0%: NVIDIA's Exemplar Clouds" in text
+    assert "PASS from 95.0%: NVIDIA's Exemplar Clouds" in " ".join(text.split())
     ours(tmp_path, name="slow", stamp=2, step_s=9.33 * 1.06)
     found = rows(tmp_path, options)
     assert sorted(row.verdict for row in found) == ["FAIL", "PASS"]
@@ -439,7 +439,7 @@ def test_thresholds_stand_in_the_report_with_their_computation(tmp_path):
     text = tables.text(rows(tmp_path), H100)
     n = mlperf.noise()
     share = 1 / (1 + n.systems) / (1 + n.runs_p90)
-    assert f"PASS from {share:.1%}, WARN from" in text
+    assert f"PASS from {share:.1%}, WARN from" in " ".join(text.split())
     assert f"up to {n.systems:.1%} between systems" in text
 
 
