@@ -1,4 +1,4 @@
-"""Rates of the kernels of profiles, beside the prices of the cost model, and constants from them.
+"""Rates and constants from the kernels of profiles, with the prices of the cost model.
 
 A kernel with a known shape is priced as in a plan. What ran faster than the datasheet allows is
 refused: its shape is not that of its work.
@@ -120,7 +120,7 @@ def rates_of(asked: options.TraceOptions, gpu_types: GpuTypes) -> TraceRates:
 
 
 def _moved(event: Event) -> Event:
-    """The event with the bytes that it reads and writes, where a profile notes what it copies."""
+    """The event with twice the bytes of a copy: a profile notes its size, read and written."""
     if event.kind != COPY or event.op:  # an operation's bytes are both
         return event
     return event._replace(work=event.work._replace(bytes=2 * event.work.bytes))

@@ -140,7 +140,7 @@ def overview(run: Run) -> terminal.Parts:
 
 
 def files(run: Run) -> str:
-    """What the run's files contain, and how often the run reads them."""
+    """A line on the tokens and sequences of the run's files, and the epochs that the run reads."""
     from maxbench.step import token_files  # imports numpy, which takes 0.1 s
 
     found = token_files.of_run(run)
@@ -148,7 +148,7 @@ def files(run: Run) -> str:
 
 
 def evaluation(run: Run) -> str:
-    """What an evaluation reads, and when it is."""
+    """A line on the sequences of an evaluation, and on its interval in steps."""
     from maxbench.step import token_files  # imports numpy, which takes 0.1 s
 
     t = run.train

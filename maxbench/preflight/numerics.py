@@ -251,7 +251,7 @@ def errors_alone(
 
 
 def _relative(x: jax.Array, expected: jax.Array) -> jax.Array:
-    """Norm of the difference over the norm of what is expected; infinity if it is not finite."""
+    """Norm of the difference over the norm of the expected array; infinity if it is not finite."""
     norm = lambda a: jnp.sqrt(jnp.sum(jnp.square(a)))
     error = norm(x - expected) / jnp.maximum(norm(expected), 1e-30)
     return jnp.where(jnp.isfinite(error), error, jnp.inf)

@@ -29,7 +29,7 @@ class Ending(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do, by the table of causes; '' if the reason says it."""
+        """The remedy, by the table of causes; '' if the reason has it."""
         says_it = self.status == "stopped" or self.code == exit_codes.BAD_INPUT
         return "" if says_it else deaths.of_reason(self.reason).remedy
 

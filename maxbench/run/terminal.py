@@ -208,7 +208,7 @@ def summary_parts(result: Mapping) -> Parts:
 
 
 def evaluated(result: Mapping, last: Mapping) -> dict[str, str]:
-    """The last evaluation, and what it took to reach the target loss, if there is one."""
+    """The last evaluation, and steps, tokens and seconds to the target loss, if there is one."""
     rows = {"held-out loss": f"{last['loss']:.4f} after step {last['step']}"}
     if target := result["run"]["train"].get("target_loss"):
         e = result.get("target_reached")
