@@ -1,6 +1,7 @@
 """Flags as words of a command line, where a later value replaces an earlier one.
 
-A flag that a person gives twice has one value. What a launcher derives yields to what is given.
+maxbench refuses a flag with two values. A launcher removes the flags that it derives where the
+user gives them.
 """
 
 from collections.abc import Collection, Iterable, Sequence

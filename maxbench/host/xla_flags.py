@@ -30,7 +30,7 @@ TIMEOUT_S = 60
 
 
 class Check:
-    """A process that parses XLA_FLAGS, beside this one, which may import jax meanwhile."""
+    """A subprocess that parses XLA_FLAGS while this process imports jax."""
 
     def __init__(self) -> None:
         self._process = None

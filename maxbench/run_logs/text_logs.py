@@ -270,7 +270,8 @@ class LogParser:
         return key[1] == self.settings.numbers.get("steps") or self.series[key].has("loss")
 
     def _note_bar(self, key: Series, texts: int) -> None:
-        """Notes what came before a new progress bar, until one with losses goes on beside it.
+        """Stores the text before a new progress bar as a possible start of another run. A bar with
+        losses that continues after it discards the start.
 
         Args:
           texts: the number of texts since the last step.

@@ -103,7 +103,7 @@ class Accounts:
         return Account(step, parts, own, hidden, streams, self._host(step), explained)
 
     def _gap(self, start: int, end: int, after: Event | None) -> Gap:
-        """A gap of a step, with what it waits for, after an event."""
+        """The gap of a step between an event that ends and the next one that starts."""
         place = bisect.bisect_left(self.starts, end)
         before = self.trace.events[place] if place < len(self.starts) else None
         before = before if before and before.start == end else None

@@ -16,7 +16,7 @@ LARGE = 0.05  # least share of a step that is worth a sentence
 
 def causes(found: "TraceReport") -> list[str]:
     """Time of a mean step in which a mean rank computes nothing, and ranks that others wait for, as
-    sentences in the order of their seconds. What is below LARGE is left out."""
+    sentences, the longest time first. Causes below LARGE are left out."""
     sentences = [*_lost(found), *_waited_for(found), *_clock(found)]
     large = (x for x in sentences if x[0] >= LARGE * found.step_s)
     return [text for _, text in sorted(large, key=lambda x: -x[0])]

@@ -51,7 +51,7 @@ def test_unknown_compiler_option_is_named():
 
 
 def test_options_of_a_run_are_known(tmp_path, monkeypatch):
-    """What one process has accepted, the next one takes from the cache."""
+    """A second call reads the cache and starts no process."""
     monkeypatch.setenv("MAXBENCH_CACHE", str(tmp_path))
     run = resolve("llama31_8b", gpus=8)
     assert xla_flags.lint_runs(run) == []

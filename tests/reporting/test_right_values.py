@@ -210,7 +210,7 @@ def test_steps_faster_than_the_peak_are_of_another_gpu_type():
 
 
 def test_steps_at_the_peak_are_not_dispatch():
-    """Of a type whose peak is between the fast and the slow steps: leaving out half is no mean."""
+    """The least step time lies between the fast and the slow steps: none is left out."""
     times = {i: 1.7 + 0.1 * (i % 2) for i in range(50)}
     least = dict.fromkeys(times, 1.75)
     assert fast_steps.find(times, least, "8 h100").steps == frozenset()

@@ -1,4 +1,4 @@
-"""Files of tokens in every form, and what is refused about them."""
+"""Token files of every format, and the errors for invalid ones."""
 
 import re
 import struct
