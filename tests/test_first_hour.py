@@ -26,8 +26,8 @@ CASES = {
 }
 
 
-# stages that take 10 s or more
-LONG = ("stamps", "families", "fp8", "options", "profile", "calibrate")
+# stages that take 4 s or more
+LONG = ("stamps", "families", "fp8", "options", "profile", "calibrate", "ceilings", "unrolled")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,7 @@ def test_cases_after_a_crash_run_and_old_results_are_kept(tmp_path, monkeypatch,
     assert record["two"]["cases"]["passes"] == {"figure": 1.5, "list": [1]}
 
 
+@pytest.mark.exhaustive
 def test_sigterm_prints_the_table(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--small", "--stages", "stamps"]
     env = processes() | {"OUT": str(tmp_path)}

@@ -133,6 +133,7 @@ def test_a_network_may_have_mixers_alone(workload):
     assert_gradients_are_equal(workload, settings, dict(pp=2, tp=2, mbs=1, gbs=4))
 
 
+@pytest.mark.exhaustive
 def test_it_trains_saves_and_resumes(workload, tmp_path):
     settings = EXACT | {"optim.warmup": 0, "train.data": "bigram"}
     flags = dict(dtype="fp32", seq=32, steps=6) | MESH
@@ -186,6 +187,7 @@ def test_layouts_of_it_are_searched_and_refused(workload):
         build(workload, tp=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu_compile
 def test_it_is_planned(workload):
     """Its program for eight GPUs, whose key in the cache knows the code of the kind."""

@@ -115,7 +115,7 @@ def gradients(**axes):
 @pytest.mark.parametrize(
     "axes",
     [
-        dict(fsdp=2, ep=2, tp=2),
+        pytest.param(dict(fsdp=2, ep=2, tp=2), marks=pytest.mark.exhaustive),
         pytest.param(dict(tp=4, dp=2), marks=pytest.mark.exhaustive),
         pytest.param(dict(pp=3, tp=2, gbs=8), marks=pytest.mark.exhaustive),
     ],

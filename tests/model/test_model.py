@@ -141,6 +141,7 @@ def test_module_has_the_weights_and_the_loss_of_training():
     assert jax.tree.map(jnp.shape, initialized) == jax.tree.map(jnp.shape, params)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_loaded_from_a_checkpoint_of_a_pipeline(tmp_path):
     """Whose stacked layers are in another order, with two empty slots."""
     runs = (

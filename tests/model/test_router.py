@@ -90,7 +90,7 @@ def test_balanced_choice_gives_each_expert_as_many_tokens_of_each_window(m):
 
 
 @pytest.mark.parametrize("m", [DEEPSEEK, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("multiple", [8, 32])
+@pytest.mark.parametrize("multiple", [pytest.param(8, marks=pytest.mark.exhaustive), 32])
 def test_balanced_slots_hold_every_choice(m, multiple):
     """Sequences that are no whole windows, too."""
     for tokens in (24, 26):

@@ -38,7 +38,12 @@ def on_every_gpu(step, check, specs):
 @pytest.mark.parametrize(
     ("family", "how", "axes"),
     [
-        ("llama31_405b", {}, dict(pp=2, vp=4, cp=2, layers=6)),  # two empty slots
+        pytest.param(
+            "llama31_405b",
+            {},
+            dict(pp=2, vp=4, cp=2, layers=6),  # two empty slots
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "llama31_405b",
             {"precision.scaling": "delayed"},

@@ -62,6 +62,7 @@ def test_program_without_code_generation_is_the_same():
     assert len({p.memory_analysis().temp_size_in_bytes for p in programs}) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.core
 def test_fsdp(check_figures):
     """Llama 2 70B on 128 GPUs. Layer weights are 856 M x 2 bytes; each is all-gathered twice and

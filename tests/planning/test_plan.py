@@ -123,6 +123,7 @@ def test_chips_match_the_datasheets():
         assert gpu.chip.memory_bytes_per_s == pytest.approx(gpu.memory_gbytes_per_s * 1e9, rel=0.02)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu_compile
 def test_a_plan_on_sixty_columns_breaks_no_word(monkeypatch):
     run = run_of("--config llama31_8b:tiny --layers 1 --gpu_type h100 --tp 2")

@@ -59,6 +59,7 @@ def test_stash_slots_are_those_of_the_schedule(pp, vp, name):
         assert memory.stash_slots(run) == schedule_for(run).stash_slots
 
 
+@pytest.mark.exhaustive
 def test_estimates_are_near_compiled_programs():
     """Every row of the table: memory within 16 %, 19 of 20 rows within a tenth; time on H100 within
     a third."""
@@ -114,7 +115,13 @@ def test_every_candidate_of_a_search_can_be_built(arguments):
         schedule_for(run)
 
 
-@pytest.mark.parametrize("arguments", ["llama31_8b.py --gpus 24", "llama2_70b.py --gpus 64"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "llama31_8b.py --gpus 24",
+        pytest.param("llama2_70b.py --gpus 64", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ranking_is_that_of_all_layouts_with_all_their_policies(arguments):
     """Policies of layouts that cannot win are not chosen."""
     given = run_of(arguments.replace("24", "8"))
@@ -203,6 +210,7 @@ def test_candidates_that_the_compiled_ones_show_to_be_slower_are_not_compiled(mo
     assert capsys.readouterr().err.count("not compiled") == len(candidates) - 1 - len(others) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu_compile
 def test_programs_are_compiled_in_other_processes(monkeypatch, tmp_path):
     """What the child compiles is in the cache of this process, which starts no other then."""

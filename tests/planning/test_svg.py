@@ -183,6 +183,7 @@ def test_scaling_has_the_plan_and_estimates_of_its_axes(tmp_path, monkeypatch):
     assert not [text for text in texts if "e+" in text]
 
 
+@pytest.mark.exhaustive
 def test_the_error_of_scaling_is_that_of_compiled_programs():
     """Errors over pairs of rows of docs/plan.csv with the same axes but dp and fsdp."""
     ratios = collections.defaultdict(list)

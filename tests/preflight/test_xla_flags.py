@@ -19,8 +19,11 @@ FLAG = "--xla_no_such_flag=1"
 LINE = f"XLA_FLAGS: this XLA does not know {FLAG}, and would abort; leave it out\n"
 
 
+LATE = [pytest.param(c, marks=pytest.mark.exhaustive) for c in ("calibrate", "plan --program")]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("command", ["train", "calibrate", "plan", "plan --program"])
+@pytest.mark.parametrize("command", ["train", "plan", *LATE])
 def test_command_names_an_unknown_flag_before_it_uses_a_device(tmp_path, command):
     (tmp_path / "factory.py").write_text("def make(devices, **_):\n    raise NotImplementedError\n")
     words = {

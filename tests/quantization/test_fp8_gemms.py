@@ -79,7 +79,13 @@ PAST = {"x": 31.0, "dy": 40.0, "w": 20.0}
 
 @pytest.mark.core
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("experts", [(), (3,)], ids=["linear", "experts"])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        pytest.param((), id="linear"),
+        pytest.param((3,), id="experts", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_fprop_dgrad_and_wgrad_equal_numpy(experts, scaling):
     x, w, dy = (
         integers(i, *experts, *dims) for i, dims in enumerate(((64, 64), (64, 96), (64, 96)))

@@ -1,6 +1,7 @@
 """The report: run folders and logs of other programs, figures, verdicts, damaged files, speed."""
 
 import base64
+import contextlib
 import csv
 import dataclasses
 import io
@@ -692,12 +693,10 @@ def test_an_hour_of_power_readings_is_read_quickly(tmp_path):
 
 
 def run(*args: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "maxbench.report", *args],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    return done.stdout if code < 2 else done.stderr
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert entry.run("report", args) == code, err.getvalue()
+    return out.getvalue() if code < 2 else err.getvalue()
 
 
 @pytest.fixture

@@ -178,6 +178,7 @@ def test_resume_skips_damaged_checkpoints_and_reports_changed_settings(train, tm
     assert (len(load["skipped"]), len(load["changed"])) == (1, 4)  # steps differ, too
 
 
+@pytest.mark.exhaustive
 def test_damaged_checkpoint_silences_orbax_alone(caplog):
     """Its errors are the reason of the skip; other packages log as before."""
     log_from_orbax = eval(
@@ -229,6 +230,7 @@ def test_every_preset_resumes_from_its_own_checkpoint(workload, tmp_path):
         assert restore.config_diff(written, run) == []
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_some_layers_in_bf16_resumes(train, tmp_path):
     some = {"precision.bf16_layers": (1, 1)}
     flags = dict(dtype="fp8", layers=4, seq=64, mbs=2)

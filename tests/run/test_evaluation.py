@@ -34,6 +34,7 @@ def test_a_run_ends_at_its_target_loss(train, tmp_path):
     assert re.search(rf"  target 5 +{reached}\n", printed)
 
 
+@pytest.mark.exhaustive
 def test_evaluations_are_equal_on_every_mesh_and_in_no_step_time(train, tmp_path, monkeypatch):
     evaluate = evaluation.Evaluator.__call__
     slowly = lambda self, *args: (time.sleep(3), evaluate(self, *args))[1]

@@ -227,6 +227,7 @@ def test_deleted_folder_is_the_reason(train, monkeypatch, checkpoint):
     assert "results: " not in printed
 
 
+@pytest.mark.exhaustive
 def test_closed_pipe_does_not_end_the_run(tmp_path):
     """`maxbench train | head -n 1`: the reader leaves after the first line, the run goes on."""
     command = [sys.executable, "-m", "maxbench.train", "--config", "configs/llama31_8b.py:tiny"]

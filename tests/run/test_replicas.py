@@ -51,6 +51,7 @@ def test_a_flipped_bit_is_named(monkeypatch, axes, wrong):
     assert Replicas(step).differing(params) == wrong
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_a_flipped_bit_ends_before_it_is_saved(monkeypatch, tmp_path, capsys):
     gather = rules.gather_master
 

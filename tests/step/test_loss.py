@@ -28,7 +28,7 @@ CASES = {
     "mtp, latent": ("deepseek_v3", {}, {"fsdp": 2, "gbs": 4}),
     "mamba": ("nemotron_3_nano", {}, {"dp": 2, "gbs": 4}),
 }
-LATE = ("delayed fp8", "mtp, latent", "mamba", "pipeline")
+LATE = ("overlapped", "experts", "delayed fp8", "mtp, latent", "mamba", "pipeline")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[exhaustive] * (c in LATE)) for c in CASES])

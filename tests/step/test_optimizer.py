@@ -40,6 +40,7 @@ def test_norms_decay_if_the_recipe_decays_them(family, decays):
     np.testing.assert_allclose(updates["norm"]["scale"], -rate * decays, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_bf16_state_is_updated_in_fp32():
     """The update equals that of the fp32 state, rounded to bf16."""
     step, exact = (

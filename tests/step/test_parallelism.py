@@ -341,7 +341,7 @@ def test_zero1_splits_the_first_dim_with_whole_blocks(names, shape, dp, dim):
 @pytest.mark.parametrize(
     "axes",
     [
-        dict(tp=2, mbs=1, layers=2),
+        pytest.param(dict(tp=2, mbs=1, layers=2), marks=exhaustive),
         pytest.param(dict(pp=2, tp=2, mbs=1, layers=2), marks=exhaustive),
     ],
 )
