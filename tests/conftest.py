@@ -58,6 +58,8 @@ WORKLOADS = (
     "deepseek_v3",
     "kimi_k2",
     "nemotron_3_nano",
+    "nemotron_3_super",
+    "nemotron_3_ultra",
     "nemotron_h_56b",
 )
 

@@ -7,14 +7,14 @@ transformers' configuration class of its model_type (DEFAULTS), or is required.
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxbench.config.channels import Experts, Mlp
 from maxbench.config.errors import UserError
 from maxbench.config.mixers import Attention, LatentAttention, Mamba2
 from maxbench.config.model import Model
-from maxbench.config.sublayers import Layer
+from maxbench.config.sublayers import ROLES, Layer
 
 ACTS = {"silu": "swiglu", "relu2": "relu2", "gelu_pytorch_tanh": "geglu"}
 # Fields that do not change the network: names, tokens, generation, caches, initialization's seed,
@@ -28,8 +28,8 @@ IGNORED = {
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
     *("aux_loss_alpha", "router_aux_loss_coef", "router_jitter_noise", "qk_head_dim"),
     *("expand", "num_logits_to_keep", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-    *("rescale_prenorm_residual", "use_mamba_kernels", "norm_eps", "mtp_layers_block_type"),
-    *("mtp_hybrid_override_pattern", "time_step_max", "time_step_floor"),
+    *("rescale_prenorm_residual", "use_mamba_kernels", "norm_eps", "time_step_max"),
+    *("time_step_floor", "keep_mtp_spec_in_bf16"),
     # transformers raises time steps to the lower limit; Megatron, which trained them, does not.
     *("time_step_min", "time_step_limit"),
 }
@@ -299,6 +299,11 @@ def _deepseek(c: Fields, common: Mapping) -> dict[str, Any]:
     c.fix("norm_topk_prob", True)
     shared, expert_mlp = c.whole("n_shared_experts"), c.whole("moe_intermediate_size")
     dense, layers = c.whole("first_k_dense_replace"), common["layers"]
+    if (mtp_layers := c.whole("num_nextn_predict_layers", "num_mtp_layers")) > 1:
+        raise UserError(
+            f"config.json has num_nextn_predict_layers={mtp_layers}, layers with weights of their "
+            "own; understood are 0 and 1"
+        )
     rope, nope = c.whole("qk_rope_head_dim"), c.whole("qk_nope_head_dim")
     sizes = _experts(
         c,
@@ -313,7 +318,7 @@ def _deepseek(c: Fields, common: Mapping) -> dict[str, Any]:
         rope_head_dim=rope,
         head_dim=nope + rope,
         value_dim=c.whole("v_head_dim"),
-        mtp_layers=c.whole("num_nextn_predict_layers", "num_mtp_layers"),
+        mtp_layers=mtp_layers,
         mlp=expert_mlp,
     )
     if not 0 <= dense < layers:
@@ -337,19 +342,16 @@ NEMOTRON_H = {
 
 
 def _nemotron_h(c: Fields, common: Mapping) -> dict[str, Any]:
-    names = c.take("layers_block_type", "hybrid_override_pattern")
-    if unknown := [name for name in names if name not in NEMOTRON_H]:
-        raise UserError(
-            f"config.json has a layer of kind {unknown[0]!r}; understood are {[*NEMOTRON_H]}"
-        )
-    pattern = "".join(NEMOTRON_H[name] for name in names)
+    pattern = _pattern(c.take("layers_block_type", "hybrid_override_pattern"))
+    mtp = _pattern(c.take("mtp_layers_block_type", "mtp_hybrid_override_pattern", default=()))
     if len(pattern) != common["layers"]:
         raise UserError(
             f"config.json has num_hidden_layers={common['layers']}, and kinds of {len(pattern)} "
             "layers; give as many"
         )
     c.fix("norm_topk_prob", True)
-    c.fix("num_nextn_predict_layers", 0)
+    mtp_layers = c.whole("num_nextn_predict_layers", default=0)
+    mtp = mtp if mtp_layers else ""
     sizes: dict[str, Any] = dict(
         norm_eps=c.real("layer_norm_epsilon"),
         rope_fraction=0.0,
@@ -371,7 +373,7 @@ def _nemotron_h(c: Fields, common: Mapping) -> dict[str, Any]:
         "*": Layer(mixer=Attention()),
         "-": Layer(channel=Mlp(mlp=common["mlp"])),
     }
-    if "E" in pattern:
+    if "E" in pattern + mtp:
         c.fix("n_shared_experts", 1)
         layers["E"] = Layer(channel=Experts(mlp=c.whole("moe_intermediate_size")))
         shared = c.whole("moe_shared_expert_intermediate_size")
@@ -382,7 +384,30 @@ def _nemotron_h(c: Fields, common: Mapping) -> dict[str, Any]:
         unused = "n_routed_experts", "num_experts_per_tok", "n_shared_experts"
         for name in (*unused, "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
             c.left.pop(name, None)
+    if mtp_layers:
+        sizes |= dict(mtp_layers=mtp_layers, mtp_block=_one_layer(mtp, [layers[x] for x in mtp]))
     return sizes | dict(layer_groups=((1, tuple(layers[letter] for letter in pattern)),))
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The letters of the kinds of layers of nemotron_h."""
+    if unknown := [name for name in names if name not in NEMOTRON_H]:
+        raise UserError(
+            f"config.json has a layer of kind {unknown[0]!r}; understood are {[*NEMOTRON_H]}"
+        )
+    return "".join(NEMOTRON_H[name] for name in names)
+
+
+def _one_layer(pattern: str, layers: Sequence[Layer]) -> Layer:
+    """Layers of a sublayer each as one layer: a mixer, a channel, or one after the other."""
+    parts = [part for layer in layers for part in layer.parts()]
+    roles = [role for role, _ in parts]
+    if roles not in ([*ROLES], *([role] for role in ROLES)):
+        raise UserError(
+            f"config.json has mtp_hybrid_override_pattern={pattern!r}; understood are a mixer, a "
+            "channel, and a mixer with a channel after it, as '*E'"
+        )
+    return Layer(**dict[str, Any](parts))
 
 
 def _rope(c: Fields) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _mamba(run: Run) -> str:
     return "" if "mamba2" in mixers else f"{run.model.name} {run.model.size} has no Mamba-2 layer"
 
 
-def _mtp_loss(run: Run) -> str:
+def _mtp(run: Run) -> str:
     return "" if run.model.mtp_layers else "model.mtp_layers=0 predicts the next token alone"
 
 
@@ -255,7 +255,8 @@ RULES: dict[str, Callable[[Run], str]] = {
     "model.aux_loss": _experts,
     "model.drop_policy": _drop_policy,
     **{f"model.{name}": _mamba for name in MAMBA},
-    "model.mtp_loss": _mtp_loss,
+    "model.mtp_block": _mtp,
+    "model.mtp_loss": _mtp,
     "model.rope_base": _positions,
     "model.rope_factor": _positions,
     "model.rope_scaling": _rope,

@@ -39,6 +39,8 @@ LAYER_GROUPS = (
     "((3, (Layer(mixer=Attention(), channel=Mlp(mlp=18432)),)),)",
 )
 
+MTP_BLOCK = (lambda _: True, "a layer, as Layer(mixer=Attention(), channel=Experts()), or None")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
@@ -128,8 +130,10 @@ class Model:
     # tokens that an expert drops beyond its capacity: the least probable, or the last
     drop_policy: str = field("probs", options=("probs", "position"))
     aux_loss: float = field(0.0, at_least=0)  # coefficient of the load-balancing loss
-    # Multi-token prediction: a layer that predicts the token after the next; its loss' coefficient
-    mtp_layers: int = field(0, at_least=0, at_most=1)
+    # Multi-token prediction (model/mtp.py): how many tokens after the next are predicted, by as
+    # many uses of one layer; the layer, None = as the last one; the coefficient of its mean loss
+    mtp_layers: int = field(0, at_least=0, at_most=8)
+    mtp_block: Layer | None = field(None, check=MTP_BLOCK)  # noqa: RUF009  # frozen
     mtp_loss: float = field(0.1, at_least=0)
 
     @property
@@ -188,13 +192,20 @@ class Model:
     @functools.cached_property
     def has_experts(self) -> bool:
         """Whether ep splits weights of some layer."""
-        return any(layer.has_experts for _, layer in self.kinds)
+        return any(layer.has_experts for layer in self.all_layers)
 
     @functools.cached_property
     def mtp_layer(self) -> Layer:
-        """The layer of multi-token prediction: as the last one, not quantized and without state."""
+        """The layer of multi-token prediction, complete, not quantized and without state."""
         plain = lambda sublayer: dataclasses.replace(sublayer.without_state(), quantized=False)
-        return self.per_layer[-1].map(plain, quantized=False)
+        given = sublayers.complete(self.mtp_block, self) if self.mtp_block else self.per_layer[-1]
+        return given.map(plain, quantized=False)
+
+    @functools.cached_property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """A layer of each of the kinds, and that of multi-token prediction."""
+        mtp = (self.mtp_layer,) if self.mtp_layers else ()
+        return *(layer for _, layer in self.kinds), *mtp
 
     def setting(self, axis: str) -> str:
         """The setting from which the size of a logical axis follows."""
@@ -254,7 +265,9 @@ class Model:
         object.__setattr__(self, "layer_groups", groups)
         validate(self, "model.")
         self._check_layer_groups()
-        layers = [layer for _, layer in self.kinds]
+        if self.mtp_block:
+            written = self.mtp_block.map(lambda s: sublayers.as_written(s, self))
+            object.__setattr__(self, "mtp_block", written)
         if self.rope_head_dim and self.rope_fraction != 1:
             raise UserError(
                 f"model.rope_fraction={self.rope_fraction}: latent attention rotates "
@@ -266,7 +279,7 @@ class Model:
                 "be an even number of dims, at least 2; rope_fraction=1.0 or 0.5 usually works, "
                 "and 0 is attention without positions"
             )
-        for mixer in filter(None, (layer.mixer for layer in layers)):
+        for mixer in filter(None, (layer.mixer for layer in self.all_layers)):
             if mixer.rope_dims not in (0, self.rope_dims):
                 raise UserError(
                     f"RoPE rotates {mixer.rope_dims} dims of a head in a layer with "

@@ -223,14 +223,18 @@ def _toy_groups(model: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
     for _, cycle in model["layer_groups"]:
         cycles += [new] if (new := tuple(dict.fromkeys(x for x in cycle if x not in seen))) else []
         seen |= {*cycle}
-    kinds = {type(layer.channel) for cycle in cycles for layer in cycle}
-    toy = lambda sublayer: sublayer.toy(model, has_dense={Mlp, Experts} <= kinds)
     groups, left = [], model["layers"]
     for cycle in cycles:
         count = -(-max(1, left) // len(cycle)) if cycle is cycles[-1] else 1
-        groups.append(LayerGroup(count, tuple(layer.map(toy) for layer in cycle)))
+        groups.append(LayerGroup(count, tuple(_toy_layer(model, layer) for layer in cycle)))
         left -= count * len(cycle)
     return tuple(groups)
+
+
+def _toy_layer(model: Mapping[str, Any], layer: Layer) -> Layer:
+    """A layer of a toy of the model."""
+    kinds = {type(x.channel) for _, cycle in model["layer_groups"] for x in cycle}
+    return layer.map(lambda sublayer: sublayer.toy(model, has_dense={Mlp, Experts} <= kinds))
 
 
 def _shrink(values: Sections, axes: bool, dtype: str) -> None:
@@ -243,7 +247,9 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
     if model["ssm_heads"]:
         model |= TOY_STATES
     model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
+    model["expert_latent"] = min(model["expert_latent"], model["embed"] // 4)
     model["window"] = min(model["window"], TOY_WINDOW)
+    model["mtp_block"] = model["mtp_block"] and _toy_layer(model, model["mtp_block"])
     model["layer_groups"] = _toy_groups(model)
     if model["rope_factor"] != 1:  # so that it has an effect
         model["rope_context"] = min(model["rope_context"], 16)

@@ -224,7 +224,7 @@ def attention_kernel(given: str | None, m: Model, dtype: str, device: Device) ->
     Raises:
       UserError: a kernel of cuDNN is given, and cuDNN does not support this attention.
     """
-    mixers = [layer.mixer for _, layer in m.kinds if isinstance(layer.mixer, Attention)]
+    mixers = [layer.mixer for layer in m.all_layers if isinstance(layer.mixer, Attention)]
     if not mixers:
         return "xla"
     kernels = ("cudnn", "cudnn_split", "xla")

@@ -25,7 +25,7 @@ def check(run: "Run") -> None:
     _check_sequence(run)
     if run.format.quantized:
         _check_backend(run)
-    for _, layer in run.model.kinds:
+    for layer in run.model.all_layers:
         for _, sublayer in layer.parts():
             if run.format.quantized and sublayer.quantized:
                 _check_gemm_dims(run, sublayer)
@@ -117,7 +117,7 @@ def _check_sharded_dims(run: "Run") -> None:
 @functools.lru_cache(64)  # a search asks of thousands of layouts
 def _split_dims(m: "Model") -> tuple[tuple[str, int, tuple[str, ...]], ...]:
     """(setting, size, mesh axes that split it) of the logical axes of a model's weights."""
-    weights = [w for _, layer in m.kinds for w in m.layer_weights(layer).values()]
+    weights = [w for layer in m.all_layers for w in m.layer_weights(layer).values()]
     weights += [*m.end_weights.values()]
     found = dict.fromkeys(
         (w.owner.setting(name), getattr(w.owner, name), _degrees_of(name))

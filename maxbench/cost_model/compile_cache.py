@@ -166,7 +166,7 @@ def key(run: Run) -> str:
 
 def _kinds_elsewhere(run: Run) -> list[str]:
     """Code of the modules outside of the package that have kinds of sublayers of a run."""
-    parts = [type(part) for _, layer in run.model.kinds for _, part in layer.parts()]
+    parts = [type(part) for layer in run.model.all_layers for _, part in layer.parts()]
     modules = {name for kind in parts for name in (kind.__module__, kind.module.partition(":")[0])}
     elsewhere = sorted(name for name in modules if name.split(".")[0] != PACKAGE.name)
     return [code_of(ast.parse(inspect.getsource(sys.modules[name]))) for name in elsewhere]

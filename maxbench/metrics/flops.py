@@ -29,6 +29,7 @@ class Convention(NamedTuple):
     causal: bool  # only the scores that a causal mask keeps: half of S x S
     windows: bool = False  # only those inside a layer's window
     silu_gates: bool = False  # a gate only before SiLU: other gated MLPs count one up-projection
+    mtp_inputs: bool = True  # the projection of the inputs of multi-token prediction
 
 
 # `maxbench train` and `maxbench report` print the first two.
@@ -37,8 +38,11 @@ CONVENTIONS = {
     "causal": Convention(causal=True, windows=True),
 }
 # Of published figures. Megatron-Bridge counts as `causal` since 0.5 (container 26.06), and as
-# `bridge-0.4` before (training/utils/flop_utils.py).
-PUBLISHED_CONVENTIONS = CONVENTIONS | {"bridge-0.4": Convention(causal=True, silu_gates=True)}
+# `bridge-0.4` before; models with Mamba-2 as `bridge-hybrid` (training/utils/flop_utils.py).
+PUBLISHED_CONVENTIONS = CONVENTIONS | {
+    "bridge-0.4": Convention(causal=True, silu_gates=True),
+    "bridge-hybrid": Convention(causal=True, windows=True, mtp_inputs=False),
+}
 
 
 @functools.cache  # a search asks thousands of times
@@ -67,9 +71,10 @@ def per_sequence(m: Model, seq: int, convention: str = "full") -> float:
     counted = PUBLISHED_CONVENTIONS[convention]
     layers = sum(n * layer_multiply_adds(layer, seq, counted) for n, layer in m.kinds)
     head = m.vocab * m.embed
-    if m.mtp_layers:  # a layer, its input's projection, and the head again
-        projection = m.mtp_weights["mtp/input/projection/w"].multiply_adds
-        layers += layer_multiply_adds(m.mtp_layer, seq, counted) + projection + head
+    if m.mtp_layers:  # each time a layer, its input's projection, and the head again
+        projection = counted.mtp_inputs * m.mtp_weights["mtp/input/projection/w"].multiply_adds
+        mtp_layer = layer_multiply_adds(m.mtp_layer, seq, counted)
+        layers += m.mtp_layers * (mtp_layer + projection + head)
     return 6 * seq * (layers + head)
 
 

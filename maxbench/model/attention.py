@@ -45,7 +45,7 @@ class Logits(NamedTuple):
 def compile_error(run: Run) -> str:
     """Why the present device cannot compile the attention of a run; '' if it can."""
     kind, a, tokens = run.train.attention, run.layout, run.train.seq // run.layout.cp
-    for m in [layer.mixer for _, layer in run.model.kinds if isinstance(layer.mixer, Attention)]:
+    for m in [x.mixer for x in run.model.all_layers if isinstance(x.mixer, Attention)]:
         widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
         shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
         qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]

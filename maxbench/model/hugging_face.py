@@ -24,6 +24,7 @@ from maxbench.config.mixers import Attention, LatentAttention, Mamba2
 from maxbench.config.model import Model
 from maxbench.config.sublayers import KEYS, ROLES, Layer, imported
 from maxbench.model import layer_stack, transformer
+from maxbench.model.layer_stack import part_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORMATS = (
@@ -64,6 +65,7 @@ NEMOTRON_H = Names(
     dense="mixer",
     moe="mixer",
 )
+MTP = "mtp.layers."  # of Nemotron 3's tensors for multi-token prediction
 GROK = Names(
     attn="attn",
     norms={
@@ -122,7 +124,7 @@ def from_hugging_face(m: Model, tensors: Mapping[str, np.ndarray], dtype: Any = 
     if unused:
         names = sorted(unused)
         why = "; multiply weights by their scales first" if "_scale" in names[0] else ""
-        if names[0].startswith(f"model.layers.{m.layers}."):
+        if names[0].startswith((f"model.layers.{m.layers}.", MTP)):
             why = "; leave the tensors of multi-token prediction out, or use mtp_layers=1"
         raise UserError(f"{', '.join(names[:3])}: {m.name} {m.size} has no such weight{why}")
     return params
@@ -132,7 +134,7 @@ def _why_missing(m: Model, missing: str, tensors: Mapping) -> str:
     """Remedy for a missing tensor; '' if none is known."""
     if any(name.endswith(("_blocks", "_scales")) for name in tensors):
         return "; convert its MXFP4 tensors to bf16 first"
-    if m.mtp_layers and missing.startswith(f"model.layers.{m.layers}."):
+    if m.mtp_layers and missing.startswith((f"model.layers.{m.layers}.", MTP)):
         return (
             "; transformers saves no multi-token prediction: load the model without, "
             "read_config(path, mtp=False)"
@@ -176,11 +178,7 @@ def to_hugging_face(m: Model, params: Mapping) -> dict[str, np.ndarray]:
         for index, view in t.parts:
             tensor[index] = view
         tensors[t.name] = tensor.reshape(t.shape)
-    if m.mtp_layers:
-        layer = f"model.layers.{m.layers}"
-        for copy, name in _mtp_copies(m).items():
-            tensors[f"{layer}.{copy}"] = tensors[name]
-    return tensors
+    return tensors | {copy: tensors[name] for copy, name in _mtp_copies(m).items()}
 
 
 def _names(m: Model) -> Names:
@@ -215,9 +213,10 @@ def _names(m: Model) -> Names:
         supported = not m.mlp_bias
     same_width = m.value_dim in (0, m.head_dim) or m.kv_rank
     supported &= lone or all(len(x) == len(ROLES) for x in parts)
-    supported &= all(part.hugging_face for x in parts for part in x)
+    supported &= all(part.hugging_face for layer in m.all_layers for _, part in layer.parts())
     shared = not m.shared_mlp or m.kv_rank or lone
-    if not supported or not same_width or not shared or (m.mtp_layers and not m.kv_rank):
+    mtp = not m.mtp_layers or m.kv_rank or lone
+    if not (supported and same_width and shared and mtp):
         raise UserError(
             f"{m.name} {m.size} has no supported Hugging Face format: supported are {FORMATS}; "
             "keys and values must have one width, but for latent attention"
@@ -240,10 +239,13 @@ def _add_router_biases(m: Model, params: Any, zeros: Any) -> None:
 
 
 def _mtp_copies(m: Model) -> dict[str, str]:
-    """Tensors of the MTP layer that are copies of others, which Hugging Face's format repeats."""
+    """Tensors of the MTP layer that are copies of others, which DeepSeek's format repeats."""
+    if not m.mtp_layers or _names(m) is NEMOTRON_H:
+        return {}
+    layer = f"model.layers.{m.layers}"
     return {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "shared_head.head.weight": "lm_head.weight",
+        f"{layer}.embed_tokens.weight": "model.embed_tokens.weight",
+        f"{layer}.shared_head.head.weight": "lm_head.weight",
     }
 
 
@@ -254,10 +256,7 @@ def _drop_copies(m: Model, tensors: Mapping, unused: dict) -> None:
       UserError: one differs from the one that it repeats.
     """
     copies = {"lm_head.weight": "model.embed_tokens.weight"} if m.tied else {}
-    if m.mtp_layers:
-        layer = f"model.layers.{m.layers}"
-        copies |= {f"{layer}.{copy}": name for copy, name in _mtp_copies(m).items()}
-    for copy, name in copies.items():
+    for copy, name in (copies | _mtp_copies(m)).items():
         tensor = unused.pop(copy, None)
         if tensor is not None and not np.array_equal(tensor, tensors[name]):
             hint = "; use model.tied=False" if m.tied else ""
@@ -277,7 +276,7 @@ def _tensors(m: Model, params) -> Iterator[Tensor]:
     for i, (layer, w) in sorted(layers.items()):
         yield from _layer(m, layer, names, f"{names.root}.layers.{i}", w)
     if m.mtp_layers:
-        yield from _mtp(m, names, f"model.layers.{m.layers}", params["mtp"])
+        yield from _mtp(m, names, params["mtp"])
     yield from _norm(m, names, f"{names.root}.{names.last_norm}", params["head"]["norm"])
     if not m.tied:
         yield _whole("lm_head.weight", params["head"]["w"].T, m.vocab, m.embed)
@@ -426,14 +425,23 @@ def _mlp(m: Mlp | Experts, prefix: str, names, width: int, w) -> Iterator[Tensor
     yield _whole(f"{prefix}.{down}.weight", down_fd.T, len(up_dnf), width)
 
 
-def _mtp(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:
-    """DeepSeek-V3's layer after the last one (model/mtp.py)."""
+def _mtp(m: Model, names: Names, w) -> Iterator[Tensor]:
+    """Multi-token prediction (model/mtp.py): DeepSeek-V3's layer after the last one, or Nemotron
+    3's layers of one sublayer each."""
+    first = f"model.layers.{m.layers}"
+    layers, head_norm = [(first, m.mtp_layer, w["layer"])], f"{first}.shared_head.norm"
+    if names is NEMOTRON_H:
+        parts = enumerate(m.mtp_layer.parts())
+        layers = [(f"{MTP}{i}", Layer.alone(*part), part_of(part[0], w["layer"]))
+                  for i, part in parts]  # fmt: skip
+        first, head_norm = layers[0][0], f"{layers[-1][0]}.final_layernorm"
     for norm, name in (("embed_norm", "enorm"), ("hidden_norm", "hnorm")):
-        yield from _norm(m, names, f"{prefix}.{name}", w["input"][norm])
+        yield from _norm(m, names, f"{first}.{name}", w["input"][norm])
     projection = w["input"]["projection"]["w"].transpose(2, 0, 1)
-    yield _whole(f"{prefix}.eh_proj.weight", projection, m.embed, 2 * m.embed)
-    yield from _layer(m, m.mtp_layer, names, prefix, w["layer"])
-    yield from _norm(m, names, f"{prefix}.shared_head.norm", w["head_norm"])
+    yield _whole(f"{first}.eh_proj.weight", projection, m.embed, 2 * m.embed)
+    for prefix, layer, weights in layers:
+        yield from _layer(m, layer, names, prefix, weights)
+    yield from _norm(m, names, head_norm, w["head_norm"])
 
 
 def _norm(m: Model, names: Names, prefix: str, w) -> Iterator[Tensor]:

@@ -2,8 +2,14 @@
 
 As in DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Megatron. The hidden state of position i,
 before the LM head's norm, and the embedding of token i + 1 are normalized and projected together
-onto the width of the model. A layer like the network's last one follows, a norm, and the LM head.
-Embedding and LM head are those of the network. The weights:
+onto the width of the model. Model.mtp_layer follows, a norm, and the LM head. Embedding and LM head
+are those of the network. Megatron takes hidden states after that norm, which is the same as long as
+its weights are 1.
+
+With model.mtp_layers > 1 the same weights are used as often (Megatron's mtp_use_repeated_layer, as
+in Nemotron 3; other weights for each use, as DeepSeek-V3 would have, are not implemented): the k-th
+use takes the hidden state of the one before, before the norm, and the embedding of token i + k, and
+predicts token i + k + 1. The loss is the mean over the uses. The weights:
 
     w['mtp'] = {'input': MtpInput's, 'layer': a layer's, 'head_norm': a norm's}
 

@@ -10,6 +10,8 @@ batching rule.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -270,8 +272,7 @@ def mtp_loss(
     run: Run,
     w: Any,
     x_bud: jax.Array,
-    targets_bt: jax.Array,
-    after_bt: jax.Array,
+    next_bt: Sequence[jax.Array],
     sums: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """This GPU's part of the loss of multi-token prediction (mtp.py), and of its auxiliary loss.
@@ -279,22 +280,27 @@ def mtp_loss(
     Args:
       w: weights, at least 'embed', 'head' and 'mtp'.
       x_bud: hidden states.
-      targets_bt, after_bt: the next token of each position, and the one after that.
+      next_bt: the next token of each position, the one after that, and so on: mtp_layers + 1.
       sums: gradient accumulators of w['mtp'], or None.
     """
     m, parts = run.model, w["mtp"]
     layer_sums = None
     if sums is not None:
-        layer_sums = sums["layer"]
-        ends = "input", "head_norm"
-        parts = parts | {name: accumulate_into(sums[name], parts[name]) for name in ends}
-    # In a pipeline each stage has another microbatch.
-    embedded_bud = embed(m, w, targets_bt, stages_differ=True)
-    into: Any = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
-    rope = rope_angles(m, mesh.token_positions(run.train.seq))
-    x_bud, _, aux = layer(run, m.mtp_layer, parts["layer"], layer_sums, into, rope)
-    w = w | {"head": w["head"] | {"norm": parts["head_norm"]}}
-    return lm_loss(run, w, x_bud, after_bt), aux
+        once = m.mtp_layers == 1  # wgrads of several uses cannot all add to one accumulator
+        layer_sums = sums["layer"] if once else None
+        added = ("input", "head_norm") if once else [*parts]
+        parts = parts | {name: accumulate_into(sums[name], parts[name]) for name in added}
+    w_head = w | {"head": w["head"] | {"norm": parts["head_norm"]}}
+    found = []
+    for token_bt, target_bt in itertools.pairwise(next_bt):
+        # In a pipeline each stage has another microbatch.
+        embedded_bud = embed(m, w, token_bt, stages_differ=True)
+        into: Any = mtp.MtpInput(m).apply({"params": parts["input"]}, x_bud, embedded_bud)
+        rope = rope_angles(m, mesh.token_positions(run.train.seq))
+        x_bud, _, aux = layer(run, m.mtp_layer, parts["layer"], layer_sums, into, rope)
+        found.append((lm_loss(run, w_head, x_bud, target_bt), aux))
+    losses, auxes = (functools.reduce(jnp.add, terms) for terms in zip(*found, strict=True))
+    return losses / m.mtp_layers if m.mtp_layers > 1 else losses, auxes
 
 
 def loss_fn(
@@ -303,7 +309,7 @@ def loss_fn(
     tokens_bt: jax.Array,
     targets_bt: jax.Array,
     sums: Any,
-    after_bt: jax.Array | None = None,
+    *after_bt: jax.Array,
 ) -> Any:
     """This GPU's part of the loss of one microbatch, and its terms {'loss', 'aux'}. Multi-token
     prediction adds a term 'mtp_loss', which counts model.mtp_loss times.
@@ -315,37 +321,36 @@ def loss_fn(
       w: this GPU's compute weights.
       tokens_bt, targets_bt: this GPU's sequences at mesh.token_positions().
       sums: gradient accumulators like w, to differentiate with respect to (grad_accumulation.py).
-      after_bt: the token after each target, for multi-token prediction.
+      after_bt: the tokens after each target, for multi-token prediction.
     """
     w, head_sums = w | {"embed": accumulate_into(sums["embed"], w["embed"])}, sums["head"]
     if run.model.mtp_layers:  # two losses read the head: they cannot both add to its accumulator
         w, head_sums = w | {"head": accumulate_into(head_sums, w["head"])}, None
     x_bud, aux = forward(run, w, tokens_bt, sums["layers"])
-    return losses(run, w, x_bud, targets_bt, aux, after_bt, head_sums, sums.get("mtp"))
+    return losses(run, w, x_bud, (targets_bt, *after_bt), aux, head_sums, sums.get("mtp"))
 
 
 def losses(
     run: Run,
     w: Any,
     x_bud: jax.Array,
-    targets_bt: jax.Array,
+    next_bt: Sequence[jax.Array],
     aux: Any,
-    after_bt: jax.Array | None,
     head_sums: Any,
     mtp_sums: Any,
 ) -> Any:
     """loss_fn() from the hidden states x_bud on.
 
     Args:
+      next_bt: as mtp_loss() has it.
       aux: the sum of the layers' auxiliary losses.
       head_sums, mtp_sums: gradient accumulators of w['head'] and w['mtp'], or None.
     """
     m = run.model
-    loss = lm_loss(run, w, x_bud, targets_bt, head_sums)
+    loss = lm_loss(run, w, x_bud, next_bt[0], head_sums)
     if not m.mtp_layers:
         out = {"loss": loss, "aux": aux / run.layout.gbs}
         return out["loss"] + out["aux"], out
-    assert after_bt is not None  # data.microbatch() has it with multi-token prediction
-    extra, extra_aux = mtp_loss(run, w, x_bud, targets_bt, after_bt, mtp_sums)
+    extra, extra_aux = mtp_loss(run, w, x_bud, next_bt, mtp_sums)
     out = {"loss": loss, "aux": (aux + extra_aux) / run.layout.gbs, "mtp_loss": extra}
     return out["loss"] + out["aux"] + m.mtp_loss * extra, out

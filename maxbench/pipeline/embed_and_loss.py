@@ -90,12 +90,12 @@ class EmbedAndLoss:
     def _mtp_losses(self, last, count, _):
         """(w, ys) -> loss, metrics: of this stage's microbatch of `count`, which is pp."""
         stage = collectives.axis_index("pp")
-        _, targets_bt, after_bt = self.batch(last - (count - 1) + stage)
+        _, *next_bt = self.batch(last - (count - 1) + stage)
 
         def call(w, ys):
             ys = jnp.where(stage == count - 1, ys, 0)
             x_bud = collectives.reduce_scatter(ys, "pp", 0)[0]
-            return transformer.losses(self.run, w, x_bud, targets_bt, 0.0, after_bt, None, None)
+            return transformer.losses(self.run, w, x_bud, next_bt, 0.0, None, None)
 
         return call
 

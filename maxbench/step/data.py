@@ -2,7 +2,7 @@
 
 A batch is int32 [microbatches, sequences of a microbatch, tokens]. In row-major order, sequences
 have the same numbers on every mesh. A sequence has the tokens that the model reads and the targets,
-which are the next tokens: train.seq + 1, and one more for multi-token prediction. The data axes
+which are the next tokens: train.seq + 1, and model.mtp_layers more. The data axes
 split the second dim; the other axes have copies.
 
 train.data=uniform draws tokens uniformly, for measuring speed: no model predicts them. train.data=
@@ -46,14 +46,14 @@ def abstract(run: Run, devices: Mesh) -> jax.ShapeDtypeStruct:
 
 def microbatch(run: Run, batch: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, ...]:
     """Tokens and targets of one microbatch on this GPU, int32 [mbs, seq / cp] each; in shard_map.
-    With multi-token prediction, also the tokens after the targets.
+    With multi-token prediction, also the tokens after the targets, of each of model.mtp_layers.
 
     Args:
       batch: this GPU's part of the batch.
     """
     tokens_bt = batch[micro]
     position_t = jnp.asarray(mesh.token_positions(run.train.seq))
-    after = (tokens_bt[:, position_t + 2],) if run.model.mtp_layers else ()
+    after = [tokens_bt[:, position_t + i] for i in range(2, 2 + run.model.mtp_layers)]
     return tokens_bt[:, position_t], tokens_bt[:, position_t + 1], *after
 
 

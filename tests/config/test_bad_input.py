@@ -4,6 +4,8 @@ import pytest
 
 from maxbench.config import command_line, flag_words, options
 from maxbench.config.errors import UserError
+from maxbench.config.mixers import Mamba2
+from maxbench.config.sublayers import Layer
 from tests.conftest import resolve, train_command
 from tests.kinds import dense, routed
 
@@ -329,6 +331,12 @@ GROUPS = (1, (dense(256),)), (3, (routed(256, 4),))
             {"model.layer_groups": ((0, (dense(256),)), *GROUPS)},
             {},
             "must be groups .count, .layer, ...",
+        ),
+        ({"model.mtp_block": 5}, {}, r"model.mtp_block=5 must be a layer, as Layer\(mixer="),
+        (
+            {"model.mtp_layers": 2, "model.mtp_block": Layer(mixer=Mamba2(ssm_heads=8))},
+            dict(cp=2),
+            "cp=2 cuts the sequence, along which Mamba-2's states run",
         ),
     ],
     ids=str,

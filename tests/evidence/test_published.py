@@ -43,7 +43,7 @@ def test_layout_and_number_format_choose_among_rows_of_the_same_work():
 def test_rows_have_formats_sources_and_figures_that_agree():
     keys = [(r.release, r.gbs, r.layers, r.gpus, r.gpu_type, r.scaling, r.model, r.size, r.format)
             for r in published.rows()]  # fmt: skip
-    assert len({*keys}) == len(keys) == 157
+    assert len({*keys}) == len(keys) == 181
     for row in published.rows():
         if f := number_formats.FORMATS.get(row.format):
             assert f.dtype == row.dtype
@@ -53,7 +53,7 @@ def test_rows_have_formats_sources_and_figures_that_agree():
         assert row.layers >= row.pp * row.vp - 2
         assert row.step_s == pytest.approx(row.gbs * row.seq / row.tokens_per_s, rel=1.5e-3)
     megatron_bridge = [r for r in published.rows() if r not in published.fitted_rows()]
-    assert len(megatron_bridge) == 83
+    assert len(megatron_bridge) == 107
     assert all(bool(r.rounding) == (r.release != "26.06") for r in megatron_bridge)
 
 

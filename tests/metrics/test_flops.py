@@ -31,6 +31,8 @@ PARAMETERS = {
     "deepseek_v3": 671_026_419_200,
     "kimi_k2": 1_026_408_232_448,
     "nemotron_3_nano": 31_577_940_288,
+    "nemotron_3_super": 120_668_707_840,  # so are they, as NVIDIA's 120B and 550B
+    "nemotron_3_ultra": 549_308_993_536,
     "nemotron_h_56b": 56_324_350_464,
 }
 APPROXIMATE_PARAMETERS = {"nemotron4_340b": 341.0e9, "grok1_314b": 316.5e9}
@@ -177,18 +179,34 @@ def test_flops_of_grok_with_few_layers_are_those_of_the_source():
         assert flops.per_sequence(m, 8192, "causal") == pytest.approx(expected, rel=2e-5)
 
 
-def test_flops_of_nemotron_3_nano_are_those_of_megatron_bridge():
+@pytest.mark.parametrize(
+    ("workload", "kinds", "uses", "embed", "ssm_heads", "heads", "experts", "published"),
+    [
+        ("nemotron_3_nano", (23, 23, 6), 0, 2688, 64, 32, (6, 1856, 0, 3712), 22.28e9),
+        ("nemotron_3_super", (40, 40, 8), 2, 4096, 128, 32, (22, 2688, 1024, 5376), 84.73e9),
+        # 355.6 to 360.6 from tokens/s, which are whole sequences/s
+        ("nemotron_3_ultra", (48, 48, 12), 2, 8192, 256, 64, (22, 5120, 2048, 10240), 358.9e9),
+    ],
+    ids=("nano", "super", "ultra"),
+)
+def test_flops_of_nemotron_3_are_those_of_megatron_bridge(
+    workload, kinds, uses, embed, ssm_heads, heads, experts, published
+):
     """hybrid_flops() of its training/utils/flop_utils.py, written out: inner widths of Mamba-2 are
-    twice the network's, and a scan is 7 x width x state."""
-    embed, inner, groups_and_state, heads, state, seq = 2688, 2 * 2688, 8 * 128, 64, 128, 8192
-    mamba = 2 * embed * (3 * inner + 2 * groups_and_state + heads) + 7 * inner * state
-    experts = 4 * embed * (1856 * 6 + 3712)
-    attention = 4 * 128 * 32 * (embed + embed * 2 / 32 + seq / 2)
-    total = 3 * (23 * mamba + 23 * experts + 6 * attention + 2 * embed * 131072)
-    assert total == pytest.approx(22.28e9, rel=1e-3)  # published: 22.23 to 22.28
-    assumed = dict(config("nemotron_3_nano").published)
+    twice the network's, a scan is 7 x width x state, and each use of the layer of multi-token
+    prediction is one of attention, one of experts and the head, without its input's projection."""
+    inner, groups_and_state, state, seq = 2 * embed, 8 * 128, 128, 8192
+    top_k, width, latent, shared = experts
+    mamba = 2 * embed * (3 * inner + 2 * groups_and_state + ssm_heads) + 7 * inner * state
+    of_experts = 4 * (width * top_k * (latent or embed) + embed * latent + embed * shared)
+    attention = 4 * 128 * heads * (embed + embed * 2 / heads + seq / 2)
+    mambas, channels, attentions = kinds
+    layers = mambas * mamba + (channels + uses) * of_experts + (attentions + uses) * attention
+    total = 3 * (layers + 2 * embed * 131072 * (1 + uses))
+    assert total == pytest.approx(published, rel=1e-3)
+    assumed = dict(config(workload).published)
     convention = assumed.pop("convention")
-    m = dataclasses.replace(resolve("nemotron_3_nano").model, **assumed)
+    m = dataclasses.replace(resolve(workload).model, **assumed)
     assert flops.per_sequence(m, seq, convention) / seq == pytest.approx(total, rel=1e-3)
 
 
@@ -236,19 +254,25 @@ ROUNDED = {
     ("llama31", "405b", "gb200", "mxfp8"),  # 25
     ("nemotron_3_nano", "30b_a3b", "gb300", "mxfp8"),  # 39
 }
+# Its TFLOP/s are 365.1 GFLOP for each of its tokens, and those of the other row of Ultra 360.6.
+CONTRADICTS = ("nemotron_3_ultra", "550b_a55b", "gb200", "mxfp8")
 
 
 def test_published_tflops_follow_from_published_tokens():
-    """Within 1 %, or within the rounding of tokens/s; and without a bias for any model."""
+    """Within 1 %, or within the rounding of tokens/s; and without a bias for any model, but the
+    rounding of an only row."""
     bridge = [r for r in published.rows() if r not in published.fitted_rows()]
-    errors = {r: tflops_error(r) for r in bridge}
-    assert len(errors) == 83
+    of = lambda r: (r.model, r.size, r.gpu_type, r.format)
+    errors = {r: tflops_error(r) for r in bridge if of(r) != CONTRADICTS}
+    assert len(errors) == 106
     outside = {r for r, error in errors.items() if abs(error) > 0.01}
-    assert {(r.model, r.size, r.gpu_type, r.format) for r in outside} == ROUNDED
+    assert {of(r) for r in outside} == ROUNDED
     assert all(abs(errors[r]) < r.rounding for r in outside)
     for model in {(r.model, r.size, r.convention) for r in errors}:
-        of_model = [e for r, e in errors.items() if (r.model, r.size, r.convention) == model]
-        assert abs(statistics.median(of_model)) < 3e-3
+        of_model = {r: e for r, e in errors.items() if (r.model, r.size, r.convention) == model}
+        only = min(of_model, key=lambda r: r.rounding)
+        limit = 3e-3 if len(of_model) > 1 else max(3e-3, only.rounding + 1e-3)
+        assert abs(statistics.median(of_model.values())) < limit
 
 
 @pytest.mark.parametrize(("window", "scores"), [(0, 32), (16, 14.125), (64, 32), (100, 32)])

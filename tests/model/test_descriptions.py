@@ -17,10 +17,10 @@ from tests.conftest import WORKLOADS, resolve
 
 BATCH, SEQ = 2, 37  # a prime number tells dims of tokens from others
 GROK = ("grok1_314b", "tiny,xai")  # with norms after each sublayer
-LATENT = ("nemotron_3_nano", "tiny,latent")  # with experts in a latent
-TOYS = [*((workload, "tiny") for workload in WORKLOADS), GROK, LATENT]
+TOYS = [*((workload, "tiny") for workload in WORKLOADS), GROK]
 # Toys of the same kinds of layers as another workload's.
 ALIKE = ("llama2_70b", "llama31_70b", "llama31_405b", "qwen3_235b_a22b", "gpt_oss_120b", "kimi_k2")
+ALIKE += ("nemotron_3_ultra",)
 DISTINCT = [toy for toy in TOYS if toy[0] not in ALIKE]
 
 
@@ -28,8 +28,6 @@ DISTINCT = [toy for toy in TOYS if toy[0] not in ALIKE]
 def toy(workload, presets, remat="none"):
     """All sizes are known: experts have slots for all tokens, and a sequence is one chunk."""
     overrides = {"train.remat": remat, "train.attention": "xla"}
-    if (workload, presets) == LATENT:
-        presets, overrides["model.expert_latent"] = "tiny", 32
     m = resolve(workload, presets).model
     if m.ssm_heads:
         overrides["model.ssm_chunk"] = SEQ
@@ -93,7 +91,7 @@ def test_gemms_are_the_dots_of_a_traced_layer(workload, presets):
     m = toy(workload, presets).model
     x_btd = jnp.zeros((1, SEQ, m.embed))
     context = Context(layers.rope_angles(m, jnp.arange(SEQ)))
-    for _, layer in m.kinds:
+    for layer in m.all_layers:
         block = transformer.Block(m, layer)
         init = functools.partial(block.init, x_bud=x_btd, context=context)
         w = nn.unbox(jax.eval_shape(lambda key, init=init: init(key), jax.random.key(0)))
@@ -121,7 +119,7 @@ def test_saved_tensors_are_the_residuals_of_a_traced_layer(workload, presets, re
     m = run.model
     x = jax.ShapeDtypeStruct((BATCH, SEQ, m.embed), jnp.bfloat16)
     rope = layers.rope_angles(m, jnp.arange(SEQ))
-    for _, kind in m.kinds:
+    for kind in m.all_layers:
 
         def residuals(key, x_btd, kind=kind):
             w = nn.unbox(transformer.Block(m, kind).init(key, x_btd, Context(rope))["params"])

@@ -114,16 +114,46 @@ def test_small_weights_show_in_the_logits(path):
     assert error(m, params, tokens_bt, logits_btv) > 1e-3
 
 
-def test_multi_token_prediction_is_converted_and_back():
-    m, tensors, _, _ = golden("deepseek_v3")
-    m = dataclasses.replace(m, mtp_layers=1)
+def mtp_tensors(m: Model, tensors: dict) -> dict:
+    """Random tensors of multi-token prediction."""
     random = np.random.default_rng(0)
     init = lambda key: nn.unbox(transformer.init(m, key))
     zeros = lambda x: np.zeros(x.shape, np.float32)
     params = jax.tree.map(zeros, jax.eval_shape(init, jax.random.key(0)))
     shapes = hugging_face.to_hugging_face(m, params)
-    mtp = {k: random.standard_normal(x.shape).astype(np.float32) for k, x in shapes.items()
-           if k not in tensors}  # fmt: skip
+    return {k: random.standard_normal(x.shape).astype(np.float32) for k, x in shapes.items()
+            if k not in tensors}  # fmt: skip
+
+
+def test_multi_token_prediction_of_nemotron_3_is_converted_and_back():
+    """Under the names of the published files: a layer of attention, then one of experts."""
+    tensors = dict(np.load(GOLDEN / "nemotron_3.npz"))
+    config = json.loads(str(tensors.pop("config"))) | {"num_nextn_predict_layers": 1}
+    for name in ("tokens", "logits", "versions"):
+        del tensors[name]
+    m = hugging_face_config.model_of(config)
+    mtp = mtp_tensors(m, tensors)
+    whole = {name.removeprefix("mtp.layers."): x.shape for name, x in mtp.items()}
+    ends = ("enorm", "hnorm", "eh_proj", "norm", "final_layernorm")
+    assert {name for name in whole if name.split(".")[1] in ends} == {
+        *(f"0.{name}.weight" for name in ends[:4]), "1.norm.weight", "1.final_layernorm.weight"
+    }  # fmt: skip
+    assert whole["0.mixer.q_proj.weight"] == (m.heads * m.head_dim, m.embed)
+    of_expert = (m.mtp_layer.channel.mlp, m.expert_latent)
+    assert whole["1.mixer.experts.7.up_proj.weight"] == of_expert
+    assert whole["1.mixer.gate.e_score_correction_bias"] == (m.experts,)
+    params = hugging_face.from_hugging_face(m, tensors | mtp)
+    converted = hugging_face.to_hugging_face(m, params)
+    assert converted.keys() == {*tensors, *mtp}
+    jax.tree.map(np.testing.assert_array_equal, converted, tensors | mtp)
+    with pytest.raises(UserError, match=r"mtp.layers.0\..* is missing: .*mtp=False"):
+        hugging_face.from_hugging_face(m, tensors)
+
+
+def test_multi_token_prediction_is_converted_and_back():
+    m, tensors, _, _ = golden("deepseek_v3")
+    m = dataclasses.replace(m, mtp_layers=1)
+    mtp = mtp_tensors(m, tensors)
     prefix = "model.layers.3"
     assert mtp[f"{prefix}.eh_proj.weight"].shape == (m.embed, 2 * m.embed)
     mtp[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
@@ -214,6 +244,13 @@ NANO = dict(
     routed_scaling_factor=2.5, ssm_state_size=128, time_step_floor=1e-4, topk_group=1,
     use_bias=False, use_conv_bias=True, use_mamba_kernels=True, vocab_size=131072,
 )  # fmt: skip
+SUPER = NANO | dict(
+    hidden_size=4096, mamba_num_heads=128, num_hidden_layers=88, n_routed_experts=512,
+    num_experts_per_tok=22, moe_intermediate_size=2688, intermediate_size=2688,
+    moe_latent_size=1024, moe_shared_expert_intermediate_size=5376, routed_scaling_factor=5.0,
+    hybrid_override_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEM*EMEMEMEME", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E",
+)  # fmt: skip
 CONFIGS = {
     "deepseek_v3": DEEPSEEK,
     "kimi_k2": DEEPSEEK
@@ -223,6 +260,12 @@ CONFIGS = {
     | dict(routed_scaling_factor=2.827, aux_loss_alpha=0.001)
     | dict(rope_scaling=DEEPSEEK["rope_scaling"] | dict(factor=32.0, beta_fast=1.0, beta_slow=1.0)),
     "nemotron_3_nano": NANO,
+    "nemotron_3_super": SUPER,
+    "nemotron_3_ultra": SUPER
+    | dict(hidden_size=8192, mamba_num_heads=256, num_attention_heads=64, num_hidden_layers=108)
+    | dict(moe_intermediate_size=5120, intermediate_size=5120, moe_latent_size=2048)
+    | dict(moe_shared_expert_intermediate_size=10240)
+    | dict(hybrid_override_pattern=4 * "MEMEMEM*EMEMEM*EMEMEMEM*E" + "MEMEMEME"),
     "nemotron_h_56b": NANO
     | dict(hidden_size=8192, intermediate_size=32768, mamba_num_heads=256, num_hidden_layers=118)
     | dict(num_attention_heads=64, num_key_value_heads=8, ssm_state_size=256)
@@ -243,13 +286,15 @@ CONFIGS = {
 }
 # Settings of training, which config.json does not have.
 TRAINING = ("name", "size", "init_std", "force_balance", "aux_loss", "capacity_factor")
-TRAINING += ("expert_bias_rate", "dispatch_factor")
+TRAINING += ("expert_bias_rate", "dispatch_factor", "mtp_loss")
 
 
 @pytest.mark.parametrize("workload", CONFIGS)
 def test_config_file_describes_the_model_of_the_workload_file(workload):
     ours, theirs = resolve(workload).model, hugging_face_config.model_of(CONFIGS[workload])
     same = {name: getattr(ours, name) for name in TRAINING}
+    if theirs.mtp_block:  # whose uses in training a file does not tell
+        same |= {"mtp_layers": ours.mtp_layers}
     assert dataclasses.replace(theirs, **same) == ours
 
 
@@ -283,8 +328,11 @@ def test_layers_of_nemotron_h_that_are_not_understood_are_refused():
         hugging_face_config.model_of(NANO | dict(hybrid_override_pattern="MD" * 26))
     with pytest.raises(UserError, match="num_hidden_layers=52, and kinds of 2 layers"):
         hugging_face_config.model_of(NANO | dict(hybrid_override_pattern="ME"))
-    with pytest.raises(UserError, match="num_nextn_predict_layers=1, and only 0 is understood"):
-        hugging_face_config.model_of(NANO | dict(num_nextn_predict_layers=1))
+    mtp = dict(num_nextn_predict_layers=1, mtp_hybrid_override_pattern="E*")
+    with pytest.raises(UserError, match=r"mtp_hybrid_override_pattern='E\*'; understood are a mix"):
+        hugging_face_config.model_of(NANO | mtp)
+    with pytest.raises(UserError, match="num_nextn_predict_layers=2, layers with weights of"):
+        hugging_face_config.model_of(DEEPSEEK | dict(num_nextn_predict_layers=2))
 
 
 def config_without(workload: str, *fields: str) -> dict:

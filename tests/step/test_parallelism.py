@@ -8,6 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from maxbench.config.channels import Experts
+from maxbench.config.mixers import Mamba2
+from maxbench.config.sublayers import Layer
 from maxbench.model import layer_stack
 from maxbench.pipeline import zero_overlap
 from maxbench.sharding import mesh as mesh
@@ -50,6 +53,28 @@ FAMILIES = {
             "model.shared_mlp": 96,
             "model.mtp_layers": 1,
             "model.init_std": 0.1,  # larger gradients of the router than rounding errors
+        },
+    ),
+    # Layers of one sublayer, and two uses of a layer of both, as Nemotron 3 Super.
+    "nemotron_3": (
+        "grok1_314b",
+        {
+            "model.force_balance": True,
+            "model.layer_groups": ((2, (Layer(mixer=Mamba2()), Layer(channel=Experts()))),),
+            "model.layers": 4,
+            "model.post_norm": False,
+            "model.rope_fraction": 0.0,
+            "model.ssm_heads": 4,
+            "model.ssm_groups": 2,
+            "model.ssm_head_dim": 16,
+            "model.ssm_state": 8,
+            "model.ssm_chunk": 8,
+            "model.expert_latent": 48,
+            "model.router": "sigmoid",
+            "model.shared_mlp": 96,
+            "model.mtp_layers": 2,
+            "model.mtp_block": routed(64, 4),
+            "model.init_std": 0.1,
         },
     ),
     # Dense layers before experts, as DeepSeek-V3.
@@ -121,6 +146,8 @@ CASES = [
     pytest.param("deepseek", dict(cp=2, ep=4, ep_nodes=2, tp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(pp=2, ep=2, fsdp=2, mbs=1), marks=exhaustive),
     pytest.param("deepseek", dict(pp=2, ep=4, ep_nodes=2, mbs=1), marks=exhaustive),
+    pytest.param("nemotron_3", dict(fsdp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
+    pytest.param("nemotron_3", dict(pp=2, ep=2, tp=2, mbs=1), marks=exhaustive),
     # Layers that differ in a slot of the chunks, and empty slots: branches with collectives.
     pytest.param(
         "dense_first",

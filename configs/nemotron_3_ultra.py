@@ -1,0 +1,74 @@
+"""Nemotron 3 Ultra 550B-A55B, https://arxiv.org/abs/2606.15007, as Megatron-Bridge trains it.
+
+A wider Nemotron 3 Super (nemotron_3_super.py), with another order of layers. Tokens choose experts
+at random and evenly, as in the recipes' benchmarks (force_balance).
+"""
+
+from maxbench.config.channels import Experts
+from maxbench.config.mixers import Attention, Mamba2
+from maxbench.config.recipes import workload
+from maxbench.config.sublayers import Layer
+
+KINDS = {
+    "M": Layer(mixer=Mamba2()),
+    "E": Layer(channel=Experts()),
+    "*": Layer(mixer=Attention()),
+}
+PATTERN = 4 * ("MEMEMEM*E" + "MEMEM*E" + "MEMEMEM*E") + "MEMEMEME"
+
+# Megatron-Bridge 067f987, perf_recipes/nemotronh; FP8 is MXFP8. NVIDIA's FSDP shards weights over
+# the 64 GPUs of an NVLink domain, and the optimizer over the 4 domains; here ep and fsdp are two
+# axes, and fsdp is over the domains. NVIDIA recomputes the experts' activation too, and offloads
+# its input to the host. Not here, as not planned yet: 256 GB200 with tp 2.
+LAYOUTS = """
+gpu_type dtype scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs remat
+gb300    fp8   weak     256    108 8192  1  1  1    4 64  1  1   1 256 save_gemms_recompute_act
+"""
+
+
+def get_config(presets=""):
+    return workload(
+        presets,
+        model=dict(
+            name="nemotron_3_ultra",
+            size="550b_a55b",
+            layers=len(PATTERN),
+            layer_groups=((1, tuple(KINDS[letter] for letter in PATTERN)),),
+            embed=8192,
+            heads=64,
+            kv_heads=2,
+            head_dim=128,
+            rope_fraction=0.0,
+            # Mamba-2's heads, the latent and the shared expert: from readers of the published files
+            ssm_heads=256,
+            ssm_head_dim=64,
+            ssm_groups=8,
+            ssm_state=128,
+            mlp=5120,
+            act="relu2",
+            vocab=131072,
+            init_std=0.0099,
+            experts=512,
+            top_k=22,
+            shared_mlp=10240,
+            expert_latent=2048,
+            router="sigmoid",
+            router_scale=5.0,
+            expert_bias_rate=0.001,
+            aux_loss=1e-4,
+            capacity_factor=0.0,
+            force_balance=True,
+            mtp_layers=2,
+            mtp_block=Layer(mixer=Attention(), channel=Experts()),
+            mtp_loss=0.3,
+        ),
+        train=dict(
+            seq=8192,
+            remat="none",
+        ),
+        optim=dict(lr=8e-4, lr_min=8e-6, warmup=0, eps=1e-8),
+        layouts=LAYOUTS,
+        launch=dict(aliases=("nemotron3_ultra", "nemotron-3-ultra"), stops=False),
+        # NVIDIA counts 7 x width x state FLOPs for a scan: those of chunks of 361 tokens.
+        published=dict(convention="bridge-hybrid", ssm_chunk=361),
+    )
