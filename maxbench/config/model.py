@@ -196,6 +196,11 @@ class Model:
         plain = lambda sublayer: dataclasses.replace(sublayer.without_state(), quantized=False)
         return self.per_layer[-1].map(plain, quantized=False)
 
+    @property
+    def fused(self) -> dict[str, tuple[int, ...]]:
+        """As Sublayer.fused: each weight outside of sublayers is one matrix."""
+        return {}
+
     def setting(self, axis: str) -> str:
         """The setting from which the size of a logical axis follows."""
         return f"model.{'vocab' if 'vocab' in axis else 'embed'}"
