@@ -241,8 +241,8 @@ def lower_bound(run: Run) -> float:
 
 def master_weights(run: Run) -> tuple[float, float]:
     """Master weights on one GPU, of layers, and of embedding and LM head, about as
-    sharding.rules.shard_weight splits them: those of layers as the largest weight of the last kind of layer that has one. An axis that divides none of its
-    dims (dp 3) leaves a copy on each GPU.
+    sharding.rules.shard_weight splits them: those of layers as the largest weight of the last kind
+    of layer that has one. An axis that divides none of its dims (dp 3) leaves a copy on each GPU.
     """
     a, m = run.layout, run.model
     layers, ends = stage_weights(run)

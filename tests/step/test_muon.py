@@ -1,125 +1,110 @@
-"""Muon: optax's update of each matrix of a model, on every mesh."""
-
-import functools
-import re
+"""Muon: optax's update of each matrix, on every mesh, and one momentum per matrix."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
-from maxbench.config.mixers import Mamba2
+from maxbench.cost_model import memory
 from maxbench.model import hugging_face, layer_stack
-from maxbench.sharding import mesh
-from maxbench.step import data, muon, optimizer
+from maxbench.sharding import mesh, rules
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
+from tests.step.test_parallelism import build
 
-MATRIX = re.compile(r"(?<!embed)_proj\.weight$")  # of Hugging Face's tensors, which are not fused
-exhaustive = pytest.mark.exhaustive
-
-
-def build(family: str, overrides: dict | None = None, **axes) -> Step:
-    settings = {"optim.name": "muon", "optim.warmup": 0.0, "precision.grads": "fp32"}
-    flags = {"dtype": "fp32", "gbs": 8, "mbs": 1, **axes}
-    run = resolve(family, "tiny", settings | (overrides or {}), **flags)
-    return Step(run, mesh.make_mesh(run.layout))
+MUON = {"optim.name": "muon", "optim.warmup": 0.0, "optim.lr": 0.01}
 
 
-def tree_of(step: Step, seed: int):
-    """Normal numbers for each weight, with layers in their order."""
-    rng = np.random.default_rng(seed)
-    stacks = layer_stack.stacks(step.run.model)
-    params = step.with_stacks(stacks)["params"]
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
+def separate(m, tree) -> dict[str, np.ndarray]:
+    """The tensors of Hugging Face, each of which is one matrix: of Mamba-2, z, x, B, C and dt."""
+    tensors = hugging_face.to_hugging_face(m, jax.device_get(tree))
+    inner, state = m.ssm_heads * m.ssm_head_dim, m.ssm_groups * m.ssm_state
+    ends = np.cumsum([inner, inner, state, state])
+    for name in [name for name in tensors if "in_proj" in name]:
+        parts = np.split(tensors.pop(name), ends)
+        tensors |= {f"{name}.{i}": part for i, part in enumerate(parts)}
+    return tensors
 
 
-def updates(step: Step) -> dict[str, np.ndarray]:
-    """The update of a second step, in which the momentum counts, as Hugging Face's tensors."""
-    canonical = layer_stack.stacks(step.run.model)
-    shardings = jax.tree.map(lambda x: x.sharding, step.abstract["params"])
-
-    def put(tree):
-        layers = layer_stack.permute(tree["layers"], step.stacks, canonical)
-        return jax.device_put(tree | {"layers": layers}, shardings)
-
-    params, *grads = (put(tree_of(step, seed)) for seed in range(3))
-    opt = jax.tree.map(lambda x: x.sharding, step.abstract["opt"])
-    state = jax.jit(step.tx.init, out_shardings=opt)(params)
-    update = jax.jit(step.tx.update, out_shardings=(shardings, opt))
-    for g in grads:
-        found, state = update(g, state, params, norm=jnp.zeros(()))
-    found = jax.device_get(found)
-    layers = layer_stack.permute(found["layers"], canonical, step.stacks)
-    return hugging_face.to_hugging_face(step.run.model, found | {"layers": layers})
+def is_matrix(name: str, w) -> bool:
+    return w.ndim == 2 and not any(x in name for x in ("embed", "lm_head", "router", ".gate."))
 
 
-def taken_apart(step: Step, tensors: dict) -> dict:
-    """Tensors without those that are fused in Hugging Face's format, too: the inputs of Mamba-2."""
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor
-        if name.endswith("in_proj.weight"):
-            m = next(
-                layer.mixer
-                for _, layer in step.run.model.kinds
-                if isinstance(layer.mixer, Mamba2)
-            )
-            widths = m.ssm_inner, m.ssm_inner, m.ssm_state, m.ssm_state
-            ends = np.cumsum(widths) * m.ssm_groups
-            parts = np.split(found.pop(name), ends)
-            found |= {f"{i}.{name}": part for i, part in enumerate(parts)}
-    return found
-
-
-@functools.cache
-def expected(family: str) -> dict[str, np.ndarray]:
-    """updates() by optax, tensor by tensor."""
-    step = build(family)
-    o = step.run.optim
-    of = lambda seed: taken_apart(
-        step, hugging_face.to_hugging_face(step.run.model, tree_of(step, seed))
-    )
-    params, *grads = map(of, range(3))
-    rate = optimizer.learning_rate(step.run)
-    its = optax.contrib.muon(
+@pytest.mark.parametrize("workload", ["kimi_k2", "nemotron_3_nano"])
+def test_update_equals_optax(workload):
+    """Of two steps, matrix by matrix: fused projections, latents, experts, Mamba-2."""
+    overrides = MUON | {"optim.eps": 1e-8, "optim.clip": 1e9, "optim.decay_norms": True}
+    run = resolve(workload, "tiny", overrides, dtype="fp32", steps=4)
+    step, o = Step(run, mesh.make_mesh(run.layout)), run.optim
+    rate = lambda count: o.lr_min + (o.lr - o.lr_min) * 0.5 * (1 + np.cos(np.pi * count / 4))
+    of_matrices = contrib.muon(
         rate, beta=o.momentum, weight_decay=o.weight_decay, consistent_rms=0.2
     )
-    adamw = lambda decay: optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=decay)
-    plain = ("norm.weight", "layernorm.weight", "bias", "A_log")
-
-    def label(name: str) -> str:
-        if MATRIX.search(name):
-            return "muon"
-        return "plain" if name.endswith(plain) else "adamw"
-
-    tx = optax.partition(
-        {"muon": its, "adamw": adamw(o.weight_decay), "plain": adamw(0)},
-        {name: label(name) for name in params},
-    )
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for g in grads:
-        found, state = update(g, state, params)
-    return jax.device_get(found)
-
-
-CASES = [
-    ("deepseek_v3", {}),
-    ("nemotron_3_nano", {}),
-    ("llama31_8b", dict(dp=2, fsdp=2, tp=2)),
-    ("deepseek_v3", dict(pp=2, ep=2, dp=2)),
-    ("deepseek_v3", dict(ep=2, fsdp=2, tp=2)),
-    ("nemotron_3_nano", dict(dp=2, ep=2, tp=2)),
-]
+    of_others = optax.adamw(rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay)
+    params = step.init()["params"]
+    opt, tensors = step.tx.init(params), separate(run.model, params)
+    part = lambda x, which: {k: w for k, w in x.items() if is_matrix(k, w) == which}
+    references = {True: of_matrices, False: of_others}
+    opts = {which: tx.init(part(tensors, which)) for which, tx in references.items()}
+    update = jax.jit(lambda g, opt, w: step.tx.update(g, opt, w, norm=np.float32(1)))
+    for i in range(2):
+        key = lambda path, i=i: np.random.default_rng(abs(hash((str(path), i))) % 2**32)
+        draw = lambda path, w, key=key: key(path).normal(size=w.shape).astype(np.float32)
+        grads = jax.tree_util.tree_map_with_path(draw, params)
+        updates, opt = update(grads, opt, params)
+        actual, drawn = separate(run.model, updates), separate(run.model, grads)
+        for which, tx in references.items():
+            args = part(drawn, which), opts[which], part(tensors, which)
+            expected, opts[which] = jax.jit(tx.update)(*args)
+            for name in expected.keys() - {x for x in expected if "correction_bias" in x}:
+                np.testing.assert_allclose(
+                    actual[name], expected[name], atol=1e-5, rtol=1e-3, err_msg=name
+                )
 
 
-@pytest.mark.parametrize(("family", "axes"), CASES, ids=str)
-def test_updates_equal_those_of_optax_on_every_mesh(family, axes):
-    step = build(family, **axes)
-    actual = taken_apart(step, updates(step))
-    assert actual.keys() == expected(family).keys()
-    for name, value in expected(family).items():
-        atol = 1e-4 * np.abs(value).max()
-        np.testing.assert_allclose(actual[name], value, atol=atol, err_msg=name)
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("grok", dict(ep=2, dp=2, tp=2, mbs=1)),
+        pytest.param("latent", dict(fsdp=2, tp=2, dp=2), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama", dict(pp=2, vp=2, dp=2, cp=2, tp=2, mbs=1), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "mixed", dict(pp=2, fsdp=2, mbs=1, stages="2,3"), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=str,
+)
+def test_training_does_not_depend_on_the_mesh(family, axes):
+    """Losses and weights of three steps."""
+
+    def train(**axes):
+        step = build(family, overrides=MUON, **axes)
+        compiled, state, losses = step.lower().compile(), step.init(), []
+        batches = data.Synthetic(step.run, step.mesh)
+        for _ in range(3):
+            state, out = compiled(state, next(batches))
+            losses.append(float(out["loss"]))
+        params, canonical = jax.device_get(state["params"]), layer_stack.stacks(step.run.model)
+        layers = layer_stack.permute(params["layers"], canonical, step.stacks)
+        return losses, params | {"layers": jax.device_get(layers)}
+
+    (losses, params), (expected, single) = train(**axes), train()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5)
+    jax.tree.map(close, params, single)
+
+
+def test_a_matrix_has_one_moment_of_which_no_axis_stores_a_copy():
+    axes = dict(ep=2, dp=2, tp=2, mbs=1)
+    step, adamw = build("grok", overrides=MUON, **axes), build("grok", **axes)
+    size = lambda s: rules.size_gib(s.abstract["opt"]) * 2**30
+    params = rules.size_gib(step.abstract["params"]) * 2**30
+    ends = sum(rules.size_gib(step.abstract["params"][x]) for x in ("embed", "head")) * 2**30
+    assert size(adamw) == pytest.approx(2 * params, rel=1e-3)
+    assert size(step) == pytest.approx(params + ends, rel=0.02)
+    saved = memory.lower_bound(adamw.run) - memory.lower_bound(step.run)
+    assert saved == pytest.approx(size(adamw) - size(step), rel=0.05)
