@@ -245,8 +245,7 @@ class Sublayer:
 
     @property
     def fused(self) -> Mapping[str, tuple[int, ...]]:
-        """Logical axis along which weights fuse several matrices -> the size of each. Muon takes them
-        apart."""
+        """Logical axis along which weights fuse several matrices -> the size of each, for Muon."""
         return {}
 
     def weight_axes(self) -> dict[str, str]:
