@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Up-projections of an MLP: 2 if gated.
 MLP_INPUTS = property(lambda self: 2 if GATED[self.act] else 1)
+FUSED = property(lambda self: {"mlp_inputs": (1,) * self.mlp_inputs})
 # Whether experts have a fixed number of slots for the tokens of a GPU.
 HAS_SLOTS = property(lambda self: self.capacity_factor > 0 or self.force_balance)
 
@@ -32,6 +33,7 @@ class Mlp(Sublayer):
     module = "maxbench.model.layers:Mlp"
     hugging_face = "maxbench.model.hugging_face:mlp"
     mlp_inputs = MLP_INPUTS
+    fused = FUSED
 
     def weight_axes(self) -> dict[str, str]:
         found = {"up/w": "embed -> mlp_inputs mlp", "down/w": "mlp -> embed"}
@@ -114,6 +116,7 @@ class Experts(Sublayer):
     outer = property(lambda self: "expert_latent" if self.expert_latent else "embed")
     sent_width = property(lambda self: self.expert_latent or self.embed)
     mlp_inputs = MLP_INPUTS
+    fused = FUSED
     has_slots = HAS_SLOTS
     first_rows_are_split = property(lambda self: self.expert_latent > 0)
 

@@ -145,6 +145,11 @@ def _decay_norms(run: Run) -> str:
     return "" if run.optim.weight_decay else "optim.weight_decay=0 decays no weight"
 
 
+def _momentum(run: Run) -> str:
+    is_muon = run.optim.name == "muon"
+    return "" if is_muon else f"it is Muon's, and optim.name={run.optim.name}"
+
+
 def _experts(run: Run) -> str:
     return "" if run.model.experts else f"{run.model.name} {run.model.size} has no experts"
 
@@ -239,6 +244,7 @@ RULES: dict[str, Callable[[Run], str]] = {
     "output.keep_period": _keep_period,
     "optim.warmup_offset": _warmup_offset,
     "optim.decay_norms": _decay_norms,
+    "optim.momentum": _momentum,
     "model.quantized": _fp8,
     "model.top_k": _experts,
     "model.router": _experts,

@@ -59,6 +59,12 @@ class Attention(Sublayer):
         return (self.heads // self.kv_heads + 1) * self.head_dim + self.value_width
 
     @property
+    def fused(self) -> dict[str, tuple[int, ...]]:
+        queries = self.heads // self.kv_heads
+        widths = queries * self.head_dim, self.head_dim, self.value_width
+        return {"qkv": (queries, 1, 1), "group_width": widths}
+
+    @property
     def rope_dims(self) -> int:
         return int(self.head_dim * self.rope_fraction)
 
@@ -172,6 +178,10 @@ class LatentAttention(Attention):
         return self.q_rank + self.kv_rank + self.rope_head_dim
 
     @property
+    def fused(self) -> dict[str, tuple[int, ...]]:
+        return {"latents": (self.q_rank, self.kv_rank + self.rope_head_dim)}
+
+    @property
     def kv_up_width(self) -> int:
         """Width per head of the up-projection of keys and values."""
         return self.head_dim - self.rope_head_dim + self.value_width
@@ -265,6 +275,11 @@ class Mamba2(Sublayer):
     def ssm_conv_width(self) -> int:
         """Width of x, B and C of a group."""
         return self.ssm_inner + 2 * self.ssm_state
+
+    @property
+    def fused(self) -> dict[str, tuple[int, ...]]:
+        inner, state = self.ssm_inner, self.ssm_state
+        return {"ssm_inputs": (inner, inner, state, state, self.ssm_heads // self.ssm_groups)}
 
     @property
     def ssm_inputs(self) -> int:

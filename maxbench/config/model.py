@@ -207,6 +207,11 @@ class Model:
         mtp = (self.mtp_layer,) if self.mtp_layers else ()
         return *(layer for _, layer in self.kinds), *mtp
 
+    @property
+    def fused(self) -> dict[str, tuple[int, ...]]:
+        """As Sublayer.fused: each weight outside of sublayers is one matrix."""
+        return {}
+
     def setting(self, axis: str) -> str:
         """The setting from which the size of a logical axis follows."""
         return f"model.{'vocab' if 'vocab' in axis else 'embed'}"

@@ -248,14 +248,18 @@ class Train(TrainConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW, and a learning rate with linear warmup, cosine decay to lr_min, and a constant end."""
+    """The optimizer, and a learning rate with linear warmup, cosine decay to lr_min, and a constant
+    end."""
 
+    # muon: of the matrices of layers (step/muon.py), and AdamW of all other weights
+    name: str = field("adamw", options=("adamw", "muon"))
     lr: float = field(at_least=0)
     lr_min: float = field(at_least=0)
     warmup: float = field(at_least=0)  # steps; below 1, a fraction of train.steps
     # step i of a warmup over n steps has the rate lr (i + offset) / (n + offset)
     warmup_offset: int = field(1, at_least=0)
     constant_steps: int = field(0, at_least=0)  # last steps, at lr_min
+    momentum: float = field(0.95, at_least=0, below=1)  # Muon's
     b1: float = field(0.9, at_least=0, below=1)
     b2: float = field(0.95, at_least=0, below=1)
     eps: float = field(1e-8, above=0)
@@ -274,7 +278,7 @@ class PrecisionConfig:
     # Of forward and backward pass: bf16 | fp32. Of the GEMMs of layers alone: fp8 | nvfp4.
     dtype: str = "bf16"
     weights: str = field("fp32", options=DTYPES)  # master weights
-    moments: str = field("fp32", options=DTYPES)  # Adam's first and second moment
+    moments: str = field("fp32", options=DTYPES)  # of the optimizer
     grads: str = field("bf16", options=DTYPES)  # accumulated over microbatches, reduced over GPUs
     # Of dtype=fp8. te: Transformer Engine; auto: te on GPUs where it is installed, else xla.
     # scaling auto: mxfp8 on Blackwell, current on Hopper.
@@ -468,10 +472,11 @@ class Device(NamedTuple):
 
 
 EVALUATION = ("eval_data", "eval_every", "eval_steps", "target_loss")
+_WORK = ("name", "decay_norms")  # fields of Optim that change the work of a step
 # Fields that change neither the work of a step nor its program, but for constants.
 _CONSTANTS = {
     "train": ("steps", "seed", "window", "data", *EVALUATION),
-    "optim": tuple(f.name for f in dataclasses.fields(Optim) if f.name != "decay_norms"),
+    "optim": tuple(f.name for f in dataclasses.fields(Optim) if f.name not in _WORK),
 }
 # Fields that depend on the machine that resolves them.
 _BY_DEVICE = {

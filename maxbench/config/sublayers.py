@@ -100,6 +100,12 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def fused(self) -> tuple[int, tuple[int, ...]]:
+        """The dim along which matrices are fused, and the size of each; (0, ()) of one matrix."""
+        axes = self.owner.fused
+        return next(((i, axes[name]) for i, name in enumerate(self.names) if name in axes), (0, ()))
+
+    @property
     def multiply_adds(self) -> float:
         """Of its GEMM's forward pass, per token."""
         _, ins, outs = self.sides
@@ -236,6 +242,11 @@ class Sublayer:
     def rope_dims(self) -> int:
         """Dims of a head that RoPE rotates: Model.rope_dims, or 0."""
         return 0
+
+    @property
+    def fused(self) -> Mapping[str, tuple[int, ...]]:
+        """Logical axis along which weights fuse several matrices -> the size of each, for Muon."""
+        return {}
 
     def weight_axes(self) -> dict[str, str]:
         """Path of each weight in the sublayer's tree -> Weight.axes."""

@@ -231,15 +231,18 @@ def lower_bound(run: Run) -> float:
     the only microbatch are reduced and used layer by layer."""
     p, a, (weights, ends) = run.precision, run.layout, stage_weights(run)
     width = lambda dtype: FORMATS[dtype].bytes
-    state = master_weights(run) * (width(p.weights) + 2 * width(p.moments))
+    of_layers, of_ends = master_weights(run)
+    moments = 1 if run.optim.name == "muon" else 2  # norms and routers, which have two, are small
+    state = (of_layers + of_ends) * width(p.weights)
+    state += (moments * of_layers + 2 * of_ends) * width(p.moments)
     gradients = (weights + ends) * width(p.grads) * (a.microbatches > 1 or a.pp > 1)
     return state + (compute_weight_bytes(run, weights, ends) + gradients) / a.fsdp
 
 
-def master_weights(run: Run) -> float:
-    """Master weights on one GPU, about as sharding.rules.shard_weight splits them: those of layers
-    as the largest weight of the last kind of layer that has one. An axis that divides none of its
-    dims (dp 3) leaves a copy on each GPU.
+def master_weights(run: Run) -> tuple[float, float]:
+    """Master weights on one GPU, of layers, and of embedding and LM head, about as
+    sharding.rules.shard_weight splits them: those of layers as the largest weight of the last kind
+    of layer that has one. An axis that divides none of its dims (dp 3) leaves a copy on each GPU.
     """
     a, m = run.layout, run.model
     layers, ends = stage_weights(run)
@@ -247,10 +250,10 @@ def master_weights(run: Run) -> float:
     dense, routed = _largest_weights(m)
     table = _split([m.vocab // a.tp, m.embed // a.fsdp], a.pp, a.dp, a.ep, a.cp)
     shards = _split(_local_dims(run, dense), a.dp, a.ep, a.cp) if dense else 1
-    found = (layers - experts) / shards + ends / table
+    found = (layers - experts) / shards
     if routed:
         found += experts / _split(_local_dims(run, routed), a.dp, a.cp)
-    return found / a.fsdp
+    return found / a.fsdp, ends / table / a.fsdp
 
 
 @functools.lru_cache(1024)

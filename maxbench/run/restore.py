@@ -72,6 +72,12 @@ def _check_fits(checkpoint: Checkpoint, run: Run) -> None:
                 f"{prefix}: its {name} are {precision[name]}; "
                 f"use --config.precision.{name}={precision[name]}"
             )
+    saved_optimizer = info.run["optim"].get("name", "adamw")  # before there was Muon
+    if saved_optimizer != run.optim.name:
+        raise UserError(
+            f"{prefix}: its optimizer state is that of {saved_optimizer}; "
+            f"use --config.optim.name={saved_optimizer}"
+        )
     amax_history = number_formats.FORMATS[precision["scaling"]].amax_history
     saved_length = precision["history"] if amax_history else 0
     length = run.precision.amax_history_len

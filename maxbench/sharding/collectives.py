@@ -1,7 +1,8 @@
 """Collectives by mesh axis, for code inside the step's shard_map.
 
-The program has no others than these and those of whole weights in rules.py: what is outside of the
-shard_map, the optimizer, is elementwise, so that XLA's partitioner adds none.
+The program has no others than these, those of whole weights in rules.py, and those of Muon, which
+has a shard_map of its own. What is outside of both, the optimizer, is elementwise, so that XLA's
+partitioner adds none.
 Each is the identity on an axis of size 1 and outside shard_map.
 """
 

@@ -14,6 +14,7 @@ gradients onto them once (gather_master, reduce_grad).
 import dataclasses
 import itertools
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +83,7 @@ def shard_weight(
     mesh_shape: Any,
     rules: Any = RULES,
     gemm: Any = None,
+    whole: Collection[str] = ("layers",),
 ) -> WeightSharding:
     """The sharding of a weight from its logical axes.
 
@@ -92,9 +94,10 @@ def shard_weight(
     divides none (a small norm on a large mesh), the master is replicated over it.
 
     Args:
-      names: logical axes of the weight; 'layers' is never split further.
+      names: logical axes of the weight.
       shape: global shape.
       mesh_shape: mesh axis -> size.
+      whole: logical axes that the master splits no further than the compute copy.
     """
     compute = tuple(tuple(a for a in rules[n] if mesh_shape[a] > 1) for n in names)
     shards = [math.prod(mesh_shape[a] for a in axes) for axes in compute]
@@ -105,7 +108,7 @@ def shard_weight(
         size = mesh_shape[axis]
         if size == 1 or axis in itertools.chain(*compute):
             continue
-        dims = [i for i, name in enumerate(names) if name != "layers" and local[i] % size == 0]
+        dims = [i for i, name in enumerate(names) if name not in whole and local[i] % size == 0]
         if not dims:
             replicated.append(axis)
             continue

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate schedule."""
+"""The optimizer, AdamW or Muon (step/muon.py), and its learning rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import optax
 
 from maxbench.config.run import AXES, DTYPES, Run
 from maxbench.sharding import collectives
+from maxbench.step.muon import Muon
 
 
 def learning_rate(run: Run) -> Callable[[Any], jax.Array]:
@@ -55,9 +56,10 @@ def clip(limit: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def transform(run: Run) -> optax.GradientTransformationExtraArgs:
-    """AdamW: clipping by global norm, Adam, decoupled weight decay, learning rate. update() takes
-    the `norm` of all gradients, so that each weight is updated where it is.
+def transform(run: Run, muon: Muon | None = None) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, Adam, for the weights that `muon` has Muon instead, decoupled weight
+    decay, learning rate. update() takes the `norm` of all gradients, so that each weight is updated
+    where it is.
 
     Moments have the dtypes of the tree that is passed to init and update. Weight decay skips norms,
     biases, sinks, and the rates and skips of Mamba-2's heads unless optim.decay_norms.
@@ -67,9 +69,14 @@ def transform(run: Run) -> optax.GradientTransformationExtraArgs:
     plain = ("scale", "bias", "sinks", "a_log")
     decays = lambda path, _: o.decay_norms or not name(path).endswith(plain)
     decayed = lambda w: jax.tree_util.tree_map_with_path(decays, w)
+    scale: Any = optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps)
+    if muon:
+        label = lambda path, _: "muon" if muon.has(path) else "adam"
+        labels = lambda w: jax.tree_util.tree_map_with_path(label, w)
+        scale = optax.partition({"adam": scale, "muon": muon.transform()}, labels)
     return optax.chain(
         clip(o.clip),
-        optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
+        scale,
         optax.add_decayed_weights(o.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(learning_rate(run)),
     )

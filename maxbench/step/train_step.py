@@ -29,7 +29,7 @@ from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import transformer_engine
 from maxbench.sharding import collectives, ordering
 from maxbench.sharding.rules import RULES, gather_master, reduce_grad, shard_weight
-from maxbench.step import data, optimizer, state, xla_options
+from maxbench.step import data, muon, optimizer, state, xla_options
 
 
 class _ComputeWeights(NamedTuple):
@@ -79,20 +79,27 @@ class Step:
         if run.precision.backend == "te":
             transformer_engine.load()
         self.run, self.mesh = run, devices
-        self.arithmetic, self.tx = quantization.arithmetic(self.run), optimizer.transform(run)
+        self.arithmetic = quantization.arithmetic(self.run)
         self.stacks = layer_order.stacks(self.run)
         over_pp = run.layout.embedding_over_pp
         self.rules = RULES | ({"embed_sharded": RULES["embed_sharded_pp"]} if over_pp else {})
         self.shardings = self._shardings(self.stacks, self.rules)
+        self.tx = self._optimizer(self.stacks, self.shardings)
         self.abstract = self._abstract(self.stacks, self.shardings)
 
     def _shardings(self, stacks, rules):
         init = functools.partial(transformer.init, self.run.model, table=stacks)
         boxed = jax.eval_shape(init, jax.random.key(0))
+        whole = {"layers", *muon.unsplit_axes(self.run)}
         shard = lambda box: shard_weight(
-            box.names, box.value.shape, self.mesh.shape, rules, box.gemm
+            box.names, box.value.shape, self.mesh.shape, rules, box.gemm, whole
         )
         return jax.tree.map(shard, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+    def _optimizer(self, stacks, shardings):
+        is_muon = self.run.optim.name == "muon"
+        matrices = muon.Muon(self.run, self.mesh, stacks, shardings) if is_muon else None
+        return optimizer.transform(self.run, matrices)
 
     def _abstract(self, stacks, shardings):
         shapes = jax.eval_shape(
@@ -116,7 +123,8 @@ class Step:
         params = nn.unbox(transformer.init(run.model, key, stacks))
         params |= {"layers": layer_stack.zero_empty(params["layers"], stacks)}
         params = optimizer.cast(params, run.precision.weights)
-        opt = self.tx.init(optimizer.cast(params, run.precision.moments))
+        tx = self._optimizer(stacks, shardings)
+        opt = tx.init(optimizer.cast(params, run.precision.moments))
         result = {"step": jnp.zeros((), jnp.int32), "params": params, "opt": opt}
         if layer_state := state.init(run, stacks, shardings["layers"]):
             result[state.KEY] = layer_state
