@@ -44,7 +44,8 @@ class Evaluator:
         start = time.perf_counter()
         self.batches.rewind()
         losses = [self.loss(state, next(self.batches)) for _ in range(self.count)]
-        loss, end = statistics.fmean(map(float, losses)), time.perf_counter()
+        means, targets = zip(*(map(float, pair) for pair in losses), strict=True)
+        loss, end = statistics.fmean(means, targets), time.perf_counter()
         target = self.run.train.target_loss
         reached = target is not None and loss <= target
         tokens = steps * self.run.layout.gbs * self.run.train.seq
