@@ -315,6 +315,9 @@ class Output:
     dir: str = "."
     tensorboard: bool = True  # write an event file to the run folder
     wandb: bool = False  # send metrics to Weights & Biases, if it is installed
+    # Benchmark of MLPerf Training whose lines (run/mllog.py) the log has; '' = none
+    mllog: str = field("", options=("", "llama31_8b", "gpt_oss_20b"))
+    submitter: str = "unnamed"  # submission_org of these lines
     openmetrics: str = ""  # file with the last step for Prometheus; '' = metrics.prom in the folder
     checkpoint: bool = False  # save at the end
     checkpoint_every: int = field(0, at_least=0)  # save every N steps; 0 = never
