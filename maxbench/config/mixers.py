@@ -42,6 +42,7 @@ class Attention(Sublayer):
     }
     module = "maxbench.model.layers:Attention"
     hugging_face = "maxbench.model.hugging_face:attention"
+    masks_documents = True
 
     @property
     def qkv(self) -> int:

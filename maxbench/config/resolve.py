@@ -20,6 +20,7 @@ from maxbench.config.run import (
     Run,
     RunConfig,
     Train,
+    TrainConfig,
 )
 from maxbench.hardware.gpus import Gpu, GpuTypes
 from maxbench.host import environment
@@ -181,7 +182,7 @@ def _train(config: RunConfig, m: Model, a: Layout, fmt: Format, device: Device) 
     return Train(**given | {
         "microbatch_group_size": max(t.microbatch_group_size or a.pp, a.pp),
         "remat_layers": remat_layers,
-        "attention": attention_kernel(t.attention, m, fmt.compute, device),
+        "attention": attention_kernel(t, m, fmt.compute, device),
         "loss_chunk": t.loss_chunk or 1 << (tokens.bit_length() - 1),
         "collective_combine_bytes": t.collective_combine_bytes
         or COMBINE["fp8" if fmt.quantized else "bf16"],
@@ -218,12 +219,21 @@ def _overlaps_fwd_bwd(a: Layout, m: Model, unrolled: bool) -> bool:
     return a.pp > 1 or (overlappable and not m.has_experts and unrolled)
 
 
-def attention_kernel(given: str | None, m: Model, dtype: str, device: Device) -> str:
+def attention_kernel(t: TrainConfig, m: Model, dtype: str, device: Device) -> str:
     """The key of model.attention.KERNELS for a device.
 
     Raises:
       UserError: a kernel of cuDNN is given, and cuDNN does not support this attention.
     """
+    given = t.attention
+    if t.document_end is not None:
+        if given in (None, "xla"):
+            return "xla"
+        raise UserError(
+            f"train.attention={given!r}: jax's binding of cuDNN needs the number of documents of a "
+            "sequence at compile time, and returns logsumexps of another shape for them; with "
+            f"train.document_end={t.document_end} use train.attention=xla"
+        )
     mixers = [layer.mixer for layer in m.all_layers if isinstance(layer.mixer, Attention)]
     if not mixers:
         return "xla"

@@ -161,6 +161,9 @@ class TrainConfig:
     # uniform: random tokens; bigram: each follows the one before by a fixed table, so that the loss
     # falls; or the path of token files or texts (step/token_files.py). tiny and proxy: bigram
     data: str = field("uniform", check=(bool, "uniform, bigram or a path"))
+    # Token that ends a document: neither attention nor the loss crosses it. auto: both cross the
+    # borders of documents, as by default in Megatron
+    document_end: int | None = field(None, at_least=0)
     eval_data: str = ""  # path of held-out files, as data; '' = no evaluation
     eval_every: int = field(0, at_least=0)  # steps; 0 = after the last step alone
     # batches of an evaluation, the first of eval_data; auto: all that it has
@@ -316,6 +319,9 @@ class Output:
     dir: str = "."
     tensorboard: bool = True  # write an event file to the run folder
     wandb: bool = False  # send metrics to Weights & Biases, if it is installed
+    # Benchmark of MLPerf Training whose lines (run/mllog.py) the log has; '' = none
+    mllog: str = field("", options=("", "llama31_8b", "gpt_oss_20b"))
+    submitter: str = "unnamed"  # submission_org of these lines
     openmetrics: str = ""  # file with the last step for Prometheus; '' = metrics.prom in the folder
     checkpoint: bool = False  # save at the end
     checkpoint_every: int = field(0, at_least=0)  # save every N steps; 0 = never

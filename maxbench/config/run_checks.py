@@ -23,6 +23,7 @@ def check(run: "Run") -> None:
     _check_experts(run)
     _check_sharded_dims(run)
     _check_sequence(run)
+    _check_documents(run)
     if run.format.quantized:
         _check_backend(run)
     for layer in run.model.all_layers:
@@ -141,6 +142,32 @@ def _check_sequence(run: "Run") -> None:
         raise UserError(
             f"train.seq={seq} does not divide into {factors} = {chunks} parts (cp={a.cp}, "
             f"tp={a.tp}); nearest that works: {nearest(seq, chunks)}"
+        )
+
+
+def _check_documents(run: "Run") -> None:
+    """Every mixer keeps documents apart, in this layout."""
+    end, m, cp = run.train.document_end, run.model, run.layout.cp
+    if end is None:
+        return
+    setting = f"train.document_end={end}"
+    if end >= m.vocab:
+        raise UserError(f"{setting} is no token: model.vocab={m.vocab} has ids below it")
+    mixers = [layer.mixer for _, layer in m.kinds if layer.mixer]
+    if others := sorted({mixer.kind for mixer in mixers if not mixer.masks_documents}):
+        raise UserError(
+            f"{setting}: mixers of kind {', '.join(others)} carry a state from each document to "
+            "the next; leave train.document_end out"
+        )
+    if cp > 1:
+        raise UserError(
+            f"{setting}: the attention between GPUs of cp={cp} does not keep documents apart; use "
+            "cp=1, and tp or fsdp for memory, or leave train.document_end out"
+        )
+    if m.mtp_layers:
+        raise UserError(
+            f"{setting}: multi-token prediction does not keep documents apart; use "
+            "model.mtp_layers=0, or leave train.document_end out"
         )
 
 

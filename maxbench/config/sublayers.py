@@ -167,10 +167,12 @@ class Context(NamedTuple):
     Attributes:
       rope: layers.rope_angles() of this GPU's tokens.
       attention: key of attention.KERNELS.
+      documents_bt: number of each token's document in its sequence (data.documents), or None.
     """
 
     rope: Any
     attention: str = "xla"
+    documents_bt: Any = None
 
 
 def imported(name: str) -> Any:
@@ -228,6 +230,8 @@ class Sublayer:
     # Of layers.Applied, its apply() is the body.
     module: ClassVar[str] = "maxbench.model.layers:Applied"
     hugging_face: ClassVar[str] = ""  # 'module:function' that yields its tensors (hugging_face.py)
+    # Whether a mixer keeps Context.documents_bt apart.
+    masks_documents: ClassVar[bool] = False
     first_rows_are_split: ClassVar[bool] = False  # its first GEMM has this GPU's 1/tp of the tokens
 
     embed_replicated = property(lambda self: self.embed)

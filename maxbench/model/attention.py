@@ -62,6 +62,7 @@ def attend(
     k_bsgk: jax.Array,
     v_bsgk: jax.Array,
     sinks_h: jax.Array | None = None,
+    documents_bt: jax.Array | None = None,
     *,
     kind: str,
     softcap: float = 0.0,
@@ -73,6 +74,8 @@ def attend(
     Args:
       q_bthk, k_bsgk, v_bsgk: this GPU's heads and tokens, at mesh.token_positions().
       sinks_h: a logit per head whose exponential joins the softmax's denominator, or None.
+      documents_bt: number of each token's document, to which attention is confined, or None;
+        without cp, and of kind 'xla'.
       kind: a key of KERNELS.
       softcap, window: as in Logits.
       scale: of logits; 0 is 1 / sqrt(head_dim).
@@ -85,27 +88,27 @@ def attend(
     logits = Logits(scale or 1 / math.sqrt(q_bthk.shape[-1]), softcap, window)
     if window and cp > 1:
         return _attend_halo(kind, logits, q_bthk, k_bsgk, v_bsgk, sinks_h)
-    return _attend(kind, logits, q_bthk, k_bsgk, v_bsgk, sinks_h)
+    return _attend(kind, logits, q_bthk, k_bsgk, v_bsgk, sinks_h, documents_bt)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kind, logits, q, k, v, sinks):
-    return _attend_forward(kind, logits, q, k, v, sinks)[0]
+def _attend(kind, logits, q, k, v, sinks, documents):
+    return _attend_forward(kind, logits, q, k, v, sinks, documents)[0]
 
 
-def _attend_forward(kind, logits, q, k, v, sinks):
-    o, lse, last = _ring_forward(kind, logits, q, k, v)
+def _attend_forward(kind, logits, q, k, v, sinks, documents):
+    o, lse, last = _ring_forward(kind, logits, q, k, v, documents)
     if sinks is not None:
         o, lse = _add_sinks(o, lse, sinks)
     o, lse = checkpoint_name((o.astype(k.dtype), lse), "context")
     last = tuple(map(checkpoint_name, last, ("key", "value")))
-    return o, (q, k, v, sinks, o, lse, last)
+    return o, (q, k, v, sinks, documents, o, lse, last)
 
 
 def _attend_backward(kind, logits, saved, do):
-    q, k, v, sinks, o, lse, last = saved
-    dqkv = _ring_backward(kind, logits, q, k, v, o, lse, last, do)
-    return *dqkv, None if sinks is None else _sinks_grad(sinks, o, lse, do)
+    q, k, v, sinks, documents, o, lse, last = saved
+    dqkv = _ring_backward(kind, logits, q, k, v, documents, o, lse, last, do)
+    return *dqkv, None if sinks is None else _sinks_grad(sinks, o, lse, do), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -158,7 +161,7 @@ def _attend_halo(kind, logits, q, k, v, sinks):
     early, late = jnp.split(q, 2, 1)
     padding = jnp.zeros_like(early[:, :halo])
     q = jnp.concatenate([joined(padding, early), join(padding, late)])
-    o = _attend(kind, logits, q, with_halo(k, "key"), with_halo(v, "value"), sinks)
+    o = _attend(kind, logits, q, with_halo(k, "key"), with_halo(v, "value"), sinks, None)
     early, late = jnp.split(o, 2)
     early = jnp.where(is_first, early[:, :size], early[:, halo:])
     return jnp.concatenate([early, late[:, halo:]], 1)
@@ -176,10 +179,11 @@ def _ring_size(logits: Logits) -> int:
     return 1 if logits.window else collectives.axis_size("cp")
 
 
-def _ring_forward(kind, logits, q, k, v):
+def _ring_forward(kind, logits, q, k, v, documents):
     cp, kv = _ring_size(logits), (k, v)
     if cp == 1:
-        return *KERNELS[kind][0](q, k, v, True, logits), ()
+        return *KERNELS[kind][0](q, k, v, True, logits, documents), ()
+    assert documents is None  # run_checks.check
     received = collectives.ppermute_shift(kv, "cp")
     o, lse = KERNELS[kind][0](q, k, v, True, logits)
     kv = ordering.after(received, ordering.token(lse))
@@ -196,7 +200,7 @@ def _ring_forward(kind, logits, q, k, v):
     return o, lse, last
 
 
-def _ring_backward(kind, logits, q, k, v, o, lse, last, do):
+def _ring_backward(kind, logits, q, k, v, documents, o, lse, last, do):
     cp, kv, backward = _ring_size(logits), last, KERNELS[kind][1]
     chunks, hops = lambda x: jnp.split(x, 2, 1), []
     for hop in reversed(range(1, cp)):
@@ -209,7 +213,7 @@ def _ring_backward(kind, logits, q, k, v, o, lse, last, do):
         we_precede = collectives.axis_index("cp") + hop < cp
         hops.append((precedes, we_precede, grads[0], dkv_pairs))
         lse += ordering.token(grads[0])
-    grads = backward(q, k, v, o, lse, do, True, logits)
+    grads = backward(q, k, v, o, lse, do, True, logits, documents)
     if cp == 1:
         return grads
     dq, *dkv = (x.astype(jnp.float32) for x in grads)
@@ -266,17 +270,19 @@ def _merge(precedes, o, lse, o_pairs, lse_pairs):
     return sum(x * weight(lse) for x, lse in zip(parts, lses, strict=True)), total
 
 
-# Kernels: forward(q, k, v, causal, logits) -> o_bthk, lse_bht
-#          backward(q, k, v, o, lse, do, causal, logits) -> dq, dk, dv
-# With a causal mask there are as many queries as keys; a window is causal.
+# Kernels: forward(q, k, v, causal, logits, documents) -> o_bthk, lse_bht
+#          backward(q, k, v, o, lse, do, causal, logits, documents) -> dq, dk, dv
+# With a causal mask there are as many queries as keys; a window is causal. documents_bt (of queries
+# and keys) or None; those of cuDNN have none.
 
 
-def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, logits):
+def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, logits, documents_bt=None):
     outs, lses = [], []
     for t0, t1 in _blocks(q_bthk.shape[1]):
         s0, s1 = _key_range(t0, t1, k_bsgk.shape[1], causal, logits)
         v = v_bsgk[:, s0:s1]
-        logits_bgrts, _ = _logits(q_bthk[:, t0:t1], k_bsgk[:, s0:s1], causal, logits)
+        same = _same_document(documents_bt, t0, t1, s0, s1)
+        logits_bgrts, _ = _logits(q_bthk[:, t0:t1], k_bsgk[:, s0:s1], causal, logits, same)
         lse_bgrt = jax.nn.logsumexp(logits_bgrts, -1)
         p_bgrts = jnp.exp(logits_bgrts - lse_bgrt[..., None]).astype(v.dtype)
         outs.append(_merge_heads(_dot("bgrts,bsgk->btgrk", p_bgrts, v)).astype(q_bthk.dtype))
@@ -284,7 +290,9 @@ def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, logits):
     return jnp.concatenate(outs, 1), jnp.concatenate(lses, 2)
 
 
-def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, logits):
+def _xla_backward(
+    q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, logits, documents_bt=None
+):
     """FlashAttention-2's backward pass (arXiv:2307.08691), by blocks of queries."""
     b, s, g, _ = k_bsgk.shape
     dqs = []
@@ -295,7 +303,8 @@ def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, logi
         q, keys, do = q_bthk[:, t0:t1], k_bsgk[:, s0:s1], do_bthk[:, t0:t1]
         delta_bth = jnp.sum(o_bthk[:, t0:t1].astype(jnp.float32) * do, -1)
         delta_bgrt = delta_bth.swapaxes(1, 2).reshape(b, g, -1, t1 - t0)
-        logits_bgrts, slope = _logits(q, keys, causal, logits)
+        same = _same_document(documents_bt, t0, t1, s0, s1)
+        logits_bgrts, slope = _logits(q, keys, causal, logits, same)
         lse_bgrt = lse_bht[:, :, t0:t1].reshape(delta_bgrt.shape)
         p_bgrts = jnp.exp(logits_bgrts - lse_bgrt[..., None])
         do_btgrk = _split_heads(do, g)
@@ -311,10 +320,18 @@ def _xla_backward(q_bthk, k_bsgk, v_bsgk, o_bthk, lse_bht, do_bthk, causal, logi
     return jnp.concatenate(dqs, 1), dk_bsgk.astype(k_bsgk.dtype), dv_bsgk.astype(v_bsgk.dtype)
 
 
-def _logits(q_bthk, k_bsgk, causal, logits):
+def _same_document(documents_bt, t0: int, t1: int, s0: int, s1: int):
+    """Whether queries t0 to t1 and keys s0 to s1 are of the same document, [b, t, s]; or None."""
+    if documents_bt is None:
+        return None
+    return documents_bt[:, t0:t1, None] == documents_bt[:, None, s0:s1]
+
+
+def _logits(q_bthk, k_bsgk, causal, logits, same_bts=None):
     """Scaled, capped and masked logits_bgrts in fp32, and the derivative of the cap.
 
-    The masks align the last query with the last key.
+    The causal mask and the window align the last query with the last key. Only pairs of same_bts
+    are seen, if it is given.
     """
     t, s = q_bthk.shape[1], k_bsgk.shape[1]
     x = _dot("btgrk,bsgk->bgrts", _split_heads(q_bthk, k_bsgk.shape[2]), k_bsgk)
@@ -330,6 +347,8 @@ def _logits(q_bthk, k_bsgk, causal, logits):
         seen = column <= row
         if logits.window:
             seen &= column > row - logits.window
+        if same_bts is not None:
+            seen = (seen & same_bts)[:, None, None]
         x = jnp.where(seen, x, -1e30)
     return x, slope
 
@@ -349,17 +368,18 @@ def _blocks(t: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
 
 
-def _cudnn_forward(q, k, v, causal, logits):
+def _cudnn_forward(q, k, v, causal, logits, documents=None):
+    assert documents is None  # resolve.attention_kernel
     assert not logits.softcap  # jax's binding of cuDNN has no softcap
     return jax_compat.cudnn_attention(q, k, v, causal, logits.scale, logits.window)
 
 
-def _cudnn_backward(q, k, v, o, lse, do, causal, logits):
+def _cudnn_backward(q, k, v, o, lse, do, causal, logits, _documents=None):
     mask = causal, logits.scale, logits.window
     return jax_compat.cudnn_attention_grad(q, k, v, o, lse, do, *mask)
 
 
-def _split_backward(q, k, v, o, lse, do, causal, logits):
+def _split_backward(q, k, v, o, lse, do, causal, logits, _documents=None):
     """cuDNN's backward pass once per VALUE_SLICE dims of the values.
 
     do @ v^T, and with it dq and dk, are sums over the dims of the values.

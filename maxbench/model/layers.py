@@ -404,7 +404,9 @@ def attention(
     axes = m.weights["sinks"].axes if m.sinks else ""
     sinks_h = param_value(module, "sinks", axes, m.init_std) if m.sinks else None
     mask = {"softcap": m.softcap, "scale": m.logit_scale, "window": m.window}
-    return attend(q_bthk, k_btgk, v_btgk, sinks_h, kind=context.attention, **mask)
+    return attend(
+        q_bthk, k_btgk, v_btgk, sinks_h, context.documents_bt, kind=context.attention, **mask
+    )
 
 
 def attention_output(module: Any, o_bthk: jax.Array, first_token: Any, orders: Ends) -> Any:

@@ -27,6 +27,7 @@ def cross_entropy(
     multiplier: float,
     share: float = 1.0,
     padded: bool = False,
+    scale: jax.Array | None = None,
 ) -> Any:
     """Sum over tokens of -log p(target) + z_loss x logsumexp(logits)^2, this GPU's part of it.
 
@@ -43,16 +44,20 @@ def cross_entropy(
       multiplier: factor of the logits.
       share: factor of the result.
       padded: tokens with target -1 are padding and do not count.
+      scale: a further factor of the result, of which no gradient is computed, or None.
 
     Returns:
       share x the sum / tp, so that a psum over all GPUs counts each token once. fp32.
     """
-    options = chunk, z_loss, multiplier, share, padded
+    options = chunk, z_loss, multiplier, share, padded, scale
     return _forward(x_jd, w_dv, sums_dv, target_j, *options, grads=False)[0]
 
 
-def _forward(x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, padded, grads=True):
+def _forward(
+    x_jd, w_dv, sums_dv, target_j, chunk, z_loss, multiplier, share, padded, scale, grads=True
+):
     """(loss, (dx_jd, dw_dv)); without `grads`, the loss alone and placeholders."""
+    share = share if scale is None else share * scale
     tokens, d = x_jd.shape
     full = tokens // chunk * chunk  # tokens in full chunks
     step = functools.partial(_chunk, w_dv, z_loss, multiplier, share, padded, grads)
@@ -139,7 +144,7 @@ def _forward_rule(x_jd, w_dv, sums_dv, target_j, *options):
 def _backward_rule(chunk, z_loss, multiplier, share, padded, grads, dloss):
     dx_jd, dw_dv, sums_dv = grads
     scaled = lambda g: None if g is None else g * dloss.astype(g.dtype)
-    return scaled(dx_jd), scaled(dw_dv), sums_dv, None
+    return scaled(dx_jd), scaled(dw_dv), sums_dv, None, None
 
 
 cross_entropy.defvjp(_forward_rule, _backward_rule)

@@ -135,6 +135,7 @@ def layer(
     issued: Any = None,
     dx_unordered: bool = False,
     policy: tuple[str, tuple[str, ...]] | None = None,
+    documents_bt: jax.Array | None = None,
 ) -> Any:
     """One layer, or one sublayer alone, under a remat policy.
 
@@ -144,6 +145,7 @@ def layer(
       kind: the layer, complete (Model.groups).
       w, sums: weights and their gradient accumulators; sums may be None.
       policy: its name and the names of offloaded tensors; default: those of the run.
+      documents_bt: as in sublayers.Context.
     """
 
     # If one computation has both the forward and the backward pass, XLA's CSE would find that they
@@ -162,7 +164,7 @@ def layer(
         near = (kind,) if kind.channel else run.model.per_layer
         separate_statistics = per_tensor_xla and not any(layer.has_experts for layer in near)
         block = Block(run.model, kind, separate_statistics, dx_unordered)
-        context = Context(rope, run.train.attention)
+        context = Context(rope, run.train.attention, documents_bt)
         return block.apply(variables, x_bud, context, wait_for, issued)
 
     saves = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -236,9 +238,11 @@ def lm_loss(
     targets_bt: jax.Array,
     sums: Any = None,
     padded: bool = False,
+    share: jax.Array | None = None,
 ) -> Any:
     """This GPU's part of the mean cross entropy over the global batch; a psum over GPUs, and the
-    sum over microbatches, is the mean. `sums` as in head(), `padded` as in cross_entropy()."""
+    sum over microbatches, is the mean. `sums` as in head(), `padded` as in cross_entropy(), `share`
+    is data.share()."""
     x_btd, w_dv, sums_dv = head(run.model, w, x_bud, sums)
     return cross_entropy(
         x_btd.reshape(-1, run.model.embed),
@@ -248,20 +252,31 @@ def lm_loss(
         run.train.loss_chunk,
         run.train.z_loss,
         run.model.output_multiplier,
-        1 / (run.layout.gbs * run.train.seq),
-        padded,
+        1 / (run.layout.gbs * run.train.seq) if share is None else 1.0,
+        padded or run.train.document_end is not None,
+        share,
     )
 
 
-def forward(run: Run, w: Any, tokens_bt: jax.Array, sums: Any = None) -> Any:
+def forward(
+    run: Run,
+    w: Any,
+    tokens_bt: jax.Array,
+    sums: Any = None,
+    documents_bt: jax.Array | None = None,
+) -> Any:
     """Embedding and all layers: x_bud, and the sum of the auxiliary losses.
 
     w['layers'] is stacked or a tuple of layers (layer_stack.py); `sums` are its accumulators.
+    documents_bt is data.documents() of the tokens.
     """
     m = run.model
     rope = rope_angles(m, mesh.token_positions(run.train.seq))
     x_bud = embed(m, w, tokens_bt)
-    step = lambda policy, kind, x_bud, w: layer(run, kind, *w, x_bud, rope, policy=policy)[::2]
+
+    def step(policy, kind, x_bud, w):
+        return layer(run, kind, *w, x_bud, rope, policy=policy, documents_bt=documents_bt)[::2]
+
     # train.remat applies to the first train.remat_layers layers. The others recompute no GEMM.
     save_gemms = functools.partial(step, ("save_gemms_recompute_act", ()))
     last = m.layers - run.train.remat_layers, save_gemms
@@ -310,6 +325,8 @@ def loss_fn(
     targets_bt: jax.Array,
     sums: Any,
     *after_bt: jax.Array,
+    documents_bt: jax.Array | None = None,
+    share: jax.Array | None = None,
 ) -> Any:
     """This GPU's part of the loss of one microbatch, and its terms {'loss', 'aux'}. Multi-token
     prediction adds a term 'mtp_loss', which counts model.mtp_loss times.
@@ -322,12 +339,15 @@ def loss_fn(
       tokens_bt, targets_bt: this GPU's sequences at mesh.token_positions().
       sums: gradient accumulators like w, to differentiate with respect to (grad_accumulation.py).
       after_bt: the tokens after each target, for multi-token prediction.
+      documents_bt: as in forward().
+      share: as in lm_loss().
     """
     w, head_sums = w | {"embed": accumulate_into(sums["embed"], w["embed"])}, sums["head"]
     if run.model.mtp_layers:  # two losses read the head: they cannot both add to its accumulator
         w, head_sums = w | {"head": accumulate_into(head_sums, w["head"])}, None
-    x_bud, aux = forward(run, w, tokens_bt, sums["layers"])
-    return losses(run, w, x_bud, (targets_bt, *after_bt), aux, head_sums, sums.get("mtp"))
+    x_bud, aux = forward(run, w, tokens_bt, sums["layers"], documents_bt)
+    next_bt = (targets_bt, *after_bt)
+    return losses(run, w, x_bud, next_bt, aux, head_sums, sums.get("mtp"), share)
 
 
 def losses(
@@ -338,6 +358,7 @@ def losses(
     aux: Any,
     head_sums: Any,
     mtp_sums: Any,
+    share: jax.Array | None = None,
 ) -> Any:
     """loss_fn() from the hidden states x_bud on.
 
@@ -345,9 +366,10 @@ def losses(
       next_bt: as mtp_loss() has it.
       aux: the sum of the layers' auxiliary losses.
       head_sums, mtp_sums: gradient accumulators of w['head'] and w['mtp'], or None.
+      share: as in lm_loss().
     """
     m = run.model
-    loss = lm_loss(run, w, x_bud, next_bt[0], head_sums)
+    loss = lm_loss(run, w, x_bud, next_bt[0], head_sums, share=share)
     if not m.mtp_layers:
         out = {"loss": loss, "aux": aux / run.layout.gbs}
         return out["loss"] + out["aux"], out

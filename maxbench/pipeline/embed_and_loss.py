@@ -19,10 +19,11 @@ class EmbedAndLoss:
       w: compute weights of this GPU.
       batch: microbatch -> (tokens_bt, targets_bt), with multi-token prediction also the tokens
         after the targets.
+      share: as in transformer.lm_loss().
     """
 
-    def __init__(self, run: Run, w, batch):
-        self.run, self.batch = run, batch
+    def __init__(self, run: Run, w, batch, share: jax.Array | None):
+        self.run, self.batch, self.share = run, batch, share
         self.w = {name: w[name] for name in WEIGHTS if name in w}
 
     def embed(self, first: jax.Array | int, count: int = 1, w: Any = None) -> Any:
@@ -82,7 +83,8 @@ class EmbedAndLoss:
             y = jnp.where(stage == pp - 1, ys.reshape(-1, *ys.shape[2:]), 0)
             y = jnp.pad(y, (none, more, none))
             y = collectives.reduce_scatter(y, "pp", 1)
-            loss = transformer.lm_loss(self.run, w, y, targets, padded=more != none)
+            padded, share = more != none, self.share
+            loss = transformer.lm_loss(self.run, w, y, targets, padded=padded, share=share)
             return loss, {"loss": loss}
 
         return call

@@ -99,6 +99,7 @@ class Tick:
 
     Attributes:
       now, following: rows of this stage, of this tick and of the next one.
+      fwd_documents, bwd_documents: documents_bt of the microbatches of the two passes, or None.
       x: the activation between two sublayers of the forward pass; None until the input is received.
       dy: the gradient between two sublayers of the backward pass.
       residuals: of the sublayers so far.
@@ -111,6 +112,8 @@ class Tick:
     now: Row
     following: Row
     tokens: ordering.Tokens
+    fwd_documents: Any = None
+    bwd_documents: Any = None
     x: Any = None
     dy: Any = None
     residuals: ByRole = dataclasses.field(default_factory=lambda: ByRole([], []))
@@ -133,15 +136,25 @@ class Executor:
         order of layer_order.
       batch: microbatch -> (tokens_bt, targets_bt).
       zero: ZeRO slices in warm-up and cool-down, or None.
+      documents, share: as in gradients.gradients().
     """
 
-    def __init__(self, run: Run, w, batch, zero: ZeroOverlap | None):
+    def __init__(
+        self,
+        run: Run,
+        w,
+        batch,
+        zero: ZeroOverlap | None,
+        documents: Callable,
+        share: jax.Array | None,
+    ):
         a = run.layout
         self.run, self.zero = run, zero
+        self.documents = lambda microbatch: documents(batch(microbatch)[0])
         self.residuals: dict[Any, list] = {}  # shapes, by sublayer
         self.head = zero and zero.head
         self.plan = schedule.schedule_for(run)
-        self.ends = EmbedAndLoss(run, w, batch)
+        self.ends = EmbedAndLoss(run, w, batch, share)
         # Row-major before any buffer is created: XLA would transpose all-gathered weights later.
         self.layers = jax.tree.map(row_major, w["layers"])
         self.placement = layer_order.placement(run)
@@ -179,6 +192,9 @@ class Executor:
         forward, backward = phase != schedule.COOLDOWN, phase != schedule.WARMUP
         now, following = map(Row._make, rows)
         t = Tick(phase, forward, backward, now, following, ordering.Tokens({}))
+        if self.run.train.document_end is not None:
+            t.fwd_documents = self.documents(now.fwd_microbatch) if forward else None
+            t.bwd_documents = self.documents(now.bwd_microbatch) if backward else None
         if forward:
             carry, written = self.write_stash(carry)
             t.tokens.emit("stash.write", written)
@@ -224,7 +240,7 @@ class Executor:
         at = self.placement.slots[role][i].choices[choice]
         w = self.with_both_forms(at, self.fwd_weights(carry))
         vjp = self.vjps[role][i][choice]
-        return vjp.forward(w, self.shape_of_grads(at), t.x, wait_for)
+        return vjp.forward(w, self.shape_of_grads(at), t.x, wait_for, t.fwd_documents)
 
     def forward_by_kind(self, carry: Carry, t: Tick, role: str, i: int, wait_for: Any) -> Any:
         """SublayerVjp.forward() of the kind that the chunk has in slot i, by a branch.
@@ -281,7 +297,8 @@ class Executor:
         wait_for = self.wait_of_backward(t, role)
         old = carry.chunk_grads[at.stack][at.entry]
         vjp = self.vjps[role][i][0]
-        new, t.dy, tokens = vjp.backward(w, old, residuals, t.dy, daux, wait_for)
+        documents = t.bwd_documents
+        new, t.dy, tokens = vjp.backward(w, old, residuals, t.dy, daux, wait_for, documents)
         kept = lambda: _keep_counts(has_work, new, old)
         ends = tokens._asdict()
         events = {f"{end}.{op}": ends[end][op] for op in OPERATIONS for end in ends}
@@ -295,7 +312,7 @@ class Executor:
         wait_for, daux = self.wait_of_backward(t, role), jnp.float32(1 / self.run.layout.gbs)
         _, where = self.residual_shapes(role, i)
         none = dict.fromkeys(OPERATIONS, jnp.zeros(()))
-        tokens, dy = Ends(none, none), t.dy
+        tokens, dy, documents = Ends(none, none), t.dy, t.bwd_documents
         chunk_grads = carry.chunk_grads
         slot = self.placement.slots[role][i]
         for choice, (at, vjp) in enumerate(zip(slot.choices, self.vjps[role][i], strict=True)):
@@ -305,10 +322,10 @@ class Executor:
                 grads, dy, _ = state
                 if choice:
                     x = residuals[where]
-                    new = vjp.backward_from_input(w, grads, x, dy, daux, wait_for)
+                    new = vjp.backward_from_input(w, grads, x, dy, daux, wait_for, documents)
                 else:
                     own = residuals[: vjp.residual_count]
-                    new = vjp.backward(w, grads, own, dy, daux, wait_for)
+                    new = vjp.backward(w, grads, own, dy, daux, wait_for, documents)
                 return new
 
             state = chunk_grads[at.stack][at.entry], dy, tokens
@@ -495,7 +512,8 @@ class Executor:
             at, vjp = slot.choices[0], self.vjps[role][i][0]
             w = self.with_both_forms(at, self.first_fwd_weights)
             unordered = Ends(None, None)
-            forward = lambda x: vjp.forward(w, self.shape_of_grads(at), x, unordered)[2]
+            grads, documents = self.shape_of_grads(at), self.documents(0)
+            forward = lambda x: vjp.forward(w, grads, x, unordered, documents)[2]
             self.residuals[key] = jax.eval_shape(forward, self.activation)
         shapes = self.residuals[key]
         if len(slot.choices) == 1:

@@ -25,8 +25,8 @@ OPERATIONS = ("dgrad", "all_gather", "wgrad")  # of a GEMM's backward pass
 class SublayerVjp:
     """The vjp of one sublayer, split into a forward and a backward pass.
 
-    Residuals are the leaves of the vjp except weights, gradients so far and the RoPE table. The
-    backward pass gets those again; saved, they would be stashed once per microbatch.
+    Residuals are the leaves of the vjp except weights, gradients so far, the RoPE table and the
+    documents. The backward pass gets those again; saved, they would be stashed once per microbatch.
 
     Args:
       role: 'mixer' or 'channel'.
@@ -45,7 +45,9 @@ class SublayerVjp:
         self.structure: tuple | None = None
         self.residual_count = 0  # of forward()
 
-    def forward(self, layer: Any, grads: Any, x: jax.Array, wait_for: Ends) -> Any:
+    def forward(
+        self, layer: Any, grads: Any, x: jax.Array, wait_for: Ends, documents: jax.Array | None
+    ) -> Any:
         """Runs the forward pass.
 
         Args:
@@ -53,6 +55,7 @@ class SublayerVjp:
           grads: gradients so far, as backward() gets them; only their shapes count here.
           x: input activation [b, u, d].
           wait_for: the tokens that the tp collectives of its GEMMs wait for, or None.
+          documents: documents_bt of sublayers.Context, of this microbatch.
 
         Returns:
           The output activation, the auxiliary loss, the residuals, and Ends of tokens: known when
@@ -63,11 +66,11 @@ class SublayerVjp:
         wait_for = Ends(first=token(wait_for.first), last=token(wait_for.last))
         call = lambda grads, x, wait_for, issued: transformer.layer(
             self.run, self.layer, w, grads, x, self.rope, wait_for, issued,
-            dx_unordered=self.dx_unordered,
+            dx_unordered=self.dx_unordered, documents_bt=documents,
         )  # fmt: skip
         (y, tokens, aux), vjp = jax.vjp(call, grads, x, wait_for, jnp.zeros(()))
         leaves, tree = jax.tree.flatten(vjp)
-        passed_again = self._passed_again(w, grads)
+        passed_again = self._passed_again(w, grads, documents)
         index = lambda leaf: next((i for i, a in enumerate(passed_again) if a is leaf), None)
         again = list(map(index, leaves))
         self.structure = self.structure or (tree, again)
@@ -83,6 +86,7 @@ class SublayerVjp:
         dy: jax.Array,
         daux: jax.Array,
         wait_for: Token,
+        documents: jax.Array | None,
     ) -> Any:
         """Runs the backward pass.
 
@@ -91,13 +95,15 @@ class SublayerVjp:
           residuals: those of forward().
           dy, daux: gradients of the output activation and of the auxiliary loss.
           wait_for: the token that the all-gather of dy over tp waits for.
+          documents: as in forward().
 
         Returns:
           The gradients with those of this sublayer added, the input gradient, and Ends of tokens
           by OPERATIONS.
         """
         tree, again = self.structure
-        passed_again = self._passed_again(part_of(self.role, layer), part_of(self.role, grads))
+        w, old = part_of(self.role, layer), part_of(self.role, grads)
+        passed_again = self._passed_again(w, old, documents)
         residuals = iter(residuals)
         leaves = [next(residuals) if i is None else passed_again[i] for i in again]
         issued = Ends(first=jnp.zeros(()), last=wait_for)
@@ -117,13 +123,14 @@ class SublayerVjp:
         dy: jax.Array,
         daux: jax.Array,
         wait_for: Token,
+        documents: jax.Array | None,
     ) -> Any:
         """backward(), which recomputes the sublayer from its input activation."""
-        residuals = self.forward(layer, grads, x, Ends(None, None))[2]
-        return self.backward(layer, grads, residuals, dy, daux, wait_for)
+        residuals = self.forward(layer, grads, x, Ends(None, None), documents)[2]
+        return self.backward(layer, grads, residuals, dy, daux, wait_for, documents)
 
-    def _passed_again(self, w, grads):
-        return [*jax.tree.leaves(w), *jax.tree.leaves(grads), *self.rope]
+    def _passed_again(self, w, grads, documents):
+        return jax.tree.leaves((w, grads, *self.rope, documents))
 
 
 def drop_form(form: str, layers: Any) -> Any:

@@ -42,11 +42,16 @@ class Evaluator:
         """Evaluates a state after so many steps, which are complete, and logs the loss; returns
         whether the target is reached."""
         start = time.perf_counter()
+        if self.log.mllog:
+            self.log.mllog.begin_evaluation(steps)
         self.batches.rewind()
         losses = [self.loss(state, next(self.batches)) for _ in range(self.count)]
-        loss, end = statistics.fmean(map(float, losses)), time.perf_counter()
+        means, targets = zip(*(map(float, pair) for pair in losses), strict=True)
+        loss, end = statistics.fmean(means, targets), time.perf_counter()
         target = self.run.train.target_loss
         reached = target is not None and loss <= target
+        if self.log.mllog:
+            self.log.mllog.end_evaluation(loss, reached)
         tokens = steps * self.run.layout.gbs * self.run.train.seq
         result = Evaluation(steps - 1, loss, tokens, end - start, end - self.began)
         self.log.evaluation(result, reached)

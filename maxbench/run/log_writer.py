@@ -16,6 +16,7 @@ from maxbench.distributed.progress import Progress
 from maxbench.metrics import step_stats
 from maxbench.run import terminal
 from maxbench.run.metric_writers import MetricWriters
+from maxbench.run.mllog import MlLog
 from maxbench.run.process_stats import MemoryUse
 from maxbench.run.result import Evaluation, RunResult
 
@@ -53,6 +54,7 @@ class Log:
       losses: of each.
       data_waits: seconds of each that the devices waited for its batch from files.
       writers: TensorBoard and others, or None.
+      mllog: lines of MLPerf Training, or None.
       progress: of this process, which the peer watch reads.
     """
 
@@ -71,6 +73,7 @@ class Log:
         self.data_waits: dict[int, float] = {}
         self.losses: dict[int, float] = {}
         self.writers: MetricWriters | None = None
+        self.mllog: MlLog | None = None
         self.progress = Progress()
         self.closing = threading.Lock()  # the main thread and the peer watch may both close
         if not self.writes:

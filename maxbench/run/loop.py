@@ -23,6 +23,7 @@ from maxbench.run import (
     endings,
     evaluation,
     metric_writers,
+    mllog,
     profile,
     replicas,
     restore,
@@ -130,6 +131,11 @@ def open_files(run: Run) -> Files:
     """
     training = token_files.of_run(run) if run.train.reads_files else None
     held_out = token_files.held_out(run) if run.train.eval_data else None
+    if run.output.mllog and not (held_out and run.train.target_loss):
+        raise UserError(
+            f"output.mllog={run.output.mllog!r}: MLPerf's log is of a run to a target loss; give "
+            "--eval_data and --target_loss, or output.mllog=''"
+        )
     prints = [files.fingerprint() for files in (training, held_out and held_out[0]) if files]
     seen = stragglers.allgather_json({"files": prints}) if prints else []
     if others := [i for i, one in enumerate(seen) if one != seen[0]]:
@@ -196,6 +202,9 @@ def start_log(run: Run, devices: jax.sharding.Mesh, screen: terminal.Screen | No
     log = Log(run, kind, process, folders.run_folder(run, stamp), result, screen)
     if log.writes:
         log.writers = metric_writers.MetricWriters(run, log.folder, log.line)
+    if run.output.mllog and log.writes:
+        platform = f"{run.layout.gpus} x {kind.kind}"
+        log.mllog = mllog.MlLog(run, platform, lambda text: log.line(text, show=False))
     log.line(f"{run.name}: {run.layout.describe()}; {kind.kind}, {run.precision.dtype}")
     for text in ineffective.of_a_file(run):
         log.line(text)
@@ -333,6 +342,8 @@ def run_steps(
 
     if evaluate:
         evaluate.began = time.perf_counter()
+        if log.mllog:
+            log.mllog.begin(i, evaluate.count * run.layout.gbs)
     log.phase("steps", i, run.train.steps)
     try:
         while i < run.train.steps and not reason and not reached:
@@ -358,6 +369,8 @@ def run_steps(
             elif saver:
                 saver.check()
         timer.drain()
+        if log.mllog:
+            log.mllog.end(i, reached)
     except KeyboardInterrupt:
         timer.stop()  # the reason names the last step of the log
         raise

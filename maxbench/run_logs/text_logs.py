@@ -30,9 +30,11 @@ LAST = 3  # steps whose texts are kept: another process may print its error befo
 DUMP = 4  # settings in a text by which it is the start of a program
 # Text in every line of a checkpoint: searching for it first is faster.
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
+EVALUATION = b"evaluation after step "  # of maxbench
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]{0,300}Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
+EVALUATED = re.compile(re.escape(EVALUATION) + rb"(\d{1,9}): loss " + _FLOAT)
 # A line about a step in a format that is none of the table's.
 OTHER_STEPS = re.compile(
     rb"^(?=[^\r\n]{0,999}\bloss)[^\r\n]{0,200}?\b(?:step|iter|iteration|batch)\w{0,9}\W{0,4}\d",
@@ -169,7 +171,7 @@ class LogParser:
         if self._size >= SEARCHED:
             texts = self.table.texts_after(name for name, _ in self.series)
         done = 0
-        for start, end in log_files.lines_with(block, (*texts, *CHECKPOINTS)):
+        for start, end in log_files.lines_with(block, (*texts, *CHECKPOINTS, EVALUATION)):
             self._files[-1][-1].append(block[done:start])
             done = start
             for line in block[start:end].splitlines():
@@ -214,6 +216,8 @@ class LogParser:
                 steps_of = self.table[found.name].steps_of or found.name
                 self._programs[steps_of] = found.name
                 self._next.setdefault(steps_of, {}).update(found.fields)
+        for step, loss in EVALUATED.findall(text):
+            self.record.eval_loss[int(step)] = float(loss)
         for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
             seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
 
@@ -317,6 +321,7 @@ class LogParser:
         self.runs = max(self.runs, self._runs)
         self.series = {}
         self.record.peak_bytes, self.record.saves, self.record.loads = 0, [], []
+        self.record.eval_loss = {}
         for first, last in log_files.lines_with(start, (*self.table.head_texts, *CHECKPOINTS)):
             line = strip_prefixes(start[first:last])
             self._read_report(line, self.table.find(line))

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.run import Run
-from maxbench.sharding import mesh
+from maxbench.sharding import collectives, mesh
 from maxbench.step import token_files
 
 BIGRAM_TOKENS = 32  # of the vocabulary that bigram data use, at most
@@ -46,7 +46,8 @@ def abstract(run: Run, devices: Mesh) -> jax.ShapeDtypeStruct:
 
 def microbatch(run: Run, batch: jax.Array, micro: jax.Array | int) -> tuple[jax.Array, ...]:
     """Tokens and targets of one microbatch on this GPU, int32 [mbs, seq / cp] each; in shard_map.
-    With multi-token prediction, also the tokens after the targets, of each of model.mtp_layers.
+    With multi-token prediction, also the tokens after the targets, of each of model.mtp_layers. A
+    target in another document (train.document_end) is -1.
 
     Args:
       batch: this GPU's part of the batch.
@@ -54,7 +55,35 @@ def microbatch(run: Run, batch: jax.Array, micro: jax.Array | int) -> tuple[jax.
     tokens_bt = batch[micro]
     position_t = jnp.asarray(mesh.token_positions(run.train.seq))
     after = [tokens_bt[:, position_t + i] for i in range(2, 2 + run.model.mtp_layers)]
-    return tokens_bt[:, position_t], tokens_bt[:, position_t + 1], *after
+    tokens_bt, targets_bt = tokens_bt[:, position_t], tokens_bt[:, position_t + 1]
+    if (end := run.train.document_end) is not None:
+        targets_bt = jnp.where(tokens_bt == end, -1, targets_bt)
+    return tokens_bt, targets_bt, *after
+
+
+def documents(run: Run, tokens_bt: jax.Array) -> jax.Array | None:
+    """Number of each token's document in its sequence, int32 [b, seq]; None without
+    train.document_end, which belongs to the document that it ends."""
+    if run.train.document_end is None:
+        return None
+    ends_bt = (tokens_bt == run.train.document_end).astype(jnp.int32)
+    return jnp.cumsum(ends_bt, 1) - ends_bt
+
+
+def targets(run: Run, batch: jax.Array) -> jax.Array:
+    """The number of targets in a batch, or in this GPU's part of one, fp32."""
+    tokens = batch[..., : run.train.seq]
+    if run.train.document_end is None:
+        return jnp.float32(tokens.size)
+    return jnp.sum(tokens != run.train.document_end, dtype=jnp.float32)
+
+
+def share(run: Run, batch: jax.Array) -> jax.Array | None:
+    """1 / the number of targets in the global batch, from this GPU's part; in shard_map. None
+    without train.document_end: it is a constant then."""
+    if run.train.document_end is None:
+        return None
+    return 1 / jnp.maximum(collectives.psum(targets(run, batch), *mesh.DATA_AXES), 1)
 
 
 def draw(run: Run, step: jax.Array | int) -> jax.Array:

@@ -193,9 +193,14 @@ class Step:
         return compiled, traced - start, time.perf_counter() - traced
 
     def lower_loss(self) -> jax.stages.Lowered:
-        """The program (state, batch) -> mean loss of the batch, fp32, as jax.stages.Lowered."""
-        loss = jax.jit(lambda x, batch: self.loss(x["params"], batch, x.get(state.KEY)))
-        return loss.trace(self.abstract, data.abstract(self.run, self.mesh)).lower()
+        """The program (state, batch) -> mean loss of the batch, and the number of its targets,
+        fp32, as jax.stages.Lowered."""
+
+        def loss(before, batch):
+            mean = self.loss(before["params"], batch, before.get(state.KEY))
+            return mean, data.targets(self.run, batch)
+
+        return jax.jit(loss).trace(self.abstract, data.abstract(self.run, self.mesh)).lower()
 
     def loss(self, params: Any, batch: jax.Array, layer_state: Any = None) -> jax.Array:
         """The mean loss over the global batch, fp32. Arguments as those of gradients().
@@ -219,10 +224,13 @@ class Step:
         run = self.run
         w = self._compute_weights(params, layer_state).weights
 
+        share = data.share(run, batch)
+
         def of_microbatch(micro):
             tokens_bt, targets_bt, *_ = data.microbatch(run, batch, micro)
-            x_bud, _ = transformer.forward(run, w, tokens_bt)
-            return transformer.lm_loss(run, w, x_bud, targets_bt)
+            documents_bt = data.documents(run, tokens_bt)
+            x_bud, _ = transformer.forward(run, w, tokens_bt, documents_bt=documents_bt)
+            return transformer.lm_loss(run, w, x_bud, targets_bt, share=share)
 
         losses = jax.lax.map(of_microbatch, jnp.arange(run.layout.microbatches))
         return collectives.psum(jnp.sum(losses), *self.mesh.axis_names)
@@ -410,14 +418,17 @@ class Step:
         """Gradient accumulators after all microbatches, and this GPU's shares of the metrics."""
         run = self.run
         zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
+        share = data.share(run, batch)
         if run.train.overlapped:
             microbatch = functools.partial(data.microbatch, run, batch)
-            return gradients(run, w, zeros, microbatch, overlap)
+            documents = functools.partial(data.documents, run)
+            return gradients(run, w, zeros, microbatch, overlap, documents, share)
 
         def accumulate(accumulators, micro):
             tokens_bt, targets_bt, *after = data.microbatch(run, batch, micro)
+            more = {"documents_bt": data.documents(run, tokens_bt), "share": share}
             loss = lambda accumulators: transformer.loss_fn(
-                run, w, tokens_bt, targets_bt, accumulators, *after
+                run, w, tokens_bt, targets_bt, accumulators, *after, **more
             )
             return jax.grad(loss, has_aux=True)(accumulators)
 

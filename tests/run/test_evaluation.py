@@ -71,6 +71,7 @@ def test_the_report_has_evaluations_and_the_way_to_the_target(train, tmp_path):
     log = next(folder_of(tmp_path).glob("log-*.out"))
     (alone,) = read(ReportOptions(str(log))).rows
     assert (alone.record.status, alone.record.reason) == ("done", "ended at its target loss")
+    assert alone.record.eval_loss == pytest.approx(row.record.eval_loss, abs=1e-4)
 
 
 REFUSED = {

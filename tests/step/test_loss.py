@@ -39,6 +39,7 @@ def test_loss_without_gradients_is_that_of_the_step(case):
     before = step.init()
     batch = next(data.Synthetic(run, step.mesh))
     args = before["params"], batch, before.get(state.KEY)
-    loss = step.lower_loss().compile()(before, batch)
+    loss, targets = step.lower_loss().compile()(before, batch)
     expected = jax.jit(lambda *x: step.gradients(*x)[1]["loss"])(*args)
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    assert targets == run.layout.gbs * run.train.seq
