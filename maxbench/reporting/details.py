@@ -12,7 +12,6 @@ from maxbench.config.errors import UserError
 from maxbench.hardware.gpus import GPU_TYPES, GpuTypes
 from maxbench.reporting import difference
 from maxbench.reporting.compare import RunSummary
-from maxbench.reporting.tables import to_target
 from maxbench.run_logs.record import RunRecord, dig
 
 HOSTS = 4  # of a run that are listed: the slowest
@@ -137,10 +136,9 @@ def timeline(r: RunRecord) -> list[str]:
     if r.eval_loss:
         step, loss = list(r.eval_loss.items())[-1]
         events.append(f"held-out loss {loss:.4f} after step {step}")
-    if e := to_target(r):
-        target = dig(r.result, "run.train.target_loss", 0.0)
-        way = f"{e['step'] + 1:,} steps, {e['tokens']:,} tokens, {e['elapsed_s']:,.1f} s"
-        events.append(f"target loss {target:g} reached after {way}")
+    if e := r.reached:
+        way = f"{e.step + 1:,} steps, {e.tokens:,} tokens, {e.elapsed_s:,.1f} s"
+        events.append(f"target loss {e.target:g} reached after {way}")
     return events + _moment("ended", dig(r.result, "ended", 0.0))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from maxbench.reporting import compare, diagnosis, suite
 from maxbench.reporting.compare import ReportOptions, RunSummary
 from maxbench.run_logs import nccl
-from maxbench.run_logs.record import RunRecord, dig
 from maxbench.terminal import console
 
 LEGEND = (
@@ -83,18 +82,10 @@ def record(summary: RunSummary) -> dict:
         "loss_first": summary.loss[0],
         "loss_last": summary.loss[1],
         "eval_loss_last": next(reversed(r.eval_loss.values()), None),
-        "steps_to_target": (target := to_target(r)) and target["step"] + 1,
-        "tokens_to_target": target and target["tokens"],
-        "seconds_to_target": target and target["elapsed_s"],
+        "steps_to_target": r.reached and r.reached.step + 1,
+        "tokens_to_target": r.reached and r.reached.tokens,
+        "seconds_to_target": r.reached and r.reached.elapsed_s,
     }
-
-
-def to_target(r: RunRecord) -> dict[str, float] | None:
-    """step, loss, tokens and elapsed_s of the evaluation that reached the target loss of a run of
-    maxbench; None if none did."""
-    names = {"step": -1, "loss": 0.0, "tokens": 0, "elapsed_s": 0.0}
-    found = {name: dig(r.result, f"target_reached.{name}", x) for name, x in names.items()}
-    return found if found["step"] >= 0 else None
 
 
 def status(summary: RunSummary) -> str:

@@ -44,6 +44,15 @@ SETTINGS = {
 }
 
 
+class ReachedTarget(NamedTuple):
+    """The evaluation that reached the target loss of a run of maxbench."""
+
+    target: float
+    step: int  # the last one before it
+    tokens: int  # of all steps so far
+    elapsed_s: float  # since the first step began
+
+
 @dataclasses.dataclass(frozen=True)
 class Given:
     """Settings of the user for all logs: GPU types, formats, and settings that a log may not name.
@@ -127,6 +136,7 @@ class RunRecord:
     loss: dict[int, float] = dataclasses.field(default_factory=dict)
     grad_norm: dict[int, float] = dataclasses.field(default_factory=dict)
     eval_loss: dict[int, float] = dataclasses.field(default_factory=dict)  # of held-out data
+    reached: ReachedTarget | None = None
     tokens_s: dict[int, float] = dataclasses.field(default_factory=dict)  # of one GPU, as logged
     interval: int = 1  # steps from a step time to the next; the time is their mean
     inferred: list[str] = dataclasses.field(default_factory=list)  # and other notes on the log

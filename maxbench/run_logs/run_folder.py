@@ -13,7 +13,15 @@ from maxbench.config.number_formats import DTYPES, resolve_format
 from maxbench.evidence import published
 from maxbench.host import identity
 from maxbench.run_logs import deaths, log_files
-from maxbench.run_logs.record import SETTINGS, Given, Origin, RunRecord, dig, parse_json
+from maxbench.run_logs.record import (
+    SETTINGS,
+    Given,
+    Origin,
+    ReachedTarget,
+    RunRecord,
+    dig,
+    parse_json,
+)
 from maxbench.run_logs.workload_name import complete
 
 MARKERS = {"result.json", "job.json", "metrics.jsonl"}  # a folder with one may be of a run
@@ -48,6 +56,13 @@ def read_run_folder(folder: pathlib.Path, files: list[str], given: Given) -> Run
     evaluations = dig(record.result, "evaluations", [])
     losses = {dig(e, "step", 0): dig(e, "loss", 0.0) for e in evaluations}
     record.eval_loss = {step: loss for step, loss in losses.items() if loss}
+    if reached := dig(record.result, "target_reached", {}):
+        record.reached = ReachedTarget(
+            dig(record.result, "run.train.target_loss", 0.0),
+            dig(reached, "step", 0),
+            dig(reached, "tokens", 0),
+            dig(reached, "elapsed_s", 0.0),
+        )
     _read_power(record)
     _set_status(record)
     return record

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from maxbench.run_logs import deaths, formats, log_files, mlperf_system
 from maxbench.run_logs.line_prefixes import rank_of, strip_prefixes, time_of
 from maxbench.run_logs.log_settings import SEARCHED, LogSettings
-from maxbench.run_logs.record import Given, Origin, RunRecord
+from maxbench.run_logs.record import Given, Origin, ReachedTarget, RunRecord
 from maxbench.run_logs.step_series import StepSeries, positive, several_runs
 from maxbench.run_logs.workload_name import complete
 
@@ -30,11 +30,16 @@ LAST = 3  # steps whose texts are kept: another process may print its error befo
 DUMP = 4  # settings in a text by which it is the start of a program
 # Text in every line of a checkpoint: searching for it first is faster.
 CHECKPOINTS = (b"Save duration: ", b"Time spent in load_checkpoint: ")
-EVALUATION = b"evaluation after step "  # of maxbench
+# Of maxbench. MaxText prints the second one too.
+EVALUATIONS = (b"evaluation after step ", b"Training stopped: Target loss ")
 _FLOAT = rb"([-+]?(?:\d++\.?+\d*+(?:[eE][-+]?\d++)?+|nan|inf))"
 SAVED = re.compile(rb"Checkpoint Save[^\r\n]{0,300}Save duration: " + _FLOAT)
 LOADED = re.compile(rb"Time spent in load_checkpoint: " + _FLOAT)
-EVALUATED = re.compile(re.escape(EVALUATION) + rb"(\d{1,9}): loss " + _FLOAT)
+EVALUATED = re.compile(
+    EVALUATIONS[0] + rb"(\d{1,9}): loss " + _FLOAT
+    + rb", ([\d,]{1,20}) tokens, " + _FLOAT + rb" s since step 0 of this run"
+)  # fmt: skip
+REACHED = re.compile(EVALUATIONS[1] + _FLOAT + rb" achieved")
 # A line about a step in a format that is none of the table's.
 OTHER_STEPS = re.compile(
     rb"^(?=[^\r\n]{0,999}\bloss)[^\r\n]{0,200}?\b(?:step|iter|iteration|batch)\w{0,9}\W{0,4}\d",
@@ -152,6 +157,8 @@ class LogParser:
         self._size = 0  # bytes of this file that were read
         self._open: dict[str, formats.Found] = {}  # format -> its step whose lines are being read
         self._next: dict[str, dict[str, float]] = {}  # format -> fields of its next step
+        # Step, tokens and seconds of the last evaluation.
+        self._evaluation: tuple[int, int, float] | None = None
         self._has_microbatches = False  # a time in the log is that of one microbatch
         self._programs: dict[str, str] = {}  # format of the steps -> the one that adds to them
         # Of each file, the text from each of its last steps on, in parts.
@@ -171,7 +178,7 @@ class LogParser:
         if self._size >= SEARCHED:
             texts = self.table.texts_after(name for name, _ in self.series)
         done = 0
-        for start, end in log_files.lines_with(block, (*texts, *CHECKPOINTS, EVALUATION)):
+        for start, end in log_files.lines_with(block, (*texts, *CHECKPOINTS, *EVALUATIONS)):
             self._files[-1][-1].append(block[done:start])
             done = start
             for line in block[start:end].splitlines():
@@ -216,8 +223,12 @@ class LogParser:
                 steps_of = self.table[found.name].steps_of or found.name
                 self._programs[steps_of] = found.name
                 self._next.setdefault(steps_of, {}).update(found.fields)
-        for step, loss in EVALUATED.findall(text):
+        for step, loss, tokens, elapsed_s in EVALUATED.findall(text):
             self.record.eval_loss[int(step)] = float(loss)
+            tokens = tokens.replace(b",", b"") or b"0"
+            self._evaluation = int(step), int(tokens), float(elapsed_s)
+        if self._evaluation and (reached := REACHED.search(text)):
+            self.record.reached = ReachedTarget(float(reached[1]), *self._evaluation)
         for pattern, seconds in ((SAVED, self.record.saves), (LOADED, self.record.loads)):
             seconds += filter(None, (positive(float(x)) for x in pattern.findall(text)))
 
@@ -321,7 +332,7 @@ class LogParser:
         self.runs = max(self.runs, self._runs)
         self.series = {}
         self.record.peak_bytes, self.record.saves, self.record.loads = 0, [], []
-        self.record.eval_loss = {}
+        self.record.eval_loss, self.record.reached, self._evaluation = {}, None, None
         for first, last in log_files.lines_with(start, (*self.table.head_texts, *CHECKPOINTS)):
             line = strip_prefixes(start[first:last])
             self._read_report(line, self.table.find(line))

@@ -72,6 +72,11 @@ def test_the_report_has_evaluations_and_the_way_to_the_target(train, tmp_path):
     (alone,) = read(ReportOptions(str(log))).rows
     assert (alone.record.status, alone.record.reason) == ("done", "ended at its target loss")
     assert alone.record.eval_loss == pytest.approx(row.record.eval_loss, abs=1e-4)
+    read_alone = tables.record(alone)
+    for name in ("steps_to_target", "tokens_to_target"):
+        assert read_alone[name] == figures[name]
+    assert read_alone["seconds_to_target"] == pytest.approx(figures["seconds_to_target"], abs=0.06)
+    assert "target loss 6.2 reached after " in "\n".join(details.timeline(alone.record))
 
 
 REFUSED = {
