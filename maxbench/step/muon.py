@@ -40,7 +40,7 @@ STEPS, COEFFICIENTS, EPS = 5, (3.4445, -4.7750, 2.0315), 1e-8  # of Newton-Schul
 class State(NamedTuple):
     """The optimizer state: the number of steps, and the momentum, a tree like the weights."""
 
-    count: jax.Array
+    steps: jax.Array
     momentum: Any
 
 
@@ -84,13 +84,13 @@ class Muon:
             return State(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
         def update(grads, before, params=None):
-            b, count = self.momentum, before.count + 1
+            b, steps = self.momentum, before.steps + 1
             average = lambda m, g: b * m + (1 - b) * g
             momentum = jax.tree.map(average, before.momentum, grads)
             # Nesterov's average, as optax.contrib.muon corrects its bias.
-            ahead, now = 1 - b ** (count + 1), 1 - b**count
+            ahead, now = 1 - b ** (steps + 1), 1 - b**steps
             nesterov = jax.tree.map(lambda m, g: average(m / ahead, g / now), momentum, grads)
-            return self.orthogonalized(nesterov), State(count, momentum)
+            return self.orthogonalized(nesterov), State(steps, momentum)
 
         return optax.GradientTransformation(init, update)
 
@@ -103,7 +103,7 @@ class Muon:
         of_all = jax.shard_map(
             local, mesh=self.mesh, in_specs=(specs,), out_specs=specs, check_vma=False
         )
-        return treedef.unflatten(of_all(arrays))
+        return jax.tree.unflatten(treedef, of_all(arrays))
 
     def _of_weight(self, name: str, x: jax.Array) -> jax.Array:
         """The update of a weight from this GPU's shard, inside shard_map."""
@@ -117,7 +117,7 @@ class Muon:
         ends = [*itertools.accumulate(sizes)][:-1]
         assert not ends or not axes[1 + dim]
         parts = jnp.split(x, ends, 1 + dim)
-        updates = {}
+        updates: dict[int, jax.Array] = {}
         for shape in dict.fromkeys(part.shape for part in parts):
             equal = [i for i, part in enumerate(parts) if part.shape == shape]
             group = jnp.stack([parts[i] for i in equal], matrix)
