@@ -21,17 +21,27 @@ ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 # Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
 # which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
 LAYOUTS = """
-gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages remat
-h100     bf16           weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL save_gemms_recompute_mla_up_and_mlp
-h100     fp8            weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL save_gemms_recompute_mla_up
-b200     bf16           weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL save_gemms_recompute_mla_up_and_mlp
-b200     fp8,nvfp4      weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL save_gemms_recompute_mla_up
-b300     bf16,fp8,nvfp4 weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL save_gemms_recompute_mla_up
-gb200    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up_and_mlp
-gb200    fp8,nvfp4      weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
-gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_act
-gb300    fp8            weak     256     61 4096  2  8  4    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL none
-gb300    nvfp4          weak     256     61 4096  2  8  4    1 32  1  1   2  4096 Et*4|(t*4|)*14tmL save_gemms_recompute_mla_up
+gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages             remat
+h100     bf16           weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
+h100     fp8            weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL      save_gemms_recompute_mla_up
+b200     bf16           weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
+b200     fp8,nvfp4      weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
+b200     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_context
+b200     bf16           weak     512     61 4096  8  4  2    1 32  1  1   1  8192 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
+b300     bf16,fp8,nvfp4 weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
+b300     nvfp4          weak     512     61 4096  8  2  8    1  8  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
+b300     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
+b300     bf16           weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  selective
+gb200    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
+gb200    fp8,nvfp4      weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
+gb200    nvfp4,fp8      weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
+gb200    bf16           weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
+gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_act
+gb300    fp8            weak     256     61 4096  2  8  4    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL  none
+gb300    nvfp4          weak     256     61 4096  2  8  4    1 32  1  1   2  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
+gb300    nvfp4          weak     512     61 4096  2  8  8    1 32  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
+gb300    fp8            weak     512     61 4096  2  8  8    1 32  1  1   1  8192 Et*4|(t*4|)*14tmL  none
+gb300    bf16           weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_act
 """  # noqa: E501
 
 

@@ -16,14 +16,19 @@ FULL = Layer(mixer=Attention(), channel=Experts())
 # experts, the activation is recomputed here. On H100 it has no virtual stages; without, 7
 # microbatches would be in flight here and not fit.
 LAYOUTS = """
-gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat
-h100     bf16,fp8 weak      64     36 4096  4  3  2    1  8  1  1   1 1280 save_gemms_recompute_act
-b200     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4 1280 save_gemms_recompute_act
-b300     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4 1280 none
-gb200    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4 1280 save_gemms_recompute_act
-gb200    fp8      weak      64     36 4096  1  1  1    1 64  1  1   4 1280 none
-gb300    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4 1280 none
-gb300    fp8      weak      64     36 4096  1  1  4    1 16  1  1   4 1280 none
+gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs remat
+h100     bf16,fp8 weak      64     36 4096  4  3  2    1  8  1  1   1  1280 save_gemms_recompute_act
+h100     bf16     weak     512     36 4096  4  3 16    1  8  1  1   1 10240 save_gemms_recompute_act
+b200     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4  1280 save_gemms_recompute_act
+b200     bf16     weak     512     36 4096  1  1 64    1  8  1  1   4 10240 save_gemms_recompute_act
+b300     bf16,fp8 weak      64     36 4096  1  1  8    1  8  1  1   4  1280 none
+b300     bf16     weak     512     36 4096  1  1 64    1  8  1  1   4 10240 none
+gb200    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4  1280 save_gemms_recompute_act
+gb200    fp8      weak      64     36 4096  1  1  1    1 64  1  1   4  1280 none
+gb200    bf16     weak     512     36 4096  1  1  8    1 64  1  1   4 10240 save_gemms_recompute_act
+gb300    bf16     weak      64     36 4096  1  1  1    1 64  1  1   4  1280 none
+gb300    fp8      weak      64     36 4096  1  1  4    1 16  1  1   4  1280 none
+gb300    bf16     weak     512     36 4096  1  1  8    1 64  1  1   4 10240 none
 """
 
 

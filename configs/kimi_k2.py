@@ -18,15 +18,19 @@ ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 # where Megatron's stages have pp, that does not fit here. In BF16 the experts' up-projection
 # is recomputed, too, and on B200 their dispatch.
 LAYOUTS = """
-gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs stages remat
-h100     bf16,fp8       weak    1024     61 4096 16  2  1    1  8  1  8   1 8192 Et|(tt|)*30L save_gemms_recompute_mla_up
-b200     bf16           weak     256     61 4096 16  2  1    1 16  1  1   1 2048 Et|(tt|)*30L save_dot_except_mlp
-b200     fp8            weak     256     61 4096 16  2  1    1 16  1  1   1 2048 Et|(tt|)*30L save_gemms_recompute_mla_up_and_mlp
-b300     bf16,fp8       weak     256     61 4096 16  2  1    1 16  1  1   2 4096 Et|(tt|)*30L save_gemms_recompute_mla_up_and_mlp
-gb200    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
-gb200    fp8            weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
-gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   2 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
-gb300    fp8,nvfp4      weak     256     61 4096  4  4  1    1 64  1  1   2 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+gpu_type dtype     scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs stages           remat
+h100     bf16,fp8  weak    1024     61 4096 16  2  1    1  8  1  8   1 8192 Et|(tt|)*30L     save_gemms_recompute_mla_up
+b200     bf16      weak     256     61 4096 16  2  1    1 16  1  1   1 2048 Et|(tt|)*30L     save_dot_except_mlp
+b200     fp8       weak     256     61 4096 16  2  1    1 16  1  1   1 2048 Et|(tt|)*30L     save_gemms_recompute_mla_up_and_mlp
+b200     fp8       weak     512     61 4096 16  1  2    1 16  1  1   1 8192 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
+b300     bf16,fp8  weak     256     61 4096 16  2  1    1 16  1  1   2 4096 Et|(tt|)*30L     save_gemms_recompute_mla_up_and_mlp
+b300     fp8       weak     512     61 4096 16  1  2    1 16  1  1   2 8192 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
+gb200    bf16      weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
+gb200    fp8       weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+gb200    fp8       weak     512     61 4096  4  4  2    1 64  1  1   1 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+gb300    bf16      weak     256     61 4096  4  4  1    1 64  1  1   2 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
+gb300    fp8,nvfp4 weak     256     61 4096  4  4  1    1 64  1  1   2 4096 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
+gb300    fp8       weak     512     61 4096  4  4  2    1 64  1  1   1 8192 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up
 """  # noqa: E501
 
 

@@ -10,31 +10,37 @@ from maxbench.config.recipes import workload
 # and the activation function is recomputed here. Of its FP8 layouts, those of MXFP8; on B300 and
 # GB300 with twice their virtual stages, as more microbatches are in flight here.
 LAYOUTS = """
-gpu_type dtype     scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs remat format
-h100     bf16      weak      64     80 8192  4  5  2    1  1  2  4   2  128 none delayed
-h100     bf16      weak     128     80 8192  4  5  4    1  1  2  4   2  256 none delayed
-h100     bf16      weak     256     80 8192  4  5  8    1  1  2  4   2  512 none delayed
-h100     bf16      weak     512     80 8192  4  5 16    1  1  2  4   2 1024 none delayed
-h100     bf16      weak    1024     80 8192  4  5 32    1  1  2  4   2 2048 none delayed
-h100     bf16      weak    2048     80 8192  4  5 64    1  1  2  4   2 4096 none delayed
-h100     fp8       weak      64     80 8192  8  5  2    1  1  1  4   1  128 none delayed
-h100     fp8       weak     128     80 8192  8  5  4    1  1  1  4   1  256 none delayed
-h100     fp8       weak     256     80 8192  8  5  8    1  1  1  4   1  512 none delayed
-h100     fp8       weak     512     80 8192  8  5 16    1  1  1  4   1 1024 none delayed
-h100     fp8       weak    1024     80 8192  8  5 32    1  1  1  4   1 2048 none delayed
-h100     fp8       weak    2048     80 8192  8  5 64    1  1  1  4   1 4096 none delayed
-b200     bf16      weak      64     80 8192  4  5  4    1  1  2  2   1  256 none auto
-b200     fp8,nvfp4 weak      64     80 8192  4  5  8    1  1  1  2   1  256 none auto
-b300     bf16      weak      64     80 8192  1  1  1   64  1  1  1   1  256 save_gemms_recompute_act auto
-b300     fp8       weak      64     80 8192  4 10 16    1  1  1  1   1  256 save_gemms_recompute_act auto
-b300     nvfp4     weak      64     80 8192  4  5 16    1  1  1  1   1  256 save_gemms_recompute_act auto
-gb200    bf16      weak      32     80 8192  1  1  1   32  1  1  1   1  128 save_gemms_recompute_act auto
-gb200    bf16      weak      64     80 8192  1  1  1   64  1  1  1   1  256 save_gemms_recompute_act auto
-gb200    fp8,nvfp4 weak      64     80 8192  4  5  8    1  1  1  2   1  256 none auto
-gb300    bf16      weak      32     80 8192  1  1  1   32  1  1  1   2  128 context,attn_out,mlp_up auto
-gb300    bf16      weak      64     80 8192  1  1  1   64  1  1  1   2  256 context,attn_out,mlp_up auto
-gb300    fp8       weak      64     80 8192  4 10 16    1  1  1  1   1  256 save_gemms_recompute_act auto
-gb300    nvfp4     weak      64     80 8192  4  5 16    1  1  1  1   1  256 save_gemms_recompute_act auto
+gpu_type dtype     scaling gpus layers  seq pp vp  dp fsdp ep cp tp mbs  gbs remat                    remat_layers format
+h100     bf16      weak      64     80 8192  4  5   2    1  1  2  4   2  128 none                               80 delayed
+h100     bf16      weak     128     80 8192  4  5   4    1  1  2  4   2  256 none                               80 delayed
+h100     bf16      weak     256     80 8192  4  5   8    1  1  2  4   2  512 none                               80 delayed
+h100     bf16      weak     512     80 8192  4  5  16    1  1  2  4   2 1024 none                               80 delayed
+h100     bf16      weak    1024     80 8192  4  5  32    1  1  2  4   2 2048 none                               80 delayed
+h100     bf16      weak    2048     80 8192  4  5  64    1  1  2  4   2 4096 none                               80 delayed
+h100     fp8       weak      64     80 8192  8  5   2    1  1  1  4   1  128 none                               80 delayed
+h100     fp8       weak     128     80 8192  8  5   4    1  1  1  4   1  256 none                               80 delayed
+h100     fp8       weak     256     80 8192  8  5   8    1  1  1  4   1  512 none                               80 delayed
+h100     fp8       weak     512     80 8192  8  5  16    1  1  1  4   1 1024 none                               80 delayed
+h100     fp8       weak    1024     80 8192  8  5  32    1  1  1  4   1 2048 none                               80 delayed
+h100     fp8       weak    2048     80 8192  8  5  64    1  1  1  4   1 4096 none                               80 delayed
+b200     bf16      weak      64     80 8192  4  5   4    1  1  2  2   1  256 none                               80 auto
+b200     fp8,nvfp4 weak      64     80 8192  4  5   8    1  1  1  2   1  256 none                               80 auto
+b200     fp8,nvfp4 weak     512     80 8192  4  5  64    1  1  1  2   1 2048 none                               80 auto
+b300     bf16      weak      64     80 8192  1  1   1   64  1  1  1   1  256 save_gemms_recompute_act           80 auto
+b300     fp8       weak      64     80 8192  4 10  16    1  1  1  1   1  256 save_gemms_recompute_act           80 auto
+b300     nvfp4     weak      64     80 8192  4  5  16    1  1  1  1   1  256 save_gemms_recompute_act           80 auto
+b300     fp8,nvfp4 weak     512     80 8192  4  5 128    1  1  1  1   1 2048 save_gemms_recompute_act           80 auto
+gb200    bf16      weak      32     80 8192  1  1   1   32  1  1  1   1  128 save_gemms_recompute_act           80 auto
+gb200    bf16      weak      64     80 8192  1  1   1   64  1  1  1   1  256 save_gemms_recompute_act           80 auto
+gb200    fp8,nvfp4 weak      64     80 8192  4  5   8    1  1  1  2   1  256 none                               80 auto
+gb200    fp8       weak     512     80 8192  1  1   8   64  1  1  1   2 2048 save_dot_except_mlp                61 auto
+gb200    nvfp4     weak     512     80 8192  4  5  64    1  1  1  2   1 2048 none                               80 auto
+gb300    bf16      weak      32     80 8192  1  1   1   32  1  1  1   2  128 context,attn_out,mlp_up            80 auto
+gb300    bf16      weak      64     80 8192  1  1   1   64  1  1  1   2  256 context,attn_out,mlp_up            80 auto
+gb300    fp8       weak      64     80 8192  4 10  16    1  1  1  1   1  256 save_gemms_recompute_act           80 auto
+gb300    nvfp4     weak      64     80 8192  4  5  16    1  1  1  1   1  256 save_gemms_recompute_act           80 auto
+gb300    fp8       weak     512     80 8192  1  1   8   64  1  1  1   2 2048 save_dot_except_mlp                39 auto
+gb300    nvfp4     weak     512     80 8192  4  5 128    1  1  1  1   1 2048 save_gemms_recompute_act           80 auto
 """  # noqa: E501
 
 

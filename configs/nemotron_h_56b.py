@@ -17,9 +17,14 @@ PATTERN = "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-"
 
 # Megatron-Bridge 067f987, perf_recipes/nemotronh.
 LAYOUTS = """
-gpu_type dtype scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs
-h100     fp8   weak      64    118 8192  1  1  8    1  1  1  8   1 192
-gb300    fp8   weak      64    118 8192  1  1 32    1  1  1  2   1 192
+gpu_type dtype scaling gpus layers  seq pp vp  dp fsdp ep cp tp mbs  gbs
+h100     fp8   weak      64    118 8192  1  1   8    1  1  1  8   1  192
+h100     fp8   weak     512    118 8192  1  1  64    1  1  1  8   1 1536
+b200     fp8   weak     512    118 8192  1  1 128    2  1  1  2   1 1536
+b300     fp8   weak     512    118 8192  1  1 256    1  1  1  2   1 1536
+gb200    fp8   weak     512    118 8192  1  1 128    2  1  1  2   1 1536
+gb300    fp8   weak      64    118 8192  1  1  32    1  1  1  2   1  192
+gb300    fp8   weak     512    118 8192  1  1 256    1  1  1  2   1 1536
 """
 
 

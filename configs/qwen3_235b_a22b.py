@@ -12,17 +12,24 @@ from maxbench.config.recipes import workload
 # dp, and tp splits each expert: ep 16 x tp 2 has as many weights per GPU.
 # Not here: 64 GB200 in FP8 and 64 GB300, whose ep 32 is larger than the 8 and 16 GPUs of a stage.
 LAYOUTS = """
-gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs
-h100     bf16,fp8       weak     256     94 4096  8  4  1    1 16  1  2   1 8192
-b200     bf16,fp8,nvfp4 weak      64     94 4096  8  4  1    1  8  1  1   1 2048
-b200     bf16           weak     256     94 4096  8  4  4    1  8  1  1   1 8192
-b200     fp8,nvfp4      weak     256     94 4096  8  3  4    1  8  1  1   1 8192
-b300     bf16,fp8,nvfp4 weak      64     94 4096  8  4  1    1  8  1  1   2 2048
-b300     bf16,fp8,nvfp4 weak     256     94 4096  8  3  4    1  8  1  1   2 8192
-gb200    bf16           weak      64     94 4096  8  4  1    1  8  1  1   1 2048
-gb200    bf16           weak     256     94 4096  8  3  4    1  8  1  1   1 8192
-gb200    fp8,nvfp4      weak     256     94 4096  8  3  1    1 32  1  1   1 8192
-gb300    bf16,fp8,nvfp4 weak     256     94 4096  4 12  2    1 32  1  1   2 8192
+gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs
+h100     bf16,fp8       weak     256     94 4096  8  4  1    1 16  1  2   1  8192
+h100     bf16           weak     512     94 4096  8  4  1    1 32  1  2   1 16384
+b200     bf16,fp8,nvfp4 weak      64     94 4096  8  4  1    1  8  1  1   1  2048
+b200     bf16           weak     256     94 4096  8  4  4    1  8  1  1   1  8192
+b200     fp8,nvfp4      weak     256     94 4096  8  3  4    1  8  1  1   1  8192
+b200     bf16           weak     512     94 4096  8  4  8    1  8  1  1   1 16384
+b200     fp8            weak     512     94 4096  8  3  8    1  8  1  1   1 16384
+b300     bf16,fp8,nvfp4 weak      64     94 4096  8  4  1    1  8  1  1   2  2048
+b300     bf16,fp8,nvfp4 weak     256     94 4096  8  3  4    1  8  1  1   2  8192
+b300     bf16,fp8       weak     512     94 4096  8  3  8    1  8  1  1   2 16384
+gb200    bf16           weak      64     94 4096  8  4  1    1  8  1  1   1  2048
+gb200    bf16           weak     256     94 4096  8  3  4    1  8  1  1   1  8192
+gb200    fp8,nvfp4      weak     256     94 4096  8  3  1    1 32  1  1   1  8192
+gb200    bf16           weak     512     94 4096  8  3  8    1  8  1  1   1 16384
+gb200    fp8            weak     512     94 4096  8  3  2    1 32  1  1   1 16384
+gb300    bf16,fp8,nvfp4 weak     256     94 4096  4 12  2    1 32  1  1   2  8192
+gb300    bf16,fp8       weak     512     94 4096  4 12  4    1 32  1  1   2 16384
 """
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from maxbench.config import command_line, commands, options, recipes
 from maxbench.config.errors import UserError, check_choice
 from maxbench.hardware.gpus import GPU_TYPES
-from maxbench.launch import hosts, jobs, kubernetes, runai, slurm
-from maxbench.launch.job_file import resolve_jobs
+from maxbench.launch import hosts, job_file, jobs, kubernetes, runai, slurm
 from maxbench.launch.variables import REFUSED, UNUSED, VARIABLES, JobConfig
 from maxbench.preflight import xla_flags
 from maxbench.terminal import console
@@ -26,7 +25,8 @@ Checks the variables of launch.sh, writes the job scripts and submits them.
   launch/launch.sh --dry_run           prints the exact scripts and commands
   launch/launch.sh --wait              submits, then waits for the end
   launch/launch.sh --file jobs.toml    submits the jobs of a file, largest first
-  launch/launch.sh --suite FILE        the same, with expected results for maxbench report --suite
+  launch/launch.sh --suite FILE        the same, with expected results for maxbench report --suite;
+                                       exemplar_h100, _b200, _b300, _gb200, _gb300 are built in
   launch/launch.sh -- --layers 8       passes further flags to maxbench train
   JOB_TOTAL_GPUS="8 16 32" DTYPE="bf16 fp8" REPEATS=3 launch/launch.sh    18 runs, largest first
 
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     in_job = words[:1] == ["--inside"]  # launch.sh as a batch script calls itself so
     asked = _read([argv[0], *words[in_job:]])
-    suite, file = asked.suite, asked.file
-    configs = resolve_jobs(os.environ, trainer_flags, suite or file, suite=bool(suite))
+    suite, file = job_file.suite_file(asked.suite), asked.file
+    configs = job_file.resolve_jobs(os.environ, trainer_flags, suite or file, suite=bool(suite))
     if suite and not all("" in jobs.job_kinds(config) for config in configs):
         raise UserError("DISABLE_PERFRUN=true leaves out the runs that a suite judges")
     cluster = configs[0].values["CLUSTER_TYPE"].lower()

@@ -470,7 +470,7 @@ class Report(ReportOptions, title="output"):
         "maxbench report --format=html --output report.html experiments",
         "maxbench report --cost 2.5 --format=csv experiments other/log-*.out",
         "maxbench report --diff RUN_A RUN_B",
-        "maxbench report --suite experiments/suite_exemplar_1790000000.json",
+        "maxbench report --suite experiments/suite_exemplar_h100_1790000000.json",
     )
     format: str = option("output format", "table", options=FORMATS)
     output: str = option("file to write instead of stdout", "")
@@ -591,7 +591,7 @@ class Launch(Options, title="options"):
     dry_run: bool = option("print the exact scripts and commands", False)
     wait: bool = option("submit, then wait for the end", False)
     file: str = option("file of jobs, submitted largest first", "")
-    suite: str = option("file of jobs with expected results", "")
+    suite: str = option("file of jobs with expected results, or a suite's name: exemplar_h100", "")
 
 
 class Folders(Options):

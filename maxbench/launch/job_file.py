@@ -38,6 +38,7 @@ from maxbench.launch.variables import (
 from maxbench.run_logs.suite_file import Expectation
 
 Values = dict[str, str | list[str]]
+SUITES = pathlib.Path(__file__).with_name("suites")  # that maxbench brings along, by name
 NAMED = {n: name for name, v in VARIABLES.items() for n in (name, *v.also)}
 STAGE = ("STAGE_PATH", *VARIABLES["STAGE_PATH"].also)
 ONE = ("CLUSTER_TYPE", "RUN_CONF_RESULT_DIR", *STAGE)  # equal for all jobs of a launch
@@ -91,6 +92,14 @@ def resolve_jobs(
             configs.append(dataclasses.replace(config, expect=job.expect, notes=notes))
     configs.sort(key=lambda config: -config.run.layout.gpus)
     return [config for config in configs for _ in range(config.number("REPEATS"))]
+
+
+def suite_file(name: str) -> str:
+    """Path of the file of a suite of SUITES; another name is a path already."""
+    ours = {path.stem: str(path) for path in sorted(SUITES.glob("*.toml"))}
+    if name and not os.path.isfile(name) and name not in ours:
+        raise UserError(f"suite={name!r} is neither a file nor one of {', '.join(ours)}")
+    return name if os.path.isfile(name) else ours.get(name, "")
 
 
 def _combinations(table: Mapping[str, str | list[str]]) -> Iterator[dict[str, str]]:

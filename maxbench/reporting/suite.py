@@ -66,11 +66,13 @@ def _judge(run: SuiteRun, row: RunSummary | None) -> tuple[str, str]:
         return "FAIL", f"{why}, {at}"
     expected, step_s = run.expect, row.step["mean"]
     loss = row.record.loss.get(row.record.last, math.nan)
-    comparison = f"{row.why}, " if row.share or expected.published else ""
-    reached = f"{comparison}{step_s:.4g} s a step, loss {loss:.4g}"
+    compared = [row.why] if row.share or expected.published else []
+    compared += filter(None, [expected.share_of_baseline(step_s)])
+    reached = ", ".join([*compared, f"{step_s:.4g} s a step", f"loss {loss:.4g}"])
     below_published = expected.published and not (row.share or 0) >= expected.published
+    below_baseline = expected.baseline_s < expected.share * step_s
     slow = expected.step_s and step_s > expected.step_s
     high_loss = expected.loss and not loss <= expected.loss
-    if below_published or slow or high_loss:
+    if below_published or below_baseline or slow or high_loss:
         return "FAIL", f"{reached}; expected {expected}"
     return "PASS", reached

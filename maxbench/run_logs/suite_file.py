@@ -20,15 +20,34 @@ class Expectation:
     """Requirements of a run besides its last step with finite losses; 0 = none."""
 
     published: float = field(0.0, at_least=0, at_most=10)  # share of the published tokens/s
+    share: float = field(0.0, at_least=0, at_most=10)  # of the baseline's tokens/s
+    baseline_s: float = field(0.0, at_least=0)  # step time of the same work
+    baseline: str = ""  # origin of baseline_s: a published run or a prediction
     step_s: float = field(0.0, at_least=0)  # largest mean step time
     loss: float = field(0.0, at_least=0)  # largest loss of the last step
 
     def __post_init__(self):
         validate(self)
+        if bool(self.share) != bool(self.baseline_s):
+            raise UserError(
+                f"share={self.share:g} is of the tokens/s at baseline_s={self.baseline_s:g}: "
+                "give both, and the origin of the baseline as baseline"
+            )
+
+    def share_of_baseline(self, step_s: float) -> str:
+        """'97.2% of the baseline of 10.42 s (published for 256 GPUs)'; '' without a baseline."""
+        if not self.baseline_s:
+            return ""
+        return f"{self.baseline_s / step_s:.1%} of the baseline {self._baseline}"
+
+    @property
+    def _baseline(self) -> str:
+        return f"of {self.baseline_s:g} s" + (f" ({self.baseline})" if self.baseline else "")
 
     def __str__(self) -> str:
         requirements = {
             "at least {:.0%} of published": self.published,
+            f"at least {{:.0%}} of the baseline {self._baseline}": self.share,
             "loss at most {:g}": self.loss,
             "at most {:g} s a step": self.step_s,
         }

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxbench.cli import entry
+from maxbench.config import recipes
 from maxbench.config.errors import UserError
-from maxbench.evidence import published
 from maxbench.launch import job_file, slurm
 from maxbench.run_logs.suite_file import Expectation
-from tests.launch.test_launch import LAUNCH, ROOT, RUNAI, dry_run, plain_env, run_launch_sh, tool
+from tests.launch.test_launch import LAUNCH, RUNAI, dry_run, plain_env, run_launch_sh, tool
+from tools import exemplar
 
 JOBS = """
 [defaults]
@@ -162,13 +163,38 @@ def test_any_file_of_jobs_gives_configurations_or_a_message(tmp_path, data, suit
     assert all(isinstance(s.expect, Expectation) == suite for s in configs)
 
 
-def test_every_run_of_the_exemplar_has_a_published_figure():
-    configs = job_file.resolve_jobs({}, file=str(ROOT / "launch" / "exemplar.toml"), suite=True)
-    assert len(configs) == 36
-    assert {s.expect for s in configs} == {Expectation(published=0.95)}
-    for s in configs:
-        assert not published.compare_run(s.run, "h100").refusal
-    assert len({(s.run.model.name, s.run.model.size) for s in configs}) == 6
+@pytest.mark.parametrize("gpu_type", ["gb300", "gb200", "b300", "b200", "h100"])
+def test_a_suite_is_the_list_of_exemplar_performance(gpu_type):
+    """Workloads, number formats and layouts are NVIDIA's; baselines are published or predicted."""
+    file = job_file.suite_file(f"exemplar_{gpu_type}")
+    configs = job_file.resolve_jobs({}, file=file, suite=True)
+    rows = [row for row in exemplar.listed() if row["gpu_type"] == gpu_type]
+    assert len(configs) == len(rows)
+    for config, row in zip(configs, rows, strict=True):  # all on 512 GPUs: in the file's order
+        run, axes = config.run, ("fsdp", "tp", "pp", "vp", "cp", "ep", "mbs", "gbs")
+        model = run.model
+        assert (model.name, model.size) == tuple(
+            recipes.load_workload(row["workload"]).model[x] for x in ("name", "size")
+        )
+        assert (run.precision.dtype, model.layers) == (row["dtype"], int(row["layers"]))
+        assert (run.train.seq, run.layout.gpus) == (int(row["seq"]), int(row["gpus"]))
+        theirs = {axis: int(row[axis]) for axis in axes if row[axis]}
+        if tuple(row[x] for x in ("workload", "gpu_type", "dtype")) in exemplar.FSDP:
+            assert run.layout.fsdp != theirs.pop("fsdp")
+        assert {axis: getattr(run.layout, axis) for axis in theirs} == theirs
+        expect = config.expect
+        assert expect.share == 0.95
+        if expect.baseline.startswith("published"):
+            assert exemplar.baseline(row, recipes.load_workload(row["workload"])) == (
+                expect.baseline_s, expect.baseline,
+            )  # fmt: skip
+        else:
+            assert expect.baseline == "predicted by maxbench plan"
+
+
+def test_an_unknown_suite_names_those_that_there_are():
+    with pytest.raises(UserError, match="neither a file nor one of exemplar_b200, exemplar_b300"):
+        job_file.suite_file("exemplar_b100")
 
 
 def test_submitted_runs_of_a_suite_are_listed_until_sbatch_refuses_one(tmp_path):

@@ -35,13 +35,18 @@ def report_text(capsys, *words: str, code: int) -> str:
 
 
 def test_suite_whose_runs_reach_the_expectations_passes_in_every_format(tmp_path, capsys):
-    expected = {"published": 0.95, "loss": 2.0, "step_s": 9.5}
+    expected = {"published": 0.95, "loss": 2.0, "step_s": 9.5, "share": 0.95, "baseline_s": 9.3}
     ours(tmp_path, step_s=99.0, stamp=9)  # not of the suite
     file = suite_list(tmp_path, *((ours(tmp_path, step_s=9.4, stamp=i), expected) for i in (1, 2)))
     title = "Suite try: PASS, 2 of 2 runs reached what was expected"
     text = report_text(capsys, "--suite", str(file), code=0)
     assert text.splitlines()[-1] == title
-    assert text.count("99.3% of published 9.33 s (25.02.01), 9.4 s a step, loss 2\n") == 2
+    assert (
+        text.count(
+            "99.3% of published 9.33 s (25.02.01), 98.9% of the baseline of 9.3 s, 9.4 s a step, loss 2\n"
+        )
+        == 2
+    )
     assert "Success experiments: 2" in text
     for form in ("csv", "md", "html"):
         assert title in report_text(capsys, f"--suite={file}", f"--format={form}", code=0)
@@ -62,6 +67,10 @@ def loss_of(folder: pathlib.Path, value: str) -> pathlib.Path:
         (lambda p: ours(p, step_s=10.0), {"published": 0.95},
          "FAIL  pretrain_llama31_8b_fp8_gpus8_tp1_pp1_cp2_vp1_mbs1_gbs128_1: 93.3% of published "
          "9.33 s (25.02.01), 10 s a step, loss 2; expected at least 95% of published"),
+        (lambda p: ours(p, gpus=16, gbs=256, stamp=3, step_s=10.0),
+         {"share": 0.95, "baseline_s": 9.33, "baseline": "published for 8 GPUs in 25.02.01"},
+         "93.3% of the baseline of 9.33 s (published for 8 GPUs in 25.02.01), 10 s a step, loss 2; "
+         "expected at least 95% of the baseline of 9.33 s"),
         (lambda p: ours(p, step_s=9.4), {"step_s": 9.0}, "expected at most 9 s a step"),
         (lambda p: ours(p, step_s=9.4), {"loss": 1.9}, "loss 2; expected loss at most 1.9"),
         (lambda p: loss_of(ours(p), "NaN"), {"published": 0.1}, "loss is nan at step 0"),
