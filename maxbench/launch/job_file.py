@@ -156,7 +156,11 @@ def _parts(file: str) -> dict[str, Any]:
 
 def _expect(where: str, values: Mapping[str, Any]) -> Expectation:
     """The expectation of a run."""
-    expect = Expectation(**parse_fields(Expectation, values, f"{where}: expect."))
+    fields = parse_fields(Expectation, values, f"{where}: expect.")
+    try:
+        expect = Expectation(**fields)
+    except UserError as e:
+        raise UserError(f"{where}: expect: {e}") from None
     if expect == Expectation():
         raise UserError(f"{where}: no expectation is set; [expect] published = 0.95 sets one")
     return expect
