@@ -1,7 +1,7 @@
 """Kimi-K2 1T, https://arxiv.org/abs/2507.20534, as NVIDIA's Megatron-Bridge recipes train it.
 
 Tokens choose experts at random and evenly, as in the recipes' benchmarks (force_balance). The
-recipes' optimizer is Muon; here it is AdamW.
+recipes' optimizer is Muon; here it is AdamW, and Muon with --config.optim.name=muon.
 """
 
 from maxbench.config.channels import Experts, Mlp

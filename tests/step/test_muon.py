@@ -19,8 +19,8 @@ from tests.conftest import resolve
 from tests.step.test_parallelism import build
 
 MUON = {"optim.name": "muon", "optim.warmup": 0.0, "optim.lr": 0.01}
-MATRIX = re.compile(r"(_proj|layers\.\d+\.mixer\.in_proj.*)\.weight(\.\d)?$")
-UNDECAYED = ("norm.weight", "layernorm.weight", "bias", "A_log")
+MATRIX = re.compile(r"_proj(_with_mqa)?\.weight(\.\d)?$")
+UNDECAYED = re.compile(r"norm(_f)?\.weight$|bias$|A_log$|\.D$")
 exhaustive = pytest.mark.exhaustive
 
 
@@ -86,7 +86,7 @@ def by_optax(workload: str) -> dict[str, np.ndarray]:
         return update
 
     def kind(name):
-        rest = "undecayed" if name.endswith(UNDECAYED) else "other"
+        rest = "undecayed" if UNDECAYED.search(name) else "other"
         return "matrix" if MATRIX.search(name) else rest
 
     w, *grads = (separate(step.run.model, tree) for tree in normal(step))
