@@ -247,7 +247,7 @@ def _shrink(values: Sections, axes: bool, dtype: str) -> None:
     if model["ssm_heads"]:
         model |= TOY_STATES
     model["shared_mlp"] = min(model["shared_mlp"], model["mlp"] // 4)
-    model["expert_latent"] = min(model["expert_latent"], model["embed"] // 4)
+    model["expert_latent"] = min(model["expert_latent"], model["embed"] // 2)
     model["window"] = min(model["window"], TOY_WINDOW)
     model["mtp_block"] = model["mtp_block"] and _toy_layer(model, model["mtp_block"])
     model["layer_groups"] = _toy_groups(model)

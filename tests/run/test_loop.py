@@ -92,7 +92,7 @@ class SimulatedGpu:
     """
 
     def __init__(self, monkeypatch, steps: int):
-        self.now, self.times, self.folder = 0.0, {}, None
+        self.now, self.times, self.folder, self.mllog = 0.0, {}, None, None
         self.progress = Progress()
         self.result = types.SimpleNamespace(mocked=False, start_to_first_step_s=None)
         self.ended = [threading.Event() for _ in range(steps)]
