@@ -172,10 +172,15 @@ def _kinds_elsewhere(run: Run) -> list[str]:
     return [code_of(ast.parse(inspect.getsource(sys.modules[name]))) for name in elsewhere]
 
 
+def program_file(run: Run) -> pathlib.Path:
+    """The file of the run's program in the cache, which may not exist."""
+    return environment.cache_dir() / f"{key(run)}.json.gz"
+
+
 def load(run: Run) -> CompiledStep | None:
     """The run's program from the cache; None if it is absent or unreadable."""
     try:
-        with gzip.open(environment.cache_dir() / f"{key(run)}.json.gz", "rt") as f:
+        with gzip.open(program_file(run), "rt") as f:
             return CompiledStep(**json.load(f))
     except (OSError, EOFError, ValueError, TypeError, KeyError):
         return None
@@ -183,10 +188,10 @@ def load(run: Run) -> CompiledStep | None:
 
 def store(run: Run, compiled: CompiledStep) -> None:
     """Writes a program to the cache atomically. A cache that cannot be written is not an error."""
-    path = environment.cache_dir() / f"{key(run)}.json.gz"
+    file = program_file(run)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
         with gzip.open(part, "wt", compresslevel=3) as f:
             json.dump(dataclasses.asdict(compiled), f)
-        os.replace(part, path)
+        os.replace(part, file)

@@ -96,13 +96,17 @@ def predict(r: RunRecord, gpu_types: GpuTypes) -> tuple[dict | None, str]:
         run = r.to_run(gpu_types)
     except UserError as e:
         return None, str(e)
-    if figures := _planned(run):
+    from maxbench.cost_model import compile_cache
+
+    file = compile_cache.program_file(run)
+    if file.is_file() and (figures := _planned(run, file, file.stat().st_mtime_ns)):
         return figures, ""
     return None, f"not planned yet: {_plan_command(dig(r.result, 'command', []))}"
 
 
 @functools.cache  # repeats of a run are many
-def _planned(run: Run) -> dict | None:
+def _planned(run: Run, file: pathlib.Path, changed_ns: int) -> dict | None:
+    """As `planned`, by the run's program, the file of the compile cache and when it was written."""
     from maxbench.cost_model import compile_cache
 
     # Late: numpy takes a tenth of a second.
