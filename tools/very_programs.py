@@ -1,27 +1,45 @@
-"""MaxText programs whose step was measured, planned unchanged, and their errors.
+"""MaxText programs whose step was measured, planned unchanged; their errors, and the fit to them.
 
-    PYTHONPATH=MAXTEXT/src:. python tools/very_programs.py [--check] [PATTERN ...]
+    PYTHONPATH=MAXTEXT/src:. python tools/very_programs.py [--fit] [--check] [PATTERN ...]
 
 in an environment that has MaxText. Each row of tools/very_programs.csv names a measured step of
 maxbench/evidence (measured.csv or published.csv) by its work, GPUs and sequences per GPU, and has
-the flags of its program. Writes tools/results/very_programs.csv and the table of
+the flags of its program. Writes tools/results/very_programs.csv, the errors of
+maxbench/evidence/errors.csv, from which error bands are computed, and the tables of
 docs/reference/prediction_errors.md. PATTERN chooses rows by 'WORK GPUS', 'llama2 70b fp8 h100 *';
-the others keep their result. --check plans nothing; exits with what is not current.
+the others keep their result. --fit plans nothing, and writes errors and tables from the results.
+--check plans and writes nothing; exits with what is not current. Neither needs MaxText.
+
+Fit: the share of peak that GEMMs reach, one for the GPU types of a family and a number format.
+Everything else comes from its source in gpus.toml. A step is linear in the inverse of the share; it
+is planned at gpus.toml's share and at FACTORS of it. The share of all families together is the
+prior of each family's. Each row is predicted three times with a share that was fitted without some
+rows: without its workload, its GPU type, or its source. Rows that differ only in the number of
+copies of a program count as one.
 """
 
 import argparse
+import collections
 import csv
 import fnmatch
+import functools
 import json
+import math
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from maxbench.evidence import measured, published
+from scipy import optimize
+
+from maxbench.evidence import error_band, measured, published
+from maxbench.evidence.error_band import Error
+from maxbench.hardware.gpus import GPU_TYPES
+from maxbench.planning import prediction
 
 PROGRAMS = pathlib.Path("tools/very_programs.csv")
 RESULTS = pathlib.Path("tools/results/very_programs.csv")
@@ -42,6 +60,12 @@ XLA = (
 COMBINE = {"b200": (16 << 30, 16 << 30, 16 << 30)}  # bytes, of a recipe's GPU type
 HOPPER = (8 << 30, 2 << 30, 32 << 20)
 ALWAYS = "attention=cudnn_flash_jax scan_layers=true"
+ERRORS = pathlib.Path(error_band.__file__).with_name("errors.csv")
+FACTORS = (0.8, 1.25)  # of prediction.FACTORS: of the share of peak that GEMMs reach
+FAMILIES = {"h200": "h100"}  # GPU types that have another's share; all others have their own
+WEIGHTS = {"a": 1.0, "b": 0.25, "c": 0.25}  # of a row, by measured.GRADES
+PRIOR = 0.02  # weight of a family's distance from the share of all, in logarithms
+FIT_PCT = 3  # gpus.toml's shares are within this of the fit: a step moves less than they do
 
 
 class Step(NamedTuple):
@@ -50,6 +74,7 @@ class Step(NamedTuple):
     step_s: float
     network_gbytes_per_s: float
     source: str
+    grade: str  # a key of measured.GRADES
 
 
 class Row(NamedTuple):
@@ -58,7 +83,6 @@ class Row(NamedTuple):
     work: str  # model, size, dtype and GPU type
     gpus: int
     mbs: int  # sequences per GPU
-    fitted: str  # 'yes' if a constant of the GPU type was fitted to this row or its program
     flags: str  # MaxText's
 
     @property
@@ -76,6 +100,7 @@ class Row(NamedTuple):
             "-m",
             "maxbench.plan",
             "--json",
+            "--sensitivity",
             f"--maxtext={self.flags} {ALWAYS}",
         ]
         words += [f"--gpu_type={self.gpu_type}", f"--gpus={self.gpus}"]
@@ -87,7 +112,7 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """All programs."""
     with PROGRAMS.open(newline="") as f:
-        return [Row(x["work"], int(x["gpus"]), int(x["mbs"]), x["fitted"], x["flags"])
+        return [Row(x["work"], int(x["gpus"]), int(x["mbs"]), x["flags"])
                 for x in csv.DictReader(f)]  # fmt: skip
 
 
@@ -97,9 +122,11 @@ def steps() -> dict[str, Step]:
     for p in published.rows():
         if "MaxText" in p.source:
             key = f"{p.model} {p.size} {p.dtype} {p.gpu_type} {p.gpus} {p.mbs}"
-            found[key] = Step(p.step_s, 0, p.source)
+            found[key] = Step(p.step_s, 0, p.source, "a")
     for m in measured.rows():
-        found[f"{m.work} {m.gpus} {m.mbs}"] = Step(m.step_s, m.network_gbytes_per_s, m.source)
+        found[f"{m.work} {m.gpus} {m.mbs}"] = Step(
+            m.step_s, m.network_gbytes_per_s, m.source, m.grade
+        )
     return found
 
 
@@ -112,43 +139,149 @@ def plan(row: Row, step: Step) -> dict[str, str]:
     if done.returncode:
         sys.exit(f"{row.key}: {done.stderr[-2000:]}")
     found = json.loads(done.stdout)
-    low, high = (found["band_s"][end] for end in ("low", "high"))
+    at = dict(zip(prediction.FACTORS, found["sensitivity_s"]["GEMMs"], strict=True))
+    slower, faster = (at[factor] for factor in FACTORS)
     return {
-        "work": row.work, "gpus": str(row.gpus), "mbs": str(row.mbs), "fitted": row.fitted,
-        "measured_s": f"{step.step_s:g}", "predicted_s": f"{found['step_s']:.3f}",
-        "error_pct": f"{100 * (found['step_s'] / step.step_s - 1):+.1f}",
-        "in_band": "yes" if low <= step.step_s <= high else "no",
+        "work": row.work, "gpus": str(row.gpus), "mbs": str(row.mbs), "share": f"{share(row):g}",
+        "measured_s": f"{step.step_s:g}", "predicted_s": f"{found['step_s']:.4f}",
+        "slower_s": f"{slower:.4f}", "faster_s": f"{faster:.4f}",
         "memory_gib": f"{found['memory']['total'] / 2**30:.1f}",
     }  # fmt: skip
 
 
+def share(row: Row) -> float:
+    """The share of peak of a row's GEMMs in gpus.toml."""
+    return getattr(GPU_TYPES[row.gpu_type].efficiency, f"gemm_{row.work.split()[-2]}")
+
+
+class Case(NamedTuple):
+    """A planned row, with the step at other shares of peak.
+
+    `shares` are those of gpus.toml when it was planned, times FACTORS, and that share itself.
+    """
+
+    row: Row
+    step: Step
+    shares: tuple[float, float, float]  # slower, current, faster
+    seconds: tuple[float, float, float]
+    weight: float
+
+    @property
+    def workload(self) -> str:
+        return " ".join(self.row.work.split()[:2])
+
+    @property
+    def dtype(self) -> str:
+        return self.row.work.split()[-2]
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """Rows with the same share: a GPU type, and a number format."""
+        return FAMILIES.get(self.row.gpu_type, self.row.gpu_type), self.dtype
+
+    @property
+    def source(self) -> str:
+        """The document of the measured step."""
+        return re.split("[:,]", self.step.source)[0]
+
+    def error(self, share: float) -> float:
+        """Predicted over measured, less 1, where GEMMs reach this share of peak."""
+        slower, current, faster = (1 / x for x in self.shares)
+        ends = (slower, current) if 1 / share > current else (faster, current)
+        at = self.seconds[0] if 1 / share > current else self.seconds[2]
+        slope = (at - self.seconds[1]) / (ends[0] - ends[1])
+        return (self.seconds[1] + slope * (1 / share - current)) / self.step.step_s - 1
+
+
+def cases(results: Sequence[dict[str, str]]) -> list[Case]:
+    """All planned rows. Rows of a work, a source and an fsdp degree share one program's weight."""
+    stored, known = {f"{x['work']} {x['gpus']} {x['mbs']}": x for x in results}, steps()
+
+    def program(row: Row) -> tuple:
+        fsdp = re.findall(r"(?:ici|dcn)_fsdp_parallelism=(\d+)", row.flags)
+        return row.work, row.mbs, math.prod(map(int, fsdp))
+
+    every = [row for row in rows() if row.key in stored]
+    count = collections.Counter(map(program, every))
+    found = []
+    for row in every:
+        x, step = stored[row.key], known[row.key]
+        shares = (FACTORS[0] * float(x["share"]), float(x["share"]), FACTORS[1] * float(x["share"]))
+        seconds = (float(x["slower_s"]), float(x["predicted_s"]), float(x["faster_s"]))
+        weight = WEIGHTS[step.grade] / count[program(row)]
+        found.append(Case(row, step, shares, seconds, weight))
+    return found
+
+
+def fit(chosen: Sequence[Case], prior: float | None = None) -> float:
+    """The share of peak that predicts some rows best, near `prior`."""
+
+    def loss(share: float) -> float:
+        near = PRIOR * math.log(share / prior) ** 2 if prior else 0.0
+        return near + sum(x.weight * math.log1p(x.error(share)) ** 2 for x in chosen)
+
+    return float(optimize.minimize_scalar(loss, bounds=(0.3, 0.95), method="bounded").x)
+
+
+def fitted(every: Sequence[Case], family: tuple[str, str]) -> float:
+    """The share of peak of a family, fitted to its rows and near that of all rows of the format."""
+    of_format = [x for x in every if x.dtype == family[1]] or every
+    common = fit(of_format)
+    return fit([x for x in every if x.family == family], common)
+
+
+def left_out(every: Sequence[Case]) -> Iterator[Error]:
+    """Errors of each row with a share fitted to the rows of another workload, type or source."""
+    ways: dict[str, Callable[[Case], str]] = {
+        "workload": lambda x: x.workload,
+        "gpu_type": lambda x: x.row.gpu_type,
+        "source": lambda x: x.source,
+    }
+    share = functools.cache(
+        lambda way, name, family: fitted([x for x in every if ways[way](x) != name], family)
+    )
+    for x in every:
+        for way, name_of in ways.items():
+            error = x.error(share(way, name_of(x), x.family))
+            yield Error(
+                x.workload, x.dtype, x.row.gpu_type, x.source, x.row.gpus, way,
+                round(x.weight, 3), round(error, 4),
+            )  # fmt: skip
+
+
 def table(results: Sequence[dict[str, str]]) -> str:
-    """The page's tables: a summary by GPU type and dtype, and all rows."""
-    heads = ["programs", "steps", "median of \\|error\\| %", "worst %", "in band"]
+    """The page's tables: a summary by GPU type and dtype, the fit, and all rows."""
+    every = cases(results)
+    errors = [*left_out(every)]
+    without = [f"without its {way.replace('gpu_type', 'GPU type')}" for way in error_band.WAYS]
+    heads = ["programs", "steps", "median of \\|error\\|, worst %", *without]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    kind = lambda x: (x["work"].split()[-1], x["work"].split()[-2], x["fitted"])
-    for gpu_type, dtype, fitted in sorted({*map(kind, results)}):
-        chosen = [x for x in results if kind(x) == (gpu_type, dtype, fitted)]
-        name = f"{gpu_type} {dtype}" + (", fitted to" if fitted == "yes" else "")
-        lines.append(summary(name, chosen))
-    lines += [
-        summary("all that nothing was fitted to", [x for x in results if not x["fitted"]]),
-        "",
-    ]
-    shown = ("work", "gpus", "measured_s", "predicted_s", "error_pct", "in_band", "memory_gib")
-    heads = ["work", "GPUs", "measured s", "predicted s", "error %", "in band", "memory GiB"]
-    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    lines += ["| " + " | ".join(x[name] for name in shown) + " |" for x in results]
+    ways = len(error_band.WAYS)
+    groups = sorted({(x.row.gpu_type, x.dtype) for x in every})
+    for group in [*groups, ()]:
+        chosen = [i for i, x in enumerate(every) if (x.row.gpu_type, x.dtype) == group or not group]
+        columns = [[every[i].error(every[i].shares[1]) for i in chosen]]
+        columns += [[errors[ways * i + way].error for i in chosen] for way in range(ways)]
+        cells = [" ".join(group) or "all", str(len(chosen))]
+        for found in columns:
+            median, worst = statistics.median(map(abs, found)), max(found, key=abs)
+            cells.append(f"{100 * median:.1f}, {100 * worst:+.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| GEMMs of | share of peak in gpus.toml | fitted to the rows |", "|---|---|---|"]
+    for family in sorted({x.family for x in every}):
+        current = getattr(GPU_TYPES[family[0]].efficiency, f"gemm_{family[1]}")
+        lines.append(f"| {' '.join(family)} | {current:.3f} | {fitted(every, family):.3f} |")
+    heads = ["work", "GPUs", "measured s", "predicted s", "error %"]
+    heads += [*(f"{text} %" for text in without), "memory GiB"]
+    lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    stored = {f"{x['work']} {x['gpus']} {x['mbs']}": x for x in results}
+    for i, x in enumerate(every):
+        result = stored[x.row.key]
+        cells = [x.row.work, str(x.row.gpus), result["measured_s"], result["predicted_s"]]
+        cells.append(f"{100 * x.error(x.shares[1]):+.1f}")
+        cells += [f"{100 * e.error:+.1f}" for e in errors[ways * i : ways * (i + 1)]]
+        lines.append("| " + " | ".join([*cells, result["memory_gib"]]) + " |")
     return "\n".join(lines) + "\n"
-
-
-def summary(name: str, results: Sequence[dict[str, str]]) -> str:
-    """A line of a table: the errors of some results."""
-    errors = [float(x["error_pct"]) for x in results]
-    worst = max(errors, key=abs)
-    inside = sum(x["in_band"] == "yes" for x in results)
-    median = statistics.median(map(abs, errors))
-    return f"| {name} | {len(errors)} | {median:.1f} | {worst:+.1f} | {inside} of {len(errors)} |"
 
 
 def read() -> list[dict[str, str]]:
@@ -165,8 +298,14 @@ def page(text: str, results: Sequence[dict[str, str]]) -> str:
     return before + BEGIN + "\n" + table(results) + "\n" + END + rest.split(END)[1]
 
 
+def errors_csv(results: Sequence[dict[str, str]]) -> str:
+    """Text of ERRORS."""
+    lines = [",".join(Error._fields), *(",".join(map(str, e)) for e in left_out(cases(results)))]
+    return "\n".join(lines) + "\n"
+
+
 def problems() -> Iterator[str]:
-    """What is not current: rows without a measured step or a result, and the page."""
+    """What is not current: rows without a measured step or a result, errors, page, constants."""
     results, known = read(), steps()
     stored = {f"{x['work']} {x['gpus']} {x['mbs']}": x for x in results}
     for row in rows():
@@ -174,19 +313,30 @@ def problems() -> Iterator[str]:
             yield f"{PROGRAMS}: {row.key} is no measured step"
         elif row.key not in stored or float(stored[row.key]["measured_s"]) != known[row.key].step_s:
             yield f"{RESULTS}: {row.key} is not planned, or its measured step has changed"
+        elif float(stored[row.key]["share"]) != round(share(row), 3):
+            yield f"{RESULTS}: {row.key} was planned with another share of peak than gpus.toml's"
+    if ERRORS.read_text() != errors_csv(results):
+        yield f"{ERRORS}: not those of {RESULTS}"
     if page(PAGE.read_text(), results) != PAGE.read_text():
         yield f"{PAGE}: its table is not that of {RESULTS}"
+    every = cases(results)
+    for gpu_type, dtype in sorted({x.family for x in every}):
+        current = getattr(GPU_TYPES[gpu_type].efficiency, f"gemm_{dtype}")
+        found = fitted(every, (gpu_type, dtype))
+        if abs(found / current - 1) > FIT_PCT / 100:
+            yield f"gpus.toml: gemm_{dtype} of {gpu_type} is {current}, fitted {found:.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--fit", action="store_true")
     parser.add_argument("patterns", nargs="*")
     options = parser.parse_args()
     if options.check:
         sys.exit("\n".join(problems()) or 0)
     known, found = steps(), {f"{x['work']} {x['gpus']} {x['mbs']}": x for x in read()}
-    for row in rows():
+    for row in [] if options.fit else rows():
         chosen = not options.patterns or any(
             fnmatch.fnmatch(f"{row.work} {row.gpus}", pattern) for pattern in options.patterns
         )
@@ -194,7 +344,9 @@ def main() -> None:
             found[row.key] = plan(row, known[row.key])
             print(*found[row.key].values(), flush=True)
             store([found[row.key] for row in rows() if row.key in found])
+    ERRORS.write_text(errors_csv(read()))
     PAGE.write_text(page(PAGE.read_text(), read()))
+    sys.exit("\n".join(problems()) or 0)
 
 
 def store(results: Sequence[dict[str, str]]) -> None:

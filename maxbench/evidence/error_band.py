@@ -1,15 +1,15 @@
 """Error band of a predicted step: the range in which nine of ten measured steps are.
 
-It follows from the errors of predictions of known steps: published ones (errors.csv, written by
-tools/fit_constants.py), and measured ones of JAX programs (measured_errors.csv, written by
-tools/measured.py). A step is predicted three times, each time with constants that were fitted
-without some steps: all of its workload, all of its GPU type, or all of its framework. A user's run
-differs from the known steps in one or more of these.
+It follows from errors.csv, which tools/very_programs.py writes: programs whose step was measured
+were compiled unchanged and predicted three times, each time with constants that were fitted without
+some steps: all of the workload, all of the GPU type, or all of the source. A user's run differs
+from the known steps in one or more of these.
 
-A band is two factors of the predicted step, for nine of ten steps. For a GPU type with rows: their
-median, and a factor to both sides that covers 0.9 (n + 1) / n of n programs (split conformal
-prediction, arXiv:2107.07511), so that few rows give a wider band. For one without: the prediction
-interval of a further GPU type, by Student's t, from the means of those that were left out.
+A band is two factors of the predicted step, for nine of ten steps. For a GPU type with rows: the
+median of those, or of all types' if they are few, left out by workload and source, and a factor to
+both sides that covers 0.9 (n + 1) / n of n programs (split conformal prediction, arXiv:2107.07511),
+so that few rows give a wider band. For one without: the prediction interval of a further GPU type,
+by Student's t, from the means of those that were left out.
 """
 
 import csv
@@ -28,7 +28,7 @@ T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 # Of a kind, by weight, for a band of its own: with fewer, the largest error would be the band.
 MIN_PROGRAMS = 9
 MIN_WORKLOADS = 3  # with fewer, the band is at least that of the next kind
-WAYS = ("workload", "gpu_type", "framework")  # in which a row is left out
+WAYS = ("workload", "gpu_type", "source")  # in which a row is left out
 
 
 class Error(NamedTuple):
@@ -37,9 +37,8 @@ class Error(NamedTuple):
     workload: str  # model and size
     dtype: str
     gpu_type: str
-    framework: str  # maxtext | pax | nemo
+    source: str  # document of the measured step
     gpus: int
-    parallelism: str
     left_out: str  # one of WAYS
     # 1 / number of rows with the same program, which differ in data-parallel size; a quarter of
     # that for software of 2023 and 2024 and for assumed details (measured.GRADES)
@@ -62,24 +61,14 @@ class ErrorBand(NamedTuple):
     validated: bool  # whether there are rows of the GPU type
 
 
-def parallelism(experts: bool, pp: int, tp: int, fsdp: int) -> str:
-    """The kind of parallelism that dominates a layout's communication."""
-    kinds = {"experts": experts, "pp": pp > 1, "tp": tp > 1, "fsdp": fsdp > 1}
-    return next((kind for kind, used in kinds.items() if used), "dp")
-
-
 def error_band(
-    gpu_type: str,
-    dtype: str,
-    parallelism: str,
-    rows: Sequence[Error] | None = None,
-    gpu: Gpu | None = None,
+    gpu_type: str, dtype: str, rows: Sequence[Error] | None = None, gpu: Gpu | None = None
 ) -> ErrorBand:
-    """The band of predictions for a GPU type, dtype and parallelism.
+    """The band of predictions for a GPU type and dtype.
 
-    With rows of the GPU type it is of the most specific kind with MIN_PROGRAMS programs, left out
-    by workload and by framework. Without, it is of all GPU types that were left out: wider, and
-    centered on their mean.
+    With MIN_PROGRAMS programs of the GPU type it is of these, and of those of the dtype if they are
+    as many. With fewer, it is of all rows, whose constants were fitted to other rows of their type.
+    Without any, it is of all GPU types that were left out: wider, and centered on their mean.
 
     Args:
       rows: replaces errors().
@@ -89,49 +78,40 @@ def error_band(
         low, high = gpu.band
         return ErrorBand(low, high, "runs that the constants were fitted to", 0, True)
     rows = errors() if rows is None else rows
-    of_type = [e for e in rows if e.gpu_type == gpu_type and e.left_out != "gpu_type"]
+    known = [e for e in rows if e.left_out != "gpu_type"]
+    of_type = [e for e in known if e.gpu_type == gpu_type]
+    if not of_type:
+        return _band_of_types(rows)
     if _programs(of_type) < MIN_PROGRAMS:
-        return _band_of_types(rows, bool(of_type))
-    wanted = {"dtype": dtype, "parallelism": parallelism}
-    narrowest = None
-    for kind in (("dtype", "parallelism"), ("dtype",), ()):
-        chosen = [e for e in of_type if all(getattr(e, k) == wanted[k] for k in kind)]
-        if _programs(chosen) < MIN_PROGRAMS:
-            continue
-        band = _band(chosen, " ".join([gpu_type, *(wanted[k] for k in kind)]), True)
-        narrowest = _wider(narrowest, band)
-        if len({e.workload for e in chosen}) >= MIN_WORKLOADS:
-            break
-    assert narrowest is not None  # the last kind has MIN_PROGRAMS
-    return narrowest
+        return _band(known, "all GPU types")
+    widest = _band(of_type, gpu_type)
+    chosen = [e for e in of_type if e.dtype == dtype]
+    if _programs(chosen) < MIN_PROGRAMS:
+        return widest
+    band = _band(chosen, f"{gpu_type} {dtype}")
+    few = len({e.workload for e in chosen}) < MIN_WORKLOADS
+    return widest if few and widest.high / widest.low > band.high / band.low else band
 
 
 def _programs(rows: Sequence[Error]) -> int:
     """Weight of the rows; those that were left out in several ways count once."""
-    weights: dict[tuple, dict[str, float]] = {}
+    by_way = dict.fromkeys(WAYS, 0.0)
     for e in rows:
-        work = (e.workload, e.dtype, e.gpu_type, e.framework, e.parallelism)
-        by_way = weights.setdefault(work, {})
-        by_way[e.left_out] = by_way.get(e.left_out, 0.0) + e.weight
-    return round(sum(max(by_way.values()) for by_way in weights.values()))
+        by_way[e.left_out] += e.weight
+    return round(max(by_way.values()))
 
 
-def _wider(a: ErrorBand | None, b: ErrorBand) -> ErrorBand:
-    """The band with the larger range; the kind of the first if it is."""
-    return a if a and a.high / a.low >= b.high / b.low else b
-
-
-def _band(rows: Sequence[Error], like: str, validated: bool) -> ErrorBand:
+def _band(rows: Sequence[Error], like: str, validated: bool = True) -> ErrorBand:
     """The band of rows: their median, and a factor to both sides."""
     weights = [e.weight for e in rows]
-    programs = _programs(rows)
+    programs = max(1, _programs(rows))
     center = quantile([e.log_ratio for e in rows], weights, 0.5)
     share = min(1.0, COVERAGE * (programs + 1) / programs)
     half = quantile([abs(e.log_ratio - center) for e in rows], weights, share)
     return ErrorBand(math.exp(center - half), math.exp(center + half), like, programs, validated)
 
 
-def _band_of_types(rows: Sequence[Error], validated: bool) -> ErrorBand:
+def _band_of_types(rows: Sequence[Error]) -> ErrorBand:
     """The band of a further GPU type; rows left out by GPU type are those that count."""
     left_out = [e for e in rows if e.left_out == "gpu_type"]
     means = []
@@ -140,9 +120,9 @@ def _band_of_types(rows: Sequence[Error], validated: bool) -> ErrorBand:
         total = sum(e.weight for e in of_type)
         means.append(sum(e.weight * e.log_ratio for e in of_type) / total)
     if len(means) < 2:
-        return _band(rows, "on all GPU types", validated)
-    like = f"on {len(means)} GPU types that were left out"
-    return ErrorBand(*prediction_interval(means), like, _programs(left_out), validated)
+        return _band(rows, "all GPU types", False)
+    like = f"{len(means)} GPU types that were left out"
+    return ErrorBand(*prediction_interval(means), like, _programs(left_out), False)
 
 
 def prediction_interval(log_ratios: Sequence[float]) -> tuple[float, float]:
@@ -161,14 +141,14 @@ def covered(rows: Sequence[Error]) -> dict[str, float]:
     """Share of the weight of rows in the band that all other groups of rows give: by WAYS, and of
     'all'.
 
-    A row is left out with all of its workload, GPU type or framework, and its band is that of a
+    A row is left out with all of its workload, GPU type or source, and its band is that of a
     prediction which knows nothing of that group.
     """
     inside, total = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0.0)
     for e in rows:
         way = e.left_out
         others = [x for x in rows if getattr(x, way) != getattr(e, way)]
-        band = error_band(e.gpu_type, e.dtype, e.parallelism, others)
+        band = error_band(e.gpu_type, e.dtype, others)
         total[way] += e.weight
         inside[way] += e.weight * (band.low <= math.exp(e.log_ratio) <= band.high)
     shares = {way: inside[way] / total[way] for way in WAYS}
@@ -177,16 +157,10 @@ def covered(rows: Sequence[Error]) -> dict[str, float]:
 
 @functools.cache
 def errors() -> tuple[Error, ...]:
-    """All rows of errors.csv and measured_errors.csv."""
-    return (*read("errors.csv"), *read("measured_errors.csv"))
-
-
-def read(name: str) -> Iterable[Error]:
-    """Rows of a file in this folder. Further columns are left out."""
-    with open(pathlib.Path(__file__).with_name(name), newline="") as f:
-        for x in csv.DictReader(f):
-            kinds = Error.__annotations__
-            yield Error(**{k: kind(x[k]) for k, kind in kinds.items()})
+    """All rows of errors.csv."""
+    with open(pathlib.Path(__file__).with_name("errors.csv"), newline="") as f:
+        kinds = Error.__annotations__.items()
+        return tuple(Error(**{k: kind(x[k]) for k, kind in kinds}) for x in csv.DictReader(f))
 
 
 def quantile(values: Iterable[float], weights: Iterable[float], share: float) -> float:

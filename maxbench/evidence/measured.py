@@ -1,8 +1,7 @@
 """Steps of JAX programs that were measured on GPUs, with what it takes to plan them.
 
-The rows of measured.csv are programs of MaxText and Pax. Each is planned with its own layout and
-recomputation, and compared without deltas, unlike rows of published.csv. tools/measured.py
-plans them.
+The rows of measured.csv are programs of MaxText and Pax. tools/very_programs.py plans MaxText's
+program itself; tools/measured.py plans this program in the layout of each row.
 """
 
 import csv
@@ -16,7 +15,6 @@ GRADES = {
     "b": "software of 2023 or 2024, or details are assumed",
     "c": "contradicted by another figure of the same work, or known at second hand",
 }
-USES = ("fit", "check")  # constants of gpus.toml are fitted to rows of use 'fit'
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
 
@@ -46,7 +44,6 @@ class Measured:
     date: str  # year and month of the software or the measurement
     source: str
     grade: str  # a key of GRADES
-    use: str  # one of USES
 
     @property
     def work(self) -> str:

@@ -83,9 +83,8 @@ def rows() -> tuple[Published, ...]:
     return tables.read(Published, "published.csv")
 
 
-def fitted_rows() -> tuple[Published, ...]:
-    """Rows that constants of gpus.toml are fitted to. Those of Megatron-Bridge are kept to check
-    predictions."""
+def step_time_rows() -> tuple[Published, ...]:
+    """Rows of MaxText and NeMo, which give step times; those of Megatron-Bridge give rates."""
     return tuple(row for row in rows() if row.tflops_per_gpu is None)
 
 

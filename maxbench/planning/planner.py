@@ -12,8 +12,7 @@ from maxbench.cost_model.costs import Costs
 from maxbench.cost_model.meaning import Meaning
 from maxbench.cost_model.memory import Memory
 from maxbench.cost_model.simulate import Timeline
-from maxbench.evidence import published_deltas
-from maxbench.evidence.error_band import ErrorBand, error_band, parallelism
+from maxbench.evidence.error_band import ErrorBand, error_band
 from maxbench.evidence.published import Comparison, compare_run
 from maxbench.hardware.gpus import Efficiency, Gpu
 from maxbench.metrics import step_stats
@@ -29,14 +28,12 @@ class Plan(Prediction):
 
     Attributes:
       published: the published row of the same work, or the nearest one.
-      deltas: published_deltas.deltas() of that row, empty if they do not apply to it.
     """
 
     compiled: CompiledStep
     memory: Memory
     run: Run
     published: Comparison
-    deltas: dict[str, float]
 
     @property
     def name(self) -> str:
@@ -56,9 +53,7 @@ class Plan(Prediction):
 
     @property
     def band(self) -> ErrorBand:
-        a = self.run.layout
-        kind = parallelism(self.run.model.has_experts, a.pp, a.tp, a.fsdp)
-        return error_band(a.gpu_type, self.run.precision.dtype, kind, gpu=self.gpu)
+        return error_band(self.gpu_type, self.run.precision.dtype, gpu=self.gpu)
 
     @property
     def ticks(self) -> int:
@@ -86,7 +81,6 @@ class Plan(Prediction):
             "attention": self.compiled.attention,
             **step_stats.performance_figures(run, self.gpu_type, self.step_s),
             "published": comparison(self),
-            "deltas_s": self.deltas,
             "config": run.config.asdict(),
             "run": run.asdict(),
         }
@@ -102,13 +96,10 @@ def plan(run: Run) -> Plan:
     program = hlo.parse(compiled.text)
     timeline = simulate_plan(run, program)
     published = compare_run(run, run.layout.gpu_type)
-    deltas = {}
-    if published.row and published_deltas.apply_to(published):
-        deltas = published_deltas.deltas(run, timeline, published.row, costs_of(run))
     sizes = memory.breakdown(run, compiled, program, program_names.meaning(run))
     return Plan(
         compiled=compiled, memory=sizes, timeline=timeline, cached=cached,
-        run=run, published=published, deltas=deltas,
+        run=run, published=published,
     )  # fmt: skip
 
 
@@ -194,22 +185,17 @@ def best_remat(run: Run) -> Plan:
 
 
 def comparison(p: Plan) -> dict | None:
-    """The published row, with the errors of the prediction: as compiled, and as published (without
-    the deltas, where they apply). None without a row."""
+    """The published row, and the predicted step over it, less 1. None without a row.
+
+    This is no error: the published step is of another program for the same work.
+    """
     published = p.published
     if published.row is None:
         return None
     about = published.about | {"differences": published.differences}
     if published.refusal:
         return about
-    step_s, as_published_s = published.row.step_s, p.step_s - sum(p.deltas.values())
-    about |= {"error": p.step_s / step_s - 1}
-    if published_deltas.apply_to(published):
-        about |= {
-            "as_published_s": as_published_s,
-            "error_as_published": as_published_s / step_s - 1,
-        }
-    return about
+    return about | {"over_published": p.step_s / published.row.step_s - 1}
 
 
 def as_published(run: Run) -> Run:

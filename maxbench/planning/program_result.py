@@ -81,14 +81,13 @@ class ProgramResult(results.Result[ProgramPlan]):
         ]
 
     def _band_line(self) -> str:
-        """The band, and what it is made of: not yet the errors of programs like this one."""
+        """'6.6 to 7.5 s in nine of ten known steps (h100 bf16, 9 programs)'."""
         b, s = self.best.band, self.best.step_s
         unit, scale = plan_text.time_unit(s)
         band = f"{console.interval(s * scale * b.low, s * scale * b.high)} {unit}"
         if not b.programs:
             return f"{band} in nine of ten {b.like}"
-        text = f"{band}, if its error is like those of maxbench's own programs ({b.like}, "
-        text += f"{b.programs} programs)"
+        text = f"{band} in nine of ten known steps ({b.like}, {b.programs} programs)"
         return text if b.validated else f"{text}; unvalidated for {self.best.gpu_type.upper()}"
 
     def screen(self) -> str:

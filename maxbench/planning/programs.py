@@ -87,7 +87,7 @@ class ProgramPlan(Prediction):
 
     @property
     def band(self) -> ErrorBand:
-        return error_band(self.gpu_type, NUMBER_FORMATS[self.peak], "", gpu=self.gpu)
+        return error_band(self.gpu_type, NUMBER_FORMATS[self.peak], gpu=self.gpu)
 
     def costs(self) -> Costs:
         return self.cluster.costs()

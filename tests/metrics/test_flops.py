@@ -216,7 +216,7 @@ def workload_of(row) -> str:
 
 
 @pytest.mark.parametrize(
-    "row", published.fitted_rows(), ids=lambda r: f"{r.model}-{r.dtype}-{r.gpus}"
+    "row", published.step_time_rows(), ids=lambda r: f"{r.model}-{r.dtype}-{r.gpus}"
 )
 def test_published_figures_follow_from_their_step_time(row):
     assumed = dict(config(workload_of(row)).published)
@@ -238,7 +238,8 @@ def test_published_figures_follow_from_their_step_time(row):
 def tflops_error(row) -> float:
     """TFLOP/s of a row of Megatron-Bridge from its tokens/s and our FLOPs, over those published."""
     m = resolve(workload_of(row)).model
-    if row.model not in {r.model for r in published.fitted_rows()}:  # whose rows assume the sizes
+    known = {r.model for r in published.step_time_rows()}
+    if row.model not in known:  # whose rows assume the sizes
         assumed = dict(config(workload_of(row)).published)
         m = dataclasses.replace(m, **{k: v for k, v in assumed.items() if k != "convention"})
     per_token = flops.per_sequence(m, row.seq, row.convention) / row.seq
@@ -261,7 +262,7 @@ CONTRADICTS = ("nemotron_3_ultra", "550b_a55b", "gb200", "mxfp8")
 def test_published_tflops_follow_from_published_tokens():
     """Within 1 %, or within the rounding of tokens/s; and without a bias for any model, but the
     rounding of an only row."""
-    bridge = [r for r in published.rows() if r not in published.fitted_rows()]
+    bridge = [r for r in published.rows() if r not in published.step_time_rows()]
     of = lambda r: (r.model, r.size, r.gpu_type, r.format)
     errors = {r: tflops_error(r) for r in bridge if of(r) != CONTRADICTS}
     assert len(errors) == 106

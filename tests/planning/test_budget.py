@@ -20,7 +20,6 @@ def plan(step_s=20.0, **output) -> Plan:
         memory=None,
         timeline=Timeline(seconds=step_s),
         published=None,
-        deltas={},
     )
 
 

@@ -88,9 +88,7 @@ def test_fsdp(check_figures):
     # Saved activations are copied into the stash and out of it; no gradient is transposed.
     assert plan["parts_s"]["copy"] < 0.01 * plan["step_s"]
     assert sum(plan["parts_s"].values()) == pytest.approx(plan["step_s"], rel=1e-6)
-    assert abs(plan["published"]["error"]) < 0.05
-    assert plan["deltas_s"] == {}  # the published program is XLA's too
-    assert plan["published"]["error_as_published"] == plan["published"]["error"]
+    assert abs(plan["published"]["over_published"]) < 0.05
     check_figures("llama2_70b 128 h100 bf16 save_dot_except_mlpwi", plan)
 
 
@@ -115,7 +113,6 @@ def test_recomputation_in_some_layers_saves_memory(check_figures):
     all_layers = planned(f"{LLAMA2_70B} --config.train.remat=save_dot_except_mlpwi")
     some_layers = planned(LLAMA2_70B)
     assert some_layers["step_s"] < all_layers["step_s"]
-    assert some_layers["deltas_s"].keys() == {"recomputation"}
     more = some_layers["memory"]["activations"] - all_layers["memory"]["activations"]
     assert more == pytest.approx(22 * 2 * 4096 * 2 * (8192 + 2 * 28672), rel=0.02)
     check_figures("llama2_70b 128 h100 bf16", some_layers)

@@ -28,7 +28,7 @@ def test_best_remat_recomputes_as_few_layers_as_memory_allows(monkeypatch):
         tried.append(run)
         activations = int(1.3 * memory.activation_bytes(run))
         sizes = Memory(15 * GIB, 0, 0, activations, 0, capacity=75 * GIB)
-        return Plan(run=run, compiled=None, memory=sizes, timeline=None, published=None, deltas={})
+        return Plan(run=run, compiled=None, memory=sizes, timeline=None, published=None)
 
     monkeypatch.setattr(planner, "plan", plan)
     best = planner.best_remat(run)
@@ -44,7 +44,7 @@ def test_best_remat_where_nothing_fits_is_the_smallest_stash(monkeypatch):
 
     def plan(run) -> Plan:
         sizes = Memory(90 * GIB, 0, 0, memory.activation_bytes(run), 0, capacity=75 * GIB)
-        return Plan(run=run, compiled=None, memory=sizes, timeline=None, published=None, deltas={})
+        return Plan(run=run, compiled=None, memory=sizes, timeline=None, published=None)
 
     monkeypatch.setattr(planner, "plan", plan)
     best = planner.best_remat(run)
@@ -94,7 +94,7 @@ def test_a_drawing_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, cap
 
 def test_as_published_replaces_recomputation_and_microbatches():
     """Of every published row, and whatever the run's own policy is."""
-    for row in published.fitted_rows():
+    for row in published.step_time_rows():
         config = f"--config {ROOT}/configs/{row.model}_{row.size}.py"
         run = run_of(f"{config} --gpus {row.gpus} --dtype {row.dtype}")
         theirs = planner.as_published(run)
@@ -150,17 +150,16 @@ def test_a_step_as_fast_as_published_is_not_zero_percent_faster():
     )  # fmt: skip
     f = {"tokens_per_s": 1.0, "days_to_1t_tokens": 1.0, "mfu": {"full": 0.5}}
     lines = plan_text.headline(
-        shown, f | {"published": {"error": -1e-4, "step_s": 7.0, "release": "x"}}
+        shown, f | {"published": {"over_published": -1e-4, "step_s": 7.0, "release": "x"}}
     )
     assert lines[2].startswith("7.00 to 11.20 s in nine of ten")
     assert lines[3] == "as fast as published (7.0 s, x)"
 
 
-def test_published_line_of_a_step_as_fast_as_published():
-    shown = types.SimpleNamespace(
-        published=types.SimpleNamespace(refusal=""), deltas={"fp8": 0.5}, step_s=7.0
-    )
-    row = {"step_s": 7.0, "gpus": 8, "source": "x", "error": 2e-4, "as_published_s": 6.5}
-    first, *_, last = plan_text.published_lines(shown, row | {"error_as_published": -0.07})
-    assert first == "published: 7.0 s on 8 GPUs, x: as predicted"
-    assert last.endswith("as published   6.500 s: predicted -7.0%")
+def test_published_line():
+    shown = types.SimpleNamespace(published=types.SimpleNamespace(refusal=""), step_s=7.0)
+    row = {"step_s": 7.0, "gpus": 8, "source": "x"}
+    ends = {2e-4: "as predicted", -0.07: "predicted -7.0%"}
+    for over, end in ends.items():
+        lines = plan_text.published_lines(shown, row | {"over_published": over})
+        assert lines == [f"published: 7.0 s on 8 GPUs, x: {end}"]

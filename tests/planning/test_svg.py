@@ -159,7 +159,7 @@ def test_scaling_has_the_plan_and_estimates_of_its_axes(tmp_path, monkeypatch):
     timeline = Timeline(seconds=2 * search.estimate_step_s(run))
     needed = search.estimate_bytes(run) + memory.activation_bytes(run)
     sizes = Memory(needed + memory.GIB, 0, 0, 0, 0, capacity=memory.capacity(run.gpu))
-    plan = Plan(run=run, compiled=None, memory=sizes, timeline=timeline, published=None, deltas={})
+    plan = Plan(run=run, compiled=None, memory=sizes, timeline=timeline, published=None)
     found = scaling.scaling(plan)
     for curve in found.values():
         assert curve[8] == (run, plan.step_s, scaling.COMPILED)

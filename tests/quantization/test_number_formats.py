@@ -78,7 +78,9 @@ def test_unsupported_scaling_is_refused_and_supported_ones_are_named():
     assert (
         number_formats.resolve_format("bf16", "delayed", "h100").name == "bf16"
     )  # a scaling of FP8
-    with pytest.raises(UserError, match=r"only b200, b300, gb200, gb300, vr200 .*=current or delayed"):
+    with pytest.raises(
+        UserError, match=r"only b200, b300, gb200, gb300, vr200 .*=current or delayed"
+    ):
         number_formats.resolve_format("fp8", "mxfp8", "h100")
 
 
