@@ -1,14 +1,14 @@
 """Plans measured steps of other programs with ours in their layout, and compares the two steps.
 
-  python tools/measured.py [--cached] [--check]
+  python -m tools.measured [--cached] [--check]
 
 Rows: those of maxbench/evidence/measured.csv, and the published dense rows of Megatron-Bridge if
 the recipe has the same layout. Each is planned with its own layout, recomputation, GPU type and
 network. Writes tools/results/measured.csv and the table of docs/reference/prediction_errors.md.
 The column "over measured" is our predicted step over the measured one of another program, less 1:
 a comparison of two programs, not an error of the prediction (tools/very_programs.py has those).
---cached: only programs in the cache; the lines of other rows stay. --check: plans nothing; exits
-with what is not current.
+--cached: only programs in the cache; the lines of other rows stay. --check: plans nothing;
+exits with the problems of the stored table.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache
 from maxbench.evidence import measured, published
 from maxbench.planning import planner
+from tools import markdown
 
 TABLE = pathlib.Path("tools/results/measured.csv")
 PAGE = pathlib.Path("docs/reference/prediction_errors.md")
-BEGIN, END = "<!-- measured steps -->\n", "<!-- end of measured steps -->\n"
 KEY = ("work", "framework", "gpus", "measured_s")
 
 
@@ -103,11 +103,10 @@ def page(text: str, lines: Sequence[dict[str, str]]) -> str:
     """The page with the table of these lines."""
     shown = ("work", "gpus", "framework", "grade", "measured_s", "predicted_s", "over_measured_pct")
     heads = ["work", "GPUs", "program", "grade", "measured s", "ours, predicted s"]
-    rows = [" | ".join([*heads, "over measured %"]), "|".join(["---"] * len(shown))]
-    rows += [" | ".join(x[name] for name in shown) for x in lines]
-    before, rest = text.split(BEGIN)
-    table = "\n".join(f"| {row} |" if "---" not in row else f"|{row}|" for row in rows)
-    return f"{before}{BEGIN}\n{table}\n\n{END}{rest.split(END)[1]}"
+    rows = ([x[name] for name in shown] for x in lines)
+    return markdown.replaced(
+        text, "measured steps", markdown.table([*heads, "over measured %"], rows)
+    )
 
 
 def problems() -> Iterator[str]:

@@ -2,12 +2,12 @@
 each kind into docs/reference/plan_table.md, and those that are published, compared with the
 published programs, into docs/reference/prediction_errors.md.
 
-  python tools/plan_table.py [--jobs 2] [--cached] [ROWS ...]
+  python -m tools.plan_table [--jobs 2] [--cached] [ROWS ...]
 
 ROWS are patterns of a row's workload, GPU type, GPUs, dtype and scaling; the other rows keep their
 line:
 
-  python tools/plan_table.py 'qwen3_* b200 256 fp8 *'
+  python -m tools.plan_table 'qwen3_* b200 256 fp8 *'
 
 A row is planned with the remat policy of the published run and, if that does not fit, also with
 --best_remat. Compiled programs are cached, so a sweep that was stopped can be continued. --cached:
@@ -35,11 +35,11 @@ from maxbench.config import command_line, layout_table, recipes
 from maxbench.cost_model import compile_cache
 from maxbench.cost_model.memory import GIB
 from maxbench.evidence import published
+from tools import markdown
 
 TABLE = "## First rows"  # heading in docs/reference/plan_table.md, above the generated table
 CSV = pathlib.Path("docs/plan.csv")
 PAGE = pathlib.Path("docs/reference/prediction_errors.md")
-BEGIN, END = "<!-- ours over NVIDIA's -->\n", "<!-- end of ours over NVIDIA's -->\n"
 NEAR_PCT = 10  # a predicted step this near to a published one counts as near
 # Pages with the screen of Llama 2 70B on 128 GPUs.
 QUOTED = [
@@ -215,9 +215,8 @@ def as_markdown(lines: list[dict]) -> str:
         shown = x["published_s"] or x["gpu_type"] == "h100" or x["dtype"] == "bf16"
         if x["step_s"] and shown:
             first.setdefault((x["workload"], x["gpu_type"], x["dtype"]), x)
-    text = ["| " + " | ".join(COLUMNS[k] for k in SHOWN) + " |", "|---" * len(SHOWN) + "|"]
-    text += ["| " + " | ".join(str(x[k]) for k in SHOWN) + " |" for x in first.values()]
-    return "\n".join(text) + "\n"
+    rows = ([x[k] for k in SHOWN] for x in first.values())
+    return markdown.table([COLUMNS[k] for k in SHOWN], rows)
 
 
 def _framework(line: dict) -> str:
@@ -229,27 +228,26 @@ def _framework(line: dict) -> str:
 def over_published(lines: list[dict]) -> str:
     """Our predicted steps over published ones: how many are near, and the rows."""
     compared = [x for x in lines if x["over_published_pct"]]
-    shown = ["gpu_type", "dtype", "scaling", "memory_gib", "step_s", "published_s"]
-    shown += ["over_published_pct", "exposed_pct", "copies_pct"]
-    text = ["| program | rows | median % | within 10 % | slower | faster |", "|---" * 6 + "|"]
+    programs = []
     for name in ("NeMo and MaxText", "Megatron-Bridge"):
         found = [float(x["over_published_pct"]) for x in compared if _framework(x) == name]
         slower, faster = (sum(sign * x > NEAR_PCT for x in found) for sign in (1, -1))
-        cells = [len(found), f"{statistics.median(found):+.1f}", len(found) - slower - faster]
-        text.append("| " + " | ".join(map(str, [name, *cells, slower, faster])) + " |")
-    heads = ["workload, GPUs", *(COLUMNS[name] for name in shown)]
-    text += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for x in compared:
-        text.append(
-            "| " + " | ".join([f"{x['workload']}, {x['gpus']}", *(str(x[k]) for k in shown)]) + " |"
+        near = len(found) - slower - faster
+        programs.append(
+            (name, len(found), f"{statistics.median(found):+.1f}", near, slower, faster)
         )
-    return "\n".join(text) + "\n"
+    shown = ["gpu_type", "dtype", "scaling", "memory_gib", "step_s", "published_s"]
+    shown += ["over_published_pct", "exposed_pct", "copies_pct"]
+    rows = ([f"{x['workload']}, {x['gpus']}", *(x[k] for k in shown)] for x in compared)
+    heads = ["program", "rows", "median %", f"within {NEAR_PCT} %", "slower", "faster"]
+    return f"{markdown.table(heads, programs)}\n" + markdown.table(
+        ["workload, GPUs", *(COLUMNS[name] for name in shown)], rows
+    )
 
 
 def errors_page(text: str, lines: list[dict]) -> str:
     """PAGE with the comparison of these lines."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{over_published(lines)}\n{END}{rest.split(END)[1]}"
+    return markdown.replaced(text, "ours over NVIDIA's", over_published(lines))
 
 
 def problems() -> list[str]:

@@ -1,6 +1,6 @@
 """MaxText programs whose step was measured, planned unchanged; their errors, and the fit to them.
 
-    PYTHONPATH=MAXTEXT/src:. python tools/very_programs.py [--fit] [--check] [PATTERN ...]
+    PYTHONPATH=MAXTEXT/src:. python -m tools.very_programs [--fit] [--check] [PATTERN ...]
 
 in an environment that has MaxText. Each row of tools/very_programs.csv names a measured step of
 maxbench/evidence (measured.csv or published.csv) by its work, GPUs and sequences per GPU, and has
@@ -8,7 +8,8 @@ the flags of its program. Writes tools/results/very_programs.csv, the errors of
 maxbench/evidence/errors.csv, from which error bands are computed, and the tables of
 docs/reference/prediction_errors.md. PATTERN chooses rows by 'WORK GPUS', 'llama2 70b fp8 h100 *';
 the others keep their result. --fit plans nothing, and writes errors and tables from the results.
---check plans and writes nothing; exits with what is not current. Neither needs MaxText.
+--check plans and writes nothing; exits with the problems of the stored results. Neither needs
+MaxText.
 
 Fit: the share of peak that GEMMs reach, one for the GPU types of a family and a number format.
 Everything else comes from its source in gpus.toml. A step is linear in the inverse of the share; it
@@ -40,11 +41,11 @@ from maxbench.evidence import error_band, measured, published
 from maxbench.evidence.error_band import Error
 from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.planning import prediction
+from tools import markdown
 
 PROGRAMS = pathlib.Path("tools/very_programs.csv")
 RESULTS = pathlib.Path("tools/results/very_programs.csv")
 PAGE = pathlib.Path("docs/reference/prediction_errors.md")
-BEGIN, END = "<!-- very programs -->\n", "<!-- end of very programs -->\n"
 # XLA's options of the recipes: latency hiding, pipelined collectives, no rematerialization.
 XLA = (
     "--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_triton_gemm=false "
@@ -253,12 +254,11 @@ def table(results: Sequence[dict[str, str]]) -> str:
     """The page's tables: a summary by GPU type and dtype, the fit, and all rows."""
     every = cases(results)
     errors = [*left_out(every)]
-    without = [f"without its {way.replace('gpu_type', 'GPU type')}" for way in error_band.WAYS]
-    heads = ["programs", "steps", "median of \\|error\\|, worst %", *without]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     ways = len(error_band.WAYS)
-    groups = sorted({(x.row.gpu_type, x.dtype) for x in every})
-    for group in [*groups, ()]:
+    without = [f"without its {way.replace('gpu_type', 'GPU type')}" for way in error_band.WAYS]
+    groups: list[tuple[str, ...]] = [*sorted({(x.row.gpu_type, x.dtype) for x in every}), ()]
+    summary = []
+    for group in groups:
         chosen = [i for i, x in enumerate(every) if (x.row.gpu_type, x.dtype) == group or not group]
         columns = [[every[i].error(every[i].shares[1]) for i in chosen]]
         columns += [[errors[ways * i + way].error for i in chosen] for way in range(ways)]
@@ -266,22 +266,27 @@ def table(results: Sequence[dict[str, str]]) -> str:
         for found in columns:
             median, worst = statistics.median(map(abs, found)), max(found, key=abs)
             cells.append(f"{100 * median:.1f}, {100 * worst:+.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| GEMMs of | share of peak in gpus.toml | fitted to the rows |", "|---|---|---|"]
+        summary.append(cells)
+    shares = []
     for family in sorted({x.family for x in every}):
         current = getattr(GPU_TYPES[family[0]].efficiency, f"gemm_{family[1]}")
-        lines.append(f"| {' '.join(family)} | {current:.3f} | {fitted(every, family):.3f} |")
-    heads = ["work", "GPUs", "measured s", "predicted s", "error %"]
-    heads += [*(f"{text} %" for text in without), "memory GiB"]
-    lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        shares.append([" ".join(family), f"{current:.3f}", f"{fitted(every, family):.3f}"])
     stored = {f"{x['work']} {x['gpus']} {x['mbs']}": x for x in results}
+    rows = []
     for i, x in enumerate(every):
         result = stored[x.row.key]
         cells = [x.row.work, str(x.row.gpus), result["measured_s"], result["predicted_s"]]
         cells.append(f"{100 * x.error(x.shares[1]):+.1f}")
         cells += [f"{100 * e.error:+.1f}" for e in errors[ways * i : ways * (i + 1)]]
-        lines.append("| " + " | ".join([*cells, result["memory_gib"]]) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, result["memory_gib"]])
+    heads = ["work", "GPUs", "measured s", "predicted s", "error %"]
+    heads += [*(f"{text} %" for text in without), "memory GiB"]
+    parts = (
+        markdown.table(["programs", "steps", "median of \\|error\\|, worst %", *without], summary),
+        markdown.table(["GEMMs of", "share of peak in gpus.toml", "fitted to the rows"], shares),
+        markdown.table(heads, rows),
+    )
+    return "\n".join(parts)
 
 
 def read() -> list[dict[str, str]]:
@@ -294,8 +299,7 @@ def read() -> list[dict[str, str]]:
 
 def page(text: str, results: Sequence[dict[str, str]]) -> str:
     """The page with the tables of the results."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n" + table(results) + "\n" + END + rest.split(END)[1]
+    return markdown.replaced(text, "very programs", table(results))
 
 
 def errors_csv(results: Sequence[dict[str, str]]) -> str:
@@ -305,7 +309,7 @@ def errors_csv(results: Sequence[dict[str, str]]) -> str:
 
 
 def problems() -> Iterator[str]:
-    """What is not current: rows without a measured step or a result, errors, page, constants."""
+    """Rows without a measured step or a result; errors, a page and constants of other results."""
     results, known = read(), steps()
     stored = {f"{x['work']} {x['gpus']} {x['mbs']}": x for x in results}
     for row in rows():
