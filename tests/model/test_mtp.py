@@ -44,7 +44,13 @@ def plain_loss(m, w, tokens_bt):
     return main + 0.1 * sum(extra) / len(extra)
 
 
-@pytest.mark.parametrize("mtp", [{"mtp_layers": 1}, {"mtp_layers": 2, "mtp_block": dense(48)}])
+@pytest.mark.parametrize(
+    "mtp",
+    [
+        pytest.param({"mtp_layers": 1}, marks=pytest.mark.exhaustive),
+        {"mtp_layers": 2, "mtp_block": dense(48)},
+    ],
+)
 def test_loss_and_gradients_equal_the_published_form(mtp):
     overrides = {f"model.{name}": value for name, value in mtp.items()} | {
         "model.layer_groups": ((1, (dense(96),)), (1, (routed(64, 4),))),
