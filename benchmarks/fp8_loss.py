@@ -1,10 +1,10 @@
-"""Trains a small Llama on learnable text in BF16, FP8 and NVFP4, and plots the losses.
+"""Trains a small Llama in BF16, FP8 and NVFP4, and plots the losses.
 
   python benchmarks/fp8_loss.py            2,000 steps each; some minutes on a CPU
   python benchmarks/fp8_loss.py --runs nvfp4        that one alone; others as stored
 
-Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, and prints a table. The text
-is of a Markov chain (train.data=bigram, maxbench/step/data.py), so the minimum loss is known.
+Writes benchmarks/results/fp8_loss.json and docs/images/fp8_loss.svg, and prints a table. The data
+are train.data=bigram (maxbench/step/data.py), whose minimum loss is known.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Checks the nodes before step 0, as its own process: `maxbench preflight`."""
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -39,10 +40,11 @@ def main(argv: Sequence[str]) -> int:
         print_report(run, processes, slow, errors)
         print(f"attention {kernel}")
     if asked.numerics and not errors:
-        from maxbench.preflight import numerics  # imports jax
+        from maxbench.preflight import numerics, trajectories  # imports jax
 
         workload = asked.config.partition(":")[0]
-        for right, text in numerics.findings(run, workload, jax.devices()):
+        gradients = numerics.findings(run, workload, jax.devices())
+        for right, text in itertools.chain(gradients, trajectories.findings(run)):
             errors += [] if right else [text]
             if jax.process_index() == 0:
                 print(f"numerics: {text}" if right else f"preflight: error: {text}", flush=True)

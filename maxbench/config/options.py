@@ -532,7 +532,9 @@ class Preflight(Processes, Training, RunOptions, title="checks"):
     EXAMPLES = ("maxbench preflight --config llama31_8b --gpus 8",)
     allow_tcp: bool = option("pass if NCCL falls back to TCP", False)
     numerics: bool = option(
-        "also compare the gradients of each GPU and of the mesh with a CPU's", False
+        "also compare the gradients of each GPU and of the mesh with a CPU's, and the losses of "
+        "some steps with stored ones",
+        False,
     )
     json: str = option("file to write the facts and scores to", "")
 

@@ -63,12 +63,21 @@ class EmbedAndLoss:
           transformer.loss_fn. The gradients with those of these microbatches added, and the
           gradients of ys.
         """
-        w = self.w if head is None else self.w | {"head": self.w["head"] | {"w": head}}
-        losses = self._mtp_losses if self.run.model.mtp_layers else self._losses
-        call = losses(last, len(ys), ys.shape[2])
+        call, w = self._call(last, ys, head)
         _, vjp, metrics = jax.vjp(call, w, ys, has_aux=True)
         dw, dys = vjp(jnp.ones(()))
         return metrics, _add(grads, dw), dys
+
+    def metrics(self, last: jax.Array | int, ys: Any, head: Any) -> dict[str, jax.Array]:
+        """The metrics of loss() alone, without gradients."""
+        call, w = self._call(last, ys, head)
+        return call(w, ys)[1]
+
+    def _call(self, last, ys, head):
+        """(w, ys) -> loss, metrics; and w."""
+        w = self.w if head is None else self.w | {"head": self.w["head"] | {"w": head}}
+        losses = self._mtp_losses if self.run.model.mtp_layers else self._losses
+        return losses(last, len(ys), ys.shape[2]), w
 
     def _losses(self, last, count, tokens):
         """(w, ys) -> loss, metrics: of this stage's part of the tokens."""

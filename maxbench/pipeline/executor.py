@@ -91,6 +91,10 @@ BRANCH_STATE = (
     "end_grads", "grad_slots", "input_slots", "metrics", "layer_grads", "chunk_grads",
     "bwd_weights",
 )  # fmt: skip
+# The fields that backward passes read or write: None where there are none.
+BACKWARD_STATE = (
+    "end_grads", "grad_slots", "stash", "residuals", "residual_slot", "layer_grads", "chunk_grads",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -136,7 +140,7 @@ class Executor:
         order of layer_order.
       batch: microbatch -> (tokens_bt, targets_bt).
       zero: ZeRO slices in warm-up and cool-down, or None.
-      documents, share: as in gradients.gradients().
+      documents, share: as in gradients.executor().
     """
 
     def __init__(
@@ -172,30 +176,49 @@ class Executor:
 
     def gradients(self, grads: Any) -> Any:
         """Gradients of all microbatches, added to `grads` (zeros), and this GPU's metrics."""
-        rows = jnp.asarray(self.table())[:, collectives.axis_index("pp")]
+        rows = self.rows_of_stage()
         carry = self.initial_carry(grads)
-        for phase, ticks in self.plan.phases.items():
+        for phase in self.plan.phases:
             if phase == schedule.STEADY:
                 carry = self.begin_steady_state(carry)
             if phase == schedule.COOLDOWN:
                 carry, _ = self.write_stash(carry)
                 carry = carry.replace(head_weight=None)  # the last loss has read it
-            now, following = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
-            with jax.named_scope(phase):
-                tick = functools.partial(self.tick, phase)
-                carry, _ = lax.scan(tick, carry, (now, following))
+            carry = self.run_phase(phase, rows, carry)
         return self.finish(carry)
+
+    def metrics(self, grads: Any) -> dict[str, jax.Array]:
+        """This GPU's metrics of all microbatches, by the forward passes of the schedule alone. Of
+        `grads` only the shapes count."""
+        rows = self.rows_of_stage()
+        carry = self.initial_carry(grads).replace(**dict.fromkeys(BACKWARD_STATE))
+        for phase in (schedule.WARMUP, schedule.STEADY):
+            carry = self.run_phase(phase, rows, carry)
+        return carry.metrics.asdict()
+
+    def rows_of_stage(self) -> jax.Array:
+        """table() of this stage."""
+        return jnp.asarray(self.table())[:, collectives.axis_index("pp")]
+
+    def run_phase(self, phase: str, rows: jax.Array, carry: Carry) -> Carry:
+        """The scan over the ticks of a phase."""
+        ticks = self.plan.phases[phase]
+        now, following = (rows[ticks.start + i : ticks.stop + i] for i in range(2))
+        with jax.named_scope(phase):
+            tick = functools.partial(self.tick, phase)
+            return lax.scan(tick, carry, (now, following))[0]
 
     def tick(self, phase: str, carry: Carry, rows: Any) -> Any:
         """One tick: at most one forward and one backward pass through a chunk, of different
         microbatches."""
-        forward, backward = phase != schedule.COOLDOWN, phase != schedule.WARMUP
+        forward = phase != schedule.COOLDOWN
+        backward = phase != schedule.WARMUP and carry.grad_slots is not None
         now, following = map(Row._make, rows)
         t = Tick(phase, forward, backward, now, following, ordering.Tokens({}))
         if self.run.train.document_end is not None:
             t.fwd_documents = self.documents(now.fwd_microbatch) if forward else None
             t.bwd_documents = self.documents(now.bwd_microbatch) if backward else None
-        if forward:
+        if forward and carry.stash is not None:
             carry, written = self.write_stash(carry)
             t.tokens.emit("stash.write", written)
         if backward:
@@ -208,7 +231,7 @@ class Executor:
                 if forward:
                     carry = carry if i or bwd == "mixer" else self.receive_input(carry, t)
                     carry = self.forward_sublayer(carry, t, fwd, i)
-            if self.zero and forward != backward:
+            if self.zero and phase != schedule.STEADY:
                 carry = self.zero_slices(carry, t, i, self.zero)
         return self.end_tick(carry, t), None
 
@@ -393,12 +416,10 @@ class Executor:
         """Stores the results of a tick, runs its branches and sends the input gradient."""
         if t.forward:
             slot = t.now.fwd_microbatch % self.plan.microbatches_per_loss
-            carry = carry.replace(
-                output=t.x,
-                loss_inputs=buffers.write(carry.loss_inputs, slot, t.x),
-                residuals=t.residuals,
-                residual_slot=t.now.fwd_stash_slot,
-            )
+            loss_inputs = buffers.write(carry.loss_inputs, slot, t.x)
+            carry = carry.replace(output=t.x, loss_inputs=loss_inputs)
+            if carry.stash is not None:
+                carry = carry.replace(residuals=t.residuals, residual_slot=t.now.fwd_stash_slot)
         if self.zero and t.slices and t.forward:
             layers = self.zero.write_weights(self.sliced(carry.layer_weights), t.slices)
             carry = carry.replace(layer_weights=self.with_sliced(carry.layer_weights, layers))
@@ -436,13 +457,15 @@ class Executor:
         return carry.replace(grad_slots=buffers.write(carry.grad_slots, slot, received))
 
     def loss(self, t: Tick, ys: Any, head: Any, state: Carry) -> Carry:
-        """The loss of a group of microbatches whose forward passes are complete, and its gradients.
+        """The loss of a group of microbatches whose forward passes are complete, and its gradients,
+        if there are backward passes.
 
         Row-major: otherwise jax 0.12 transposes the buffers for it in each tick.
         """
-        more, grads, dys = self.ends.loss(
-            t.now.loss_microbatch, row_major(ys), state.end_grads, head
-        )
+        last, ys = t.now.loss_microbatch, row_major(ys)
+        if state.grad_slots is None:
+            return state.replace(metrics=state.metrics.plus(self.ends.metrics(last, ys, head)))
+        more, grads, dys = self.ends.loss(last, ys, state.end_grads, head)
         metrics = state.metrics.plus(more)
         slots = buffers.write(state.grad_slots, t.now.loss_grad_slot, row_major(dys))
         return state.replace(end_grads=grads, metrics=metrics, grad_slots=slots)

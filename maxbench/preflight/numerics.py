@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.config import precedence, recipes, resolve
 from maxbench.config.errors import UserError
+from maxbench.config.number_formats import SCALINGS
 from maxbench.config.run import AXES, Device, Run, RunConfig
 from maxbench.distributed import runtime, stragglers
 from maxbench.hardware.gpus import GPU_TYPES
@@ -100,18 +101,26 @@ def findings(run: Run, workload: str, devices: Sequence[jax.Device]) -> Iterator
             yield right, f"{name}, {what}: {text}"
 
 
-def toy(run: Run, workload: str, devices: int, only: str = "", gbs: int | None = None) -> Run:
+def toy(
+    run: Run,
+    workload: str,
+    devices: int,
+    axes: Sequence[str] = SPLIT,
+    gbs: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Run:
     """The workload's toy in the number format of a run.
 
     Args:
       devices: of its mesh; 1, or as many as all axes of SPLIT need, times dp.
-      only: the axis that the mesh has; '' all of the run's.
+      axes: those of SPLIT that the mesh may have of the run's.
       gbs: the global batch; None, two microbatches.
+      settings: others of the toy, by 'section.field'.
 
     Raises:
       UserError: there is no such toy.
     """
-    wanted = [axis for axis in SPLIT if getattr(run.layout, axis) > 1 and only in ("", axis)]
+    wanted = [axis for axis in SPLIT if getattr(run.layout, axis) > 1 and axis in axes]
     degrees: dict[str, int] = {}
     for axis in wanted if devices > 1 else ():
         if devices % (2 * math.prod(degrees.values())) == 0:
@@ -119,13 +128,18 @@ def toy(run: Run, workload: str, devices: int, only: str = "", gbs: int | None =
     degrees["dp"] = devices // math.prod(degrees.values())
     shards = degrees["dp"] * degrees.get("fsdp", 1) * degrees.get("ep", 1)
     p = run.precision
-    precision = {"scaling": p.scaling, "backend": p.backend} if run.format.quantized else {}
+    precision = {"backend": p.backend} if run.format.quantized else {}
+    if p.scaling in SCALINGS:  # of a dtype with one format it is that
+        precision["scaling"] = p.scaling
     overrides = {
         **{f"layout.{axis}": n for axis, n in degrees.items()},
         "layout.mbs": 1,
         "layout.gbs": gbs or 2 * shards * degrees.get("pp", 1),
         "layout.gpu_type": run.layout.gpu_type,
         **{f"precision.{name}": value for name, value in precision.items()},
+        # cp 2 x tp 2 must leave whole blocks.
+        **({"train.seq": 128} if run.format.blocks else {}),
+        **(settings or {}),
     }
     config = precedence.build_config(
         recipes.load_workload(f"{workload}:tiny", run.hardware),
@@ -279,7 +293,7 @@ def _axes(
     """The comparison for a mesh of each axis with data parallelism, and for that alone."""
     for axis in ("dp", *(a for a in SPLIT if getattr(together.layout, a) > 1)):
         try:
-            one = toy(run, workload, len(devices), axis, together.layout.gbs)
+            one = toy(run, workload, len(devices), (axis,), together.layout.gbs)
         except UserError as e:
             yield True, f"{axis} alone is not tried: {e}"
             continue

@@ -24,7 +24,7 @@ from maxbench.config import loop_lengths, resolve
 from maxbench.config.run import AXES, DTYPES, Device, Run
 from maxbench.model import attention, grad_accumulation, layer_stack, transformer
 from maxbench.pipeline import layer_order
-from maxbench.pipeline.gradients import gradients
+from maxbench.pipeline.gradients import executor
 from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import transformer_engine
 from maxbench.sharding import collectives, ordering
@@ -205,19 +205,27 @@ class Step:
     def loss(self, params: Any, batch: jax.Array, layer_state: Any = None) -> jax.Array:
         """The mean loss over the global batch, fp32. Arguments as those of gradients().
 
-        A pipeline has one schedule, whose backward passes are computed and not used.
+        A pipeline runs the forward passes of its schedule.
         """
-        if self.run.layout.pp > 1:
-            return self.gradients(params, batch, layer_state)[1]["loss"]
         masters, by_slot = self._specs()
+        pipeline = self.run.layout.pp > 1
         loss = jax.shard_map(
-            self._local_loss,
+            self._local_pipeline_loss if pipeline else self._local_loss,
             mesh=self.mesh,
             in_specs=(masters, data.SPEC, by_slot),
             out_specs=P(),
             check_vma=False,
         )
         return loss(params, batch, layer_state and state.read(layer_state))
+
+    def _local_pipeline_loss(self, params, batch, layer_state):
+        """loss() on one GPU of a pipeline, inside shard_map."""
+        with ordering.enabled(self.run.train.order == "auto"):
+            w, _, overlaps, _ = self._compute_weights(params, layer_state)
+            share = data.share(self.run, batch)
+            zeros = grad_accumulation.zeros(w, DTYPES[self.run.precision.grads])
+            out = self._executor(w, batch, overlaps[0][1], share).metrics(zeros)
+        return collectives.psum(out["loss"], *self.mesh.axis_names)
 
     def _local_loss(self, params, batch, layer_state):
         """loss() on one GPU, inside shard_map."""
@@ -420,9 +428,7 @@ class Step:
         zeros = grad_accumulation.zeros(w, DTYPES[run.precision.grads])
         share = data.share(run, batch)
         if run.train.overlapped:
-            microbatch = functools.partial(data.microbatch, run, batch)
-            documents = functools.partial(data.documents, run)
-            return gradients(run, w, zeros, microbatch, overlap, documents, share)
+            return self._executor(w, batch, overlap, share).gradients(zeros)
 
         def accumulate(accumulators, micro):
             tokens_bt, targets_bt, *after = data.microbatch(run, batch, micro)
@@ -439,6 +445,11 @@ class Step:
             return self._loop_of_unknown_length(accumulate, zeros, batch, count)
         grads, out = jax.lax.scan(accumulate, zeros, jnp.arange(count))
         return grads, jax.tree.map(jnp.sum, out)
+
+    def _executor(self, w, batch, overlap: ZeroOverlap | None, share):
+        microbatch = functools.partial(data.microbatch, self.run, batch)
+        documents = functools.partial(data.documents, self.run)
+        return executor(self.run, w, microbatch, overlap, documents, share)
 
     @staticmethod
     def _loop_of_unknown_length(accumulate, zeros, batch, count):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxbench.pipeline import schedule
 from maxbench.sharding import mesh
 from maxbench.step import data, state
 from maxbench.step.train_step import Step
@@ -20,6 +21,20 @@ CASES = {
     ),
     "experts": ("mixtral_8x7b", {}, {"ep": 2, "fsdp": 2, "gbs": 8}),
     "pipeline": ("llama31_8b", {}, {"pp": 2, "gbs": 4, "mbs": 1}),
+    "interleaved": ("llama31_8b", {}, {"pp": 2, "vp": 2, "dp": 2, "tp": 2, "gbs": 8, "mbs": 1}),
+    "pipeline of four": ("llama31_8b", {}, {"pp": 4, "dp": 2, "gbs": 16, "mbs": 1}),
+    "pipeline, unordered": (
+        "llama31_8b",
+        {"train.order": "off"},
+        {"pp": 2, "vp": 2, "gbs": 8, "mbs": 1},
+    ),
+    "pipeline, delayed fp8": (
+        "llama31_8b",
+        {"precision.scaling": "delayed"},
+        {"dtype": "fp8", "pp": 2, "vp": 2, "seq": 64, "gbs": 4, "mbs": 1},
+    ),
+    "pipeline, mtp": ("deepseek_v3", {}, {"pp": 2, "gbs": 4, "mbs": 1}),
+    "pipeline, kinds": ("nemotron_h_56b", {}, {"pp": 2, "gbs": 4, "mbs": 1}),
     "delayed fp8": (
         "llama31_8b",
         {"precision.scaling": "delayed"},
@@ -28,10 +43,12 @@ CASES = {
     "mtp, latent": ("deepseek_v3", {}, {"fsdp": 2, "gbs": 4}),
     "mamba": ("nemotron_3_nano", {}, {"dp": 2, "gbs": 4}),
 }
-LATE = ("overlapped", "experts", "delayed fp8", "mtp, latent", "mamba", "pipeline")
+EARLY = ("alone", "fsdp, cp, tp")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[exhaustive] * (c in LATE)) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[exhaustive] * (c not in EARLY)) for c in CASES]
+)
 def test_loss_without_gradients_is_that_of_the_step(case):
     workload, settings, flags = CASES[case]
     run = resolve(workload, "tiny", settings, **flags)
@@ -43,3 +60,14 @@ def test_loss_without_gradients_is_that_of_the_step(case):
     expected = jax.jit(lambda *x: step.gradients(*x)[1]["loss"])(*args)
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
     assert targets == run.layout.gbs * run.train.seq
+
+
+def test_an_evaluation_of_a_pipeline_has_no_backward_passes():
+    run = resolve("llama31_8b", "tiny", pp=2, vp=2, gbs=8, mbs=1)
+    step = Step(run, mesh.make_mesh(run.layout))
+    text = lambda lowered: lowered.as_text(debug_info=True)
+    training, evaluation = text(step.lower()), text(step.lower_loss())
+    for scope in (schedule.COOLDOWN, schedule.STASH, schedule.SEND_DX, schedule.EMBED_BACKWARD):
+        assert scope in training
+        assert scope not in evaluation
+    assert schedule.STEADY in evaluation
