@@ -1,7 +1,7 @@
 """Kimi-K2 1T, https://arxiv.org/abs/2507.20534, as NVIDIA's Megatron-Bridge recipes train it.
 
 Tokens choose experts at random and evenly, as in the recipes' benchmarks (force_balance). The
-recipes' optimizer is Muon; here it is AdamW, and Muon with --config.optim.name=muon.
+optimizer is Muon, as in the recipes.
 """
 
 from maxbench.config.channels import Experts, Mlp
@@ -73,7 +73,7 @@ def get_config(presets=""):
             seq=4096,
             remat="none",
         ),
-        optim=dict(lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
+        optim=dict(name="muon", lr=3e-4, lr_min=3e-5, warmup=2000, eps=1e-5),
         layouts=LAYOUTS,
         launch=dict(rank=12, aliases=("kimi", "kimi-k2"), stops=False),
         published=dict(convention="causal"),
