@@ -45,7 +45,7 @@ def run(command: list[str], folder: pathlib.Path) -> tuple[str, dict[str, float]
     """Output of a command, its seconds and its CPU seconds.
 
     Raises:
-      SystemExit: the command failed; the end of what it printed.
+      SystemExit: the command failed; the end of its output.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -225,7 +225,8 @@ def fit(chosen: Sequence[Case], prior: float | None = None) -> float:
 
 
 def fitted(every: Sequence[Case], family: tuple[str, str]) -> float:
-    """The share of peak of a family, fitted to its rows and near that of all rows of the format."""
+    """The share of peak of a family, fitted to its rows and near that of all rows of the format, or
+    of all rows where none of the format is left."""
     of_format = [x for x in every if x.dtype == family[1]] or every
     common = fit(of_format)
     return fit([x for x in every if x.family == family], common)

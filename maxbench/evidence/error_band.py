@@ -137,20 +137,20 @@ def prediction_interval(log_ratios: Sequence[float]) -> tuple[float, float]:
     return math.exp(center - half), math.exp(center + half)
 
 
-def covered(rows: Sequence[Error]) -> dict[str, float]:
-    """Share of the weight of rows in the band that all other groups of rows give: by WAYS, and of
-    'all'.
+def is_covered(e: Error, rows: Sequence[Error]) -> bool:
+    """Whether a row is in the band of the rows of other workloads, GPU types or sources, whichever
+    the row is left out by: that of a prediction which knows nothing of its group."""
+    others = [x for x in rows if getattr(x, e.left_out) != getattr(e, e.left_out)]
+    band = error_band(e.gpu_type, e.dtype, others)
+    return band.low <= math.exp(e.log_ratio) <= band.high
 
-    A row is left out with all of its workload, GPU type or source, and its band is that of a
-    prediction which knows nothing of that group.
-    """
+
+def covered(rows: Sequence[Error]) -> dict[str, float]:
+    """Share of the weight of rows that is_covered(): by WAYS, and of 'all'."""
     inside, total = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0.0)
     for e in rows:
-        way = e.left_out
-        others = [x for x in rows if getattr(x, way) != getattr(e, way)]
-        band = error_band(e.gpu_type, e.dtype, others)
-        total[way] += e.weight
-        inside[way] += e.weight * (band.low <= math.exp(e.log_ratio) <= band.high)
+        total[e.left_out] += e.weight
+        inside[e.left_out] += e.weight * is_covered(e, rows)
     shares = {way: inside[way] / total[way] for way in WAYS}
     return shares | {"all": sum(inside.values()) / sum(total.values())}
 

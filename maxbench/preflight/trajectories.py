@@ -142,7 +142,7 @@ def compare(run: Run, losses: Sequence[float]) -> tuple[bool, str]:
 
 
 def _meaning(step: int, loss: float) -> str:
-    """What is wrong if a loss is the first one that is."""
+    """Causes of a loss of this step that is wrong first."""
     if not math.isfinite(loss):
         return "an overflow, or memory that is read before it is written"
     if step == 0:

@@ -16,7 +16,7 @@ PRECISIONS = {"bf16": "bfloat16"}  # others have the same name
 
 
 def submission(run: Run, platform: str) -> dict[str, Any]:
-    """What is submitted, by key."""
+    """Figures of the submission, by key."""
     return {
         "submission_benchmark": run.output.mllog,
         "submission_org": run.output.submitter,

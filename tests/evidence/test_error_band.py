@@ -18,11 +18,14 @@ def error(measured_over_predicted, workload="a", **about):
 
 
 def test_nine_of_ten_held_out_steps_are_inside_the_band():
-    """Also of the tenth with the largest errors, by GPU type or source, more than none."""
-    shares = error_band.covered(error_band.errors())
-    assert shares["all"] >= 0.85
+    """And most of the tenth with the largest errors. Wider bands would contain more than 96 %."""
+    rows = error_band.errors()
+    shares = error_band.covered(rows)
+    assert 0.85 <= shares["all"] <= 0.96
     for way in error_band.WAYS:
-        assert shares[way] >= 0.75, way
+        assert shares[way] >= 0.80, way
+    worst = sorted(rows, key=lambda e: -abs(e.log_ratio))[: len(rows) // 10]
+    assert sum(error_band.is_covered(e, rows) for e in worst) >= 0.8 * len(worst)
 
 
 def test_band_covers_nine_of_ten_steps_of_its_kind():

@@ -20,14 +20,14 @@ ALONE: dict[str, int] = {}
 
 
 def found(number_format: str, axes: dict[str, int] = ALONE) -> tuple[bool, str]:
-    """What trajectories.compare() says of a training in a number format."""
+    """trajectories.compare() of a training in a number format."""
     devices = jax.devices()[: trajectories.DEVICES if axes else 1]
     run = trajectories.toy(job(number_format, axes), len(devices))
     return trajectories.compare(run, trajectories.train(run, devices))
 
 
 def compared(changes: dict[int, float]) -> tuple[bool, str]:
-    """What trajectories.compare() says of the stored losses times some factors."""
+    """trajectories.compare() of the stored losses times some factors."""
     losses = [step.loss for step in trajectories.stored("current")]
     for i, factor in changes.items():
         losses[i] *= factor
