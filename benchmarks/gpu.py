@@ -37,10 +37,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # works wi
 from benchmarks import gpu_stages as stages
 from maxbench.host import environment
 
-# Most valuable first; with the minutes of each on an H200, those from "ceilings" on estimated.
+# Most valuable first; with the minutes of each on an H200, those of "documents" and from "ceilings"
+# on estimated.
 STAGES = {
     "options": (stages.options, 0.4),
     "attention": (stages.attention, 3.3),
+    "documents": (stages.documents, 0.6),
     "fp8": (stages.fp8, 1.2),
     "calibrate": (stages.calibrate, 1.5),
     "families": (stages.families, 3.5),
@@ -52,7 +54,7 @@ STAGES = {
     "maxtext": (stages.maxtext, 1.5),
 }
 # For a GPU that is available for 15 minutes, and 10 minutes a command.
-PARTS = {"1": "options,fp8,calibrate,profile,attention", "2": "families,mocked"}
+PARTS = {"1": "options,documents,fp8,calibrate,profile,attention", "2": "families,mocked"}
 PART_MINUTES = 6.0
 # Stages whose cases need processes of their own, one for each first word of a case's name, because
 # peak memory and mocked devices are properties of a process.

@@ -6,6 +6,7 @@ the cases anew.
 """
 
 import collections
+import dataclasses
 import faulthandler
 import functools
 import gzip
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from maxbench.config import command_line, layout_table, recipes
+from maxbench.config import command_line, layout_table, recipes, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.run import Run
 from maxbench.config.sublayers import RULES
@@ -38,6 +39,7 @@ from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.host import environment
 from maxbench.metrics import flops, step_stats
 from maxbench.model import attention as kernels
+from maxbench.model import packed_attention
 from maxbench.planning import planner
 from maxbench.quantization import QuantizedArray, fp8_per_tensor, transformer_engine
 from maxbench.run import loop
@@ -187,16 +189,100 @@ def ring(forward, backward, logits):
     return merged, gradients
 
 
-@functools.partial(jax.jit, static_argnums=4)
+def documents(small: bool) -> Cases:
+    """Attention within packed documents, forward and backward, against fp32: by cuDNN in one call
+    and in several, in windows, and with values that are narrower than keys, where it has these
+    widths, and by the XLA kernel; and the losses of training steps with each of the two."""
+    cases = {
+        "cudnn long": (128, 128, 1024, 0),
+        "cudnn short": (128, 128, 64, 0),
+        "cudnn heads of 64 window": (64, 64, 256, 128),
+        "cudnn values narrower": (192, 128, 256, 0),
+        "xla short": (128, 128, 64, 0),
+    }
+    for name, case in cases.items():
+        yield name, functools.partial(run_documents, name.split()[0], *case, small)
+    yield "cudnn step", functools.partial(step_of_documents, small)
+
+
+def run_documents(
+    kind: str, width: int, value_width: int, every: int, window: int, small: bool
+) -> dict:
+    """Each token ends a document with the probability 1 / `every`. Where they are long, also the
+    time and scratch memory of causal attention without documents."""
+    if kind != "xla":
+        needs_gpu()
+        capability = tuple(map(int, jax.devices()[0].compute_capability.split(".")))
+        mixer = command_line.run_of(workload(FAMILY, "")).model.per_layer[0].mixer
+        mixer = dataclasses.replace(mixer, head_dim=width, value_dim=value_width)
+        if resolve.cudnn_kernel(mixer, "bf16", capability, documents=True) != kind:
+            raise UserError(f"cuDNN packs no heads of {width} with values of {value_width} here")
+    sequences, tokens, heads, groups = (2, 256, 4, 2) if small else (2, 4096, 32, 8)
+    shapes = (heads, width), (groups, width), (groups, value_width), (heads, value_width)
+    draw = lambda i, h, w: jax.random.normal(jax.random.key(i), (sequences, tokens, h, w), BF16)
+    q, k, v, do = (draw(i, *shape) for i, shape in enumerate(shapes))
+    ends = jax.random.bernoulli(jax.random.key(4), 1 / every, (sequences, tokens))
+    of_tokens = jnp.cumsum(ends, 1, jnp.int32) - ends
+    logits, kernel = kernels.Logits(width**-0.5, 0, window), kernels.KERNELS[kind]
+    record: dict = {"documents": [int(n) + 1 for n in of_tokens[:, -1]]}
+    if kind != "xla":
+        packing = packed_attention.Documents.of(of_tokens, heads, max(width, value_width))
+        record |= {"of_a_call": packing.size, "calls": int(packing.groups)}
+    masks: dict = {"causal": None} if every == 1024 else {}
+    masks["apart"] = of_tokens  # the last: its outputs are compared
+    for mask, of_mask in masks.items():
+        outputs = ()
+        for name, of_pass in zip(("forward", "backward"), kernel, strict=True):
+            args = (of_mask, q, k, v, *((*outputs, do) if outputs else ()))
+            call = jax.jit(lambda documents, *x, f=of_pass: f(*x, True, logits, documents))
+            program = call.lower(*args).compile()
+            outputs += tuple(program(*args))
+            record[f"{name}_{mask}_ms"] = 1e3 * timed(program, *args)
+            scratch = program.memory_analysis().temp_size_in_bytes / GIB
+            record[f"{name}_{mask}_workspace_gib"] = scratch
+    one = lambda i: (x[i : i + 1] for x in (q, k, v, do))  # of which the scores fit in memory
+    by_sequence = [
+        reference(*one(i), True, of_tokens[i : i + 1], window=window) for i in range(sequences)
+    ]
+    exact = map(jnp.concatenate, zip(*by_sequence, strict=True))
+    for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), outputs, exact, strict=True):
+        error = float(jnp.max(jnp.abs(x.astype(FP32) - y)) / jnp.max(jnp.abs(y)))
+        record[f"{name}_error"] = error
+        # Not a number fails, too.
+        assert error < 0.02, f"{name} is off by {error:.1%} of its largest value; {record}"
+    return record
+
+
+def step_of_documents(small: bool) -> dict:
+    """Losses after some steps on documents of 32 tokens on average: many calls of a sequence."""
+    needs_gpu()
+    record: dict = {}
+    for kind in ("cudnn", "xla"):
+        words = [f"--config.train.attention={kind}", f"--seq={256 if small else 1024}"]
+        vocab = command_line.run_of(proxy(FAMILY, small)).model.vocab
+        words.append(f"--config.train.document_end={int(data.bigram_tokens(vocab)[0])}")
+        figures, dispatch, text = trained(proxy(FAMILY, small, *words), 4)
+        assert ('"PADDING_CAUSAL"' in text) == (kind == "cudnn"), f"{kind}: another kernel"
+        record |= {f"{kind}_s": figures["step_s"], f"{kind}_loss": float(dispatch()["loss"])}
+    apart = abs(record["cudnn_loss"] / record["xla_loss"] - 1)
+    assert apart < 0.005, f"losses are {apart:.2%} apart: {record}"
+    return record | {"apart": apart}
+
+
+@functools.partial(jax.jit, static_argnums=4, static_argnames="window")
 @jax.default_matmul_precision("highest")
-def reference(q, k, v, do, causal: bool):
+def reference(q, k, v, do, causal: bool, documents_bt=None, *, window: int = 0):
     """o, lse, dq, dk, dv in fp32, from the full score matrix; the last query sees all keys."""
 
     def attend(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
         t, s = scores.shape[2:]
-        scores = jnp.where(jnp.tri(t, s, s - t) if causal else True, scores, -jnp.inf)
+        seen = jnp.tri(t, s, s - t, bool) if causal else jnp.ones((t, s), bool)
+        seen &= ~jnp.tri(t, s, s - t - window, bool) if window else True
+        if documents_bt is not None:
+            seen = (seen & (documents_bt[:, :, None] == documents_bt[:, None]))[:, None]
+        scores = jnp.where(seen, scores, -jnp.inf)
         lse = jax.nn.logsumexp(scores, -1)
         return jnp.einsum("bhts,bshd->bthd", jnp.exp(scores - lse[..., None]), v), lse
 

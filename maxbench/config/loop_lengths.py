@@ -7,6 +7,8 @@ from maxbench.config.channels import Experts
 from maxbench.config.run import Run
 
 MICROBATCHES = "microbatches"  # named scope of the loop over microbatches
+# That of the loop over further calls of cuDNN for packed documents (model/packed_attention.py).
+DOCUMENT_GROUPS = "document_groups"
 
 
 def blocks_scope(experts: int) -> str:
@@ -27,8 +29,12 @@ def block_rows(mean_rows: int) -> int:
 
 def trip_counts(run: Run) -> dict[str, int]:
     """Scope of a loop -> its trips. Those over blocks depend on the choice of experts: they are the
-    trips of an even choice."""
+    trips of an even choice. Those over documents depend on the data: the first call, before the
+    loop, is priced as attention over whole sequences, which is no less than all calls together.
+    """
     a, found = run.layout, {MICROBATCHES: run.layout.microbatches}
+    if run.train.document_end is not None and run.train.attention != "xla":
+        found[DOCUMENT_GROUPS] = 0
     for x in (layer.channel for _, layer in run.model.kinds):
         if isinstance(x, Experts) and not x.has_slots:
             tokens, local = a.mbs * run.train.seq // a.cp // a.tp, x.experts // a.ep

@@ -41,6 +41,8 @@ COMBINE = {
 LOGITS_BYTES = {"gpu": 1 << 30, "cpu": 32 << 20}
 # Value dims that cuDNN's backward pass supports with keys of 192 dims on Blackwell.
 VALUE_SLICE = 128
+# Compute capabilities, major, on which cuDNN's sequence packing is used: JAX has tests of it there.
+PACKING = (9, 10)
 
 
 def resolve(config: RunConfig, hardware: GpuTypes, device: Device | None = None) -> Run:
@@ -225,23 +227,15 @@ def attention_kernel(t: TrainConfig, m: Model, dtype: str, device: Device) -> st
     Raises:
       UserError: a kernel of cuDNN is given, and cuDNN does not support this attention.
     """
-    given = t.attention
-    if t.document_end is not None:
-        if given in (None, "xla"):
-            return "xla"
-        raise UserError(
-            f"train.attention={given!r}: jax's binding of cuDNN needs the number of documents of a "
-            "sequence at compile time, and returns logsumexps of another shape for them; with "
-            f"train.document_end={t.document_end} use train.attention=xla"
-        )
+    given, documents = t.attention, t.document_end is not None
     mixers = [layer.mixer for layer in m.all_layers if isinstance(layer.mixer, Attention)]
     if not mixers:
         return "xla"
     kernels = ("cudnn", "cudnn_split", "xla")
     has_cudnn = device.platform == "gpu" and device.cudnn
-    kernel = lambda x: cudnn_kernel(x, dtype, device.capability) if has_cudnn else "xla"
-    slowest = max(mixers, key=lambda x: kernels.index(kernel(x)))
-    fastest = kernel(slowest)
+    of = lambda x: cudnn_kernel(x, dtype, device.capability, documents) if has_cudnn else "xla"
+    slowest = max(mixers, key=lambda x: kernels.index(of(x)))
+    fastest = of(slowest)
     if given in (None, fastest) or given == "xla":
         return given or fastest
     if fastest != "xla":
@@ -249,23 +243,30 @@ def attention_kernel(t: TrainConfig, m: Model, dtype: str, device: Device) -> st
     raise UserError(
         f"train.attention={given!r}: cuDNN has no attention for {dtype}, heads of "
         f"{slowest.head_dim} with values of {slowest.value_width}"
-        f"{f', softcap {slowest.softcap}' if slowest.softcap else ''} on a "
+        f"{f', softcap {slowest.softcap}' if slowest.softcap else ''}"
+        f"{f', documents apart (train.document_end={t.document_end})' if documents else ''} on a "
         f"{device.platform} of compute capability {'.'.join(map(str, device.capability))}; use "
         "train.attention=xla"
     )
 
 
-def cudnn_kernel(m: Attention, dtype: str, capability: tuple[int, int]) -> str:
+def cudnn_kernel(
+    m: Attention, dtype: str, capability: tuple[int, int], documents: bool = False
+) -> str:
     """The fastest of model.attention.KERNELS for attention on a GPU, by its compute capability.
 
     The limits are those of cuDNN's backward pass since 9.12; its forward pass supports more.
+
+    Args:
+      documents: whether attention is confined to packed documents.
     """
     keys, values = m.head_dim, m.value_width
     if dtype != "bf16" or m.softcap or capability < (8, 0) or keys % 8 or values % 8:
         return "xla"
     if max(keys, values) <= (256 if capability[0] == 9 else 128):
-        return "cudnn"
-    if capability[0] == 10 and keys == 192 and values >= VALUE_SLICE:
+        return "cudnn" if not documents or capability[0] in PACKING else "xla"
+    # With packing, XLA tells cuDNN one offset of keys and values, which have one width then.
+    if capability[0] == 10 and keys == 192 and values >= VALUE_SLICE and not documents:
         return "cudnn" if values == VALUE_SLICE else "cudnn_split"
     return "xla"
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError, divisors, nearest
+from maxbench.config.mixers import Attention
 from maxbench.config.sublayers import RULES, Sublayer
 
 if TYPE_CHECKING:
     from maxbench.config.model import Model
     from maxbench.config.run import Run, RunConfig
 
+MAX_OFFSET = 2**31 - 1
 MAX_MICROBATCHES = 10_000  # of a pipeline: a schedule of 8 x 8 parts takes 6 ms for each
 
 
@@ -168,6 +170,20 @@ def _check_documents(run: "Run") -> None:
         raise UserError(
             f"{setting}: multi-token prediction does not keep documents apart; use "
             "model.mtp_layers=0, or leave train.document_end out"
+        )
+    if run.train.attention != "xla":
+        _check_offsets(run, [mixer for mixer in mixers if isinstance(mixer, Attention)])
+
+
+def _check_offsets(run: "Run", mixers: list[Attention]) -> None:
+    """XLA's cuDNN has offsets of documents in 32 bits (model/packed_attention.py)."""
+    a, t = run.layout, run.train
+    elements = a.mbs * t.seq * max(m.heads * max(m.head_dim, m.value_width) for m in mixers)
+    if elements // a.tp > MAX_OFFSET:
+        raise UserError(
+            f"train.document_end={t.document_end}: the queries of mbs={a.mbs} sequences of "
+            f"{t.seq:,} tokens are {elements // a.tp:,} elements, and cuDNN's offsets of documents "
+            "have 32 bits; use a smaller mbs, a larger tp, or train.attention=xla"
         )
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -84,7 +85,7 @@ def breakdown(run: Run, compiled: CompiledStep, program: hlo.Program, meaning: M
     stash = stashed_bytes(program, meaning) or activation_bytes(run)
     activations = min(stash, compiled.temporaries)
     gradients = min(compiled.gradients, compiled.temporaries - activations)
-    rest = compiled.temporaries - activations - gradients
+    rest = compiled.temporaries - activations - gradients + packed_attention_bytes(program)
     same = run.format.compute == run.precision.weights and compiled.copy <= compiled.weights
     copy = 0 if same else min(compiled.copy, rest)
     return Memory(
@@ -95,6 +96,30 @@ def breakdown(run: Run, compiled: CompiledStep, program: hlo.Program, meaning: M
         workspace=rest - copy + compiled.arguments - compiled.weights - compiled.optimizer,
         capacity=capacity(run.gpu),
     )
+
+
+def packed_attention_bytes(program: hlo.Program) -> int:
+    """Scratch memory of cuDNN's attention to packed documents, which a compiler without cuDNN's
+    device does not know: the largest of a backward pass.
+
+    It is that of a sequence for each document of a call: an fp32 sum of dq, and with grouped
+    queries dk and dv of every head in 16 bits. Without packing, a call had as much for each
+    sequence on an H200.
+    """
+    sizes = [0]
+    for where in program.computations.values():
+        for op in where.ops:
+            packed = re.search(r'"max_seg_per_batch": ?(\d+)', op.attrs)
+            if not op.target.endswith("fmhaSoftmaxBackward") or not packed:
+                continue
+            known = sum(x.bytes for x in hlo.leaves(op.shape) if x.dtype == "u8")
+            documents = int(packed[1])
+            if documents > 1 and not known:
+                batch, heads, tokens, _ = op.dims("dimensions")
+                query, key = (x.shape.dims for x in where.operands(op)[:2])
+                width = 4 * query[-1] + (4 * query[-1] if key[2] < heads else 0)
+                sizes.append(batch * documents * heads * tokens * (width + 4))
+    return max(sizes)
 
 
 def stashed_bytes(program: hlo.Program, meaning: Meaning) -> int:

@@ -516,10 +516,10 @@ def score_fractions(op: hlo.Op) -> tuple[float, float]:
     """Fractions of the scores of cuDNN's attention that its mask leaves, and that it computes.
 
     They differ for a window: it computes whole tiles. A causal mask's half tiles are in the
-    measured rate.
+    measured rate. Of packed documents only the whole sequence is known, which has more scores.
     """
     # XLA writes the config with spaces where it was not autotuned, and without where it was.
-    if not re.search(r'"mask_type": ?"CAUSAL"', op.attrs):
+    if not re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', op.attrs):
         return 1, 1
     tokens = op.dims("dimensions")[-1]
     found = re.search(r'"sliding_window_length": ?(\d+)', op.attrs)

@@ -13,7 +13,7 @@ k head_dim (that of the values may differ).
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxbench.config.mixers import Attention
 from maxbench.config.resolve import VALUE_SLICE
 from maxbench.config.run import DTYPES, Run
+from maxbench.model import packed_attention
 from maxbench.sharding import collectives, jax_compat, ordering
 
 BLOCK = 256  # queries whose scores are in memory at once in the XLA kernel
@@ -48,12 +49,18 @@ def compile_error(run: Run) -> str:
     for m in [x.mixer for x in run.model.all_layers if isinstance(x.mixer, Attention)]:
         widths = (m.heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_width)
         shapes = [(a.mbs, tokens, heads // a.tp, width) for heads, width in widths]
-        qkv = [jax.ShapeDtypeStruct(shape, DTYPES[run.format.compute]) for shape in shapes]
-        attention = lambda *qkv, m=m: jnp.sum(attend(*qkv, kind=kind, window=m.window))
+        dtype = DTYPES[run.format.compute]
+        qkv: list[Any] = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        if run.train.document_end is not None:
+            qkv += [None, jax.ShapeDtypeStruct((a.mbs, tokens), jnp.int32)]
+        attention = lambda *x, m=m: jnp.sum(attend(*x, kind=kind, window=m.window))
         try:
             jax.jit(jax.grad(attention, (0, 1, 2))).lower(*qkv).compile()
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
             return f": {error}"
+        # Transformer Engine does not use it for windows with a padding mask.
+        if len(qkv) > 3 and m.window and jax_compat.cudnn_version() == (9, 14, 0):
+            return ": cuDNN 9.14.0 is not used for windows within documents"
     return ""
 
 
@@ -74,8 +81,8 @@ def attend(
     Args:
       q_bthk, k_bsgk, v_bsgk: this GPU's heads and tokens, at mesh.token_positions().
       sinks_h: a logit per head whose exponential joins the softmax's denominator, or None.
-      documents_bt: number of each token's document, to which attention is confined, or None;
-        without cp, and of kind 'xla'.
+      documents_bt: number of each token's document in its sequence, from 0 on, to which attention
+        is confined, or None; without cp, and not of kind 'cudnn_split'.
       kind: a key of KERNELS.
       softcap, window: as in Logits.
       scale: of logits; 0 is 1 / sqrt(head_dim).
@@ -273,7 +280,7 @@ def _merge(precedes, o, lse, o_pairs, lse_pairs):
 # Kernels: forward(q, k, v, causal, logits, documents) -> o_bthk, lse_bht
 #          backward(q, k, v, o, lse, do, causal, logits, documents) -> dq, dk, dv
 # With a causal mask there are as many queries as keys; a window is causal. documents_bt (of queries
-# and keys) or None; those of cuDNN have none.
+# and keys, with a causal mask) or None.
 
 
 def _xla_forward(q_bthk, k_bsgk, v_bsgk, causal, logits, documents_bt=None):
@@ -369,21 +376,26 @@ def _blocks(t: int) -> list[tuple[int, int]]:
 
 
 def _cudnn_forward(q, k, v, causal, logits, documents=None):
-    assert documents is None  # resolve.attention_kernel
     assert not logits.softcap  # jax's binding of cuDNN has no softcap
+    if documents is not None:
+        return packed_attention.forward(q, k, v, documents, logits.scale, logits.window)
     return jax_compat.cudnn_attention(q, k, v, causal, logits.scale, logits.window)
 
 
-def _cudnn_backward(q, k, v, o, lse, do, causal, logits, _documents=None):
+def _cudnn_backward(q, k, v, o, lse, do, causal, logits, documents=None):
+    if documents is not None:
+        mask = documents, logits.scale, logits.window
+        return packed_attention.backward(q, k, v, o, lse, do, *mask)
     mask = causal, logits.scale, logits.window
     return jax_compat.cudnn_attention_grad(q, k, v, o, lse, do, *mask)
 
 
-def _split_backward(q, k, v, o, lse, do, causal, logits, _documents=None):
+def _split_backward(q, k, v, o, lse, do, causal, logits, documents=None):
     """cuDNN's backward pass once per VALUE_SLICE dims of the values.
 
     do @ v^T, and with it dq and dk, are sums over the dims of the values.
     """
+    assert documents is None  # resolve.attention_kernel
     padding = ((0, 0), (0, 0), (0, 0), (0, -v.shape[-1] % VALUE_SLICE))
     slices = lambda x: jnp.split(jnp.pad(x, padding), -(-v.shape[-1] // VALUE_SLICE), -1)
     grads = [

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbench.config import command_line, gpu_files, precedence, resolve
+from maxbench.config import command_line, gpu_files, precedence, recipes, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.options import Cluster, PlanOptions
 from maxbench.config.run import Run
@@ -117,7 +117,7 @@ def plan_of(asked: PlanOptions) -> PlanResult:
 def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
     """The run, and no candidates. If the recipe table has no row for that number of GPUs: the run
     of the nearest row, and candidate layouts on that number, with that row's batch per GPU or the
-    batch that is asked for.
+    batch that is asked for, by a flag or by a preset.
 
     Args:
       schedule: whether the run's schedule is what is asked for.
@@ -130,7 +130,10 @@ def run_of(asked: PlanOptions, schedule: bool = False) -> tuple[Run, list[Run]]:
         assert asked.gpus
         nearest = with_cluster(command_line.resolve_run(asked, e.nearest), asked)
         given = asked.gbs or "layout.gbs" in (asked.settings or {})
-        gbs = nearest.layout.gbs if given else None
+        workload = recipes.load_workload(asked.config, nearest.hardware)
+        presets = [workload.known[name] for name in workload.presets]
+        of_preset = any("gbs" in sections.get("layout", {}) for sections in presets)
+        gbs = nearest.layout.gbs if given or of_preset else None
         return nearest, search.fastest_on(nearest, asked.gpus, asked.compiled, gbs)
 
 

@@ -131,7 +131,7 @@ def toy(
     precision = {"backend": p.backend} if run.format.quantized else {}
     if p.scaling in SCALINGS:  # of a dtype with one format it is that
         precision["scaling"] = p.scaling
-    overrides = {
+    overrides: dict[str, Any] = {
         **{f"layout.{axis}": n for axis, n in degrees.items()},
         "layout.mbs": 1,
         "layout.gbs": gbs or 2 * shards * degrees.get("pp", 1),
@@ -139,12 +139,14 @@ def toy(
         **{f"precision.{name}": value for name, value in precision.items()},
         # cp 2 x tp 2 must leave whole blocks.
         **({"train.seq": 128} if run.format.blocks else {}),
-        **(settings or {}),
     }
+    if run.train.document_end is not None:  # a token that the toy's data have
+        vocab = recipes.TOY_SIZES["model"]["vocab"]
+        overrides["train.document_end"] = int(data.bigram_tokens(vocab)[0])
     config = precedence.build_config(
         recipes.load_workload(f"{workload}:tiny", run.hardware),
         flags={"dtype": p.dtype},
-        overrides=overrides,
+        overrides={**overrides, **(settings or {})},
         gpu_types=run.hardware,
     )
     return resolve.resolve(config, run.hardware, run.device)

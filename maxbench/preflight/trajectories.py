@@ -42,6 +42,7 @@ STEPS = 40
 TRAINING = {
     "model.layers": 2, "train.seq": 128, "train.steps": STEPS, "train.data": "bigram",
     "optim.lr": 2e-3, "optim.lr_min": 2e-4, "optim.warmup": 10,
+    "train.document_end": None,  # the stored losses have none
 }  # fmt: skip
 # The format whose rounding is left out, or added: by number format; bf16 for others.
 OTHER_ROUNDING = {"bf16": "fp32"}

@@ -44,6 +44,9 @@ def collective_kernels_off() -> dict[str, object]:
     return {"xla_gpu_experimental_use_collective_kernels": ""}
 
 
+CAUSAL = {True: "CAUSAL", False: "NO_MASK"}  # names of cuDNN's masks
+
+
 def cudnn_attention(q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0) -> Any:
     """cuDNN's flash attention.
 
@@ -59,7 +62,8 @@ def cudnn_attention(q: Any, k: Any, v: Any, causal: bool, scale: float, window: 
       The output [b, t, h, k of the values], and the logsumexp [b, h, t] in fp32.
     """
     primitive = _cudnn()._dot_product_attention_fwd_p_wrapper
-    return _bind_attention(primitive, q, k, v, (causal, scale, window), is_training=True)
+    mask = (CAUSAL[causal], scale, window)
+    return _bind_attention(primitive, q, k, v, mask, is_training=True)
 
 
 def cudnn_attention_grad(
@@ -67,7 +71,64 @@ def cudnn_attention_grad(
 ) -> Any:
     """Gradients of q, k and v, from the output o, its gradient do, and the logsumexp."""
     primitive = _cudnn()._dot_product_attention_bwd_p_wrapper
-    return _bind_attention(primitive, q, k, v, (causal, scale, window), lse, o, do)
+    return _bind_attention(primitive, q, k, v, (CAUSAL[causal], scale, window), lse, o, do)
+
+
+def cudnn_attention_packed(
+    q: Any, k: Any, v: Any, starts: Any, per_sequence: int, scale: float, window: int = 0
+) -> Any:
+    """cuDNN's flash attention, causal, of each document of a packed batch to itself.
+
+    JAX's function takes positions of tokens, and up to 0.11 scales those of keys by the heads of
+    queries (jax pull request 39521): with grouped queries it reads other tokens. Hence the
+    primitive below it, which takes the offsets of elements that cuDNN reads.
+
+    Args:
+      q, k, v: [b, t, h, k], [b, t, g, k], [b, t, g, k]: cuDNN reads keys and values at the same
+        offsets, so that their widths are equal.
+      starts: first token of each document among all b x t, ascending, and the token after the
+        last one; int32 [b x per_sequence + 1]. A document may be empty.
+      per_sequence: at least 2; the documents may be divided among the sequences in any way.
+
+    Returns:
+      The output, unwritten outside of the documents, and the logsumexp by the document's token,
+      fp32 [documents, h, t], unwritten after its end.
+    """
+    primitive = _cudnn()._dot_product_attention_fwd_p
+    packing = _packing(q, k, v, starts, per_sequence)
+    mask = ("PADDING_CAUSAL", scale, window)
+    return _bind_attention(primitive, q, k, v, mask, packing=packing, is_training=True)
+
+
+def cudnn_attention_packed_grad(
+    q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, starts: Any, per_sequence: int,
+    scale: float, window: int = 0,
+) -> Any:  # fmt: skip
+    """Gradients of q, k and v, unwritten outside of the documents; lse as it is returned."""
+    primitive = _cudnn()._dot_product_attention_bwd_p
+    packing = _packing(q, k, v, starts, per_sequence)
+    mask = ("PADDING_CAUSAL", scale, window)
+    return _bind_attention(primitive, q, k, v, mask, lse, o, do, packing=packing)
+
+
+def _packing(q: Any, k: Any, v: Any, starts: Any, per_sequence: int) -> tuple:
+    """Lengths of queries and keys, and offsets of both: [b, m] and [b, m + 1], filled row by row.
+    cuDNN reads b x m + 1 offsets."""
+    import jax.numpy as jnp
+
+    assert k.shape == v.shape
+    assert per_sequence > 1
+    b = len(q)
+    lengths = jnp.diff(starts).reshape(b, per_sequence)
+    padded = jnp.pad(starts, (0, b - 1), mode="edge").reshape(b, per_sequence + 1)
+    offsets = (padded * x.shape[2] * x.shape[3] for x in (q, k))
+    return lengths, lengths, *offsets
+
+
+def cudnn_version() -> tuple[int, int, int]:
+    """That of the present device."""
+    number = _cudnn().check_cudnn_version()
+    return number // 10000, number // 100 % 100, number % 100
 
 
 def _cudnn():
@@ -76,13 +137,20 @@ def _cudnn():
     return fused_attention_stablehlo
 
 
-def _bind_attention(primitive, q, k, v, logits: tuple, *saved, **options) -> tuple:
-    """Binds a primitive without bias, lengths, offsets and page tables."""
+def _bind_attention(
+    primitive, q, k, v, logits: tuple, *saved, packing: tuple = (), **options
+) -> tuple:
+    """Binds a primitive without bias and page tables.
+
+    Args:
+      logits: the name of a mask, scale, and window.
+      packing: lengths and offsets, for a primitive that gets those of cuDNN.
+    """
     import jax.numpy as jnp
 
-    cudnn, (causal, scale, window) = _cudnn(), logits
+    cudnn, (mask, scale, window) = _cudnn(), logits
     options |= {
-        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        "mask_type": cudnn.MaskType[mask],
         "layout": cudnn.AttentionLayout.BTNH.value,
         "scale": scale,
         "seed": 42,
@@ -90,10 +158,12 @@ def _bind_attention(primitive, q, k, v, logits: tuple, *saved, **options) -> tup
         "variadic_args": (False, False),
         "sliding_window_length": window or None,
     }
-    if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:
-        options["score_mod"] = None  # required since jax 0.12
-    unused = (jnp.zeros(0, q.dtype),) * 7
-    return tuple(primitive.bind(q, k, v, *unused, *saved, **options))
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:  # since jax 0.12
+        names = ("score_mod_name", "score_mod_jaxpr") if packing else ("score_mod",)
+        options |= dict.fromkeys(names)
+    unused = jnp.zeros(0, q.dtype)
+    between = unused, *(packing or (unused,) * 4), unused, unused
+    return tuple(primitive.bind(q, k, v, *between, *saved, **options))
 
 
 def _hybrid_mesh(

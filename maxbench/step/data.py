@@ -210,10 +210,15 @@ def _uniform(key, length: int, vocab: int):
     return jax.random.randint(key, (length,), 0, vocab)
 
 
+def bigram_tokens(vocab: int) -> jax.Array:
+    """The tokens that bigram data use, in the order of the walk."""
+    return jax.random.permutation(jax.random.key(0), vocab)[:BIGRAM_TOKENS]
+
+
 def _bigram(key, length: int, vocab: int):
     """Token i of a random order is followed by tokens i + 1 to i + SUCCESSORS of it, cyclically:
     a random walk, whose positions are sums of its steps, computed in parallel."""
-    order = jax.random.permutation(jax.random.key(0), vocab)[:BIGRAM_TOKENS]
+    order = bigram_tokens(vocab)
     first, steps = jax.random.split(key)
     steps = jax.random.randint(steps, (length,), 1, SUCCESSORS + 1)
     start = jax.random.randint(first, (), 0, order.size)

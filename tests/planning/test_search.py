@@ -314,6 +314,8 @@ def test_a_gpu_type_without_rows_is_searched_from_the_row_of_another(arguments, 
 def test_the_batch_that_is_asked_for_is_searched():
     asked = options.Plan(config="llama31_70b", gpus=96, gbs=192)
     assert {run.layout.gbs for run in run_result.run_of(asked)[1]} == {192}
+    of_preset = options.Plan(config="gpt_oss_20b:mlperf,closed", gpus=8)
+    assert {run.layout.gbs for run in run_result.run_of(of_preset)[1]} == {16}
 
 
 def test_the_hint_of_a_model_that_fits_no_layout_is_of_the_same_batch_per_gpu():

@@ -10,6 +10,7 @@ from maxbench.preflight import numerics
 from maxbench.preflight.numerics import Gradients
 from maxbench.sharding import rules
 from maxbench.sharding.collectives import axis_index, axis_size
+from maxbench.step import data
 from maxbench.step.train_step import Step
 from tests.conftest import resolve
 
@@ -54,6 +55,19 @@ def test_right_gradients_pass(run):
     assert alone[1].startswith("4 devices, each alone: at most ")
     assert "fsdp 2 x tp 2" in together[1]
     assert "without train.order" in unordered[1]
+
+
+@pytest.mark.exhaustive
+def test_the_toy_of_a_run_with_documents_has_documents():
+    job = resolve("llama31_8b", "tiny", {"train.document_end": 7}, fsdp=2, tp=2, mbs=2)
+    lines = found(job)
+    assert all(right for right, _ in lines)
+    toy = numerics.toy(job, "llama31_8b", 1)
+    tokens = data.draw(toy, 0)[..., :-1]
+    assert toy.train.document_end != 7
+    assert np.all(np.sum(tokens == toy.train.document_end, -1) > 1)  # several calls of cuDNN
+    plain = numerics.toy(resolve("llama31_8b", "tiny"), "llama31_8b", 1)
+    assert plain.train.document_end is None
 
 
 @pytest.mark.exhaustive

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from maxbench.config.errors import UserError
-from maxbench.config.run import Device
-from maxbench.model import layer_stack
+from maxbench.model import attention, layer_stack
 from maxbench.model.transformer import Transformer
 from maxbench.sharding import mesh
 from maxbench.step import data
 from maxbench.step.train_step import Step
+from tests import packing
 from tests.conftest import resolve
 from tests.kinds import dense
 from tests.step.test_parallelism import assert_grads_close
@@ -87,6 +87,32 @@ def alone(family: str):
     ids=str,
 )
 def test_loss_and_gradients_are_those_of_the_documents_alone(family, axes):
+    assert_those_of_the_documents_alone(family, axes)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("windows", dict(fsdp=2, tp=2, mbs=2)),
+        pytest.param("llama", dict(pp=2, vp=2, tp=2, mbs=1), marks=pytest.mark.exhaustive),
+        pytest.param("windows", dict(pp=2, mbs=2, stages="1,3"), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_of_cudnn_are_those_of_the_documents_alone(family, axes, monkeypatch):
+    """With a CPU's form of cuDNN's sequence packing, in several calls."""
+    alone(family)
+    calls = packing.use(monkeypatch)
+    monkeypatch.setitem(attention.KERNELS, "xla", attention.KERNELS["cudnn"])
+    jax.clear_caches()  # layers that are traced have the other kernel
+    try:
+        assert_those_of_the_documents_alone(family, axes)
+    finally:
+        jax.clear_caches()
+    assert {*calls} == {2 * axes["mbs"]}
+
+
+def assert_those_of_the_documents_alone(family, axes):
     params, expected, grads = alone(family)
     step = build(family, **axes)
     stacks, canonical = step.stacks, layer_stack.stacks(step.run.model)
@@ -123,12 +149,3 @@ def test_what_does_not_keep_documents_apart_is_refused(reason):
     workload, end, axes = REFUSED[reason]
     with pytest.raises(UserError, match=reason):
         resolve(workload, "tiny", {"train.document_end": end}, **axes)
-
-
-def test_the_kernel_keeps_documents_apart():
-    gpu = Device("gpu", (9, 0))
-    settings = {"train.document_end": 7}
-    run = resolve("llama31_8b", "", settings, device=gpu)
-    assert run.train.attention == "xla"
-    with pytest.raises(UserError, match=r"documents.* use train\.attention=xla"):
-        resolve("llama31_8b", "", settings | {"train.attention": "cudnn"}, device=gpu)
