@@ -43,6 +43,10 @@ def groups_of(attrs: str) -> np.ndarray:
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'c','a'}", [[0, 2, 1, 3]]),
         ("replica_groups=mesh['a'=1,'b'=4], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2, 1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4,'b'=1] {'a':(2)2,'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("replica_groups=mesh['a'=4], device_ids=([2,2]T(1,0)) {'a':(2)2}", [[0, 2], [1, 3]]),
     ],
 )
 def test_replica_groups(attrs, groups):
@@ -53,7 +57,7 @@ def test_no_replica_groups_means_all():
     assert groups_of("channel_id=1").size == 0
     assert groups_of("replica_groups={}").size == 0
     with pytest.raises(ValueError, match="unknown form"):
-        groups_of("replica_groups=mesh['a'=4] {'a':(1)2}")
+        groups_of("replica_groups=mesh['a'=4] {'a':2}")
 
 
 def test_replica_groups_of_several_lengths_are_not_read():
