@@ -50,10 +50,20 @@ def absent_gpus(gpu: Gpu, gpus: int) -> Iterator[list[jax.Device]]:
     cuDNN and of a compute capability answer for them, so that kernels are chosen as they would be
     there."""
     found = devices(gpu, gpus)
-    if transformer_engine.is_installed():
-        stub_libcuda.install(gpu.chip.capability)
+    prepare_transformer_engine(gpu)
     with no_persistent_cache(), jax_compat.checks_answered_for(found, gpu.chip.capability):
         yield found
+
+
+def prepare_transformer_engine(gpu: Gpu) -> None:
+    """Makes Transformer Engine, where it is installed, import without a driver and compile for a
+    GPU type.
+
+    Raises:
+      UserError: it does not load.
+    """
+    if transformer_engine.is_installed():
+        stub_libcuda.install(gpu.chip)
 
 
 @contextlib.contextmanager

@@ -20,11 +20,14 @@ PEAKS = {dtype: f.peak for f in FORMATS.values() for dtype in f.reads}  # by ope
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # output tiles of cuBLAS, one per core
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
 GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
+# cuDNN's attention, called by XLA and by Transformer Engine.
+CUDNN_ATTENTION, TE_ATTENTION = "__cudnn$fmha", ("te_fused_attn_forward", "te_fused_attn_backward")
 # Custom calls that move bytes alone: sorting, top-k, Transformer Engine's quantization. The work of
 # others, and of UNPRICED opcodes, is not in their shapes: their bytes are a lower bound.
 MOVES_BYTES = ("AllocateBuffer", "__cub$", "__gpu$TopK", "TopK", "te_dbias_quantize", "te_act_lu",
-               "te_quantize", "te_dequantize", "te_norm", "te_scaled")  # fmt: skip
-UNPRICED = frozenset({"convolution", "fft", "cholesky", "triangular-solve"})
+               "te_dact_dbias_quantize", "te_quantize", "te_dequantize", "te_grouped_quantize",
+               "te_norm", "te_scaled", "te_rht_amax")  # fmt: skip
+UNPRICED = frozenset({"convolution", "fft", "cholesky", "triangular-solve", "ragged-dot"})
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
 UPDATES = {
     "dynamic-update-slice": 1,
@@ -299,9 +302,10 @@ def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, 
     rhs = others[op.target == TE_GEMM]  # operand 1 is a scale
     if op.target == BLOCK_GEMM:
         return lhs.dims[1], rhs.dims[1], lhs.dims[2], lhs.dims[0], lhs.dtype, "nt"
-    if op.target == TE_GEMM:
+    if op.target == TE_GEMM:  # of the dims before a boundary, and of those from it on
         transposed = [f"{side}_transposed = true" in op.attrs for side in ("lhs", "rhs")]
-        k, b = lhs.dims[0 if transposed[0] else 1], 1
+        boundary = op.integer("lhs_axis_boundary", 1)
+        k, b = math.prod(lhs.dims[:boundary] if transposed[0] else lhs.dims[boundary:]), 1
     else:
         contract, batch = op.dims("lhs_contracting_dimensions"), op.dims("lhs_batch_dimensions")
         k = math.prod(lhs.dims[d] for d in contract)
@@ -324,10 +328,14 @@ def is_gemm(op: hlo.Op) -> bool:
     return op.opcode == "dot" or op.target in GEMM
 
 
+def is_attention(op: hlo.Op) -> bool:
+    return op.target.startswith((CUDNN_ATTENTION, *TE_ATTENTION))
+
+
 def has_price(op: hlo.Op) -> bool:
     """Whether the work of a kernel other than a GEMM follows from its shapes."""
     if op.opcode == "custom-call":
-        return op.target.startswith(("__cudnn$fmha", *MOVES_BYTES)) or is_gemm(op)
+        return is_attention(op) or op.target.startswith(MOVES_BYTES) or is_gemm(op)
     return op.opcode not in UNPRICED
 
 

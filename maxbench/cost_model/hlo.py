@@ -168,6 +168,11 @@ class Op:
             found = re.search(rf"{key.replace('dimensions', 'dims')}=\{{([^}}]*)\}}", self.attrs)
         return _numbers(found[1] if found else "")
 
+    def integer(self, key: str, default: int) -> int:
+        """An integer of a typed custom call's configuration: 'attn_heads = 32 : i64'."""
+        found = re.search(rf"\b{key} = (-?\d+) : i", self.attrs)
+        return int(found[1]) if found else default
+
 
 @functools.lru_cache(64)  # many ops have the same ones, of all devices
 def _rows(text: str) -> np.ndarray:

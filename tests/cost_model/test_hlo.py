@@ -195,6 +195,36 @@ rhs_batch_dims={0}, rhs_contracting_dims={1}"""
     assert dot.dims("lhs_contracting_dimensions") == (1,)
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "config", "sizes"),
+    [
+        (
+            "8192,4096",
+            "1024,4096",
+            (1, "false", 1, "true"),
+            (8192, 1024, 4096, 1, "f8e4m3fn", "nt"),
+        ),
+        ("2,64,96", "96,3,4,8", (2, "false", 1, "false"), (128, 96, 96, 1, "f8e4m3fn", "nn")),
+        ("2,64,4,8", "4,8,48", (2, "false", 2, "false"), (128, 48, 32, 1, "f8e4m3fn", "nn")),
+        ("2,64,96", "2,64,3,32", (2, "true", 2, "false"), (96, 96, 128, 1, "f8e4m3fn", "tn")),
+    ],
+)
+def test_gemms_of_transformer_engine_contract_dims_on_one_side_of_a_boundary(
+    lhs, rhs, config, sizes
+):
+    left, transposed, right, rhs_transposed = config
+    p = module(
+        f"""  %x = f8e4m3fn[{lhs}] parameter(0)
+  %s = f32[1] parameter(1)
+  %w = f8e4m3fn[{rhs}] parameter(2)
+  ROOT %g = (bf16[8], u8[33554688]) custom-call(%x, %s, %w, %s), \
+custom_call_target="te_gemm_v2_ffi", backend_config={{config = {{collective_op = 0 : i64, \
+lhs_axis_boundary = {left} : i64, lhs_transposed = {transposed}, \
+rhs_axis_boundary = {right} : i64, rhs_transposed = {rhs_transposed}, scaling_mode = 1 : i64}}}}"""
+    )
+    assert costs.gemm_sizes(p.entry, p.entry.root) == sizes
+
+
 def test_bytes_that_fusions_move():
     """A slice reads its result, an in-place update writes the new values, other operands are read
     whole."""

@@ -26,6 +26,13 @@ def test_absent_te_is_reported_with_the_install_command(monkeypatch):
         transformer_engine.load.__wrapped__()
 
 
+def test_te_of_pypi_is_installed_though_its_library_is_no_module(monkeypatch):
+    assert importlib.util.find_spec("transformer_engine_jax") is None  # unless it is loaded
+    assert transformer_engine.is_installed() == INSTALLED
+    monkeypatch.setattr(metadata, "version", {"transformer-engine-jax": "2.20.2"}.__getitem__)
+    assert transformer_engine.is_installed()
+
+
 @pytest.mark.parametrize("version", ["1.13.0", "2.9.1", "2.16.0+abc"])
 def test_old_te_is_reported_with_the_oldest_supported_version(version, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: version)
