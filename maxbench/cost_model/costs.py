@@ -19,7 +19,9 @@ from maxbench.hardware.gpus import Efficiency, Gpu
 PEAKS = {dtype: f.peak for f in FORMATS.values() for dtype in f.reads}  # by operand dtype
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # output tiles of cuBLAS, one per core
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
-GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
+TE_GROUPED = ("te_grouped_gemm_ffi", "te_grouped_gemm_v2_ffi")
+GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM,
+        *TE_GROUPED)  # fmt: skip
 # cuDNN's attention, called by XLA and by Transformer Engine.
 CUDNN_ATTENTION, TE_ATTENTION = "__cudnn$fmha", ("te_fused_attn_forward", "te_fused_attn_backward")
 # Custom calls that move bytes alone: sorting, top-k, Transformer Engine's quantization. The work of
@@ -298,6 +300,8 @@ def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, 
     """m, n, k, batch, dtype and layout of a GEMM, from its operands and dimension numbers.
 
     Layout is one letter per operand, 't' where it is transposed: lhs [k, m], rhs [n, k]."""
+    if op.target in TE_GROUPED:
+        return _grouped_sizes(where, op)
     lhs, *others = (o.shape for o in where.operands(op))
     rhs = others[op.target == TE_GEMM]  # operand 1 is a scale
     if op.target == BLOCK_GEMM:
@@ -314,6 +318,23 @@ def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, 
         transposed = [len(lhs.dims) - 1 not in contract, last]
     layout = "".join("nt"[t] for t in transposed)
     return lhs.elements // (k * b), rhs.elements // (k * b), k, b, lhs.dtype, layout
+
+
+def _grouped_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, str, str]:
+    """gemm_sizes() of Transformer Engine's grouped GEMM, whose groups are taken to be even.
+
+    The rows of lhs are in groups. Its gradient of the weights contracts them: lhs is transposed.
+    """
+    lhs, *others = (o.shape for o in where.operands(op))
+    groups = max([x.elements for x in others if x.dtype in ("s32", "s64")], default=0) or 1
+    rows, columns = (op.integer(f"lhs_{side}_size", 1) for side in ("left", "right"))
+    transposed = [f"{side}_is_trans = true" in op.attrs for side in ("lhs", "rhs")]
+    n = op.integer("rhs_right_size", 1)
+    if transposed[1]:
+        n = op.integer("rhs_left_size", 1) // groups
+    rows = max(1, rows // groups)
+    m, k = (columns, rows) if transposed[0] else (rows, columns)
+    return m, n, k, groups, lhs.dtype, "".join("nt"[t] for t in transposed)
 
 
 def kernel_kind(ops: Iterable[hlo.Op]) -> str:

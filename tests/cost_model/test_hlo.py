@@ -225,6 +225,30 @@ rhs_axis_boundary = {right} : i64, rhs_transposed = {rhs_transposed}, scaling_mo
     assert costs.gemm_sizes(p.entry, p.entry.root) == sizes
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "sizes"),
+    [
+        ((4096, 2048, "false"), (16 * 2048, 1024, "false"), (256, 1024, 2048, 16, "bf16", "nn")),
+        ((4096, 1024, "false"), (16 * 2048, 1024, "true"), (256, 2048, 1024, 16, "bf16", "nt")),
+        ((4096, 2048, "true"), (4096, 1024, "false"), (2048, 1024, 256, 16, "bf16", "tn")),
+    ],
+)
+def test_grouped_gemms_of_transformer_engine_have_even_groups(lhs, rhs, sizes):
+    """Forward, the gradient of the inputs, and that of the weights."""
+    p = module(
+        f"""  %x = bf16[{lhs[0]},{lhs[1]}] parameter(0)
+  %s = f32[0] parameter(1)
+  %w = bf16[{rhs[0]},{rhs[1]}] parameter(2)
+  %groups = s32[16] parameter(3)
+  ROOT %g = (bf16[4096,1024], u8[33554688]) custom-call(%x, %s, %w, %s, %groups), \
+custom_call_target="te_grouped_gemm_v2_ffi", backend_config={{lhs_axis_boundary = 1 : i64, \
+lhs_is_trans = {lhs[2]}, lhs_left_size = {lhs[0]} : i64, lhs_right_size = {lhs[1]} : i64, \
+rhs_is_trans = {rhs[2]}, rhs_left_size = {rhs[0]} : i64, rhs_right_size = {rhs[1]} : i64}}"""
+    )
+    assert costs.is_gemm(p.entry.root)
+    assert costs.gemm_sizes(p.entry, p.entry.root) == sizes
+
+
 def test_bytes_that_fusions_move():
     """A slice reads its result, an in-place update writes the new values, other operands are read
     whole."""
