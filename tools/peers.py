@@ -5,11 +5,11 @@
 in an environment that has MaxText. Each line of tools/peers.csv is a row of a recipe and the flags
 of a layout of MaxText's for it. MaxText's own step runs unchanged with the row's global batch and
 sequence, in each layout, with microbatches of MICROBATCHES sequences per GPU and with the policy of
-REMATS that recomputes least and fits. The fastest counts. Ours is the recipe's row, with the words
-of the column `ours` where another microbatch or recomputation of ours is faster. Writes
-tools/results/peers.csv and the table of docs/reference/peers.md. PATTERN chooses rows,
-'llama31_70b h100 64 *'; the others keep their result. --check plans nothing; exits with what is not
-current.
+REMATS that recomputes least and fits; a layout may fix either, and give `--price` of a kernel that
+has none. The fastest counts. Ours is the recipe's row, with the words of the column `ours` where
+another layout, microbatch or recomputation of ours is faster. Writes tools/results/peers.csv and
+the table of docs/reference/peers.md. PATTERN chooses rows, 'llama31_70b h100 64 *'; the others keep
+their result. --check plans nothing; exits with what is not current.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RESULTS = pathlib.Path("tools/results/peers.csv")
 PAGE = pathlib.Path("docs/reference/peers.md")
 # MaxText's policies, from the least recomputation to the most.
 REMATS = ("minimal_with_context", "save_dot_except_mlpwi", "save_qkv_proj", "full")
-MICROBATCHES = (4, 2, 1)  # sequences per GPU; a row has at most as many as its global batch
+MICROBATCHES = (4, 3, 2, 1)  # sequences per GPU, those that divide a row's; a row may have 0.5
 GOAL = 0.95  # of ours over MaxText's
 KEY = ("workload", "gpu_type", "gpus", "dtype")
 SHOWN = {
@@ -86,6 +86,25 @@ def plan(words: Sequence[str], gpu_type: str, theirs: bool) -> dict | str:
     return (done.stderr.strip().splitlines() or ["no output"])[-1]
 
 
+def flags_of(layout: str, dtype: str, seq: int, per_gpu: float) -> Iterator[list[str]]:
+    """MaxText's flags for a layout with each microbatch: one list for each policy of REMATS, of
+    those that the layout does not fix itself."""
+    always = dict(x.split("=", 1) for x in ALWAYS.split())
+    own = dict(x.split("=", 1) for x in layout.split() if not x.startswith("--"))
+    remats = [own["remat_policy"]] if "remat_policy" in own else REMATS
+    microbatches: Sequence[float] = [x for x in MICROBATCHES if per_gpu % x == 0] or [per_gpu]
+    if "per_device_batch_size" in own:
+        microbatches = [float(own["per_device_batch_size"])]
+    for microbatch in microbatches:
+        given = {"per_device_batch_size": f"{microbatch:g}"}
+        given["gradient_accumulation_steps"] = str(round(per_gpu / microbatch))
+        given["max_target_length"] = str(seq)
+        if dtype == "fp8":
+            given["quantization"] = "fp8"
+        every = ({**own, **given, "remat_policy": remat} for remat in remats)
+        yield [" ".join("=".join(x) for x in (flags | always | flags).items()) for flags in every]
+
+
 def fastest(row: tuple[str, ...], layouts: Sequence[str], per_gpu: float, seq: int) -> dict:
     """MaxText's fastest plan that fits, with its flags as `flags`.
 
@@ -94,23 +113,21 @@ def fastest(row: tuple[str, ...], layouts: Sequence[str], per_gpu: float, seq: i
     """
     _, gpu_type, gpus, dtype = row
     best, why = None, "no layout"
-    for layout in layouts:
-        for microbatch in [min(per_gpu, x) for x in MICROBATCHES if x <= max(per_gpu, 1)]:
-            steps = round(per_gpu / microbatch)
-            for remat in REMATS:
-                flags = f"{layout} per_device_batch_size={microbatch:g} remat_policy={remat} "
-                flags += f"gradient_accumulation_steps={steps} max_target_length={seq}"
-                flags += " quantization=fp8" if dtype == "fp8" else ""
-                words = [f"--maxtext={flags} {ALWAYS}", f"--gpu_type={gpu_type}", f"--gpus={gpus}"]
-                found = plan(words, gpu_type, theirs=True)
-                print(" ", flags, found if isinstance(found, str) else found["step_s"], flush=True)
-                if isinstance(found, str):
-                    why = found
-                    break
-                if found["fits"]:
-                    if best is None or found["step_s"] < best["step_s"]:
-                        best = found | {"flags": flags}
-                    break
+    every = ((x, flags) for x in layouts for flags in flags_of(x, dtype, seq, per_gpu))
+    for layout, attempts in every:
+        options = [x for x in layout.split() if x.startswith("--")]
+        for flags in attempts:
+            words = [f"--maxtext={flags}", f"--gpu_type={gpu_type}", f"--gpus={gpus}", *options]
+            found = plan(words, gpu_type, theirs=True)
+            print(" ", flags, found if isinstance(found, str) else found["step_s"], flush=True)
+            if isinstance(found, str):
+                why = found
+                break
+            if found["fits"]:
+                if best is None or found["step_s"] < best["step_s"]:
+                    shown = [x for x in flags.split() if x not in ALWAYS.split()]
+                    best = found | {"flags": " ".join([*shown, *options])}
+                break
     if best is None:
         sys.exit(f"{' '.join(row)}: no layout of MaxText's fits: {why}")
     return best

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 import string
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
+from maxbench.config.errors import UserError
 from maxbench.cost_model import stub_libcuda
 from maxbench.hardware.gpus import Chip, Gpu
 from maxbench.quantization import transformer_engine
@@ -50,10 +52,19 @@ def absent_gpus(gpu: Gpu, gpus: int) -> Iterator[list[jax.Device]]:
     cuDNN and of a compute capability answer for them, so that kernels are chosen as they would be
     there."""
     found = devices(gpu, gpus)
-    if transformer_engine.is_installed():
-        stub_libcuda.install(gpu.chip.capability)
+    prepare_transformer_engine(gpu)
     with no_persistent_cache(), jax_compat.checks_answered_for(found, gpu.chip.capability):
         yield found
+
+
+def prepare_transformer_engine(gpu: Gpu) -> None:
+    """Makes Transformer Engine, where it is installed, import without a driver and compile for a
+    GPU type. Where it does not load, a warning says so: most programs do not call it."""
+    if transformer_engine.is_installed():
+        try:
+            stub_libcuda.install(gpu.chip)
+        except UserError as error:
+            logging.warning("a program that calls Transformer Engine cannot be planned: %s", error)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ def compile_run(run: Run) -> compile_cache.CompiledStep:
       UserError: Transformer Engine is needed and does not load.
     """
     if run.precision.backend == "te":
-        stub_libcuda.install(run.gpu.chip.capability)
+        stub_libcuda.install(run.gpu.chip)
     step = Step(run, mesh.make_mesh(run.layout, absent_gpus.devices(run.gpu, run.layout.gpus)))
     with absent_gpus.no_persistent_cache():
         compiled, lower_s, compile_s = step.compile(**absent_gpus.PROGRAM_ONLY)

@@ -19,12 +19,17 @@ from maxbench.hardware.gpus import Efficiency, Gpu
 PEAKS = {dtype: f.peak for f in FORMATS.values() for dtype in f.reads}  # by operand dtype
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256))  # output tiles of cuBLAS, one per core
 BLOCK_GEMM, TE_GEMM = "__cudnn$blockScaledDot", "te_gemm_v2_ffi"
-GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM)
+TE_GROUPED = ("te_grouped_gemm_ffi", "te_grouped_gemm_v2_ffi")
+GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", BLOCK_GEMM, TE_GEMM,
+        *TE_GROUPED)  # fmt: skip
+# cuDNN's attention, called by XLA and by Transformer Engine.
+CUDNN_ATTENTION, TE_ATTENTION = "__cudnn$fmha", ("te_fused_attn_forward", "te_fused_attn_backward")
 # Custom calls that move bytes alone: sorting, top-k, Transformer Engine's quantization. The work of
 # others, and of UNPRICED opcodes, is not in their shapes: their bytes are a lower bound.
 MOVES_BYTES = ("AllocateBuffer", "__cub$", "__gpu$TopK", "TopK", "te_dbias_quantize", "te_act_lu",
-               "te_quantize", "te_dequantize", "te_norm", "te_scaled")  # fmt: skip
-UNPRICED = frozenset({"convolution", "fft", "cholesky", "triangular-solve"})
+               "te_dact_dbias_quantize", "te_quantize", "te_dequantize", "te_grouped_quantize",
+               "te_norm", "te_scaled", "te_rht_amax")  # fmt: skip
+UNPRICED = frozenset({"convolution", "fft", "cholesky", "triangular-solve", "ragged-dot"})
 READS_PART = frozenset({"dynamic-slice", "slice", "gather"})
 UPDATES = {
     "dynamic-update-slice": 1,
@@ -295,13 +300,16 @@ def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, 
     """m, n, k, batch, dtype and layout of a GEMM, from its operands and dimension numbers.
 
     Layout is one letter per operand, 't' where it is transposed: lhs [k, m], rhs [n, k]."""
+    if op.target in TE_GROUPED:
+        return _grouped_sizes(where, op)
     lhs, *others = (o.shape for o in where.operands(op))
     rhs = others[op.target == TE_GEMM]  # operand 1 is a scale
     if op.target == BLOCK_GEMM:
         return lhs.dims[1], rhs.dims[1], lhs.dims[2], lhs.dims[0], lhs.dtype, "nt"
-    if op.target == TE_GEMM:
+    if op.target == TE_GEMM:  # of the dims before a boundary, and of those from it on
         transposed = [f"{side}_transposed = true" in op.attrs for side in ("lhs", "rhs")]
-        k, b = lhs.dims[0 if transposed[0] else 1], 1
+        boundary = op.integer("lhs_axis_boundary", 1)
+        k, b = math.prod(lhs.dims[:boundary] if transposed[0] else lhs.dims[boundary:]), 1
     else:
         contract, batch = op.dims("lhs_contracting_dimensions"), op.dims("lhs_batch_dimensions")
         k = math.prod(lhs.dims[d] for d in contract)
@@ -310,6 +318,23 @@ def gemm_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, 
         transposed = [len(lhs.dims) - 1 not in contract, last]
     layout = "".join("nt"[t] for t in transposed)
     return lhs.elements // (k * b), rhs.elements // (k * b), k, b, lhs.dtype, layout
+
+
+def _grouped_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int, int, str, str]:
+    """gemm_sizes() of Transformer Engine's grouped GEMM, whose groups are taken to be even.
+
+    The rows of lhs are in groups. Its gradient of the weights contracts them: lhs is transposed.
+    """
+    lhs, *others = (o.shape for o in where.operands(op))
+    groups = max([x.elements for x in others if x.dtype in ("s32", "s64")], default=0) or 1
+    rows, columns = (op.integer(f"lhs_{side}_size", 1) for side in ("left", "right"))
+    transposed = [f"{side}_is_trans = true" in op.attrs for side in ("lhs", "rhs")]
+    n = op.integer("rhs_right_size", 1)
+    if transposed[1]:
+        n = op.integer("rhs_left_size", 1) // groups
+    rows = max(1, rows // groups)
+    m, k = (columns, rows) if transposed[0] else (rows, columns)
+    return m, n, k, groups, lhs.dtype, "".join("nt"[t] for t in transposed)
 
 
 def kernel_kind(ops: Iterable[hlo.Op]) -> str:
@@ -324,10 +349,14 @@ def is_gemm(op: hlo.Op) -> bool:
     return op.opcode == "dot" or op.target in GEMM
 
 
+def is_attention(op: hlo.Op) -> bool:
+    return op.target.startswith((CUDNN_ATTENTION, *TE_ATTENTION))
+
+
 def has_price(op: hlo.Op) -> bool:
     """Whether the work of a kernel other than a GEMM follows from its shapes."""
     if op.opcode == "custom-call":
-        return op.target.startswith(("__cudnn$fmha", *MOVES_BYTES)) or is_gemm(op)
+        return is_attention(op) or op.target.startswith(MOVES_BYTES) or is_gemm(op)
     return op.opcode not in UNPRICED
 
 

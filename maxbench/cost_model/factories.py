@@ -1,15 +1,19 @@
 """Compilation of anyone's JAX program for absent GPUs, from a factory of the program.
 
 A factory takes compile-only devices, in the order of nodes, and returns a jitted function with its
-abstract arguments, or what that function's lower() returns.
+abstract arguments, or what that function's lower() returns. A factory that yields it instead is
+compiled inside of its contexts.
 """
 
+import contextlib
+import itertools
 import os
+import re
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +30,7 @@ REMEDIES = {
     "CompileOnly": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "non-addressable": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "not fully addressable": f"it allocates arrays on absent GPUs: {ABSTRACT}",
+    "'Executable' object has no attribute": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "incompatible devices": f"an argument is a real array: {ABSTRACT}",
     "Memory kinds passed": f"an argument is a real array: {ABSTRACT}",
     "Unknown backend": "it asks for GPUs that are present: use the devices that it is given",
@@ -33,6 +38,7 @@ REMEDIES = {
     "cannot reshape array": "its mesh must have all devices that it is given, and no more",
     "Number of devices": "its mesh must have all devices that it is given, and no more",
     "evenly divide": "change the shape or the mesh",
+    "Global mesh resource is not set": "yield what the factory returns, inside of te.autocast(...)",
     "CUDA_ERROR": "it runs something on a GPU: only lower it",
     "No such compile option": "remove the compiler option, or use the jax that has it",
 }
@@ -64,9 +70,10 @@ def compile_factory(
     name = getattr(factory, "__name__", "the factory")
     start = time.perf_counter()
     try:
-        lowered = _lowered(name, factory(devices, **(layout or {})))
-        traced = time.perf_counter()
-        compiled = lowered.compile(compiler_options=absent_gpus.PROGRAM_ONLY)
+        with _result(factory(devices, **(layout or {}))) as result:
+            lowered = _lowered(name, result)
+            traced = time.perf_counter()
+            compiled = lowered.compile(compiler_options=absent_gpus.PROGRAM_ONLY)
     except UserError:
         raise
     except Exception as error:
@@ -95,6 +102,16 @@ def compile_factory(
     return Found(record, axes, order)
 
 
+@contextlib.contextmanager
+def _result(result: Any) -> Iterator[Any]:
+    """What a factory returned, or yields: then its contexts end with this one."""
+    if not isinstance(result, Generator):
+        yield result
+        return
+    with contextlib.closing(result):
+        yield next(result, None)
+
+
 def _lowered(name: str, result: Any) -> Any:
     """The lowered program of a factory's result."""
     if isinstance(result, jax.stages.Lowered):
@@ -117,10 +134,17 @@ def _refusal(name: str, error: Exception, gpus: int) -> UserError:
     remedy = next((r for words, r in REMEDIES.items() if words in text), "")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    said = one_line(text.strip().split("\n\n")[0])
+    said = one_line(_without_frames(re.split(r"\n\s*\n", text.strip())[0]))
     said = said if len(said) <= 300 else f"{said[:300]}..."
     hint = f"; {remedy}" if remedy else ""
     return UserError(f"{name} with {gpus} devices{where}: {type(error).__name__}: {said}{hint}")
+
+
+def _without_frames(text: str) -> str:
+    """An error's text without the frames of a traceback that it repeats, as XLA's of a partitioner
+    in Python do."""
+    before, _, traced = text.partition("Traceback (most recent call last):\n")
+    return before + "\n".join(itertools.dropwhile(lambda x: x[:1].isspace(), traced.split("\n")))
 
 
 def _is_users(file: str) -> bool:

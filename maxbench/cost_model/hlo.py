@@ -9,6 +9,7 @@ the text is the program that each of them runs.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -132,7 +133,8 @@ class Op:
         """Replica groups, device ids [groups, members]; shape [0, 0] means all devices.
 
         Forms: {{0,1},{2,3}}; [2,2]<=[2,2]T(1,0), an iota of the shape on the right, transposed and
-        reshaped; mesh['a'=2,'b'=2] {'b'}, groups along axes of a mesh of ids (jax 0.12).
+        reshaped; mesh['a'=2,'b'=4] {'a','b':(2)2}, groups along axes of a mesh of ids, here along
+        one and the second of two factors of the other (jax 0.12, Shardy).
 
         Raises:
           ValueError: another form.
@@ -141,15 +143,7 @@ class Op:
             to, *ids = found.groups()
             return _iota(*ids).reshape(_numbers(to))
         if found := re.search(f"replica_groups{MESH}", self.attrs):
-            axes, over, order, along = found.groups()
-            sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
-            names = re.findall(r"'([^']+)'", along)
-            devices = _iota(over or str(math.prod(sizes.values())), order).reshape(
-                [*sizes.values()]
-            )
-            last = [[*sizes].index(name) for name in names]
-            size = math.prod(sizes[name] for name in names)
-            return np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, size)
+            return _along_axes(*found.groups())
         text = self._listed("replica_groups")
         if not text and re.search(r"replica_groups=(?!\{\})", self.attrs):
             raise ValueError(f"replica groups of an unknown form: {self.attrs[:200]}")
@@ -174,6 +168,11 @@ class Op:
             found = re.search(rf"{key.replace('dimensions', 'dims')}=\{{([^}}]*)\}}", self.attrs)
         return _numbers(found[1] if found else "")
 
+    def integer(self, key: str, default: int) -> int:
+        """An integer of a typed custom call's configuration: 'attn_heads = 32 : i64'."""
+        found = re.search(rf"\b{key} = (-?\d+) : i", self.attrs)
+        return int(found[1]) if found else default
+
 
 @functools.lru_cache(64)  # many ops have the same ones, of all devices
 def _rows(text: str) -> np.ndarray:
@@ -194,12 +193,38 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 VALUE = re.compile(r'"([^"]*)"|%?([\w.\-$]+)')  # of an attribute
 IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-MESH = rf"=mesh\[([^\]]*)\](?:, device_ids=\({IOTA}\))? \{{((?:'[^']+',?)+)\}}"
+AXIS = r"'([^']+)'(?::\((\d+)\)(\d+))?"  # 'a':(2)3, of an axis of 2 x 3 x n its factor of 3
+MESH = rf"=mesh\[([^\]]*)\](?:, device_ids=\({IOTA}\))? \{{((?:'[^']+'(?::\(\d+\)\d+)?,?)+)\}}"
 
 
 def _iota(over: str, order: str | None) -> np.ndarray:
     ids = np.arange(math.prod(_numbers(over))).reshape(_numbers(over))
     return ids.transpose(_numbers(order or "") or range(ids.ndim))
+
+
+@functools.lru_cache(64)
+def _along_axes(axes: str, over: str | None, order: str | None, along: str) -> np.ndarray:
+    """Groups [groups, members] of a mesh's device ids along axes or factors of axes.
+
+    Args:
+      axes: "'a'=2,'b'=4", the slowest first.
+      over, order: of the ids, as of _iota(); None: they count.
+      along: "'b':(2)2,'a'", as AXIS.
+    """
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
+    parts = []  # (axis, product of its factors before this one, product with it)
+    for name, before, size in re.findall(AXIS, along):
+        start = int(before or 1)
+        parts.append((name, start, start * int(size) if size else sizes[name]))
+    factors: dict[tuple[str, int, int], int] = {}  # all of them, the slowest first
+    for name, n in sizes.items():
+        ends = sorted({1, n, *(end for axis, *cut in parts for end in cut if axis == name)})
+        for start, end in itertools.pairwise(ends) if n > 1 else [(1, 1)]:
+            factors[name, start, end] = end // start
+    ids = _iota(over or str(math.prod(sizes.values())), order).reshape([*factors.values()])
+    last = [[*factors].index(part) for part in parts]
+    size = math.prod(factors[part] for part in parts)
+    return np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, size)
 
 
 class Computation:

@@ -22,11 +22,13 @@ from typing import Any
 
 from maxbench.cost_model import hlo
 from maxbench.cost_model.costs import (
+    CUDNN_ATTENTION,
     Costs,
     Link,
     bytes_moved,
     gemm_sizes,
     has_price,
+    is_attention,
     is_gemm,
     kernel_kind,
 )
@@ -36,6 +38,7 @@ STREAMS = ("compute", "communication", "copies")
 MOVES = {"copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose"}
 MOVES |= {"reshape", "broadcast", "pad", "convert"}  # kernels of these alone are pure copies
 EXPANDED = 3  # iterations of a loop that a recorded timeline draws one by one
+TE_CAUSAL = (2, 3, 4, 5)  # Transformer Engine's masks: causal, with padding, aligned to the end
 ATTENTION_TILE = 128  # keys of a tile of cuDNN's attention, assumed: a window ends inside of one
 
 
@@ -487,11 +490,11 @@ def kernel_cost(
             m, n, k, batch, *dtype_layout = gemm_sizes(scope, gemm)
             seconds += costs.gemm(m, n, k, batch, *dtype_layout)
             flops += 2.0 * m * n * k * batch
-    elif op.target.startswith("__cudnn$fmha"):  # 2 GEMMs forward, 5 backward
-        kind, backward = "attention", op.target.endswith("Backward")
-        keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
+    elif is_attention(op):  # 2 GEMMs forward, 5 backward
+        kind, backward = "attention", "backward" in op.target.lower()
+        keys, values, scores = attention_sizes(where, op)
         flops = 2.0 * (3 * keys + 2 * values if backward else keys + values)
-        flops *= math.prod(op.dims("dimensions"))
+        flops *= scores
         fraction, computed = score_fractions(op)
         seconds = costs.attention(flops * computed, backward)
         flops *= fraction
@@ -512,18 +515,33 @@ def kernel_cost(
     return kind, max(seconds, memory_s), flops
 
 
+def attention_sizes(where: hlo.Computation, op: hlo.Op) -> tuple[int, int, int]:
+    """Elements of a head's keys and of its values, and the scores of all heads, of attention."""
+    if op.target.startswith(CUDNN_ATTENTION):
+        keys, _, values = (o.shape.dims[-1] for o in where.operands(op)[:3])
+        return keys, values, math.prod(op.dims("dimensions"))
+    names = ("input_batch", "attn_heads", "q_max_seqlen", "kv_max_seqlen")
+    scores = math.prod(op.integer(name, 1) for name in names)
+    return op.integer("qk_head_dim", 1), op.integer("v_head_dim", 1), scores
+
+
 def score_fractions(op: hlo.Op) -> tuple[float, float]:
     """Fractions of the scores of cuDNN's attention that its mask leaves, and that it computes.
 
     They differ for a window: it computes whole tiles. A causal mask's half tiles are in the
-    measured rate. Of packed documents only the whole sequence is known, which has more scores.
+    measured rate. What a mask of padding leaves depends on data: all of it. Of packed documents
+    only the whole sequence is known, which has more scores.
     """
-    # XLA writes the config with spaces where it was not autotuned, and without where it was.
-    if not re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', op.attrs):
+    if op.target.startswith(CUDNN_ATTENTION):
+        # XLA writes the config with spaces where it was not autotuned, without where it was.
+        causal = bool(re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', op.attrs))
+        found = re.search(r'"sliding_window_length": ?(\d+)', op.attrs)
+        tokens, window = op.dims("dimensions")[-1], int(found[1]) if found else 0
+    else:  # Transformer Engine's window leaves out the query's own token
+        causal = op.integer("mask_type", 0) in TE_CAUSAL
+        tokens, window = op.integer("kv_max_seqlen", 1), op.integer("window_size_left", -1) + 1
+    if not causal:
         return 1, 1
-    tokens = op.dims("dimensions")[-1]
-    found = re.search(r'"sliding_window_length": ?(\d+)', op.attrs)
-    window = int(found[1]) if found else 0
     if not 0 < window < tokens:
         return 0.5, 0.5
     inside = lambda window: window / tokens - window * window / tokens**2 / 2

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 
 from maxbench.config.errors import UserError
+from maxbench.hardware.gpus import Chip
 from maxbench.host import environment
 from maxbench.quantization import transformer_engine
 
@@ -19,9 +20,8 @@ cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 """
 
 
-def install(capability: tuple[int, int]) -> None:
-    """Loads TE and makes it compile for a GPU of this compute capability, instead of the one that
-    the driver reports.
+def install(chip: Chip) -> None:
+    """Loads TE and makes it compile for this GPU, instead of the one that the driver reports.
 
     Raises:
       UserError: TE is not installed, or does not load.
@@ -30,7 +30,7 @@ def install(capability: tuple[int, int]) -> None:
         ctypes.CDLL(NAME)
     except OSError:  # no driver; the dynamic linker resolves TE's by the stub's soname
         ctypes.CDLL(str(build_stub(environment.cache_dir())), ctypes.RTLD_GLOBAL)
-    transformer_engine.set_compute_capability(capability)
+    transformer_engine.answer_for(chip.capability, chip.cores)
 
 
 def build_stub(folder: pathlib.Path) -> pathlib.Path:

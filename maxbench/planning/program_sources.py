@@ -18,8 +18,12 @@ def factory_of(asked: PlanProgram) -> tuple[Any, str]:
       UserError: there is none, or its file does not load.
     """
     environment.compile_only_if_first()  # before the file imports jax
+    from maxbench.cost_model import absent_gpus
+
+    gpu = program_result.gpu_of(asked)[1]
+    absent_gpus.prepare_transformer_engine(gpu)  # before the file imports it
     if asked.maxtext is not None:
-        return maxtext.factory(asked.maxtext, program_result.gpu_of(asked)[1]), "MaxText"
+        return maxtext.factory(asked.maxtext, gpu), "MaxText"
     assert asked.program
     file, _, name = asked.program.rpartition(":")
     return from_file(file, name), f"{name} of {pathlib.Path(file).name}"

@@ -4,6 +4,7 @@ TE is imported on first use. Its recipes, layers and state are not used: fp8_per
 the scales, mxfp8.py has none, and both call these kernels in place of XLA's.
 """
 
+import contextlib
 import functools
 import importlib.util
 from importlib import metadata
@@ -30,7 +31,10 @@ class Modules(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Whether TE's part for JAX is installed, whatever its version."""
+    """Whether TE's part for JAX is installed, whatever its version: from PyPI, where its library is
+    inside the package, or built from a clone, where it is beside it."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version("transformer-engine-jax"))
     return importlib.util.find_spec("transformer_engine_jax") is not None
 
 
@@ -58,20 +62,62 @@ def load() -> Modules:
         ) from error
 
 
-def set_compute_capability(capability: tuple[int, int]) -> None:
-    """Makes TE compile for a GPU of this compute capability, whatever GPU the driver reports.
+def answer_for(capability: tuple[int, int], cores: int) -> None:
+    """Makes TE compile for a GPU of this compute capability and number of cores, whatever GPU the
+    driver reports: its library asks the GPU for workspaces, and cuDNN for its attention.
 
     Raises:
       UserError: as load().
     """
     gemm = load().gemm
     utils = importlib.import_module("transformer_engine.jax.quantize.device_utils")
-    extension = importlib.import_module("transformer_engine_jax")
-    for module in (extension, gemm):
+    helper = importlib.import_module("transformer_engine.jax.quantize.helper")
+    te = importlib.import_module("transformer_engine_jax")
+    for module in (te, gemm):
         function = lambda gpu=0: capability[0] * 10 + capability[1]
         setattr(module, "get_device_compute_capability", function)  # noqa: B010
+    for name, answer in _answers(te, capability, cores).items():
+        setattr(te, name, answer)
     utils.get_device_compute_capability.cache_clear()
     utils.is_fp8_gemm_with_all_layouts_supported.cache_clear()
+    setattr(helper, "_is_scaling_mode_supported", None)  # its cache  # noqa: B010
+
+
+def _answers(te: ModuleType, capability: tuple[int, int], cores: int) -> dict[str, Any]:
+    """Functions of TE's library that ask a GPU, by name, without one.
+
+    Workspaces are those of partial sums in fp32: of a norm's weights by core, of a bias by 32 rows,
+    and of attention's gradient of the queries. All others are smaller than a MiB.
+    """
+    fp32 = lambda *shape: (shape, te.DType.kFloat32)
+    arbitrary, none = (getattr(te.NVTE_Fused_Attn_Backend, f"NVTE_{name}")
+                       for name in ("F16_arbitrary_seqlen", "No_Backend"))  # fmt: skip
+
+    def backend(asked):
+        """cuDNN's attention, where it supports the heads (TE: common/fused_attn)."""
+        widest = max(asked.head_dim_qk, asked.head_dim_v)
+        latent = (asked.head_dim_qk, asked.head_dim_v) == (192, 128)
+        if asked.qkv_dtype not in (te.DType.kBFloat16, te.DType.kFloat16):
+            return none, "cuDNN's attention in JAX is of 16 bits"
+        if widest > (256 if capability[0] == 9 else 128) and not latent:
+            return none, f"heads of {widest} elements"
+        return arbitrary, ""
+
+    def attention_backward(batch, _batch, queries, _keys, heads, _groups, _heads, size, *_):
+        return fp32(batch, queries, heads, size + 1)
+
+    return {
+        "get_fused_attn_backend": backend,
+        "get_fused_attn_fwd_workspace_sizes": lambda *_: fp32(1),
+        "get_fused_attn_bwd_workspace_sizes": attention_backward,
+        "get_norm_fwd_workspace_sizes": lambda *_: [fp32(1)],
+        "get_norm_bwd_workspace_sizes": lambda rows, size, *_: [fp32(min(rows, 2 * cores), size)],
+        "get_dbias_quantize_workspace_sizes": lambda rows, size, *_: [fp32(-(-rows // 32), size)],
+        "get_dact_dbias_quantize_workspace_sizes": (
+            lambda rows, size, *_: [fp32(-(-rows // 32), size)]
+        ),
+        "get_topk_workspace_sizes": lambda *_: [fp32(1)],
+    }
 
 
 def quantize_per_tensor(x: jax.Array, dtype: Any, scale: Any) -> tuple[jax.Array, jax.Array]:

@@ -43,6 +43,10 @@ def groups_of(attrs: str) -> np.ndarray:
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'c','a'}", [[0, 2, 1, 3]]),
         ("replica_groups=mesh['a'=1,'b'=4], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2, 1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4,'b'=1] {'a':(2)2,'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("replica_groups=mesh['a'=4], device_ids=([2,2]T(1,0)) {'a':(2)2}", [[0, 2], [1, 3]]),
     ],
 )
 def test_replica_groups(attrs, groups):
@@ -53,7 +57,7 @@ def test_no_replica_groups_means_all():
     assert groups_of("channel_id=1").size == 0
     assert groups_of("replica_groups={}").size == 0
     with pytest.raises(ValueError, match="unknown form"):
-        groups_of("replica_groups=mesh['a'=4] {'a':(1)2}")
+        groups_of("replica_groups=mesh['a'=4] {'a':2}")
 
 
 def test_replica_groups_of_several_lengths_are_not_read():
@@ -189,6 +193,60 @@ rhs_batch_dims={0}, rhs_contracting_dims={1}"""
     assert costs.gemm_sizes(p.entry, gemm) == (8192, 1024, 4096, 1, "bf16", "nn")
     assert dot.dims("lhs_batch_dimensions") == (0,)
     assert dot.dims("lhs_contracting_dimensions") == (1,)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "config", "sizes"),
+    [
+        (
+            "8192,4096",
+            "1024,4096",
+            (1, "false", 1, "true"),
+            (8192, 1024, 4096, 1, "f8e4m3fn", "nt"),
+        ),
+        ("2,64,96", "96,3,4,8", (2, "false", 1, "false"), (128, 96, 96, 1, "f8e4m3fn", "nn")),
+        ("2,64,4,8", "4,8,48", (2, "false", 2, "false"), (128, 48, 32, 1, "f8e4m3fn", "nn")),
+        ("2,64,96", "2,64,3,32", (2, "true", 2, "false"), (96, 96, 128, 1, "f8e4m3fn", "tn")),
+    ],
+)
+def test_gemms_of_transformer_engine_contract_dims_on_one_side_of_a_boundary(
+    lhs, rhs, config, sizes
+):
+    left, transposed, right, rhs_transposed = config
+    p = module(
+        f"""  %x = f8e4m3fn[{lhs}] parameter(0)
+  %s = f32[1] parameter(1)
+  %w = f8e4m3fn[{rhs}] parameter(2)
+  ROOT %g = (bf16[8], u8[33554688]) custom-call(%x, %s, %w, %s), \
+custom_call_target="te_gemm_v2_ffi", backend_config={{config = {{collective_op = 0 : i64, \
+lhs_axis_boundary = {left} : i64, lhs_transposed = {transposed}, \
+rhs_axis_boundary = {right} : i64, rhs_transposed = {rhs_transposed}, scaling_mode = 1 : i64}}}}"""
+    )
+    assert costs.gemm_sizes(p.entry, p.entry.root) == sizes
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "sizes"),
+    [
+        ((4096, 2048, "false"), (16 * 2048, 1024, "false"), (256, 1024, 2048, 16, "bf16", "nn")),
+        ((4096, 1024, "false"), (16 * 2048, 1024, "true"), (256, 2048, 1024, 16, "bf16", "nt")),
+        ((4096, 2048, "true"), (4096, 1024, "false"), (2048, 1024, 256, 16, "bf16", "tn")),
+    ],
+)
+def test_grouped_gemms_of_transformer_engine_have_even_groups(lhs, rhs, sizes):
+    """Forward, the gradient of the inputs, and that of the weights."""
+    p = module(
+        f"""  %x = bf16[{lhs[0]},{lhs[1]}] parameter(0)
+  %s = f32[0] parameter(1)
+  %w = bf16[{rhs[0]},{rhs[1]}] parameter(2)
+  %groups = s32[16] parameter(3)
+  ROOT %g = (bf16[4096,1024], u8[33554688]) custom-call(%x, %s, %w, %s, %groups), \
+custom_call_target="te_grouped_gemm_v2_ffi", backend_config={{lhs_axis_boundary = 1 : i64, \
+lhs_is_trans = {lhs[2]}, lhs_left_size = {lhs[0]} : i64, lhs_right_size = {lhs[1]} : i64, \
+rhs_is_trans = {rhs[2]}, rhs_left_size = {rhs[0]} : i64, rhs_right_size = {rhs[1]} : i64}}"""
+    )
+    assert costs.is_gemm(p.entry.root)
+    assert costs.gemm_sizes(p.entry, p.entry.root) == sizes
 
 
 def test_bytes_that_fusions_move():

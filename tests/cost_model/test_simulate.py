@@ -438,3 +438,27 @@ def test_steps_measured_on_an_h200(program, measured_s):
     assert t.seconds == pytest.approx(measured_s, rel=0.06)
     assert not t.unknown
     assert t.compute["attention"] < 0.15 * t.seconds
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "fraction"), [(0, -1, 1), (2, -1, 1 / 2), (3, -1, 1 / 2), (2, 1023, 7 / 32)]
+)
+def test_attention_of_transformer_engine_is_priced_by_its_sizes(mask, window, fraction):
+    """Queries, keys and values are packed in one operand."""
+    config = (
+        "attn_heads = 32 : i64, input_batch = 2 : i64, kv_max_seqlen = 4096 : i64, mask_type = "
+        f"{mask} : i64, num_gqa_groups = 32 : i64, q_max_seqlen = 4096 : i64, qk_head_dim = 128 : "
+        f"i64, v_head_dim = 64 : i64, window_size_left = {window} : i64"
+    )
+    lines = "  %qkv = bf16[2,4096,3,32,128]{4,3,2,1,0} parameter(2)\n"
+    for which in ("forward", "backward"):
+        lines += (
+            f"  %{which} = (bf16[2,4096,32,128]{{3,2,1,0}}) custom-call(%qkv), custom_call_target="
+            f'"te_fused_attn_{which}_ffi", backend_config={{{config}}}\n'
+        )
+    t = run(lines)
+    scores = 2 * 32 * 4096**2
+    forward, backward = 2 * (128 + 64) * scores, 2 * (3 * 128 + 2 * 64) * scores
+    assert t.flops == pytest.approx(fraction * (forward + backward))
+    assert t.compute["attention"] == pytest.approx(t.seconds)
+    assert not t.unknown

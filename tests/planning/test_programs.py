@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import mesh_utils
+from jax.experimental import custom_partitioning, mesh_utils
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import Mesh, NamedSharding
@@ -208,6 +208,25 @@ def unknown_option(devices):
     return jax.jit(multiply, compiler_options={"xla_gpu_no": 1}), (array(devices, (8, 8)),)
 
 
+def on_cpus(devices):
+    with jax.set_mesh(Mesh(np.array(devices), ("x",))):
+        jax.random.key(0)
+
+
+def in_a_partitioner(devices):
+    """XLA's error repeats Python's traceback."""
+
+    @custom_partitioning.custom_partitioning
+    def function(x):
+        return x
+
+    def partition(mesh, shapes, result):
+        raise ValueError("no rule for this mesh")
+
+    function.def_partition(partition, sharding_rule="i -> i")
+    return jax.jit(function), (array(devices, (8,)),)
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
@@ -221,12 +240,37 @@ def unknown_option(devices):
         (wrong_shapes, r"wrong_shapes with 8 devices \(test_programs.py:\d+\): TypeError"),
         (nothing, "must return a jitted function and a tuple"),
         (unknown_option, "remove the compiler option"),
+        (on_cpus, r"allocates arrays on absent GPUs: use jax.ShapeDtypeStruct"),
+        (in_a_partitioner, r"custom_partitioner: ValueError: no rule for this mesh$"),
     ],
 )
 def test_an_error_is_one_line_with_its_place_and_remedy(factory, message):
     with pytest.raises(UserError, match=message) as error:
         mb.plan_program(factory, gpus=GPUS)
     assert "\n" not in str(error.value)
+
+
+def test_a_factory_that_yields_is_compiled_inside_of_its_contexts():
+    inside = []
+
+    def factory(devices, spec=SPLIT):
+        @custom_partitioning.custom_partitioning
+        def function(x):
+            return x * 2
+
+        def partition(mesh, shapes, result):
+            inside.append(jax.config.jax_default_matmul_precision)
+            return mesh, lambda x: x * 2, result.sharding, (shapes[0].sharding,)
+
+        function.def_partition(partition, sharding_rule="i -> i")
+        with jax.default_matmul_precision("highest"):
+            yield jax.jit(function), (array(devices, (1 << 20,), spec),)
+            inside.append("end")
+
+    outside = jax.config.jax_default_matmul_precision
+    assert mb.plan_program(factory, gpus=GPUS).best.step_s > 0
+    assert {*inside} == {"highest"}  # the contexts end, and the rest of the factory does not run
+    assert jax.config.jax_default_matmul_precision == outside
 
 
 def test_checks_of_a_present_gpu_answer_for_the_absent_one_and_are_restored():

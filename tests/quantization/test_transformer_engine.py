@@ -10,7 +10,9 @@ from importlib import metadata
 import jax
 import pytest
 
-from maxbench.cost_model import stub_libcuda
+from maxbench.config.errors import UserError
+from maxbench.cost_model import absent_gpus, stub_libcuda
+from maxbench.hardware.gpus import GPU_TYPES
 from maxbench.quantization import transformer_engine
 
 INSTALLED = importlib.util.find_spec("transformer_engine") is not None
@@ -24,6 +26,13 @@ def test_absent_te_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ValueError, match=r"not installed.*install_te\.sh"):
         transformer_engine.load.__wrapped__()
+
+
+def test_te_of_pypi_is_installed_though_its_library_is_no_module(monkeypatch):
+    assert importlib.util.find_spec("transformer_engine_jax") is None  # unless it is loaded
+    assert transformer_engine.is_installed() == INSTALLED
+    monkeypatch.setattr(metadata, "version", {"transformer-engine-jax": "2.20.2"}.__getitem__)
+    assert transformer_engine.is_installed()
 
 
 @pytest.mark.parametrize("version", ["1.13.0", "2.9.1", "2.16.0+abc"])
@@ -49,6 +58,18 @@ def test_without_driver_and_compiler_the_requirements_are_named(tmp_path, monkey
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"driver, or a C compiler.*backend=xla"):
         stub_libcuda.build_stub(tmp_path)
+
+
+@pytest.mark.gpu_compile
+def test_programs_are_planned_where_te_does_not_load(monkeypatch, caplog):
+    def install(chip):
+        raise UserError("Transformer Engine 1.13 is older than 2.17")
+
+    monkeypatch.setattr(transformer_engine, "is_installed", lambda: True)
+    monkeypatch.setattr(stub_libcuda, "install", install)
+    with absent_gpus.absent_gpus(GPU_TYPES["h100"], 8) as devices:
+        assert len(devices) == 8
+    assert "calls Transformer Engine cannot be planned: Transformer Engine 1.13" in caplog.text
 
 
 @needs_te

@@ -32,7 +32,7 @@ BITS = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 
 @pytest.fixture(autouse=True)
 def hopper():
-    stub_libcuda.install((9, 0))
+    stub_libcuda.install(GPU_TYPES["h100"].chip)
 
 
 def integers(key: int, *shape: int) -> np.ndarray:
@@ -174,7 +174,7 @@ def test_mxfp8_quantization_equals_xlas_bit_for_bit(batch, dtype):
 def test_gpu_program_in_shard_map_calls_tes_kernels(gpu, blocks, monkeypatch):
     from jax.experimental import topologies
 
-    stub_libcuda.install(GPU_TYPES[gpu].chip.capability)
+    stub_libcuda.install(GPU_TYPES[gpu].chip)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "true")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=absent_gpus.target(GPU_TYPES[gpu].chip), topology="1x1x4"
