@@ -18,6 +18,7 @@ ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 # BF16 on H100, B200 and GB200 the experts' up-projection is recomputed, too; on B200 the recipe has
 # pp 16 x ep 8 then. On B300 the recipe has mbs 2 in NVFP4, and the published run in FP8. On H100
 # ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp splits each expert.
+# On 256 GB300 in FP8, ep 64 over an NVLink domain in place of pp 2 x ep 32: no chunk switches.
 # Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
 # which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
 LAYOUTS = """
@@ -37,7 +38,7 @@ gb200    fp8,nvfp4      weak     256     61 4096  4  4  1    1 64  1  1   1  409
 gb200    nvfp4,fp8      weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 gb200    bf16           weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
 gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_act
-gb300    fp8            weak     256     61 4096  2  8  4    1 32  1  1   1  4096 Et*4|(t*4|)*14tmL  none
+gb300    fp8            weak     256     61 4096  1  1  4    1 64  1  1   1  4096 auto               save_gemms_recompute_mla_up
 gb300    nvfp4          weak     256     61 4096  2  8  4    1 32  1  1   2  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 gb300    nvfp4          weak     512     61 4096  2  8  8    1 32  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 gb300    fp8            weak     512     61 4096  2  8  8    1 32  1  1   1  8192 Et*4|(t*4|)*14tmL  none

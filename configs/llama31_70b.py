@@ -8,7 +8,8 @@ from maxbench.config.recipes import workload
 # H100: mbs = 2 in BF16, where its activation stash fits in memory. Blackwell: Megatron-Bridge
 # 067f987, perf_recipes/llama; with fsdp it offloads the activations of 20 to 40 layers to the host,
 # and the activation function is recomputed here. Of its FP8 layouts, those of MXFP8; on B300 and
-# GB300 with twice their virtual stages, as more microbatches are in flight here.
+# GB300 with twice their virtual stages, as more microbatches are in flight here. On GB300 in NVFP4
+# FSDP over an NVLink domain and microbatches of 4, for the same batch.
 LAYOUTS = """
 gpu_type dtype     scaling gpus layers  seq pp vp  dp fsdp ep cp tp mbs  gbs remat                    remat_layers format
 h100     bf16      weak      64     80 8192  4  5   2    1  1  2  4   2  128 none                               80 delayed
@@ -38,7 +39,7 @@ gb200    nvfp4     weak     512     80 8192  4  5  64    1  1  1  2   1 2048 non
 gb300    bf16      weak      32     80 8192  1  1   1   32  1  1  1   2  128 context,attn_out,mlp_up            80 auto
 gb300    bf16      weak      64     80 8192  1  1   1   64  1  1  1   2  256 context,attn_out,mlp_up            80 auto
 gb300    fp8       weak      64     80 8192  4 10  16    1  1  1  1   1  256 save_gemms_recompute_act           80 auto
-gb300    nvfp4     weak      64     80 8192  4  5  16    1  1  1  1   1  256 save_gemms_recompute_act           80 auto
+gb300    nvfp4     weak      64     80 8192  1  1   1   64  1  1  1   4  256 save_dot_except_mlp                60 auto
 gb300    fp8       weak     512     80 8192  1  1   8   64  1  1  1   2 2048 save_dot_except_mlp                39 auto
 gb300    nvfp4     weak     512     80 8192  4  5 128    1  1  1  1   1 2048 save_gemms_recompute_act           80 auto
 """  # noqa: E501

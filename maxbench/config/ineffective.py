@@ -74,6 +74,15 @@ def _unroll_layers(run: Run) -> str:
     return f"train.remat_layers={run.config.train.remat_layers} needs layers in a loop"
 
 
+def _two_batch_overlap(run: Run) -> str:
+    if not run.config.train.two_batch_overlap or run.train.two_batch_overlap:
+        return ""
+    return (
+        "the halves of a microbatch run in turn where experts over ep have slots, mbs is even, and "
+        "pp, fsdp, tp and cp are 1"
+    )
+
+
 def _evaluation(run: Run) -> str:
     return "" if run.train.eval_data else "there is no evaluation; use --eval_data PATH"
 
@@ -93,9 +102,11 @@ def _microbatch_group_size(run: Run) -> str:
 
 
 def _remat_layers(run: Run) -> str:
+    given, layers = run.config.train.remat_layers, run.model.layers
+    if given == layers:
+        return ""
     if run.layout.pp > 1:
         return f"pp={run.layout.pp} applies train.remat to all layers; it needs pp=1"
-    given, layers = run.config.train.remat_layers, run.model.layers
     return f"the model has layers={layers}" if given is not None and given > layers else ""
 
 
@@ -223,6 +234,7 @@ MAMBA = ("ssm_heads", "ssm_head_dim", "ssm_groups", "ssm_state", "ssm_conv", "ss
 # Setting -> why it has no effect in a run, or ''.
 RULES: dict[str, Callable[[Run], str]] = {
     "train.unroll_layers": _unroll_layers,
+    "train.two_batch_overlap": _two_batch_overlap,
     "train.eval_every": _evaluation,
     "train.eval_steps": _evaluation,
     "train.target_loss": _evaluation,

@@ -16,6 +16,7 @@ REQUIRED = (*KEYS, "layers", "seq", *DEGREES, "vp", "mbs", "gbs")
 # Column -> section of the setting of that name, of which a row has a value.
 COLUMNS = dict.fromkeys(LayoutConfig.__dataclass_fields__, "layout") | {"layers": "model"}
 COLUMNS |= dict.fromkeys(("seq", "microbatch_group_size", "remat", "remat_layers"), "train")
+COLUMNS |= dict.fromkeys(("unroll_layers", "two_batch_overlap"), "train")
 COLUMNS |= {"format": "precision"} | dict.fromkeys(KEYS, "")  # format: its field `scaling`
 SCALINGS = ("weak", "strong")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbench.config import number_formats, pipeline_layout, run_checks
+from maxbench.config.channels import Experts
 from maxbench.config.errors import UserError, check_choice, divisors, nearest
 from maxbench.config.mixers import Attention
 from maxbench.config.model import Model
@@ -191,6 +192,7 @@ def _train(config: RunConfig, m: Model, a: Layout, fmt: Format, device: Device) 
         "unroll_layers": unroll_layers,
         "unrolled": unrolled,
         "overlapped": _overlaps_fwd_bwd(a, m, unrolled),
+        "two_batch_overlap": t.two_batch_overlap and overlaps_halves(a, m),
     })  # fmt: skip
 
 
@@ -219,6 +221,17 @@ def _overlaps_fwd_bwd(a: Layout, m: Model, unrolled: bool) -> bool:
     """
     overlappable = a.tp > 1 and a.microbatches > 1 and m.layers <= MAX_OVERLAPPED_LAYERS
     return a.pp > 1 or (overlappable and not m.has_experts and unrolled)
+
+
+def overlaps_halves(a: LayoutConfig, m: Model) -> bool:
+    """Whether the halves of a microbatch can run in turn (model/two_batches.py).
+
+    Slots of experts have a fixed size; no collectives over tp, cp and fsdp are in the way.
+    """
+    kinds = [layer.channel for _, layer in m.kinds]
+    slots = [x.has_slots for x in kinds if isinstance(x, Experts)]
+    sends = a.ep > 1 and bool(slots) and all(slots)
+    return sends and a.pp == a.fsdp == a.tp == a.cp == 1 and a.mbs % 2 == 0
 
 
 def attention_kernel(t: TrainConfig, m: Model, dtype: str, device: Device) -> str:

@@ -191,6 +191,9 @@ class TrainConfig:
     # unroll the layers if there are at most this many (resolve.layers_unrolled); auto: 40 on a
     # GPU, none on a CPU
     unroll_layers: int | None = field(None, at_least=0)
+    # run the halves of a microbatch in turn, so that the all-to-alls of each overlap kernels of the
+    # other, where it is possible (resolve.overlaps_halves)
+    two_batch_overlap: bool = False
     z_loss: float = field(0.0, at_least=0)  # coefficient of mean(logsumexp^2)
     # first and last step of the measured window; in a shorter run, its last half
     window: tuple[int, int] = field((35, 44), at_least=0, check=WINDOW)
@@ -234,6 +237,7 @@ class Train(TrainConfig):
       unrolled: whether the program has code for every layer instead of a scan over layers.
       overlapped: whether the forward pass of a microbatch and the backward pass of another are
         interleaved (pipeline/executor.py).
+      two_batch_overlap: whether the halves of a microbatch run in turn (model/two_batches.py).
     """
 
     microbatch_group_size: int = dataclasses.field()

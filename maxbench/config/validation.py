@@ -174,6 +174,8 @@ def _convert(kind: Any, raw: Any) -> Any:
         return kind(*(_convert(t, x) for t, x in zip(hints, raw, strict=False)))
     if kind in (int, float) and isinstance(raw, str):
         raw = kind(raw)
+    elif kind is bool and isinstance(raw, str):
+        raw = {"true": True, "false": False}.get(raw, raw)
     elif isinstance(raw, numbers.Number) and hasattr(raw, "item"):  # of numpy
         raw = raw.item()
     elif isinstance(raw, os.PathLike):

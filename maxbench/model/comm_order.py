@@ -16,6 +16,8 @@ from maxbench.sharding import ordering
 class CommOrder(NamedTuple):
     """Ordering tokens (sharding/ordering.py) that enter and leave one GEMM.
 
+    Without a pipeline, those of experts order their all-to-alls over ep (model/two_batches.py).
+
     The forward pass takes tokens as arguments and returns them as results. The backward pass is a
     derivative: it can only take tokens as the gradients of results, and return them as the
     gradients of arguments. So each field has a token for either pass:

@@ -74,6 +74,11 @@ class Moe(nn.Module):
             layer = layer_state(self, "layer")
             layer = 0 if layer is None else layer[0].astype(jnp.int32)
             forced_jk, place_jk = balanced_tokens(m, *x_bud.shape[:2], layer)
+            if orders.first.wait_for is not None and collectives.axis_size("pp") == 1:
+                # Else both halves of a microbatch have the same indices, and XLA fuses the kernels
+                # that read them: neither half is sent before both are known.
+                forced_jk = ordering.index_after(forced_jk, x_jd)
+                place_jk = ordering.index_after(place_jk, x_jd)
         bias_e = layer_state(self, "expert_bias")
         gate_jk, expert_jk, probs_je = router.route(m, logits_je, bias_e, forced_jk)
         if bias_e is not None:

@@ -105,6 +105,36 @@ accumulate_into.defvjp(
 )
 
 
+def in_two(w: Any, sums: Any) -> tuple[Any, Any]:
+    """Accumulators for two uses of weights w in one microbatch: `sums`, and empty ones. The
+    cotangent of `sums` is that of both together."""
+    is_state = lambda x: isinstance(x, LayerState)
+    states = filter(is_state, jax.tree.leaves(w, is_leaf=is_state))
+    return _in_two(tuple(x.reduce for x in states), sums)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_two(_reduces, sums):
+    return sums, jax.tree.map(jnp.zeros_like, sums)
+
+
+def _in_two_backward(reduces, _, cotangents):
+    reduce = iter(reduces)  # of the statistics, which are in the order of their states
+
+    def join(a, b):
+        if isinstance(a, Statistic):
+            add = jnp.maximum if next(reduce) == "max" else jnp.add
+            return Statistic(add(a.value, b.value))
+        if _has_amax(a):
+            return GradAccumulator(a.grad + b.grad, jnp.maximum(a.amax, b.amax))
+        return a + b
+
+    return (jax.tree.map(join, *cotangents, is_leaf=is_accumulator),)
+
+
+_in_two.defvjp(lambda *args: (_in_two(*args), None), _in_two_backward)
+
+
 def zeros(weights: Any, dtype: Any) -> Any:
     """Empty accumulators of a tree of weights: arrays, quantization.Weight and LayerState."""
 

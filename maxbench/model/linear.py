@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbench.model import gemms
+from maxbench.model import comm_order, gemms
 from maxbench.model.comm_order import UNORDERED, BackwardTokens, CommOrder
 from maxbench.model.grad_accumulation import GradAccumulator
 from maxbench.quantization import Weight, checkpoint_fp8
@@ -188,7 +188,10 @@ def _all_gather(how, x, axis: str, dim: int | None):
 
 
 def _all_gather_after(how, x, t, spec: MatmulSpec):
-    """An operand, all-gathered over tp and used only after the token."""
+    """An operand, all-gathered over tp and used only after the token. Of a pipeline without tp, the
+    tokens order nothing: tick_order.py is about collectives over tp."""
+    if spec.batch and collectives.axis_size("tp") == collectives.axis_size("pp") == 1:
+        return comm_order.after(x, t)
     return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", spec.batch, t))
 
 

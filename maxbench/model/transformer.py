@@ -24,7 +24,7 @@ from maxbench import quantization
 from maxbench.config.model import Model
 from maxbench.config.run import Run, saved_tensors
 from maxbench.config.sublayers import KEYS, Context, Ends, Layer, imported
-from maxbench.model import layer_stack, mtp
+from maxbench.model import layer_stack, mtp, two_batches
 from maxbench.model.grad_accumulation import accumulate_into
 from maxbench.model.layer_stack import Stacks, part_of
 from maxbench.model.layers import Embed, Head, Norm, rope_angles
@@ -158,7 +158,8 @@ def layer(
     def apply(w, sums, x_bud, wait_for, issued):
         if prevent_cse and no_comm():
             x_bud, tokens = ordering.grad_after_wgrads(x_bud)
-            wait_for = Ends(tokens, tokens)
+            given = wait_for or Ends(None, None)
+            wait_for = Ends(*(tokens if t is None else tokens + t for t in given))
         variables = {"params": w} if sums is None else {"params": w, "sums": sums}
         per_tensor_xla = run.format.amax_history and run.precision.backend == "xla"
         near = (kind,) if kind.channel else run.model.per_layer
@@ -277,6 +278,11 @@ def forward(
     def step(policy, kind, x_bud, w):
         return layer(run, kind, *w, x_bud, rope, policy=policy, documents_bt=documents_bt)[::2]
 
+    if run.train.two_batch_overlap:
+        one = lambda kind, w, sums, x_bud, documents_bt, **tokens: layer(
+            run, kind, w, sums, x_bud, rope, documents_bt=documents_bt, **tokens
+        )
+        return two_batches.run_layers(m, one, x_bud, w["layers"], sums, documents_bt)
     # train.remat applies to the first train.remat_layers layers. The others recompute no GEMM.
     save_gemms = functools.partial(step, ("save_gemms_recompute_act", ()))
     last = m.layers - run.train.remat_layers, save_gemms

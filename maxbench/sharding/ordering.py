@@ -122,6 +122,28 @@ grad_after_wgrads.defvjp(
 )
 
 
+@jax.custom_vjp
+def signal(x: jax.Array) -> tuple[jax.Array, Token]:
+    """x, and a token for wait().
+
+    What waits runs after x in the forward pass. In the backward pass the gradient of x is used
+    after that of the array which waited: in the reverse order.
+    """
+    return x, token(x)
+
+
+signal.defvjp(lambda x: (signal(x), None), lambda _, grads: (after(*grads),))
+
+
+@jax.custom_vjp
+def wait(x: jax.Array, t: Token) -> jax.Array:
+    """x, used after the array whose signal() t is."""
+    return after(x, t)
+
+
+wait.defvjp(lambda x, t: (wait(x, t), None), lambda _, dx: (dx, token(dx)))
+
+
 class Tokens:
     """Tokens of the events of one tick, by name, and the table of which event waits for which.
 

@@ -47,9 +47,10 @@ def xla_options(platform_name: str, run: Run) -> dict:
     long_body = run.layout.pp == 1 and not fsdp and run.model.layers > 16
     options["xla_gpu_enable_while_loop_double_buffering"] = not long_body
     # Collectives in flight at once: reduce-scatters of a layer and all-gathers of the next one; a
-    # stage's sends, and collectives of the layers that those overlap. With a lower limit XLA waits
-    # for one collective where the next must start.
-    in_flight = 4 if run.train.overlapped or fsdp else 1
+    # stage's sends, and collectives of the layers that those overlap; the two roundings of what the
+    # halves of a microbatch send to experts, and their scales. With a lower limit XLA waits for one
+    # collective where the next must start.
+    in_flight = 4 if run.train.overlapped or run.train.two_batch_overlap or fsdp else 1
     options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
     for kind, size in _combine_thresholds(run).items():
         options[f"xla_gpu_{kind}_combine_threshold_bytes"] = size

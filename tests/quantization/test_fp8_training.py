@@ -108,6 +108,7 @@ def program(family: str, scaling: str, unroll: int = 0, **axes):
         "precision.scaling": scaling,
         "precision.history": 4,
         "train.unroll_layers": unroll,
+        "train.two_batch_overlap": "ep" in axes and axes["mbs"] > 1,
     }
     step = build(FAMILIES[family], "fp8", overrides, gpu_type=GPU_TYPE[scaling], **axes)
     return step, step.lower().compile()
@@ -145,6 +146,9 @@ def amax_history(state, step: Step) -> np.ndarray:
         ("llama", "delayed", PIPELINE),
         ("llama", "mxfp8", dict(fsdp=4, tp=2)),
         ("grok", "mxfp8", dict(ep=2, mbs=1)),
+        # The halves of a microbatch run in turn.
+        ("grok", "mxfp8", dict(ep=2, mbs=2, unroll=4)),
+        ("grok", "delayed", dict(ep=2, mbs=2, unroll=4)),
     ],
     ids=str,
 )

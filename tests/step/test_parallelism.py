@@ -278,12 +278,6 @@ def test_gradients_do_not_depend_on_the_remat_policy(family, axes, remat):
     assert_grads_close(gradients(step, params)[0], grads)
 
 
-def unrolled(step: Step, remat: str = "full") -> Step:
-    """The same step with unrolled layers, as on a GPU."""
-    train = dataclasses.replace(step.run.train, remat=remat, unroll_layers=step.run.model.layers)
-    return Step(dataclasses.replace(step.run, train=train), step.mesh)
-
-
 @pytest.mark.parametrize(
     ("family", "axes", "remat"),
     [
@@ -293,12 +287,22 @@ def unrolled(step: Step, remat: str = "full") -> Step:
         # The passes of two microbatches overlap.
         pytest.param("windows", dict(tp=2, mbs=4), "none", marks=exhaustive),
         ("llama", dict(tp=2), "none"),
+        # The halves of a microbatch run in turn.
+        ("deepseek", dict(ep=2, mbs=2), "none"),
+        pytest.param("deepseek", dict(ep=2, dp=2, mbs=2), "full", marks=exhaustive),
+        pytest.param("nemotron_3", dict(ep=4, mbs=2), "save_gemms_only", marks=exhaustive),
+        pytest.param("grok", dict(ep=4, ep_nodes=2, mbs=2), "none", marks=exhaustive),
     ],
 )
 def test_unrolled_layers_equal_the_loop(family, axes, remat):
     params, grads, out = single_device(family)
-    actual_grads, actual_out = gradients(unrolled(build(family, **axes), remat), params)
-    np.testing.assert_allclose(actual_out["loss"], out["loss"], rtol=1e-5)
+    in_halves = "ep" in axes and "tp" not in axes
+    overrides = {"train.unroll_layers": 64, "train.two_batch_overlap": in_halves}
+    step = build(family, overrides=overrides, remat=remat, **axes)
+    assert step.run.train.unrolled
+    assert step.run.train.two_batch_overlap == in_halves
+    actual_grads, actual_out = gradients(step, params)
+    assert_metrics_close(actual_out, out)
     assert_grads_close(actual_grads, grads)
 
 
