@@ -7,7 +7,7 @@ it the router is Qwen3's own: softmax over the chosen experts.
 from maxbench.config.recipes import workload
 
 # Megatron-Bridge 067f987, perf_recipes/qwen. FP8 is MXFP8 on Blackwell, current scaling on H100. In
-# MXFP8 layers are unrolled, and the halves of a microbatch run in turn: the step is 8 to 16 %
+# MXFP8 layers are unrolled, and the halves of a microbatch run in turn: the step is 8 to 18 %
 # shorter, and compiles for 5 minutes on two cores in place of half a minute.
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs unroll_layers two_batch_overlap
