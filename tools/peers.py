@@ -9,7 +9,7 @@ REMATS that recomputes least and fits; a layout may fix either, and give `--pric
 has none. The fastest counts. Ours is the recipe's row, with the words of the column `ours` where
 another layout, microbatch or recomputation of ours is faster. Writes tools/results/peers.csv and
 the table of docs/reference/peers.md. PATTERN chooses rows, 'llama31_70b h100 64 *'; the others keep
-their result. --check plans nothing; exits with what is not current.
+their result. --check plans nothing; it prints rows and pages that are out of date, and fails.
 """
 
 import argparse

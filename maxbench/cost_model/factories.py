@@ -1,8 +1,8 @@
 """Compilation of anyone's JAX program for absent GPUs, from a factory of the program.
 
 A factory takes compile-only devices, in the order of nodes, and returns a jitted function with its
-abstract arguments, or what that function's lower() returns. A factory that yields it instead is
-compiled inside of its contexts.
+abstract arguments, or what that function's lower() returns. If a factory is a generator that yields
+it, the program is compiled before the generator's contexts exit.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def compile_factory(
 
 @contextlib.contextmanager
 def _result(result: Any) -> Iterator[Any]:
-    """What a factory returned, or yields: then its contexts end with this one."""
+    """What a factory returned, or what it yields; a generator's contexts exit with this one."""
     if not isinstance(result, Generator):
         yield result
         return

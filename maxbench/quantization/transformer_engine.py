@@ -31,8 +31,8 @@ class Modules(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Whether TE's part for JAX is installed, whatever its version: from PyPI, where its library is
-    inside the package, or built from a clone, where it is beside it."""
+    """Whether TE's part for JAX is installed, of any version: from PyPI (its library is in the
+    package) or built from a clone (a module of its own)."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return bool(metadata.version("transformer-engine-jax"))
     return importlib.util.find_spec("transformer_engine_jax") is not None
