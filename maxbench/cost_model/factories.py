@@ -30,7 +30,7 @@ REMEDIES = {
     "CompileOnly": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "non-addressable": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "not fully addressable": f"it allocates arrays on absent GPUs: {ABSTRACT}",
-    "'Executable' object has no attribute": f"it allocates arrays on absent GPUs: {ABSTRACT}",
+    "Executable' object has no attribute": f"it allocates arrays on absent GPUs: {ABSTRACT}",
     "incompatible devices": f"an argument is a real array: {ABSTRACT}",
     "Memory kinds passed": f"an argument is a real array: {ABSTRACT}",
     "Unknown backend": "it asks for GPUs that are present: use the devices that it is given",

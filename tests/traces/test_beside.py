@@ -21,6 +21,7 @@ def compared(name):
     return mb.trace(H200 / f"{name}.xplane.pb.gz", hlo=H200 / f"{name}.hlo.txt.gz")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "unmatched"),
     [
