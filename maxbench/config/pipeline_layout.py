@@ -39,20 +39,26 @@ def layers_of_parts(text: str) -> tuple[int, ...]:
     return tuple(part.count("t") for part in expanded.removesuffix("|").split("|"))
 
 
+def most_empty(slots: int) -> int:
+    """The largest number of slots without a layer that is not refused: two, or a sixteenth."""
+    return max(2, slots // 16)
+
+
 def even(layers: int, parts: int) -> tuple[int, ...]:
-    """Layers of each part without layout.stages: equal numbers. If layers + 2 divide instead, one
-    less in the first part, which embeds too, and in the last one, which has the loss. Else ()."""
-    if layers % parts == 0:
-        return (layers // parts,) * parts
-    if (layers + 2) % parts == 0 and parts > 1:
-        each = (layers + 2) // parts
-        return (each - 1, *[each] * (parts - 2), each - 1)
-    return ()
+    """Layers of each part without layout.stages: equal numbers. If the layers do not divide, one
+    less in as many parts as that takes: the first, which embeds too, the last, which has the loss,
+    the second, the last but one, and so on. (): more than most_empty() slots would be empty."""
+    each = -(-layers // parts)
+    fewer = each * parts - layers
+    if fewer > most_empty(each * parts):
+        return ()
+    from_start, from_end = fewer - fewer // 2, fewer // 2
+    return (*[each - 1] * from_start, *[each] * (parts - fewer), *[each - 1] * from_end)
 
 
 def slots(parts: tuple[int, ...]) -> list[list[int]]:
     """The layer in each slot of each part, -1 in an empty one. Parts have as many slots as the
-    longest; the empty slot of the first of even() is that of the embedding."""
+    longest; where even() leaves one in the first, that is the slot of the embedding."""
     first, rows = 0, []
     for count in parts:
         empty = max(parts) - count

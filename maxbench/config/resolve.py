@@ -4,6 +4,7 @@ resolve() is the only function that creates a Run. It needs no jax: the device m
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,12 +143,15 @@ def _parts(a: LayoutConfig, layers: int) -> tuple[int, ...]:
     chunks = a.pp * a.vp
     if parts := pipeline_layout.even(layers, chunks):
         return parts
-    below, above = layers // chunks * chunks, -(-layers // chunks) * chunks
-    near = sorted({n for n in (below, above - 2, above) if n > 0})
+    slots = -(-layers // chunks) * chunks
+    works = lambda n: pipeline_layout.even(n, chunks)
+    near = [*filter(works, range(layers, 0, -1))][:1]
+    near += [next(filter(works, itertools.count(layers)))]
     raise UserError(
-        f"layers={layers} does not divide into pp={a.pp} x vp={a.vp} = {chunks} chunks, nor does "
-        f"{layers} + 2 (one slot each for embedding and loss); nearest layers that work: "
-        f"{' or '.join(map(str, near))}, or give the layers of each part in layout.stages"
+        f"layers={layers} leave {slots - layers} of {slots} slots of pp={a.pp} x vp={a.vp} = "
+        f"{chunks} chunks empty, and at most {pipeline_layout.most_empty(slots)} may be; nearest "
+        f"layers that work: {' or '.join(map(str, near))}, or give the layers of each part in "
+        "layout.stages"
     )
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from maxbench.config import resolve
+from maxbench.config import pipeline_layout, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import DEGREES, Run
@@ -52,16 +52,14 @@ def degrees(gpus: int, largest: int) -> list[int]:
 
 
 def pipelines(layers: int, stages: Sequence[int]) -> list[tuple[int, int]]:
-    """Legal (pp, vp): pp * vp divides the layers, or the layers plus two empty slots."""
-    legal = [(1, 1)]
+    """(pp, vp) of legal pipelines, with as few virtual stages as their slots per part allow."""
+    found = [(1, 1)]
     for pp in stages[1:]:
-        chunks = {n // pp for n in (layers, layers + 2) if n % pp == 0}
-        legal += [
-            (pp, vp)
-            for vp in range(1, max(chunks, default=0) + 1)
-            if any(c % vp == 0 for c in chunks)
-        ]
-    return legal
+        for each in range(-(-layers // pp), 0, -1):
+            vp = -(-layers // (pp * each))
+            if pipeline_layout.even(layers, pp * vp) and found[-1] != (pp, vp):
+                found.append((pp, vp))
+    return found
 
 
 def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
@@ -120,7 +118,8 @@ def _estimate_s(run: Run, recomputed: float, offloaded: float) -> float:
     head = 6 * m.vocab * m.embed * seq
     share = a.mbs / (a.cp * a.tp)  # of a sequence's FLOPs, per GPU and microbatch
     layers = (flops.per_sequence(m, seq, "causal") - head) * share / a.pp / rate
-    layers *= 1 + recomputed / 3
+    # All stages wait for those that have the most layers in a part.
+    layers *= (1 + recomputed / 3) * len(a.parts) * max(a.parts) / m.layers
     # In a pipeline the backward pass of a tick hides most collectives of the forward pass, unless
     # the experts' collectives over the network occupy the communication stream.
     waits = m.has_experts and "network" in (to(x).name for x in ("ep", "ep_nodes"))

@@ -148,8 +148,8 @@ BAD = {
     "backend": (["--config", LLAMA, "--config.precision.backend=tee"], ["did you mean 'te'"]),
     "history": (["--config", LLAMA, "--config.precision.history=0"], ["history=0", "at least 1"]),
     "pp": (
-        ["--config", LLAMA, "--pp", "7", "--gbs", "14"],
-        ["layers=80", "pp=7", "77 or 82 or 84"],
+        ["--config", LLAMA, "--pp", "7", "--vp", "8", "--gbs", "14"],
+        ["layers=80 leave 32 of 112 slots", "pp=7", "work: 56 or 105"],
     ),
     "microbatches": (["--config", LLAMA, "--pp", "4"], ["gbs=2", "pp=4", "gbs=8"]),
     "schedule": (["--config", LLAMA, "--config.train.schedule=1f1"], ["did you mean '1f1b'"]),
@@ -283,7 +283,7 @@ GROUPS = (1, (dense(256),)), (3, (routed(256, 4),))
 @pytest.mark.parametrize(
     ("setting", "flags", "text"),
     [
-        ({"model.layer_groups": GROUPS}, dict(pp=5, mbs=1, gbs=5), "give the layers of each part"),
+        ({"model.layer_groups": GROUPS}, dict(pp=7, mbs=1, gbs=7), "give the layers of each part"),
         ({"precision.bf16_layers": (3, 1)}, dict(dtype="fp8"), "leaves none of the 4 layers"),
         (
             {"model.layer_groups": (*GROUPS[:1], (3, (routed(64, 4),)))},

@@ -38,6 +38,18 @@ def test_other_layouts_are_refused(text):
         pipeline_layout.layers_of_parts(text)
 
 
+def test_layers_that_do_not_divide_leave_slots_at_both_ends_empty():
+    even = pipeline_layout.even
+    assert even(8, 4) == (2, 2, 2, 2)
+    assert even(6, 4) == (1, 2, 2, 1)
+    assert even(61, 32) == (1, 1, *[2] * 29, 1)
+    assert even(5, 4) == ()  # 3 of 8 slots
+    for layers, parts in [(126, 64), (80, 12), (4, 5)]:
+        found = even(layers, parts)
+        assert (sum(found), len(found)) == (layers, parts)
+        assert max(found) - min(found) == 1
+
+
 def place(groups=(), stages="", mlp_bias=False, **layout):
     overrides = {"model.layer_groups": groups, "layout.stages": stages, "model.mlp_bias": mlp_bias}
     overrides |= {} if groups else {"model.experts": 0}
@@ -172,7 +184,7 @@ def test_layers_and_their_state_move_between_stacks(stages):
     [
         ("t|t", "has 2 parts, and pp=2 x vp=2 are 4"),
         ("2,2,2,2", "has 8 layers, and model.layers=5"),
-        ("", "layers=5 does not divide .* or give the layers of each part in layout.stages"),
+        ("", "leave 3 of 8 slots .* nearest layers that work: 4 or 6, or give .* layout.stages"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(stages, text):

@@ -26,13 +26,25 @@ def run_of(arguments: str):
     return command_line.run_of(words)
 
 
-def test_pipelines_divide_the_layers_or_the_layers_and_two_slots():
-    assert search.pipelines(4, [1, 2, 4]) == [(1, 1), (2, 1), (2, 2), (2, 3), (4, 1)]
+def test_few_slots_of_a_pipeline_have_no_layer():
+    assert search.pipelines(4, [1, 2, 4]) == [(1, 1), (2, 1), (2, 2), (4, 1)]
     of_405b = search.pipelines(126, search.degrees(9 * 8, 16))
     assert (8, 8) in of_405b  # 126 + 2 slots
     assert (9, 14) in of_405b
     assert (2, 63) in of_405b
     assert (8, 9) not in of_405b
+    of_deepseek = search.pipelines(61, [1, 4, 16])
+    assert of_deepseek == [
+        (1, 1),
+        (4, 1),
+        (4, 2),
+        (4, 4),
+        (4, 8),
+        (4, 16),
+        (16, 1),
+        (16, 2),
+        (16, 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +214,7 @@ def test_candidates_that_the_compiled_ones_show_to_be_slower_are_not_compiled(mo
     monkeypatch.setattr(search, "plan", plan)
     monkeypatch.setattr(search, "MAX_AT_A_TIME", 1)
     monkeypatch.setattr(search.compile_cache, "load", lambda run: run)
-    candidates = search.fastest_on(run_of("llama31_70b.py --gpus 64"), 96, 8)
+    candidates = search.fastest_on(run_of("llama31_70b.py --gpus 64"), 96, 20)
     search.search(candidates, run_of("llama31_70b.py --gpus 64"))
     first, second, *others = compiled
     assert first == candidates[0]
