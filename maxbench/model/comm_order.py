@@ -1,4 +1,5 @@
-"""Order of one GEMM's collectives over tp: which GEMMs they overlap. linear() follows it.
+"""Order of one GEMM's collectives over tp, or of experts' over ep: which GEMMs they overlap.
+linear() follows it.
 
 Without an order, XLA's scheduler delays wgrads to the end of the backward pass, where no collective
 is left to overlap them.
@@ -16,7 +17,7 @@ from maxbench.sharding import ordering
 class CommOrder(NamedTuple):
     """Ordering tokens (sharding/ordering.py) that enter and leave one GEMM.
 
-    Without a pipeline, those of experts order their all-to-alls over ep (model/two_batches.py).
+    Of experts without tp, they order all-to-alls over ep in the same way.
 
     The forward pass takes tokens as arguments and returns them as results. The backward pass is a
     derivative: it can only take tokens as the gradients of results, and return them as the

@@ -188,9 +188,9 @@ def _all_gather(how, x, axis: str, dim: int | None):
 
 
 def _all_gather_after(how, x, t, spec: MatmulSpec):
-    """An operand, all-gathered over tp and used only after the token. Of a pipeline without tp, the
-    tokens order nothing: tick_order.py is about collectives over tp."""
-    if spec.batch and collectives.axis_size("tp") == collectives.axis_size("pp") == 1:
+    """An operand, all-gathered over tp and used only after the token; without tp, slots that
+    arrived from other GPUs."""
+    if spec.batch and collectives.axis_size("tp") == 1:
         return comm_order.after(x, t)
     return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", spec.batch, t))
 

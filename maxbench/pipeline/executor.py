@@ -45,9 +45,6 @@ from maxbench.pipeline.zero_overlap import ZeroOverlap
 from maxbench.quantization import row_major
 from maxbench.sharding import collectives, ordering
 
-# The sublayers of a tick: backward, forward, backward, forward.
-ALTERNATION = (("channel", "mixer"), ("mixer", "channel"))
-
 
 class Metrics(NamedTuple):
     """This GPU's shares of the metrics, fp32 scalars."""
@@ -225,12 +222,12 @@ class Executor:
             t.dy = self.output_grad(carry, t)
         for i in range(self.layers_per_chunk):
             t.tokens.order = tick_order.tick_order(self.run, phase, i)
-            for bwd, fwd in ALTERNATION:
-                if backward:
-                    carry = self.backward_sublayer(carry, t, bwd, self.layers_per_chunk - 1 - i)
-                if forward:
-                    carry = carry if i or bwd == "mixer" else self.receive_input(carry, t)
-                    carry = self.forward_sublayer(carry, t, fwd, i)
+            for name, role in tick_order.sublayers(self.run):
+                if name == "bwd" and backward:
+                    carry = self.backward_sublayer(carry, t, role, self.layers_per_chunk - 1 - i)
+                if name == "fwd" and forward:
+                    carry = carry if i or role == "channel" else self.receive_input(carry, t)
+                    carry = self.forward_sublayer(carry, t, role, i)
             if self.zero and phase != schedule.STEADY:
                 carry = self.zero_slices(carry, t, i, self.zero)
         return self.end_tick(carry, t), None
@@ -298,6 +295,7 @@ class Executor:
         slot = self.placement.slots[role][i]
         if not slot.choices:
             return carry
+        t.dy = ordering.after(t.dy, t.tokens.wanted_by(f"bwd.{role}.input"))
         backward = self.backward_by_kind if slot.table is not None else self.backward_one_kind
         grads, tokens = backward(carry, t, role, i)
         for event, token in tokens.items():
@@ -415,6 +413,7 @@ class Executor:
     def end_tick(self, carry: Carry, t: Tick) -> Carry:
         """Stores the results of a tick, runs its branches and sends the input gradient."""
         if t.forward:
+            t.x = ordering.after(t.x, t.tokens.wanted_by("fwd.output"))
             slot = t.now.fwd_microbatch % self.plan.microbatches_per_loss
             loss_inputs = buffers.write(carry.loss_inputs, slot, t.x)
             carry = carry.replace(output=t.x, loss_inputs=loss_inputs)

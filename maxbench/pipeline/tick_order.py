@@ -8,6 +8,16 @@ back until the others are done, so that XLA runs its collective concurrently wit
 Events are '<pass>.<role>.<GEMM>.<operation>'. all_gather and reduce_scatter are over tp and order
 the use of the result; a backward all_gather is that of the output gradient where the forward pass
 reduce-scatters (last), and of the input, again, where it all-gathers (first).
+
+Experts without tp have all-to-alls over ep in their place, which take longer than a GEMM. There the
+channels of both passes stand between the mixers of both, so that each all-to-all overlaps the GEMMs
+of the other pass:
+
+  all-to-all of          overlaps
+  the output gradient    the forward mixer
+  the tokens             the experts' backward GEMMs
+  the input gradient     the experts' forward GEMMs, and the wgrad of 'up'
+  the experts' results   the backward mixer
 """
 
 from maxbench.config.run import Run
@@ -40,6 +50,16 @@ EXPERTS = COMMON | {
     "fwd.mixer.last.reduce_scatter": ("bwd.channel.first.wgrad",),
     "fwd.channel.first.all_gather": ("bwd.mixer.last.dgrad",),
 }
+# Without tp.
+ALL_TO_ALLS = {
+    "bwd.channel.last.all_gather": ("fwd.mixer.output",),
+    "fwd.channel.first.all_gather": ("bwd.channel.first.dgrad",),
+    "bwd.mixer.input": ("fwd.channel.last.gemm", "bwd.channel.first.wgrad"),
+    "fwd.mixer.input": ("bwd.mixer.first.dgrad",),
+    "fwd.output": ("bwd.mixer.first.dgrad",),
+    "fwd.recv.write": ("stash.write",),
+    "bwd.chunk_switch": COMMON["bwd.chunk_switch"],
+}
 # Later layers in BF16: the reduce-scatter of the layer before overlaps the last dgrad of a channel,
 # so that its all-gather has the last GEMMs of the layer before for itself.
 AFTER_DGRAD = {"fwd.mixer.input": ("bwd.channel.last.dgrad",)}
@@ -68,12 +88,25 @@ EVERY_GEMM = {
 }
 
 
+def sublayers(run: Run) -> tuple[tuple[str, str], ...]:
+    """(pass, role) of the sublayers of a layer of a tick, in the order in which they are issued."""
+    if _has_all_to_alls(run):
+        return ("fwd", "mixer"), ("bwd", "channel"), ("fwd", "channel"), ("bwd", "mixer")
+    return ("bwd", "channel"), ("fwd", "mixer"), ("bwd", "mixer"), ("fwd", "channel")
+
+
+def _has_all_to_alls(run: Run) -> bool:
+    return run.model.has_experts and run.layout.tp == 1
+
+
 def tick_order(run: Run, phase: str, layer: int) -> dict[str, tuple[str, ...]]:
     """The rows for the layer-th layer of a tick of a phase (schedule.PHASES)."""
     if run.train.order == "off":
         return {}
     rows = EXPERTS if run.model.has_experts else DENSE
-    if layer == 0:
+    if _has_all_to_alls(run):
+        rows = ALL_TO_ALLS
+    elif layer == 0:
         rows = rows | FIRST_LAYER
     elif not run.model.has_experts:
         many = run.layout.mbs * run.train.seq // run.layout.cp >= MANY_TOKENS
