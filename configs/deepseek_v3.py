@@ -14,22 +14,23 @@ ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 
 # Megatron-Bridge 067f987, perf_recipes/deepseek. Without virtual stages a stage here has 2 pp - 1
 # microbatches in flight, as each tick overlaps a forward with a backward pass, where Megatron's has
-# pp. The recipes for B200 and B300 have one or two virtual stages; neither fits here, four do. In
-# BF16 on H100, B200 and GB200 the experts' up-projection is recomputed, too; on B200 the recipe has
-# pp 16 x ep 8 then. On B300 the recipe has mbs 2 in NVFP4, and the published run in FP8. On H100
-# ep 64 is over dp 64 x tp 2, and each expert whole on two GPUs; here tp splits each expert.
-# On 256 GB300 in FP8, ep 64 over an NVLink domain in place of pp 2 x ep 32: no chunk switches.
+# pp. Other layouts than the recipes' where these do not fit or are predicted slower: on 1,024 H100
+# pp 16 x ep 16 (BF16: 32) with all recomputed, where pp 8 x ep 64 x tp 2 is over eight nodes; on
+# B200 pp 16 x ep 8, the recipe of BF16, where that of MXFP8 has ep 32 over four nodes; on B300 four
+# virtual stages (the published run has mbs 2); on 256 GB300 ep 64 and mbs 2, where the recipe has
+# pp 2 x ep 32 and mbs 1. In BF16 on GB200 the experts' up-projection is recomputed, too.
 # Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
 # which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages             remat
-h100     bf16           weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
-h100     fp8            weak    1024     61 4096  8  4  1    1 64  1  2   1 16384 Et|(tt|)*30mL      save_gemms_recompute_mla_up
-b200     bf16           weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
-b200     fp8,nvfp4      weak     256     61 4096  8  4  1    1 32  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
+h100     bf16           weak    1024     61 4096 16  2  2    1 32  1  1   1 16384 Et|(tt|)*30mL      full
+h100     fp8            weak    1024     61 4096 16  2  4    1 16  1  1   1 16384 Et|(tt|)*30mL      full
+b200     bf16           weak     256     61 4096 16  2  2    1  8  1  1   1  4096 Et|(tt|)*30mL      latent,context,attn_out
+b200     fp8,nvfp4      weak     256     61 4096 16  2  2    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
 b200     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_context
-b200     bf16           weak     512     61 4096  8  4  2    1 32  1  1   1  8192 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
-b300     bf16,fp8,nvfp4 weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
+b200     bf16           weak     512     61 4096 16  2  4    1  8  1  1   1  8192 Et|(tt|)*30mL      latent,context,attn_out
+b300     bf16           weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
+b300     fp8,nvfp4      weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      none
 b300     nvfp4          weak     512     61 4096  8  2  8    1  8  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
 b300     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 b300     bf16           weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  selective
@@ -38,8 +39,7 @@ gb200    fp8,nvfp4      weak     256     61 4096  4  4  1    1 64  1  1   1  409
 gb200    nvfp4,fp8      weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 gb200    bf16           weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
 gb300    bf16           weak     256     61 4096  4  4  1    1 64  1  1   1  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_act
-gb300    fp8            weak     256     61 4096  1  1  4    1 64  1  1   1  4096 auto               save_gemms_recompute_mla_up
-gb300    nvfp4          weak     256     61 4096  2  8  4    1 32  1  1   2  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
+gb300    fp8,nvfp4      weak     256     61 4096  4  4  1    1 64  1  1   2  4096 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 gb300    nvfp4          weak     512     61 4096  2  8  8    1 32  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 gb300    fp8            weak     512     61 4096  2  8  8    1 32  1  1   1  8192 Et*4|(t*4|)*14tmL  none
 gb300    bf16           weak     512     61 4096  4  4  2    1 64  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_act

@@ -12,18 +12,20 @@ from maxbench.config.sublayers import Layer
 DENSE = Layer(mixer=LatentAttention(), channel=Mlp(mlp=18432))
 ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 
-# Megatron-Bridge 067f987, perf_recipes/kimi. On H100 ep 64 is over dp 8 x tp 8, whole experts on
-# each GPU; here ep 8 x tp 8: tp splits each expert. On B200 and B300 the recipes have no virtual
-# stages and recompute the up-projections of attention alone: with 2 pp - 1 microbatches in flight,
-# where Megatron's stages have pp, that does not fit here. In BF16 the experts' up-projection
-# is recomputed, too, and on B200 their dispatch.
+# Megatron-Bridge 067f987, perf_recipes/kimi. Other layouts than the recipes' where these do not fit
+# or are predicted slower: on H100 ep 16 without tp, where the recipe has tp 8 x ep 64, whole
+# experts on each GPU; on 256 B200 and B300 ep 8, in a node, and two virtual stages, where the
+# recipes have ep 16 and none. They recompute the up-projections of attention alone: with 2 pp - 1
+# microbatches in flight, where Megatron's stages have pp, that does not fit here. In BF16 the
+# experts' up-projection is recomputed, too, and on B200 their dispatch.
 LAYOUTS = """
 gpu_type dtype     scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs stages           remat
-h100     bf16,fp8  weak    1024     61 4096 16  2  1    1  8  1  8   1 8192 Et|(tt|)*30L     save_gemms_recompute_mla_up
-b200     bf16      weak     256     61 4096 16  2  1    1 16  1  1   1 2048 Et|(tt|)*30L     save_dot_except_mlp
-b200     fp8       weak     256     61 4096 16  2  1    1 16  1  1   1 2048 Et|(tt|)*30L     save_gemms_recompute_mla_up_and_mlp
+h100     bf16      weak    1024     61 4096 16  2  4    1 16  1  1   1 8192 Et|(tt|)*30L     full
+h100     fp8       weak    1024     61 4096 16  2  4    1 16  1  1   1 8192 Et|(tt|)*30L     save_context
+b200     bf16      weak     256     61 4096 16  2  2    1  8  1  1   1 2048 Et|(tt|)*30L     latent,context,attn_out
+b200     fp8       weak     256     61 4096 16  2  2    1  8  1  1   1 2048 Et|(tt|)*30L     save_gemms_recompute_mla_up_and_mlp
 b200     fp8       weak     512     61 4096 16  1  2    1 16  1  1   1 8192 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
-b300     bf16,fp8  weak     256     61 4096 16  2  1    1 16  1  1   2 4096 Et|(tt|)*30L     save_gemms_recompute_mla_up_and_mlp
+b300     bf16,fp8  weak     256     61 4096 16  2  2    1  8  1  1   2 4096 Et|(tt|)*30L     save_gemms_recompute_mla_up_and_mlp
 b300     fp8       weak     512     61 4096 16  1  2    1 16  1  1   2 8192 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
 gb200    bf16      weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up_and_mlp
 gb200    fp8       weak     256     61 4096  4  4  1    1 64  1  1   1 2048 Et*4|(t*4|)*14tL save_gemms_recompute_mla_up

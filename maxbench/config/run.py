@@ -76,7 +76,7 @@ class LayoutConfig:
     ep_nodes: int | None = field(None, at_least=1)
     mbs: int = field(1, at_least=1)  # sequences per microbatch and data-parallel GPU
     # Layers of each of the pp x vp parts of a pipeline, in Megatron's notation
-    # (config/pipeline_layout.py); auto: evenly
+    # (config/pipeline_layout.py); auto: equal numbers, or one less in parts at both ends
     stages: str | None = None
     # sequences per step over all GPUs; auto: mbs x dp x fsdp x ep
     gbs: int | None = field(None, at_least=1)

@@ -5,10 +5,10 @@ the network. All chunks have the same number of slots, and the i-th layer of a c
 Every stage has the same stacks of weights, sharded over pp, and a chunk is read from them by a
 table.
 
-If all layers have the same weights there is one stack. If they divide into the parts except for
-two, one slot of the first part, which also embeds, and one of the last, which also computes the
-loss, are empty (Llama 3.1 405B: 126 + 2 = 8 x 8 x 2). Empty slots contain zeros: a layer of zeros
-adds nothing to its input, and its gradients are zeros, so it is no special case.
+If all layers have the same weights there is one stack. If they do not divide into the parts, slots
+of the parts at both ends are empty (Llama 3.1 405B: 126 + 2 = 8 x 8 x 2). Empty slots contain
+zeros: a layer of zeros adds nothing to its input, and its gradients are zeros, so it is no special
+case.
 
 With layout.stages, or layers that differ, a slot may be of different kinds on different chunks: the
 executor branches there, at each sublayer that differs. Each form of a sublayer, its weights' shapes
