@@ -28,7 +28,7 @@ h100     fp8            weak    1024     61 4096 16  2  4    1 16  1  1   1 1638
 b200     bf16           weak     256     61 4096 16  2  2    1  8  1  1   1  4096 Et|(tt|)*30mL      latent,context,attn_out
 b200     fp8,nvfp4      weak     256     61 4096 16  2  2    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
 b200     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_context
-b200     bf16           weak     512     61 4096 16  2  4    1  8  1  1   1  8192 Et|(tt|)*30mL      latent,context,attn_out
+b200     bf16           weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  full
 b300     bf16           weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
 b300     fp8,nvfp4      weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      none
 b300     nvfp4          weak     512     61 4096  8  2  8    1  8  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp

@@ -33,7 +33,6 @@ OTHER = {
         "gradients in float32, whole on each GPU, do not fit",
     ),
     ("nemotron_h_56b", "b200", "fp8"): (("fsdp",), "as on GB200"),
-    ("deepseek_v3", "b200", "bf16"): (("ep",), "no policy of recomputation fits with ep 8"),
 }
 # Rows that a recipe has with another batch: the step that is predicted with the list's, by
 # maxbench plan --config llama31_70b --gpus 512 --gpu_type h100 --dtype bf16 --mbs 1 --gbs 2048

@@ -215,11 +215,15 @@ def activation_bytes(run: Run, remat: str = "") -> int:
 
 def _stashed_elements(run: Run, layer: Layer, names: Collection[str]) -> float:
     """Elements that a layer stashes per token on one GPU, of the width of Format.compute: its
-    input, and the tensors of these names."""
+    input, and the tensors of these names. A pipeline stashes the input of each sublayer, and no
+    attn_out, from which another layer recomputes the second input."""
     tp, gemm_only = run.layout.tp, run.format.bytes / FORMATS[run.format.compute].bytes
+    inputs = 1
+    if run.layout.pp > 1:
+        inputs, names = len([*layer.parts()]), {*names} - {"attn_out"}
     tensors = [t for _, x in layer.parts() for t in layer.saved(x, run) if t.name in names]
     elements = [t.elements * (gemm_only if t.gemm_only else 1) for t in tensors]
-    return (run.model.embed + sum(elements)) / tp
+    return (inputs * run.model.embed + sum(elements)) / tp
 
 
 def stash_slots(run: Run) -> int:

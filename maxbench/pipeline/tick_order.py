@@ -131,7 +131,8 @@ def render(run: Run) -> str:
     for event in {**steady[0], **steady[1]}:
         first, later = (order.get(event, ()) for order in steady)
         rows.append([event, words(later), words(first) if first != later else ""])
-    rows += [[event, words(events), ""] for event, events in EVERY_GEMM.items()]
+    if run.layout.tp > 1:
+        rows += [[event, words(events), ""] for event, events in EVERY_GEMM.items()]
     heads = ["event", "waits for (steady state)", "in the first layer of a tick"]
     lines = console.table(heads, rows, text=(0, 1, 2))
     for phase in (WARMUP, COOLDOWN):

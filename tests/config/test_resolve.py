@@ -84,17 +84,19 @@ def test_rehearsal_has_the_mesh_axes_of_the_row():
 
 
 @pytest.mark.parametrize(
-    ("workload", "gpus", "gpu_type", "nodes"),
+    ("workload", "layout", "gpu_type", "nodes"),
     [
-        ("qwen3_30b_a3b", 16, "h100", 2),
-        ("qwen3_235b_a22b", 256, "h100", 4),  # ep 16 x tp 2
-        ("qwen3_235b_a22b", 256, "gb200", 1),  # all in one NVLink domain
-        ("deepseek_v3", 256, "b200", 4),
-        ("grok1_314b", 64, "h100", 1),
+        ("qwen3_30b_a3b", dict(gpus=16), "h100", 2),
+        ("qwen3_235b_a22b", dict(pp=8, ep=16, tp=2, mbs=1), "h100", 4),
+        ("qwen3_235b_a22b", dict(gpus=256), "gb200", 1),  # all in one NVLink domain
+        ("deepseek_v3", dict(pp=8, vp=4, ep=32, mbs=1), "b200", 4),
+        ("deepseek_v3", dict(gpus=256), "b200", 1),
+        ("grok1_314b", dict(gpus=64), "h100", 1),
     ],
 )
-def test_tokens_are_sent_once_to_each_node_where_that_is_less(workload, gpus, gpu_type, nodes):
-    a = resolve(workload, gpus=gpus, gpu_type=gpu_type, dtype="fp8").layout
+def test_tokens_are_sent_once_to_each_node_where_that_is_less(workload, layout, gpu_type, nodes):
+    given = {} if "gpus" in layout else {"gbs": 8192}
+    a = resolve(workload, gpu_type=gpu_type, dtype="fp8", **layout, **given).layout
     assert a.ep_nodes == nodes
     assert a.mesh_shape["ep_nodes"] * a.mesh_shape["ep"] == a.ep
 
@@ -189,13 +191,13 @@ def test_runs_of_other_work_have_other_names_and_repeats_have_one():
 
 def test_a_derived_value_follows_the_cluster():
     """Given, ep_nodes stays; derived, it is derived again for another NVLink domain."""
-    row = dict(gpus=256, gpu_type="h100", dtype="fp8")
-    run = resolve("qwen3_235b_a22b", **row)
+    row = dict(gpus=1024, gpu_type="h100", dtype="fp8")
+    run = resolve("kimi_k2", **row)
     wide = gpu_files.override(GPU_TYPES, "h100", {"nvlink_gpus": 64})
     nodes = lambda run, hardware: resolving.resolve(run.config, hardware).layout.ep_nodes
-    assert (nodes(run, GPU_TYPES), nodes(run, wide)) == (4, 1)
-    given = resolve("qwen3_235b_a22b", overrides={"layout.ep_nodes": 2}, **row)
-    assert nodes(given, wide) == 2
+    assert (nodes(run, GPU_TYPES), nodes(run, wide)) == (2, 1)
+    given = resolve("kimi_k2", overrides={"layout.ep_nodes": 4}, **row)
+    assert nodes(given, wide) == 4
 
 
 def test_more_remat_layers_than_layers_are_refused():

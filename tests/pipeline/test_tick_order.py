@@ -94,3 +94,6 @@ def test_the_table_is_printed_with_its_differences():
     )
     assert " ".join(first.split()[1:]) == "bwd.mixer.last.wgrad, fwd.channel.last.gemm stash.write"
     assert "cooldown" in text
+    without_tp = tick_order.render(resolve("qwen3_235b_a22b", gpus=256, gpu_type="gb200"))
+    assert re.search(r"bwd\.mixer\.input +fwd\.channel\.last\.gemm", without_tp)
+    assert "reduce_scatter" not in without_tp.partition("warmup")[0]
