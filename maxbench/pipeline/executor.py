@@ -694,8 +694,9 @@ class Pipeline(Executor):
         chunk.
 
         The send starts when the first backward GEMM of the tick has its operand, and overlaps two
-        GEMMs. The chunk switch follows the send, or the neighbour would wait for the switch; and
-        the write of the received activation follows the switch, which overlaps the transfer.
+        GEMMs; before experts without tp it starts at once. The chunk switch follows the send, or
+        the neighbour would wait for the switch; and the write of the received activation follows
+        the switch, which overlaps the transfer.
         """
         with jax.named_scope(schedule.SEND_X):
             wait_for = t.tokens.wanted_by("fwd.recv")

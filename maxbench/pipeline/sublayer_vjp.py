@@ -1,8 +1,7 @@
 """The vjp of a sublayer of a layer (mixer or channel) in two passes that can be far apart.
 
-In a steady-state tick the mixer of the layer in the forward pass runs between the channel and the
-mixer of the layer in the backward pass, and its channel runs after both: the tp collectives of each
-overlap GEMMs of the other.
+In a steady-state tick the sublayers of the layer in the forward pass run between those of the layer
+in the backward pass (tick_order.sublayers): the collectives of each overlap GEMMs of the other.
 """
 
 from typing import Any
