@@ -7,9 +7,10 @@ from maxbench.config.recipes import workload
 
 # Megatron-Bridge 067f987, perf_recipes/qwen. Without virtual stages a stage here has 2 pp - 1
 # microbatches in flight, as each tick overlaps a forward with a backward pass, where Megatron's has
-# pp: such recipes do not fit and have 3, 4 or 6 here, as other recipes of the GPU type. On 256 H100
-# ep 8, in a node, is predicted 45 % faster than the recipe's ep 32 over dp 16 x tp 2. On 512 that
-# is a group of whole experts on each GPU; here ep is a part of dp, and tp splits each expert.
+# pp: such recipes do not fit and have 3, 4 or 6 here, as other recipes of the GPU type. On H100
+# the recipes have ep 32 over dp 16 x tp 2, a group of whole experts on each GPU; here ep is a part
+# of dp, and tp splits each expert. On 256 H100 in FP8, ep 16 x tp 2, with as many weights per GPU,
+# is predicted at 79.7 s, and ep 8 in a node, as here, at 41.8.
 # Not here: 64 GB200 in FP8 and 64 GB300, whose ep 32 is larger than the 8 and 16 GPUs of a stage.
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs remat

@@ -1,8 +1,8 @@
 """Compilation of anyone's JAX program for absent GPUs, from a factory of the program.
 
 A factory takes compile-only devices, in the order of nodes, and returns a jitted function with its
-abstract arguments, or what that function's lower() returns. If a factory is a generator that yields
-it, the program is compiled before the generator's contexts exit.
+abstract arguments, or the result of that function's lower(). A factory may also be a generator that
+yields one of them; its contexts exit after the program is compiled.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def compile_factory(
 
 @contextlib.contextmanager
 def _result(result: Any) -> Iterator[Any]:
-    """What a factory returned, or what it yields; a generator's contexts exit with this one."""
+    """Context of the result of a factory; on exit, a generator is closed and its contexts exit."""
     if not isinstance(result, Generator):
         yield result
         return

@@ -23,7 +23,7 @@ from maxbench.config import loop_lengths
 from maxbench.sharding import jax_compat
 
 WORKSPACE = 2 << 30  # bytes of a backward pass's scratch memory, at most if 2 documents fit
-TILE = 128  # least mean number of tokens of a document for which a call has room
+TILE = 128  # tokens per document, on average, for which a call reserves memory
 NO_TOKEN = 1e30  # logsumexp after the end of a document: probabilities of 0
 
 
