@@ -56,17 +56,23 @@ class Mamba2(nn.Module):
         parts = (m.ssm_inner, m.ssm_inner + m.ssm_conv_width)
         z_btgi, u_btgw, dt_btgr = jnp.split(inputs, parts, -1)
         weight = lambda name, std: param_value(self, name, m.weights[name].axes, std)
-        u_btgw = convolve(u_btgw, weight("conv", init_conv), weight("conv_bias", None))
-        x, b_btgn, c_btgn = jnp.split(u_btgw, (m.ssm_inner, m.ssm_inner + m.ssm_state), -1)
-        x_btgrp = x.reshape(*x.shape[:-1], -1, m.ssm_head_dim)
+        filters = weight("conv", init_conv), weight("conv_bias", None)
+        parts = (m.ssm_inner, m.ssm_inner + m.ssm_state)
+        split = [jnp.split(v, parts, -1) for v in (u_btgw, *filters)]
+        x, b, c = (chunks(convolve(*v), m.ssm_chunk) for v in zip(*split, strict=True))
+        x = jnp.swapaxes(x, -1, -2)
+        x_cbgrpt = x.reshape(*x.shape[:3], -1, m.ssm_head_dim, x.shape[-1])
         wide = jnp.promote_types(x.dtype, jnp.float32)
         of_heads = lambda w: w.astype(wide).reshape(dt_btgr.shape[2:])
         dt_btgr = jax.nn.softplus(dt_btgr.astype(wide) + of_heads(weight("dt_bias", init_dt_bias)))
         a_gr = -jnp.exp(of_heads(weight("a_log", init_a_log)))
-        y = state_space(x_btgrp, dt_btgr, a_gr, b_btgn, c_btgn, m.ssm_chunk)
+        dt_cbgrt = jnp.swapaxes(chunks(dt_btgr, m.ssm_chunk), -1, -2)
+        y = state_space(x_cbgrpt, dt_cbgrt, a_gr, b, c)
         skip_gr = of_heads(param_value(self, "skip_scale", "ssm_heads", fill=1.0))
-        y = (y + skip_gr[..., None] * x_btgrp).astype(x.dtype).reshape(x.shape)
-        y_btgi = checkpoint_name(y, "context")
+        y = (y + skip_gr[..., None, None] * x_cbgrpt).astype(x.dtype).reshape(x.shape)
+        # Else XLA transposes the fp32 product of the norm instead of y.
+        y_btgi = jax.lax.optimization_barrier(positions(jnp.swapaxes(y, -1, -2), z_btgi.shape[1]))
+        y_btgi = checkpoint_name(y_btgi, "context")
         scale_gi = param_value(self, "norm_scale", m.weights["norm_scale"].axes, fill=1.0)
         y_btgi = gated_norm(y_btgi, z_btgi, scale_gi.astype(wide), m.norm_eps)
         last = projection(m, "out", out_std(m), sequence="scatter")
@@ -81,15 +87,43 @@ def init_conv(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
+@jax.custom_vjp
 def convolve(u_btgw: jax.Array, w_kgw: jax.Array, bias_gw: jax.Array) -> jax.Array:
     """Causal depthwise convolution along t, then SiLU; the last tap is of the position itself.
-    Computed in fp32, returned in the dtype of u."""
-    taps, seq = len(w_kgw), u_btgw.shape[1]
-    wide = jnp.promote_types(u_btgw.dtype, jnp.float32)
-    before = jnp.pad(u_btgw, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
-    at = lambda k: before[:, k : k + seq].astype(wide)
-    y = sum((at(k) * w_kgw[k].astype(wide) for k in range(taps)), bias_gw.astype(wide))
-    return jax.nn.silu(y).astype(u_btgw.dtype)
+
+    Computed in fp32, returned in the dtype of u. The backward pass stores the gradient before SiLU
+    in the dtype of u too; autodiff stores it in fp32.
+    """
+    return jax.nn.silu(_filtered(u_btgw, w_kgw, bias_gw)).astype(u_btgw.dtype)
+
+
+def _filtered(u, w, bias):
+    wide = jnp.promote_types(u.dtype, jnp.float32)
+    taps = zip(_shifted(u, len(w)), w, strict=True)
+    return sum((x.astype(wide) * w_gw.astype(wide) for x, w_gw in taps), bias.astype(wide))
+
+
+def _shifted(u, taps):
+    """u of the positions that each tap reads, zeros before the first."""
+    before = jnp.pad(u, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
+    return [before[:, k : k + u.shape[1]] for k in range(taps)]
+
+
+def _convolve_backward(saved, dy):
+    u, w, bias = saved
+    w = jax.lax.optimization_barrier(w)  # else XLA keeps the fp32 sums of the forward pass
+    wide = jnp.promote_types(u.dtype, jnp.float32)
+    _, silu_vjp = jax.vjp(jax.nn.silu, _filtered(u, w, bias))
+    d_btgw = jax.lax.optimization_barrier(silu_vjp(dy.astype(wide))[0].astype(u.dtype))
+    after = jnp.pad(d_btgw, ((0, 0), (0, len(w) - 1), (0, 0), (0, 0))).astype(wide)
+    at = lambda k: after[:, len(w) - 1 - k : after.shape[1] - k]
+    du = sum(at(k) * w[k].astype(wide) for k in range(len(w))).astype(u.dtype)
+    d = d_btgw.astype(wide)
+    sums = [jnp.sum(d * x.astype(wide), (0, 1)) for x in _shifted(u, len(w))]
+    return du, jnp.stack(sums).astype(w.dtype), jnp.sum(d, (0, 1)).astype(bias.dtype)
+
+
+convolve.defvjp(lambda *args: (convolve(*args), args), _convolve_backward)
 
 
 def gated_norm(y_btgi: jax.Array, z_btgi: jax.Array, scale_gi: jax.Array, eps: float) -> jax.Array:
@@ -99,43 +133,87 @@ def gated_norm(y_btgi: jax.Array, z_btgi: jax.Array, scale_gi: jax.Array, eps: f
     return (unit * scale_gi).astype(y_btgi.dtype)
 
 
+def chunks(v_btgw: jax.Array, chunk: int) -> jax.Array:
+    """v_cbgtw, t in a chunk; zeros after the end of the sequence.
+
+    Chunks are outermost, over which carry() sums: no operand of its GEMM is transposed then.
+    """
+    seq = v_btgw.shape[1]
+    chunk = min(chunk, seq)
+    v_btgw = jnp.pad(v_btgw, ((0, 0), (0, -seq % chunk), (0, 0), (0, 0)))
+    return jnp.moveaxis(v_btgw.reshape(len(v_btgw), -1, chunk, *v_btgw.shape[2:]), (1, 3), (0, 2))
+
+
+def positions(v_cbgtw: jax.Array, seq: int) -> jax.Array:
+    """v_btgw, the inverse of chunks()."""
+    v_bctgw = jnp.moveaxis(v_cbgtw, (0, 2), (1, 3))
+    return v_bctgw.reshape(len(v_bctgw), -1, *v_bctgw.shape[3:])[:, :seq]
+
+
 def state_space(
-    x_btgrp: jax.Array,
-    dt_btgr: jax.Array,
+    x_cbgrpt: jax.Array,
+    dt_cbgrt: jax.Array,
     a_gr: jax.Array,
-    b_btgn: jax.Array,
-    c_btgn: jax.Array,
-    chunk: int,
+    b_cbgtn: jax.Array,
+    c_cbgtn: jax.Array,
 ) -> jax.Array:
-    """y_btgrp = h_t C_t of the module's recurrence from h = 0, in the dtype of dt.
+    """y_cbgrpt = h_t C_t of the module's recurrence from h = 0, in the dtype of dt.
 
     Operands of GEMMs are in the dtype of x, decays and states in the dtype of dt, at least fp32.
 
     Args:
-      dt_btgr: time steps, at least 0.
-      chunk: tokens of a chunk. The sequence is padded to a multiple with time steps of 0, which
-        leave the state as it is.
+      x_cbgrpt: of chunks(); positions are last, as GEMMs with and without a batch dim of heads can
+        read that without a transpose.
+      dt_cbgrt: time steps, at least 0; one of 0 leaves the state as it is.
     """
-    seq, dtype, wide = x_btgrp.shape[1], x_btgrp.dtype, dt_btgr.dtype
-    chunk = min(chunk, seq)
+    dtype = x_cbgrpt.dtype
+    dot = functools.partial(product, dt_cbgrt.dtype)
+    since_start = jnp.cumsum(dt_cbgrt * a_gr[..., None], -1)  # log of the decay, cbgrt
+    scores_cbgts = dot("cbgtn,cbgsn->cbgts", c_cbgtn, b_cbgtn)
+    y_cbgrpt = within_chunks(scores_cbgts, x_cbgrpt, dt_cbgrt, since_start)
+    if len(x_cbgrpt) == 1:
+        return y_cbgrpt
+    to_end = jnp.exp(since_start[..., -1:] - since_start) * dt_cbgrt
+    weighted = (x_cbgrpt * to_end[..., None, :]).astype(dtype)
+    h_cbgrpn = carry(dot("cbgrps,cbgsn->cbgrpn", weighted, b_cbgtn), since_start[..., -1])
+    y_before = dot("cbgrpn,cbgtn->cbgrpt", h_cbgrpn.astype(dtype), c_cbgtn)
+    return y_cbgrpt + y_before * jnp.exp(since_start)[..., None, :]
 
-    def chunks(v):
-        v = jnp.pad(v, ((0, 0), (0, -seq % chunk), *[(0, 0)] * (v.ndim - 2)))
-        return v.reshape(len(v), -1, chunk, *v.shape[2:])
 
-    dot = functools.partial(product, wide)
-    x, dt, b_bcsgn, c_bctgn = map(chunks, (x_btgrp, dt_btgr, b_btgn, c_btgn))
-    since_start = jnp.cumsum(jnp.moveaxis(dt * a_gr, 2, -1), -1)  # log of the decay, bcgrt
-    mixed = dot("bctgn,bcsgn->bcgts", c_bctgn, b_bcsgn)[:, :, :, None] * decays(since_start)
-    mixed = (mixed * jnp.moveaxis(dt, 2, -1)[..., None, :]).astype(dtype)
-    y = dot("bcgrts,bcsgrp->bctgrp", mixed, x)
-    if y.shape[1] > 1:
-        to_end = jnp.exp(since_start[..., -1:] - since_start)
-        weighted = (x * (jnp.moveaxis(to_end, -1, 2) * dt)[..., None]).astype(dtype)
-        h_bcgrpn = carry(dot("bcsgrp,bcsgn->bcgrpn", weighted, b_bcsgn), since_start[..., -1])
-        y_before = dot("bctgn,bcgrpn->bctgrp", c_bctgn, h_bcgrpn.astype(dtype))
-        y += y_before * jnp.moveaxis(jnp.exp(since_start), -1, 2)[..., None]
-    return y.reshape(len(y), -1, *y.shape[3:])[:, :seq]
+@jax.custom_vjp
+def within_chunks(
+    scores_cbgts: jax.Array, x_cbgrps: jax.Array, dt_cbgrs: jax.Array, log_cbgrt: jax.Array
+) -> jax.Array:
+    """y_cbgrpt, the sum of scores_ts exp(log_t - log_s) dt_s x_s over s <= t in a chunk.
+
+    The backward pass computes the factors [..., t, s] of each head again from the arguments;
+    autodiff stores them.
+    """
+    return _within_chunks(scores_cbgts, x_cbgrps, dt_cbgrs, log_cbgrt)[0]
+
+
+def _within_chunks(scores, x, dt, log):
+    mixed = scores[:, :, :, None] * decays(log) * dt[..., None, :]
+    y = product(dt.dtype, "cbgrps,cbgrts->cbgrpt", x, mixed.astype(x.dtype))
+    return y, (scores, x, dt, log)
+
+
+def _within_chunks_backward(saved, dy):
+    scores, x, dt, log = saved
+    log = jax.lax.optimization_barrier(log)  # else XLA keeps products of the forward pass
+    dy, wide = dy.astype(x.dtype), dt.dtype
+    mixed = (scores[:, :, :, None] * decays(log) * dt[..., None, :]).astype(x.dtype)
+    dx = jnp.einsum("cbgrpt,cbgrts->cbgrps", dy, mixed)
+    dmixed = jnp.einsum("cbgrpt,cbgrps->cbgrts", dy, x)
+    decayed = dmixed.astype(wide) * decays(log)
+    dscores = jnp.sum(decayed * dt[..., None, :], 3)
+    of_pairs = decayed * scores[:, :, :, None]
+    ddt = jnp.sum(of_pairs, -2)
+    dlog = jnp.sum(of_pairs * dt[..., None, :], -1) - ddt * dt
+    return dscores, dx, ddt, dlog
+
+
+within_chunks.defvjp(_within_chunks, _within_chunks_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -159,15 +237,19 @@ def decays(log_bcgrt: jax.Array) -> jax.Array:
     return jnp.exp(jnp.where(t[:, None] >= t, difference, -jnp.inf))
 
 
-def carry(h_bcgrpn: jax.Array, log_bcgr: jax.Array) -> jax.Array:
+def carry(h_cbgrpn: jax.Array, log_cbgr: jax.Array) -> jax.Array:
     """The state before each chunk.
 
     Args:
-      h_bcgrpn: what each chunk adds to the state at its end.
-      log_bcgr: log of the decay over each chunk.
+      h_cbgrpn: what each chunk adds to the state at its end.
+      log_cbgr: log of the decay over each chunk.
     """
-    passed = jnp.cumsum(jnp.moveaxis(log_bcgr, 1, -1), -1)  # up to the end of each chunk
+    passed = jnp.cumsum(jnp.moveaxis(log_cbgr, 0, -1), -1)  # up to the end of each chunk
     # Decay from the end of chunk c to the start of chunk z, for c < z.
     decay_bgrzc = jnp.pad(decays(passed)[..., :-1, :], [(0, 0)] * 3 + [(1, 0), (0, 0)])
+    heads = math.prod(log_cbgr.shape[1:])
+    h_chi = h_cbgrpn.reshape(len(h_cbgrpn), heads, -1)
+    decay_hzc = decay_bgrzc.reshape(heads, *decay_bgrzc.shape[-2:])
     exact = jax.lax.Precision.HIGHEST  # no TF32
-    return jnp.einsum("bgrzc,bcgrpn->bzgrpn", decay_bgrzc, h_bcgrpn, precision=exact)
+    sums_hzi = jax.lax.dot_general(decay_hzc, h_chi, (((2,), (0,)), ((0,), (1,))), precision=exact)
+    return sums_hzi.swapaxes(0, 1).reshape(h_cbgrpn.shape)

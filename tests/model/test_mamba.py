@@ -45,6 +45,16 @@ def recurrence(x_btgrp, dt_btgr, a_gr, b_btgn, c_btgn):
     return jnp.moveaxis(jax.lax.scan(step, first, time_first)[1], 0, 1)
 
 
+def in_chunks(chunk: int, x, dt, a, b, c):
+    """state_space() of arrays [b, t, ...]."""
+    seq, *heads = x.shape[1:]
+    x, dt, b, c = (mamba.chunks(v, chunk) for v in (x.reshape(*x.shape[:3], -1), dt, b, c))
+    x, dt = (jnp.swapaxes(v, -1, -2) for v in (x, dt))
+    y = mamba.state_space(x.reshape(*x.shape[:3], *heads[1:], -1), dt, a, b, c)
+    y = jnp.swapaxes(y.reshape(x.shape), -1, -2)
+    return mamba.positions(y, seq).reshape(-1, seq, *heads)
+
+
 @pytest.mark.parametrize(("seq", "chunk"), [(32, 8), (29, 8), (7, 8)])
 @pytest.mark.parametrize(("dtype", "error"), [(np.float64, 1e-12), (np.float32, 2e-5)])
 def test_chunks_equal_the_recurrence(seq, chunk, dtype, error):
@@ -52,7 +62,7 @@ def test_chunks_equal_the_recurrence(seq, chunk, dtype, error):
     with jax.enable_x64(True):
         weight = jnp.cos(jnp.arange(2 * seq * GROUPS * HEADS * WIDTH))
         weight = weight.reshape(2, seq, GROUPS, HEADS, WIDTH)
-        chunked = functools.partial(mamba.state_space, chunk=chunk)
+        chunked = functools.partial(in_chunks, chunk)
         y, vjp = jax.vjp(jax.jit(chunked), *inputs(seq, dtype))
         expected, oracle = jax.vjp(recurrence, *inputs(seq))
         actual = (y, *vjp(weight.astype(dtype)))
@@ -62,26 +72,33 @@ def test_chunks_equal_the_recurrence(seq, chunk, dtype, error):
 
 
 def test_states_are_fp32_where_gemms_are_bf16():
+    """Gradients too, those of the time steps and rates among them, whose sums cancel."""
     x, dt, a, b, c = inputs(64, np.float32)
     x, b, c = (jnp.asarray(v, jnp.bfloat16) for v in (x, b, c))
-    chunked = jax.jit(functools.partial(mamba.state_space, chunk=8))
-    exact = recurrence(x.astype(jnp.float32), dt, a, b.astype(jnp.float32), c.astype(jnp.float32))
-    y = chunked(x, dt, a, b, c)
+    y, vjp = jax.vjp(jax.jit(functools.partial(in_chunks, 8)), x, dt, a, b, c)
+    wide = (v.astype(jnp.float32) for v in (x, dt, a, b, c))
+    exact, oracle = jax.vjp(recurrence, *wide)
     assert y.dtype == jnp.float32
-    assert 1e-4 < jnp.abs(y - exact).max() / jnp.abs(exact).max() < 1e-2
+    dy = jnp.cos(exact)
+    for found, right in zip((y, *vjp(dy)), (exact, *oracle(dy)), strict=True):
+        assert 1e-4 < jnp.abs(found - right).max() / jnp.abs(right).max() < 1e-2
 
 
 def test_convolution_is_causal():
+    """Values and gradients."""
+
+    def convolved(u, w, bias):
+        at = lambda t: sum(w[k] * u[:, t - 3 + k] for k in range(4) if t >= 3 - k)
+        return jax.nn.silu(jnp.stack([bias + at(t) for t in range(9)], 1))
+
     random = np.random.default_rng(1)
-    shapes = (2, 9, 2, 3), (4, 2, 3), (2, 3)
-    u, w, bias = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
-    expected = np.zeros_like(u) + bias
-    for t in range(9):
-        for k in range(4):
-            if t - 3 + k >= 0:
-                expected[:, t] += w[k] * u[:, t - 3 + k]
-    expected = expected / (1 + np.exp(-expected))
-    np.testing.assert_allclose(mamba.convolve(u, w, bias), expected, atol=1e-6)
+    with jax.enable_x64(True):
+        arrays = [random.standard_normal(s) for s in ((2, 9, 2, 3), (4, 2, 3), (2, 3))]
+        y, vjp = jax.vjp(mamba.convolve, *arrays)
+        expected, oracle = jax.vjp(convolved, *arrays)
+        dy = jnp.cos(y)
+        for found, right in zip((y, *vjp(dy)), (expected, *oracle(dy)), strict=True):
+            np.testing.assert_allclose(found, right, atol=1e-12)
 
 
 SIZES = dict(ssm_heads=8, ssm_head_dim=8, ssm_groups=4, ssm_state=16, ssm_chunk=8)
@@ -149,7 +166,7 @@ def test_scores_are_the_products_of_the_traced_chunks():
     states = (seq, mixer.ssm_groups, mixer.ssm_state)
     x, dt, b, c = (jnp.ones((1, *s)) for s in (*shapes, states, states))
     a = jnp.ones((mixer.ssm_groups, per_group))
-    chunked = functools.partial(mamba.state_space, chunk=mixer.ssm_chunk)
+    chunked = functools.partial(in_chunks, mixer.ssm_chunk)
     traced = jax.make_jaxpr(chunked)(x, dt, a, b, c)
     sizes = []
     for eqn in equations(traced.jaxpr):
