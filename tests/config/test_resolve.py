@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maxbench.config import command_line, gpu_files, layout_table, options
@@ -131,6 +131,7 @@ def test_later_settings_win():
     assert named(steps=7, eval_data="y.bin", target_loss=3.0) == run.name
 
 
+@settings(deadline=None)
 @given(
     axes=st.dictionaries(
         st.sampled_from([*DEGREES, "vp", "mbs", "gbs", "seq"]), st.integers(-3, 40)
