@@ -16,9 +16,10 @@ ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 # microbatches in flight, as each tick overlaps a forward with a backward pass, where Megatron's has
 # pp. Other layouts than the recipes' where these do not fit or are predicted slower: on 1,024 H100
 # pp 16 x ep 16 (BF16: 32) with all recomputed, where pp 8 x ep 64 x tp 2 is over eight nodes; on
-# B200 pp 16 x ep 8, the recipe of BF16, where that of MXFP8 has ep 32 over four nodes; on B300 four
-# virtual stages (the published run has mbs 2); on 256 GB300 ep 64 and mbs 2, where the recipe has
-# pp 2 x ep 32 and mbs 1. In BF16 on GB200 the experts' up-projection is recomputed, too.
+# B200 pp 16 x ep 8, the recipe of BF16, where that of MXFP8 has ep 32 over four nodes; on 256 B300
+# the same with the published run's mbs 2, but in BF16 four virtual stages and mbs 1; on 256 GB300
+# ep 64 and mbs 2, where the recipe has pp 2 x ep 32 and mbs 1. In BF16 on GB200 the experts'
+# up-projection is recomputed, too.
 # Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
 # which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
 LAYOUTS = """
@@ -30,7 +31,7 @@ b200     fp8,nvfp4      weak     256     61 4096 16  2  2    1  8  1  1   1  409
 b200     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_context
 b200     bf16           weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  full
 b300     bf16           weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up
-b300     fp8,nvfp4      weak     256     61 4096  8  4  4    1  8  1  1   1  4096 Et|(tt|)*30mL      none
+b300     fp8,nvfp4      weak     256     61 4096 16  2  2    1  8  1  1   2  4096 Et|(tt|)*30mL      save_gemms_recompute_mla_up_and_mlp
 b300     nvfp4          weak     512     61 4096  8  2  8    1  8  1  1   2  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up_and_mlp
 b300     fp8            weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  save_gemms_recompute_mla_up
 b300     bf16           weak     512     61 4096  8  2  8    1  8  1  1   1  8192 Et*4|(t*4|)*14tmL  selective

@@ -17,12 +17,13 @@ KINDS = {
 }
 PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
-# Megatron-Bridge 067f987, perf_recipes/nemotronh; FP8 is MXFP8 on Blackwell.
+# Megatron-Bridge 067f987, perf_recipes/nemotronh; FP8 is MXFP8 on Blackwell. Layers are unrolled:
+# the step is 10 % shorter, and compiles for 2 minutes on two cores.
 LAYOUTS = """
-gpu_type dtype scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs
-h100     fp8   weak      16     52 8192  1  1  1    1 16  1  1   1 1024
-gb200    fp8   weak       8     52 8192  1  1  1    1  8  1  1   2  512
-gb300    fp8   weak       8     52 8192  1  1  1    1  8  1  1   4  512
+gpu_type dtype scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs unroll_layers
+h100     fp8   weak      16     52 8192  1  1  1    1 16  1  1   1 1024            52
+gb200    fp8   weak       8     52 8192  1  1  1    1  8  1  1   2  512            52
+gb300    fp8   weak       8     52 8192  1  1  1    1  8  1  1   4  512            52
 """
 
 

@@ -15,17 +15,18 @@ KINDS = {
 }
 PATTERN = "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-"
 
-# Megatron-Bridge 067f987, perf_recipes/nemotronh.
+# Megatron-Bridge 067f987, perf_recipes/nemotronh. Layers are unrolled where memory allows, but not
+# with fsdp.
 LAYOUTS = """
-gpu_type dtype scaling gpus layers  seq pp vp  dp fsdp ep cp tp mbs  gbs
-h100     fp8   weak      64    118 8192  1  1   8    1  1  1  8   1  192
-h100     fp8   weak     512    118 8192  1  1  64    1  1  1  8   1 1536
-b200     fp8   weak     512    118 8192  1  1 128    2  1  1  2   1 1536
-b300     fp8   weak     512    118 8192  1  1 256    1  1  1  2   1 1536
-gb200    fp8   weak     512    118 8192  1  1 128    2  1  1  2   1 1536
-gb300    fp8   weak      64    118 8192  1  1  32    1  1  1  2   1  192
-gb300    fp8   weak     512    118 8192  1  1 256    1  1  1  2   1 1536
-"""
+gpu_type dtype scaling gpus layers  seq pp vp  dp fsdp ep cp tp mbs  gbs unroll_layers remat
+h100     fp8   weak      64    118 8192  1  1   8    1  1  1  8   1  192          auto none
+h100     fp8   weak     512    118 8192  1  1  64    1  1  1  8   1 1536          auto none
+b200     fp8   weak     512    118 8192  1  1 128    2  1  1  2   1 1536          auto save_gemms_recompute_act
+b300     fp8   weak     512    118 8192  1  1 256    1  1  1  2   1 1536           118 none
+gb200    fp8   weak     512    118 8192  1  1 128    2  1  1  2   1 1536          auto none
+gb300    fp8   weak      64    118 8192  1  1  32    1  1  1  2   1  192           118 none
+gb300    fp8   weak     512    118 8192  1  1 256    1  1  1  2   1 1536           118 none
+"""  # noqa: E501
 
 
 def get_config(presets=""):

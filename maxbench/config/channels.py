@@ -207,8 +207,19 @@ class Experts(Sublayer):
     def reserved(self, ep: int) -> float:
         return self.mlp_inputs * self.mlp * self.rows(ep)
 
-    def delayed_operands(self, ep: int, tp: int) -> float:
-        return self.rows(ep) * (2 * self.sent_width + (self.mlp_inputs + 1) * self.mlp / tp)
+    def kept_if_unrolled(self, run: "Run") -> float:
+        """As compiled programs keep (docs/plan.csv): XLA documents no rule for delayed wgrads."""
+        a, halves = run.layout, run.train.two_batch_overlap
+        several = self.experts > a.ep  # on a GPU
+        up = self.sent_width + self.mlp_inputs * self.mlp / a.tp
+        down = self.sent_width + self.mlp / a.tp
+        if run.format.quantized or self.capacity_factor > 0:
+            both = self.capacity_factor > 0 or self.mlp_bias or halves or not several
+            elements = up + both * down
+        else:  # wgrads add to their accumulators
+            delayed = run.train.remat == "none" and several and not self.mlp_bias
+            elements = delayed * up / (2 if halves else 1)
+        return run.format.bytes * self.rows(a.ep) * elements
 
     @property
     def zeros_stay(self) -> bool:

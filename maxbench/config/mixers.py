@@ -331,6 +331,11 @@ class Mamba2(Sublayer):
     def reserved(self, ep: int) -> float:
         return self.ssm_groups * self.ssm_inputs
 
+    def kept_if_unrolled(self, run: "Run") -> float:
+        """Without recomputation: x of the convolution, x with the decays, states and outputs."""
+        width = self.ssm_groups * self.ssm_inner / run.layout.tp
+        return 4 * FORMATS[run.format.compute].bytes * width * (run.train.remat == "none")
+
     def check(self) -> None:
         if not self.ssm_heads or self.ssm_heads % self.ssm_groups:
             raise UserError(

@@ -322,9 +322,9 @@ class Sublayer:
         """activated, with all rows that memory is reserved for."""
         return self.activated
 
-    def delayed_operands(self, ep: int, tp: int) -> float:
-        """Elements per token of a GPU of the operands of wgrads that XLA delays to the end of the
-        backward pass if layers are unrolled."""
+    def kept_if_unrolled(self, run: "Run") -> float:
+        """Bytes per token of a GPU, beside saved(), that XLA keeps if layers are unrolled, about:
+        intermediates, and operands of wgrads that it delays to the end of the backward pass."""
         return 0
 
     @property

@@ -175,11 +175,9 @@ def estimate_bytes(run: Run) -> float:
     parts = [(n, part) for n, layer in m.kinds for _, part in layer.parts()]
     widest = max(part.reserved(a.ep) for _, part in parts)
     scratch = 4 * WIDTH * rows * widest / a.tp + 4 * WIDTH * rows * m.embed
-    if m.has_experts and unrolled and (m.capacity_factor > 0 or run.format.quantized):
-        # XLA delays the wgrads of all layers, and keeps their operands.
-        delayed = [(n, part.delayed_operands(a.ep, a.tp)) for n, part in parts]
-        operands = sum(n * x for n, x in delayed) - max(x for _, x in delayed)
-        scratch += run.format.bytes * rows * operands
+    if unrolled:
+        kept = [(n, part.kept_if_unrolled(run)) for n, part in parts]
+        scratch += rows * (sum(n * x for n, x in kept) - max(x for _, x in kept))
     scratch += min(LOGITS, 8 * rows * m.vocab / a.tp) / 2  # fp32, and their gradient
     return memory.lower_bound(run) + WIDTH * copies / a.fsdp + gathered + scratch
 
