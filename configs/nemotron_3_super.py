@@ -24,7 +24,7 @@ PATTERN = 3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
 # NVIDIA's NVFP4 leaves attention, the projections of the latent and the last 14 layers in BF16, and
 # has MXFP8 in the last projection of Mamba-2; here all GEMMs but those of multi-token prediction
 # are NVFP4, and precision.bf16_layers=0,14 leaves out the last ones.
-# Layers are unrolled: the step is a tenth shorter, and compiles for 3 to 7 minutes on two cores.
+# Layers are unrolled: the step is 14 % shorter, and compiles for 3 to 7 minutes on two cores.
 # Without recomputation B200 and B300 lack memory. Not here, as not planned yet: the other recipes
 # for 64 GPUs, of B200, B300, GB200 and H100, and of GB300 in BF16 and NVFP4.
 LAYOUTS = """
