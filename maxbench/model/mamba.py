@@ -189,21 +189,20 @@ def within_chunks(
     The backward pass computes the factors [..., t, s] of each head again from the arguments;
     autodiff stores them.
     """
-    return _within_chunks(scores_cbgts, x_cbgrps, dt_cbgrs, log_cbgrt)[0]
+    mixed = _mixed(scores_cbgts, dt_cbgrs, log_cbgrt).astype(x_cbgrps.dtype)
+    return product(dt_cbgrs.dtype, "cbgrps,cbgrts->cbgrpt", x_cbgrps, mixed)
 
 
-def _within_chunks(scores, x, dt, log):
-    mixed = scores[:, :, :, None] * decays(log) * dt[..., None, :]
-    y = product(dt.dtype, "cbgrps,cbgrts->cbgrpt", x, mixed.astype(x.dtype))
-    return y, (scores, x, dt, log)
+def _mixed(scores, dt, log):
+    """The factors of x, cbgrts."""
+    return scores[:, :, :, None] * decays(log) * dt[..., None, :]
 
 
 def _within_chunks_backward(saved, dy):
     scores, x, dt, log = saved
     log = jax.lax.optimization_barrier(log)  # else XLA keeps products of the forward pass
     dy, wide = dy.astype(x.dtype), dt.dtype
-    mixed = (scores[:, :, :, None] * decays(log) * dt[..., None, :]).astype(x.dtype)
-    dx = jnp.einsum("cbgrpt,cbgrts->cbgrps", dy, mixed)
+    dx = jnp.einsum("cbgrpt,cbgrts->cbgrps", dy, _mixed(scores, dt, log).astype(x.dtype))
     dmixed = jnp.einsum("cbgrpt,cbgrps->cbgrts", dy, x)
     decayed = dmixed.astype(wide) * decays(log)
     dscores = jnp.sum(decayed * dt[..., None, :], 3)
@@ -213,7 +212,7 @@ def _within_chunks_backward(saved, dy):
     return dscores, dx, ddt, dlog
 
 
-within_chunks.defvjp(_within_chunks, _within_chunks_backward)
+within_chunks.defvjp(lambda *args: (within_chunks(*args), args), _within_chunks_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -247,9 +246,10 @@ def carry(h_cbgrpn: jax.Array, log_cbgr: jax.Array) -> jax.Array:
     passed = jnp.cumsum(jnp.moveaxis(log_cbgr, 0, -1), -1)  # up to the end of each chunk
     # Decay from the end of chunk c to the start of chunk z, for c < z.
     decay_bgrzc = jnp.pad(decays(passed)[..., :-1, :], [(0, 0)] * 3 + [(1, 0), (0, 0)])
+    # As matrices, with q for b, g and r, and e for p and n: einsum() would exchange the operands.
     heads = math.prod(log_cbgr.shape[1:])
-    h_chi = h_cbgrpn.reshape(len(h_cbgrpn), heads, -1)
-    decay_hzc = decay_bgrzc.reshape(heads, *decay_bgrzc.shape[-2:])
+    h_cqe = h_cbgrpn.reshape(len(h_cbgrpn), heads, -1)
+    decay_qzc = decay_bgrzc.reshape(heads, *decay_bgrzc.shape[-2:])
     exact = jax.lax.Precision.HIGHEST  # no TF32
-    sums_hzi = jax.lax.dot_general(decay_hzc, h_chi, (((2,), (0,)), ((0,), (1,))), precision=exact)
-    return sums_hzi.swapaxes(0, 1).reshape(h_cbgrpn.shape)
+    sums_qze = jax.lax.dot_general(decay_qzc, h_cqe, (((2,), (0,)), ((0,), (1,))), precision=exact)
+    return sums_qze.swapaxes(0, 1).reshape(h_cbgrpn.shape)
