@@ -323,8 +323,9 @@ class Sublayer:
         return self.activated
 
     def kept_if_unrolled(self, run: "Run") -> float:
-        """Bytes per token of a GPU, beside saved(), that XLA keeps if layers are unrolled, about:
-        intermediates, and operands of wgrads that it delays to the end of the backward pass."""
+        """Bytes per token of a GPU, in addition to saved(), that XLA keeps if layers are unrolled:
+        intermediates, and operands of wgrads that it delays to the end of the backward pass. An
+        estimate."""
         return 0
 
     @property
