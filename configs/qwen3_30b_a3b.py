@@ -9,7 +9,7 @@ from maxbench.config.recipes import workload
 # Megatron-Bridge 067f987, perf_recipes/qwen. FP8 is MXFP8 on Blackwell, current scaling on H100.
 # Layers are unrolled, and the halves of a microbatch of several sequences run in turn: the step is
 # 8 to 18 % shorter, and compiles for 5 minutes on two cores in place of half a minute. In NVFP4 it
-# would compile for more than 12.
+# compiles for more than 11.
 LAYOUTS = """
 gpu_type dtype    scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs  gbs unroll_layers two_batch_overlap
 h100     bf16,fp8 weak      16     48 4096  1  1  1    1 16  1  1   1 1024 48            false
