@@ -103,4 +103,4 @@ def after(operand: Any, t: jax.Array | None) -> Any:
     small."""
     if isinstance(operand, QuantizedArray):
         return operand._replace(scale=ordering.after(operand.scale, t))
-    return ordering.after(operand, t)
+    return ordering.write_after(operand, t)

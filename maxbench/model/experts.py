@@ -3,7 +3,9 @@
 With a capacity (model.capacity_factor c > 0), each expert has slots for c x top_k x tokens /
 experts of a GPU's tokens in a microbatch. model.drop_policy selects the tokens that get a slot:
 'probs' those with the largest router weight (Megatron's default), 'position' the first ones; the
-others are dropped. One all-to-all over ep dispatches the slots, and one returns them.
+others are dropped. One all-to-all over ep dispatches the slots, and one returns them. They are in
+the order of the GPUs that they are sent to, with the experts of a GPU innermost: an all-to-all then
+moves whole rows, and XLA's GEMMs of one expert read and write every e-th row (sending_order).
 
 With model.force_balance the choice is random and exactly balanced (router.balanced_choice): there
 are as many slots as choices, and no token is dropped, whatever the capacity_factor. The GEMMs are
@@ -24,8 +26,9 @@ Shapes are static either way. Dispatch and combine are gathers, also in the back
 With model.expert_latent, d below is the width of that latent: a token is projected before it is
 sent, and its experts' sum after it has returned. The router reads the token itself.
 
-Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice,
-n mlp_inputs, f mlp; in dropless() those of grouped_matmul.py, with g mlp_inputs.
+Shape letters: j token of this GPU (b x u), d embed, e expert, c slot of an expert, k choice, n
+mlp_inputs, f mlp, r e slots that are sent, one of each expert of a GPU; in dropless() those of
+grouped_matmul.py, with g mlp_inputs.
 """
 
 import functools
@@ -135,27 +138,27 @@ class Moe(nn.Module):
     ) -> tuple[jax.Array, Any]:
         gate_jk, m = gate_jk.astype(x_jd.dtype), self.model
         x_jd, gate_jk = dispatch_nodes.gather(x_jd), dispatch_nodes.gather(gate_jk)
-        slot_jk, token_ec = dispatch_nodes.gather_slots(slot_jk, token_ec)
+        slot_jk, token_re = sending_order(*dispatch_nodes.gather_slots(slot_jk, token_ec))
         # Not with a capacity: for Grok-1, XLA then schedules both microbatches of a loop iteration
         # without an offset, and their all-to-alls are exposed (6 % of the step on 64 GPUs).
-        rows_ec = gate_gradient(token_ec.shape, gate_jk, slot_jk) if m.force_balance else None
-        x_ecd = dispatch(x_jd, slot_jk, token_ec)
-        y_ecd, tokens = self.experts(x_ecd, rows_ec, orders, load_be)
-        y_ecd = checkpoint_name(y_ecd, "mlp_down")
-        y_jd = combine(rows_ec is None, y_ecd, gate_jk, slot_jk, token_ec)
+        rows_re = gate_gradient(token_re.shape, gate_jk, slot_jk) if m.force_balance else None
+        x_red = dispatch(x_jd, slot_jk, token_re)
+        y_red, tokens = self.experts(x_red, rows_re, orders, load_be)
+        y_red = checkpoint_name(y_red, "mlp_down")
+        y_jd = combine(rows_re is None, y_red, gate_jk, slot_jk, token_re)
         return dispatch_nodes.sum_nodes(y_jd), tokens
 
     def experts(
-        self, x_ecd: jax.Array, rows_ec: Any, orders: Ends, load_be: jax.Array | None
+        self, x_red: jax.Array, rows_re: Any, orders: Ends, load_be: jax.Array | None
     ) -> tuple[jax.Array, Any]:
         m = self.model
         dot = functools.partial(matmul, self)
         up, down = (m.weights[name].axes for name in ("up", "down"))
         names = ["down", "up"] if self.adds_apart() else ["down"]
         sums: Any = {name: self.get_variable("sums", name) for name in names}
-        x_ecd, sums = grad_after_wgrads(len(names) > 1, x_ecd, sums)
+        x_red, sums = grad_after_wgrads(len(names) > 1, x_red, sums)
         how = {"sequence": "gather", "saved": "slots", "sums": sums.get("up")}
-        up_ecnf, first_token = dot(x_ecd, "up", up, m.init_std, order=orders.first, **how)
+        up_ecnf, first_token = dot(x_red, "up", up, m.init_std, order=orders.first, **how)
         # Orders the all-reduce of the load before the end of 'up'. XLA would run it in the backward
         # pass, after dx's communication, or wherever save_routing() has it recomputed.
         summed = ordering.token(load_be if collectives.axis_size("pp") > 1 else None)
@@ -163,10 +166,10 @@ class Moe(nn.Module):
             bias_enf = param_value(self, "up_bias", m.weights["up_bias"].axes)
             up_ecnf = add_bias(up_ecnf, bias_enf[:, None])
         up_ecnf = ordering.after(checkpoint_name(up_ecnf, "mlp_up"), jax.lax.stop_gradient(summed))
-        h_ecf = activate(m, up_ecnf, 2) if rows_ec is None else activate_rows(m, up_ecnf, rows_ec)
+        h_ecf = activate(m, up_ecnf, 2) if rows_re is None else activate_rows(m, up_ecnf, rows_re)
         how = {"sequence": "scatter", "saved": "mlp_act", "sums": sums["down"]}
-        y_ecd, last_token = dot(h_ecf, "down", down, out_std(m), order=orders.last, **how)
-        return y_ecd, Ends(last=last_token, first=first_token)
+        y_red, last_token = dot(h_ecf, "down", down, out_std(m), order=orders.last, **how)
+        return y_red, Ends(last=last_token, first=first_token)
 
     def adds_apart(self) -> bool:
         """Whether wgrads are added to their accumulators by kernels of their own. False in a
@@ -236,8 +239,8 @@ class Moe(nn.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grad_after_wgrads(always: bool, x_ecd: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
-    """The identity. In the backward pass, the result of dx_ecd's all-to-all over ep is used only
+def grad_after_wgrads(always: bool, x_red: jax.Array, sums: Any) -> tuple[jax.Array, Any]:
+    """The identity. In the backward pass, the result of dx_red's all-to-all over ep is used only
     after the wgrads that `sums` accumulates, which the all-to-all then overlaps. XLA would run
     these wgrads at the end of the backward pass.
 
@@ -246,15 +249,15 @@ def grad_after_wgrads(always: bool, x_ecd: jax.Array, sums: Any) -> tuple[jax.Ar
         token of a sum keeps XLA from fusing the addition to the sum with the wgrad GEMM. That costs
         nothing where the addition is a kernel of its own (adds_apart).
     """
-    return x_ecd, sums
+    return x_red, sums
 
 
 def _grad_after_wgrads_backward(always, _, gradients):
-    dx_ecd, sums = gradients
-    ep = collectives.axis_size("ep")
-    if jax.tree.leaves(sums) and (ep == len(dx_ecd) or (always and ep > 1)):
-        dx_ecd = ordering.after(dx_ecd, ordering.token(sums))
-    return dx_ecd, sums
+    dx_red, sums = gradients
+    experts = dx_red.shape[1]
+    if jax.tree.leaves(sums) and collectives.axis_size("ep") > 1 and (always or experts == 1):
+        dx_red = ordering.after(dx_red, ordering.token(sums))
+    return dx_red, sums
 
 
 grad_after_wgrads.defvjp(
@@ -321,6 +324,24 @@ def assign_balanced_slots(m: Experts, slots: int, expert_jk: jax.Array, place_jk
     return slot_jk, token_s.reshape(m.experts, slots)
 
 
+def sending_order(slot_jk: jax.Array, token_ec: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Slots, and the tokens in them, in the order in which they are sent over ep.
+
+    Args:
+      slot_jk, token_ec: as assign_slots() returns them.
+
+    Returns:
+      slot_jk, r x (experts of a GPU) + expert; and token_re, e of one GPU, r those of the first GPU
+      of ep, then those of the second, ...
+    """
+    experts, slots = token_ec.shape
+    local = experts // collectives.axis_size("ep")
+    token_re = token_ec.reshape(-1, local, slots).swapaxes(1, 2).reshape(-1, local)
+    expert_jk, c_jk = slot_jk // slots, slot_jk % slots
+    sent_jk = (expert_jk // local * slots + c_jk) * local + expert_jk % local
+    return jnp.where(slot_jk < 0, -1, sent_jk), token_re
+
+
 def expert_biases(gate_jk: jax.Array, expert_jk: jax.Array, bias_ed: jax.Array) -> jax.Array:
     """The biases of each token's experts, weighted by gate_jk and summed: y_jd, fp32.
 
@@ -332,13 +353,13 @@ def expert_biases(gate_jk: jax.Array, expert_jk: jax.Array, bias_ed: jax.Array) 
 
 
 @jax.custom_vjp
-def dispatch(x_jd: jax.Array, slot_jk: jax.Array, token_ec: jax.Array) -> jax.Array:
-    """Copies tokens to their slots: x_ecd, zeros in empty slots."""
-    return take(x_jd, token_ec)
+def dispatch(x_jd: jax.Array, slot_jk: jax.Array, token_re: jax.Array) -> jax.Array:
+    """Copies tokens to their slots: x_red, zeros in empty slots."""
+    return take(x_jd, token_re)
 
 
-def _dispatch_backward(slot_jk, dy_ecd):
-    return jnp.sum(take(dy_ecd.reshape(-1, dy_ecd.shape[-1]), slot_jk), 1), None, None
+def _dispatch_backward(slot_jk, dy_red):
+    return jnp.sum(take(dy_red.reshape(-1, dy_red.shape[-1]), slot_jk), 1), None, None
 
 
 dispatch.defvjp(lambda *args: (dispatch(*args), args[1]), _dispatch_backward)
@@ -347,36 +368,36 @@ dispatch.defvjp(lambda *args: (dispatch(*args), args[1]), _dispatch_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(
     with_gates: bool,
-    y_ecd: jax.Array,
+    y_red: jax.Array,
     gate_jk: jax.Array,
     slot_jk: jax.Array,
-    token_ec: jax.Array,
+    token_re: jax.Array,
 ) -> jax.Array:
     """Sums the experts' outputs of each token, weighted by gate_jk: y_jd.
 
     Args:
       with_gates: the backward pass computes the gradient of gate_jk; else gate_gradient() does.
     """
-    picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+    picked_jkd = take(y_red.reshape(-1, y_red.shape[-1]), slot_jk)
     return jnp.einsum("jkd,jk->jd", picked_jkd, gate_jk)
 
 
-def _combine_forward(with_gates, y_ecd, *routing):
-    return combine(with_gates, y_ecd, *routing), (y_ecd if with_gates else None, *routing)
+def _combine_forward(with_gates, y_red, *routing):
+    return combine(with_gates, y_red, *routing), (y_red if with_gates else None, *routing)
 
 
 def _combine_backward(with_gates, saved, dy_jd):
-    y_ecd, gate_jk, slot_jk, token_ec = saved
+    y_red, gate_jk, slot_jk, token_re = saved
     dgate_jk = None
     if with_gates:
-        picked_jkd = take(y_ecd.reshape(-1, y_ecd.shape[-1]), slot_jk)
+        picked_jkd = take(y_red.reshape(-1, y_red.shape[-1]), slot_jk)
         dgate_jk = jnp.einsum("jkd,jd->jk", picked_jkd, dy_jd)
     # The weight of each slot: that of its token's choice whose slot it is.
-    e, c = token_ec.shape
-    slot_ec = jnp.arange(e * c, dtype=slot_jk.dtype).reshape(e, c)
-    j_ec = jnp.maximum(token_ec, 0)
-    gate_ec = jnp.sum(jnp.where(slot_jk[j_ec] == slot_ec[..., None], gate_jk[j_ec], 0), -1)
-    return take(dy_jd, token_ec) * gate_ec[..., None], dgate_jk, None, None
+    r, e = token_re.shape
+    slot_re = jnp.arange(r * e, dtype=slot_jk.dtype).reshape(r, e)
+    j_re = jnp.maximum(token_re, 0)
+    gate_re = jnp.sum(jnp.where(slot_jk[j_re] == slot_re[..., None], gate_jk[j_re], 0), -1)
+    return take(dy_jd, token_re) * gate_re[..., None], dgate_jk, None, None
 
 
 combine.defvjp(_combine_forward, _combine_backward)
@@ -384,7 +405,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gate_gradient(slots: tuple[int, int], gate_jk: jax.Array, slot_jk: jax.Array) -> jax.Array:
-    """Zeros, fp32 [e, c], with which activate_rows() returns the gradient of gate_jk.
+    """Zeros, fp32 [r, e], with which activate_rows() returns the gradient of gate_jk.
 
     A token's output is the sum of gate_k y_k with y_k = h_k w, so that the gradient of gate_k is
     y_k dy = (h_k dh_k) / gate_k, where dh_k = gate_k dy w^T is what the backward pass computes. So
@@ -393,9 +414,9 @@ def gate_gradient(slots: tuple[int, int], gate_jk: jax.Array, slot_jk: jax.Array
     return jnp.zeros(slots, jnp.float32)
 
 
-def _gate_gradient_backward(slots, saved, hdh_ec):
+def _gate_gradient_backward(slots, saved, hdh_re):
     gate_jk, slot_jk = saved
-    hdh_jk = take(hdh_ec.reshape(-1, 1), slot_jk)[..., 0]
+    hdh_jk = take(hdh_re.reshape(-1, 1), slot_jk)[..., 0]
     dgate_jk = jnp.where(gate_jk == 0, 0, hdh_jk / gate_jk.astype(jnp.float32))
     return dgate_jk.astype(gate_jk.dtype), None
 
@@ -404,8 +425,8 @@ gate_gradient.defvjp(lambda *args: (gate_gradient(*args), args[1:]), _gate_gradi
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def activate_rows(m: Experts, up_ecnf: jax.Array, rows_ec: jax.Array) -> jax.Array:
-    """activate(); the gradient of rows_ec is the product of each row with its gradient, for the
+def activate_rows(m: Experts, up_ecnf: jax.Array, rows_re: jax.Array) -> jax.Array:
+    """activate(); the gradient of rows_re is the product of each row with its gradient, for the
     slots of this GPU's tokens."""
     return activate(m, up_ecnf, 2)
 
@@ -413,10 +434,10 @@ def activate_rows(m: Experts, up_ecnf: jax.Array, rows_ec: jax.Array) -> jax.Arr
 def _activate_rows_backward(m, up_ecnf, dh_ecf):
     (dup_ecnf,) = activate_backward(m, 2, up_ecnf, dh_ecf)
     hdh_ec = jnp.sum(activate(m, up_ecnf, 2).astype(jnp.float32) * dh_ecf, -1)
-    hdh_ec = collectives.reduce_scatter(hdh_ec, "tp", 1)  # which shards f
-    hdh_ec = collectives.all_to_all(hdh_ec, "ep", 1, 0)
+    hdh_re = collectives.reduce_scatter(hdh_ec.swapaxes(0, 1), "tp", 0)  # which shards f
+    hdh_re = collectives.all_to_all(hdh_re, "ep")
     # XLA would wait for it last, and overlap no other collective until then.
-    return ordering.after(dup_ecnf, ordering.token(hdh_ec)), hdh_ec
+    return ordering.after(dup_ecnf, ordering.token(hdh_re)), hdh_re
 
 
 activate_rows.defvjp(lambda *args: (activate_rows(*args), args[1]), _activate_rows_backward)

@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from maxbench.model import comm_order, gemms
 from maxbench.model.comm_order import UNORDERED, BackwardTokens, CommOrder
 from maxbench.model.grad_accumulation import GradAccumulator
-from maxbench.quantization import Weight, checkpoint_fp8
+from maxbench.quantization import Weight, checkpoint_fp8, row_major
 from maxbench.sharding import collectives, ordering
 from maxbench.sharding.rules import GemmDims
 
 
 class MatmulSpec(NamedTuple):
     """The static part of linear(): w is [batch..., ins..., outs...], x is [batch..., rows...,
-    ins...], the result [batch..., rows..., outs...].
+    ins...], the result [batch..., rows..., outs...]. Slots of experts that are sent or received are
+    [rows, batch, ...]: those of a GPU are then consecutive, and no kernel moves them for the
+    all-to-all.
 
     Attributes:
       ins: dims that the GEMM contracts.
@@ -75,8 +77,6 @@ def linear(x: jax.Array, w: Any, grad: Any, spec: MatmulSpec, order: CommOrder =
     grad, amax = grad if isinstance(grad, GradAccumulator) else (grad, None)
     w = w if isinstance(w, Weight) else w.astype(x.dtype)
     spec, tokens = spec._replace(dx_unordered=order.dx_unordered), (order.wait_for, order.issued)
-    if spec.batch and not isinstance(w, Weight):
-        return _linear(x, w, grad, amax, tokens, spec)
     shape, first = w.shape, spec.batch + spec.ins
     fprop_k, shards_ins = None, spec.fsdp is not None and spec.fsdp < first
     if shards_ins and isinstance(w, Weight) and w.arithmetic.gather_along_outputs:
@@ -104,20 +104,25 @@ def _linear(x, w, grad, amax, tokens, spec):
 
 def _forward(x, w, grad, amax, tokens, spec):
     order, weight, dtype, rows = CommOrder(*tokens), gemms.as_weight(w), x.dtype, x.ndim - spec.ins
-    how, gathers = weight.arithmetic, spec.sequence == "gather"
+    how, gathers, used_after = weight.arithmetic, spec.sequence == "gather", order.used_after
     fprop_x, wgrad_x, amax_x = how.quantize_operand(
-        x, weight.scales, False, spec.axes if gathers else ()
+        _slots_as_matrix(x, spec) if gathers else x,
+        weight.scales,
+        False,
+        spec.axes if gathers else (),
     )
     if gathers:
-        fprop_x, wgrad_x = _map_forms(lambda x: _dispatch_slots(how, x, spec), fprop_x, wgrad_x)
+        dispatch = functools.partial(_dispatch_slots, weight, spec, used_after)
+        fprop_x, wgrad_x = _map_forms(dispatch, fprop_x, wgrad_x)
     saved = how.map_arrays(wgrad_x, lambda x: checkpoint_fp8(x, spec.saved))
     fprop_w = _all_gather(how, weight.fprop_operand, "fsdp", _fprop_fsdp_dim(weight, spec))
-    used_after = order.used_after
-    fprop_x = _all_gather_after(how, fprop_x, used_after, spec) if gathers else fprop_x
+    if gathers:
+        fprop_x = _by_expert(weight, spec, _all_gather_after(how, fprop_x, used_after, spec))
     y = gemms.fprop(weight, fprop_x, fprop_w, spec.dims, range(rows, x.ndim), dtype)
+    y = _slots_first(y, spec) if spec.sequence == "scatter" else y
     token = order.issue(fprop_x if gathers else y)
     if spec.sequence == "scatter":
-        y = collectives.reduce_scatter(y, "tp", spec.batch)
+        y = collectives.reduce_scatter(y, "tp", 0)
         y = ordering.after(_return_slots(y, spec), used_after)
     has_tokens = tuple(None if t is None else () for t in tokens)  # known when traced
     return (y, token), (saved, amax_x, w, grad, amax, has_tokens)
@@ -129,28 +134,35 @@ def _backward(spec, residuals, cotangents):
     how, rows = weight.arithmetic, dy.ndim - (len(weight.shape) - spec.batch - spec.ins)
     gathers, scatters = spec.sequence == "gather", spec.sequence == "scatter"
     tokens = BackwardTokens(*(t is not None for t in has_tokens), token)
-    wgrad_x = _all_gather(how, wgrad_x, "tp", spec.batch if gathers else None)
+    wgrad_x = _all_gather(how, wgrad_x, "tp", _tp_dim(how, spec) if gathers else None)
     if gathers and collectives.axis_size("tp") > 1:
         tokens.x_is_gathered(wgrad_x)
     # dy of experts waits before it is quantized, or XLA takes another pass over it.
     dy = tokens.after_x(dy) if spec.batch else dy
     dgrad_dy, wgrad_dy, amax_dy = how.quantize_operand(
-        dy, weight.scales, True, spec.axes if scatters else ()
+        _slots_as_matrix(dy, spec) if scatters else dy,
+        weight.scales,
+        True,
+        spec.axes if scatters else (),
     )
     if not spec.batch:
         dgrad_dy, wgrad_dy = _map_forms(tokens.after_x, dgrad_dy, wgrad_dy)
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if scatters:
-        gather = lambda dy: _all_gather_after(
-            how, _dispatch_slots(how, dy, spec), tokens.dy_used_after, spec
-        )
+        used_after = tokens.dy_used_after
+        dispatch = functools.partial(_dispatch_slots, weight, spec, used_after)
+        gather = lambda dy: _all_gather_after(how, dispatch(dy), used_after, spec)
         dgrad_dy, wgrad_dy = _map_forms(gather, dgrad_dy, wgrad_dy)
         tokens.dy_is_gathered(dgrad_dy)
+        by_expert = functools.partial(_by_expert, weight, spec)
+        dgrad_dy, wgrad_dy = _map_forms(by_expert, dgrad_dy, wgrad_dy)
     dgrad_w = _all_gather(how, weight.dgrad_operand, "fsdp", spec.fsdp)
     dx = gemms.dgrad(weight, dgrad_dy, dgrad_w, spec.dims, range(rows, dy.ndim), dtype)
+    dx = _slots_first(dx, spec) if gathers else dx
     tokens.dgrad = ordering.token(dx)
     if gathers:
-        dx = collectives.reduce_scatter(dx, "tp", spec.batch)
+        wgrad_x = _by_expert(weight, spec, wgrad_x)
+        dx = collectives.reduce_scatter(dx, "tp", 0)
     # In the dtype of the accumulated gradient, so that the GEMM adds to it; or that of its operands
     # if it has more bits.
     wide = dtype if grad is None else jnp.promote_types(dtype, grad.dtype)
@@ -160,7 +172,8 @@ def _backward(spec, residuals, cotangents):
     dw = gemms.wgrad(weight, *operands, spec.dims, range(spec.batch, rows), wide)
     add = lambda dw: dw if grad is None else grad + dw.astype(grad.dtype)
     if spec.fsdp is None:
-        dw = add(dw)
+        # Of experts, XLA would give the accumulator the layout of slots, and copy it for others.
+        dw = row_major(add(dw)) if spec.batch else add(dw)
     tokens.wgrad = ordering.token(dw)
     if gathers:
         dx = _return_slots(dx if spec.dx_unordered else tokens.after_wgrad(dx), spec)
@@ -188,11 +201,9 @@ def _all_gather(how, x, axis: str, dim: int | None):
 
 
 def _all_gather_after(how, x, t, spec: MatmulSpec):
-    """An operand, all-gathered over tp and used only after the token; without tp, slots that
-    arrived from other GPUs."""
-    if spec.batch and collectives.axis_size("tp") == 1:
-        return comm_order.after(x, t)
-    return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", spec.batch, t))
+    """An operand, all-gathered over tp and used only after the token."""
+    dim = _tp_dim(how, spec)
+    return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", dim, t))
 
 
 def _map_forms(move, dgrad_or_fprop, wgrad):
@@ -201,10 +212,48 @@ def _map_forms(move, dgrad_or_fprop, wgrad):
     return moved, moved if wgrad is dgrad_or_fprop else move(wgrad)
 
 
-def _dispatch_slots(how, x, spec: MatmulSpec):
-    """This GPU's slots of all experts -> all GPUs' slots of this GPU's experts, over ep."""
-    return how.map_arrays(x, lambda a: collectives.all_to_all(a, "ep", 0, 1)) if spec.batch else x
+def _slots_as_matrix(x, spec: MatmulSpec):
+    """Slots [r, e, d] as a matrix [r, e x d]: its rows and columns are quantized as those of each
+    expert are."""
+    return x.reshape(len(x), -1) if spec.batch else x
+
+
+def _dispatch_slots(weight: Weight, spec: MatmulSpec, t, x):
+    """This GPU's slots of all experts -> all GPUs' slots of this GPU's experts, over ep.
+
+    [r, e x d], or [e, r, d] for kernels that read matrices. Without tp, used only after the token.
+    """
+    if not spec.batch:
+        return x
+    how = weight.arithmetic
+    x = how.map_arrays(x, lambda a: collectives.all_to_all(a, "ep"))
+    # Before they are saved and ordered: kernels that take no strides need a copy at any rate.
+    x = _split_experts(weight, row_major, x) if how.needs_2d else x
+    return comm_order.after(x, t) if collectives.axis_size("tp") == 1 else x
+
+
+def _by_expert(weight: Weight, spec: MatmulSpec, x):
+    """Slots that were received, as [e, r, d]. XLA's GEMMs take strides: no copy."""
+    if not spec.batch or weight.arithmetic.needs_2d:
+        return x
+    return _split_experts(weight, lambda a: a, x)
+
+
+def _split_experts(weight: Weight, form, x):
+    """[r, e x d] -> [e, r, d]."""
+    split = lambda a: form(a.reshape(len(a), weight.shape[0], -1).swapaxes(0, 1))
+    return weight.arithmetic.map_arrays(x, split)
+
+
+def _slots_first(y, spec: MatmulSpec):
+    """A result [e, r, d] as it is sent, [r, e, d]."""
+    return y.swapaxes(0, 1) if spec.batch else y
+
+
+def _tp_dim(how, spec: MatmulSpec) -> int:
+    """The dim of an operand's rows, which tp shards."""
+    return spec.batch if how.needs_2d else 0
 
 
 def _return_slots(y, spec: MatmulSpec):
-    return collectives.all_to_all(y, "ep", 1, 0) if spec.batch else y
+    return collectives.all_to_all(y, "ep") if spec.batch else y

@@ -79,6 +79,14 @@ def all_gather_after(x: jax.Array, axis: str, dim: int, t: Token | None) -> jax.
     return lax.optimization_barrier(_write_first(all_gather(x, axis, dim), x, t, start))
 
 
+def write_after(x: jax.Array, t: Token | None) -> jax.Array:
+    """A result of a collective, used only after the token. Rewrites one element, likewise: what
+    reads it otherwise must read the array that this returns, or XLA copies it."""
+    if t is None or not _enabled.get():
+        return x
+    return lax.optimization_barrier(_write_first(x, x, t, [0] * x.ndim))
+
+
 def ppermute_after(x: jax.Array, axis: str, t: Token | None) -> jax.Array:
     """ppermute_shift(x, axis), started only after the token. Rewrites one element, likewise."""
     ordered = t is not None and _enabled.get()

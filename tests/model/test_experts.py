@@ -161,14 +161,15 @@ def test_gradients_of_dispatch_experts_and_combine_equal_indexing(with_gates):
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = router.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
-    slot, token = experts.assign_slots(m, gate, expert)
+    slot, token = experts.sending_order(*experts.assign_slots(m, gate, expert))
     act, w = layers.ACTS[m.act].function, jax.random.normal(key[0], (4, 8))
 
     def with_custom_vjp(x, gate):
         rows = experts.gate_gradient(token.shape, gate, slot)
-        up = experts.dispatch(x, slot, token).reshape(*token.shape, 2, 4)
+        up = experts.dispatch(x, slot, token).reshape(*token.shape, 2, 4).swapaxes(0, 1)
         h = layers.activate(m, up, 2) if with_gates else experts.activate_rows(m, up, rows)
-        return jnp.sum(jnp.cos(experts.combine(with_gates, h @ w, gate, slot, token)))
+        y = (h @ w).swapaxes(0, 1)
+        return jnp.sum(jnp.cos(experts.combine(with_gates, y, gate, slot, token)))
 
     def indexing(x, gate):
         up = jnp.where((token >= 0)[..., None], x[token], 0).reshape(-1, 2, 4)
