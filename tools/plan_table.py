@@ -40,6 +40,7 @@ from tools import markdown
 TABLE = "## First rows"  # heading in docs/reference/plan_table.md, above the generated table
 CSV = pathlib.Path("docs/plan.csv")
 PAGE = pathlib.Path("docs/reference/prediction_errors.md")
+README = pathlib.Path("README.md")
 NEAR_PCT = 10  # a predicted step this near to a published one counts as near
 # Pages with the screen of Llama 2 70B on 128 GPUs.
 QUOTED = [
@@ -225,22 +226,29 @@ def _framework(line: dict) -> str:
     return "NeMo and MaxText" if float(line["published_s"]) in steps else "Megatron-Bridge"
 
 
-def over_published(lines: list[dict]) -> str:
-    """Our predicted steps over published ones: how many are near, and the rows."""
-    compared = [x for x in lines if x["over_published_pct"]]
+def counts(lines: list[dict]) -> list[tuple]:
+    """For each other program: its name, its published rows, their median in percent, and how many
+    of our predicted steps are near, slower and faster."""
     programs = []
     for name in ("NeMo and MaxText", "Megatron-Bridge"):
-        found = [float(x["over_published_pct"]) for x in compared if _framework(x) == name]
+        compared = (x for x in lines if x["over_published_pct"] and _framework(x) == name)
+        found = [float(x["over_published_pct"]) for x in compared]
         slower, faster = (sum(sign * x > NEAR_PCT for x in found) for sign in (1, -1))
         near = len(found) - slower - faster
         programs.append(
             (name, len(found), f"{statistics.median(found):+.1f}", near, slower, faster)
         )
+    return programs
+
+
+def over_published(lines: list[dict]) -> str:
+    """Our predicted steps over published ones: how many are near, and the rows."""
+    compared = [x for x in lines if x["over_published_pct"]]
     shown = ["gpu_type", "dtype", "scaling", "memory_gib", "step_s", "published_s"]
     shown += ["over_published_pct", "exposed_pct", "copies_pct"]
     rows = ([f"{x['workload']}, {x['gpus']}", *(x[k] for k in shown)] for x in compared)
     heads = ["program", "rows", "median %", f"within {NEAR_PCT} %", "slower", "faster"]
-    return f"{markdown.table(heads, programs)}\n" + markdown.table(
+    return f"{markdown.table(heads, counts(lines))}\n" + markdown.table(
         ["workload, GPUs", *(COLUMNS[name] for name in shown)], rows
     )
 
@@ -263,6 +271,10 @@ def problems() -> list[str]:
         step = re.search(r"([\d.]+) s (?:a|per) step", shown)
         if not step or step[1] != quoted["step_s"]:
             found.append(f"{path} shows {step and step[1]} s, the table {quoted['step_s']} s")
+    for _, rows, _, near, slower, faster in counts(lines):
+        quoted = f"within {NEAR_PCT} % on {near}, slower on {slower}, faster on {faster}"
+        if not re.search(rf"of {rows} [^;]*{quoted}", README.read_text()):
+            found.append(f"{README} does not show: of {rows}, {quoted}")
     if errors_page(PAGE.read_text(), lines) != PAGE.read_text():
         found.append(f"{PAGE} has another comparison")
     return [f"{CSV}: {text}" for text in found]
