@@ -1,16 +1,19 @@
 """Mixture of experts: routing, capacity and dropless, against a loop over choices."""
 
 import dataclasses
+import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from maxbench.config.sublayers import Context, Ends
 from maxbench.model import experts, layers, linear, router
 from tests.conftest import resolve
+from tests.quantization import blackwell
 
 
 def loop_over_choices(m, x_jd, w, capacity):
@@ -189,3 +192,27 @@ def test_balance_loss_is_minimal_for_balanced_load():
     assert loss(even, choices) == pytest.approx(1.0)
     skewed = jax.nn.softmax(jnp.tile(jnp.array([4.0, 4.0] + [0.0] * (m.experts - 2)), (8, 1)))
     assert loss(skewed, jnp.tile(jnp.array([[0, 1]]), (8, 1))) > 1.5
+
+
+@pytest.mark.core
+@pytest.mark.gpu_compile
+def test_gemms_read_slots_as_they_arrive():
+    """XLA moves no slot for its GEMMs or for an all-to-all: each GPU has two experts."""
+    dims = dict(ins=1, batch=1)
+    first, last = (linear.MatmulSpec(**dims, sequence=way) for way in ("gather", "scatter"))
+
+    def gradients(x_red, up_edf, down_efd, dy_red):
+        def mlp(x_red, up_edf, down_efd):
+            h_ecf, _ = linear.linear(x_red, up_edf, None, first)
+            return linear.linear(jnp.tanh(h_ecf), down_efd, None, last)[0]
+
+        y_red, vjp = jax.vjp(mlp, x_red, up_edf, down_efd)
+        return y_red, *vjp(dy_red)
+
+    shard, slots = P("ep"), (4 * 4096, 2, 1024)
+    shapes = [(slots, shard), ((8, 1024, 512), shard), ((8, 512, 1024), shard), (slots, shard)]
+    text = blackwell.compiled(gradients, "ep", shapes, "h100")
+    assert text.count("cublas$lt$matmul") + text.count("cublas$gemm") >= 6
+    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 4
+    moved = re.findall(r"= bf16\[[\d,]+\]\S* (?:transpose|copy)\(.*", text)
+    assert not moved
