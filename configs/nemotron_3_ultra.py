@@ -16,15 +16,15 @@ KINDS = {
 }
 PATTERN = 4 * ("MEMEMEM*E" + "MEMEM*E" + "MEMEMEM*E") + "MEMEMEME"
 
-# Megatron-Bridge 067f987, perf_recipes/nemotronh; FP8 is MXFP8. NVIDIA's FSDP shards weights over
-# the 64 GPUs of an NVLink domain, and the optimizer over the 4 domains; here ep is over a domain,
-# and other weights are replicated (fsdp over the domains is slower). NVIDIA recomputes the experts'
+# Megatron-Bridge 067f987, perf_recipes/nemotronh; FP8 is MXFP8. NVIDIA has ep over the 64 GPUs of
+# an NVLink domain, over which FSDP shards all other weights, and the optimizer over the 4 domains.
+# Here fsdp and ep divide a domain, and fsdp shards experts too. NVIDIA recomputes the experts'
 # activation alone, and offloads its input to the host; here save_gemms_recompute_act does not fit.
 # Not here, as not planned yet: 256 GB200 with tp 2.
 LAYOUTS = """
 gpu_type dtype scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs remat
-gb300    fp8   weak     256    108 8192  1  1  4    1 64  1  1   1 256 save_context
-"""
+gb300    fp8   weak     256    108 8192  1  1  4    4 16  1  1   1 256 save_gemms_recompute_mla_up_and_mlp
+"""  # noqa: E501
 
 
 def get_config(presets=""):
