@@ -3,9 +3,11 @@
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -156,13 +158,23 @@ def _train(
 ) -> str:
     """Compiles, initializes or resumes, trains; returns why the run stopped early, or ''."""
     run = step.run
-    compiled = compile_step(step, log)
-    batches: data.Batches = data.Synthetic(run, step.mesh)
+    synthetic = data.Synthetic(run, step.mesh)
+    with futures.ThreadPoolExecutor(1) as thread:
+        # XLA compiles these while Python traces the step.
+        init = None if candidates else thread.submit(step.compile_init)
+        if not files.training:
+            thread.submit(synthetic.compile)
+        compiled = compile_step(step, log)
+    batches: data.Batches = synthetic
     if files.training:
         batches = data.FromFiles(run, step.mesh, files.training)
         log.line(f"data: {files.training.describe()}")
     evaluate = evaluation.Evaluator(step, *files.held_out, log) if files.held_out else None
-    state = load_checkpoint(step, candidates, batches, log) if candidates else step.init()
+    if candidates:
+        state = load_checkpoint(step, candidates, batches, log)
+    else:
+        assert init
+        state = init.result()()
     with make_saver(run, batches, log) as saver:
         check = replicas.check_of(step)
         stopped = run_steps(run, log, stop_reason, compiled, state, batches, saver, evaluate, check)
@@ -215,7 +227,12 @@ def compile_step(step: Step, log: Log) -> jax.stages.Compiled:
     """Compiles the step, and logs the memory that it needs, before any weight is allocated."""
     log.phase("compile")
     events: list[str] = []
-    listen = lambda event, **_: events.append(event)
+    thread = threading.get_ident()  # another one compiles other programs
+
+    def listen(event: str, **_: Any) -> None:
+        if threading.get_ident() == thread:
+            events.append(event)
+
     monitoring.register_event_listener(listen)
     compiled, lower_s, compile_s = step.compile()
     monitoring.unregister_event_listener(listen)

@@ -107,7 +107,11 @@ class Synthetic(Iterator[jax.Array]):
     def __init__(self, run: Run, devices: Mesh):
         self.next_step = 0
         sharding = NamedSharding(devices, SPEC)
-        self._draw = jax.jit(functools.partial(draw, run), out_shardings=sharding)
+        self._draw: Any = jax.jit(functools.partial(draw, run), out_shardings=sharding)
+
+    def compile(self) -> None:
+        """Compiles the program that draws a batch, before the first one is drawn."""
+        self._draw = self._draw.lower(self.next_step).compile()
 
     def __next__(self) -> jax.Array:
         batch = self._draw(self.next_step)

@@ -9,6 +9,7 @@ Training and planning build the step by the same code; only the devices differ.
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -132,12 +133,17 @@ class Step:
 
     def init(self) -> Any:
         """The initial state, created sharded on the devices; the same numbers on every mesh."""
+        return self.compile_init()()
+
+    def compile_init(self) -> Callable[[], Any]:
+        """init() as a compiled function, which allocates nothing before it is called."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         # It runs once: on a CPU, optimizing the program takes longer than running it.
-        options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
+        options: Any = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else {}
         fresh = functools.partial(self._init, stacks=self.stacks, shardings=self.shardings)
-        init = jax.jit(fresh, out_shardings=shardings, compiler_options=options)
-        return init(jax.random.key(self.run.train.seed))
+        key = jax.random.key(self.run.train.seed)
+        lowered = jax.jit(fresh, out_shardings=shardings).lower(key)
+        return functools.partial(lowered.compile(compiler_options=options), key)
 
     def with_stacks(self, stacks: layer_stack.Stacks) -> Any:
         """The abstract state with the layers in other stacks, for restack()."""
