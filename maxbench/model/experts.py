@@ -3,9 +3,8 @@
 With a capacity (model.capacity_factor c > 0), each expert has slots for c x top_k x tokens /
 experts of a GPU's tokens in a microbatch. model.drop_policy selects the tokens that get a slot:
 'probs' those with the largest router weight (Megatron's default), 'position' the first ones; the
-others are dropped. One all-to-all over ep dispatches the slots, and one returns them. They are in
-the order of the GPUs that they are sent to, with the experts of a GPU innermost: an all-to-all then
-moves whole rows, and XLA's GEMMs of one expert read and write every e-th row (sending_order).
+others are dropped. One all-to-all over ep dispatches the slots, and one returns them, in an order
+that GEMMs read (expert_slots.py).
 
 With model.force_balance the choice is random and exactly balanced (router.balanced_choice): there
 are as many slots as choices, and no token is dropped, whatever the capacity_factor. The GEMMs are
@@ -42,7 +41,14 @@ from jax.ad_checkpoint import checkpoint_name
 from maxbench.config import loop_lengths
 from maxbench.config.channels import Experts
 from maxbench.config.sublayers import Context, Ends
-from maxbench.model import dispatch_nodes, grouped_matmul, linear, router, token_dispatch
+from maxbench.model import (
+    dispatch_nodes,
+    expert_slots,
+    grouped_matmul,
+    linear,
+    router,
+    token_dispatch,
+)
 from maxbench.model.grad_accumulation import layer_state, record
 from maxbench.model.grouped_matmul import take
 from maxbench.model.layers import (
@@ -138,7 +144,9 @@ class Moe(nn.Module):
     ) -> tuple[jax.Array, Any]:
         gate_jk, m = gate_jk.astype(x_jd.dtype), self.model
         x_jd, gate_jk = dispatch_nodes.gather(x_jd), dispatch_nodes.gather(gate_jk)
-        slot_jk, token_re = sending_order(*dispatch_nodes.gather_slots(slot_jk, token_ec))
+        slot_jk, token_re = expert_slots.sending_order(
+            *dispatch_nodes.gather_slots(slot_jk, token_ec)
+        )
         # Not with a capacity: for Grok-1, XLA then schedules both microbatches of a loop iteration
         # without an offset, and their all-to-alls are exposed (6 % of the step on 64 GPUs).
         rows_re = gate_gradient(token_re.shape, gate_jk, slot_jk) if m.force_balance else None
@@ -322,24 +330,6 @@ def assign_balanced_slots(m: Experts, slots: int, expert_jk: jax.Array, place_jk
     token_s = jnp.full(m.experts * slots, -1, jnp.int32)
     token_s = token_s.at[slot_jk].set(token_j1, unique_indices=True)
     return slot_jk, token_s.reshape(m.experts, slots)
-
-
-def sending_order(slot_jk: jax.Array, token_ec: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Slots, and the tokens in them, in the order in which they are sent over ep.
-
-    Args:
-      slot_jk, token_ec: as assign_slots() returns them.
-
-    Returns:
-      slot_jk, r x (experts of a GPU) + expert; and token_re, e of one GPU, r those of the first GPU
-      of ep, then those of the second, ...
-    """
-    experts, slots = token_ec.shape
-    local = experts // collectives.axis_size("ep")
-    token_re = token_ec.reshape(-1, local, slots).swapaxes(1, 2).reshape(-1, local)
-    expert_jk, c_jk = slot_jk // slots, slot_jk % slots
-    sent_jk = (expert_jk // local * slots + c_jk) * local + expert_jk % local
-    return jnp.where(slot_jk < 0, -1, sent_jk), token_re
 
 
 def expert_biases(gate_jk: jax.Array, expert_jk: jax.Array, bias_ed: jax.Array) -> jax.Array:

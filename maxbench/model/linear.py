@@ -1,8 +1,9 @@
 """linear(): x @ w with its collectives, forward and backward. Every GEMM with a weight is one.
 
-gemms.py       the GEMMs on one GPU, in the weight's number format
-this file      what is all-gathered, reduce-scattered and exchanged around them
-comm_order.py  which GEMMs these collectives overlap
+gemms.py         the GEMMs on one GPU, in the weight's number format
+this file        what is all-gathered, reduce-scattered and exchanged around them
+expert_slots.py  the order of the slots of experts that are exchanged
+comm_order.py    which GEMMs these collectives overlap
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbench.model import comm_order, gemms
+from maxbench.model import expert_slots, gemms
 from maxbench.model.comm_order import UNORDERED, BackwardTokens, CommOrder
 from maxbench.model.grad_accumulation import GradAccumulator
 from maxbench.quantization import Weight, checkpoint_fp8, row_major
@@ -22,9 +23,8 @@ from maxbench.sharding.rules import GemmDims
 
 class MatmulSpec(NamedTuple):
     """The static part of linear(): w is [batch..., ins..., outs...], x is [batch..., rows...,
-    ins...], the result [batch..., rows..., outs...]. Slots of experts that are sent or received are
-    [rows, batch, ...]: those of a GPU are then consecutive, and no kernel moves them for the
-    all-to-all.
+    ins...], the result [batch..., rows..., outs...]; slots of experts that are sent are [rows,
+    batch, ...] (expert_slots.py).
 
     Attributes:
       ins: dims that the GEMM contracts.
@@ -106,24 +106,25 @@ def _forward(x, w, grad, amax, tokens, spec):
     order, weight, dtype, rows = CommOrder(*tokens), gemms.as_weight(w), x.dtype, x.ndim - spec.ins
     how, gathers, used_after = weight.arithmetic, spec.sequence == "gather", order.used_after
     fprop_x, wgrad_x, amax_x = how.quantize_operand(
-        _slots_as_matrix(x, spec) if gathers else x,
+        _of_slots(spec, expert_slots.as_matrix, x) if gathers else x,
         weight.scales,
         False,
         spec.axes if gathers else (),
     )
     if gathers:
-        dispatch = functools.partial(_dispatch_slots, weight, spec, used_after)
+        dispatch = functools.partial(_of_slots, spec, expert_slots.dispatch, weight, used_after)
         fprop_x, wgrad_x = _map_forms(dispatch, fprop_x, wgrad_x)
     saved = how.map_arrays(wgrad_x, lambda x: checkpoint_fp8(x, spec.saved))
     fprop_w = _all_gather(how, weight.fprop_operand, "fsdp", _fprop_fsdp_dim(weight, spec))
     if gathers:
-        fprop_x = _by_expert(weight, spec, _all_gather_after(how, fprop_x, used_after, spec))
+        fprop_x = _all_gather_after(how, fprop_x, used_after, spec)
+        fprop_x = _of_slots(spec, expert_slots.by_expert, weight, fprop_x)
     y = gemms.fprop(weight, fprop_x, fprop_w, spec.dims, range(rows, x.ndim), dtype)
-    y = _slots_first(y, spec) if spec.sequence == "scatter" else y
+    y = _of_slots(spec, expert_slots.rows_first, y) if spec.sequence == "scatter" else y
     token = order.issue(fprop_x if gathers else y)
     if spec.sequence == "scatter":
         y = collectives.reduce_scatter(y, "tp", 0)
-        y = ordering.after(_return_slots(y, spec), used_after)
+        y = ordering.after(_of_slots(spec, expert_slots.send_back, y), used_after)
     has_tokens = tuple(None if t is None else () for t in tokens)  # known when traced
     return (y, token), (saved, amax_x, w, grad, amax, has_tokens)
 
@@ -140,7 +141,7 @@ def _backward(spec, residuals, cotangents):
     # dy of experts waits before it is quantized, or XLA takes another pass over it.
     dy = tokens.after_x(dy) if spec.batch else dy
     dgrad_dy, wgrad_dy, amax_dy = how.quantize_operand(
-        _slots_as_matrix(dy, spec) if scatters else dy,
+        _of_slots(spec, expert_slots.as_matrix, dy) if scatters else dy,
         weight.scales,
         True,
         spec.axes if scatters else (),
@@ -150,18 +151,18 @@ def _backward(spec, residuals, cotangents):
     amax = jax.tree.map(lambda a, *now: jnp.maximum(a, jnp.stack(now)), amax, amax_x, amax_dy)
     if scatters:
         used_after = tokens.dy_used_after
-        dispatch = functools.partial(_dispatch_slots, weight, spec, used_after)
+        dispatch = functools.partial(_of_slots, spec, expert_slots.dispatch, weight, used_after)
         gather = lambda dy: _all_gather_after(how, dispatch(dy), used_after, spec)
         dgrad_dy, wgrad_dy = _map_forms(gather, dgrad_dy, wgrad_dy)
         tokens.dy_is_gathered(dgrad_dy)
-        by_expert = functools.partial(_by_expert, weight, spec)
+        by_expert = functools.partial(_of_slots, spec, expert_slots.by_expert, weight)
         dgrad_dy, wgrad_dy = _map_forms(by_expert, dgrad_dy, wgrad_dy)
     dgrad_w = _all_gather(how, weight.dgrad_operand, "fsdp", spec.fsdp)
     dx = gemms.dgrad(weight, dgrad_dy, dgrad_w, spec.dims, range(rows, dy.ndim), dtype)
-    dx = _slots_first(dx, spec) if gathers else dx
+    dx = _of_slots(spec, expert_slots.rows_first, dx) if gathers else dx
     tokens.dgrad = ordering.token(dx)
     if gathers:
-        wgrad_x = _by_expert(weight, spec, wgrad_x)
+        wgrad_x = _of_slots(spec, expert_slots.by_expert, weight, wgrad_x)
         dx = collectives.reduce_scatter(dx, "tp", 0)
     # In the dtype of the accumulated gradient, so that the GEMM adds to it; or that of its operands
     # if it has more bits.
@@ -176,7 +177,8 @@ def _backward(spec, residuals, cotangents):
         dw = row_major(add(dw)) if spec.batch else add(dw)
     tokens.wgrad = ordering.token(dw)
     if gathers:
-        dx = _return_slots(dx if spec.dx_unordered else tokens.after_wgrad(dx), spec)
+        dx = dx if spec.dx_unordered else tokens.after_wgrad(dx)
+        dx = _of_slots(spec, expert_slots.send_back, dx)
     if spec.fsdp is not None:
         dw = collectives.reduce_scatter(dw, "fsdp", 0 if transposed else spec.fsdp)
         dw = add(dw.T if transposed else dw)
@@ -212,48 +214,11 @@ def _map_forms(move, dgrad_or_fprop, wgrad):
     return moved, moved if wgrad is dgrad_or_fprop else move(wgrad)
 
 
-def _slots_as_matrix(x, spec: MatmulSpec):
-    """Slots [r, e, d] as a matrix [r, e x d]: its rows and columns are quantized as those of each
-    expert are."""
-    return x.reshape(len(x), -1) if spec.batch else x
-
-
-def _dispatch_slots(weight: Weight, spec: MatmulSpec, t, x):
-    """This GPU's slots of all experts -> all GPUs' slots of this GPU's experts, over ep.
-
-    [r, e x d], or [e, r, d] for kernels that read matrices. Without tp, used only after the token.
-    """
-    if not spec.batch:
-        return x
-    how = weight.arithmetic
-    x = how.map_arrays(x, lambda a: collectives.all_to_all(a, "ep"))
-    # Before they are saved and ordered: kernels that take no strides need a copy at any rate.
-    x = _split_experts(weight, row_major, x) if how.needs_2d else x
-    return comm_order.after(x, t) if collectives.axis_size("tp") == 1 else x
-
-
-def _by_expert(weight: Weight, spec: MatmulSpec, x):
-    """Slots that were received, as [e, r, d]. XLA's GEMMs take strides: no copy."""
-    if not spec.batch or weight.arithmetic.needs_2d:
-        return x
-    return _split_experts(weight, lambda a: a, x)
-
-
-def _split_experts(weight: Weight, form, x):
-    """[r, e x d] -> [e, r, d]."""
-    split = lambda a: form(a.reshape(len(a), weight.shape[0], -1).swapaxes(0, 1))
-    return weight.arithmetic.map_arrays(x, split)
-
-
-def _slots_first(y, spec: MatmulSpec):
-    """A result [e, r, d] as it is sent, [r, e, d]."""
-    return y.swapaxes(0, 1) if spec.batch else y
-
-
 def _tp_dim(how, spec: MatmulSpec) -> int:
     """The dim of an operand's rows, which tp shards."""
     return spec.batch if how.needs_2d else 0
 
 
-def _return_slots(y, spec: MatmulSpec):
-    return collectives.all_to_all(y, "ep") if spec.batch else y
+def _of_slots(spec: MatmulSpec, change, *args):
+    """A function of expert_slots.py, called for experts alone; the last argument otherwise."""
+    return change(*args) if spec.batch else args[-1]

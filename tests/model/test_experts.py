@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxbench.config.sublayers import Context, Ends
-from maxbench.model import experts, layers, linear, router
+from maxbench.model import expert_slots, experts, layers, linear, router
 from tests.conftest import resolve
 from tests.quantization import blackwell
 
@@ -164,7 +164,7 @@ def test_gradients_of_dispatch_experts_and_combine_equal_indexing(with_gates):
     x = jax.random.normal(key[0], (12, 8))
     _, expert, _ = router.route(m, jax.random.normal(key[1], (12, m.experts)))
     gate = jax.random.uniform(key[2], expert.shape)
-    slot, token = experts.sending_order(*experts.assign_slots(m, gate, expert))
+    slot, token = expert_slots.sending_order(*experts.assign_slots(m, gate, expert))
     act, w = layers.ACTS[m.act].function, jax.random.normal(key[0], (4, 8))
 
     def with_custom_vjp(x, gate):

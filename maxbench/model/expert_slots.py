@@ -1,0 +1,82 @@
+"""Slots of experts: the order in which they are sent over ep, and how GEMMs read them.
+
+A GPU sends its slots as [r, e, d]: r are the slots for the first GPU of ep, then those for the
+second, ..., and e the experts of one GPU. The all-to-all sends whole rows, and what it receives is
+[r, e, d] again, with r from the first GPU, the second, ... XLA's GEMMs read and write the slots of
+one expert as every e-th row: no kernel moves them. In the order [e, r, d], which a GEMM without
+strides reads, each all-to-all needs a pass over all slots.
+
+cuDNN's block-scaled GEMMs and Transformer Engine's take no strides (Arithmetic.needs_2d): their
+operands are copied to [e, r, d] where they arrive, and their results to [r, e, d].
+
+Shape letters as in experts.py; d is any last dim.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxbench.model import comm_order
+from maxbench.quantization import Weight, row_major
+from maxbench.sharding import collectives
+
+
+def sending_order(slot_jk: jax.Array, token_ec: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Slots, and the tokens in them, in the order in which they are sent.
+
+    Args:
+      slot_jk: slot of each choice, e x (slots of an expert) + c; -1 if it has none.
+      token_ec: token of each slot of all experts, -1 if empty.
+
+    Returns:
+      slot_jk, r x (experts of a GPU) + e, -1 likewise; and token_re.
+    """
+    experts, slots = token_ec.shape
+    local = experts // collectives.axis_size("ep")
+    token_re = token_ec.reshape(-1, local, slots).swapaxes(1, 2).reshape(-1, local)
+    expert_jk, c_jk = slot_jk // slots, slot_jk % slots
+    sent_jk = (expert_jk // local * slots + c_jk) * local + expert_jk % local
+    return jnp.where(slot_jk < 0, -1, sent_jk), token_re
+
+
+def as_matrix(x_red: jax.Array) -> jax.Array:
+    """[r, e x d]: its rows and columns are quantized as those of each expert are."""
+    return x_red.reshape(len(x_red), -1)
+
+
+def dispatch(weight: Weight, t: jax.Array | None, x: Any) -> Any:
+    """An operand of as_matrix(): this GPU's slots of all experts -> all GPUs' slots of its experts.
+
+    Args:
+      weight: of the GEMM.
+      t: without tp, the result is used only after this token; with tp, ordering is that of its
+        all-gather.
+
+    Returns:
+      [r, e x d], or [e, r, d] if weight.arithmetic.needs_2d.
+    """
+    x = weight.arithmetic.map_arrays(x, lambda a: collectives.all_to_all(a, "ep"))
+    if weight.arithmetic.needs_2d:  # before it is saved and ordered: it is copied at any rate
+        x = _experts_first(weight, row_major, x)
+    return comm_order.after(x, t) if collectives.axis_size("tp") == 1 else x
+
+
+def by_expert(weight: Weight, x: Any) -> Any:
+    """What dispatch() returned, as [e, r, d]."""
+    return x if weight.arithmetic.needs_2d else _experts_first(weight, lambda a: a, x)
+
+
+def _experts_first(weight: Weight, change, x):
+    part = lambda a: change(a.reshape(len(a), weight.shape[0], -1).swapaxes(0, 1))
+    return weight.arithmetic.map_arrays(x, part)
+
+
+def rows_first(y_erd: jax.Array) -> jax.Array:
+    """A result as send_back() takes it, [r, e, d]."""
+    return y_erd.swapaxes(0, 1)
+
+
+def send_back(y_red: jax.Array) -> jax.Array:
+    """The reverse of dispatch(), of a result."""
+    return collectives.all_to_all(y_red, "ep")
