@@ -179,6 +179,8 @@ def estimate_bytes(run: Run) -> float:
         kept = [(n, part.kept_if_unrolled(run)) for n, part in parts]
         scratch += rows * (sum(n * x for n, x in kept) - max(x for _, x in kept))
     scratch += min(LOGITS, 8 * rows * m.vocab / a.tp) / 2  # fp32, and their gradient
+    if m.mtp_layers:  # two gradients of the LM head in fp32, that of multi-token prediction too
+        scratch += 2 * 4 * m.vocab * m.embed / a.tp
     return memory.lower_bound(run) + WIDTH * copies / a.fsdp + gathered + scratch
 
 
