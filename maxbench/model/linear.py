@@ -135,7 +135,7 @@ def _backward(spec, residuals, cotangents):
     how, rows = weight.arithmetic, dy.ndim - (len(weight.shape) - spec.batch - spec.ins)
     gathers, scatters = spec.sequence == "gather", spec.sequence == "scatter"
     tokens = BackwardTokens(*(t is not None for t in has_tokens), token)
-    wgrad_x = _all_gather(how, wgrad_x, "tp", _tp_dim(how, spec) if gathers else None)
+    wgrad_x = _all_gather(how, wgrad_x, "tp", spec.batch if gathers else None)
     if gathers and collectives.axis_size("tp") > 1:
         tokens.x_is_gathered(wgrad_x)
     # dy of experts waits before it is quantized, or XLA takes another pass over it.
@@ -204,19 +204,13 @@ def _all_gather(how, x, axis: str, dim: int | None):
 
 def _all_gather_after(how, x, t, spec: MatmulSpec):
     """An operand, all-gathered over tp and used only after the token."""
-    dim = _tp_dim(how, spec)
-    return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", dim, t))
+    return how.map_arrays(x, lambda a: ordering.all_gather_after(a, "tp", spec.batch, t))
 
 
 def _map_forms(move, dgrad_or_fprop, wgrad):
     """Both operands of an array, which may be one."""
     moved = move(dgrad_or_fprop)
     return moved, moved if wgrad is dgrad_or_fprop else move(wgrad)
-
-
-def _tp_dim(how, spec: MatmulSpec) -> int:
-    """The dim of an operand's rows, which tp shards."""
-    return spec.batch if how.needs_2d else 0
 
 
 def _of_slots(spec: MatmulSpec, change, *args):
