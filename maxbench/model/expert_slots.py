@@ -1,10 +1,9 @@
 """Slots of experts: the order in which they are sent over ep, and how GEMMs read them.
 
-A GPU sends its slots as [r, e, d]: r are the slots for the first GPU of ep, then those for the
-second, ..., and e the experts of one GPU. The all-to-all sends whole rows, and what it receives is
-[r, e, d] again, with r from the first GPU, the second, ... XLA's GEMMs read and write the slots of
-one expert as every e-th row: no kernel moves them. In the order [e, r, d], which a GEMM without
-strides reads, each all-to-all needs a pass over all slots.
+Slots are sent as [r, e, d]: e are the experts of one destination GPU, and r is sorted by the
+destination along ep. The all-to-all exchanges contiguous blocks of r, and its result is [r, e, d]
+too, with r sorted by source. XLA's GEMMs take strided operands: the slots of one expert are every
+e-th row, and no transpose is needed. In the order [e, r, d], each all-to-all needs one.
 
 cuDNN's block-scaled GEMMs and Transformer Engine's take no strides (Arithmetic.needs_2d): their
 operands are copied to [e, r, d] where they arrive, and their results to [r, e, d]. So are those
@@ -70,7 +69,7 @@ def is_copied(weight: Weight) -> bool:
 
 
 def by_expert(weight: Weight, x: Any) -> Any:
-    """What dispatch() returned, as [e, r, d]."""
+    """The result of dispatch() as [e, r, d], the operand of a batched GEMM."""
     return x if is_copied(weight) else _experts_first(weight, lambda a: a, x)
 
 

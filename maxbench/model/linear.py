@@ -1,8 +1,8 @@
 """linear(): x @ w with its collectives, forward and backward. Every GEMM with a weight is one.
 
 gemms.py         the GEMMs on one GPU, in the weight's number format
-this file        what is all-gathered, reduce-scattered and exchanged around them
-expert_slots.py  the order of the slots of experts that are exchanged
+this file        their all-gathers, reduce-scatters and all-to-alls
+expert_slots.py  the layout of experts' slots in the all-to-alls
 comm_order.py    which GEMMs these collectives overlap
 """
 
