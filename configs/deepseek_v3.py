@@ -20,8 +20,8 @@ ROUTED = Layer(mixer=LatentAttention(), channel=Experts())
 # the same with the published run's mbs 2, but in BF16 four virtual stages and mbs 1; on 256 GB300
 # ep 64 and mbs 2, where the recipe has pp 2 x ep 32 and mbs 1. In BF16 on GB200 the experts'
 # up-projection is recomputed, too.
-# Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP,
-# which shards dense weights over the GPUs of ep (here ep and fsdp are two axes).
+# Not here: 64 H100, whose ep 64 is larger than the 8 GPUs of a stage; 64 and 128 GB300 with FSDP
+# over the 64 GPUs of ep, of which a shard of embed is no whole number of MXFP8's blocks.
 LAYOUTS = """
 gpu_type dtype          scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs   gbs stages             remat
 h100     bf16           weak    1024     61 4096 16  2  2    1 32  1  1   1 16384 Et|(tt|)*30mL      full

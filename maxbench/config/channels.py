@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from maxbench.config.activations import GATED
 from maxbench.config.errors import UserError, divisors
-from maxbench.config.sublayers import Saved, State, Sublayer, Weight, imported, register, unset
+from maxbench.config.sublayers import EP, Saved, State, Sublayer, Weight, imported, register, unset
 
 if TYPE_CHECKING:
     from maxbench.config.run import Run
@@ -101,8 +101,9 @@ class Experts(Sublayer):
 
     role = "channel"
     axes: ClassVar = Mlp.axes | {
-        "experts": ("ep_nodes", "ep"),
+        "experts": EP,
         "experts_replicated": (),
+        "expert_embed": ("fsdp",),
         "expert_latent": ("fsdp",),
         "latent_width": (),
     }
@@ -112,8 +113,9 @@ class Experts(Sublayer):
 
     experts_replicated = property(lambda self: self.experts)
     latent_width = property(lambda self: self.expert_latent)
+    expert_embed = property(lambda self: self.embed)
     # Logical axis of what experts read and write.
-    outer = property(lambda self: "expert_latent" if self.expert_latent else "embed")
+    outer = property(lambda self: "expert_latent" if self.expert_latent else "expert_embed")
     sent_width = property(lambda self: self.expert_latent or self.embed)
     mlp_inputs = MLP_INPUTS
     fused = FUSED

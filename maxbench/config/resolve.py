@@ -173,7 +173,7 @@ def _embedding_over_pp(a: LayoutConfig, gbs: int, seq: int, m: Model) -> bool:
     """Whether the embedding table is sharded over pp: an all-gather of embedded tokens then moves
     less than one of the table, because a GPU has fewer tokens in a step than the table rows."""
     fewer = gbs // a.shards * seq // a.cp < m.vocab
-    return a.pp > 1 and fewer and not m.tied and m.embed % (a.tp * a.fsdp * a.pp) == 0
+    return a.pp > 1 and fewer and not m.tied and m.embed % (a.tp * a.dense_shards * a.pp) == 0
 
 
 def _train(config: RunConfig, m: Model, a: Layout, fmt: Format, device: Device) -> Train:

@@ -87,6 +87,11 @@ class LayoutConfig:
         return self.dp * self.fsdp * self.ep
 
     @property
+    def dense_shards(self) -> int:
+        """GPUs over which fsdp shards the weights that experts share: those of ep too."""
+        return self.fsdp * self.ep if self.fsdp > 1 else 1
+
+    @property
     def gpus(self) -> int:
         """GPUs of the mesh."""
         return self.pp * self.shards * self.cp * self.tp

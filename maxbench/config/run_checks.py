@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from maxbench.config import pipeline_layout
 from maxbench.config.errors import UserError, divisors, nearest
 from maxbench.config.mixers import Attention
-from maxbench.config.sublayers import RULES, Sublayer
+from maxbench.config.sublayers import RULES, Sublayer, mesh_axes
 
 if TYPE_CHECKING:
     from maxbench.config.model import Model
-    from maxbench.config.run import Run, RunConfig
+    from maxbench.config.run import Layout, Run, RunConfig
 
 MAX_OFFSET = 2**31 - 1
 MAX_MICROBATCHES = 10_000  # of a pipeline: a schedule of 8 x 8 parts takes 6 ms for each
@@ -106,9 +106,9 @@ def _check_experts(run: "Run") -> None:
 
 def _check_sharded_dims(run: "Run") -> None:
     """Mesh axes divide the dims of weights that they split."""
-    a = run.layout
-    for setting, value, axes in _split_dims(run.model):
-        sizes = {axis: n for axis in axes if (n := getattr(a, axis)) > 1}
+    degree = functools.partial(_degree, run.layout)
+    for setting, value, rule in _split_dims(run.model):
+        sizes = {axis: degree(axis) for axis in mesh_axes(rule, degree)}
         if value % math.prod(sizes.values()):
             product = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
             raise UserError(
@@ -119,20 +119,20 @@ def _check_sharded_dims(run: "Run") -> None:
 
 @functools.lru_cache(64)  # a search asks of thousands of layouts
 def _split_dims(m: "Model") -> tuple[tuple[str, int, tuple[str, ...]], ...]:
-    """(setting, size, mesh axes that split it) of the logical axes of a model's weights."""
+    """(setting, size, rule) of the logical axes of a model's weights."""
     weights = [w for layer in m.all_layers for w in m.layer_weights(layer).values()]
     weights += [*m.end_weights.values()]
     found = dict.fromkeys(
-        (w.owner.setting(name), getattr(w.owner, name), _degrees_of(name))
+        (w.owner.setting(name), getattr(w.owner, name), RULES[name])
         for w in weights
         for name in w.names
     )
     return tuple(dims for dims in found if dims[2])
 
 
-def _degrees_of(logical_axis: str) -> tuple[str, ...]:
-    """The fields of Layout with the degrees of the mesh axes that split a logical axis."""
-    return tuple(axis for axis in RULES[logical_axis] if axis != "ep_nodes")  # which ep includes
+def _degree(a: "Layout", axis: str) -> int:
+    """GPUs along a mesh axis, with all of expert parallelism along ep."""
+    return 1 if axis == "ep_nodes" else getattr(a, axis)
 
 
 def _check_sequence(run: "Run") -> None:
@@ -210,7 +210,8 @@ def check_bf16_layers(config: "RunConfig") -> None:
 def _check_gemm_dims(run: "Run", sublayer: Sublayer) -> None:
     """All dims of a sublayer's GEMMs are multiples of the format's, and no scaling block is cut."""
     a, seq, f = run.layout, run.train.seq, run.format
-    for of_gemm in _gemm_dims(sublayer, a.fsdp if f.blocks else 1, a.tp):
+    degrees = (a.fsdp, a.ep) if f.blocks else (1, 1)
+    for of_gemm in _gemm_dims(sublayer, *degrees, a.tp):
         _check_multiple(run, *of_gemm)
     tp = a.tp if f.blocks or sublayer.first_rows_are_split else 1
     divisor = a.cp * tp
@@ -222,15 +223,15 @@ def _check_gemm_dims(run: "Run", sublayer: Sublayer) -> None:
 
 
 @functools.lru_cache(4096)  # a search asks of thousands of layouts
-def _gemm_dims(sublayer: Sublayer, fsdp: int, tp: int) -> tuple[tuple[Any, ...], ...]:
+def _gemm_dims(sublayer: Sublayer, fsdp: int, ep: int, tp: int) -> tuple[tuple[Any, ...], ...]:
     """The dims of a sublayer's quantized GEMMs on one GPU, and the further arguments of
     _check_multiple() for each."""
     found = []
     for w in sublayer.weights.values():
         for side in w.sides[1:] if w.is_gemm and not w.plain else ():
             size = lambda name, w=w: getattr(w.owner, name)
-            degrees = {"fsdp": fsdp, "tp": tp}
-            cut = {x: {axis: degrees.get(axis, 1) for axis in RULES[x]} for x in side}
+            degree = lambda axis: {"fsdp": fsdp, "ep": ep, "tp": tp}.get(axis, 1)
+            cut = {x: {axis: degree(axis) for axis in mesh_axes(RULES[x], degree)} for x in side}
             shard = {x: math.prod(cut[x].values()) for x in side}
             dim = math.prod(size(x) // shard[x] for x in side)
             over = {x: "".join(f" / {a}={n}" for a, n in cut[x].items() if n > 1) for x in side}

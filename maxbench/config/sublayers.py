@@ -30,19 +30,35 @@ if TYPE_CHECKING:
 KEYS = {"mixer": "attn", "channel": "mlp"}
 ROLES = tuple(KEYS)
 
-# Logical axis of a weight -> mesh axes that split it, the last one varying fastest. Kinds add their
-# own axes.
+EP = ("ep_nodes", "ep")  # mesh axes of expert parallelism
+# Mesh axes of fully sharded weights that all experts share: for these, ep is data parallelism too.
+FSDP = ("fsdp", *EP)
+# Logical axis of a weight -> mesh axes that split it (mesh_axes()), the last one varying fastest.
+# Kinds add their own axes.
 RULES: dict[str, tuple[str, ...]] = {
     "layers": ("pp",),
-    "embed": ("fsdp",),
+    "embed": FSDP,
     "vocab": ("tp",),
-    "embed_sharded": ("tp", "fsdp"),
-    "embed_sharded_pp": ("tp", "fsdp", "pp"),  # if Layout.embedding_over_pp
+    "embed_sharded": ("tp", *FSDP),
+    "embed_sharded_pp": ("tp", *FSDP, "pp"),  # if Layout.embedding_over_pp
     # replicated
     "vocab_replicated": (),
     "embed_replicated": (),
     "mtp_inputs": (),
 }
+
+
+def mesh_axes(rule: tuple[str, ...], size: Callable[[str], int]) -> tuple[str, ...]:
+    """The mesh axes of a rule that have more than one GPU. Without fsdp, the GPUs of ep have whole
+    weights of what experts share.
+
+    Args:
+      size: GPUs along a mesh axis.
+    """
+    if "fsdp" in rule and size("fsdp") == 1:
+        rule = tuple(axis for axis in rule if axis not in EP)
+    return tuple(axis for axis in rule if size(axis) > 1)
+
 
 REGISTRY: dict[str, type["Sublayer"]] = {}
 Kind = TypeVar("Kind", bound="Sublayer")

@@ -13,18 +13,17 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from maxbench.config.model import Model
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import REMATS, Run
-from maxbench.config.sublayers import ROLES, RULES, Layer, Weight
+from maxbench.config.sublayers import EP, ROLES, RULES, Layer, Weight, mesh_axes
 from maxbench.cost_model import hlo
 from maxbench.cost_model.compile_cache import CompiledStep
 from maxbench.cost_model.meaning import Meaning, matches
 from maxbench.hardware.gpus import Gpu
 from maxbench.host.environment import GPU_MEMORY_FRACTION
-from maxbench.metrics import flops
 from maxbench.pipeline.schedule import loss_group_size
 
 GIB = 2**30
@@ -258,14 +257,15 @@ def compute_weight_bytes(run: Run, layers: float, ends: float) -> float:
 def lower_bound(run: Run) -> float:
     """Bytes on one GPU that every program needs: state, compute weights, and gradients. Those of
     the only microbatch are reduced and used layer by layer."""
-    p, a, (weights, ends) = run.precision, run.layout, stage_weights(run)
+    p, a, shards = run.precision, run.layout, stage_weights(run, gathered=False)
     width = lambda dtype: FORMATS[dtype].bytes
     of_layers, of_ends = master_weights(run)
     moments = 1 if run.optim.name == "muon" else 2  # norms and routers, which have two, are small
     state = (of_layers + of_ends) * width(p.weights)
     state += (moments * of_layers + 2 * of_ends) * width(p.moments)
-    gradients = (weights + ends) * width(p.grads) * (a.microbatches > 1 or a.pp > 1)
-    return state + (compute_weight_bytes(run, weights, ends) + gradients) / a.fsdp
+    gradients = (shards.layers + shards.ends) * width(p.grads)
+    gradients *= a.microbatches > 1 or a.pp > 1
+    return state + compute_weight_bytes(run, shards.layers, shards.ends) + gradients
 
 
 def master_weights(run: Run) -> tuple[float, float]:
@@ -274,15 +274,15 @@ def master_weights(run: Run) -> tuple[float, float]:
     of layer that has one. An axis that divides none of its dims (dp 3) leaves a copy on each GPU.
     """
     a, m = run.layout, run.model
-    layers, ends = stage_weights(run)
-    experts = expert_weights(run)
+    shards = stage_weights(run, gathered=False)
     dense, routed = _largest_weights(m)
-    table = _split([m.vocab // a.tp, m.embed // a.fsdp], a.pp, a.dp, a.ep, a.cp)
-    shards = _split(_local_dims(run, dense), a.dp, a.ep, a.cp) if dense else 1
-    found = (layers - experts) / shards
+    ep = a.ep if a.fsdp == 1 else 1  # beside fsdp, it splits compute weights already
+    embed = m.embed // _shards(RULES["embed"], a.fsdp, a.ep)
+    table = _split([m.vocab // a.tp, embed], a.pp, a.dp, ep, a.cp)
+    found = shards.dense / (_split(_local_dims(run, dense), a.dp, ep, a.cp) if dense else 1)
     if routed:
-        found += experts / _split(_local_dims(run, routed), a.dp, a.cp)
-    return found / a.fsdp, ends / table / a.fsdp
+        found += shards.routed / _split(_local_dims(run, routed), a.dp, a.cp)
+    return found, shards.ends / table
 
 
 @functools.lru_cache(1024)
@@ -302,8 +302,9 @@ def _largest_weights(m: Model) -> tuple[Weight | None, Weight | None]:
 
 def _local_dims(run: Run, weight: Weight) -> list[int]:
     """The dims of one GPU's part of a compute weight."""
-    shape = run.layout.mesh_shape
-    shards = (math.prod(shape[axis] for axis in RULES[name]) for name in weight.names)
+    sizes = run.layout.mesh_shape
+    axes = (mesh_axes(RULES[name], sizes.__getitem__) for name in weight.names)
+    shards = (math.prod(map(sizes.__getitem__, of_dim)) for of_dim in axes)
     return [max(1, size // n) for size, n in zip(weight.shape, shards, strict=True)]
 
 
@@ -346,34 +347,46 @@ def _stage_slots(m: Model, pp: int, vp: int, parts: tuple[int, ...]) -> list[tup
     return found
 
 
-def expert_weights(run: Run) -> float:
-    """Weights of routed experts on one GPU, gathered over fsdp, in the slots of its stage."""
-    return _slot_weights(run)[1] / (run.layout.ep * run.layout.tp)
+class StageWeights(NamedTuple):
+    """Weights on one GPU, in elements: of layers that ep does not split (dense) and that it splits
+    (routed), and of embedding and LM head (ends)."""
+
+    dense: float
+    routed: float
+    ends: float
+
+    @property
+    def layers(self) -> float:
+        return self.dense + self.routed
 
 
-def _slot_weights(run: Run) -> tuple[int, int]:
-    """Weights in the slots of a stage: those that ep does not split, and those that it splits."""
-    a = run.layout
-    return _weights_of_slots(run.model, a.pp, a.vp, a.parts)
+def stage_weights(run: Run, gathered: bool = True) -> StageWeights:
+    """Weights on one GPU, in the slots of its stage: gathered over fsdp, or its shards. Every stage
+    has the layer of multi-token prediction."""
+    a, m = run.layout, run.model
+    fsdp = 1 if gathered else a.fsdp
+    table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
+    elsewhere = table * (1 - 1 / a.pp) if a.embedding_over_pp else 0
+    shards = _shards(RULES["embed"], fsdp, a.ep)
+    dense, routed = _weights_of_slots(m, fsdp, a.ep, a.pp, a.vp, a.parts)
+    return StageWeights(dense / a.tp, routed / a.tp, (ends - elsewhere) / a.tp / shards)
+
+
+def _shards(rule: tuple[str, ...], fsdp: int, ep: int) -> int:
+    """GPUs along the mesh axes of a rule, those of fsdp and ep alone."""
+    sizes = {"fsdp": fsdp, "ep": ep}
+    size = lambda axis: sizes.get(axis, 1)
+    return math.prod(map(size, mesh_axes(rule, size)))
 
 
 @functools.lru_cache(1024)
-def _weights_of_slots(m: Model, *layout: Any) -> tuple[int, int]:
-    every = routed = 0
-    for n, layer in _stage_slots(m, *layout):
-        every += n * sum(w.size for w in m.layer_weights(layer).values())
-        routed += n * sum(part.routed_params for _, part in layer.parts())
-    return every - routed, routed
-
-
-def stage_weights(run: Run) -> tuple[float, float]:
-    """Weights on one GPU, gathered over fsdp: of a stage's slots, and of embedding and LM head.
-    Every stage has the layer of multi-token prediction."""
-    a, m = run.layout, run.model
-    table, ends = m.vocab * m.embed, m.vocab * m.embed * (1 if m.tied else 2)
-    dense: float = _slot_weights(run)[0] + m.embed  # the last norm
-    if m.mtp_layers:
-        routed = sum(part.routed_params for _, part in m.mtp_layer.parts())
-        dense += flops.mtp_params(m) - routed * (1 - 1 / a.ep)
-    elsewhere = table * (1 - 1 / a.pp) if a.embedding_over_pp else 0
-    return dense / a.tp + expert_weights(run), (ends - elsewhere) / a.tp
+def _weights_of_slots(m: Model, fsdp: int, ep: int, *layout: Any) -> tuple[float, float]:
+    """StageWeights.dense and routed, with tp 1."""
+    found = [0.0, 0.0]
+    slots = [(n, m.layer_weights(layer)) for n, layer in _stage_slots(m, *layout)]
+    for n, weights in [*slots, (1, m.mtp_weights)]:
+        for w in weights.values():
+            rules = [RULES[name] for name in w.names]
+            shards = math.prod(_shards(rule, fsdp, ep) for rule in rules)
+            found[EP in rules] += n * w.size / shards
+    return found[0] + m.embed, found[1]  # the last norm

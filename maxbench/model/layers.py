@@ -122,9 +122,10 @@ def matmul(
     dims = rules.GemmDims(len(batch), len(ins))
     plain = plain or not module.model.quantized
     w, own = param(module, name, " ".join(names), std, gemm=None if plain else dims)
-    split = [i for i, n in enumerate(names) if "fsdp" in rules.RULES[n]]
-    fsdp = split[0] if split and collectives.axis_size("fsdp") > 1 else None
-    gemm = linear.MatmulSpec(dims.ins, dims.batch, fsdp=fsdp, **how)
+    axes_of_dims = map(rules.local_axes, names)
+    split = ((i, by) for i, by in enumerate(axes_of_dims) if "fsdp" in by)
+    fsdp, fsdp_axes = next(split, (None, ()))
+    gemm = linear.MatmulSpec(dims.ins, dims.batch, fsdp=fsdp, fsdp_axes=fsdp_axes, **how)
     # A weight of a Linear is called w: the module names the GEMM.
     with contextlib.nullcontext() if name == "w" else jax.named_scope(name):
         return linear.linear(x, w, own if sums is None else sums, gemm, order)
@@ -502,12 +503,13 @@ class Embed(nn.Module):
         m = self.model
         axes = "vocab embed" if m.tied else f"vocab_replicated {self.embed_axis}"
         w_vd = param_value(self, "w", axes, m.init_std)
-        w_vd, tokens_bt = w_vd.astype(dtype), collectives.all_gather(tokens_bt, "fsdp", 0)
+        fsdp = rules.local_axes("embed")
+        w_vd, tokens_bt = w_vd.astype(dtype), collectives.all_gather(tokens_bt, fsdp, 0)
         if m.tied:
             local_bt = tokens_bt - collectives.axis_index("tp") * w_vd.shape[0]
             is_local_bt = (local_bt >= 0) & (local_bt < w_vd.shape[0])
             x_btd = jnp.where(is_local_bt[..., None], w_vd[jnp.where(is_local_bt, local_bt, 0)], 0)
-            x_bud = collectives.reduce_scatter(collectives.all_to_all(x_btd, "fsdp", 0, 2), "tp", 1)
+            x_bud = collectives.reduce_scatter(collectives.all_to_all(x_btd, fsdp, 0, 2), "tp", 1)
         else:
             over_pp = "pp" in rules.RULES[self.embed_axis]
             if over_pp and self.stages_differ:
@@ -516,7 +518,7 @@ class Embed(nn.Module):
             else:
                 x_btd = w_vd[tokens_bt]
                 x_btd = collectives.all_gather(x_btd, "pp", 2) if over_pp else x_btd
-            x_btd = collectives.all_to_all(x_btd, "fsdp", 0, 2)
+            x_btd = collectives.all_to_all(x_btd, fsdp, 0, 2)
             x_bud = collectives.all_to_all(x_btd, "tp", 1, 2)
         return x_bud * jnp.asarray(m.embed_multiplier, dtype)
 
@@ -538,4 +540,4 @@ class Head(nn.Module):
         # The accumulator is that of this GPU's shard: add to it before the all-gather over fsdp.
         if sums is not None and collectives.axis_size("fsdp") > 1:
             w_dv, sums = accumulate_into(sums, w_dv), None
-        return x_btd, collectives.all_gather(w_dv, "fsdp", 0), sums
+        return x_btd, collectives.all_gather(w_dv, rules.local_axes("embed"), 0), sums

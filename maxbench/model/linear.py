@@ -32,7 +32,7 @@ class MatmulSpec(NamedTuple):
       sequence: 'gather': the first dim of rows is sharded over tp, and is all-gathered first;
         'scatter': the partial results are reduce-scattered along it. Slots of experts are sent over
         ep to the GPUs of their experts before, or back after.
-      fsdp: the dim of w that is sharded over fsdp, and is all-gathered first.
+      fsdp: the dim of w that is sharded over fsdp_axes, and is all-gathered first.
       saved: the name by which a remat policy may save the wgrad operand of x.
       dx_unordered: dx's reduce-scatter may overlap any GEMM; otherwise it overlaps the wgrad.
     """
@@ -41,6 +41,7 @@ class MatmulSpec(NamedTuple):
     batch: int = 0
     sequence: str = ""
     fsdp: int | None = None
+    fsdp_axes: tuple[str, ...] = ()
     saved: str = ""
     dx_unordered: bool = False
 
@@ -81,7 +82,7 @@ def linear(x: jax.Array, w: Any, grad: Any, spec: MatmulSpec, order: CommOrder =
     fprop_k, shards_ins = None, spec.fsdp is not None and spec.fsdp < first
     if shards_ins and isinstance(w, Weight) and w.arithmetic.gather_along_outputs:
         # fprop_operand has a part of the outputs, and all of k.
-        fprop_k = math.prod(shape[spec.batch : first]) * collectives.axis_size("fsdp")
+        fprop_k = math.prod(shape[spec.batch : first]) * collectives.axis_size(spec.fsdp_axes)
     w = gemms.as_matrices(w, spec.dims, fprop_k)
     grad = grad if grad is None else grad.reshape(w.shape)
     # fsdp shards embed, which is the only one of its side's dims.
@@ -115,7 +116,7 @@ def _forward(x, w, grad, amax, tokens, spec):
         dispatch = functools.partial(_of_slots, spec, expert_slots.dispatch, weight, used_after)
         fprop_x, wgrad_x = _map_forms(dispatch, fprop_x, wgrad_x)
     saved = how.map_arrays(wgrad_x, lambda x: checkpoint_fp8(x, spec.saved))
-    fprop_w = _all_gather(how, weight.fprop_operand, "fsdp", _fprop_fsdp_dim(weight, spec))
+    fprop_w = _all_gather(how, weight.fprop_operand, spec.fsdp_axes, _fprop_fsdp_dim(weight, spec))
     if gathers:
         fprop_x = _all_gather_after(how, fprop_x, used_after, spec)
         fprop_x = _of_slots(spec, expert_slots.by_expert, weight, fprop_x)
@@ -157,7 +158,7 @@ def _backward(spec, residuals, cotangents):
         tokens.dy_is_gathered(dgrad_dy)
         by_expert = functools.partial(_of_slots, spec, expert_slots.by_expert, weight)
         dgrad_dy, wgrad_dy = _map_forms(by_expert, dgrad_dy, wgrad_dy)
-    dgrad_w = _all_gather(how, weight.dgrad_operand, "fsdp", spec.fsdp)
+    dgrad_w = _all_gather(how, weight.dgrad_operand, spec.fsdp_axes, spec.fsdp)
     dx = gemms.dgrad(weight, dgrad_dy, dgrad_w, spec.dims, range(rows, dy.ndim), dtype)
     dx = _of_slots(spec, expert_slots.rows_first, dx) if gathers else dx
     tokens.dgrad = ordering.token(dx)
@@ -180,7 +181,7 @@ def _backward(spec, residuals, cotangents):
         dx = dx if spec.dx_unordered else tokens.after_wgrad(dx)
         dx = _of_slots(spec, expert_slots.send_back, dx)
     if spec.fsdp is not None:
-        dw = collectives.reduce_scatter(dw, "fsdp", 0 if transposed else spec.fsdp)
+        dw = collectives.reduce_scatter(dw, spec.fsdp_axes, 0 if transposed else spec.fsdp)
         dw = add(dw.T if transposed else dw)
     dtokens = tokens.gradients()
     return (dx, dw, None, None, dtokens) if grad is None else (dx, None, dw, amax, dtokens)
@@ -198,8 +199,8 @@ def _fprop_fsdp_dim(weight: Weight, spec: MatmulSpec) -> int | None:
     return gemms.fprop_dims(weight, spec.dims).index(spec.fsdp)
 
 
-def _all_gather(how, x, axis: str, dim: int | None):
-    return x if dim is None else how.map_arrays(x, lambda a: collectives.all_gather(a, axis, dim))
+def _all_gather(how, x, axes: collectives.Axes, dim: int | None):
+    return x if dim is None else how.map_arrays(x, lambda a: collectives.all_gather(a, axes, dim))
 
 
 def _all_gather_after(how, x, t, spec: MatmulSpec):

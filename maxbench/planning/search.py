@@ -18,7 +18,7 @@ from maxbench.config import pipeline_layout, resolve
 from maxbench.config.errors import UserError
 from maxbench.config.model import Model
 from maxbench.config.run import DEGREES, Run
-from maxbench.config.sublayers import RULES
+from maxbench.config.sublayers import FSDP, RULES, mesh_axes
 from maxbench.cost_model import compile_cache, memory, remat
 from maxbench.cost_model.memory import GIB
 from maxbench.metrics import flops
@@ -86,11 +86,12 @@ def layouts(run: Run, gpus: int, gbs: int) -> Iterator[Run]:
 
 @functools.lru_cache(64)
 def _split_by(mesh_axis: str, m: Model) -> frozenset[int]:
-    """The sizes of layers' weights that a mesh axis splits."""
+    """The sizes of layers' weights that a mesh axis splits without fsdp."""
     parts = [part for _, layer in m.kinds for _, part in layer.parts()]
-    weights = [w for part in parts for w in part.weights.values()]
-    axes = [(name, w) for w in weights for name in w.names if mesh_axis in RULES[name]]
-    return frozenset(getattr(w.owner, name) for name, w in axes)
+    axes = [(name, w) for part in parts for w in part.weights.values() for name in w.names]
+    size = lambda axis: 1 if axis == "fsdp" else 2
+    split = [(name, w) for name, w in axes if mesh_axis in mesh_axes(RULES[name], size)]
+    return frozenset(getattr(w.owner, name) for name, w in split)
 
 
 def estimate_step_s(run: Run) -> float:
@@ -145,31 +146,36 @@ def _estimate_s(run: Run, recomputed: float, offloaded: float) -> float:
                 of_layer += hops * link("all-gather", wide_rows * part.choices, "tp")
         wait += n * of_layer
     work = layers + wait / a.pp
-    weights, ends = memory.stage_weights(run)
+    weights = memory.stage_weights(run)
     if a.fsdp > 1:  # all-gathered in both passes, reduce-scattered once, overlapping GEMMs
-        gathers = 3 * link("all-gather", int(WIDTH * weights), "fsdp")
+        gathers = 3 * link("all-gather", int(WIDTH * weights.dense), *FSDP)
+        gathers += 3 * link("all-gather", int(WIDTH * weights.routed), "fsdp")
         crowded = a.tp * a.cp * a.ep > 1  # others share the stream: about half is exposed
         work = work + gathers / 2 if crowded else max(work, gathers)
     work += costs.offload(offloaded)  # copied out and back, of which about half is exposed
     if a.pp > 1:  # chunk switches of this stage and a neighbour: weights twice, and gradients
-        work += 2 * costs.memory(8 * WIDTH * weights) / run.train.microbatch_group_size
-    loss = head * share / a.pp / costs.rate("bf16") + costs.memory(ACCUMULATED * ends)
+        work += 2 * costs.memory(8 * WIDTH * weights.layers) / run.train.microbatch_group_size
+    loss = head * share / a.pp / costs.rate("bf16") + costs.memory(ACCUMULATED * weights.ends)
     step = (work + loss) * a.microbatches + work * (a.pp - 1) / a.vp
     # ZeRO-1: gradients reduce-scattered and weights all-gathered once.
-    return step + 2 * link("all-gather", int(WIDTH * (weights + ends) / a.fsdp), "dp", "cp")
+    shards = memory.stage_weights(run, gathered=False)
+    return step + 2 * link("all-gather", int(WIDTH * (shards.layers + shards.ends)), "dp", "cp")
 
 
 def estimate_bytes(run: Run) -> float:
     """Estimated bytes on one GPU, without the activation stash."""
     a, m = run.layout, run.model
-    weights, ends = memory.stage_weights(run)
+    weights = memory.stage_weights(run).layers
+    shards = memory.stage_weights(run, gathered=False)
     unrolled = run.train.unrolled
     # Without a pipeline, gradients of experts are transposed into another array: of all layers of a
     # loop, or where tokens have slots of a fixed capacity. Accumulators of a loop are copied, too.
     transposed = m.has_experts and (m.capacity_factor > 0 or not unrolled)
     accumulated = a.microbatches > 1 and not unrolled
-    copies = (a.pp == 1 and (transposed or accumulated)) * (weights + ends)
-    gathered = 4 * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
+    copies = (a.pp == 1 and (transposed or accumulated)) * (shards.layers + shards.ends)
+    # XLA all-gathers the weights of a loop's body ahead of their use.
+    ahead = max(4, *(len(cycle) for _, cycle in m.groups)) if a.pp == 1 else 4
+    gathered = ahead * WIDTH * weights * a.pp / m.layers if a.fsdp > 1 else 0
     gathered += 3 * WIDTH * weights / a.vp if a.pp > 1 else 0  # resident chunks
     rows = a.mbs * run.train.seq // a.cp
     parts = [(n, part) for n, layer in m.kinds for _, part in layer.parts()]
@@ -179,9 +185,9 @@ def estimate_bytes(run: Run) -> float:
         kept = [(n, part.kept_if_unrolled(run)) for n, part in parts]
         scratch += rows * (sum(n * x for n, x in kept) - max(x for _, x in kept))
     scratch += min(LOGITS, 8 * rows * m.vocab / a.tp) / 2  # fp32, and their gradient
-    if m.mtp_layers:  # two gradients of the LM head in fp32, that of multi-token prediction too
-        scratch += 2 * 4 * m.vocab * m.embed / a.tp
-    return memory.lower_bound(run) + WIDTH * copies / a.fsdp + gathered + scratch
+    if m.mtp_layers:  # gradients of the LM head in fp32, those of multi-token prediction too
+        scratch += (1 + m.mtp_layers) * 4 * m.vocab * m.embed / a.tp
+    return memory.lower_bound(run) + WIDTH * copies + gathered + scratch
 
 
 def rank_layouts(run: Run, gpus: int, gbs: int = 0) -> list[Run]:

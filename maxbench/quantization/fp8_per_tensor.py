@@ -69,8 +69,9 @@ class PerTensor:
         fprop = self.make_fprop_operand(dgrad, gemm, lead)
         first, outs = sharding.matrix_dims(lead)
         # fsdp splits ins: split outs instead, once per step and not in each layer.
-        if ("fsdp",) in sharding.compute_axes[first:outs]:
-            fprop = fprop._replace(q=collectives.all_to_all(fprop.q, "fsdp", first, first + 1))
+        for axes in sharding.compute_axes[first:outs]:
+            if "fsdp" in axes:
+                fprop = fprop._replace(q=collectives.all_to_all(fprop.q, axes, first, first + 1))
         return Weight(dgrad, fprop, self, xdy_scales, gemm)
 
     def make_fprop_operand(self, dgrad_operand: Any, gemm: Any, lead: int = 0) -> Any:

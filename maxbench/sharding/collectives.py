@@ -6,15 +6,19 @@ partitioner adds none.
 Each is the identity on an axis of size 1 and outside shard_map.
 """
 
+import math
 from typing import Any
 
 import jax
 
+Axes = str | tuple[str, ...]  # a mesh axis, or several as one, the last one varying fastest
 
-def axis_size(axis: str | None) -> int:
-    """GPUs along a mesh axis of the enclosing shard_map; 1 for None and outside shard_map."""
+
+def axis_size(axes: Axes | None) -> int:
+    """GPUs along mesh axes of the enclosing shard_map; 1 for None and outside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[axis] if axis in mesh.manual_axes else 1
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in names if axis in mesh.manual_axes)
 
 
 def axis_index(axis: str) -> jax.Array | int:
@@ -22,16 +26,16 @@ def axis_index(axis: str) -> jax.Array | int:
     return jax.lax.axis_index(axis) if axis_size(axis) > 1 else 0
 
 
-def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """All-gather, concatenated along dim. Its gradient is reduce-scattered."""
-    return jax.lax.all_gather(x, axis, axis=dim, tiled=True) if axis_size(axis) > 1 else x
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axis_size(axes) > 1 else x
 
 
-def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Sum over axis, split along dim. Its gradient is all-gathered."""
-    if axis_size(axis) == 1:
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Sum over axes, split along dim. Its gradient is all-gathered."""
+    if axis_size(axes) == 1:
         return x
-    return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def psum(x: jax.Array, *axes: str) -> jax.Array:
@@ -46,10 +50,10 @@ def pmax(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.pmax(x, axes) if axes else x
 
 
-def all_to_all(x: jax.Array, axis: str, split: int = 0, join: int = 0) -> jax.Array:
+def all_to_all(x: jax.Array, axes: Axes, split: int = 0, join: int = 0) -> jax.Array:
     """All-to-all: sends part i of dim `split` to GPU i, and concatenates what it receives along dim
     `join`, in the order of the senders."""
-    return jax.lax.all_to_all(x, axis, split, join, tiled=True) if axis_size(axis) > 1 else x
+    return jax.lax.all_to_all(x, axes, split, join, tiled=True) if axis_size(axes) > 1 else x
 
 
 def ppermute_shift(tree: Any, axis: str, by: int = 1) -> Any:

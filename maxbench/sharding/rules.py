@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbench.config.number_formats import FORMATS
 from maxbench.config.run import AXES
-from maxbench.config.sublayers import RULES
+from maxbench.config.sublayers import RULES, mesh_axes
 from maxbench.sharding.collectives import axis_size
 
 BLOCK = max(f.multiple for f in FORMATS.values())  # preferred multiple of a shard's dim
@@ -99,7 +99,7 @@ def shard_weight(
       mesh_shape: mesh axis -> size.
       whole: logical axes that the master splits no further than the compute copy.
     """
-    compute = tuple(tuple(a for a in rules[n] if mesh_shape[a] > 1) for n in names)
+    compute = tuple(mesh_axes(rules[n], mesh_shape.__getitem__) for n in names)
     shards = [math.prod(mesh_shape[a] for a in axes) for axes in compute]
     local = [size // n for size, n in zip(shape, shards, strict=True)]
     zero1: list[tuple[str, ...]] = [()] * len(names)
@@ -140,9 +140,14 @@ def reduce_grad(sharding: WeightSharding, g: jax.Array) -> jax.Array:
     return jax.lax.psum(g, sharding.psum_axes) if sharding.psum_axes else g
 
 
+def local_axes(name: str) -> tuple[str, ...]:
+    """The mesh axes that split a logical axis; inside shard_map."""
+    return mesh_axes(RULES[name], axis_size)
+
+
 def local_size(name: str, size: int) -> int:
     """Size of one GPU's shard of a logical axis; inside shard_map."""
-    return size // math.prod(map(axis_size, RULES[name]))
+    return size // axis_size(local_axes(name))
 
 
 def size_gib(tree: Any) -> float:

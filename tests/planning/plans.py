@@ -12,12 +12,10 @@ from maxbench.config.run import Run
 from maxbench.cost_model import compile_cache, hlo
 
 # Rows of docs/plan.csv (key_of) whose compiled program takes more memory than estimated, by that
-# share. With fsdp, XLA gathers the operands of the 25 layers in a loop's body of Nemotron 3 Ultra
-# ahead of their use. It keeps the operands of eleven Mamba-2 layers whose weight gradients it
-# delays, and transposes a whole stash of MXFP8's mlp_up where a last loop of layers does not
-# recompute it. A search compiles such a layout and finds that it does not fit.
+# share. XLA keeps the operands of eleven Mamba-2 layers whose weight gradients it delays, and
+# transposes a whole stash of MXFP8's mlp_up where a last loop of layers does not recompute it. A
+# search compiles such a layout and finds that it does not fit.
 UNDERESTIMATED = {
-    ("nemotron_3_ultra", "gb300", "256", "fp8"): 0.31,
     ("nemotron_h_56b", "b200", "512", "fp8"): 0.20,
     ("nemotron_h_56b", "gb200", "512", "fp8"): 0.19,
     ("llama31_70b", "gb200", "512", "fp8"): 0.26,

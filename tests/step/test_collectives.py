@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxbench.config import resolve as resolving
+from maxbench.cost_model import memory
 from maxbench.model import transformer
 from maxbench.pipeline.schedule import schedule_for
 from maxbench.sharding import rules
@@ -53,17 +54,23 @@ def sizes(counts: Counter, op: str) -> set[int]:
     return {math.prod(map(int, s.split(","))) if s else 1 for o, s in counts if o == op}
 
 
+def leaves(step: Step) -> list[rules.WeightSharding]:
+    """The shardings of a step's weights."""
+    return jax.tree.leaves(step.shardings, is_leaf=lambda s: isinstance(s, rules.WeightSharding))
+
+
 def weight_sizes(step: Step) -> set[int]:
     """Elements of one GPU's compute shard of each weight, with and without fsdp: of all layers, and
     of one layer."""
     result = set()
     for x, s in zip(
         jax.tree.leaves(step.abstract["params"]),
-        jax.tree.leaves(step.shardings, is_leaf=lambda s: isinstance(s, rules.WeightSharding)),
+        leaves(step),
         strict=True,
     ):
         shard = x.size // math.prod(step.mesh.shape[a] for axes in s.compute_axes for a in axes)
-        gathered = shard * (step.mesh.shape["fsdp"] if ("fsdp",) in s.compute_axes else 1)
+        fsdp = {axis for axes in s.compute_axes if "fsdp" in axes for axis in axes if axis != "tp"}
+        gathered = shard * math.prod(step.mesh.shape[axis] for axis in fsdp)
         result |= {shard, gathered, gathered // x.shape[0]}
     return result
 
@@ -78,6 +85,17 @@ def test_fsdp_communicates_weights_and_gradients_only():
     # Embedded tokens are exchanged; the table is not gathered.
     assert max(sizes(counts, "all-to-all")) <= tokens * embed // 8
     assert ("all-gather", f"{step.run.model.vocab},{embed}") not in counts
+
+
+@pytest.mark.parametrize("axes", [dict(fsdp=2, ep=2), dict(fsdp=4), dict(ep=4)], ids=str)
+@pytest.mark.parametrize("family", ["deepseek", "nemotron_3"])
+def test_estimates_of_memory_know_how_weights_are_sharded(family, axes):
+    step = build(family, **axes)
+    weights, sizes = jax.tree.leaves(step.abstract["params"]), step.mesh.shape
+    shards = [math.prod(sizes[a] for axes in s.compute_axes for a in axes) for s in leaves(step)]
+    estimated = memory.stage_weights(step.run, gathered=False)
+    actual = sum(w.size / n for w, n in zip(weights, shards, strict=True))
+    assert estimated.layers + estimated.ends == pytest.approx(actual, rel=1e-3)
 
 
 @pytest.mark.exhaustive
