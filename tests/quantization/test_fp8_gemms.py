@@ -47,7 +47,7 @@ def integers(key: int, *shape: int) -> np.ndarray:
 def quantize_weight(w, gemm: linear.MatmulSpec, scaling="current", past=None):
     """The quantization.Weight of w on one GPU."""
     dims = rules.GemmDims(gemm.batch, gemm.ins)
-    sharding = rules.WeightSharding((None,) * w.ndim, ((),) * w.ndim, (), dims)
+    sharding = rules.WeightSharding(((),) * w.ndim, ((),) * w.ndim, (), dims)
     if past is not None:
         past = jnp.asarray(past, jnp.float32)
     arithmetic = ARITHMETICS[scaling]
