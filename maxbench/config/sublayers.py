@@ -31,7 +31,7 @@ KEYS = {"mixer": "attn", "channel": "mlp"}
 ROLES = tuple(KEYS)
 
 EP = ("ep_nodes", "ep")  # mesh axes of expert parallelism
-# Mesh axes of fully sharded weights that all experts share: for these, ep is data parallelism too.
+# Mesh axes of ZeRO-3 for weights that experts share: for these, ep is data parallelism too.
 FSDP = ("fsdp", *EP)
 # Logical axis of a weight -> mesh axes that split it (mesh_axes()), the last one varying fastest.
 # Kinds add their own axes.
@@ -49,8 +49,8 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def mesh_axes(rule: tuple[str, ...], size: Callable[[str], int]) -> tuple[str, ...]:
-    """The mesh axes of a rule that have more than one GPU. Without fsdp, the GPUs of ep have whole
-    weights of what experts share.
+    """The mesh axes of a rule that have more than one GPU. Without fsdp, each rank of ep has whole
+    compute weights of what experts share.
 
     Args:
       size: GPUs along a mesh axis.

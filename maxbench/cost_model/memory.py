@@ -276,7 +276,7 @@ def master_weights(run: Run) -> tuple[float, float]:
     a, m = run.layout, run.model
     shards = stage_weights(run, gathered=False)
     dense, routed = _largest_weights(m)
-    ep = a.ep if a.fsdp == 1 else 1  # beside fsdp, it splits compute weights already
+    ep = a.ep if a.fsdp == 1 else 1  # with fsdp, ep shards compute weights already
     embed = m.embed // _shards(RULES["embed"], a.fsdp, a.ep)
     table = _split([m.vocab // a.tp, embed], a.pp, a.dp, ep, a.cp)
     found = shards.dense / (_split(_local_dims(run, dense), a.dp, ep, a.cp) if dense else 1)

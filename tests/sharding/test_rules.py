@@ -30,18 +30,18 @@ def test_shards_are_equal_and_each_axis_is_used_once(names, sizes, mesh_shape):
         assert size % shards(compute + zero) == 0
 
 
-def test_beside_fsdp_ep_shards_what_experts_share():
+def test_with_fsdp_ep_shards_weights_that_experts_share():
     sizes = dict.fromkeys(AXES, 1) | {"fsdp": 4, "ep_nodes": 2, "ep": 2, "dp": 2}
     dense, experts = ("embed", "mlp"), ("experts", "expert_embed", "mlp_inputs", "mlp")
     axes = lambda names, sizes: rules.shard_weight(names, (256,) * len(names), sizes)
-    beside = axes(dense, sizes)
-    assert beside.compute_axes == (("fsdp", "ep_nodes", "ep"), ())
-    assert (*itertools.chain(*beside.zero1_axes),) == ("dp",)
+    sharded = axes(dense, sizes)
+    assert sharded.compute_axes == (("fsdp", "ep_nodes", "ep"), ())
+    assert (*itertools.chain(*sharded.zero1_axes),) == ("dp",)
     assert axes(experts, sizes).compute_axes == (("ep_nodes", "ep"), ("fsdp",), (), ())
-    # Without fsdp, its GPUs have whole weights, whose master weights they shard (ZeRO-1).
-    alone = axes(dense, sizes | {"fsdp": 1})
-    assert alone.compute_axes == ((), ())
-    assert {*itertools.chain(*alone.zero1_axes)} == {"dp", "ep_nodes", "ep"}
+    # Without fsdp, ranks of ep have whole compute weights, and shard the master weights (ZeRO-1).
+    zero1 = axes(dense, sizes | {"fsdp": 1})
+    assert zero1.compute_axes == ((), ())
+    assert {*itertools.chain(*zero1.zero1_axes)} == {"dp", "ep_nodes", "ep"}
 
 
 def test_counts_of_a_layout():
