@@ -18,9 +18,9 @@ PATTERN = 4 * ("MEMEMEM*E" + "MEMEM*E" + "MEMEMEM*E") + "MEMEMEME"
 
 # Megatron-Bridge 067f987, perf_recipes/nemotronh; FP8 is MXFP8. NVIDIA has ep over the 64 GPUs of
 # an NVLink domain, over which FSDP shards all other weights, and the optimizer over the 4 domains.
-# So it is here, but that experts are over fsdp 2 and ep 32. NVIDIA recomputes the experts'
-# activation alone, and offloads its input to the host; here save_gemms_recompute_act takes 288 GiB,
-# so that slots and attention's output are recomputed too, and fewer all-gathers are combined.
+# Here experts are over fsdp 2 x ep 32 of a domain. NVIDIA recomputes the experts' activation alone,
+# and offloads its input to the host; here save_gemms_recompute_act takes 288 GiB, so that slots and
+# context are recomputed too, and XLA combines fewer all-gathers, which takes 5 GiB less.
 # Not here, as not planned yet: 256 GB200 with tp 2.
 LAYOUTS = """
 gpu_type dtype scaling gpus layers  seq pp vp dp fsdp ep cp tp mbs gbs remat
